@@ -1,0 +1,91 @@
+"""What one compiled graph did with its collectives: the records that `explain` prints.
+
+The pipeline appends one `GraphRecord` per compiled graph to the sink that was open when the backend was called
+(`collect_sites`). Without an open sink nothing is recorded. A cache hit runs no pass and therefore records nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteRecord:
+    """One collective site of one graph, fused or left alone, in graph order.
+
+    `kind` is the Task kind (`all_gather_matmul`, ...) when fused, else the collective's own name
+    (`all_gather_into_tensor`, ...). `m`, `n`, `k` are the sizes of the whole problem, over all ranks, that the cost model
+    wants: the product is [m, k] @ [k, n]; None where a size is not known (a site left alone, an unbacked symbol); for a
+    dynamic size the compiler's hint. `bytes_moved` is what one rank receives from its peers in one call.
+    """
+
+    site: str
+    kind: str
+    fused: bool
+    pattern: str
+    group_name: str
+    world_size: int | None
+    dtype: str
+    device_type: str
+    shapes: tuple[str, ...]
+    m: int | None
+    n: int | None
+    k: int | None
+    itemsize: int | None
+    bytes_moved: int | None
+    strategy: str
+    node: str
+    text: str
+    reason_code: str = ""
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphRecord:
+    """The sites of one compiled graph; `is_backward` is None where the compiler does not say."""
+
+    index: int
+    is_backward: bool | None
+    region: str
+    sites: tuple[SiteRecord, ...]
+    graph_before: str
+    graph_after: str
+
+
+class SiteSink:
+    """A list of graph records that the pipelines of one `collect_sites` block append to.
+
+    A pipeline takes the sink when it is made, so a backward graph that another thread compiles later reaches it too.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: list[GraphRecord] = []
+
+    def add(self, record: GraphRecord) -> None:
+        """Append `record`, numbered by its place in this sink."""
+        self.graphs.append(dataclasses.replace(record, index=len(self.graphs)))
+
+
+_current_sink: contextvars.ContextVar[SiteSink | None] = contextvars.ContextVar("ditron_site_sink", default=None)
+
+
+def current_sink() -> SiteSink | None:
+    """The sink of the innermost open `collect_sites` block of this context, or None."""
+    return _current_sink.get()
+
+
+@contextlib.contextmanager
+def collect_sites() -> Iterator[SiteSink]:
+    """Record the sites of every graph that the backend compiles inside the block.
+
+    A graph whose backward is compiled only after the block, but whose forward began inside it, is recorded too.
+    """
+    sink = SiteSink()
+    reset_token = _current_sink.set(sink)
+    try:
+        yield sink
+    finally:
+        _current_sink.reset(reset_token)
