@@ -1,0 +1,87 @@
+"""Where each word of the signal protocol lies: offsets shared by the kernels (as `tl.constexpr`) and the host.
+
+Two memories hold protocol words:
+
+* the *header* of the symmetric heap, one per rank, mapped by all ranks: for every slot a table of flags, and one row
+  of credits. Row `chunk`, column `source rank`; a word has one writer, the source rank, and lies in the waiter's memory.
+* the *control words* `ctl`, an int64 tensor that only its own rank reads and writes: epoch, tickets and the count of
+  finished programs of each slot, the poison word, the poll limit and the address of the failure record.
+
+A flag or credit is one 64-bit word, `site << EPOCH_BITS | epoch`: 23 bits of site hash, so that the word stays positive,
+and 40 bits of epoch, so that a word which no site touched for years is still in the past.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+NUM_SLOTS = tl.constexpr(2)
+"""Equal data slots in a workspace; a call takes the next one, so its credits are nearly always back already."""
+
+MAX_WORLD = tl.constexpr(16)
+"""Columns of a flag row: 16 words are 128 bytes, so no two rows share a cache line."""
+
+MAX_CHUNKS = tl.constexpr(64)
+"""Flag rows of a slot. A launch numbers its chunks, over all its phases, below this."""
+
+CREDIT_ROW = tl.constexpr(64)
+"""The row after the last flag row holds the credits: word `peer` says which epoch that peer has finished with."""
+
+SLOT_WORDS = tl.constexpr(16 * 65)
+"""64-bit words of header for each slot: (MAX_CHUNKS flag rows + 1 credit row) * MAX_WORLD."""
+
+HEADER_BYTES = tl.constexpr(20480)
+"""Bytes of the heap before the first data slot: NUM_SLOTS * SLOT_WORDS * 8, rounded up to 4096."""
+
+EPOCH_BITS = tl.constexpr(40)
+SITE_BITS = tl.constexpr(23)
+
+# Control words: offsets into `ctl`. Words that programs hammer stand 128 bytes apart.
+POISON = tl.constexpr(0)
+"""0, or the code of the failure that made this workspace unusable until it is reset."""
+
+POLL_LIMIT = tl.constexpr(1)
+"""Polls of one word before a wait expires."""
+
+RECORD = tl.constexpr(2)
+"""Address of the failure record, in memory that both the device and the host can read."""
+
+SLOT_CTL = tl.constexpr(16)
+"""First control word of slot 0."""
+
+SLOT_CTL_STRIDE = tl.constexpr(64)
+"""Control words of each slot."""
+
+EPOCH = tl.constexpr(0)
+"""Uses of the slot that have ended on this rank."""
+
+DATA_OFFSET = tl.constexpr(1)
+"""Bytes from the heap's base to the slot's data."""
+
+SEND_TICKET = tl.constexpr(16)
+TILE_TICKET = tl.constexpr(32)
+"""Next piece of work of each of a launch's two queues; 0 between launches."""
+
+DONE = tl.constexpr(48)
+"""Programs of the running launch that have finished; 0 between launches."""
+
+CTL_WORDS = tl.constexpr(16 + 2 * 64)
+
+COUNTERS = tl.constexpr(64 * 16)
+"""int32 tile counters, one for each (chunk, destination); 0 between launches."""
+
+# The failure record: int64 words, STATE written last.
+STATE = tl.constexpr(0)
+RECORD_RANK = tl.constexpr(1)
+RECORD_PEER = tl.constexpr(2)
+RECORD_CHUNK = tl.constexpr(3)
+RECORD_SLOT = tl.constexpr(4)
+RECORD_EXPECTED = tl.constexpr(5)
+RECORD_SEEN = tl.constexpr(6)
+RECORD_WORDS = tl.constexpr(16)
+
+TIMEOUT = tl.constexpr(1)
+"""STATE and POISON code: a wait expired."""
+
+DIVERGED = tl.constexpr(2)
+"""STATE and POISON code: the right epoch, another site's hash."""
