@@ -1,0 +1,31 @@
+"""Ditron: a torch.compile backend that runs collectives and matmuls as one distributed kernel.
+
+``torch.compile(model, backend="ditron")`` needs no import. This module adds ``explain``, ``reset`` and ``Options``.
+It imports neither torch nor triton itself, so ``python -m ditron_inductor doctor`` works where one is missing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ditron_inductor.explain import explain
+from ditron_inductor.options import Options
+
+if TYPE_CHECKING:
+    from ditron_inductor.backend import ditron
+    from ditron_inductor.device import reset
+
+__version__ = "0.1.0"
+__all__ = ["Options", "ditron", "explain", "reset"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ditron":
+        from ditron_inductor.backend import ditron
+
+        return ditron
+    if name == "reset":
+        from ditron_inductor.device import reset
+
+        return reset
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

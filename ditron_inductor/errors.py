@@ -1,0 +1,119 @@
+"""Every error that Ditron raises on purpose: one class with one message template each.
+
+A class takes its facts as keyword arguments; they fill the template and stay readable as ``error.fields``.
+Mistakes in what the user wrote are also ``ValueError``; what goes wrong while running is also ``RuntimeError``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+
+class DitronError(Exception):
+    """Base of all of them. ``message`` is the template; its placeholders are the keyword arguments."""
+
+    message: ClassVar[str]
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields: dict[str, Any] = fields
+        super().__init__(self.message.format(**fields))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep the fields when the error travels from a rank process to its parent."""
+        return functools.partial(type(self), **self.fields), ()
+
+
+# What the user wrote.
+
+
+class UnknownOption(DitronError, ValueError):
+    message = "unknown option '{key}'. {valid}"
+
+
+class InvalidOptionValue(DitronError, ValueError):
+    message = "option '{key}' = {value!r} is not valid: {allowed}"
+
+
+class StrategyUnavailable(DitronError, ValueError):
+    message = "strategy '{strategy}' is forced (option 'ditron.strategy') but cannot run at {site}: {reason}. {remedy}"
+
+
+class DitronOptionsMismatch(DitronError, ValueError):
+    """``differences`` names each option with the ranks that hold each value."""
+
+    message = (
+        "the ranks of group '{group_name}' run Ditron with different settings: {differences}. "
+        "Give all of them the same"
+    )
+
+
+class InterpreterNotSet(DitronError, RuntimeError):
+    """Triton reads TRITON_INTERPRET when a kernel is decorated, so setting it after the import has no effect."""
+
+    message = (
+        "tensors on the CPU need Triton's interpreter: start the process with TRITON_INTERPRET=1 in its environment "
+        "(or set it before the first import of triton or ditron_inductor), "
+        "or use the option 'ditron.strategy': 'library'"
+    )
+
+
+class MissingDependency(DitronError, RuntimeError):
+    message = "{name} is needed for {needed_for} and was not found. {remedy}"
+
+
+# What the compiler finds wrong with a graph: an error of Ditron itself or of a pass that ran before it.
+
+
+class InvalidTaskNode(DitronError, ValueError):
+    message = "{node}: field '{field}' {problem}"
+
+
+class GraphVerificationError(DitronError, RuntimeError):
+    message = "the graph is not valid after {where}: {problem}"
+
+
+# What goes wrong while running.
+
+
+class DitronTimeout(DitronError, RuntimeError):
+    """A bounded wait for a peer's signal expired. ``expected`` and ``seen`` describe the flag: epoch and site."""
+
+    message = (
+        "rank {rank} waited {seconds:.1f} s at site '{site}' for rank {peer} (chunk {chunk}): "
+        "expected {expected}, saw {seen}. That rank is dead, stopped, late, or runs another program. "
+        "Call ditron_inductor.reset(group) on all ranks to go on"
+    )
+
+
+class DitronDiverged(DitronError, RuntimeError):
+    """Two ranks of one group were at different sites at the same point of the group's call order."""
+
+    message = (
+        "rank {rank} was at site '{site}' while rank {peer} was at site '{peer_site}': "
+        "the ranks run different programs, or run them in different orders. Call ditron_inductor.reset(group) on all ranks to go on"
+    )
+
+
+class DitronPoisoned(DitronError, RuntimeError):
+    message = (
+        "group '{group_name}' failed earlier ({cause}) and cannot be used "
+        "until all its ranks call ditron_inductor.reset(group)"
+    )
+
+
+class DitronCaptureError(DitronError, RuntimeError):
+    message = "{site} cannot be captured in a CUDA graph yet: {problem}. Run it once before the capture begins"
+
+
+class DitronHandshakeError(DitronError, RuntimeError):
+    """``missing`` names the ranks that have not come to the exchange in time."""
+
+    message = (
+        "group '{group_name}': rank {rank} waited {seconds:.1f} s to {purpose}, and did not hear from: {missing}. "
+        "All ranks of a group have to reach its first Ditron call"
+    )
+
+
+class WorkspaceError(DitronError, RuntimeError):
+    message = "the workspace of group '{group_name}' {problem}. {remedy}"

@@ -1,0 +1,184 @@
+"""The options of the backend: where they come from, what they may be, and the environment variables behind them.
+
+This is the only file that reads ``DITRON_*`` variables. They give defaults; an option given to ``torch.compile`` wins.
+
+=========================  ========================  ==================================================
+option                     environment               meaning
+=========================  ========================  ==================================================
+``ditron.strategy``        DITRON_STRATEGY           ``auto`` (a plan chooses), ``library`` or ``tile``
+``ditron.workspace_limit`` DITRON_WORKSPACE_LIMIT    bytes of symmetric memory that a group may take
+``ditron.timeout_s``       DITRON_TIMEOUT_S          seconds to wait for a peer; None: the group's own
+``ditron.fusions``                                   the fusions to apply; all of them by default
+=========================  ========================  ==================================================
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, get_origin
+
+from ditron_inductor.errors import InvalidOptionValue, UnknownOption
+
+PREFIX = "ditron."
+STRATEGIES = ("auto", "library", "tile")
+FUSIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+ENVIRONMENT = {
+    "strategy": "DITRON_STRATEGY",
+    "workspace_limit": "DITRON_WORKSPACE_LIMIT",
+    "timeout_s": "DITRON_TIMEOUT_S",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a compilation may decide for its sites. Equal on all ranks of a group (they compare it at first use).
+
+    strategy: one of ``STRATEGIES``; forced for every site unless ``auto``.
+    workspace_limit: bytes, at least 0; a site that needs more runs by ``library``.
+    timeout_s: seconds, above 0; None takes the process group's own timeout.
+    fusions: names out of ``FUSIONS``, kept in that order.
+    Raises ``InvalidOptionValue``.
+    """
+
+    strategy: str = "auto"
+    workspace_limit: int = 1 << 30
+    timeout_s: float | None = None
+    fusions: tuple[str, ...] = FUSIONS
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            checked = _CHECKS[field.name](PREFIX + field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, checked)
+
+    @property
+    def timeout_arg(self) -> float:
+        """``timeout_s`` as an op argument: 0.0 stands for the group's own timeout."""
+        return 0.0 if self.timeout_s is None else self.timeout_s
+
+    def text(self) -> str:
+        """One stable line with every field: part of cache keys, and what ranks compare."""
+        return ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
+
+    @staticmethod
+    def keys() -> tuple[str, ...]:
+        """The options as a user writes them, ``ditron.`` included."""
+        return tuple(PREFIX + field.name for field in fields(Options))
+
+    @staticmethod
+    def from_environment(environment: Mapping[str, str] | None = None) -> Options:
+        """The defaults, as the environment changes them."""
+        return Options(**_environment_values(os.environ if environment is None else environment))
+
+    @staticmethod
+    def parse(
+        options: Mapping[str, Any] | None, environment: Mapping[str, str] | None = None
+    ) -> tuple[Options, dict[str, Any]]:
+        """Split the ``options`` of ``torch.compile`` into ours and Inductor's.
+
+        Returns (Options, config patches for Inductor). Raises ``UnknownOption`` for a key that neither knows and
+        ``InvalidOptionValue`` for a value that its option cannot take.
+        """
+        own = _environment_values(os.environ if environment is None else environment)
+        inductor: dict[str, Any] = {}
+        for key, value in (options or {}).items():
+            if key.startswith(PREFIX):
+                name = key.removeprefix(PREFIX)
+                if name not in _CHECKS:
+                    raise UnknownOption(key=key, valid=_valid_text(key))
+                own[name] = value
+            else:
+                inductor[_inductor_key(key, value)] = value
+        return Options(**own), inductor
+
+
+def _environment_values(environment: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, variable in ENVIRONMENT.items():
+        text = environment.get(variable, "").strip()
+        if text:
+            # The check runs here too, so that the error names the variable and not an option that nobody gave.
+            values[name] = _CHECKS[name](variable, _FROM_TEXT[name](variable, text))
+    return values
+
+
+def _inductor_key(key: str, value: Any) -> str:
+    """Inductor's name of the option; raises when there is none or when the value has another type."""
+    from torch._inductor import config as inductor_config
+
+    config: Any = inductor_config  # its methods are attached when it is installed as a config module
+    name = key.replace("-", "_")
+    known = config.get_config_copy()
+    if name not in known:
+        raise UnknownOption(key=key, valid=_valid_text(key, tuple(known)))
+    wanted = config.get_type(name)
+    # isinstance cannot check Callable[...] or dict[...]; Inductor leaves those unchecked too.
+    if get_origin(wanted) is None and not isinstance(value, wanted):
+        raise InvalidOptionValue(key=key, value=value, allowed=f"Inductor wants {getattr(wanted, '__name__', wanted)}")
+    return name
+
+
+def _valid_text(key: str, inductor: tuple[str, ...] = ()) -> str:
+    text = f"Ditron's options are {', '.join(Options.keys())}"
+    close = difflib.get_close_matches(key.replace("-", "_"), inductor, n=5, cutoff=0.5)
+    if close:
+        text += f"; the nearest ones of Inductor are {', '.join(close)}"
+    if inductor:
+        text += "; torch._inductor.list_options() lists Inductor's"
+    return text
+
+
+def _check_strategy(key: str, value: Any) -> str:
+    if value not in STRATEGIES:
+        raise InvalidOptionValue(key=key, value=value, allowed=f"one of {', '.join(STRATEGIES)}")
+    return str(value)
+
+
+def _check_workspace_limit(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 62:
+        raise InvalidOptionValue(key=key, value=value, allowed="a whole number of bytes, at least 0")
+    return value
+
+
+def _check_timeout_s(key: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= 0:
+        raise InvalidOptionValue(key=key, value=value, allowed="seconds above 0, or None for the group's own timeout")
+    return float(value)
+
+
+def _check_fusions(key: str, value: Any) -> tuple[str, ...]:
+    names = set(value) if isinstance(value, (tuple, list, set, frozenset)) else {value}
+    if not names <= set(FUSIONS):
+        raise InvalidOptionValue(key=key, value=value, allowed=f"a list out of {', '.join(FUSIONS)}")
+    return tuple(name for name in FUSIONS if name in names)
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "strategy": _check_strategy,
+    "workspace_limit": _check_workspace_limit,
+    "timeout_s": _check_timeout_s,
+    "fusions": _check_fusions,
+}
+
+
+def _number(kind: Callable[[str], Any], allowed: str) -> Callable[[str, str], Any]:
+    def parse(variable: str, text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError as error:
+            raise InvalidOptionValue(key=variable, value=text, allowed=allowed) from error
+
+    return parse
+
+
+_FROM_TEXT: dict[str, Callable[[str, str], Any]] = {
+    "strategy": lambda variable, text: text,
+    "workspace_limit": _number(int, "a whole number of bytes"),
+    "timeout_s": _number(float, "seconds"),
+}

@@ -1,0 +1,6 @@
+"""From Task node to kernel: one node kind, one file."""
+
+from __future__ import annotations
+
+if __name__ != "ditron_inductor.lowering":
+    raise ImportError("import ditron_inductor.lowering: as 'lowering' this folder would be a second module with its own state")

@@ -1,0 +1,1 @@
+"""End-to-end tests: whole models compiled with `backend=\"ditron\"`."""
