@@ -1,0 +1,137 @@
+"""The node kinds of the Task level: frozen dataclasses that know their fields, their legality and their text.
+
+A node holds everything that a site needs at run time, except its tensors: a cached graph skips every pass, so
+nothing may be looked up elsewhere. `verify()` raises `InvalidTaskNode` naming the field. `text()` is one line
+that never changes for equal nodes: tests and `explain` compare and print it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ditron_inductor.errors import InvalidTaskNode
+
+STRATEGIES: tuple[str, ...] = ("auto", "library", "tile")
+REDUCE_OPS: tuple[str, ...] = ("sum", "avg")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What every site carries at run time.
+
+    Attributes:
+        strategy: `auto`, or the strategy that the user forced.
+        workspace_limit: bytes of symmetric memory that the site may use.
+        timeout_s: seconds before a wait gives up; 0.0 means the timeout of the process group.
+    """
+
+    strategy: str = "auto"
+    workspace_limit: int = 1 << 30
+    timeout_s: float = 0.0
+
+    def verify(self, kind: str) -> None:
+        _check(self.strategy in STRATEGIES, kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
+        _check(self.workspace_limit >= 0, kind, "workspace_limit", self.workspace_limit, "a number of bytes, 0 or more")
+        _check(self.timeout_s >= 0.0, kind, "timeout_s", self.timeout_s, "seconds, or 0 for the group's own timeout")
+
+    def text(self) -> str:
+        return f"strategy={self.strategy}, workspace_limit={self.workspace_limit}, timeout_s={self.timeout_s:g}"
+
+
+@dataclass(frozen=True)
+class AllGatherMatmul:
+    """out_i = all_gather(shard, gather_dim) @ weight_i, for every weight i; one gather feeds them all.
+
+    shard is [.., S, .., K] with S at `gather_dim`, never the last dimension; the gathered tensor is [.., W*S,
+    .., K] and each out_i is [rows, N_i] with all dimensions but the last one flattened into rows.
+    """
+
+    kind: ClassVar[str] = "all_gather_matmul"
+    gather_dim: int
+    world_size: int
+    group_name: str
+    return_gathered: bool
+    site: str
+    policy: Policy
+    num_weights: int
+
+    def verify(self) -> None:
+        _check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
+        _check(self.num_weights >= 1, self.kind, "num_weights", self.num_weights, "at least one weight")
+        _verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    def text(self) -> str:
+        return (
+            f"{self.kind}(gather_dim={self.gather_dim}, num_weights={self.num_weights}, "
+            f"return_gathered={self.return_gathered}, "
+            f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
+        )
+
+
+@dataclass(frozen=True)
+class MatmulReduceScatter:
+    """out = reduce_scatter(a @ b, scatter_dim, reduce_op): rank r keeps the r-th of W equal chunks of `scatter_dim`.
+
+    a is [.., W*S, .., K], b is [K, N], out is [.., S, .., N]; `scatter_dim` is never the last dimension.
+    """
+
+    kind: ClassVar[str] = "matmul_reduce_scatter"
+    scatter_dim: int
+    reduce_op: str
+    world_size: int
+    group_name: str
+    site: str
+    policy: Policy
+
+    def verify(self) -> None:
+        _check(self.scatter_dim >= 0, self.kind, "scatter_dim", self.scatter_dim, "a dimension, 0 or more")
+        _check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
+        _verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    def text(self) -> str:
+        return (
+            f"{self.kind}(scatter_dim={self.scatter_dim}, reduce_op={self.reduce_op}, "
+            f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
+        )
+
+
+@dataclass(frozen=True)
+class MatmulAllReduce:
+    """out = all_reduce(a @ b, reduce_op), bit-identical on every rank. a is [.., K], b is [K, N], out is [.., N]."""
+
+    kind: ClassVar[str] = "matmul_all_reduce"
+    reduce_op: str
+    world_size: int
+    group_name: str
+    site: str
+    policy: Policy
+
+    def verify(self) -> None:
+        _check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
+        _verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    def text(self) -> str:
+        return (
+            f"{self.kind}(reduce_op={self.reduce_op}, "
+            f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
+        )
+
+
+TaskNode = AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce
+KINDS: tuple[str, ...] = (AllGatherMatmul.kind, MatmulReduceScatter.kind, MatmulAllReduce.kind)
+
+
+def _check(holds: bool, kind: str, field: str, value: object, expected: str) -> None:
+    if not holds:
+        raise InvalidTaskNode(node=kind, field=field, problem=f"is {value!r}, not {expected}")
+
+
+def _verify_common(kind: str, world_size: int, group_name: str, policy: Policy) -> None:
+    _check(world_size >= 2, kind, "world_size", world_size, "at least 2 ranks")
+    _check(bool(group_name), kind, "group_name", group_name, "the name of a process group")
+    policy.verify(kind)
+
+
+def _common_text(world_size: int, group_name: str, site: str, policy: Policy) -> str:
+    return f"world_size={world_size}, group_name={group_name!r}, site={site!r}, {policy.text()}"

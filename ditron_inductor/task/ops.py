@@ -1,0 +1,204 @@
+"""The ops of the Task level: schema, tags and fake implementation of each node kind.
+
+`define()` declares them; the implementations are bound by `ditron_inductor.lowering.register`. Schemas in words:
+
+`all_gather_matmul(shard, weights, token, ...) -> [out_0, .., out_{n-1}, (gathered,) token]`
+    shard [.., S, .., K] with S at gather_dim (never the last dimension), weights [K, N_i] with any strides.
+    out_i [rows, N_i] contiguous, rows = the gathered tensor's dimensions but the last, flattened.
+    gathered [.., W*S, .., K], contiguous, present if and only if return_gathered.
+`matmul_reduce_scatter(a, b, token, ...) -> (out, token)`
+    a [.., W*S, .., K] with W*S at scatter_dim (never the last dimension), b [K, N]; out [.., S, .., N] contiguous.
+`matmul_all_reduce(a, b, token, ...) -> (out, token)`
+    a [.., K], b [K, N]; out [.., N] contiguous, bit-identical on every rank.
+`after(x, token) -> x`
+    an alias of x that is ordered after token: puts a collective that was not fused into the order of its group.
+`token_of(x) -> token`
+    a token ordered after the op that made x.
+
+A token is `uint8[1]` and never read: it is only a dependency, which keeps the sites of a group in graph order
+through every reordering of the compiler. The first site of a chain gets None.
+
+Every op of a site also carries what it needs at run time: `world_size`, `group_name`, `site` (its stable name),
+and the policy `strategy`, `workspace_limit` (bytes), `timeout_s` (seconds, 0.0 for the group's own timeout).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.library import Library
+
+from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Policy, TaskNode
+
+NAMESPACE = "ditron"
+
+_SITE = "int world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s"
+SCHEMAS: dict[str, str] = {
+    AllGatherMatmul.kind: (
+        f"(Tensor shard, Tensor[] weights, Tensor? token, int gather_dim, bool return_gathered, {_SITE}) -> Tensor[]"
+    ),
+    MatmulReduceScatter.kind: (
+        f"(Tensor a, Tensor b, Tensor? token, int scatter_dim, str reduce_op, {_SITE}) -> (Tensor, Tensor)"
+    ),
+    MatmulAllReduce.kind: f"(Tensor a, Tensor b, Tensor? token, str reduce_op, {_SITE}) -> (Tensor, Tensor)",
+    "after": "(Tensor(a) x, Tensor token) -> Tensor(a)",
+    "token_of": "(Tensor x) -> Tensor",
+}
+
+
+@functools.cache
+def define() -> Library:
+    """Declares the ops and their fake implementations, once; further calls return the same library."""
+    library: Any = Library(NAMESPACE, "DEF")
+    tags = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
+    for name, schema in SCHEMAS.items():
+        library.define(name + schema, tags=tags)
+    fakes: dict[str, Callable[..., object]] = {
+        AllGatherMatmul.kind: _fake_all_gather_matmul,
+        MatmulReduceScatter.kind: _fake_matmul_reduce_scatter,
+        MatmulAllReduce.kind: _fake_matmul_all_reduce,
+        "after": _fake_after,
+        "token_of": new_token,
+    }
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    declared: Library = library
+    return declared
+
+
+def overload(kind: str) -> torch._ops.OpOverload:
+    """The op of a node kind (or `after`, `token_of`), declared if it was not."""
+    define()
+    op: torch._ops.OpOverload = getattr(torch.ops.ditron, kind).default
+    return op
+
+
+def new_token(x: torch.Tensor) -> torch.Tensor:
+    """A token on the device of x."""
+    return torch.empty(1, dtype=torch.uint8, device=x.device)
+
+
+def site_args(node: TaskNode) -> tuple[int, str, str, str, int, float]:
+    """The trailing arguments that the ops of all kinds share, in schema order."""
+    policy = node.policy
+    return (
+        node.world_size,
+        node.group_name,
+        node.site,
+        policy.strategy,
+        policy.workspace_limit,
+        policy.timeout_s,
+    )
+
+
+def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
+    """The node that a call of one of the three ops (all arguments positional) stands for.
+
+    Raises AssertionError for any other target: only our own passes write these calls.
+    """
+    op = target
+    assert isinstance(op, torch._ops.OpOverload) and op.namespace == NAMESPACE, f"not an op of ours: {target}"
+    kind = op._opname
+    names = [argument.name for argument in op._schema.arguments]
+    assert len(names) == len(args), f"{kind} takes {len(names)} positional arguments, got {len(args)}"
+    value = dict(zip(names, args, strict=True))
+
+    def as_int(name: str) -> int:
+        item = value[name]
+        assert isinstance(item, int), f"{kind}: {name} is not an int: {item!r}"
+        return item
+
+    timeout_s = value["timeout_s"]
+    assert isinstance(timeout_s, (int, float)), f"{kind}: timeout_s is not a number: {timeout_s!r}"
+    policy = Policy(str(value["strategy"]), as_int("workspace_limit"), float(timeout_s))
+    world_size, group_name, site = as_int("world_size"), str(value["group_name"]), str(value["site"])
+    if kind == AllGatherMatmul.kind:
+        weights = value["weights"]
+        assert isinstance(weights, (list, tuple)), f"{kind}: weights is not a list: {weights!r}"
+        return AllGatherMatmul(
+            gather_dim=as_int("gather_dim"),
+            world_size=world_size,
+            group_name=group_name,
+            return_gathered=bool(value["return_gathered"]),
+            site=site,
+            policy=policy,
+            num_weights=len(weights),
+        )
+    if kind == MatmulReduceScatter.kind:
+        return MatmulReduceScatter(
+            scatter_dim=as_int("scatter_dim"),
+            reduce_op=str(value["reduce_op"]),
+            world_size=world_size,
+            group_name=group_name,
+            site=site,
+            policy=policy,
+        )
+    assert kind == MatmulAllReduce.kind, f"not a site: {kind}"
+    return MatmulAllReduce(
+        reduce_op=str(value["reduce_op"]), world_size=world_size, group_name=group_name, site=site, policy=policy
+    )
+
+
+def _fake_all_gather_matmul(
+    shard: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    token: torch.Tensor | None,
+    gather_dim: int,
+    return_gathered: bool,
+    world_size: int,
+    group_name: str,
+    site: str,
+    strategy: str,
+    workspace_limit: int,
+    timeout_s: float,
+) -> list[torch.Tensor]:
+    gathered_shape = list(shard.shape)
+    gathered_shape[gather_dim] = gathered_shape[gather_dim] * world_size
+    rows = math.prod(gathered_shape[:-1])
+    outputs = [shard.new_empty([rows, weight.shape[1]]) for weight in weights]
+    if return_gathered:
+        outputs.append(shard.new_empty(gathered_shape))
+    outputs.append(new_token(shard))
+    return outputs
+
+
+def _fake_matmul_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    token: torch.Tensor | None,
+    scatter_dim: int,
+    reduce_op: str,
+    world_size: int,
+    group_name: str,
+    site: str,
+    strategy: str,
+    workspace_limit: int,
+    timeout_s: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = [*a.shape[:-1], b.shape[1]]
+    shape[scatter_dim] = shape[scatter_dim] // world_size
+    return a.new_empty(shape), new_token(a)
+
+
+def _fake_matmul_all_reduce(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    token: torch.Tensor | None,
+    reduce_op: str,
+    world_size: int,
+    group_name: str,
+    site: str,
+    strategy: str,
+    workspace_limit: int,
+    timeout_s: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return a.new_empty([*a.shape[:-1], b.shape[1]]), new_token(a)
+
+
+def _fake_after(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    aliased: torch.Tensor = torch.ops.aten.alias.default(x)
+    return aliased

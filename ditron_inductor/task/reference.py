@@ -1,0 +1,107 @@
+"""The three fusions in plain collectives and library matmuls, out of place: the strategy `library`, and what
+tests compare with.
+
+Each function launches its collective and its matmul one after the other on the current stream, with no
+workspace of ours. They work for tensors with any number of dimensions, any process group and any backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+
+def all_gather(shard: torch.Tensor, *, gather_dim: int, world_size: int, group_name: str) -> torch.Tensor:
+    """The shards of all ranks, in rank order, concatenated along `gather_dim`: [.., S, ..] -> [.., W*S, ..],
+    contiguous.
+    """
+    functional: Any = torch.ops._c10d_functional
+    flat: torch.Tensor = functional.wait_tensor(
+        functional.all_gather_into_tensor(shard.contiguous(), world_size, group_name)
+    )
+    leading = shard.shape[:gather_dim]
+    if all(size == 1 for size in leading):
+        shape = [*leading, world_size * shard.shape[gather_dim], *shard.shape[gather_dim + 1 :]]
+        return flat.view(shape)
+    return torch.cat(torch.chunk(flat, world_size, dim=0), dim=gather_dim)
+
+
+def reduce_scatter(
+    x: torch.Tensor, *, scatter_dim: int, reduce_op: str, world_size: int, group_name: str
+) -> torch.Tensor:
+    """Chunk `rank` of the reduction of x over the ranks: [.., W*S, ..] -> [.., S, ..]. The dimension must
+    divide by W.
+    """
+    functional: Any = torch.ops._c10d_functional
+    leading = x.shape[:scatter_dim]
+    if all(size == 1 for size in leading):
+        rest = x.shape[scatter_dim + 1 :]
+        chunk = x.shape[scatter_dim] // world_size
+        flat = x.contiguous().view(world_size * chunk, *rest)
+    else:
+        flat = torch.cat(torch.chunk(x, world_size, dim=scatter_dim), dim=0)
+    native = reduce_op == "sum" or _averages(group_name, x.device)
+    out: torch.Tensor = functional.wait_tensor(
+        functional.reduce_scatter_tensor(flat, reduce_op if native else "sum", world_size, group_name)
+    )
+    shape = [*leading, x.shape[scatter_dim] // world_size, *x.shape[scatter_dim + 1 :]]
+    return out.view(shape) if native else out.view(shape).div_(world_size)
+
+
+def all_reduce(x: torch.Tensor, *, reduce_op: str, world_size: int, group_name: str) -> torch.Tensor:
+    """The sum or average of x over the ranks, in a new tensor of the same shape."""
+    functional: Any = torch.ops._c10d_functional
+    native = reduce_op == "sum" or _averages(group_name, x.device)
+    out: torch.Tensor = functional.wait_tensor(functional.all_reduce(x, reduce_op if native else "sum", group_name))
+    return out if native else out.div_(world_size)
+
+
+def all_gather_matmul(
+    shard: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    *,
+    gather_dim: int,
+    world_size: int,
+    group_name: str,
+    return_gathered: bool,
+) -> list[torch.Tensor]:
+    """[gathered @ w for w in weights], each 2-D, followed by the gathered tensor if asked for. See `ops` for
+    the shapes.
+    """
+    gathered = all_gather(shard, gather_dim=gather_dim, world_size=world_size, group_name=group_name)
+    rows = gathered.flatten(0, -2)
+    outputs = [rows @ weight for weight in weights]
+    if return_gathered:
+        outputs.append(gathered)
+    return outputs
+
+
+def matmul_reduce_scatter(
+    a: torch.Tensor, b: torch.Tensor, *, scatter_dim: int, reduce_op: str, world_size: int, group_name: str
+) -> torch.Tensor:
+    """reduce_scatter(a @ b). See `ops` for the shapes."""
+    return reduce_scatter(
+        torch.matmul(a, b), scatter_dim=scatter_dim, reduce_op=reduce_op, world_size=world_size, group_name=group_name
+    )
+
+
+def matmul_all_reduce(
+    a: torch.Tensor, b: torch.Tensor, *, reduce_op: str, world_size: int, group_name: str
+) -> torch.Tensor:
+    """all_reduce(a @ b), reduced in place on the product. See `ops` for the shapes."""
+    functional: Any = torch.ops._c10d_functional
+    product = torch.matmul(a, b)
+    native = reduce_op == "sum" or _averages(group_name, product.device)
+    out: torch.Tensor = functional.wait_tensor(
+        functional.all_reduce_(product, reduce_op if native else "sum", group_name)
+    )
+    return out if native else out.div_(world_size)
+
+
+def _averages(group_name: str, device: torch.device) -> bool:
+    """Whether the group's backend averages by itself; gloo does not, and gets a sum and a division."""
+    group: Any = distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    return bool(group._get_backend(device).name() == "nccl")
