@@ -1,1 +1,1 @@
-"""The test suite: cheapest first (passes, task, device, lowering, models); see `tests/ranks.py` for multi-process tests."""
+"""The test suite, cheapest first: passes, task, device, lowering, models. `tests/ranks.py` runs multi-process tests."""
