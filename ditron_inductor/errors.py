@@ -91,7 +91,8 @@ class DitronDiverged(DitronError, RuntimeError):
 
     message = (
         "rank {rank} was at site '{site}' while rank {peer} was at site '{peer_site}': "
-        "the ranks run different programs, or run them in different orders. Call ditron_inductor.reset(group) on all ranks to go on"
+        "the ranks run different programs, or run them in different orders. "
+        "Call ditron_inductor.reset(group) on all ranks to go on"
     )
 
 

@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 if __name__ != "ditron_inductor.passes":
-    raise ImportError("import ditron_inductor.passes: as 'passes' this folder would be a second module with its own state")
+    raise ImportError("use ditron_inductor.passes: as 'passes' the folder would be a second module with its own state")

@@ -1,0 +1,38 @@
+# make demo | test | lint | test-gpu | clean. Each of them makes .venv first; PYTHON=... picks the interpreter for it.
+
+VENV := .venv
+READY := $(VENV)/.ready
+RUN := $(VENV)/bin/python
+# The tests start several processes each; without this every one of them takes all cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test test-gpu lint clean
+help:
+	@echo "make demo      two ranks run a small Llama through Ditron and compare it with eager"
+	@echo "make test      everything that needs no GPU"
+	@echo "make test-gpu  the suite that needs two or more GPUs"
+	@echo "make lint      ruff, mypy, file lengths"
+	@echo "make clean     remove .venv and what the tools left"
+
+setup: $(READY)
+
+$(READY): pyproject.toml .ci/setup
+	@.ci/setup $(VENV)
+	@touch $@
+
+demo: $(READY)
+	@$(RUN) -m ditron_inductor demo
+
+test: $(READY)
+	$(RUN) -m pytest -q -m "not gpu"
+
+test-gpu: $(READY)
+	$(RUN) -m pytest -q -m gpu
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+	$(RUN) .ci/layout.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
