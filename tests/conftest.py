@@ -1,16 +1,40 @@
-"""Fixtures and the `gpu` marker: CPU tests run anywhere, GPU tests choose 2 and 4 ranks from the GPUs there are."""
+"""Fixtures: pools of rank processes, and the places (device and world size) that distributed tests run at.
+
+A test that takes `pool` runs once per place: on the CPU device with 2 and 4 ranks, and, marked `gpu`, on CUDA with as
+many. `gpu_pool` is for tests that only make sense there. `python -m pytest -m gpu` runs the GPU half alone; one GPU is
+enough for 2 ranks, for correctness; 4 ranks want 4 GPUs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks import RankPools
+from tests.ranks import RankPool, RankPools
 
 HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a distributed test runs."""
+
+    device_type: str
+    world_size: int
+
+    def __str__(self) -> str:
+        return f"{self.device_type}{self.world_size}"
+
+
+CPU_PLACES: list[Any] = [pytest.param(Place("cpu", world_size), id=f"cpu{world_size}") for world_size in (2, 4)]
+GPU_PLACES: list[Any] = [
+    pytest.param(Place("cuda", world_size), id=f"cuda{world_size}", marks=pytest.mark.gpu) for world_size in (2, 4)
+]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -25,11 +49,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is None:
             continue
-        world_size = getattr(item, "callspec", None) and item.callspec.params.get("world_size", 2)  # type: ignore[attr-defined]
+        parameters = getattr(getattr(item, "callspec", None), "params", {}).values()
+        wanted = max([value.world_size for value in parameters if isinstance(value, Place)], default=1)
         if num_gpus == 0:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-        elif world_size and world_size > max(2, num_gpus):
-            item.add_marker(pytest.mark.skip(reason=f"needs {world_size} GPUs, {num_gpus} here"))
+        elif wanted > max(2, num_gpus):
+            item.add_marker(pytest.mark.skip(reason=f"needs {wanted} GPUs, {num_gpus} here"))
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +63,28 @@ def rank_pools() -> Iterator[RankPools]:
     pools = RankPools()
     yield pools
     pools.close()
+
+
+# Session scope makes pytest run the tests of one place together.
+@pytest.fixture(scope="session", params=CPU_PLACES + GPU_PLACES)
+def place(request: pytest.FixtureRequest) -> Place:
+    """The place of this run of the test."""
+    return request.param
+
+
+@pytest.fixture
+def pool(rank_pools: RankPools, place: Place) -> RankPool:
+    """The live ranks of the place."""
+    return rank_pools.get(place.device_type, place.world_size)
+
+
+@pytest.fixture(scope="session", params=GPU_PLACES)
+def gpu_place(request: pytest.FixtureRequest) -> Place:
+    """As `place`, for tests that run on GPUs only."""
+    return request.param
+
+
+@pytest.fixture
+def gpu_pool(rank_pools: RankPools, gpu_place: Place) -> RankPool:
+    """The live ranks of the GPU place."""
+    return rank_pools.get(gpu_place.device_type, gpu_place.world_size)

@@ -5,9 +5,10 @@ A rank imports torch once (seconds), so pools live as long as the test session a
     def check(ctx: RankContext, x: int) -> int: ...
     values = pool.run(check, 3)          # one value per rank; raises RanksFailed with every rank's traceback
 
-When a rank does not answer within the limit, its stacks are dumped, the whole pool is killed, and the next `RankPools.get`
-starts a fresh one: a deadlock costs its limit and fails one test. Ranks are spawned, find each other through a file store,
-are seeded by rank, and get their environment before any import: `TRITON_INTERPRET=1` acts when kernels are decorated.
+When a rank does not answer within the limit, its stacks are dumped, the pool is killed, and the next
+`RankPools.get` starts a fresh one: a deadlock costs its limit and fails one test. Ranks are spawned, meet in a file
+store, are seeded by rank, and get their environment before any import: `TRITON_INTERPRET=1` acts when kernels are
+decorated.
 """
 
 from __future__ import annotations

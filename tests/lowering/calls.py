@@ -1,0 +1,142 @@
+"""Calls of the public ops inside a rank: seeded operands of any layout, the ops with defaults, the fp64 reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ditron_inductor.lowering.register import register
+from ditron_inductor.task import reference
+from tests.rank_process import RankContext
+
+WORKSPACE_LIMIT = 1 << 28
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a call carries besides tensors. `group_name` "" stands for the default group."""
+
+    name: str = "test/0:site"
+    strategy: str = "tile"
+    timeout_s: float = TIMEOUT_S
+    workspace_limit: int = WORKSPACE_LIMIT
+    group_name: str = ""
+    world_size: int = 0
+
+    def args(self, ctx: RankContext) -> tuple[int, str, str, str, int, float]:
+        """The trailing arguments of every op."""
+        return (
+            self.world_size or ctx.world_size,
+            self.group_name or ctx.group_name,
+            self.name,
+            self.strategy,
+            self.workspace_limit,
+            self.timeout_s,
+        )
+
+    def group(self, ctx: RankContext) -> dict[str, object]:
+        """The keyword arguments of the reference functions."""
+        return {"world_size": self.world_size or ctx.world_size, "group_name": self.group_name or ctx.group_name}
+
+
+def operand(
+    ctx: RankContext, shape: Sequence[int], dtype: torch.dtype, *, layout: str = "row", scale: float = 1.0
+) -> torch.Tensor:
+    """A random tensor of `shape` in a layout.
+
+    `row` is contiguous, `column` has its last two dimensions transposed, `padded` has rows one element longer than it
+    shows, and `offset` is the same without the first element instead of the last.
+    """
+    shape = list(shape)
+    if layout == "column":
+        base = torch.randn([*shape[:-2], shape[-1], shape[-2]], dtype=torch.float32).transpose(-1, -2)
+    elif layout == "row":
+        base = torch.randn(shape, dtype=torch.float32)
+    else:
+        assert layout in ("padded", "offset"), layout
+        base = torch.randn([*shape[:-1], shape[-1] + 1], dtype=torch.float32)
+    # The conversions keep the strides.
+    x = (base * scale).to(dtype).to(ctx.device)
+    if layout == "padded":
+        x = x[..., :-1]
+    elif layout == "offset":
+        x = x[..., 1:]
+    assert list(x.shape) == shape
+    return x
+
+
+def weight(ctx: RankContext, k: int, n: int, dtype: torch.dtype, layout: str = "row") -> torch.Tensor:
+    """A weight [k, n] whose products with unit-variance rows have unit variance."""
+    return operand(ctx, [k, n], dtype, layout=layout, scale=1.0 / math.sqrt(max(k, 1)))
+
+
+def all_gather_matmul(
+    ctx: RankContext,
+    site: Site,
+    shard: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    gather_dim: int = 0,
+    return_gathered: bool = False,
+    token: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """[out_0, .., (gathered,) token] of the op."""
+    register()
+    return torch.ops.ditron.all_gather_matmul(shard, list(weights), token, gather_dim, return_gathered, *site.args(ctx))
+
+
+def matmul_reduce_scatter(
+    ctx: RankContext, site: Site, a: torch.Tensor, b: torch.Tensor, scatter_dim: int = 0, reduce_op: str = "sum"
+) -> torch.Tensor:
+    """The op's result without its token."""
+    register()
+    return torch.ops.ditron.matmul_reduce_scatter(a, b, None, scatter_dim, reduce_op, *site.args(ctx))[0]
+
+
+def matmul_all_reduce(
+    ctx: RankContext, site: Site, a: torch.Tensor, b: torch.Tensor, reduce_op: str = "sum"
+) -> torch.Tensor:
+    """The op's result without its token."""
+    register()
+    return torch.ops.ditron.matmul_all_reduce(a, b, None, reduce_op, *site.args(ctx))[0]
+
+
+def reference_all_gather_matmul(
+    ctx: RankContext, site: Site, shard: torch.Tensor, weights: Sequence[torch.Tensor], gather_dim: int = 0
+) -> list[torch.Tensor]:
+    """The outputs in fp64, then the gathered tensor in the shard's own dtype, bit for bit."""
+    outputs = reference.all_gather_matmul(
+        shard.double(), [w.double() for w in weights], gather_dim=gather_dim, return_gathered=False, **site.group(ctx)
+    )
+    return [*outputs, reference.all_gather(shard, gather_dim=gather_dim, **site.group(ctx))]
+
+
+def reference_matmul_reduce_scatter(
+    ctx: RankContext, site: Site, a: torch.Tensor, b: torch.Tensor, scatter_dim: int = 0, reduce_op: str = "sum"
+) -> torch.Tensor:
+    """The result in fp64."""
+    return reference.matmul_reduce_scatter(
+        a.double(), b.double(), scatter_dim=scatter_dim, reduce_op=reduce_op, **site.group(ctx)
+    )
+
+
+def reference_matmul_all_reduce(
+    ctx: RankContext, site: Site, a: torch.Tensor, b: torch.Tensor, reduce_op: str = "sum"
+) -> torch.Tensor:
+    """The result in fp64."""
+    return reference.matmul_all_reduce(a.double(), b.double(), reduce_op=reduce_op, **site.group(ctx))
+
+
+def assert_replicated(ctx: RankContext, x: torch.Tensor, site: Site | None = None) -> None:
+    """AssertionError unless the bytes of x are the same on every rank of the site's group."""
+    name = (site or Site()).group_name or ctx.group_name
+    group = dist.distributed_c10d._resolve_process_group(name)
+    ours = x.contiguous().view(-1).view(torch.uint8)
+    everyone = [torch.empty_like(ours) for _ in range(group.size())]
+    dist.all_gather(everyone, ours, group=group)
+    different = [rank for rank, theirs in enumerate(everyone) if not torch.equal(theirs, everyone[0])]
+    assert not different, f"ranks {different} hold other bytes than rank 0"

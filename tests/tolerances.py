@@ -1,0 +1,29 @@
+"""How far a result in a dtype may lie from its fp64 reference: the one table of the suite.
+
+For operands drawn from N(0, 1), the weight scaled by 1/sqrt(K), so that a product's entries are of order 1. The bounds
+hold fp32 accumulation and a rounding of every rank's partial product before the reduction, as the library does it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# dtype: (rtol, atol per rank that is reduced over)
+TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
+    torch.bfloat16: (1.0e-2, 1.0e-2),
+    torch.float16: (1.5e-3, 1.5e-3),
+    torch.float32: (1.0e-5, 1.0e-5),
+}
+
+
+def assert_near(got: torch.Tensor, reference: torch.Tensor, *, num_partials: int = 1, what: str = "") -> None:
+    """AssertionError unless `got` lies within its dtype's tolerance of the fp64 `reference` (same shape)."""
+    assert got.shape == reference.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(reference.shape)}"
+    rtol, atol = TOLERANCES[got.dtype]
+    torch.testing.assert_close(
+        got.double(),
+        reference.double(),
+        rtol=rtol,
+        atol=atol * num_partials,
+        msg=lambda text: f"{what} ({got.dtype}): {text}",
+    )
