@@ -227,11 +227,11 @@ class RankPools:
     """The pools of a test session, by device, world size and extra environment; broken ones are replaced."""
 
     def __init__(self) -> None:
-        self._pools: dict[tuple[str, int, tuple[tuple[str, str], ...]], RankPool] = {}
+        self._pools: dict[tuple[str, int, str, tuple[tuple[str, str], ...]], RankPool] = {}
 
-    def get(self, device_type: str, world_size: int, env: Mapping[str, str] | None = None) -> RankPool:
-        """A live pool: the one of an earlier call, unless that broke."""
-        key = (device_type, world_size, tuple(sorted((env or {}).items())))
+    def get(self, device_type: str, world_size: int, env: Mapping[str, str] | None = None, label: str = "") -> RankPool:
+        """A live pool: the one of an earlier call, unless that broke. A `label` asks for ranks of one's own."""
+        key = (device_type, world_size, label, tuple(sorted((env or {}).items())))
         pool = self._pools.get(key)
         if pool is not None and not pool.broken:
             return pool

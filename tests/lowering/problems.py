@@ -1,0 +1,96 @@
+"""One call of an op with fixed operands, to be made again and again: what stress tests repeat and refill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tests.lowering import calls
+from tests.lowering.calls import Site
+from tests.rank_process import RankContext
+from tests.tolerances import assert_near
+
+KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Rows of every rank's shard (or of its part of a replicated result), the inner size, the columns."""
+
+    rows: int
+    k: int
+    n: int
+
+
+SMALL = {"cpu": Size(20, 40, 36), "cuda": Size(200, 520, 392)}
+SIZES = {
+    # In the order of the calls: each of the larger ones makes the workspace grow.
+    "cpu": (Size(8, 16, 24), Size(40, 40, 72), Size(5, 72, 10), Size(96, 64, 130)),
+    "cuda": (Size(64, 128, 256), Size(700, 520, 1030), Size(5, 72, 10), Size(4096, 1024, 2048)),
+}
+
+
+class Problem:
+    """Operands of one op, its call, and the result that it must have."""
+
+    def __init__(
+        self, ctx: RankContext, kind: str, size: Size, *, site: Site | None = None, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self.ctx = ctx
+        self.kind = kind
+        self.site = site or Site(name=f"stress/{KINDS.index(kind)}:{kind}")
+        world_size = self.site.world_size or ctx.world_size
+        rows = size.rows if kind == "all_gather_matmul" else size.rows * world_size
+        self.left = calls.operand(ctx, [rows, size.k], dtype)
+        # A second weight makes one call fill the slot for several outputs.
+        widths = [size.n, size.n // 2 + 1] if kind == "all_gather_matmul" else [size.n]
+        self.weights = [calls.weight(ctx, size.k, n, dtype, "column") for n in widths]
+
+    def __call__(self) -> list[torch.Tensor]:
+        """The op's outputs: products, for the gather also the gathered tensor."""
+        if self.kind == "all_gather_matmul":
+            return calls.all_gather_matmul(self.ctx, self.site, self.left, self.weights, 0, True)[:-1]
+        if self.kind == "matmul_reduce_scatter":
+            return [calls.matmul_reduce_scatter(self.ctx, self.site, self.left, self.weights[0])]
+        return [calls.matmul_all_reduce(self.ctx, self.site, self.left, self.weights[0])]
+
+    def refill(self) -> None:
+        """New random operands in the same memory, as a replayed CUDA graph reads them."""
+        self.left.copy_(torch.randn(self.left.shape))
+
+    def check(self, outputs: list[torch.Tensor], what: str = "") -> None:
+        """AssertionError unless outputs are right; a replicated result is also compared between ranks. Collective."""
+        ctx, site, left, weights = self.ctx, self.site, self.left, self.weights
+        what = f"{what} {self.kind}"
+        if self.kind == "all_gather_matmul":
+            *products, gathered = calls.reference_all_gather_matmul(ctx, site, left, weights)
+            for got, want in zip(outputs[:-1], products, strict=True):
+                assert_near(got, want, what=what)
+            assert torch.equal(outputs[-1], gathered), f"{what}: the gathered tensor is not the shards' bits"
+            return
+        partials = site.world_size or ctx.world_size
+        if self.kind == "matmul_reduce_scatter":
+            want = calls.reference_matmul_reduce_scatter(ctx, site, left, weights[0])
+            assert_near(outputs[0], want, num_partials=partials, what=what)
+            return
+        want = calls.reference_matmul_all_reduce(ctx, site, left, weights[0])
+        assert_near(outputs[0], want, num_partials=partials, what=what)
+        calls.assert_replicated(ctx, outputs[0], site)
+
+
+class Mismatches:
+    """Counts, on the device and without a sync, outputs whose bits differ from the first ones of the same problem."""
+
+    def __init__(self, ctx: RankContext) -> None:
+        self.count = torch.zeros(1, dtype=torch.int64, device=ctx.device)
+
+    def add(self, outputs: list[torch.Tensor], first: list[torch.Tensor]) -> None:
+        """Compare one call's outputs."""
+        for got, want in zip(outputs, first, strict=True):
+            self.count += (got.view(torch.int16) != want.view(torch.int16)).any()
+
+    def assert_none(self, calls_made: int) -> None:
+        """AssertionError with the number of wrong calls."""
+        wrong = int(self.count.item())
+        assert wrong == 0, f"{wrong} outputs of {calls_made} calls differ from the first call with the same operands"

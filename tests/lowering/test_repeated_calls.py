@@ -1,0 +1,130 @@
+"""The protocol under stress: back-to-back calls, late ranks, several sites and sizes, two streams, subgroups."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.lowering.calls import Site
+from tests.lowering.problems import KINDS, SIZES, SMALL, Mismatches, Problem
+from tests.rank_process import RankContext
+from tests.ranks import RankPool
+
+BACK_TO_BACK = {"cpu": 20, "cuda": 500}
+CYCLES_PER_MS = 1_800_000
+
+
+def delay(ctx: RankContext, milliseconds: float) -> None:
+    """Hold up this rank: its stream on a GPU, where the host runs ahead, or the rank itself."""
+    if ctx.device.type == "cuda":
+        torch.cuda._sleep(int(milliseconds * CYCLES_PER_MS))
+    else:
+        time.sleep(milliseconds / 1000)
+
+
+def _back_to_back(ctx: RankContext, kind: str, late_rank: int) -> None:
+    count = BACK_TO_BACK[ctx.device.type]
+    size = SMALL[ctx.device.type]
+    problems = [Problem(ctx, kind, size) for _ in range(3)]
+    first = [problem() for problem in problems]
+    for problem, outputs in zip(problems, first, strict=True):
+        problem.check(outputs)
+    mismatches = Mismatches(ctx)
+    # The order of the calls is the same on all ranks, the delays are not.
+    order, delays = random.Random(ctx.seed), random.Random(ctx.rank)
+    for _ in range(count):
+        if ctx.rank == late_rank % ctx.world_size:
+            delay(ctx, delays.choice((0.0, 0.02, 0.1, 0.5)))
+        index = order.randrange(len(problems))
+        mismatches.add(problems[index](), first[index])
+    mismatches.assert_none(count)
+
+
+@pytest.mark.parametrize("late_rank", [0, -1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_back_to_back_with_random_delays(pool: RankPool, kind: str, late_rank: int) -> None:
+    pool.run(_back_to_back, kind, late_rank, timeout=100)
+
+
+def _late_start(ctx: RankContext, late_rank: int) -> None:
+    for kind in KINDS:
+        problem = Problem(ctx, kind, SMALL[ctx.device.type])
+        if ctx.rank == late_rank % ctx.world_size:
+            delay(ctx, 300)
+        outputs = [problem() for _ in range(4)]
+        for each in outputs:
+            problem.check(each, what="late start:")
+
+
+@pytest.mark.parametrize("late_rank", [0, -1])
+def test_a_rank_starts_late(pool: RankPool, late_rank: int) -> None:
+    pool.run(_late_start, late_rank)
+
+
+def _sites_and_sizes(ctx: RankContext) -> None:
+    problems = [
+        Problem(ctx, kind, size, site=Site(name=f"grow/{index}:{kind}"))
+        for index, size in enumerate(SIZES[ctx.device.type])
+        for kind in KINDS
+    ]
+    # Every size right after the sizes before it, once more with all memory there, and in another order.
+    order = [*problems, *problems, *random.Random(ctx.seed).sample(problems, len(problems))]
+    results = []
+    for position, problem in enumerate(order):
+        if ctx.rank == position % ctx.world_size:
+            delay(ctx, 1)
+        results.append(problem())
+    for problem, outputs in zip(order, results, strict=True):
+        problem.check(outputs)
+
+
+def test_alternating_sites_and_growing_sizes(pool: RankPool) -> None:
+    pool.run(_sites_and_sizes)
+
+
+def _subgroups(ctx: RankContext, members: tuple[int, ...]) -> None:
+    group = dist.new_group(list(members))
+    if ctx.rank not in members:
+        return
+    for kind in KINDS:
+        site = Site(name=f"subgroup/0:{kind}", group_name=group.group_name, world_size=len(members))
+        problem = Problem(ctx, kind, SMALL[ctx.device.type], site=site)
+        for outputs in [problem() for _ in range(3)]:
+            problem.check(outputs, what=f"ranks {members}:")
+
+
+@pytest.mark.parametrize("members", [(0, 1, 2), (1, 3)], ids=str)
+def test_groups_of_some_ranks(pool: RankPool, members: tuple[int, ...]) -> None:
+    if pool.world_size <= max(members):
+        pytest.skip("needs 4 ranks")
+    pool.run(_subgroups, members)
+
+
+def _two_streams(ctx: RankContext, count: int) -> None:
+    problems = [Problem(ctx, kind, SMALL[ctx.device.type]) for kind in KINDS]
+    first = [problem() for problem in problems]
+    for problem, outputs in zip(problems, first, strict=True):
+        problem.check(outputs)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    mismatches = [Mismatches(ctx) for _ in streams]
+    torch.cuda.synchronize()
+    order, delays = random.Random(ctx.seed), random.Random(ctx.rank)
+    for _ in range(count):
+        which = order.randrange(len(streams))
+        # Nothing orders the two streams but the workspace itself.
+        with torch.cuda.stream(streams[which]):
+            delay(ctx, delays.choice((0.0, 0.02, 0.2)))
+            index = order.randrange(len(problems))
+            mismatches[which].add(problems[index](), first[index])
+    for each in mismatches:
+        torch.cuda.synchronize()
+        each.assert_none(count)
+
+
+def test_two_streams(gpu_pool: RankPool) -> None:
+    gpu_pool.run(_two_streams, 300, timeout=100)
