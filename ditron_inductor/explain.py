@@ -1,11 +1,215 @@
-"""``explain``: what Ditron does at every collective of a function, and why."""
+"""``explain``: what Ditron does at every collective of a function, and why.
+
+    report = ditron_inductor.explain(model)(tokens)   # on all ranks of the groups involved
+    print(report)                                     # a table, one row per collective site
+    report.sites[0].strategy                          # the same, to read from code
+
+Nothing here imports torch before ``explain`` is used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ditron_inductor.options import Options
+from ditron_inductor.sites import GraphRecord, SiteRecord, collect_sites
+
+if TYPE_CHECKING:
+    import torch
+
+LEFT_ALONE = "-"
 
 
-def explain(fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
-    """Replaced by the real one in the next commit."""
-    return fn
+@dataclass(frozen=True)
+class ExplainedSite:
+    """One collective of one compiled graph.
+
+    direction: ``forward``, ``backward`` or ``graph`` where the compiler does not say.
+    record: what the passes saw and did, see ``SiteRecord``.
+    strategy: what runs here, or ``-`` for a collective that was left alone.
+    predicted_us: the cost model's microseconds for one call, None where it has none.
+    reason: why this strategy, or why the collective was left alone.
+    """
+
+    direction: str
+    record: SiteRecord
+    strategy: str
+    predicted_us: float | None
+    reason: str
+
+    def row(self) -> dict[str, str]:
+        """The cells of this site's line in the printed table, by column."""
+        record = self.record
+        return {
+            "graph": self.direction,
+            "collective": record.kind,
+            "pattern": record.pattern,
+            "shape": " ".join(record.shapes),
+            "dtype": record.dtype.removeprefix("torch."),
+            "group": record.group_name if record.world_size is None else f"{record.group_name} (x{record.world_size})",
+            "strategy": self.strategy,
+            "moved": LEFT_ALONE if record.bytes_moved is None else bytes_text(record.bytes_moved),
+            "predicted": LEFT_ALONE if self.predicted_us is None else f"{self.predicted_us:.0f} us",
+            "why": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """All collective sites of a function's graphs, in graph order; ``str()`` prints them as a table."""
+
+    sites: tuple[ExplainedSite, ...]
+    graphs: tuple[GraphRecord, ...]
+    options: Options
+
+    @property
+    def fused(self) -> tuple[ExplainedSite, ...]:
+        return tuple(site for site in self.sites if site.record.fused)
+
+    @property
+    def left_alone(self) -> tuple[ExplainedSite, ...]:
+        return tuple(site for site in self.sites if not site.record.fused)
+
+    def __str__(self) -> str:
+        from tabulate import tabulate
+
+        if not self.graphs:
+            return "Ditron compiled no graph: the function holds no tensor operation that torch.compile captures."
+        graphs = f"{len(self.graphs)} graph{'s' if len(self.graphs) > 1 else ''}"
+        if not self.sites:
+            return f"Ditron compiled {graphs} without a collective: nothing to fuse."
+        rows = [site.row() for site in self.sites]
+        widths = {"why": 48, "shape": 34, "pattern": 30}
+        limits = [widths.get(column) for column in rows[0]]
+        table = tabulate(rows, headers="keys", disable_numparse=True, maxcolwidths=limits)
+        return f"{table}\n{len(self.fused)} of {len(self.sites)} collectives fused, in {graphs}; {self.options.text()}"
+
+
+def explain(
+    fn: Callable[..., Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None, backward: bool = True
+) -> Callable[..., Report]:
+    """``explain(fn)(*args, **kwargs)`` compiles and runs ``fn`` once with Ditron and reports on its collectives.
+
+    It is collective: all ranks of the groups in ``fn`` have to call it. ``mode`` and ``options`` are those of
+    ``torch.compile``. The compiler's caches are off, since a hit has no reasons to show. Where the outputs need
+    gradients and ``backward`` is true, the backward pass runs too, without touching any ``.grad``. The state of the
+    random generators is restored; other side effects of ``fn`` are those of running it once.
+    """
+    parsed, _ = Options.parse(options)
+
+    @functools.wraps(fn, assigned=("__doc__",), updated=())
+    def run(*args: Any, **kwargs: Any) -> Report:
+        import torch
+
+        from ditron_inductor.backend import ditron
+
+        # A backend of its own: Dynamo would answer from an earlier compilation with an equal one.
+        def fresh(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
+            return ditron(gm, example_inputs, mode=mode, options=dict(options or {}))
+
+        args, kwargs = _cut_from_graph((args, kwargs))
+        with collect_sites() as sink, without_caches(), _random_state_kept():
+            outputs = torch.compile(fn, backend=fresh)(*args, **kwargs)
+            if backward:
+                _run_backward(outputs)
+        return build_report(sink.graphs, parsed)
+
+    return run
+
+
+def build_report(graphs: Sequence[GraphRecord], options: Options) -> Report:
+    """The report on graphs that were compiled inside ``collect_sites`` and have run."""
+    sites = [_explained(graph, record) for graph in graphs for record in graph.sites]
+    return Report(tuple(sites), tuple(graphs), options)
+
+
+@contextlib.contextmanager
+def without_caches() -> Iterator[None]:
+    """Compile anew inside the block: a cache hit runs no pass, and so has nothing to tell."""
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
+        # Compilations of the same function by other backends count against the limit.
+        torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit + 64),
+    ):
+        yield
+
+
+def bytes_text(count: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if size == int(size) else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("the loop returns at its last unit")
+
+
+def _explained(graph: GraphRecord, record: SiteRecord) -> ExplainedSite:
+    direction = {None: "graph", False: "forward", True: "backward"}[graph.is_backward]
+    if not record.fused:
+        return ExplainedSite(direction, record, LEFT_ALONE, None, record.reason)
+    return ExplainedSite(direction, record, record.strategy, None, record.reason)
+
+
+def _cut_from_graph(inputs: Any) -> Any:
+    """The same inputs as leaves, so that the backward run ends at them and leaves the caller's graph alone."""
+    import torch
+    from torch.utils import _pytree
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
+            return value.detach().requires_grad_()
+        return value
+
+    return _pytree.tree_map(cut, inputs)
+
+
+def _run_backward(outputs: Any) -> None:
+    """Gradients of all outputs that have them, to every leaf below; they are computed and dropped."""
+    import torch
+    from torch.utils import _pytree
+
+    roots = [
+        value
+        for value in _pytree.tree_leaves(outputs)
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None and value.is_floating_point()
+    ]
+    leaves = _leaves_below(roots)
+    if roots and leaves:
+        torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
+
+
+def _leaves_below(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors whose gradients would be accumulated: parameters and inputs, wherever the function found them."""
+    found: list[torch.Tensor] = []
+    seen: set[Any] = set()
+    stack: list[Any] = [root.grad_fn for root in roots]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        # Only AccumulateGrad nodes hold the leaf itself.
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.append(variable)
+        stack.extend(child for child, _ in node.next_functions)
+    return found
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    import torch
+
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
