@@ -43,8 +43,7 @@ class DitronOptionsMismatch(DitronError, ValueError):
     """``differences`` names each option with the ranks that hold each value."""
 
     message = (
-        "the ranks of group '{group_name}' run Ditron with different settings: {differences}. "
-        "Give all of them the same"
+        "the ranks of group '{group_name}' run Ditron with different settings: {differences}. Give all of them the same"
     )
 
 

@@ -1,0 +1,23 @@
+"""``python -m ditron_inductor demo | doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ditron_inductor import demo, doctor
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run the command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m ditron_inductor", description="Ditron, a backend of torch.compile")
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo.add_arguments(commands.add_parser("demo", help="run a small tensor-parallel Llama and compare it with eager"))
+    commands.add_parser("doctor", help="what of Ditron can run on this machine, and what to do about the rest")
+    arguments = parser.parse_args(argv)
+    return demo.main(arguments) if arguments.command == "demo" else doctor.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
