@@ -17,9 +17,9 @@ class SiteRecord:
     """One collective site of one graph, fused or left alone, in graph order.
 
     `kind` is the Task kind (`all_gather_matmul`, ...) when fused, else the collective's own name
-    (`all_gather_into_tensor`, ...). `m`, `n`, `k` are the sizes of the whole problem, over all ranks, that the cost model
-    wants: the product is [m, k] @ [k, n]; None where a size is not known (a site left alone, an unbacked symbol); for a
-    dynamic size the compiler's hint. `bytes_moved` is what one rank receives from its peers in one call.
+    (`all_gather_into_tensor`, ...). `m`, `n`, `k` are the sizes of the product that one rank computes, [m, k] @ [k,
+    n] (for several weights n is their sum); for a dynamic size the compiler's hint; None where a size is not known (a
+    site left alone, an unbacked symbol). `bytes_moved` is what one rank receives from its peers in one call.
     """
 
     site: str

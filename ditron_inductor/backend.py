@@ -1,0 +1,55 @@
+"""The entry point of `torch.compile(model, backend="ditron")`: options in, Inductor out.
+
+Importing this module declares the Task ops and binds their kernels. That has to happen on import: a graph that comes
+from a cache calls them without any pass having run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._inductor
+import torch._inductor.config
+from torch import fx
+from torch._inductor.compile_fx import compile_fx
+
+from ditron_inductor.errors import InvalidOptionValue
+from ditron_inductor.lowering import register
+from ditron_inductor.options import Options
+from ditron_inductor.pipeline import DitronPipeline, with_user_passes
+
+USER_PASS_OPTION = "post_grad_custom_pre_pass"
+
+register.register()
+
+
+def ditron(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile `gm` with Inductor after fusing its collectives with its matmuls, forward and backward.
+
+    mode: as for Inductor (`torch._inductor.list_mode_options`). options: Inductor's keys, and ours under `ditron.`.
+    A `post_grad_custom_pre_pass` of the user, from `options` or from Inductor's config, runs first.
+    Raises UnknownOption and InvalidOptionValue, both also ValueError.
+    """
+    ditron_options, given = Options.parse(options)
+    patches = {**_mode_patches(mode), **given}
+    user_passes = patches.pop(USER_PASS_OPTION, getattr(torch._inductor.config, USER_PASS_OPTION))
+    patches[USER_PASS_OPTION] = with_user_passes(user_passes, DitronPipeline(ditron_options))
+    compiled: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=patches)
+    return compiled
+
+
+def _mode_patches(mode: str | None) -> dict[str, Any]:
+    modes: dict[str, dict[str, Any]] = torch._inductor.list_mode_options()
+    if mode is None:
+        return {}
+    if mode not in modes:
+        raise InvalidOptionValue(key="mode", value=mode, allowed=f"one of {', '.join(modes)}")
+    return dict(modes[mode])

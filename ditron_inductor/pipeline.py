@@ -1,0 +1,180 @@
+"""The ordered list of passes, and the runner that knows none of them.
+
+A pass is `name_pass(graph, *, options) -> int`, the number of sites that it rewrote. `PASSES` is the whole compiler
+from graph to graph. `DitronPipeline` is what Inductor calls, once per forward, backward or inference graph, after a
+pass that the user has set there himself.
+
+What can be read from outside: `TORCH_LOGS="+ditron_inductor"` prints what each pass did to the number of calls of
+each op; `torch._logging.trace_structured` gets the graph before the first pass and after each one (tlparse shows them);
+`torch._dynamo.utils.counters["ditron"]` counts what each pass rewrote; an open `collect_sites` block gets the sites.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import fx
+from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._logging import trace_structured
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
+from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
+from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
+from ditron_inductor.passes.name_sites import name_sites
+from ditron_inductor.passes.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.order_collectives import order_collectives
+from ditron_inductor.passes.verify_tasks import verify_tasks
+from ditron_inductor.records import record_graph
+from ditron_inductor.sites import SiteSink, current_sink
+
+log = logging.getLogger(__name__)
+
+PACKAGE = Path(__file__).parent
+# What a pass may depend on and the cache must therefore know: sources, and tables that ship with them.
+HASHED_SUFFIXES = (".py", ".json")
+
+
+class Pass(Protocol):
+    """A pure rewrite of a graph in place."""
+
+    __name__: str
+
+    def __call__(self, graph: fx.Graph, *, options: Options) -> int: ...
+
+
+PASSES: tuple[Pass, ...] = (
+    normalize_collectives,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    matmul_all_reduce,
+    order_collectives,
+    name_sites,
+    verify_tasks,
+)
+
+
+def run(graph: fx.Graph, options: Options, passes: Sequence[Pass] = PASSES) -> dict[str, int]:
+    """Run the passes in order on `graph`; returns how many sites each rewrote, by name."""
+    rewritten: dict[str, int] = {}
+    trace("input", graph)
+    calls = count_calls(graph)
+    for index, name_pass in enumerate(passes):
+        name = name_pass.__name__
+        rewritten[name] = name_pass(graph, options=options)
+        counters["ditron"][name] += rewritten[name]
+        calls_before, calls = calls, count_calls(graph)
+        log.debug("%s: %d rewritten, ops: %s", name, rewritten[name], describe_change(calls_before, calls))
+        trace(f"{index}_{name}", graph)
+    graph.lint()
+    return rewritten
+
+
+def count_calls(graph: fx.Graph) -> Counter[str]:
+    """How many times the graph calls each op."""
+    return Counter(str(node.target) for node in graph.nodes if node.op == "call_function")
+
+
+def describe_change(before: Counter[str], after: Counter[str]) -> str:
+    """The ops whose number of calls changed, as `aten.mm.default -1, ditron.all_gather_matmul.default +1`."""
+    changes = {name: after[name] - before[name] for name in sorted({*before, *after})}
+    return ", ".join(f"{name} {change:+d}" for name, change in changes.items() if change) or "unchanged"
+
+
+def graph_text(graph: fx.Graph) -> str:
+    """The graph as readable Python with shapes."""
+    module = graph.owning_module
+    return str(graph) if module is None else module.print_readable(print_output=False)
+
+
+def trace(name: str, graph: fx.Graph) -> None:
+    """Hand the graph to tlparse, if a structured trace is being written."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"ditron_{name}", "encoding": "string"},
+        payload_fn=lambda: graph_text(graph),
+    )
+
+
+class DitronPipeline(CustomGraphPass):
+    """The passes as Inductor wants them: callable on a graph, and with a `uuid` for its caches."""
+
+    def __init__(self, options: Options, *, passes: Sequence[Pass] = PASSES, root: Path = PACKAGE) -> None:
+        self.options = options
+        self.passes = tuple(passes)
+        self.root = root
+        # Taken now: the backward graph may be compiled by another thread, after the block has closed.
+        self.sink: SiteSink | None = current_sink()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        before = graph_text(graph) if self.sink is not None else ""
+        run(graph, self.options, self.passes)
+        if self.sink is not None:
+            self.sink.add(record_graph(graph, graph_before=before, graph_after=graph_text(graph)))
+
+    def uuid(self) -> str:
+        """A hash of everything that decides what the passes do: sources, shipped tables, options, order.
+
+        What acts at run time only, a user's tuned table above all, stays out: it may differ between a run that fills
+        the cache and one that reads it.
+        """
+        parts = [source_digest(self.root), self.options.text(), *(one.__name__ for one in self.passes)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@functools.cache
+def source_digest(root: Path) -> str:
+    """A hash of all sources and shipped tables below `root`, names included; links to folders are followed."""
+    digest = hashlib.sha256()
+    for path in sorted(_hashed_files(root)):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _hashed_files(root: Path) -> Iterable[Path]:
+    for folder, _, names in os.walk(root, followlinks=True):
+        for name in names:
+            if name.endswith(HASHED_SUFFIXES):
+                yield Path(folder) / name
+
+
+class UserPassThen(CustomGraphPass):
+    """A user's own pass and then ours, for the versions of Inductor that take one pass only."""
+
+    def __init__(self, user_pass: Callable[[fx.Graph], Any], pipeline: DitronPipeline) -> None:
+        self.user_pass = user_pass
+        self.pipeline = pipeline
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.user_pass(graph)
+        self.pipeline(graph)
+
+    def uuid(self) -> tuple[Any, str] | None:
+        """Both, or None, which turns Inductor's caches off, when the user's pass has none."""
+        user = self.user_pass.uuid() if isinstance(self.user_pass, CustomGraphPass) else None
+        return None if user is None else (user, self.pipeline.uuid())
+
+
+def with_user_passes(user_passes: Any, pipeline: DitronPipeline) -> Any:
+    """The value of Inductor's option: what the user has there, whatever its form, and then `pipeline`."""
+    if user_passes is None or user_passes == [] or user_passes == ():
+        return pipeline
+    if isinstance(user_passes, (list, tuple)):  # only where Inductor takes several
+        return [*user_passes, pipeline]
+    return [user_passes, pipeline] if takes_several_passes() else UserPassThen(user_passes, pipeline)
+
+
+def takes_several_passes() -> bool:
+    """Whether this Inductor takes a list of passes (with a `uuid` each) as one option."""
+    from torch._inductor import custom_graph_pass
+
+    return "get_custom_graph_passes" in vars(custom_graph_pass)

@@ -1,0 +1,160 @@
+"""Reads from a rewritten graph what became of each of its collectives: the records behind `explain`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.passes.collectives import group_size
+from ditron_inductor.passes.name_sites import find_sites
+from ditron_inductor.passes.order_collectives import GROUP_ARGUMENT, is_task, launches_collective
+from ditron_inductor.passes.proofs import arguments
+from ditron_inductor.passes.reasons import LEFT_ALONE
+from ditron_inductor.sites import GraphRecord, SiteRecord
+from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, TaskNode
+from ditron_inductor.task.ops import node_from_call
+
+
+def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> GraphRecord:
+    """What the passes did with the collectives of `graph`, read from the rewritten graph."""
+    region, _ = find_sites(graph)
+    sites = [_task_record(node) for node in graph.nodes if is_task(node)]
+    alone = [_collective_record(node) for node in graph.nodes if launches_collective(node)]
+    order = {node.name: position for position, node in enumerate(graph.nodes)}
+    records = sorted([*sites, *alone], key=lambda record: order[record.node])
+    return GraphRecord(
+        index=0,
+        is_backward=any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")),
+        region=region,
+        sites=tuple(records),
+        graph_before=graph_before,
+        graph_after=graph_after,
+    )
+
+
+def _task_record(node: fx.Node) -> SiteRecord:
+    task = node_from_call(node.target, node.args)
+    lhs = _value(node.args[0])
+    given = node.args[1]
+    weights = [_value(weight) for weight in (given if isinstance(given, (list, tuple)) else [given])]
+    rows = [_hint(size) for size in lhs.shape[:-1]]
+    columns = [_hint(weight.shape[1]) for weight in weights]
+    m = None if None in rows else math.prod(size for size in rows if size is not None)
+    if m is not None and isinstance(task, AllGatherMatmul):
+        m *= task.world_size
+    n = None if None in columns else sum(size for size in columns if size is not None)
+    k = _hint(lhs.shape[-1])
+    return SiteRecord(
+        site=task.site,
+        kind=task.kind,
+        fused=True,
+        pattern=_pattern(task),
+        group_name=task.group_name,
+        world_size=task.world_size,
+        dtype=str(lhs.dtype).removeprefix("torch."),
+        device_type=lhs.device.type,
+        shapes=tuple(shape_text(value.shape) for value in (lhs, *weights)),
+        m=m,
+        n=n,
+        k=k,
+        itemsize=lhs.dtype.itemsize,
+        bytes_moved=_task_bytes(task, m, n, k, lhs.dtype.itemsize),
+        strategy=task.policy.strategy,
+        node=node.name,
+        text=task.text(),
+    )
+
+
+def _pattern(task: TaskNode) -> str:
+    match task:
+        case AllGatherMatmul():
+            matmuls = "matmul" if task.num_weights == 1 else f"{task.num_weights} matmuls"
+            return f"all_gather(dim {task.gather_dim}) -> {matmuls}" + (", gathered used" * task.return_gathered)
+        case MatmulReduceScatter():
+            return f"matmul -> reduce_scatter({task.reduce_op}, dim {task.scatter_dim})"
+        case MatmulAllReduce():
+            return f"matmul -> all_reduce({task.reduce_op})"
+
+
+def _task_bytes(task: TaskNode, m: int | None, n: int | None, k: int | None, itemsize: int) -> int | None:
+    if m is None or n is None or k is None:
+        return None
+    peers = task.world_size - 1
+    match task:
+        case AllGatherMatmul():
+            return m // task.world_size * k * itemsize * peers
+        case MatmulReduceScatter():
+            return m // task.world_size * n * itemsize * peers
+        case MatmulAllReduce():
+            return 2 * m * n * itemsize * peers // task.world_size
+
+
+def _collective_record(node: fx.Node) -> SiteRecord:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    kind = node.target._opname
+    inputs = [given.meta["val"] for given in node.all_input_nodes if isinstance(given.meta.get("val"), torch.Tensor)]
+    group_name = arguments(node)[GROUP_ARGUMENT]
+    world_size = None
+    if isinstance(group_name, str):
+        world_size = group_size(group_name)
+    reason = node.meta.get(LEFT_ALONE)
+    return SiteRecord(
+        site="",
+        kind=kind,
+        fused=False,
+        pattern=reason.pattern if reason is not None else kind,
+        group_name=str(group_name),
+        world_size=world_size,
+        dtype=str(inputs[0].dtype).removeprefix("torch.") if inputs else "",
+        device_type=inputs[0].device.type if inputs else "",
+        shapes=tuple(shape_text(value.shape) for value in inputs),
+        m=None,
+        n=None,
+        k=None,
+        itemsize=inputs[0].dtype.itemsize if inputs else None,
+        bytes_moved=_collective_bytes(kind, inputs, world_size),
+        strategy="",
+        node=node.name,
+        text=node.format_node() or node.name,
+        reason_code=reason.code if reason is not None else "no_pattern",
+        reason=reason.text if reason is not None else f"no fusion takes {kind}",
+    )
+
+
+def _collective_bytes(kind: str, inputs: Sequence[torch.Tensor], world_size: int | None) -> int | None:
+    sizes = [_hint(value.numel()) for value in inputs]
+    if world_size is None or not inputs or None in sizes:
+        return None
+    sent = sum(size * value.dtype.itemsize for size, value in zip(sizes, inputs, strict=True) if size is not None)
+    peers = world_size - 1
+    if kind.startswith("all_gather"):
+        return sent * peers
+    if kind.startswith("all_reduce"):
+        return 2 * sent * peers // world_size
+    if kind.startswith(("reduce_scatter", "all_to_all", "shard_dim_alltoall")):
+        return sent * peers // world_size
+    return sent
+
+
+def shape_text(shape: Sequence[Any]) -> str:
+    """`[8, s0, 16]`."""
+    return "[" + ", ".join(str(size) for size in shape) + "]"
+
+
+def _value(node: Any) -> torch.Tensor:
+    assert isinstance(node, fx.Node)
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def _hint(size: Any) -> int | None:
+    """The size, or for a symbol the size that the compiler saw; None where it saw none."""
+    if isinstance(size, int):
+        return size
+    assert isinstance(size, torch.SymInt)
+    return int(size.node.hint) if size.node.has_hint() else None

@@ -1,0 +1,86 @@
+"""Gives every Task node its site: the name that flags carry, that errors print and that all ranks agree on.
+
+    matmul_all_reduce(.., site="")  ->  matmul_all_reduce(.., site="3f9c01ab/2:matmul_all_reduce")
+
+A site is `region/index:kind`. The region is a hash of the graph's chain of launches, and of nothing else: kinds,
+dimensions, reduce ops, dtypes, world sizes. Those are equal on all ranks. Shapes are not part of it (one rank may
+compile a graph with a symbol where another has a number, and DTensor shards unevenly), nor are group names (the ranks
+of a tensor-parallel group are in different data-parallel groups), nor anything of nodes that are no launch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.order_collectives import Match, find_chain
+from ditron_inductor.passes.proofs import arguments
+from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, TaskNode
+from ditron_inductor.task.ops import node_from_call
+
+SITE_ARGUMENT = "site"
+
+
+def find_sites(graph: fx.Graph) -> tuple[str, list[fx.Node]]:
+    """(region, the Task nodes in graph order)."""
+    chain = find_chain(graph)
+    return region_of(chain), [match.node for match in chain if match.is_task]
+
+
+def region_of(chain: Sequence[Match]) -> str:
+    """Eight hex digits over the facts of the launches that are equal on all ranks."""
+    facts = "\n".join(_facts(match) for match in chain)
+    return hashlib.sha256(facts.encode()).hexdigest()[:8]
+
+
+def rewrite(node: fx.Node, site: str) -> None:
+    """Write `site` into the arguments of a Task node."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    names = [formal.name for formal in target._schema.arguments]
+    node.update_arg(names.index(SITE_ARGUMENT), site)
+
+
+def name_sites(graph: fx.Graph, *, options: Options) -> int:
+    """Name all sites of `graph`; returns how many names changed."""
+    region, nodes = find_sites(graph)
+    changed = 0
+    for index, node in enumerate(nodes):
+        task = node_from_call(node.target, node.args)
+        site = f"{region}/{index}:{task.kind}"
+        if task.site != site:
+            rewrite(node, site)
+            changed += 1
+    return changed
+
+
+def _facts(match: Match) -> str:
+    target = match.node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    dtype = _dtype(match.node)
+    if not match.is_task:
+        return f"{target} {arguments(match.node).get('reduce_op', '')} {dtype}"
+    return f"{_task_facts(node_from_call(target, match.node.args))} {dtype}"
+
+
+def _task_facts(task: TaskNode) -> str:
+    match task:
+        case AllGatherMatmul():
+            own = f"{task.gather_dim} {task.num_weights} {task.return_gathered}"
+        case MatmulReduceScatter():
+            own = f"{task.scatter_dim} {task.reduce_op}"
+        case MatmulAllReduce():
+            own = task.reduce_op
+    return f"{task.kind} {own} {task.world_size}"
+
+
+def _dtype(node: fx.Node) -> str:
+    for given in node.all_input_nodes:
+        value = given.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return str(value.dtype)
+    return ""
