@@ -98,7 +98,8 @@ def main(arguments: argparse.Namespace) -> int:
     failed = ", ".join(f"rank {rank} ({_exit_text(code)})" for rank, code in enumerate(codes) if code != 0)
     print(
         f"demo: failed on {failed}. The first error above says what went wrong; "
-        "`python -m ditron_inductor doctor` shows what can run on this machine, and `--strategy library` runs the same graph without Ditron's kernels.",
+        "`python -m ditron_inductor doctor` shows what can run on this machine, "
+        "and `--strategy library` runs the same graph without Ditron's kernels.",
         file=sys.stderr,
     )
     return 1

@@ -1,7 +1,7 @@
 """``python -m ditron_inductor doctor``: what of Ditron can run on this machine, and what to do about what cannot.
 
-Works without torch, Triton or a GPU: whatever is missing is a finding, not a crash. The check of the interpreter runs in
-a process of its own, since Triton reads TRITON_INTERPRET once, when it is imported.
+Works without torch, Triton or a GPU: whatever is missing is a finding, not a crash. The interpreter is checked in a
+process of its own, since Triton reads TRITON_INTERPRET once, when it is imported.
 """
 
 from __future__ import annotations

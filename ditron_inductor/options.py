@@ -153,8 +153,8 @@ def _check_timeout_s(key: str, value: Any) -> float | None:
 
 
 def _check_fusions(key: str, value: Any) -> tuple[str, ...]:
-    names = set(value) if isinstance(value, (tuple, list, set, frozenset)) else {value}
-    if not names <= set(FUSIONS):
+    names = tuple(value) if isinstance(value, (tuple, list, set, frozenset)) else (value,)
+    if not all(name in FUSIONS for name in names):
         raise InvalidOptionValue(key=key, value=value, allowed=f"a list out of {', '.join(FUSIONS)}")
     return tuple(name for name in FUSIONS if name in names)
 

@@ -1,0 +1,102 @@
+"""Options: defaults, environment, ranges, and errors that name the key and list what is valid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ditron_inductor.errors import InvalidOptionValue, UnknownOption
+from ditron_inductor.options import ENVIRONMENT, FUSIONS, Options
+
+
+def test_defaults() -> None:
+    options, patches = Options.parse(None, environment={})
+    assert options == Options(strategy="auto", workspace_limit=1 << 30, timeout_s=None, fusions=FUSIONS)
+    assert patches == {} and options.timeout_arg == 0.0
+
+
+def test_ours_and_inductors_keys_are_told_apart() -> None:
+    given = {"ditron.strategy": "tile", "ditron.timeout_s": 5, "max-autotune": True, "triton.cudagraphs": False}
+    options, patches = Options.parse(given, environment={})
+    assert (options.strategy, options.timeout_s, options.timeout_arg) == ("tile", 5.0, 5.0)
+    assert patches == {"max_autotune": True, "triton.cudagraphs": False}
+
+
+def test_a_callable_value_of_inductor_passes() -> None:
+    _, patches = Options.parse({"post_grad_custom_pre_pass": print}, environment={})
+    assert patches == {"post_grad_custom_pre_pass": print}
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("ditron.stratgy", "ditron.strategy, ditron.workspace_limit, ditron.timeout_s, ditron.fusions"),
+        ("strategy", "ditron.strategy"),
+        ("max_autotun", "max_autotune"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_valid_ones(key: str, named: str) -> None:
+    with pytest.raises(UnknownOption) as error:
+        Options.parse({key: 1}, environment={})
+    assert f"'{key}'" in str(error.value) and named in str(error.value)
+    assert isinstance(error.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ditron.strategy", "fast"),
+        ("ditron.strategy", None),
+        ("ditron.strategy", ["tile"]),
+        ("ditron.workspace_limit", -1),
+        ("ditron.workspace_limit", 1.5),
+        ("ditron.workspace_limit", True),
+        ("ditron.timeout_s", 0),
+        ("ditron.timeout_s", float("nan")),
+        ("ditron.timeout_s", float("inf")),
+        ("ditron.timeout_s", "10"),
+        ("ditron.fusions", ["matmul_all_gather"]),
+        ("ditron.fusions", 7),
+        ("ditron.fusions", [[]]),
+        ("max_autotune", "yes"),
+    ],
+)
+def test_a_value_out_of_range_is_named(key: str, value: Any) -> None:
+    with pytest.raises(InvalidOptionValue, match=key):
+        Options.parse({key: value}, environment={})
+
+
+def test_fusions_keep_one_order() -> None:
+    given = {"ditron.fusions": ["matmul_all_reduce", "all_gather_matmul"]}
+    options, _ = Options.parse(given, environment={})
+    assert options.fusions == ("all_gather_matmul", "matmul_all_reduce")
+    assert Options.parse({"ditron.fusions": []}, environment={})[0].fusions == ()
+
+
+def test_environment_gives_defaults_and_options_win() -> None:
+    environment = {"DITRON_STRATEGY": "library", "DITRON_WORKSPACE_LIMIT": "4096", "DITRON_TIMEOUT_S": "2.5"}
+    options = Options.from_environment(environment)
+    assert (options.strategy, options.workspace_limit, options.timeout_s) == ("library", 4096, 2.5)
+    options, _ = Options.parse({"ditron.strategy": "tile"}, environment)
+    assert (options.strategy, options.workspace_limit) == ("tile", 4096)
+    assert Options.from_environment({"DITRON_STRATEGY": ""}) == Options()
+
+
+@pytest.mark.parametrize(("name", "variable"), ENVIRONMENT.items())
+def test_a_bad_variable_is_named(name: str, variable: str) -> None:
+    with pytest.raises(InvalidOptionValue, match=variable):
+        Options.from_environment({variable: "wrong"})
+
+
+def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DITRON_STRATEGY", "library")
+    assert Options.parse(None)[0].strategy == "library"
+
+
+def test_text_shows_every_field_and_tells_options_apart() -> None:
+    assert Options(timeout_s=3).text() == (
+        "strategy='auto', workspace_limit=1073741824, timeout_s=3.0, "
+        "fusions=('all_gather_matmul', 'matmul_reduce_scatter', 'matmul_all_reduce')"
+    )
+    assert Options().text() != Options(fusions=()).text()
