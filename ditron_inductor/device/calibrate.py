@@ -1,0 +1,67 @@
+"""How many polls a bounded wait makes per second on a device, so that a time limit becomes a count of polls.
+
+A kernel has no portable clock, so its waits count polls. One wait that can never succeed, on memory of this rank (as
+all waits are), is timed once per device and process.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import triton
+
+from ditron_inductor.core import layout as words
+from ditron_inductor.core.signals import wait
+from ditron_inductor.device import layout
+
+CUDA_POLLS = 20_000
+CPU_POLLS = 50
+LONGEST_LIMIT = 1 << 60
+
+
+@triton.jit(do_not_specialize=["rank", "slot", "row", "source", "site"])
+def _wait_in_vain(table, ctl, rank, slot, row, source, site):  # type: ignore[no-untyped-def]
+    wait(table, ctl, rank, slot, row, source, site, rank + 1)
+
+
+class PollRates:
+    """Polls per second of each device, measured at first use (tens of milliseconds and one small compilation)."""
+
+    def __init__(self) -> None:
+        self._rates: dict[torch.device, float] = {}
+
+    def limit(self, device: torch.device, timeout_s: float) -> int:
+        """The number of polls that take `timeout_s` seconds on `device`."""
+        if device not in self._rates:
+            self._rates[device] = measure(device)
+        return max(1, min(LONGEST_LIMIT, int(timeout_s * self._rates[device])))
+
+
+def measure(device: torch.device) -> float:
+    """Polls per second of a waiting program on `device`. Synchronises the device; never inside a capture."""
+    polls = CUDA_POLLS if device.type == "cuda" else CPU_POLLS
+    header = torch.zeros(layout.HEADER_BYTES, dtype=torch.uint8, device=device)
+    table = torch.full((layout.MAX_WORLD,), header.data_ptr(), dtype=torch.int64, device=device)
+    ctl = torch.zeros(layout.CTL_WORDS, dtype=torch.int64, device=device)
+    record = torch.zeros(layout.RECORD_WORDS, dtype=torch.int64, device=device)
+    _timed_wait(ctl, table, record, 1)  # compiles
+    seconds = _timed_wait(ctl, table, record, polls)
+    assert int(record[words.STATE.value]) == words.TIMEOUT.value
+    return polls / seconds
+
+
+def _timed_wait(ctl: torch.Tensor, table: torch.Tensor, record: torch.Tensor, polls: int) -> float:
+    ctl.zero_()
+    ctl[words.POLL_LIMIT.value] = polls
+    ctl[words.RECORD.value] = record.data_ptr()
+    _synchronize(ctl.device)
+    start = time.perf_counter()
+    _wait_in_vain[(1,)](table, ctl, 0, 0, 0, 0, 1, num_warps=1)
+    _synchronize(ctl.device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,163 @@
+"""Host-side meetings of all ranks of a group, through its c10d store, bounded in time and naming who is missing.
+
+Only the control plane uses them: a group's first use, new options, growth, reset. The store outlives groups and may
+hold keys of an earlier group of the same name, of ranks that died, or of a meeting that half of the ranks gave up. So a
+meeting never trusts a key because it is there:
+
+* `meet` draws a fresh random nonce per rank and ends only when every rank has shown every other that it knows the
+  other's nonce. What an earlier life left behind cannot know it. The nonces together name the `Session`.
+* `Session.all_gather` works on keys under that name, which nobody used before, in a sequence that all ranks count
+  alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+from typing import Any
+
+import torch.distributed as dist
+
+from ditron_inductor.device.groups import Group
+from ditron_inductor.errors import DitronDiverged, DitronHandshakeError
+
+FIRST_PAUSE_S = 0.001
+LONGEST_PAUSE_S = 0.02
+
+
+class _Waiting:
+    """Deadline and growing pauses of one meeting."""
+
+    def __init__(self, group: Group, purpose: str, timeout_s: float) -> None:
+        self.group = group
+        self.purpose = purpose
+        self.timeout_s = timeout_s
+        self.deadline = time.monotonic() + timeout_s
+        self.pause_s = FIRST_PAUSE_S
+
+    def pause(self, missing: list[int]) -> None:
+        """Sleep a little; DitronHandshakeError naming the `missing` group ranks when the time is up."""
+        if time.monotonic() >= self.deadline:
+            raise self.error(_names(self.group, missing))
+        time.sleep(self.pause_s)
+        self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
+
+    def error(self, missing: str) -> DitronHandshakeError:
+        return DitronHandshakeError(
+            group_name=self.group.name,
+            rank=self.group.rank,
+            seconds=self.timeout_s,
+            purpose=self.purpose,
+            missing=missing,
+        )
+
+
+def _names(group: Group, ranks: list[int]) -> str:
+    names = []
+    for rank in ranks:
+        same = group.global_ranks[rank] == rank
+        names.append(f"rank {rank}" if same else f"rank {rank} (global rank {group.global_ranks[rank]})")
+    return ", ".join(names)
+
+
+class _Store:
+    """JSON values in the group's store; a store that cannot be reached is a handshake error, not a socket error."""
+
+    def __init__(self, waiting: _Waiting) -> None:
+        self.store = waiting.group.store
+        self.waiting = waiting
+
+    def put(self, key: str, value: Any) -> None:
+        try:
+            self.store.set(key, json.dumps(value))
+        except dist.DistError as exc:
+            raise self._unreachable(exc) from exc
+
+    def look(self, key: str) -> Any:
+        """The value of `key`, or None where there is none yet. Never blocks."""
+        try:
+            return json.loads(self.store.get(key)) if self.store.check([key]) else None
+        except dist.DistError as exc:
+            raise self._unreachable(exc) from exc
+
+    def _unreachable(self, exc: Exception) -> DitronHandshakeError:
+        reason = str(exc).splitlines()[0]
+        return self.waiting.error(f"the store of the group, which lives in another rank's process ({reason})")
+
+
+class Session:
+    """All ranks of `group`, met under `name`. Every rank makes the same `all_gather` calls in the same order."""
+
+    def __init__(self, group: Group, name: str) -> None:
+        self.group = group
+        self.name = name
+        self._sequence = 0
+
+    def next_place(self) -> str:
+        """Where the next `all_gather` happens: equal on all ranks, never the same twice."""
+        return f"{self.name}/{self._sequence}"
+
+    def all_gather(self, purpose: str, value: Any, timeout_s: float) -> list[Any]:
+        """The JSON `value` of every rank, by group rank; returns only when all have come.
+
+        `purpose` reads after "waited to". Raises DitronHandshakeError naming the ranks that did not come within
+        `timeout_s`, and DitronDiverged when one came for another purpose. After either, the session is of no use.
+        """
+        waiting = _Waiting(self.group, purpose, timeout_s)
+        store = _Store(waiting)
+        place = self.next_place()
+        self._sequence += 1
+        store.put(f"{place}/{self.group.rank}", {"purpose": purpose, "value": value})
+        answers: dict[int, Any] = {}
+        while True:
+            for rank in range(self.group.world_size):
+                if rank in answers:
+                    continue
+                answer = store.look(f"{place}/{rank}")
+                if answer is None:
+                    continue
+                if answer["purpose"] != purpose:
+                    raise DitronDiverged(rank=self.group.rank, site=purpose, peer=rank, peer_site=answer["purpose"])
+                answers[rank] = answer["value"]
+            missing = [rank for rank in range(self.group.world_size) if rank not in answers]
+            if not missing:
+                return [answers[rank] for rank in range(self.group.world_size)]
+            waiting.pause(missing)
+
+
+def meet(group: Group, topic: str, purpose: str, timeout_s: float) -> Session:
+    """Bring all ranks of `group` together and open a session that no earlier meeting has touched.
+
+    Works whatever the ranks did before: each call starts from a new nonce, and a rank that gave up and comes back is
+    met under its newest one. Raises DitronHandshakeError naming the ranks that did not answer within `timeout_s`.
+    """
+    waiting = _Waiting(group, purpose, timeout_s)
+    store = _Store(waiting)
+    nonce = uuid.uuid4().hex
+    ranks = range(group.world_size)
+    posted: dict[str, Any] = {"nonce": nonce, "seen": [""] * group.world_size, "name": ""}
+    store.put(f"{topic}/{group.rank}", posted)
+    while True:
+        hellos = [posted if rank == group.rank else store.look(f"{topic}/{rank}") for rank in ranks]
+        seen = [nonce if rank == group.rank else hello["nonce"] if hello else "" for rank, hello in enumerate(hellos)]
+        strangers = [
+            rank
+            for rank, hello in enumerate(hellos)
+            if rank != group.rank and (hello is None or hello["seen"][group.rank] != nonce)
+        ]
+        name = "" if strangers else hashlib.blake2b("".join(seen).encode(), digest_size=12).hexdigest()
+        update = {"nonce": nonce, "seen": seen, "name": name}
+        if update != posted:
+            posted = update
+            store.put(f"{topic}/{group.rank}", posted)
+            hellos[group.rank] = posted
+        undecided = [rank for rank, hello in enumerate(hellos) if hello is None or not name or hello["name"] != name]
+        if not undecided:
+            break
+        waiting.pause(strangers or undecided)
+    session = Session(group, name)
+    # Nobody may start the next meeting on this topic, which overwrites its answer here, before all have read it.
+    session.all_gather(purpose, None, timeout_s)
+    return session

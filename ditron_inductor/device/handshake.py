@@ -1,0 +1,97 @@
+"""What the ranks of a group tell each other before they run together, and what has to be equal.
+
+At a group's first use, and at the first use of new options in it. Options or versions that differ are an error that
+names them; capabilities are joined, the weakest rank counts; of differing tables rank 0's is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ditron_inductor.device.capabilities import Capabilities, RankFacts, combine
+from ditron_inductor.device.exchange import Session
+from ditron_inductor.errors import DitronOptionsMismatch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AgreedOptions:
+    """The options of a site that all ranks of its group must share, since they decide what runs and how long it waits.
+
+    strategy: "auto", "library" or "tile". workspace_limit: bytes. timeout_s: seconds, 0.0 for the group's own timeout.
+    """
+
+    strategy: str
+    workspace_limit: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What a group settled on: its capabilities, and the table of measured choices that the plan uses on all ranks."""
+
+    capabilities: Capabilities
+    table: str
+
+
+def versions() -> dict[str, str]:
+    """The versions that decide what two ranks compile and how their kernels talk."""
+    import torch
+    import triton
+
+    from ditron_inductor import __version__
+
+    return {"ditron": __version__, "torch": str(torch.__version__), "triton": str(triton.__version__)}
+
+
+def shake_hands(session: Session, options: AgreedOptions, facts: RankFacts, table: str, timeout_s: float) -> Agreement:
+    """Agree with all ranks of a new group. Collective. Raises DitronOptionsMismatch and DitronHandshakeError."""
+    digest = hashlib.blake2b(table.encode(), digest_size=8).hexdigest()
+    offer: dict[str, Any] = {
+        "settings": {**_settings(options), **{f"{name} version": value for name, value in versions().items()}},
+        "facts": facts.to_json(),
+        "table_hash": digest,
+    }
+    if session.group.rank == 0:
+        offer["table"] = table
+    offers = session.all_gather("agree on options and capabilities", offer, timeout_s)
+    _compare(session.group.name, [offer["settings"] for offer in offers])
+    different = [rank for rank, offer in enumerate(offers) if offer["table_hash"] != offers[0]["table_hash"]]
+    if different:
+        logger.warning(
+            "group '%s': the tables of measured choices on ranks %s differ from rank 0's, which is used on all ranks",
+            session.group.name,
+            different,
+        )
+    return Agreement(combine([RankFacts(**offer["facts"]) for offer in offers]), offers[0]["table"])
+
+
+def agree_options(session: Session, options: AgreedOptions, timeout_s: float) -> None:
+    """Agree on further options in a group that has shaken hands. Collective. Raises as `shake_hands`."""
+    settings = session.all_gather("agree on new options", _settings(options), timeout_s)
+    _compare(session.group.name, settings)
+
+
+def _settings(options: AgreedOptions) -> dict[str, Any]:
+    return {f"ditron.{name}": value for name, value in asdict(options).items()}
+
+
+def _compare(group_name: str, settings: Sequence[dict[str, Any]]) -> None:
+    differences = []
+    for name in settings[0]:
+        holders: dict[str, list[int]] = {}
+        for rank, values in enumerate(settings):
+            holders.setdefault(repr(values.get(name)), []).append(rank)
+        if len(holders) > 1:
+            differences.append(f"{name} is " + ", ".join(f"{v} on {_ranks(r)}" for v, r in holders.items()))
+    if differences:
+        raise DitronOptionsMismatch(group_name=group_name, differences="; ".join(differences))
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

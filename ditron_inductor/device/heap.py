@@ -1,0 +1,122 @@
+"""Symmetric heaps: one allocation per rank, of equal size, each mapped into every rank's address space.
+
+Two steps, so that an allocation that fails on one rank leaves no other waiting inside the second: a rank makes its
+heap, the ranks tell each other that they could, and then map each other's. The CPU heap is anonymous memory handed over
+by file descriptor: it has no name in any file system, is not bound by the size of /dev/shm, and ends with the last
+process that maps it, however that process ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ditron_inductor.device.groups import Group
+
+
+class Heap(Protocol):
+    """One rank's part of a symmetric heap, and after `join` its view of all parts."""
+
+    local: torch.Tensor
+    """This rank's bytes: uint8 [nbytes], zero when made."""
+
+    addresses: tuple[int, ...]
+    """Where this process sees the heap of each rank; empty before `join`."""
+
+    def offer(self) -> dict[str, Any]:
+        """What the other ranks need to map this heap, as JSON."""
+        ...
+
+    def join(self, group: Group, offers: Sequence[dict[str, Any]]) -> None:
+        """Map the heaps of all ranks from their `offers`, by group rank. Collective. Raises OSError or RuntimeError."""
+        ...
+
+    def joined(self) -> None:
+        """All ranks have mapped this heap: give up what only the mapping needed."""
+        ...
+
+
+def make_heap(device: torch.device, nbytes: int) -> Heap:
+    """Allocate this rank's heap of `nbytes` on `device`. Raises OSError or RuntimeError when there is no memory."""
+    return CudaHeap(device, nbytes) if device.type == "cuda" else CpuHeap(nbytes)
+
+
+class CudaHeap:
+    """Symmetric memory of torch, allocated on its own rather than from a pool: a heap may be made while a CUDA graph's
+    private pool is active, must not lie in it, and starts at offset 0 of its allocation on every rank."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.local = private_cuda_bytes(device, nbytes)
+        self.addresses: tuple[int, ...] = ()
+        self._handle: Any = None
+
+    def offer(self) -> dict[str, Any]:
+        return {}
+
+    def join(self, group: Group, offers: Sequence[dict[str, Any]]) -> None:
+        from torch.distributed import _symmetric_memory as symm_mem
+
+        process_group = group.process_group()
+        assert process_group is not None
+        handle = symm_mem.rendezvous(self.local, process_group)
+        assert handle.rank == group.rank and handle.world_size == group.world_size
+        self.addresses = tuple(handle.buffer_ptrs)
+        assert self.addresses[group.rank] == self.local.data_ptr()
+        self._handle = handle
+
+    def joined(self) -> None:
+        pass
+
+
+def private_cuda_bytes(device: torch.device, nbytes: int) -> torch.Tensor:
+    """Zeroed device memory outside the caching allocator and so outside every CUDA graph's pool: uint8 [nbytes]."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    memory: torch.Tensor = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    return memory
+
+
+class CpuHeap:
+    """Memory shared between processes of one machine and one user, through /proc/<pid>/fd."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._fd = os.memfd_create("ditron-heap", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, nbytes)
+        self._nbytes = nbytes
+        self._maps: list[torch.Tensor] = []
+        self.local = self._map(self._fd)
+        self.addresses: tuple[int, ...] = ()
+
+    def __del__(self) -> None:
+        self.joined()
+
+    def offer(self) -> dict[str, Any]:
+        return {"pid": os.getpid(), "fd": self._fd, "inode": os.fstat(self._fd).st_ino}
+
+    def join(self, group: Group, offers: Sequence[dict[str, Any]]) -> None:
+        self._maps = [self.local if rank == group.rank else self._map_peer(offer) for rank, offer in enumerate(offers)]
+        self.addresses = tuple(view.data_ptr() for view in self._maps)
+
+    def joined(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _map_peer(self, offer: dict[str, Any]) -> torch.Tensor:
+        fd = os.open(f"/proc/{offer['pid']}/fd/{offer['fd']}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_ino != offer["inode"]:
+                raise OSError(f"process {offer['pid']} is not the rank that offered its heap")
+            return self._map(fd)
+        finally:
+            os.close(fd)
+
+    def _map(self, fd: int) -> torch.Tensor:
+        # The tensor holds the mapping, which ends with the last view of it.
+        return torch.frombuffer(mmap.mmap(fd, self._nbytes), dtype=torch.uint8)

@@ -1,0 +1,130 @@
+"""The workspaces of this process, one per process group and device, made at first use and released with the group."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from ditron_inductor.device import groups
+from ditron_inductor.device.calibrate import PollRates
+from ditron_inductor.device.capabilities import probe
+from ditron_inductor.device.exchange import meet
+from ditron_inductor.device.handshake import AgreedOptions, agree_options, shake_hands
+from ditron_inductor.device.watchdog import Watchdog
+from ditron_inductor.device.workspace import SharedWorkspace, Workspace
+from ditron_inductor.errors import DitronCaptureError, DitronDiverged, DitronHandshakeError
+
+_Key = tuple[str, torch.device]
+
+
+class Registry:
+    """All workspaces of a process. A workspace belongs to a process group object: when the group's name comes to mean
+    another group, that one gets a workspace of its own."""
+
+    def __init__(self) -> None:
+        self._bound: dict[tuple[str, torch.device, AgreedOptions], Workspace] = {}
+        self._shared: dict[_Key, SharedWorkspace] = {}
+        self._retired: list[SharedWorkspace] = []
+        self._table = ""
+        self._rates = PollRates()
+        self._watchdog = Watchdog()
+        self._lock = threading.RLock()
+
+    def use_table(self, text: str) -> None:
+        """The table of measured choices that this rank offers to groups which shake hands from now on."""
+        self._table = text
+
+    def get(self, group_name: str, device: torch.device, options: AgreedOptions) -> Workspace:
+        """The workspace of a group. Collective at the group's first use and at the first use of `options` in it.
+
+        device: where the tensors of the call live. Raises DitronHandshakeError naming ranks that do not come in time,
+        DitronOptionsMismatch, DitronCaptureError, and RuntimeError when there is no such group.
+        """
+        workspace = self._bound.get((group_name, device, options))
+        if workspace is not None and workspace.group.is_current():
+            return workspace
+        with self._lock:
+            return self._bind(group_name, device, options)
+
+    def of_group(self, process_group: dist.ProcessGroup) -> list[SharedWorkspace]:
+        """The workspaces of a group, on all devices, by device name."""
+        with self._lock:
+            found = [s for s in self._shared.values() if s.group.process_group() is process_group]
+            return sorted(found, key=lambda shared: str(shared.device))
+
+    def release(self, shared: SharedWorkspace) -> None:
+        """Forget a workspace and free its memory. The next use of its group makes a new one."""
+        with self._lock:
+            self._bound = {key: ws for key, ws in self._bound.items() if ws._shared is not shared}
+            self._shared = {key: other for key, other in self._shared.items() if other is not shared}
+        shared.generations = []
+        shared.lost = []
+
+    def _bind(self, group_name: str, device: torch.device, options: AgreedOptions) -> Workspace:
+        exact = device
+        if device.type == "cuda" and device.index is None:
+            exact = torch.device("cuda", torch.cuda.current_device())
+        self._release_retired(exact)
+        shared = self._shared.get((group_name, exact))
+        if shared is not None and not shared.group.is_current():
+            self.release(shared)
+            shared = None
+        group = groups.resolve(group_name, exact) if shared is None else shared.group
+        timeout_s = options.timeout_s or group.timeout_s
+        if shared is None:
+            shared = self._open(group, exact, options, timeout_s)
+        elif not any(ws._shared is shared and ws.options == options for ws in self._bound.values()):
+            self._agree(shared, options, timeout_s)
+        workspace = Workspace(shared, options, timeout_s)
+        self._bound[group_name, device, options] = workspace
+        return workspace
+
+    def _agree(self, shared: SharedWorkspace, options: AgreedOptions, timeout_s: float) -> None:
+        shared.health.check()
+        try:
+            agree_options(shared.session, options, timeout_s)
+        except (DitronHandshakeError, DitronDiverged) as exc:
+            shared.health.fail(exc)
+            raise
+        shared.timeouts.add(timeout_s)
+
+    def _open(
+        self, group: groups.Group, device: torch.device, options: AgreedOptions, timeout_s: float
+    ) -> SharedWorkspace:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise DitronCaptureError(site=f"group '{group.name}'", problem="its workspace is made at its first call")
+        with torch.inference_mode(False), torch.no_grad():
+            session = meet(group, f"open/{device.type}", "begin to use the group", timeout_s)
+            agreement = shake_hands(session, options, probe(device), self._table, timeout_s)
+            shared = SharedWorkspace(session, device, agreement, self._rates, timeout_s)
+            if agreement.capabilities.tile_available:
+                shared.make_first_ring(options.workspace_limit, timeout_s)
+        self._shared[group.name, device] = shared
+        self._watchdog.watch(shared.health)
+        process_group = group.process_group()
+        assert process_group is not None
+        ending = weakref.finalize(process_group, _retire, weakref.ref(self), weakref.ref(shared))
+        ending.atexit = False
+        return shared
+
+    def _release_retired(self, device: torch.device) -> None:
+        if self._retired and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            retired, self._retired = self._retired, []
+            for shared in retired:
+                self.release(shared)
+
+
+def _retire(registry_ref: weakref.ref[Registry], shared_ref: weakref.ref[SharedWorkspace]) -> None:
+    """The process group is gone. Its memory goes too, at once unless a graph is being captured, which forbids it."""
+    registry, shared = registry_ref(), shared_ref()
+    if registry is None or shared is None:
+        return
+    registry._retired.append(shared)
+    registry._release_retired(shared.device)
+
+
+workspaces = Registry()
+"""The registry of this process."""

@@ -1,0 +1,58 @@
+"""Make the workspaces of a group usable again after a failure, from whatever state its ranks are in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from ditron_inductor.device import groups
+from ditron_inductor.device.exchange import Session, meet
+from ditron_inductor.device.registry import Registry, workspaces
+from ditron_inductor.device.workspace import SharedWorkspace
+
+
+def reset(
+    group: str | dist.ProcessGroup | None = None, *, timeout_s: float | None = None, registry: Registry | None = None
+) -> None:
+    """Bring all ranks of `group` (a group, its name, or None for the default group) back to a fresh start. Collective.
+
+    Every rank calls it, in whatever call it failed, or although it did not. Waits for this rank's kernels, then for all
+    ranks, then sets epochs, flags, credits, tickets, call counts and failure records to zero. Captured CUDA graphs stay
+    valid. A workspace that not all ranks have is dropped and made anew at its next use.
+    Raises DitronHandshakeError naming the ranks that do not come within `timeout_s` (by default the longest limit that
+    the group's calls use, else the group's own timeout); the group then still needs a reset.
+    """
+    registry = workspaces if registry is None else registry
+    found = registry.of_group(groups.find(group))
+    joined = groups.resolve(group)
+    if timeout_s is None:
+        timeout_s = max((limit for shared in found for limit in shared.timeouts), default=joined.timeout_s)
+    try:
+        _reset(joined, found, timeout_s, registry)
+    except BaseException as exc:
+        for shared in found:
+            shared.health.fail(exc)
+        raise
+
+
+def _reset(joined: groups.Group, found: list[SharedWorkspace], timeout_s: float, registry: Registry) -> None:
+    session = meet(joined, "reset", "reset the group", timeout_s)
+    ours = {shared.device.type: _state(shared) for shared in found}
+    states = session.all_gather("reset the group: compare the workspaces", ours, timeout_s)
+    for shared in found:
+        shared.synchronize()
+    session.all_gather("reset the group: end all kernels", None, timeout_s)
+    for shared in found:
+        peers = [state.get(shared.device.type) for state in states]
+        if all(peer is not None and peer["name"] == shared.name for peer in peers):
+            rings = set.intersection(*(set(peer["rings"]) for peer in peers))
+            shared.restart(Session(joined, f"{session.name}/{shared.device.type}"), rings)
+        else:
+            registry.release(shared)
+    # Nobody writes into a heap before its owner has zeroed it.
+    session.all_gather("reset the group: begin again", None, timeout_s)
+
+
+def _state(shared: SharedWorkspace) -> dict[str, Any]:
+    return {"name": shared.name, "rings": [generation.name for generation in shared.generations]}

@@ -1,0 +1,139 @@
+"""The memory of one workspace: a ring of equal slots in symmetric memory, with the words that govern their use.
+
+A `Generation` is one such ring; when a call needs larger slots, the ranks make the next one together. The words of a
+generation (table, epochs, tickets, flags) are its own, so a CUDA graph that was captured on an old generation stays
+right next to calls on the new one; such a generation is kept as long as the workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from ditron_inductor.core import layout as words
+from ditron_inductor.device import layout
+from ditron_inductor.device.exchange import Session
+from ditron_inductor.device.heap import Heap, make_heap, private_cuda_bytes
+from ditron_inductor.errors import WorkspaceError
+
+T = TypeVar("T")
+
+FIRST_SLOT_BYTES = 1 << 19
+PAGE = 4096
+
+
+@dataclass(eq=False)
+class Generation:
+    """One ring of NUM_SLOTS slots of `slot_bytes` each. Its `name` is the same on all ranks and used only once.
+
+    table: int64 [world_size], the address in this process of every rank's heap. ctl: int64 [CTL_WORDS]. counters: int32
+    [COUNTERS]. `captured`: a CUDA graph holds these addresses. `timeout_s`: what the poll limit in `ctl` stands for, as
+    far as the host knows.
+    """
+
+    name: str
+    heap: Heap
+    slot_bytes: int
+    table: torch.Tensor
+    ctl: torch.Tensor
+    counters: torch.Tensor
+    captured: bool = False
+    timeout_s: float = 0.0
+
+    def zero(self, record: torch.Tensor) -> None:
+        """Back to the state of a new ring: no epoch, no flag, no credit, no poison. The poll limit has to be set anew.
+
+        No kernel of any rank may be using the ring.
+        """
+        words_of_ctl = [0] * layout.CTL_WORDS
+        words_of_ctl[words.RECORD.value] = record.data_ptr()
+        for slot in range(layout.NUM_SLOTS):
+            word = layout.slot_word(slot, words.DATA_OFFSET.value)
+            words_of_ctl[word] = layout.data_offset(slot, self.slot_bytes)
+        self.ctl.copy_(torch.tensor(words_of_ctl, dtype=torch.int64, device="cpu"))
+        self.counters.zero_()
+        self.heap.local[: layout.HEADER_BYTES].zero_()
+        self.timeout_s = 0.0
+
+    def set_poll_limit(self, limit: int, timeout_s: float) -> None:
+        """The limit of every wait that follows on the current stream."""
+        self.ctl[words.POLL_LIMIT.value].fill_(limit)
+        self.timeout_s = timeout_s
+
+
+def slot_size(nbytes: int, limit: int) -> int | None:
+    """Bytes of a slot for calls of `nbytes`, or None when slots of `nbytes` take more than `limit` together.
+
+    A quarter of a power of two is the step: growing sequences of sizes settle after few generations, and at most a
+    quarter is wasted.
+    """
+    needed = max(PAGE, -(-nbytes // PAGE) * PAGE)
+    step = max(PAGE, 1 << max(0, needed.bit_length() - 3))
+    rounded = -(-needed // step) * step
+    most = (limit - layout.HEADER_BYTES) // layout.NUM_SLOTS // PAGE * PAGE
+    if needed > most:
+        return None
+    return min(rounded, most)
+
+
+def make_generation(session: Session, device: torch.device, slot_bytes: int, timeout_s: float, why: str) -> Generation:
+    """Make the next ring. Collective, after a device synchronisation: returns when no rank uses an older ring any more.
+
+    Raises WorkspaceError, on all ranks alike, when a rank asks for another size, cannot allocate its heap or cannot map
+    the others'; DitronHandshakeError and DitronDiverged when the ranks do not all come here.
+    """
+    group = session.group
+    name = session.next_place()
+    heap, problem = _attempt(lambda: make_heap(device, layout.heap_bytes(slot_bytes)))
+    offer = {"slot_bytes": slot_bytes, "problem": problem, "heap": heap.offer() if heap is not None else None}
+    offers = session.all_gather(f"make room for {why}", offer, timeout_s)
+    sizes = [offer["slot_bytes"] for offer in offers]
+    if len(set(sizes)) > 1:
+        raise WorkspaceError(
+            group_name=group.name,
+            problem=f"would have slots of different sizes at {why}: {sizes} bytes, by rank",
+            remedy="The shapes of a site have to be the same on all ranks",
+        )
+    _raise_problems(group.name, "cannot be allocated", [offer["problem"] for offer in offers])
+    assert heap is not None
+    _, problem = _attempt(lambda: heap.join(group, [offer["heap"] for offer in offers]))
+    problems = session.all_gather(f"map the memory for {why}", problem, timeout_s)
+    heap.joined()
+    _raise_problems(group.name, "cannot be mapped by all ranks", problems)
+    table, ctl, counters = _private_words(device, heap.addresses)
+    return Generation(name, heap, slot_bytes, table, ctl, counters)
+
+
+def _attempt(step: Callable[[], T]) -> tuple[T | None, str]:
+    """The step's value, or what went wrong, for the other ranks to hear of it instead of waiting."""
+    try:
+        return step(), ""
+    except (OSError, RuntimeError, MemoryError) as exc:
+        return None, f"{type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else 'no details'}"
+
+
+def _raise_problems(group_name: str, what: str, problems: list[str]) -> None:
+    found = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+    if found:
+        raise WorkspaceError(
+            group_name=group_name,
+            problem=f"{what} ({'; '.join(found)})",
+            remedy="Lower the option 'ditron.workspace_limit', or set 'ditron.strategy' to 'library'",
+        )
+
+
+def _private_words(device: torch.device, addresses: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The words that only this rank touches. On CUDA outside the caching allocator, whose memory a graph may reuse."""
+    table_bytes, ctl_bytes = 8 * layout.MAX_WORLD, 8 * layout.CTL_WORDS
+    nbytes = table_bytes + ctl_bytes + 4 * layout.COUNTERS
+    if device.type == "cuda":
+        memory = private_cuda_bytes(device, nbytes)
+    else:
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    table = memory[: 8 * len(addresses)].view(torch.int64)
+    table.copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
+    ctl = memory[table_bytes : table_bytes + ctl_bytes].view(torch.int64)
+    return table, ctl, memory[table_bytes + ctl_bytes :].view(torch.int32)

@@ -1,0 +1,60 @@
+"""Names of sites as the 23-bit numbers that travel in flag words, equal on all ranks, and back."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import torch.distributed as dist
+
+from ditron_inductor.device import layout
+
+LOOKUP_TIMEOUT_S = 0.5
+
+
+class SiteNames:
+    """The numbers of the sites of one workspace.
+
+    A site's number is a hash of its text. Should two texts share a hash, whichever reached the store first keeps it and
+    the other takes its next one: the store decides, once, so all ranks agree without having met.
+    """
+
+    def __init__(self, store: dist.Store, session_name: str) -> None:
+        self._store = store
+        self._prefix = f"{session_name}/site"
+        self._numbers: dict[str, int] = {}
+        self._texts: dict[int, str] = {0: "(no call yet)"}
+
+    def number(self, text: str) -> int:
+        """The number of site `text`, in 1..2**23-1; one round trip to the store at the site's first call."""
+        known = self._numbers.get(text)
+        return known if known is not None else self._register(text)
+
+    def _register(self, text: str) -> int:
+        for attempt in range(64):
+            digest = hashlib.blake2b(f"{attempt}:{text}".encode(), digest_size=8).digest()
+            number = int.from_bytes(digest, "little") & layout.SITE_MASK
+            if number == 0:
+                continue
+            owner = self._store.compare_set(f"{self._prefix}/{number}", "", text).decode()
+            self._texts[number] = owner
+            if owner == text:
+                self._numbers[text] = number
+                return number
+        raise AssertionError("64 site hashes in a row were taken")
+
+    def text(self, number: int, timeout_s: float = LOOKUP_TIMEOUT_S) -> str:
+        """The text of a site of this or another rank; never fails, a number that no rank posted in time stays one."""
+        deadline = time.monotonic() + timeout_s
+        key = f"{self._prefix}/{number}"
+        while number not in self._texts:
+            try:
+                if self._store.check([key]):
+                    self._texts[number] = self._store.get(key).decode()
+                    break
+            except dist.DistError:
+                return f"#{number:06x} (its name is lost with the store)"
+            if time.monotonic() >= deadline:
+                return f"#{number:06x} (posted by no rank)"
+            time.sleep(0.01)
+        return self._texts[number]

@@ -1,0 +1,138 @@
+"""Failures that a kernel found: the record it wrote becomes an error with names, at the next call and in the log.
+
+A kernel whose wait expired, or that met another site's flag, writes one record to memory that the host reads without
+asking the device (protocol rules 8 and 10). The next call of the workspace raises what it says. A process whose main
+thread sits in a long synchronisation would hear of it late, so a daemon thread logs it as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import threading
+import weakref
+
+import torch
+
+from ditron_inductor.core import layout as words
+from ditron_inductor.device import layout
+from ditron_inductor.device.groups import Group
+from ditron_inductor.device.sites import SiteNames
+from ditron_inductor.errors import DitronDiverged, DitronError, DitronPoisoned, DitronTimeout
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 0.1
+
+
+class Health:
+    """What is wrong with one workspace, if anything: its failure record and the error that came of it.
+
+    `record` is int64 [RECORD_WORDS], pinned for a CUDA workspace; `timeout_s` the limit that its kernels wait.
+    """
+
+    def __init__(self, group: Group, sites: SiteNames, device: torch.device) -> None:
+        self.record = torch.zeros(
+            layout.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+        )
+        self.timeout_s = 0.0
+        self._group = group
+        self._sites = sites
+        # Reads the word itself: a tensor's item() costs microseconds, and every call asks.
+        self._state = ctypes.c_int64.from_address(self.record.data_ptr() + 8 * words.STATE.value)
+        self._error: DitronError | None = None
+        self._cause = ""
+        self._lock = threading.Lock()
+
+    def failed(self) -> bool:
+        """Whether the workspace may not be used until it is reset. Costs well under a microsecond."""
+        return self._state.value != 0 or bool(self._cause)
+
+    def check(self) -> None:
+        """Raise the failure, if any: at first as DitronTimeout or DitronDiverged, later as DitronPoisoned."""
+        error = self.error()
+        if self._cause:
+            raise DitronPoisoned(group_name=self._group.name, cause=self._cause) from error
+        if error is not None:
+            self._cause = str(error)
+            raise error
+
+    def fail(self, cause: BaseException) -> None:
+        """Note an exception, raised elsewhere, that left this rank's calls out of step with the other ranks'."""
+        if not self._cause:
+            self._cause = f"{type(cause).__name__}: {cause}"
+
+    def error(self) -> DitronError | None:
+        """What a kernel found, as an error, or None. The record is read once; names come from the group's store."""
+        with self._lock:
+            if self._error is None and self._state.value != 0:
+                self._error = self._describe(self.record.tolist())
+            return self._error
+
+    def clear(self) -> None:
+        """Forget the failure; no kernel of the workspace is running."""
+        with self._lock:
+            self.record.zero_()
+            self._error = None
+            self._cause = ""
+
+    def _describe(self, record: list[int]) -> DitronError:
+        expected_site, expected_epoch = layout.unpack(record[words.RECORD_EXPECTED.value])
+        seen_site, seen_epoch = layout.unpack(record[words.RECORD_SEEN.value])
+        rank, peer = record[words.RECORD_RANK.value], record[words.RECORD_PEER.value]
+        site = self._sites.text(expected_site)
+        peer_site = self._sites.text(seen_site)
+        if record[words.STATE.value] == words.DIVERGED.value:
+            return DitronDiverged(rank=rank, site=site, peer=peer, peer_site=peer_site)
+        chunk: int | str = record[words.RECORD_CHUNK.value]
+        slot = record[words.RECORD_SLOT.value]
+        if chunk == words.CREDIT_ROW.value:
+            chunk = f"credit of slot {slot}"
+            expected = f"the end of its use {expected_epoch} of the slot"
+        else:
+            expected = f"use {expected_epoch} of slot {slot} by this site"
+        return DitronTimeout(
+            rank=rank,
+            seconds=self.timeout_s,
+            site=site,
+            peer=peer,
+            chunk=chunk,
+            expected=expected,
+            seen=f"use {seen_epoch}, by '{peer_site}'" if seen_epoch else "nothing from it yet",
+        )
+
+
+class Watchdog:
+    """One daemon thread that logs the failures of all workspaces of the process. It makes no CUDA call."""
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakSet[Health] = weakref.WeakSet()
+        self._reported: weakref.WeakKeyDictionary[Health, DitronError] = weakref.WeakKeyDictionary()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, health: Health) -> None:
+        """Report `health` from now on, for as long as something else keeps it alive."""
+        self._watched.add(health)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ditron-watchdog", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the thread, before the memory that it reads goes."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while not self._stop.wait(PERIOD_S):
+            for health in list(self._watched):
+                self._report(health)
+
+    def _report(self, health: Health) -> None:
+        error = health.error()
+        if error is not None and self._reported.get(health) is not error:
+            self._reported[health] = error
+            logger.error("%s: %s", type(error).__name__, error)

@@ -1,0 +1,228 @@
+"""The workspace of a process group on a device: what a call of a Task node gets, and in which order calls run.
+
+One workspace serves all sites of its group. Calls take its slots in turn; which slot a call takes follows from the
+number of calls before it, equal on all ranks, and the slot's epoch lives on the device. The host adds what a kernel
+cannot do: it makes the slots large enough, orders calls of different streams, and raises what an earlier kernel found.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+
+from ditron_inductor.device import layout
+from ditron_inductor.device.calibrate import PollRates
+from ditron_inductor.device.capabilities import Capabilities
+from ditron_inductor.device.exchange import Session
+from ditron_inductor.device.groups import Group
+from ditron_inductor.device.handshake import AgreedOptions, Agreement
+from ditron_inductor.device.ring import FIRST_SLOT_BYTES, Generation, make_generation, slot_size
+from ditron_inductor.device.sites import SiteNames
+from ditron_inductor.device.streams import CallOrder, HostOrder, StreamOrder
+from ditron_inductor.device.watchdog import Health
+from ditron_inductor.errors import DitronCaptureError, WorkspaceError
+
+
+class SharedWorkspace:
+    """What all options of one (group, device) share: memory, sites, health, call order and call count.
+
+    `name` is the same on all ranks and used only once. `timeouts`: the limits, in seconds, that calls come with.
+    """
+
+    def __init__(
+        self, session: Session, device: torch.device, agreement: Agreement, rates: PollRates, timeout_s: float
+    ) -> None:
+        self.name = session.name
+        self.session = session
+        self.group: Group = session.group
+        self.device = device
+        self.capabilities: Capabilities = agreement.capabilities
+        self.table: str = agreement.table
+        self.rates = rates
+        self.sites = SiteNames(self.group.store, session.name)
+        self.health = Health(self.group, self.sites, device)
+        self.order: CallOrder = StreamOrder(device) if device.type == "cuda" else HostOrder()
+        self.generations: list[Generation] = []
+        self.lost: list[Generation] = []
+        self.calls = 0
+        self.timeouts: set[float] = {timeout_s}
+
+    def make_first_ring(self, limit: int, timeout_s: float) -> None:
+        """Find out whether the ranks can map each other's memory; where not, the capabilities say so from now on."""
+        if layout.heap_bytes(FIRST_SLOT_BYTES) > limit:
+            return
+        try:
+            self._add_generation(FIRST_SLOT_BYTES, timeout_s, "the group's first call")
+        except WorkspaceError as exc:
+            self.capabilities = self.capabilities.without_peer_access(exc.fields["problem"])
+
+    def grow(self, site: str, nbytes: int, limit: int, timeout_s: float) -> Generation:
+        """Make slots of at least `nbytes`. Collective. Raises WorkspaceError and DitronCaptureError, or as a meeting."""
+        slot_bytes = slot_size(nbytes, limit)
+        if slot_bytes is None:
+            raise WorkspaceError(
+                group_name=self.group.name,
+                problem=f"would take {layout.heap_bytes(nbytes)} bytes at site '{site}', {limit} are allowed",
+                remedy="Raise the option 'ditron.workspace_limit', or let the site run by 'library'",
+            )
+        if self.order.is_capturing():
+            raise DitronCaptureError(site=f"site '{site}'", problem=f"its workspace has to grow to {nbytes} bytes")
+        try:
+            return self._add_generation(slot_bytes, timeout_s, f"site '{site}'")
+        except WorkspaceError:
+            raise
+        except BaseException as exc:
+            self.health.fail(exc)
+            raise
+
+    def _add_generation(self, slot_bytes: int, timeout_s: float, why: str) -> Generation:
+        self.synchronize()
+        # Made once and used in any mode: an inference tensor could not be reset outside inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            generation = make_generation(self.session, self.device, slot_bytes, timeout_s, why)
+            generation.zero(self.health.record)
+            generation.set_poll_limit(self.rates.limit(self.device, timeout_s), timeout_s)
+        self.synchronize()
+        # A peer may write into the new heap as soon as it goes on: only after every rank has zeroed its own.
+        self.session.all_gather(f"begin to use the memory for {why}", None, timeout_s)
+        self.generations = [old for old in self.generations if old.captured] + [generation]
+        return generation
+
+    def restart(self, session: Session, rings: set[str]) -> None:
+        """Back to zero, with the `rings` that all ranks have; no kernel of any rank is running."""
+        kept = [generation for generation in self.generations if generation.name in rings]
+        # A graph may still hold a ring that other ranks do not have: its memory stays, no call takes it.
+        self.lost += [generation for generation in self.generations if generation.captured and generation not in kept]
+        self.generations = kept
+        self.session = session
+        self.calls = 0
+        with torch.inference_mode(False), torch.no_grad():
+            for generation in kept:
+                timeout_s = generation.timeout_s
+                generation.zero(self.health.record)
+                generation.set_poll_limit(self.rates.limit(self.device, timeout_s), timeout_s)
+        self.synchronize()
+        self.health.clear()
+
+    def synchronize(self) -> None:
+        """Wait until no kernel of this rank runs any more: bounded, since their waits are."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def nbytes(self) -> int:
+        """Bytes of symmetric memory that this rank holds."""
+        return sum(layout.heap_bytes(generation.slot_bytes) for generation in [*self.generations, *self.lost])
+
+
+class Workspace:
+    """The workspace of (group, device) as a site with `options` uses it. Get it from `device.workspaces.get`."""
+
+    def __init__(self, shared: SharedWorkspace, options: AgreedOptions, timeout_s: float) -> None:
+        self._shared = shared
+        self.options = options
+        self.timeout_s = timeout_s
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What all ranks of the group can do."""
+        return self._shared.capabilities
+
+    @property
+    def group(self) -> Group:
+        return self._shared.group
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._shared.group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._shared.group.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._shared.device
+
+    @property
+    def table(self) -> str:
+        """The text of the table of measured choices that all ranks use: rank 0's."""
+        return self._shared.table
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of symmetric memory that this rank holds for the group, kept rings of captured graphs included."""
+        return self._shared.nbytes()
+
+    def footprint(self, nbytes: int) -> int:
+        """Bytes that calls of `nbytes` need of the option 'ditron.workspace_limit'."""
+        return layout.heap_bytes(nbytes)
+
+    def check(self) -> None:
+        """Raise what an earlier kernel found wrong, as the next call would."""
+        if self._shared.health.failed():
+            self._shared.health.check()
+
+    def call(self, site: str, nbytes: int) -> Call:
+        """One use of a slot with at least `nbytes` of data, for one kernel launch: `with ws.call(...) as call: launch`.
+
+        All ranks make the same calls in the same order. Entering raises DitronTimeout or DitronDiverged when an earlier
+        kernel failed, DitronPoisoned until the reset after that, DitronCaptureError and WorkspaceError when the slots
+        are too small and cannot grow. An exception inside the block leaves the workspace in need of a reset.
+        """
+        return Call(self._shared, site, nbytes, self.options.workspace_limit, self.timeout_s)
+
+
+class Call:
+    """One use of one slot, valid inside its `with` block.
+
+    table: int64 [world_size], address in this process of every rank's heap. ctl: int64 [CTL_WORDS], counters: int32
+    [COUNTERS], see core/layout.py. slot: which one to use; slot_bytes: its size. site: the site's number in flag words.
+    """
+
+    def __init__(self, shared: SharedWorkspace, text: str, nbytes: int, limit: int, timeout_s: float) -> None:
+        self._shared = shared
+        self._text = text
+        self._nbytes = nbytes
+        self._limit = limit
+        self._timeout_s = timeout_s
+
+    def __enter__(self) -> Call:
+        shared = self._shared
+        if shared.health.failed():
+            shared.health.check()
+        self.site = shared.sites.number(self._text)
+        generation = shared.generations[-1] if shared.generations else None
+        if generation is None or self._nbytes > generation.slot_bytes:
+            generation = shared.grow(self._text, self._nbytes, self._limit, self._timeout_s)
+        capturing = shared.order.enter()
+        if capturing:
+            generation.captured = True
+        self._limit_waits(generation)
+        self.table = generation.table
+        self.ctl = generation.ctl
+        self.counters = generation.counters
+        self.slot_bytes = generation.slot_bytes
+        self.slot = shared.calls % layout.NUM_SLOTS
+        shared.calls += 1
+        return self
+
+    def _limit_waits(self, generation: Generation) -> None:
+        shared = self._shared
+        # A graph that is replayed sets its own limit again, so with several limits in use none can be relied on.
+        unsure = generation.captured and len(shared.timeouts) > 1
+        if generation.timeout_s != self._timeout_s or unsure:
+            generation.set_poll_limit(shared.rates.limit(shared.device, self._timeout_s), self._timeout_s)
+        shared.health.timeout_s = self._timeout_s
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        shared = self._shared
+        if value is not None:
+            shared.health.fail(value)
+            return
+        shared.order.leave()
+        if shared.health.failed():
+            shared.health.check()
