@@ -1,0 +1,113 @@
+"""The legality of a graph with Task nodes: what must hold of every op call, and of the chain of tokens through them.
+
+A violation is a mistake of a pass. It is found here, at compile time, and not as a wrong result or a hang.
+"""
+
+from __future__ import annotations
+
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ditron_inductor.errors import GraphVerificationError
+from ditron_inductor.task import ops
+from ditron_inductor.task.nodes import KINDS, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, TaskNode
+
+DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def task_calls(graph: fx.Graph) -> list[tuple[fx.Node, TaskNode]]:
+    """The calls of our fused ops in graph order, each with the node that it stands for."""
+    targets = {ops.overload(kind) for kind in KINDS}
+    calls = [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
+    return [(call, ops.node_from_call(call.target, call.args)) for call in calls]
+
+
+def verify_graph(graph: fx.Graph) -> None:
+    """Raises `InvalidTaskNode` for a wrong field, `GraphVerificationError` for a wrong call or a wrong chain."""
+    calls = task_calls(graph)
+    for call, task in calls:
+        task.verify()
+        _require(not call.kwargs, call, "has keyword arguments")
+        _require(bool(task.site), call, "has no site name")
+        _verify_operands(call, task)
+        _verify_outputs(call, task)
+    sites = [task.site for _, task in calls]
+    for call, task in calls:
+        _require(sites.count(task.site) == 1, call, f"shares its site name {task.site!r} with another call")
+    _verify_tokens(calls)
+
+
+def _verify_operands(call: fx.Node, task: TaskNode) -> None:
+    """Shapes, dtypes and devices of the tensors, as far as they are known: unknown sizes are not an error."""
+    first = _value(call, call.args[0])
+    weights = call.args[1] if isinstance(task, AllGatherMatmul) else [call.args[1]]
+    assert isinstance(weights, (list, tuple))
+    _require(first.ndim >= 2, call, f"has a first operand with {first.ndim} dimensions, not 2 or more")
+    _require(first.dtype in DTYPES, call, f"has dtype {first.dtype}, which no kernel takes")
+    for weight in weights:
+        value = _value(call, weight)
+        _require(value.ndim == 2, call, f"has a weight with {value.ndim} dimensions, not 2")
+        _require(value.dtype == first.dtype, call, f"mixes {first.dtype} and {value.dtype}")
+        _require(value.device == first.device, call, f"mixes {first.device} and {value.device}")
+        _require(_possible(value.shape[0] == first.shape[-1]), call, "multiplies shapes that do not fit")
+    if isinstance(task, MatmulReduceScatter):
+        _require(task.scatter_dim < first.ndim - 1, call, f"scatters dimension {task.scatter_dim} of {first.ndim}")
+        divides: Any = first.shape[task.scatter_dim] % task.world_size == 0
+        _require(_possible(divides), call, "scatters a dimension that does not divide by the number of ranks")
+    elif isinstance(task, AllGatherMatmul):
+        _require(task.gather_dim < first.ndim - 1, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
+    else:
+        assert isinstance(task, MatmulAllReduce)
+
+
+def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
+    """The call is taken apart by getitem only, and its fake outputs are as many as the schema says."""
+    count = 2
+    if isinstance(task, AllGatherMatmul):
+        count = task.num_weights + int(task.return_gathered) + 1
+    values = call.meta.get("val")
+    _require(isinstance(values, (list, tuple)) and len(values) == count, call, f"does not return {count} tensors")
+    for user in call.users:
+        index = user.args[1] if user.target is getitem else None
+        _require(isinstance(index, int) and 0 <= index < count, call, f"is used by {user.format_node()}")
+
+
+def _verify_tokens(calls: list[tuple[fx.Node, TaskNode]]) -> None:
+    """Every call but the first waits for the token of what stands before it; no token orders two things."""
+    token_of = ops.overload("token_of")
+    for index, (call, _) in enumerate(calls):
+        token = call.args[2]
+        if token is None:
+            _require(index == 0, call, "has no token, though another site comes before it")
+            continue
+        _require(isinstance(token, fx.Node), call, f"has no node as its token: {token!r}")
+        assert isinstance(token, fx.Node)
+        is_last_output = (
+            token.target is getitem
+            and isinstance(token.args[0], fx.Node)
+            and token.args[1] == len(token.args[0].meta["val"]) - 1
+        )
+        _require(token.target is token_of or is_last_output, call, f"has a token that is none: {token.format_node()}")
+        _require(len(token.users) == 1, call, f"shares its token {token} with another op")
+
+
+def _value(call: fx.Node, argument: object) -> torch.Tensor:
+    value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
+    _require(isinstance(value, torch.Tensor), call, f"has an operand that is no tensor: {argument!r}")
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def _possible(condition: Any) -> bool:
+    """Whether a (symbolic) condition may hold: False only if it is certain not to."""
+    negated: Any = (not condition) if isinstance(condition, bool) else torch.sym_not(condition)
+    return not statically_known_true(negated)
+
+
+def _require(holds: Any, call: fx.Node, problem: str) -> None:
+    if not holds:
+        raise GraphVerificationError(where="the Ditron passes", problem=f"{call.format_node()} {problem}")

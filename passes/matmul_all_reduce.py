@@ -1,0 +1,98 @@
+"""mm -> all_reduce becomes one `ditron::matmul_all_reduce`.
+
+Before, with any number of order-keeping views in between:
+
+    a [M, K], b [K, N] -> mm -> reshape [B, S, N] -> .. -> all_reduce -> wait [B, S, N]
+
+After, with the very same view nodes behind the call:
+
+    a [M, K], b [K, N] -> ditron.matmul_all_reduce -> getitem 0 [M, N] -> reshape [B, S, N] -> ..
+
+An all-reduce works on elements, so views of its operand are views of its result; no size has to be known for
+that. The call stands where the collective stood, so the order of collectives does not change.
+
+It must not fire when
+* the product, or a view between it and the collective, is used otherwise;
+* there is a bias (DTensor divides it by the group size and adds it inside `addmm`), a cast, a sum of matmuls, a
+  batched matmul, an op on
+  the elements, another reduction than sum and avg, or a dtype other than bfloat16, float16 and float32.
+
+An all-reduce has no sharded dimension, so nothing is padded. The contracted dimension may differ between ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes import rewriting
+from ditron_inductor.passes.collectives import ALL_REDUCE, Collective, collectives, read_collective
+from ditron_inductor.passes.products import Product, find_product
+from ditron_inductor.passes.reasons import ReasonCode, leave_alone
+from ditron_inductor.task.nodes import MatmulAllReduce
+
+PATTERN = MatmulAllReduce.kind
+
+
+@dataclass(frozen=True)
+class Match:
+    """One product and the all-reduce of it."""
+
+    collective: Collective
+    product: Product
+
+
+def find_matmul_all_reduce(node: fx.Node) -> Match | ReasonCode:
+    """Proves that the all-reduce `node` reduces one matmul as drawn above, or says why not."""
+    collective = read_collective(node)
+    if isinstance(collective, ReasonCode):
+        return collective
+    product = find_product(collective.operand)
+    return product if isinstance(product, ReasonCode) else Match(collective, product)
+
+
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
+    """Replaces the match by one op call and returns that call."""
+    collective, mm, views = match.collective, match.product.mm, match.product.views
+    assert collective.reduce_op is not None
+    task = MatmulAllReduce(
+        reduce_op=collective.reduce_op,
+        world_size=collective.world_size,
+        group_name=collective.group_name,
+        site=rewriting.UNNAMED_SITE,
+        policy=rewriting.policy(options),
+    )
+    with graph.inserting_before(collective.node):
+        values = (mm.meta["val"], rewriting.new_token(mm.meta["val"]))
+        call = rewriting.call_task(
+            graph,
+            task,
+            (match.product.lhs, match.product.rhs),
+            (collective.reduce_op,),
+            rewriting.copied_meta(mm),
+            values,
+        )
+        reduced = rewriting.output(graph, call, 0, rewriting.copied_meta(mm))
+    mm.replace_all_uses_with(reduced)
+    for view in reversed(views):
+        collective.node.prepend(view)
+    collective.wait.replace_all_uses_with(views[0] if views else reduced)
+    rewriting.erase_unused(graph, [mm, collective.node, collective.wait])
+    return call
+
+
+def matmul_all_reduce(graph: fx.Graph, *, options: Options) -> int:
+    """Fuses every all-reduce of one provable matmul; returns how many were. The others get a reason."""
+    count = 0
+    for node in collectives(graph, ALL_REDUCE):
+        match = find_matmul_all_reduce(node)
+        if isinstance(match, Match) and PATTERN not in options.fusions:
+            match = ReasonCode.DISABLED
+        if isinstance(match, ReasonCode):
+            leave_alone(node, PATTERN, match)
+            continue
+        rewrite(graph, match, options)
+        count += 1
+    return count

@@ -1,0 +1,205 @@
+"""mm -> reduce_scatter becomes one `ditron::matmul_reduce_scatter`.
+
+Before, for a scatter along dimension 0, or along an inner one (`split`, `getitem` and `cat` move the chunks to
+dimension 0):
+
+    a [B, W*S, K] -> reshape [B*W*S, K] -> mm(reshape, b [K, N]) -> reshape [B, W*S, N]
+      -> split -> getitem x W -> cat [W*B, S, N] -> reduce_scatter_tensor -> wait [B, S, N]
+
+After:
+
+    a [B, W*S, K], b [K, N] -> ditron.matmul_reduce_scatter -> getitem 0 [B, S, N]
+
+`a` is the tensor that the graph already has in the shape of the product; where there is none, one new reshape
+makes it from sizes that stand in the graph. The call stands where the collective stood, so the order of
+collectives does not change.
+
+It must not fire when
+* the chunks are not all of the W equal chunks of the scattered dimension, once, in order (a permuted `cat`
+  sends every chunk to another
+  rank);
+* the scatter runs along the last dimension, or a view changes the last dimension in between;
+* the product, or anything between it and the collective, is used otherwise: it has to be computed as a whole anyway;
+* there is a bias, a cast, a sum of matmuls, a batched matmul, an op on the elements, another reduction than sum
+  and avg, or a
+  dtype other than bfloat16, float16 and float32;
+* the chunks are padded (DTensor, where the dimension does not divide): only the last rank cuts its result, but
+  the pad stands
+  on every rank. Nothing here looks at what follows the collective, so all ranks leave such a site alone together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes import proofs, rewriting
+from ditron_inductor.passes.collectives import REDUCE_SCATTER, Collective, collectives, read_collective
+from ditron_inductor.passes.products import Product, classify, find_product
+from ditron_inductor.passes.reasons import ReasonCode, leave_alone
+from ditron_inductor.task.nodes import MatmulReduceScatter
+
+PATTERN = MatmulReduceScatter.kind
+
+
+@dataclass(frozen=True)
+class Match:
+    """One product and the reduce-scatter of it.
+
+    `lhs` is the first operand in the product's shape, or what has to be reshaped to `lhs_sizes` for that.
+    `steps` are the nodes from the product to the result, both included.
+    """
+
+    collective: Collective
+    product: Product
+    scatter_dim: int
+    lhs: fx.Node
+    lhs_sizes: tuple[Any, ...] | None
+    steps: tuple[fx.Node, ...]
+
+
+def find_matmul_reduce_scatter(node: fx.Node) -> Match | ReasonCode:
+    """Proves that the reduce-scatter `node` reduces one matmul as drawn above, or says why not."""
+    collective = read_collective(node)
+    if isinstance(collective, ReasonCode):
+        return collective
+    chain = proofs.views_up(collective.operand)
+    scatter_dim, full = 0, collective.operand
+    between: tuple[fx.Node, ...] = ()
+    if chain[-1].target is torch.ops.aten.cat.default:
+        chunks = _scattered_chunks(chain, collective)
+        if isinstance(chunks, ReasonCode):
+            return chunks
+        scatter_dim, full, between = chunks.split_dim, chunks.source, (*chain, *chunks.between)
+    product = find_product(full)
+    if isinstance(product, ReasonCode):
+        return product
+    code = _rejected_shape(collective, product, full, scatter_dim)
+    if code is not None:
+        return code
+    lhs, lhs_sizes = _lhs_in_shape(product, full)
+    if lhs is None:
+        return ReasonCode.SHAPE_UNPROVEN
+    steps = (product.mm, *product.views, *between, collective.node, collective.wait)
+    return Match(collective, product, scatter_dim, lhs, lhs_sizes, tuple(dict.fromkeys(steps)))
+
+
+def _scattered_chunks(chain: list[fx.Node], collective: Collective) -> proofs.Regrouped | ReasonCode:
+    """Proves that the operand is the W chunks of an inner dimension, put one after the other along dimension 0."""
+    chunks = proofs.regrouped(chain[-1], collective.world_size)
+    if isinstance(chunks, ReasonCode):
+        return _classify_cat(chain[-1]) if chunks is ReasonCode.NO_MATMUL else chunks
+    operand, cat = proofs.tensor(chain[0]), proofs.tensor(chain[-1])
+    assert operand is not None and cat is not None
+    if any(proofs.sole_user(one) is None for one in chain):
+        return ReasonCode.INTERMEDIATE_USED
+    return chunks if chunks.cat_dim == 0 and proofs.same_shape(operand.shape, cat.shape) else ReasonCode.LAYOUT
+
+
+def _classify_cat(cat: fx.Node) -> ReasonCode:
+    """Why a cat that does not put together the pieces of one tensor is no product."""
+    codes = {classify(proofs.views_up(part)[-1]) for part in cat.all_input_nodes}
+    return ReasonCode.CHUNKS_PARTIAL if codes - {ReasonCode.NO_MATMUL} else ReasonCode.NO_MATMUL
+
+
+def _rejected_shape(collective: Collective, product: Product, full: fx.Node, scatter_dim: int) -> ReasonCode | None:
+    """Proves that scattering `full` along `scatter_dim` scatters rows of the product."""
+    whole, rows, result = proofs.tensor(full), proofs.tensor(product.mm), proofs.tensor(collective.wait)
+    assert whole is not None and rows is not None and result is not None
+    if whole.dtype != result.dtype:
+        return ReasonCode.MIXED_DTYPES
+    if scatter_dim == whole.ndim - 1:
+        return ReasonCode.LAST_DIM
+    if not proofs.known_equal(whole.shape[-1], rows.shape[-1]):
+        return ReasonCode.LAYOUT
+    expected = list(whole.shape)
+    expected[scatter_dim] = result.shape[scatter_dim] if result.ndim == whole.ndim else 0
+    divides = proofs.known_equal(expected[scatter_dim] * collective.world_size, whole.shape[scatter_dim])
+    same = divides and proofs.same_shape(tuple(expected), result.shape)
+    return None if same and proofs.known(rows.shape[-1] > 0) else ReasonCode.SHAPE_UNPROVEN
+
+
+def _lhs_in_shape(product: Product, full: fx.Node) -> tuple[fx.Node | None, tuple[Any, ...] | None]:
+    """The first operand in the shape of `full` (but for the last dimension): a node, or a node and the sizes to
+    reshape it to.
+    """
+    whole, lhs = proofs.tensor(full), proofs.tensor(product.lhs)
+    assert whole is not None and lhs is not None
+    wanted = (*whole.shape[:-1], lhs.shape[-1])
+    for view in proofs.views_up(product.lhs):
+        value = proofs.tensor(view)
+        if value is not None and proofs.same_shape(value.shape, wanted):
+            return view, None
+    sizes = _sizes_in_graph(product, wanted)
+    return (None, None) if sizes is None else (product.lhs, sizes)
+
+
+def _sizes_in_graph(product: Product, wanted: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """`wanted` as reshape arguments: ints, nodes of the graph that hold a symbolic size, and -1 at most once."""
+    given = [size for view in product.views for size in _view_sizes(view)]
+    sizes: list[Any] = []
+    for length in wanted:
+        if isinstance(length, int):
+            sizes.append(length)
+            continue
+        named = [node for node in given if proofs.known_equal(proofs.size(node), length)]
+        sizes.append(named[0] if named else -1)
+    return tuple(sizes) if sizes.count(-1) <= 1 else None
+
+
+def _view_sizes(view: fx.Node) -> list[fx.Node]:
+    sizes = proofs.arguments(view).get("shape") or proofs.arguments(view).get("size") or []
+    return [size for size in sizes if isinstance(size, fx.Node)]
+
+
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
+    """Replaces the match by one op call and returns that call."""
+    collective = match.collective
+    wait = collective.wait
+    assert collective.reduce_op is not None
+    task = MatmulReduceScatter(
+        scatter_dim=match.scatter_dim,
+        reduce_op=collective.reduce_op,
+        world_size=collective.world_size,
+        group_name=collective.group_name,
+        site=rewriting.UNNAMED_SITE,
+        policy=rewriting.policy(options),
+    )
+    with graph.inserting_before(collective.node):
+        lhs = match.lhs
+        if match.lhs_sizes is not None:
+            whole = match.product.views[0] if match.product.views else match.product.mm
+            shape = (*whole.meta["val"].shape[:-1], match.lhs.meta["val"].shape[-1])
+            lhs = rewriting.reshaped_rows(graph, match.lhs, match.lhs_sizes, shape)
+        values = (wait.meta["val"], rewriting.new_token(wait.meta["val"]))
+        call = rewriting.call_task(
+            graph,
+            task,
+            (lhs, match.product.rhs),
+            (match.scatter_dim, collective.reduce_op),
+            rewriting.copied_meta(match.product.mm),
+            values,
+        )
+        scattered = rewriting.output(graph, call, 0, rewriting.copied_meta(wait))
+    wait.replace_all_uses_with(scattered)
+    rewriting.erase_unused(graph, [*match.steps, *proofs.views_up(match.product.lhs)[:-1]])
+    return call
+
+
+def matmul_reduce_scatter(graph: fx.Graph, *, options: Options) -> int:
+    """Fuses every reduce-scatter of one provable matmul; returns how many were. The others get a reason."""
+    count = 0
+    for node in collectives(graph, REDUCE_SCATTER):
+        match = find_matmul_reduce_scatter(node)
+        if isinstance(match, Match) and PATTERN not in options.fusions:
+            match = ReasonCode.DISABLED
+        if isinstance(match, ReasonCode):
+            leave_alone(node, PATTERN, match)
+            continue
+        rewrite(graph, match, options)
+        count += 1
+    return count

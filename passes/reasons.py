@@ -1,0 +1,160 @@
+"""Why a collective was left alone: one code per reason, each with a sentence that says what the user could change.
+
+A pass records the reason on the collective's node, `node.meta["ditron_left_alone"]`, where `explain` reads it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from torch import fx
+
+LEFT_ALONE = "ditron_left_alone"
+
+
+class ReasonCode(enum.StrEnum):
+    """Every reason for not fusing a collective."""
+
+    ALREADY_FUSED = "already_fused"
+    """The matmul beside the collective was fused with another collective."""
+    BATCHED_MATMUL = "batched_matmul"
+    """The neighbour is bmm or baddbmm."""
+    BIAS = "bias"
+    """Something is added to the product: addmm, or an add before the reduction."""
+    CAST_BETWEEN = "cast_between"
+    """A dtype conversion or reinterpretation lies between the matmul and the collective."""
+    CHUNKS_PARTIAL = "chunks_partial"
+    """The chunks that are concatenated do not cover the tensor, or are not one per rank and of equal size."""
+    CHUNKS_PERMUTED = "chunks_permuted"
+    """The chunks are concatenated in another order than that of the ranks."""
+    DISABLED = "disabled"
+    """The option `ditron.fusions` leaves this fusion out."""
+    DTYPE = "dtype"
+    """The dtype is none of bfloat16, float16 and float32."""
+    GATHERED_WEIGHT = "gathered_weight"
+    """The gathered tensor is the second operand of the matmul, as with sharded parameters."""
+    GROUP_UNKNOWN = "group_unknown"
+    """The process group is not named in the graph, or no group of that name exists."""
+    INTERMEDIATE_USED = "intermediate_used"
+    """A tensor between the matmul and the collective is used elsewhere too."""
+    LAST_DIM = "last_dim"
+    """The gather or scatter is along the last dimension, which the matmul contracts or makes."""
+    LAYOUT = "layout"
+    """A view between the matmul and the collective moves, splits or merges the last dimension."""
+    MIXED_DTYPES = "mixed_dtypes"
+    """The operands or the result of the matmul differ in dtype."""
+    NO_MATMUL = "no_matmul"
+    """No matmul stands next to the collective."""
+    OPERAND_DEPENDS = "operand_depends"
+    """The other operand of the matmul is computed from the gathered tensor."""
+    OPERAND_LATE = "operand_late"
+    """The other operand is computed later, behind an op that cannot be moved (a collective, or one with side
+    effects).
+    """
+    POINTWISE_BETWEEN = "pointwise_between"
+    """A pointwise op lies between the matmul and the reduction."""
+    REDUCE_OP = "reduce_op"
+    """The reduction is neither sum nor avg."""
+    SHAPE_UNPROVEN = "shape_unproven"
+    """Sizes could not be proved equal, for example with unrelated dynamic dimensions."""
+    SUM_OF_MATMULS = "sum_of_matmuls"
+    """Several matmuls are added before the reduction."""
+    UNEVEN_SHARDS = "uneven_shards"
+    """The sharded dimension does not divide by the group size: shards are padded and the padding is cut off."""
+    UNSUPPORTED_COLLECTIVE = "unsupported_collective"
+    """A collective, or a form of it, that no fusion covers."""
+    WAIT_FORM = "wait_form"
+    """The result of the collective is not waited for exactly once."""
+    WEIGHT_GRADIENT_ONLY = "weight_gradient_only"
+    """The gathered tensor is used by weight gradients only: they contract the gathered dimension."""
+    WORLD_SIZE = "world_size"
+    """The group size in the graph is not that of the process group."""
+    WORLD_SIZE_ONE = "world_size_one"
+    """The group has one rank: there is nothing to overlap."""
+
+
+_TEXTS: dict[ReasonCode, str] = {
+    ReasonCode.ALREADY_FUSED: (
+        "the matmul beside it is fused with another collective already; nothing to change: a matmul overlaps one"
+    ),
+    ReasonCode.BATCHED_MATMUL: (
+        "its neighbour is a batched matmul; use one 2-D weight for all batches (nn.Linear, x @ w) instead of bmm"
+    ),
+    ReasonCode.BIAS: (
+        "a bias is added to the matmul's result; use bias=False, or add it outside the matmul, after the collective"
+    ),
+    ReasonCode.CAST_BETWEEN: (
+        "a dtype conversion stands between it and the matmul; communicate in the matmul's dtype, cast outside"
+    ),
+    ReasonCode.CHUNKS_PARTIAL: (
+        "the chunks around it are not one equal chunk per rank; split the dimension into exactly world_size chunks"
+    ),
+    ReasonCode.CHUNKS_PERMUTED: (
+        "the chunks around it are not in the order of the ranks; keep that order, and permute the result if need be"
+    ),
+    ReasonCode.DISABLED: "the option ditron.fusions leaves this fusion out; add it there to have it",
+    ReasonCode.DTYPE: "the dtype is not bfloat16, float16 or float32; use one of these for the matmul",
+    ReasonCode.GATHERED_WEIGHT: (
+        "the gathered tensor is the matmul's second operand, a sharded weight; only first operands are fused"
+    ),
+    ReasonCode.GROUP_UNKNOWN: "this process knows no group of the name in the graph; pass a live process group",
+    ReasonCode.INTERMEDIATE_USED: (
+        "a tensor between it and the matmul is used elsewhere too; use the collective's result there instead"
+    ),
+    ReasonCode.LAST_DIM: "it works along the last dimension; gather or scatter the batch or sequence dimension instead",
+    ReasonCode.LAYOUT: (
+        "a view between it and the matmul changes the last dimension (a transpose, a split into heads); "
+        "apply such views on the other side of the collective"
+    ),
+    ReasonCode.MIXED_DTYPES: "the matmul mixes dtypes; give both operands and the result the same dtype",
+    ReasonCode.NO_MATMUL: "no matmul stands next to it; nothing to change unless one could be moved there",
+    ReasonCode.OPERAND_DEPENDS: (
+        "the matmul's other operand is computed from the gathered tensor; make it independent of the gather"
+    ),
+    ReasonCode.OPERAND_LATE: (
+        "the matmul's other operand is computed after the gathered tensor is first used, behind an op that has to stay "
+        "there (a collective, a random op, a side effect); compute it earlier"
+    ),
+    ReasonCode.POINTWISE_BETWEEN: (
+        "an op on the elements stands between it and the matmul; apply it to an operand, or after the collective"
+    ),
+    ReasonCode.REDUCE_OP: "it reduces with an op other than sum and avg; only these two are fused",
+    ReasonCode.SHAPE_UNPROVEN: (
+        "sizes that have to be equal could not be proved so; mark the dimensions static, or relate them by torch._check"
+    ),
+    ReasonCode.SUM_OF_MATMULS: (
+        "it reduces a sum of matmuls; concatenate their operands along the contracted dimension into one matmul"
+    ),
+    ReasonCode.UNEVEN_SHARDS: (
+        "the sharded dimension does not divide by the number of ranks, so shards are padded; pad it to a multiple"
+    ),
+    ReasonCode.UNSUPPORTED_COLLECTIVE: (
+        "no fusion covers it; use all_gather_into_tensor, reduce_scatter_tensor or all_reduce on one tensor"
+    ),
+    ReasonCode.WAIT_FORM: "its result is not waited for exactly once; wait for it once, where it is first used",
+    ReasonCode.WEIGHT_GRADIENT_ONLY: (
+        "only weight gradients use the gathered tensor, and they contract the gathered dimension; nothing to change"
+    ),
+    ReasonCode.WORLD_SIZE: "the graph has another group size than the process group; compile again for this group",
+    ReasonCode.WORLD_SIZE_ONE: "its group has one rank, so nothing is sent; nothing to change",
+}
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a collective was left alone: the pattern that was tried, a `ReasonCode`, and a sentence for the user."""
+
+    pattern: str
+    code: str
+    text: str
+
+
+def reason(pattern: str, code: ReasonCode) -> Reason:
+    """The reason `code`, for a collective that did not match `pattern`."""
+    return Reason(pattern, code.value, _TEXTS[code])
+
+
+def leave_alone(collective: fx.Node, pattern: str, code: ReasonCode) -> None:
+    """Records on the collective's node why it was not fused."""
+    collective.meta[LEFT_ALONE] = reason(pattern, code)

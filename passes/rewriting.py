@@ -1,0 +1,126 @@
+"""How a pass writes a Task node into a graph: the op call, its outputs, its metadata, and the removal of what
+it replaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ditron_inductor.options import Options
+from ditron_inductor.task import ops
+from ditron_inductor.task.nodes import Policy, TaskNode
+
+# Written by a late pass, which sees all sites of the graph.
+UNNAMED_SITE = ""
+
+
+def policy(options: Options) -> Policy:
+    """What the options say about how a site runs."""
+    return Policy(options.strategy, options.workspace_limit, options.timeout_arg)
+
+
+def copied_meta(node: fx.Node) -> dict[str, Any]:
+    """The metadata of a node for its replacement: all but the values of its eager inputs, which are other ones now."""
+    return {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
+
+
+def new_token(like: torch.Tensor) -> torch.Tensor:
+    """The fake token of a site whose tensors are on the device of `like`, a fake tensor."""
+    with like.fake_mode if isinstance(like, FakeTensor) else contextlib.nullcontext():
+        return ops.new_token(like)
+
+
+def call_task(
+    graph: fx.Graph, task: TaskNode, tensors: tuple[Any, ...], dims: tuple[Any, ...], meta: dict[str, Any], values: Any
+) -> fx.Node:
+    """Inserts the op call of a verified task at the graph's insertion point.
+
+    `tensors` are its tensor arguments without the token, `dims` what stands between the token and the site's
+    arguments, `values` the fake tensors that it returns. The token stays None: the order of the sites is set by
+    a later pass.
+    """
+    task.verify()
+    call = graph.call_function(ops.overload(task.kind), (*tensors, None, *dims, *ops.site_args(task)))
+    call.meta.update(meta)
+    call.meta["val"] = values
+    return call
+
+
+def output(graph: fx.Graph, call: fx.Node, index: int, meta: dict[str, Any]) -> fx.Node:
+    """Inserts `call[index]`, with the metadata of the node that it stands for."""
+    node = graph.call_function(getitem, (call, index))
+    node.meta.update(meta)
+    node.meta["val"] = call.meta["val"][index]
+    return node
+
+
+def reshaped_rows(graph: fx.Graph, source: fx.Node, sizes: tuple[Any, ...], shape: tuple[Any, ...]) -> fx.Node:
+    """Inserts a reshape that divides the rows of a 2-D tensor into several dimensions: always a view.
+
+    `shape` is the result's (symbolic) shape, `sizes` the same as arguments: ints, nodes of the graph, or -1
+    once. The fake value is made from `shape` alone: running the op would have the symbols' relations checked,
+    which adds guards.
+    """
+    value: torch.Tensor = source.meta["val"]
+    strides = [value.stride(0), value.stride(1)]
+    for length in reversed(shape[1:-1]):
+        strides.insert(0, strides[0] * length)
+    node = graph.call_function(torch.ops.aten.reshape.default, (source, list(sizes)))
+    node.meta.update(copied_meta(source))
+    with value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext():
+        node.meta["val"] = value.new_empty_strided(shape, strides)
+    return node
+
+
+def erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Erases those of the nodes that nothing uses any more, users before what they use."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in sorted(set(nodes), key=lambda one: order[one], reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def hoist(node: fx.Node, before: fx.Node) -> None:
+    """Moves `node`, and whatever it is computed from that stands after `before`, to just before it.
+
+    The caller has proved that all of these may move (`can_hoist`).
+    """
+    for late in _late(node, before):
+        before.prepend(late)
+
+
+def can_hoist(node: fx.Node, before: fx.Node) -> bool:
+    """Whether `node` can be computed before `before`: nothing that it needs from there on has to stay where it is."""
+    return not any(_pinned(late) for late in _late(node, before))
+
+
+def _late(node: fx.Node, before: fx.Node) -> list[fx.Node]:
+    """What `node` needs, itself included, that stands at or after `before`; in graph order."""
+    order = {one: index for index, one in enumerate(node.graph.nodes)}
+    limit = order[before]
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        if current not in found and order[current] >= limit:
+            found.add(current)
+            pending.extend(current.all_input_nodes)
+    return sorted(found, key=lambda one: order[one])
+
+
+def _pinned(node: fx.Node) -> bool:
+    """Whether a node has to stay where it is: side effects, randomness, or communication."""
+    target = node.target
+    if node.op != "call_function" or node.is_impure():
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    communicates = target.namespace in ("_c10d_functional", "_c10d_functional_autograd", "symm_mem", ops.NAMESPACE)
+    return communicates or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
