@@ -52,15 +52,15 @@ def rank_environment(device_type: str, world_size: int) -> tuple[str, dict[str, 
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         "NCCL_NVLS_ENABLE": "0",
         "NVSHMEM_DISABLE_NVLS": "1",
-        # Compile in the rank itself: no pool of compile workers beside every rank.
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         # Peers of a killed rank report to their test; c10d must not end them first.
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
     if device_type == "cpu":
-        return "gloo", env | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        # Compile in the rank itself: no pool of compile workers beside every rank on a machine with few cores.
+        return "gloo", env | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    env["TORCHINDUCTOR_COMPILE_THREADS"] = "4"
     import torch
 
     if world_size <= torch.cuda.device_count():

@@ -27,3 +27,14 @@ def assert_near(got: torch.Tensor, reference: torch.Tensor, *, num_partials: int
         atol=atol * num_partials,
         msg=lambda text: f"{what} ({got.dtype}): {text}",
     )
+
+
+# Of a whole model against eager: the norm of the difference over the norm of eager's value.
+MODEL_TOLERANCES: dict[torch.dtype, float] = {torch.bfloat16: 2.0e-2, torch.float16: 4.0e-3, torch.float32: 2.0e-5}
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """||got - wanted|| / ||wanted||, infinite where got holds a NaN."""
+    wanted = wanted.double()
+    error = float((got.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+    return error if error == error else float("inf")

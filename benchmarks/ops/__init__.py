@@ -1,0 +1,1 @@
+"""The fused ops against the libraries: `python -m benchmarks.ops --help`."""
