@@ -34,6 +34,9 @@ HEADER_BYTES = tl.constexpr(20480)
 """Bytes of the heap before the first data slot: NUM_SLOTS * SLOT_WORDS * 8, rounded up to 4096."""
 
 EPOCH_BITS = tl.constexpr(40)
+EPOCH_MASK = tl.constexpr((1 << 40) - 1)
+WRAP_SHIFT = tl.constexpr(64 - 40)
+"""Shifting a difference of epochs left by this puts its sign bit where int64 has its own."""
 SITE_BITS = tl.constexpr(23)
 
 # Control words: offsets into `ctl`. Words that programs hammer stand 128 bytes apart.

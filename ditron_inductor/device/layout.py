@@ -11,7 +11,7 @@ HEADER_BYTES: int = words.HEADER_BYTES.value
 CTL_WORDS: int = words.CTL_WORDS.value
 COUNTERS: int = words.COUNTERS.value
 RECORD_WORDS: int = words.RECORD_WORDS.value
-EPOCH_MASK: int = (1 << words.EPOCH_BITS.value) - 1
+EPOCH_MASK: int = words.EPOCH_MASK.value
 SITE_MASK: int = (1 << words.SITE_BITS.value) - 1
 
 assert NUM_SLOTS * words.SLOT_WORDS.value * 8 <= HEADER_BYTES

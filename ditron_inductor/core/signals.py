@@ -1,0 +1,202 @@
+"""Signals between the ranks of one launch: addresses, bounded waits, releases, tickets and credits.
+
+The protocol (docs/protocol.md) in one paragraph: each use of a slot has an epoch, which the kernel reads from a device
+word, so a replayed CUDA graph is right. A sender waits for the receiver's *credit* of the slot's previous epoch, writes
+data into the receiver's slot, and *publishes* one flag word (site, epoch). The receiver *waits* for the word and checks
+the site. The last program out gives its peers their credits and advances the epoch. Work is taken by ticket, every send
+before every wait that may depend on it, so one resident program is enough for a launch to complete.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.layout import (
+    CREDIT_ROW,
+    DATA_OFFSET,
+    DIVERGED,
+    DONE,
+    EPOCH,
+    EPOCH_BITS,
+    EPOCH_MASK,
+    HEADER_BYTES,
+    MAX_WORLD,
+    POISON,
+    POLL_LIMIT,
+    RECORD,
+    RECORD_CHUNK,
+    RECORD_EXPECTED,
+    RECORD_PEER,
+    RECORD_RANK,
+    RECORD_SEEN,
+    RECORD_SLOT,
+    SEND_TICKET,
+    SLOT_CTL,
+    SLOT_CTL_STRIDE,
+    SLOT_WORDS,
+    STATE,
+    TILE_TICKET,
+    TIMEOUT,
+    WRAP_SHIFT,
+)
+
+
+@triton.jit
+def slot_ctl(ctl, slot):
+    """Pointer to the control words of `slot`."""
+    return ctl + SLOT_CTL + slot * SLOT_CTL_STRIDE
+
+
+@triton.jit
+def peer(table, rank, offset, dtype: tl.constexpr):
+    """Pointer, in this process, `offset` bytes into the symmetric heap of `rank`; 16-byte aligned when `offset` is."""
+    address = tl.load(table + rank) + offset
+    return tl.multiple_of(address, 16).to(tl.pointer_type(dtype), bitcast=False)
+
+
+@triton.jit
+def flag(table, rank, slot, row, source):
+    """Pointer to a flag word in the memory of `rank`, who waits for it; `source` is the one rank that writes it."""
+    return peer(table, rank, 0, tl.int64) + slot * SLOT_WORDS + row * MAX_WORLD + source
+
+
+@triton.jit
+def word(site, epoch):
+    """The flag word of (site, epoch)."""
+    return (site.to(tl.int64) << EPOCH_BITS) | epoch
+
+
+@triton.jit
+def current_epoch(ctl, slot):
+    """The epoch of this launch's use of `slot`: one more than the uses that have ended."""
+    epoch = tl.load(slot_ctl(ctl, slot) + EPOCH) + 1
+    return epoch & EPOCH_MASK
+
+
+@triton.jit
+def behind(seen, epoch):
+    """Whether the epoch in the word `seen` is before `epoch`, modulo 2**EPOCH_BITS."""
+    return ((seen - epoch) << WRAP_SHIFT) < 0
+
+
+@triton.jit
+def healthy(ctl):
+    """1 unless an earlier failure poisoned this workspace."""
+    # An atomic read, since another program of this launch may be the one that fails.
+    return (tl.atomic_add(ctl + POISON, 0, sem="relaxed", scope="gpu") == 0).to(tl.int32)
+
+
+@triton.jit
+def fail(ctl, code: tl.constexpr, rank, source, row, slot, expected, seen):
+    """Poison the workspace and, if this is its first failure, fill the record that the host turns into an error."""
+    poison = tl.full((), code, tl.int64)
+    if tl.atomic_cas(ctl + POISON, tl.full((), 0, tl.int64), poison, sem="relaxed", scope="gpu") == 0:
+        record = tl.load(ctl + RECORD).to(tl.pointer_type(tl.int64), bitcast=False)
+        tl.store(record + RECORD_RANK, rank)
+        tl.store(record + RECORD_PEER, source)
+        tl.store(record + RECORD_CHUNK, row)
+        tl.store(record + RECORD_SLOT, slot)
+        tl.store(record + RECORD_EXPECTED, expected)
+        tl.store(record + RECORD_SEEN, seen)
+        # Release: the host, which polls STATE, then sees the whole record.
+        tl.debug_barrier()
+        tl.atomic_xchg(record + STATE, poison, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(table, ctl, rank, slot, row, source, site, epoch, CHECK_SITE: tl.constexpr = True):
+    """Wait until `source` has published (site, epoch) in flag `row` of this rank; 1 if it has, 0 after a failure.
+
+    Acquire at system scope: what `source` wrote before it published is visible to the whole program afterwards. Bounded:
+    after POLL_LIMIT polls, at once in a poisoned workspace, the wait expires, `fail` records why, and the caller must
+    neither read the data nor publish anything. A credit is awaited with CHECK_SITE off: any site may have used the slot.
+    """
+    address = flag(table, rank, slot, row, source)
+    limit = tl.where(healthy(ctl) != 0, tl.load(ctl + POLL_LIMIT), 0)
+    seen = tl.atomic_add(address, 0, sem="acquire", scope="sys")
+    polls = tl.full((), 0, tl.int64)
+    while behind(seen, epoch) & (polls < limit):
+        seen = tl.atomic_add(address, 0, sem="acquire", scope="sys")
+        polls += 1
+    ok = tl.full((), 1, tl.int32)
+    if limit == 0:
+        ok = tl.full((), 0, tl.int32)
+    elif behind(seen, epoch):
+        fail(ctl, TIMEOUT, rank, source, row, slot, word(site, epoch), seen)
+        ok = tl.full((), 0, tl.int32)
+    elif CHECK_SITE:
+        if seen != word(site, epoch):
+            fail(ctl, DIVERGED, rank, source, row, slot, word(site, epoch), seen)
+            ok = tl.full((), 0, tl.int32)
+    return ok
+
+
+@triton.jit
+def publish(table, target, slot, row, rank, site, epoch):
+    """Tell `target` that everything this program wrote for it, and all that it has acquired, is there.
+
+    The one writer of the word is this rank, and it stores, never adds. The barrier makes the stores of all warps precede
+    the release of the one thread that performs it. The word is overwritten by the slot's next use, for which `target`
+    must have given its credit, so it has been read by then.
+    """
+    tl.debug_barrier()
+    tl.atomic_xchg(flag(table, target, slot, row, rank), word(site, epoch), sem="release", scope="sys")
+
+
+@triton.jit
+def arrive(counter, total):
+    """Count this program's finished part; True for the last of `total`, which has then acquired what all others wrote.
+
+    The counter is local to the GPU and is 0 again when the last one has arrived.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == total - 1
+    if last:
+        tl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
+    return last
+
+
+@triton.jit
+def take_send(ctl, slot):
+    """Ticket of the next piece of work in the send queue of this launch."""
+    return tl.atomic_add(slot_ctl(ctl, slot) + SEND_TICKET, 1, sem="relaxed", scope="gpu").to(tl.int32)
+
+
+@triton.jit
+def take_tile(ctl, slot):
+    """Ticket of the next piece of work in the tile queue of this launch."""
+    return tl.atomic_add(slot_ctl(ctl, slot) + TILE_TICKET, 1, sem="relaxed", scope="gpu").to(tl.int32)
+
+
+@triton.jit
+def wait_credit(table, ctl, rank, slot, target, site, epoch):
+    """Wait until `target` has finished with the previous use of `slot`, so that it may be overwritten there."""
+    return wait(table, ctl, rank, slot, CREDIT_ROW, target, site, epoch - 1, CHECK_SITE=False)
+
+
+@triton.jit
+def data(table, ctl, rank, slot, dtype: tl.constexpr):
+    """Pointer to the data of `slot` in the heap of `rank`."""
+    offset = tl.multiple_of(tl.load(slot_ctl(ctl, slot) + DATA_OFFSET), 16)
+    return peer(table, rank, offset, dtype)
+
+
+@triton.jit
+def finish(table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr):
+    """Last act of every program: the last one out resets the tickets, gives the credits and advances the epoch.
+
+    A failed launch gives no credits, so peers stop too, instead of overwriting what was not read. Its epoch still
+    advances: the next launch finds the poison word and returns NaN.
+    """
+    words = slot_ctl(ctl, slot)
+    if arrive(words + DONE, tl.num_programs(0)):
+        tl.store(words + SEND_TICKET, 0)
+        tl.store(words + TILE_TICKET, 0)
+        tl.store(words + EPOCH, epoch)
+        if healthy(ctl) != 0:
+            for i in range(1, WORLD):
+                publish(table, (rank + i) % WORLD, slot, CREDIT_ROW, rank, site, epoch)
+
+
+assert HEADER_BYTES.value % 16 == 0

@@ -1,0 +1,74 @@
+"""Tile shapes of the matrix-product kernels, and which one a problem gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile of a matrix product: `block_m` x `block_n` of the output in steps of `block_k`.
+
+    group_m: block rows that run together (see `grouped`). programs_per_sm: programs of a persistent grid for each SM.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    programs_per_sm: int = 1
+
+    def validate(self) -> Config:
+        """Return self; ValueError naming the field that no kernel could run with."""
+        for field in ("block_m", "block_n", "block_k"):
+            size = getattr(self, field)
+            if size < 16 or size & (size - 1):
+                raise ValueError(f"Config.{field} = {size}: a power of two of at least 16 is needed (tl.dot)")
+        if self.num_warps not in (1, 2, 4, 8, 16):
+            raise ValueError(f"Config.num_warps = {self.num_warps}: a power of two up to 16 is needed")
+        if self.num_stages < 1 or min(self.group_m, self.programs_per_sm) < 1:
+            raise ValueError("Config: num_stages, group_m and programs_per_sm are at least 1")
+        return self
+
+
+INTERPRETER = Config(block_m=32, block_n=32, block_k=32, num_warps=4, num_stages=1, group_m=2).validate()
+"""Small tiles, so that small test problems have several tiles and chunks."""
+
+LARGE = Config(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3).validate()
+MIDDLE = Config(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4).validate()
+NARROW = Config(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4, programs_per_sm=2).validate()
+DECODE = Config(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=5, programs_per_sm=2).validate()
+SMALL = Config(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=3, programs_per_sm=2).validate()
+FP32 = Config(block_m=64, block_n=128, block_k=32, num_warps=8, num_stages=3).validate()
+
+CONFIGS = (INTERPRETER, LARGE, MIDDLE, NARROW, DECODE, SMALL, FP32)
+"""Every tile shape that a kernel is launched with, all of them compiled by the tests."""
+
+
+def select_config(
+    *, rows: int, columns: int, repeats: int, dtype: torch.dtype, interpreted: bool, num_sms: int
+) -> Config:
+    """The tile shape for `repeats` outputs of `rows` x `columns`; equal on all ranks, as it depends on nothing else.
+
+    Large tiles where they fill the GPU at least twice, smaller ones else; flat ones for decode.
+    """
+    if interpreted:
+        return INTERPRETER
+    if dtype == torch.float32:
+        return FP32
+    if rows <= 16:
+        return DECODE
+    if rows <= 64:
+        return SMALL
+
+    def tiles(config: Config) -> int:
+        return repeats * -(-rows // config.block_m) * -(-columns // config.block_n)
+
+    for config in (LARGE, MIDDLE):
+        if tiles(config) >= 2 * num_sms:
+            return config
+    return MIDDLE if tiles(MIDDLE) >= num_sms else NARROW
