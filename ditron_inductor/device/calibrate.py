@@ -40,6 +40,13 @@ class PollRates:
 
 def measure(device: torch.device) -> float:
     """Polls per second of a waiting program on `device`. Synchronises the device; never inside a capture."""
+    if device.type != "cuda":
+        return _measure(device)
+    with torch.cuda.device(device):
+        return _measure(device)
+
+
+def _measure(device: torch.device) -> float:
     polls = CUDA_POLLS if device.type == "cuda" else CPU_POLLS
     header = torch.zeros(layout.HEADER_BYTES, dtype=torch.uint8, device=device)
     table = torch.full((layout.MAX_WORLD,), header.data_ptr(), dtype=torch.int64, device=device)

@@ -83,6 +83,8 @@ def _probe_cuda(device: torch.device) -> RankFacts:
     problem = ""
     if torch.version.hip is None and (properties.major, properties.minor) < OLDEST_CUDA:
         problem = f"{properties.name} has compute capability {properties.major}.{properties.minor}, 8.0 is needed"
+    elif _interpreted():
+        problem = "TRITON_INTERPRET=1 is set, and the interpreter cannot reach the memory of a GPU"
     elif symm_mem.get_backend(device) is None:
         problem = "this build of torch has no symmetric memory for the device"
     arch = f"sm_{properties.major}{properties.minor}"
@@ -116,12 +118,7 @@ def _probe_cpu(device: torch.device) -> RankFacts:
 
 def interpreter_problem() -> str:
     """Why Triton's interpreter cannot run our kernels in this process, or an empty string."""
-    from triton.runtime.interpreter import InterpretedFunction
-
-    from ditron_inductor.core import signals
-
-    # What counts is the variable's value when the kernels were decorated, and this is what came of it.
-    if not isinstance(signals.wait, InterpretedFunction):
+    if not _interpreted():
         return "TRITON_INTERPRET=1 was not set before Triton was imported"
     try:
         numpy = _version("numpy")
@@ -131,6 +128,15 @@ def interpreter_problem() -> str:
     if triton < (3, 8) and numpy >= (2, 4):
         return f"the interpreter of Triton {triton[0]}.{triton[1]} needs numpy < 2.4 (or take Triton 3.8)"
     return ""
+
+
+def _interpreted() -> bool:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from ditron_inductor.core import signals
+
+    # What counts is the value of TRITON_INTERPRET when the kernels were decorated, and this is what came of it.
+    return isinstance(signals.wait, InterpretedFunction)
 
 
 def _version(distribution: str) -> tuple[int, ...]:

@@ -86,6 +86,7 @@ class CpuHeap:
     """Memory shared between processes of one machine and one user, through /proc/<pid>/fd."""
 
     def __init__(self, nbytes: int) -> None:
+        self._fd = -1
         self._fd = os.memfd_create("ditron-heap", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, nbytes)
         self._nbytes = nbytes

@@ -64,9 +64,7 @@ class Registry:
         shared.lost = []
 
     def _bind(self, group_name: str, device: torch.device, options: AgreedOptions) -> Workspace:
-        exact = device
-        if device.type == "cuda" and device.index is None:
-            exact = torch.device("cuda", torch.cuda.current_device())
+        exact = _exact(device)
         self._release_retired(exact)
         shared = self._shared.get((group_name, exact))
         if shared is not None and not shared.group.is_current():
@@ -79,7 +77,7 @@ class Registry:
         elif not any(ws._shared is shared and ws.options == options for ws in self._bound.values()):
             self._agree(shared, options, timeout_s)
         workspace = Workspace(shared, options, timeout_s)
-        self._bound[group_name, device, options] = workspace
+        self._bound[group_name, exact, options] = workspace
         return workspace
 
     def _agree(self, shared: SharedWorkspace, options: AgreedOptions, timeout_s: float) -> None:
@@ -115,6 +113,13 @@ class Registry:
             retired, self._retired = self._retired, []
             for shared in retired:
                 self.release(shared)
+
+
+def _exact(device: torch.device) -> torch.device:
+    """The device as tensors on it name it: "cuda" alone may mean another GPU tomorrow."""
+    if device.type != "cuda":
+        return torch.device(device.type)
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def _retire(registry_ref: weakref.ref[Registry], shared_ref: weakref.ref[SharedWorkspace]) -> None:

@@ -11,6 +11,8 @@ from ditron_inductor.device.exchange import Session, meet
 from ditron_inductor.device.registry import Registry, workspaces
 from ditron_inductor.device.workspace import SharedWorkspace
 
+SLACK_S = 5.0
+
 
 def reset(
     group: str | dist.ProcessGroup | None = None, *, timeout_s: float | None = None, registry: Registry | None = None
@@ -19,15 +21,17 @@ def reset(
 
     Every rank calls it, in whatever call it failed, or although it did not. Waits for this rank's kernels, then for all
     ranks, then sets epochs, flags, credits, tickets, call counts and failure records to zero. Captured CUDA graphs stay
-    valid. A workspace that not all ranks have is dropped and made anew at its next use.
-    Raises DitronHandshakeError naming the ranks that do not come within `timeout_s` (by default the longest limit that
-    the group's calls use, else the group's own timeout); the group then still needs a reset.
+    valid. A workspace that not all ranks have is dropped and made anew at its next use. Raises DitronHandshakeError
+    naming the ranks that do not come within `timeout_s` (by default twice the longest limit that the group's calls use,
+    for a rank that began to wait when another gave up, else the group's own timeout); the group then still needs a
+    reset.
     """
     registry = workspaces if registry is None else registry
     found = registry.of_group(groups.find(group))
     joined = groups.resolve(group)
     if timeout_s is None:
-        timeout_s = max((limit for shared in found for limit in shared.timeouts), default=joined.timeout_s)
+        limits = [limit for shared in found for limit in shared.timeouts]
+        timeout_s = 2 * max(limits) + SLACK_S if limits else joined.timeout_s
     try:
         _reset(joined, found, timeout_s, registry)
     except BaseException as exc:

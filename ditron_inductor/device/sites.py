@@ -8,6 +8,8 @@ import time
 import torch.distributed as dist
 
 from ditron_inductor.device import layout
+from ditron_inductor.device.groups import Group
+from ditron_inductor.errors import WorkspaceError
 
 LOOKUP_TIMEOUT_S = 0.5
 
@@ -19,8 +21,9 @@ class SiteNames:
     the other takes its next one: the store decides, once, so all ranks agree without having met.
     """
 
-    def __init__(self, store: dist.Store, session_name: str) -> None:
-        self._store = store
+    def __init__(self, group: Group, session_name: str) -> None:
+        self._group = group
+        self._store = group.store
         self._prefix = f"{session_name}/site"
         self._numbers: dict[str, int] = {}
         self._texts: dict[int, str] = {0: "(no call yet)"}
@@ -36,7 +39,14 @@ class SiteNames:
             number = int.from_bytes(digest, "little") & layout.SITE_MASK
             if number == 0:
                 continue
-            owner = self._store.compare_set(f"{self._prefix}/{number}", "", text).decode()
+            try:
+                owner = self._store.compare_set(f"{self._prefix}/{number}", "", text).decode()
+            except dist.DistError as exc:
+                raise WorkspaceError(
+                    group_name=self._group.name,
+                    problem=f"cannot take up site '{text}': the store of the group cannot be reached",
+                    remedy="The process that hosts the store, usually rank 0, has probably ended",
+                ) from exc
             self._texts[number] = owner
             if owner == text:
                 self._numbers[text] = number
@@ -52,7 +62,7 @@ class SiteNames:
                 if self._store.check([key]):
                     self._texts[number] = self._store.get(key).decode()
                     break
-            except dist.DistError:
+            except RuntimeError:
                 return f"#{number:06x} (its name is lost with the store)"
             if time.monotonic() >= deadline:
                 return f"#{number:06x} (posted by no rank)"

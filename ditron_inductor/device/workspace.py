@@ -40,7 +40,7 @@ class SharedWorkspace:
         self.capabilities: Capabilities = agreement.capabilities
         self.table: str = agreement.table
         self.rates = rates
-        self.sites = SiteNames(self.group.store, session.name)
+        self.sites = SiteNames(self.group, session.name)
         self.health = Health(self.group, self.sites, device)
         self.order: CallOrder = StreamOrder(device) if device.type == "cuda" else HostOrder()
         self.generations: list[Generation] = []
@@ -58,7 +58,16 @@ class SharedWorkspace:
             self.capabilities = self.capabilities.without_peer_access(exc.fields["problem"])
 
     def grow(self, site: str, nbytes: int, limit: int, timeout_s: float) -> Generation:
-        """Make slots of at least `nbytes`. Collective. Raises WorkspaceError and DitronCaptureError, or as a meeting."""
+        """Make slots of at least `nbytes`. Collective.
+
+        Raises DitronCaptureError, WorkspaceError (on all ranks alike), DitronHandshakeError and DitronDiverged.
+        """
+        if not self.capabilities.tile_available:
+            raise WorkspaceError(
+                group_name=self.group.name,
+                problem=f"cannot serve site '{site}': {self.capabilities.tile_reason}",
+                remedy="Set the option 'ditron.strategy' to 'library' or 'auto'",
+            )
         slot_bytes = slot_size(nbytes, limit)
         if slot_bytes is None:
             raise WorkspaceError(
