@@ -31,13 +31,16 @@ if TYPE_CHECKING:
     from ditron_inductor.explain import Report
 
 FORMS = {"sp": "tensor and sequence parallel", "ar": "tensor parallel with all-reduce"}
+MARK = ">> "
+GRAPHS = ("all", "forward", "none")
 # Largest error relative to the largest value of the tensor. fp32: sums in another order. bf16: eight bits of mantissa.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
 
 
 @dataclass(frozen=True)
 class DemoSetup:
-    """How one rank of the demo runs. ``forms`` are keys of ``FORMS``; ``limit_s`` bounds every collective."""
+    """How one rank of the demo runs. ``forms`` are keys of ``FORMS``; ``limit_s`` bounds every collective; ``start`` is
+    the parent's clock."""
 
     rank: int
     world_size: int
@@ -45,7 +48,8 @@ class DemoSetup:
     strategy: str
     forms: tuple[str, ...]
     store_path: str
-    show_graph: bool
+    graphs: str
+    start: float
     limit_s: float
 
 
@@ -54,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if enough")
     parser.add_argument("--strategy", choices=STRATEGIES, default="tile", help="what runs the sites (default tile)")
     parser.add_argument("--form", choices=("both", *FORMS), default="both", help="sequence parallel, all-reduce, both")
-    parser.add_argument("--no-graph", action="store_true", help="do not print the rewritten graphs")
+    parser.add_argument(
+        "--graphs", choices=GRAPHS, default="forward", help="rewritten graphs to print (default forward)"
+    )
     parser.add_argument("--limit", type=float, default=600.0, help="seconds before the demo gives up (default 600)")
 
 
@@ -86,7 +92,8 @@ def main(arguments: argparse.Namespace) -> int:
                 strategy=arguments.strategy,
                 forms=forms,
                 store_path=str(Path(folder) / "store"),
-                show_graph=not arguments.no_graph,
+                graphs=arguments.graphs,
+                start=time.monotonic(),
                 limit_s=arguments.limit,
             )
             for rank in range(arguments.ranks)
@@ -208,7 +215,7 @@ def _run_form(setup: DemoSetup, form: str, config: LlamaConfig, device: torch.de
     from ditron_inductor.options import Options
     from ditron_inductor.sites import collect_sites
 
-    say = _Progress(setup.rank)
+    say = _Progress(setup.rank, setup.start)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     batch, seq_len = (2, 8 * setup.world_size) if device.type == "cpu" else (2, 1024)
     say.title(f"{FORMS[form]}: {config.num_layers} layer(s), dim {config.dim}, {batch} x {seq_len} tokens, {dtype}")
@@ -225,8 +232,7 @@ def _run_form(setup: DemoSetup, form: str, config: LlamaConfig, device: torch.de
     with collect_sites() as sink, without_caches():
         got = _step(model, torch.compile(model, backend="ditron", options=options), tokens)
     report = build_report(sink.graphs, parsed)
-    if setup.show_graph:
-        say.graphs(report)
+    say.graphs(report, setup.graphs)
     say.text(str(report))
     return _compare(setup, say, want, got, report, TOLERANCE[str(dtype).removeprefix("torch.")])
 
@@ -276,9 +282,9 @@ def _compare(
 class _Progress:
     """What rank 0 prints, with the seconds since it began; other ranks print nothing."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, start: float) -> None:
         self.quiet = rank != 0
-        self.start = time.monotonic()
+        self.start = start
 
     def text(self, text: str) -> None:
         if not self.quiet:
@@ -290,8 +296,23 @@ class _Progress:
     def step(self, text: str) -> None:
         self.text(f"[{time.monotonic() - self.start:6.1f} s] {text}")
 
-    def graphs(self, report: Report) -> None:
+    def graphs(self, report: Report, which: str) -> None:
         for graph in report.graphs:
-            direction = {None: "", False: "forward ", True: "backward "}[graph.is_backward]
-            self.text(f"\n-- {direction}graph {graph.index} after the passes\n{graph.graph_after.rstrip()}")
+            shown = which == "all" or (which == "forward" and not graph.is_backward)
+            lines = graph_lines(graph.graph_after)
+            self.text(
+                f"\n-- {'backward' if graph.is_backward else 'forward'} graph, {len(lines)} lines, Task nodes marked"
+            )
+            self.text("\n".join(line for line in lines if shown or line.startswith(MARK)))
         self.text("")
+
+
+def graph_lines(graph: str) -> list[str]:
+    """The statements of a readable graph, without source comments and deletions, Task nodes marked."""
+    lines = []
+    for line in graph.splitlines():
+        statement = line.split(";", 1)[0].strip()
+        if statement and not statement.startswith(("#", "class ", "def ")):
+            mark = MARK if "torch.ops.ditron." in statement else " " * len(MARK)
+            lines.append(mark + statement.replace("torch.ops.", ""))
+    return lines

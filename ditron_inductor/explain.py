@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from ditron_inductor.options import Options
@@ -86,7 +86,7 @@ class Report:
         widths = {"why": 48, "shape": 34, "pattern": 30}
         limits = [widths.get(column) for column in rows[0]]
         table = tabulate(rows, headers="keys", disable_numparse=True, maxcolwidths=limits)
-        return f"{table}\n{len(self.fused)} of {len(self.sites)} collectives fused, in {graphs}; {self.options.text()}"
+        return f"{table}\n{len(self.fused)} of {len(self.sites)} collectives fused, in {graphs}{_changed(self.options)}"
 
 
 def explain(
@@ -151,6 +151,14 @@ def bytes_text(count: int) -> str:
             return f"{size:.0f} {unit}" if size == int(size) else f"{size:.1f} {unit}"
         size /= 1024
     raise AssertionError("the loop returns at its last unit")
+
+
+def _changed(options: Options) -> str:
+    """The options that differ from the defaults, or nothing."""
+    default = Options()
+    names = [field.name for field in fields(Options)]
+    changed = [name for name in names if getattr(options, name) != getattr(default, name)]
+    return "".join(f"; ditron.{name} = {getattr(options, name)}" for name in changed)
 
 
 def _explained(graph: GraphRecord, record: SiteRecord) -> ExplainedSite:
