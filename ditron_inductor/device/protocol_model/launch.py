@@ -1,0 +1,114 @@
+"""What one launch does, as work items in ticket order, and the protections that an exploration may remove.
+
+An item is a tuple of operations on memory; a resident program takes the next item when it has finished one:
+
+    ("credit", peer)          wait until credit[slot][peer] in own memory says that `peer` ended the slot's previous use
+    ("write", dst, region)    plain stores of data into `dst`'s slot
+    ("publish", dst, region)  release store of (site, epoch) into `dst`'s flag[slot][region][me]
+    ("arrive", dst, region)   local count of the tiles for `dst`; the last of TILES publishes
+    ("await", region, src)    wait for flag[slot][region][src] in own memory, then compare the site
+    ("read", region, src)     read the data that `src` wrote into own slot
+    ("sum",)                  what the item has read becomes the value that its next writes carry
+    ("epoch",)                advance the slot's epoch (closing item only)
+    ("give", peer)            release store of (site, epoch) into `peer`'s credit[slot][me] (closing item only)
+
+Self-sends (dst == me) stand for the rank's own tiles: same words in own memory, no credit needed (stream order).
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Any
+
+Op = tuple[Any, ...]  # name, then small integers
+Item = tuple[Op, ...]
+
+# Regions of a slot, each with a part per source: a chunk or the first tile, the second tile, reduced rows.
+CHUNK, TILE, RESULT = 0, 1, 2
+NUM_REGIONS = 3
+TILES = 2
+
+
+class Protection(Enum):
+    """One rule of the protocol that can be taken away; the comment says what is left without it."""
+
+    CREDITS = auto()  # data is written without waiting for the receiver
+    CREDIT_AFTER_USE = auto()  # credits are given when a launch begins
+    LAST_OUT = auto()  # the first program without work closes the launch
+    DATA_BEFORE_FLAG = auto()  # the flag is stored before the data
+    RELEASE = auto()  # a flag is a plain store: data may be seen later
+    ARRIVE_RELEASE = auto()  # tiles are counted with relaxed atomics
+    EPOCH = auto()  # flags and credits are compared by parity
+    WRAP_SAFE = auto()  # epochs are compared with >=
+    DEVICE_EPOCH = auto()  # a captured launch keeps the epoch of its capture
+    SENDS_FIRST = auto()  # items that wait come before items that send
+    SITE_HASH = auto()  # the flag's site is not compared
+    ONE_WRITER = auto()  # all sources share one flag word
+    RANK_ORDER = auto()  # a reduction starts at the own rank
+    POISON = auto()  # a rank whose wait expired goes on as if the data were there
+    RESET_BARRIER_BEFORE = auto()  # reset zeroes while peers may still run old launches
+    RESET_BARRIER_AFTER = auto()  # reset lets a rank go on while peers have not zeroed yet
+    RESET_COUNT = auto()  # reset keeps the host's call count
+
+
+Without = frozenset[Protection]
+
+
+def items(kind: str, me: int, world: int, without: Without) -> tuple[Item, ...]:
+    """The items of rank `me` for one launch of `kind` in ticket order; KeyError for an unknown kind."""
+    builder = {
+        "all_gather_matmul": _all_gather_matmul,
+        "matmul_reduce_scatter": _matmul_reduce_scatter,
+        "matmul_all_reduce": _matmul_all_reduce,
+        "push": _push,
+    }[kind]
+    phases = builder(me, world, [(me + i) % world for i in range(1, world)], without)
+    if Protection.SENDS_FIRST in without:
+        phases = phases[::-1]
+    return tuple(item for phase in phases for item in phase)
+
+
+def _send(me: int, dst: int, region: int, without: Without, *, credit: bool = True, count: bool = False) -> Item:
+    wait: Item = (("credit", dst),) if credit and dst != me and Protection.CREDITS not in without else ()
+    write: Op = ("write", dst, region)
+    flag: Op = ("arrive", dst, CHUNK) if count else ("publish", dst, region)
+    return (*wait, flag, write) if Protection.DATA_BEFORE_FLAG in without else (*wait, write, flag)
+
+
+def _reads(region: int, flag: int, sources: list[int]) -> Item:
+    return tuple(op for src in sources for op in (("await", flag, src), ("read", region, src)))
+
+
+def _reduction(region: int, me: int, world: int, without: Without) -> Item:
+    first = me if Protection.RANK_ORDER in without else 0
+    return (*_reads(region, CHUNK, [(first + i) % world for i in range(world)]), ("sum",))
+
+
+def _all_gather_matmul(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+    """The own shard goes to every peer, then one compute item per peer's chunk."""
+    return [[_send(me, p, CHUNK, without) for p in others], [_reads(CHUNK, CHUNK, [p]) for p in others]]
+
+
+def _matmul_reduce_scatter(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+    """TILES tiles per destination, own destination last, counted locally; then one reduction per tile."""
+    sends = [_send(me, dst, tile, without, count=True) for dst in (*others, me) for tile in range(TILES)]
+    return [sends, [_reduction(tile, me, world, without) for tile in range(TILES)]]
+
+
+def _matmul_all_reduce(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+    """Two-shot: partials to the owner, reduced rows to all, then the copies out.
+
+    The second phase waits for no credit: its item has waited for every peer's flag of this epoch, and a peer raises
+    that flag only in a launch that begins after its previous use of the slot ended.
+    """
+    partials = [_send(me, dst, CHUNK, without) for dst in (*others, me)]
+    results = [op for dst in (*others, me) for op in _send(me, dst, RESULT, without, credit=False)]
+    reduce = (*_reduction(CHUNK, me, world, without), *results)
+    return [partials, [reduce], [_reads(RESULT, RESULT, [owner]) for owner in (*others, me)]]
+
+
+def _push(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+    """Rank 0 sends and waits for nobody (masked chunks, empty splits): only credits hold it back."""
+    if me == 0:
+        return [[_send(me, p, CHUNK, without) for p in others]]
+    return [[_reads(CHUNK, CHUNK, [0])]]

@@ -1,0 +1,222 @@
+"""The steps of resident programs: one memory operation, or a group of them, of one work item.
+
+Grain. `Scenario.fine` takes one memory operation per step. Otherwise a step is a group `wait* access? store*`: a wait
+only becomes true (epochs grow), so it can be moved right, to its successor; flags, counts and credits are only ever
+waited for, so their stores can be moved left, to their predecessor (Lipton's reduction). Tests compare the two grains.
+"""
+
+from __future__ import annotations
+
+from ditron_inductor.device.protocol_model.launch import NUM_REGIONS, RESULT, TILES, Op, Protection, Without, items
+from ditron_inductor.device.protocol_model.state import Call, Launch, Program, Scenario, State, Violation, Word, put
+
+WAITS, ACCESSES = ("credit", "await"), ("write", "read")
+Step = tuple[str, State]
+
+
+class Programs:
+    """What the programs of a launch do in one scenario without the given protections."""
+
+    def __init__(self, scenario: Scenario, without: Without) -> None:
+        self.scenario, self.without, self.world = scenario, without, scenario.world
+        kinds = {event.kind for script in scenario.scripts for event in script if isinstance(event, Call)}
+        self.items = {(kind, me): items(kind, me, self.world, without) for kind in kinds for me in range(self.world)}
+        # The last program out advances the slot's epoch, then gives every peer its credit.
+        self.closing = [(("epoch",), *(("give", p) for p in range(self.world) if p != me)) for me in range(self.world)]
+
+    def call(self, state: State, me: int) -> Call:
+        """The call that `me` is running."""
+        call = self.scenario.scripts[me][state[me].event]
+        assert isinstance(call, Call)
+        return call
+
+    def run(self, state: State, me: int, index: int) -> Step | None:
+        """The next step of a program, labelled; None when its wait is not over."""
+        done: list[Op] = []
+        accessed = False
+        running: int | None = index
+        while running is not None:
+            index = running
+            launch, _, op = self._at(state, me, index)
+            if done and (self.scenario.fine or (accessed and op[0] in (*WAITS, *ACCESSES))):
+                break
+            if op[0] == "credit":
+                if not self._reached(state[me].credits[launch.slot * self.world + op[1]].epoch, launch.epoch - 1):
+                    return None
+            if op[0] == "await":
+                flag = state[me].flags[self._flag(launch.slot, op[1], op[2])]
+                if not self._reached(flag.epoch, launch.epoch):
+                    return None
+                if flag.site != self.call(state, me).site and Protection.SITE_HASH not in self.without:
+                    return self._fail(state, me, index, "diverged")
+            done.append(op)
+            accessed = accessed or op[0] not in WAITS
+            state, running = self._perform_and_advance(state, me, index)
+        return f"rank {me}: " + ", ".join(" ".join(map(str, op)) for op in done), state
+
+    def is_local(self, state: State, me: int, index: int) -> bool:
+        """Whether the program's next step is one that no other rank can observe or disturb: a tile of its own."""
+        _, program, op = self._at(state, me, index)
+        return op[0] == "write" and op[1] == me and not program.pending
+
+    def expire(self, state: State, me: int, index: int) -> Step:
+        """The bounded wait of a program ends: a record, poison, and nothing more is published."""
+        if not self.call(state, me).may_fail:
+            op = self._at(state, me, index)[2]
+            raise Violation(f"no progress: rank {me}, call {state[me].event} waits for {' '.join(map(str, op))}")
+        return self._fail(state, me, index, "timeout")
+
+    def give(self, state: State, me: int, peer: int, credit: Word, slot: int) -> State:
+        """Store a credit in the memory of `peer`."""
+        rank = state[peer]
+        return put(state, peer, rank._replace(credits=put(rank.credits, slot * self.world + me, credit)))
+
+    def _at(self, state: State, me: int, index: int) -> tuple[Launch, Program, Op]:
+        launch = state[me].launch
+        assert launch is not None
+        program = launch.programs[index]
+        work = self.items[self.call(state, me).kind, me]
+        item = work[program.item] if program.item < len(work) else self.closing[me]
+        return launch, program, item[program.op]
+
+    def _reached(self, seen: int, epoch: int) -> bool:
+        if Protection.EPOCH in self.without:
+            return (seen - epoch) % 2 == 0
+        if Protection.WRAP_SAFE in self.without:
+            return seen >= epoch % self.scenario.modulus
+        return (seen - epoch) % self.scenario.modulus < self.scenario.modulus // 2
+
+    def _word(self, slot: int, region: int, source: int) -> int:
+        return (slot * NUM_REGIONS + region) * self.world + source
+
+    def _flag(self, slot: int, region: int, source: int) -> int:
+        return self._word(slot, region, source if Protection.ONE_WRITER not in self.without else 0)
+
+    # -- operations --------------------------------------------------------------------------------------------------
+
+    def _perform_and_advance(self, state: State, me: int, index: int) -> tuple[State, int | None]:
+        """Do the program's operation and go on to its next one; returns where the program runs on, or None."""
+        launch, program, op = self._at(state, me, index)
+        name = op[0]
+        if name == "write":
+            state = self._write(state, me, index)
+        elif name == "read":
+            self._check_read(state, me, launch, op[1], op[2])
+            state = self._set(state, me, index, program._replace(read=(*program.read, op[2])))
+        elif name == "sum":
+            if program.read != tuple(range(self.world)) and state[me].record is None:
+                raise Violation(f"rank {me} reduces in the order {program.read}: not the same bits on every rank")
+            state = self._set(state, me, index, program._replace(value=program.read))
+        elif name == "publish":
+            state = self._publish(self._release(state, me, index), me, launch, op[1], op[2])
+        elif name == "arrive":
+            state = self._arrive(state, me, index)
+        elif name == "epoch":
+            rank = state[me]
+            epochs, used = put(rank.epochs, launch.slot, launch.epoch), put(rank.used, launch.slot, rank.event)
+            state = put(state, me, rank._replace(epochs=epochs, used=used))
+        elif name == "give" and not state[me].poisoned:
+            state = self.give(state, me, op[1], Word(self.call(state, me).site, launch.epoch, me), launch.slot)
+        return self._advance(state, me, index)
+
+    def _set(self, state: State, me: int, index: int, program: Program) -> State:
+        launch = state[me].launch
+        assert launch is not None
+        launch = launch._replace(programs=put(launch.programs, index, program))
+        return put(state, me, state[me]._replace(launch=launch))
+
+    def _write(self, state: State, me: int, index: int) -> State:
+        launch, program, (_, to, region) = self._at(state, me, index)
+        dst, word = state[to], self._word(launch.slot, region, me)
+        if dst.event <= state[me].used[launch.slot] and not (dst.dead or dst.poisoned):
+            raise Violation(f"rank {me} overwrites slot {launch.slot} of rank {to} before its last use ended")
+        data = (self.call(state, me).site, state[me].event, me, region, program.value)
+        state = put(state, to, dst._replace(early=put(dst.early, word, data)))
+        return self._set(state, me, index, program._replace(pending=(*program.pending, (to, word, data))))
+
+    def _check_read(self, state: State, me: int, launch: Launch, region: int, source: int) -> None:
+        rank, site, word = state[me], self.call(state, me).site, self._word(launch.slot, region, source)
+        value = tuple(range(self.world)) if region == RESULT else None
+        for moment, data in (("first", rank.early[word]), ("last", rank.late[word])):
+            if data != (site, rank.event, source, region, value):
+                raise Violation(
+                    f"rank {me}, call {rank.event} of {site}: reads {data} from rank {source} "
+                    f"when stores become visible at the {moment} moment"
+                )
+
+    def _release(self, state: State, me: int, index: int) -> State:
+        """The program's earlier stores become visible before its next one, unless releases are taken away."""
+        if Protection.RELEASE in self.without:
+            return state
+        program = self._at(state, me, index)[1]
+        return self._set(self._drain(state, program), me, index, program._replace(pending=()))
+
+    def _drain(self, state: State, program: Program) -> State:
+        for to, word, data in program.pending:
+            state = put(state, to, state[to]._replace(late=put(state[to].late, word, data)))
+        return state
+
+    def _publish(self, state: State, me: int, launch: Launch, to: int, region: int) -> State:
+        if state[me].poisoned:
+            return state
+        dst, flag = state[to], self._flag(launch.slot, region, me)
+        if dst.flags[flag].writer not in (None, me):
+            raise Violation(f"ranks {dst.flags[flag].writer} and {me} write the same flag of rank {to}")
+        word = Word(self.call(state, me).site, launch.epoch, me)
+        return put(state, to, dst._replace(flags=put(dst.flags, flag, word)))
+
+    def _arrive(self, state: State, me: int, index: int) -> State:
+        if Protection.ARRIVE_RELEASE not in self.without:
+            state = self._release(state, me, index)
+        launch, _, (_, to, region) = self._at(state, me, index)
+        launch = launch._replace(arrived=put(launch.arrived, to, launch.arrived[to] + 1))
+        state = put(state, me, state[me]._replace(launch=launch))
+        if launch.arrived[to] < TILES:
+            return state
+        return self._publish(self._release(state, me, index), me, launch, to, region)
+
+    # -- items and the end of a launch -------------------------------------------------------------------------------
+
+    def _advance(self, state: State, me: int, index: int) -> tuple[State, int | None]:
+        launch, program, _ = self._at(state, me, index)
+        work = self.items[self.call(state, me).kind, me]
+        size = len(work[program.item] if program.item < len(work) else self.closing[me])
+        if program.op + 1 < size:
+            return self._set(state, me, index, program._replace(op=program.op + 1)), index
+        return self._leave_item(state, me, index)
+
+    def _leave_item(self, state: State, me: int, index: int) -> tuple[State, int | None]:
+        """The program takes the next item, closes the launch, or goes out."""
+        call, rank = self.call(state, me), state[me]
+        launch, program, _ = self._at(state, me, index)
+        num_items = len(self.items[call.kind, me])
+        rest = (*launch.programs[:index], *launch.programs[index + 1 :])
+        if launch.next_item < num_items and not rank.poisoned:
+            taken = Program(launch.next_item, pending=program.pending)
+            launch = launch._replace(next_item=launch.next_item + 1, programs=tuple(sorted((*rest, taken))))
+            return put(state, me, rank._replace(launch=launch)), None
+        started = min(self.scenario.programs, num_items)
+        last = not rest if Protection.LAST_OUT not in self.without else len(rest) == started - 1
+        if program.item < num_items and last:
+            return self._set(state, me, index, Program(num_items, pending=program.pending)), index
+        state = self._drain(state, program)  # the end of a program makes its stores visible
+        rank = state[me]
+        if rest:
+            return put(state, me, rank._replace(launch=launch._replace(programs=rest))), None
+        rank = rank._replace(launch=None, event=rank.event + 1, calls=rank.calls + (call.slot is None))
+        return put(state, me, rank), None
+
+    def _fail(self, state: State, me: int, index: int, kind: str) -> Step:
+        rank = state[me]
+        _, program, op = self._at(state, me, index)
+        record = rank.record or (kind, rank.event, op[1] if op[0] == "credit" else op[2])
+        label = f"rank {me}: {kind}, waiting for {' '.join(map(str, op))}"
+        if Protection.POISON in self.without:
+            state = put(state, me, rank._replace(record=record))
+            skipped = program._replace(op=program.op + (op[0] == "await"), read=(*program.read, -1))
+            return label, self._advance(self._set(state, me, index, skipped), me, index)[0]
+        state = put(state, me, rank._replace(poisoned=True, record=record))
+        state, closing = self._leave_item(state, me, index)
+        while closing is not None:
+            state, closing = self._perform_and_advance(state, me, closing)
+        return label, state

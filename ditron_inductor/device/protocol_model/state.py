@@ -1,0 +1,118 @@
+"""The states of the protocol model: one `Rank` per rank (host, device words, symmetric memory) and its script.
+
+Weak memory. A plain store may become visible to a peer at once, or as late as the next release of its program. No
+control flow depends on data, so the two extremes are enough: a read that sees too new a value also sees it when every
+store is visible at once, one that sees too old a value also sees it when every store waits for a release. Data is
+therefore kept twice (`early`, `late`) and every read checks both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+SLOTS = 2
+
+
+class Violation(Exception):
+    """An invariant does not hold; the text says which."""
+
+
+class Call(NamedTuple):
+    """A launch: eager (slot by call count), or replayed (`slot`, and in `baked` the epoch that held at its capture)."""
+
+    kind: str
+    site: str
+    slot: int | None = None
+    baked: int | None = None
+    may_fail: bool = False
+
+
+class Capture(NamedTuple):
+    """A CUDA graph is captured: calls are counted, nothing runs."""
+
+    calls: int
+
+
+class Reset(NamedTuple):
+    """`reset(group)`: a collective call."""
+
+
+class Raised(NamedTuple):
+    """The rank raises in user code instead of calling, and goes on with its next Reset, if there is one."""
+
+
+Event = Call | Capture | Reset | Raised
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One exploration: a script per rank, and how the machine runs it.
+
+    `programs`: resident programs per launch. `start`, `modulus`: first epoch, and where epochs wrap.
+    `impatient`: a wait of a call that may fail can expire while its peer is only slow, not just when all are stuck.
+    `mortal`: this rank may stop for good between any two steps. `fine`: one memory operation per step.
+    """
+
+    scripts: tuple[tuple[Event, ...], ...]
+    programs: int = 1
+    start: int = 0
+    modulus: int = 16
+    fine: bool = False
+    impatient: bool = False
+    mortal: int | None = None
+
+    @property
+    def world(self) -> int:
+        return len(self.scripts)
+
+
+class Program(NamedTuple):
+    """A resident program at operation `op` of work item `item`."""
+
+    item: int
+    op: int = 0
+    read: tuple[int, ...] = ()  # sources read by the item, in order
+    value: Any = None  # what its writes carry, after a "sum"
+    pending: tuple[tuple[int, int, Any], ...] = ()  # stores that no release has ordered yet: destination, word, data
+
+
+class Launch(NamedTuple):
+    epoch: int
+    slot: int
+    next_item: int
+    programs: tuple[Program, ...]  # sorted: programs are interchangeable
+    arrived: tuple[int, ...]  # tiles counted per destination
+
+
+class Word(NamedTuple):
+    """A flag or a credit."""
+
+    site: str | None
+    epoch: int
+    writer: int | None = None
+
+
+class Rank(NamedTuple):
+    flags: tuple[Word, ...]  # [slot][region][source], written by the source
+    credits: tuple[Word, ...]  # [slot][peer], written by the peer
+    early: tuple[Any, ...]  # [slot][region][source] data, every store visible at once
+    late: tuple[Any, ...]  # the same, every store held back until a release
+    epochs: tuple[int, ...]  # [slot]
+    used: tuple[int, ...]  # [slot] the event that used the slot last: for the checks only
+    event: int = 0  # position in the script
+    calls: int = 0  # eager and captured calls
+    barriers: int = 0  # host barriers entered
+    phase: int = 0  # of a reset
+    launch: Launch | None = None
+    poisoned: bool = False
+    record: tuple[str, int, int] | None = None  # the first failure: kind, event, peer
+    dead: bool = False
+
+
+State = tuple[Rank, ...]
+
+
+def put(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
+    """`values` with `value` at `index`."""
+    return (*values[:index], value, *values[index + 1 :])
