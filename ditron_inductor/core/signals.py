@@ -52,7 +52,8 @@ def slot_ctl(ctl, slot):
 def peer(table, rank, offset, dtype: tl.constexpr):
     """Pointer, in this process, `offset` bytes into the symmetric heap of `rank`; 16-byte aligned when `offset` is."""
     address = tl.load(table + rank) + offset
-    return tl.multiple_of(address, 16).to(tl.pointer_type(dtype), bitcast=False)
+    # The hint must stand on the pointer: the compiler's alignment analysis does not look through the cast.
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
@@ -92,7 +93,7 @@ def fail(ctl, code: tl.constexpr, rank, source, row, slot, expected, seen):
     """Poison the workspace and, if this is its first failure, fill the record that the host turns into an error."""
     poison = tl.full((), code, tl.int64)
     if tl.atomic_cas(ctl + POISON, tl.full((), 0, tl.int64), poison, sem="relaxed", scope="gpu") == 0:
-        record = tl.load(ctl + RECORD).to(tl.pointer_type(tl.int64), bitcast=False)
+        record = tl.load(ctl + RECORD).to(tl.pointer_type(tl.int64))
         tl.store(record + RECORD_RANK, rank)
         tl.store(record + RECORD_PEER, source)
         tl.store(record + RECORD_CHUNK, row)
@@ -178,8 +179,7 @@ def wait_credit(table, ctl, rank, slot, target, site, epoch):
 @triton.jit
 def data(table, ctl, rank, slot, dtype: tl.constexpr):
     """Pointer to the data of `slot` in the heap of `rank`."""
-    offset = tl.multiple_of(tl.load(slot_ctl(ctl, slot) + DATA_OFFSET), 16)
-    return peer(table, rank, offset, dtype)
+    return peer(table, rank, tl.load(slot_ctl(ctl, slot) + DATA_OFFSET), dtype)
 
 
 @triton.jit
