@@ -93,7 +93,8 @@ def _inner_gathered(collective: Collective, cats: list[fx.Node]) -> _Gathered | 
         return ReasonCode.INTERMEDIATE_USED
     chunks = proofs.regrouped(cats[0], collective.world_size)
     if isinstance(chunks, ReasonCode):
-        return chunks
+        unread = chunks is ReasonCode.NO_MATMUL and proofs.feeds_matmul(cats[0])
+        return ReasonCode.CHUNKS_PARTIAL if unread else chunks
     result, source = proofs.tensor(cats[0]), proofs.tensor(chunks.source)
     assert result is not None and source is not None
     if chunks.source is not collective.wait or chunks.split_dim != 0 or result.ndim != source.ndim:

@@ -96,10 +96,13 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 def keeps_order(node: fx.Node) -> bool:
     """Whether a node holds the elements of its first argument, in row-major order, at the same dtype."""
-    if node.op != "call_function" or node.target not in ORDER_KEEPING:
+    if node.op != "call_function" or (node.target not in ORDER_KEEPING and node.target is not aten.slice.Tensor):
         return False
     source, result = tensor(node.args[0]), tensor(node)
-    return source is not None and result is not None and source.dtype == result.dtype and source.device == result.device
+    if source is None or result is None or source.dtype != result.dtype or source.device != result.device:
+        return False
+    # A slice that takes everything: with a step it would have fewer elements.
+    return node.target in ORDER_KEEPING or same_shape(source.shape, result.shape)
 
 
 def views_up(node: fx.Node) -> list[fx.Node]:

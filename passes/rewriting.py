@@ -47,7 +47,8 @@ def call_task(
     a later pass.
     """
     task.verify()
-    call = graph.call_function(ops.overload(task.kind), (*tensors, None, *dims, *ops.site_args(task)))
+    args = (*tensors, None, *dims, *ops.site_args(task))
+    call = graph.create_node("call_function", ops.overload(task.kind), args, {}, name=task.kind)
     call.meta.update(meta)
     call.meta["val"] = values
     return call

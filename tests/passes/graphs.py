@@ -1,0 +1,184 @@
+"""Tools for tests of passes: a process group without ranks, graphs as a compiler sees them, their text, and what they compute.
+
+No device and no second process: `fake_group` makes collectives traceable, and `run_ranks` computes a graph for all ranks at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from operator import getitem
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
+from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
+from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
+from ditron_inductor.passes.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.reasons import LEFT_ALONE
+
+WORLD_SIZE = 4
+FUSIONS = (normalize_collectives, all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
+c10d: Any = torch.ops._c10d_functional
+
+
+@contextlib.contextmanager
+def fake_group(world_size: int = WORLD_SIZE, rank: int = 0) -> Iterator[None]:
+    """A process group of which only this process exists; its collectives return without communicating."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def group_name() -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    return str(group.group_name)
+
+
+def all_gather(x: torch.Tensor) -> torch.Tensor:
+    """All shards along dimension 0, as one functional collective and its wait."""
+    out: torch.Tensor = c10d.wait_tensor(c10d.all_gather_into_tensor(x, WORLD_SIZE, group_name()))
+    return out
+
+
+def reduce_scatter(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    out: torch.Tensor = c10d.wait_tensor(c10d.reduce_scatter_tensor(x, op, WORLD_SIZE, group_name()))
+    return out
+
+
+def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    out: torch.Tensor = c10d.wait_tensor(c10d.all_reduce(x, op, group_name()))
+    return out
+
+
+def gather_dim(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """All shards along `dim`, the way functional collectives do it."""
+    gathered = all_gather(x)
+    return torch.cat(torch.chunk(gathered, WORLD_SIZE), dim) if dim else gathered
+
+
+def scatter_dim(x: torch.Tensor, dim: int, op: str = "sum") -> torch.Tensor:
+    return reduce_scatter(torch.cat(torch.chunk(x, WORLD_SIZE, dim)) if dim else x, op)
+
+
+def traced(fn: Callable[..., Any], *args: torch.Tensor, dynamic: bool = False) -> fx.GraphModule:
+    """`fn` as a graph of aten ops with fake tensors; all sizes are symbols if `dynamic`."""
+    module = make_fx(fn, tracing_mode="symbolic" if dynamic else "fake")(*args)
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def fuse(module: fx.GraphModule, options: Options | None = None) -> int:
+    """Runs the normalisation and the three fusions; returns the number of sites that were fused."""
+    counts = [each(module.graph, options=options or Options()) for each in FUSIONS]
+    module.graph.lint()
+    module.recompile()
+    return sum(counts[1:])
+
+
+def reasons(module: fx.GraphModule) -> list[str]:
+    """The reason codes of the collectives that were left alone, in graph order."""
+    return [node.meta[LEFT_ALONE].code for node in module.graph.nodes if LEFT_ALONE in node.meta]
+
+
+def text(graph: fx.Graph) -> str:
+    """One line per node: name, shape, op, arguments."""
+    return "\n".join(_line(node) for node in graph.nodes) + "\n"
+
+
+def _line(node: fx.Node) -> str:
+    if node.op == "output":
+        return f"return {node.args[0]}"
+    value = node.meta.get("val")
+    shape = f" {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    if node.op == "placeholder":
+        return f"{node.name}{shape}"
+    if node.target is getitem:
+        return f"{node.name}{shape} = {node.args[0]}[{node.args[1]}]"
+    target = str(node.target).removesuffix(".default")
+    arguments = [repr(argument) for argument in node.args] + [f"{k}={v!r}" for k, v in node.kwargs.items()]
+    return f"{node.name}{shape} = {target}({', '.join(arguments)})"
+
+
+def run_ranks(module: fx.GraphModule, inputs: list[list[torch.Tensor]]) -> list[Any]:
+    """What every rank computes: `inputs[rank]` are its arguments. Collectives and fused ops take all ranks' values together."""
+    world_size = len(inputs)
+    values: dict[fx.Node, list[Any]] = {}
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for index, node in enumerate(placeholders):
+        values[node] = [inputs[rank][index] for rank in range(world_size)]
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        args = [fx.map_arg((node.args, dict(node.kwargs)), lambda one, r=rank: values[one][r]) for rank in range(world_size)]
+        if node.op == "output":
+            return [tree_map(lambda one: one, arg[0][0]) for arg in args]
+        together = _TOGETHER.get(_op_name(node.target))
+        if together is not None:
+            values[node] = together([arg[0] for arg in args])
+        else:
+            values[node] = [node.target(*arg[0], **arg[1]) for arg in args]
+    raise AssertionError("a graph without an output")
+
+
+def _op_name(target: Any) -> str:
+    return f"{target.namespace}.{target._opname}" if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def _reduce(values: list[torch.Tensor], op: str) -> torch.Tensor:
+    total = torch.stack(values).sum(0)
+    return total / len(values) if op == "avg" else total
+
+
+def _run_all_gather_matmul(args: list[Any]) -> list[Any]:
+    dim, return_gathered = args[0][3], args[0][4]
+    gathered = torch.cat([arg[0] for arg in args], dim)
+    extra = [gathered] if return_gathered else []
+    return [[*[gathered.flatten(0, -2) @ weight for weight in arg[1]], *extra, torch.empty(1)] for arg in args]
+
+
+def _run_matmul_reduce_scatter(args: list[Any]) -> list[Any]:
+    dim, op = args[0][3], args[0][4]
+    chunks = _reduce([torch.matmul(arg[0], arg[1]) for arg in args], op).chunk(len(args), dim)
+    return [(chunk, torch.empty(1)) for chunk in chunks]
+
+
+def _run_matmul_all_reduce(args: list[Any]) -> list[Any]:
+    total = _reduce([torch.matmul(arg[0], arg[1]) for arg in args], args[0][3])
+    return [(total, torch.empty(1)) for _ in args]
+
+
+_TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "_c10d_functional.all_gather_into_tensor": lambda args: [torch.cat([arg[0] for arg in args])] * len(args),
+    "_c10d_functional.reduce_scatter_tensor": lambda args: list(
+        _reduce([arg[0] for arg in args], args[0][1]).chunk(len(args))
+    ),
+    "_c10d_functional.all_reduce": lambda args: [_reduce([arg[0] for arg in args], args[0][1])] * len(args),
+    "_c10d_functional.wait_tensor": lambda args: [arg[0] for arg in args],
+    "ditron.all_gather_matmul": _run_all_gather_matmul,
+    "ditron.matmul_reduce_scatter": _run_matmul_reduce_scatter,
+    "ditron.matmul_all_reduce": _run_matmul_all_reduce,
+}
+
+
+def assert_same_on_all_ranks(fn: Callable[..., Any], *args: torch.Tensor, fused: int) -> fx.GraphModule:
+    """Traces `fn`, fuses, and compares what all ranks compute before and after; returns the rewritten graph.
+
+    The first argument differs between ranks, as a shard does; so do the others, as weights sharded over ranks do.
+    """
+    before, after = traced(fn, *args), traced(fn, *args)
+    assert fuse(after) == fused
+    generator = torch.Generator().manual_seed(0)
+    inputs = [[torch.randn(arg.shape, generator=generator).to(arg.dtype) for arg in args] for _ in range(WORLD_SIZE)]
+    torch.testing.assert_close(run_ranks(after, inputs), run_ranks(before, inputs))
+    return after
