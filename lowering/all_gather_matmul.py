@@ -15,8 +15,9 @@ Limits. K is the last dimension of the shard and the gathered dimension another 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -37,7 +38,8 @@ from ditron_inductor.core.signals import (
     wait,
     wait_credit,
 )
-from ditron_inductor.lowering.launch import Launch, ceil_div, dot_precision, round_up
+from ditron_inductor.lowering.config import Config
+from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
 from ditron_inductor.task.nodes import AllGatherMatmul
 
 SEND_BLOCK = 8192
@@ -102,7 +104,7 @@ def copy_gathered(
     tl.store(gathered + out_rows[:, None] * K + offs_k[None, :], tile, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rank", "slot", "site", "senders", "num_chunks"])
+@triton.jit(do_not_specialize=["rows", "rank", "slot", "site", "senders", "num_chunks"])
 def all_gather_matmul_kernel(
     shard, weights, outs, gathered, table, ctl, counters,
     rows, K, block, columns, strides_bk, strides_bn, slot_stride,
@@ -176,8 +178,39 @@ def all_gather_matmul_kernel(
     finish(table, ctl, rank, slot, site, epoch, WORLD)
 
 
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes that all ranks share: rows of a shard, their chunks in the slot, the tile shape, the slot's bytes."""
+
+    rows: int
+    K: int
+    config: Config
+    num_chunks: int
+    slot_stride: int
+    nbytes: int
+
+
+def geometry(node: AllGatherMatmul, launch: Launch, shard: torch.Tensor, columns: int) -> Geometry:
+    """columns: of all weights together, the largest on any rank. See Geometry."""
+    K = shard.shape[-1]
+    rows = math.prod(shard.shape[:-1])
+    config = launch.config(rows=rows, columns=columns, repeats=node.world_size, dtype=shard.dtype)
+    blocks = ceil_div(rows, config.block_m)
+    if blocks > config.group_m * MAX_CHUNKS.value:
+        config = replace(config, group_m=1 << (ceil_div(blocks, MAX_CHUNKS.value) - 1).bit_length())
+    slot_stride = round_up(rows * K, 128)
+    return Geometry(
+        rows=rows,
+        K=K,
+        config=config,
+        num_chunks=ceil_div(blocks, config.group_m),
+        slot_stride=slot_stride,
+        nbytes=node.world_size * slot_stride * shard.element_size(),
+    )
+
+
 def all_gather_matmul(
-    node: AllGatherMatmul, launch: Launch, shard: torch.Tensor, weights: Sequence[torch.Tensor]
+    node: AllGatherMatmul, launch: Launch, sizes: Geometry, shard: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """shard [.., S, .., K] with S at `gather_dim`, weights [K, N_i].
 
@@ -185,25 +218,16 @@ def all_gather_matmul(
     """
     shard = shard.contiguous()
     shape = list(shard.shape)
-    K = shape[-1]
-    rows = shard.numel() // K
-    outs = [shard.new_empty(node.world_size * rows, weight.shape[1]) for weight in weights]
+    config = sizes.config
+    outs = [shard.new_empty(node.world_size * sizes.rows, weight.shape[1]) for weight in weights]
     gathered = shard
     if node.return_gathered:
         gathered_shape = list(shape)
         gathered_shape[node.gather_dim] *= node.world_size
         gathered = shard.new_empty(gathered_shape)
-    columns = sum(weight.shape[1] for weight in weights)
-    config = launch.config(rows=rows, columns=columns, repeats=node.world_size, dtype=shard.dtype)
-    chunk_rows = config.block_m * config.group_m
-    if ceil_div(rows, chunk_rows) > MAX_CHUNKS.value:
-        group_m = 1 << (ceil_div(rows, config.block_m * MAX_CHUNKS.value) - 1).bit_length()
-        config = replace(config, group_m=group_m)
-        chunk_rows = config.block_m * group_m
-    num_m = ceil_div(rows, config.block_m)
-    tiles = node.world_size * num_m * sum(ceil_div(weight.shape[1], config.block_n) for weight in weights)
-    slot_stride = round_up(rows * K, 128)
-    with launch.call(nbytes=node.world_size * slot_stride * shard.element_size()) as call:
+    num_n = sum(ceil_div(weight.shape[1], config.block_n) for weight in weights)
+    tiles = node.world_size * ceil_div(sizes.rows, config.block_m) * num_n
+    with launch.call(nbytes=sizes.nbytes) as call:
         all_gather_matmul_kernel[(launch.programs(tiles, config),)](
             shard,
             tuple(weights),
@@ -212,31 +236,23 @@ def all_gather_matmul(
             call.table,
             call.ctl,
             call.counters,
-            rows=rows,
-            K=K,
+            rows=sizes.rows,
+            K=sizes.K,
             block=launch.shard_block(shape, node.gather_dim),
             columns=tuple(weight.shape[1] for weight in weights),
             strides_bk=tuple(weight.stride(0) for weight in weights),
             strides_bn=tuple(weight.stride(1) for weight in weights),
-            slot_stride=slot_stride,
+            slot_stride=sizes.slot_stride,
             rank=launch.rank,
             slot=call.slot,
             site=call.site,
             senders=SENDERS,
-            num_chunks=ceil_div(rows, chunk_rows),
+            num_chunks=sizes.num_chunks,
             WORLD=node.world_size,
             NUM_WEIGHTS=len(weights),
             RETURN_GATHERED=node.return_gathered,
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            GROUP_M=config.group_m,
-            EVEN_K=K % config.block_k == 0,
-            PRECISION=dot_precision(shard.dtype),
-            UPCAST=launch.interpreted,
+            **launch.constants(config, sizes.K, shard.dtype),
             SEND_BLOCK=SEND_BLOCK,
             SEND_STEPS=SEND_STEPS,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
         )
     return [*outs, gathered] if node.return_gathered else outs
