@@ -66,11 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the demo; the exit code: 0 if every comparison held on every rank."""
-    import torch
-
     if arguments.ranks < 2:
         print("demo: --ranks has to be at least 2", file=sys.stderr)
         return 2
+    import torch
+
     gpus = torch.cuda.device_count()
     device_type = arguments.device
     if device_type == "auto":

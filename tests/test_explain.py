@@ -1,0 +1,167 @@
+"""explain: one row per collective with what runs and why, and no trace left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ditron_inductor
+from ditron_inductor.errors import UnknownOption
+from ditron_inductor.explain import ExplainedSite, Report, bytes_text
+from ditron_inductor.options import Options
+from ditron_inductor.sites import GraphRecord, SiteRecord
+from tests.ranks import RankContext, RankPools
+
+
+def site(**changes: Any) -> SiteRecord:
+    values: dict[str, Any] = dict(
+        site="ab12/0:matmul_all_reduce",
+        kind="matmul_all_reduce",
+        fused=True,
+        pattern="matmul -> all_reduce(sum)",
+        group_name="0",
+        world_size=4,
+        dtype="bfloat16",
+        device_type="cuda",
+        shapes=("[16, 32]", "[32, 8]"),
+        m=16,
+        n=8,
+        k=32,
+        itemsize=2,
+        bytes_moved=1536,
+        strategy="auto",
+        node="n",
+        text="",
+    )
+    return SiteRecord(**(values | changes))
+
+
+def report(*sites: ExplainedSite, options: Options | None = None) -> Report:
+    graph = GraphRecord(0, False, "ab12", tuple(one.record for one in sites), "before", "after")
+    return Report(sites, (graph,), options or Options())
+
+
+def test_the_table_has_a_row_for_every_collective() -> None:
+    fused = ExplainedSite("forward", site(), "tile", 12.4, "predicted: library 20 us, tile 12 us")
+    alone = site(fused=False, kind="all_reduce", pattern="all_reduce", world_size=None, bytes_moved=None)
+    text = str(report(fused, ExplainedSite("backward", alone, "-", None, "no matmul stands next to it")))
+    header, _, first, second, summary = text.splitlines()
+    assert header.split() == "graph collective pattern shape dtype group strategy moved predicted why".split()
+    for cell in ("forward", "matmul -> all_reduce(sum)", "[16, 32] [32, 8]", "0 (x4)", "tile", "1.5 KiB", "12 us"):
+        assert cell in first
+    assert "no matmul stands next to it" in second
+    assert summary == "1 of 2 collectives fused, in 1 graph"
+
+
+def test_options_that_differ_from_the_defaults_are_named() -> None:
+    fused = ExplainedSite("forward", site(), "tile", None, "")
+    assert str(report(fused, options=Options(strategy="tile"))).endswith("; ditron.strategy = tile")
+
+
+def test_nothing_to_report_is_said() -> None:
+    assert "without a collective" in str(report())
+    assert "no graph" in str(Report((), (), Options()))
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (1 << 20, "1 MiB"), (5 << 40, "5120 GiB")]
+)
+def test_bytes_are_readable(count: int, text: str) -> None:
+    assert bytes_text(count) == text
+
+
+def test_options_are_checked_at_once() -> None:
+    with pytest.raises(UnknownOption, match="ditron.fast"):
+        ditron_inductor.explain(lambda x: x, options={"ditron.fast": True})
+
+
+def test_a_function_without_collectives() -> None:
+    result = ditron_inductor.explain(lambda x: x.sin() + 1)(torch.ones(3))
+    assert result.sites == () and "nothing to fuse" in str(result)
+
+
+def test_the_random_state_is_kept() -> None:
+    torch.manual_seed(3)
+    want = torch.rand(2)
+    torch.manual_seed(3)
+    ditron_inductor.explain(lambda x: torch.nn.functional.dropout(x))(torch.ones(64))
+    assert torch.equal(torch.rand(2), want)
+
+
+def _forward(ctx: RankContext, options: dict[str, Any]) -> Report:
+    from torch.distributed import _functional_collectives as funcol
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = funcol.all_gather_tensor(x, 0, ctx.group_name) @ w
+        # No matmul stands next to this one.
+        return funcol.all_reduce(y.sin(), "sum", ctx.group_name)
+
+    torch.manual_seed(0)
+    return ditron_inductor.explain(fn, options=options)(torch.randn(4, 8), torch.randn(8, 6))
+
+
+def test_a_fused_site_and_one_left_alone(rank_pools: RankPools) -> None:
+    for result in rank_pools.get("cpu", 2).run(_forward, {}):
+        (fused,), (alone,) = result.fused, result.left_alone
+        assert fused.record.kind == "all_gather_matmul" and fused.strategy == "library"
+        assert fused.record.bytes_moved == 4 * 8 * 4 and fused.record.world_size == 2
+        assert "interpreter" in fused.reason
+        assert alone.strategy == "-" and alone.reason
+        assert "ditron.all_gather_matmul" in result.graphs[0].graph_after
+        assert "ditron.all_gather_matmul" not in result.graphs[0].graph_before
+
+
+def test_a_forced_strategy_is_shown(rank_pools: RankPools) -> None:
+    result = rank_pools.get("cpu", 2).run(_forward, {"ditron.strategy": "library"})[0]
+    assert result.fused[0].strategy == "library" and "forced" in result.fused[0].reason
+
+
+def test_a_fusion_that_is_switched_off_is_a_reason(rank_pools: RankPools) -> None:
+    result = rank_pools.get("cpu", 2).run(_forward, {"ditron.fusions": ["matmul_all_reduce"]})[0]
+    assert not result.fused
+    assert "ditron.fusions" in result.left_alone[0].reason
+
+
+def _training(ctx: RankContext) -> tuple[Report, bool, bool, list[str]]:
+    from torch.distributed import _functional_collectives as funcol
+
+    class Rowwise(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return funcol.all_reduce(super().forward(x), "sum", ctx.group_name)
+
+    torch.manual_seed(0)
+    model = Rowwise(8, 6, bias=False)
+    leaf = torch.randn(4, 8, requires_grad=True)
+    upstream = leaf.exp()
+    backend_result = torch.compile(model, backend="ditron")(upstream.detach())
+    result = ditron_inductor.explain(model)(upstream)
+    untouched = all(value.grad is None for value in (leaf, *model.parameters()))
+    # The caller's own graph is still there to be used.
+    upstream.sum().backward()
+    assert leaf.grad is not None
+    same = torch.equal(backend_result, torch.compile(model, backend="ditron")(upstream.detach()))
+    return result, untouched, same, [one.direction for one in result.sites]
+
+
+def test_training_leaves_no_gradients_and_the_callers_graph(rank_pools: RankPools) -> None:
+    result, untouched, same, directions = rank_pools.get("cpu", 2).run(_training, timeout=110)[0]
+    assert untouched and same
+    assert len(result.graphs) == 2, "the backward graph is compiled too"
+    assert directions[0] == "forward" and result.fused[0].record.kind == "matmul_all_reduce"
+
+
+def _twice(ctx: RankContext) -> list[int]:
+    from torch.distributed import _functional_collectives as funcol
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return funcol.all_reduce(x @ w, "sum", ctx.group_name)
+
+    x, w = torch.ones(4, 8), torch.ones(8, 6)
+    torch.compile(fn, backend="ditron")(x, w)
+    return [len(ditron_inductor.explain(fn)(x, w).fused) for _ in range(2)]
+
+
+def test_a_function_that_was_compiled_before_is_explained_each_time(rank_pools: RankPools) -> None:
+    assert rank_pools.get("cpu", 2).run(_twice, timeout=110) == [[1, 1], [1, 1]]
