@@ -43,8 +43,11 @@ from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
 from ditron_inductor.task.nodes import AllGatherMatmul
 
 SEND_BLOCK = 8192
+"""Elements that a program copies in one step; SEND_STEPS of them are one piece of the send queue."""
 SEND_STEPS = 8
 SENDERS = 32
+"""Programs that start on the send queue: enough to fill the links."""
+INTERPRETED_SEND_BLOCK = 512
 
 
 @triton.jit
@@ -252,7 +255,7 @@ def all_gather_matmul(
             NUM_WEIGHTS=len(weights),
             RETURN_GATHERED=node.return_gathered,
             **launch.constants(config, sizes.K, shard.dtype),
-            SEND_BLOCK=SEND_BLOCK,
-            SEND_STEPS=SEND_STEPS,
+            SEND_BLOCK=INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
+            SEND_STEPS=1 if launch.interpreted else SEND_STEPS,
         )
     return [*outs, gathered] if node.return_gathered else outs

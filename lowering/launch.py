@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -27,15 +28,16 @@ def round_up(a: int, b: int) -> int:
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """x [.., K] as rows [M, K] with contiguous K; a view where its strides allow, else a copy."""
-    rows = x.reshape(-1, x.shape[-1])
+    # Not -1: a rank with an empty slice of K has rows of no length.
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def dot_precision(dtype: torch.dtype) -> str:
     """`input_precision` of `tl.dot` for operands of `dtype`: fp32 obeys torch.set_float32_matmul_precision."""
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
-        return "ieee"
-    return "tf32"
+    exact = dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    # AMD GPUs have no tf32, and the compiler refuses the word even where it would not matter.
+    return "ieee" if exact or torch.version.hip is not None else "tf32"
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,20 @@ class Launch:
         )
         half = ceil_div(ceil_div(rows, config.block_m), 2)
         return replace(config, group_m=min(config.group_m, 1 << (half - 1).bit_length()))
+
+    def constants(self, config: Config, K: int, dtype: torch.dtype) -> dict[str, Any]:
+        """The compile-time arguments that every matrix-product kernel takes, and its launch options."""
+        return {
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "GROUP_M": config.group_m,
+            "EVEN_K": K % config.block_k == 0,
+            "PRECISION": dot_precision(dtype),
+            "UPCAST": self.interpreted,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
 
     def programs(self, work: int, config: Config) -> int:
         """Grid of a persistent kernel with `work` tickets. Any number is right; this many keep the GPU busy."""

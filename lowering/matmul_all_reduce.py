@@ -14,6 +14,9 @@ Limits. None on M, N, K: edge tiles are masked where they meet the output.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +25,8 @@ from ditron_inductor.core.layout import MAX_CHUNKS, MAX_WORLD
 from ditron_inductor.core.matmul import matmul_tile
 from ditron_inductor.core.order import gather_order, grouped, scatter_order
 from ditron_inductor.core.signals import arrive, current_epoch, data, finish, healthy, publish, take_tile, wait
-from ditron_inductor.lowering.launch import Launch, ceil_div, dot_precision, rows_of
+from ditron_inductor.lowering.config import Config
+from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
 from ditron_inductor.lowering.partials import block_offsets, push_partial, reduce_partials
 from ditron_inductor.task.nodes import MatmulAllReduce
 
@@ -122,23 +126,44 @@ def matmul_all_reduce_kernel(
     finish(table, ctl, rank, slot, site, epoch, WORLD)
 
 
-def matmul_all_reduce(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes that all ranks share: the output [M, N], the tile shape, tiles of one owner, the slot's bytes."""
+
+    M: int
+    N: int
+    config: Config
+    owned: int
+    nbytes: int
+
+
+def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
+    """a [.., K]; columns: N. See Geometry."""
+    M = math.prod(a.shape[:-1])
+    config = launch.config(rows=M, columns=columns, repeats=1, dtype=a.dtype)
+    owned = ceil_div(ceil_div(M, config.block_m) * ceil_div(columns, config.block_n), node.world_size)
+    # Two areas of W * owned tiles each: partials by source, and results by owner.
+    nbytes = 2 * node.world_size * owned * config.block_m * config.block_n * a.element_size()
+    return Geometry(M=M, N=columns, config=config, owned=owned, nbytes=nbytes)
+
+
+def matmul_all_reduce(
+    node: MatmulAllReduce, launch: Launch, sizes: Geometry, a: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
     """a [.., K], b [K, N]; returns [.., N]. See the module."""
-    out = a.new_empty([*a.shape[:-1], b.shape[1]])
+    out = a.new_empty([*a.shape[:-1], sizes.N])
     a_rows = rows_of(a)
-    M, N, K = a_rows.shape[0], b.shape[1], b.shape[0]
-    config = launch.config(rows=M, columns=N, repeats=1, dtype=a.dtype)
-    owned = ceil_div(ceil_div(M, config.block_m) * ceil_div(N, config.block_n), node.world_size)
-    with launch.call(nbytes=2 * node.world_size * owned * config.block_m * config.block_n * a.element_size()) as call:
-        matmul_all_reduce_kernel[(launch.programs(2 * node.world_size * owned, config),)](
+    K = b.shape[0]
+    with launch.call(nbytes=sizes.nbytes) as call:
+        matmul_all_reduce_kernel[(launch.programs(2 * node.world_size * sizes.owned, sizes.config),)](
             a_rows,
             b,
             out,
             call.table,
             call.ctl,
             call.counters,
-            M=M,
-            N=N,
+            M=sizes.M,
+            N=sizes.N,
             K=K,
             stride_am=a_rows.stride(0),
             stride_bk=b.stride(0),
@@ -146,17 +171,9 @@ def matmul_all_reduce(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, b:
             rank=launch.rank,
             slot=call.slot,
             site=call.site,
-            chunk_tiles=launch.chunk_tiles(owned, RESULT_ROW.value),
+            chunk_tiles=launch.chunk_tiles(sizes.owned, RESULT_ROW.value),
             WORLD=node.world_size,
             AVERAGE=node.reduce_op == "avg",
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            GROUP_M=config.group_m,
-            EVEN_K=K % config.block_k == 0,
-            PRECISION=dot_precision(a.dtype),
-            UPCAST=launch.interpreted,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **launch.constants(sizes.config, K, a.dtype),
         )
     return out

@@ -12,6 +12,9 @@ Limits. The scattered dimension is not the last one, and the group's size divide
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +23,8 @@ from ditron_inductor.core.layout import MAX_CHUNKS
 from ditron_inductor.core.matmul import matmul_tile
 from ditron_inductor.core.order import grouped, interleaved_row, scatter_order
 from ditron_inductor.core.signals import current_epoch, finish, take_tile
-from ditron_inductor.lowering.launch import Launch, ceil_div, dot_precision, rows_of
+from ditron_inductor.lowering.config import Config
+from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
 from ditron_inductor.lowering.partials import push_partial, reduce_partials
 from ditron_inductor.task.nodes import MatmulReduceScatter
 
@@ -69,44 +73,56 @@ def matmul_reduce_scatter_kernel(
     finish(table, ctl, rank, slot, site, epoch, WORLD)
 
 
-def matmul_reduce_scatter(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes that all ranks share: the output [rows, N], the tile shape, tiles of one rank's output, the slot's bytes."""
+
+    rows: int
+    N: int
+    config: Config
+    tiles: int
+    nbytes: int
+
+
+def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
+    """a [.., W*S, .., K] with W*S at `scatter_dim`; columns: N. See Geometry."""
+    rows = math.prod(a.shape[:-1]) // node.world_size
+    config = launch.config(rows=rows, columns=columns, repeats=node.world_size, dtype=a.dtype)
+    tiles = ceil_div(rows, config.block_m) * ceil_div(columns, config.block_n)
+    nbytes = node.world_size * tiles * config.block_m * config.block_n * a.element_size()
+    return Geometry(rows=rows, N=columns, config=config, tiles=tiles, nbytes=nbytes)
+
+
+def matmul_reduce_scatter(
+    node: MatmulReduceScatter, launch: Launch, sizes: Geometry, a: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
     """a [.., W*S, .., K] with W*S at `scatter_dim`, b [K, N]; returns [.., S, .., N]. See the module."""
-    shape = list(a.shape)
+    shape = [*a.shape[:-1], sizes.N]
     shape[node.scatter_dim] //= node.world_size
-    out = a.new_empty([*shape[:-1], b.shape[1]])
+    out = a.new_empty(shape)
     a_rows = rows_of(a)
-    rows, N, K = a_rows.shape[0] // node.world_size, b.shape[1], b.shape[0]
-    config = launch.config(rows=rows, columns=N, repeats=node.world_size, dtype=a.dtype)
-    tiles = ceil_div(rows, config.block_m) * ceil_div(N, config.block_n)
-    with launch.call(nbytes=node.world_size * tiles * config.block_m * config.block_n * a.element_size()) as call:
-        matmul_reduce_scatter_kernel[(launch.programs((node.world_size + 1) * tiles, config),)](
+    K = b.shape[0]
+    with launch.call(nbytes=sizes.nbytes) as call:
+        matmul_reduce_scatter_kernel[(launch.programs((node.world_size + 1) * sizes.tiles, sizes.config),)](
             a_rows,
             b,
             out,
             call.table,
             call.ctl,
             call.counters,
-            rows=rows,
-            N=N,
+            rows=sizes.rows,
+            N=sizes.N,
             K=K,
-            block=launch.shard_block(shape, node.scatter_dim),
+            block=launch.shard_block(list(out.shape), node.scatter_dim),
             stride_am=a_rows.stride(0),
             stride_bk=b.stride(0),
             stride_bn=b.stride(1),
             rank=launch.rank,
             slot=call.slot,
             site=call.site,
-            chunk_tiles=launch.chunk_tiles(tiles, MAX_CHUNKS.value),
+            chunk_tiles=launch.chunk_tiles(sizes.tiles, MAX_CHUNKS.value),
             WORLD=node.world_size,
             AVERAGE=node.reduce_op == "avg",
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            GROUP_M=config.group_m,
-            EVEN_K=K % config.block_k == 0,
-            PRECISION=dot_precision(a.dtype),
-            UPCAST=launch.interpreted,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            **launch.constants(sizes.config, K, a.dtype),
         )
     return out

@@ -47,6 +47,7 @@ class SharedWorkspace:
         self.lost: list[Generation] = []
         self.calls = 0
         self.timeouts: set[float] = {timeout_s}
+        self.largest: dict[str, tuple[int, int]] = {}
 
     def make_first_ring(self, limit: int, timeout_s: float) -> None:
         """Find out whether the ranks can map each other's memory; where not, the capabilities say so from now on."""
@@ -106,6 +107,7 @@ class SharedWorkspace:
         self.generations = kept
         self.session = session
         self.calls = 0
+        self.largest = {}
         with torch.inference_mode(False), torch.no_grad():
             for generation in kept:
                 timeout_s = generation.timeout_s
@@ -167,6 +169,22 @@ class Workspace:
     def footprint(self, nbytes: int) -> int:
         """Bytes that calls of `nbytes` need of the option 'ditron.workspace_limit'."""
         return layout.heap_bytes(nbytes)
+
+    def largest(self, what: str, size: int) -> int:
+        """The largest `size` on any rank, for sizes that only this rank's weights have, such as uneven shards.
+
+        Collective at the first use of `what`, a text equal on all ranks, and when the sizes have changed since.
+        """
+        known = self._shared.largest.get(what)
+        if known is None or known[0] != size:
+            try:
+                sizes = self._shared.session.all_gather(f"agree on {what}", size, self.timeout_s)
+            except BaseException as exc:
+                self._shared.health.fail(exc)
+                raise
+            known = (size, max(sizes))
+            self._shared.largest[what] = known
+        return known[1]
 
     def check(self) -> None:
         """Raise what an earlier kernel found wrong, as the next call would."""
