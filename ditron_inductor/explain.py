@@ -165,7 +165,20 @@ def _explained(graph: GraphRecord, record: SiteRecord) -> ExplainedSite:
     direction = {None: "graph", False: "forward", True: "backward"}[graph.is_backward]
     if not record.fused:
         return ExplainedSite(direction, record, LEFT_ALONE, None, record.reason)
-    return ExplainedSite(direction, record, record.strategy, None, record.reason)
+    # torch stays out of this module's imports.
+    from ditron_inductor.task import cost
+    from ditron_inductor.task.plan import decisions
+
+    last = decisions.last(record.group_name, record.site)
+    if last is None:
+        reason = "it has not run: its tensors were empty, or nothing needed its result"
+        return ExplainedSite(direction, record, LEFT_ALONE, None, reason)
+    request, choice = last
+    if request.device_type != "cuda":
+        return ExplainedSite(direction, record, choice.strategy, None, choice.reason)
+    problem = cost.Problem(request.kind, request.m, request.n, request.k, request.dtype.itemsize, request.world_size)
+    predicted = cost.predict(problem, cost.hardware(request.device_name))
+    return ExplainedSite(direction, record, choice.strategy, predicted[choice.strategy], choice.reason)
 
 
 def _cut_from_graph(inputs: Any) -> Any:

@@ -96,3 +96,25 @@ def _obstacle(request: PlanRequest) -> tuple[str, str] | None:
             f"{instead}, or raise the option 'ditron.workspace_limit'",
         )
     return None
+
+
+class Decisions:
+    """The last choice of every site in this process, kept for `explain`: what ran, and from which request.
+
+    The only writer is the binding of the ops; nothing reads it to decide anything.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str], tuple[PlanRequest, Choice]] = {}
+
+    def note(self, group_name: str, request: PlanRequest, choice: Choice) -> None:
+        """Remember `choice` as the last one of the request's site in a group."""
+        self._last[group_name, request.site] = (request, choice)
+
+    def last(self, group_name: str, site: str) -> tuple[PlanRequest, Choice] | None:
+        """The last request and choice of a site, or None if it never ran here."""
+        return self._last.get((group_name, site))
+
+
+decisions = Decisions()
+"""Those of this process."""
