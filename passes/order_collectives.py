@@ -14,11 +14,11 @@ overlap in their ranks must not wait for each other either. A collective of any 
 does a graph without a Task node. A group that the graph holds as an object, and not by name, may be any group: it is
 chained.
 
-What puts a collective behind the token costs no copy. `after` is an alias, right for the collectives that read their
-input where it lies. The three that Inductor lowers as a copy of the input and a collective in place on the copy
-(`CLONED`) would lose the fusion of that copy with the producer of the input: there the token is an operand of the copy,
-`where(token != 0, x, x)`, which is x bit for bit whatever the token holds. `token_of` hangs on the launch, not on the
-wait, so transfers still overlap with what follows.
+What puts a collective behind the token costs no copy. `after` is an alias: right for collectives that read their input
+where it lies, and for a reduction whose input nobody uses afterwards, which Inductor runs in place. Otherwise Inductor
+copies the input and works on the copy, fused with what computes the input; an alias in between would split the two. There
+the token becomes an operand of the copy, `where(token != 0, x, x)`: x bit for bit, whatever the token holds. `token_of`
+hangs on the launch, not on the wait, so transfers still overlap with what follows.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from ditron_inductor.task.nodes import KINDS
 
 GROUP_ARGUMENT = "group_name"
 TOKEN_ARGUMENT = "token"
-# Inductor lowers these to a copy and an in-place collective on it.
-CLONED = ("all_reduce", "all_reduce_coalesced", "broadcast")
+# Inductor runs these in place, the first two on their input where nobody uses it afterwards, else on a copy.
+REDUCED_IN_PLACE = ("all_reduce", "all_reduce_coalesced")
+COPIED = (*REDUCED_IN_PLACE, "broadcast")
 # `where` is a plain select for these; Inductor has none for the others (complex, float8).
 SELECTABLE = (
     torch.float64,
@@ -121,13 +122,9 @@ def _token_after(graph: fx.Graph, match: Match) -> fx.Node:
 
 
 def _put_after(graph: fx.Graph, node: fx.Node, token: fx.Node) -> None:
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    for position, formal in enumerate(target._schema.arguments[: len(node.args)]):
-        given = node.args[position]
+    for position, given in enumerate(node.args):
         first = given[0] if isinstance(given, (list, tuple)) and given else given
-        written = formal.alias_info is not None and formal.alias_info.is_write
-        if written or not isinstance(first, fx.Node) or not isinstance(first.meta.get("val"), torch.Tensor):
+        if not isinstance(first, fx.Node) or not isinstance(first.meta.get("val"), torch.Tensor):
             continue
         with graph.inserting_before(node):
             ordered = _ordered_input(graph, node, first, token)
@@ -136,18 +133,31 @@ def _put_after(graph: fx.Graph, node: fx.Node, token: fx.Node) -> None:
         node.update_arg(position, new)
         return
     raise GraphVerificationError(
-        where="order_collectives", problem=f"{node.name} ({target}) has no tensor input that could be ordered"
+        where="order_collectives", problem=f"{node.name} ({node.target}) has no tensor input that could be ordered"
     )
 
 
 def _ordered_input(graph: fx.Graph, node: fx.Node, x: fx.Node, token: fx.Node) -> fx.Node:
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
-    if target._opname in CLONED and x.meta["val"].dtype in SELECTABLE:
+    copied = target._opname in COPIED and not (target._opname in REDUCED_IN_PLACE and _dies_at(graph, x, node))
+    if copied and x.meta["val"].dtype in SELECTABLE:
         scalar = _call(graph, torch.ops.aten.squeeze.default, (token,), node)  # x may be a scalar itself
         condition = _call(graph, torch.ops.aten.ne.Scalar, (scalar, 0), node)
         return _call(graph, torch.ops.aten.where.self, (condition, x, x), node)
     return _call(graph, ops.overload("after"), (x, token), node)
+
+
+def _dies_at(graph: fx.Graph, x: fx.Node, node: fx.Node) -> bool:
+    """Whether nothing reads the memory of x after `node`, and the caller does not own it."""
+    storage = x.meta["val"].untyped_storage()._cdata
+    for other in graph.nodes:
+        value = other.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata != storage:
+            continue
+        if other.op != "call_function" or any(node < user for user in other.users):
+            return False
+    return True
 
 
 def _is_chained(match: Match) -> bool:
