@@ -120,23 +120,20 @@ def interpreter_problem() -> str:
     """Why Triton's interpreter cannot run our kernels in this process, or an empty string."""
     if not _interpreted():
         return "TRITON_INTERPRET=1 was not set before Triton was imported"
-    try:
-        numpy = _version("numpy")
-    except importlib.metadata.PackageNotFoundError:
-        return "Triton's interpreter needs numpy, which is not installed"
-    triton = _version("triton")
+    # Without numpy the kernels could not even have been decorated.
+    triton, numpy = _version("triton"), _version("numpy")
     if triton < (3, 8) and numpy >= (2, 4):
         return f"the interpreter of Triton {triton[0]}.{triton[1]} needs numpy < 2.4 (or take Triton 3.8)"
     return ""
 
 
 def _interpreted() -> bool:
-    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
 
     from ditron_inductor.core import signals
 
     # What counts is the value of TRITON_INTERPRET when the kernels were decorated, and this is what came of it.
-    return isinstance(signals.wait, InterpretedFunction)
+    return not isinstance(signals.wait, JITFunction)
 
 
 def _version(distribution: str) -> tuple[int, ...]:

@@ -1,0 +1,116 @@
+"""Meetings through the store: they end, they agree, they trust no leftovers, they name who is missing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from ditron_inductor.device.exchange import Session, meet
+from ditron_inductor.device.groups import Group
+from ditron_inductor.errors import DitronDiverged, DitronHandshakeError
+from tests.device.threads import make_group, on_ranks
+
+LIMIT_S = 10.0
+SHORT_S = 0.3
+
+
+def open_session(group: Group) -> Session:
+    return meet(group, "topic", "begin", LIMIT_S)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_meet_and_gather_by_rank(world_size: int) -> None:
+    def run(group: Group) -> tuple[str, list[int]]:
+        session = open_session(group)
+        return session.name, session.all_gather("count", group.rank * 10, LIMIT_S)
+
+    results = on_ranks(world_size, run)
+    assert len({name for name, _ in results}) == 1
+    assert all(values == [rank * 10 for rank in range(world_size)] for _, values in results)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_meetings_on_one_topic_follow_each_other(world_size: int) -> None:
+    def run(group: Group) -> list[str]:
+        return [open_session(group).name for _ in range(20)]
+
+    names = on_ranks(world_size, run)
+    assert all(rank_names == names[0] for rank_names in names)
+    assert len(set(names[0])) == 20
+
+
+def test_a_late_rank_is_waited_for() -> None:
+    def run(group: Group) -> str:
+        time.sleep(0.5 * group.rank)
+        return open_session(group).name
+
+    assert len(set(on_ranks(3, run))) == 1
+
+
+def test_leftovers_of_an_earlier_group_are_not_met() -> None:
+    store = dist.HashStore()
+    first = on_ranks(2, lambda group: open_session(group).name, store)
+    # The name and store are the same, and only rank 0 comes: what rank 1 left behind must not pass for rank 1.
+    with pytest.raises(DitronHandshakeError, match="did not hear from: rank 1"):
+        meet(make_group(store, 0, 2), "topic", "begin", SHORT_S)
+    second = on_ranks(2, lambda group: open_session(group).name, store)
+    assert second[0] == second[1] != first[0]
+
+
+def test_a_missing_rank_is_named_with_its_global_rank() -> None:
+    store = dist.HashStore()
+
+    def run(group: Group) -> None:
+        if group.rank != 1:
+            meet(group, "topic", "begin", SHORT_S)
+
+    results = on_ranks(3, run, store, first_global_rank=4)
+    for rank in (0, 2):
+        assert isinstance(results[rank], DitronHandshakeError)
+        assert results[rank].fields["missing"] == "rank 1 (global rank 5)"
+        assert "waited 0.3 s to begin" in str(results[rank])
+
+
+def test_a_rank_that_gave_up_is_met_when_it_comes_back() -> None:
+    def run(group: Group) -> str:
+        if group.rank == 0:
+            with pytest.raises(DitronHandshakeError):
+                meet(group, "topic", "begin", SHORT_S)
+        else:
+            time.sleep(2 * SHORT_S)
+        return open_session(group).name
+
+    names = on_ranks(3, run)
+    assert len(set(names)) == 1
+
+
+def test_gather_names_the_ranks_that_do_not_come() -> None:
+    def run(group: Group) -> None:
+        session = open_session(group)
+        if group.rank == 0:
+            session.all_gather("make room", None, SHORT_S)
+
+    result = on_ranks(3, run)[0]
+    assert isinstance(result, DitronHandshakeError)
+    assert result.fields["missing"] == "rank 1, rank 2"
+
+
+def test_ranks_that_come_for_different_purposes_diverge() -> None:
+    def run(group: Group) -> None:
+        open_session(group).all_gather("make room" if group.rank == 0 else "agree on new options", None, LIMIT_S)
+
+    for rank, result in enumerate(on_ranks(2, run)):
+        assert isinstance(result, DitronDiverged)
+        assert result.fields["peer"] == 1 - rank
+        assert "make room" in str(result) and "agree on new options" in str(result)
+
+
+def test_an_unreachable_store_is_a_handshake_error() -> None:
+    class DeadStore(dist.HashStore):
+        def set(self, key: str, value: str) -> None:
+            raise dist.DistNetworkError("Connection reset by peer\nand a stack")
+
+    with pytest.raises(DitronHandshakeError, match="another rank's process .Connection reset by peer."):
+        meet(make_group(DeadStore(), 0, 2), "topic", "begin", SHORT_S)
