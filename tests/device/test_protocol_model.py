@@ -119,6 +119,25 @@ def test_rank_that_runs_another_site(kind: str, world: int) -> None:
 ONE_CALL = same(2, Call(GATHER, "A"))
 SAME_SLOT = same(2, *twice_replayed(GATHER, GATHER))
 
+@pytest.mark.parametrize("other", [GATHER, SCATTER, REDUCE])
+@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE])
+def test_rank_in_another_kernel(kind: str, other: str) -> None:
+    """Sites share flags and slots whatever their kind: it is noticed, and no rank takes one site's data for another's."""
+    before, after = Call(GATHER, "A", may_fail=True), Call(GATHER, "D", may_fail=True)
+    scripts = [(before, Call(k, site, may_fail=True), after) for k, site in ((kind, "B"), (other, "C"))]
+    for programs in (1, 2):
+        found = explore(Scenario(scripts=tuple(scripts), programs=programs))
+        assert found.violation is None, found.trace
+        assert all(any(record and record[0] == "diverged" for record in ending) for ending in found.endings)
+
+
+def test_graph_replayed_once_more_on_one_rank() -> None:
+    call = Call(GATHER, "B", slot=1, may_fail=True)
+    found = explore(Scenario(scripts=((call,) * 3, (call,) * 2)))
+    assert found.violation is None, found.trace
+    assert found.endings == {(("timeout", 2, 1), None)}
+
+
 # Without the protection, the exploration of the scenario must find a violation that says the text.
 BROKEN = [
     (P.CREDITS, SAME_SLOT, "overwrites slot 1"),
