@@ -122,7 +122,7 @@ SAME_SLOT = same(2, *twice_replayed(GATHER, GATHER))
 @pytest.mark.parametrize("other", [GATHER, SCATTER, REDUCE])
 @pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE])
 def test_rank_in_another_kernel(kind: str, other: str) -> None:
-    """Sites share flags and slots whatever their kind: it is noticed, and no rank takes one site's data for another's."""
+    """Sites share flags and slots whatever their kind: it is noticed, and no rank takes data of another site."""
     before, after = Call(GATHER, "A", may_fail=True), Call(GATHER, "D", may_fail=True)
     scripts = [(before, Call(k, site, may_fail=True), after) for k, site in ((kind, "B"), (other, "C"))]
     for programs in (1, 2):
