@@ -49,7 +49,7 @@ def find_matmul_all_reduce(node: fx.Node) -> Match | ReasonCode:
     collective = read_collective(node)
     if isinstance(collective, ReasonCode):
         return collective
-    product = find_product(collective.operand)
+    product = find_product(collective.operand, (collective.node,))
     return product if isinstance(product, ReasonCode) else Match(collective, product)
 
 

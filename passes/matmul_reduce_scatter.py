@@ -75,7 +75,7 @@ def find_matmul_reduce_scatter(node: fx.Node) -> Match | ReasonCode:
         if isinstance(chunks, ReasonCode):
             return chunks
         scatter_dim, full, between = chunks.split_dim, chunks.source, (*chain, *chunks.between)
-    product = find_product(full)
+    product = find_product(full, between or (collective.node,))
     if isinstance(product, ReasonCode):
         return product
     code = _rejected_shape(collective, product, full, scatter_dim)

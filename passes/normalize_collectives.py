@@ -7,6 +7,7 @@
     two equal views of one tensor (reshape, permute,   -> one (inference graphs hold one per consumer)
       split, getitem, slice, cat)
     such nodes that nothing uses                       -> gone
+    sizes read from such nodes (dynamic shapes)        -> read elsewhere, see `sizes`
 
 `split`, `split_with_sizes` and slices stay as they are: `proofs.piece` reads all of them as (source, dim,
 start, length).
@@ -31,6 +32,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs
 from ditron_inductor.passes.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, c10d, is_collective
 from ditron_inductor.passes.reasons import ReasonCode, leave_alone
+from ditron_inductor.passes.sizes import read_elsewhere
 
 aten = torch.ops.aten
 
@@ -98,6 +100,7 @@ def normalize_collectives(graph: fx.Graph, *, options: Options) -> int:
         if node.target not in COVERED:
             leave_alone(node, PATTERN, ReasonCode.UNSUPPORTED_COLLECTIVE)
     chain = _surroundings(graph)
+    count += read_elsewhere(graph, lambda node: node in chain or _starts_or_ends_chain(node, chain))
     count += _views_to_reshapes(chain)
     count += _merge_equal(graph, chain)
     return count + _erase_dead(graph, chain)
@@ -123,6 +126,14 @@ def _collect(node: fx.Node, found: set[fx.Node], *, downwards: bool) -> None:
             if other.op == "call_function" and other.target in CHAIN and other not in found:
                 found.add(other)
                 pending.append(other)
+
+
+def _starts_or_ends_chain(node: fx.Node, chain: set[fx.Node]) -> bool:
+    """Whether a node is a collective, a wait, or a matmul in front of a chain."""
+    if node.op != "call_function":
+        return False
+    in_front = node.target in proofs.MATMULS and any(user in chain or is_collective(user) for user in node.users)
+    return in_front or is_collective(node) or node.target is WAIT
 
 
 def _views_to_reshapes(chain: set[fx.Node]) -> int:

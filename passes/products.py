@@ -4,6 +4,7 @@ is instead.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from operator import getitem
 
@@ -38,16 +39,17 @@ class Product:
         return node
 
 
-def find_product(node: fx.Node) -> Product | ReasonCode:
-    """Proves that `node` is a matmul behind order-keeping views, none of which is used otherwise; or says what
-    it is.
+def find_product(node: fx.Node, users: Collection[fx.Node]) -> Product | ReasonCode:
+    """Proves that `node` is a matmul behind order-keeping views, none of which is used otherwise; or says what it is.
+
+    `users` are the nodes that may use `node` itself.
     """
     chain = proofs.views_up(node)
     mm = chain[-1]
     code = proofs.proved_mm(mm)
     if code is not None:
         return classify(mm)
-    if any(proofs.sole_user(one) is None for one in chain):
+    if any(proofs.sole_user(one) is None for one in chain[1:]) or any(user not in users for user in node.users):
         return ReasonCode.INTERMEDIATE_USED
     return Product(mm, tuple(chain[:-1]))
 
