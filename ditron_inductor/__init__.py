@@ -13,7 +13,7 @@ from ditron_inductor.options import Options
 
 if TYPE_CHECKING:
     from ditron_inductor.backend import ditron
-    from ditron_inductor.device import reset
+    from ditron_inductor.device.reset import reset
 
 __version__ = "0.1.0"
 __all__ = ["Options", "ditron", "explain", "reset"]
@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
 
         return ditron
     if name == "reset":
-        from ditron_inductor.device import reset
+        from ditron_inductor.device.reset import reset
 
         return reset
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -42,7 +42,7 @@ def ditron(
     patches = {**_mode_patches(mode), **given}
     user_passes = patches.pop(USER_PASS_OPTION, getattr(torch._inductor.config, USER_PASS_OPTION))
     patches[USER_PASS_OPTION] = with_user_passes(user_passes, DitronPipeline(ditron_options))
-    compiled: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=patches)
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
     return compiled
 
 
