@@ -104,32 +104,43 @@ class Health:
 
 
 class Watchdog:
-    """One daemon thread that logs the failures of all workspaces of the process. It makes no CUDA call."""
+    """A daemon thread that logs the failures of all workspaces of a registry. It makes no CUDA call.
+
+    It runs while there is something to watch, and ends before the interpreter does.
+    """
 
     def __init__(self) -> None:
         self._watched: weakref.WeakSet[Health] = weakref.WeakSet()
         self._reported: weakref.WeakKeyDictionary[Health, DitronError] = weakref.WeakKeyDictionary()
         self._stop = threading.Event()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def watch(self, health: Health) -> None:
         """Report `health` from now on, for as long as something else keeps it alive."""
-        self._watched.add(health)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ditron-watchdog", daemon=True)
-            self._thread.start()
-            atexit.register(self.close)
+        with self._lock:
+            self._watched.add(health)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ditron-watchdog", daemon=True)
+                self._thread.start()
+                atexit.register(self.close)
 
     def close(self) -> None:
         """End the thread, before the memory that it reads goes."""
+        thread = self._thread
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(5.0)
+        if thread is not None:
+            thread.join(5.0)
 
     def _run(self) -> None:
         while not self._stop.wait(PERIOD_S):
             for health in list(self._watched):
                 self._report(health)
+            with self._lock:
+                if not self._watched:
+                    self._thread = None
+                    atexit.unregister(self.close)
+                    return
 
     def _report(self, health: Health) -> None:
         error = health.error()

@@ -56,7 +56,7 @@ class SharedWorkspace:
         try:
             self._add_generation(FIRST_SLOT_BYTES, timeout_s, "the group's first call")
         except WorkspaceError as exc:
-            self.capabilities = self.capabilities.without_peer_access(exc.fields["problem"])
+            self.capabilities = self.capabilities.without_peer_access(f"the workspace {exc.fields['problem']}")
 
     def grow(self, site: str, nbytes: int, limit: int, timeout_s: float) -> Generation:
         """Make slots of at least `nbytes`. Collective.
