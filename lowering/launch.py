@@ -57,9 +57,8 @@ class Launch:
 
     @property
     def num_sms(self) -> int:
-        if self.interpreted:
-            return 1
-        return torch.cuda.get_device_properties(self.workspace.device).multi_processor_count
+        """Of the group's smallest device: tile shapes follow from it, and slots are laid out by tile shapes."""
+        return self.workspace.capabilities.num_sms
 
     def config(self, *, rows: int, columns: int, repeats: int, dtype: torch.dtype) -> Config:
         """Tile shape for `repeats` outputs of `rows` x `columns`; group_m is what one group really has."""
