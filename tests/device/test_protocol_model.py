@@ -116,9 +116,6 @@ def test_rank_that_runs_another_site(kind: str, world: int) -> None:
         assert any(record is not None and record[0] == "diverged" for record in ending)
 
 
-ONE_CALL = same(2, Call(GATHER, "A"))
-SAME_SLOT = same(2, *twice_replayed(GATHER, GATHER))
-
 @pytest.mark.parametrize("other", [GATHER, SCATTER, REDUCE])
 @pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE])
 def test_rank_in_another_kernel(kind: str, other: str) -> None:
@@ -137,6 +134,9 @@ def test_graph_replayed_once_more_on_one_rank() -> None:
     assert found.violation is None, found.trace
     assert found.endings == {(("timeout", 2, 1), None)}
 
+
+ONE_CALL = same(2, Call(GATHER, "A"))
+SAME_SLOT = same(2, *twice_replayed(GATHER, GATHER))
 
 # Without the protection, the exploration of the scenario must find a violation that says the text.
 BROKEN = [
