@@ -61,7 +61,7 @@ def classify(node: fx.Node) -> ReasonCode:
         return ReasonCode.SUM_OF_MATMULS if _is_product(node.args[0]) else ReasonCode.BIAS
     if code is not ReasonCode.NO_MATMUL and code is not None:
         return code
-    if node.target is aten.constant_pad_nd.default:
+    if node.target is aten.constant_pad_nd.default or _has_padded_part(node):
         return ReasonCode.UNEVEN_SHARDS
     if _is_task_output(node):
         return ReasonCode.ALREADY_FUSED
@@ -74,8 +74,14 @@ def classify(node: fx.Node) -> ReasonCode:
         return ReasonCode.CAST_BETWEEN
     if node.target in proofs.TRANSPOSES:
         return ReasonCode.LAYOUT
+    if node.target in proofs.SLICES:
+        return ReasonCode.CHUNKS_PARTIAL
     pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
     return ReasonCode.POINTWISE_BETWEEN if pointwise else ReasonCode.NO_MATMUL
+
+
+def _has_padded_part(node: fx.Node) -> bool:
+    return node.target is aten.cat.default and any(proofs.padded(part) for part in node.all_input_nodes)
 
 
 def _is_product(node: object) -> bool:

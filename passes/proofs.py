@@ -39,6 +39,7 @@ ORDER_KEEPING: frozenset[object] = frozenset(
         aten.squeeze.dim,
         aten.squeeze.dims,
         aten.alias.default,
+        aten.detach.default,
         aten.clone.default,
     }
 )
@@ -196,7 +197,7 @@ def regrouped(cat: fx.Node, world_size: int) -> Regrouped | ReasonCode:
     assert cat.target is aten.cat.default
     bound = arguments(cat)
     parts: list[fx.Node] = list(bound["tensors"])
-    if any(_padded(part) for part in parts):
+    if any(padded(part) for part in parts):
         return ReasonCode.UNEVEN_SHARDS
     pieces = [piece(part) for part in parts]
     result = tensor(cat)
@@ -227,7 +228,8 @@ def _splits(parts: list[fx.Node]) -> list[fx.Node]:
     return [part.args[0] for part in parts if part.target is getitem and isinstance(part.args[0], fx.Node)]
 
 
-def _padded(node: fx.Node) -> bool:
+def padded(node: fx.Node) -> bool:
+    """Whether a node was padded, as a shard is that is smaller than the others."""
     return any(view.target is aten.constant_pad_nd.default for view in views_up(node))
 
 

@@ -73,7 +73,7 @@ def reshaped_rows(graph: fx.Graph, source: fx.Node, sizes: tuple[Any, ...], shap
     strides = [value.stride(0), value.stride(1)]
     for length in reversed(shape[1:-1]):
         strides.insert(0, strides[0] * length)
-    node = graph.call_function(torch.ops.aten.reshape.default, (source, list(sizes)))
+    node = graph.create_node("call_function", torch.ops.aten.reshape.default, (source, list(sizes)), name="rows")
     node.meta.update(copied_meta(source))
     with value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext():
         node.meta["val"] = value.new_empty_strided(shape, strides)

@@ -69,6 +69,9 @@ def _size(graph: fx.Graph, reader: fx.Node, source: fx.Node, dim: int, asked: Ca
         return _multiple(graph, reader, source.args[0], dim, source.args[1], length, asked)
     if source.target is aten.mm.default:
         return _size(graph, reader, source.args[dim], dim, asked)  # type: ignore[arg-type]
+    part = proofs.piece(source)
+    if part is not None and part.dim != dim:
+        return _size(graph, reader, part.source, dim, asked)
     if source.target is aten.cat.default:
         return _size_of_cat(graph, reader, source, dim, asked)
     return None

@@ -91,6 +91,20 @@ def reasons(module: fx.GraphModule) -> list[str]:
     return [node.meta[LEFT_ALONE].code for node in module.graph.nodes if LEFT_ALONE in node.meta]
 
 
+@contextlib.contextmanager
+def assert_no_new_guards(module: fx.GraphModule) -> Iterator[None]:
+    """Nothing in the block specialises, relates or guards a symbol of the graph."""
+    values = [node.meta.get("val") for node in module.graph.nodes]
+    shape_env: Any = next(value.fake_mode.shape_env for value in values if hasattr(value, "fake_mode"))
+
+    def state() -> tuple[Any, ...]:
+        return (list(shape_env.guards), dict(shape_env.replacements), dict(shape_env.var_to_range))
+
+    before = state()
+    yield
+    assert state() == before
+
+
 def text(graph: fx.Graph) -> str:
     """One line per node: name, shape, op, arguments."""
     return "\n".join(_line(node) for node in graph.nodes) + "\n"
@@ -120,7 +134,9 @@ def run_ranks(module: fx.GraphModule, inputs: list[list[torch.Tensor]]) -> list[
     for node in module.graph.nodes:
         if node.op == "placeholder":
             continue
-        args = [fx.map_arg((node.args, dict(node.kwargs)), lambda one, r=rank: values[one][r]) for rank in range(world_size)]
+        args = [
+            fx.map_arg((node.args, dict(node.kwargs)), lambda one, r=rank: values[one][r]) for rank in range(world_size)
+        ]
         if node.op == "output":
             return [tree_map(lambda one: one, arg[0][0]) for arg in args]
         together = _TOGETHER.get(_op_name(node.target))
