@@ -14,7 +14,7 @@ from typing import Any
 
 from ditron_inductor.device.capabilities import Capabilities, RankFacts, combine
 from ditron_inductor.device.exchange import Session
-from ditron_inductor.errors import DitronOptionsMismatch
+from ditron_inductor.errors import DitronDiverged, DitronOptionsMismatch
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +71,21 @@ def shake_hands(session: Session, options: AgreedOptions, facts: RankFacts, tabl
     return Agreement(combine([RankFacts(**offer["facts"]) for offer in offers]), offers[0]["table"])
 
 
-def agree_options(session: Session, options: AgreedOptions, timeout_s: float) -> None:
-    """Agree on further options in a group that has shaken hands. Collective. Raises as `shake_hands`."""
-    settings = session.all_gather("agree on new options", _settings(options), timeout_s)
-    _compare(session.group.name, settings)
+def agree_options(
+    session: Session, options: AgreedOptions, timeout_s: float, site: str = "new options", size: int = 0
+) -> list[int]:
+    """Agree on further options, or on the options and sizes of a further site, in a group that has shaken hands.
+
+    Returns every rank's `size`. Collective: the ranks meet here for either reason, so that one which comes with other
+    options is told so. Raises as `shake_hands`, and DitronDiverged when the options are equal and the sites are not.
+    """
+    offer = {"settings": _settings(options), "site": site, "size": size}
+    offers = session.all_gather("agree on a site and its options", offer, timeout_s)
+    _compare(session.group.name, [offer["settings"] for offer in offers])
+    for peer, other in enumerate(offers):
+        if other["site"] != site:
+            raise DitronDiverged(rank=session.group.rank, site=site, peer=peer, peer_site=other["site"])
+    return [other["size"] for other in offers]
 
 
 def _settings(options: AgreedOptions) -> dict[str, Any]:

@@ -53,10 +53,11 @@ class Health:
         """Raise the failure, if any: at first as DitronTimeout or DitronDiverged, later as DitronPoisoned."""
         error = self.error()
         if self._cause:
-            raise DitronPoisoned(group_name=self._group.name, cause=self._cause) from error
+            raise DitronPoisoned(group_name=self._group.name, cause=self._cause)
         if error is not None:
             self._cause = str(error)
-            raise error
+            # A copy: the traceback of a raised one would keep its callers' tensors for as long as we keep the error.
+            raise type(error)(**error.fields)
 
     def fail(self, cause: BaseException) -> None:
         """Note an exception, raised elsewhere, that left this rank's calls out of step with the other ranks'."""
@@ -134,16 +135,16 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stop.wait(PERIOD_S):
-            for health in list(self._watched):
-                self._report(health)
+            self._report_all()
             with self._lock:
                 if not self._watched:
                     self._thread = None
                     atexit.unregister(self.close)
                     return
 
-    def _report(self, health: Health) -> None:
-        error = health.error()
-        if error is not None and self._reported.get(health) is not error:
-            self._reported[health] = error
-            logger.error("%s: %s", type(error).__name__, error)
+    def _report_all(self) -> None:
+        for health in list(self._watched):
+            error = health.error()
+            if error is not None and self._reported.get(health) is not error:
+                self._reported[health] = error
+                logger.error("%s: %s", type(error).__name__, error)

@@ -16,12 +16,12 @@ from ditron_inductor.device.calibrate import PollRates
 from ditron_inductor.device.capabilities import Capabilities
 from ditron_inductor.device.exchange import Session
 from ditron_inductor.device.groups import Group
-from ditron_inductor.device.handshake import AgreedOptions, Agreement
+from ditron_inductor.device.handshake import AgreedOptions, Agreement, agree_options
 from ditron_inductor.device.ring import FIRST_SLOT_BYTES, Generation, make_generation, slot_size
 from ditron_inductor.device.sites import SiteNames
 from ditron_inductor.device.streams import CallOrder, HostOrder, StreamOrder
 from ditron_inductor.device.watchdog import Health
-from ditron_inductor.errors import DitronCaptureError, WorkspaceError
+from ditron_inductor.errors import DitronCaptureError, DitronDiverged, DitronHandshakeError, WorkspaceError
 
 
 class SharedWorkspace:
@@ -178,8 +178,8 @@ class Workspace:
         known = self._shared.largest.get(what)
         if known is None or known[0] != size:
             try:
-                sizes = self._shared.session.all_gather(f"agree on {what}", size, self.timeout_s)
-            except BaseException as exc:
+                sizes = agree_options(self._shared.session, self.options, self.timeout_s, what, size)
+            except (DitronHandshakeError, DitronDiverged) as exc:
                 self._shared.health.fail(exc)
                 raise
             known = (size, max(sizes))
