@@ -24,11 +24,6 @@ class Size:
 
 
 SMALL = {"cpu": Size(20, 40, 36), "cuda": Size(200, 520, 392)}
-SIZES = {
-    # In the order of the calls: each of the larger ones makes the workspace grow.
-    "cpu": (Size(8, 16, 24), Size(40, 40, 72), Size(5, 72, 10), Size(96, 64, 130)),
-    "cuda": (Size(64, 128, 256), Size(700, 520, 1030), Size(5, 72, 10), Size(4096, 1024, 2048)),
-}
 
 
 class Problem:
