@@ -1,18 +1,25 @@
-"""Tools for tests of passes: a process group without ranks, graphs as a compiler sees them, their text, and what they compute.
+"""Tools for tests of passes: a process group without ranks, graphs as a compiler sees them, their text, and
+what they compute.
 
-No device and no second process: `fake_group` makes collectives traceable, and `run_ranks` computes a graph for all ranks at once.
+No device and no second process: `fake_group` makes collectives traceable, and `run_ranks` computes a graph for
+all ranks at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from operator import getitem
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch import fx
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.fx_passes import post_grad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
@@ -78,6 +85,36 @@ def traced(fn: Callable[..., Any], *args: torch.Tensor, dynamic: bool = False) -
     return module
 
 
+def compiled_graphs(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> list[fx.GraphModule]:
+    """The graphs that Inductor hands to a `post_grad_custom_pre_pass`: forward, and backward if an argument
+    wants gradients.
+
+    Dynamo, autograd, decompositions, joint-graph passes and the partitioner are the real ones; nothing is
+    lowered to kernels.
+    """
+    graphs: list[fx.GraphModule] = []
+
+    def inner_compile(gm: fx.GraphModule, example_inputs: Any, **options: Any) -> Any:
+        post_grad.view_to_reshape(gm)
+        if options.get("is_inference"):
+            post_grad.reorder_for_locality(gm.graph)
+        graphs.append(copy.deepcopy(gm))
+        return make_boxed_func(gm.forward)
+
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        return compile_fx(gm, example_inputs, inner_compile=inner_compile)
+
+    torch._dynamo.reset()
+    with (
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        torch.compiler.config.patch(force_disable_caches=True),
+    ):
+        out = torch.compile(fn, backend=backend, dynamic=dynamic, fullgraph=True)(*args)
+        if isinstance(out, torch.Tensor) and out.requires_grad:
+            out.sum().backward()
+    return graphs
+
+
 def fuse(module: fx.GraphModule, options: Options | None = None) -> int:
     """Runs the normalisation and the three fusions; returns the number of sites that were fused."""
     counts = [each(module.graph, options=options or Options()) for each in FUSIONS]
@@ -125,7 +162,9 @@ def _line(node: fx.Node) -> str:
 
 
 def run_ranks(module: fx.GraphModule, inputs: list[list[torch.Tensor]]) -> list[Any]:
-    """What every rank computes: `inputs[rank]` are its arguments. Collectives and fused ops take all ranks' values together."""
+    """What every rank computes: `inputs[rank]` are its arguments. Collectives and fused ops take all ranks'
+    values together.
+    """
     world_size = len(inputs)
     values: dict[fx.Node, list[Any]] = {}
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]

@@ -125,6 +125,21 @@ def test_one_reshape_per_consumer_is_one_gather() -> None:
     assert "[w_1, v_1, v_1]" in text(after.graph)
 
 
+def test_equal_gathers_are_merged() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gather_dim(x, 1) @ w, gather_dim(x, 1) @ v
+
+    after = assert_same_on_all_ranks(fn, X3, W, V, fused=1)
+    assert "[w_1, v_1], None, 1, False" in text(after.graph)
+
+
+def test_equal_gathers_that_do_not_match_are_not_merged() -> None:
+    """On the last rank they might gather two padded copies."""
+    module = traced(lambda x, w: (gather_dim(x, 1)[:, :30].reshape(60, 16) @ w, all_gather(x).sin()), X3, W)
+    assert fuse(module) == 0
+    assert reasons(module) == ["uneven_shards", "no_matmul"]
+
+
 def test_gathered_tensor_used_elsewhere_comes_from_the_node() -> None:
     after = assert_same_on_all_ranks(lambda x, w: ((g := gather_dim(x, 1)) @ w, g.sin(), g), X3, W, fused=1)
     assert not list(collectives(after.graph, ALL_GATHER))

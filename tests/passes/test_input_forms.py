@@ -1,0 +1,200 @@
+"""The forms in which collectives reach the passes: raw functional ones, torch.distributed calls, DTensor plans;
+both directions.
+"""
+
+from __future__ import annotations
+
+import expecttest
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from ditron_inductor.passes.collectives import is_collective
+from tests.passes.graphs import WORLD_SIZE, compiled_graphs, fake_group, fuse, group_name, reasons, text
+
+
+def sites(module: fx.GraphModule) -> list[str]:
+    """Fuses, and lists the fused ops and the collectives that remain, with their reasons, in graph order."""
+    fuse(module)
+    left = iter(reasons(module))
+    names = []
+    for node in module.graph.nodes:
+        if "ditron." in str(node.target):
+            names.append(str(node.target).removesuffix(".default"))
+        elif node.op == "call_function" and is_collective(node):
+            names.append(f"{str(node.target).removesuffix('.default').removeprefix('_c10d_functional.')}: {next(left)}")
+    return names
+
+
+class FeedForward(nn.Module):
+    def __init__(self, hidden: int = 32, bias: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(16)
+        self.gate = nn.Linear(16, hidden, bias=bias)
+        self.up = nn.Linear(16, hidden, bias=bias)
+        self.down = nn.Linear(hidden, 16, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        out: torch.Tensor = x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+        return out
+
+
+def sequence_parallel(bias: bool = False) -> nn.Module:
+    plan = {
+        "norm": SequenceParallel(),
+        "gate": ColwiseParallel(input_layouts=Shard(1)),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    return parallelize_module(FeedForward(bias=bias), init_device_mesh("cpu", (WORLD_SIZE,)), plan)
+
+
+@pytest.mark.usefixtures("group")
+class TestForms:
+    def test_functional_collectives_in_training(self) -> None:
+        def fn(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            assert dist.group.WORLD is not None
+            hidden = torch.relu(funcol.all_gather_tensor_autograd(x, 1, dist.group.WORLD) @ w)
+            return funcol.reduce_scatter_tensor_autograd(hidden @ v, "sum", 1, dist.group.WORLD)
+
+        x, w, v = torch.randn(2, 8, 16), torch.randn(16, 24), torch.randn(24, 16)
+        forward, backward = compiled_graphs(fn, x.requires_grad_(), w.requires_grad_(), v.requires_grad_())
+        assert sites(forward) == ["ditron.all_gather_matmul", "ditron.matmul_reduce_scatter"]
+        assert sites(backward) == ["ditron.all_gather_matmul", "ditron.matmul_reduce_scatter"]
+
+    def test_functional_collectives_in_training_with_dynamic_shapes(self) -> None:
+        def fn(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            assert dist.group.WORLD is not None
+            hidden = torch.relu(funcol.all_gather_tensor_autograd(x, 1, dist.group.WORLD) @ w)
+            return funcol.reduce_scatter_tensor_autograd(hidden @ v, "sum", 1, dist.group.WORLD)
+
+        x, w, v = torch.randn(3, 8, 16), torch.randn(16, 24), torch.randn(24, 16)
+        graphs = compiled_graphs(fn, x.requires_grad_(), w.requires_grad_(), v.requires_grad_(), dynamic=True)
+        assert [sites(graph) for graph in graphs] == [["ditron.all_gather_matmul", "ditron.matmul_reduce_scatter"]] * 2
+        for graph in graphs:
+            assert "sym_size" not in "".join(
+                str(node.args) for node in graph.graph.nodes if "ditron" in str(node.target)
+            )
+
+    def test_distributed_calls_in_place(self) -> None:
+        def fn(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            gathered = torch.empty(WORLD_SIZE * x.shape[0], x.shape[1])
+            dist.all_gather_into_tensor(gathered, x)
+            hidden = (gathered @ w).relu()
+            out = torch.empty(x.shape[0], v.shape[1])
+            dist.reduce_scatter_tensor(out, hidden @ v)
+            total = out @ w
+            dist.all_reduce(total)
+            return total
+
+        (graph,) = compiled_graphs(fn, torch.randn(8, 16), torch.randn(16, 24), torch.randn(24, 16))
+        fuse(graph)
+        expecttest.assert_expected_inline(text(graph.graph), """\
+arg0_1 [8, 16]
+arg1_1 [16, 24]
+arg2_1 [24, 16]
+empty [32, 16] = aten.empty.memory_format([32, 16], device=device(type='cpu'), pin_memory=False)
+empty_1 [8, 16] = aten.empty.memory_format([8, 16], device=device(type='cpu'), pin_memory=False)
+all_gather_matmul = ditron.all_gather_matmul(arg0_1, [arg1_1], None, 0, False, 4, '0', '', 'auto', 1073741824, 0.0)
+getitem [32, 24] = all_gather_matmul[0]
+relu [32, 24] = aten.relu(getitem)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter(relu, arg2_1, None, 0, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
+getitem_1 [8, 16] = matmul_reduce_scatter[0]
+matmul_all_reduce = ditron.matmul_all_reduce(getitem_1, arg1_1, None, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
+getitem_2 [8, 24] = matmul_all_reduce[0]
+return (getitem_2,)
+""")
+
+    def test_dtensor_sequence_parallel(self) -> None:
+        forward, backward = compiled_graphs(sequence_parallel(), torch.randn(2, 4, 16, requires_grad=True))
+        assert sites(forward) == ["ditron.all_gather_matmul", "ditron.matmul_reduce_scatter"]
+        assert sites(backward)[:2] == ["ditron.all_gather_matmul", "ditron.matmul_reduce_scatter"]
+        # Gate and up reduce their input gradients one by one.
+        assert sites(backward) == ["ditron.all_gather_matmul"] + ["ditron.matmul_reduce_scatter"] * 2
+
+    def test_dtensor_sequence_parallel_inference_batch_1(self) -> None:
+        module = sequence_parallel().requires_grad_(False)
+        (graph,) = compiled_graphs(module, torch.randn(1, 4, 16))
+        assert sites(graph) == ["ditron.all_gather_matmul", "ditron.matmul_reduce_scatter"]
+        (call,) = [node for node in graph.graph.nodes if "all_gather_matmul" in str(node.target)]
+        assert len(call.args[1]) == 2 and not call.args[4]
+
+    def test_dtensor_all_reduce(self) -> None:
+        module = FeedForward()
+        plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        module = parallelize_module(module, init_device_mesh("cpu", (WORLD_SIZE,)), plan)
+        forward, backward = compiled_graphs(module, torch.randn(2, 8, 16, requires_grad=True))
+        assert sites(forward) == ["ditron.matmul_all_reduce"]
+        assert set(sites(backward)) == {"ditron.matmul_all_reduce"}
+
+    def test_dtensor_bias_is_left_alone_with_a_reason(self) -> None:
+        forward, _ = compiled_graphs(sequence_parallel(bias=True), torch.randn(2, 4, 16, requires_grad=True))
+        assert sites(forward) == ["all_gather_into_tensor: bias", "reduce_scatter_tensor: bias"]
+
+
+class Uneven(nn.Module):
+    """A sequence of 10 over 4 ranks: 3, 3, 3 and 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 32, bias=False)
+        self.down = nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return out
+
+
+def test_uneven_shards_are_left_alone_on_every_rank() -> None:
+    """The last rank's shard is padded and its result cut, on that rank alone: no rank may fuse such a site by
+    itself.
+    """
+
+    def graphs_of(rank: int) -> list[list[str]]:
+        with fake_group(rank=rank):
+            plan = {
+                "": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),)),
+                "up": ColwiseParallel(input_layouts=Shard(1)),
+                "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+            }
+            module = parallelize_module(Uneven(), init_device_mesh("cpu", (WORLD_SIZE,)), plan)
+            x = torch.randn(2, 10, 16, requires_grad=True)
+            return [sites(graph) for graph in compiled_graphs(lambda x: module(x).to_local(), x)]
+
+    first, last = graphs_of(0), graphs_of(WORLD_SIZE - 1)
+    assert first == last
+    assert first == [
+        ["all_gather_into_tensor: uneven_shards", "reduce_scatter_tensor: uneven_shards"],
+        [
+            "all_gather_into_tensor: uneven_shards",
+            "reduce_scatter_tensor: uneven_shards",
+            "all_gather_into_tensor: no_matmul",
+        ],
+    ]
+
+
+def test_two_groups_are_told_apart() -> None:
+    with fake_group():
+        other = dist.new_group([0, 1])
+        assert other is not None
+
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            assert dist.group.WORLD is not None
+            return funcol.all_reduce(funcol.all_reduce(x @ w, "sum", other) @ w, "sum", dist.group.WORLD)
+
+        (graph,) = compiled_graphs(fn, torch.randn(8, 16), torch.randn(16, 16))
+        fuse(graph)
+        calls = [node.args[4:6] for node in graph.graph.nodes if "ditron" in str(node.target)]
+        assert calls == [(2, other.group_name), (WORLD_SIZE, group_name())]
