@@ -1,0 +1,69 @@
+"""Task nodes: their text, and the field that every illegal value is blamed on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import expecttest
+import pytest
+
+from ditron_inductor.errors import InvalidTaskNode
+from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Policy, TaskNode
+from ditron_inductor.task.ops import node_from_call, overload, site_args
+
+POLICY = Policy("tile", 1 << 20, 1.5)
+GATHER = AllGatherMatmul(1, 4, "0", True, "r/0", POLICY, 2)
+SCATTER = MatmulReduceScatter(0, "avg", 4, "0", "r/1", POLICY)
+REDUCE = MatmulAllReduce("sum", 4, "0", "r/2", POLICY)
+NODES = (GATHER, SCATTER, REDUCE)
+
+
+def test_golden_text() -> None:
+    lines = "\n".join(node.text() for node in NODES) + "\n"
+    expecttest.assert_expected_inline(lines, """\
+all_gather_matmul(gather_dim=1, num_weights=2, return_gathered=True, world_size=4, group_name='0', site='r/0', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
+matmul_reduce_scatter(scatter_dim=0, reduce_op=avg, world_size=4, group_name='0', site='r/1', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
+matmul_all_reduce(reduce_op=sum, world_size=4, group_name='0', site='r/2', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
+""")
+
+
+@pytest.mark.parametrize("node", NODES, ids=lambda node: node.kind)
+def test_a_node_is_frozen_equal_by_value_and_legal(node: TaskNode) -> None:
+    node.verify()
+    assert node == dataclasses.replace(node)
+    assert hash(node) == hash(dataclasses.replace(node))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        node.site = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("node", "field", "value"),
+    [
+        (GATHER, "gather_dim", -1),
+        (GATHER, "num_weights", 0),
+        (GATHER, "world_size", 1),
+        (GATHER, "group_name", ""),
+        (SCATTER, "scatter_dim", -2),
+        (SCATTER, "reduce_op", "max"),
+        (SCATTER, "world_size", 0),
+        (REDUCE, "reduce_op", "product"),
+        (REDUCE, "group_name", ""),
+    ],
+)
+def test_an_illegal_field_is_named(node: TaskNode, field: str, value: object) -> None:
+    with pytest.raises(InvalidTaskNode, match=f"{node.kind}: field '{field}'"):
+        dataclasses.replace(node, **{field: value}).verify()
+
+
+@pytest.mark.parametrize("policy", [Policy("fast"), Policy(workspace_limit=-1), Policy(timeout_s=-1.0)])
+@pytest.mark.parametrize("node", NODES, ids=lambda node: node.kind)
+def test_an_illegal_policy_is_named(node: TaskNode, policy: Policy) -> None:
+    with pytest.raises(InvalidTaskNode, match="strategy|workspace_limit|timeout_s"):
+        dataclasses.replace(node, policy=policy).verify()
+
+
+def test_a_call_reads_back_as_its_node() -> None:
+    gather_args = ("shard", ["w0", "w1"], None, 1, True, *site_args(GATHER))
+    assert node_from_call(overload(GATHER.kind), gather_args) == GATHER
+    assert node_from_call(overload(SCATTER.kind), ("a", "b", None, 0, "avg", *site_args(SCATTER))) == SCATTER
+    assert node_from_call(overload(REDUCE.kind), ("a", "b", None, "sum", *site_args(REDUCE))) == REDUCE
