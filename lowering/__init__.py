@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 if __name__ != "ditron_inductor.lowering":
-    raise ImportError("use ditron_inductor.lowering: as 'lowering' the folder would be a second module with its own state")
+    raise ImportError("use ditron_inductor.lowering: the bare name would make a second module with its own state")

@@ -7,9 +7,9 @@ output tiles: those of the own shard, which need no wait, then those of rank + 1
 the send queue, the others on the tile queue; a program that comes to a remote tile first helps to empty the send queue,
 so every send precedes every wait and a launch completes even with one resident program. Where the gathered tensor is
 wanted elsewhere too, the last tickets copy it out of the slot.
-Signal protocol. Flag row `chunk`, written once per launch by the last of the programs that pushed a piece of the chunk to
-that peer, read by every tile of the chunk. A push waits for the peer's credit for the slot's previous use; credits are
-given when all programs have finished, that is when nobody reads the slot any more.
+Signal protocol. Flag row `chunk`, written once per launch by the last program that pushed a piece of the chunk to that
+peer, read by every tile of the chunk. A push waits for the peer's credit for the slot's previous use; credits are given
+when all programs have finished, that is when nobody reads the slot any more.
 Limits. K is the last dimension of the shard and the gathered dimension another one.
 """
 
@@ -102,7 +102,8 @@ def copy_gathered(
     offs_k = ticket % num_k * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (offs_m < rows)[:, None] & (offs_k < K)[None, :]
     base = shard_of(shard, table, ctl, source, rank, slot, slot_stride)
-    tile = tl.load(base + offs_m.to(tl.int64)[:, None] * K + offs_k[None, :], mask=inside & (ok != 0), other=float("nan"))
+    offsets = offs_m.to(tl.int64)[:, None] * K + offs_k[None, :]
+    tile = tl.load(base + offsets, mask=inside & (ok != 0), other=float("nan"))
     out_rows = interleaved_row(offs_m.to(tl.int64), source, block, WORLD)
     tl.store(gathered + out_rows[:, None] * K + offs_k[None, :], tile, mask=inside)
 
@@ -114,7 +115,8 @@ def all_gather_matmul_kernel(
     rank, slot, site, senders, num_chunks,
     WORLD: tl.constexpr, NUM_WEIGHTS: tl.constexpr, RETURN_GATHERED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
 ):  # fmt: skip
     """See the module. shard [rows, K] contiguous; weights, outs, columns, strides_b*: tuples of NUM_WEIGHTS."""
     epoch = current_epoch(ctl, slot)
@@ -126,8 +128,8 @@ def all_gather_matmul_kernel(
     pushed = tl.full((), 0, tl.int32)
     if tl.program_id(0) < senders:
         drain_sends(
-            shard, table, ctl, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride, rank, slot, site, epoch,
-            WORLD, SEND_BLOCK, SEND_STEPS,
+            shard, table, ctl, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
+            rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS,
         )  # fmt: skip
         pushed += 1
     shard_tiles = num_m * num_n
@@ -139,8 +141,8 @@ def all_gather_matmul_kernel(
         if source != rank:
             if pushed == 0:
                 drain_sends(
-                    shard, table, ctl, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride, rank, slot,
-                    site, epoch, WORLD, SEND_BLOCK, SEND_STEPS,
+                    shard, table, ctl, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
+                    rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS,
                 )  # fmt: skip
                 pushed += 1
             # Acquire: the whole chunk, which its source pushed before it published this flag.

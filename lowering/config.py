@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,10 @@ class Config:
     num_stages: int
     group_m: int = 8
     programs_per_sm: int = 1
+
+    def for_arch(self, arch: str) -> Config:
+        """The same tiles with as many stages as `arch` ("sm_90", "gfx942") has shared memory for."""
+        return replace(self, num_stages=min(self.num_stages, 2)) if arch.startswith("gfx") else self
 
     def validate(self) -> Config:
         """Return self; ValueError naming the field that no kernel could run with."""

@@ -69,7 +69,7 @@ class Launch:
             dtype=dtype,
             interpreted=self.interpreted,
             num_sms=self.num_sms,
-        )
+        ).for_arch(self.workspace.capabilities.arch)
         half = ceil_div(ceil_div(rows, config.block_m), 2)
         return replace(config, group_m=min(config.group_m, 1 << (half - 1).bit_length()))
 

@@ -1,14 +1,15 @@
 """matmul_all_reduce, strategy `tile`: out = all_reduce(a @ b) in one launch, two-shot, bit-identical on all ranks.
 
 Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K, and every rank wants the whole sum.
-Algorithm. Each tile of the output has an owner: the tiles, in grouped order, are dealt out in W equal runs. One queue of
-work in three phases. (1) Tiles of the product, those of rank + 1 first, each stored from the accumulator into its
-owner's slot. (2) The own tiles: add the W partials in rank order, in fp32, round once, write the own output and push the
-result to every peer. (3) The peers' tiles: copy each result from the slot into the output.
-Signal protocol. Flag rows below MAX_CHUNKS / 2: a chunk of partials, published by the last tile pushed, read by phase 2.
-Rows from there on: a chunk of results, published to each peer by the last tile of the chunk, read by phase 3. Phase 1
-waits for credits only, phase 2 for phase 1 of all ranks, phase 3 for phase 2: ticket order makes that free of cycles. The
-push of phase 2 needs no credit: the partials of the peer, which it waited for, show that the slot is in its new use there.
+Algorithm. Each tile of the output has an owner: the tiles, in grouped order, are dealt out in W equal runs. One queue
+of work in three phases. (1) Tiles of the product, those of rank + 1 first, each stored from the accumulator into its
+owner's slot. (2) The own tiles: add the W partials in rank order, in fp32, round once, write the own output and push
+the result to every peer. (3) The peers' tiles: copy each result from the slot into the output.
+Signal protocol. Flag rows below MAX_CHUNKS / 2: a chunk of partials, published by the last tile pushed, read by phase
+2. Rows from there on: a chunk of results, published to each peer by the last tile of the chunk, read by phase 3. Phase
+1 waits for credits only, phase 2 for phase 1 of all ranks, phase 3 for phase 2: ticket order makes that free of cycles.
+The push of phase 2 needs no credit: the partials of the peer, which it waited for, show that the slot is in its new use
+there.
 Limits. None on M, N, K: edge tiles are masked where they meet the output.
 """
 
@@ -48,7 +49,7 @@ def push_result(
     result, table, ctl, counters, tile, owner_tiles, tiles_per_owner, chunk_tiles, ok, rank, slot, site, epoch,
     dtype: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store own result tile `tile` into the slot of every peer; the last tile of a chunk publishes it to all of them."""
+    """Store own result tile `tile` into the slot of every peer; the last one of a chunk publishes it to all."""
     if ok != 0:
         # Behind the W * tiles_per_owner blocks of partials, by owner.
         offsets = block_offsets((WORLD + rank) * tiles_per_owner + tile, BLOCK_M, BLOCK_N)

@@ -52,8 +52,9 @@ def matmul_reduce_scatter_kernel(
         offs_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), rows - 1).to(tl.int64)
         a_rows = a + interleaved_row(offs_m, owner, block, WORLD) * stride_am
         acc = matmul_tile(
-            a_rows, b, stride_bk, stride_bn, block_column * BLOCK_N, N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST
-        )
+            a_rows, b, stride_bk, stride_bn, block_column * BLOCK_N, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST,
+        )  # fmt: skip
         push_partial(
             acc, table, ctl, counters, owner, tile, tiles, tiles, chunk_tiles, rank, slot, site, epoch,
             dtype, BLOCK_M, BLOCK_N,
@@ -75,7 +76,7 @@ def matmul_reduce_scatter_kernel(
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that all ranks share: the output [rows, N], the tile shape, tiles of one rank's output, the slot's bytes."""
+    """Sizes that all ranks share: the output [rows, N], the tile shape, tiles of one output, the slot's bytes."""
 
     rows: int
     N: int

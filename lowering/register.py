@@ -1,7 +1,7 @@
 """Binds the ops of the Task level to the strategies: one function a node kind, called once from the backend.
 
-Each call finds the group's workspace, asks the plan for a strategy, and runs it. Whatever the ranks must decide alike is
-computed here from sizes that all of them share; the one dimension that only the local weight has (columns of an
+Each call finds the group's workspace, asks the plan for a strategy, and runs it. Whatever the ranks must decide alike
+is computed here from sizes that all of them share; the one dimension that only the local weight has (columns of an
 all-gather's weights, K of a reduction) is replaced by its largest value on any rank.
 """
 

@@ -3,12 +3,12 @@
 Two memories hold protocol words:
 
 * the *header* of the symmetric heap, one per rank, mapped by all ranks: for every slot a table of flags, and one row
-  of credits. Row `chunk`, column `source rank`; a word has one writer, the source rank, and lies in the waiter's memory.
+  of credits. Row `chunk`, column `source rank`; a word has one writer, the source, and lies in the waiter's memory.
 * the *control words* `ctl`, an int64 tensor that only its own rank reads and writes: epoch, tickets and the count of
   finished programs of each slot, the poison word, the poll limit and the address of the failure record.
 
-A flag or credit is one 64-bit word, `site << EPOCH_BITS | epoch`: 23 bits of site hash, so that the word stays positive,
-and 40 bits of epoch, so that a word which no site touched for years is still in the past.
+A flag or credit is one 64-bit word, `site << EPOCH_BITS | epoch`: 23 bits of site hash, so that it stays positive, and
+40 bits of epoch, so that a word which no site touched for years is still in the past.
 """
 
 from __future__ import annotations

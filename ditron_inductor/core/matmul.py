@@ -26,7 +26,9 @@ def matmul_tile(
 
     a_rows: pointers [BLOCK_M] to the rows of A, each valid (clamp them) and with contiguous K. b: pointer to B [K, N].
     Columns beyond N come out as 0. EVEN_K: K is a multiple of BLOCK_K, so the K loop needs no mask. UPCAST: multiply in
-    fp32, for the interpreter, whose dot takes bf16 for integers. Every wait stands before the call: one inside the K loop would end pipelining, or be passed by prefetched loads.
+    fp32, for the interpreter, whose dot takes bf16 for integers.
+
+    Every wait stands before the call: one inside the K loop would end pipelining, or be passed by prefetched loads.
     """
     offs_n = column + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)

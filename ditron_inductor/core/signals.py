@@ -109,9 +109,10 @@ def fail(ctl, code: tl.constexpr, rank, source, row, slot, expected, seen):
 def wait(table, ctl, rank, slot, row, source, site, epoch, CHECK_SITE: tl.constexpr = True):
     """Wait until `source` has published (site, epoch) in flag `row` of this rank; 1 if it has, 0 after a failure.
 
-    Acquire at system scope: what `source` wrote before it published is visible to the whole program afterwards. Bounded:
-    after POLL_LIMIT polls, at once in a poisoned workspace, the wait expires, `fail` records why, and the caller must
-    neither read the data nor publish anything. A credit is awaited with CHECK_SITE off: any site may have used the slot.
+    Acquire at system scope: what `source` wrote before it published is visible to the whole program afterwards.
+    Bounded: after POLL_LIMIT polls, at once in a poisoned workspace, the wait expires, `fail` records why, and the
+    caller must neither read the data nor publish anything. A credit is awaited with CHECK_SITE off: any site may have
+    used the slot.
     """
     address = flag(table, rank, slot, row, source)
     limit = tl.where(healthy(ctl) != 0, tl.load(ctl + POLL_LIMIT), 0)
@@ -137,9 +138,9 @@ def wait(table, ctl, rank, slot, row, source, site, epoch, CHECK_SITE: tl.conste
 def publish(table, target, slot, row, rank, site, epoch):
     """Tell `target` that everything this program wrote for it, and all that it has acquired, is there.
 
-    The one writer of the word is this rank, and it stores, never adds. The barrier makes the stores of all warps precede
-    the release of the one thread that performs it. The word is overwritten by the slot's next use, for which `target`
-    must have given its credit, so it has been read by then.
+    The one writer of the word is this rank, and it stores, never adds. The barrier makes the stores of all warps
+    precede the release of the one thread that performs it. The word is overwritten by the slot's next use, for which
+    `target` must have given its credit, so it has been read by then.
     """
     tl.debug_barrier()
     tl.atomic_xchg(flag(table, target, slot, row, rank), word(site, epoch), sem="release", scope="sys")

@@ -1,4 +1,4 @@
-"""Compiles a distributed kernel for a GPU that is not there, as its launcher would specialise it on aligned operands."""
+"""Compiles a distributed kernel for a GPU that is not there, specialised as its launcher would on aligned operands."""
 
 from __future__ import annotations
 
