@@ -100,4 +100,4 @@ def test_options_that_one_rank_alone_begins_to_use_do_not_hang() -> None:
 
     result = on_ranks(2, run)[0]
     assert isinstance(result, DitronHandshakeError)
-    assert "to agree on new options, and did not hear from: rank 1" in str(result)
+    assert "to agree on a site and its options, and did not hear from: rank 1" in str(result)
