@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch._inductor
 import torch._inductor.config
 from torch import fx
@@ -20,6 +21,7 @@ from ditron_inductor.lowering import register
 from ditron_inductor.options import Options
 from ditron_inductor.pipeline import DitronPipeline, with_user_passes
 
+NAME = "ditron"
 USER_PASS_OPTION = "post_grad_custom_pre_pass"
 
 register.register()
@@ -53,3 +55,12 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
     if mode not in modes:
         raise InvalidOptionValue(key="mode", value=mode, allowed=f"one of {', '.join(modes)}")
     return dict(modes[mode])
+
+
+def _register_name() -> None:
+    """Make the name known in a checkout that is not installed: it has no entry point for torch to find."""
+    if NAME not in torch._dynamo.list_backends():
+        torch._dynamo.register_backend(ditron, name=NAME)
+
+
+_register_name()

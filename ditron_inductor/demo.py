@@ -210,6 +210,7 @@ def _run_form(setup: DemoSetup, form: str, config: LlamaConfig, device: torch.de
     """Eager and compiled, forward and backward, on the same weights and tokens; True if they match on this rank."""
     import torch
 
+    import ditron_inductor.backend  # noqa: F401  (the name "ditron", in a checkout that is not installed)
     from ditron_inductor.demo_model import Llama, tensor_parallel
     from ditron_inductor.explain import build_report, without_caches
     from ditron_inductor.options import Options
