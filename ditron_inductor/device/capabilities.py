@@ -19,6 +19,9 @@ from ditron_inductor.device import layout
 OLDEST_CUDA = (8, 0)
 """bf16 tensor cores and system-scope acquire loads as Triton emits them."""
 
+SYMM_MEM_BACKEND = "CUDA"
+"""torch's own backend, ROCm included: in the others each allocation is a collective call of all ranks there are."""
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -85,8 +88,8 @@ def _probe_cuda(device: torch.device) -> RankFacts:
         problem = f"{properties.name} has compute capability {properties.major}.{properties.minor}, 8.0 is needed"
     elif _interpreted():
         problem = "TRITON_INTERPRET=1 is set, and the interpreter cannot reach the memory of a GPU"
-    elif symm_mem.get_backend(device) is None:
-        problem = "this build of torch has no symmetric memory for the device"
+    elif symm_mem.get_backend(device) != SYMM_MEM_BACKEND:
+        problem = f"torch's symmetric memory uses {symm_mem.get_backend(device)} here, {SYMM_MEM_BACKEND} is needed"
     arch = f"sm_{properties.major}{properties.minor}"
     if torch.version.hip is not None:
         arch = properties.gcnArchName.split(":")[0]

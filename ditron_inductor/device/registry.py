@@ -60,8 +60,7 @@ class Registry:
         with self._lock:
             self._bound = {key: ws for key, ws in self._bound.items() if ws._shared is not shared}
             self._shared = {key: other for key, other in self._shared.items() if other is not shared}
-        shared.generations = []
-        shared.lost = []
+        shared.release()
 
     def _bind(self, group_name: str, device: torch.device, options: AgreedOptions) -> Workspace:
         exact = _exact(device)

@@ -46,6 +46,7 @@ class SharedWorkspace:
         self.generations: list[Generation] = []
         self.lost: list[Generation] = []
         self.calls = 0
+        self.released = False
         self.timeouts: set[float] = {timeout_s}
         self.largest: dict[str, tuple[int, int]] = {}
 
@@ -63,6 +64,7 @@ class SharedWorkspace:
 
         Raises DitronCaptureError, WorkspaceError (on all ranks alike), DitronHandshakeError and DitronDiverged.
         """
+        assert not self.released, "a workspace is got anew for every call, not kept"
         if not self.capabilities.tile_available:
             raise WorkspaceError(
                 group_name=self.group.name,
@@ -115,6 +117,12 @@ class SharedWorkspace:
                 generation.set_poll_limit(self.rates.limit(self.device, timeout_s), timeout_s)
         self.synchronize()
         self.health.clear()
+
+    def release(self) -> None:
+        """Free the memory. Peers that still map this rank's heap keep theirs."""
+        self.released = True
+        self.generations = []
+        self.lost = []
 
     def synchronize(self) -> None:
         """Wait until no kernel of this rank runs any more: bounded, since their waits are."""

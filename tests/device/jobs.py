@@ -320,6 +320,20 @@ def several_limits(ctx: RankContext) -> tuple[str, str]:
     return caught(ping_and_check, short)
 
 
+def inference_mode_does_not_matter(ctx: RankContext) -> None:
+    """Made and grown in inference mode, used and reset outside, and the other way round."""
+    with torch.inference_mode():
+        registry, workspace = opened(ctx)
+        ping(workspace)
+        ping(workspace, nbytes=1_000_000)
+    recovers(ctx, registry, workspace)
+    with torch.inference_mode():
+        short = hasty(ctx, registry)
+        ping(short)
+        recovers(ctx, registry, workspace)
+    ping(short)
+
+
 def heap_descriptors() -> int:
     """How many of this process's descriptors and mappings are heaps."""
     paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ditron_inductor.device import layout
+from ditron_inductor.device import capabilities, layout
 from ditron_inductor.device.capabilities import RankFacts, combine, probe
 
 
@@ -27,10 +27,10 @@ def gpu(index: int, **changes: Any) -> RankFacts:
 
 
 def test_equal_gpus_of_one_host() -> None:
-    capabilities = combine([gpu(rank) for rank in range(4)])
-    assert capabilities.peer_access and capabilities.tile_available
-    assert (capabilities.peer_reason, capabilities.tile_reason) == ("", "")
-    assert (capabilities.arch, capabilities.device_name, capabilities.num_sms) == ("sm_90", "GPU", 132)
+    joined = combine([gpu(rank) for rank in range(4)])
+    assert joined.peer_access and joined.tile_available
+    assert (joined.peer_reason, joined.tile_reason) == ("", "")
+    assert (joined.arch, joined.device_name, joined.num_sms) == ("sm_90", "GPU", 132)
 
 
 def test_ranks_may_share_a_gpu() -> None:
@@ -50,9 +50,9 @@ def test_a_gpu_that_is_not_visible_is_left_to_the_mapping() -> None:
     ],
 )
 def test_without_peer_access_there_are_no_tiles(second: RankFacts, reason: str) -> None:
-    capabilities = combine([gpu(0), second])
-    assert not capabilities.peer_access and not capabilities.tile_available
-    assert capabilities.peer_reason == capabilities.tile_reason == reason
+    joined = combine([gpu(0), second])
+    assert not joined.peer_access and not joined.tile_available
+    assert joined.peer_reason == joined.tile_reason == reason
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def test_without_peer_access_there_are_no_tiles(second: RankFacts, reason: str) 
     ],
 )
 def test_peer_access_alone_is_not_enough(ranks: list[RankFacts], reason: str) -> None:
-    capabilities = combine(ranks)
-    assert capabilities.peer_access and not capabilities.tile_available
-    assert capabilities.tile_reason == reason
+    joined = combine(ranks)
+    assert joined.peer_access and not joined.tile_available
+    assert joined.tile_reason == reason
 
 
 def test_facts_survive_json() -> None:
@@ -79,5 +79,24 @@ def test_facts_survive_json() -> None:
 
 
 def test_a_failed_mapping_takes_peer_access_away() -> None:
-    capabilities = combine([gpu(0), gpu(1)]).without_peer_access("no")
-    assert (capabilities.peer_access, capabilities.tile_available, capabilities.tile_reason) == (False, False, "no")
+    joined = combine([gpu(0), gpu(1)]).without_peer_access("no")
+    assert (joined.peer_access, joined.tile_available, joined.tile_reason) == (False, False, "no")
+
+
+@pytest.mark.parametrize(
+    ("interpreted", "triton", "numpy", "reason"),
+    [
+        (False, (3, 8), (2, 4), "TRITON_INTERPRET=1 was not set before Triton was imported"),
+        (True, (3, 6), (2, 4), "the interpreter of Triton 3.6 needs numpy < 2.4 (or take Triton 3.8)"),
+        (True, (3, 6), (2, 3), ""),
+        (True, (3, 8), (2, 4), ""),
+    ],
+)
+def test_the_cpu_needs_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch, interpreted: bool, triton: tuple[int, int], numpy: tuple[int, int], reason: str
+) -> None:
+    monkeypatch.setattr(capabilities, "_interpreted", lambda: interpreted)
+    monkeypatch.setattr(capabilities, "_version", {"triton": triton, "numpy": numpy}.__getitem__)
+    facts = probe(torch.device("cpu"))
+    assert facts.tile_problem == reason
+    assert facts.arch == ("cpu" if reason else "interpreter")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -12,8 +14,15 @@ from ditron_inductor.device.groups import Group
 from ditron_inductor.errors import DitronDiverged, DitronHandshakeError
 from tests.device.threads import make_group, on_ranks
 
-LIMIT_S = 10.0
+LIMIT_S = 20.0
 SHORT_S = 0.3
+
+
+def tcp_stores(num: int) -> list[dist.TCPStore]:
+    """One store per rank, as torchrun makes them; the first hosts it."""
+    limit = timedelta(seconds=LIMIT_S)
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    return [host, *(dist.TCPStore("127.0.0.1", host.port, is_master=False, timeout=limit) for _ in range(num - 1))]
 
 
 def open_session(group: Group) -> Session:
@@ -107,10 +116,15 @@ def test_ranks_that_come_for_different_purposes_diverge() -> None:
         assert "make room" in str(result) and "agree on new options" in str(result)
 
 
-def test_an_unreachable_store_is_a_handshake_error() -> None:
-    class DeadStore(dist.HashStore):
-        def set(self, key: str, value: str) -> None:
-            raise dist.DistNetworkError("Connection reset by peer\nand a stack")
+def test_over_tcp_and_when_the_host_of_the_store_ends() -> None:
+    stores = tcp_stores(2)
 
-    with pytest.raises(DitronHandshakeError, match="another rank's process .Connection reset by peer."):
-        meet(make_group(DeadStore(), 0, 2), "topic", "begin", SHORT_S)
+    def run(group: Group) -> list[int]:
+        prefixed = dataclasses.replace(group, store=dist.PrefixStore("ditron/x", stores[group.rank]))
+        return open_session(prefixed).all_gather("count", group.rank, LIMIT_S)
+
+    assert on_ranks(2, run) == [[0, 1], [0, 1]]
+    survivor = stores[1]
+    stores.clear()
+    with pytest.raises(DitronHandshakeError, match="did not hear from: the store of the group, .* in another rank's"):
+        meet(make_group(survivor, 1, 2), "topic", "begin", LIMIT_S)

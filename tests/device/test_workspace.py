@@ -121,6 +121,10 @@ def test_subgroups_side_by_side(rank_pools: RankPools) -> None:
     rank_pools.get("cpu", 4).run(jobs.subgroups_side_by_side)
 
 
+def test_inference_mode_does_not_matter(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 2).run(jobs.inference_mode_does_not_matter)
+
+
 def test_a_released_workspace_leaves_nothing(rank_pools: RankPools) -> None:
     for during, after in rank_pools.get("cpu", 2).run(jobs.releases_everything):
         assert during > after == 0
