@@ -85,8 +85,8 @@ def find_all_gather_matmul(node: fx.Node) -> Match | ReasonCode:
     if cats:
         inner = _inner_gathered(collective, cats)
         return inner if isinstance(inner, ReasonCode) else _match(collective, inner)
-    taken_apart = any(user.target in proofs.SLICES for user in collective.wait.users)
-    return ReasonCode.CHUNKS_PARTIAL if taken_apart and direct is ReasonCode.NO_MATMUL else direct
+    partial = direct is ReasonCode.NO_MATMUL and any(map(proofs.feeds_matmul, _pieces_of(collective.wait)))
+    return ReasonCode.CHUNKS_PARTIAL if partial else direct
 
 
 def _inner_gathered(collective: Collective, cats: list[fx.Node]) -> _Gathered | ReasonCode:
@@ -107,11 +107,15 @@ def _inner_gathered(collective: Collective, cats: list[fx.Node]) -> _Gathered | 
     return _Gathered(cats[0], chunks.cat_dim, steps)
 
 
+def _pieces_of(wait: fx.Node) -> list[fx.Node]:
+    """The slices of the waited-for tensor, and the parts that it is split into."""
+    pieces = [user for user in wait.users if user.target in proofs.SLICES]
+    return pieces + [part for split in pieces for part in split.users if part.target in proofs.SLICES]
+
+
 def _cats_of_pieces(wait: fx.Node) -> list[fx.Node]:
     """The cat nodes that put pieces of the waited-for tensor together, directly."""
-    pieces = [user for user in wait.users if user.target in proofs.SLICES]
-    pieces += [piece for split in pieces for piece in split.users if piece.target in proofs.SLICES]
-    users = dict.fromkeys(user for piece in pieces for user in piece.users)
+    users = dict.fromkeys(user for piece in _pieces_of(wait) for user in piece.users)
     return [user for user in users if user.target is torch.ops.aten.cat.default]
 
 
@@ -159,7 +163,7 @@ def _rejected(view: fx.Node, user: fx.Node, value: torch.Tensor, gathered: _Gath
     if user.target in proofs.TRANSPOSES:
         return _rejected_transposed(user)
     if user.target in proofs.SLICES:
-        return _rejected_slice(user, gathered)
+        return _rejected_slice(user)
     if user.target in proofs.CASTS:
         return ReasonCode.CAST_BETWEEN if proofs.feeds_matmul(user) else ReasonCode.NO_MATMUL
     code = proofs.proved_mm(user)
@@ -197,16 +201,16 @@ def _rejected_transposed(transpose: fx.Node) -> ReasonCode:
     return ReasonCode.NO_MATMUL
 
 
-def _rejected_slice(part: fx.Node, gathered: _Gathered) -> ReasonCode:
-    """A part of the gathered tensor: the padding of uneven shards is cut off at the end of the gathered dimension."""
+def _rejected_slice(part: fx.Node) -> ReasonCode:
+    """A part of the gathered tensor: the padding of uneven shards is cut off at the end of a dimension but the last."""
     if part.target is not torch.ops.aten.slice.Tensor or not proofs.feeds_matmul(part):
         return ReasonCode.NO_MATMUL
     bound = proofs.arguments(part)
     value = proofs.tensor(part)
     assert value is not None
-    starts = 0 if bound["start"] is None else proofs.size(bound["start"])
-    along = bound["dim"] % value.ndim == gathered.dim
-    return ReasonCode.UNEVEN_SHARDS if along and proofs.known_equal(starts, 0) else ReasonCode.NO_MATMUL
+    start = 0 if bound["start"] is None else proofs.size(bound["start"])
+    cut = bound["dim"] % value.ndim < value.ndim - 1 and proofs.known_equal(start, 0)
+    return ReasonCode.UNEVEN_SHARDS if cut else ReasonCode.NO_MATMUL
 
 
 def _strongest(codes: list[ReasonCode]) -> ReasonCode:

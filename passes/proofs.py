@@ -9,6 +9,11 @@ reduce-scatter or of an all-reduce) has the same shape on every rank, and in SPM
 shard side may differ: where a dimension does not divide, DTensor pads the last rank's shard before a gather and
 slices its result after a scatter, on that rank alone. But on the full-size side it then cuts the padding off,
 or adds it, on every rank. So the proofs look at the full-size side only, and all ranks come to one answer.
+
+What cannot be seen: the weight's own sharded dimension, one rank's alone, may be uneven (DTensor with
+`use_local_output=False`). The fusions do not care, and the ranks compare it when they first run a site. But a
+rank whose part of it is 1 may have had its matmul replaced by a product of vectors before any pass of ours
+runs; then that rank is missing when the others meet, which is an error with names.
 """
 
 from __future__ import annotations
@@ -54,7 +59,8 @@ CASTS: frozenset[object] = frozenset(
 TRANSPOSES: frozenset[object] = frozenset({aten.permute.default, aten.transpose.int, aten.t.default})
 SLICES: frozenset[object] = frozenset({aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, getitem})
 BATCHED: frozenset[object] = frozenset({aten.bmm.default, aten.baddbmm.default})
-MATMULS: frozenset[object] = BATCHED | {aten.mm.default, aten.mm.dtype, aten.addmm.default}
+QUANTIZED: frozenset[object] = frozenset({aten._scaled_mm.default, aten._int_mm.default})
+MATMULS: frozenset[object] = BATCHED | QUANTIZED | {aten.mm.default, aten.mm.dtype, aten.addmm.default}
 
 
 def known(condition: Any) -> bool:
@@ -63,7 +69,8 @@ def known(condition: Any) -> bool:
 
 
 def known_equal(left: Any, right: Any) -> bool:
-    return known(left == right)
+    """Whether two (symbolic) sizes are certain to be equal; adds no guard."""
+    return left == right if isinstance(left, int) and isinstance(right, int) else known(left == right)
 
 
 def same_shape(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
@@ -241,6 +248,8 @@ def proved_mm(node: fx.Node) -> ReasonCode | None:
         return ReasonCode.BIAS
     if node.target in BATCHED:
         return ReasonCode.BATCHED_MATMUL
+    if node.target in QUANTIZED:
+        return ReasonCode.DTYPE
     if node.target is not aten.mm.default:
         return ReasonCode.NO_MATMUL
     values = [tensor(node), tensor(node.args[0]), tensor(node.args[1])]

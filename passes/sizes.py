@@ -98,11 +98,13 @@ def _multiple(
 
 
 def _existing(graph: fx.Graph, reader: fx.Node, length: Any, asked: Callable[[fx.Node], bool]) -> fx.Node | None:
-    """A node before `reader` that holds this size, and does not get it from a tensor that is asked about."""
+    """A node before `reader` that holds this very expression, and does not get it from a tensor that is asked about."""
     for node in graph.nodes:
         if node is reader:
             return None
-        if not isinstance(node.meta.get("val"), torch.SymInt) or not proofs.known_equal(node.meta["val"], length):
+        value = node.meta.get("val")
+        # Compared as expressions: a proof of equality for every size of a large graph would take long.
+        if not isinstance(value, torch.SymInt) or value.node.expr != length.node.expr:
             continue
         if not any(asked(source) for source in proofs.ancestors(node)):
             return node

@@ -219,7 +219,7 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
         _reduce([arg[0] for arg in args], args[0][1]).chunk(len(args))
     ),
     "_c10d_functional.all_reduce": lambda args: [_reduce([arg[0] for arg in args], args[0][1])] * len(args),
-    "_c10d_functional.all_reduce_": lambda args: [_reduce([arg[0] for arg in args], args[0][1])] * len(args),
+    "_c10d_functional.all_reduce_": lambda args: [_reduce([one[0] for one in args], args[0][1]) for _ in args],
     "_c10d_functional.wait_tensor": lambda args: [arg[0] for arg in args],
     "ditron.all_gather_matmul": _run_all_gather_matmul,
     "ditron.matmul_reduce_scatter": _run_matmul_reduce_scatter,

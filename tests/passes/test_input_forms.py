@@ -101,7 +101,9 @@ class TestForms:
 
         (graph,) = compiled_graphs(fn, torch.randn(8, 16), torch.randn(16, 24), torch.randn(24, 16))
         fuse(graph)
-        expecttest.assert_expected_inline(text(graph.graph), """\
+        expecttest.assert_expected_inline(
+            text(graph.graph),
+            """\
 arg0_1 [8, 16]
 arg1_1 [16, 24]
 arg2_1 [24, 16]
@@ -115,7 +117,8 @@ getitem_1 [8, 16] = matmul_reduce_scatter[0]
 matmul_all_reduce = ditron.matmul_all_reduce(getitem_1, arg1_1, None, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_2 [8, 24] = matmul_all_reduce[0]
 return (getitem_2,)
-""")
+""",
+        )
 
     def test_dtensor_sequence_parallel(self) -> None:
         forward, backward = compiled_graphs(sequence_parallel(), torch.randn(2, 4, 16, requires_grad=True))
@@ -157,23 +160,28 @@ class Uneven(nn.Module):
         return out
 
 
-def test_uneven_shards_are_left_alone_on_every_rank() -> None:
-    """The last rank's shard is padded and its result cut, on that rank alone: no rank may fuse such a site by
-    itself.
-    """
+# In eager too, torch 2.11 fails on a tensor whose padding is cut off an inner dimension.
+CUTS_INNER_DIMS = pytest.mark.skipif(torch.__version__ < "2.12", reason="DTensor of torch 2.11 cannot run this")
 
-    def graphs_of(rank: int) -> list[list[str]]:
+
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((10, 16), 0), ((1, 10, 16), 1), pytest.param((2, 10, 16), 1, marks=CUTS_INNER_DIMS)]
+)
+def test_uneven_shards_are_left_alone_on_every_rank(shape: tuple[int, ...], dim: int) -> None:
+    """The last rank's shard is padded and its result cut, on that rank alone: no rank may fuse it by itself."""
+
+    def sites_of(rank: int) -> list[list[str]]:
         with fake_group(rank=rank):
             plan = {
-                "": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),)),
-                "up": ColwiseParallel(input_layouts=Shard(1)),
-                "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+                "": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(dim),)),
+                "up": ColwiseParallel(input_layouts=Shard(dim)),
+                "down": RowwiseParallel(output_layouts=Shard(dim), use_local_output=False),
             }
             module = parallelize_module(Uneven(), init_device_mesh("cpu", (WORLD_SIZE,)), plan)
-            x = torch.randn(2, 10, 16, requires_grad=True)
+            x = torch.randn(shape, requires_grad=True)
             return [sites(graph) for graph in compiled_graphs(lambda x: module(x).to_local(), x)]
 
-    first, last = graphs_of(0), graphs_of(WORLD_SIZE - 1)
+    first, last = sites_of(0), sites_of(WORLD_SIZE - 1)
     assert first == last
     assert first == [
         ["all_gather_into_tensor: uneven_shards", "reduce_scatter_tensor: uneven_shards"],

@@ -46,7 +46,9 @@ def test_golden_views_and_equal_views() -> None:
         return gathered.view(64, 16) @ w, gathered.view(64, 16).sin(), x.view(16, 16)
 
     graph, _ = normalized(fn, X3, W)
-    expecttest.assert_expected_inline(text(graph), """\
+    expecttest.assert_expected_inline(
+        text(graph),
+        """\
 x_1 [2, 8, 16]
 w_1 [16, 24]
 all_gather_into_tensor [8, 8, 16] = _c10d_functional.all_gather_into_tensor(x_1, 4, '0')
@@ -62,7 +64,8 @@ mm [64, 24] = aten.mm(view, w_1)
 sin [64, 16] = aten.sin(view)
 view_2 [16, 16] = aten.view(x_1, [16, 16])
 return (mm, sin, view_2)
-""")
+""",
+    )
 
 
 def test_a_graph_in_this_form_is_not_touched() -> None:
@@ -89,8 +92,8 @@ def test_keyword_arguments_become_positional() -> None:
     assert (node.args[1:], node.kwargs) == (("sum", group_name()), {})
 
 
-def out_form(module_buffer_used: bool) -> fx.GraphModule:
-    """`all_gather_into_tensor_out` with a buffer made in the graph: Dynamo does not trace it, but other front ends may."""
+def out_form(buffer_used: bool) -> fx.GraphModule:
+    """`all_gather_into_tensor_out` with a buffer made in the graph: from front ends other than Dynamo."""
     module = traced(lambda x, w: all_gather(x) @ w, X, W)
     graph = module.graph
     (gather,) = graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default)
@@ -101,7 +104,7 @@ def out_form(module_buffer_used: bool) -> fx.GraphModule:
         out.meta["val"] = gather.meta["val"]
     gather.replace_all_uses_with(out)
     graph.erase_node(gather)
-    if module_buffer_used:
+    if buffer_used:
         (output,) = graph.find_nodes(op="output")
         output.args = ((output.args[0], buffer),)
     return module

@@ -1,4 +1,4 @@
-"""The plan: which strategy runs, why, and what is refused; the cost model: the order of the strategies on known problems."""
+"""The plan: which strategy runs, why, and what is refused. The cost model: predictions against measurements."""
 
 from __future__ import annotations
 
