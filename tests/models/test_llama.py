@@ -33,9 +33,10 @@ GRAPH_SETUPS = [
 ]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("setup", CPU_SETUPS, ids=str)
 def test_small_llama_trains_as_eager(rank_pools: RankPools, setup: Setup) -> None:
-    rank_pools.get("cpu", 2).run(check_training, setup, timeout=110)
+    rank_pools.get("cpu", 2).run(check_training, setup, timeout=280)
 
 
 @pytest.mark.timeout(300)
