@@ -160,7 +160,7 @@ def sequence_parallel(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tupl
     group = dist.group.WORLD
     gathered = functional.all_gather_tensor_autograd(x, 0, group)
     hidden = torch.nn.functional.silu(gathered @ w) * (gathered @ w.flip(0))
-    alone = functional.all_gather_tensor_autograd(x * 2, 0, group).sum(0)
+    alone = functional.all_gather_tensor_autograd(x * 2, 0, group).tanh()
     return functional.reduce_scatter_tensor_autograd(hidden @ v, "sum", 0, group), alone
 
 

@@ -16,8 +16,9 @@ from tests.tolerances import assert_near
 
 
 def layer(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Matmuls and collectives only: an empty cache folder would cost a C++ compilation for anything pointwise."""
     group = dist.group.WORLD
-    hidden = torch.relu(functional.all_gather_tensor_autograd(x, 0, group) @ w)
+    hidden = functional.all_gather_tensor_autograd(x, 0, group) @ w
     return functional.reduce_scatter_tensor_autograd(hidden @ v, "sum", 0, group)
 
 
@@ -29,16 +30,13 @@ def run_layer(ctx: RankContext, options: dict[str, Any]) -> dict[str, int]:
     ours = [value.detach().clone().requires_grad_() for value in eager]
     wanted, got = layer(*eager), torch.compile(layer, backend="ditron", options=options)(*ours)
     assert_near(got.detach(), wanted.detach(), num_partials=ctx.world_size)
-    wanted.sum().backward()
-    got.sum().backward()
+    # Torch 2.11 wants contiguous gradients in front of an eager all-gather: those of a sum would be expanded.
+    wanted.square().sum().backward()
+    got.square().sum().backward()
     for one, other in zip(ours, eager, strict=True):
         assert one.grad is not None and other.grad is not None
         assert_near(one.grad, other.grad, num_partials=32)
-    # A graph found by AOTAutograd's cache counts as one of Inductor's too in some versions only: take either.
-    names = ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass")
-    found = {name: counters["inductor"][name] for name in names}
-    autograd = counters["aot_autograd"]
-    found |= {name: autograd[name] for name in ("autograd_cache_hit", "autograd_cache_miss", "autograd_cache_bypass")}
+    found = {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass")}
     return found | {"rewritten": sum(counters["ditron"].values())}
 
 
@@ -57,20 +55,13 @@ def run(tmp_path: Path) -> Run:
     return call
 
 
-def test_second_process_hits(run: Run) -> None:
-    first, second = run(), run()
+@pytest.mark.timeout(300)
+def test_second_process_hits_until_an_option_changes(run: Run) -> None:
+    first = run()
     for counted in first:
-        assert counted["fxgraph_cache_bypass"] == counted["autograd_cache_bypass"] == 0
-    assert any(counted["rewritten"] >= 3 for counted in first)
-    for counted in second:
-        assert counted["fxgraph_cache_miss"] == counted["fxgraph_cache_bypass"] == 0
-        assert counted["fxgraph_cache_hit"] + counted["autograd_cache_hit"] >= 1
-        assert counted["rewritten"] == 0
-
-
-def test_another_option_misses(run: Run) -> None:
-    run()
-    for counted in run(**{"ditron.workspace_limit": 12345}):
-        assert counted["rewritten"] >= 3 or counted["fxgraph_cache_hit"] >= 1
-    # One rank may find what the other has just compiled; one of them has to compile.
-    assert any(counted["rewritten"] >= 3 for counted in run(**{"ditron.workspace_limit": 54321}))
+        assert counted["hit"] + counted["miss"] == 2 and counted["bypass"] == 0
+    # One rank may find what the other has just compiled, but one of them has to compile.
+    assert any(counted["rewritten"] > 0 for counted in first)
+    for counted in run():
+        assert counted == {"hit": 2, "miss": 0, "bypass": 0, "rewritten": 0}
+    assert any(counted["rewritten"] > 0 for counted in run(**{"ditron.workspace_limit": 12345}))
