@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ditron_inductor import demo, doctor
+from ditron_inductor.errors import MissingDependency
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,7 +17,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_arguments(commands.add_parser("demo", help="run a small tensor-parallel Llama and compare it with eager"))
     commands.add_parser("doctor", help="what of Ditron can run on this machine, and what to do about the rest")
     arguments = parser.parse_args(argv)
-    return demo.main(arguments) if arguments.command == "demo" else doctor.main()
+    if arguments.command == "doctor":
+        return doctor.main()
+    try:
+        return demo.main(arguments)
+    except MissingDependency as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ditron_inductor.doctor import check_software
+from ditron_inductor.errors import MissingDependency
 from ditron_inductor.options import STRATEGIES
 
 if TYPE_CHECKING:
@@ -65,10 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the demo; the exit code: 0 if every comparison held on every rank."""
+    """Run the demo; the exit code: 0 if every comparison held on every rank. Raises MissingDependency."""
     if arguments.ranks < 2:
         print("demo: --ranks has to be at least 2", file=sys.stderr)
         return 2
+    require("python", "torch", "triton", "tabulate", "C++ compiler")
     import torch
 
     gpus = torch.cuda.device_count()
@@ -78,6 +81,8 @@ def main(arguments: argparse.Namespace) -> int:
     if device_type == "cuda" and gpus < arguments.ranks:
         print(f"demo: {arguments.ranks} ranks need as many GPUs, {gpus} found; use --device cpu", file=sys.stderr)
         return 2
+    if device_type == "cpu" and arguments.strategy == "tile":
+        require("numpy", "shared memory")
     where = f"{arguments.ranks} GPUs" if device_type == "cuda" else "the CPU, kernels in Triton's interpreter"
     if device_type == "cpu" and arguments.device == "auto":
         where += f" ({gpus} GPUs found)"
@@ -110,6 +115,15 @@ def main(arguments: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 1
+
+
+def require(*names: str) -> None:
+    """Raise MissingDependency for the first of the doctor's findings ``names`` that is not fine."""
+    for finding in check_software():
+        if finding.name in names and not finding.ok:
+            raise MissingDependency(
+                name=finding.name, needed_for="the demo", found=finding.detail, remedy=finding.remedy
+            )
 
 
 def rank_environment(device_type: str) -> dict[str, str]:

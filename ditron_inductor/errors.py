@@ -47,18 +47,8 @@ class DitronOptionsMismatch(DitronError, ValueError):
     )
 
 
-class InterpreterNotSet(DitronError, RuntimeError):
-    """Triton reads TRITON_INTERPRET when a kernel is decorated, so setting it after the import has no effect."""
-
-    message = (
-        "tensors on the CPU need Triton's interpreter: start the process with TRITON_INTERPRET=1 in its environment "
-        "(or set it before the first import of triton or ditron_inductor), "
-        "or use the option 'ditron.strategy': 'library'"
-    )
-
-
 class MissingDependency(DitronError, RuntimeError):
-    message = "{name} is needed for {needed_for} and was not found. {remedy}"
+    message = "{name} is needed for {needed_for}: {found}. To do: {remedy}"
 
 
 # What the compiler finds wrong with a graph: an error of Ditron itself or of a pass that ran before it.

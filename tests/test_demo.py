@@ -53,6 +53,18 @@ def test_a_failing_rank_fails_the_demo_and_says_what_to_do(
     assert "rank 1 (exit code 1)" in error and "doctor" in error and "--strategy library" in error
 
 
+def test_a_missing_tool_is_named_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ditron_inductor.__main__ import main
+
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert main(["demo"]) == 2
+    error = capsys.readouterr().err
+    assert "C++ compiler is needed for the demo: none found" in error and "g++" in error
+
+
 def test_graph_lines_mark_task_nodes() -> None:
     graph = """class GraphModule(torch.nn.Module):
     def forward(self, x: "f32[2]"):
