@@ -8,7 +8,6 @@ all ranks at once.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from operator import getitem
 from typing import Any
@@ -98,7 +97,10 @@ def compiled_graphs(fn: Callable[..., Any], *args: Any, dynamic: bool | None = N
         post_grad.view_to_reshape(gm)
         if options.get("is_inference"):
             post_grad.reorder_for_locality(gm.graph)
-        graphs.append(copy.deepcopy(gm))
+        # The copy of a module would copy its constants, which fails under a fake mode.
+        duplicate = fx.Graph()
+        duplicate.output(duplicate.graph_copy(gm.graph, {}))
+        graphs.append(fx.GraphModule(gm, duplicate))
         return make_boxed_func(gm.forward)
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
