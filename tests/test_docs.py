@@ -1,0 +1,53 @@
+"""The documentation names what exists: every option, every error, every link and every folder."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from ditron_inductor import errors
+from ditron_inductor.explain import ExplainedSite
+from ditron_inductor.options import ENVIRONMENT, FUSIONS, STRATEGIES, Options
+from tests.test_explain import site
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
+def test_every_option_is_documented_with_its_default() -> None:
+    text = (DOCS / "options.md").read_text()
+    for name, default in vars(Options()).items():
+        assert f"`ditron.{name}`" in text
+        assert name == "fusions" or str(default) in text
+    for word in (*ENVIRONMENT.values(), *STRATEGIES, *FUSIONS):
+        assert f"`{word}`" in text
+
+
+def test_every_error_is_documented_and_no_other() -> None:
+    classes = {name for name, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.DitronError)}
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \|", (DOCS / "errors.md").read_text(), re.MULTILINE)
+    assert {name for name, _ in rows} == classes - {"DitronError"}
+    for name, family in rows:
+        assert family in {base.__name__ for base in getattr(errors, name).__mro__}
+
+
+def test_every_column_of_explain_is_documented() -> None:
+    text = (DOCS / "explain.md").read_text()
+    for column in ExplainedSite("forward", site(), "tile", None, "").row():
+        assert f"\n| {column} |" in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_every_page_is_in_the_index() -> None:
+    linked = set(re.findall(r"\(([\w/]+\.md)\)", (DOCS / "index.md").read_text()))
+    assert linked == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"index.md"}
