@@ -14,8 +14,8 @@ that. The call stands where the collective stood, so the order of collectives do
 It must not fire when
 * the product, or a view between it and the collective, is used otherwise;
 * there is a bias (DTensor divides it by the group size and adds it inside `addmm`), a cast, a sum of matmuls, a
-  batched matmul, an op on
-  the elements, another reduction than sum and avg, or a dtype other than bfloat16, float16 and float32.
+  batched matmul, an op on the elements, another reduction than sum and avg, or a dtype other than bfloat16, float16
+  and float32.
 
 An all-reduce has no sharded dimension, so nothing is padded. The contracted dimension may differ between ranks.
 """

@@ -15,17 +15,15 @@ makes it from sizes that stand in the graph. The call stands where the collectiv
 collectives does not change.
 
 It must not fire when
-* the chunks are not all of the W equal chunks of the scattered dimension, once, in order (a permuted `cat`
-  sends every chunk to another
-  rank);
+* the chunks are not all of the W equal chunks of the scattered dimension, once, in order (a permuted `cat` sends
+  every chunk to another rank);
 * the scatter runs along the last dimension, or a view changes the last dimension in between;
 * the product, or anything between it and the collective, is used otherwise: it has to be computed as a whole anyway;
-* there is a bias, a cast, a sum of matmuls, a batched matmul, an op on the elements, another reduction than sum
-  and avg, or a
-  dtype other than bfloat16, float16 and float32;
-* the chunks are padded (DTensor, where the dimension does not divide): only the last rank cuts its result, but
-  the pad stands
-  on every rank. Nothing here looks at what follows the collective, so all ranks leave such a site alone together.
+* there is a bias, a cast, a sum of matmuls, a batched matmul, an op on the elements, another reduction than sum and
+  avg, or a dtype other than bfloat16, float16 and float32;
+* the chunks are padded (DTensor, where the dimension does not divide): only the last rank cuts its result, but the
+  pad stands on every rank. Nothing here looks at what follows the collective, so all ranks leave such a site alone
+  together.
 """
 
 from __future__ import annotations
