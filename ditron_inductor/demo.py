@@ -128,7 +128,8 @@ def require(*names: str) -> None:
 
 def rank_environment(device_type: str) -> dict[str, str]:
     """What a rank's environment has to hold before its first import."""
-    environment = {"OMP_NUM_THREADS": "1"}
+    # Ranks end without cleaning up (see _rank_main); what Inductor's compile workers leave is no news.
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore:resource_tracker"}
     if device_type == "cpu":
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     return environment

@@ -118,7 +118,9 @@ def check_interpreter(software: Sequence[Finding]) -> Finding:
         last_line = (done.stderr.strip().splitlines() or ["no answer"])[-1]
         return Finding(name, False, last_line, "reinstall: pip install 'ditron-inductor[cpu]'")
     if answer.group(1):
-        return Finding(name, False, answer.group(1), "pip install 'ditron-inductor[cpu]'")
+        # Another Triton would take the place of the one that belongs to this torch; another numpy harms nothing.
+        remedy = "pip install 'numpy<2.4'" if "numpy" in answer.group(1) else "pip install 'ditron-inductor[cpu]'"
+        return Finding(name, False, answer.group(1), remedy)
     return Finding(name, True, "runs the kernels on the CPU when a process starts with TRITON_INTERPRET=1")
 
 
