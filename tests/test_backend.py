@@ -17,6 +17,7 @@ from torch.distributed import _functional_collectives as functional
 from ditron_inductor import backend
 from ditron_inductor.backend import ditron
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
+from ditron_inductor.explain import without_caches
 from ditron_inductor.pipeline import DitronPipeline, UserPassThen
 from ditron_inductor.sites import collect_sites
 from tests.conftest import CPU_PLACES, Place
@@ -143,8 +144,8 @@ def test_user_pass_runs_first_and_ours_after_it() -> None:
         return torch.relu(x) + 1
 
     x = torch.randn(8, 16)
-    with collect_sites() as sink:
-        compiled = torch.compile(fn, backend=ditron, options={USER_PASS: user_pass, "fx_graph_cache": False})
+    with collect_sites() as sink, without_caches():
+        compiled = torch.compile(fn, backend=ditron, options={USER_PASS: user_pass})
         torch.testing.assert_close(compiled(x), 1 - x)
     assert len(seen) == 1 and "ditron" not in seen[0]
     assert "aten.neg" in sink.graphs[0].graph_before
@@ -185,6 +186,13 @@ def inference(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.
 
 def run_problem(ctx: RankContext, problem: Problem, backward: bool) -> dict[str, int]:
     """Asserts that compiled and eager agree; returns what the passes counted."""
+    with without_caches(), collect_sites() as sink:
+        compare_with_eager(ctx, problem, backward)
+    assert [graph.is_backward for graph in sink.graphs] == ([False, True] if backward else [False])
+    return dict(counters["ditron"])
+
+
+def compare_with_eager(ctx: RankContext, problem: Problem, backward: bool) -> None:
     counters.clear()
     torch._dynamo.reset()
     shapes = (8, 16), (16, 32), (32, 16)
@@ -201,7 +209,6 @@ def run_problem(ctx: RankContext, problem: Problem, backward: bool) -> dict[str,
         for one, other in zip(ours, eager, strict=True):
             assert one.grad is not None and other.grad is not None
             assert_near(one.grad, other.grad, num_partials=32, what="gradient")
-    return dict(counters["ditron"])
 
 
 @pytest.fixture(scope="module", params=CPU_PLACES[:1])
@@ -269,9 +276,10 @@ def run_dtensor(ctx: RankContext, sequence_parallel: bool) -> dict[str, int]:
     full.requires_grad_()
     local.requires_grad_()
     wanted = plain(full)
-    got = torch.compile(ours, backend="ditron", options=LIBRARY)(local)
-    wanted.sin().sum().backward()
-    got.sin().sum().backward()
+    with without_caches():
+        got = torch.compile(ours, backend="ditron", options=LIBRARY)(local)
+        wanted.sin().sum().backward()
+        got.sin().sum().backward()
     assert full.grad is not None and local.grad is not None
 
     def part(value: torch.Tensor) -> torch.Tensor:
