@@ -16,9 +16,9 @@ chained.
 
 What puts a collective behind the token costs no copy. `after` is an alias: right for collectives that read their input
 where it lies, and for a reduction whose input nobody uses afterwards, which Inductor runs in place. Otherwise Inductor
-copies the input and works on the copy, fused with what computes the input; an alias in between would split the two. There
-the token becomes an operand of the copy, `where(token != 0, x, x)`: x bit for bit, whatever the token holds. `token_of`
-hangs on the launch, not on the wait, so transfers still overlap with what follows.
+copies the input and works on the copy, fused with what computes the input; an alias in between would split the
+two. There the token becomes an operand of the copy, `where(token != 0, x, x)`: x bit for bit, whatever the
+token holds. `token_of` hangs on the launch, not on the wait, so transfers still overlap with what follows.
 """
 
 from __future__ import annotations
