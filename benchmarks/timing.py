@@ -99,7 +99,7 @@ def calls_per_sample(clock: Clock, call: Callable[[int], object]) -> int:
 
 
 def interleaved(
-    clock: Clock, contestants: Mapping[str, Callable[[int], object]], calls: int, per_call: int, rounds: int = ROUNDS
+    clock: Clock, contestants: Mapping[str, Callable[[int], object]], per_call: int, rounds: int = ROUNDS
 ) -> dict[str, Times]:
     """Times of all contestants, in turns in a new order each round. A contestant's call does `per_call` operations.
 
@@ -108,12 +108,11 @@ def interleaved(
     order = list(contestants)
     shuffle = random.Random(0)
     pending: dict[str, list[Callable[[], float]]] = {name: [] for name in order}
-    for name in order:
-        contestants[name](0)
+    calls = {name: calls_per_sample(clock, contestants[name]) for name in order}
     for _ in range(rounds):
         shuffle.shuffle(order)
         for name in order:
-            pending[name].append(clock.sample(contestants[name], calls))
+            pending[name].append(clock.sample(contestants[name], calls[name]))
     clock.synchronize()
     return {name: _over_ranks(clock, [read() / per_call for read in samples]) for name, samples in pending.items()}
 

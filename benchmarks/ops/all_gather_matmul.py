@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 
@@ -10,7 +12,7 @@ from benchmarks.ops.shapes import Cell
 from ditron_inductor.task import reference
 
 
-def contest(setting: Setting, cell: Cell, strategies: tuple[str, ...]) -> Contest:
+def contest(setting: Setting, cell: Cell, strategies: Mapping[str, str]) -> Contest:
     """All contestants keep the gathered tensor, as a training graph does, except ours, which are not asked for it."""
     world_size = setting.world_size
     shards, weights = operands(setting, cell, cell.M // world_size)
@@ -51,6 +53,6 @@ def contest(setting: Setting, cell: Cell, strategies: tuple[str, ...]) -> Contes
     result.contestants = {"gemm": gemm, setting.library: library}
     if setting.has_symmetric_memory:
         result.contestants["async_tp"] = async_tp
-    for strategy in strategies:
-        result.contestants[strategy] = lambda i, strategy=strategy: ours(i, strategy)  # type: ignore[misc]
+    for name, strategy in strategies.items():
+        result.contestants[name] = lambda i, strategy=strategy: ours(i, strategy)  # type: ignore[misc]
     return result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 
@@ -13,7 +15,7 @@ from ditron_inductor.task import reference
 ONE_SHOT_MAX_BYTES = 8 << 20
 
 
-def contest(setting: Setting, cell: Cell, strategies: tuple[str, ...]) -> Contest:
+def contest(setting: Setting, cell: Cell, strategies: Mapping[str, str]) -> Contest:
     """See the module. torch's own symmetric-memory all-reduces take the product from a symmetric tensor."""
     world_size = setting.world_size
     rows, weights = operands(setting, cell, cell.M)
@@ -48,8 +50,8 @@ def contest(setting: Setting, cell: Cell, strategies: tuple[str, ...]) -> Contes
     result.contestants = {"gemm": gemm, setting.library: library}
     if setting.has_symmetric_memory:
         _add_symmetric_memory(result, setting, rows, weights, product)
-    for strategy in strategies:
-        result.contestants[strategy] = lambda i, strategy=strategy: ours(i, strategy)  # type: ignore[misc]
+    for name, strategy in strategies.items():
+        result.contestants[name] = lambda i, strategy=strategy: ours(i, strategy)  # type: ignore[misc]
     return result
 
 

@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 import triton
 
+import ditron_inductor
+import ditron_inductor.errors
 from benchmarks.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from benchmarks.ops.contest import LINK_BYTES_PER_S, Contest, Setting, world_group_name
 from benchmarks.ops.shapes import SETS, Cell
 from benchmarks.records import Row, merge_csv, table
-from benchmarks.timing import Clock, Times, calls_per_sample, capture, interleaved
+from benchmarks.timing import Clock, Times, capture, interleaved
 from tests.tolerances import assert_near
 
 CONTESTS = {
@@ -112,7 +114,7 @@ class Run:
     def run_cell(self, cell: Cell) -> None:
         """Check every contestant, time those that are right, record all of them."""
         self.say(f"{cell.op} {cell.shape} {cell.dtype}{' in a graph' if cell.graph else ''}")
-        contest = CONTESTS[cell.op](self.setting, cell, tuple(STRATEGIES))
+        contest = CONTESTS[cell.op](self.setting, cell, STRATEGIES)
         strategies = {name: value for name, value in contest.contestants.items() if name in self.wanted()}
         contest.contestants = strategies
         assert contest.reference is not None
@@ -125,9 +127,7 @@ class Run:
                 failed.append(name)
         del wanted
         per_call = GRAPH_CALLS if cell.graph else 1
-        calls = max(calls_per_sample(self.clock, ready[name]) for name in ready) if ready else 1
-        calls = max(self.agree(calls))
-        times = interleaved(self.clock, ready, calls, per_call, self.request.rounds)
+        times = interleaved(self.clock, ready, per_call, self.request.rounds)
         self.record(cell, contest, times, failed)
         ready.clear()
         del contest
@@ -158,9 +158,19 @@ class Run:
                 problem = f"capture: {type(error).__name__}: {str(error).strip()[:300]}"
             problems = [text for text in self.agree(problem) if text]
         if problems:
+            self.recover(name)
             return problems[0]
         ready[name] = call
         return ""
+
+    def recover(self, name: str) -> None:
+        """After a failure of one of our contestants: make the group's workspace usable for the next."""
+        if not name.startswith("ditron"):
+            return
+        try:
+            ditron_inductor.reset(dist.group.WORLD)
+        except ditron_inductor.errors.DitronError as error:
+            self.say(f"reset after {name} failed: {error}")
 
     def record(self, cell: Cell, contest: Contest, times: dict[str, Times], failed: list[str]) -> None:
         """Rows of all contestants of the cell, without times for those that failed."""
