@@ -52,12 +52,15 @@ INTERPRETED_SEND_BLOCK = 512
 
 @triton.jit
 def drain_sends(
-    shard, table, ctl, counters, numel, chunk_numel, num_chunks, slot_stride, rank, slot, site, epoch,
+    shard, table, ctl, counters, numel, chunk_numel, num_chunks, slot_stride, alive, rank, slot, site, epoch,
     WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Take pieces of the own shard from the send queue, push each to its peer, until none is left."""
+    """Take pieces of the own shard from the send queue, push each to its peer, until none is left.
+
+    None at all if the workspace was poisoned before this launch (alive is 0).
+    """
     pieces = tl.cdiv(chunk_numel, SEND_BLOCK * SEND_STEPS)
-    num_sends = (WORLD - 1) * num_chunks * pieces
+    num_sends = tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0)
     ticket = take_send(ctl, slot)
     while ticket < num_sends:
         target = (rank + WORLD - 1 - ticket // (num_chunks * pieces)) % WORLD
@@ -71,9 +74,9 @@ def drain_sends(
                 offsets = first + i * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
                 inside = offsets < end
                 tl.store(remote + offsets, tl.load(shard + offsets, mask=inside), mask=inside)
-        if arrive(counters + chunk * MAX_WORLD + target, pieces):
-            # Every piece of the chunk lies in the target's slot: its tiles of this chunk may start.
-            if healthy(ctl) != 0:
+            # A piece without its credit does not arrive, so its chunk is never published.
+            if arrive(counters + chunk * MAX_WORLD + target, pieces):
+                # Every piece of the chunk lies in the target's slot: its tiles of this chunk may start.
                 publish(table, target, slot, chunk, rank, site, epoch)
         ticket = take_send(ctl, slot)
 
@@ -87,7 +90,7 @@ def shard_of(shard, table, ctl, source, rank, slot, slot_stride):
 
 @triton.jit
 def copy_gathered(
-    ticket, shard, gathered, table, ctl, rows, K, block, slot_stride, group_rows, rank, slot, site, epoch,
+    ticket, shard, gathered, table, ctl, rows, K, block, slot_stride, group_rows, alive, rank, slot, site, epoch,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Copy tile `ticket` of the gathered tensor to the caller's output, NaN after a failure."""
@@ -95,9 +98,9 @@ def copy_gathered(
     num_k = tl.cdiv(K, BLOCK_N)
     source = gather_order(ticket // (num_m * num_k), rank, WORLD)
     block_row = ticket // num_k % num_m
-    ok = tl.full((), 1, tl.int32)
+    ok = alive
     if source != rank:
-        ok = wait(table, ctl, rank, slot, block_row * BLOCK_M // group_rows, source, site, epoch)
+        ok = alive & wait(table, ctl, rank, slot, block_row * BLOCK_M // group_rows, source, site, epoch)
     offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = ticket % num_k * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (offs_m < rows)[:, None] & (offs_k < K)[None, :]
@@ -120,6 +123,7 @@ def all_gather_matmul_kernel(
 ):  # fmt: skip
     """See the module. shard [rows, K] contiguous; weights, outs, columns, strides_b*: tuples of NUM_WEIGHTS."""
     epoch = current_epoch(ctl, slot)
+    alive = healthy(ctl)
     num_m = tl.cdiv(rows, BLOCK_M)
     num_n = tl.cdiv(columns[0], BLOCK_N)
     for i in tl.static_range(1, NUM_WEIGHTS):
@@ -129,7 +133,7 @@ def all_gather_matmul_kernel(
     if tl.program_id(0) < senders:
         drain_sends(
             shard, table, ctl, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
-            rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS,
+            alive, rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS,
         )  # fmt: skip
         pushed += 1
     shard_tiles = num_m * num_n
@@ -137,16 +141,16 @@ def all_gather_matmul_kernel(
     while ticket < WORLD * shard_tiles:
         source = gather_order(ticket // shard_tiles, rank, WORLD)
         block_row, block_column = grouped(ticket % shard_tiles, num_m, num_n, GROUP_M)
-        ok = tl.full((), 1, tl.int32)
+        ok = alive
         if source != rank:
             if pushed == 0:
                 drain_sends(
                     shard, table, ctl, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
-                    rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS,
+                    alive, rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS,
                 )  # fmt: skip
                 pushed += 1
             # Acquire: the whole chunk, which its source pushed before it published this flag.
-            ok = wait(table, ctl, rank, slot, block_row // GROUP_M, source, site, epoch)
+            ok = alive & wait(table, ctl, rank, slot, block_row // GROUP_M, source, site, epoch)
         weight, out, N, stride_bk, stride_bn = weights[0], outs[0], columns[0], strides_bk[0], strides_bn[0]
         first = 0
         before = tl.cdiv(columns[0], BLOCK_N)
@@ -176,8 +180,8 @@ def all_gather_matmul_kernel(
         ticket -= WORLD * shard_tiles
         while ticket < WORLD * num_m * tl.cdiv(K, BLOCK_N):
             copy_gathered(
-                ticket, shard, gathered, table, ctl, rows, K, block, slot_stride, GROUP_M * BLOCK_M, rank, slot, site,
-                epoch, WORLD, BLOCK_M, BLOCK_N,
+                ticket, shard, gathered, table, ctl, rows, K, block, slot_stride, GROUP_M * BLOCK_M, alive, rank, slot,
+                site, epoch, WORLD, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             ticket = take_tile(ctl, slot) - WORLD * shard_tiles
     finish(table, ctl, rank, slot, site, epoch, WORLD)

@@ -55,11 +55,11 @@ def push_result(
         offsets = block_offsets((WORLD + rank) * tiles_per_owner + tile, BLOCK_M, BLOCK_N)
         for i in range(1, WORLD):
             tl.store(data(table, ctl, (rank + i) % WORLD, slot, dtype) + offsets, result)
-    chunk = tile // chunk_tiles
-    total = tl.minimum(chunk_tiles, owner_tiles - chunk * chunk_tiles)
-    if arrive(counters + (RESULT_ROW + chunk) * MAX_WORLD, total):
-        # The chunk's results lie in every peer's slot: they may copy them out.
-        if healthy(ctl) != 0:
+        chunk = tile // chunk_tiles
+        total = tl.minimum(chunk_tiles, owner_tiles - chunk * chunk_tiles)
+        # A tile that could not be added up does not arrive, so its chunk is never published.
+        if arrive(counters + (RESULT_ROW + chunk) * MAX_WORLD, total):
+            # The chunk's results lie in every peer's slot: they may copy them out.
             for i in range(1, WORLD):
                 publish(table, (rank + i) % WORLD, slot, RESULT_ROW + chunk, rank, site, epoch)
 
@@ -75,6 +75,7 @@ def matmul_all_reduce_kernel(
 ):  # fmt: skip
     """See the module. a [M, K] with contiguous K; out [M, N] contiguous."""
     epoch = current_epoch(ctl, slot)
+    alive = healthy(ctl)
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     tiles = num_m * num_n
@@ -94,15 +95,15 @@ def matmul_all_reduce_kernel(
                 BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST,
             )  # fmt: skip
             push_partial(
-                acc, table, ctl, counters, owner, tile, owner_tiles, tiles_per_owner, chunk_tiles, rank, slot, site,
-                epoch, dtype, BLOCK_M, BLOCK_N,
+                acc, table, ctl, counters, owner, tile, owner_tiles, tiles_per_owner, chunk_tiles, alive, rank, slot,
+                site, epoch, dtype, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         ticket = take_tile(ctl, slot)
     while ticket < (WORLD + 1) * tiles_per_owner:
         tile = ticket - WORLD * tiles_per_owner
         if tile < own_tiles:
             acc, ok = reduce_partials(
-                table, ctl, tile, tiles_per_owner, chunk_tiles, rank, slot, site, epoch,
+                table, ctl, tile, tiles_per_owner, chunk_tiles, alive, rank, slot, site, epoch,
                 dtype, WORLD, AVERAGE, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             result = acc.to(dtype)
@@ -118,7 +119,7 @@ def matmul_all_reduce_kernel(
         tile = position % tiles_per_owner
         if tile < tl.minimum(tiles_per_owner, tiles - owner * tiles_per_owner):
             # Acquire: the owner's results of the chunk, which it pushed before it published this flag.
-            ok = wait(table, ctl, rank, slot, RESULT_ROW + tile // chunk_tiles, owner, site, epoch)
+            ok = alive & wait(table, ctl, rank, slot, RESULT_ROW + tile // chunk_tiles, owner, site, epoch)
             offsets = block_offsets((WORLD + owner) * tiles_per_owner + tile, BLOCK_M, BLOCK_N)
             source = data(table, ctl, rank, slot, dtype) + offsets
             result = tl.load(source, mask=(offsets >= 0) & (ok != 0), other=float("nan"))

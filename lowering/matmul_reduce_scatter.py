@@ -22,7 +22,7 @@ import triton.language as tl
 from ditron_inductor.core.layout import MAX_CHUNKS
 from ditron_inductor.core.matmul import matmul_tile
 from ditron_inductor.core.order import grouped, interleaved_row, scatter_order
-from ditron_inductor.core.signals import current_epoch, finish, take_tile
+from ditron_inductor.core.signals import current_epoch, finish, healthy, take_tile
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
 from ditron_inductor.lowering.partials import push_partial, reduce_partials
@@ -40,6 +40,7 @@ def matmul_reduce_scatter_kernel(
 ):  # fmt: skip
     """See the module. a [WORLD * rows, K] with contiguous K; out [rows, N] contiguous; block: see interleaved_row."""
     epoch = current_epoch(ctl, slot)
+    alive = healthy(ctl)
     num_m = tl.cdiv(rows, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     tiles = num_m * num_n
@@ -56,15 +57,16 @@ def matmul_reduce_scatter_kernel(
             BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST,
         )  # fmt: skip
         push_partial(
-            acc, table, ctl, counters, owner, tile, tiles, tiles, chunk_tiles, rank, slot, site, epoch,
+            acc, table, ctl, counters, owner, tile, tiles, tiles, chunk_tiles, alive, rank, slot, site, epoch,
             dtype, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         ticket = take_tile(ctl, slot)
     while ticket < (WORLD + 1) * tiles:
         tile = ticket - WORLD * tiles
         acc, _ok = reduce_partials(
-            table, ctl, tile, tiles, chunk_tiles, rank, slot, site, epoch, dtype, WORLD, AVERAGE, BLOCK_M, BLOCK_N
-        )
+            table, ctl, tile, tiles, chunk_tiles, alive, rank, slot, site, epoch,
+            dtype, WORLD, AVERAGE, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         block_row, block_column = grouped(tile, num_m, num_n, GROUP_M)
         offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
         offs_n = block_column * BLOCK_N + tl.arange(0, BLOCK_N)

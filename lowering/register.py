@@ -34,6 +34,7 @@ def _open(node: TaskNode, x: torch.Tensor, sizes: Sequence[int]) -> Launch:
 
 @functools.lru_cache(maxsize=65536)
 def _site_text(node: TaskNode, sizes: tuple[int, ...], dtype: torch.dtype) -> str:
+    node.verify()
     return f"{node.site or node.kind} {node.kind}[{'x'.join(map(str, sizes))}] {str(dtype).removeprefix('torch.')}"
 
 

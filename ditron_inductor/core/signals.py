@@ -41,6 +41,9 @@ from ditron_inductor.core.layout import (
     WRAP_SHIFT,
 )
 
+POISON_PERIOD = tl.constexpr(256)
+"""A wait looks once in so many polls whether another program has failed, for then nothing more will come."""
+
 
 @triton.jit
 def slot_ctl(ctl, slot):
@@ -110,21 +113,21 @@ def wait(table, ctl, rank, slot, row, source, site, epoch, CHECK_SITE: tl.conste
     """Wait until `source` has published (site, epoch) in flag `row` of this rank; 1 if it has, 0 after a failure.
 
     Acquire at system scope: what `source` wrote before it published is visible to the whole program afterwards.
-    Bounded: after POLL_LIMIT polls, at once in a poisoned workspace, the wait expires, `fail` records why, and the
-    caller must neither read the data nor publish anything. A credit is awaited with CHECK_SITE off: any site may have
-    used the slot.
+    Bounded: after POLL_LIMIT polls, and soon after another program of this launch has failed, the wait expires, `fail`
+    records why, and the caller must not read the data. A credit is awaited with CHECK_SITE off: any site may have used
+    the slot.
     """
     address = flag(table, rank, slot, row, source)
-    limit = tl.where(healthy(ctl) != 0, tl.load(ctl + POLL_LIMIT), 0)
+    limit = tl.load(ctl + POLL_LIMIT)
     seen = tl.atomic_add(address, 0, sem="acquire", scope="sys")
     polls = tl.full((), 0, tl.int64)
     while behind(seen, epoch) & (polls < limit):
+        if polls % POISON_PERIOD == 0:
+            limit = tl.where(healthy(ctl) != 0, limit, 0)
         seen = tl.atomic_add(address, 0, sem="acquire", scope="sys")
         polls += 1
     ok = tl.full((), 1, tl.int32)
-    if limit == 0:
-        ok = tl.full((), 0, tl.int32)
-    elif behind(seen, epoch):
+    if behind(seen, epoch):
         fail(ctl, TIMEOUT, rank, source, row, slot, word(site, epoch), seen)
         ok = tl.full((), 0, tl.int32)
     elif CHECK_SITE:

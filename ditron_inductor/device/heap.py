@@ -31,6 +31,10 @@ class Heap(Protocol):
         """What the other ranks need to map this heap, as JSON."""
         ...
 
+    def prepare(self, offers: Sequence[dict[str, Any]]) -> None:
+        """What has to succeed on every rank before any of them joins. Raises OSError or RuntimeError."""
+        ...
+
     def join(self, group: Group, offers: Sequence[dict[str, Any]]) -> None:
         """Map the heaps of all ranks from their `offers`, by group rank. Collective. Raises OSError or RuntimeError."""
         ...
@@ -45,6 +49,31 @@ def make_heap(device: torch.device, nbytes: int) -> Heap:
     return CudaHeap(device, nbytes) if device.type == "cuda" else CpuHeap(nbytes)
 
 
+class RendezvousCount:
+    """How many rendezvous for our heaps this process has taken part in.
+
+    torch numbers the store keys of its rendezvous by process, not by group. Ranks with different histories (one is in a
+    further group, say) would wait for keys that the other never writes, so those with fewer catch up alone.
+    """
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def catch_up(self, target: int, device: torch.device) -> None:
+        """Take part in rendezvous of one rank, this one, until `target` of them are done."""
+        from torch._C._distributed_c10d import HashStore, _SymmetricMemory
+
+        if self.done < target:
+            _SymmetricMemory.set_group_info(ALONE, 0, 1, HashStore())
+        while self.done < target:
+            _SymmetricMemory.rendezvous(private_cuda_bytes(device, 16), ALONE)
+            self.done += 1
+
+
+ALONE = "ditron/alone"
+RENDEZVOUS = RendezvousCount()
+
+
 class CudaHeap:
     """Symmetric memory of torch, allocated on its own rather than from a pool: a heap may be made while a CUDA graph's
     private pool is active, must not lie in it, and starts at offset 0 of its allocation on every rank."""
@@ -55,13 +84,17 @@ class CudaHeap:
         self._handle: Any = None
 
     def offer(self) -> dict[str, Any]:
-        return {}
+        return {"rendezvous": RENDEZVOUS.done}
+
+    def prepare(self, offers: Sequence[dict[str, Any]]) -> None:
+        RENDEZVOUS.catch_up(max(offer["rendezvous"] for offer in offers), self.local.device)
 
     def join(self, group: Group, offers: Sequence[dict[str, Any]]) -> None:
         from torch.distributed import _symmetric_memory as symm_mem
 
         process_group = group.process_group()
         assert process_group is not None
+        RENDEZVOUS.done += 1
         handle = symm_mem.rendezvous(self.local, process_group)
         assert handle.rank == group.rank and handle.world_size == group.world_size
         self.addresses = tuple(handle.buffer_ptrs)
@@ -99,6 +132,9 @@ class CpuHeap:
 
     def offer(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "fd": self._fd, "inode": os.fstat(self._fd).st_ino}
+
+    def prepare(self, offers: Sequence[dict[str, Any]]) -> None:
+        pass
 
     def join(self, group: Group, offers: Sequence[dict[str, Any]]) -> None:
         self._maps = [self.local if rank == group.rank else self._map_peer(offer) for rank, offer in enumerate(offers)]

@@ -99,6 +99,9 @@ def make_generation(session: Session, device: torch.device, slot_bytes: int, tim
         )
     _raise_problems(group.name, "cannot be allocated", [offer["problem"] for offer in offers])
     assert heap is not None
+    _, problem = _attempt(lambda: heap.prepare([offer["heap"] for offer in offers]))
+    problems = session.all_gather(f"begin to map the memory for {why}", problem, timeout_s)
+    _raise_problems(group.name, "cannot be mapped by all ranks", problems)
     _, problem = _attempt(lambda: heap.join(group, [offer["heap"] for offer in offers]))
     problems = session.all_gather(f"map the memory for {why}", problem, timeout_s)
     heap.joined()
