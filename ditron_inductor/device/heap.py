@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ditron_inductor.device.groups import Group
 
@@ -58,19 +59,21 @@ class RendezvousCount:
 
     def __init__(self) -> None:
         self.done = 0
+        self.alone: dist.ProcessGroup | None = None
 
     def catch_up(self, target: int, device: torch.device) -> None:
-        """Take part in rendezvous of one rank, this one, until `target` of them are done."""
-        from torch._C._distributed_c10d import HashStore, _SymmetricMemory
+        """Take part in rendezvous of a group of this rank alone, until `target` of them are done."""
+        from torch._C._distributed_c10d import _SymmetricMemory
 
-        if self.done < target:
-            _SymmetricMemory.set_group_info(ALONE, 0, 1, HashStore())
+        if self.done < target and self.alone is None:
+            # Synchronised locally: no other rank has to know of it.
+            self.alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         while self.done < target:
-            _SymmetricMemory.rendezvous(private_cuda_bytes(device, 16), ALONE)
+            assert self.alone is not None
             self.done += 1
+            _SymmetricMemory.rendezvous(private_cuda_bytes(device, 16), self.alone.group_name)
 
 
-ALONE = "ditron/alone"
 RENDEZVOUS = RendezvousCount()
 
 

@@ -13,7 +13,7 @@ from ditron_inductor.lowering.register import register
 from ditron_inductor.task import reference
 from tests.rank_process import RankContext
 
-WORKSPACE_LIMIT = 1 << 28
+WORKSPACE_LIMIT = 1 << 29
 TIMEOUT_S = 30.0
 
 
@@ -54,14 +54,14 @@ def operand(
     """
     shape = list(shape)
     if layout == "column":
-        base = torch.randn([*shape[:-2], shape[-1], shape[-2]], dtype=torch.float32).transpose(-1, -2)
+        base = torch.randn([*shape[:-2], shape[-1], shape[-2]], device=ctx.device).transpose(-1, -2)
     elif layout == "row":
-        base = torch.randn(shape, dtype=torch.float32)
+        base = torch.randn(shape, device=ctx.device)
     else:
         assert layout in ("padded", "offset"), layout
-        base = torch.randn([*shape[:-1], shape[-1] + 1], dtype=torch.float32)
-    # The conversions keep the strides.
-    x = (base * scale).to(dtype).to(ctx.device)
+        base = torch.randn([*shape[:-1], shape[-1] + 1], device=ctx.device)
+    # Both keep the strides.
+    x = (base * scale).to(dtype)
     if layout == "padded":
         x = x[..., :-1]
     elif layout == "offset":
