@@ -36,17 +36,33 @@ GPU_PLACES: list[Any] = [
     pytest.param(Place("cuda", world_size), id=f"cuda{world_size}", marks=pytest.mark.gpu) for world_size in (2, 4)
 ]
 
-# What is left of a parameter at a thin place, by the parameter's name: the indices of its values that still run.
-THINNED: dict[str, Callable[[int], bool]] = {
-    "case": lambda index: index % 3 == 0,
-    "strategy": lambda index: index == 0,
-    "late_rank": lambda index: index == 0,
-}
+
+def every(step: int, first: int = 0) -> Callable[[int], bool]:
+    """Keeps every `step`-th value of a parameter."""
+    return lambda index: index % step == first
 
 
-def is_thin(place: Place) -> bool:
-    """Whether a place runs a sample: four ranks that poll on two cores are slow, and 2 of 4 GPUs repeat the 4."""
-    return place == Place("cpu", 4) or (place == Place("cuda", 2) and torch.cuda.device_count() >= 4)
+def first_only(index: int) -> bool:
+    """Keeps a parameter's first value."""
+    return index == 0
+
+
+def kept_values(place: Place) -> dict[str, Callable[[int], bool]]:
+    """Which values of a parameter run at a place, by the parameter's name; `--all-cases` runs all of them.
+
+    On the CPU device ranks that poll take the cores from those that work; on a GPU nearly every case compiles a kernel
+    of its own, and where there are 4 GPUs, 2 of them need not repeat everything.
+    """
+    if place.device_type == "cpu":
+        few: dict[str, Callable[[int], bool]] = {"late_rank": first_only}
+        return few if place.world_size == 2 else few | {"case": every(3), "strategy": first_only}
+    if place.world_size == 2 and torch.cuda.device_count() >= 4:
+        return {"case": every(3, 1), "large_case": every(2), "strategy": first_only, "late_rank": first_only}
+    return {"case": every(2)}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cases", action="store_true", help="run every kernel case at every place, not samples")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -64,10 +80,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         spec = getattr(item, "callspec", None)
         places = [value for value in spec.params.values() if isinstance(value, Place)] if spec else []
-        if any(is_thin(place) for place in places):
-            assert spec is not None and isinstance(item, pytest.Function)
+        if spec and places and not config.option.all_cases:
+            assert isinstance(item, pytest.Function)
             kept = True
-            for name, keep in THINNED.items():
+            for name, keep in kept_values(places[0]).items():
                 if name in spec.params:
                     known = values.setdefault((item.function, name), [])
                     if spec.params[name] not in known:

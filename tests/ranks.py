@@ -33,6 +33,7 @@ __all__ = ["Outcome", "RankContext", "RankError", "RankPool", "RankPools", "Rank
 START_LIMIT_S = 180.0
 # After one rank failed, its peers may still come to an end by themselves; longer than this they are waiting for it.
 GRACE_S = 15.0
+CONTINUE_EVERY_S = 0.2
 LOG_TAIL = 6000
 
 
@@ -167,11 +168,17 @@ class RankPool:
         pending = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         continued = False
         while pending:
-            if set(pending.values()) == {stop} and not continued:
-                continued = True
+            patience = deadline - time.monotonic()
+            if set(pending.values()) == {stop}:
+                if not continued:
+                    continued = True
+                    deadline = min(deadline, time.monotonic() + grace)
+                # Again and again: a rank that has not stopped yet would not notice, and stop later.
                 self._continue(stop)
-                deadline = min(deadline, time.monotonic() + grace)
-            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+                patience = min(CONTINUE_EVERY_S, deadline - time.monotonic())
+            ready = wait(list(pending), timeout=max(0.0, patience))
+            if not ready and time.monotonic() < deadline:
+                continue
             if not ready:
                 self._give_up(set(pending.values()), outcomes, f"no answer to {what} in time")
                 break

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,8 @@ class Run:
         contest.contestants = strategies
         assert contest.reference is not None
         wanted = contest.reference()
-        ready, failed = {}, []
+        ready: dict[str, Callable[[int], object]] = {}
+        failed: list[str] = []
         for name in contest.contestants:
             problem = self.prepare(contest, name, wanted, cell.graph, ready)
             if problem:
@@ -139,12 +141,14 @@ class Run:
         """The names of the contestants to run."""
         return self.request.only or NAMES
 
-    def prepare(self, contest: Contest, name: str, wanted: torch.Tensor, graph: bool, ready: dict[str, Any]) -> str:
+    def prepare(
+        self, contest: Contest, name: str, wanted: torch.Tensor, graph: bool, ready: dict[str, Callable[[int], object]]
+    ) -> str:
         """Put a contestant whose result is right, on all ranks, into `ready`; else return what is wrong."""
-        call = contest.contestants[name]
+        call: Callable[[int], object] = contest.contestants[name]
         problem = ""
         try:
-            result = call(0)
+            result = contest.contestants[name](0)
             self.clock.synchronize()
             if name != "gemm":
                 assert_near(result, wanted, num_partials=contest.num_partials, what=name)
@@ -189,10 +193,10 @@ class Run:
                     dtype=cell.dtype,
                     world=self.setting.world_size,
                     graph=int(cell.graph),
-                    p20_us=measured and measured.p20_us,
-                    p50_us=measured and measured.p50_us,
-                    p80_us=measured and measured.p80_us,
-                    skew_pct=measured and measured.skew_pct,
+                    p20_us=measured.p20_us if measured else None,
+                    p50_us=measured.p50_us if measured else None,
+                    p80_us=measured.p80_us if measured else None,
+                    skew_pct=measured.skew_pct if measured else None,
                     limit_us=limit,
                     gpu=gpu,
                     torch=torch.__version__,

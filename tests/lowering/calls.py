@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ class Site:
             self.timeout_s,
         )
 
-    def group(self, ctx: RankContext) -> dict[str, object]:
+    def group(self, ctx: RankContext) -> dict[str, Any]:
         """The keyword arguments of the reference functions."""
         return {"world_size": self.world_size or ctx.world_size, "group_name": self.group_name or ctx.group_name}
 

@@ -52,7 +52,7 @@ class Problem:
 
     def refill(self) -> None:
         """New random operands in the same memory, as a replayed CUDA graph reads them."""
-        self.left.copy_(torch.randn(self.left.shape))
+        self.left.normal_()
 
     def check(self, outputs: list[torch.Tensor], what: str = "") -> None:
         """AssertionError unless outputs are right; a replicated result is also compared between ranks. Collective."""

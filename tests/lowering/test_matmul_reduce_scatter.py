@@ -89,6 +89,6 @@ GPU_CASES = (
 )
 
 
-@pytest.mark.parametrize("case", GPU_CASES, ids=str)
-def test_matches_reference_at_size(gpu_pool: RankPool, case: Case) -> None:
-    gpu_pool.run(_check, case, "tile")
+@pytest.mark.parametrize("large_case", GPU_CASES, ids=str)
+def test_matches_reference_at_size(gpu_pool: RankPool, large_case: Case) -> None:
+    gpu_pool.run(_check, large_case, "tile")

@@ -1,4 +1,4 @@
-"""Nothing is read that was not written: slots full of NaN before a call, outputs full of NaN when they are allocated."""
+"""Nothing is read that was not written: slots are full of NaN before a call, and so are outputs when allocated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ODD = {"cpu": Size(35, 41, 37), "cuda": Size(333, 555, 777)}
 
 
 def _fill_slots(ctx: RankContext) -> None:
-    """0xFF, a NaN in every floating-point type, into all data of this rank's slots, while no kernel of any rank runs."""
+    """0xFF, a NaN in every floating-point type, into all data of this rank's slots, while no rank runs a kernel."""
 
     def all_ranks_idle() -> None:
         if ctx.device.type == "cuda":

@@ -24,7 +24,7 @@ def sizes(ctx: RankContext, kind: str) -> tuple[Size, ...]:
     if ctx.device.type == "cuda":
         return Size(64, 128, 256), Size(700, 520, 1030), Size(5, 72, 10), Size(4096, 1024, 2048)
     if kind == "all_gather_matmul":
-        return Size(8, 16, 24), Size(32, 8400 // ctx.world_size, 8), Size(5, 40, 10)
+        return Size(8, 16, 24), Size(32, 4200 if ctx.world_size == 2 else 70, 8), Size(5, 40, 10)
     return Size(5, 40, 10), Size(33, 30, 40)
 
 
