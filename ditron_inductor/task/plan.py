@@ -79,7 +79,7 @@ def choose(request: PlanRequest) -> Choice:
         return Choice("library", "there is nothing to compute")
     problem = cost.Problem(request.kind, request.m, request.n, request.k, request.dtype.itemsize, request.world_size)
     predicted = cost.predict(problem, cost.hardware(request.device_name))
-    best = min(predicted, key=lambda strategy: (predicted[strategy], strategy))
+    best = "tile" if predicted["tile"] < cost.GAIN * predicted["library"] else "library"
     return Choice(best, f"predicted: library {predicted['library']:.0f} us, tile {predicted['tile']:.0f} us")
 
 

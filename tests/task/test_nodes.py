@@ -21,14 +21,17 @@ NODES = (GATHER, SCATTER, REDUCE)
 
 def test_golden_text() -> None:
     lines = "\n".join(textwrap.fill(node.text(), 100, subsequent_indent="  ") for node in NODES) + "\n"
-    expecttest.assert_expected_inline(lines, """\
+    expecttest.assert_expected_inline(
+        lines,
+        """\
 all_gather_matmul(gather_dim=1, num_weights=2, return_gathered=True, world_size=4, group_name='0',
   site='r/0', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 matmul_reduce_scatter(scatter_dim=0, reduce_op=avg, world_size=4, group_name='0', site='r/1',
   strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 matmul_all_reduce(reduce_op=sum, world_size=4, group_name='0', site='r/2', strategy=tile,
   workspace_limit=1048576, timeout_s=1.5)
-""")
+""",
+    )
 
 
 @pytest.mark.parametrize("node", NODES, ids=lambda node: node.kind)

@@ -31,7 +31,9 @@ def shapes(outputs: object) -> list[list[int]]:
 def test_golden_schemas() -> None:
     schemas = [str(ops.overload(name)._schema) for name in ops.SCHEMAS]
     lines = "\n".join(textwrap.fill(schema, 100, subsequent_indent="  ") for schema in schemas) + "\n"
-    expecttest.assert_expected_inline(lines, """\
+    expecttest.assert_expected_inline(
+        lines,
+        """\
 ditron::all_gather_matmul(Tensor shard, Tensor[] weights, Tensor? token, int gather_dim, bool
   return_gathered, int world_size, str group_name, str site, str strategy, int workspace_limit,
   float timeout_s) -> Tensor[]
@@ -42,7 +44,8 @@ ditron::matmul_all_reduce(Tensor a, Tensor b, Tensor? token, str reduce_op, int 
   group_name, str site, str strategy, int workspace_limit, float timeout_s) -> (Tensor, Tensor)
 ditron::after(Tensor(a) x, Tensor token) -> Tensor(a)
 ditron::token_of(Tensor x) -> Tensor
-""")
+""",
+    )
 
 
 def test_define_twice_is_once() -> None:

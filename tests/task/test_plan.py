@@ -34,8 +34,10 @@ def replaced(**changes: object) -> PlanRequest:
 
 
 def test_auto_takes_the_cheaper_one_and_says_why() -> None:
+    fused = replaced(kind="matmul_all_reduce", m=8192, n=4096, k=3584)
+    assert choose(fused).strategy == "tile"
     choice = choose(REQUEST)
-    assert choice.strategy == "tile"
+    assert choice.strategy == "library"
     assert choice.reason.startswith("predicted: library ")
 
 
@@ -100,3 +102,34 @@ def test_transfers_are_counted_once_per_peer() -> None:
     assert cost.received_bytes(cost.Problem("all_gather_matmul", 8, 5, 3, 2, 4)) == 8 * 3 * 2 * 3 / 4
     assert cost.received_bytes(cost.Problem("matmul_reduce_scatter", 8, 5, 3, 2, 4)) == 8 * 5 * 2 * 3 / 4
     assert cost.received_bytes(cost.Problem("matmul_all_reduce", 8, 5, 3, 2, 4)) == 2 * 8 * 5 * 2 * 3 / 4
+
+
+# Rows measured on 4 H200: microseconds by the library and by the tile kernel. Losses of more than 2 % must not be chosen.
+MEASURED = [
+    ("all_gather_matmul", 8192, 14336, 8192, 2998, 3419),
+    ("all_gather_matmul", 4096, 7168, 4096, 451, 506),
+    ("all_gather_matmul", 2048, 7168, 4096, 248, 263),
+    ("matmul_reduce_scatter", 8192, 8192, 7168, 1735, 1782),
+    ("matmul_reduce_scatter", 8192, 4096, 3584, 525, 513),
+    ("matmul_reduce_scatter", 2048, 4096, 3584, 148, 160),
+    ("matmul_all_reduce", 8192, 4096, 3584, 642, 608),
+    ("matmul_all_reduce", 4096, 4096, 3584, 336, 315),
+    ("matmul_all_reduce", 2048, 8192, 7168, 499, 515),
+    ("matmul_all_reduce", 2048, 4096, 3584, 182, 189),
+    ("matmul_all_reduce", 16, 8192, 7168, 49, 61),
+    ("matmul_all_reduce", 256, 4096, 3584, 50, 65),
+]
+
+
+@pytest.mark.parametrize(("kind", "m", "n", "k", "library", "tile"), MEASURED)
+def test_the_plan_does_not_choose_what_was_measured_slower(
+    kind: str, m: int, n: int, k: int, library: int, tile: int
+) -> None:
+    predicted = cost.predict(cost.Problem(kind, m, n, k, 2, 4), cost.H200)
+    chosen = tile if predicted["tile"] < cost.GAIN * predicted["library"] else library
+    assert chosen <= 1.02 * library
+
+
+def test_the_plan_finds_a_measured_gain() -> None:
+    predicted = cost.predict(cost.Problem("matmul_all_reduce", 8192, 4096, 3584, 2, 4), cost.H200)
+    assert predicted["tile"] < cost.GAIN * predicted["library"]
