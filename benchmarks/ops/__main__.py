@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,8 @@ def parser() -> argparse.ArgumentParser:
 
 def head_commit() -> str:
     """The short hash of HEAD, or `unknown` outside a checkout."""
+    if shutil.which("git") is None:
+        return "unknown"
     answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return answer.stdout.strip() or "unknown"
 
