@@ -42,14 +42,15 @@ class Config:
 INTERPRETER = Config(block_m=32, block_n=32, block_k=32, num_warps=4, num_stages=1, group_m=2).validate()
 """Small tiles, so that small test problems have several tiles and chunks."""
 
-LARGE = Config(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3).validate()
+LARGE = Config(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4).validate()
 MIDDLE = Config(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4).validate()
 NARROW = Config(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4, programs_per_sm=2).validate()
-DECODE = Config(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=5, programs_per_sm=2).validate()
-SMALL = Config(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=3, programs_per_sm=2).validate()
+DECODE = Config(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=4).validate()
+SMALL = Config(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4).validate()
+FLAT = Config(block_m=128, block_n=64, block_k=128, num_warps=8, num_stages=3).validate()
 FP32 = Config(block_m=64, block_n=128, block_k=32, num_warps=8, num_stages=3).validate()
 
-CONFIGS = (INTERPRETER, LARGE, MIDDLE, NARROW, DECODE, SMALL, FP32)
+CONFIGS = (INTERPRETER, LARGE, MIDDLE, NARROW, DECODE, SMALL, FLAT, FP32)
 """Every tile shape that a kernel is launched with, all of them compiled by the tests."""
 
 
@@ -68,6 +69,8 @@ def select_config(
         return DECODE
     if rows <= 64:
         return SMALL
+    if repeats * rows <= 128:
+        return FLAT
 
     def tiles(config: Config) -> int:
         return repeats * -(-rows // config.block_m) * -(-columns // config.block_n)

@@ -168,6 +168,7 @@ def register() -> None:
         MatmulReduceScatter.kind: _matmul_reduce_scatter,
         MatmulAllReduce.kind: _matmul_all_reduce,
         "after": _after,
+        "after_": ops.do_nothing,
         "token_of": ops.new_token,
     }
     for name, implementation in implementations.items():

@@ -122,7 +122,7 @@ class RankPool:
                 self._pipes.append(ours)
         self._raise_failures(self._collect(START_LIMIT_S, "the start of the ranks"), "the start of the ranks")
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, seed: int = 0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 100.0, seed: int = 0) -> list[Any]:
         """`fn(ctx, *args)` on every rank; the values in rank order. Raises RanksFailed where a rank raised or hung."""
         outcomes = self.outcomes(fn, *args, timeout=timeout, seed=seed)
         self._raise_failures(outcomes, fn.__name__)
@@ -132,7 +132,7 @@ class RankPool:
         self,
         fn: Callable[..., Any],
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float = 100.0,
         seed: int = 0,
         stop: int | None = None,
         grace: float = GRACE_S,
