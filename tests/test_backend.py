@@ -228,7 +228,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 )
 def test_values(rank_pools: RankPools, place: Place, problem: Problem, backward: bool, fused: dict[str, int]) -> None:
     pool = rank_pools.get(place.device_type, place.world_size)
-    for counted in pool.run(run_problem, problem, backward, timeout=100.0):
+    for counted in pool.run(run_problem, problem, backward, timeout=200.0):
         assert {kind: counted.get(kind, 0) for kind in fused} == fused
 
 
@@ -298,7 +298,7 @@ def run_dtensor(ctx: RankContext, sequence_parallel: bool) -> dict[str, int]:
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["all_reduce", "sequence_parallel"])
 def test_dtensor(rank_pools: RankPools, place: Place, sequence_parallel: bool) -> None:
     pool = rank_pools.get(place.device_type, place.world_size)
-    for counted in pool.run(run_dtensor, sequence_parallel, timeout=100.0):
+    for counted in pool.run(run_dtensor, sequence_parallel, timeout=200.0):
         if sequence_parallel:
             assert counted["all_gather_matmul"] >= 1 and counted["matmul_reduce_scatter"] >= 1
         else:

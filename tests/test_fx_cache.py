@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Run:
 
     def call(**options: Any) -> list[dict[str, int]]:
         given = {"ditron.strategy": "library", **options}
-        return run_ranks(run_layer, 2, given, env=env, timeout=100.0)
+        return run_ranks(run_layer, 2, given, env=env, timeout=200.0)
 
     return call
 
