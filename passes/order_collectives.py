@@ -15,10 +15,11 @@ does a graph without a Task node. A group that the graph holds as an object, and
 chained.
 
 What puts a collective behind the token costs no copy. `after` is an alias: right for collectives that read their input
-where it lies, and for a reduction whose input nobody uses afterwards, which Inductor runs in place. Otherwise Inductor
-copies the input and works on the copy, fused with what computes the input; an alias in between would split the
-two. There the token becomes an operand of the copy, `where(token != 0, x, x)`: x bit for bit, whatever the
-token holds. `token_of` hangs on the launch, not on the wait, so transfers still overlap with what follows.
+where it lies. A reduction whose input nobody uses afterwards is run in place by Inductor, which loses sight of what an
+alias stands for once somebody writes into it, and would give the memory away before the wait: there `after_(x, token)`
+says that it writes into x, and the collective keeps its input. Otherwise Inductor copies the input and works on the
+copy, fused with what computes the input; an alias in between would split the two. There the token becomes an operand
+of the copy, `where(token != 0, x, x)`: x bit for bit, whatever the token holds. `token_of` hangs on the launch, not on the wait, so transfers still overlap with what follows.
 """
 
 from __future__ import annotations
@@ -140,8 +141,10 @@ def _put_after(graph: fx.Graph, node: fx.Node, token: fx.Node) -> None:
 def _ordered_input(graph: fx.Graph, node: fx.Node, x: fx.Node, token: fx.Node) -> fx.Node:
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
-    copied = target._opname in COPIED and not (target._opname in REDUCED_IN_PLACE and _dies_at(graph, x, node))
-    if copied and x.meta["val"].dtype in SELECTABLE:
+    if target._opname in REDUCED_IN_PLACE and _dies_at(graph, x, node):
+        _call(graph, ops.overload("after_"), (x, token), node)
+        return x
+    if target._opname in COPIED and x.meta["val"].dtype in SELECTABLE:
         scalar = _call(graph, torch.ops.aten.squeeze.default, (token,), node)  # x may be a scalar itself
         condition = _call(graph, torch.ops.aten.ne.Scalar, (scalar, 0), node)
         return _call(graph, torch.ops.aten.where.self, (condition, x, x), node)

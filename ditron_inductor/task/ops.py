@@ -12,6 +12,8 @@
     a [.., K], b [K, N]; out [.., N] contiguous, bit-identical on every rank.
 `after(x, token) -> x`
     an alias of x that is ordered after token: puts a collective that was not fused into the order of its group.
+`after_(x, token)`
+    the same for a collective that writes into x: x itself, declared as written, so that its memory has one owner.
 `token_of(x) -> token`
     a token ordered after the op that made x.
 
@@ -46,6 +48,7 @@ SCHEMAS: dict[str, str] = {
     ),
     MatmulAllReduce.kind: f"(Tensor a, Tensor b, Tensor? token, str reduce_op, {_SITE}) -> (Tensor, Tensor)",
     "after": "(Tensor(a) x, Tensor token) -> Tensor(a)",
+    "after_": "(Tensor(a!) x, Tensor token) -> ()",
     "token_of": "(Tensor x) -> Tensor",
 }
 
@@ -62,6 +65,7 @@ def define() -> Library:
         MatmulReduceScatter.kind: _fake_matmul_reduce_scatter,
         MatmulAllReduce.kind: _fake_matmul_all_reduce,
         "after": _fake_after,
+        "after_": do_nothing,
         "token_of": new_token,
     }
     for name, fake in fakes.items():
@@ -71,7 +75,7 @@ def define() -> Library:
 
 
 def overload(kind: str) -> torch._ops.OpOverload:
-    """The op of a node kind (or `after`, `token_of`), declared if it was not."""
+    """The op of a node kind (or `after`, `after_`, `token_of`), declared if it was not."""
     define()
     op: torch._ops.OpOverload = getattr(torch.ops.ditron, kind).default
     return op
@@ -80,6 +84,10 @@ def overload(kind: str) -> torch._ops.OpOverload:
 def new_token(x: torch.Tensor) -> torch.Tensor:
     """A token on the device of x."""
     return torch.empty(1, dtype=torch.uint8, device=x.device)
+
+
+def do_nothing(x: torch.Tensor, token: torch.Tensor) -> None:
+    """`after_`: only its place among the ops that use x matters."""
 
 
 def site_args(node: TaskNode) -> tuple[int, str, str, str, int, float]:
