@@ -1,13 +1,13 @@
 """An executable model of the signal protocol, explored exhaustively (docs/protocol.md explains the protocol).
 
-    explore(Scenario(scripts=...))                                 no violation: the rules hold
-    explore(scenario, frozenset({Protection.CREDITS})).violation   what goes wrong without one of them
+explore(Scenario(scripts=...))                                 no violation: the rules hold
+explore(scenario, frozenset({Protection.CREDITS})).violation   what goes wrong without one of them
 """
 
 from __future__ import annotations
 
-from ditron_inductor.device.protocol_model.explore import Exploration, explore
+from ditron_inductor.device.protocol_model.explore import Ending, Exploration, explore
 from ditron_inductor.device.protocol_model.launch import Protection
 from ditron_inductor.device.protocol_model.state import Call, Capture, Event, Raised, Reset, Scenario
 
-__all__ = ["Call", "Capture", "Event", "Exploration", "Protection", "Raised", "Reset", "Scenario", "explore"]
+__all__ = ["Call", "Capture", "Ending", "Event", "Exploration", "Protection", "Raised", "Reset", "Scenario", "explore"]

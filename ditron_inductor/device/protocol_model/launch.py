@@ -5,13 +5,15 @@ An item is a tuple of operations on memory; a resident program takes the next it
     ("credit", peer)          wait until credit[slot][peer] in own memory says that `peer` ended the slot's previous use
     ("write", dst, region)    plain stores of data into `dst`'s slot
     ("publish", dst, region)  release store of (site, epoch) into `dst`'s flag[slot][region][me]
-    ("arrive", dst, region)   local count of the tiles for `dst`; the last of TILES publishes
+    ("arrive", dst, region)   count a tile for `dst` in own memory; the last of TILES sets the count to 0 and publishes
     ("await", region, src)    wait for flag[slot][region][src] in own memory, then compare the site
     ("read", region, src)     read the data that `src` wrote into own slot
     ("sum",)                  what the item has read becomes the value that its next writes carry
     ("epoch",)                advance the slot's epoch (closing item only)
     ("give", peer)            release store of (site, epoch) into `peer`'s credit[slot][me] (closing item only)
 
+A wait that fails ends its item: nothing after it is done, nothing is counted or published. The program then takes the
+next item, so whatever does not depend on the failed wait still reaches the peers.
 Self-sends (dst == me) stand for the rank's own tiles: same words in own memory, no credit needed (stream order).
 """
 
@@ -45,10 +47,16 @@ class Protection(Enum):
     SITE_HASH = auto()  # the flag's site is not compared
     ONE_WRITER = auto()  # all sources share one flag word
     RANK_ORDER = auto()  # a reduction starts at the own rank
-    POISON = auto()  # a rank whose wait expired goes on as if the data were there
+    WAIT_RESULT = auto()  # what follows a failed wait is done as if it had succeeded
+    PIECE_COUNT = auto()  # a tile without its credit is not written, but counted and published
+    RESULT_OK = auto()  # rows that could not be reduced are pushed to the peers
+    ALIVE = auto()  # a launch on a poisoned workspace does its work
+    COMPLETE_CHUNKS = auto()  # a poisoned rank publishes nothing, however complete
+    WITHHELD_CREDITS = auto()  # a launch that failed gives its credits
     RESET_BARRIER_BEFORE = auto()  # reset zeroes while peers may still run old launches
     RESET_BARRIER_AFTER = auto()  # reset lets a rank go on while peers have not zeroed yet
     RESET_COUNT = auto()  # reset keeps the host's call count
+    RESET_COUNTERS = auto()  # reset keeps the tiles that a failed launch has counted
 
 
 Without = frozenset[Protection]
@@ -76,7 +84,7 @@ def _send(me: int, dst: int, region: int, without: Without, *, credit: bool = Tr
 
 
 def _reads(region: int, flag: int, sources: list[int]) -> Item:
-    return tuple(op for src in sources for op in (("await", flag, src), ("read", region, src)))
+    return (*(("await", flag, src) for src in sources), *(("read", region, src) for src in sources))
 
 
 def _reduction(region: int, me: int, world: int, without: Without) -> Item:

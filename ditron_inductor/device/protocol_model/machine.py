@@ -8,6 +8,7 @@ from ditron_inductor.device.protocol_model.launch import NUM_REGIONS, Protection
 from ditron_inductor.device.protocol_model.programs import Programs, Step
 from ditron_inductor.device.protocol_model.state import (
     SLOTS,
+    Call,
     Capture,
     Launch,
     Program,
@@ -31,7 +32,7 @@ class Machine:
 
     def initial(self) -> State:
         """Zeroed memory, as after a reset, with all epochs at the scenario's start."""
-        return (self._zeroed(Rank((), (), (), (), (), ()), self.scenario.start),) * self.world
+        return (self._zeroed(Rank((), (), (), (), (), (0,) * self.world, ()), self.scenario.start),) * self.world
 
     def done(self, state: State, me: int) -> bool:
         """Whether `me` takes no further step."""
@@ -56,7 +57,9 @@ class Machine:
                 continue
             for index in range(len(rank.launch.programs)):
                 step = self.programs.run(state, me, index)
-                if step is None:
+                if step is None and rank.poisoned:
+                    found.append(self.programs.expire(state, me, index))
+                elif step is None:
                     blocked.append((me, index))
                 elif not fine and self.programs.is_local(state, me, index):
                     return [step], []
@@ -72,12 +75,14 @@ class Machine:
 
     def _zeroed(self, rank: Rank, epoch: int) -> Rank:
         words = SLOTS * NUM_REGIONS * self.world
+        keep = Protection.RESET_COUNTERS in self.without
         return rank._replace(
             flags=(Word(None, epoch),) * words,
             credits=(Word(None, epoch),) * (SLOTS * self.world),
             early=(None,) * words,
             late=(None,) * words,
             epochs=(epoch,) * SLOTS,
+            arrived=rank.arrived if keep else (0,) * self.world,
             used=(-1,) * SLOTS,
             poisoned=False,
         )
@@ -91,26 +96,34 @@ class Machine:
         elif isinstance(event, Capture):
             rank = rank._replace(event=rank.event + 1, calls=rank.calls + event.calls)
             yield f"rank {me} captures {event.calls} calls", put(state, me, rank)
-        elif rank.poisoned:
-            if not event.may_fail:
-                raise Violation(f"rank {me} is poisoned at call {rank.event}, which has no reason to fail")
-            # The host sees the record at this call, or has enqueued the call before: NaN, nothing is published.
-            yield self._skip(state, me, rank)
-            rank = rank._replace(event=rank.event + 1, calls=rank.calls + (event.slot is None))
-            yield f"rank {me} returns NaN", put(state, me, rank)
+        elif rank.poisoned and not event.may_fail:
+            raise Violation(f"rank {me} is poisoned at call {rank.event}, which has no reason to fail")
         else:
-            slot = rank.calls % SLOTS if event.slot is None else event.slot
-            epoch = (rank.epochs[slot] + 1) % self.scenario.modulus
-            if Protection.DEVICE_EPOCH in self.without and event.baked is not None:
-                epoch = event.baked
-            taken = min(self.scenario.programs, len(self.programs.items[event.kind, me]))
-            launch = Launch(epoch, slot, taken, tuple(Program(i) for i in range(taken)), (0,) * self.world)
-            state = put(state, me, rank._replace(launch=launch))
-            if Protection.CREDIT_AFTER_USE in self.without:
-                for peer in range(self.world):
-                    if peer != me:
-                        state = self.programs.give(state, me, peer, Word(event.site, epoch, me), slot)
-            yield f"rank {me} launches {event.site}: call {rank.event}, slot {slot}, epoch {epoch}", state
+            if rank.poisoned:
+                # The host sees the record at this call, or has enqueued the call before.
+                yield self._skip(state, me, rank)
+            yield self._launch(state, me, rank, event)
+
+    def _launch(self, state: State, me: int, rank: Rank, event: Call) -> Step:
+        slot = rank.calls % SLOTS if event.slot is None else event.slot
+        epoch = (rank.epochs[slot] + 1) % self.scenario.modulus
+        if Protection.DEVICE_EPOCH in self.without and event.baked is not None:
+            epoch = event.baked
+        if rank.poisoned and Protection.ALIVE not in self.without:
+            # Outputs are NaN; only the epoch goes on.
+            rank = rank._replace(event=rank.event + 1, calls=rank.calls + (event.slot is None))
+            return f"rank {me} returns NaN", put(state, me, rank._replace(epochs=put(rank.epochs, slot, epoch)))
+        taken = min(self.scenario.programs, len(self.programs.items[event.kind, me]))
+        launch = Launch(epoch, slot, taken, tuple(Program(i) for i in range(taken)))
+        if event.may_fail and taken > 1:
+            # When a program starts matters: another one may have failed before.
+            launch = Launch(epoch, slot, 0, (Program(-1),) * taken)
+        state = put(state, me, rank._replace(launch=launch))
+        if Protection.CREDIT_AFTER_USE in self.without:
+            for peer in range(self.world):
+                if peer != me:
+                    state = self.programs.give(state, me, peer, Word(event.site, epoch, me), slot)
+        return f"rank {me} launches {event.site}: call {rank.event}, slot {slot}, epoch {epoch}", state
 
     def _skip(self, state: State, me: int, rank: Rank) -> Step:
         """The rank raises and goes on with its next Reset."""

@@ -7,10 +7,20 @@ waited for, so their stores can be moved left, to their predecessor (Lipton's re
 
 from __future__ import annotations
 
-from ditron_inductor.device.protocol_model.launch import NUM_REGIONS, RESULT, TILES, Op, Protection, Without, items
+from ditron_inductor.device.protocol_model.launch import (
+    NUM_REGIONS,
+    RESULT,
+    TILES,
+    Item,
+    Op,
+    Protection,
+    Without,
+    items,
+)
 from ditron_inductor.device.protocol_model.state import Call, Launch, Program, Scenario, State, Violation, Word, put
 
 WAITS, ACCESSES = ("credit", "await"), ("write", "read")
+NAMES = {"timeout": "no progress", "diverged": "another use of the slot"}
 Step = tuple[str, State]
 
 
@@ -32,6 +42,15 @@ class Programs:
 
     def run(self, state: State, me: int, index: int) -> Step | None:
         """The next step of a program, labelled; None when its wait is not over."""
+        launch = state[me].launch
+        assert launch is not None
+        program = launch.programs[index]
+        if program.item < 0:
+            alive = not state[me].poisoned or Protection.ALIVE in self.without
+            program = program._replace(alive=alive)
+            return f"rank {me}: a program starts", self._leave_item(self._set(state, me, index, program), me, index)[0]
+        if not program.alive and program.item < len(self.items[self.call(state, me).kind, me]):
+            return f"rank {me}: an item does nothing", self._leave_item(state, me, index)[0]
         done: list[Op] = []
         accessed = False
         running: int | None = index
@@ -40,15 +59,13 @@ class Programs:
             launch, _, op = self._at(state, me, index)
             if done and (self.scenario.fine or (accessed and op[0] in (*WAITS, *ACCESSES))):
                 break
-            if op[0] == "credit":
-                if not self._reached(state[me].credits[launch.slot * self.world + op[1]].epoch, launch.epoch - 1):
+            if op[0] in WAITS:
+                seen = self._seen(state, me, op)
+                if not self._reached(seen.epoch, launch.epoch - (op[0] == "credit")):
                     return None
-            if op[0] == "await":
-                flag = state[me].flags[self._flag(launch.slot, op[1], op[2])]
-                if not self._reached(flag.epoch, launch.epoch):
-                    return None
-                if flag.site != self.call(state, me).site and Protection.SITE_HASH not in self.without:
-                    return self._fail(state, me, index, "diverged")
+                if op[0] == "await" and (seen.site, seen.epoch) != (self.call(state, me).site, launch.epoch):
+                    if Protection.SITE_HASH not in self.without:
+                        return self._fail(state, me, index, "diverged")
             done.append(op)
             accessed = accessed or op[0] not in WAITS
             state, running = self._perform_and_advance(state, me, index)
@@ -56,14 +73,20 @@ class Programs:
 
     def is_local(self, state: State, me: int, index: int) -> bool:
         """Whether the program's next step is one that no other rank can observe or disturb: a tile of its own."""
+        launch = state[me].launch
+        assert launch is not None
+        if launch.programs[index].item < 0 or not launch.programs[index].alive:
+            return False
         _, program, op = self._at(state, me, index)
         return op[0] == "write" and op[1] == me and not program.pending
 
     def expire(self, state: State, me: int, index: int) -> Step:
-        """The bounded wait of a program ends: a record, poison, and nothing more is published."""
-        if not self.call(state, me).may_fail:
-            op = self._at(state, me, index)[2]
-            raise Violation(f"no progress: rank {me}, call {state[me].event} waits for {' '.join(map(str, op))}")
+        """The bounded wait of a program ends: after its time, or soon once another wait of the rank has failed."""
+        launch, _, op = self._at(state, me, index)
+        # Waits that have been successful: a group of steps begins with the first of them.
+        while self._reached(self._seen(state, me, op).epoch, launch.epoch - (op[0] == "credit")):
+            state = self._advance(state, me, index)[0]
+            launch, _, op = self._at(state, me, index)
         return self._fail(state, me, index, "timeout")
 
     def give(self, state: State, me: int, peer: int, credit: Word, slot: int) -> State:
@@ -78,6 +101,14 @@ class Programs:
         work = self.items[self.call(state, me).kind, me]
         item = work[program.item] if program.item < len(work) else self.closing[me]
         return launch, program, item[program.op]
+
+    def _seen(self, state: State, me: int, op: Op) -> Word:
+        """The word that the wait `op` polls."""
+        launch = state[me].launch
+        assert launch is not None
+        if op[0] == "credit":
+            return state[me].credits[launch.slot * self.world + op[1]]
+        return state[me].flags[self._flag(launch.slot, op[1], op[2])]
 
     def _reached(self, seen: int, epoch: int) -> bool:
         if Protection.EPOCH in self.without:
@@ -104,7 +135,7 @@ class Programs:
             self._check_read(state, me, launch, op[1], op[2])
             state = self._set(state, me, index, program._replace(read=(*program.read, op[2])))
         elif name == "sum":
-            if program.read != tuple(range(self.world)) and state[me].record is None:
+            if program.read != tuple(range(self.world)):
                 raise Violation(f"rank {me} reduces in the order {program.read}: not the same bits on every rank")
             state = self._set(state, me, index, program._replace(value=program.read))
         elif name == "publish":
@@ -115,7 +146,7 @@ class Programs:
             rank = state[me]
             epochs, used = put(rank.epochs, launch.slot, launch.epoch), put(rank.used, launch.slot, rank.event)
             state = put(state, me, rank._replace(epochs=epochs, used=used))
-        elif name == "give" and not state[me].poisoned:
+        elif name == "give" and (not state[me].poisoned or Protection.WITHHELD_CREDITS in self.without):
             state = self.give(state, me, op[1], Word(self.call(state, me).site, launch.epoch, me), launch.slot)
         return self._advance(state, me, index)
 
@@ -157,7 +188,7 @@ class Programs:
         return state
 
     def _publish(self, state: State, me: int, launch: Launch, to: int, region: int) -> State:
-        if state[me].poisoned:
+        if state[me].poisoned and Protection.COMPLETE_CHUNKS in self.without:
             return state
         dst, flag = state[to], self._flag(launch.slot, region, me)
         if dst.flags[flag].writer not in (None, me):
@@ -169,9 +200,10 @@ class Programs:
         if Protection.ARRIVE_RELEASE not in self.without:
             state = self._release(state, me, index)
         launch, _, (_, to, region) = self._at(state, me, index)
-        launch = launch._replace(arrived=put(launch.arrived, to, launch.arrived[to] + 1))
-        state = put(state, me, state[me]._replace(launch=launch))
-        if launch.arrived[to] < TILES:
+        rank = state[me]
+        count = (rank.arrived[to] + 1) % TILES
+        state = put(state, me, rank._replace(arrived=put(rank.arrived, to, count)))
+        if count > 0:
             return state
         return self._publish(self._release(state, me, index), me, launch, to, region)
 
@@ -191,8 +223,8 @@ class Programs:
         launch, program, _ = self._at(state, me, index)
         num_items = len(self.items[call.kind, me])
         rest = (*launch.programs[:index], *launch.programs[index + 1 :])
-        if launch.next_item < num_items and not rank.poisoned:
-            taken = Program(launch.next_item, pending=program.pending)
+        if launch.next_item < num_items:
+            taken = Program(launch.next_item, pending=program.pending, alive=program.alive)
             launch = launch._replace(next_item=launch.next_item + 1, programs=tuple(sorted((*rest, taken))))
             return put(state, me, rank._replace(launch=launch)), None
         started = min(self.scenario.programs, num_items)
@@ -207,16 +239,29 @@ class Programs:
         return put(state, me, rank), None
 
     def _fail(self, state: State, me: int, index: int, kind: str) -> Step:
-        rank = state[me]
+        """The program's wait fails: a record, if it is the rank's first, and poison; the item ends here."""
+        call, rank = self.call(state, me), state[me]
         _, program, op = self._at(state, me, index)
+        what = " ".join(map(str, op))
+        if not call.may_fail:
+            raise Violation(f"{NAMES[kind]}: rank {me}, call {rank.event} waits for {what}")
         record = rank.record or (kind, rank.event, op[1] if op[0] == "credit" else op[2])
-        label = f"rank {me}: {kind}, waiting for {' '.join(map(str, op))}"
-        if Protection.POISON in self.without:
-            state = put(state, me, rank._replace(record=record))
-            skipped = program._replace(op=program.op + (op[0] == "await"), read=(*program.read, -1))
-            return label, self._advance(self._set(state, me, index, skipped), me, index)[0]
         state = put(state, me, rank._replace(poisoned=True, record=record))
+        label = f"rank {me}: {kind}, waiting for {what}"
+        goes_on = self._goes_on(self.items[call.kind, me][program.item], program.op)
+        if goes_on is not None:
+            return label, self._set(state, me, index, program._replace(op=goes_on))
         state, closing = self._leave_item(state, me, index)
         while closing is not None:
             state, closing = self._perform_and_advance(state, me, closing)
         return label, state
+
+    def _goes_on(self, item: Item, failed: int) -> int | None:
+        """The operation with which a program goes on after the wait `failed`; None when it leaves the item."""
+        if Protection.WAIT_RESULT in self.without:
+            return failed + 1
+        if Protection.PIECE_COUNT in self.without and item[failed][0] == "credit":
+            return next(i for i, op in enumerate(item) if op[0] in ("arrive", "publish"))
+        if Protection.RESULT_OK in self.without:
+            return next((i for i, op in enumerate(item) if op[0] == "write" and op[2] == RESULT), None)
+        return None

@@ -70,11 +70,12 @@ class Scenario:
 class Program(NamedTuple):
     """A resident program at operation `op` of work item `item`."""
 
-    item: int
+    item: int  # -1: it has not started
     op: int = 0
     read: tuple[int, ...] = ()  # sources read by the item, in order
     value: Any = None  # what its writes carry, after a "sum"
     pending: tuple[tuple[int, int, Any], ...] = ()  # stores that no release has ordered yet: destination, word, data
+    alive: bool = True  # the workspace was healthy when it started; else its items do nothing
 
 
 class Launch(NamedTuple):
@@ -82,7 +83,6 @@ class Launch(NamedTuple):
     slot: int
     next_item: int
     programs: tuple[Program, ...]  # sorted: programs are interchangeable
-    arrived: tuple[int, ...]  # tiles counted per destination
 
 
 class Word(NamedTuple):
@@ -99,6 +99,7 @@ class Rank(NamedTuple):
     early: tuple[Any, ...]  # [slot][region][source] data, every store visible at once
     late: tuple[Any, ...]  # the same, every store held back until a release
     epochs: tuple[int, ...]  # [slot]
+    arrived: tuple[int, ...]  # [destination] tiles counted
     used: tuple[int, ...]  # [slot] the event that used the slot last: for the checks only
     event: int = 0  # position in the script
     calls: int = 0  # eager and captured calls
