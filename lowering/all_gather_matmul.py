@@ -57,11 +57,13 @@ def drain_sends(
 ):  # fmt: skip
     """Take pieces of the own shard from the send queue, push each to its peer, until none is left.
 
-    None at all if the workspace was poisoned before this launch (alive is 0).
+    None at all if the workspace was poisoned before this program started (alive is 0).
     """
     pieces = tl.cdiv(chunk_numel, SEND_BLOCK * SEND_STEPS)
-    num_sends = tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0)
-    ticket = take_send(ctl, slot)
+    num_sends = (WORLD - 1) * num_chunks * pieces
+    ticket = num_sends
+    if alive != 0:
+        ticket = take_send(ctl, slot)
     while ticket < num_sends:
         target = (rank + WORLD - 1 - ticket // (num_chunks * pieces)) % WORLD
         chunk = ticket // pieces % num_chunks

@@ -28,7 +28,7 @@ def push_partial(
     """Store partial tile `tile` of `owner` into its slot; the last tile of a chunk publishes flag row `chunk`.
 
     owner_tiles: how many tiles the owner really has (<= tiles_per_owner, the spacing of the blocks). alive: 0 if the
-    workspace was poisoned before this launch, and nothing may be sent.
+    workspace was poisoned before this program started: nothing may be sent.
     """
     # Credit: the owner has read what the slot's previous use left there. The own slot is free by stream order.
     ok = alive

@@ -90,6 +90,9 @@ class SharedWorkspace:
 
     def _add_generation(self, slot_bytes: int, timeout_s: float, why: str) -> Generation:
         self.synchronize()
+        # What a kernel found just now: the next ring must not hide it.
+        if self.health.failed():
+            self.health.check()
         # Made once and used in any mode: an inference tensor could not be reset outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
             generation = make_generation(self.session, self.device, slot_bytes, timeout_s, why)
