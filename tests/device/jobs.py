@@ -342,11 +342,12 @@ def heap_descriptors() -> int:
 
 
 def releases_everything(ctx: RankContext) -> tuple[int, int]:
+    before = heap_descriptors()  # Of other workspaces that this process has.
     registry, workspace = opened(ctx)
     ping(workspace)
-    during = heap_descriptors()
+    during = heap_descriptors() - before
     for shared in registry.of_group(dist.distributed_c10d._get_default_group()):
         registry.release(shared)
     del workspace
     gc.collect()
-    return during, heap_descriptors()
+    return during, heap_descriptors() - before
