@@ -27,7 +27,8 @@ LEAST_WAITS = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2, "matmul_all_r
 LEAST_RELEASES = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2, "matmul_all_reduce": 3}
 
 CASES = [
-    *(("sm_90", c, "bf16") for c in (config.LARGE, config.MIDDLE, config.NARROW, config.SMALL, config.FLAT, config.DECODE)),
+    *(("sm_90", tile, "bf16") for tile in (config.LARGE, config.MIDDLE, config.NARROW)),
+    *(("sm_90", tile, "bf16") for tile in (config.SMALL, config.FLAT, config.DECODE)),
     ("sm_90", config.LARGE, "fp16"),
     ("sm_90", config.FP32, "fp32"),
     ("sm_100", config.LARGE, "bf16"),
