@@ -85,6 +85,8 @@ class Options:
         own = _environment_values(os.environ if environment is None else environment)
         inductor: dict[str, Any] = {}
         for key, value in (options or {}).items():
+            if not isinstance(key, str):
+                raise UnknownOption(key=key, valid=_valid_text(str(key)))
             if key.startswith(PREFIX):
                 name = key.removeprefix(PREFIX)
                 if name not in _CHECKS:

@@ -190,7 +190,12 @@ def _rejected_operand(addmm: fx.Node, is_weight: bool) -> ReasonCode:
 
 
 def _rejected_transposed(transpose: fx.Node) -> ReasonCode:
-    """A transposed use: as first operand it is a weight gradient, as second one a sharded weight."""
+    """A transposed use: as first operand it is a weight gradient, as second one a sharded weight. With more than two
+    dimensions it moves rows (batch and sequence change places).
+    """
+    value = proofs.tensor(transpose)
+    if value is not None and value.ndim > 2 and proofs.feeds_matmul(transpose):
+        return ReasonCode.LAYOUT
     views = list(proofs.views_down(transpose))
     for user in (user for view in views for user in view.users):
         if user.target is torch.ops.aten.mm.default:

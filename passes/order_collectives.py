@@ -19,7 +19,8 @@ where it lies. A reduction whose input nobody uses afterwards is run in place by
 alias stands for once somebody writes into it, and would give the memory away before the wait: there `after_(x, token)`
 says that it writes into x, and the collective keeps its input. Otherwise Inductor copies the input and works on the
 copy, fused with what computes the input; an alias in between would split the two. There the token becomes an operand
-of the copy, `where(token != 0, x, x)`: x bit for bit, whatever the token holds. `token_of` hangs on the launch, not on the wait, so transfers still overlap with what follows.
+of the copy, `where(token != 0, x, x)`: x bit for bit, whatever the token holds. `token_of` hangs on the launch, not
+on the wait, so transfers still overlap with what follows.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class ReasonCode(enum.StrEnum):
     LAST_DIM = "last_dim"
     """The gather or scatter is along the last dimension, which the matmul contracts or makes."""
     LAYOUT = "layout"
-    """A view between the matmul and the collective moves, splits or merges the last dimension."""
+    """A view between the matmul and the collective moves rows, or moves, splits or merges the last dimension."""
     MIXED_DTYPES = "mixed_dtypes"
     """The operands or the result of the matmul differ in dtype."""
     NO_MATMUL = "no_matmul"
@@ -82,7 +82,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "its neighbour is a batched matmul; use one 2-D weight for all batches (nn.Linear, x @ w) instead of bmm"
     ),
     ReasonCode.BIAS: (
-        "a bias is added to the matmul's result; use bias=False, or add it outside the matmul, after the collective"
+        "something is added to the matmul's result (a bias, another gradient); use bias=False, or add it after the "
+        "collective"
     ),
     ReasonCode.CAST_BETWEEN: (
         "a dtype conversion stands between it and the matmul; communicate in the matmul's dtype, cast outside"
@@ -104,7 +105,7 @@ _TEXTS: dict[ReasonCode, str] = {
     ),
     ReasonCode.LAST_DIM: "it works along the last dimension; gather or scatter the batch or sequence dimension instead",
     ReasonCode.LAYOUT: (
-        "a view between it and the matmul changes the last dimension (a transpose, a split into heads); "
+        "a view between it and the matmul moves rows or changes the last dimension (a transpose, a split into heads); "
         "apply such views on the other side of the collective"
     ),
     ReasonCode.MIXED_DTYPES: "the matmul mixes dtypes; give both operands and the result the same dtype",
@@ -127,7 +128,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "it reduces a sum of matmuls; concatenate their operands along the contracted dimension into one matmul"
     ),
     ReasonCode.UNEVEN_SHARDS: (
-        "the sharded dimension does not divide by the number of ranks, so shards are padded; pad it to a multiple"
+        "a part is cut off or padded, as where the sharded dimension does not divide by the number of ranks; pad that "
+        "to a multiple, or cut after the matmul"
     ),
     ReasonCode.UNSUPPORTED_COLLECTIVE: (
         "no fusion covers it; use all_gather_into_tensor, reduce_scatter_tensor or all_reduce on one tensor"

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes import proofs
-from ditron_inductor.passes.collectives import ALL_GATHER, ALL_REDUCE, WAIT
+from ditron_inductor.passes.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 
 aten = torch.ops.aten
 
@@ -63,10 +63,13 @@ def _size(graph: fx.Graph, reader: fx.Node, source: fx.Node, dim: int, asked: Ca
     if source.target in RESHAPES:
         size = list(proofs.arguments(source).values())[1][dim]
         return size if isinstance(size, fx.Node) else None
-    if source.target in (WAIT, ALL_REDUCE) or (source.target is ALL_GATHER and dim > 0):
+    if source.target in (WAIT, ALL_REDUCE) or (source.target in (ALL_GATHER, REDUCE_SCATTER) and dim > 0):
         return _size(graph, reader, source.args[0], dim, asked)  # type: ignore[arg-type]
     if source.target is ALL_GATHER:
         return _multiple(graph, reader, source.args[0], dim, source.args[1], length, asked)
+    if source.target is REDUCE_SCATTER:
+        whole = _size(graph, reader, source.args[0], dim, asked)  # type: ignore[arg-type]
+        return None if whole is None else _made(graph, operator.floordiv, (whole, source.args[2]), length)
     if source.target is aten.mm.default:
         return _size(graph, reader, source.args[dim], dim, asked)  # type: ignore[arg-type]
     part = proofs.piece(source)

@@ -34,9 +34,10 @@ def test_a_callable_value_of_inductor_passes() -> None:
         ("ditron.stratgy", "ditron.strategy, ditron.workspace_limit, ditron.timeout_s, ditron.fusions"),
         ("strategy", "ditron.strategy"),
         ("max_autotun", "max_autotune"),
+        (5, "ditron.strategy"),
     ],
 )
-def test_an_unknown_key_is_named_with_the_valid_ones(key: str, named: str) -> None:
+def test_an_unknown_key_is_named_with_the_valid_ones(key: Any, named: str) -> None:
     with pytest.raises(UnknownOption) as error:
         Options.parse({key: 1}, environment={})
     assert f"'{key}'" in str(error.value) and named in str(error.value)

@@ -242,6 +242,7 @@ GUARDS: list[Any] = [
     pytest.param("last_dim", lambda x, w: gather_dim(x, 1) @ w, (torch.empty(8, 4), W), id="last_dim"),
     pytest.param("last_dim", lambda x, w: gather_dim(x, 2) @ w, (torch.empty(2, 8, 4), W), id="last_dim_of_three"),
     pytest.param("layout", lambda x, w: all_gather(x).reshape(64, 8) @ w, (X, torch.empty(8, 4)), id="layout"),
+    pytest.param("layout", lambda x, w: all_gather(x).transpose(0, 1).reshape(-1, 16) @ w, (X3, W), id="rows_moved"),
     pytest.param("gathered_weight", lambda x, w: w.t() @ all_gather(x), (X, torch.empty(32, 8)), id="second_operand"),
     pytest.param(
         "gathered_weight", lambda x, w: w @ all_gather(x).t(), (X, torch.empty(5, 16)), id="second_transposed"

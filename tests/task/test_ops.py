@@ -43,6 +43,7 @@ ditron::matmul_reduce_scatter(Tensor a, Tensor b, Tensor? token, int scatter_dim
 ditron::matmul_all_reduce(Tensor a, Tensor b, Tensor? token, str reduce_op, int world_size, str
   group_name, str site, str strategy, int workspace_limit, float timeout_s) -> (Tensor, Tensor)
 ditron::after(Tensor(a) x, Tensor token) -> Tensor(a)
+ditron::after_(Tensor(a!) x, Tensor token) -> ()
 ditron::token_of(Tensor x) -> Tensor
 """,
     )

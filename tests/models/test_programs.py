@@ -1,0 +1,271 @@
+"""Programs as users write them, strategy `tile` on the CPU device: compiled and eager agree, with and without fusion.
+
+Each is small, and there for one trap: chunks in another order, memory that is reused before a late wait, groups of one
+size, inputs that are written to, sizes that change between calls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.utils.checkpoint import checkpoint
+
+from ditron_inductor.explain import without_caches
+from ditron_inductor.sites import collect_sites
+from tests.ranks import RankContext, RankPools
+from tests.tolerances import MODEL_TOLERANCES, relative_error
+
+TILE: dict[str, Any] = {"ditron.strategy": "tile"}
+Tensors = Sequence[torch.Tensor]
+Program = Callable[..., Tensors]
+
+
+def world() -> Any:
+    return dist.group.WORLD
+
+
+def launch(name: str, x: Any, *args: Any) -> Any:
+    """A collective of the default group that nobody has waited for."""
+    return getattr(torch.ops._c10d_functional, name)(x, *args, world().group_name)
+
+
+def wait(launched: Any) -> torch.Tensor:
+    return torch.ops._c10d_functional.wait_tensor(launched)
+
+
+def gather(x: torch.Tensor, dim: int = 0, group: Any = None) -> torch.Tensor:
+    return functional.all_gather_tensor_autograd(x, dim, group or world())
+
+
+def scatter(x: torch.Tensor, dim: int = 0, group: Any = None) -> torch.Tensor:
+    return functional.reduce_scatter_tensor_autograd(x, "sum", dim, group or world())
+
+
+def reduce(x: torch.Tensor, op: str = "sum", group: Any = None) -> torch.Tensor:
+    return functional.all_reduce(x, op, group or world())
+
+
+def wrong_chunks(x: torch.Tensor, w: torch.Tensor) -> Tensors:
+    """x [2, 4, 16]. Permuted, partial and finer chunks, and chunks of another dimension, of gathers and scatters."""
+    size = dist.get_world_size()
+    g = wait(launch("all_gather_into_tensor", x, size))
+    y = x @ w
+    gathered = [
+        torch.cat(g.chunk(size)[::-1], 1) @ w,
+        torch.cat(g.chunk(size)[1:], 1) @ w,
+        torch.cat(g.chunk(2 * size), 1) @ w,
+        torch.cat(g.chunk(size, 1)) @ w,
+    ]
+    operands = [torch.cat(y.chunk(size, 1)[::-1]), torch.cat(y.chunk(4, 1)), torch.cat(y.chunk(size, 2))]
+    return [*gathered, *(wait(launch("reduce_scatter_tensor", one, "sum", size)) for one in operands)]
+
+
+def reduce_ops(x: torch.Tensor, w: torch.Tensor) -> Tensors:
+    """One fused reduction, and others beside it that Inductor runs in place."""
+    return [reduce(x @ w, op) for op in ("max", "min", "sum")] + [reduce((x @ w) * 0.3, "product")]
+
+
+def late_waits(x: torch.Tensor, w: torch.Tensor) -> Tensors:
+    """Collectives of every form that are left alone and waited for last, with tensors of their size made in between."""
+    size = dist.get_world_size()
+    fused = reduce(x @ w)
+    launched = [
+        launch("all_reduce", (x @ (w + 1)).tanh(), "sum"),
+        launch("all_reduce", x @ (w + 2), "max"),
+        launch("all_gather_into_tensor", x @ (w + 3), size),
+        launch("reduce_scatter_tensor", (x @ (w + 4)).tanh(), "sum", size),
+        launch("broadcast", x @ (w + 5), 0),
+        *launch("all_reduce_coalesced", [x @ (w + 6), (x @ (w + 7)).cos()], "max"),
+        *launch("all_gather_into_tensor_coalesced", [x @ (w + 8), (x @ (w + 9)).cos()], size),
+    ]
+    between = [reduce(x.sin() @ w), *(((x + i) @ w).relu().sum() for i in range(4))]
+    return [fused, *between, *map(wait, launched)]
+
+
+def mixed_order(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Tensors:
+    """x [8, 16], w [16, 24], v [24, 16]. Fused sites and other collectives take turns, each fed by the one before."""
+    a = reduce(x @ w)
+    b = functional.broadcast(x * 2, 0, world())
+    c = gather(b) @ w
+    d = functional.all_to_all_single(c.contiguous(), None, None, world())
+    e = scatter(d @ v)
+    return [a, b, c, d, e, reduce(e.sum()), reduce(reduce(e, "max") @ w)]
+
+
+def written_inputs(x: torch.Tensor, w: torch.Tensor) -> Tensors:
+    g = wait(launch("all_gather_into_tensor", x, dist.get_world_size()))
+    y = g @ w
+    g.mul_(2)
+    x.add_(1)
+    w.mul_(2)
+    y.add_(3)
+    z = x @ w
+    dist.all_reduce(z.view(2, -1, 24))
+    return [y, g, g @ w, z, z.add_(1)]
+
+
+def operands(x: torch.Tensor, w: torch.Tensor) -> Tensors:
+    """x [8, 16], w [16, 24]. Strided and transposed operands, vectors, and reductions of views."""
+    return [
+        gather(x[::2]) @ w[:, ::2],
+        gather(x[:, ::2]) @ w[::2],
+        gather(w.t()) @ x.t(),
+        reduce(x[0] @ w),
+        reduce((x @ w).t()),
+        reduce((x @ w).view(2, 4, 4, 6)).flatten(),
+        reduce((x @ w)[2:6]),
+        scatter(w.t() @ x.t()),
+    ]
+
+
+def gathered_returned(x: torch.Tensor, w: torch.Tensor) -> Tensors:
+    g = gather(x, 1)
+    return [g @ w, g.transpose(1, 2), g[:, -1]]
+
+
+def checkpointed(x: torch.Tensor, w: torch.Tensor) -> Tensors:
+    def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return scatter(torch.relu(gather(x) @ w) @ w.t())
+
+    y: Any = checkpoint(block, x, w, use_reentrant=False)
+    z: Any = checkpoint(block, y, w, use_reentrant=False)
+    return [z]
+
+
+def broken_graph(x: torch.Tensor, w: torch.Tensor) -> Tensors:
+    a = gather(x) @ w
+    torch._dynamo.graph_break()
+    b = scatter(a @ w.t())
+    return [b, scatter(gather(b) @ w)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, the shapes of its inputs, whether gradients are compared too, and what is fused forward."""
+
+    program: Program
+    shapes: tuple[tuple[int, ...], ...]
+    grad: bool = False
+    fused: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.program.__name__
+
+
+AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+XW = (8, 16), (16, 24)
+CASES = [
+    Case(wrong_chunks, ((2, 4, 16), (16, 24))),
+    Case(reduce_ops, XW, fused=(AR,)),
+    Case(late_waits, XW, fused=(AR, AR)),
+    Case(mixed_order, (*XW, (24, 16)), fused=(AR, AG, RS, AR)),
+    Case(written_inputs, XW, fused=(AG, AR)),
+    Case(operands, XW, fused=(AG, AG, AG, AR, AR, RS)),
+    Case(gathered_returned, ((2, 4, 16), (16, 24)), grad=True, fused=(AG,)),
+    Case(checkpointed, XW, grad=True, fused=(AG, RS, AG, RS)),
+    Case(broken_graph, XW, grad=True, fused=(AG, RS, AG)),  # the last matmul is fused with its gather
+]
+
+
+def compare(ctx: RankContext, program: Program, call: Program, shapes: tuple[tuple[int, ...], ...], grad: bool) -> None:
+    """AssertionError unless `call` gives, and writes to its inputs, what `program` does; gradients too, if wanted."""
+    values = [torch.randn(shape, device=ctx.device) / shape[0] ** 0.5 for shape in shapes]
+    ours, eager = ([value.clone().requires_grad_(grad) for value in values] for _ in range(2))
+    got, wanted = list(call(*ours)), list(program(*eager))
+    if grad:
+        for outputs in (got, wanted):
+            torch.stack([one.sin().sum() for one in outputs]).sum().backward()
+        got += [one.grad for one in ours if one.grad is not None]
+        wanted += [one.grad for one in eager if one.grad is not None]
+    pairs = zip([*got, *ours], [*wanted, *eager], strict=True)
+    errors = [relative_error(one.detach(), other.detach()) for one, other in pairs]
+    assert max(errors) < MODEL_TOLERANCES[torch.float32], f"relative errors: {errors}"
+
+
+def run_case(ctx: RankContext, case: Case) -> None:
+    torch._dynamo.reset()
+    with without_caches(), collect_sites() as sink:
+        compiled = torch.compile(case.program, backend="ditron", options=TILE)
+        for _ in range(2):
+            compare(ctx, case.program, compiled, case.shapes, case.grad)
+    fused = [site.kind for graph in sink.graphs if not graph.is_backward for site in graph.sites if site.fused]
+    assert Counter(fused) == Counter(case.fused), fused
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_program(rank_pools: RankPools, case: Case) -> None:
+    rank_pools.get("cpu", 2).run(run_case, case, timeout=90)
+
+
+def run_sizes(ctx: RankContext) -> None:
+    """Batch and sequence change between calls; every graph is fused, the one with sizes read from its results too."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> Tensors:
+        h = gather(x, 1) @ w
+        flat = scatter(h.reshape(-1, h.shape[-1]) @ w.t())
+        return [scatter(torch.relu(h) @ w.t(), 1), flat.view(x.shape[1], x.shape[0], 16)]
+
+    torch._dynamo.reset()
+    with without_caches(), collect_sites() as sink:
+        compiled = torch.compile(program, backend="ditron", options=TILE, dynamic=True)
+        for batch, length in ((2, 3), (4, 5), (1, 4), (3, 1)):
+            compare(ctx, program, compiled, ((batch, length, 16), (16, 24)), True)
+    alone = [site.reason for graph in sink.graphs if not graph.is_backward for site in graph.sites if not site.fused]
+    assert not alone, alone
+
+
+@pytest.mark.timeout(100)
+def test_sizes_that_change(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 2).run(run_sizes, timeout=90)
+
+
+def run_mesh(ctx: RankContext) -> None:
+    """Rows and columns of a mesh are groups of one size: each site has to use its own."""
+    groups = [[dist.new_group([0, 1]), dist.new_group([2, 3])], [dist.new_group([0, 2]), dist.new_group([1, 3])]]
+    row, column = groups[0][ctx.rank // 2], groups[1][ctx.rank % 2]
+
+    def program(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Tensors:
+        a, b = gather(x, 0, row) @ w, gather(x, 0, column) @ w
+        return [a, b, scatter(torch.tanh(a) @ v, 0, column), scatter(torch.tanh(b) @ v, 0, row)]
+
+    def reductions(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Tensors:
+        both = reduce(reduce(x @ w, "sum", row) @ v, "sum", column)
+        return [both, reduce(x @ w, "sum", column), reduce(x @ w), reduce(x @ w, "max", row)]
+
+    shapes = (4, 16), (16, 24), (24, 16)
+    torch._dynamo.reset()
+    with without_caches():
+        compare(ctx, program, torch.compile(program, backend="ditron", options=TILE), shapes, True)
+        compare(ctx, reductions, torch.compile(reductions, backend="ditron", options=TILE), shapes, False)
+
+
+@pytest.mark.timeout(100)
+def test_groups_of_a_mesh(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 4).run(run_mesh, timeout=90)
+
+
+def run_options(ctx: RankContext) -> None:
+    """Compilations of one function with different options live side by side."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> Tensors:
+        return [scatter(torch.relu(gather(x) @ w) @ w.t())]
+
+    torch._dynamo.reset()
+    options: list[dict[str, Any]] = [TILE, {"ditron.strategy": "library"}, {"ditron.fusions": [AG]}, TILE]
+    with without_caches():
+        compiled = [torch.compile(program, backend="ditron", options=one) for one in options]
+        for call in [*compiled, *compiled]:
+            compare(ctx, program, call, XW, True)
+
+
+@pytest.mark.timeout(100)
+def test_options_side_by_side(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 2).run(run_options, timeout=90)
