@@ -104,20 +104,20 @@ def test_transfers_are_counted_once_per_peer() -> None:
     assert cost.received_bytes(cost.Problem("matmul_all_reduce", 8, 5, 3, 2, 4)) == 2 * 8 * 5 * 2 * 3 / 4
 
 
-# Rows measured on 4 H200: microseconds by the library and by the tile kernel. Losses of more than 2 % must not be chosen.
+# Rows measured on 4 H200: microseconds by the library and by the tile kernel. Losses must not be chosen.
 MEASURED = [
-    ("all_gather_matmul", 8192, 14336, 8192, 2998, 3419),
-    ("all_gather_matmul", 4096, 7168, 4096, 451, 506),
-    ("all_gather_matmul", 2048, 7168, 4096, 248, 263),
-    ("matmul_reduce_scatter", 8192, 8192, 7168, 1735, 1782),
-    ("matmul_reduce_scatter", 8192, 4096, 3584, 525, 513),
-    ("matmul_reduce_scatter", 2048, 4096, 3584, 148, 160),
-    ("matmul_all_reduce", 8192, 4096, 3584, 642, 608),
-    ("matmul_all_reduce", 4096, 4096, 3584, 336, 315),
-    ("matmul_all_reduce", 2048, 8192, 7168, 499, 515),
+    ("all_gather_matmul", 8192, 14336, 8192, 3118, 3654),
+    ("all_gather_matmul", 4096, 7168, 4096, 461, 532),
+    ("all_gather_matmul", 2048, 7168, 4096, 251, 270),
+    ("matmul_reduce_scatter", 8192, 8192, 7168, 1743, 1820),
+    ("matmul_reduce_scatter", 8192, 4096, 3584, 534, 543),
+    ("matmul_reduce_scatter", 2048, 4096, 3584, 149, 161),
+    ("matmul_all_reduce", 8192, 4096, 3584, 650, 612),
+    ("matmul_all_reduce", 4096, 4096, 3584, 338, 316),
+    ("matmul_all_reduce", 2048, 8192, 7168, 504, 518),
     ("matmul_all_reduce", 2048, 4096, 3584, 182, 189),
-    ("matmul_all_reduce", 16, 8192, 7168, 49, 61),
-    ("matmul_all_reduce", 256, 4096, 3584, 50, 65),
+    ("matmul_all_reduce", 16, 8192, 7168, 49, 52),
+    ("matmul_all_reduce", 256, 4096, 3584, 48, 65),
 ]
 
 
@@ -127,9 +127,10 @@ def test_the_plan_does_not_choose_what_was_measured_slower(
 ) -> None:
     predicted = cost.predict(cost.Problem(kind, m, n, k, 2, 4), cost.H200)
     chosen = tile if predicted["tile"] < cost.GAIN * predicted["library"] else library
-    assert chosen <= 1.02 * library
+    assert chosen <= 1.01 * library
 
 
-def test_the_plan_finds_a_measured_gain() -> None:
-    predicted = cost.predict(cost.Problem("matmul_all_reduce", 8192, 4096, 3584, 2, 4), cost.H200)
+@pytest.mark.parametrize("m", [4096, 8192])
+def test_the_plan_finds_a_measured_gain(m: int) -> None:
+    predicted = cost.predict(cost.Problem("matmul_all_reduce", m, 4096, 3584, 2, 4), cost.H200)
     assert predicted["tile"] < cost.GAIN * predicted["library"]
