@@ -41,6 +41,8 @@ def wait(launched: Any) -> torch.Tensor:
 
 
 def gather(x: torch.Tensor, dim: int = 0, group: Any = None) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        x = x.contiguous()  # torch 2.11 takes nothing else in eager mode
     return functional.all_gather_tensor_autograd(x, dim, group or world())
 
 
