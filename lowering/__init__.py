@@ -1,4 +1,4 @@
-"""From Task node to kernel: one node kind, one file."""
+"""From Task node to kernel: one folder a node kind, one file a strategy."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from ditron_inductor.device import AgreedOptions, Workspace, workspaces
-from ditron_inductor.lowering import all_gather_matmul as gather
-from ditron_inductor.lowering import matmul_all_reduce as reduce
-from ditron_inductor.lowering import matmul_reduce_scatter as scatter
+from ditron_inductor.lowering.all_gather_matmul import tile as gather
 from ditron_inductor.lowering.launch import Launch
+from ditron_inductor.lowering.matmul_all_reduce import tile as reduce
+from ditron_inductor.lowering.matmul_reduce_scatter import tile as scatter
 from ditron_inductor.task import ops, reference
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Policy, TaskNode
 from ditron_inductor.task.plan import PlanRequest, choose, decisions

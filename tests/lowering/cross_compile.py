@@ -10,10 +10,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ditron_inductor.lowering.all_gather_matmul import all_gather_matmul_kernel
+from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_kernel
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.matmul_all_reduce import matmul_all_reduce_kernel
-from ditron_inductor.lowering.matmul_reduce_scatter import matmul_reduce_scatter_kernel
+from ditron_inductor.lowering.matmul_all_reduce.tile import matmul_all_reduce_kernel
+from ditron_inductor.lowering.matmul_reduce_scatter.tile import matmul_reduce_scatter_kernel
 
 KERNELS: dict[str, Any] = {
     "all_gather_matmul": all_gather_matmul_kernel,

@@ -1,0 +1,1 @@
+"""Strategies of `matmul_reduce_scatter`: one file each."""
