@@ -5,7 +5,7 @@ This is the only file that reads ``DITRON_*`` variables. They give defaults; an 
 =========================  ========================  ==================================================
 option                     environment               meaning
 =========================  ========================  ==================================================
-``ditron.strategy``        DITRON_STRATEGY           ``auto`` (a plan chooses), ``library`` or ``tile``
+``ditron.strategy``        DITRON_STRATEGY           ``auto`` (a plan chooses), or one of ``STRATEGIES``
 ``ditron.workspace_limit`` DITRON_WORKSPACE_LIMIT    bytes of symmetric memory that a group may take
 ``ditron.timeout_s``       DITRON_TIMEOUT_S          seconds to wait for a peer; None: the group's own
 ``ditron.fusions``                                   the fusions to apply; all of them by default
@@ -24,7 +24,7 @@ from typing import Any, get_origin
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
 
 PREFIX = "ditron."
-STRATEGIES = ("auto", "library", "tile")
+STRATEGIES = ("auto", "library", "chunked", "tile")
 FUSIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 ENVIRONMENT = {
     "strategy": "DITRON_STRATEGY",

@@ -61,8 +61,10 @@ def _uses_tile(node: TaskNode, launch: Launch, m: int, n: int, k: int, dtype: to
         device_name=capabilities.device_name,
         tile_available=capabilities.tile_available,
         tile_reason=capabilities.tile_reason,
+        chunked_bytes=0,
+        chunked_reason="no chunked lowering is bound",
     )
-    choice = choose(request)
+    choice = choose(request, workspace.table)
     decisions.note(node.group_name, request, choice)
     return choice.strategy == "tile"
 

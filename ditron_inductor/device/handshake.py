@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class AgreedOptions:
     """The options of a site that all ranks of its group must share, since they decide what runs and how long it waits.
 
-    strategy: "auto", "library" or "tile". workspace_limit: bytes. timeout_s: seconds, 0.0 for the group's own timeout.
+    strategy: one of `nodes.STRATEGIES`. workspace_limit: bytes. timeout_s: seconds, 0.0 for the group's own timeout.
     """
 
     strategy: str

@@ -112,7 +112,11 @@ def hardware(device_name: str) -> Hardware:
 
 def predict(problem: Problem, on: Hardware) -> dict[str, float]:
     """Predicted microseconds of one call, by strategy."""
-    return {"library": _library_us(problem, on), "tile": _tile_us(problem, on)}
+    return {
+        "library": _library_us(problem, on),
+        "chunked": _chunked_us(problem, on),
+        "tile": _tile_us(problem, on),
+    }
 
 
 def received_bytes(problem: Problem) -> float:
@@ -142,6 +146,16 @@ def _tile_us(problem: Problem, on: Hardware) -> float:
     passes = 0 if problem.kind == AllGatherMatmul.kind else 2 * rounds
     memory = passes * problem.m * problem.n * problem.itemsize / on.memory_bytes_per_s * MICRO
     return max(matmul, transfer) + exposed + memory + rounds * on.signal_us
+
+
+def _chunked_us(problem: Problem, on: Hardware) -> float:
+    matmul = _matmul_us(problem, on, efficiency=1.0) + (problem.world_size - 1) * on.launch_us
+    transfer = received_bytes(problem) / on.link_bytes_per_s * MICRO
+    rounds = 2 if problem.kind == MatmulAllReduce.kind else 1
+    passes = 0 if problem.kind == AllGatherMatmul.kind else 2 * rounds
+    memory = passes * problem.m * problem.n * problem.itemsize / on.memory_bytes_per_s * MICRO
+    signals = rounds * problem.world_size * on.signal_us
+    return max(matmul, transfer) + min(matmul, transfer) / problem.world_size + memory + signals
 
 
 def _matmul_us(problem: Problem, on: Hardware, *, efficiency: float) -> float:

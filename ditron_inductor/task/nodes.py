@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from ditron_inductor.errors import InvalidTaskNode
 
-STRATEGIES: tuple[str, ...] = ("auto", "library", "tile")
+STRATEGIES: tuple[str, ...] = ("auto", "library", "chunked", "tile")
 REDUCE_OPS: tuple[str, ...] = ("sum", "avg")
 
 

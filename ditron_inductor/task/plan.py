@@ -9,6 +9,7 @@ sharded evenly, and otherwise not. Whoever builds the request sees to it that al
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,20 +18,27 @@ from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.task import cost
 
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+OURS: tuple[str, ...] = ("chunked", "tile")
+"""The strategies that a plan may put in the library's place."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Everything that the choice for one call depends on.
+    """Everything that the choice for one call depends on, the table of measured choices aside.
+
+    Whether the call is being captured in a CUDA graph is left out: the first, eager call of a site makes the
+    workspace that its capture needs, so both have to run the same strategy.
 
     Attributes:
         site: the site's name, for messages.
         kind: the node kind, as in `nodes.KINDS`.
         m, n, k: the matmul [m, k] @ [k, n] of one rank; m counts all gathered or unscattered rows, n the
         columns of all weights. strategy: what the user asked for, `auto` to leave it to the plan.
-        workspace_bytes, workspace_limit: symmetric memory that `tile` needs here, and may use. device_type,
-        device_name: `cuda` or `cpu`, and the name that the driver gives the GPU. tile_available, tile_reason:
-        whether every rank can run the tile kernels, and if not, why not.
+        workspace_limit: bytes of symmetric memory that the site may use. device_type, device_name: `cuda` or `cpu`,
+        and the name that the driver gives the GPU.
+        workspace_bytes: symmetric memory that `tile` needs here. tile_available, tile_reason: whether every rank can
+        run the tile kernels, and if not, why not.
+        chunked_bytes: symmetric memory that `chunked` needs here. chunked_reason: why it cannot run, empty if it can.
     """
 
     site: str
@@ -47,52 +55,78 @@ class PlanRequest:
     device_name: str
     tile_available: bool
     tile_reason: str
+    chunked_bytes: int
+    chunked_reason: str
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The strategy that runs, `library` or `tile`, and a sentence saying why."""
+    """The strategy that runs, and a sentence saying why.
+
+    predicted_us: the cost model's microseconds by strategy, None where it has none.
+    source: what decided: `forced` by the option, a `table` of measurements, the cost `model`, or an `obstacle` that
+    left the library only.
+    """
 
     strategy: str
     reason: str
+    predicted_us: Mapping[str, float] | None
+    source: str
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(request: PlanRequest) -> Choice:
-    """The strategy for one call.
+def choose(request: PlanRequest, table: str = "") -> Choice:
+    """The strategy for one call. table: the text of the group's table of measured choices, equal on all ranks.
 
-    Raises `StrategyUnavailable` if `tile` is forced and cannot run here; `auto` takes `library` then.
+    Raises `StrategyUnavailable` if a strategy is forced and cannot run here; `auto` takes another one then.
     """
+    predicted = _predicted(request)
     if request.strategy == "library":
-        return Choice("library", "forced by the option ditron.strategy")
-    obstacle = _obstacle(request)
-    if request.strategy == "tile":
+        return Choice("library", "forced by the option ditron.strategy", predicted, "forced")
+    obstacles = {strategy: _obstacle(request, strategy) for strategy in OURS}
+    if request.strategy != "auto":
+        obstacle = obstacles[request.strategy]
         if obstacle is not None:
             reason, remedy = obstacle
-            raise StrategyUnavailable(strategy="tile", site=request.site, reason=reason, remedy=remedy)
-        return Choice("tile", "forced by the option ditron.strategy")
-    if obstacle is not None:
-        return Choice("library", obstacle[0])
+            raise StrategyUnavailable(strategy=request.strategy, site=request.site, reason=reason, remedy=remedy)
+        return Choice(request.strategy, "forced by the option ditron.strategy", predicted, "forced")
+    possible = [strategy for strategy in OURS if obstacles[strategy] is None]
+    if not possible:
+        reasons = dict.fromkeys(obstacle[0] for obstacle in obstacles.values() if obstacle is not None)
+        return Choice("library", "; ".join(reasons), predicted, "obstacle")
     if request.device_type == "cpu":
-        return Choice("library", "on the CPU the tile kernels run in an interpreter, for tests only")
-    if 0 in (request.m, request.n, request.k):
-        return Choice("library", "there is nothing to compute")
+        reason = "on the CPU the tile kernels run in an interpreter, for tests only"
+        return Choice("library", reason, predicted, "obstacle")
+    if predicted is None:
+        return Choice("library", "there is nothing to compute", predicted, "obstacle")
+    best = min(possible, key=lambda strategy: predicted[strategy])
+    if predicted[best] >= cost.GAIN * predicted["library"]:
+        best = "library"
+    times = ", ".join(f"{strategy} {predicted[strategy]:.0f} us" for strategy in ("library", *possible))
+    return Choice(best, f"predicted: {times}", predicted, "model")
+
+
+def _predicted(request: PlanRequest) -> Mapping[str, float] | None:
+    if request.device_type == "cpu" or 0 in (request.m, request.n, request.k):
+        return None
     problem = cost.Problem(request.kind, request.m, request.n, request.k, request.dtype.itemsize, request.world_size)
-    predicted = cost.predict(problem, cost.hardware(request.device_name))
-    best = "tile" if predicted["tile"] < cost.GAIN * predicted["library"] else "library"
-    return Choice(best, f"predicted: library {predicted['library']:.0f} us, tile {predicted['tile']:.0f} us")
+    return cost.predict(problem, cost.hardware(request.device_name))
 
 
-def _obstacle(request: PlanRequest) -> tuple[str, str] | None:
-    """Why `tile` cannot run this call, and what to do about it; None if it can."""
+def _obstacle(request: PlanRequest, strategy: str) -> tuple[str, str] | None:
+    """Why one of our strategies cannot run this call, and what to do about it; None if it can."""
     instead = "Use 'auto' or 'library'"
     if request.dtype not in DTYPES:
-        return f"no tile kernel takes {request.dtype}", f"{instead}, or compute in bfloat16, float16 or float32"
-    if not request.tile_available:
-        return request.tile_reason, instead
-    if request.workspace_bytes > request.workspace_limit:
+        return f"no kernel of ours takes {request.dtype}", f"{instead}, or compute in bfloat16, float16 or float32"
+    if strategy == "tile":
+        nbytes, reason = request.workspace_bytes, "" if request.tile_available else request.tile_reason
+    else:
+        nbytes, reason = request.chunked_bytes, request.chunked_reason
+    if reason:
+        return reason, instead
+    if nbytes > request.workspace_limit:
         return (
-            f"it needs {request.workspace_bytes} bytes of workspace, and the limit is {request.workspace_limit}",
+            f"it needs {nbytes} bytes of workspace, and the limit is {request.workspace_limit}",
             f"{instead}, or raise the option 'ditron.workspace_limit'",
         )
     return None

@@ -26,6 +26,8 @@ REQUEST = PlanRequest(
     device_name="NVIDIA H200",
     tile_available=True,
     tile_reason="",
+    chunked_bytes=1 << 20,
+    chunked_reason="",
 )
 
 
@@ -34,14 +36,14 @@ def replaced(**changes: object) -> PlanRequest:
 
 
 def test_auto_takes_the_cheaper_one_and_says_why() -> None:
-    fused = replaced(kind="matmul_all_reduce", m=8192, n=4096, k=3584)
+    fused = replaced(kind="matmul_all_reduce", m=8192, n=4096, k=3584, chunked_reason="no")
     assert choose(fused).strategy == "tile"
-    choice = choose(REQUEST)
-    assert choice.strategy == "library"
+    choice = choose(replaced(chunked_reason="no"))
+    assert (choice.strategy, choice.source) == ("library", "model")
     assert choice.reason.startswith("predicted: library ")
 
 
-@pytest.mark.parametrize("strategy", ["library", "tile"])
+@pytest.mark.parametrize("strategy", ["library", "chunked", "tile"])
 def test_forced(strategy: str) -> None:
     assert choose(replaced(strategy=strategy)).strategy == strategy
     assert choose(replaced(strategy=strategy, device_type="cpu")).strategy == strategy
@@ -49,16 +51,20 @@ def test_forced(strategy: str) -> None:
 
 OBSTACLES = [
     ({"dtype": torch.float64}, "float64"),
-    ({"tile_available": False, "tile_reason": "no peer access"}, "no peer access"),
-    ({"workspace_bytes": 2 << 30}, "ditron.workspace_limit|workspace"),
+    ({"tile_available": False, "tile_reason": "no peer access", "chunked_reason": "no peer access"}, "no peer access"),
+    ({"workspace_bytes": 2 << 30, "chunked_bytes": 2 << 30}, "ditron.workspace_limit|workspace"),
 ]
 
 
+@pytest.mark.parametrize("strategy", ["chunked", "tile"])
 @pytest.mark.parametrize(("changes", "words"), OBSTACLES)
-def test_an_obstacle_means_library_for_auto_and_an_error_for_tile(changes: dict[str, object], words: str) -> None:
-    assert choose(replaced(**changes)).strategy == "library"
+def test_an_obstacle_means_library_for_auto_and_an_error_where_forced(
+    changes: dict[str, object], words: str, strategy: str
+) -> None:
+    choice = choose(replaced(**changes))
+    assert (choice.strategy, choice.source) == ("library", "obstacle")
     with pytest.raises(StrategyUnavailable, match=words) as error:
-        choose(replaced(**changes, strategy="tile"))
+        choose(replaced(**changes, strategy=strategy))
     assert "r/0:all_gather_matmul" in str(error.value) and "'library'" in str(error.value)
 
 
@@ -76,7 +82,7 @@ def test_nothing_to_compute(empty: str) -> None:
 def test_predictions_grow_with_the_problem(kind: str, device_name: str) -> None:
     on = cost.hardware(device_name)
     problems = [cost.Problem(kind, m, 8192, 4096, 2, 4) for m in (1, 128, 2048, 8192)]
-    for strategy in ("library", "tile"):
+    for strategy in ("library", "chunked", "tile"):
         times = [cost.predict(problem, on)[strategy] for problem in problems]
         assert times == sorted(times) and times[0] > 0
 
