@@ -35,6 +35,10 @@ class InvalidOptionValue(DitronError, ValueError):
     message = "option '{key}' = {value!r} is not valid: {allowed}"
 
 
+class InvalidTable(DitronError, ValueError):
+    message = "{source}, line {line}: {problem}"
+
+
 class StrategyUnavailable(DitronError, ValueError):
     message = "strategy '{strategy}' is forced (option 'ditron.strategy') but cannot run at {site}: {reason}. {remedy}"
 

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).parent
 # What a pass may depend on and the cache must therefore know: sources, and tables that ship with them.
-HASHED_SUFFIXES = (".py", ".json")
+HASHED_SUFFIXES = (".py", ".csv", ".json")
 
 
 class Pass(Protocol):

@@ -1,5 +1,10 @@
 """Which strategy runs a site: a pure function of facts that all ranks of the group share.
 
+The order: what the user forced; what cannot run here; the group's table of measured choices (a user's own, rank 0's
+on all ranks); the tables that ship with the package; the cost model. Whatever decides, `library` is left only for a
+gain: measured, of at least `MARGIN` on average over eager mode and CUDA graphs, and a loss in neither; predicted, by
+`cost.GAIN`. Ties go to `library`.
+
 Two ranks that choose differently wait for each other forever, so every field of a `PlanRequest` has to be equal
 on all ranks. Of the sizes, those of the tensor that is communicated are (m and k of an all-gather, m and n of
 the reductions). The third one, n or k, is a dimension of this rank's weight alone: equal where the weight is
@@ -16,10 +21,14 @@ import torch
 
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.task import cost
+from ditron_inductor.task import table as tables
 
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 OURS: tuple[str, ...] = ("chunked", "tile")
 """The strategies that a plan may put in the library's place."""
+MARGIN = 0.01
+NEAR_MARGIN = 0.03
+"""What a strategy has to gain over `library` where its shape was measured, and where only one close to it was."""
 
 
 @dataclass(frozen=True)
@@ -94,16 +103,42 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
     if not possible:
         reasons = dict.fromkeys(obstacle[0] for obstacle in obstacles.values() if obstacle is not None)
         return Choice("library", "; ".join(reasons), predicted, "obstacle")
-    if request.device_type == "cpu":
-        reason = "on the CPU the tile kernels run in an interpreter, for tests only"
-        return Choice("library", reason, predicted, "obstacle")
-    if predicted is None:
+    if 0 in (request.m, request.n, request.k):
         return Choice("library", "there is nothing to compute", predicted, "obstacle")
+    for source, known in (("your table", tables.parsed(table)), ("the shipped table", tables.shipped())):
+        best, reason = _best_measured(request, known, possible)
+        if best:
+            return Choice(best, f"measured ({source}): {reason}", predicted, "table")
+    if predicted is None:
+        reason = "on the CPU our kernels run in an interpreter, for tests only"
+        return Choice("library", reason, predicted, "obstacle")
     best = min(possible, key=lambda strategy: predicted[strategy])
     if predicted[best] >= cost.GAIN * predicted["library"]:
         best = "library"
     times = ", ".join(f"{strategy} {predicted[strategy]:.0f} us" for strategy in ("library", *possible))
     return Choice(best, f"predicted: {times}", predicted, "model")
+
+
+def _best_measured(request: PlanRequest, known: tables.Table, possible: list[str]) -> tuple[str, str]:
+    """The best strategy that `known` vouches for and what it says; empty texts where it says nothing."""
+    measured = known.lookup(
+        gpu=request.device_name,
+        world=request.world_size,
+        dtype=str(request.dtype).removeprefix("torch."),
+        op=request.kind,
+        m=request.m,
+        n=request.n,
+        k=request.k,
+    )
+    if measured is None or not any(strategy in measured.mean for strategy in possible):
+        return "", ""
+    limit = 1.0 - (MARGIN if measured.exact else NEAR_MARGIN)
+    gains = [
+        strategy
+        for strategy in possible
+        if strategy in measured.mean and measured.mean[strategy] <= limit and measured.worst[strategy] <= 1.0
+    ]
+    return min(gains, key=lambda strategy: measured.mean[strategy], default="library"), measured.text
 
 
 def _predicted(request: PlanRequest) -> Mapping[str, float] | None:

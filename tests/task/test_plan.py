@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
 
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.task import cost
-from ditron_inductor.task.plan import PlanRequest, choose
+from ditron_inductor.task.plan import Choice, PlanRequest, choose
+from ditron_inductor.task.table import Entry, Table, shipped
 
 REQUEST = PlanRequest(
     site="r/0:all_gather_matmul",
@@ -32,15 +33,106 @@ REQUEST = PlanRequest(
 
 
 def replaced(**changes: object) -> PlanRequest:
-    return dataclasses.replace(REQUEST, **changes)
+    return replace(REQUEST, **changes)  # type: ignore[arg-type]
 
 
-def test_auto_takes_the_cheaper_one_and_says_why() -> None:
-    fused = replaced(kind="matmul_all_reduce", m=8192, n=4096, k=3584, chunked_reason="no")
-    assert choose(fused).strategy == "tile"
-    choice = choose(replaced(chunked_reason="no"))
-    assert (choice.strategy, choice.source) == ("library", "model")
-    assert choice.reason.startswith("predicted: library ")
+# A shape that no table holds.
+FAR = {"m": 8192, "n": 640, "k": 384}
+
+
+def test_the_model_decides_where_no_table_does_and_says_why() -> None:
+    choice = choose(replaced(**FAR))
+    assert choice.source == "model" and choice.reason.startswith("predicted: library ")
+    assert choice.predicted_us is not None
+    predicted = dict(choice.predicted_us)
+    library = predicted.pop("library")
+    best = min(predicted, key=lambda name: predicted[name])
+    assert choice.strategy == (best if predicted[best] < cost.GAIN * library else "library")
+
+
+def row(**changes: object) -> Entry:
+    values: dict[str, object] = dict(
+        gpu="NVIDIA H200",
+        world=4,
+        dtype="bfloat16",
+        op="all_gather_matmul",
+        m=4096,
+        n=7168,
+        k=4096,
+        graph=0,
+        library_us=100.0,
+        chunked_us=90.0,
+        tile_us=80.0,
+        commit="abc",
+        date="2026-01-31",
+    )
+    return Entry(**(values | changes))  # type: ignore[arg-type]
+
+
+def with_table(*rows: Entry, **changes: object) -> Choice:
+    return choose(replaced(**changes), Table(rows).text())
+
+
+def test_a_users_table_comes_first() -> None:
+    choice = with_table(row())
+    assert (choice.strategy, choice.source) == ("tile", "table")
+    assert choice.reason == "measured (your table): library 100 us, chunked 90 us, tile 80 us"
+    assert choice.predicted_us is not None
+
+
+def test_what_cannot_run_is_not_taken_from_a_table() -> None:
+    assert with_table(row(), tile_available=False, tile_reason="no").strategy == "chunked"
+    none = with_table(row(), tile_available=False, tile_reason="no", chunked_reason="no")
+    assert (none.strategy, none.source) == ("library", "obstacle")
+
+
+def test_forced_wins_over_a_table() -> None:
+    assert with_table(row(), strategy="library").source == "forced"
+    assert with_table(row(), strategy="chunked").strategy == "chunked"
+
+
+@pytest.mark.parametrize(
+    ("times", "strategy"),
+    [
+        ({"tile_us": 98.9, "chunked_us": 101.0}, "tile"),
+        ({"tile_us": 99.5, "chunked_us": 99.5}, "library"),
+        ({"tile_us": 100.0, "chunked_us": 100.0}, "library"),
+        ({"tile_us": 80.0, "chunked_us": 80.0}, "chunked"),
+        ({"tile_us": None, "chunked_us": 90.0}, "chunked"),
+        ({"tile_us": None, "chunked_us": None}, None),
+    ],
+)
+def test_a_measured_gain_has_to_be_clear(times: dict[str, float | None], strategy: str | None) -> None:
+    choice = with_table(row(**times), row(world=2))
+    if strategy is None:
+        assert "your table" not in choice.reason
+    else:
+        assert choice.strategy == strategy
+
+
+def test_a_shape_close_to_a_measured_one_needs_a_larger_gain() -> None:
+    assert with_table(row(tile_us=98.0, chunked_us=None), m=4100).strategy == "library"
+    near = with_table(row(tile_us=96.0, chunked_us=None), m=4100)
+    assert near.strategy == "tile" and "near n=7168, k=4096: tile 0.96 of library" in near.reason
+
+
+def test_a_gain_in_graphs_must_not_be_a_loss_without_them() -> None:
+    graph = row(graph=1, tile_us=80.0)
+    assert with_table(row(tile_us=101.0, chunked_us=101.0), graph).strategy == "library"
+    assert with_table(row(tile_us=99.9, chunked_us=101.0), graph).strategy == "tile"
+
+
+def test_the_shipped_table_comes_before_the_model() -> None:
+    for entry in shipped().entries:
+        request = replaced(kind=entry.op, m=entry.m, n=entry.n, k=entry.k, world_size=entry.world)
+        choice = choose(replace(request, device_name=entry.gpu, dtype=getattr(torch, entry.dtype)))
+        assert choice.source == "table" and choice.reason.startswith("measured (the shipped table): library ")
+        assert entry.us[choice.strategy] <= entry.us["library"], "a measured loss is never taken"
+
+
+def test_a_table_may_choose_on_the_cpu_too() -> None:
+    choice = with_table(row(gpu="cpu"), device_type="cpu", device_name="cpu")
+    assert (choice.strategy, choice.predicted_us) == ("tile", None)
 
 
 @pytest.mark.parametrize("strategy", ["library", "chunked", "tile"])

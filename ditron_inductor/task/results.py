@@ -1,0 +1,74 @@
+"""Benchmark results as a table of measured choices.
+
+`benchmarks/results/gemm_collectives.csv` has one row per contestant and shape. The strategies of a shape are its
+contestants `ditron:library`, `ditron:chunked` and `ditron:tile`; the rows of the plan itself and of other libraries are
+for people.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping
+
+from ditron_inductor.errors import InvalidTable
+from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.task.table import MEASURED, Entry
+
+NEEDED = ("op", "contestant", "shape", "dtype", "world", "graph", "p50_us", "gpu", "commit", "date")
+_PREFIX = "ditron:"
+_SIZES = {"M", "N", "K"}
+
+
+def read_results(text: str, source: str = "the results") -> list[Entry]:
+    """The entries that a results file holds: the shapes of which `library` and another strategy were measured.
+
+    Only times of the run that measured `library` last are used: times of different runs do not compare. Rows whose
+    `shape` has more keys than M, N and K are variants that a plan cannot tell apart, and left out.
+    Raises InvalidTable naming `source`, the line and what is wrong there.
+    """
+    reader = csv.DictReader(io.StringIO(text))
+    missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+    if missing:
+        raise InvalidTable(source=source, line=1, problem=f"the columns {', '.join(missing)} are missing")
+    shapes: dict[tuple[str, ...], dict[str, tuple[int, Mapping[str, str]]]] = {}
+    for row in reader:
+        strategy = row["contestant"].removeprefix(_PREFIX)
+        if row["contestant"].startswith(_PREFIX) and strategy in MEASURED and row["op"] in KINDS and row["p50_us"]:
+            key = (row["gpu"], row["world"], row["dtype"], row["op"], row["shape"], row["graph"])
+            shapes.setdefault(key, {})[strategy] = (reader.line_num, row)
+    return sorted(_entries(shapes.values(), source))
+
+
+def _entries(shapes: Iterable[Mapping[str, tuple[int, Mapping[str, str]]]], source: str) -> Iterable[Entry]:
+    for rows in shapes:
+        if "library" not in rows:
+            continue
+        line, library = rows["library"]
+        run = (library["commit"], library["date"])
+        try:
+            times = {
+                strategy: float(row["p50_us"])
+                for strategy, (line, row) in rows.items()
+                if (row["commit"], row["date"]) == run
+            }
+            sizes = dict(part.split("=", 1) for part in library["shape"].split(";"))
+            if len(times) < 2 or set(sizes) != _SIZES:
+                continue
+            yield Entry(
+                gpu=library["gpu"],
+                world=int(library["world"]),
+                dtype=library["dtype"],
+                op=library["op"],
+                m=int(sizes["M"]),
+                n=int(sizes["N"]),
+                k=int(sizes["K"]),
+                graph=int(library["graph"]),
+                library_us=times["library"],
+                chunked_us=times.get("chunked"),
+                tile_us=times.get("tile"),
+                commit=library["commit"],
+                date=library["date"],
+            )
+        except ValueError as error:
+            raise InvalidTable(source=source, line=line, problem=str(error)) from error

@@ -1,0 +1,277 @@
+"""Measured times of the strategies, as a table that people can read and ranks can exchange as text.
+
+A table is a CSV with one line per matmul and mode, columns `COLUMNS`; lines that begin with `#` are comments. `gpu`: the
+driver's name of the GPU. `m`, `n`, `k`: one rank's matmul [m, k] @ [k, n] as in a `PlanRequest`. `graph`: 1 where it was
+timed inside a CUDA graph. Times are microseconds of one call, the maximum over ranks of each rank's median, empty where
+a strategy could not run; all times of a line come from one interleaved run, and only their ratios are used.
+
+`Table.lookup` finds a shape that was measured, else one from its bucket or close to it:
+
+* rows: half-octaves. m is in bucket round(2 log2 m); the last one, 16384 rows, is open. All m of a bucket are served alike.
+* weights: the measured n and k nearest to those asked for, each within a factor of sqrt(2).
+* between two measured buckets of one weight the ratio to `library` is interpolated if they are at most two octaves apart;
+  up to four octaves apart the worse of the two counts; outside of all, that of the nearest one within an octave.
+
+Everything is computed from integers and IEEE sums and products, so that ranks on different hosts agree.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from ditron_inductor.errors import InvalidTable
+from ditron_inductor.task.nodes import KINDS
+
+MEASURED = ("library", "chunked", "tile")
+LAST_BUCKET = 28
+INTERPOLATED_BUCKETS = 4
+BRIDGED_BUCKETS = 8
+OUTER_BUCKETS = 2
+FOLDER = Path(__file__).parent / "tables"
+"""The tables that ship with the package: one file per GPU."""
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """One line of a table, see the module. Raises ValueError naming the field that is out of range."""
+
+    gpu: str
+    world: int
+    dtype: str
+    op: str
+    m: int
+    n: int
+    k: int
+    graph: int
+    library_us: float
+    chunked_us: float | None
+    tile_us: float | None
+    commit: str
+    date: str
+
+    def __post_init__(self) -> None:
+        if not self.gpu:
+            raise ValueError("gpu is empty")
+        if self.op not in KINDS:
+            raise ValueError(f"op is '{self.op}', not one of {', '.join(KINDS)}")
+        if self.world < 2:
+            raise ValueError(f"world is {self.world}, less than 2")
+        if self.graph not in (0, 1):
+            raise ValueError(f"graph is {self.graph}, neither 0 nor 1")
+        for name in ("m", "n", "k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, less than 1")
+        for name, us in self.us.items():
+            if not (math.isfinite(us) and us > 0):
+                raise ValueError(f"{name}_us is {us}, not a time")
+
+    @property
+    def us(self) -> dict[str, float]:
+        """Microseconds by strategy, of those that ran."""
+        times = {"library": self.library_us, "chunked": self.chunked_us, "tile": self.tile_us}
+        return {name: us for name, us in times.items() if us is not None}
+
+    @property
+    def family(self) -> tuple[str, int, str, str]:
+        """What has to be equal for this entry to say anything about a call."""
+        return self.gpu, self.world, self.dtype, self.op
+
+    @property
+    def key(self) -> tuple[str, int, str, str, int, int, int, int]:
+        """What makes a newer entry replace an older one."""
+        return *self.family, self.m, self.n, self.k, self.graph
+
+
+COLUMNS = tuple(field.name for field in fields(Entry))
+_INTEGERS = ("world", "m", "n", "k", "graph")
+_TIMES = tuple(f"{name}_us" for name in MEASURED)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a table says about a shape. `worst` and `mean`: time in that of `library`, by strategy, the larger one and the
+    mean of what was measured in eager mode and inside CUDA graphs. exact: this shape, and no neighbour, was measured.
+    text: where from and how much, for people.
+    """
+
+    exact: bool
+    worst: Mapping[str, float]
+    mean: Mapping[str, float]
+    text: str
+
+
+class Table:
+    """Entries with distinct keys, in a fixed order."""
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        newest = {entry.key: entry for entry in entries}
+        self.entries = tuple(newest[key] for key in sorted(newest))
+        self._families: dict[tuple[str, int, str, str], dict[tuple[int, int], list[Entry]]] = {}
+        for entry in self.entries:
+            self._families.setdefault(entry.family, {}).setdefault((entry.n, entry.k), []).append(entry)
+
+    @staticmethod
+    def parse(text: str, source: str = "the table") -> Table:
+        """The table that `text` holds; of two lines with one key the later counts.
+
+        Raises InvalidTable naming `source`, the line and what is wrong there.
+        """
+        entries = []
+        header: list[str] | None = None
+        reader = csv.reader(io.StringIO(text))
+        for cells in reader:
+            if not cells or cells[0].startswith("#"):
+                continue
+            if header is None:
+                header = cells
+                if tuple(header) != COLUMNS:
+                    problem = f"the columns are {','.join(header)}, not {','.join(COLUMNS)}"
+                    raise InvalidTable(source=source, line=reader.line_num, problem=problem)
+                continue
+            try:
+                entries.append(_entry(cells))
+            except ValueError as error:
+                raise InvalidTable(source=source, line=reader.line_num, problem=str(error)) from error
+        return Table(entries)
+
+    def text(self) -> str:
+        """The table as CSV, one line per entry, sorted; `parse` reads it back."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for entry in self.entries:
+            writer.writerow([_cell(getattr(entry, name)) for name in COLUMNS])
+        return out.getvalue()
+
+    def merged(self, newer: Iterable[Entry]) -> Table:
+        """This table with `newer` entries in place of those with the same key."""
+        return Table([*self.entries, *newer])
+
+    def lookup(self, *, gpu: str, world: int, dtype: str, op: str, m: int, n: int, k: int) -> Measured | None:
+        """What is known about a matmul of these sizes (all at least 1), None where nothing close was measured."""
+        weights = self._families.get((gpu, world, dtype, op), {})
+        exact = [entry for entry in weights.get((n, k), []) if entry.m == m]
+        if exact:
+            ratios: dict[str, list[float]] = {}
+            for entry in exact:
+                for name, us in entry.us.items():
+                    ratios.setdefault(name, []).append(us / entry.library_us)
+            return _measured(ratios, exact=True, text="; ".join(_times_text(entry) for entry in exact))
+        near = [(_apart(n, wide) * _apart(k, deep), wide, deep) for wide, deep in weights if _near(n, k, wide, deep)]
+        for _, wide, deep in sorted(near):
+            found = _curves(weights[wide, deep], bucket(m))
+            if found:
+                where = f"near n={wide}, k={deep}"
+                return _measured(found, exact=False, text=f"{where}: {_ratios_text(found)}")
+        return None
+
+
+def bucket(m: int) -> int:
+    """The half-octave that m rows (at least 1) fall into: round(2 log2 m), at most LAST_BUCKET. Exact in integers."""
+    return min(LAST_BUCKET, ((2 * m**4).bit_length() - 1) // 2)
+
+
+@functools.cache
+def shipped() -> Table:
+    """All tables that ship with the package."""
+    return Table(
+        entry for path in sorted(FOLDER.glob("*.csv")) for entry in Table.parse(path.read_text(), path.name).entries
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def parsed(text: str) -> Table:
+    """`Table.parse`, remembered: the plan asks for the same text again and again."""
+    return Table.parse(text)
+
+
+def _apart(asked: int, measured: int) -> float:
+    return max(asked, measured) / min(asked, measured)
+
+
+def _near(n: int, k: int, wide: int, deep: int) -> bool:
+    return all(max(pair) ** 2 <= 2 * min(pair) ** 2 for pair in ((n, wide), (k, deep)))
+
+
+def _curves(entries: list[Entry], asked: int) -> dict[str, list[float]]:
+    """Ratios to `library` at bucket `asked`, by strategy, one for each mode in which the strategy was measured there."""
+    found: dict[str, list[float]] = {}
+    for graph in (0, 1):
+        points: dict[str, dict[int, float]] = {}
+        for entry in entries:
+            if entry.graph == graph:
+                for name, us in entry.us.items():
+                    curve = points.setdefault(name, {})
+                    curve[bucket(entry.m)] = max(us / entry.library_us, curve.get(bucket(entry.m), 0.0))
+        for name, curve in points.items():
+            ratio = _at(curve, asked)
+            if ratio is not None:
+                found.setdefault(name, []).append(ratio)
+    return found
+
+
+def _at(curve: Mapping[int, float], asked: int) -> float | None:
+    if asked in curve:
+        return curve[asked]
+    below = max((one for one in curve if one < asked), default=None)
+    above = min((one for one in curve if one > asked), default=None)
+    if below is None or above is None:
+        end = above if below is None else below
+        return curve[end] if end is not None and abs(asked - end) <= OUTER_BUCKETS else None
+    if above - below <= INTERPOLATED_BUCKETS:
+        return curve[below] + (curve[above] - curve[below]) * (asked - below) / (above - below)
+    if above - below <= BRIDGED_BUCKETS:
+        return max(curve[below], curve[above])
+    return None
+
+
+def _measured(ratios: Mapping[str, list[float]], *, exact: bool, text: str) -> Measured:
+    # Known in eager mode only, a strategy may be slow, or not run at all, inside CUDA graphs.
+    modes = len(ratios["library"])
+    ratios = {name: values for name, values in ratios.items() if len(values) == modes}
+    worst = {name: max(values) for name, values in ratios.items()}
+    mean = {name: sum(values) / len(values) for name, values in ratios.items()}
+    return Measured(exact, worst, mean, text)
+
+
+def _times_text(entry: Entry) -> str:
+    times = ", ".join(f"{name} {us:.0f} us" for name, us in entry.us.items())
+    return f"{times} in a CUDA graph" if entry.graph else times
+
+
+def _ratios_text(ratios: Mapping[str, list[float]]) -> str:
+    ours = {name: max(values) for name, values in ratios.items() if name != "library"}
+    return ", ".join(f"{name} {ratio:.2f} of library" for name, ratio in ours.items()) or "library alone"
+
+
+def _entry(cells: list[str]) -> Entry:
+    if len(cells) != len(COLUMNS):
+        raise ValueError(f"it has {len(cells)} fields, not {len(COLUMNS)}")
+    values: dict[str, object] = {}
+    for name, cell in zip(COLUMNS, cells, strict=True):
+        if name in _INTEGERS:
+            values[name] = _number(int, name, cell, "a whole number")
+        elif name in _TIMES:
+            values[name] = _number(float, name, cell, "microseconds") if cell or name == _TIMES[0] else None
+        else:
+            values[name] = cell
+    return Entry(**values)  # type: ignore[arg-type]
+
+
+def _number(kind: type[int] | type[float], name: str, cell: str, expected: str) -> int | float:
+    try:
+        return kind(cell)
+    except ValueError:
+        raise ValueError(f"{name} is '{cell}', not {expected}") from None
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
