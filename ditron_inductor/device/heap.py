@@ -44,6 +44,10 @@ class Heap(Protocol):
         """All ranks have mapped this heap: give up what only the mapping needed."""
         ...
 
+    def view(self, rank: int) -> torch.Tensor:
+        """The bytes of the heap of `rank`, as this process sees them: uint8 [nbytes]. Only after `join`."""
+        ...
+
 
 def make_heap(device: torch.device, nbytes: int) -> Heap:
     """Allocate this rank's heap of `nbytes` on `device`. Raises OSError or RuntimeError when there is no memory."""
@@ -107,6 +111,12 @@ class CudaHeap:
     def joined(self) -> None:
         pass
 
+    def view(self, rank: int) -> torch.Tensor:
+        if self.addresses[rank] == self.local.data_ptr():
+            return self.local
+        peer: torch.Tensor = self._handle.get_buffer(rank, (self.local.numel(),), torch.uint8)
+        return peer
+
 
 def private_cuda_bytes(device: torch.device, nbytes: int) -> torch.Tensor:
     """Zeroed device memory outside the caching allocator and so outside every CUDA graph's pool: uint8 [nbytes]."""
@@ -147,6 +157,9 @@ class CpuHeap:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def view(self, rank: int) -> torch.Tensor:
+        return self._maps[rank]
 
     def _map_peer(self, offer: dict[str, Any]) -> torch.Tensor:
         fd = os.open(f"/proc/{offer['pid']}/fd/{offer['fd']}", os.O_RDWR | os.O_CLOEXEC)

@@ -8,7 +8,7 @@ right next to calls on the new one; such a generation is kept as long as the wor
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -31,7 +31,7 @@ class Generation:
 
     table: int64 [world_size], the address in this process of every rank's heap. ctl: int64 [CTL_WORDS]. counters: int32
     [COUNTERS]. `captured`: a CUDA graph holds these addresses. `timeout_s`: what the poll limit in `ctl` stands for, as
-    far as the host knows.
+    far as the host knows. `views`: what `data` has made so far.
     """
 
     name: str
@@ -42,6 +42,18 @@ class Generation:
     counters: torch.Tensor
     captured: bool = False
     timeout_s: float = 0.0
+    views: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def data(self, slot: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+        """The data of `slot` in the heap of `rank`, flat, as elements of `dtype`."""
+        found = self.views.get((slot, rank, dtype))
+        if found is None:
+            # Made once and used in any mode, as the ring itself.
+            with torch.inference_mode(False), torch.no_grad():
+                first = layout.data_offset(slot, self.slot_bytes)
+                found = self.heap.view(rank)[first : first + self.slot_bytes].view(dtype)
+            self.views[slot, rank, dtype] = found
+        return found
 
     def zero(self, record: torch.Tensor) -> None:
         """Back to the state of a new ring: no epoch, no flag, no credit, no poison. The poll limit has to be set anew.
