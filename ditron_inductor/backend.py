@@ -16,6 +16,8 @@ import torch._inductor.config
 from torch import fx
 from torch._inductor.compile_fx import compile_fx
 
+from ditron_inductor import user_table
+from ditron_inductor.device import workspaces
 from ditron_inductor.errors import InvalidOptionValue
 from ditron_inductor.lowering import register
 from ditron_inductor.options import Options
@@ -25,6 +27,8 @@ NAME = "ditron"
 USER_PASS_OPTION = "post_grad_custom_pre_pass"
 
 register.register()
+# What a group takes when only graphs from a cache have run before its first use.
+workspaces.use_table(lambda: user_table.read(Options.from_environment().table))
 
 
 def ditron(
@@ -38,9 +42,10 @@ def ditron(
 
     mode: as for Inductor (`torch._inductor.list_mode_options`). options: Inductor's keys, and ours under `ditron.`.
     A `post_grad_custom_pre_pass` of the user, from `options` or from Inductor's config, runs first.
-    Raises UnknownOption and InvalidOptionValue, both also ValueError.
+    Raises UnknownOption, InvalidOptionValue and InvalidTable, all also ValueError.
     """
     ditron_options, given = Options.parse(options)
+    workspaces.use_table(user_table.read(ditron_options.table))
     patches = {**_mode_patches(mode), **given}
     user_passes = patches.pop(USER_PASS_OPTION, getattr(torch._inductor.config, USER_PASS_OPTION))
     patches[USER_PASS_OPTION] = with_user_passes(user_passes, DitronPipeline(ditron_options))

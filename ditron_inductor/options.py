@@ -1,6 +1,6 @@
 """The options of the backend: where they come from, what they may be, and the environment variables behind them.
 
-This is the only file that reads ``DITRON_*`` variables. They give defaults; an option given to ``torch.compile`` wins.
+This is the only file that reads environment variables. They give defaults; an option given to ``torch.compile`` wins.
 
 =========================  ========================  ==================================================
 option                     environment               meaning
@@ -9,6 +9,7 @@ option                     environment               meaning
 ``ditron.workspace_limit`` DITRON_WORKSPACE_LIMIT    bytes of symmetric memory that a group may take
 ``ditron.timeout_s``       DITRON_TIMEOUT_S          seconds to wait for a peer; None: the group's own
 ``ditron.fusions``                                   the fusions to apply; all of them by default
+``ditron.table``           DITRON_TABLE              file of measured choices, or ``shipped``; None: the user's
 =========================  ========================  ==================================================
 """
 
@@ -17,30 +18,37 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, get_origin
 
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
 
 PREFIX = "ditron."
 STRATEGIES = ("auto", "library", "chunked", "tile")
+SHIPPED = "shipped"
 FUSIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 ENVIRONMENT = {
     "strategy": "DITRON_STRATEGY",
     "workspace_limit": "DITRON_WORKSPACE_LIMIT",
     "timeout_s": "DITRON_TIMEOUT_S",
+    "table": "DITRON_TABLE",
 }
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a compilation may decide for its sites. Equal on all ranks of a group (they compare it at first use).
+    """What a compilation may decide for its sites. Equal on all ranks of a group (they compare it at first use), except
+    for `table`, of which rank 0's is used.
 
     strategy: one of ``STRATEGIES``; forced for every site unless ``auto``.
     workspace_limit: bytes, at least 0; a site that needs more runs by ``library``.
     timeout_s: seconds, above 0; None takes the process group's own timeout.
     fusions: names out of ``FUSIONS``, kept in that order.
+    table: path of a table of measured choices, or ``SHIPPED`` for the shipped tables alone; None takes the one that
+    ``python -m ditron_inductor tune`` writes, if there is one.
     Raises ``InvalidOptionValue``.
     """
 
@@ -48,6 +56,7 @@ class Options:
     workspace_limit: int = 1 << 30
     timeout_s: float | None = None
     fusions: tuple[str, ...] = FUSIONS
+    table: str | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -60,8 +69,9 @@ class Options:
         return 0.0 if self.timeout_s is None else self.timeout_s
 
     def text(self) -> str:
-        """One stable line with every field: part of cache keys, and what ranks compare."""
-        return ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
+        """One stable line with every field that a compiled graph depends on: part of cache keys. `table` is none."""
+        names = [field.name for field in fields(self) if field.name != "table"]
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     @staticmethod
     def keys() -> tuple[str, ...]:
@@ -95,6 +105,14 @@ class Options:
             else:
                 inductor[_inductor_key(key, value)] = value
         return Options(**own), inductor
+
+
+def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
+    """Ditron's part of the folder in which the platform keeps a user's caches. It need not exist."""
+    given = os.environ if environment is None else environment
+    # Not Path.home(), which raises for a user without a home; such a path is merely never there.
+    standard = os.path.expanduser("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
+    return Path(given.get("XDG_CACHE_HOME") or standard) / "ditron_inductor"
 
 
 def _environment_values(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -161,11 +179,20 @@ def _check_fusions(key: str, value: Any) -> tuple[str, ...]:
     return tuple(name for name in FUSIONS if name in names)
 
 
+def _check_table(key: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not str(value):
+        raise InvalidOptionValue(key=key, value=value, allowed=f"the path of a table, '{SHIPPED}', or None")
+    return str(value)
+
+
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "strategy": _check_strategy,
     "workspace_limit": _check_workspace_limit,
     "timeout_s": _check_timeout_s,
     "fusions": _check_fusions,
+    "table": _check_table,
 }
 
 
@@ -183,4 +210,5 @@ _FROM_TEXT: dict[str, Callable[[str, str], Any]] = {
     "strategy": lambda variable, text: text,
     "workspace_limit": _number(int, "a whole number of bytes"),
     "timeout_s": _number(float, "seconds"),
+    "table": lambda variable, text: text,
 }

@@ -76,6 +76,8 @@ def test_wheel_and_sdist_hold_both_folders(tmp_path: Path) -> None:
     for folder in FOLDERS:
         modules = {f"ditron_inductor/{folder}/{path.name}" for path in (source / folder).glob("*.py")}
         assert modules <= in_wheel and modules <= in_sdist
+    tables = {f"ditron_inductor/task/tables/{path.name}" for path in (source / "ditron_inductor/task/tables").iterdir()}
+    assert tables and tables <= in_wheel and tables <= in_sdist
     assert not any(name.startswith(FOLDERS) for name in in_wheel), "no second copy under the bare name"
     assert "[torch_dynamo_backends]\nditron = ditron_inductor.backend:ditron" in entry_points
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
-from ditron_inductor.options import ENVIRONMENT, FUSIONS, Options
+from ditron_inductor.options import ENVIRONMENT, FUSIONS, Options, cache_folder
 
 
 def test_defaults() -> None:
@@ -60,6 +61,8 @@ def test_an_unknown_key_is_named_with_the_valid_ones(key: Any, named: str) -> No
         ("ditron.fusions", ["matmul_all_gather"]),
         ("ditron.fusions", 7),
         ("ditron.fusions", [[]]),
+        ("ditron.table", 7),
+        ("ditron.table", ""),
         ("max_autotune", "yes"),
     ],
 )
@@ -84,7 +87,7 @@ def test_environment_gives_defaults_and_options_win() -> None:
     assert Options.from_environment({"DITRON_STRATEGY": ""}) == Options()
 
 
-@pytest.mark.parametrize(("name", "variable"), ENVIRONMENT.items())
+@pytest.mark.parametrize(("name", "variable"), [item for item in ENVIRONMENT.items() if item[0] != "table"])
 def test_a_bad_variable_is_named(name: str, variable: str) -> None:
     with pytest.raises(InvalidOptionValue, match=variable):
         Options.from_environment({variable: "wrong"})
@@ -93,6 +96,17 @@ def test_a_bad_variable_is_named(name: str, variable: str) -> None:
 def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DITRON_STRATEGY", "library")
     assert Options.parse(None)[0].strategy == "library"
+
+
+def test_a_table_is_a_path_and_no_part_of_cache_keys() -> None:
+    assert Options.parse({"ditron.table": "mine.csv"}, environment={})[0].table == "mine.csv"
+    assert Options.from_environment({"DITRON_TABLE": "shipped"}).table == "shipped"
+    assert Options(table="mine.csv").text() == Options().text()
+
+
+def test_the_cache_folder_follows_the_platform() -> None:
+    assert cache_folder({"XDG_CACHE_HOME": "/caches"}) == Path("/caches/ditron_inductor")
+    assert cache_folder({}).name == "ditron_inductor" and cache_folder({}).parent.name.lower() in (".cache", "caches")
 
 
 def test_text_shows_every_field_and_tells_options_apart() -> None:

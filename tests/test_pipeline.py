@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import threading
@@ -17,11 +16,12 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from ditron_inductor import pipeline
+from ditron_inductor import pipeline, user_table
 from ditron_inductor.options import Options
 from ditron_inductor.pipeline import PACKAGE, PASSES, DitronPipeline, UserPassThen, with_user_passes
 from ditron_inductor.sites import collect_sites
 from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.task.table import Table
 from tests.passes import graphs
 
 
@@ -114,7 +114,7 @@ def package(tmp_path: Path) -> Path:
     root = tmp_path / "package"
     shutil.copytree(PACKAGE, root, ignore=shutil.ignore_patterns("__pycache__"))
     (root / "task" / "tables").mkdir(exist_ok=True)
-    (root / "task" / "tables" / "test_gpu.json").write_text(json.dumps({"m": 1}))
+    (root / "task" / "tables" / "test_gpu.csv").write_text("m=1\n")
     pipeline.source_digest.cache_clear()
     return root
 
@@ -162,7 +162,7 @@ def test_uuid_changes_with_a_new_or_moved_source(package: Path) -> None:
 
 def test_uuid_changes_with_a_shipped_table(package: Path) -> None:
     before = uuid(package)
-    (package / "task" / "tables" / "test_gpu.json").write_text(json.dumps({"m": 2}))
+    (package / "task" / "tables" / "test_gpu.csv").write_text("m=2\n")
     assert uuid(package) != before
 
 
@@ -191,9 +191,8 @@ def test_uuid_does_not_change_with_a_users_tuned_table(
     before = uuid(package)
     for variable in ("XDG_CACHE_HOME", "HOME", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(variable, str(tmp_path / "user"))
-    tables = tmp_path / "user" / "ditron" / "tables"
-    tables.mkdir(parents=True)
-    (tables / "test_gpu.json").write_text(json.dumps({"m": 3}))
+    user_table.default_path().parent.mkdir(parents=True)
+    user_table.default_path().write_text(Table().text())
     assert uuid(package) == before
 
 

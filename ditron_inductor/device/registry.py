@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,8 @@ from ditron_inductor.device.watchdog import Watchdog
 from ditron_inductor.device.workspace import SharedWorkspace, Workspace
 from ditron_inductor.errors import DitronCaptureError, DitronDiverged, DitronHandshakeError
 
+logger = logging.getLogger(__name__)
+
 _Key = tuple[str, torch.device]
 
 
@@ -28,14 +32,27 @@ class Registry:
         self._bound: dict[tuple[str, torch.device, AgreedOptions], Workspace] = {}
         self._shared: dict[_Key, SharedWorkspace] = {}
         self._retired: list[SharedWorkspace] = []
-        self._table = ""
+        self._table: str | Callable[[], str] = ""
+        self._offers: weakref.WeakKeyDictionary[SharedWorkspace, str] = weakref.WeakKeyDictionary()
         self._rates = PollRates()
         self._watchdog = Watchdog()
         self._lock = threading.RLock()
 
-    def use_table(self, text: str) -> None:
-        """The table of measured choices that this rank offers to groups which shake hands from now on."""
-        self._table = text
+    def use_table(self, table: str | Callable[[], str]) -> None:
+        """The text of the table of measured choices that this rank offers to groups which shake hands from now on.
+
+        A function is called when a group does. A group that has shaken hands keeps what it took; a warning says so.
+        """
+        self._table = table
+        if callable(table):
+            return
+        with self._lock:
+            for shared in [one for one, offer in self._offers.items() if offer != table]:
+                del self._offers[shared]
+                logger.warning(
+                    "group '%s' keeps the table of measured choices that it took at its first use",
+                    shared.group.name,
+                )
 
     def get(self, group_name: str, device: torch.device, options: AgreedOptions) -> Workspace:
         """The workspace of a group. Collective at the group's first use and at the first use of `options` in it.
@@ -60,6 +77,7 @@ class Registry:
         with self._lock:
             self._bound = {key: ws for key, ws in self._bound.items() if ws._shared is not shared}
             self._shared = {key: other for key, other in self._shared.items() if other is not shared}
+        self._offers.pop(shared, None)
         shared.release()
 
     def _bind(self, group_name: str, device: torch.device, options: AgreedOptions) -> Workspace:
@@ -95,8 +113,10 @@ class Registry:
             raise DitronCaptureError(site=f"group '{group.name}'", problem="its workspace is made at its first call")
         with torch.inference_mode(False), torch.no_grad():
             session = meet(group, f"open/{device.type}", "begin to use the group", timeout_s)
-            agreement = shake_hands(session, options, probe(device), self._table, timeout_s)
+            table = self._table() if callable(self._table) else self._table
+            agreement = shake_hands(session, options, probe(device), table, timeout_s)
             shared = SharedWorkspace(session, device, agreement, self._rates, timeout_s)
+            self._offers[shared] = table
             if agreement.capabilities.tile_available:
                 shared.make_first_ring(options.workspace_limit, timeout_s)
         self._shared[group.name, device] = shared

@@ -1,16 +1,16 @@
 """Measured times of the strategies, as a table that people can read and ranks can exchange as text.
 
-A table is a CSV with one line per matmul and mode, columns `COLUMNS`; lines that begin with `#` are comments. `gpu`: the
-driver's name of the GPU. `m`, `n`, `k`: one rank's matmul [m, k] @ [k, n] as in a `PlanRequest`. `graph`: 1 where it was
-timed inside a CUDA graph. Times are microseconds of one call, the maximum over ranks of each rank's median, empty where
-a strategy could not run; all times of a line come from one interleaved run, and only their ratios are used.
+A table is a CSV with one line per matmul and mode, columns `COLUMNS`; lines that begin with `#` are comments. `gpu`:
+the driver's name of the GPU. `m`, `n`, `k`: one rank's matmul [m, k] @ [k, n] as in a `PlanRequest`. `graph`: 1 where
+it was timed inside a CUDA graph. Times are microseconds of one call, the maximum over ranks of each rank's median,
+empty where a strategy could not run. All times of a line come from one interleaved run; only their ratios are used.
 
 `Table.lookup` finds a shape that was measured, else one from its bucket or close to it:
 
-* rows: half-octaves. m is in bucket round(2 log2 m); the last one, 16384 rows, is open. All m of a bucket are served alike.
+* rows: half-octaves. m is in bucket round(2 log2 m); the last one, 16384 rows, is open. A bucket's m are served alike.
 * weights: the measured n and k nearest to those asked for, each within a factor of sqrt(2).
-* between two measured buckets of one weight the ratio to `library` is interpolated if they are at most two octaves apart;
-  up to four octaves apart the worse of the two counts; outside of all, that of the nearest one within an octave.
+* between two measured buckets of one weight the ratio to `library` is interpolated if they are at most two octaves
+  apart; up to four octaves apart the worse of the two counts; outside of all, the nearest one within an octave.
 
 Everything is computed from integers and IEEE sums and products, so that ranks on different hosts agree.
 """
@@ -95,9 +95,10 @@ _TIMES = tuple(f"{name}_us" for name in MEASURED)
 
 @dataclass(frozen=True)
 class Measured:
-    """What a table says about a shape. `worst` and `mean`: time in that of `library`, by strategy, the larger one and the
-    mean of what was measured in eager mode and inside CUDA graphs. exact: this shape, and no neighbour, was measured.
-    text: where from and how much, for people.
+    """What a table says about a shape.
+
+    worst, mean: time of each strategy in that of `library`; of eager mode and CUDA graphs the larger one, and the mean.
+    exact: this shape, and no neighbour, was measured. text: what was measured, for people.
     """
 
     exact: bool
@@ -200,7 +201,7 @@ def _near(n: int, k: int, wide: int, deep: int) -> bool:
 
 
 def _curves(entries: list[Entry], asked: int) -> dict[str, list[float]]:
-    """Ratios to `library` at bucket `asked`, by strategy, one for each mode in which the strategy was measured there."""
+    """Ratios to `library` at bucket `asked`, by strategy, one for each mode in which it was measured."""
     found: dict[str, list[float]] = {}
     for graph in (0, 1):
         points: dict[str, dict[int, float]] = {}
