@@ -1,20 +1,22 @@
-"""Results as rows: one row per contestant and shape in a long-form CSV, and the table that is printed from them."""
+"""Results as rows: one row per contestant and shape in a long-form CSV."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from tabulate import tabulate
+RESULTS = Path(__file__).parent / "results"
+GEMM_COLLECTIVES = RESULTS / "gemm_collectives.csv"
 
 
 @dataclass(frozen=True)
 class Row:
     """One measurement. Times are microseconds per call, empty (None) where the contestant failed.
 
-    p50_us: the maximum over ranks of each rank's median; p20_us and p80_us: of the rank that has it.
+    p50_us: the maximum over ranks of each rank's median; p20_us and p80_us: of the rank that has it. Of several runs:
+    the median of the runs' p50_us, their smallest p20_us and their largest p80_us.
     skew_pct: how far the fastest rank's median is below, in per cent. limit_us: the physical limit, None where unknown.
     """
 
@@ -37,9 +39,9 @@ class Row:
     date: str
 
     @property
-    def key(self) -> tuple[str, ...]:
-        """What makes a newer row replace an older one."""
-        parts = (self.bench, self.op, self.contestant, self.shape, self.dtype, self.world, self.graph, self.gpu)
+    def cell(self) -> tuple[str, ...]:
+        """What the contestants of one interleaved run have in common."""
+        parts = (self.bench, self.op, self.shape, self.dtype, self.world, self.graph, self.gpu)
         return tuple(str(part) for part in parts)
 
 
@@ -67,45 +69,25 @@ def _parse(record: dict[str, str]) -> Row:
 
 
 def merge_csv(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows into the file, in place of older rows with the same key; all others stay."""
-    merged = {row.key: row for row in read_csv(path)}
+    """Write rows into the file. Cells that are measured anew lose all their older rows; other cells stay.
+
+    Rows of two runs never stand in one cell: the chip's clock lies between them.
+    """
+    cells: dict[tuple[str, ...], list[Row]] = {}
+    for row in read_csv(path):
+        cells.setdefault(row.cell, []).append(row)
+    newer: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        merged[row.key] = row
+        newer.setdefault(row.cell, []).append(row)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        for row in merged.values():
-            writer.writerow([_text(value) for value in astuple(row)])
+        for cell in (cells | newer).values():
+            writer.writerows([_text(value) for value in astuple(row)] for row in cell)
 
 
 def _text(value: object) -> str:
     if value is None:
         return ""
     return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def table(rows: Sequence[Row], contestants: Sequence[str], ours: str = "ditron") -> str:
-    """One line per shape: p50 of every contestant, then how `ours` compares.
-
-    `vs X` above 1: ours is faster than X. `of limit` is limit / ours, 1 at best.
-    """
-    cells: dict[tuple[str, str, str, int], dict[str, Row]] = {}
-    for row in rows:
-        cells.setdefault((row.op, row.shape, row.dtype, row.graph), {})[row.contestant] = row
-    shown = [name for name in contestants if any(name in cell for cell in cells.values())]
-    rivals = [name for name in shown if not name.startswith("ditron") and name != "gemm"]
-    lines = []
-    for (op, shape, dtype, graph), cell in cells.items():
-        mine = cell[ours].p50_us if ours in cell else None
-        limit = next((row.limit_us for row in cell.values() if row.limit_us is not None), None)
-        line: list[object] = [op, shape, dtype, graph, limit]
-        line += [(cell[name].p50_us or "failed") if name in cell else None for name in shown]
-        for name in rivals:
-            theirs = cell[name].p50_us if name in cell else None
-            line.append(theirs / mine if mine and theirs else None)
-        line.append(limit / mine if mine and limit else None)
-        lines.append(line)
-    headers = ["op", "shape", "dtype", "graph", "limit us", *shown, *(f"vs {name}" for name in rivals), "of limit"]
-    widths = ["", "", "", "", ".1f", *[".1f"] * len(shown), *[".2f"] * len(rivals), ".2f"]
-    return tabulate(lines, headers=headers, floatfmt=widths)

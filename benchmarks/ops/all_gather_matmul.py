@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.distributed as dist
 
-from benchmarks.ops.contest import Contest, Setting, dtype_of, operands
+from benchmarks.ops.contest import Call, Contest, Setting, dtype_of, of_every_shard, operands, sampled_rows
 from benchmarks.ops.shapes import Cell
 from ditron_inductor.task import reference
 
 
-def contest(setting: Setting, cell: Cell, strategies: Mapping[str, str]) -> Contest:
+def contest(setting: Setting, cell: Cell) -> Contest:
     """All contestants keep the gathered tensor, as a training graph does, except ours, which are not asked for it."""
     world_size = setting.world_size
-    shards, weights = operands(setting, cell, cell.M // world_size)
+    shard_rows = cell.M // world_size
+    shards, weights = operands(setting, cell, shard_rows)
     dtype = dtype_of(cell)
     gathered = torch.empty(cell.M, cell.K, dtype=dtype, device=setting.device).normal_()
     out = torch.empty(cell.M, cell.N, dtype=dtype, device=setting.device)
@@ -28,31 +27,34 @@ def contest(setting: Setting, cell: Cell, strategies: Mapping[str, str]) -> Cont
     def gemm(i: int) -> torch.Tensor:
         return torch.mm(gathered, weights[i % num], out=out)
 
-    def async_tp(i: int) -> torch.Tensor:
-        # return_A keeps it away from multicast, which must not be used here.
-        _, outs = torch.ops.symm_mem.fused_all_gather_matmul(
-            shards[i % num], [weights[i % num]], 0, setting.group_name, return_A=True
-        )
-        return outs[0]
+    def ours(op: torch._ops.OpOverload, site: tuple[object, ...]) -> Call:
+        return lambda i: op(shards[i % num], [weights[i % num]], None, 0, False, *site)[0]
 
-    def ours(i: int, strategy: str) -> torch.Tensor:
-        args = setting.site_args(cell.op, strategy)
-        return torch.ops.ditron.all_gather_matmul(shards[i % num], [weights[i % num]], None, 0, False, *args)[0]
-
-    def expected() -> torch.Tensor:
-        return reference.all_gather_matmul(
-            shards[0].float(),
+    def sample() -> tuple[torch.Tensor, torch.Tensor]:
+        rows = sampled_rows(shard_rows, setting.device)
+        expected = reference.all_gather_matmul(
+            shards[0][rows].float(),
             [weights[0].float()],
             gather_dim=0,
             world_size=world_size,
             group_name=setting.group_name,
             return_gathered=False,
         )[0]
+        return of_every_shard(rows, shard_rows, world_size), expected
 
-    result = Contest(reference=expected, link_bytes=(world_size - 1) * shards[0].nbytes)
-    result.contestants = {"gemm": gemm, setting.library: library}
+    result = Contest(
+        contestants={"gemm": gemm, setting.library: library},
+        library=library,
+        sample=sample,
+        link_bytes=(world_size - 1) * shards[0].nbytes,
+    )
     if setting.has_symmetric_memory:
+        fused = torch.ops.symm_mem.fused_all_gather_matmul.default
+
+        def async_tp(i: int) -> torch.Tensor:
+            # return_A keeps it away from multicast, which must not be used here.
+            return fused(shards[i % num], [weights[i % num]], 0, setting.group_name, return_A=True)[1][0]
+
         result.contestants["async_tp"] = async_tp
-    for name, strategy in strategies.items():
-        result.contestants[name] = lambda i, strategy=strategy: ours(i, strategy)  # type: ignore[misc]
+    result.contestants |= setting.ours(cell.op, ours)
     return result

@@ -9,24 +9,83 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from benchmarks.ops.request import Request
 from benchmarks.ops.shapes import Cell
+from ditron_inductor.task import ops
+from ditron_inductor.task.nodes import STRATEGIES
 
 # Operands change from call to call, so many that no contestant finds them in the cache.
 ROTATED_BYTES = 256 << 20
 MAX_ROTATED = 4
 LINK_BYTES_PER_S = 450e9
 WORKSPACE_LIMIT = 4 << 30
+# Long enough for a rank that compiles while its peers wait; a kernel that hangs costs no more.
+TIMEOUT_S = 30.0
+# Rows of every shard whose values are compared with an fp32 reference.
+SAMPLED_ROWS = 64
+
+OURS: dict[str, str] = {"ditron": "auto"} | {f"ditron:{name}": name for name in STRATEGIES if name != "auto"}
+"""Our contestants, and the strategy that each of them forces."""
+CONTESTANTS: tuple[str, ...] = (
+    "gemm",
+    "nccl",
+    "gloo",
+    "async_tp",
+    "symm_mem:one_shot",
+    "symm_mem:two_shot",
+    *OURS,
+)
+"""Every name that a row can have, in the order of the tables."""
+
+Call = Callable[[int], torch.Tensor]
+
+
+def wanted(request: Request) -> tuple[str, ...]:
+    """The contestants that were asked for. ValueError for a name that there is not."""
+    unknown = {*request.only, *request.skip} - set(CONTESTANTS)
+    if unknown:
+        raise ValueError(f"no contestants: {', '.join(sorted(unknown))}; there are {', '.join(CONTESTANTS)}")
+    return tuple(name for name in request.only or CONTESTANTS if name not in request.skip)
 
 
 @dataclass
 class Contest:
-    """`contestants[name](i)` makes one call on the i-th operands and returns its result, in a fixed or a new tensor."""
+    """The problem of one cell.
 
-    contestants: dict[str, Callable[[int], torch.Tensor]] = field(default_factory=dict)
-    reference: Callable[[], torch.Tensor] | None = None
+    contestants: `contestants[name](i)` makes one call on the i-th operands and returns its result, in a fixed or a new
+    tensor. unable: contestants that this shape is not for, and why. library: the collective and the matmul of the
+    library, whose result every other result is compared with. sample: some rows of this rank's result on the 0-th
+    operands, and what they are in fp32; collective. num_partials: how many ranks' products a value is the sum of.
+    link_bytes: what a rank has to receive.
+    """
+
+    contestants: dict[str, Call]
+    library: Call
+    sample: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    link_bytes: int
     num_partials: int = 1
-    link_bytes: int = 0
-    replicated: bool = False
+    unable: dict[str, str] = field(default_factory=dict)
+
+
+class SymmetricBuffer:
+    """One piece of torch's symmetric memory, for the contestants that take their operand from it.
+
+    Made anew only where a cell needs more: to make one and exchange its handles takes longer than a measurement.
+    """
+
+    def __init__(self, group_name: str) -> None:
+        self._group_name = group_name
+        self._bytes: torch.Tensor | None = None
+
+    def get(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor in it; all ranks ask for the same. It shares its memory with what was got before."""
+        import torch.distributed._symmetric_memory as symm_mem
+
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self._bytes is None or self._bytes.numel() < nbytes:
+            self._bytes = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+            symm_mem.rendezvous(self._bytes, self._group_name)
+        return self._bytes[:nbytes].view(dtype).view(shape)
 
 
 @dataclass(frozen=True)
@@ -37,6 +96,7 @@ class Setting:
     rank: int
     world_size: int
     group_name: str
+    shared: SymmetricBuffer
 
     @property
     def library(self) -> str:
@@ -48,9 +108,18 @@ class Setting:
         """Whether torch's symmetric-memory contestants can run."""
         return self.device.type == "cuda"
 
+    def site(self, op: str, strategy: str) -> str:
+        """The name of the site that one of our contestants is."""
+        return f"benchmark/0:{op}:{strategy}"
+
     def site_args(self, op: str, strategy: str) -> tuple[int, str, str, str, int, float]:
         """The trailing arguments of our ops."""
-        return self.world_size, self.group_name, f"benchmark/0:{op}", strategy, WORKSPACE_LIMIT, 60.0
+        return self.world_size, self.group_name, self.site(op, strategy), strategy, WORKSPACE_LIMIT, TIMEOUT_S
+
+    def ours(self, op: str, make: Callable[[torch._ops.OpOverload, tuple[object, ...]], Call]) -> dict[str, Call]:
+        """Our contestants. `make(overload, site arguments)` binds one of them, so that a call looks nothing up."""
+        overload = ops.overload(op)
+        return {name: make(overload, self.site_args(op, strategy)) for name, strategy in OURS.items()}
 
 
 def dtype_of(cell: Cell) -> torch.dtype:
@@ -68,11 +137,26 @@ def operands(setting: Setting, cell: Cell, rows: int) -> tuple[list[torch.Tensor
     copies = max(1, min(MAX_ROTATED, math.ceil(ROTATED_BYTES / nbytes)))
 
     def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=setting.device).mul_(scale).to(dtype)
+        return torch.empty(shape, dtype=dtype, device=setting.device).normal_(0.0, scale, generator=generator)
 
     left = [draw(rows, cell.K) for _ in range(copies)]
     right = [draw(cell.N, cell.K, scale=1 / math.sqrt(cell.K)).t() for _ in range(copies)]
     return left, right
+
+
+def sampled_rows(rows: int, device: torch.device) -> torch.Tensor:
+    """Indices of up to SAMPLED_ROWS of `rows` rows, the first and the last one among them, equal on all ranks."""
+    if rows <= SAMPLED_ROWS:
+        return torch.arange(rows, device=device)
+    generator = torch.Generator().manual_seed(rows)
+    inner = 1 + torch.randperm(rows - 2, generator=generator)[: SAMPLED_ROWS - 2].sort().values
+    return torch.cat([torch.tensor([0]), inner, torch.tensor([rows - 1])]).to(device)
+
+
+def of_every_shard(rows: torch.Tensor, shard_rows: int, world_size: int) -> torch.Tensor:
+    """The indices of these rows of a shard in the tensor of all shards, in rank order."""
+    offsets = torch.arange(world_size, device=rows.device) * shard_rows
+    return (offsets[:, None] + rows).flatten()
 
 
 def world_group_name() -> str:

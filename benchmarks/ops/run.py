@@ -7,8 +7,9 @@ import gc
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +19,33 @@ import triton
 
 import ditron_inductor
 import ditron_inductor.errors
-from benchmarks.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from benchmarks.ops.contest import LINK_BYTES_PER_S, Contest, Setting, world_group_name
-from benchmarks.ops.shapes import SETS, Cell
-from benchmarks.records import Row, merge_csv, table
-from benchmarks.timing import Clock, Times, capture, interleaved
-from tests.tolerances import assert_near
+from benchmarks.comparison import comparisons, ratios_table, times_table
+from benchmarks.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, targets
+from benchmarks.ops.check import Check
+from benchmarks.ops.contest import (
+    CONTESTANTS,
+    LINK_BYTES_PER_S,
+    OURS,
+    Contest,
+    Setting,
+    SymmetricBuffer,
+    wanted,
+    world_group_name,
+)
+from benchmarks.ops.estimate import cells_seconds, graph_calls
+from benchmarks.ops.request import Request
+from benchmarks.ops.shapes import Cell
+from benchmarks.progress import Phases, Progress
+from benchmarks.records import Row, merge_csv
+from benchmarks.timing import Captured, Clock, Times, interleaved, median_of_runs
+from ditron_inductor.task.plan import decisions
 
-CONTESTS = {
+CONTESTS: dict[str, Callable[[Setting, Cell], Contest]] = {
     "all_gather_matmul": all_gather_matmul.contest,
     "matmul_reduce_scatter": matmul_reduce_scatter.contest,
     "matmul_all_reduce": matmul_all_reduce.contest,
 }
-STRATEGIES = {"ditron": "auto", "ditron:tile": "tile", "ditron:library": "library"}
-NAMES = ("gemm", "nccl", "gloo", "async_tp", "symm_mem:one_shot", "symm_mem:two_shot", *STRATEGIES)
-GRAPH_CALLS = 10
-# Before anything is known about how long a cell takes.
-FIRST_CELL_S = 10.0
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the command line asked for. `only`: names of contestants, all of them when empty."""
-
-    ops: tuple[str, ...]
-    shapes: str
-    world_size: int
-    device: str
-    only: tuple[str, ...]
-    graph: str
-    budget_s: float
-    rounds: int
-    out: str
-    commit: str
+Ready = dict[str, Callable[[int], object]]
 
 
 class Run:
@@ -58,18 +53,24 @@ class Run:
 
     def __init__(self, request: Request, device: torch.device, begun: float) -> None:
         self.request = request
+        self.wanted = wanted(request)
         self.begun = begun
-        self.setting = Setting(device, dist.get_rank(), dist.get_world_size(), world_group_name())
+        group_name = world_group_name()
+        shared = SymmetricBuffer(group_name)
+        self.setting = Setting(device, dist.get_rank(), dist.get_world_size(), group_name, shared)
         self.clock = Clock(device)
+        self.phases = Phases(self.clock.synchronize)
         # Words between the ranks travel apart from what is measured.
         self.control = dist.new_group(backend="gloo")
         self.rows: list[Row] = []
         self.notes: list[str] = []
+        self._shape: Cell | None = None
+        self._contest: tuple[Contest, Check] | None = None
 
     def say(self, text: str) -> None:
         """Progress, from one rank."""
         if self.setting.rank == 0:
-            print(f"[{time.monotonic() - self.begun:6.1f} s] {text}", file=sys.stderr, flush=True)
+            print(text, file=sys.stderr, flush=True)
 
     def agree(self, value: Any) -> list[Any]:
         """Every rank's value."""
@@ -77,16 +78,9 @@ class Run:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def cells(self) -> list[Cell]:
-        """The cells asked for, as `--graph` wants them."""
-        chosen = []
-        for op in self.request.ops:
-            for cell in SETS[self.request.shapes](op, self.setting.world_size):
-                if self.request.graph == "as_listed" or self.setting.device.type != "cuda":
-                    chosen.append(cell)
-                for graph in {"eager": (False,), "graph": (True,), "both": (False, True)}.get(self.request.graph, ()):
-                    chosen.append(Cell(cell.op, cell.M, cell.N, cell.K, graph, cell.dtype))
-        return chosen
+    def seconds(self) -> float:
+        """Since the start of the slowest rank; equal on all of them."""
+        return max(self.agree(time.monotonic() - self.begun))
 
     def run(self) -> None:
         """All cells; results are written after each, so a run that is cut short keeps what it has."""
@@ -95,94 +89,127 @@ class Run:
 
             # Async TP silently does nothing without this deprecated call.
             symm_mem.enable_symm_mem_for_group(self.setting.group_name)
-        longest = FIRST_CELL_S
-        for cell in self.cells():
-            spent = max(self.agree(time.monotonic() - self.begun))
-            if spent + longest > self.request.budget_s:
-                self.note(cell, "all", f"skipped: {spent:.0f} s of {self.request.budget_s:.0f} s are spent")
+        cells = self.request.selection.cells(self.setting.world_size, self.setting.device.type)
+        progress = Progress(cells_seconds(self.request, cells, self.setting.world_size))
+        self.phases.add("start", self.seconds())
+        for number, cell in enumerate(cells):
+            before = self.seconds()
+            self.say(f"{progress.text()}: {cell.text}")
+            if before + progress.expected(number) > self.request.budget_s:
+                # A smaller cell further down may still fit.
+                self.note(cell, "all", f"skipped: {before:.0f} s of {self.request.budget_s:.0f} s are spent")
+                progress.finish(number, None)
                 continue
             self.run_cell(cell)
-            longest = max(longest / 2, max(self.agree(time.monotonic() - self.begun)) - spent)
-            if self.setting.rank == 0:
+            if self.setting.rank == 0 and self.request.out:
                 merge_csv(Path(self.request.out), self.rows)
+            progress.finish(number, self.seconds() - before)
+        self.close()
 
     def note(self, cell: Cell, contestant: str, why: str) -> None:
         """Why something has no number."""
-        mode = "graph" if cell.graph else "eager"
-        self.notes.append(f"{cell.op} {cell.shape} {cell.dtype} {mode}: {contestant}: {why}")
-        self.say(self.notes[-1])
+        self.notes.append(f"{cell.text}: {contestant}: {why}")
+        self.say(f"    {contestant}: {why}")
+
+    def open(self, cell: Cell) -> tuple[Contest, Check]:
+        """The contest of the cell's shape and its expected result, made once for both modes."""
+        shape = replace(cell, graph=False)
+        if self._contest is None or self._shape != shape:
+            self.close()
+            with self.phases.phase("operands"):
+                contest = CONTESTS[cell.op](self.setting, cell)
+            with self.phases.phase("expected result"):
+                self._contest = contest, Check(contest)
+            self._shape = shape
+        return self._contest
+
+    def close(self) -> None:
+        """Free what the last cell took."""
+        if self._contest is not None:
+            self._contest = None
+            gc.collect()
+            if self.setting.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def run_cell(self, cell: Cell) -> None:
-        """Check every contestant, time those that are right, record all of them."""
-        self.say(f"{cell.op} {cell.shape} {cell.dtype}{' in a graph' if cell.graph else ''}")
-        contest = CONTESTS[cell.op](self.setting, cell, STRATEGIES)
-        strategies = {name: value for name, value in contest.contestants.items() if name in self.wanted()}
-        contest.contestants = strategies
-        assert contest.reference is not None
-        wanted = contest.reference()
-        ready: dict[str, Callable[[int], object]] = {}
-        failed: list[str] = []
+        """Check every contestant, time those that are right, check them again, record all of them."""
+        contest, check = self.open(cell)
+        ready: Ready = {}
+        failed = {name: why for name, why in contest.unable.items() if name in self.wanted}
         for name in contest.contestants:
-            problem = self.prepare(contest, name, wanted, cell.graph, ready)
-            if problem:
-                self.note(cell, name, problem)
-                failed.append(name)
-        del wanted
-        per_call = GRAPH_CALLS if cell.graph else 1
-        times = interleaved(self.clock, ready, per_call, self.request.rounds)
+            if name in self.wanted:
+                problem = self.prepare(cell, contest, check, name, ready)
+                if problem:
+                    failed[name] = problem
+                    self.recover(name)
+        per_call = graph_calls(cell, self.setting.world_size) if cell.graph else 1
+        runs = []
+        for _ in range(self.request.repeats):
+            with self.phases.phase("timing"):
+                runs.append(interleaved(self.clock, ready, dict.fromkeys(ready, per_call), self.request.rounds))
+        times = median_of_runs(runs)
+        with self.phases.phase("checks"):
+            for name in list(times):
+                problem = self.first_problem("" if name == "gemm" else check.problem(ready[name](0)))
+                if problem:
+                    failed[name] = f"after the timing: {problem}"
+                    del times[name]
+        for name, problem in failed.items():
+            self.note(cell, name, problem)
         self.record(cell, contest, times, failed)
-        ready.clear()
-        del contest
-        gc.collect()
-        if self.setting.device.type == "cuda":
-            torch.cuda.empty_cache()
 
-    def wanted(self) -> tuple[str, ...]:
-        """The names of the contestants to run."""
-        return self.request.only or NAMES
+    def first_problem(self, mine: str) -> str:
+        """The first rank's problem that has one, empty if none has; equal on all ranks."""
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(self.agree(mine)) if text), "")
 
-    def prepare(
-        self, contest: Contest, name: str, wanted: torch.Tensor, graph: bool, ready: dict[str, Callable[[int], object]]
-    ) -> str:
+    def prepare(self, cell: Cell, contest: Contest, check: Check, name: str, ready: Ready) -> str:
         """Put a contestant whose result is right, on all ranks, into `ready`; else return what is wrong."""
         call: Callable[[int], object] = contest.contestants[name]
-        problem = ""
+        result, problem = self.attempt(f"first calls: {name}", lambda: call(0))
+        if not problem and cell.graph:
+            per_call = graph_calls(cell, self.setting.world_size)
+            captured, problem = self.attempt("captures", lambda: Captured(call, per_call))
+            if problem:
+                return f"cannot be captured: {problem}"
+            call = captured
+            result, problem = self.attempt("captures", lambda: call(0))
+        if problem:
+            return problem
+        with self.phases.phase("checks"):
+            problem = self.first_problem("" if name == "gemm" else check.problem(result))
+        if not problem:
+            ready[name] = call
+        return problem
+
+    def attempt(self, phase: str, act: Callable[[], Any]) -> tuple[Any, str]:
+        """What `act` returns, and what went wrong on the first rank on which anything did."""
+        begun = time.monotonic()
+        result, problem = None, ""
         try:
-            result = contest.contestants[name](0)
+            result = act()
             self.clock.synchronize()
-            if name != "gemm":
-                assert_near(result, wanted, num_partials=contest.num_partials, what=name)
         except Exception as error:
-            problem = f"{type(error).__name__}: {str(error).strip()[:300]}"
-        problems = [text for text in self.agree(problem) if text]
-        if not problems and graph:
-            try:
-                call = capture(call, GRAPH_CALLS)
-            except Exception as error:
-                problem = f"capture: {type(error).__name__}: {str(error).strip()[:300]}"
-            problems = [text for text in self.agree(problem) if text]
-        if problems:
-            self.recover(name)
-            return problems[0]
-        ready[name] = call
-        return ""
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        self.phases.add(phase, time.monotonic() - begun)
+        return result, self.first_problem(problem)
 
     def recover(self, name: str) -> None:
         """After a failure of one of our contestants: make the group's workspace usable for the next."""
-        if not name.startswith("ditron"):
+        if name not in OURS:
             return
         try:
             ditron_inductor.reset(dist.group.WORLD)
         except ditron_inductor.errors.DitronError as error:
-            self.say(f"reset after {name} failed: {error}")
+            self.say(f"    reset after {name} failed: {error}")
 
-    def record(self, cell: Cell, contest: Contest, times: dict[str, Times], failed: list[str]) -> None:
+    def record(self, cell: Cell, contest: Contest, times: dict[str, Times], failed: dict[str, str]) -> None:
         """Rows of all contestants of the cell, without times for those that failed."""
         limit = contest.link_bytes / LINK_BYTES_PER_S * 1e6 if self.setting.device.type == "cuda" else None
-        if limit is not None and "gemm" in times:
-            limit = max(limit, times["gemm"].p50_us)
+        if limit is not None:
+            # Without the matmul alone there is no limit.
+            limit = max(limit, times["gemm"].p50_us) if "gemm" in times else None
         gpu = torch.cuda.get_device_name() if self.setting.device.type == "cuda" else "cpu"
-        for name in [*times, *failed]:
+        for name in (name for name in CONTESTANTS if name in times or name in failed):
             measured = times.get(name)
             self.rows.append(
                 Row(
@@ -205,12 +232,33 @@ class Run:
                     date=datetime.date.today().isoformat(),
                 )
             )
-        self.say("  " + "  ".join(f"{name} {each.p50_us:.1f}" for name, each in times.items()))
+        self.say("    " + "  ".join(f"{name} {each.p50_us:.1f}" for name, each in times.items()))
+        if not cell.graph:
+            self.say("    host us per call: " + "  ".join(f"{name} {each.host_us:.1f}" for name, each in times.items()))
+        last = decisions.last(self.setting.group_name, self.setting.site(cell.op, OURS["ditron"]))
+        if "ditron" in times and last is not None:
+            self.say(f"    auto ran {last[1].strategy}: {last[1].reason}")
 
 
-def main(request: Request) -> None:
-    """Run in a rank whose environment names it (RANK, WORLD_SIZE, MASTER_ADDR, ...); ends the process."""
-    begun = time.monotonic()
+def report(run: Run) -> str:
+    """What a run prints at its end."""
+    cells = comparisons(run.rows)
+    parts = ["microseconds per call", times_table(cells), "", "ratios", ratios_table(cells, targets.column(cells))]
+    verdicts = targets.summary(cells)
+    if verdicts:
+        parts += ["", "targets", *(f"{verdict:12} {op}, {row}: {text}" for op, row, text, verdict in verdicts)]
+    parts += ["", *(f"no number: {note}" for note in run.notes)]
+    parts += ["", f"where the time went, on rank 0 ({run.request.budget_s:.0f} s allowed)", run.phases.table()]
+    return "\n".join(parts)
+
+
+def main(request: Request, begun: float) -> None:
+    """Run in a rank whose environment names it (RANK, WORLD_SIZE, MASTER_ADDR, ...); ends the process.
+
+    begun: when the process started, by the monotonic clock.
+    """
+    # 2.13 has new names for collectives that 2.11 has not.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     rank = int(os.environ["RANK"])
     device = torch.device("cpu")
     if request.device == "cuda":
@@ -223,9 +271,7 @@ def main(request: Request) -> None:
     run = Run(request, device, begun)
     run.run()
     if rank == 0:
-        print(table(run.rows, NAMES))
-        for note in run.notes:
-            print(f"no number: {note}")
+        print(report(run))
     dist.barrier(group=run.control)
     sys.stdout.flush()
     # destroy_process_group can hang where graphs hold collectives of NCCL.

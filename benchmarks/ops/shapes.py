@@ -1,17 +1,57 @@
-"""What is measured: cells of an op, a shape and a mode, in named sets."""
+"""What is measured: cells of an op, a shape and a mode, in named sets, the most important ones first.
+
+The widths are those of tensor-parallel layers over `world_size` ranks:
+
+    all_gather_matmul            [M, hidden] x [hidden, N]   N: gate and up in one, or queries, keys and values in one
+    matmul_reduce_scatter        [M, K] x [K, hidden]        K: the down projection's input, or the attention's output
+    matmul_all_reduce            the same
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
-# (hidden size, feed-forward size) of the models that the shapes are taken from.
-LLAMA_70B = (8192, 28672)
-LLAMA_8B = (4096, 14336)
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+PREFILL = (8192, 4096, 2048)
+DECODE = (1, 16, 64, 128, 256)
+GRAPH_ROW = (2048, 4096)
+"""(tokens, hidden size) of the anchor that is measured inside a CUDA graph as well: in eager mode the host counts."""
+LARGEST_GRAPH_M = 2048
+"""`sweep` measures up to so many rows inside CUDA graphs, and from there on in eager mode."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Widths of one layer: hidden, feed-forward, all queries, all keys (as wide as all values)."""
+
+    name: str
+    hidden: int
+    ffn: int
+    queries: int
+    keys: int
+
+    def widths(self, op: str, part: str, world_size: int) -> tuple[int, int]:
+        """(N, K) of one rank's matmul; `part` is `mlp` or `attention`."""
+        if op == "all_gather_matmul":
+            wide = 2 * self.ffn if part == "mlp" else self.queries + 2 * self.keys
+            return wide // world_size, self.hidden
+        return self.hidden, (self.ffn if part == "mlp" else self.queries) // world_size
+
+
+LLAMA_70B = Model("llama-70b", hidden=8192, ffn=28672, queries=8192, keys=1024)
+LLAMA_8B = Model("llama-8b", hidden=4096, ffn=14336, queries=4096, keys=1024)
+LLAMA_405B = Model("llama-405b", hidden=16384, ffn=53248, queries=16384, keys=1024)
+QWEN3_32B = Model("qwen3-32b", hidden=5120, ffn=25600, queries=8192, keys=1024)
+MODELS = (LLAMA_70B, LLAMA_8B, QWEN3_32B, LLAMA_405B)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One op on [M, K] x [K, N] over all ranks' rows; `graph`: timed inside a CUDA graph."""
+    """One op on [M, K] x [K, N] over all ranks' rows; `graph`: timed inside a CUDA graph.
+
+    priority: cells of low ones come first. source: where the shape is from, for people.
+    """
 
     op: str
     M: int
@@ -19,32 +59,124 @@ class Cell:
     K: int
     graph: bool = False
     dtype: str = "bfloat16"
+    priority: int = field(default=0, compare=False)
+    source: str = field(default="", compare=False)
 
     @property
     def shape(self) -> str:
         """As it stands in the results."""
         return f"M={self.M};N={self.N};K={self.K}"
 
+    @property
+    def text(self) -> str:
+        """For progress and notes."""
+        return f"{self.op} {self.shape} {self.dtype} {'graph' if self.graph else 'eager'}"
+
+
+def _cell(
+    op: str, model: Model, part: str, world_size: int, tokens: int, *, graph: bool = False, priority: int = 0
+) -> Cell:
+    N, K = model.widths(op, part, world_size)
+    return Cell(op, tokens, N, K, graph, priority=priority, source=f"{model.name} {part}")
+
 
 def anchors(op: str, world_size: int) -> list[Cell]:
-    """The shapes of two Llama models in tensor parallelism over `world_size` ranks, prefill and (all-reduce) decode."""
+    """The MLPs of two Llama models: six rows of prefill, the smallest also in a graph, and (all-reduce) decode."""
+    reduces = op == "matmul_all_reduce"
     cells = []
-    for hidden, ffn in (LLAMA_70B, LLAMA_8B):
-        for tokens in (8192, 4096, 2048):
-            if op == "all_gather_matmul":
-                # The gate and up projections in one.
-                cells.append(Cell(op, tokens, 2 * ffn // world_size, hidden))
-            else:
-                cells.append(Cell(op, tokens, hidden, ffn // world_size))
-    if op == "matmul_all_reduce":
-        for hidden, ffn in (LLAMA_70B, LLAMA_8B):
-            cells += [Cell(op, tokens, hidden, ffn // world_size, graph=True) for tokens in (1, 16, 64, 128, 256)]
+    for model in (LLAMA_70B, LLAMA_8B):
+        for tokens in PREFILL:
+            row = _cell(op, model, "mlp", world_size, tokens, priority=int(reduces))
+            cells.append(row)
+            if not reduces and (tokens, model.hidden) == GRAPH_ROW:
+                cells.append(replace(row, graph=True))
+    return [*cells, *(_decode(world_size, DECODE) if reduces else [])]
+
+
+def _decode(world_size: int, tokens: Iterable[int]) -> list[Cell]:
+    op = "matmul_all_reduce"
+    return [
+        _cell(op, model, "mlp", world_size, each, graph=True, priority=2 * place)
+        for place, model in enumerate((LLAMA_70B, LLAMA_8B))
+        for each in tokens
+    ]
+
+
+def decode(op: str, world_size: int) -> list[Cell]:
+    """All-reduce of a few tokens, inside CUDA graphs; nothing for the other ops."""
+    return _decode(world_size, (1, 2, 4, 8, 16, 32, 64, 128, 256)) if op == "matmul_all_reduce" else []
+
+
+def zoo(op: str, world_size: int) -> list[Cell]:
+    """Attention and MLP of four models, prefill and (all-reduce) decode, without what `anchors` has."""
+    known = set(anchors(op, world_size))
+    cells = []
+    for model in MODELS:
+        for part in ("mlp", "attention"):
+            for tokens in (8192, 2048):
+                cells.append(_cell(op, model, part, world_size, tokens, priority=int(tokens == 2048)))
+            if op == "matmul_all_reduce":
+                cells += [_cell(op, model, part, world_size, each, graph=True, priority=2) for each in (16, 128)]
+    return [cell for cell in cells if cell not in known]
+
+
+def sweep(op: str, world_size: int) -> list[Cell]:
+    """M from 1 (or one row a rank) to 16384 by powers of two for the MLPs of two models, coarse steps first."""
+    smallest = 1 if op == "matmul_all_reduce" else world_size
+    cells = []
+    for step in range(15):
+        tokens = 1 << step
+        priority = next(place for place, stride in enumerate((4, 2, 1)) if step % stride == 0)
+        for model in (LLAMA_70B, LLAMA_8B):
+            if tokens >= smallest:
+                graph = tokens <= LARGEST_GRAPH_M
+                cells.append(_cell(op, model, "mlp", world_size, tokens, graph=graph, priority=priority))
     return cells
+
+
+def host(op: str, world_size: int) -> list[Cell]:
+    """A problem so small that a call costs what the host needs for it."""
+    return [Cell(op, 256, 256, 256, source="host cost")]
 
 
 def tiny(op: str, world_size: int) -> list[Cell]:
     """A small shape, to try the program itself with, also on a CPU."""
-    return [Cell(op, 16 * world_size, 48, 40)]
+    return [Cell(op, 16 * world_size, 48, 40, source="tiny")]
 
 
-SETS = {"anchors": anchors, "tiny": tiny}
+SETS: dict[str, Callable[[str, int], list[Cell]]] = {
+    "anchors": anchors,
+    "zoo": zoo,
+    "sweep": sweep,
+    "decode": decode,
+    "host": host,
+    "tiny": tiny,
+}
+GRAPH_MODES: dict[str, tuple[bool, ...]] = {"eager": (False,), "graph": (True,), "both": (False, True)}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which cells of which sets; `rows` keeps those with these M, `sources` those whose source has one of the texts."""
+
+    ops: tuple[str, ...] = OPS
+    sets: tuple[str, ...] = ("anchors",)
+    graph: str = "as_listed"
+    rows: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def cells(self, world_size: int, device_type: str) -> list[Cell]:
+        """In the order in which they run: by priority, and both modes of a shape one after the other."""
+        listed = [cell for name in self.sets for op in self.ops for cell in SETS[name](op, world_size)]
+        wanted = [
+            cell
+            for cell in listed
+            if (not self.rows or cell.M in self.rows)
+            and (not self.sources or any(text in cell.source for text in self.sources))
+        ]
+        wanted.sort(key=lambda cell: cell.priority)
+        if device_type != "cuda":
+            wanted = [replace(cell, graph=False) for cell in wanted]
+        elif self.graph != "as_listed":
+            wanted = [replace(cell, graph=graph) for cell in wanted for graph in GRAPH_MODES[self.graph]]
+        return list(dict.fromkeys(wanted))

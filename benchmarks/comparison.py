@@ -1,0 +1,163 @@
+"""What the rows of one cell say together: who is faster by how much, and how near to the physical limit."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from benchmarks.records import Row
+
+BASELINES = ("nccl", "gloo")
+RIVALS = (*BASELINES, "async_tp", "symm_mem:one_shot", "symm_mem:two_shot")
+"""Everybody else's contestants, in the order of the tables."""
+OURS = ("ditron", "ditron:tile", "ditron:chunked", "ditron:library")
+TITLES = {
+    "gemm": "cuBLAS alone",
+    "nccl": "NCCL + cuBLAS",
+    "gloo": "gloo",
+    "async_tp": "async TP",
+    "symm_mem:one_shot": "one-shot",
+    "symm_mem:two_shot": "two-shot",
+    "ditron": "auto",
+    "ditron:tile": "tile",
+    "ditron:chunked": "chunked",
+    "ditron:library": "library",
+}
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows of one cell, by contestant: an op on [M, K] x [K, N]."""
+
+    op: str
+    M: int
+    N: int
+    K: int
+    dtype: str
+    world: int
+    graph: int
+    gpu: str
+    rows: Mapping[str, Row]
+
+    @property
+    def hidden(self) -> int:
+        """The width that the ranks have in common: what the layer's input or output is wide."""
+        return self.K if self.op == "all_gather_matmul" else self.N
+
+    @property
+    def shape(self) -> str:
+        return f"{self.M} x {self.N} x {self.K}"
+
+    def us(self, name: str) -> float | None:
+        """Microseconds of a contestant, None if it has none."""
+        return self.rows[name].p50_us if name in self.rows else None
+
+    @property
+    def limit_us(self) -> float | None:
+        """The larger of the matmul alone and the link's time."""
+        return next((row.limit_us for row in self.rows.values() if row.limit_us is not None), None)
+
+    def ratio(self, above: str | tuple[str, ...], below: str | tuple[str, ...]) -> float | None:
+        """Time of `above` / time of `below`, of the fastest where there are several; `limit` stands for the limit."""
+        top, bottom = self._fastest(above), self._fastest(below)
+        return top / bottom if top and bottom else None
+
+    def _fastest(self, names: str | tuple[str, ...]) -> float | None:
+        if names == "limit":
+            return self.limit_us
+        times = [self.us(name) for name in ((names,) if isinstance(names, str) else names)]
+        return min((one for one in times if one), default=None)
+
+
+def comparisons(rows: Iterable[Row]) -> list[Comparison]:
+    """One for every cell, ordered by world, op, eager before graph, wide before narrow, M downwards."""
+    cells: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault(row.cell, {})[row.contestant] = row
+    found = []
+    for cell in cells.values():
+        row = next(iter(cell.values()))
+        sizes = {name: int(value) for name, value in (part.split("=") for part in row.shape.split(";"))}
+        M, N, K = sizes["M"], sizes["N"], sizes["K"]
+        found.append(Comparison(row.op, M, N, K, row.dtype, row.world, row.graph, row.gpu, cell))
+    return sorted(
+        found, key=lambda c: (c.gpu, -c.world, OPS.index(c.op), c.graph, -c.hidden, -c.N * c.K, -c.M, c.dtype)
+    )
+
+
+def geometric_mean(values: Iterable[float | None]) -> float | None:
+    """None if there are no values, or if one of them is missing."""
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return statistics.geometric_mean(known) if known and len(known) == len(found) else None
+
+
+def shown(cells: Sequence[Comparison]) -> list[str]:
+    """The contestants that any of the cells has, in the order of the tables."""
+    return [name for name in ("gemm", *RIVALS, *OURS) if any(name in cell.rows for cell in cells)]
+
+
+def mode(cell: Comparison) -> str:
+    """`graph` or `eager`."""
+    return "graph" if cell.graph else "eager"
+
+
+def times_table(cells: Sequence[Comparison], style: str = "simple") -> str:
+    """One line per cell: the limit and every contestant in microseconds."""
+    names = shown(cells)
+    lines = []
+    for cell in cells:
+        times = [_number(cell.us(name), 1, "failed" if name in cell.rows else "-") for name in names]
+        lines.append([cell.op, cell.shape, mode(cell), _number(cell.limit_us, 1), *times])
+    return _table(["op", "M x N x K", "mode", "limit", *(TITLES[name] for name in names)], lines, style)
+
+
+def ratios_table(
+    cells: Sequence[Comparison], targets: Mapping[int, tuple[str, str]] | None = None, style: str = "simple"
+) -> str:
+    """One line per cell: how many times faster `auto` is than each rival, limit / time of ours, skew of `auto`.
+
+    targets: by position in `cells`, the target and whether it holds.
+    """
+    names = shown(cells)
+    rivals = [name for name in names if name in RIVALS]
+    ours = [name for name in names if name in OURS]
+    lines = []
+    for place, cell in enumerate(cells):
+        line = [cell.op, cell.shape, mode(cell)]
+        line += [_number(cell.ratio(name, "ditron"), 2) for name in rivals]
+        line += [_number(cell.ratio("limit", name), 2) for name in ours]
+        line.append(_number(cell.rows["ditron"].skew_pct, 1) if "ditron" in cell.rows else "-")
+        if targets:
+            line += targets.get(place, ("", ""))
+        lines.append(line)
+    headers = ["op", "M x N x K", "mode", *(f"{TITLES[name]} / auto" for name in rivals)]
+    headers += [*(f"limit / {TITLES[name]}" for name in ours), "skew %", *(["target", "holds"] if targets else [])]
+    return _table(headers, lines, style)
+
+
+def _number(value: float | None, digits: int, missing: str = "-") -> str:
+    return missing if value is None else f"{value:.{digits}f}"
+
+
+def _table(headers: Sequence[str], lines: Sequence[Sequence[str]], style: str) -> str:
+    words = {"op", "M x N x K", "mode", "target", "holds"}
+    sides = ["left" if header in words else "right" for header in headers]
+    # What is formatted already must not be parsed again.
+    return tabulate(lines, headers, style, colalign=sides if lines else None, disable_numparse=True)
+
+
+def means(cells: Sequence[Comparison]) -> list[tuple[str, str, int, float]]:
+    """(op, rival, number of cells, geometric mean of rival / auto) over all cells in which both have a time."""
+    found = []
+    for op in OPS:
+        of_op = [cell for cell in cells if cell.op == op]
+        for name in RIVALS:
+            values = [ratio for ratio in (cell.ratio(name, "ditron") for cell in of_op) if ratio is not None]
+            if values:
+                found.append((op, name, len(values), statistics.geometric_mean(values)))
+    return found
