@@ -1,8 +1,21 @@
 """Order of a workspace's calls across CUDA streams (protocol rule 7: the host's call order is the order of execution).
 
-A call on another stream than the last one's waits for the event recorded after that call. Inside a CUDA graph only
+A call on another stream than the last one's waits for an event recorded behind that call. Inside a CUDA graph only
 events of the same capture may be waited for, and outside, only events recorded outside: the rest is fixed by where the
 user replays the graph, which has to be ordered after eager calls on other streams like any use of shared memory.
+
+Outside captures nothing is recorded while the calls stay on one stream, which costs a comparison. The event is recorded
+when the stream changes, on the old stream: streams run in order, so it covers the last call, and whatever the user put
+there since, for which the new call then waits too. Two cases need more:
+
+* A stream that torch did not make may be destroyed by its owner before the next call comes. Its event is recorded after
+  every call.
+* The old stream may be part of a capture by now. An event recorded there would belong to the capture, and waiting for
+  it would draw the new stream into the graph, silently. That is an error (the last call was made before the capture
+  began, so a call on that stream in between, or none on the other, is the way out).
+
+A stream counts as the last one's as soon as a call has entered on it, also if the call fails: it has waited for all
+calls before.
 """
 
 from __future__ import annotations
@@ -15,16 +28,23 @@ from typing import Protocol
 
 import torch
 
+from ditron_inductor.errors import DitronCaptureError
+
+NO_STREAM = -1
+
 
 class CallOrder(Protocol):
     """Puts the calls of one workspace in order."""
+
+    stream: int
+    """Handle of the stream that the present call runs on, as the driver takes it; 0 on the CPU."""
 
     def enter(self) -> bool:
         """Order what follows on the current stream after the last call; whether the stream is being captured."""
         ...
 
     def leave(self) -> None:
-        """The call's work is on the current stream."""
+        """The call's work is on the stream that was current in `enter`."""
         ...
 
     def is_capturing(self) -> bool: ...
@@ -32,6 +52,8 @@ class CallOrder(Protocol):
 
 class HostOrder:
     """The CPU device: a call has ended when it returns."""
+
+    stream = 0
 
     def enter(self) -> bool:
         return False
@@ -45,7 +67,7 @@ class HostOrder:
 
 @dataclass
 class _Mark:
-    """The end of a call: its stream, the event there, and the capture that both belong to (0 outside)."""
+    """The end of a captured call: its stream, the event there, and the capture that both belong to."""
 
     stream: torch.cuda.Stream
     event: torch.cuda.Event
@@ -53,39 +75,76 @@ class _Mark:
 
 
 class StreamOrder:
-    """The CUDA device."""
+    """The CUDA device. `device` is the current one in all calls."""
 
     def __init__(self, device: torch.device) -> None:
+        self.stream = NO_STREAM
         self._device = device
-        self._last: _Mark | None = None
+        self._index: int = device.index
+        # Of the last call outside captures: its stream, by handle and as an object, and what was recorded behind it.
+        self._last_handle = NO_STREAM
+        self._last: torch.cuda.Stream | None = None
+        self._last_is_foreign = False
+        self._event: torch.cuda.Event | None = None
+        self._capturing = False
         self._last_captured: _Mark | None = None
 
     def enter(self) -> bool:
-        stream = torch.cuda.current_stream(self._device)
-        if not self.is_capturing():
-            if self._last is not None and self._last.stream != stream:
-                stream.wait_event(self._last.event)
-            return False
-        last = self._last_captured
-        if last is not None and last.stream != stream and last.capture == capture_id(stream):
-            stream.wait_event(last.event)
-        return True
+        self.stream = current_handle(self._index)
+        self._capturing = self.is_capturing()
+        if self._capturing:
+            self._enter_captured()
+        elif self.stream != self._last_handle:
+            self._change_stream()
+        return self._capturing
 
     def leave(self) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        if self.is_capturing():
+        if self._capturing:
+            stream = torch.cuda.current_stream(self._device)
             # An event of its own: one that a finished capture recorded must not be waited for again.
             mark = _Mark(stream, torch.cuda.Event(), capture_id(stream))
             mark.event.record(stream)
             self._last_captured = mark
-            return
-        if self._last is None:
-            self._last = _Mark(stream, torch.cuda.Event(), 0)
-        self._last.stream = stream
-        self._last.event.record(stream)
+        elif self._last_is_foreign:
+            assert self._event is not None and self._last is not None
+            self._event.record(self._last)
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+    def _enter_captured(self) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        last = self._last_captured
+        if last is not None and last.stream != stream and last.capture == capture_id(stream):
+            stream.wait_event(last.event)
+
+    def _change_stream(self) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        if self._event is None:
+            self._event = torch.cuda.Event()
+        if self._last is not None:
+            if not self._last_is_foreign:
+                if capture_id(self._last) != 0:
+                    raise DitronCaptureError(
+                        site="the stream of the last call",
+                        problem="a call on another stream has to be ordered after what ran there before",
+                    )
+                self._event.record(self._last)
+            stream.wait_event(self._event)
+        self._last_handle = self.stream
+        self._last = stream
+        self._last_is_foreign = is_foreign(stream)
+
+
+def current_handle(device_index: int) -> int:
+    """The driver's handle of torch's current stream on a device; costs a tenth of what the stream object costs."""
+    handle: int = torch._C._cuda_getCurrentRawStream(device_index)
+    return handle
+
+
+def is_foreign(stream: torch.cuda.Stream) -> bool:
+    """Whether torch only borrows `stream`: it numbers its own ones, and knows others by their handle."""
+    return stream.cuda_stream != 0 and stream.stream_id == stream.cuda_stream
 
 
 def capture_id(stream: torch.cuda.Stream) -> int:

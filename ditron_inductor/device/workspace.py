@@ -7,6 +7,7 @@ cannot do: it makes the slots large enough, orders calls of different streams, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -17,7 +18,9 @@ from ditron_inductor.device.capabilities import Capabilities
 from ditron_inductor.device.exchange import Session
 from ditron_inductor.device.groups import Group
 from ditron_inductor.device.handshake import AgreedOptions, Agreement, agree_options
+from ditron_inductor.device.lanes import Lane, make_lane
 from ditron_inductor.device.ring import FIRST_SLOT_BYTES, Generation, make_generation, slot_size
+from ditron_inductor.device.scratch import Scratch
 from ditron_inductor.device.sites import SiteNames
 from ditron_inductor.device.streams import CallOrder, HostOrder, StreamOrder
 from ditron_inductor.device.watchdog import Health
@@ -28,6 +31,8 @@ class SharedWorkspace:
     """What all options of one (group, device) share: memory, sites, health, call order and call count.
 
     `name` is the same on all ranks and used only once. `timeouts`: the limits, in seconds, that calls come with.
+    `largest`: what the ranks told each other, (own size, largest size) by what it is of. `at_release`: called once,
+    with the workspace, when it is released.
     """
 
     def __init__(
@@ -43,12 +48,40 @@ class SharedWorkspace:
         self.sites = SiteNames(self.group, session.name)
         self.health = Health(self.group, self.sites, device)
         self.order: CallOrder = StreamOrder(device) if device.type == "cuda" else HostOrder()
+        self.lane: Lane = make_lane(device)
         self.generations: list[Generation] = []
         self.lost: list[Generation] = []
         self.calls = 0
         self.released = False
         self.timeouts: set[float] = {timeout_s}
         self.largest: dict[str, tuple[int, int]] = {}
+        self.scratch = Scratch(device)
+        self.at_release: set[Callable[[SharedWorkspace], None]] = set()
+
+    def begin(self, site: str, nbytes: int, limit: int, timeout_s: float) -> tuple[Generation, int, int]:
+        """Take the next slot for one use; see Workspace.call. (its ring, the slot, the number of `site`)."""
+        if self.health.failed():
+            self.health.check()
+        number = self.sites.number(site)
+        generation = self.generations[-1] if self.generations else None
+        if generation is None or nbytes > generation.slot_bytes:
+            generation = self.grow(site, nbytes, limit, timeout_s)
+        if self.order.enter():
+            generation.captured = True
+        # A graph that is replayed sets its own limit again, so with several limits in use none can be relied on.
+        unsure = generation.captured and len(self.timeouts) > 1
+        if generation.timeout_s != timeout_s or unsure:
+            generation.set_poll_limit(self.rates.limit(self.device, timeout_s), timeout_s)
+        self.health.timeout_s = timeout_s
+        slot = self.calls % layout.NUM_SLOTS
+        self.calls += 1
+        return generation, slot, number
+
+    def end(self) -> None:
+        """The use that began last is on its stream."""
+        self.order.leave()
+        if self.health.failed():
+            self.health.check()
 
     def make_first_ring(self, limit: int, timeout_s: float) -> None:
         """Find out whether the ranks can map each other's memory; where not, the capabilities say so from now on."""
@@ -126,6 +159,10 @@ class SharedWorkspace:
         self.released = True
         self.generations = []
         self.lost = []
+        self.scratch.release()
+        callbacks, self.at_release = self.at_release, set()
+        for callback in callbacks:
+            callback(self)
 
     def synchronize(self) -> None:
         """Wait until no kernel of this rank runs any more: bounded, since their waits are."""
@@ -186,7 +223,7 @@ class Workspace:
 
         Collective at the first use of `what`, a text equal on all ranks, and when the sizes have changed since.
         """
-        known = self._shared.largest.get(what)
+        known = self.agreed(what)
         if known is None or known[0] != size:
             try:
                 sizes = agree_options(self._shared.session, self.options, self.timeout_s, what, size)
@@ -197,10 +234,26 @@ class Workspace:
             self._shared.largest[what] = known
         return known[1]
 
+    def agreed(self, what: str) -> tuple[int, int] | None:
+        """(own size, largest size) of `what`, as the ranks agreed last; another object after every agreement."""
+        return self._shared.largest.get(what)
+
+    def is_current(self) -> bool:
+        """Whether `workspaces.get` would still return it: neither was it released, nor its group replaced.
+
+        Raises RuntimeError when there is no group of its name any more.
+        """
+        return not self._shared.released and self._shared.group.is_current()
+
     def check(self) -> None:
         """Raise what an earlier kernel found wrong, as the next call would."""
         if self._shared.health.failed():
             self._shared.health.check()
+
+    @property
+    def shared(self) -> SharedWorkspace:
+        """What it has in common with the group's workspaces for other options."""
+        return self._shared
 
     def call(self, site: str, nbytes: int) -> Call:
         """One use of a slot with at least `nbytes` of data, for one kernel launch: `with ws.call(...) as call: launch`.
@@ -228,39 +281,26 @@ class Call:
 
     def __enter__(self) -> Call:
         shared = self._shared
-        if shared.health.failed():
-            shared.health.check()
-        self.site = shared.sites.number(self._text)
-        generation = shared.generations[-1] if shared.generations else None
-        if generation is None or self._nbytes > generation.slot_bytes:
-            generation = shared.grow(self._text, self._nbytes, self._limit, self._timeout_s)
-        capturing = shared.order.enter()
-        if capturing:
-            generation.captured = True
-        self._limit_waits(generation)
+        generation, self.slot, self.site = shared.begin(self._text, self._nbytes, self._limit, self._timeout_s)
         self.table = generation.table
         self.ctl = generation.ctl
         self.counters = generation.counters
         self.slot_bytes = generation.slot_bytes
-        self.slot = shared.calls % layout.NUM_SLOTS
-        shared.calls += 1
+        self._generation = generation
         return self
 
-    def _limit_waits(self, generation: Generation) -> None:
-        shared = self._shared
-        # A graph that is replayed sets its own limit again, so with several limits in use none can be relied on.
-        unsure = generation.captured and len(shared.timeouts) > 1
-        if generation.timeout_s != self._timeout_s or unsure:
-            generation.set_poll_limit(shared.rates.limit(shared.device, self._timeout_s), self._timeout_s)
-        shared.health.timeout_s = self._timeout_s
+    def data(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
+        """The data of the slot in the heap of `rank`, flat. Others' may be read, under the protocol, never written."""
+        return self._generation.data(self.slot, rank, dtype)
+
+    def fork(self) -> Lane:
+        """The workspace's second stream, for transfers beside the work on the current one; see device/lanes.py."""
+        return self._shared.lane
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        shared = self._shared
         if value is not None:
-            shared.health.fail(value)
+            self._shared.health.fail(value)
             return
-        shared.order.leave()
-        if shared.health.failed():
-            shared.health.check()
+        self._shared.end()
