@@ -1,30 +1,20 @@
 """``python -m ditron_inductor demo``: a small tensor-parallel Llama through Ditron, checked against eager.
 
-The parent starts one process per rank and never imports Triton: on the CPU its interpreter has to be switched on in the
-ranks' environment before their first import. Every rank compiles, runs forward and backward, and compares outputs and
-gradients with eager; rank 0 prints.
+Every rank process compiles, runs forward and backward, and compares outputs and gradients with eager; rank 0 prints.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import multiprocessing
-import os
 import sys
-import tempfile
 import time
-import traceback
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ditron_inductor.doctor import check_software
 from ditron_inductor.errors import MissingDependency
 from ditron_inductor.options import STRATEGIES
+from ditron_inductor.processes import Rank, device_for, failures_text, run_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -41,18 +31,12 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
 
 @dataclass(frozen=True)
 class DemoSetup:
-    """How one rank of the demo runs. ``forms`` are keys of ``FORMS``; ``limit_s`` bounds every collective; ``start`` is
-    the parent's clock."""
+    """What the demo runs. ``forms`` are keys of ``FORMS``; ``start`` is the parent's clock."""
 
-    rank: int
-    world_size: int
-    device_type: str
     strategy: str
     forms: tuple[str, ...]
-    store_path: str
     graphs: str
     start: float
-    limit_s: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,48 +52,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the demo; the exit code: 0 if every comparison held on every rank. Raises MissingDependency."""
-    if arguments.ranks < 2:
-        print("demo: --ranks has to be at least 2", file=sys.stderr)
-        return 2
     require("python", "torch", "triton", "tabulate", "C++ compiler")
-    import torch
-
-    gpus = torch.cuda.device_count()
-    device_type = arguments.device
-    if device_type == "auto":
-        device_type = "cuda" if gpus >= arguments.ranks else "cpu"
-    if device_type == "cuda" and gpus < arguments.ranks:
-        print(f"demo: {arguments.ranks} ranks need as many GPUs, {gpus} found; use --device cpu", file=sys.stderr)
+    device_type, problem = device_for(arguments.ranks, arguments.device)
+    if problem:
+        print(f"demo: {problem}", file=sys.stderr)
         return 2
     if device_type == "cpu" and arguments.strategy == "tile":
         require("numpy", "shared memory")
     where = f"{arguments.ranks} GPUs" if device_type == "cuda" else "the CPU, kernels in Triton's interpreter"
-    if device_type == "cpu" and arguments.device == "auto":
-        where += f" ({gpus} GPUs found)"
     print(f"Ditron demo: {arguments.ranks} ranks on {where}, strategy {arguments.strategy}", flush=True)
     forms = tuple(FORMS) if arguments.form == "both" else (arguments.form,)
-    with tempfile.TemporaryDirectory(prefix="ditron-demo-") as folder:
-        setups = [
-            DemoSetup(
-                rank=rank,
-                world_size=arguments.ranks,
-                device_type=device_type,
-                strategy=arguments.strategy,
-                forms=forms,
-                store_path=str(Path(folder) / "store"),
-                graphs=arguments.graphs,
-                start=time.monotonic(),
-                limit_s=arguments.limit,
-            )
-            for rank in range(arguments.ranks)
-        ]
-        codes = _run_ranks(setups, arguments.limit)
+    setup = DemoSetup(arguments.strategy, forms, arguments.graphs, time.monotonic())
+    codes = run_ranks(_run_rank, setup, world_size=arguments.ranks, device_type=device_type, limit_s=arguments.limit)
     if all(code == 0 for code in codes):
         print("demo: every output and gradient matches eager")
         return 0
-    failed = ", ".join(f"rank {rank} ({_exit_text(code)})" for rank, code in enumerate(codes) if code != 0)
     print(
-        f"demo: failed on {failed}. The first error above says what went wrong; "
+        f"demo: failed on {failures_text(codes)}. The first error above says what went wrong; "
         "`python -m ditron_inductor doctor` shows what can run on this machine, "
         "and `--strategy library` runs the same graph without Ditron's kernels.",
         file=sys.stderr,
@@ -126,102 +85,25 @@ def require(*names: str) -> None:
             )
 
 
-def rank_environment(device_type: str) -> dict[str, str]:
-    """What a rank's environment has to hold before its first import."""
-    # Ranks end without cleaning up (see _rank_main); what Inductor's compile workers leave is no news.
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore:resource_tracker"}
-    if device_type == "cpu":
-        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    return environment
-
-
-def _run_ranks(setups: list[DemoSetup], limit_s: float) -> list[int | None]:
-    """The exit codes of the ranks; None for one that was still running at the limit. A failure ends the others soon."""
-    spawn = multiprocessing.get_context("spawn")
-    with _environment(rank_environment(setups[0].device_type)):
-        processes: list[BaseProcess] = [spawn.Process(target=_rank_main, args=(setup,)) for setup in setups]
-        for process in processes:
-            process.start()
-    deadline = time.monotonic() + limit_s
-    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.1)
-        if any(process.exitcode not in (None, 0) for process in processes):
-            # The others wait for the failed rank; what they have to say they say at once.
-            deadline = min(deadline, time.monotonic() + 10.0)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-        process.join()
-    return codes
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """``values`` in this process while children start, who copy it."""
-    before = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key)
-            else:
-                os.environ[key] = value
-
-
-def _exit_text(code: int | None) -> str:
-    if code is None:
-        return "still running at the limit"
-    return f"ended by signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def _rank_main(setup: DemoSetup) -> None:
-    """One rank: exits with 0 if all its comparisons held, 1 otherwise."""
-    try:
-        matches = _run_rank(setup)
-    except Exception:
-        # One write, so that the tracebacks of two ranks do not mix.
-        sys.stderr.write(f"[rank {setup.rank}] {traceback.format_exc()}\n")
-        sys.stderr.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    # destroy_process_group can hang on NCCL groups, and the process ends anyway.
-    os._exit(0 if matches else 1)
-
-
-def _run_rank(setup: DemoSetup) -> bool:
-    import torch
-    import torch.distributed as dist
+def _run_rank(rank: Rank, setup: DemoSetup) -> bool:
+    """One rank: True if all its comparisons held."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from ditron_inductor.demo_model import LlamaConfig
 
-    device = torch.device("cpu")
-    backend = "gloo"
-    if setup.device_type == "cuda":
-        device, backend = torch.device("cuda", setup.rank), "nccl"
-        torch.cuda.set_device(device)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        backend,
-        store=dist.FileStore(setup.store_path, setup.world_size),
-        rank=setup.rank,
-        world_size=setup.world_size,
-        timeout=timedelta(seconds=setup.limit_s),
-    )
-    mesh = init_device_mesh(setup.device_type, (setup.world_size,))
-    heads = 2 * setup.world_size
-    small = LlamaConfig(16 * heads, 1, heads, setup.world_size, 32 * heads, vocab_size=96, max_seq_len=64)
-    large = LlamaConfig(128 * heads, 2, heads, setup.world_size, 448 * heads, vocab_size=1024, max_seq_len=2048)
-    config = small if setup.device_type == "cpu" else large
+    device = rank.join()
+    mesh = init_device_mesh(rank.device_type, (rank.world_size,))
+    heads = 2 * rank.world_size
+    small = LlamaConfig(16 * heads, 1, heads, rank.world_size, 32 * heads, vocab_size=96, max_seq_len=64)
+    large = LlamaConfig(128 * heads, 2, heads, rank.world_size, 448 * heads, vocab_size=1024, max_seq_len=2048)
+    config = small if rank.device_type == "cpu" else large
     matches = True
     for form in setup.forms:
-        matches &= _run_form(setup, form, config, device, mesh)
+        matches &= _run_form(rank, setup, form, config, device, mesh)
     return matches
 
 
-def _run_form(setup: DemoSetup, form: str, config: LlamaConfig, device: torch.device, mesh: Any) -> bool:
+def _run_form(rank: Rank, setup: DemoSetup, form: str, config: LlamaConfig, device: torch.device, mesh: Any) -> bool:
     """Eager and compiled, forward and backward, on the same weights and tokens; True if they match on this rank."""
     import torch
 
@@ -231,9 +113,9 @@ def _run_form(setup: DemoSetup, form: str, config: LlamaConfig, device: torch.de
     from ditron_inductor.options import Options
     from ditron_inductor.sites import collect_sites
 
-    say = _Progress(setup.rank, setup.start)
+    say = _Progress(rank.rank, setup.start)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    batch, seq_len = (2, 8 * setup.world_size) if device.type == "cpu" else (2, 1024)
+    batch, seq_len = (2, 8 * rank.world_size) if device.type == "cpu" else (2, 1024)
     say.title(f"{FORMS[form]}: {config.num_layers} layer(s), dim {config.dim}, {batch} x {seq_len} tokens, {dtype}")
     torch.manual_seed(0)
     model = tensor_parallel(Llama(config).to(device, dtype), mesh, sequence_parallel=form == "sp")
@@ -250,7 +132,7 @@ def _run_form(setup: DemoSetup, form: str, config: LlamaConfig, device: torch.de
     report = build_report(sink.graphs, parsed)
     say.graphs(report, setup.graphs)
     say.text(str(report))
-    return _compare(setup, say, want, got, report, TOLERANCE[str(dtype).removeprefix("torch.")])
+    return _compare(rank, say, want, got, report, TOLERANCE[str(dtype).removeprefix("torch.")])
 
 
 def _step(model: Llama, call: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -268,7 +150,7 @@ def _step(model: Llama, call: Any, tokens: torch.Tensor) -> dict[str, torch.Tens
 
 
 def _compare(
-    setup: DemoSetup,
+    rank: Rank,
     say: _Progress,
     want: dict[str, torch.Tensor],
     got: dict[str, torch.Tensor],
@@ -285,13 +167,13 @@ def _compare(
     wrong = [name for name, error in errors.items() if error > tolerance]
     # Every rank has its own share of the work; one line of any rank is enough to fail.
     for name in wrong:
-        sys.stderr.write(f"[rank {setup.rank}] {name}: error {errors[name]:.2e}, allowed {tolerance:.0e}\n")
+        sys.stderr.write(f"[rank {rank.rank}] {name}: error {errors[name]:.2e}, allowed {tolerance:.0e}\n")
     say.step(
         f"largest error against eager, of {len(errors)} tensors: {errors[worst]:.2e} in '{worst}' "
         f"(allowed {tolerance:.0e}, relative to the largest value)"
     )
     if not report.fused:
-        sys.stderr.write(f"[rank {setup.rank}] no collective was fused: the demo shows nothing\n")
+        sys.stderr.write(f"[rank {rank.rank}] no collective was fused: the demo shows nothing\n")
     return not wrong and bool(report.fused)
 
 

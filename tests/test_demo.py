@@ -44,7 +44,7 @@ def test_missing_gpus_are_named() -> None:
 def test_a_failing_rank_fails_the_demo_and_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "_run_ranks", lambda setups, limit_s: [0, 1])
+    monkeypatch.setattr(demo, "run_ranks", lambda *args, **kwargs: [0, 1])
     arguments = ["demo", "--device", "cpu", "--limit", "5"]
     from ditron_inductor.__main__ import main
 
