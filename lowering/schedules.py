@@ -1,0 +1,215 @@
+"""How the `chunked` strategies cut their work: which rows move as one piece, and which pieces one product takes.
+
+Small pieces start the first product early and end the last transfer soon; large ones fill the GPU and cost fewer
+launches. A model of one rank decides, with all ranks in step: products one after another on one stream, transfers on
+another, each no earlier than what it needs.
+
+    product  = waves of tiles over the SMs * time of a tile + LAUNCH_US       (the best of a few tile shapes)
+    transfer = bytes / LINK + COPY_US
+
+Its numbers are an H200's. Other GPUs have other numbers in about the same proportion, and only proportions matter.
+Schedules are pure functions of sizes. Where peers have to agree (`parts` of a reduction, since flags and slots are laid
+out by them) all the arguments are sizes that they share; the grouping of products is each rank's own business.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+FLOPS_PER_SM_US = {2: 6.0e6, 4: 2.4e6}
+"""By size of an element: of one SM in a microsecond, in the largest tile shape."""
+
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 256, 0.85), (64, 128, 0.75), (64, 64, 0.5))
+"""(rows, columns, speed) of the tile shapes that a library has."""
+
+LINK_BYTES_US = 300e3
+MEMORY_BYTES_US = 3.5e6
+LAUNCH_US = 4.0
+"""From the end of a product to the start of the next one."""
+COPY_US = 4.0
+"""From the end of a transfer, or a signal, to the start of the next one."""
+READY_US = 10.0
+"""From the start of a call until a peer's data can be copied."""
+PARTS = (1, 2, 4)
+LEAST_ROWS = 256
+"""Nobody wants pieces of fewer rows."""
+
+
+def product_us(rows: int, columns: Sequence[int], k: int, itemsize: int, num_sms: int) -> float:
+    """Predicted time of the products of [rows, k] with weights [k, columns[i]]."""
+    if rows == 0:
+        return 0.0
+    rate = FLOPS_PER_SM_US.get(itemsize, FLOPS_PER_SM_US[2])
+    total = 0.0
+    for n in columns:
+        shapes = (
+            -(-(-(-rows // m) * -(-n // tile_n)) // num_sms) * (2.0 * m * tile_n * k / (rate * speed))
+            for m, tile_n, speed in TILES
+        )
+        total += min(shapes) + LAUNCH_US
+    return total
+
+
+def transfer_us(nbytes: float) -> float:
+    """Predicted time of one copy from a peer."""
+    return nbytes / LINK_BYTES_US + COPY_US
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `first` to `last` of the shard of rank + `step`."""
+
+    step: int
+    first: int
+    last: int
+
+
+def cut(rows: int, parts: int) -> list[tuple[int, int]]:
+    """`rows` as at most `parts` runs (first, last) of equal length, the last one shorter; none of them empty."""
+    length = -(-rows // parts)
+    return [(first, min(first + length, rows)) for first in range(0, rows, length)] if rows else []
+
+
+@functools.lru_cache(maxsize=1024)
+def gather_schedule(
+    world_size: int, rank: int, rows: int, columns: tuple[int, ...], k: int, itemsize: int, num_sms: int
+) -> tuple[tuple[Piece, ...], ...]:
+    """What is copied and multiplied after the own shard: groups in order, each for one product (or for two, where its
+    rows lie at both ends of the output). rows: of a shard.
+    """
+
+    def cost(group: Sequence[Piece]) -> float:
+        lengths = [last - first for first, last in runs(group, rank, world_size, rows)]
+        return sum(product_us(length, columns, k, itemsize, num_sms) for length in lengths)
+
+    best: tuple[float, tuple[tuple[Piece, ...], ...]] | None = None
+    own = product_us(rows, columns, k, itemsize, num_sms)
+    for parts in PARTS:
+        if parts > 1 and rows < parts * LEAST_ROWS:
+            break
+        pieces = [Piece(step, *run) for step in range(1, world_size) for run in cut(rows, parts)]
+        arrivals = list(
+            itertools.accumulate(
+                (transfer_us((p.last - p.first) * k * itemsize) for p in pieces), initial=READY_US
+            )
+        )[1:]
+        # ends[i]: the earliest end of the first i pieces, and the group that it takes for the last of them.
+        ends: list[tuple[float, int]] = [(own, 0)]
+        for end in range(1, len(pieces) + 1):
+            ends.append(
+                min(
+                    (max(ends[begin][0], arrivals[end - 1]) + cost(pieces[begin:end]), begin)
+                    for begin in range(end)
+                )
+            )
+        groups: list[tuple[Piece, ...]] = []
+        end = len(pieces)
+        while end > 0:
+            begin = ends[end][1]
+            groups.append(tuple(pieces[begin:end]))
+            end = begin
+        if best is None or ends[-1][0] < best[0]:
+            best = ends[-1][0], tuple(reversed(groups))
+    assert best is not None
+    return best[1]
+
+
+def runs(group: Sequence[Piece], rank: int, world_size: int, rows: int) -> list[tuple[int, int]]:
+    """The rows (first, last) of the gathered tensor that `group` holds, what lies together as one run."""
+    found: list[tuple[int, int]] = []
+    for piece in sorted(group, key=lambda piece: (rank + piece.step) % world_size * rows + piece.first):
+        base = (rank + piece.step) % world_size * rows
+        if found and found[-1][1] == base + piece.first:
+            found[-1] = found[-1][0], base + piece.last
+        else:
+            found.append((base + piece.first, base + piece.last))
+    return found
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How partial products are cut. parts: of every owner's rows, equal on all ranks.
+
+    groups: (first, count) of consecutive pieces that one product makes; pieces are numbered by owner, rank + 1 first,
+    then by part. The own rows are one more product, the last.
+    """
+
+    parts: int
+    groups: tuple[tuple[int, int], ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def scatter_schedule(
+    world_size: int, rows: int, columns: int, k: int, itemsize: int, num_sms: int, most_parts: int = PARTS[-1]
+) -> Reduction:
+    """The cut of a reduce-scatter with `rows` output rows on each rank. All arguments are equal on all ranks."""
+    best: tuple[float, Reduction] | None = None
+    own = product_us(rows, (columns,), k, itemsize, num_sms)
+    for parts in PARTS:
+        if parts > 1 and (rows < parts * LEAST_ROWS or parts > most_parts):
+            break
+        lengths = [last - first for first, last in cut(rows, parts)] * (world_size - 1)
+        for sizes in _groupings(len(lengths)):
+            groups, computed, copied, first = [], 0.0, 0.0, 0
+            for count in sizes:
+                length = sum(lengths[first : first + count])
+                computed += product_us(length, (columns,), k, itemsize, num_sms)
+                copied = max(copied, computed) + count * COPY_US + length * columns * itemsize / LINK_BYTES_US
+                groups.append((first, count))
+                first += count
+            # An early end of the transfers is worth nothing, fewer launches are.
+            end = max(copied, computed + own)
+            if best is None or end < best[0]:
+                best = end, Reduction(len(lengths) // (world_size - 1), tuple(groups))
+    assert best is not None
+    return best[1]
+
+
+def _groupings(pieces: int) -> Iterator[tuple[int, ...]]:
+    """Ways to group consecutive pieces: all of them for few pieces, else groups of equal size."""
+    if pieces <= 7:
+        for count in range(1, pieces + 1):
+            for borders in itertools.combinations(range(1, pieces), count - 1):
+                ends = (0, *borders, pieces)
+                yield tuple(after - before for before, after in itertools.pairwise(ends))
+        return
+    for size in range(1, pieces + 1):
+        if pieces % size == 0:
+            yield (size,) * (pieces // size)
+
+
+RESULT_PARTS = (1, 2, 4, 8)
+
+
+@functools.lru_cache(maxsize=1024)
+def all_reduce_parts(world_size: int, rows: int, columns: int, k: int, itemsize: int, num_sms: int) -> int:
+    """In how many parts an all-reduce of [rows, columns] runs. All arguments are equal on all ranks.
+
+    A part is a reduce-scatter whose results go to everybody while the next part is computed.
+    """
+    best: tuple[float, int] | None = None
+    for parts in RESULT_PARTS:
+        length = math.ceil(rows / (parts * world_size))
+        if parts > 1 and length < LEAST_ROWS // 2:
+            break
+        one = product_us(length, (columns,), k, itemsize, num_sms)
+        piece = length * columns * itemsize
+        reduction = COPY_US + piece * (world_size + 2) / MEMORY_BYTES_US
+        results = (world_size - 1) * transfer_us(piece)
+        computed = copied = 0.0
+        for part in range(parts):
+            for _ in range(world_size - 1):
+                computed += one
+                copied = max(copied, computed) + transfer_us(piece)
+            computed += one
+            copied += results if part > 0 else 0.0
+            copied = max(copied, computed) + reduction
+        end = copied + results
+        if best is None or end < best[0]:
+            best = end, parts
+    assert best is not None
+    return best[1]

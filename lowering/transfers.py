@@ -1,0 +1,210 @@
+"""What the `chunked` strategies share: the signals around library products and copies, and the reduction at the end.
+
+Problem. Library products and the copy engine know nothing of flags, so small kernels on the same streams do the waiting
+and the telling, one launch each.
+Algorithm. *Pull*: a rank writes into its own slot only, and its peers copy from there. Nobody writes a peer's data, so
+nothing that fails here can destroy what a peer is to read, with one exception, which is told (see below).
+Signal protocol. As everywhere (docs/protocol.md), with these parts:
+* `stage` and `open_slot` begin a use of the slot: they wait for the credits of all peers for its previous use.
+* `publish_pieces` tells peers that pieces in this rank's slot are complete: flag row = the piece's row, one word each.
+* `await_pieces` waits for such flags on the side stream; the copies queued behind it read what they cover.
+* `reduce_partials` and `close_slot` end the use: all copies have ended by then, so `finish` gives credits.
+A product writes into the slot whatever happens, as the host has queued it before anything is known. Where `open_slot`
+fails to get a credit, it therefore *revokes* the slot first: a word for every peer, of this epoch, in a row of its own.
+A peer that still copies looks at that word when its copies have ended, and takes what it has for lost.
+Limits. Waiting kernels are one program of one warp, so that the products beside them keep their SMs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.layout import CREDIT_ROW, MAX_CHUNKS, TIMEOUT
+from ditron_inductor.core.signals import (
+    arrive,
+    behind,
+    current_epoch,
+    data,
+    fail,
+    finish,
+    flag,
+    healthy,
+    publish,
+    slot_ctl,
+    wait,
+    wait_credit,
+    word,
+)
+
+OPENED = tl.constexpr(2)
+"""Control word of a slot, beside those of core/layout.py: the last epoch in which this rank was free to fill it."""
+
+PIECE_ROWS = tl.constexpr(0)
+RESULT_ROWS = tl.constexpr(16)
+"""First flag rows of the pieces of a slot, and of an all-reduce's results."""
+
+REVOKED_ROW = tl.constexpr(MAX_CHUNKS.value - 1)
+"""Row of the words that revoke a slot: (site, epoch) of the use that overwrites it without the reader's credit."""
+
+
+@triton.jit
+def every_credit(table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr):
+    """1 when all peers have ended the previous use of the slot. All of them, since each may still read from it."""
+    ok = tl.full((), 1, tl.int32)
+    for i in range(1, WORLD):
+        ok = ok & wait_credit(table, ctl, rank, slot, (rank + i) % WORLD, site, epoch)
+    return ok
+
+
+@triton.jit
+def sound(table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr):
+    """1 unless a wait has failed, or a peer has revoked what the copies of this use, ended by now, have read."""
+    ok = healthy(ctl)
+    for i in range(1, WORLD):
+        source = (rank + i) % WORLD
+        # Acquire: the copies before this launch have read what stood in the source's slot before this word did.
+        seen = tl.atomic_add(flag(table, rank, slot, REVOKED_ROW, source), 0, sem="acquire", scope="sys")
+        if behind(seen, epoch + 1) == 0:
+            fail(ctl, TIMEOUT, rank, source, REVOKED_ROW, slot, word(site, epoch), seen)
+            ok = tl.full((), 0, tl.int32)
+    return ok
+
+
+@triton.jit(do_not_specialize=["rank", "slot", "site"])
+def stage(
+    shard, copy, table, ctl, counters, numel, rank, slot, site,
+    WORLD: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy shard [numel], contiguous, to the start of the own slot, then publish row PIECE_ROWS to all peers.
+
+    COPY: copy it to `copy` too, whatever happens.
+    """
+    epoch = current_epoch(ctl, slot)
+    alive = healthy(ctl)
+    ok = alive & every_credit(table, ctl, rank, slot, site, epoch, WORLD)
+    mine = data(table, ctl, rank, slot, shard.dtype.element_ty)
+    step = tl.num_programs(0) * BLOCK
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    for _ in range(tl.cdiv(numel, step)):
+        offsets = first + tl.arange(0, BLOCK)
+        first += step
+        inside = offsets < numel
+        values = tl.load(shard + offsets, mask=inside)
+        if COPY:
+            tl.store(copy + offsets, values, mask=inside)
+        tl.store(mine + offsets, values, mask=inside & (ok != 0))
+    if ok != 0:
+        # A program without its credits does not arrive, so the shard is never published.
+        if arrive(counters, tl.num_programs(0)):
+            for i in range(1, WORLD):
+                publish(table, (rank + i) % WORLD, slot, PIECE_ROWS, rank, site, epoch)
+
+
+@triton.jit(do_not_specialize=["rank", "slot", "site"])
+def open_slot(table, ctl, rank, slot, site, WORLD: tl.constexpr):
+    """Begin a use in which products write straight into the own slot: wait for all credits, or revoke the slot."""
+    epoch = current_epoch(ctl, slot)
+    alive = healthy(ctl)
+    if every_credit(table, ctl, rank, slot, site, epoch, WORLD) == 0:
+        # The products behind this launch overwrite what a peer may be reading. It sees the word before it uses that.
+        for i in range(1, WORLD):
+            publish(table, (rank + i) % WORLD, slot, REVOKED_ROW, rank, site, epoch)
+    elif alive != 0:
+        tl.store(slot_ctl(ctl, slot) + OPENED, epoch)
+
+
+@triton.jit(do_not_specialize=["rank", "slot", "site", "first", "count", "parts", "row"])
+def publish_pieces(table, ctl, rank, slot, site, first, count, parts, row, WORLD: tl.constexpr):
+    """Tell their readers that pieces `first`, .., `first + count - 1` in the own slot are complete.
+
+    Piece i is row `row + i % parts` of rank + 1 + i // parts. The products before this launch wrote it, so its end was
+    theirs too. Not if the slot was not free for them, or the workspace poisoned, when the use began.
+    """
+    epoch = current_epoch(ctl, slot)
+    if tl.load(slot_ctl(ctl, slot) + OPENED) == epoch:
+        for i in range(first, first + count):
+            publish(table, (rank + 1 + i // parts) % WORLD, slot, row + i % parts, rank, site, epoch)
+
+
+@triton.jit(do_not_specialize=["rank", "slot", "site", "first", "count", "parts", "row", "step"])
+def await_pieces(table, ctl, rank, slot, site, first, count, parts, row, step, WORLD: tl.constexpr):
+    """Wait until pieces `first`, .., `first + count - 1` are complete in their sources' slots.
+
+    Piece i is row `row + i % parts` of source rank + step * (1 + i // parts), modulo the world size. A failure poisons
+    the workspace; what the copies behind this launch read then is not used.
+    """
+    epoch = current_epoch(ctl, slot)
+    for i in range(first, first + count):
+        # Acquire: what the source wrote before it published, for everything behind this launch on its stream.
+        wait(table, ctl, rank, slot, row + i % parts, (rank + step * (1 + i // parts)) % WORLD, site, epoch)
+
+
+@triton.jit
+def identity(total, row, column, extras):
+    """The epilogue that changes nothing. total: fp32 [BLOCK], the elements at (row, column) [BLOCK] of the output."""
+    return total
+
+
+@triton.jit(do_not_specialize=["rank", "slot", "site", "row"])
+def reduce_partials(
+    partials, out, extras, table, ctl, counters, numel, N, stride, result, rank, slot, site, row,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, SHARE: tl.constexpr, EPILOGUE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[i] = EPILOGUE(sum over sources 0..W-1 of partials[source * stride + i]), NaN after a failure.
+
+    Added in rank order, in fp32, and rounded once. out [numel / N, N] contiguous; extras: pointers for the epilogue.
+    SHARE: store the results in the own slot too, from element `result` on, and publish row `row` to all peers; else
+    this ends the use of the slot. Every copy of this use has ended, or SHARE, and later ones are of results only.
+    """
+    epoch = current_epoch(ctl, slot)
+    ok = sound(table, ctl, rank, slot, site, epoch, WORLD)
+    if SHARE:
+        ok = ok & (tl.load(slot_ctl(ctl, slot) + OPENED) == epoch).to(tl.int32)
+    dtype: tl.constexpr = out.dtype.element_ty
+    mine = data(table, ctl, rank, slot, dtype) + result
+    step = tl.num_programs(0) * BLOCK
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    for _ in range(tl.cdiv(numel, step)):
+        offsets = first + tl.arange(0, BLOCK)
+        first += step
+        inside = offsets < numel
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for source in tl.static_range(WORLD):
+            total += tl.load(partials + source * stride + offsets, mask=inside, other=0.0).to(tl.float32)
+        if AVERAGE:
+            total = total / WORLD
+        total = EPILOGUE(total, offsets // N, offsets % N, extras)
+        rounded = tl.where(ok != 0, total, float("nan")).to(dtype)
+        tl.store(out + offsets, rounded, mask=inside)
+        if SHARE:
+            tl.store(mine + offsets, rounded, mask=inside & (ok != 0))
+    if SHARE:
+        if ok != 0:
+            # A program that has found a failure does not arrive, so rows that were not added up are never published.
+            if arrive(counters, tl.num_programs(0)):
+                for i in range(1, WORLD):
+                    publish(table, (rank + i) % WORLD, slot, row, rank, site, epoch)
+    else:
+        finish(table, ctl, rank, slot, site, epoch, WORLD)
+
+
+@triton.jit(do_not_specialize=["rank", "slot", "site"])
+def close_slot(
+    outs, numels, table, ctl, rank, slot, site, WORLD: tl.constexpr, NUM_OUTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """End the use of the slot: fill outs, a tuple of [numels[i]], with NaN after a failure, and give the credits."""
+    epoch = current_epoch(ctl, slot)
+    if sound(table, ctl, rank, slot, site, epoch, WORLD) == 0:
+        step = tl.num_programs(0) * BLOCK
+        for index in tl.static_range(NUM_OUTS):
+            first = tl.program_id(0).to(tl.int64) * BLOCK
+            for _ in range(tl.cdiv(numels[index], step)):
+                offsets = first + tl.arange(0, BLOCK)
+                first += step
+                nothing = tl.full((BLOCK,), float("nan"), tl.float32).to(outs[index].dtype.element_ty)
+                tl.store(outs[index] + offsets, nothing, mask=offsets < numels[index])
+    finish(table, ctl, rank, slot, site, epoch, WORLD)
+
+
+assert REVOKED_ROW.value < CREDIT_ROW.value
