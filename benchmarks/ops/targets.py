@@ -1,4 +1,4 @@
-"""The figures that the three ops are to reach on 4 H200s, and whether rows reach them.
+"""The figures that the three ops are to reach, most of them on 4 H200s, and whether rows reach them.
 
 Every target is a ratio of two times of one interleaved run, or (host cost) a time. Most hold for a row, some for the
 geometric mean of the six prefill rows of an op.
@@ -70,7 +70,7 @@ class Target:
         """PASS, FAIL or `not measured`, with the figure."""
         if self.value is None:
             return "not measured"
-        return f"{'PASS' if self.holds else 'FAIL'} {self.value:.3g}"
+        return f"{'PASS' if self.holds else 'FAIL'} {self.value:.3f}"
 
 
 def is_anchor(cell: Comparison) -> bool:

@@ -1,0 +1,186 @@
+"""`python -m benchmarks.report`: the pages that are generated from the results.
+
+    benchmarks/results/gemm_collectives.md   every cell, with ratios and targets
+    docs/when_it_pays.md                     the part between its two markers
+
+`--merge FILE...` first merges rows that were measured elsewhere into the results. `--check` writes nothing and fails
+if a page differs from what it would write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+from benchmarks.comparison import (
+    OPS,
+    TITLES,
+    Comparison,
+    comparisons,
+    geometric_mean,
+    means,
+    mode,
+    ratios_table,
+    times_table,
+)
+from benchmarks.figures import picture_path
+from benchmarks.ops import targets
+from benchmarks.records import GEMM_COLLECTIVES, Row, merge_csv, read_csv
+
+COMMAND = "python -m benchmarks.report"
+ROOT = Path(__file__).parents[1]
+DOCS_PAGE = ROOT / "docs" / "when_it_pays.md"
+BEGIN = f"<!-- begin: {COMMAND} -->"
+END = f"<!-- end: {COMMAND} -->"
+FIRST_COLUMNS = ("gemm", "nccl", "async_tp", "symm_mem:two_shot", "ditron", "ditron:tile", "ditron:chunked")
+"""Of the table in the docs: what a reader compares."""
+
+
+def conditions(rows: Sequence[Row]) -> str:
+    """GPU, software, commits and dates of some rows, in one sentence."""
+
+    def all_of(column: str) -> str:
+        return ", ".join(sorted({str(getattr(row, column)) for row in rows}))
+
+    return (
+        f"{all_of('gpu')}, {all_of('dtype')}, torch {all_of('torch')}, Triton {all_of('triton')}, "
+        f"commit {all_of('commit')}, {all_of('date')}"
+    )
+
+
+def results_page(rows: Sequence[Row], pictures: Sequence[Path] = ()) -> str:
+    """Everything in the CSV as tables."""
+    lines = [
+        "# Matmuls with a collective: results",
+        "",
+        f"Generated from [`gemm_collectives.csv`](gemm_collectives.csv) by `{COMMAND}`.",
+        "How it is measured, and what is not covered: [`../README.md`](../README.md).",
+    ]
+    cells = comparisons(rows)
+    verdicts = targets.summary(cells)
+    if verdicts:
+        lines += ["", "## Targets", "", tabulate(verdicts, ["op", "row", "target", "verdict"], "github")]
+    for gpu, world in dict.fromkeys((cell.gpu, cell.world) for cell in cells):
+        here = [cell for cell in cells if (cell.gpu, cell.world) == (gpu, world)]
+        lines += ["", f"## {world} ranks, {gpu}", "", f"{conditions(_rows(here))}.", "", _means(here)]
+        for op in OPS:
+            of_op = [cell for cell in here if cell.op == op]
+            if of_op:
+                lines += ["", f"### `{op}`", "", "Microseconds per call:", "", times_table(of_op, "github")]
+                lines += ["", "Ratios (above 1: `auto` is faster, or at the limit):", ""]
+                lines += [ratios_table(of_op, targets.column(of_op), "github")]
+    for picture in pictures:
+        lines += ["", f"![{picture.stem}]({picture.name})"]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(cells: Sequence[Comparison]) -> list[Row]:
+    return [row for cell in cells for row in cell.rows.values()]
+
+
+def _means(cells: Sequence[Comparison]) -> str:
+    lines = [(op, TITLES[name], number, f"{value:.2f}") for op, name, number, value in means(cells)]
+    headers = ["op", "rival", "rows", "rival / auto, geometric mean"]
+    return tabulate(lines, headers, "github", disable_numparse=True) if lines else "No row has both `auto` and a rival."
+
+
+def docs_part(rows: Sequence[Row]) -> str:
+    """What stands between the markers: the anchor rows of the most ranks that were measured."""
+    cells = [cell for cell in comparisons(row for row in rows if row.gpu != "cpu") if targets.is_anchor(cell)]
+    if not cells:
+        return "Nothing has been measured yet."
+    world = max(cell.world for cell in cells)
+    gpu = next(cell.gpu for cell in cells if cell.world == world)
+    cells = [cell for cell in cells if cell.world == world and cell.gpu == gpu]
+    names = [name for name in FIRST_COLUMNS if any(cell.us(name) for cell in cells)]
+    lines = []
+    for cell in cells:
+        times = [_text(cell.us(name), 0 if (cell.us("gemm") or 0) >= 100 else 1) for name in names]
+        ratios = [_text(cell.ratio("nccl", "ditron"), 2), _text(cell.ratio("limit", "ditron"), 2)]
+        lines.append([f"`{cell.op}`", cell.shape, mode(cell), *times, *ratios])
+    headers = ["op", "M x N x K", "mode", *(TITLES[name] for name in names), "NCCL + cuBLAS / auto", "limit / auto"]
+    table = tabulate(lines, headers, "github", disable_numparse=True)
+    return "\n".join(
+        [
+            f"{world}x {conditions(_rows(cells))}.",
+            "Microseconds (p50, slowest rank), NVLink multicast off for everybody; `auto` is what the plan picks.",
+            "All rows: [`gemm_collectives.md`](../benchmarks/results/gemm_collectives.md).",
+            "",
+            table,
+            "",
+            *_sentences(cells),
+        ]
+    )
+
+
+def _sentences(cells: Sequence[Comparison]) -> list[str]:
+    """Geometric means in words, losses included."""
+    found = []
+    for op in OPS:
+        for graph, where in ((0, "in eager mode"), (1, "inside CUDA graphs")):
+            here = [cell for cell in cells if cell.op == op and cell.graph == graph]
+            parts = []
+            for name in ("nccl", "async_tp", "symm_mem:two_shot"):
+                ratios = [cell.ratio(name, "ditron") for cell in here if cell.ratio(name, "ditron")]
+                if ratios:
+                    parts.append(f"{geometric_mean(ratios):.2f} over {TITLES[name]}")
+            if parts:
+                number = f"{len(here)} row{'s' if len(here) > 1 else ''}"
+                found.append(f"* `{op}` {where} ({number}): {', '.join(parts)}.")
+    return ["Geometric means of rival / `auto`; below 1 the rival is faster.", "", *found]
+
+
+def _text(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def with_part(page: str, part: str) -> str:
+    """The page with `part` between its markers. ValueError where they are missing."""
+    if BEGIN not in page or END not in page:
+        raise ValueError(f"no markers in the page: {BEGIN} ... {END}")
+    head, _, rest = page.partition(BEGIN)
+    return f"{head}{BEGIN}\n\n{part}\n\n{END}{rest.partition(END)[2]}"
+
+
+def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> dict[Path, str]:
+    """Every generated page and its text."""
+    rows = read_csv(results)
+    pictures = [path for path in (picture_path(results, op) for op in OPS) if path.exists()]
+    return {
+        results.with_suffix(".md"): results_page(rows, pictures),
+        docs_page: with_part(docs_page.read_text(), docs_part(rows)),
+    }
+
+
+def stale(pages: dict[Path, str]) -> list[Path]:
+    """The pages whose file differs."""
+    return [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.partition("\n")[0])
+    parser.add_argument("--results", type=Path, default=GEMM_COLLECTIVES, help="the CSV")
+    parser.add_argument("--docs", type=Path, default=DOCS_PAGE, help="the page with the markers")
+    parser.add_argument("--merge", type=Path, nargs="+", default=[], help="CSV files to merge into the results first")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page is not up to date")
+    options = parser.parse_args(arguments)
+    for path in options.merge:
+        merge_csv(options.results, read_csv(path))
+    pages = generated(options.results, options.docs)
+    outdated = stale(pages)
+    for path in outdated:
+        if options.check:
+            print(f"{path} is not what the results say: run {COMMAND}", file=sys.stderr)
+        else:
+            path.write_text(pages[path])
+            print(path)
+    return int(options.check and bool(outdated))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

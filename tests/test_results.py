@@ -1,0 +1,251 @@
+"""Results: rows in their file, comparisons and targets made of them, and the pages and pictures that show them."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import figures, report
+from benchmarks.comparison import comparisons, geometric_mean, means, ratios_table, times_table
+from benchmarks.ops import targets
+from benchmarks.ops.contest import CONTESTANTS
+from benchmarks.ops.shapes import SETS, Cell
+from benchmarks.records import COLUMNS, Row, merge_csv, read_csv
+
+ROW = Row(
+    bench="gemm_collectives",
+    op="all_gather_matmul",
+    contestant="nccl",
+    shape="M=8;N=8;K=8",
+    dtype="bfloat16",
+    world=4,
+    graph=0,
+    p20_us=9.0,
+    p50_us=10.0,
+    p80_us=11.0,
+    skew_pct=1.5,
+    limit_us=8.0,
+    gpu="NVIDIA H200",
+    torch="2",
+    triton="3",
+    commit="abc",
+    date="2026-01-01",
+)
+
+
+def rows_of(cell: Cell, world: int = 4, limit: float = 80.0, **us: float | None) -> list[Row]:
+    """The rows of one cell: a time for each contestant, with `_` for `:` in its name, None for one that failed."""
+    names = {name.replace(":", "_"): name for name in CONTESTANTS}
+    same = dataclasses.replace(
+        ROW, op=cell.op, shape=cell.shape, graph=int(cell.graph), world=world, limit_us=limit, skew_pct=1.5
+    )
+    return [dataclasses.replace(same, contestant=names[name], p50_us=each) for name, each in us.items()]
+
+
+def anchor(op: str, row: tuple[int, int], graph: bool = False, world: int = 4) -> Cell:
+    cells = SETS["anchors"](op, world)
+    hidden = [cell.K if op == "all_gather_matmul" else cell.N for cell in cells]
+    return next(c for c, width in zip(cells, hidden, strict=True) if (c.M, width) == row and c.graph == graph)
+
+
+def verdicts(*rows: Row) -> dict[str, bool | None]:
+    (cell,) = comparisons(rows)
+    return {target.text: target.holds for target in targets.row_targets(cell)}
+
+
+def test_columns_are_fixed() -> None:
+    wanted = "bench,op,contestant,shape,dtype,world,graph,p20_us,p50_us,p80_us,skew_pct,limit_us,gpu,torch,triton"
+    assert ",".join(COLUMNS) == f"{wanted},commit,date"
+
+
+def test_cells_survive_and_are_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "results.csv"
+    failed = dataclasses.replace(ROW, contestant="ditron", p20_us=None, p50_us=None, p80_us=None, skew_pct=None)
+    other = dataclasses.replace(ROW, shape="M=16;N=8;K=8")
+    merge_csv(path, [ROW, failed, other])
+    assert read_csv(path) == [ROW, failed, other]
+    newer = dataclasses.replace(ROW, p50_us=7.0, commit="def", date="2026-02-01")
+    merge_csv(path, [newer])
+    assert read_csv(path) == [newer, other]
+
+
+def test_other_columns_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "results.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="columns"):
+        read_csv(path)
+
+
+def test_comparison() -> None:
+    rows = rows_of(Cell("all_gather_matmul", 8, 8, 8), nccl=120.0, async_tp=90.0, ditron=100.0, ditron_tile=None)
+    (cell,) = comparisons(rows)
+    assert cell.ratio("nccl", "ditron") == 1.2
+    assert cell.ratio("limit", "ditron") == 0.8
+    assert cell.ratio("ditron", ("nccl", "async_tp")) == pytest.approx(100 / 90)
+    assert cell.ratio("limit", "ditron:tile") is None and cell.ratio("gemm", "ditron") is None
+    times, ratios = (
+        times_table([cell]).splitlines(),
+        ratios_table([cell], {0: ("limit / auto >= 0.9", "NO")}).splitlines(),
+    )
+    assert times[2].split()[-5:] == ["80.0", "120.0", "90.0", "100.0", "failed"]
+    assert ratios[2].split()[-11:] == ["1.20", "0.90", "0.80", "-", "1.5", *"limit / auto >= 0.9 NO".split()]
+
+
+def test_comparisons_are_ordered() -> None:
+    cells = [cell for op in ("matmul_all_reduce", "all_gather_matmul") for cell in reversed(SETS["anchors"](op, 4))]
+    found = comparisons([row for cell in cells for row in rows_of(cell, nccl=1.0)])
+    assert [(cell.op, cell.M, cell.hidden, cell.graph) for cell in found][:7] == [
+        ("all_gather_matmul", M, hidden, 0) for hidden in (8192, 4096) for M in (8192, 4096, 2048)
+    ] + [("all_gather_matmul", 2048, 4096, 1)]
+    assert [cell.M for cell in found][-5:] == [256, 128, 64, 16, 1]
+
+
+def test_means() -> None:
+    assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+    assert geometric_mean([2.0, None]) is None and geometric_mean([]) is None
+    rows = [
+        *rows_of(Cell("matmul_all_reduce", 1, 8, 8), nccl=2.0, ditron=1.0),
+        *rows_of(Cell("matmul_all_reduce", 2, 8, 8), nccl=8.0, ditron=1.0),
+    ]
+    assert means(comparisons(rows)) == [("matmul_all_reduce", "nccl", 2, pytest.approx(4.0))]
+
+
+def test_prefill_targets() -> None:
+    cell = anchor("all_gather_matmul", (8192, 8192))
+    rows = rows_of(cell, limit=92.0, nccl=120.0, async_tp=99.0, ditron=100.0)
+    assert verdicts(*rows) == {"limit / auto >= 0.92": True, "auto / best of NCCL + cuBLAS and async TP <= 1.02": True}
+    rows = rows_of(cell, limit=91.0, nccl=120.0, async_tp=95.0, ditron=100.0)
+    assert set(verdicts(*rows).values()) == {False}
+    rows = rows_of(anchor("matmul_reduce_scatter", (4096, 8192)), limit=93.0, nccl=120.0, ditron=100.0)
+    assert verdicts(*rows)["limit / auto >= 0.93"] is True
+    rows = rows_of(anchor("matmul_all_reduce", (4096, 8192)), nccl=115.0, ditron=100.0)
+    assert verdicts(*rows)["NCCL + cuBLAS / auto >= 1.15"] is True
+
+
+def test_the_row_that_is_measured_both_ways_has_its_target_in_the_graph() -> None:
+    for graph in (False, True):
+        rows = rows_of(anchor("all_gather_matmul", (2048, 4096), graph), nccl=120.0, ditron=100.0)
+        assert ("limit / auto >= 0.75" in verdicts(*rows)) == graph
+
+
+def test_decode_targets() -> None:
+    for tokens, bound in ((16, 0.85), (64, 0.8)):
+        cell = anchor("matmul_all_reduce", (tokens, 8192), graph=True)
+        rows = rows_of(cell, nccl=100.0, symm_mem_one_shot=90.0, symm_mem_two_shot=88.0, ditron=80.0)
+        found = verdicts(*rows)
+        assert found[f"auto / NCCL + cuBLAS <= {bound:g}"] is True
+        assert found["auto / better symm_mem <= 0.92"] is True
+        rows = rows_of(cell, nccl=100.0, symm_mem_one_shot=90.0, symm_mem_two_shot=80.0, ditron=81.0)
+        assert verdicts(*rows)["auto / better symm_mem <= 0.92"] is False
+        assert verdicts(*rows)[f"auto / NCCL + cuBLAS <= {bound:g}"] is (bound == 0.85)
+
+
+def test_host_target_is_that_of_tile() -> None:
+    rows = rows_of(SETS["host"]("matmul_all_reduce", 4)[0], nccl=41.0, ditron=41.0, ditron_tile=39.0)
+    assert verdicts(*rows) == {"us per call of tile <= 40": True}
+
+
+def test_on_other_machines_only_never_slower_is_a_target() -> None:
+    never = {"auto / best of NCCL + cuBLAS and async TP <= 1.02": True}
+    cell = anchor("all_gather_matmul", (8192, 8192), world=2)
+    assert verdicts(*rows_of(cell, world=2, nccl=100.0, ditron=100.0)) == never
+    cell = anchor("all_gather_matmul", (8192, 8192))
+    other = [dataclasses.replace(row, gpu="NVIDIA B200") for row in rows_of(cell, nccl=100.0, ditron=100.0)]
+    assert verdicts(*other) == never
+    assert verdicts(*rows_of(Cell("all_gather_matmul", 8192, 8, 8), nccl=1.0, ditron=9.0)) == {}
+
+
+def test_mean_targets_need_all_six_rows() -> None:
+    cells = [cell for cell in SETS["anchors"]("all_gather_matmul", 4)]
+    rows = [row for cell in cells for row in rows_of(cell, nccl=116.0, ditron=100.0)]
+    ((op, target),) = targets.mean_targets(comparisons(rows))
+    assert (op, target.holds, target.verdict) == ("all_gather_matmul", True, "PASS 1.160")
+    ((_, target),) = targets.mean_targets(comparisons(rows[2:]))
+    assert (target.holds, target.verdict) == (None, "not measured")
+    failed = dataclasses.replace(rows[1], p50_us=None)
+    ((_, target),) = targets.mean_targets(comparisons([rows[0], failed, *rows[2:]]))
+    assert target.holds is None
+
+
+def test_target_column_and_summary() -> None:
+    rows = rows_of(anchor("all_gather_matmul", (8192, 8192)), limit=92.0, nccl=120.0, async_tp=90.0, ditron=100.0)
+    cells = comparisons(rows)
+    assert targets.column(cells) == {0: ("limit / auto >= 0.92", "NO")}
+    lines = targets.summary(cells)
+    assert [line[3] for line in lines] == ["not measured", "PASS 0.920", "FAIL 1.111"]
+    failed = rows_of(anchor("all_gather_matmul", (8192, 8192)), nccl=120.0, ditron=None)
+    assert targets.column(comparisons(failed)) == {0: ("limit / auto >= 0.92", "-")}
+
+
+def synthetic() -> list[Row]:
+    rows = []
+    for op in ("all_gather_matmul", "matmul_all_reduce"):
+        for cell in SETS["sweep"](op, 4):
+            us = 10.0 + cell.M / 20
+            times = {"gemm": us, "nccl": 1.5 * us, "ditron": 1.2 * us, "ditron_tile": 1.3 * us, "ditron_chunked": None}
+            rows += rows_of(cell, limit=us, **times)
+    return rows
+
+
+def test_panels() -> None:
+    drawn = figures.panels(comparisons(synthetic()), "matmul_all_reduce")
+    assert [panel.title for panel in drawn] == ["N=8192, K=7168, 4 ranks", "N=4096, K=3584, 4 ranks"]
+    lines = {(line.contestant, line.graph): line for line in drawn[0].speed_up}
+    assert set(lines) == {("ditron", 0), ("ditron", 1), ("ditron:tile", 0), ("ditron:tile", 1)}
+    assert lines["ditron", 1].M == tuple(1 << step for step in range(12))
+    assert lines["ditron", 1].values == pytest.approx([1.25] * 12)
+    of_limit = {line.contestant: line.values for line in drawn[0].of_limit if not line.graph}
+    assert of_limit["nccl"] == pytest.approx([1 / 1.5] * 3)
+    few = [row for row in synthetic() if row.shape.startswith(("M=1;", "M=4;"))]
+    assert figures.panels(comparisons(few), "matmul_all_reduce") == []
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra 'bench'")
+    results = tmp_path / "gemm_collectives.csv"
+    merge_csv(results, synthetic())
+    assert figures.main(["--results", str(results)]) == 0
+    for op in ("all_gather_matmul", "matmul_all_reduce"):
+        assert figures.picture_path(results, op).read_bytes().startswith(b"\x89PNG")
+    assert not figures.picture_path(results, "matmul_reduce_scatter").exists()
+
+
+def test_report_writes_merges_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, docs, new = tmp_path / "gemm_collectives.csv", tmp_path / "docs.md", tmp_path / "new.csv"
+    docs.write_text(f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n")
+    merge_csv(new, rows_of(anchor("all_gather_matmul", (8192, 8192)), nccl=1234.0, async_tp=1100.0, ditron=1000.0))
+    arguments = ["--results", str(results), "--docs", str(docs)]
+    assert report.main([*arguments, "--check"]) == 1
+    assert "run python -m benchmarks.report" in capsys.readouterr().err
+    assert report.main([*arguments, "--merge", str(new)]) == 0
+    assert report.main([*arguments, "--check"]) == 0
+    text = docs.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| 8192 x 14336 x 8192 | eager" in text and "1.23 over NCCL + cuBLAS" in text
+    assert "PASS" in results.with_suffix(".md").read_text()
+
+
+def test_a_page_without_markers_is_refused() -> None:
+    with pytest.raises(ValueError, match="no markers"):
+        report.with_part("nothing", "part")
+
+
+def test_committed_pages_are_what_the_results_say() -> None:
+    outdated = [str(path.relative_to(report.ROOT)) for path in report.stale(report.generated())]
+    assert not outdated, f"run {report.COMMAND} and commit {', '.join(outdated)}"
+
+
+def test_the_pages_need_no_matplotlib() -> None:
+    code = "import sys; sys.modules['matplotlib'] = None; import benchmarks.report as r; sys.exit(r.main(['--check']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=report.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_names_every_set_and_contestant() -> None:
+    text = (report.ROOT / "benchmarks" / "README.md").read_text()
+    for name in (*SETS, *(name for name in CONTESTANTS if name != "gloo")):
+        assert f"`{name}`" in text, name
