@@ -1,160 +1,252 @@
 """Binds the ops of the Task level to the strategies: one function a node kind, called once from the backend.
 
-Each call finds the group's workspace, asks the plan for a strategy, and runs it. Whatever the ranks must decide alike
-is computed here from sizes that all of them share; the one dimension that only the local weight has (columns of an
-all-gather's weights, K of a reduction) is replaced by its largest value on any rank.
+The first call of a site with operands of one form (see prepared.py) finds the group's workspace, asks the plan for a
+strategy, lays out the slot, and keeps all that; later calls look it up. Whatever the ranks must decide alike follows
+from sizes that all of them share; the one dimension that only the local weight has (columns of an all-gather's weights,
+K of a reduction) is replaced by its largest value on any rank.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ditron_inductor.device import AgreedOptions, Workspace, workspaces
-from ditron_inductor.lowering.all_gather_matmul import tile as gather
+from ditron_inductor.device import AgreedOptions, workspaces
+from ditron_inductor.lowering.all_gather_matmul import chunked as gather_chunked
+from ditron_inductor.lowering.all_gather_matmul import tile as gather_tile
 from ditron_inductor.lowering.launch import Launch
-from ditron_inductor.lowering.matmul_all_reduce import tile as reduce
-from ditron_inductor.lowering.matmul_reduce_scatter import tile as scatter
+from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
+from ditron_inductor.lowering.matmul_all_reduce import tile as reduce_tile
+from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter_chunked
+from ditron_inductor.lowering.matmul_reduce_scatter import tile as scatter_tile
+from ditron_inductor.lowering.prepared import Prepared, PreparedCalls, form
 from ditron_inductor.task import ops, reference
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Policy, TaskNode
 from ditron_inductor.task.plan import PlanRequest, choose, decisions
 
+Runner = Callable[..., Any]
+"""A function of (node, launch, its own geometry, tensor, weights)."""
 
-def _open(node: TaskNode, x: torch.Tensor, sizes: Sequence[int]) -> Launch:
-    """The launch of a call: its workspace, and its name with all the sizes that every rank must have alike."""
+TILE: Mapping[str, tuple[Callable[..., Any], Runner]] = {
+    AllGatherMatmul.kind: (gather_tile.geometry, gather_tile.all_gather_matmul),
+    MatmulReduceScatter.kind: (scatter_tile.geometry, scatter_tile.matmul_reduce_scatter),
+    MatmulAllReduce.kind: (reduce_tile.geometry, reduce_tile.matmul_all_reduce),
+}
+CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
+    AllGatherMatmul.kind: (gather_chunked.obstacle, gather_chunked.geometry, gather_chunked.all_gather_matmul),
+    MatmulReduceScatter.kind: (
+        scatter_chunked.obstacle,
+        scatter_chunked.geometry,
+        scatter_chunked.matmul_reduce_scatter,
+    ),
+    MatmulAllReduce.kind: (reduce_chunked.obstacle, reduce_chunked.geometry, reduce_chunked.matmul_all_reduce),
+}
+
+calls = PreparedCalls()
+"""Those of this process."""
+
+
+def _prepare(
+    key: Hashable,
+    node: TaskNode,
+    x: torch.Tensor,
+    library: Callable[..., Any],
+    *,
+    sizes: Sequence[int],
+    m: int,
+    shared: int,
+    local: tuple[str, int],
+) -> Callable[..., Any]:
+    """What runs a call, kept under `key`. Collective where the ranks have to agree on something first.
+
+    x: the tensor that is communicated, or multiplied before it is. sizes: those that every rank must have alike, by
+    which peers name the site. m: rows of the whole product. shared: its dimension n or k that all ranks have alike;
+    local: the other one, "columns" or "K", and its size on this rank.
+    """
+    node.verify()
     policy = node.policy
     options = AgreedOptions(policy.strategy, policy.workspace_limit, policy.timeout_s)
     workspace = workspaces.get(node.group_name, x.device, options)
-    return Launch(workspace, _site_text(node, tuple(sizes), x.dtype))
+    name = f"{node.site or node.kind} {node.kind}"
+    launch = Launch(workspace, f"{name}[{'x'.join(map(str, sizes))}] {str(x.dtype).removeprefix('torch.')}")
+    what = f"{local[0]} of {name} beside {shared} {x.dtype}"
+    largest = workspace.largest(what, local[1])
+    n, k = (largest, shared) if local[0] == "columns" else (shared, largest)
+    choice = None
+    run = library
+    # Whatever the local size is: with none of the others there is nothing to communicate.
+    if m * shared > 0:
+        request, runners = _possible(node, launch, x, m, n, k)
+        choice = node.group_name, request, choose(request, workspace.table)
+        decisions.note(*choice)
+        run = runners.get(choice[2].strategy, library)
+    calls.keep(key, Prepared(workspace, run, choice, what, workspace.agreed(what)))
+    return run
 
 
-@functools.lru_cache(maxsize=65536)
-def _site_text(node: TaskNode, sizes: tuple[int, ...], dtype: torch.dtype) -> str:
-    node.verify()
-    return f"{node.site or node.kind} {node.kind}[{'x'.join(map(str, sizes))}] {str(dtype).removeprefix('torch.')}"
-
-
-def _local_size(workspace: Workspace, node: TaskNode, what: str, shared: int, dtype: torch.dtype, size: int) -> int:
-    """The largest `size` on any rank; `shared`: the size beside it that all ranks have alike."""
-    return workspace.largest(f"{what} of {node.site or node.kind} {node.kind} beside {shared} {dtype}", size)
-
-
-def _uses_tile(node: TaskNode, launch: Launch, m: int, n: int, k: int, dtype: torch.dtype, nbytes: int) -> bool:
+def _possible(
+    node: TaskNode, launch: Launch, x: torch.Tensor, m: int, n: int, k: int
+) -> tuple[PlanRequest, dict[str, Runner]]:
+    """What the plan has to know, and the strategies that it may choose, as functions of the operands."""
     workspace = launch.workspace
     capabilities = workspace.capabilities
+    geometry, runner = TILE[node.kind]
+    tile = geometry(node, launch, x, n)
+    runners = {"tile": functools.partial(runner, node, launch, tile)}
+    obstacle, geometry, runner = CHUNKED[node.kind]
+    # Its kernels want what those of `tile` want.
+    chunked_reason = capabilities.tile_reason or obstacle(node, x.shape)
+    chunked_bytes = 0
+    if not chunked_reason:
+        chunked = geometry(node, launch, x, n, k)
+        chunked_bytes = workspace.footprint(chunked.nbytes)
+        runners["chunked"] = functools.partial(runner, node, launch, chunked)
     request = PlanRequest(
         site=node.site,
         kind=node.kind,
         m=m,
         n=n,
         k=k,
-        dtype=dtype,
+        dtype=x.dtype,
         world_size=node.world_size,
         strategy=node.policy.strategy,
-        workspace_bytes=workspace.footprint(nbytes),
+        workspace_bytes=workspace.footprint(tile.nbytes),
         workspace_limit=node.policy.workspace_limit,
         device_type=capabilities.device_type,
         device_name=capabilities.device_name,
         tile_available=capabilities.tile_available,
         tile_reason=capabilities.tile_reason,
-        chunked_bytes=0,
-        chunked_reason="no chunked lowering is bound",
+        chunked_bytes=chunked_bytes,
+        chunked_reason=chunked_reason,
     )
-    choice = choose(request, workspace.table)
-    decisions.note(node.group_name, request, choice)
-    return choice.strategy == "tile"
+    return request, runners
 
 
-def _all_gather_matmul(
+def _prepare_all_gather_matmul(
+    key: Hashable,
     shard: torch.Tensor,
     weights: Sequence[torch.Tensor],
-    token: torch.Tensor | None,
     gather_dim: int,
     return_gathered: bool,
     world_size: int,
     group_name: str,
     site: str,
-    strategy: str,
-    workspace_limit: int,
-    timeout_s: float,
-) -> list[torch.Tensor]:
-    policy = Policy(strategy, workspace_limit, timeout_s)
-    node = AllGatherMatmul(gather_dim, world_size, group_name, return_gathered, site, policy, len(weights))
-    launch = _open(node, shard, shard.shape)
-    K = shard.shape[-1]
-    columns = _local_size(launch.workspace, node, "columns", K, shard.dtype, sum(w.shape[1] for w in weights))
-    sizes = gather.geometry(node, launch, shard, columns)
-    rows = world_size * sizes.rows
-    if shard.numel() > 0 and _uses_tile(node, launch, rows, columns, K, shard.dtype, sizes.nbytes):
-        outputs = gather.all_gather_matmul(node, launch, sizes, shard, weights)
-    else:
-        outputs = reference.all_gather_matmul(
-            shard,
-            weights,
-            gather_dim=gather_dim,
-            world_size=world_size,
-            group_name=group_name,
-            return_gathered=return_gathered,
-        )
-    return [*outputs, ops.new_token(shard)]
+    *policy: Any,
+) -> Callable[..., Any]:
+    node = AllGatherMatmul(gather_dim, world_size, group_name, return_gathered, site, Policy(*policy), len(weights))
+    library = functools.partial(
+        reference.all_gather_matmul,
+        gather_dim=gather_dim,
+        world_size=world_size,
+        group_name=group_name,
+        return_gathered=return_gathered,
+    )
+    return _prepare(
+        key,
+        node,
+        shard,
+        library,
+        sizes=shard.shape,
+        m=world_size * math.prod(shard.shape[:-1]),
+        shared=shard.shape[-1],
+        local=("columns", sum(weight.shape[1] for weight in weights)),
+    )
 
 
-def _matmul_reduce_scatter(
+def _prepare_matmul_reduce_scatter(
+    key: Hashable,
     a: torch.Tensor,
     b: torch.Tensor,
-    token: torch.Tensor | None,
     scatter_dim: int,
     reduce_op: str,
     world_size: int,
     group_name: str,
     site: str,
-    strategy: str,
-    workspace_limit: int,
-    timeout_s: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    node = MatmulReduceScatter(
-        scatter_dim, reduce_op, world_size, group_name, site, Policy(strategy, workspace_limit, timeout_s)
+    *policy: Any,
+) -> Callable[..., Any]:
+    node = MatmulReduceScatter(scatter_dim, reduce_op, world_size, group_name, site, Policy(*policy))
+    library = functools.partial(
+        reference.matmul_reduce_scatter,
+        scatter_dim=scatter_dim,
+        reduce_op=reduce_op,
+        world_size=world_size,
+        group_name=group_name,
     )
     N = b.shape[1]
-    launch = _open(node, a, (*a.shape[:-1], N))
-    K = _local_size(launch.workspace, node, "K", N, a.dtype, b.shape[0])
-    sizes = scatter.geometry(node, launch, a, N)
-    rows = world_size * sizes.rows
-    if rows * N > 0 and _uses_tile(node, launch, rows, N, K, a.dtype, sizes.nbytes):
-        out = scatter.matmul_reduce_scatter(node, launch, sizes, a, b)
-    else:
-        out = reference.matmul_reduce_scatter(
-            a, b, scatter_dim=scatter_dim, reduce_op=reduce_op, world_size=world_size, group_name=group_name
-        )
-    return out, ops.new_token(a)
+    return _prepare(
+        key,
+        node,
+        a,
+        library,
+        sizes=(*a.shape[:-1], N),
+        m=math.prod(a.shape[:-1]) // world_size * world_size,
+        shared=N,
+        local=("K", b.shape[0]),
+    )
 
 
-def _matmul_all_reduce(
+def _prepare_matmul_all_reduce(
+    key: Hashable,
     a: torch.Tensor,
     b: torch.Tensor,
-    token: torch.Tensor | None,
     reduce_op: str,
     world_size: int,
     group_name: str,
     site: str,
-    strategy: str,
-    workspace_limit: int,
-    timeout_s: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    node = MatmulAllReduce(reduce_op, world_size, group_name, site, Policy(strategy, workspace_limit, timeout_s))
+    *policy: Any,
+) -> Callable[..., Any]:
+    node = MatmulAllReduce(reduce_op, world_size, group_name, site, Policy(*policy))
+    library = functools.partial(
+        reference.matmul_all_reduce, reduce_op=reduce_op, world_size=world_size, group_name=group_name
+    )
     M, N = math.prod(a.shape[:-1]), b.shape[1]
-    launch = _open(node, a, (M, N))
-    K = _local_size(launch.workspace, node, "K", N, a.dtype, b.shape[0])
-    sizes = reduce.geometry(node, launch, a, N)
-    if M * N > 0 and _uses_tile(node, launch, M, N, K, a.dtype, sizes.nbytes):
-        out = reduce.matmul_all_reduce(node, launch, sizes, a, b)
-    else:
-        out = reference.matmul_all_reduce(a, b, reduce_op=reduce_op, world_size=world_size, group_name=group_name)
-    return out, ops.new_token(a)
+    return _prepare(key, node, a, library, sizes=(M, N), m=M, shared=N, local=("K", b.shape[0]))
+
+
+# The ops themselves. The trailing arguments, `site`, are those of the schemas in task/ops.py, in their order. With the
+# operands' forms they are all that a call depends on, but for this:
+_precision = torch.get_float32_matmul_precision
+
+
+def _all_gather_matmul(
+    shard: torch.Tensor, weights: Sequence[torch.Tensor], token: torch.Tensor | None, *site: Any
+) -> list[torch.Tensor]:
+    key = AllGatherMatmul.kind, site, _precision(), form(shard), *[form(weight) for weight in weights]
+    run = calls.find(key) or _prepare_all_gather_matmul(key, shard, weights, *site)
+    return [*run(shard, weights), ops.new_token(shard)]
+
+
+def _matmul_reduce_scatter(
+    a: torch.Tensor, b: torch.Tensor, token: torch.Tensor | None, *site: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    key = MatmulReduceScatter.kind, site, _precision(), form(a), form(b)
+    run = calls.find(key) or _prepare_matmul_reduce_scatter(key, a, b, *site)
+    return run(a, b), ops.new_token(a)
+
+
+def _matmul_all_reduce(
+    a: torch.Tensor, b: torch.Tensor, token: torch.Tensor | None, *site: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    key = MatmulAllReduce.kind, site, _precision(), form(a), form(b)
+    run = calls.find(key) or _prepare_matmul_all_reduce(key, a, b, *site)
+    return run(a, b), ops.new_token(a)
+
+
+def _on_device(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Run with the GPU of the first operand as the current one: kernels are launched there."""
+
+    @functools.wraps(implementation)
+    def run(x: torch.Tensor, *args: Any) -> Any:
+        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+            return implementation(x, *args)
+        with torch.cuda.device(x.get_device()):
+            return implementation(x, *args)
+
+    return run
 
 
 def _after(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -166,9 +258,9 @@ def register() -> None:
     """Bind the implementations, once; further calls do nothing."""
     library: Any = ops.define()
     implementations: dict[str, Callable[..., object]] = {
-        AllGatherMatmul.kind: _all_gather_matmul,
-        MatmulReduceScatter.kind: _matmul_reduce_scatter,
-        MatmulAllReduce.kind: _matmul_all_reduce,
+        AllGatherMatmul.kind: _on_device(_all_gather_matmul),
+        MatmulReduceScatter.kind: _on_device(_matmul_reduce_scatter),
+        MatmulAllReduce.kind: _on_device(_matmul_all_reduce),
         "after": _after,
         "after_": ops.do_nothing,
         "token_of": ops.new_token,

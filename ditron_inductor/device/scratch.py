@@ -16,7 +16,7 @@ ALIGNMENT = 256
 
 
 class Scratch:
-    """The scratch memory of one workspace, for `triton.set_allocator`; grows at need, and keeps what graphs may hold."""
+    """The scratch memory of one workspace, as Triton's allocators are called; keeps what a captured graph may hold."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,0 +1,209 @@
+"""Launches of compiled kernels without the work that Triton's JIT does each time.
+
+`kernel[grid](...)` looks at every argument, builds text from what it saw, looks the compiled kernel up by it, checks
+global variables, asks the driver about every pointer and calls two hooks: tens of microseconds with 35 arguments,
+most of which never change. A `Launcher` stands for one kernel at one site. It leaves the first launch of each
+specialisation to the JIT, keeps the compiled kernel and the arguments in their order, and later only fills in what
+differs: the addresses of the tensors and a few late numbers.
+
+What decides which compiled kernel runs is the same as for the JIT, since Triton's own function tells it: the
+specialisation of every tensor (dtype, 16-byte alignment, on AMD GPUs whether it is small), and the two settings that
+are options of every compilation. All else is a fixed value of the launcher. Late numbers are parameters that the
+kernel does not specialise on, and stay within 32 bits, so their type cannot change.
+
+The JIT runs every launch in the interpreter, while launch hooks (of a profiler, say) or other hooks of Triton are set,
+and under a version of Triton whose internals are not known here.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+logger = logging.getLogger(__name__)
+
+KNOWN_TRITON = ((3, 6), (3, 8))
+"""Oldest and newest version whose compiled kernels are known to be launched as below."""
+
+SIGNED_32 = 1 << 31
+
+Tensors = Mapping[str, Any]
+"""Tensors, or tuples of tensors, by parameter name."""
+Allocator = Callable[[int, int, int | None], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a launch needs besides tensors and late numbers: programs, and the other parameters and options by name."""
+
+    programs: int
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Internals:
+    """What we use of Triton beyond its public interface."""
+
+    knobs: Any
+    specialize: Callable[..., Any]
+    compiled_class: type
+    allocator: contextvars.ContextVar[Any]
+
+
+@functools.cache
+def internals() -> Internals | None:
+    """Triton's internals, or None, with a warning, if this version has others."""
+    numbers = re.findall(r"\d+", triton.__version__)
+    problem = f"versions {'.'.join(map(str, KNOWN_TRITON[0]))} to {'.'.join(map(str, KNOWN_TRITON[1]))} are known"
+    if KNOWN_TRITON[0] <= (int(numbers[0]), int(numbers[1])) <= KNOWN_TRITON[1]:
+        try:
+            from triton import knobs
+            from triton._C.libtriton import native_specialize_impl
+            from triton.compiler.compiler import CompiledKernel
+            from triton.runtime._allocation import _allocator
+
+            found = Internals(knobs, native_specialize_impl, CompiledKernel, _allocator)
+            _settings(found)
+            _has_hooks(found)
+            return found
+        except (ImportError, AttributeError) as exc:
+            problem = f"{type(exc).__name__}: {exc}"
+    logger.warning(
+        "Triton %s is launched through its JIT, which costs tens of microseconds for every call (%s)",
+        triton.__version__,
+        problem,
+    )
+    return None
+
+
+def _settings(found: Internals) -> tuple[Any, ...]:
+    """The settings that the JIT makes part of every compilation's options."""
+    knobs = found.knobs
+    return knobs.runtime.debug, knobs.compilation.instrumentation_mode
+
+
+def _has_hooks(found: Internals) -> bool:
+    """Whether somebody listens to launches, or changes compilations."""
+    runtime = found.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    # A chain of hooks, a function, or None.
+    listened = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+    return bool(listened) or getattr(runtime, "add_stages_inspection_hook", None) is not None
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A compiled kernel with its arguments in order; those that differ from call to call are to be filled in."""
+
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    programs: int
+    template: list[Any]
+    needs_scratch: bool
+    compiled: Any
+
+
+class Launcher:
+    """One kernel at one site, whose operands differ from call to call in their addresses only.
+
+    late: names of the int parameters whose values come with every call; the kernel must not specialise on them.
+    """
+
+    def __init__(self, kernel: Any, device: torch.device, late: tuple[str, ...], allocator: Allocator) -> None:
+        self._kernel = kernel
+        self._device = device
+        self._late = late
+        self._allocator = allocator
+        self._ready: dict[Any, _Ready] = {}
+        self._positions: dict[str, int] = {}
+        self._flags: dict[str, tuple[bool, bool, bool]] = {}
+        self._backend: Any = None
+        if isinstance(kernel, JITFunction):
+            for position, param in enumerate(kernel.params):
+                self._positions[param.name] = position
+                align = not param.do_not_specialize_on_alignment
+                self._flags[param.name] = (param.is_const, not param.do_not_specialize, align)
+            eager = [name for name in late if self._flags[name][1] or kernel.params[self._positions[name]].annotation]
+            assert not eager, f"{kernel} specialises on {eager}, which differ from call to call"
+
+    def __call__(
+        self, stream: int, arguments: Callable[[], Arguments], late: tuple[int, ...], tensors: Tensors
+    ) -> None:
+        """Launch on `stream`, the current one of the device, which is the current device.
+
+        arguments: asked for before the first launch of each specialisation; depends on nothing but the specialisations
+        of the tensors (dtypes and 16-byte alignment) and on what never changes at the site. late: the values of the
+        late numbers. tensors: the same names in the same order in every call, on the device.
+        """
+        found = internals()
+        if found is None or self._backend is None or _has_hooks(found) or self._kernel.pre_run_hooks:
+            self._launch_by_jit(arguments, late, tensors)
+            return
+        ready = self._ready.get(self._key(found, tensors))
+        if ready is None:
+            self._launch_by_jit(arguments, late, tensors)
+            return
+        values = ready.template.copy()
+        positions = self._positions
+        for name, number in zip(self._late, late, strict=True):
+            assert -SIGNED_32 <= number < SIGNED_32, f"{name} = {number} does not fit in 32 bits"
+            values[positions[name]] = number
+        for name, value in tensors.items():
+            # The driver is asked about tensors, not about plain addresses.
+            values[positions[name]] = tuple([x.data_ptr() for x in value]) if type(value) is tuple else value.data_ptr()
+        if not ready.needs_scratch:
+            ready.run(ready.programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *values)
+            return
+        before = found.allocator.set(self._allocator)
+        try:
+            ready.run(ready.programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *values)
+        finally:
+            found.allocator.reset(before)
+
+    def _key(self, found: Internals, tensors: Tensors) -> tuple[Any, ...]:
+        specialize, backend, flags = found.specialize, self._backend, self._flags
+        return _settings(found), *[specialize(backend, x, *flags[name]) for name, x in tensors.items()]
+
+    def _launch_by_jit(self, arguments: Callable[[], Arguments], late: tuple[int, ...], tensors: Tensors) -> None:
+        """Launch as everybody does, and keep the compiled kernel."""
+        chosen = arguments()
+        late_values = dict(zip(self._late, late, strict=True))
+        launch = functools.partial(self._kernel[(chosen.programs,)], **tensors, **late_values, **chosen.values)
+        if not isinstance(self._kernel, JITFunction):
+            launch()
+            return
+
+        def with_allocator() -> Any:
+            triton.set_allocator(self._allocator)
+            return launch()
+
+        # In a context of its own: the allocator that the caller has set stays his.
+        compiled = contextvars.copy_context().run(with_allocator)
+        found = internals()
+        if found is None or not isinstance(compiled, found.compiled_class):
+            return
+        self._backend = self._kernel.device_caches[self._device.index][3]
+        values = {**chosen.values, **late_values}
+        template = [
+            None if param.name in tensors else values[param.name] if param.name in values else param.default
+            for param in self._kernel.params
+        ]
+        self._ready[self._key(found, tensors)] = _Ready(
+            run=compiled.run,
+            function=compiled.function,
+            metadata=compiled.packed_metadata,
+            programs=chosen.programs,
+            template=template,
+            needs_scratch=bool(getattr(compiled.metadata, "global_scratch_size", 0)),
+            compiled=compiled,
+        )
