@@ -3,6 +3,7 @@
     report = ditron_inductor.explain(model)(tokens)   # on all ranks of the groups involved
     print(report)                                     # a table, one row per collective site
     report.sites[0].strategy                          # the same, to read from code
+    ditron_inductor.explain(model, measure=True)      # and every strategy timed at every site
 
 Nothing here imports torch before ``explain`` is used.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ditron_inductor.options import Options
@@ -20,6 +21,9 @@ from ditron_inductor.sites import GraphRecord, SiteRecord, collect_sites
 
 if TYPE_CHECKING:
     import torch
+
+    from ditron_inductor.measure import Timings
+    from ditron_inductor.task.plan import PlanRequest
 
 LEFT_ALONE = "-"
 
@@ -31,8 +35,11 @@ class ExplainedSite:
     direction: ``forward``, ``backward`` or ``graph`` where the compiler does not say.
     record: what the passes saw and did, see ``SiteRecord``.
     strategy: what runs here, or ``-`` for a collective that was left alone.
-    predicted_us: the cost model's microseconds for one call, None where it has none.
+    predicted_us: the cost model's microseconds for one call by this strategy, None where it has none.
     reason: why this strategy, or why the collective was left alone.
+    source: what decided, see ``task.plan.Choice``; empty for a collective that was left alone.
+    predictions: the cost model's microseconds by strategy. measured: those that were timed on request, by strategy, the
+    maximum over ranks; None where nothing was timed. request: what the plan was asked, None where nothing ran.
     """
 
     direction: str
@@ -40,6 +47,10 @@ class ExplainedSite:
     strategy: str
     predicted_us: float | None
     reason: str
+    source: str = ""
+    predictions: Mapping[str, float] = field(default_factory=dict)
+    measured: Timings | None = None
+    request: PlanRequest | None = None
 
     def row(self) -> dict[str, str]:
         """The cells of this site's line in the printed table, by column."""
@@ -53,7 +64,9 @@ class ExplainedSite:
             "group": record.group_name if record.world_size is None else f"{record.group_name} (x{record.world_size})",
             "strategy": self.strategy,
             "moved": LEFT_ALONE if record.bytes_moved is None else bytes_text(record.bytes_moved),
-            "predicted": LEFT_ALONE if self.predicted_us is None else f"{self.predicted_us:.0f} us",
+            "by": self.source or LEFT_ALONE,
+            "predicted": times_text(self.predictions),
+            "measured": times_text({} if self.measured is None else self.measured.us),
             "why": self.reason,
         }
 
@@ -83,14 +96,22 @@ class Report:
         if not self.sites:
             return f"Ditron compiled {graphs} without a collective: nothing to fuse."
         rows = [site.row() for site in self.sites]
-        widths = {"why": 48, "shape": 34, "pattern": 30}
+        if not any(site.measured for site in self.sites):
+            for row in rows:
+                del row["measured"]
+        widths = {"why": 48, "shape": 34, "pattern": 30, "predicted": 18, "measured": 18}
         limits = [widths.get(column) for column in rows[0]]
         table = tabulate(rows, headers="keys", disable_numparse=True, maxcolwidths=limits)
         return f"{table}\n{len(self.fused)} of {len(self.sites)} collectives fused, in {graphs}{_changed(self.options)}"
 
 
 def explain(
-    fn: Callable[..., Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None, backward: bool = True
+    fn: Callable[..., Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    backward: bool = True,
+    measure: bool = False,
 ) -> Callable[..., Report]:
     """``explain(fn)(*args, **kwargs)`` compiles and runs ``fn`` once with Ditron and reports on its collectives.
 
@@ -98,6 +119,8 @@ def explain(
     ``torch.compile``. The compiler's caches are off, since a hit has no reasons to show. Where the outputs need
     gradients and ``backward`` is true, the backward pass runs too, without touching any ``.grad``. The state of the
     random generators is restored; other side effects of ``fn`` are those of running it once.
+    ``measure`` times the strategies that can run at each site, one call alone on random data of the site's shapes,
+    inside a CUDA graph if ``mode`` uses them.
     """
     parsed, _ = Options.parse(options)
 
@@ -116,9 +139,58 @@ def explain(
             outputs = torch.compile(fn, backend=fresh)(*args, **kwargs)
             if backward:
                 _run_backward(outputs)
-        return build_report(sink.graphs, parsed)
+        report = build_report(sink.graphs, parsed)
+        return measured_report(report, graph=uses_graphs(mode)) if measure else report
 
     return run
+
+
+def measured_report(report: Report, *, graph: bool, rounds: int | None = None) -> Report:
+    """The report with every site timed that has run; sites of one shape share a measurement. Collective."""
+    from ditron_inductor.timing import ROUNDS
+
+    known: dict[Any, Timings] = {}
+    sites = []
+    for site in report.sites:
+        request, record = site.request, site.record
+        if request is None or not record.rows or not record.columns:
+            sites.append(site)
+            continue
+        # Equal on all ranks even where their weights are not.
+        key = (record.group_name, replace(request, site=""), record.dim, len(record.columns))
+        if key not in known:
+            known[key] = _timings(record, request, report.options, graph, rounds or ROUNDS)
+        sites.append(replace(site, measured=known[key]))
+    return replace(report, sites=tuple(sites))
+
+
+def _timings(record: SiteRecord, request: PlanRequest, options: Options, graph: bool, rounds: int) -> Timings:
+    import torch
+
+    from ditron_inductor.measure import SiteShape, measure
+    from ditron_inductor.task.plan import possible
+
+    device = torch.device("cpu")
+    if request.device_type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    return measure(
+        SiteShape(request.kind, record.rows, record.columns, record.dim, request.dtype, request.world_size),
+        group_name=record.group_name,
+        device=device,
+        strategies=("library", *possible(request)),
+        graph=graph and request.device_type == "cuda",
+        rounds=rounds,
+        workspace_limit=options.workspace_limit,
+        timeout_s=options.timeout_arg,
+    )
+
+
+def uses_graphs(mode: str | None) -> bool:
+    """Whether a mode of ``torch.compile`` runs the model inside CUDA graphs."""
+    import torch._inductor
+
+    modes: dict[str, dict[str, Any]] = torch._inductor.list_mode_options()
+    return mode is not None and bool(modes[mode].get("triton.cudagraphs"))
 
 
 def build_report(graphs: Sequence[GraphRecord], options: Options) -> Report:
@@ -141,6 +213,11 @@ def without_caches() -> Iterator[None]:
         torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit + 64),
     ):
         yield
+
+
+def times_text(times: Mapping[str, float]) -> str:
+    """'library 20, tile 12 us', or '-' for no times."""
+    return ", ".join(f"{name} {us:.0f}" for name, us in times.items()) + " us" if times else LEFT_ALONE
 
 
 def bytes_text(count: int) -> str:
@@ -166,7 +243,6 @@ def _explained(graph: GraphRecord, record: SiteRecord) -> ExplainedSite:
     if not record.fused:
         return ExplainedSite(direction, record, LEFT_ALONE, None, record.reason)
     # torch stays out of this module's imports.
-    from ditron_inductor.task import cost
     from ditron_inductor.task.plan import decisions
 
     last = decisions.last(record.group_name, record.site)
@@ -174,11 +250,16 @@ def _explained(graph: GraphRecord, record: SiteRecord) -> ExplainedSite:
         reason = "it has not run: its tensors were empty, or nothing needed its result"
         return ExplainedSite(direction, record, LEFT_ALONE, None, reason)
     request, choice = last
-    if request.device_type != "cuda":
-        return ExplainedSite(direction, record, choice.strategy, None, choice.reason)
-    problem = cost.Problem(request.kind, request.m, request.n, request.k, request.dtype.itemsize, request.world_size)
-    predicted = cost.predict(problem, cost.hardware(request.device_name))
-    return ExplainedSite(direction, record, choice.strategy, predicted[choice.strategy], choice.reason)
+    return ExplainedSite(
+        direction=direction,
+        record=record,
+        strategy=choice.strategy,
+        predicted_us=None if choice.predicted_us is None else choice.predicted_us[choice.strategy],
+        reason=choice.reason,
+        source=choice.source,
+        predictions=choice.predicted_us or {},
+        request=request,
+    )
 
 
 def _cut_from_graph(inputs: Any) -> Any:

@@ -66,7 +66,19 @@ def _task_record(node: fx.Node) -> SiteRecord:
         strategy=task.policy.strategy,
         node=node.name,
         text=task.text(),
+        rows=() if m is None or k is None else (*[size for size in rows if size is not None], k),
+        columns=() if n is None else tuple(size for size in columns if size is not None),
+        dim=_dim(task),
     )
+
+
+def _dim(task: TaskNode) -> int:
+    match task:
+        case AllGatherMatmul():
+            return task.gather_dim
+        case MatmulReduceScatter():
+            return task.scatter_dim
+    return 0
 
 
 def _pattern(task: TaskNode) -> str:

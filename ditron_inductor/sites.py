@@ -19,7 +19,9 @@ class SiteRecord:
     `kind` is the Task kind (`all_gather_matmul`, ...) when fused, else the collective's own name
     (`all_gather_into_tensor`, ...). `m`, `n`, `k` are the sizes of the product that one rank computes, [m, k] @ [k,
     n] (for several weights n is their sum); for a dynamic size the compiler's hint; None where a size is not known (a
-    site left alone, an unbacked symbol). `bytes_moved` is what one rank receives from its peers in one call.
+    site left alone, an unbacked symbol). `bytes_moved` is what one rank receives from its peers in one call. `rows` is
+    the shape of a fused site's left operand on this rank, `columns` those of its weights, as far as `m`, `n`, `k` are
+    known; `dim` is the dimension that is gathered or scattered.
     """
 
     site: str
@@ -41,6 +43,9 @@ class SiteRecord:
     text: str
     reason_code: str = ""
     reason: str = ""
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+    dim: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,12 +49,13 @@ def report(*sites: ExplainedSite, options: Options | None = None) -> Report:
 
 
 def test_the_table_has_a_row_for_every_collective() -> None:
-    fused = ExplainedSite("forward", site(), "tile", 12.4, "predicted: library 20 us, tile 12 us")
+    predictions = {"library": 20.1, "tile": 12.4}
+    fused = ExplainedSite("forward", site(), "tile", 12.4, "the plan's sentence", "model", predictions)
     alone = site(fused=False, kind="all_reduce", pattern="all_reduce", world_size=None, bytes_moved=None)
     text = str(report(fused, ExplainedSite("backward", alone, "-", None, "no matmul stands next to it")))
-    header, _, first, second, summary = text.splitlines()
-    assert header.split() == "graph collective pattern shape dtype group strategy moved predicted why".split()
-    for cell in ("forward", "matmul -> all_reduce(sum)", "[16, 32] [32, 8]", "0 (x4)", "tile", "1.5 KiB", "12 us"):
+    header, _, first, _, second, summary = text.splitlines()
+    assert header.split() == "graph collective pattern shape dtype group strategy moved by predicted why".split()
+    for cell in ("forward", "matmul -> all_reduce(sum)", "[16, 32] [32, 8]", "0 (x4)", "tile", "1.5 KiB", "model", "library 20, tile"):
         assert cell in first
     assert "no matmul stands next to it" in second
     assert summary == "1 of 2 collectives fused, in 1 graph"
@@ -116,6 +117,31 @@ def test_a_fused_site_and_one_left_alone(rank_pools: RankPools) -> None:
         assert alone.strategy == "-" and alone.reason
         assert "ditron.all_gather_matmul" in result.graphs[0].graph_after
         assert "ditron.all_gather_matmul" not in result.graphs[0].graph_before
+
+
+def _measured(ctx: RankContext) -> Report:
+    from torch.distributed import _functional_collectives as funcol
+
+    def fn(x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        gathered = funcol.all_gather_tensor(x, 0, ctx.group_name)
+        y = gathered @ v + gathered @ v.sin()
+        z = funcol.all_reduce(y @ w, "sum", ctx.group_name)
+        return funcol.all_reduce(z.sin(), "sum", ctx.group_name)
+
+    # Uneven weights: one rank's reduction is longer.
+    v, w = torch.randn(8, 6 + ctx.rank), torch.randn(6 + ctx.rank, 5)
+    return ditron_inductor.explain(fn, measure=True)(torch.randn(4, 8), v, w)
+
+
+def test_strategies_are_timed_on_request(rank_pools: RankPools) -> None:
+    reports = rank_pools.get("cpu", 2).run(_measured, timeout=LIMIT_S)
+    for report in reports:
+        assert "measured" in str(report) and "library" in str(report)
+        assert report.fused and report.left_alone[0].measured is None
+    for first, second in zip(*(report.fused for report in reports), strict=True):
+        assert first.measured is not None and first.measured == second.measured
+        assert {"library", "tile"} <= set(first.measured.us), first.measured.notes
+        assert all(us > 0 for us in first.measured.us.values())
 
 
 def test_a_forced_strategy_is_shown(rank_pools: RankPools) -> None:

@@ -99,27 +99,32 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
             reason, remedy = obstacle
             raise StrategyUnavailable(strategy=request.strategy, site=request.site, reason=reason, remedy=remedy)
         return Choice(request.strategy, "forced by the option ditron.strategy", predicted, "forced")
-    possible = [strategy for strategy in OURS if obstacles[strategy] is None]
-    if not possible:
+    able = possible(request)
+    if not able:
         reasons = dict.fromkeys(obstacle[0] for obstacle in obstacles.values() if obstacle is not None)
         return Choice("library", "; ".join(reasons), predicted, "obstacle")
     if 0 in (request.m, request.n, request.k):
         return Choice("library", "there is nothing to compute", predicted, "obstacle")
     for source, known in (("your table", tables.parsed(table)), ("the shipped table", tables.shipped())):
-        best, reason = _best_measured(request, known, possible)
+        best, reason = _best_measured(request, known, able)
         if best:
             return Choice(best, f"measured ({source}): {reason}", predicted, "table")
     if predicted is None:
         reason = "on the CPU our kernels run in an interpreter, for tests only"
         return Choice("library", reason, predicted, "obstacle")
-    best = min(possible, key=lambda strategy: predicted[strategy])
+    best = min(able, key=lambda strategy: predicted[strategy])
     if predicted[best] >= cost.GAIN * predicted["library"]:
         best = "library"
-    times = ", ".join(f"{strategy} {predicted[strategy]:.0f} us" for strategy in ("library", *possible))
+    times = ", ".join(f"{strategy} {predicted[strategy]:.0f} us" for strategy in ("library", *able))
     return Choice(best, f"predicted: {times}", predicted, "model")
 
 
-def _best_measured(request: PlanRequest, known: tables.Table, possible: list[str]) -> tuple[str, str]:
+def possible(request: PlanRequest) -> tuple[str, ...]:
+    """Those of our strategies that can run a call."""
+    return tuple(strategy for strategy in OURS if _obstacle(request, strategy) is None)
+
+
+def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, ...]) -> tuple[str, str]:
     """The best strategy that `known` vouches for and what it says; empty texts where it says nothing."""
     measured = known.lookup(
         gpu=request.device_name,
@@ -130,12 +135,12 @@ def _best_measured(request: PlanRequest, known: tables.Table, possible: list[str
         n=request.n,
         k=request.k,
     )
-    if measured is None or not any(strategy in measured.mean for strategy in possible):
+    if measured is None or not any(strategy in measured.mean for strategy in able):
         return "", ""
     limit = 1.0 - (MARGIN if measured.exact else NEAR_MARGIN)
     gains = [
         strategy
-        for strategy in possible
+        for strategy in able
         if strategy in measured.mean and measured.mean[strategy] <= limit and measured.worst[strategy] <= 1.0
     ]
     return min(gains, key=lambda strategy: measured.mean[strategy], default="library"), measured.text
