@@ -65,7 +65,7 @@ class Clock:
 
 
 def captured(call: Call, calls: int = GRAPH_CALLS) -> Call:
-    """`calls` calls in one CUDA graph, as a call that replays it."""
+    """`calls` calls in one CUDA graph, as a call that replays it and returns the result on the 0-th operands."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -76,11 +76,13 @@ def captured(call: Call, calls: int = GRAPH_CALLS) -> Call:
     graph = torch.cuda.CUDAGraph()
     # The threads of NCCL query events meanwhile; only this thread's calls must be legal in a capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for index in range(calls):
-            call(index)
+        # Downwards, so that nothing that comes later in the graph uses this result's memory.
+        for index in reversed(range(calls)):
+            result = call(index)
 
-    def replay(index: int) -> None:
+    def replay(index: int) -> object:
         graph.replay()
+        return result
 
     return replay
 

@@ -227,10 +227,7 @@ def test_a_run_on_the_cpu_device(tmp_path: Path, op: str) -> None:
     assert done.returncode == 0, done.stderr
     rows = {row.contestant: row for row in read_csv(out)}
     assert set(rows) == {"gemm", "gloo", *OURS}, done.stderr
-    # A strategy that cannot run here has a row without times, and the reason is printed.
-    without = {name for name, row in rows.items() if row.p50_us is None}
-    noted = re.findall(r"^no number: .*?: (\S+): rank 0: StrategyUnavailable", done.stdout, re.MULTILINE)
-    assert without == set(noted) and without <= {"ditron:chunked"}, done.stdout
+    assert all(row.p50_us for row in rows.values()) and "no number" not in done.stdout, done.stdout
     assert "auto ran library" in done.stderr
     for phase in ("operands", "expected result", "first calls: ditron:tile", "checks", "timing"):
         assert re.search(rf"^{phase} +\d", done.stdout, re.MULTILINE), done.stdout

@@ -113,7 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     request = request_of(options)
     if not options.list and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        rank_process(request)
+        held = rank_process(request)
+        # Not the interpreter's own end: torch would destroy the process group, which can hang.
+        os._exit(0 if held else 1)
     world_size = options.world
     if not world_size:
         import torch

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks.ops.contest import wanted
 from benchmarks.ops.request import Request
 from benchmarks.ops.shapes import Cell
-from benchmarks.timing import SAMPLE_MS
+from benchmarks.timing import SAMPLE_US
 
 FLOPS = 650e12
 MEMORY_BYTES_PER_S = 4e12
@@ -51,6 +51,6 @@ def _cell_seconds(request: Request, cell: Cell, world_size: int, names: Sequence
     call_ms = call_us(cell, world_size) / 1e3
     if cell.graph:
         call_ms *= graph_calls(cell, world_size)
-    sample_ms = max(SAMPLE_MS, call_ms) + call_ms + SAMPLE_EXTRA_MS
+    sample_ms = max(SAMPLE_US / 1e3, call_ms) + call_ms + SAMPLE_EXTRA_MS
     samples = number * (1 + request.repeats * (1 + SETTLED_SHARE * request.rounds))
     return CELL_S + number * CONTESTANT_S + samples * sample_ms / 1e3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import gc
-import os
 import sys
 import time
 import warnings
@@ -37,15 +36,17 @@ from benchmarks.ops.request import Request
 from benchmarks.ops.shapes import Cell
 from benchmarks.progress import Phases, Progress
 from benchmarks.records import Row, merge_csv
-from benchmarks.timing import Captured, Clock, Times, interleaved, median_of_runs
+from benchmarks.timing import Times, interleaved, median_of_runs, synchronize
+from ditron_inductor.lowering.register import register
 from ditron_inductor.task.plan import decisions
+from ditron_inductor.timing import Call, Clock, captured
 
 CONTESTS: dict[str, Callable[[Setting, Cell], Contest]] = {
     "all_gather_matmul": all_gather_matmul.contest,
     "matmul_reduce_scatter": matmul_reduce_scatter.contest,
     "matmul_all_reduce": matmul_all_reduce.contest,
 }
-Ready = dict[str, Callable[[int], object]]
+Ready = dict[str, Call]
 
 
 class Run:
@@ -58,8 +59,9 @@ class Run:
         group_name = world_group_name()
         shared = SymmetricBuffer(group_name)
         self.setting = Setting(device, dist.get_rank(), dist.get_world_size(), group_name, shared)
-        self.clock = Clock(device)
-        self.phases = Phases(self.clock.synchronize)
+        assert dist.group.WORLD is not None
+        self.clock = Clock(device, dist.group.WORLD)
+        self.phases = Phases(lambda: synchronize(self.clock))
         # Words between the ranks travel apart from what is measured.
         self.control = dist.new_group(backend="gloo")
         self.rows: list[Row] = []
@@ -146,7 +148,7 @@ class Run:
         runs = []
         for _ in range(self.request.repeats):
             with self.phases.phase("timing"):
-                runs.append(interleaved(self.clock, ready, dict.fromkeys(ready, per_call), self.request.rounds))
+                runs.append(interleaved(self.clock, ready, per_call, self.request.rounds))
         times = median_of_runs(runs)
         with self.phases.phase("checks"):
             for name in list(times):
@@ -164,15 +166,15 @@ class Run:
 
     def prepare(self, cell: Cell, contest: Contest, check: Check, name: str, ready: Ready) -> str:
         """Put a contestant whose result is right, on all ranks, into `ready`; else return what is wrong."""
-        call: Callable[[int], object] = contest.contestants[name]
+        call: Call = contest.contestants[name]
         result, problem = self.attempt(f"first calls: {name}", lambda: call(0))
         if not problem and cell.graph:
             per_call = graph_calls(cell, self.setting.world_size)
-            captured, problem = self.attempt("captures", lambda: Captured(call, per_call))
+            replay, problem = self.attempt("captures", lambda: captured(call, per_call))
             if problem:
                 return f"cannot be captured: {problem}"
-            call = captured
-            result, problem = self.attempt("captures", lambda: call(0))
+            call = replay
+            result, problem = self.attempt("captures", lambda: replay(0))
         if problem:
             return problem
         with self.phases.phase("checks"):
@@ -187,7 +189,7 @@ class Run:
         result, problem = None, ""
         try:
             result = act()
-            self.clock.synchronize()
+            synchronize(self.clock)
         except Exception as error:
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         self.phases.add(phase, time.monotonic() - begun)
@@ -252,27 +254,17 @@ def report(run: Run) -> str:
     return "\n".join(parts)
 
 
-def main(request: Request, begun: float) -> None:
-    """Run in a rank whose environment names it (RANK, WORLD_SIZE, MASTER_ADDR, ...); ends the process.
+def main(request: Request, device: torch.device, begun: float) -> bool:
+    """Run as a rank of the default group, on `device`. begun: when the process started, by the monotonic clock.
 
-    begun: when the process started, by the monotonic clock.
+    The process is to end without destroy_process_group, which can hang where graphs hold collectives of NCCL.
     """
     # 2.13 has new names for collectives that 2.11 has not.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    rank = int(os.environ["RANK"])
-    device = torch.device("cpu")
-    if request.device == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if request.device == "cuda" else "gloo")
-    from ditron_inductor.lowering.register import register
-
     register()
     run = Run(request, device, begun)
     run.run()
-    if rank == 0:
-        print(report(run))
+    if run.setting.rank == 0:
+        print(report(run), flush=True)
     dist.barrier(group=run.control)
-    sys.stdout.flush()
-    # destroy_process_group can hang where graphs hold collectives of NCCL.
-    os._exit(0)
+    return True
