@@ -65,7 +65,8 @@ def sound(table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr):
         source = (rank + i) % WORLD
         # Acquire: the copies before this launch have read what stood in the source's slot before this word did.
         seen = tl.atomic_add(flag(table, rank, slot, REVOKED_ROW, source), 0, sem="acquire", scope="sys")
-        if behind(seen, epoch + 1) == 0:
+        # 0 until a first failure, however many epochs ago the group began.
+        if (seen != 0) & (behind(seen, epoch + 1) == 0):
             fail(ctl, TIMEOUT, rank, source, REVOKED_ROW, slot, word(site, epoch), seen)
             ok = tl.full((), 0, tl.int32)
     return ok
@@ -151,7 +152,7 @@ def reduce_partials(
     partials, out, extras, table, ctl, counters, numel, N, stride, result, rank, slot, site, row,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, SHARE: tl.constexpr, EPILOGUE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[i] = EPILOGUE(sum over sources 0..W-1 of partials[source * stride + i]), NaN after a failure.
+    """out[i] = EPILOGUE(sum over sources 0..W-1 of partials[source, i], `stride` elements apart), NaN after a failure.
 
     Added in rank order, in fp32, and rounded once. out [numel / N, N] contiguous; extras: pointers for the epilogue.
     SHARE: store the results in the own slot too, from element `result` on, and publish row `row` to all peers; else
@@ -170,8 +171,10 @@ def reduce_partials(
         first += step
         inside = offsets < numel
         total = tl.zeros((BLOCK,), dtype=tl.float32)
-        for source in tl.static_range(WORLD):
-            total += tl.load(partials + source * stride + offsets, mask=inside, other=0.0).to(tl.float32)
+        partial = partials + offsets
+        for _ in tl.static_range(WORLD):
+            total += tl.load(partial, mask=inside, other=0.0).to(tl.float32)
+            partial += stride
         if AVERAGE:
             total = total / WORLD
         total = EPILOGUE(total, offsets // N, offsets % N, extras)

@@ -20,6 +20,7 @@ from ditron_inductor.device.protocol_model import (
 
 GATHER, SCATTER, REDUCE, PUSH = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "push"
 KINDS = [GATHER, SCATTER, REDUCE, PUSH]
+PULL_GATHER, PULL_SCATTER, PULL_REDUCE = "pull_gather", "pull_scatter", "pull_reduce"
 P = Protection
 
 
@@ -226,6 +227,9 @@ SAME_SLOT = same(2, *twice_replayed(GATHER, GATHER))
 BROKEN = [
     (P.CREDITS, SAME_SLOT, "overwrites slot 1"),
     (P.CREDITS, same(2, *[Call(PUSH, "A")] * 3), "overwrites slot 0"),
+    (P.ALL_CREDITS, same(3, Call(PULL_GATHER, "A", slot=0), Call(GATHER, "B", slot=0)), "pulls ('B'"),
+    (P.REVOKE, one_slot(PULL_SCATTER), "pulls ('A', 1"),
+    (P.CHECKED, one_slot(PULL_REDUCE), "pulls ('A', 1"),
     (P.CREDIT_AFTER_USE, SAME_SLOT, "overwrites slot 1"),
     (P.LAST_OUT, replace(same(3, *[Call(GATHER, "A", slot=0)] * 2), programs=2), "overwrites slot 0"),
     (P.DATA_BEFORE_FLAG, ONE_CALL, "reads None"),

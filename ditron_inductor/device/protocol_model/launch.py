@@ -12,6 +12,16 @@ An item is a tuple of operations on memory; a resident program takes the next it
     ("epoch",)                advance the slot's epoch (closing item only)
     ("give", peer)            release store of (site, epoch) into `peer`'s credit[slot][me] (closing item only)
 
+Launches that pull (the strategy `chunked`: one launch here is what it queues on two streams, with two programs) also have
+
+    ("fill", region, part)    plain stores of data into the own slot, where peers read them
+    ("pull", region, part, src)   read that part of `src`'s slot
+    ("own",)                  the own part of a reduction, which lies in no slot
+    ("end",)                  the end of the item; what follows is done instead when a wait before it fails
+    ("revoke", dst)           tell `dst` that its credit is missing, and that the slot is overwritten even so
+    ("check", src)            whether `src` has told so, of the slot that the launch has read from
+    ("trust",)                what was pulled is used from here on, so it must have been right
+
 A wait that fails ends its item: nothing after it is done, nothing is counted or published. The program then takes the
 next item, so whatever does not depend on the failed wait still reaches the peers.
 Self-sends (dst == me) stand for the rank's own tiles: same words in own memory, no credit needed (stream order).
@@ -27,15 +37,24 @@ Item = tuple[Op, ...]
 
 # Regions of a slot, each with a part per source: a chunk or the first tile, the second tile, reduced rows.
 CHUNK, TILE, RESULT = 0, 1, 2
-NUM_REGIONS = 3
+# Data that is pulled, and the words that revoke a slot. Where data is pushed it takes the place of the former.
+PULLED, PULLED_RESULT = 3, 4
+REVOKED = 3
 TILES = 2
+
+PULLS = ("pull_gather", "pull_scatter", "pull_reduce")
+ZERO_COPY = ("pull_scatter", "pull_reduce")
+"""Kinds whose data is written into the own slot even when nothing else is done."""
 
 
 class Protection(Enum):
     """One rule of the protocol that can be taken away; the comment says what is left without it."""
 
     CREDITS = auto()  # data is written without waiting for the receiver
+    ALL_CREDITS = auto()  # a sender waits for the receiver's credit only, not for those who may read from it
     CREDIT_AFTER_USE = auto()  # credits are given when a launch begins
+    REVOKE = auto()  # a slot is overwritten without credit, and nobody is told
+    CHECKED = auto()  # what was pulled is used without a look at whether it was overwritten
     LAST_OUT = auto()  # the first program without work closes the launch
     DATA_BEFORE_FLAG = auto()  # the flag is stored before the data
     RELEASE = auto()  # a flag is a plain store: data may be seen later
@@ -69,6 +88,9 @@ def items(kind: str, me: int, world: int, without: Without) -> tuple[Item, ...]:
         "matmul_reduce_scatter": _matmul_reduce_scatter,
         "matmul_all_reduce": _matmul_all_reduce,
         "push": _push,
+        "pull_gather": _pull_gather,
+        "pull_scatter": _pull_scatter,
+        "pull_reduce": _pull_reduce,
     }[kind]
     phases = builder(me, world, [(me + i) % world for i in range(1, world)], without)
     if Protection.SENDS_FIRST in without:
@@ -76,8 +98,29 @@ def items(kind: str, me: int, world: int, without: Without) -> tuple[Item, ...]:
     return tuple(item for phase in phases for item in phase)
 
 
-def _send(me: int, dst: int, region: int, without: Without, *, credit: bool = True, count: bool = False) -> Item:
-    wait: Item = (("credit", dst),) if credit and dst != me and Protection.CREDITS not in without else ()
+def closing(kind: str, me: int, world: int, without: Without) -> Item:
+    """What the last program out does: advance the slot's epoch, then give every peer its credit."""
+    others = [(me + i) % world for i in range(1, world)]
+    checks = (*_checks(others, without), ("trust",)) if kind in PULLS else ()
+    return (*checks, ("epoch",), *(("give", p) for p in others))
+
+
+def _credits(world: int, me: int, dst: int, without: Without) -> Item:
+    if Protection.CREDITS in without or dst == me:
+        return ()
+    if Protection.ALL_CREDITS in without:
+        return (("credit", dst),)
+    return tuple(("credit", (me + i) % world) for i in range(1, world))
+
+
+def _checks(others: list[int], without: Without) -> Item:
+    return () if Protection.CHECKED in without else tuple(("check", p) for p in others)
+
+
+def _send(
+    me: int, world: int, dst: int, region: int, without: Without, *, credit: bool = True, count: bool = False
+) -> Item:
+    wait = _credits(world, me, dst, without) if credit else ()
     write: Op = ("write", dst, region)
     flag: Op = ("arrive", dst, CHUNK) if count else ("publish", dst, region)
     return (*wait, flag, write) if Protection.DATA_BEFORE_FLAG in without else (*wait, write, flag)
@@ -94,12 +137,12 @@ def _reduction(region: int, me: int, world: int, without: Without) -> Item:
 
 def _all_gather_matmul(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
     """The own shard goes to every peer, then one compute item per peer's chunk."""
-    return [[_send(me, p, CHUNK, without) for p in others], [_reads(CHUNK, CHUNK, [p]) for p in others]]
+    return [[_send(me, world, p, CHUNK, without) for p in others], [_reads(CHUNK, CHUNK, [p]) for p in others]]
 
 
 def _matmul_reduce_scatter(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
     """TILES tiles per destination, own destination last, counted locally; then one reduction per tile."""
-    sends = [_send(me, dst, tile, without, count=True) for dst in (*others, me) for tile in range(TILES)]
+    sends = [_send(me, world, dst, tile, without, count=True) for dst in (*others, me) for tile in range(TILES)]
     return [sends, [_reduction(tile, me, world, without) for tile in range(TILES)]]
 
 
@@ -109,8 +152,8 @@ def _matmul_all_reduce(me: int, world: int, others: list[int], without: Without)
     The second phase waits for no credit: its item has waited for every peer's flag of this epoch, and a peer raises
     that flag only in a launch that begins after its previous use of the slot ended.
     """
-    partials = [_send(me, dst, CHUNK, without) for dst in (*others, me)]
-    results = [op for dst in (*others, me) for op in _send(me, dst, RESULT, without, credit=False)]
+    partials = [_send(me, world, dst, CHUNK, without) for dst in (*others, me)]
+    results = [op for dst in (*others, me) for op in _send(me, world, dst, RESULT, without, credit=False)]
     reduce = (*_reduction(CHUNK, me, world, without), *results)
     return [partials, [reduce], [_reads(RESULT, RESULT, [owner]) for owner in (*others, me)]]
 
@@ -118,5 +161,41 @@ def _matmul_all_reduce(me: int, world: int, others: list[int], without: Without)
 def _push(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
     """Rank 0 sends and waits for nobody (masked chunks, empty splits): only credits hold it back."""
     if me == 0:
-        return [[_send(me, p, CHUNK, without) for p in others]]
+        return [[_send(me, world, p, CHUNK, without) for p in others]]
     return [[_reads(CHUNK, CHUNK, [0])]]
+
+
+def _fill(region: int, part: int, readers: list[int], flag: int, without: Without) -> Item:
+    """The own data of a part, and its flag for those who read it."""
+    flags = tuple(("publish", p, flag) for p in readers)
+    fill: Item = (("fill", region, part),)
+    return (*flags, *fill) if Protection.DATA_BEFORE_FLAG in without else (*fill, *flags)
+
+
+def _pull_gather(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+    """The own shard goes to the own slot, if it is free; then one copy per peer."""
+    stage = (*_credits(world, me, others[0], without), *_fill(PULLED, me, others, CHUNK, without))
+    return [[stage], [(("await", CHUNK, p), ("pull", PULLED, p, p)) for p in others]]
+
+
+def _pull_scatter(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+    """Products for each peer go to the own slot, free or not; then the peers' products are added up."""
+    sends = [op for dst in others for op in _fill(PULLED, dst, [dst], CHUNK, without)]
+    tell = () if Protection.REVOKE in without else tuple(("revoke", p) for p in others)
+    late = (("end",), *tell, *(("fill", PULLED, dst) for dst in others))
+    return [[(*_credits(world, me, others[0], without), *sends, *late)], [_pull_reduction(me, world, others, without)]]
+
+
+def _pull_reduction(me: int, world: int, others: list[int], without: Without) -> Item:
+    first = me if Protection.RANK_ORDER in without else 0
+    reads: list[Op] = []
+    for source in [(first + i) % world for i in range(world)]:
+        reads += [("own",)] if source == me else [("await", CHUNK, source), ("pull", PULLED, me, source)]
+    return (*reads, *_checks(others, without), ("trust",), ("sum",))
+
+
+def _pull_reduce(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+    """As `_pull_scatter`, and the sums go to the own slot, from where every peer copies them."""
+    (sends,), (reduction,) = _pull_scatter(me, world, others, without)
+    reduction = (*reduction, *_fill(PULLED_RESULT, me, others, RESULT, without))
+    return [[sends], [reduction], [(("await", RESULT, p), ("pull", PULLED_RESULT, p, p)) for p in others]]

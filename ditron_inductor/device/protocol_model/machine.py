@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ditron_inductor.device.protocol_model.launch import NUM_REGIONS, Protection, Without
+from ditron_inductor.device.protocol_model.launch import ZERO_COPY, Protection, Without
 from ditron_inductor.device.protocol_model.programs import Programs, Step
 from ditron_inductor.device.protocol_model.state import (
     SLOTS,
@@ -74,7 +74,7 @@ class Machine:
         return found, blocked
 
     def _zeroed(self, rank: Rank, epoch: int) -> Rank:
-        words = SLOTS * NUM_REGIONS * self.world
+        words = SLOTS * self.programs.regions * self.world
         keep = Protection.RESET_COUNTERS in self.without
         return rank._replace(
             flags=(Word(None, epoch),) * words,
@@ -109,13 +109,14 @@ class Machine:
         epoch = (rank.epochs[slot] + 1) % self.scenario.modulus
         if Protection.DEVICE_EPOCH in self.without and event.baked is not None:
             epoch = event.baked
-        if rank.poisoned and Protection.ALIVE not in self.without:
+        helpless = rank.poisoned and Protection.ALIVE not in self.without
+        if helpless and event.kind not in ZERO_COPY:
             # Outputs are NaN; only the epoch goes on.
             rank = rank._replace(event=rank.event + 1, calls=rank.calls + (event.slot is None))
             return f"rank {me} returns NaN", put(state, me, rank._replace(epochs=put(rank.epochs, slot, epoch)))
         taken = min(self.scenario.programs, len(self.programs.items[event.kind, me]))
         launch = Launch(epoch, slot, taken, tuple(Program(i) for i in range(taken)))
-        if event.may_fail and taken > 1:
+        if (event.may_fail and taken > 1) or helpless:
             # When a program starts matters: another one may have failed before.
             launch = Launch(epoch, slot, 0, (Program(-1),) * taken)
         state = put(state, me, rank._replace(launch=launch))

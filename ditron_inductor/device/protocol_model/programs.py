@@ -7,20 +7,36 @@ waited for, so their stores can be moved left, to their predecessor (Lipton's re
 
 from __future__ import annotations
 
+from typing import Any
+
 from ditron_inductor.device.protocol_model.launch import (
-    NUM_REGIONS,
+    PULLED,
+    PULLED_RESULT,
+    PULLS,
     RESULT,
+    REVOKED,
     TILES,
     Item,
     Op,
     Protection,
     Without,
+    closing,
     items,
 )
-from ditron_inductor.device.protocol_model.state import Call, Launch, Program, Scenario, State, Violation, Word, put
+from ditron_inductor.device.protocol_model.state import (
+    Call,
+    Launch,
+    Program,
+    Rank,
+    Scenario,
+    State,
+    Violation,
+    Word,
+    put,
+)
 
-WAITS, ACCESSES = ("credit", "await"), ("write", "read")
-NAMES = {"timeout": "no progress", "diverged": "another use of the slot"}
+WAITS, ACCESSES = ("credit", "await"), ("write", "read", "fill", "pull", "check")
+NAMES = {"timeout": "no progress", "diverged": "another use of the slot", "revoked": "the slot was overwritten"}
 Step = tuple[str, State]
 
 
@@ -31,8 +47,9 @@ class Programs:
         self.scenario, self.without, self.world = scenario, without, scenario.world
         kinds = {event.kind for script in scenario.scripts for event in script if isinstance(event, Call)}
         self.items = {(kind, me): items(kind, me, self.world, without) for kind in kinds for me in range(self.world)}
-        # The last program out advances the slot's epoch, then gives every peer its credit.
-        self.closing = [(("epoch",), *(("give", p) for p in range(self.world) if p != me)) for me in range(self.world)]
+        self.closing = {(kind, me): closing(kind, me, self.world, without) for kind, me in self.items}
+        # Of each slot: the regions of launches that pull only where there are any.
+        self.regions = 1 + (PULLED_RESULT if kinds & set(PULLS) else RESULT)
 
     def call(self, state: State, me: int) -> Call:
         """The call that `me` is running."""
@@ -49,8 +66,13 @@ class Programs:
             alive = not state[me].poisoned or Protection.ALIVE in self.without
             program = program._replace(alive=alive)
             return f"rank {me}: a program starts", self._leave_item(self._set(state, me, index, program), me, index)[0]
-        if not program.alive and program.item < len(self.items[self.call(state, me).kind, me]):
-            return f"rank {me}: an item does nothing", self._leave_item(state, me, index)[0]
+        work = self.items[self.call(state, me).kind, me]
+        if not program.alive and program.item < len(work):
+            if ("end",) not in work[program.item]:
+                return f"rank {me}: an item does nothing", self._leave_item(state, me, index)[0]
+            if program.op == 0:
+                start = self._without_work(state, me, work[program.item])
+                return f"rank {me}: only its slot is filled", self._set(state, me, index, program._replace(op=start))
         done: list[Op] = []
         accessed = False
         running: int | None = index
@@ -66,6 +88,8 @@ class Programs:
                 if op[0] == "await" and (seen.site, seen.epoch) != (self.call(state, me).site, launch.epoch):
                     if Protection.SITE_HASH not in self.without:
                         return self._fail(state, me, index, "diverged")
+            if op[0] == "check" and not state[me].poisoned and self._is_revoked(state, me, op[1]):
+                return self._fail(state, me, index, "revoked")
             done.append(op)
             accessed = accessed or op[0] not in WAITS
             state, running = self._perform_and_advance(state, me, index)
@@ -98,9 +122,32 @@ class Programs:
         launch = state[me].launch
         assert launch is not None
         program = launch.programs[index]
-        work = self.items[self.call(state, me).kind, me]
-        item = work[program.item] if program.item < len(work) else self.closing[me]
-        return launch, program, item[program.op]
+        return launch, program, self._item(state, me, program)[program.op]
+
+    def _item(self, state: State, me: int, program: Program) -> Item:
+        kind = self.call(state, me).kind
+        work = self.items[kind, me]
+        return work[program.item] if program.item < len(work) else self.closing[kind, me]
+
+    def _is_closing(self, state: State, me: int, program: Program) -> bool:
+        return program.item >= len(self.items[self.call(state, me).kind, me])
+
+    def _is_revoked(self, state: State, me: int, source: int) -> bool:
+        """Whether `source` has overwritten what it had in its slot for this launch."""
+        launch = state[me].launch
+        assert launch is not None
+        word = state[me].flags[self._flag(launch.slot, REVOKED, source)]
+        return word.site is not None and self._reached(word.epoch, launch.epoch + 1)
+
+    def _without_work(self, state: State, me: int, item: Item) -> int:
+        """Where an item begins on a poisoned workspace: behind its end, and behind the telling if all credits are there."""
+        launch = state[me].launch
+        assert launch is not None
+        begin = item.index(("end",)) + 1
+        credits = [self._seen(state, me, op).epoch for op in item if op[0] == "credit"]
+        if all(self._reached(seen, launch.epoch - 1) for seen in credits):
+            begin += sum(op[0] == "revoke" for op in item)
+        return begin
 
     def _seen(self, state: State, me: int, op: Op) -> Word:
         """The word that the wait `op` polls."""
@@ -118,7 +165,7 @@ class Programs:
         return (seen - epoch) % self.scenario.modulus < self.scenario.modulus // 2
 
     def _word(self, slot: int, region: int, source: int) -> int:
-        return (slot * NUM_REGIONS + region) * self.world + source
+        return (slot * self.regions + region) * self.world + source
 
     def _flag(self, slot: int, region: int, source: int) -> int:
         return self._word(slot, region, source if Protection.ONE_WRITER not in self.without else 0)
@@ -134,6 +181,19 @@ class Programs:
         elif name == "read":
             self._check_read(state, me, launch, op[1], op[2])
             state = self._set(state, me, index, program._replace(read=(*program.read, op[2])))
+        elif name == "fill":
+            state = self._fill(state, me, index)
+        elif name == "pull":
+            state = self._pull(state, me, index)
+        elif name == "own":
+            state = self._set(state, me, index, program._replace(read=(*program.read, me)))
+        elif name == "end" or (name == "check" and state[me].poisoned and not self._is_closing(state, me, program)):
+            return self._leave_item(state, me, index)
+        elif name == "revoke":
+            state = self._publish(self._release(state, me, index), me, launch, op[1], REVOKED)
+        elif name == "trust":
+            if launch.suspect and not state[me].poisoned:
+                raise Violation(launch.suspect)
         elif name == "sum":
             if program.read != tuple(range(self.world)):
                 raise Violation(f"rank {me} reduces in the order {program.read}: not the same bits on every rank")
@@ -162,8 +222,41 @@ class Programs:
         if dst.event <= state[me].used[launch.slot] and not (dst.dead or dst.poisoned):
             raise Violation(f"rank {me} overwrites slot {launch.slot} of rank {to} before its last use ended")
         data = (self.call(state, me).site, state[me].event, me, region, program.value)
-        state = put(state, to, dst._replace(early=put(dst.early, word, data)))
+        early = put(self._destroyed(dst, launch.slot, data), word, data)
+        state = put(state, to, dst._replace(early=early))
         return self._set(state, me, index, program._replace(pending=(*program.pending, (to, word, data))))
+
+    def _destroyed(self, rank: Rank, slot: int, data: Any) -> tuple[Any, ...]:
+        """`rank.early` when `data` is stored: whatever earlier uses left in the slot to be pulled is in the way."""
+        early = rank.early
+        for region in (PULLED, PULLED_RESULT)[: max(0, self.regions - PULLED)]:
+            for word in (self._word(slot, region, part) for part in range(self.world)):
+                if early[word] is not None and early[word][:2] != data[:2]:
+                    early = put(early, word, data)
+        return early
+
+    def _fill(self, state: State, me: int, index: int) -> State:
+        launch, program, (_, region, part) = self._at(state, me, index)
+        rank, word = state[me], self._word(launch.slot, region, part)
+        data = (self.call(state, me).site, rank.event, me, region, program.value)
+        state = put(state, me, rank._replace(early=put(self._destroyed(rank, launch.slot, data), word, data)))
+        return self._set(state, me, index, program._replace(pending=(*program.pending, (me, word, data))))
+
+    def _pull(self, state: State, me: int, index: int) -> State:
+        """Read a part of the source's slot. Wrong data may still be noticed, before it is trusted."""
+        launch, program, (_, region, part, source) = self._at(state, me, index)
+        site, event, peer = self.call(state, me).site, state[me].event, state[source]
+        value = tuple(range(self.world)) if region == PULLED_RESULT else None
+        word = self._word(launch.slot, region, part)
+        for moment, data in (("first", peer.early[word]), ("last", peer.late[word])):
+            if data != (site, event, source, region, value) and not launch.suspect:
+                text = (
+                    f"rank {me}, call {event} of {site}: pulls {data} from rank {source} "
+                    f"when stores become visible at the {moment} moment"
+                )
+                launch = launch._replace(suspect=text)
+        state = put(state, me, state[me]._replace(launch=launch))
+        return self._set(state, me, index, program._replace(read=(*program.read, source)))
 
     def _check_read(self, state: State, me: int, launch: Launch, region: int, source: int) -> None:
         rank, site, word = state[me], self.call(state, me).site, self._word(launch.slot, region, source)
@@ -210,10 +303,8 @@ class Programs:
     # -- items and the end of a launch -------------------------------------------------------------------------------
 
     def _advance(self, state: State, me: int, index: int) -> tuple[State, int | None]:
-        launch, program, _ = self._at(state, me, index)
-        work = self.items[self.call(state, me).kind, me]
-        size = len(work[program.item] if program.item < len(work) else self.closing[me])
-        if program.op + 1 < size:
+        _, program, _ = self._at(state, me, index)
+        if program.op + 1 < len(self._item(state, me, program)):
             return self._set(state, me, index, program._replace(op=program.op + 1)), index
         return self._leave_item(state, me, index)
 
@@ -245,21 +336,28 @@ class Programs:
         what = " ".join(map(str, op))
         if not call.may_fail:
             raise Violation(f"{NAMES[kind]}: rank {me}, call {rank.event} waits for {what}")
-        record = rank.record or (kind, rank.event, op[1] if op[0] == "credit" else op[2])
+        record = rank.record or (kind, rank.event, op[2] if op[0] == "await" else op[1])
         state = put(state, me, rank._replace(poisoned=True, record=record))
         label = f"rank {me}: {kind}, waiting for {what}"
+        if self._is_closing(state, me, program):
+            running: int | None = index
+            while running is not None:
+                state, running = self._perform_and_advance(state, me, running)
+            return label, state
         goes_on = self._goes_on(self.items[call.kind, me][program.item], program.op)
         if goes_on is not None:
             return label, self._set(state, me, index, program._replace(op=goes_on))
-        state, closing = self._leave_item(state, me, index)
-        while closing is not None:
-            state, closing = self._perform_and_advance(state, me, closing)
+        state, last_out = self._leave_item(state, me, index)
+        while last_out is not None:
+            state, last_out = self._perform_and_advance(state, me, last_out)
         return label, state
 
     def _goes_on(self, item: Item, failed: int) -> int | None:
         """The operation with which a program goes on after the wait `failed`; None when it leaves the item."""
         if Protection.WAIT_RESULT in self.without:
             return failed + 1
+        if ("end",) in item[failed:]:
+            return item.index(("end",)) + 1
         if Protection.PIECE_COUNT in self.without and item[failed][0] == "credit":
             return next(i for i, op in enumerate(item) if op[0] in ("arrive", "publish"))
         if Protection.RESULT_OK in self.without:

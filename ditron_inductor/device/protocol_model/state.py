@@ -83,6 +83,7 @@ class Launch(NamedTuple):
     slot: int
     next_item: int
     programs: tuple[Program, ...]  # sorted: programs are interchangeable
+    suspect: str = ""  # what was wrong with the first wrong data that was pulled
 
 
 class Word(NamedTuple):

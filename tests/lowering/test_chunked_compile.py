@@ -1,0 +1,108 @@
+"""The kernels around library products and copies, for every GPU family: waits, barriers and releases, wide accesses."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ditron_inductor.lowering import transfers
+
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+# By kernel: (kernel, warps, compile-time arguments, waits, releases). A wait is two reads: the first and the loop's.
+KERNELS: dict[str, tuple[Any, int, dict[str, Any], int, int]] = {
+    "stage": (transfers.stage, 8, {"COPY": True, "BLOCK": 8192}, 2, 1),
+    "open_slot": (transfers.open_slot, 1, {}, 2, 1),
+    "publish_pieces": (transfers.publish_pieces, 1, {}, 0, 1),
+    "await_pieces": (transfers.await_pieces, 1, {}, 2, 0),
+    "reduce_partials": (transfers.reduce_partials, 8, {"SHARE": False, "BLOCK": 4096}, 1, 1),
+    "reduce_and_share": (transfers.reduce_partials, 8, {"SHARE": True, "BLOCK": 4096}, 1, 1),
+    "close_slot": (transfers.close_slot, 8, {"NUM_OUTS": 2, "BLOCK": 8192}, 1, 1),
+}
+TENSORS = ("shard", "copy", "partials", "out")
+WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32", "numel": "i64"}
+ALIGNED = ("shard", "copy", "partials", "out", "table", "ctl", "counters", "numel", "N", "stride", "result")
+
+NVIDIA_ACQUIRE = re.compile(r"(ld|atom)\.global\.(sys\.acquire|acquire\.sys)\.")
+NVIDIA_RELEASE = re.compile(r"atom\.global\.(sys\.release|release\.sys)\.exch\.b64")
+NVIDIA_STORE = re.compile(r"\bst\.global\.")
+AMD_ACQUIRE = re.compile(r"buffer_inv sc0 sc1")
+AMD_RELEASE = re.compile(r"buffer_wbl2 sc0 sc1")
+AMD_STORE = re.compile(r"\b(global|flat|buffer)_store_")
+
+
+@functools.cache
+def compiled(name: str, target: str, dtype: str = "bf16") -> tuple[str, int]:
+    """(the GPU's assembly, bytes of shared memory) of a kernel for 4 ranks, specialised as on aligned operands."""
+    kernel, warps, constants, _, _ = KERNELS[name]
+    constants = {"WORLD": 4, "AVERAGE": True, "EPILOGUE": transfers.identity} | constants
+    signature: dict[str, Any] = {}
+    known: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for place, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument], known[place,] = "constexpr", constants[argument]
+        elif argument in ("outs", "numels"):
+            signature[argument] = (f"*{dtype}" if argument == "outs" else "i64",) * 2
+            attributes |= {(place, i): [["tt.divisibility", 16]] for i in range(2)}
+        elif argument == "extras":
+            signature[argument] = ()
+        else:
+            signature[argument] = f"*{dtype}" if argument in TENSORS else WORDS.get(argument, "i32")
+            if argument in ALIGNED:
+                attributes[place,] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, known, attributes)
+    binary = triton.compile(source, target=TARGETS[target], options={"num_warps": warps})
+    return binary.asm["ptx" if target.startswith("sm_") else "amdgcn"], binary.metadata.shared
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_waits_and_releases_are_there(name: str, target: str) -> None:
+    _, _, _, waits, releases = KERNELS[name]
+    lines = [line.strip() for line in compiled(name, target)[0].splitlines()]
+    nvidia = target.startswith("sm_")
+    acquire, release = (NVIDIA_ACQUIRE, NVIDIA_RELEASE) if nvidia else (AMD_ACQUIRE, AMD_RELEASE)
+    barrier, store = ("bar.sync", NVIDIA_STORE) if nvidia else ("s_barrier", AMD_STORE)
+    assert sum(bool(acquire.search(line)) for line in lines) >= waits
+    places = [i for i, line in enumerate(lines) if release.search(line)]
+    assert len(places) >= releases
+    if KERNELS[name][1] > 1:
+        for place in places:
+            assert _barrier_before(lines, place, barrier, store), f"no barrier before {lines[place]!r} ({place})"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", ["stage", "reduce_partials", "reduce_and_share"])
+def test_data_moves_in_wide_accesses(name: str, dtype: str) -> None:
+    text, _ = compiled(name, "sm_90", dtype)
+    assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
+    assert not re.search(r"st\.global\.(b16|b32)\b", text)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["open_slot", "publish_pieces", "await_pieces"])
+def test_waiting_kernels_leave_room(name: str, target: str) -> None:
+    """One warp, and shared memory for a word that its threads hand on: they fit beside a product if anything does."""
+    assert KERNELS[name][1] == 1
+    assert compiled(name, target)[1] <= 64
+
+
+def _barrier_before(lines: list[str], release: int, barrier: str, store: re.Pattern[str]) -> bool:
+    """Whether, reading upwards from a release, a barrier of the whole program comes before any store of data."""
+    for line in reversed(lines[:release]):
+        if barrier in line:
+            return True
+        if store.search(line):
+            return False
+    return False
