@@ -19,6 +19,7 @@ ROTATED_BYTES = 256 << 20
 MAX_ROTATED = 4
 LINK_BYTES_PER_S = 450e9
 WORKSPACE_LIMIT = 4 << 30
+SYMMETRIC_BYTES = 256 << 20
 # Long enough for a rank that compiles while its peers wait; a kernel that hangs costs no more.
 TIMEOUT_S = 30.0
 # Rows of every shard whose values are compared with an fp32 reference.
@@ -83,7 +84,7 @@ class SymmetricBuffer:
 
         nbytes = math.prod(shape) * dtype.itemsize
         if self._bytes is None or self._bytes.numel() < nbytes:
-            self._bytes = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+            self._bytes = symm_mem.empty(max(nbytes, SYMMETRIC_BYTES), dtype=torch.uint8, device=device)
             symm_mem.rendezvous(self._bytes, self._group_name)
         return self._bytes[:nbytes].view(dtype).view(shape)
 
