@@ -4,12 +4,12 @@
 global variables, asks the driver about every pointer and calls two hooks: tens of microseconds with 35 arguments,
 most of which never change. A `Launcher` stands for one kernel at one site. It leaves the first launch of each
 specialisation to the JIT, keeps the compiled kernel and the arguments in their order, and later only fills in what
-differs: the addresses of the tensors and a few late numbers.
+differs: the addresses of the tensors and a few numbers.
 
 What decides which compiled kernel runs is the same as for the JIT, since Triton's own function tells it: the
 specialisation of every tensor (dtype, 16-byte alignment, on AMD GPUs whether it is small), and the two settings that
-are options of every compilation. All else is a fixed value of the launcher. Late numbers are parameters that the
-kernel does not specialise on, and stay within 32 bits, so their type cannot change.
+are options of every compilation. All else is a fixed value of the launcher, but for parameters that the kernel does not
+specialise on, which stay within 32 bits so that their type cannot change, and pointers that always look the same.
 
 The JIT runs every launch in the interpreter, while launch hooks (of a profiler, say) or other hooks of Triton are set,
 and under a version of Triton whose internals are not known here.
@@ -36,14 +36,12 @@ KNOWN_TRITON = ((3, 6), (3, 8))
 
 SIGNED_32 = 1 << 31
 
-Tensors = Mapping[str, Any]
-"""Tensors, or tuples of tensors, by parameter name."""
 Allocator = Callable[[int, int, int | None], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a launch needs besides tensors and late numbers: programs, and the other parameters and options by name."""
+    """What does not come with every call: programs, and by name the other parameters and the options."""
 
     programs: int
     values: dict[str, Any]
@@ -53,17 +51,32 @@ class Arguments:
 class Internals:
     """What we use of Triton beyond its public interface."""
 
-    knobs: Any
+    runtime: Any
+    compilation: Any
     specialize: Callable[..., Any]
     compiled_class: type
     allocator: contextvars.ContextVar[Any]
+
+    def settings(self) -> tuple[Any, ...]:
+        """What the JIT makes part of every compilation's options."""
+        return self.runtime.debug, self.compilation.instrumentation_mode
+
+    def has_hooks(self) -> bool:
+        """Whether somebody listens to launches, or changes compilations."""
+        runtime = self.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        # A chain of hooks, a function, or None.
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            return True
+        return getattr(runtime, "add_stages_inspection_hook", None) is not None
 
 
 @functools.cache
 def internals() -> Internals | None:
     """Triton's internals, or None, with a warning, if this version has others."""
     numbers = re.findall(r"\d+", triton.__version__)
-    problem = f"versions {'.'.join(map(str, KNOWN_TRITON[0]))} to {'.'.join(map(str, KNOWN_TRITON[1]))} are known"
+    oldest, newest = (".".join(map(str, version)) for version in KNOWN_TRITON)
+    problem = f"{oldest} to {newest} are known"
     if KNOWN_TRITON[0] <= (int(numbers[0]), int(numbers[1])) <= KNOWN_TRITON[1]:
         try:
             from triton import knobs
@@ -71,9 +84,9 @@ def internals() -> Internals | None:
             from triton.compiler.compiler import CompiledKernel
             from triton.runtime._allocation import _allocator
 
-            found = Internals(knobs, native_specialize_impl, CompiledKernel, _allocator)
-            _settings(found)
-            _has_hooks(found)
+            found = Internals(knobs.runtime, knobs.compilation, native_specialize_impl, CompiledKernel, _allocator)
+            found.settings()
+            found.has_hooks()
             return found
         except (ImportError, AttributeError) as exc:
             problem = f"{type(exc).__name__}: {exc}"
@@ -83,21 +96,6 @@ def internals() -> Internals | None:
         problem,
     )
     return None
-
-
-def _settings(found: Internals) -> tuple[Any, ...]:
-    """The settings that the JIT makes part of every compilation's options."""
-    knobs = found.knobs
-    return knobs.runtime.debug, knobs.compilation.instrumentation_mode
-
-
-def _has_hooks(found: Internals) -> bool:
-    """Whether somebody listens to launches, or changes compilations."""
-    runtime = found.knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    # A chain of hooks, a function, or None.
-    listened = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-    return bool(listened) or getattr(runtime, "add_stages_inspection_hook", None) is not None
 
 
 @dataclass(frozen=True)
@@ -116,51 +114,71 @@ class _Ready:
 class Launcher:
     """One kernel at one site, whose operands differ from call to call in their addresses only.
 
-    late: names of the int parameters whose values come with every call; the kernel must not specialise on them.
+    numbers: names of int parameters whose values come with every call; the kernel must not specialise on them. words:
+    names of pointers whose dtype and alignment are always the same. allocator: of scratch memory.
     """
 
-    def __init__(self, kernel: Any, device: torch.device, late: tuple[str, ...], allocator: Allocator) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        device: torch.device,
+        *,
+        numbers: tuple[str, ...],
+        words: tuple[str, ...],
+        allocator: Allocator,
+    ) -> None:
         self._kernel = kernel
         self._device = device
-        self._late = late
+        self._numbers = numbers
+        self._words = words
         self._allocator = allocator
         self._ready: dict[Any, _Ready] = {}
         self._positions: dict[str, int] = {}
         self._flags: dict[str, tuple[bool, bool, bool]] = {}
+        # Of the NVIDIA or AMD compiler, known from the first launch on.
         self._backend: Any = None
         if isinstance(kernel, JITFunction):
             for position, param in enumerate(kernel.params):
                 self._positions[param.name] = position
                 align = not param.do_not_specialize_on_alignment
                 self._flags[param.name] = (param.is_const, not param.do_not_specialize, align)
-            eager = [name for name in late if self._flags[name][1] or kernel.params[self._positions[name]].annotation]
+            params = [kernel.params[self._positions[name]] for name in numbers]
+            eager = [param.name for param in params if not param.do_not_specialize or param.annotation]
             assert not eager, f"{kernel} specialises on {eager}, which differ from call to call"
 
     def __call__(
-        self, stream: int, arguments: Callable[[], Arguments], late: tuple[int, ...], tensors: Tensors
+        self,
+        stream: int,
+        arguments: Callable[[], Arguments],
+        numbers: tuple[int, ...],
+        words: tuple[torch.Tensor, ...],
+        tensors: Mapping[str, Any],
     ) -> None:
         """Launch on `stream`, the current one of the device, which is the current device.
 
         arguments: asked for before the first launch of each specialisation; depends on nothing but the specialisations
-        of the tensors (dtypes and 16-byte alignment) and on what never changes at the site. late: the values of the
-        late numbers. tensors: the same names in the same order in every call, on the device.
+        of the tensors (dtypes and 16-byte alignment) and on what never changes at the site. numbers, words: values for
+        those names. tensors: the other operands by name, tensors or tuples of them, on the device; the same names in
+        the same order in every call.
         """
         found = internals()
-        if found is None or self._backend is None or _has_hooks(found) or self._kernel.pre_run_hooks:
-            self._launch_by_jit(arguments, late, tensors)
+        if found is None or self._backend is None or found.has_hooks() or self._kernel.pre_run_hooks:
+            self._launch_by_jit(arguments, numbers, words, tensors)
             return
         ready = self._ready.get(self._key(found, tensors))
         if ready is None:
-            self._launch_by_jit(arguments, late, tensors)
+            self._launch_by_jit(arguments, numbers, words, tensors)
             return
-        values = ready.template.copy()
         positions = self._positions
-        for name, number in zip(self._late, late, strict=True):
+        values = ready.template.copy()
+        for i, name in enumerate(self._numbers):
+            values[positions[name]] = number = numbers[i]
             assert -SIGNED_32 <= number < SIGNED_32, f"{name} = {number} does not fit in 32 bits"
-            values[positions[name]] = number
-        for name, value in tensors.items():
-            # The driver is asked about tensors, not about plain addresses.
-            values[positions[name]] = tuple([x.data_ptr() for x in value]) if type(value) is tuple else value.data_ptr()
+        # Addresses instead of tensors: about every tensor the driver would be asked again.
+        for i, name in enumerate(self._words):
+            values[positions[name]] = words[i].data_ptr()
+        for name, x in tensors.items():
+            values[positions[name]] = tuple([one.data_ptr() for one in x]) if type(x) is tuple else x.data_ptr()
         if not ready.needs_scratch:
             ready.run(ready.programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *values)
             return
@@ -170,15 +188,23 @@ class Launcher:
         finally:
             found.allocator.reset(before)
 
-    def _key(self, found: Internals, tensors: Tensors) -> tuple[Any, ...]:
+    def _key(self, found: Internals, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
         specialize, backend, flags = found.specialize, self._backend, self._flags
-        return _settings(found), *[specialize(backend, x, *flags[name]) for name, x in tensors.items()]
+        return found.settings(), *[specialize(backend, x, *flags[name]) for name, x in tensors.items()]
 
-    def _launch_by_jit(self, arguments: Callable[[], Arguments], late: tuple[int, ...], tensors: Tensors) -> None:
+    def _launch_by_jit(
+        self,
+        arguments: Callable[[], Arguments],
+        numbers: tuple[int, ...],
+        words: tuple[torch.Tensor, ...],
+        tensors: Mapping[str, Any],
+    ) -> None:
         """Launch as everybody does, and keep the compiled kernel."""
+        assert all(word.data_ptr() % 16 == 0 for word in words)
         chosen = arguments()
-        late_values = dict(zip(self._late, late, strict=True))
-        launch = functools.partial(self._kernel[(chosen.programs,)], **tensors, **late_values, **chosen.values)
+        values = {**chosen.values, **dict(zip(self._numbers, numbers, strict=True))}
+        pointers = {**tensors, **dict(zip(self._words, words, strict=True))}
+        launch = functools.partial(self._kernel[(chosen.programs,)], **pointers, **values)
         if not isinstance(self._kernel, JITFunction):
             launch()
             return
@@ -188,22 +214,19 @@ class Launcher:
             return launch()
 
         # In a context of its own: the allocator that the caller has set stays his.
-        compiled = contextvars.copy_context().run(with_allocator)
+        compiled: Any = contextvars.copy_context().run(with_allocator)
         found = internals()
         if found is None or not isinstance(compiled, found.compiled_class):
             return
         self._backend = self._kernel.device_caches[self._device.index][3]
-        values = {**chosen.values, **late_values}
-        template = [
-            None if param.name in tensors else values[param.name] if param.name in values else param.default
-            for param in self._kernel.params
-        ]
+        params = self._kernel.params
         self._ready[self._key(found, tensors)] = _Ready(
             run=compiled.run,
             function=compiled.function,
             metadata=compiled.packed_metadata,
             programs=chosen.programs,
-            template=template,
+            # Options are no parameters, and pointers are filled in.
+            template=[None if param.name in pointers else values.get(param.name, param.default) for param in params],
             needs_scratch=bool(getattr(compiled.metadata, "global_scratch_size", 0)),
             compiled=compiled,
         )

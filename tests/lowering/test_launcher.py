@@ -28,11 +28,12 @@ from ditron_inductor.lowering.launcher import Arguments, Launcher
 
 DEVICE = torch.device("cuda", 0)
 STREAM = 77
-LATE = ("slot", "site")
+NUMBERS = ("slot", "site")
+TABLE = torch.zeros(2, dtype=torch.int64)
 
 
 @triton.jit(do_not_specialize=["slot", "site", "rank"])
-def kernel(x, weights, out, rows, columns, rank, slot, site, BLOCK: tl.constexpr, MODE: tl.constexpr = "plain"):
+def kernel(x, weights, out, table, rows, columns, rank, slot, site, BLOCK: tl.constexpr, MODE: tl.constexpr = "plain"):
     pass
 
 
@@ -121,7 +122,7 @@ class Site:
         self.jit = jit
         self.values = {"rows": 48, "columns": (16, 1), "rank": 1, "BLOCK": 64, "num_warps": 8} | changes
         self.asked = 0
-        self.launcher = Launcher(kernel, DEVICE, LATE, allocator)
+        self.launcher = Launcher(kernel, DEVICE, numbers=NUMBERS, words=("table",), allocator=allocator)
 
     def arguments(self) -> Arguments:
         self.asked += 1
@@ -130,13 +131,15 @@ class Site:
     def __call__(self, slot: int = 0, **tensors: Any) -> tuple[str, str]:
         """One launch: by which way, and the key of the kernel that ran. Checks that key, and the arguments."""
         before = len(self.jit.launches)
-        self.launcher(STREAM, self.arguments, (slot, 12345), tensors)
+        self.launcher(STREAM, self.arguments, (slot, 12345), (TABLE,), tensors)
         assert len(self.jit.launches) == before + 1, "one launch for one call"
         way, key, programs, args, _ = self.jit.launches[-1]
         assert programs == 132
-        assert key == self.jit.key(**tensors, **self.values, slot=slot, site=12345), "the JIT would run another kernel"
+        assert key == self.jit.key(**tensors, **self.values, table=TABLE, slot=slot, site=12345), (
+            "the JIT would run another kernel"
+        )
         if way == "direct":
-            expected = {**self.values, "slot": slot, "site": 12345, "MODE": "plain"}
+            expected = {**self.values, "table": TABLE.data_ptr(), "slot": slot, "site": 12345, "MODE": "plain"}
             for name, value in tensors.items():
                 expected[name] = tuple(t.data_ptr() for t in value) if isinstance(value, tuple) else value.data_ptr()
             assert args == tuple(expected[param.name] for param in kernel.params)
@@ -262,16 +265,16 @@ def test_what_is_no_compiled_kernel_is_not_kept(jit: Jit, answer: Any) -> None:
     assert [site(**operands())[0] for _ in range(3)] == ["jit"] * 3
 
 
-def test_late_numbers_must_not_be_specialised_on() -> None:
+def test_numbers_of_a_call_must_not_be_specialised_on() -> None:
     with pytest.raises(AssertionError, match="slot"):
-        Launcher(eager_kernel, DEVICE, LATE, no_scratch)
+        Launcher(eager_kernel, DEVICE, numbers=NUMBERS, words=(), allocator=no_scratch)
 
 
-def test_late_numbers_stay_within_32_bits(jit: Jit) -> None:
+def test_numbers_of_a_call_stay_within_32_bits(jit: Jit) -> None:
     site = Site(jit)
     site(**operands())
     with pytest.raises(AssertionError, match="32 bits"):
-        site.launcher(STREAM, site.arguments, (0, 1 << 31), operands())
+        site.launcher(STREAM, site.arguments, (0, 1 << 31), (TABLE,), operands())
 
 
 def test_scratch_memory_comes_from_our_allocator_and_the_users_is_back_afterwards(jit: Jit) -> None:
