@@ -11,8 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ditron_inductor.doctor import check_software
-from ditron_inductor.errors import MissingDependency
+from ditron_inductor.doctor import require
 from ditron_inductor.options import STRATEGIES
 from ditron_inductor.processes import Rank, device_for, failures_text, run_ranks
 
@@ -52,13 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the demo; the exit code: 0 if every comparison held on every rank. Raises MissingDependency."""
-    require("python", "torch", "triton", "tabulate", "C++ compiler")
+    require("python", "torch", "triton", "tabulate", "C++ compiler", needed_for="the demo")
     device_type, problem = device_for(arguments.ranks, arguments.device)
     if problem:
         print(f"demo: {problem}", file=sys.stderr)
         return 2
     if device_type == "cpu" and arguments.strategy == "tile":
-        require("numpy", "shared memory")
+        require("numpy", "shared memory", needed_for="the demo")
     where = f"{arguments.ranks} GPUs" if device_type == "cuda" else "the CPU, kernels in Triton's interpreter"
     print(f"Ditron demo: {arguments.ranks} ranks on {where}, strategy {arguments.strategy}", flush=True)
     forms = tuple(FORMS) if arguments.form == "both" else (arguments.form,)
@@ -74,15 +73,6 @@ def main(arguments: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 1
-
-
-def require(*names: str) -> None:
-    """Raise MissingDependency for the first of the doctor's findings ``names`` that is not fine."""
-    for finding in check_software():
-        if finding.name in names and not finding.ok:
-            raise MissingDependency(
-                name=finding.name, needed_for="the demo", found=finding.detail, remedy=finding.remedy
-            )
 
 
 def _run_rank(rank: Rank, setup: DemoSetup) -> bool:

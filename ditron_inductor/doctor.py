@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ditron_inductor.errors import MissingDependency
+
 OLDEST_PYTHON = (3, 11)
 TORCH_RANGE = ((2, 11), (2, 14))
 OLDEST_TRITON = (3, 6)
@@ -80,6 +82,7 @@ def check_software() -> list[Finding]:
         _package("torch", lambda v: TORCH_RANGE[0] <= v < TORCH_RANGE[1], "install torch>=2.11,<2.14"),
         _package("triton", lambda v: v >= OLDEST_TRITON, "install triton>=3.6 (Linux); nothing of Ditron runs without"),
         _package("tabulate", lambda v: True, "pip install tabulate"),
+        _package("tqdm", lambda v: True, "pip install tqdm; the command tune shows with it how far it is"),
         _package("numpy", lambda v: True, "pip install numpy; Triton's interpreter needs it"),
         check_compiler(),
     ]
@@ -89,6 +92,15 @@ def check_software() -> list[Finding]:
     else:
         findings.append(Finding("shared memory", False, f"{shared} is not writable", "mount it; CPU ranks meet there"))
     return findings
+
+
+def require(*names: str, needed_for: str) -> None:
+    """Raise MissingDependency for the first of the findings ``names`` that is not fine."""
+    for finding in check_software():
+        if finding.name in names and not finding.ok:
+            raise MissingDependency(
+                name=finding.name, needed_for=needed_for, found=finding.detail, remedy=finding.remedy
+            )
 
 
 def check_compiler() -> Finding:

@@ -27,6 +27,10 @@ GAIN = 0.945
 """`tile` has to be predicted below this part of `library`: the model's own error must not cost anybody time."""
 
 
+MEAN_ERROR_BOUND = 0.20
+"""The model's mean error on the results in benchmarks/results; `model_error` reports it, a test checks it."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """What the model knows of a GPU and its links. Rates are what one rank reaches, not data sheet peaks.

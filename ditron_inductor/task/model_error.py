@@ -1,0 +1,98 @@
+"""How far the cost model is from what was measured: `python -m ditron_inductor tune --model-error` prints it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ditron_inductor.task import cost
+from ditron_inductor.task.table import MEASURED, Entry
+
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class ModelError:
+    """The error of one op by one strategy over `count` measurements, relative to the measured time.
+
+    mean, median, worst: of its absolute value; bias: the median with its sign, above 0 where the model is too slow.
+    worst_at: the sizes of the worst one.
+    """
+
+    op: str
+    strategy: str
+    count: int
+    mean: float
+    median: float
+    worst: float
+    bias: float
+    worst_at: str
+
+
+def problem_of(entry: Entry) -> cost.Problem:
+    """What the model is asked about an entry."""
+    return cost.Problem(entry.op, entry.m, entry.n, entry.k, ITEMSIZE[entry.dtype], entry.world)
+
+
+def relative_error(entry: Entry, strategy: str, on: cost.Hardware) -> float:
+    """(predicted - measured) / measured."""
+    return cost.predict(problem_of(entry), on)[strategy] / entry.us[strategy] - 1.0
+
+
+def model_error(entries: Iterable[Entry]) -> list[ModelError]:
+    """One line per op and strategy that was measured on a GPU that the model knows, ops in their order, see `cost`."""
+    known = [entry for entry in entries if entry.dtype in ITEMSIZE and cost.hardware(entry.gpu) is not cost.UNKNOWN]
+    rows = []
+    for op in dict.fromkeys(entry.op for entry in known):
+        for strategy in MEASURED:
+            errors = [
+                (relative_error(entry, strategy, cost.hardware(entry.gpu)), entry)
+                for entry in known
+                if entry.op == op and strategy in entry.us
+            ]
+            if errors:
+                worst, at = max(errors, key=lambda pair: abs(pair[0]))
+                sizes = [abs(error) for error, _ in errors]
+                rows.append(
+                    ModelError(
+                        op=op,
+                        strategy=strategy,
+                        count=len(errors),
+                        mean=statistics.fmean(sizes),
+                        median=statistics.median(sizes),
+                        worst=abs(worst),
+                        bias=statistics.median(error for error, _ in errors),
+                        worst_at=f"m={at.m} n={at.n} k={at.k} x{at.world}{' graph' if at.graph else ''}",
+                    )
+                )
+    return rows
+
+
+def mean_error(entries: Iterable[Entry]) -> float:
+    """The mean of all absolute relative errors, 0.0 where there are none."""
+    rows = model_error(entries)
+    count = sum(row.count for row in rows)
+    return sum(row.mean * row.count for row in rows) / count if count else 0.0
+
+
+def report_text(entries: Iterable[Entry]) -> str:
+    """The report as a table, errors in per cent of the measured time."""
+    from tabulate import tabulate
+
+    entries = list(entries)
+    lines = [
+        (
+            row.op,
+            row.strategy,
+            row.count,
+            *(f"{100 * value:.0f} %" for value in (row.mean, row.median, row.worst)),
+            f"{100 * row.bias:+.0f} %",
+            row.worst_at,
+        )
+        for row in model_error(entries)
+    ]
+    if not lines:
+        return "no measurement on a GPU that the cost model knows"
+    headers = ("op", "strategy", "shapes", "mean", "median", "worst", "bias", "worst at")
+    return f"{tabulate(lines, headers=headers)}\nmean error: {100 * mean_error(entries):.0f} %"

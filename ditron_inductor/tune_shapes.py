@@ -1,0 +1,85 @@
+"""What `python -m ditron_inductor tune` measures: shapes from the command line, or those of a model's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+ALL_REDUCE = "matmul_all_reduce"
+TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 8192)
+"""Rows that are measured by default: decoding, and prefill of a few sizes."""
+# Fewer rows are not gathered or scattered in sequence parallelism.
+LEAST_SCATTERED = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One op on one rank's matmul [m, k] @ [k, n]; m counts all gathered or unscattered rows."""
+
+    op: str
+    m: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The widths of a transformer's layer: of the model, all queries, all keys (or values), and the feed-forward."""
+
+    dim: int
+    query_dim: int
+    key_dim: int
+    hidden_dim: int
+
+
+MODELS: dict[str, Layer] = {
+    "llama-8b": Layer(4096, 4096, 1024, 14336),
+    "llama-70b": Layer(8192, 8192, 1024, 28672),
+    "llama-405b": Layer(16384, 16384, 1024, 53248),
+    "qwen3-32b": Layer(5120, 8192, 1024, 25600),
+}
+
+
+def model_shapes(model: str, ops: Sequence[str], tokens: Sequence[int], world_size: int) -> list[Shape]:
+    """The forward sites of one layer of `model` over `world_size` ranks.
+
+    All-gathers feed the projections of attention and of the feed-forward; the two matmuls behind them are reduced.
+    ValueError where a width does not divide over the ranks.
+    """
+    layer = MODELS[model]
+    parts = (layer.query_dim, layer.key_dim, layer.hidden_dim)
+    if any(part % world_size for part in parts):
+        raise ValueError(f"the widths {parts} of {model} do not divide over {world_size} ranks")
+    wide = ((layer.query_dim + 2 * layer.key_dim) // world_size, 2 * layer.hidden_dim // world_size)
+    deep = (layer.query_dim // world_size, layer.hidden_dim // world_size)
+    gathers = [(n, layer.dim) for n in wide]
+    reductions = [(layer.dim, k) for k in deep]
+    return [
+        Shape(op, m, n, k)
+        for op in ops
+        for n, k in (gathers if op == OPS[0] else reductions)
+        for m in tokens
+        if op == ALL_REDUCE or (m >= LEAST_SCATTERED and m % world_size == 0)
+    ]
+
+
+def given_shapes(
+    ops: Sequence[str], tokens: Sequence[int], columns: Sequence[int], depths: Sequence[int], world_size: int
+) -> list[Shape]:
+    """Every op at every m of `tokens` with every pair (n, k) of `columns` and `depths`; an m that does not divide over
+    the ranks for all-reduces only.
+
+    ValueError where the two lists are not of one length, or a size is not positive.
+    """
+    if len(columns) != len(depths):
+        raise ValueError(f"--n has {len(columns)} sizes and --k has {len(depths)}: they go in pairs")
+    if any(size < 1 for size in (*tokens, *columns, *depths)):
+        raise ValueError("sizes have to be at least 1")
+    return [
+        Shape(op, m, n, k)
+        for op in ops
+        for n, k in zip(columns, depths, strict=True)
+        for m in tokens
+        if op == ALL_REDUCE or m % world_size == 0
+    ]
