@@ -99,7 +99,7 @@ def internals() -> Internals | None:
 
 
 @dataclass(frozen=True)
-class _Ready:
+class Ready:
     """A compiled kernel with its arguments in order; those that differ from call to call are to be filled in."""
 
     run: Callable[..., None]
@@ -115,7 +115,8 @@ class Launcher:
     """One kernel at one site, whose operands differ from call to call in their addresses only.
 
     numbers: names of int parameters whose values come with every call; the kernel must not specialise on them. words:
-    names of pointers whose dtype and alignment are always the same. allocator: of scratch memory.
+    names of pointers whose dtype and alignment are always the same. allocator: of scratch memory. `ready`: what the JIT
+    has compiled so far, by specialisation.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Launcher:
         self._numbers = numbers
         self._words = words
         self._allocator = allocator
-        self._ready: dict[Any, _Ready] = {}
+        self.ready: dict[Any, Ready] = {}
         self._positions: dict[str, int] = {}
         self._flags: dict[str, tuple[bool, bool, bool]] = {}
         # Of the NVIDIA or AMD compiler, known from the first launch on.
@@ -165,7 +166,7 @@ class Launcher:
         if found is None or self._backend is None or found.has_hooks() or self._kernel.pre_run_hooks:
             self._launch_by_jit(arguments, numbers, words, tensors)
             return
-        ready = self._ready.get(self._key(found, tensors))
+        ready = self.ready.get(self._key(found, tensors))
         if ready is None:
             self._launch_by_jit(arguments, numbers, words, tensors)
             return
@@ -220,7 +221,7 @@ class Launcher:
             return
         self._backend = self._kernel.device_caches[self._device.index][3]
         params = self._kernel.params
-        self._ready[self._key(found, tensors)] = _Ready(
+        self.ready[self._key(found, tensors)] = Ready(
             run=compiled.run,
             function=compiled.function,
             metadata=compiled.packed_metadata,

@@ -212,27 +212,38 @@ def _prepare_matmul_all_reduce(
 _precision = torch.get_float32_matmul_precision
 
 
+def lookup(
+    kind: str, site: tuple[Any, ...], x: torch.Tensor, weights: Sequence[torch.Tensor]
+) -> tuple[Hashable, Callable[..., Any] | None]:
+    """The key of a call, and what runs it if that is known."""
+    key = kind, site, _precision(), form(x), *[form(weight) for weight in weights]
+    return key, calls.find(key)
+
+
 def _all_gather_matmul(
     shard: torch.Tensor, weights: Sequence[torch.Tensor], token: torch.Tensor | None, *site: Any
 ) -> list[torch.Tensor]:
-    key = AllGatherMatmul.kind, site, _precision(), form(shard), *[form(weight) for weight in weights]
-    run = calls.find(key) or _prepare_all_gather_matmul(key, shard, weights, *site)
+    key, run = lookup(AllGatherMatmul.kind, site, shard, weights)
+    if run is None:
+        run = _prepare_all_gather_matmul(key, shard, weights, *site)
     return [*run(shard, weights), ops.new_token(shard)]
 
 
 def _matmul_reduce_scatter(
     a: torch.Tensor, b: torch.Tensor, token: torch.Tensor | None, *site: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    key = MatmulReduceScatter.kind, site, _precision(), form(a), form(b)
-    run = calls.find(key) or _prepare_matmul_reduce_scatter(key, a, b, *site)
+    key, run = lookup(MatmulReduceScatter.kind, site, a, (b,))
+    if run is None:
+        run = _prepare_matmul_reduce_scatter(key, a, b, *site)
     return run(a, b), ops.new_token(a)
 
 
 def _matmul_all_reduce(
     a: torch.Tensor, b: torch.Tensor, token: torch.Tensor | None, *site: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    key = MatmulAllReduce.kind, site, _precision(), form(a), form(b)
-    run = calls.find(key) or _prepare_matmul_all_reduce(key, a, b, *site)
+    key, run = lookup(MatmulAllReduce.kind, site, a, (b,))
+    if run is None:
+        run = _prepare_matmul_all_reduce(key, a, b, *site)
     return run(a, b), ops.new_token(a)
 
 

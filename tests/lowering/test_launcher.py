@@ -23,6 +23,7 @@ from triton.compiler.compiler import CompiledKernel, make_backend
 from triton.runtime import _allocation
 from triton.runtime.jit import create_function_from_signature
 
+from ditron_inductor.device.scratch import Scratch
 from ditron_inductor.lowering import launcher as launcher_module
 from ditron_inductor.lowering.launcher import Arguments, Launcher
 
@@ -299,7 +300,7 @@ def test_scratch_memory_comes_from_our_allocator_and_the_users_is_back_afterward
         def broken(*args: Any) -> None:
             raise ValueError("no launch")
 
-        for ready in site.launcher._ready.values():
+        for ready in site.launcher.ready.values():
             object.__setattr__(ready, "run", broken)
         with pytest.raises(ValueError, match="no launch"):
             site(**operands())
@@ -331,3 +332,95 @@ def test_missing_internals_are_named_once(
 
 def test_this_triton_is_known() -> None:
     assert launcher_module.internals() is not None
+
+
+@triton.jit(do_not_specialize=["slot", "site"])
+def scale(x, out, table, numel, slot, site, BLOCK: tl.constexpr):
+    """out = x * site + slot, in x's dtype, for `numel` elements."""
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < numel
+    value = tl.load(x + offsets, mask=inside).to(tl.float32) * site + slot
+    tl.store(out + offsets, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["slot", "site"])
+def copy_by_descriptor(x, out, table, slot, site, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """out = x + slot, block by block through a tensor descriptor that the kernel makes for itself."""
+    row = tl.program_id(0) * ROWS
+    source = tl.make_tensor_descriptor(x, [ROWS * tl.num_programs(0), COLUMNS], [COLUMNS, 1], [ROWS, COLUMNS])
+    offsets = (row + tl.arange(0, ROWS))[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(out + offsets, source.load([row, 0]) + slot.to(x.dtype.element_ty))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_specialisation_computes_what_it_should() -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    table = torch.zeros(2, dtype=torch.int64, device=device)
+    stream = torch.cuda.current_stream().cuda_stream
+    chance = random.Random(0)
+    for numel in (1, 16, 1000):
+        launcher = Launcher(scale, device, numbers=NUMBERS, words=("table",), allocator=Scratch(device))
+        chosen = Arguments(programs=-(-numel // 128), values={"numel": numel, "BLOCK": 128})
+
+        def arguments(chosen: Arguments = chosen) -> Arguments:
+            return chosen
+
+        for index in range(60):
+            dtype, shift = chance.choice([torch.float32, torch.bfloat16, torch.float16]), chance.choice([0, 0, 1, 3])
+            # Small integers: right to the last bit in every type.
+            x = torch.randint(-8, 8, (numel + shift,), device=device).to(dtype)[shift:]
+            out = torch.empty(numel + shift, dtype=dtype, device=device)[shift:]
+            launcher(stream, arguments, (index % 2, 3), (table,), {"x": x, "out": out})
+            assert torch.equal(out, x * 3 + index % 2)
+        assert 2 <= len(launcher.ready) <= 6
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_descriptors_lie_in_our_scratch_memory_also_inside_a_graph() -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    table = torch.zeros(2, dtype=torch.int64, device=device)
+    launcher = Launcher(copy_by_descriptor, device, numbers=NUMBERS, words=("table",), allocator=Scratch(device))
+    arguments = Arguments(programs=16, values={"ROWS": 16, "COLUMNS": 64})
+    x = torch.randn(256, 64, device=device)
+    out = torch.empty_like(x)
+
+    def launch(slot: int) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        launcher(stream, lambda: arguments, (slot, 5), (table,), {"x": x, "out": out})
+
+    def users(size: int, alignment: int, stream: int | None) -> Any:
+        raise AssertionError("the user's allocator is not ours to use")
+
+    token = _allocation._allocator.set(users)
+    try:
+        for slot in (0, 1, 0, 1):
+            launch(slot)
+            assert torch.equal(out, x + slot)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            launch(1)
+        for _ in range(3):
+            x.normal_()
+            graph.replay()
+            assert torch.equal(out, x + 1)
+    finally:
+        _allocation._allocator.reset(token)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_launch_hooks_see_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    table = torch.zeros(2, dtype=torch.int64, device=device)
+    launcher = Launcher(scale, device, numbers=NUMBERS, words=("table",), allocator=Scratch(device))
+    arguments = Arguments(programs=1, values={"numel": 64, "BLOCK": 128})
+    x = torch.ones(64, device=device)
+    stream = torch.cuda.current_stream().cuda_stream
+    seen: list[str] = []
+    hook = lambda metadata: seen.append(metadata.get()["name"])  # noqa: E731
+    for index in range(6):
+        monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [hook] if index in (2, 3) else [])
+        launcher(stream, lambda: arguments, (0, 1), (table,), {"x": x, "out": x})
+    assert seen == ["scale", "scale"]

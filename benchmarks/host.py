@@ -1,0 +1,326 @@
+"""`python -m benchmarks.host`: what one fused op costs the host, stage by stage, and beside its baselines.
+
+On GPUs: the three ops at 256 x 256 x 256, eager, issued back to back. `wall` is the time per call until the last one
+has run, `issue` until it was issued; medians of interleaved rounds, of the slowest rank. Without GPUs (`--device cpu`)
+the compiled kernels are stand-ins that do nothing: the Python part of the path, without the driver.
+
+Stages: the dispatcher (an op of the same schema that does nothing), the lookup of what is kept for the call, the
+outputs, the token, the slot (its begin and end), the arguments of the launch, and the driver with Triton's launcher.
+`by the JIT`: the whole op when every launch goes through Triton's JIT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tabulate import tabulate
+
+from ditron_inductor.processes import Rank, device_for, failures_text, run_ranks
+
+SIZE = 256
+ROUNDS = 15
+CALLS = 200
+"""In a row: less than the 1024 launches that a driver queues before the host has to wait."""
+LIMIT_S = 300.0
+WORKSPACE_LIMIT = 1 << 28
+TIMEOUT_S = 30.0
+# Multicast can take a shared host's GPUs out of service; no contestant uses it, nor NVLS in NCCL.
+ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One op: its operands (a tensor, then a tensor or a list of them), and its arguments after the token."""
+
+    kind: str
+    x: Any
+    w: Any
+    site: tuple[Any, ...]
+    baselines: dict[str, Call]
+
+    def op(self, strategy: str) -> Call:
+        """The op with a forced strategy, as a model calls it."""
+        import torch
+
+        op = getattr(torch.ops.ditron, self.kind).default
+        x, w, arguments = self.x, self.w, self.arguments(strategy)
+        return lambda: op(x, w, None, *arguments)
+
+    def arguments(self, strategy: str) -> tuple[Any, ...]:
+        return *self.site, f"host/0:{self.kind}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
+
+
+def benches(device: Any, rank: int, world_size: int) -> list[Bench]:
+    """The three ops, the whole product SIZE x SIZE x SIZE on each rank."""
+    import torch
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    assert group is not None
+    name = group.group_name
+    torch.manual_seed(rank)
+    shard = torch.randn(SIZE // world_size, SIZE, device=device).bfloat16()
+    a = torch.randn(SIZE, SIZE, device=device).bfloat16()
+    b = torch.randn(SIZE, SIZE, device=device).bfloat16().t()
+
+    def gathered_matmul() -> torch.Tensor:
+        whole = shard.new_empty(SIZE, SIZE)
+        dist.all_gather_into_tensor(whole, shard)
+        return whole @ b
+
+    def scattered_matmul() -> torch.Tensor:
+        out = a.new_empty(SIZE // world_size, SIZE)
+        dist.reduce_scatter_tensor(out, a @ b)
+        return out
+
+    def reduced_matmul() -> torch.Tensor:
+        out = a @ b
+        dist.all_reduce(out)
+        return out
+
+    fused: dict[str, Call] = {}
+    if device.type == "cuda":
+        import torch.distributed._symmetric_memory as symm_mem
+
+        # Async TP silently does nothing without this deprecated call.
+        symm_mem.enable_symm_mem_for_group(name)
+        fused["gather"] = lambda: torch.ops.symm_mem.fused_all_gather_matmul(shard, [b], 0, name)
+        fused["scatter"] = lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, "sum", 0, name)
+    has_gloo_scatter = device.type == "cuda"
+    return [
+        Bench(
+            "all_gather_matmul",
+            shard,
+            [b],
+            (0, False, world_size, name),
+            {"library": gathered_matmul} | ({"async_tp": fused["gather"]} if fused else {}),
+        ),
+        Bench(
+            "matmul_reduce_scatter",
+            a,
+            b,
+            (0, "sum", world_size, name),
+            ({"library": scattered_matmul} if has_gloo_scatter else {})
+            | ({"async_tp": fused["scatter"]} if fused else {}),
+        ),
+        Bench("matmul_all_reduce", a, b, ("sum", world_size, name), {"library": reduced_matmul}),
+    ]
+
+
+def best_us(call: Call, calls: int = CALLS, rounds: int = ROUNDS) -> float:
+    """Microseconds of a call that leaves nothing on the device: the least of some rounds."""
+    call()
+    least = float("inf")
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        least = min(least, (time.perf_counter() - begin) / calls)
+    return least * 1e6
+
+
+def stages(bench: Bench) -> dict[str, float]:
+    """Microseconds of every stage of the op under `tile`."""
+    import torch
+
+    from ditron_inductor.lowering import launcher as launcher_module
+    from ditron_inductor.lowering import register
+    from ditron_inductor.task import ops
+
+    x, w, arguments = bench.x, bench.w, bench.arguments("tile")
+    whole = bench.op("tile")
+    result = whole()
+    outputs = list(result)[:-1] if isinstance(result, (list, tuple)) else [result]
+    outputs = [out for out in outputs if isinstance(out, torch.Tensor)]
+    shapes = [tuple(out.shape) for out in outputs]
+    nothing = torch.library.Library("ditron_host", "FRAGMENT")
+    nothing.define(bench.kind + ops.SCHEMAS[bench.kind])
+    answer = result if isinstance(result, list) else tuple(result)  # type: ignore[arg-type]
+    nothing.impl(bench.kind, lambda *args: answer, "CompositeExplicitAutograd")
+    empty_op = getattr(torch.ops.ditron_host, bench.kind).default
+    weights = w if isinstance(w, list) else (w,)
+    _, found = register.lookup(bench.kind, arguments, x, weights)
+    assert found is not None
+    node, launch, _ = found.args  # type: ignore[attr-defined]
+    assert node.kind == bench.kind
+    shared = launch.workspace.shared
+
+    def slot() -> None:
+        shared.begin(launch.site_text, 1, WORKSPACE_LIMIT, TIMEOUT_S)
+        shared.end()
+
+    def new_outputs() -> None:
+        for shape in shapes:
+            x.new_empty(shape)
+
+    measured = {
+        "dispatcher": best_us(lambda: empty_op(x, w, None, *arguments)),
+        "lookup": best_us(lambda: register.lookup(bench.kind, arguments, x, weights)),
+        "outputs": best_us(new_outputs),
+        "token": best_us(lambda: ops.new_token(x)),
+        # All ranks take as many slots; without a launch these stay as they were.
+        "slot": best_us(slot),
+    }
+    launched = measure_issue(lambda: found(x, w), shared.synchronize)
+    runs = []
+    for launcher in launch.launchers.values():
+        for ready in launcher.ready.values():
+            runs.append((ready, ready.run))
+            object.__setattr__(ready, "run", lambda *args: None)
+    prepared = best_us(lambda: found(x, w))
+    for ready, run in runs:
+        object.__setattr__(ready, "run", run)
+    measured["arguments"] = prepared - measured["outputs"] - measured["slot"]
+    measured["driver"] = launched - prepared
+    measured["whole op"] = measure_issue(whole, shared.synchronize)
+    known, launcher_module.internals = launcher_module.internals, lambda: None
+    measured["by the JIT"] = measure_issue(whole, shared.synchronize)
+    launcher_module.internals = known
+    return measured
+
+
+def measure_issue(call: Call, synchronize: Callable[[], None]) -> float:
+    """Microseconds until a call is issued, the device idle before every round: the least of some rounds."""
+    least = float("inf")
+    for _ in range(ROUNDS):
+        synchronize()
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        least = min(least, (time.perf_counter() - begin) / CALLS)
+    synchronize()
+    return least * 1e6
+
+
+def contest(bench: Bench, device: Any) -> dict[str, tuple[float, float]]:
+    """(wall, issue) microseconds per call of every contestant, interleaved; the larger median of all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    contestants = {f"ditron:{name}": bench.op(name) for name in ("tile", "chunked", "library")} | bench.baselines
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
+    for call in contestants.values():
+        for _ in range(10):
+            call()
+    for _ in range(ROUNDS):
+        for name, call in contestants.items():
+            torch.cuda.synchronize()
+            dist.barrier(device_ids=[device.index])
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            issued = time.perf_counter()
+            torch.cuda.synchronize()
+            ended = time.perf_counter()
+            samples[name].append(((ended - begin) / CALLS * 1e6, (issued - begin) / CALLS * 1e6))
+    medians = [[statistics.median(column) for column in zip(*taken, strict=True)] for taken in samples.values()]
+    packed = torch.tensor(medians, dtype=torch.float64, device=device)
+    dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+    return {name: (row[0], row[1]) for name, row in zip(samples, packed.tolist(), strict=True)}
+
+
+def stand_in_for_kernels(device: Any) -> None:
+    """Let the CPU device run `tile` as a GPU would, with kernels that do nothing."""
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import CompiledKernel, make_backend
+    from triton.runtime.jit import JITFunction
+
+    from ditron_inductor.device import AgreedOptions, workspaces
+
+    class Nothing(CompiledKernel):
+        def __init__(self) -> None:
+            self.module = None
+            self.function = self.packed_metadata = None
+            self.metadata = SimpleNamespace(global_scratch_size=0)
+            self._run = lambda *args: None
+
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Nothing:
+        self.device_caches[None] = ({}, {}, None, backend, None)
+        return Nothing()
+
+    JITFunction.run = run
+    assert dist.group.WORLD is not None
+    options = AgreedOptions("tile", WORKSPACE_LIMIT, TIMEOUT_S)
+    shared = workspaces.get(dist.group.WORLD.group_name, device, options).shared
+    shared.capabilities = replace(
+        shared.capabilities, tile_available=True, tile_reason="", arch="sm_90", num_sms=132, peer_access=True
+    )
+    shared.rates = SimpleNamespace(limit=lambda device, timeout_s: 1 << 20)  # type: ignore[assignment]
+    shared.make_first_ring(WORKSPACE_LIMIT, TIMEOUT_S)
+
+
+def main_of_rank(rank: Rank, options: argparse.Namespace) -> bool:
+    """One rank of the benchmark."""
+    # Read when kernels are decorated: the path to be measured is that of compiled ones.
+    os.environ.pop("TRITON_INTERPRET", None)
+    device = rank.join()
+    import torch
+    import torch.distributed as dist
+    import triton
+
+    from ditron_inductor.lowering.register import register
+
+    register()
+    if device.type == "cpu":
+        stand_in_for_kernels(device)
+    lines, results = [], []
+    for bench in benches(device, rank.rank, rank.world_size):
+        if bench.kind not in options.ops:
+            continue
+        measured = stages(bench)
+        lines.append([bench.kind, *(f"{value:.2f}" for value in measured.values())])
+        headers = ["op", *measured]
+        if device.type == "cuda":
+            for name, (wall, issue) in contest(bench, device).items():
+                results.append([bench.kind, name, f"{wall:.1f}", f"{issue:.1f}"])
+        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+    if rank.rank == 0:
+        where = torch.cuda.get_device_name() if device.type == "cuda" else "no GPU: the kernels are stand-ins"
+        print(
+            f"{SIZE}^3, bf16, {rank.world_size} ranks, torch {torch.__version__}, triton {triton.__version__}; {where}"
+        )
+        print("\nmicroseconds of the host for each stage of `tile`")
+        print(tabulate(lines, headers, disable_numparse=True))
+        if results:
+            print("\nmicroseconds per call, issued back to back")
+            print(tabulate(results, ["op", "contestant", "wall", "issue"], disable_numparse=True))
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    kinds = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__.partition("\n")[0])
+    parser.add_argument("--ops", nargs="+", choices=kinds, default=list(kinds))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    options = parser.parse_args(arguments)
+    device_type, problem = device_for(options.ranks, options.device)
+    if problem:
+        print(f"benchmarks.host: {problem}", file=sys.stderr)
+        return 2
+    os.environ.update(ENVIRONMENT)
+    codes = run_ranks(main_of_rank, options, world_size=options.ranks, device_type=device_type, limit_s=LIMIT_S)
+    if any(code != 0 for code in codes):
+        print(f"benchmarks.host: {failures_text(codes)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
