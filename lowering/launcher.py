@@ -54,7 +54,7 @@ class Internals:
     runtime: Any
     compilation: Any
     specialize: Callable[..., Any]
-    compiled_class: type
+    compiled_class: Any
     allocator: contextvars.ContextVar[Any]
 
     def settings(self) -> tuple[Any, ...]:

@@ -96,7 +96,7 @@ def _possible(
     capabilities = workspace.capabilities
     geometry, runner = TILE[node.kind]
     tile = geometry(node, launch, x, n)
-    runners = {"tile": functools.partial(runner, node, launch, tile)}
+    runners: dict[str, Runner] = {"tile": functools.partial(runner, node, launch, tile)}
     obstacle, geometry, runner = CHUNKED[node.kind]
     # Its kernels want what those of `tile` want.
     chunked_reason = capabilities.tile_reason or obstacle(node, x.shape)
