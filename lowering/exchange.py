@@ -1,19 +1,21 @@
-"""The host's side of lowering/transfers.py: one call's kernels around its products and copies, by their meaning."""
+"""The host's side of lowering/transfers.py: the kernels around the products and copies of a call, by their meaning."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ditron_inductor.device.streams import current_handle
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import transfers
 from ditron_inductor.lowering.launch import Launch, ceil_div
+from ditron_inductor.lowering.launcher import Arguments, Launcher
 
 BLOCK = 8192
-"""Elements that a program copies or fills in one step; REDUCE_BLOCK: adds up."""
 REDUCE_BLOCK = 4096
+"""Elements that a program copies or fills in one step, and that it adds up."""
 COPY_WARPS = 8
 PROGRAMS_PER_SM = 2
 INTERPRETED_BLOCK = 1024
@@ -24,46 +26,82 @@ FILL_PROGRAMS = 8
 FORWARD, BACKWARD = 1, -1
 """Whether piece i of `await_pieces` comes from rank + 1 + i or from rank - 1 - i."""
 
+PIECES = ("first", "count", "parts", "row")
+
+
+class Kernels:
+    """The kernels at one site with operands of one form, which its calls have in common.
+
+    Each call of a kernel has the same sizes, but for pieces and rows; `reduce` has a launcher for each number of rows.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self.device_index: int = launch.workspace.device.index or 0
+        self._launchers: dict[object, Launcher] = {}
+
+    def launcher(self, key: object, kernel: Any, numbers: tuple[str, ...], words: tuple[str, ...]) -> Launcher:
+        """The launcher kept under `key`."""
+        found = self._launchers.get(key)
+        if found is None:
+            workspace = self.launch.workspace
+            found = Launcher(
+                kernel,
+                workspace.device,
+                numbers=("slot", "site", *numbers),
+                words=words,
+                allocator=workspace.shared.scratch,
+            )
+            self._launchers[key] = found
+        return found
+
 
 class Exchange:
-    """The kernels of one call, launched on the current stream."""
+    """The kernels of one call. Each is launched on the current stream."""
 
-    def __init__(self, launch: Launch, call: Call) -> None:
-        self._launch = launch
+    def __init__(self, kernels: Kernels, call: Call) -> None:
+        launch = kernels.launch
+        self._kernels = kernels
         self._call = call
         self._world = launch.workspace.world_size
-        self._words = (call.table, call.ctl)
-        self._names = {"rank": launch.rank, "slot": call.slot, "site": call.site, "WORLD": self._world}
+        self._rank = launch.rank
+        self._interpreted = launch.interpreted
+        self._num_sms = launch.num_sms
 
     def stage(self, shard: torch.Tensor, copy: torch.Tensor | None) -> None:
         """Put the contiguous `shard` into the own slot, and into `copy`, for all peers to read."""
         numel = shard.numel()
         block = self._block(BLOCK)
-        transfers.stage[(self._programs(numel, block),)](
-            shard,
-            shard if copy is None else copy,
-            *self._words,
-            self._call.counters,
-            numel=numel,
-            COPY=copy is not None,
-            BLOCK=block,
-            num_warps=COPY_WARPS,
-            **self._names,
+        self._launch(
+            "stage",
+            transfers.stage,
+            Arguments(
+                self._programs(numel, block),
+                {"numel": numel, "COPY": copy is not None, "BLOCK": block, "num_warps": COPY_WARPS},
+            ),
+            tensors={"shard": shard, "copy": shard if copy is None else copy},
+            counted=True,
         )
 
     def open(self) -> None:
         """Make sure that products may be written into the own slot."""
-        transfers.open_slot[(1,)](*self._words, num_warps=1, **self._names)
+        self._launch("open", transfers.open_slot, Arguments(1, {"num_warps": 1}))
 
     def publish(self, first: int, count: int, parts: int, row: int) -> None:
         """Tell their readers that pieces of the own slot are complete; see `transfers.publish_pieces`."""
-        pieces = {"first": first, "count": count, "parts": parts, "row": row}
-        transfers.publish_pieces[(1,)](*self._words, num_warps=1, **pieces, **self._names)
+        self._launch(
+            "publish", transfers.publish_pieces, Arguments(1, {"num_warps": 1}), PIECES, (first, count, parts, row)
+        )
 
     def wait(self, first: int, count: int, parts: int, row: int, direction: int) -> None:
         """Wait for pieces in the peers' slots; see `transfers.await_pieces`."""
-        pieces = {"first": first, "count": count, "parts": parts, "row": row, "step": direction % self._world}
-        transfers.await_pieces[(1,)](*self._words, num_warps=1, **pieces, **self._names)
+        self._launch(
+            "wait",
+            transfers.await_pieces,
+            Arguments(1, {"num_warps": 1}),
+            (*PIECES, "step"),
+            (first, count, parts, row, direction % self._world),
+        )
 
     def reduce(
         self,
@@ -81,42 +119,62 @@ class Exchange:
         result: where in the own slot it goes too, and `row` its flag; without it this ends the call.
         """
         block = self._block(REDUCE_BLOCK)
-        transfers.reduce_partials[(self._programs(out.numel(), block),)](
-            partials,
-            out,
-            tuple(extras),
-            *self._words,
-            self._call.counters,
-            numel=out.numel(),
-            N=out.shape[-1],
-            stride=partials.stride(0),
-            result=result or 0,
-            row=row,
-            AVERAGE=average,
-            SHARE=result is not None,
-            EPILOGUE=epilogue,
-            BLOCK=block,
-            num_warps=COPY_WARPS,
-            **self._names,
+        values = {
+            "numel": out.numel(),
+            "N": out.shape[-1],
+            "stride": partials.stride(0),
+            "result": result or 0,
+            "AVERAGE": average,
+            "SHARE": result is not None,
+            "EPILOGUE": epilogue,
+            "BLOCK": block,
+            "num_warps": COPY_WARPS,
+        }
+        self._launch(
+            ("reduce", out.numel(), result),
+            transfers.reduce_partials,
+            Arguments(self._programs(out.numel(), block), values),
+            ("row",),
+            (row,),
+            # Never empty: an epilogue that wants nothing gets what it does not look at.
+            {"partials": partials, "out": out, "extras": tuple(extras) or (out,)},
+            counted=True,
         )
 
     def close(self, outs: Sequence[torch.Tensor]) -> None:
         """End the call; after a failure its contiguous outputs are NaN."""
-        transfers.close_slot[(INTERPRETED_PROGRAMS if self._launch.interpreted else FILL_PROGRAMS,)](
-            tuple(outs),
-            tuple(out.numel() for out in outs),
-            *self._words,
-            NUM_OUTS=len(outs),
-            BLOCK=self._block(BLOCK),
-            num_warps=COPY_WARPS,
-            **self._names,
-        )
+        values = {
+            "numels": tuple(out.numel() for out in outs),
+            "NUM_OUTS": len(outs),
+            "BLOCK": self._block(BLOCK),
+            "num_warps": COPY_WARPS,
+        }
+        programs = INTERPRETED_PROGRAMS if self._interpreted else FILL_PROGRAMS
+        self._launch("close", transfers.close_slot, Arguments(programs, values), tensors={"outs": tuple(outs)})
+
+    def _launch(
+        self,
+        key: object,
+        kernel: Any,
+        arguments: Arguments,
+        names: tuple[str, ...] = (),
+        numbers: tuple[int, ...] = (),
+        tensors: Mapping[str, Any] | None = None,
+        *,
+        counted: bool = False,
+    ) -> None:
+        call = self._call
+        arguments.values.update(rank=self._rank, WORLD=self._world)
+        words = (call.table, call.ctl, call.counters) if counted else (call.table, call.ctl)
+        launcher = self._kernels.launcher(key, kernel, names, ("table", "ctl", "counters")[: len(words)])
+        stream = 0 if self._interpreted else current_handle(self._kernels.device_index)
+        launcher(stream, lambda: arguments, (call.slot, call.site, *numbers), words, tensors or {})
 
     def _block(self, block: int) -> int:
-        return INTERPRETED_BLOCK if self._launch.interpreted else block
+        return INTERPRETED_BLOCK if self._interpreted else block
 
     def _programs(self, numel: int, block: int) -> int:
-        most = INTERPRETED_PROGRAMS if self._launch.interpreted else PROGRAMS_PER_SM * self._launch.num_sms
+        most = INTERPRETED_PROGRAMS if self._interpreted else PROGRAMS_PER_SM * self._num_sms
         return max(1, min(ceil_div(numel, block), most))
 
 

@@ -93,18 +93,13 @@ def gather_schedule(
             break
         pieces = [Piece(step, *run) for step in range(1, world_size) for run in cut(rows, parts)]
         arrivals = list(
-            itertools.accumulate(
-                (transfer_us((p.last - p.first) * k * itemsize) for p in pieces), initial=READY_US
-            )
+            itertools.accumulate((transfer_us((p.last - p.first) * k * itemsize) for p in pieces), initial=READY_US)
         )[1:]
         # ends[i]: the earliest end of the first i pieces, and the group that it takes for the last of them.
         ends: list[tuple[float, int]] = [(own, 0)]
         for end in range(1, len(pieces) + 1):
             ends.append(
-                min(
-                    (max(ends[begin][0], arrivals[end - 1]) + cost(pieces[begin:end]), begin)
-                    for begin in range(end)
-                )
+                min((max(ends[begin][0], arrivals[end - 1]) + cost(pieces[begin:end]), begin) for begin in range(end))
             )
         groups: list[tuple[Piece, ...]] = []
         end = len(pieces)

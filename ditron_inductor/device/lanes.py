@@ -85,22 +85,23 @@ class HostLane:
 class StreamLane:
     """The CUDA device. One object for each workspace, used by one call after another.
 
-    Marks are events: kept for the next call, or of their own inside a capture, where one that a finished capture
+    stream, main: the side stream, made when it is used first, and the main one of the present call. Marks are events: kept for the next call, or of their own inside a capture, where one that a finished capture
     recorded must not be used again.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
-        self._main: torch.cuda.Stream | None = None
+        self.stream: torch.cuda.Stream | None = None
+        self._switch = _Switch(self)
+        self.main: torch.cuda.Stream | None = None
         self._events: list[torch.cuda.Event] = []
         self._used = 0
         self._capturing = False
 
     def __enter__(self) -> Lane:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device, priority=HIGH_PRIORITY)
-        self._main = torch.cuda.current_stream(self._device)
+        if self.stream is None:
+            self.stream = torch.cuda.Stream(self._device, priority=HIGH_PRIORITY)
+        self.main = torch.cuda.current_stream(self._device)
         self._capturing = torch.cuda.is_current_stream_capturing()
         self._used = 0
         self.follow(self.here())
@@ -110,24 +111,24 @@ class StreamLane:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.wait(self.mark())
-        self._main = None
+        self.main = None
 
     def side(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
+        return self._switch
 
     def here(self) -> torch.cuda.Event | None:
-        return self._record(self._main)
+        return self._record(self.main)
 
     def follow(self, mark: torch.cuda.Event | None) -> None:
-        assert self._stream is not None and mark is not None
-        self._stream.wait_event(mark)
+        assert self.stream is not None and mark is not None
+        self.stream.wait_event(mark)
 
     def mark(self) -> torch.cuda.Event | None:
-        return self._record(self._stream)
+        return self._record(self.stream)
 
     def wait(self, mark: torch.cuda.Event | None) -> None:
-        assert self._main is not None and mark is not None
-        self._main.wait_event(mark)
+        assert self.main is not None and mark is not None
+        self.main.wait_event(mark)
 
     def _record(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event:
         assert stream is not None, "marks are made inside the lane's block"
@@ -140,6 +141,25 @@ class StreamLane:
             self._used += 1
         event.record(stream)
         return event
+
+
+class _Switch:
+    """Makes the side stream of a lane the current one; a fraction of what torch.cuda.stream costs, which also asks for
+    the present stream and for devices.
+    """
+
+    def __init__(self, lane: StreamLane) -> None:
+        self._lane = lane
+
+    def __enter__(self) -> None:
+        assert self._lane.stream is not None
+        torch.cuda.set_stream(self._lane.stream)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._lane.main is not None
+        torch.cuda.set_stream(self._lane.main)
 
 
 def make_lane(device: torch.device) -> Lane:

@@ -16,12 +16,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.exchange import FORWARD, Exchange, multiply
+from ditron_inductor.lowering.exchange import FORWARD, Exchange, Kernels, multiply
 from ditron_inductor.lowering.launch import Launch, round_up
 from ditron_inductor.lowering.schedules import Piece
 from ditron_inductor.lowering.transfers import PIECE_ROWS
@@ -41,21 +41,35 @@ def obstacle(node: AllGatherMatmul, shape: Sequence[int]) -> str:
 @dataclass(frozen=True)
 class Geometry:
     """Sizes that all ranks share: `rows` of a shard, in `outer` runs that the gathered tensor keeps apart; the slot's
-    bytes.
+    bytes. And what this rank copies and multiplies together: `groups`, see `schedules.gather_schedule`.
     """
 
     rows: int
     K: int
     outer: int
     nbytes: int
+    groups: tuple[tuple[Piece, ...], ...]
+    kernels: Kernels = field(compare=False, repr=False)
 
 
 def geometry(node: AllGatherMatmul, launch: Launch, shard: torch.Tensor, columns: int, k: int) -> Geometry:
-    """See Geometry. columns, k: of all weights on the rank with most, and K; no product goes to the slot."""
-    K = shard.shape[-1]
+    """See Geometry. columns: of all weights together, the largest on any rank; k: K."""
+    world = node.world_size
     rows = math.prod(shard.shape[:-1])
-    nbytes = round_up(rows * K * shard.element_size(), 256)
-    return Geometry(rows=rows, K=K, outer=math.prod(shard.shape[: node.gather_dim]), nbytes=nbytes)
+    outer = math.prod(shard.shape[: node.gather_dim])
+    if outer == 1:
+        itemsize = shard.element_size()
+        groups = schedules.gather_schedule(world, launch.rank, rows, (columns,), k, itemsize, launch.num_sms)
+    else:
+        groups = tuple((Piece(step, 0, rows),) for step in range(1, world))
+    return Geometry(
+        rows=rows,
+        K=k,
+        outer=outer,
+        nbytes=round_up(rows * k * shard.element_size(), 256),
+        groups=groups,
+        kernels=Kernels(launch),
+    )
 
 
 def all_gather_matmul(
@@ -73,18 +87,15 @@ def all_gather_matmul(
     # Where nobody else wants it, this is where the copies land, and the own part stays empty.
     gathered = shard.new_empty(shape)
     whole = _Whole(gathered, outs, world, sizes)
-    num_sms = launch.num_sms
-    columns = tuple(weight.shape[1] for weight in weights)
     with launch.call(nbytes=sizes.nbytes) as call:
-        exchange = Exchange(launch, call)
+        exchange = Exchange(sizes.kernels, call)
         staged = [call.data((rank + step) % world, shard.dtype)[: rows * K].view(rows, K) for step in range(world)]
-        groups = whole.groups(rank, columns, shard.element_size(), num_sms)
         with call.fork() as lane:
             exchange.stage(shard, gathered.view(-1, K)[rank * rows :] if node.return_gathered and whole.plain else None)
             if node.return_gathered and not whole.plain:
-                whole.rows_of(gathered, rank).copy_(shard.view(sizes.outer, -1, K))
+                whole.rows_of(gathered, rank).copy_(whole.split(shard))
             arrived = []
-            for position, group in enumerate(groups):
+            for position, group in enumerate(sizes.groups):
                 with lane.side():
                     if position == 0:
                         # Before the first product, which may leave no SM free: one wait for all shards.
@@ -95,7 +106,7 @@ def all_gather_matmul(
                 if position == 0:
                     for weight, out in zip(weights, outs, strict=True):
                         multiply(whole.split(shard), weight, whole.rows_of(out, rank))
-            for group, mark in zip(groups, arrived, strict=True):
+            for group, mark in zip(sizes.groups, arrived, strict=True):
                 lane.wait(mark)
                 for a, products in whole.parts_of(group, rank):
                     for weight, out in zip(weights, products, strict=True):
@@ -127,23 +138,15 @@ class _Whole:
 
     def rows_of(self, x: torch.Tensor, rank: int) -> torch.Tensor:
         """The rows of `rank` in x [.., C]: [rows, C] or [outer, rows / outer, C]."""
-        columns = x.shape[-1]
+        rows, outer, columns = self._sizes.rows, self._sizes.outer, x.shape[-1]
         if self.plain:
-            return x.view(-1, columns)[rank * self._sizes.rows : (rank + 1) * self._sizes.rows]
-        return x.view(self._sizes.outer, self._world, -1, columns)[:, rank]
+            return x.view(self._world * rows, columns)[rank * rows : (rank + 1) * rows]
+        return x.view(outer, self._world, rows // outer, columns)[:, rank]
 
     def split(self, shard: torch.Tensor) -> torch.Tensor:
         """shard [rows, K] in the form of `rows_of`."""
-        return shard if self.plain else shard.view(self._sizes.outer, -1, shard.shape[1])
-
-    def groups(
-        self, rank: int, columns: tuple[int, ...], itemsize: int, num_sms: int
-    ) -> tuple[tuple[Piece, ...], ...]:
-        """What is copied and multiplied together: by the schedule, or, where its rows lie apart, shard by shard."""
-        rows, K = self._sizes.rows, self._sizes.K
-        if self.plain:
-            return schedules.gather_schedule(self._world, rank, rows, columns, K, itemsize, num_sms)
-        return tuple((Piece(step, 0, rows),) for step in range(1, self._world))
+        outer = self._sizes.outer
+        return shard if self.plain else shard.view(outer, self._sizes.rows // outer, shard.shape[1])
 
     def receive(self, piece: Piece, source: int, staged: torch.Tensor) -> None:
         """Copy a piece of a peer's shard [rows, K] to where it belongs, in runs of contiguous memory."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ import torch
 from ditron_inductor.device.lanes import Lane
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.exchange import BACKWARD, FORWARD, Exchange, multiply
+from ditron_inductor.lowering.exchange import BACKWARD, FORWARD, Exchange, Kernels, multiply
 from ditron_inductor.lowering.launch import Launch, ceil_div, round_up, rows_of
 from ditron_inductor.lowering.transfers import PIECE_ROWS, RESULT_ROWS, identity
 from ditron_inductor.task.nodes import MatmulAllReduce
@@ -50,6 +50,7 @@ class Geometry:
     stride: int
     results: int
     nbytes: int
+    kernels: Kernels = field(compare=False, repr=False)
 
     def run(self, part: int, owner: int, world_size: int) -> tuple[int, int]:
         """(first row, last row) of the output that `owner` adds up in a part."""
@@ -75,6 +76,7 @@ def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: in
         stride=stride,
         results=results,
         nbytes=(results + parts * stride) * itemsize,
+        kernels=Kernels(launch),
     )
 
 
@@ -97,7 +99,7 @@ def matmul_all_reduce(
     partials = a.new_empty(sizes.parts, world, sizes.length, sizes.N)
     a_rows = rows_of(a)
     with launch.call(nbytes=sizes.nbytes) as call:
-        exchange = Exchange(launch, call)
+        exchange = Exchange(sizes.kernels, call)
         exchange.open()
         with call.fork() as lane:
             for part in range(sizes.parts):

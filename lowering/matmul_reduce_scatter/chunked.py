@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.exchange import BACKWARD, Exchange, multiply
+from ditron_inductor.lowering.exchange import BACKWARD, Exchange, Kernels, multiply
 from ditron_inductor.lowering.launch import Launch, round_up, rows_of
 from ditron_inductor.lowering.schedules import Reduction
 from ditron_inductor.lowering.transfers import PIECE_ROWS, identity
@@ -51,6 +51,7 @@ class Geometry:
     cut: Reduction
     stride: int
     nbytes: int
+    kernels: Kernels = field(compare=False, repr=False)
 
 
 def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
@@ -64,7 +65,13 @@ def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns
         cut = Reduction(1, tuple((first, 1) for first in range(world - 1)))
     stride = round_up(rows * columns, 128)
     return Geometry(
-        rows=rows, N=columns, outer=outer, cut=cut, stride=stride, nbytes=(world - 1) * stride * itemsize
+        rows=rows,
+        N=columns,
+        outer=outer,
+        cut=cut,
+        stride=stride,
+        nbytes=(world - 1) * stride * itemsize,
+        kernels=Kernels(launch),
     )
 
 
@@ -88,7 +95,7 @@ def matmul_reduce_scatter(
     partials = a.new_empty(world, rows, N)
     a_rows = rows_of(a)
     with launch.call(nbytes=sizes.nbytes) as call:
-        exchange = Exchange(launch, call)
+        exchange = Exchange(sizes.kernels, call)
         slot = call.data(rank, a.dtype)
         exchange.open()
         with call.fork() as lane:
@@ -106,9 +113,7 @@ def matmul_reduce_scatter(
                         theirs = call.data(source, a.dtype)[place + begin * N : place + end * N]
                         partials[source, begin:end].view(-1).copy_(theirs)
             multiply(owned(a_rows, rank, world, sizes), b, split(partials[rank], sizes))
-        exchange.reduce(
-            partials, out.view(rows, N), average=node.reduce_op == "avg", epilogue=epilogue, extras=extras
-        )
+        exchange.reduce(partials, out.view(rows, N), average=node.reduce_op == "avg", epilogue=epilogue, extras=extras)
     return out
 
 
@@ -121,7 +126,7 @@ def owned(a_rows: torch.Tensor, owner: int, world_size: int, sizes: Geometry) ->
 
 def split(x: torch.Tensor, sizes: Geometry) -> torch.Tensor:
     """x [rows, N], contiguous, in the form of `owned`."""
-    return x if sizes.outer == 1 else x.view(sizes.outer, -1, sizes.N)
+    return x if sizes.outer == 1 else x.view(sizes.outer, sizes.rows // sizes.outer, sizes.N)
 
 
 def piece_rows(piece: int, sizes: Geometry) -> tuple[int, int, int]:
