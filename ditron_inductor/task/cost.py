@@ -1,18 +1,22 @@
-"""A first cost model: predicted microseconds of a site by each strategy, from sizes and a GPU's few numbers alone.
+"""A cost model: predicted microseconds of a site by each strategy, from sizes and a GPU's few numbers alone.
 
-With F the rate of the matmul, B of the links, H of the memory, all on one rank of W:
+With F the rate of the matmul, H of the memory, B of the links (one for each collective), C of copies between GPUs, all
+on one rank of W; `transfer` is bytes received / rate; P = 2 M N bytes / H for each pass over partial results:
 
     matmul        = max(2 M N K / F, bytes touched / H) + launch
-    library       = matmul + collective            collective = latency + bytes received / B
-    tile          = max(matmul', transfer) + the part of the shorter one that nothing hides + partials / H + signals
+    library       = matmul + collective               collective = latency + protocol + bytes received / B
+    chunked       = overlapped(matmul / chunk efficiency, transfer at C) + passes P + W chunk costs
+    tile          = overlapped(matmul / tile efficiency, transfer at B) + passes P + signals
+    overlapped    = the longer one + 1 / W of the shorter one: a gather cannot start before the first chunk, a scatter
+                    does not end before the last one
 
-matmul' is the Triton kernel, a little slower than the library's. Of the shorter of the two, one chunk of W is
-exposed: a gather cannot start before the first chunk, a scatter does not end before the last one. An all-reduce
-in one kernel sends its partial results like a scatter, and its results like a gather.
+`protocol` is what a collective of some megabytes costs over one of some kilobytes: the library changes its protocol
+there. Two ranks have the links of one pair to themselves, and copy faster (`pair_gain`). An all-reduce sends its
+partial results like a scatter, and its results like a gather: two rounds of passes and signals.
 
-Numbers are for bf16 and fp16 where not said otherwise, measured on 4 ranks without NVLink multicast (the rows in
-benchmarks/results/gemm_collectives.csv). They order the strategies; they do not predict a run within a few per
-cent, so the plan asks for a clear win (`GAIN`) before it leaves the library.
+The numbers of the H200 are fitted to benchmarks/results/gemm_collectives.csv (bf16, no NVLink multicast) by
+`python -m benchmarks.fit_cost_model --write`; `python -m ditron_inductor tune --model-error` shows how far off they are.
+The model decides only where no table of measured times does, and the plan asks for a clear win (`GAIN`) then.
 """
 
 from __future__ import annotations
@@ -24,70 +28,97 @@ from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulR
 
 MICRO = 1e6
 GAIN = 0.945
-"""`tile` has to be predicted below this part of `library`: the model's own error must not cost anybody time."""
-
-
+"""A strategy has to be predicted below this part of `library`: the model's own error must not cost anybody time."""
 MEAN_ERROR_BOUND = 0.20
 """The model's mean error on the results in benchmarks/results; `model_error` reports it, a test checks it."""
+PROTOCOL_BYTES = 4e6
+"""Half of `protocol_us` is due at this size."""
 
 
 @dataclass(frozen=True)
 class Hardware:
     """What the model knows of a GPU and its links. Rates are what one rank reaches, not data sheet peaks.
 
-    signal_us: what a round of signals costs a `tile` launch, queues of tiles and the host's part included.
-    tile_efficiency: speed of the Triton matmul without TMA loads, in that of the library's.
+    matmul_flops, matmul_flops_fp32: FLOP/s. memory_bytes_per_s; gather_, scatter_, all_reduce_bytes_per_s: of the
+    library's collectives; copy_bytes_per_s: of the copy engines, all ranks at once. pair_gain: factor on link and copy
+    rates of two ranks. collective_us, protocol_us: see the module. launch_us: of a kernel. signal_us: a round of
+    signals of a `tile` launch, its queues and the host's part included. chunk_us: a chunk's copy, signal and launches.
+    tile_efficiency, chunk_efficiency: speed of the matmul in the kernel, and cut into chunks, in that of the library's.
     """
 
     name: str
     matmul_flops: float
     matmul_flops_fp32: float
     memory_bytes_per_s: float
-    link_bytes_per_s: float
+    gather_bytes_per_s: float
+    scatter_bytes_per_s: float
     all_reduce_bytes_per_s: float
+    copy_bytes_per_s: float
+    pair_gain: float
     collective_us: float
-    signal_us: float
+    protocol_us: float
     launch_us: float
+    signal_us: float
+    chunk_us: float
     tile_efficiency: float
+    chunk_efficiency: float
 
 
 H200 = Hardware(
     name="H200",
-    matmul_flops=720e12,
+    matmul_flops=727e12,
     matmul_flops_fp32=300e12,
-    memory_bytes_per_s=4.2e12,
-    link_bytes_per_s=270e9,
-    all_reduce_bytes_per_s=325e9,
-    collective_us=15.0,
-    signal_us=15.0,
-    launch_us=4.0,
-    tile_efficiency=0.80,
+    memory_bytes_per_s=4.16e12,
+    gather_bytes_per_s=238e9,
+    scatter_bytes_per_s=314e9,
+    all_reduce_bytes_per_s=356e9,
+    copy_bytes_per_s=230e9,
+    pair_gain=1.4,
+    collective_us=15.4,
+    protocol_us=18.1,
+    launch_us=4.51,
+    signal_us=13.8,
+    chunk_us=12.0,
+    tile_efficiency=0.727,
+    chunk_efficiency=0.95,
 )
 # The same chip with less memory bandwidth.
 H100 = Hardware(
     name="H100",
     matmul_flops=700e12,
     matmul_flops_fp32=290e12,
-    memory_bytes_per_s=3.0e12,
-    link_bytes_per_s=270e9,
-    all_reduce_bytes_per_s=325e9,
-    collective_us=15.0,
-    signal_us=15.0,
+    memory_bytes_per_s=3e12,
+    gather_bytes_per_s=290e9,
+    scatter_bytes_per_s=270e9,
+    all_reduce_bytes_per_s=340e9,
+    copy_bytes_per_s=230e9,
+    pair_gain=1.4,
+    collective_us=13.0,
+    protocol_us=20.0,
     launch_us=4.0,
+    signal_us=15.0,
+    chunk_us=12.0,
     tile_efficiency=0.80,
+    chunk_efficiency=0.95,
 )
-# For a GPU that nobody has measured: close enough to order the strategies, cautious about our own kernel.
+# For a GPU that nobody has measured: close enough to order the strategies, cautious about our own kernels.
 UNKNOWN = Hardware(
     name="",
     matmul_flops=300e12,
     matmul_flops_fp32=60e12,
     memory_bytes_per_s=2.0e12,
-    link_bytes_per_s=150e9,
+    gather_bytes_per_s=150e9,
+    scatter_bytes_per_s=150e9,
     all_reduce_bytes_per_s=150e9,
+    copy_bytes_per_s=120e9,
+    pair_gain=1.0,
     collective_us=20.0,
-    signal_us=20.0,
+    protocol_us=10.0,
     launch_us=5.0,
+    signal_us=20.0,
+    chunk_us=20.0,
     tile_efficiency=0.70,
+    chunk_efficiency=0.90,
 )
 KNOWN: tuple[Hardware, ...] = (H200, H100)
 
@@ -136,30 +167,50 @@ def received_bytes(problem: Problem) -> float:
 
 
 def _library_us(problem: Problem, on: Hardware) -> float:
-    rate = on.all_reduce_bytes_per_s if problem.kind == MatmulAllReduce.kind else on.link_bytes_per_s
-    collective = on.collective_us + received_bytes(problem) / rate * MICRO
+    nbytes = received_bytes(problem)
+    protocol = on.protocol_us * nbytes / (nbytes + PROTOCOL_BYTES)
+    collective = on.collective_us + protocol + nbytes / _link_rate(problem, on) * MICRO
     return _matmul_us(problem, on, efficiency=1.0) + collective
+
+
+def _chunked_us(problem: Problem, on: Hardware) -> float:
+    matmul = _matmul_us(problem, on, efficiency=on.chunk_efficiency)
+    transfer = received_bytes(problem) / (on.copy_bytes_per_s * _pair_gain(problem, on)) * MICRO
+    chunks = _rounds(problem) * problem.world_size * on.chunk_us
+    return _overlapped(problem, matmul, transfer) + _partials_us(problem, on) + chunks
 
 
 def _tile_us(problem: Problem, on: Hardware) -> float:
     matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * _fill(problem))
-    transfer = received_bytes(problem) / on.link_bytes_per_s * MICRO
-    exposed = min(matmul, transfer) / problem.world_size
-    rounds = 2 if problem.kind == MatmulAllReduce.kind else 1
-    # Partial results are written and read again, and so are the results of an all-reduce.
-    passes = 0 if problem.kind == AllGatherMatmul.kind else 2 * rounds
-    memory = passes * problem.m * problem.n * problem.itemsize / on.memory_bytes_per_s * MICRO
-    return max(matmul, transfer) + exposed + memory + rounds * on.signal_us
+    transfer = received_bytes(problem) / _link_rate(problem, on) * MICRO
+    return _overlapped(problem, matmul, transfer) + _partials_us(problem, on) + _rounds(problem) * on.signal_us
 
 
-def _chunked_us(problem: Problem, on: Hardware) -> float:
-    matmul = _matmul_us(problem, on, efficiency=1.0) + (problem.world_size - 1) * on.launch_us
-    transfer = received_bytes(problem) / on.link_bytes_per_s * MICRO
-    rounds = 2 if problem.kind == MatmulAllReduce.kind else 1
-    passes = 0 if problem.kind == AllGatherMatmul.kind else 2 * rounds
-    memory = passes * problem.m * problem.n * problem.itemsize / on.memory_bytes_per_s * MICRO
-    signals = rounds * problem.world_size * on.signal_us
-    return max(matmul, transfer) + min(matmul, transfer) / problem.world_size + memory + signals
+def _overlapped(problem: Problem, matmul: float, transfer: float) -> float:
+    return max(matmul, transfer) + min(matmul, transfer) / problem.world_size
+
+
+def _partials_us(problem: Problem, on: Hardware) -> float:
+    """Partial results are written and read again, and so are the results of an all-reduce."""
+    passes = 0 if problem.kind == AllGatherMatmul.kind else 2 * _rounds(problem)
+    return passes * problem.m * problem.n * problem.itemsize / on.memory_bytes_per_s * MICRO
+
+
+def _rounds(problem: Problem) -> int:
+    return 2 if problem.kind == MatmulAllReduce.kind else 1
+
+
+def _link_rate(problem: Problem, on: Hardware) -> float:
+    rates = {
+        AllGatherMatmul.kind: on.gather_bytes_per_s,
+        MatmulReduceScatter.kind: on.scatter_bytes_per_s,
+        MatmulAllReduce.kind: on.all_reduce_bytes_per_s,
+    }
+    return rates[problem.kind] * _pair_gain(problem, on)
+
+
+def _pair_gain(problem: Problem, on: Hardware) -> float:
+    return on.pair_gain if problem.world_size == 2 else 1.0
 
 
 def _matmul_us(problem: Problem, on: Hardware, *, efficiency: float) -> float:
