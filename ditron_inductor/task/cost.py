@@ -15,7 +15,7 @@ there. Two ranks have the links of one pair to themselves, and copy faster (`pai
 partial results like a scatter, and its results like a gather: two rounds of passes and signals.
 
 The numbers of the H200 are fitted to benchmarks/results/gemm_collectives.csv (bf16, no NVLink multicast) by
-`python -m benchmarks.fit_cost_model --write`; `python -m ditron_inductor tune --model-error` shows how far off they are.
+`python -m benchmarks.fit_cost_model --write`; `python -m ditron_inductor tune --model-error` shows the model's error.
 The model decides only where no table of measured times does, and the plan asks for a clear win (`GAIN`) then.
 """
 
@@ -98,7 +98,7 @@ H100 = Hardware(
     launch_us=4.0,
     signal_us=15.0,
     chunk_us=12.0,
-    tile_efficiency=0.80,
+    tile_efficiency=0.8,
     chunk_efficiency=0.95,
 )
 # For a GPU that nobody has measured: close enough to order the strategies, cautious about our own kernels.
@@ -117,8 +117,8 @@ UNKNOWN = Hardware(
     launch_us=5.0,
     signal_us=20.0,
     chunk_us=20.0,
-    tile_efficiency=0.70,
-    chunk_efficiency=0.90,
+    tile_efficiency=0.7,
+    chunk_efficiency=0.9,
 )
 KNOWN: tuple[Hardware, ...] = (H200, H100)
 
