@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ditron_inductor.device.workspace import Call, Workspace
 from ditron_inductor.lowering.config import Config, select_config
+from ditron_inductor.lowering.launcher import Arguments, Launcher
 
-FLAG_CHUNKS = 16
-"""Chunks that a launch aims at: fine enough to start early, coarse enough for the flags to cost nothing."""
+NUMBERS = ("slot", "site")
+WORDS = ("table", "ctl", "counters")
+"""Parameters of every kernel of the protocol: what `Launch.run` passes by itself."""
+
+INTERPRETED_CHUNKS = 4
+"""Flags that a launch of the interpreter gets along with, so that small problems have tiles that share one."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -28,6 +34,8 @@ def round_up(a: int, b: int) -> int:
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """x [.., K] as rows [M, K] with contiguous K; a view where its strides allow, else a copy."""
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x
     # Not -1: a rank with an empty slice of K has rows of no length.
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
@@ -40,12 +48,23 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee" if exact or torch.version.hip is not None else "tf32"
 
 
+def is_block_loadable(x: torch.Tensor) -> bool:
+    """Whether a tensor descriptor can describe x [R, C], or its transpose: one dimension contiguous, all else aligned."""
+    if x.numel() == 0 or x.data_ptr() % 16 != 0 or 1 not in x.stride():
+        return False
+    pitch = x.stride(1) if x.stride(0) == 1 else x.stride(0)
+    return pitch * x.element_size() % 16 == 0
+
+
 @dataclass(frozen=True)
 class Launch:
-    """One call of one site: its workspace and its name, which peers see when something goes wrong."""
+    """The calls of one site with operands of one form: their workspace, and the site's name, which peers see when
+    something goes wrong. launchers: of its kernels, by identity.
+    """
 
     workspace: Workspace
     site_text: str
+    launchers: dict[int, Launcher] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def rank(self) -> int:
@@ -73,23 +92,65 @@ class Launch:
         half = ceil_div(ceil_div(rows, config.block_m), 2)
         return replace(config, group_m=min(config.group_m, 1 << (half - 1).bit_length()))
 
-    def constants(self, config: Config, K: int, dtype: torch.dtype) -> dict[str, Any]:
-        """The compile-time arguments that every matrix-product kernel takes, and its launch options."""
+    def constants(self, config: Config, a: torch.Tensor, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """The compile-time arguments that every matrix-product kernel takes, and its launch options.
+
+        a: rows [.., K] with contiguous K; weights: [K, N_i].
+        """
+        K = a.shape[-1]
         return {
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
             "GROUP_M": config.group_m,
+            "DESCRIPTORS": self.loads_by_descriptor(a, weights),
+            # One bit for each weight.
+            "K_MAJOR": sum(1 << i for i, weight in enumerate(weights) if weight.stride(0) == 1),
             "EVEN_K": K % config.block_k == 0,
-            "PRECISION": dot_precision(dtype),
+            "PRECISION": dot_precision(a.dtype),
             "UPCAST": self.interpreted,
+            "THREADS": config.num_warps * 32,
+            # 16 bytes for each thread.
+            "PIECE": config.num_warps * 512 // a.element_size(),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         }
 
+    def loads_by_descriptor(self, a: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether the copy unit can fetch blocks of these operands: on NVIDIA GPUs since Hopper, 16-byte aligned."""
+        arch = self.workspace.capabilities.arch
+        if not (arch == "interpreter" or arch.startswith(("sm_9", "sm_10", "sm_11", "sm_12"))):
+            return False
+        return all(is_block_loadable(x) for x in (a.flatten(0, -2), *weights))
+
     def programs(self, work: int, config: Config) -> int:
         """Grid of a persistent kernel with `work` tickets. Any number is right; this many keep the GPU busy."""
         return max(1, min(work, self.num_sms * config.programs_per_sm))
+
+    def run(self, kernel: Any, nbytes: int, arguments: Callable[[], Arguments], tensors: Mapping[str, Any]) -> None:
+        """One use of a slot with at least `nbytes` of data, by one launch of `kernel`. Raises as Workspace.call.
+
+        kernel: of a module, with the parameters NUMBERS (not specialised on) and WORDS. tensors: its other pointers, by
+        name, in the same order each time. arguments: the rest; see Launcher for what it may depend on.
+        """
+        workspace = self.workspace
+        shared = workspace.shared
+        generation, slot, site = shared.begin(
+            self.site_text, nbytes, workspace.options.workspace_limit, workspace.timeout_s
+        )
+        try:
+            launcher = self.launchers.get(id(kernel))
+            if launcher is None:
+                launcher = Launcher(
+                    kernel, workspace.device, numbers=NUMBERS, words=WORDS, allocator=shared.scratch
+                )
+                self.launchers[id(kernel)] = launcher
+            words = generation.table, generation.ctl, generation.counters
+            launcher(shared.order.stream, arguments, (slot, site), words, tensors)
+        except BaseException as exc:
+            shared.health.fail(exc)
+            raise
+        shared.end()
 
     def call(self, nbytes: int) -> AbstractContextManager[Call]:
         """The use of one slot with at least `nbytes` of data; see Workspace.call."""
@@ -100,7 +161,6 @@ class Launch:
         """`block` of interleaved_row for shards of `shard_shape` [.., K] along `dim`."""
         return math.prod(shard_shape[dim:-1])
 
-    @staticmethod
-    def chunk_tiles(tiles: int, max_chunks: int) -> int:
+    def chunk_tiles(self, tiles: int, max_chunks: int) -> int:
         """Tiles of one chunk, when `tiles` of them share at most `max_chunks` flags."""
-        return ceil_div(max(tiles, 1), min(FLAG_CHUNKS, max_chunks))
+        return ceil_div(max(tiles, 1), min(max_chunks, INTERPRETED_CHUNKS) if self.interpreted else max_chunks)

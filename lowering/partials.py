@@ -1,7 +1,14 @@
 """Partial products on their way to the rank that adds them up: what reduce-scatter and all-reduce kernels share.
 
 A partial tile lies in its owner's slot as one contiguous [BLOCK_M, BLOCK_N] block: stores to a peer are coalesced and
-need no masks, whatever the shape of the problem. Block (source, tile) is `source * tiles_per_owner + tile`.
+need no masks, whatever the shape of the problem. Block (source, tile) is `source * tiles_per_owner + tile`. The owner's
+own partial stays in the outbox of the program that computed it, which adds it up.
+
+A program puts a finished tile into its *outbox*, a block of its own at the end of the slot, and the K loop of its next
+tile carries it to the owner, see core/matmul.py. Then it publishes the tile.
+
+Signals: flag row `tile // chunk_tiles` of an owner, one word for each source. With one tile in a chunk, as long as the
+rows suffice, a program publishes its tile itself; else tiles are counted and the last one of a chunk publishes it.
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_WORLD
-from ditron_inductor.core.signals import arrive, data, publish, wait, wait_credit
+from ditron_inductor.core.signals import arrive, data, publish
 
 
 @triton.jit
@@ -21,48 +28,52 @@ def block_offsets(block, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def push_partial(
-    acc, table, ctl, counters, owner, tile, owner_tiles, tiles_per_owner, chunk_tiles, alive, rank, slot, site, epoch,
-    dtype: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Store partial tile `tile` of `owner` into its slot; the last tile of a chunk publishes flag row `chunk`.
-
-    owner_tiles: how many tiles the owner really has (<= tiles_per_owner, the spacing of the blocks). alive: 0 if the
-    workspace was poisoned before this program started: nothing may be sent.
-    """
-    # Credit: the owner has read what the slot's previous use left there. The own slot is free by stream order.
-    ok = alive
-    if owner != rank:
-        ok = alive & wait_credit(table, ctl, rank, slot, owner, site, epoch)
-    if ok != 0:
-        offsets = block_offsets(rank * tiles_per_owner + tile, BLOCK_M, BLOCK_N)
-        tl.store(data(table, ctl, owner, slot, dtype) + offsets, acc.to(dtype))
-        chunk = tile // chunk_tiles
-        total = tl.minimum(chunk_tiles, owner_tiles - chunk * chunk_tiles)
-        # A tile without its credit does not arrive, so its chunk is never published.
-        if arrive(counters + chunk * MAX_WORLD + owner, total):
-            # All tiles of the chunk lie in the owner's slot: it may add them up.
-            publish(table, owner, slot, chunk, rank, site, epoch)
+def put_in_outbox(outbox, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store a tile of values [BLOCK_M, BLOCK_N] into the program's outbox, for all its threads to load afterwards."""
+    # What was in it has been read by all threads.
+    tl.debug_barrier()
+    tl.store(outbox + block_offsets(tl.full((), 0, tl.int32), BLOCK_M, BLOCK_N), tile)
+    tl.debug_barrier()
 
 
 @triton.jit
-def reduce_partials(
-    table, ctl, tile, tiles_per_owner, chunk_tiles, alive, rank, slot, site, epoch,
-    dtype: tl.constexpr, WORLD: tl.constexpr, AVERAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """(sum over sources 0..W-1 of own tile `tile`, fp32 [BLOCK_M, BLOCK_N]; 1, or 0 after a failure, with NaN).
+def publish_partial(
+    table, counters, owner, tile, owner_tiles, chunk_tiles, rank, slot, site, epoch, COUNTED: tl.constexpr
+):
+    """Tell `owner` that partial tile `tile`, carried there by this program, is in its slot.
 
-    Added in rank order whatever the order of arrival, so equal inputs give equal bits everywhere.
+    owner_tiles: how many tiles the owner has. A tile that lacked its credit must not come here, so that its chunk is
+    never published. COUNTED: chunk_tiles > 1.
     """
-    ok = alive
-    for source in range(WORLD):
-        # Acquire: the source's chunk, published after its last tile. The own chunk is finished by other programs.
-        ok = ok & wait(table, ctl, rank, slot, tile // chunk_tiles, source, site, epoch)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if ok != 0:
-        base = data(table, ctl, rank, slot, dtype)
-        for source in range(WORLD):
-            acc += tl.load(base + block_offsets(source * tiles_per_owner + tile, BLOCK_M, BLOCK_N)).to(tl.float32)
+    chunk = tile // chunk_tiles
+    if COUNTED:
+        total = tl.minimum(chunk_tiles, owner_tiles - chunk * chunk_tiles)
+        if arrive(counters + chunk * MAX_WORLD + owner, total):
+            # All tiles of the chunk lie in the owner's slot: it may add them up.
+            publish(table, owner, slot, chunk, rank, site, epoch)
+    else:
+        publish(table, owner, slot, chunk, rank, site, epoch)
+
+
+@triton.jit
+def reduced_slice(
+    own, table, ctl, tile, tiles_per_owner, slice_, ok, rank, slot,
+    dtype: tl.constexpr, WORLD: tl.constexpr, AVERAGE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Rows slice_ * ROWS, .. of the sum over all ranks of own tile `tile`, [ROWS, BLOCK_N] in fp32; NaN if ok is 0.
+
+    own: pointer to the own partial, as a block. Added in rank order 0..W-1 whatever the order of arrival, so equal
+    inputs give equal bits. A slice at a time, so that all loads of it are under way together. The caller has waited for
+    every peer's flag of the tile.
+    """
+    base = data(table, ctl, rank, slot, dtype)
+    inside = (slice_ * ROWS + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
+    for source in tl.static_range(WORLD):
+        block = (source * tiles_per_owner + tile).to(tl.int64) * (BLOCK_M * BLOCK_N)
+        partial = tl.where(source == rank, own, base + block)
+        total += tl.load(tl.multiple_of(partial, 16) + inside).to(tl.float32)
     if AVERAGE:
-        acc = acc / WORLD
-    return tl.where(ok != 0, acc, float("nan")), ok
+        total = total / WORLD
+    return tl.where(ok != 0, total, float("nan"))

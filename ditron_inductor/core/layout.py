@@ -21,16 +21,16 @@ NUM_SLOTS = tl.constexpr(2)
 MAX_WORLD = tl.constexpr(16)
 """Columns of a flag row: 16 words are 128 bytes, so no two rows share a cache line."""
 
-MAX_CHUNKS = tl.constexpr(64)
+MAX_CHUNKS = tl.constexpr(1024)
 """Flag rows of a slot. A launch numbers its chunks, over all its phases, below this."""
 
-CREDIT_ROW = tl.constexpr(64)
+CREDIT_ROW = tl.constexpr(1024)
 """The row after the last flag row holds the credits: word `peer` says which epoch that peer has finished with."""
 
-SLOT_WORDS = tl.constexpr(16 * 65)
+SLOT_WORDS = tl.constexpr(16 * 1025)
 """64-bit words of header for each slot: (MAX_CHUNKS flag rows + 1 credit row) * MAX_WORLD."""
 
-HEADER_BYTES = tl.constexpr(20480)
+HEADER_BYTES = tl.constexpr(266240)
 """Bytes of the heap before the first data slot: NUM_SLOTS * SLOT_WORDS * 8, rounded up to 4096."""
 
 EPOCH_BITS = tl.constexpr(40)
@@ -70,7 +70,7 @@ DONE = tl.constexpr(48)
 
 CTL_WORDS = tl.constexpr(16 + 2 * 64)
 
-COUNTERS = tl.constexpr(64 * 16)
+COUNTERS = tl.constexpr(1024 * 16)
 """int32 tile counters, one for each (chunk, destination); 0 between launches."""
 
 # The failure record: int64 words, STATE written last.

@@ -1,4 +1,15 @@
-"""One output tile of a matrix product, fp32 accumulation, any size by masks; the K loop stays software-pipelined."""
+"""One output tile of a matrix product, fp32 accumulation; the K loop stays software-pipelined.
+
+Two ways to load, one result. *Descriptors*: the copy unit (TMA) fetches whole blocks, and what lies outside of the
+operand comes as zeros. *Pointers*: for GPUs without it, and operands whose address or strides are no multiples of 16
+bytes. Every wait stands before the call: one inside the K loop would end pipelining, or be passed by prefetched loads.
+
+While the tensor cores work, the loop *carries* finished data to peers: in each step one piece goes from a buffer of this
+GPU to `targets`, 16 bytes for each thread, loaded one step ahead. Stored all at once, by all programs at the same time,
+it would wait for the links; so it costs next to nothing. The caller publishes it after the call.
+
+UPCAST: multiply in fp32, for the interpreter, whose dot takes bf16 for integers.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +18,92 @@ import triton.language as tl
 
 
 @triton.jit
-def matmul_tile(
-    a_rows,
-    b,
-    stride_bk,
-    stride_bn,
-    column,
-    N,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+def rows_descriptor(a, M, K, stride_am, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Descriptor of A [M, K] with contiguous K, for blocks [BLOCK_M, BLOCK_K]. The base is a multiple of 16 bytes."""
+    return tl.make_tensor_descriptor(
+        a, shape=[M, K], strides=[stride_am, 1], block_shape=[BLOCK_M, BLOCK_K]
+    )
+
+
+@triton.jit
+def weight_descriptor(
+    b, N, K, stride_bk, stride_bn, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr
 ):
-    """acc[m, n] = sum_k A[m, k] * B[k, column + n], fp32 [BLOCK_M, BLOCK_N].
+    """Descriptor of B [K, N]: of its transpose if K_MAJOR (contiguous K, as nn.Linear holds it), else with contiguous N."""
+    if K_MAJOR:
+        return tl.make_tensor_descriptor(
+            b, shape=[N, K], strides=[stride_bn, 1], block_shape=[BLOCK_N, BLOCK_K]
+        )
+    else:
+        return tl.make_tensor_descriptor(
+            b, shape=[K, N], strides=[stride_bk, 1], block_shape=[BLOCK_K, BLOCK_N]
+        )
+
+
+@triton.jit
+def load_piece(source, first, count, PIECE: tl.constexpr):
+    """Elements first, .., first + PIECE - 1 of `source`, as far as they are below `count`."""
+    offsets = first + tl.arange(0, PIECE)
+    return tl.load(source + offsets, mask=offsets < count)
+
+
+@triton.jit
+def store_piece(targets, piece, first, count, num_targets, NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr):
+    """Store what `load_piece` loaded to the first `num_targets` of a tuple of NUM_TARGETS pointers."""
+    offsets = first + tl.arange(0, PIECE)
+    for i in tl.static_range(NUM_TARGETS):
+        tl.store(targets[i] + offsets, piece, mask=(offsets < count) & (i < num_targets))
+
+
+@triton.jit
+def carry(source, targets, first, count, num_targets, NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr):
+    """Copy elements first, .., count - 1 of `source` to the first `num_targets` of NUM_TARGETS pointers, now."""
+    for start in range(first, count, 4 * PIECE):
+        store_piece(
+            targets, load_piece(source, start, count, 4 * PIECE), start, count, num_targets, NUM_TARGETS, 4 * PIECE
+        )
+
+
+@triton.jit
+def matmul_tile_by_descriptors(
+    a, b, row, column, K, source, targets, count, num_targets,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    K_MAJOR: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """acc[m, n] = sum_k A[row + m, k] * B[k, column + n], fp32 [BLOCK_M, BLOCK_N]; a, b: descriptors, see above.
+
+    Carries `count` elements from `source` to the first `num_targets` of the tuple `targets` of NUM_TARGETS pointers.
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    piece = load_piece(source, 0, count, PIECE)
+    for k in range(0, tl.cdiv(K, BLOCK_K)):
+        store_piece(targets, piece, k * PIECE, count, num_targets, NUM_TARGETS, PIECE)
+        piece = load_piece(source, (k + 1) * PIECE, count, PIECE)
+        a_tile = a.load([row, k * BLOCK_K])
+        if K_MAJOR:
+            b_tile = b.load([column, k * BLOCK_K]).T
+        else:
+            b_tile = b.load([k * BLOCK_K, column])
+        if UPCAST:
+            a_tile = a_tile.to(tl.float32)
+            b_tile = b_tile.to(tl.float32)
+        acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
+    carry(source, targets, tl.cdiv(K, BLOCK_K) * PIECE, count, num_targets, NUM_TARGETS, PIECE)
+    return acc
+
+
+@triton.jit
+def matmul_tile(
+    a_rows, b, stride_bk, stride_bn, column, N, K, source, targets, count, num_targets,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """acc[m, n] = sum_k A[m, k] * B[k, column + n], fp32 [BLOCK_M, BLOCK_N]; carries as matmul_tile_by_descriptors.
 
     a_rows: pointers [BLOCK_M] to the rows of A, each valid (clamp them) and with contiguous K. b: pointer to B [K, N].
-    Columns beyond N come out as 0. EVEN_K: K is a multiple of BLOCK_K, so the K loop needs no mask. UPCAST: multiply in
-    fp32, for the interpreter, whose dot takes bf16 for integers.
-
-    Every wait stands before the call: one inside the K loop would end pipelining, or be passed by prefetched loads.
+    Columns beyond N come out as 0. EVEN_K: K is a multiple of BLOCK_K, so the K loop needs no mask.
     """
     offs_n = column + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
@@ -37,7 +112,10 @@ def matmul_tile(
     b_ptrs = b + offs_k.to(tl.int64)[:, None] * stride_bk + offs_n.to(tl.int64)[None, :] * stride_bn
     step = tl.full((), BLOCK_K, tl.int64) * stride_bk
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    piece = load_piece(source, 0, count, PIECE)
     for k in range(0, tl.cdiv(K, BLOCK_K)):
+        store_piece(targets, piece, k * PIECE, count, num_targets, NUM_TARGETS, PIECE)
+        piece = load_piece(source, (k + 1) * PIECE, count, PIECE)
         if EVEN_K:
             a = tl.load(a_ptrs)
             b_tile = tl.load(b_ptrs, mask=in_n, other=0.0)
@@ -51,4 +129,5 @@ def matmul_tile(
         acc = tl.dot(a, b_tile, acc, input_precision=PRECISION)
         a_ptrs += BLOCK_K
         b_ptrs += step
+    carry(source, targets, tl.cdiv(K, BLOCK_K) * PIECE, count, num_targets, NUM_TARGETS, PIECE)
     return acc

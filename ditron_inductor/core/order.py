@@ -32,10 +32,13 @@ def grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def interleaved_row(row, chunk, block, WORLD: tl.constexpr):
-    """Row of the whole tensor that row `row` of rank `chunk`'s shard is.
+def interleaved_row(row, chunk, rows, block, WORLD: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Row of the whole tensor that row `row` of rank `chunk`'s shard of `rows` rows is.
 
-    Gathering (or scattering) along an inner dimension interleaves the shards: each holds runs of `block` consecutive
-    rows, `block` the product of the shard's sizes from that dimension to the last but one.
+    Gathering (or scattering) along an inner dimension interleaves the shards (INTERLEAVED): each holds runs of `block`
+    consecutive rows, `block` the product of the shard's sizes from that dimension to the last but one.
     """
-    return (row // block) * (block * WORLD) + chunk * block + row % block
+    if INTERLEAVED:
+        return (row // block) * (block * WORLD) + chunk * block + row % block
+    else:
+        return chunk * rows + row

@@ -138,6 +138,49 @@ def wait(table, ctl, rank, slot, row, source, site, epoch, CHECK_SITE: tl.conste
 
 
 @triton.jit
+def wait_all(table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr):
+    """`wait` for every peer's word in flag `row` at once: one round of polling instead of one for each source."""
+    sources = tl.arange(0, MAX_WORLD)
+    others = (sources < WORLD) & (sources != rank)
+    addresses = flag(table, rank, slot, row, 0) + sources
+    nothing = tl.zeros((MAX_WORLD,), dtype=tl.int64)
+    limit = tl.load(ctl + POLL_LIMIT)
+    seen = tl.atomic_add(addresses, nothing, mask=others, sem="acquire", scope="sys")
+    late = tl.sum((others & behind(seen, epoch)).to(tl.int32), axis=0)
+    polls = tl.full((), 0, tl.int64)
+    while (late != 0) & (polls < limit):
+        if polls % POISON_PERIOD == 0:
+            limit = tl.where(healthy(ctl) != 0, limit, 0)
+        seen = tl.atomic_add(addresses, nothing, mask=others, sem="acquire", scope="sys")
+        late = tl.sum((others & behind(seen, epoch)).to(tl.int32), axis=0)
+        polls += 1
+    wrong = others & (seen != word(site, epoch))
+    ok = tl.full((), 1, tl.int32)
+    if tl.sum(wrong.to(tl.int32), axis=0) != 0:
+        source = tl.min(tl.where(wrong, sources, MAX_WORLD), axis=0)
+        if late != 0:
+            source = tl.min(tl.where(others & behind(seen, epoch), sources, MAX_WORLD), axis=0)
+            saw = tl.sum(tl.where(sources == source, seen, nothing), axis=0)
+            fail(ctl, TIMEOUT, rank, source, row, slot, word(site, epoch), saw)
+        else:
+            saw = tl.sum(tl.where(sources == source, seen, nothing), axis=0)
+            fail(ctl, DIVERGED, rank, source, row, slot, word(site, epoch), saw)
+        ok = tl.full((), 0, tl.int32)
+    return ok
+
+
+@triton.jit
+def proxy_fence(ok):
+    """Order what a wait acquired before block loads (TMA) that follow: they read by another path than the wait did.
+
+    Returns `ok`. NVIDIA only.
+    """
+    return tl.inline_asm_elementwise(
+        "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [ok], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def publish(table, target, slot, row, rank, site, epoch):
     """Tell `target` that everything this program wrote for it, and all that it has acquired, is there.
 
@@ -147,6 +190,17 @@ def publish(table, target, slot, row, rank, site, epoch):
     """
     tl.debug_barrier()
     tl.atomic_xchg(flag(table, target, slot, row, rank), word(site, epoch), sem="release", scope="sys")
+
+
+@triton.jit
+def publish_all(table, slot, row, rank, site, epoch, WORLD: tl.constexpr):
+    """`publish` to every peer at once: each word is stored by a thread of its own, so their releases overlap."""
+    targets = tl.arange(0, MAX_WORLD)
+    others = (targets < WORLD) & (targets != rank)
+    heaps = tl.load(table + targets, mask=targets < WORLD, other=0).to(tl.pointer_type(tl.int64))
+    words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(site, epoch)
+    tl.debug_barrier()
+    tl.atomic_xchg(heaps + slot * SLOT_WORDS + row * MAX_WORLD + rank, words, mask=others, sem="release", scope="sys")
 
 
 @triton.jit
@@ -175,6 +229,27 @@ def take_tile(ctl, slot):
 
 
 @triton.jit
+def request_ticket(ctl, slot, QUEUE: tl.constexpr, THREADS: tl.constexpr, wanted):
+    """Begin to take the next ticket of QUEUE (SEND_TICKET or TILE_TICKET): `granted` waits for it, best after work that
+    hides the latency.
+
+    The request has a place for each of THREADS threads, so that the result stays in the register of the one that asked.
+    Where `wanted` is false nothing is asked for, and `granted` means nothing. A program may hold one tile ticket ahead:
+    the holder of the first unfinished ticket waits for finished ones only.
+    """
+    lanes = tl.arange(0, THREADS)
+    words = slot_ctl(ctl, slot) + QUEUE + tl.zeros((THREADS,), dtype=tl.int32)
+    ones = tl.full((THREADS,), 1, tl.int64)
+    return tl.atomic_add(words, ones, mask=(lanes == 0) & wanted, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def granted(request, THREADS: tl.constexpr):
+    """The ticket that `request_ticket` asked for."""
+    return tl.sum(tl.where(tl.arange(0, THREADS) == 0, request, 0), axis=0).to(tl.int32)
+
+
+@triton.jit
 def wait_credit(table, ctl, rank, slot, target, site, epoch):
     """Wait until `target` has finished with the previous use of `slot`, so that it may be overwritten there."""
     return wait(table, ctl, rank, slot, CREDIT_ROW, target, site, epoch - 1, CHECK_SITE=False)
@@ -199,8 +274,7 @@ def finish(table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr):
         tl.store(words + TILE_TICKET, 0)
         tl.store(words + EPOCH, epoch)
         if healthy(ctl) != 0:
-            for i in range(1, WORLD):
-                publish(table, (rank + i) % WORLD, slot, CREDIT_ROW, rank, site, epoch)
+            publish_all(table, slot, CREDIT_ROW, rank, site, epoch, WORLD)
 
 
 assert HEADER_BYTES.value % 16 == 0

@@ -3,10 +3,11 @@
 Problem. Every rank holds a shard of the activations, rows [S, K] once flattened, and its own weights [K, N_i].
 Algorithm. Two queues of work. The *send* queue pushes the own shard, chunk by chunk (a chunk is `group_m` block rows),
 into the slot of every peer: rank - 1 first, since that rank's tiles come to this shard first. The *tile* queue computes
-output tiles: those of the own shard, which need no wait, then those of rank + 1, rank + 2, ... A few programs start on
-the send queue, the others on the tile queue; a program that comes to a remote tile first helps to empty the send queue,
-so every send precedes every wait and a launch completes even with one resident program. Where the gathered tensor is
-wanted elsewhere too, the last tickets copy it out of the slot.
+output tiles: those of the own shard, which need no wait, then those of rank + 1, rank + 2, ... Each tile of the own
+shard carries one piece of the send queue in its K loop, see core/matmul.py. Where that is too little a few programs start
+on the send queue, and a program that comes to a remote tile first helps to empty it, so every send precedes every wait
+and a launch completes even with one resident program. Where the gathered tensor is wanted elsewhere too, the last
+tickets copy it out of the slot.
 Signal protocol. Flag row `chunk`, written once per launch by the last program that pushed a piece of the chunk to that
 peer, read by every tile of the chunk. A push waits for the peer's credit for the slot's previous use; credits are given
 when all programs have finished, that is when nobody reads the slot any more.
@@ -23,63 +24,84 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.layout import MAX_CHUNKS, MAX_WORLD
-from ditron_inductor.core.matmul import matmul_tile
+from ditron_inductor.core.layout import MAX_WORLD, SEND_TICKET, TILE_TICKET
+from ditron_inductor.core.matmul import matmul_tile, matmul_tile_by_descriptors, rows_descriptor, weight_descriptor
 from ditron_inductor.core.order import gather_order, grouped, interleaved_row
 from ditron_inductor.core.signals import (
     arrive,
     current_epoch,
     data,
     finish,
+    granted,
     healthy,
+    proxy_fence,
     publish,
+    request_ticket,
     take_send,
     take_tile,
     wait,
     wait_credit,
 )
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
+from ditron_inductor.lowering.launch import Launch, ceil_div, is_block_loadable, round_up
 from ditron_inductor.task.nodes import AllGatherMatmul
 
 SEND_BLOCK = 8192
 """Elements that a program copies in one step; SEND_STEPS of them are one piece of the send queue."""
 SEND_STEPS = 8
-SENDERS = 32
-"""Programs that start on the send queue: enough to fill the links."""
+SENDERS = 16
+"""Programs that start on the send queue: enough to fill the links, few enough not to be missed by the matmul."""
 INTERPRETED_SEND_BLOCK = 512
+GATHER_CHUNKS = 64
+"""Most chunks of a shard. A flag for each block row would cost more than the earlier start gains."""
+
+
+@triton.jit
+def send_piece(
+    ticket, shard, table, ctl, numel, chunk_numel, num_chunks, slot_stride, rank, slot,
+    WORLD: tl.constexpr, PIECE_NUMEL: tl.constexpr,
+):  # fmt: skip
+    """(peer, chunk, pointer to the piece, pointer to its place in the peer's slot, elements) of ticket `ticket`."""
+    pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
+    target = (rank + WORLD - 1 - ticket // (num_chunks * pieces)) % WORLD
+    chunk = ticket // pieces % num_chunks
+    inside = (ticket % pieces) * PIECE_NUMEL
+    first = chunk.to(tl.int64) * chunk_numel + inside
+    count = tl.minimum(tl.minimum(chunk_numel - inside, PIECE_NUMEL), numel - first).to(tl.int32)
+    place = data(table, ctl, target, slot, shard.dtype.element_ty) + rank.to(tl.int64) * slot_stride + first
+    return target, chunk, shard + first, place, tl.maximum(count, 0)
+
+
+@triton.jit
+def sent_piece(counters, table, target, chunk, pieces, rank, slot, site, epoch):
+    """Count a piece that was sent; the last one of a chunk publishes it."""
+    # A piece without its credit does not come here, so its chunk is never published.
+    if arrive(counters + chunk * MAX_WORLD + target, pieces):
+        # Every piece of the chunk lies in the target's slot: its tiles of this chunk may start.
+        publish(table, target, slot, chunk, rank, site, epoch)
 
 
 @triton.jit
 def drain_sends(
-    shard, table, ctl, counters, numel, chunk_numel, num_chunks, slot_stride, alive, rank, slot, site, epoch,
+    ticket, shard, table, ctl, counters, numel, chunk_numel, num_chunks, slot_stride, num_sends, rank, slot, site, epoch,
     WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Take pieces of the own shard from the send queue, push each to its peer, until none is left.
+    """Push piece `ticket` of the own shard to its peer, take the next one from the send queue, until none is left.
 
-    None at all if the workspace was poisoned before this program started (alive is 0).
+    num_sends: tickets in the queue, 0 if the workspace was poisoned before this program started.
     """
-    pieces = tl.cdiv(chunk_numel, SEND_BLOCK * SEND_STEPS)
-    num_sends = (WORLD - 1) * num_chunks * pieces
-    ticket = num_sends
-    if alive != 0:
-        ticket = take_send(ctl, slot)
+    PIECE_NUMEL: tl.constexpr = SEND_BLOCK * SEND_STEPS
+    pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
     while ticket < num_sends:
-        target = (rank + WORLD - 1 - ticket // (num_chunks * pieces)) % WORLD
-        chunk = ticket // pieces % num_chunks
+        target, chunk, source, place, count = send_piece(
+            ticket, shard, table, ctl, numel, chunk_numel, num_chunks, slot_stride, rank, slot, WORLD, PIECE_NUMEL
+        )
         if wait_credit(table, ctl, rank, slot, target, site, epoch) != 0:
-            first = chunk.to(tl.int64) * chunk_numel
-            end = tl.minimum(first + chunk_numel, numel)
-            first += (ticket % pieces).to(tl.int64) * (SEND_BLOCK * SEND_STEPS)
-            remote = data(table, ctl, target, slot, shard.dtype.element_ty) + rank.to(tl.int64) * slot_stride
             for i in range(SEND_STEPS):
-                offsets = first + i * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
-                inside = offsets < end
-                tl.store(remote + offsets, tl.load(shard + offsets, mask=inside), mask=inside)
-            # A piece without its credit does not arrive, so its chunk is never published.
-            if arrive(counters + chunk * MAX_WORLD + target, pieces):
-                # Every piece of the chunk lies in the target's slot: its tiles of this chunk may start.
-                publish(table, target, slot, chunk, rank, site, epoch)
+                offsets = i * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
+                inside = offsets < count
+                tl.store(place + offsets, tl.load(source + offsets, mask=inside), mask=inside)
+            sent_piece(counters, table, target, chunk, pieces, rank, slot, site, epoch)
         ticket = take_send(ctl, slot)
 
 
@@ -87,13 +109,14 @@ def drain_sends(
 def shard_of(shard, table, ctl, source, rank, slot, slot_stride):
     """Pointer to the rows of `source`: the own shard where it is, a peer's in this rank's slot."""
     received = data(table, ctl, rank, slot, shard.dtype.element_ty) + source.to(tl.int64) * slot_stride
+    # The hint is true of both only where descriptors are used, which is the only place that needs it.
     return tl.where(source == rank, shard, received)
 
 
 @triton.jit
 def copy_gathered(
     ticket, shard, gathered, table, ctl, rows, K, block, slot_stride, group_rows, alive, rank, slot, site, epoch,
-    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WORLD: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Copy tile `ticket` of the gathered tensor to the caller's output, NaN after a failure."""
     num_m = tl.cdiv(rows, BLOCK_M)
@@ -109,7 +132,7 @@ def copy_gathered(
     base = shard_of(shard, table, ctl, source, rank, slot, slot_stride)
     offsets = offs_m.to(tl.int64)[:, None] * K + offs_k[None, :]
     tile = tl.load(base + offsets, mask=inside & (ok != 0), other=float("nan"))
-    out_rows = interleaved_row(offs_m.to(tl.int64), source, block, WORLD)
+    out_rows = interleaved_row(offs_m, source, rows, block, WORLD, INTERLEAVED).to(tl.int64)
     tl.store(gathered + out_rows[:, None] * K + offs_k[None, :], tile, mask=inside)
 
 
@@ -118,72 +141,124 @@ def all_gather_matmul_kernel(
     shard, weights, outs, gathered, table, ctl, counters,
     rows, K, block, columns, strides_bk, strides_bn, slot_stride,
     rank, slot, site, senders, num_chunks,
-    WORLD: tl.constexpr, NUM_WEIGHTS: tl.constexpr, RETURN_GATHERED: tl.constexpr,
+    WORLD: tl.constexpr, NUM_WEIGHTS: tl.constexpr, RETURN_GATHERED: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, OUT_DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
     SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """See the module. shard [rows, K] contiguous; weights, outs, columns, strides_b*: tuples of NUM_WEIGHTS."""
+    """See the module. DESCRIPTORS: then K is a multiple of 16 bytes. OUT_DESCRIPTORS: only if not INTERLEAVED. shard [rows, K] contiguous; weights, outs, columns, strides_b*: tuples of NUM_WEIGHTS."""
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
+    VECTOR: tl.constexpr = 128 // shard.dtype.element_ty.primitive_bitwidth
     num_m = tl.cdiv(rows, BLOCK_M)
-    num_n = tl.cdiv(columns[0], BLOCK_N)
-    for i in tl.static_range(1, NUM_WEIGHTS):
-        num_n += tl.cdiv(columns[i], BLOCK_N)
+    shard_tiles = 0
+    b_descriptors = ()
+    for i in tl.static_range(NUM_WEIGHTS):
+        shard_tiles += num_m * tl.cdiv(columns[i], BLOCK_N)
+        if DESCRIPTORS:
+            b_descriptors = b_descriptors + (
+                weight_descriptor(
+                    weights[i], columns[i], K, strides_bk[i], strides_bn[i], BLOCK_N, BLOCK_K, (K_MAJOR >> i) & 1
+                ),
+            )
     chunk_numel = GROUP_M * BLOCK_M * K
-    pushed = tl.full((), 0, tl.int32)
+    PIECE_NUMEL: tl.constexpr = SEND_BLOCK * SEND_STEPS
+    pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
+    num_sends = tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0)
+    # The piece that this program sends next; the peer whose credit has come.
+    send_ticket = take_send(ctl, slot)
+    credited = rank + 0
     if tl.program_id(0) < senders:
         drain_sends(
-            shard, table, ctl, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
-            alive, rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS,
+            send_ticket, shard, table, ctl, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
+            num_sends, rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS,
         )  # fmt: skip
-        pushed += 1
-    shard_tiles = num_m * num_n
+        send_ticket = num_sends
     ticket = take_tile(ctl, slot)
-    while ticket < WORLD * shard_tiles:
-        source = gather_order(ticket // shard_tiles, rank, WORLD)
-        block_row, block_column = grouped(ticket % shard_tiles, num_m, num_n, GROUP_M)
-        ok = alive
-        if source != rank:
-            if pushed == 0:
-                drain_sends(
-                    shard, table, ctl, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
-                    alive, rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS,
-                )  # fmt: skip
-                pushed += 1
-            # Acquire: the whole chunk, which its source pushed before it published this flag.
-            ok = alive & wait(table, ctl, rank, slot, block_row // GROUP_M, source, site, epoch)
-        weight, out, N, stride_bk, stride_bn = weights[0], outs[0], columns[0], strides_bk[0], strides_bn[0]
-        first = 0
-        before = tl.cdiv(columns[0], BLOCK_N)
-        for i in tl.static_range(1, NUM_WEIGHTS):
-            mine = block_column >= before
-            weight = tl.where(mine, weights[i], weight)
-            out = tl.where(mine, outs[i], out)
-            N = tl.where(mine, columns[i], N)
-            stride_bk = tl.where(mine, strides_bk[i], stride_bk)
-            stride_bn = tl.where(mine, strides_bn[i], stride_bn)
-            first = tl.where(mine, before, first)
-            before += tl.cdiv(columns[i], BLOCK_N)
-        column = (block_column - first) * BLOCK_N
-        offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
+    for step in range(WORLD):
+        source = gather_order(step, rank, WORLD)
         base = shard_of(shard, table, ctl, source, rank, slot, slot_stride)
-        a_rows = base + tl.minimum(offs_m, rows - 1).to(tl.int64) * K
-        acc = matmul_tile(
-            a_rows, weight, stride_bk, stride_bn, column, N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST
-        )
-        acc = tl.where(ok != 0, acc, float("nan"))
-        offs_n = column + tl.arange(0, BLOCK_N)
-        out_rows = interleaved_row(offs_m.to(tl.int64), source, block, WORLD)
-        inside = (offs_m < rows)[:, None] & (offs_n < N)[None, :]
-        tl.store(out + out_rows[:, None] * N + offs_n[None, :], acc.to(out.dtype.element_ty), mask=inside)
-        ticket = take_tile(ctl, slot)
+        if step == 1:
+            # Sends before waits: what the tiles of the own shard have not carried goes now.
+            drain_sends(
+                send_ticket, shard, table, ctl, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
+                num_sends, rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS,
+            )  # fmt: skip
+            send_ticket = num_sends
+        if DESCRIPTORS:
+            a_descriptor = rows_descriptor(base, rows, K, K, BLOCK_M, BLOCK_K)
+        ok = alive
+        # The chunk of this source that was waited for last.
+        ready = tl.full((), -1, tl.int32)
+        first = step * shard_tiles
+        for i in tl.static_range(NUM_WEIGHTS):
+            weight_tiles = num_m * tl.cdiv(columns[i], BLOCK_N)
+            if OUT_DESCRIPTORS:
+                out_rows = outs[i] + (source * rows).to(tl.int64) * columns[i]
+                out_descriptor = rows_descriptor(out_rows, rows, columns[i], columns[i], BLOCK_M, BLOCK_N)
+            while ticket < first + weight_tiles:
+                request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+                target, sent_chunk, piece, place, carried = send_piece(
+                    send_ticket, shard, table, ctl, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
+                    rank, slot, WORLD, PIECE_NUMEL,
+                )  # fmt: skip
+                if DESCRIPTORS:
+                    carries = (step == 0) & (send_ticket < num_sends)
+                    send_request = request_ticket(ctl, slot, SEND_TICKET, THREADS, carries)
+                    if carries & (target != credited):
+                        # Without the credit of the peer no piece is sent to it.
+                        credit = wait_credit(table, ctl, rank, slot, target, site, epoch)
+                        credited = tl.where(credit != 0, target, credited)
+                    carries = carries & (target == credited)
+                    # K is a multiple of 16 bytes, and so is every piece.
+                    carried = tl.multiple_of(tl.where(carries, carried, 0), VECTOR)
+                else:
+                    carried = 0
+                block_row, block_column = grouped(ticket - first, num_m, tl.cdiv(columns[i], BLOCK_N), GROUP_M)
+                chunk = block_row // GROUP_M
+                if (source != rank) & (chunk != ready):
+                    # Acquire: the whole chunk, which its source pushed before it published this flag.
+                    ok = alive & wait(table, ctl, rank, slot, chunk, source, site, epoch)
+                    if DESCRIPTORS and not UPCAST:
+                        ok = proxy_fence(ok)
+                    ready = chunk
+                column = block_column * BLOCK_N
+                offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
+                if DESCRIPTORS:
+                    acc = matmul_tile_by_descriptors(
+                        a_descriptor, b_descriptors[i], block_row * BLOCK_M, column, K, piece, (place,), carried, 1,
+                        BLOCK_M, BLOCK_N, BLOCK_K, (K_MAJOR >> i) & 1, PRECISION, UPCAST, 1, PIECE,
+                    )  # fmt: skip
+                else:
+                    acc = matmul_tile(
+                        base + tl.minimum(offs_m, rows - 1).to(tl.int64) * K,
+                        weights[i], strides_bk[i], strides_bn[i], column, columns[i], K, piece, (place,), carried, 1,
+                        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 1, PIECE,
+                    )  # fmt: skip
+                if DESCRIPTORS:
+                    if carries:
+                        sent_piece(counters, table, target, sent_chunk, pieces, rank, slot, site, epoch)
+                    if (step == 0) & (send_ticket < num_sends):
+                        send_ticket = granted(send_request, THREADS)
+                acc = tl.where(ok != 0, acc, float("nan"))
+                result = acc.to(outs[i].dtype.element_ty)
+                if OUT_DESCRIPTORS:
+                    # A block store may end after a release that follows it. No signal speaks of the output.
+                    out_descriptor.store([block_row * BLOCK_M, column], result)
+                else:
+                    offs_n = column + tl.arange(0, BLOCK_N)
+                    to_rows = interleaved_row(offs_m, source, rows, block, WORLD, INTERLEAVED).to(tl.int64)
+                    inside = (offs_m < rows)[:, None] & (offs_n < columns[i])[None, :]
+                    tl.store(outs[i] + to_rows[:, None] * columns[i] + offs_n[None, :], result, mask=inside)
+                ticket = granted(request, THREADS)
+            first += weight_tiles
     if RETURN_GATHERED:
         ticket -= WORLD * shard_tiles
         while ticket < WORLD * num_m * tl.cdiv(K, BLOCK_N):
             copy_gathered(
                 ticket, shard, gathered, table, ctl, rows, K, block, slot_stride, GROUP_M * BLOCK_M, alive, rank, slot,
-                site, epoch, WORLD, BLOCK_M, BLOCK_N,
+                site, epoch, WORLD, INTERLEAVED, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             ticket = take_tile(ctl, slot) - WORLD * shard_tiles
     finish(table, ctl, rank, slot, site, epoch, WORLD)
@@ -207,8 +282,8 @@ def geometry(node: AllGatherMatmul, launch: Launch, shard: torch.Tensor, columns
     rows = math.prod(shard.shape[:-1])
     config = launch.config(rows=rows, columns=columns, repeats=node.world_size, dtype=shard.dtype)
     blocks = ceil_div(rows, config.block_m)
-    if blocks > config.group_m * MAX_CHUNKS.value:
-        config = replace(config, group_m=1 << (ceil_div(blocks, MAX_CHUNKS.value) - 1).bit_length())
+    if blocks > config.group_m * GATHER_CHUNKS:
+        config = replace(config, group_m=1 << (ceil_div(blocks, GATHER_CHUNKS) - 1).bit_length())
     slot_stride = round_up(rows * K, 128)
     return Geometry(
         rows=rows,
@@ -237,9 +312,15 @@ def all_gather_matmul(
         gathered_shape[node.gather_dim] *= node.world_size
         gathered = shard.new_empty(gathered_shape)
     num_n = sum(ceil_div(weight.shape[1], config.block_n) for weight in weights)
-    tiles = node.world_size * ceil_div(sizes.rows, config.block_m) * num_n
+    own_tiles = ceil_div(sizes.rows, config.block_m) * num_n
+    block = launch.shard_block(shape, node.gather_dim)
+    constants = launch.constants(config, shard, weights)
+    # Whether the tiles of the own shard can carry nearly all of it.
+    pieces = ceil_div(config.group_m * config.block_m * sizes.K, SEND_BLOCK * SEND_STEPS)
+    carried = constants["DESCRIPTORS"] and (node.world_size - 1) * sizes.num_chunks * pieces <= 1.25 * own_tiles
+    block_stores = bool(constants["DESCRIPTORS"]) and block == sizes.rows and all(is_block_loadable(out) for out in outs)
     with launch.call(nbytes=sizes.nbytes) as call:
-        all_gather_matmul_kernel[(launch.programs(tiles, config),)](
+        all_gather_matmul_kernel[(launch.programs(node.world_size * own_tiles, config),)](
             shard,
             tuple(weights),
             tuple(outs),
@@ -249,7 +330,7 @@ def all_gather_matmul(
             call.counters,
             rows=sizes.rows,
             K=sizes.K,
-            block=launch.shard_block(shape, node.gather_dim),
+            block=block,
             columns=tuple(weight.shape[1] for weight in weights),
             strides_bk=tuple(weight.stride(0) for weight in weights),
             strides_bn=tuple(weight.stride(1) for weight in weights),
@@ -257,12 +338,14 @@ def all_gather_matmul(
             rank=launch.rank,
             slot=call.slot,
             site=call.site,
-            senders=SENDERS,
+            senders=0 if carried else SENDERS,
             num_chunks=sizes.num_chunks,
             WORLD=node.world_size,
             NUM_WEIGHTS=len(weights),
             RETURN_GATHERED=node.return_gathered,
-            **launch.constants(config, sizes.K, shard.dtype),
+            INTERLEAVED=block != sizes.rows,
+            OUT_DESCRIPTORS=block_stores,
+            **constants,
             SEND_BLOCK=INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
             SEND_STEPS=1 if launch.interpreted else SEND_STEPS,
         )

@@ -1,12 +1,13 @@
 """matmul_reduce_scatter, strategy `tile`: out = reduce_scatter(a @ b) in one launch.
 
 Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K; rank r wants the r-th chunk of rows of the sum.
-Algorithm. One queue of work. First the tiles of the product, those of rank + 1 first and the own ones last, each stored
-straight from the accumulator into the slot of the rank that owns its rows. Then the own tiles: add the W partial tiles
-in rank order, in fp32, and write the output. Partials are rounded to the output's dtype, as they are without fusion.
-Signal protocol. Flag row `chunk` (a run of tiles of one owner) is published once by the last tile of the chunk and read
-by the reductions of the chunk. A push waits for the owner's credit for the slot's previous use; credits are given when
-all programs have finished. Every push precedes every flag wait in ticket order.
+Algorithm. One queue of work: the tiles of the product, those of rank + 1 first and the own ones last. A tile of another
+rank is carried into the slot of its owner while the next tile is computed. An own tile waits for the other ranks' parts, adds
+all of them in fp32 in rank order, and writes the output: by then they have nearly always come, as every rank computes its
+own tiles last. Partials are rounded to the output's dtype, as they are without fusion.
+Signal protocol. See lowering/partials.py. A push waits for the owner's credit for the slot's previous use; credits are
+given when all programs have finished. Every push precedes every flag wait in ticket order, and a program carries and
+publishes what it has before it waits for a flag.
 Limits. The scattered dimension is not the last one, and the group's size divides it.
 """
 
@@ -19,13 +20,29 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.layout import MAX_CHUNKS
-from ditron_inductor.core.matmul import matmul_tile
+from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
+from ditron_inductor.core.matmul import (
+    carry,
+    matmul_tile,
+    matmul_tile_by_descriptors,
+    rows_descriptor,
+    weight_descriptor,
+)
 from ditron_inductor.core.order import grouped, interleaved_row, scatter_order
-from ditron_inductor.core.signals import current_epoch, finish, healthy, take_tile
+from ditron_inductor.core.signals import (
+    current_epoch,
+    data,
+    finish,
+    granted,
+    healthy,
+    request_ticket,
+    take_tile,
+    wait_all,
+    wait_credit,
+)
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
-from ditron_inductor.lowering.partials import push_partial, reduce_partials
+from ditron_inductor.lowering.partials import publish_partial, put_in_outbox, reduced_slice
 from ditron_inductor.task.nodes import MatmulReduceScatter
 
 
@@ -34,56 +51,100 @@ def matmul_reduce_scatter_kernel(
     a, b, out, table, ctl, counters,
     rows, N, K, block, stride_am, stride_bk, stride_bn,
     rank, slot, site, chunk_tiles,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, COUNTED: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """See the module. a [WORLD * rows, K] with contiguous K; out [rows, N] contiguous; block: see interleaved_row."""
+    """See the module. a [WORLD * rows, K] with contiguous K; out [rows, N] contiguous; block: see interleaved_row.
+
+    DESCRIPTORS needs the rows of a tile to follow each other in a: `block` a multiple of BLOCK_M, or not INTERLEAVED.
+    """
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
     num_m = tl.cdiv(rows, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     tiles = num_m * num_n
     dtype: tl.constexpr = out.dtype.element_ty
+    if DESCRIPTORS:
+        a_descriptor = rows_descriptor(a, WORLD * rows, K, stride_am, BLOCK_M, BLOCK_K)
+        b_descriptor = weight_descriptor(b, N, K, stride_bk, stride_bn, BLOCK_N, BLOCK_K, K_MAJOR)
+    BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
+    SLICE: tl.constexpr = min(BLOCK_M, 32 * THREADS // BLOCK_N)
+    outbox = data(table, ctl, rank, slot, dtype) + (WORLD * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
+    # The owner whose credit has come, and the tile that waits in the outbox: of no owner if it is the rank.
+    credited = rank + 0
+    ok = alive
+    sent_owner = rank + 0
+    sent_tile = tl.full((), 0, tl.int32)
     ticket = take_tile(ctl, slot)
     while ticket < WORLD * tiles:
+        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
         owner = scatter_order(ticket // tiles, rank, WORLD)
         tile = ticket % tiles
         block_row, block_column = grouped(tile, num_m, num_n, GROUP_M)
-        offs_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), rows - 1).to(tl.int64)
-        a_rows = a + interleaved_row(offs_m, owner, block, WORLD) * stride_am
-        acc = matmul_tile(
-            a_rows, b, stride_bk, stride_bn, block_column * BLOCK_N, N, K,
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST,
-        )  # fmt: skip
-        push_partial(
-            acc, table, ctl, counters, owner, tile, tiles, tiles, chunk_tiles, alive, rank, slot, site, epoch,
-            dtype, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-        ticket = take_tile(ctl, slot)
-    while ticket < (WORLD + 1) * tiles:
-        tile = ticket - WORLD * tiles
-        acc, _ok = reduce_partials(
-            table, ctl, tile, tiles, chunk_tiles, alive, rank, slot, site, epoch,
-            dtype, WORLD, AVERAGE, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
-        block_row, block_column = grouped(tile, num_m, num_n, GROUP_M)
-        offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
-        offs_n = block_column * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = (offs_m < rows)[:, None] & (offs_n < N)[None, :]
-        tl.store(out + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :], acc.to(dtype), mask=inside)
-        ticket = take_tile(ctl, slot)
+        target = data(table, ctl, sent_owner, slot, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
+        carried = tl.where(sent_owner != rank, BLOCK, 0)
+        if DESCRIPTORS:
+            acc = matmul_tile_by_descriptors(
+                a_descriptor, b_descriptor,
+                interleaved_row(block_row * BLOCK_M, owner, rows, block, WORLD, INTERLEAVED), block_column * BLOCK_N, K,
+                outbox, (target,), carried, 1,
+                BLOCK_M, BLOCK_N, BLOCK_K, K_MAJOR, PRECISION, UPCAST, 1, PIECE,
+            )  # fmt: skip
+        else:
+            inner_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), rows - 1)
+            row = interleaved_row(inner_m, owner, rows, block, WORLD, INTERLEAVED).to(tl.int64)
+            acc = matmul_tile(
+                a + row * stride_am,
+                b, stride_bk, stride_bn, block_column * BLOCK_N, N, K,
+                outbox, (target,), carried, 1,
+                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 1, PIECE,
+            )  # fmt: skip
+        if sent_owner != rank:
+            publish_partial(
+                table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED
+            )  # fmt: skip
+            sent_owner = rank + 0
+        if owner == rank:
+            put_in_outbox(outbox, acc.to(dtype), BLOCK_M, BLOCK_N)
+            # Acquire: the tile's partials of all peers, published after they were stored.
+            whole = alive & wait_all(table, ctl, rank, slot, tile // chunk_tiles, site, epoch, WORLD)
+            offs_n = block_column * BLOCK_N + tl.arange(0, BLOCK_N)
+            for i in tl.static_range(BLOCK_M // SLICE):
+                total = reduced_slice(
+                    outbox, table, ctl, tile, tiles, i, whole, rank, slot,
+                    dtype, WORLD, AVERAGE, SLICE, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
+                slice_m = block_row * BLOCK_M + i * SLICE + tl.arange(0, SLICE)
+                inside = (slice_m < rows)[:, None] & (offs_n < N)[None, :]
+                tl.store(out + slice_m.to(tl.int64)[:, None] * N + offs_n[None, :], total.to(dtype), mask=inside)
+        else:
+            if owner != credited:
+                # Credit: the owner has read what the slot's previous use left there.
+                ok = alive & wait_credit(table, ctl, rank, slot, owner, site, epoch)
+                credited = owner
+            if ok != 0:
+                put_in_outbox(outbox, acc.to(dtype), BLOCK_M, BLOCK_N)
+                sent_owner = owner
+                sent_tile = tile
+        ticket = granted(request, THREADS)
+    if sent_owner != rank:
+        target = data(table, ctl, sent_owner, slot, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
+        carry(outbox, (target,), 0, BLOCK, 1, 1, PIECE)
+        publish_partial(table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED)
     finish(table, ctl, rank, slot, site, epoch, WORLD)
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that all ranks share: the output [rows, N], the tile shape, tiles of one output, the slot's bytes."""
+    """Sizes that all ranks share: the output [rows, N], the tile shape, tiles of one output, programs, the slot's bytes."""
 
     rows: int
     N: int
     config: Config
     tiles: int
+    programs: int
     nbytes: int
 
 
@@ -92,8 +153,10 @@ def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns
     rows = math.prod(a.shape[:-1]) // node.world_size
     config = launch.config(rows=rows, columns=columns, repeats=node.world_size, dtype=a.dtype)
     tiles = ceil_div(rows, config.block_m) * ceil_div(columns, config.block_n)
-    nbytes = node.world_size * tiles * config.block_m * config.block_n * a.element_size()
-    return Geometry(rows=rows, N=columns, config=config, tiles=tiles, nbytes=nbytes)
+    programs = launch.programs(node.world_size * tiles, config)
+    # A block for each partial tile, and one for each outbox.
+    nbytes = (node.world_size * tiles + programs) * config.block_m * config.block_n * a.element_size()
+    return Geometry(rows=rows, N=columns, config=config, tiles=tiles, programs=programs, nbytes=nbytes)
 
 
 def matmul_reduce_scatter(
@@ -104,9 +167,12 @@ def matmul_reduce_scatter(
     shape[node.scatter_dim] //= node.world_size
     out = a.new_empty(shape)
     a_rows = rows_of(a)
-    K = b.shape[0]
+    block = launch.shard_block(shape, node.scatter_dim)
+    constants = launch.constants(sizes.config, a_rows, [b])
+    constants["DESCRIPTORS"] &= block == sizes.rows or block % sizes.config.block_m == 0
+    chunk_tiles = launch.chunk_tiles(sizes.tiles, MAX_CHUNKS.value)
     with launch.call(nbytes=sizes.nbytes) as call:
-        matmul_reduce_scatter_kernel[(launch.programs((node.world_size + 1) * sizes.tiles, sizes.config),)](
+        matmul_reduce_scatter_kernel[(sizes.programs,)](
             a_rows,
             b,
             out,
@@ -115,17 +181,19 @@ def matmul_reduce_scatter(
             call.counters,
             rows=sizes.rows,
             N=sizes.N,
-            K=K,
-            block=launch.shard_block(list(out.shape), node.scatter_dim),
+            K=b.shape[0],
+            block=block,
             stride_am=a_rows.stride(0),
             stride_bk=b.stride(0),
             stride_bn=b.stride(1),
             rank=launch.rank,
             slot=call.slot,
             site=call.site,
-            chunk_tiles=launch.chunk_tiles(sizes.tiles, MAX_CHUNKS.value),
+            chunk_tiles=chunk_tiles,
             WORLD=node.world_size,
             AVERAGE=node.reduce_op == "avg",
-            **launch.constants(sizes.config, K, a.dtype),
+            COUNTED=chunk_tiles > 1,
+            INTERLEAVED=block != sizes.rows,
+            **constants,
         )
     return out

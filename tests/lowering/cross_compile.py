@@ -29,7 +29,7 @@ TARGETS = {
 TENSORS = ("shard", "gathered", "a", "b", "out")
 PAIRS = ("weights", "outs", "columns", "strides_bk", "strides_bn")
 WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32"}
-UNSPECIALISED = ("rows", "rank", "slot", "site", "senders", "num_chunks", "chunk_tiles")
+UNSPECIALISED = ("rows", "rank", "slot", "site", "senders", "num_chunks", "chunk_tiles", "part_tiles", "num_parts")
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,11 @@ class Compiled:
 
 
 @functools.cache
-def compile_kernel(kernel: str, target: str, config: Config, dtype: str, *, even_k: bool = True) -> Compiled:
-    """`kernel` for 4 ranks and, where it takes several weights, two of them; row-major second operands."""
+def compile_kernel(
+    kernel: str, target: str, config: Config, dtype: str, *, even_k: bool = True, descriptors: bool = False
+) -> Compiled:
+    """`kernel` for 4 ranks and, where it takes several weights, two of them; second operands with contiguous N, or
+    with contiguous K where they are loaded by descriptors."""
     fn = KERNELS[kernel]
     fits = config.for_arch(target)
     constants: dict[str, Any] = {
@@ -51,6 +54,13 @@ def compile_kernel(kernel: str, target: str, config: Config, dtype: str, *, even
         "NUM_WEIGHTS": 2,
         "RETURN_GATHERED": True,
         "AVERAGE": True,
+        "COUNTED": True,
+        "DESCRIPTORS": descriptors,
+        "OUT_DESCRIPTORS": descriptors,
+        "INTERLEAVED": not descriptors,
+        "K_MAJOR": 3 if descriptors else 0,
+        "THREADS": fits.num_warps * 32,
+        "PIECE": fits.num_warps * 512 // (4 if dtype == "fp32" else 2),
         "BLOCK_M": fits.block_m,
         "BLOCK_N": fits.block_n,
         "BLOCK_K": fits.block_k,
@@ -60,7 +70,7 @@ def compile_kernel(kernel: str, target: str, config: Config, dtype: str, *, even
         "UPCAST": False,
         "SEND_BLOCK": 8192,
         "SEND_STEPS": 8,
-        "stride_bn": 1,
+        "stride_bk" if descriptors else "stride_bn": 1,
     }
     aligned = [["tt.divisibility", 16]]
     signature: dict[str, Any] = {}
@@ -69,7 +79,7 @@ def compile_kernel(kernel: str, target: str, config: Config, dtype: str, *, even
     for place, name in enumerate(fn.arg_names):
         if name in constants:
             signature[name], known[place,] = "constexpr", constants[name]
-        elif name == "strides_bn":
+        elif name == ("strides_bk" if descriptors else "strides_bn"):
             signature[name] = ("constexpr", "constexpr")
             known |= {(place, 0): 1, (place, 1): 1}
         elif name in PAIRS:
