@@ -85,8 +85,9 @@ class HostLane:
 class StreamLane:
     """The CUDA device. One object for each workspace, used by one call after another.
 
-    stream, main: the side stream, made when it is used first, and the main one of the present call. Marks are events: kept for the next call, or of their own inside a capture, where one that a finished capture
-    recorded must not be used again.
+    stream, main: the side stream, made when it is used first, and the main one of the present call. Marks are events:
+    kept for the next call, or of their own inside a capture, where one that a finished capture recorded must not be
+    used again.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -30,7 +30,7 @@ MAX_OUTER = 8
 
 
 def obstacle(node: MatmulReduceScatter, shape: Sequence[int]) -> str:
-    """Why the strategy cannot run a left operand of `shape` [.., W*S, .., K], or an empty string. Equal on all ranks."""
+    """Why the strategy cannot run a left operand of `shape` [.., W*S, .., K], or an empty string; alike on all ranks."""
     outer = math.prod(shape[: node.scatter_dim])
     if outer > MAX_OUTER:
         return f"the scattered dimension lies inside {outer} slices, and more than {MAX_OUTER} make small products"
@@ -118,7 +118,7 @@ def matmul_reduce_scatter(
 
 
 def owned(a_rows: torch.Tensor, owner: int, world_size: int, sizes: Geometry) -> torch.Tensor:
-    """The rows of a [M, K] whose products `owner` adds up: [rows, K], or [outer, rows / outer, K] where they lie apart."""
+    """The rows of a [M, K] whose products `owner` adds up: [rows, K]; where they lie apart [outer, rows / outer, K]."""
     if sizes.outer == 1:
         return a_rows[owner * sizes.rows : (owner + 1) * sizes.rows]
     return a_rows.unflatten(0, (sizes.outer, world_size, sizes.rows // sizes.outer))[:, owner]

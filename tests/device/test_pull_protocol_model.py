@@ -1,4 +1,4 @@
-"""The signal protocol where peers pull: launches that write into their own slot only, alone and among those that push."""
+"""The signal protocol where peers pull: launches that write into their own slot only, and those that push beside them."""
 
 from __future__ import annotations
 

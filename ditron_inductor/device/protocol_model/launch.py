@@ -12,7 +12,7 @@ An item is a tuple of operations on memory; a resident program takes the next it
     ("epoch",)                advance the slot's epoch (closing item only)
     ("give", peer)            release store of (site, epoch) into `peer`'s credit[slot][me] (closing item only)
 
-Launches that pull (the strategy `chunked`: one launch here is what it queues on two streams, with two programs) also have
+Launches that pull (the strategy `chunked`; one launch with two programs is what it queues on two streams) also have
 
     ("fill", region, part)    plain stores of data into the own slot, where peers read them
     ("pull", region, part, src)   read that part of `src`'s slot
