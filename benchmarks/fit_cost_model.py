@@ -1,25 +1,20 @@
-"""`python -m benchmarks.fit_cost_model`: fit the cost model's numbers of a GPU to measured times.
+"""Fits the cost model's numbers of a GPU to measured times, for `python -m benchmarks.plan`.
 
 Least squares on the logarithm of predicted / measured, every op and strategy with the same weight, by coordinate
 descent from the present numbers. What the measurements do not determine stays where it is: a small weight holds every
-number to its start. Prints the model's error before and after; `--write` puts the numbers into
-ditron_inductor/task/cost.py.
+number to its start.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from benchmarks.records import GEMM_COLLECTIVES
 from ditron_inductor.task import cost
 from ditron_inductor.task.model_error import problem_of
-from ditron_inductor.task.results import read_results
 from ditron_inductor.task.table import Entry
 
 SOURCE = Path(cost.__file__)
@@ -92,27 +87,3 @@ def error_text(entries: Sequence[Entry], on: cost.Hardware) -> str:
         for strategy, us in entry.us.items():
             errors.setdefault((entry.op, strategy), []).append(abs(predicted[strategy] / us - 1.0))
     return ", ".join(f"{op} {name} {100 * sum(each) / len(each):.1f} %" for (op, name), each in sorted(errors.items()))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_cost_model", description=__doc__.partition("\n")[0])
-    parser.add_argument("--results", default=str(GEMM_COLLECTIVES), help="CSV of the benchmark")
-    parser.add_argument("--gpu", choices=[one.name for one in cost.KNOWN], default=cost.H200.name)
-    parser.add_argument("--write", action="store_true", help=f"put the numbers into {SOURCE.name}")
-    arguments = parser.parse_args(argv)
-    start = next(one for one in cost.KNOWN if one.name == arguments.gpu)
-    measured = read_results(Path(arguments.results).read_text(), arguments.results)
-    entries = [entry for entry in measured if start.name in entry.gpu]
-    if not entries:
-        print(f"no times of a {start.name} in {arguments.results}", file=sys.stderr)
-        return 2
-    found = fit(entries, start)
-    print(f"before: {error_text(entries, start)}\nafter:  {error_text(entries, found)}\n\n{text(found)}", end="")
-    if arguments.write:
-        SOURCE.write_text(write(found, SOURCE.read_text()))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

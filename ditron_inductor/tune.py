@@ -166,6 +166,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     other = parser.add_argument_group("without measuring")
     other.add_argument("--from-results", metavar="CSV", help="make the table from a benchmark's results instead")
     other.add_argument("--model-error", action="store_true", help="compare the cost model with measured times instead")
+    other.add_argument("--markdown", action="store_true", help="the comparison as a table for a page")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -190,7 +191,7 @@ def convert(arguments: argparse.Namespace) -> int:
         source = Path(arguments.from_results)
         table = Table(read_results(source.read_text(), str(source)))
     if arguments.model_error:
-        print(report_text(table.entries))
+        print(report_text(table.entries, "github" if arguments.markdown else "simple"))
     elif arguments.table:
         # The whole file: it holds what the results hold, and nothing older.
         Path(arguments.table).write_text(table.text())

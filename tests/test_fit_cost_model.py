@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
-from benchmarks.fit_cost_model import SOURCE, fit, loss, main, number_text, write
+from benchmarks.fit_cost_model import SOURCE, error_text, fit, loss, number_text, write
+from benchmarks.plan import COMMAND, DOCS_PAGE, table_path, tables, with_report
+from benchmarks.records import GEMM_COLLECTIVES
 from ditron_inductor.task import cost
-from ditron_inductor.task.model_error import problem_of, relative_error
+from ditron_inductor.task.model_error import problem_of, relative_error, report_text
 from ditron_inductor.task.nodes import KINDS
-from ditron_inductor.task.table import Entry
+from ditron_inductor.task.results import read_results
+from ditron_inductor.task.table import FOLDER, Entry, shipped
 
 SIZES = [(m, n, k) for m in (16, 256, 2048, 8192) for n, k in ((8192, 7168), (4096, 3584))]
 
@@ -68,10 +70,24 @@ def test_the_source_is_written_as_it_stands() -> None:
     assert "    chunk_us=99.0,\n" in changed and len(changed.splitlines()) == len(source.splitlines())
 
 
-def test_the_command_prints_the_error_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    out = capsys.readouterr().out
-    assert "before: " in out and "after: " in out and "H200 = Hardware(" in out
-    empty = tmp_path / "none.csv"
-    empty.write_text("op,contestant,shape,dtype,world,graph,p50_us,gpu,commit,date\n")
-    assert main(["--results", str(empty)]) == 2
+def test_what_is_shipped_is_made_from_the_results() -> None:
+    measured = read_results(GEMM_COLLECTIVES.read_text())
+    texts = tables(measured)
+    assert {path: path.read_text() for path in FOLDER.glob("*.csv")} == texts, f"run {COMMAND}"
+
+
+def test_the_page_shows_the_models_error() -> None:
+    report = report_text(shipped().entries, "github")
+    page = DOCS_PAGE.read_text()
+    assert with_report(page, report) == page, f"run {COMMAND}"
+    assert with_report(with_report(page, "other"), report) == page
+    with pytest.raises(ValueError, match="no part between"):
+        with_report("# Tuning", report)
+
+
+def test_a_table_has_the_name_of_its_gpu() -> None:
+    assert table_path("NVIDIA H100 80GB HBM3").name == "nvidia_h100_80gb_hbm3.csv"
+
+
+def test_a_fit_is_told_in_numbers() -> None:
+    assert error_text(entries(cost.H200), cost.H200).startswith("all_gather_matmul chunked 0.0 %, ")

@@ -15,7 +15,7 @@ there. Two ranks have the links of one pair to themselves, and copy faster (`pai
 partial results like a scatter, and its results like a gather: two rounds of passes and signals.
 
 The numbers of the H200 are fitted to benchmarks/results/gemm_collectives.csv (bf16, no NVLink multicast) by
-`python -m benchmarks.fit_cost_model --write`; `python -m ditron_inductor tune --model-error` shows the model's error.
+`python -m benchmarks.plan`; `python -m ditron_inductor tune --model-error` shows the model's error.
 The model decides only where no table of measured times does, and the plan asks for a clear win (`GAIN`) then.
 """
 

@@ -76,8 +76,8 @@ def mean_error(entries: Iterable[Entry]) -> float:
     return sum(row.mean * row.count for row in rows) / count if count else 0.0
 
 
-def report_text(entries: Iterable[Entry]) -> str:
-    """The report as a table, errors in per cent of the measured time."""
+def report_text(entries: Iterable[Entry], form: str = "simple") -> str:
+    """The report as a table in a format of `tabulate`, errors in per cent of the measured time."""
     from tabulate import tabulate
 
     entries = list(entries)
@@ -95,4 +95,5 @@ def report_text(entries: Iterable[Entry]) -> str:
     if not lines:
         return "no measurement on a GPU that the cost model knows"
     headers = ("op", "strategy", "shapes", "mean", "median", "worst", "bias", "worst at")
-    return f"{tabulate(lines, headers=headers)}\nmean error: {100 * mean_error(entries):.0f} %"
+    table = tabulate(lines, headers=headers, tablefmt=form, disable_numparse=True)
+    return f"{table}\n\nmean error: {100 * mean_error(entries):.0f} %"
