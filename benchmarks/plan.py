@@ -61,9 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured = [entry for entry in entries if start.name in entry.gpu]
         if measured and not arguments.keep_model:
             found = fit(measured, start)
-            print(
-                f"{start.name} before: {error_text(measured, start)}\n{start.name} after:  {error_text(measured, found)}"
-            )
+            print(f"{start.name} before: {error_text(measured, start)}")
+            print(f"{start.name} after:  {error_text(measured, found)}")
             SOURCE.write_text(write(found, SOURCE.read_text()))
     # Another process: this one has the numbers of before.
     command = [sys.executable, "-m", "ditron_inductor", "tune", "--model-error", "--markdown"]
