@@ -141,9 +141,7 @@ class Launch:
         try:
             launcher = self.launchers.get(id(kernel))
             if launcher is None:
-                launcher = Launcher(
-                    kernel, workspace.device, numbers=NUMBERS, words=WORDS, allocator=shared.scratch
-                )
+                launcher = Launcher(kernel, workspace.device, numbers=NUMBERS, words=WORDS, allocator=shared.scratch)
                 self.launchers[id(kernel)] = launcher
             words = generation.table, generation.ctl, generation.counters
             launcher(shared.order.stream, arguments, (slot, site), words, tensors)

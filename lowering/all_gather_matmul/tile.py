@@ -44,6 +44,7 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.launch import Launch, ceil_div, is_block_loadable, round_up
+from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.task.nodes import AllGatherMatmul
 
 SEND_BLOCK = 8192
@@ -311,42 +312,40 @@ def all_gather_matmul(
         gathered_shape = list(shape)
         gathered_shape[node.gather_dim] *= node.world_size
         gathered = shard.new_empty(gathered_shape)
-    num_n = sum(ceil_div(weight.shape[1], config.block_n) for weight in weights)
-    own_tiles = ceil_div(sizes.rows, config.block_m) * num_n
-    block = launch.shard_block(shape, node.gather_dim)
-    constants = launch.constants(config, shard, weights)
-    # Whether the tiles of the own shard can carry nearly all of it.
-    pieces = ceil_div(config.group_m * config.block_m * sizes.K, SEND_BLOCK * SEND_STEPS)
-    carried = constants["DESCRIPTORS"] and (node.world_size - 1) * sizes.num_chunks * pieces <= 1.25 * own_tiles
-    block_stores = bool(constants["DESCRIPTORS"]) and block == sizes.rows and all(is_block_loadable(out) for out in outs)
-    with launch.call(nbytes=sizes.nbytes) as call:
-        all_gather_matmul_kernel[(launch.programs(node.world_size * own_tiles, config),)](
-            shard,
-            tuple(weights),
-            tuple(outs),
-            gathered,
-            call.table,
-            call.ctl,
-            call.counters,
-            rows=sizes.rows,
-            K=sizes.K,
-            block=block,
-            columns=tuple(weight.shape[1] for weight in weights),
-            strides_bk=tuple(weight.stride(0) for weight in weights),
-            strides_bn=tuple(weight.stride(1) for weight in weights),
-            slot_stride=sizes.slot_stride,
-            rank=launch.rank,
-            slot=call.slot,
-            site=call.site,
-            senders=0 if carried else SENDERS,
-            num_chunks=sizes.num_chunks,
-            WORLD=node.world_size,
-            NUM_WEIGHTS=len(weights),
-            RETURN_GATHERED=node.return_gathered,
-            INTERLEAVED=block != sizes.rows,
-            OUT_DESCRIPTORS=block_stores,
-            **constants,
-            SEND_BLOCK=INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
-            SEND_STEPS=1 if launch.interpreted else SEND_STEPS,
+
+    def arguments() -> Arguments:
+        num_n = sum(ceil_div(weight.shape[1], config.block_n) for weight in weights)
+        own_tiles = ceil_div(sizes.rows, config.block_m) * num_n
+        block = launch.shard_block(shape, node.gather_dim)
+        constants = launch.constants(config, shard, weights)
+        # Whether the tiles of the own shard can carry nearly all of it.
+        pieces = ceil_div(config.group_m * config.block_m * sizes.K, SEND_BLOCK * SEND_STEPS)
+        carried = constants["DESCRIPTORS"] and (node.world_size - 1) * sizes.num_chunks * pieces <= 1.25 * own_tiles
+        block_stores = constants["DESCRIPTORS"] and block == sizes.rows and all(is_block_loadable(out) for out in outs)
+        return Arguments(
+            programs=launch.programs(node.world_size * own_tiles, config),
+            values=dict(
+                rows=sizes.rows,
+                K=sizes.K,
+                block=block,
+                columns=tuple(weight.shape[1] for weight in weights),
+                strides_bk=tuple(weight.stride(0) for weight in weights),
+                strides_bn=tuple(weight.stride(1) for weight in weights),
+                slot_stride=sizes.slot_stride,
+                rank=launch.rank,
+                senders=0 if carried else SENDERS,
+                num_chunks=sizes.num_chunks,
+                WORLD=node.world_size,
+                NUM_WEIGHTS=len(weights),
+                RETURN_GATHERED=node.return_gathered,
+                INTERLEAVED=block != sizes.rows,
+                OUT_DESCRIPTORS=bool(block_stores),
+                **constants,
+                SEND_BLOCK=INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
+                SEND_STEPS=1 if launch.interpreted else SEND_STEPS,
+            ),
         )
+
+    tensors = {"shard": shard, "weights": tuple(weights), "outs": tuple(outs), "gathered": gathered}
+    launch.run(all_gather_matmul_kernel, sizes.nbytes, arguments, tensors)
     return [*outs, gathered] if node.return_gathered else outs

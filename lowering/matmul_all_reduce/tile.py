@@ -45,6 +45,7 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
+from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.lowering.partials import block_offsets, publish_partial, put_in_outbox, reduced_slice
 from ditron_inductor.task.nodes import MatmulAllReduce
 
@@ -291,30 +292,28 @@ def matmul_all_reduce(
     """a [.., K], b [K, N]; returns [.., N]. See the module."""
     out = a.new_empty([*a.shape[:-1], sizes.N])
     a_rows = rows_of(a)
-    chunk_tiles = launch.chunk_tiles(sizes.owned, RESULT_ROW.value)
-    with launch.call(nbytes=sizes.nbytes) as call:
-        matmul_all_reduce_kernel[(sizes.programs,)](
-            a_rows,
-            b,
-            out,
-            call.table,
-            call.ctl,
-            call.counters,
-            M=sizes.M,
-            N=sizes.N,
-            K=b.shape[0],
-            stride_am=a_rows.stride(0),
-            stride_bk=b.stride(0),
-            stride_bn=b.stride(1),
-            rank=launch.rank,
-            slot=call.slot,
-            site=call.site,
-            chunk_tiles=chunk_tiles,
-            part_tiles=sizes.part_tiles,
-            num_parts=ceil_div(sizes.owned, sizes.part_tiles),
-            WORLD=node.world_size,
-            AVERAGE=node.reduce_op == "avg",
-            COUNTED=chunk_tiles > 1,
-            **launch.constants(sizes.config, a_rows, [b]),
+
+    def arguments() -> Arguments:
+        chunk_tiles = launch.chunk_tiles(sizes.owned, RESULT_ROW.value)
+        return Arguments(
+            programs=sizes.programs,
+            values=dict(
+                M=sizes.M,
+                N=sizes.N,
+                K=b.shape[0],
+                stride_am=a_rows.stride(0),
+                stride_bk=b.stride(0),
+                stride_bn=b.stride(1),
+                rank=launch.rank,
+                chunk_tiles=chunk_tiles,
+                part_tiles=sizes.part_tiles,
+                num_parts=ceil_div(sizes.owned, sizes.part_tiles),
+                WORLD=node.world_size,
+                AVERAGE=node.reduce_op == "avg",
+                COUNTED=chunk_tiles > 1,
+                **launch.constants(sizes.config, a_rows, [b]),
+            ),
         )
+
+    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, {"a": a_rows, "b": b, "out": out})
     return out

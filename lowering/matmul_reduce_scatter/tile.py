@@ -42,6 +42,7 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
+from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.lowering.partials import publish_partial, put_in_outbox, reduced_slice
 from ditron_inductor.task.nodes import MatmulReduceScatter
 
@@ -167,33 +168,31 @@ def matmul_reduce_scatter(
     shape[node.scatter_dim] //= node.world_size
     out = a.new_empty(shape)
     a_rows = rows_of(a)
-    block = launch.shard_block(shape, node.scatter_dim)
-    constants = launch.constants(sizes.config, a_rows, [b])
-    constants["DESCRIPTORS"] &= block == sizes.rows or block % sizes.config.block_m == 0
-    chunk_tiles = launch.chunk_tiles(sizes.tiles, MAX_CHUNKS.value)
-    with launch.call(nbytes=sizes.nbytes) as call:
-        matmul_reduce_scatter_kernel[(sizes.programs,)](
-            a_rows,
-            b,
-            out,
-            call.table,
-            call.ctl,
-            call.counters,
-            rows=sizes.rows,
-            N=sizes.N,
-            K=b.shape[0],
-            block=block,
-            stride_am=a_rows.stride(0),
-            stride_bk=b.stride(0),
-            stride_bn=b.stride(1),
-            rank=launch.rank,
-            slot=call.slot,
-            site=call.site,
-            chunk_tiles=chunk_tiles,
-            WORLD=node.world_size,
-            AVERAGE=node.reduce_op == "avg",
-            COUNTED=chunk_tiles > 1,
-            INTERLEAVED=block != sizes.rows,
-            **constants,
+
+    def arguments() -> Arguments:
+        block = launch.shard_block(shape, node.scatter_dim)
+        constants = launch.constants(sizes.config, a_rows, [b])
+        constants["DESCRIPTORS"] &= block == sizes.rows or block % sizes.config.block_m == 0
+        chunk_tiles = launch.chunk_tiles(sizes.tiles, MAX_CHUNKS.value)
+        return Arguments(
+            programs=sizes.programs,
+            values=dict(
+                rows=sizes.rows,
+                N=sizes.N,
+                K=b.shape[0],
+                block=block,
+                stride_am=a_rows.stride(0),
+                stride_bk=b.stride(0),
+                stride_bn=b.stride(1),
+                rank=launch.rank,
+                chunk_tiles=chunk_tiles,
+                WORLD=node.world_size,
+                AVERAGE=node.reduce_op == "avg",
+                COUNTED=chunk_tiles > 1,
+                INTERLEAVED=block != sizes.rows,
+                **constants,
+            ),
         )
+
+    launch.run(matmul_reduce_scatter_kernel, sizes.nbytes, arguments, {"a": a_rows, "b": b, "out": out})
     return out
