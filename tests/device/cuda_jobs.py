@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import time
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from ditron_inductor.device import Workspace, reset
 from ditron_inductor.device.layout import NUM_SLOTS
+from ditron_inductor.device.streams import is_foreign
 from tests.device.jobs import LIMIT_S, caught, expected, opened, ping
 from tests.rank_process import RankContext
 
@@ -65,6 +67,27 @@ def streams_take_turns(ctx: RankContext, num_calls: int) -> None:
     torch.cuda.synchronize()
     for call, out in enumerate(outs):
         assert out.tolist() == expected(workspace, call // 2 + 2)
+
+
+def foreign_streams_come_and_go(ctx: RankContext) -> None:
+    """Calls on streams that somebody else made, and destroys while their calls may still be running."""
+    _, workspace = opened(ctx)
+    uses = Uses()
+    driver = ctypes.CDLL("libcuda.so.1")
+    outs = []
+    for turn in range(6):
+        handle = ctypes.c_void_p()
+        assert driver.cuStreamCreate(ctypes.byref(handle), 1) == 0
+        with torch.cuda.stream(torch.cuda.ExternalStream(handle.value)):
+            assert is_foreign(torch.cuda.current_stream())
+            torch.cuda._sleep(DELAY_CYCLES * (turn % 2))
+            outs += [(ping(workspace), uses.run(uses.host_call())) for _ in range(3)]
+        assert driver.cuStreamDestroy_v2(handle) == 0
+        assert not is_foreign(torch.cuda.current_stream()) and not is_foreign(torch.cuda.Stream())
+        outs.append((ping(workspace), uses.run(uses.host_call())))
+    torch.cuda.synchronize()
+    for out, epoch in outs:
+        assert out.tolist() == expected(workspace, epoch)
 
 
 def graphs_and_eager_calls_mix(ctx: RankContext, num_rounds: int) -> None:

@@ -32,6 +32,10 @@ def test_streams_take_turns(rank_pools: RankPools, world_size: int) -> None:
     rank_pools.get("cuda", world_size).run(cuda_jobs.streams_take_turns, 60)
 
 
+def test_foreign_streams_come_and_go(rank_pools: RankPools, world_size: int) -> None:
+    rank_pools.get("cuda", world_size).run(cuda_jobs.foreign_streams_come_and_go)
+
+
 def test_graphs_and_eager_calls_mix(rank_pools: RankPools, world_size: int) -> None:
     rank_pools.get("cuda", world_size).run(cuda_jobs.graphs_and_eager_calls_mix, 60)
 

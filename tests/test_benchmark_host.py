@@ -1,0 +1,39 @@
+"""The benchmark of the host path runs without a GPU, and launches every kernel directly there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+@pytest.mark.timeout(200)
+def test_every_op_has_its_stages() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.host", "--device", "cpu"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    header = next(line for line in lines if line.startswith("op "))
+    for op in OPS:
+        row = next(line for line in lines if line.startswith(op))
+        values = dict(
+            zip(header.replace("whole op", "whole").replace("by the JIT", "jit").split(), row.split(), strict=True)
+        )
+        assert float(values["whole"]) < float(values["jit"]), row
+
+
+def test_a_single_rank_is_refused() -> None:
+    from benchmarks import host
+
+    assert host.main(["--ranks", "1"]) == 2
