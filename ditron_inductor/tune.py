@@ -224,7 +224,8 @@ def _measure(arguments: argparse.Namespace) -> int:
     options = Options.from_environment()
     path = writable(arguments.table or options.table)
     request = TuneRequest(
-        shapes=tuple(dict.fromkeys(shapes)),
+        # The largest first: the workspace grows once, and graphs that hold an older one are not in its way.
+        shapes=tuple(sorted(dict.fromkeys(shapes), key=lambda shape: -shape.m * max(shape.n, shape.k))),
         dtype=arguments.dtype or ("float32" if device_type == "cpu" else "bfloat16"),
         graphs=GRAPHS[arguments.graph] if device_type == "cuda" else (False,),
         rounds=arguments.rounds or (CPU_ROUNDS if device_type == "cpu" else 0),

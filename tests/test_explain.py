@@ -120,7 +120,7 @@ def test_a_fused_site_and_one_left_alone(rank_pools: RankPools) -> None:
         assert "ditron.all_gather_matmul" not in result.graphs[0].graph_before
 
 
-def _measured(ctx: RankContext) -> Report:
+def _measured(ctx: RankContext, mode: str | None = None) -> Report:
     from torch.distributed import _functional_collectives as funcol
 
     def fn(x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -130,8 +130,8 @@ def _measured(ctx: RankContext) -> Report:
         return funcol.all_reduce(z.sin(), "sum", ctx.group_name)
 
     # Uneven weights: one rank's reduction is longer.
-    v, w = torch.randn(8, 6 + ctx.rank), torch.randn(6 + ctx.rank, 5)
-    return ditron_inductor.explain(fn, measure=True)(torch.randn(4, 8), v, w)
+    x, v, w = torch.randn(4, 8), torch.randn(8, 6 + ctx.rank), torch.randn(6 + ctx.rank, 5)
+    return ditron_inductor.explain(fn, mode=mode, measure=True)(*(value.to(ctx.device) for value in (x, v, w)))
 
 
 def test_strategies_are_timed_on_request(rank_pools: RankPools) -> None:
@@ -143,6 +143,17 @@ def test_strategies_are_timed_on_request(rank_pools: RankPools) -> None:
         assert first.measured is not None and first.measured == second.measured
         assert {"library", "tile"} <= set(first.measured.us), first.measured.notes
         assert all(us > 0 for us in first.measured.us.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_strategies_are_timed_on_gpus(rank_pools: RankPools, mode: str | None) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs, one for each rank: shared ones cannot be timed")
+    for report in rank_pools.get("cuda", 2).run(_measured, mode, timeout=LIMIT_S):
+        for one in report.fused:
+            assert one.source in ("table", "model") and set(one.predictions) == {"library", "chunked", "tile"}
+            assert one.measured is not None and {"library", "tile"} <= set(one.measured.us), one.measured
 
 
 def test_a_forced_strategy_is_shown(rank_pools: RankPools) -> None:

@@ -7,8 +7,8 @@ on one rank of W; `transfer` is bytes received / rate; P = 2 M N bytes / H for e
     library       = matmul + collective               collective = latency + protocol + bytes received / B
     chunked       = overlapped(matmul / chunk efficiency, transfer at C) + passes P + W chunk costs
     tile          = overlapped(matmul / tile efficiency, transfer at B) + passes P + signals
-    overlapped    = the longer one + 1 / W of the shorter one: a gather cannot start before the first chunk, a scatter
-                    does not end before the last one
+    overlapped    = the longer one + a chunk's share of the shorter one: a gather cannot start before the first chunk, a
+                    scatter does not end before the last one; W chunks, and at least MIN_CHUNKS
 
 `protocol` is what a collective of some megabytes costs over one of some kilobytes: the library changes its protocol
 there. Two ranks have the links of one pair to themselves, and copy faster (`pair_gain`). An all-reduce sends its
@@ -31,6 +31,8 @@ GAIN = 0.945
 """A strategy has to be predicted below this part of `library`: the model's own error must not cost anybody time."""
 MEAN_ERROR_BOUND = 0.20
 """The model's mean error on the results in benchmarks/results; `model_error` reports it, a test checks it."""
+MIN_CHUNKS = 4
+"""On two GPUs a rank's part is cut further."""
 PROTOCOL_BYTES = 4e6
 """Half of `protocol_us` is due at this size."""
 
@@ -187,7 +189,7 @@ def _tile_us(problem: Problem, on: Hardware) -> float:
 
 
 def _overlapped(problem: Problem, matmul: float, transfer: float) -> float:
-    return max(matmul, transfer) + min(matmul, transfer) / problem.world_size
+    return max(matmul, transfer) + min(matmul, transfer) / max(problem.world_size, MIN_CHUNKS)
 
 
 def _partials_us(problem: Problem, on: Hardware) -> float:
