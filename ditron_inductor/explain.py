@@ -102,7 +102,10 @@ class Report:
         widths = {"why": 48, "shape": 34, "pattern": 30, "predicted": 18, "measured": 18}
         limits = [widths.get(column) for column in rows[0]]
         table = tabulate(rows, headers="keys", disable_numparse=True, maxcolwidths=limits)
-        return f"{table}\n{len(self.fused)} of {len(self.sites)} collectives fused, in {graphs}{_changed(self.options)}"
+        notes = dict.fromkeys(note for site in self.sites if site.measured for note in site.measured.notes)
+        missing = "".join(f"\nno time: {note}" for note in notes)
+        summary = f"{len(self.fused)} of {len(self.sites)} collectives fused, in {graphs}{_changed(self.options)}"
+        return f"{table}{missing}\n{summary}"
 
 
 def explain(

@@ -11,6 +11,7 @@ import ditron_inductor
 import ditron_inductor.backend  # the name, where the package is not installed
 from ditron_inductor.errors import UnknownOption
 from ditron_inductor.explain import ExplainedSite, Report, bytes_text
+from ditron_inductor.measure import Timings
 from ditron_inductor.options import Options
 from ditron_inductor.sites import GraphRecord, SiteRecord
 from tests.ranks import RankContext, RankPools
@@ -60,6 +61,14 @@ def test_the_table_has_a_row_for_every_collective() -> None:
         assert cell in first
     assert "no matmul stands next to it" in second
     assert summary == "1 of 2 collectives fused, in 1 graph"
+
+
+def test_measured_times_have_a_column_and_what_has_none_a_note() -> None:
+    timings = Timings({"library": 20.4, "tile": 15.5}, ("chunked: it cannot run here",))
+    fused = ExplainedSite("forward", site(), "tile", 12.4, "", "table", {}, timings)
+    text = str(report(fused, fused))
+    assert " measured " in text.splitlines()[0] and "library 20, tile" in text
+    assert text.splitlines()[-2] == "no time: chunked: it cannot run here"
 
 
 def test_options_that_differ_from_the_defaults_are_named() -> None:

@@ -1,0 +1,78 @@
+"""measure: a strategy that fails on one rank, or is wrong on one, has no time on any; the others are timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ditron_inductor import measure as module
+from ditron_inductor.errors import StrategyUnavailable
+from ditron_inductor.measure import SiteShape, Timings, measure
+from tests.ranks import RankContext, RankPools
+
+
+def _measure(ctx: RankContext, fault: str) -> tuple[Timings, int]:
+    """Times two made-up strategies beside `library`; `tile` has a fault on the last rank alone."""
+    faulty = ctx.rank == ctx.world_size - 1
+    calls = 0
+
+    def tile(i: int) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if faulty and fault == "raises":
+            raise RuntimeError("half way")
+        if fault == "unavailable":
+            raise StrategyUnavailable(strategy="tile", site="", reason="no peer access", remedy="")
+        return torch.full((4,), float("nan") if faulty and fault == "nan" else 1.5 if faulty else 1.0)
+
+    def made_up(*args: Any) -> dict[str, Callable[[int], torch.Tensor]]:
+        return {"library": lambda i: torch.ones(4), "chunked": lambda i: torch.ones(4), "tile": tile}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_calls", made_up)
+        timings = measure(
+            SiteShape.of_matmul("matmul_all_reduce", 4, 8, 16, torch.float32, ctx.world_size),
+            group_name=ctx.group_name,
+            device=ctx.device,
+            rounds=2,
+            workspace_limit=1 << 30,
+            timeout_s=30.0,
+        )
+    return timings, calls
+
+
+@pytest.mark.parametrize(
+    ("fault", "note"),
+    [
+        ("raises", "tile: RuntimeError: half way"),
+        ("unavailable", "tile: it cannot run here: no peer access"),
+        ("wrong", "tile: its result differs from library's by 5.0e-01"),
+        ("nan", "tile: its result differs from library's by nan"),
+    ],
+)
+def test_a_fault_on_one_rank_is_known_to_all(rank_pools: RankPools, fault: str, note: str) -> None:
+    results = rank_pools.get("cpu", 2).run(_measure, fault)
+    assert results[0] == results[1]
+    timings, calls = results[0]
+    assert set(timings.us) == {"library", "chunked"} and calls == 1
+    assert len(timings.notes) == 1 and timings.notes[0].startswith(note)
+
+
+def _real(ctx: RankContext, op: str) -> Timings:
+    import ditron_inductor.backend  # noqa: F401  (binds the ops)
+
+    # Three dimensions, gathered or scattered inside, and for the gather two weights.
+    rows = (2, 4, 16) if op == "all_gather_matmul" else (2, 8, 16)
+    shape = SiteShape(op, rows, (8, 6) if op == "all_gather_matmul" else (8,), 1, torch.float32, ctx.world_size)
+    limits = {"workspace_limit": 1 << 30, "timeout_s": 30.0}
+    return measure(shape, group_name=ctx.group_name, device=ctx.device, rounds=1, **limits)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_every_op_is_timed_in_the_shape_it_has(rank_pools: RankPools, op: str) -> None:
+    first, second = rank_pools.get("cpu", 2).run(_real, op)
+    assert first == second
+    assert {"library", "tile"} <= set(first.us), first.notes
