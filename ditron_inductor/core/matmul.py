@@ -76,10 +76,14 @@ def matmul_tile_by_descriptors(
     Carries `count` elements from `source` to the first `num_targets` of the tuple `targets` of NUM_TARGETS pointers.
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    steps = tl.cdiv(K, BLOCK_K)
+    every = tl.maximum(steps // tl.maximum(tl.cdiv(count, PIECE), 1), 1)
     piece = load_piece(source, 0, count, PIECE)
-    for k in range(0, tl.cdiv(K, BLOCK_K)):
-        store_piece(targets, piece, k * PIECE, count, num_targets, NUM_TARGETS, PIECE)
-        piece = load_piece(source, (k + 1) * PIECE, count, PIECE)
+    for k in range(0, steps):
+        # Evenly over the loop: a piece goes in every `every`-th step, and the next one is loaded right after.
+        now = tl.where(k % every == 0, count, 0)
+        store_piece(targets, piece, k // every * PIECE, now, num_targets, NUM_TARGETS, PIECE)
+        piece = tl.where(now > 0, load_piece(source, (k // every + 1) * PIECE, now, PIECE), piece)
         a_tile = a.load([row, k * BLOCK_K])
         if K_MAJOR:
             b_tile = b.load([column, k * BLOCK_K]).T
@@ -89,7 +93,7 @@ def matmul_tile_by_descriptors(
             a_tile = a_tile.to(tl.float32)
             b_tile = b_tile.to(tl.float32)
         acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
-    carry(source, targets, tl.cdiv(K, BLOCK_K) * PIECE, count, num_targets, NUM_TARGETS, PIECE)
+    carry(source, targets, tl.cdiv(steps, every) * PIECE, count, num_targets, NUM_TARGETS, PIECE)
     return acc
 
 
@@ -112,10 +116,14 @@ def matmul_tile(
     b_ptrs = b + offs_k.to(tl.int64)[:, None] * stride_bk + offs_n.to(tl.int64)[None, :] * stride_bn
     step = tl.full((), BLOCK_K, tl.int64) * stride_bk
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    steps = tl.cdiv(K, BLOCK_K)
+    every = tl.maximum(steps // tl.maximum(tl.cdiv(count, PIECE), 1), 1)
     piece = load_piece(source, 0, count, PIECE)
-    for k in range(0, tl.cdiv(K, BLOCK_K)):
-        store_piece(targets, piece, k * PIECE, count, num_targets, NUM_TARGETS, PIECE)
-        piece = load_piece(source, (k + 1) * PIECE, count, PIECE)
+    for k in range(0, steps):
+        # Evenly over the loop: a piece goes in every `every`-th step, and the next one is loaded right after.
+        now = tl.where(k % every == 0, count, 0)
+        store_piece(targets, piece, k // every * PIECE, now, num_targets, NUM_TARGETS, PIECE)
+        piece = tl.where(now > 0, load_piece(source, (k // every + 1) * PIECE, now, PIECE), piece)
         if EVEN_K:
             a = tl.load(a_ptrs)
             b_tile = tl.load(b_ptrs, mask=in_n, other=0.0)
@@ -129,5 +137,5 @@ def matmul_tile(
         acc = tl.dot(a, b_tile, acc, input_precision=PRECISION)
         a_ptrs += BLOCK_K
         b_ptrs += step
-    carry(source, targets, tl.cdiv(K, BLOCK_K) * PIECE, count, num_targets, NUM_TARGETS, PIECE)
+    carry(source, targets, tl.cdiv(steps, every) * PIECE, count, num_targets, NUM_TARGETS, PIECE)
     return acc

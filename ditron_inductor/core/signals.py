@@ -138,7 +138,7 @@ def wait(table, ctl, rank, slot, row, source, site, epoch, CHECK_SITE: tl.conste
 
 
 @triton.jit
-def wait_all(table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr):
+def wait_all(table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr, CHECK_SITE: tl.constexpr = True):
     """`wait` for every peer's word in flag `row` at once: one round of polling instead of one for each source."""
     sources = tl.arange(0, MAX_WORLD)
     others = (sources < WORLD) & (sources != rank)
@@ -154,7 +154,9 @@ def wait_all(table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr):
         seen = tl.atomic_add(addresses, nothing, mask=others, sem="acquire", scope="sys")
         late = tl.sum((others & behind(seen, epoch)).to(tl.int32), axis=0)
         polls += 1
-    wrong = others & (seen != word(site, epoch))
+    wrong = others & behind(seen, epoch)
+    if CHECK_SITE:
+        wrong = others & (seen != word(site, epoch))
     ok = tl.full((), 1, tl.int32)
     if tl.sum(wrong.to(tl.int32), axis=0) != 0:
         source = tl.min(tl.where(wrong, sources, MAX_WORLD), axis=0)
@@ -251,8 +253,17 @@ def granted(request, THREADS: tl.constexpr):
 
 @triton.jit
 def wait_credit(table, ctl, rank, slot, target, site, epoch):
-    """Wait until `target` has finished with the previous use of `slot`, so that it may be overwritten there."""
+    """Wait until `target` has finished with the previous use of `slot`, so that it may be overwritten there.
+
+    Enough only where all uses push: while peers pull from the slot, its owner may have finished long ago.
+    """
     return wait(table, ctl, rank, slot, CREDIT_ROW, target, site, epoch - 1, CHECK_SITE=False)
+
+
+@triton.jit
+def wait_credits(table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr):
+    """Wait until every peer has finished with the previous use of `slot`, so that it may be overwritten anywhere."""
+    return wait_all(table, ctl, rank, slot, CREDIT_ROW, site, epoch - 1, WORLD, CHECK_SITE=False)
 
 
 @triton.jit

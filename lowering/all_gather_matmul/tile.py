@@ -40,7 +40,7 @@ from ditron_inductor.core.signals import (
     take_send,
     take_tile,
     wait,
-    wait_credit,
+    wait_credits,
 )
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.launch import Launch, ceil_div, is_block_loadable, round_up
@@ -97,7 +97,7 @@ def drain_sends(
         target, chunk, source, place, count = send_piece(
             ticket, shard, table, ctl, numel, chunk_numel, num_chunks, slot_stride, rank, slot, WORLD, PIECE_NUMEL
         )
-        if wait_credit(table, ctl, rank, slot, target, site, epoch) != 0:
+        if wait_credits(table, ctl, rank, slot, site, epoch, WORLD) != 0:
             for i in range(SEND_STEPS):
                 offsets = i * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
                 inside = offsets < count
@@ -167,9 +167,9 @@ def all_gather_matmul_kernel(
     PIECE_NUMEL: tl.constexpr = SEND_BLOCK * SEND_STEPS
     pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
     num_sends = tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0)
-    # The piece that this program sends next; the peer whose credit has come.
+    # The piece that this program sends next; whether the credits have come, -1 as long as it has not asked.
     send_ticket = take_send(ctl, slot)
-    credited = rank + 0
+    credited = tl.full((), -1, tl.int32)
     if tl.program_id(0) < senders:
         drain_sends(
             send_ticket, shard, table, ctl, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
@@ -207,11 +207,10 @@ def all_gather_matmul_kernel(
                 if DESCRIPTORS:
                     carries = (step == 0) & (send_ticket < num_sends)
                     send_request = request_ticket(ctl, slot, SEND_TICKET, THREADS, carries)
-                    if carries & (target != credited):
-                        # Without the credit of the peer no piece is sent to it.
-                        credit = wait_credit(table, ctl, rank, slot, target, site, epoch)
-                        credited = tl.where(credit != 0, target, credited)
-                    carries = carries & (target == credited)
+                    if carries & (credited < 0):
+                        # Credits: nobody reads any more what the slot's previous use left there. Without, none is sent.
+                        credited = wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+                    carries = carries & (credited > 0)
                     # K is a multiple of 16 bytes, and so is every piece.
                     carried = tl.multiple_of(tl.where(carries, carried, 0), VECTOR)
                 else:

@@ -41,7 +41,7 @@ from ditron_inductor.core.signals import (
     take_tile,
     wait,
     wait_all,
-    wait_credit,
+    wait_credits,
 )
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
@@ -154,13 +154,13 @@ def matmul_all_reduce_kernel(
         a_descriptor = rows_descriptor(a, M, K, stride_am, BLOCK_M, BLOCK_K)
         b_descriptor = weight_descriptor(b, N, K, stride_bk, stride_bn, BLOCK_N, BLOCK_K, K_MAJOR)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
-    SLICE: tl.constexpr = min(BLOCK_M, 32 * THREADS // BLOCK_N)
+    SLICE: tl.constexpr = min(BLOCK_M, 64 * THREADS // BLOCK_N)
     outbox = data(table, ctl, rank, slot, dtype)
     outbox += (2 * WORLD * tiles_per_owner + 2 * tl.program_id(0)).to(tl.int64) * BLOCK
     # A second block: a partial is read while the result takes shape.
     results = outbox + BLOCK
-    # The owner whose credit has come, and the tile that waits in the outbox, see `destinations`.
-    credited = rank + 0
+    # Whether the credits have come, and the tile that waits in the outbox, see `destinations`.
+    credited = tl.full((), 0, tl.int32)
     ok = alive
     sent_owner = tl.full((), -1, tl.int32)
     sent_tile = tl.full((), 0, tl.int32)
@@ -212,10 +212,10 @@ def matmul_all_reduce_kernel(
                 )  # fmt: skip
                 sent_owner = tl.full((), -1, tl.int32)
                 if owner != rank:
-                    if owner != credited:
-                        # Credit: the owner has read what the slot's previous use left there.
-                        ok = alive & wait_credit(table, ctl, rank, slot, owner, site, epoch)
-                        credited = owner
+                    if credited == 0:
+                        # Credits: nobody reads any more what the slot's previous use left there.
+                        ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+                        credited += 1
                     if ok != 0:
                         put_in_outbox(outbox, acc.to(dtype), BLOCK_M, BLOCK_N)
                         sent_owner = owner

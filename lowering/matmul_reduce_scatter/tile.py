@@ -38,7 +38,7 @@ from ditron_inductor.core.signals import (
     request_ticket,
     take_tile,
     wait_all,
-    wait_credit,
+    wait_credits,
 )
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
@@ -71,10 +71,10 @@ def matmul_reduce_scatter_kernel(
         a_descriptor = rows_descriptor(a, WORLD * rows, K, stride_am, BLOCK_M, BLOCK_K)
         b_descriptor = weight_descriptor(b, N, K, stride_bk, stride_bn, BLOCK_N, BLOCK_K, K_MAJOR)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
-    SLICE: tl.constexpr = min(BLOCK_M, 32 * THREADS // BLOCK_N)
+    SLICE: tl.constexpr = min(BLOCK_M, 64 * THREADS // BLOCK_N)
     outbox = data(table, ctl, rank, slot, dtype) + (WORLD * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
-    # The owner whose credit has come, and the tile that waits in the outbox: of no owner if it is the rank.
-    credited = rank + 0
+    # Whether the credits have come, and the tile that waits in the outbox: of no owner if it is the rank.
+    credited = tl.full((), 0, tl.int32)
     ok = alive
     sent_owner = rank + 0
     sent_tile = tl.full((), 0, tl.int32)
@@ -121,10 +121,10 @@ def matmul_reduce_scatter_kernel(
                 inside = (slice_m < rows)[:, None] & (offs_n < N)[None, :]
                 tl.store(out + slice_m.to(tl.int64)[:, None] * N + offs_n[None, :], total.to(dtype), mask=inside)
         else:
-            if owner != credited:
-                # Credit: the owner has read what the slot's previous use left there.
-                ok = alive & wait_credit(table, ctl, rank, slot, owner, site, epoch)
-                credited = owner
+            if credited == 0:
+                # Credits: nobody reads any more what the slot's previous use left there.
+                ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+                credited += 1
             if ok != 0:
                 put_in_outbox(outbox, acc.to(dtype), BLOCK_M, BLOCK_N)
                 sent_owner = owner
