@@ -23,9 +23,6 @@ INTERPRETED_PROGRAMS = 2
 FILL_PROGRAMS = 8
 """Programs that end a use of the slot: few, as they do nothing but after a failure."""
 
-FORWARD, BACKWARD = 1, -1
-"""Whether piece i of `await_pieces` comes from rank + 1 + i or from rank - 1 - i."""
-
 PIECES = ("first", "count", "parts", "row")
 
 
@@ -93,15 +90,13 @@ class Exchange:
             "publish", transfers.publish_pieces, Arguments(1, {"num_warps": 1}), PIECES, (first, count, parts, row)
         )
 
-    def wait(self, first: int, count: int, parts: int, row: int, direction: int) -> None:
+    def wait(self, first: int, count: int, parts: int, row: int) -> None:
         """Wait for pieces in the peers' slots; see `transfers.await_pieces`."""
-        self._launch(
-            "wait",
-            transfers.await_pieces,
-            Arguments(1, {"num_warps": 1}),
-            (*PIECES, "step"),
-            (first, count, parts, row, direction % self._world),
-        )
+        self._launch("wait", transfers.await_pieces, Arguments(1, {"num_warps": 1}), PIECES, (first, count, parts, row))
+
+    def wait_all(self, row: int) -> None:
+        """Wait for the flag `row` of every peer."""
+        self._launch("wait all", transfers.await_all, Arguments(1, {"num_warps": 1}), ("row",), (row,))
 
     def reduce(
         self,

@@ -7,7 +7,7 @@ nothing that fails here can destroy what a peer is to read, with one exception, 
 Signal protocol. As everywhere (docs/protocol.md), with these parts:
 * `stage` and `open_slot` begin a use of the slot: they wait for the credits of all peers for its previous use.
 * `publish_pieces` tells peers that pieces in this rank's slot are complete: flag row = the piece's row, one word each.
-* `await_pieces` waits for such flags on the side stream; the copies queued behind it read what they cover.
+* `await_pieces` and `await_all` wait for such flags on the side stream; the copies behind them read what they cover.
 * `reduce_partials` and `close_slot` end the use: all copies have ended by then, so `finish` gives credits.
 A product writes into the slot whatever happens, as the host has queued it before anything is known. Where `open_slot`
 fails to get a credit, it therefore *revokes* the slot first: a word for every peer, of this epoch, in a row of its own.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.layout import CREDIT_ROW, MAX_CHUNKS, TIMEOUT
+from ditron_inductor.core.layout import CREDIT_ROW, MAX_CHUNKS, MAX_WORLD, TIMEOUT
 from ditron_inductor.core.signals import (
     arrive,
     behind,
@@ -31,9 +31,11 @@ from ditron_inductor.core.signals import (
     flag,
     healthy,
     publish,
+    publish_all,
     slot_ctl,
     wait,
-    wait_credit,
+    wait_all,
+    wait_credits,
     word,
 )
 
@@ -49,26 +51,22 @@ REVOKED_ROW = tl.constexpr(MAX_CHUNKS.value - 1)
 
 
 @triton.jit
-def every_credit(table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr):
-    """1 when all peers have ended the previous use of the slot. All of them, since each may still read from it."""
-    ok = tl.full((), 1, tl.int32)
-    for i in range(1, WORLD):
-        ok = ok & wait_credit(table, ctl, rank, slot, (rank + i) % WORLD, site, epoch)
-    return ok
-
-
-@triton.jit
 def sound(table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr):
     """1 unless a wait has failed, or a peer has revoked what the copies of this use, ended by now, have read."""
     ok = healthy(ctl)
-    for i in range(1, WORLD):
-        source = (rank + i) % WORLD
-        # Acquire: the copies before this launch have read what stood in the source's slot before this word did.
-        seen = tl.atomic_add(flag(table, rank, slot, REVOKED_ROW, source), 0, sem="acquire", scope="sys")
-        # 0 until a first failure, however many epochs ago the group began.
-        if (seen != 0) & (behind(seen, epoch + 1) == 0):
-            fail(ctl, TIMEOUT, rank, source, REVOKED_ROW, slot, word(site, epoch), seen)
-            ok = tl.full((), 0, tl.int32)
+    sources = tl.arange(0, MAX_WORLD)
+    others = (sources < WORLD) & (sources != rank)
+    nothing = tl.zeros((MAX_WORLD,), dtype=tl.int64)
+    # Acquire: the copies before this launch have read what stood in the source's slot before this word did.
+    addresses = flag(table, rank, slot, REVOKED_ROW, 0) + sources
+    seen = tl.atomic_add(addresses, nothing, mask=others, sem="acquire", scope="sys")
+    # 0 until a first failure, however many epochs ago the group began.
+    revoked = others & (seen != 0) & (behind(seen, epoch + 1) == 0)
+    if tl.sum(revoked.to(tl.int32), axis=0) != 0:
+        source = tl.min(tl.where(revoked, sources, MAX_WORLD), axis=0)
+        saw = tl.sum(tl.where(sources == source, seen, nothing), axis=0)
+        fail(ctl, TIMEOUT, rank, source, REVOKED_ROW, slot, word(site, epoch), saw)
+        ok = tl.full((), 0, tl.int32)
     return ok
 
 
@@ -83,7 +81,7 @@ def stage(
     """
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
-    ok = alive & every_credit(table, ctl, rank, slot, site, epoch, WORLD)
+    ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
     mine = data(table, ctl, rank, slot, shard.dtype.element_ty)
     step = tl.num_programs(0) * BLOCK
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -98,8 +96,7 @@ def stage(
     if ok != 0:
         # A program without its credits does not arrive, so the shard is never published.
         if arrive(counters, tl.num_programs(0)):
-            for i in range(1, WORLD):
-                publish(table, (rank + i) % WORLD, slot, PIECE_ROWS, rank, site, epoch)
+            publish_all(table, slot, PIECE_ROWS, rank, site, epoch, WORLD)
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "site"])
@@ -107,10 +104,9 @@ def open_slot(table, ctl, rank, slot, site, WORLD: tl.constexpr):
     """Begin a use in which products write straight into the own slot: wait for all credits, or revoke the slot."""
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
-    if every_credit(table, ctl, rank, slot, site, epoch, WORLD) == 0:
+    if wait_credits(table, ctl, rank, slot, site, epoch, WORLD) == 0:
         # The products behind this launch overwrite what a peer may be reading. It sees the word before it uses that.
-        for i in range(1, WORLD):
-            publish(table, (rank + i) % WORLD, slot, REVOKED_ROW, rank, site, epoch)
+        publish_all(table, slot, REVOKED_ROW, rank, site, epoch, WORLD)
     elif alive != 0:
         tl.store(slot_ctl(ctl, slot) + OPENED, epoch)
 
@@ -128,17 +124,23 @@ def publish_pieces(table, ctl, rank, slot, site, first, count, parts, row, WORLD
             publish(table, (rank + 1 + i // parts) % WORLD, slot, row + i % parts, rank, site, epoch)
 
 
-@triton.jit(do_not_specialize=["rank", "slot", "site", "first", "count", "parts", "row", "step"])
-def await_pieces(table, ctl, rank, slot, site, first, count, parts, row, step, WORLD: tl.constexpr):
+@triton.jit(do_not_specialize=["rank", "slot", "site", "first", "count", "parts", "row"])
+def await_pieces(table, ctl, rank, slot, site, first, count, parts, row, WORLD: tl.constexpr):
     """Wait until pieces `first`, .., `first + count - 1` are complete in their sources' slots.
 
-    Piece i is row `row + i % parts` of source rank + step * (1 + i // parts), modulo the world size. A failure poisons
-    the workspace; what the copies behind this launch read then is not used.
+    Piece i is row `row + i % parts` of rank - 1 - i // parts. A failure poisons the workspace; what the copies behind
+    this launch read then is not used.
     """
     epoch = current_epoch(ctl, slot)
     for i in range(first, first + count):
         # Acquire: what the source wrote before it published, for everything behind this launch on its stream.
-        wait(table, ctl, rank, slot, row + i % parts, (rank + step * (1 + i // parts)) % WORLD, site, epoch)
+        wait(table, ctl, rank, slot, row + i % parts, (rank + WORLD - 1 - i // parts) % WORLD, site, epoch)
+
+
+@triton.jit(do_not_specialize=["rank", "slot", "site", "row"])
+def await_all(table, ctl, rank, slot, site, row, WORLD: tl.constexpr):
+    """Wait until every peer has published row `row`. As `await_pieces`."""
+    wait_all(table, ctl, rank, slot, row, site, current_epoch(ctl, slot), WORLD)
 
 
 @triton.jit
@@ -186,8 +188,7 @@ def reduce_partials(
         if ok != 0:
             # A program that has found a failure does not arrive, so rows that were not added up are never published.
             if arrive(counters, tl.num_programs(0)):
-                for i in range(1, WORLD):
-                    publish(table, (rank + i) % WORLD, slot, row, rank, site, epoch)
+                publish_all(table, slot, row, rank, site, epoch, WORLD)
     else:
         finish(table, ctl, rank, slot, site, epoch, WORLD)
 

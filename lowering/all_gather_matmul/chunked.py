@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.exchange import FORWARD, Exchange, Kernels, multiply
+from ditron_inductor.lowering.exchange import Exchange, Kernels, multiply
 from ditron_inductor.lowering.launch import Launch, round_up
 from ditron_inductor.lowering.schedules import Piece
 from ditron_inductor.lowering.transfers import PIECE_ROWS
@@ -99,7 +99,7 @@ def all_gather_matmul(
                 with lane.side():
                     if position == 0:
                         # Before the first product, which may leave no SM free: one wait for all shards.
-                        exchange.wait(0, world - 1, 1, PIECE_ROWS.value, FORWARD)
+                        exchange.wait_all(PIECE_ROWS.value)
                     for piece in together(group):
                         whole.receive(piece, (rank + piece.step) % world, staged[piece.step])
                     arrived.append(lane.mark())

@@ -23,7 +23,7 @@ import torch
 from ditron_inductor.device.lanes import Lane
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.exchange import BACKWARD, FORWARD, Exchange, Kernels, multiply
+from ditron_inductor.lowering.exchange import Exchange, Kernels, multiply
 from ditron_inductor.lowering.launch import Launch, ceil_div, round_up, rows_of
 from ditron_inductor.lowering.transfers import PIECE_ROWS, RESULT_ROWS, identity
 from ditron_inductor.task.nodes import MatmulAllReduce
@@ -145,7 +145,7 @@ def _scatter(
         # Not behind the telling: the wait is to have its SM before the next product takes them all.
         lane.follow(done)
         with lane.side():
-            exchange.wait(first, count, 1, PIECE_ROWS.value + part, BACKWARD)
+            exchange.wait(first, count, 1, PIECE_ROWS.value + part)
             begin, end = sizes.run(part, rank, world)
             for step in range(first + 1, first + count + 1):
                 source = (rank - step) % world
@@ -163,7 +163,7 @@ def _gather(
     """Copy the results of a part from the peers to the output `whole` [M, N]."""
     place = sizes.results + part * sizes.stride
     with lane.side():
-        exchange.wait(0, world - 1, 1, RESULT_ROWS.value + part, FORWARD)
+        exchange.wait_all(RESULT_ROWS.value + part)
         for step in range(1, world):
             owner = (rank + step) % world
             begin, end = sizes.run(part, owner, world)

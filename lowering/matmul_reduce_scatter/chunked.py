@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.exchange import BACKWARD, Exchange, Kernels, multiply
+from ditron_inductor.lowering.exchange import Exchange, Kernels, multiply
 from ditron_inductor.lowering.launch import Launch, round_up, rows_of
 from ditron_inductor.lowering.schedules import Reduction
 from ditron_inductor.lowering.transfers import PIECE_ROWS, identity
@@ -30,7 +30,7 @@ MAX_OUTER = 8
 
 
 def obstacle(node: MatmulReduceScatter, shape: Sequence[int]) -> str:
-    """Why the strategy cannot run a left operand of `shape` [.., W*S, .., K], or an empty string; alike on all ranks."""
+    """Why the strategy cannot run a left operand of `shape` [.., W*S, .., K], or an empty string; for all ranks."""
     outer = math.prod(shape[: node.scatter_dim])
     if outer > MAX_OUTER:
         return f"the scattered dimension lies inside {outer} slices, and more than {MAX_OUTER} make small products"
@@ -107,7 +107,7 @@ def matmul_reduce_scatter(
                 # Not behind the telling: the wait is to have its SM before the next product takes them all.
                 lane.follow(done)
                 with lane.side():
-                    exchange.wait(first, count, parts, PIECE_ROWS.value, BACKWARD)
+                    exchange.wait(first, count, parts, PIECE_ROWS.value)
                     for source, begin, end in arrivals(first, count, rank, world, sizes):
                         place = (rank - source - 1) % world * sizes.stride
                         theirs = call.data(source, a.dtype)[place + begin * N : place + end * N]

@@ -1,4 +1,4 @@
-"""The signal protocol where peers pull: launches that write into their own slot only, and those that push beside them."""
+"""The signal protocol where peers pull: launches that write into their own slot only, among those that push."""
 
 from __future__ import annotations
 

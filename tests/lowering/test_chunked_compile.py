@@ -25,6 +25,7 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], int, int]] = {
     "open_slot": (transfers.open_slot, 1, {}, 2, 1),
     "publish_pieces": (transfers.publish_pieces, 1, {}, 0, 1),
     "await_pieces": (transfers.await_pieces, 1, {}, 2, 0),
+    "await_all": (transfers.await_all, 1, {}, 2, 0),
     "reduce_partials": (transfers.reduce_partials, 8, {"SHARE": False, "BLOCK": 4096}, 1, 1),
     "reduce_and_share": (transfers.reduce_partials, 8, {"SHARE": True, "BLOCK": 4096}, 1, 1),
     "close_slot": (transfers.close_slot, 8, {"NUM_OUTS": 2, "BLOCK": 8192}, 1, 1),
@@ -39,6 +40,10 @@ NVIDIA_STORE = re.compile(r"\bst\.global\.")
 AMD_ACQUIRE = re.compile(r"buffer_inv sc0 sc1")
 AMD_RELEASE = re.compile(r"buffer_wbl2 sc0 sc1")
 AMD_STORE = re.compile(r"\b(global|flat|buffer)_store_")
+LABEL = re.compile(r"[.$]L\w+:")
+INSTRUCTION = re.compile(r"[@\w]")
+BRANCH = re.compile(r"\bbra\b|\bbra\.uni\b|s_branch|s_cbranch")
+END = re.compile(r"^(bra|bra\.uni|ret|s_branch|s_endpgm)\b")
 
 
 @functools.cache
@@ -70,7 +75,7 @@ def compiled(name: str, target: str, dtype: str = "bf16") -> tuple[str, int]:
 @pytest.mark.parametrize("name", KERNELS)
 def test_waits_and_releases_are_there(name: str, target: str) -> None:
     _, _, _, waits, releases = KERNELS[name]
-    lines = [line.strip() for line in compiled(name, target)[0].splitlines()]
+    lines = [line.strip().partition("//")[0].rstrip() for line in compiled(name, target)[0].splitlines()]
     nvidia = target.startswith("sm_")
     acquire, release = (NVIDIA_ACQUIRE, NVIDIA_RELEASE) if nvidia else (AMD_ACQUIRE, AMD_RELEASE)
     barrier, store = ("bar.sync", NVIDIA_STORE) if nvidia else ("s_barrier", AMD_STORE)
@@ -91,18 +96,48 @@ def test_data_moves_in_wide_accesses(name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", ["open_slot", "publish_pieces", "await_pieces"])
+@pytest.mark.parametrize("name", ["open_slot", "publish_pieces", "await_pieces", "await_all"])
 def test_waiting_kernels_leave_room(name: str, target: str) -> None:
-    """One warp, and shared memory for a word that its threads hand on: they fit beside a product if anything does."""
+    """One warp, and shared memory for words that its threads hand on: they fit beside a product if anything does."""
     assert KERNELS[name][1] == 1
-    assert compiled(name, target)[1] <= 64
+    assert compiled(name, target)[1] <= 256
 
 
-def _barrier_before(lines: list[str], release: int, barrier: str, store: re.Pattern[str]) -> bool:
-    """Whether, reading upwards from a release, a barrier of the whole program comes before any store of data."""
-    for line in reversed(lines[:release]):
-        if barrier in line:
-            return True
-        if store.search(line):
-            return False
-    return False
+def _barrier_before(lines: list[str], place: int, barrier: str, store: re.Pattern[str]) -> bool:
+    """Whether, on every way back from a release, a barrier of the whole program comes before any store of data."""
+    seen: set[int] = set()
+    ways = [place - 1]
+    while ways:
+        at = ways.pop()
+        while at not in seen:
+            seen.add(at)
+            line = lines[at] if at >= 0 else ""
+            if at < 0 or store.search(line):
+                return False
+            if barrier in line:
+                break
+            if LABEL.match(line):
+                name = line.partition(":")[0]
+                ways += [
+                    i for i, other in enumerate(lines) if BRANCH.search(other) and other.split()[-1].strip(";") == name
+                ]
+                if END.search(next((other for other in reversed(lines[:at]) if INSTRUCTION.match(other)), "")):
+                    break
+            at -= 1
+    return True
+
+
+def test_the_barrier_check_can_fail() -> None:
+    good = [
+        "st.global.v4.b32 [a]",
+        "bar.sync 0",
+        "bra.uni $L__1;",
+        "$L__2:",
+        "st.global.b32 [b]",
+        "ret;",
+        "$L__1:",
+        "x",
+    ]
+    bad = ["bar.sync 0", "st.global.v4.b32 [a]", "bra.uni $L__1;", "$L__2:", "bar.sync 0", "ret;", "$L__1:", "x"]
+    assert _barrier_before(good, 7, "bar.sync", NVIDIA_STORE)
+    assert not _barrier_before(bad, 7, "bar.sync", NVIDIA_STORE)

@@ -106,7 +106,7 @@ def _shared(ctx: RankContext) -> SharedWorkspace:
 
 @dataclass(frozen=True)
 class Slow:
-    """How a call ended on a rank that held up its peers: the error, if any, and whether its outputs were right or NaN."""
+    """How a call ended on a rank that held up its peers: its error, if any, and whether outputs were right, or NaN."""
 
     type_name: str
     message: str
@@ -128,15 +128,16 @@ def _too_slow(ctx: RankContext, kind: str) -> Slow | Failure:
         # As if the call for the next slot, which would fail here and now, were still queued, as on a GPU.
         _shared(ctx).calls += layout.NUM_SLOTS - 1
         return _fails(ctx, other)
-    original = exchange.Exchange.wait
+    waiting = "wait_all" if kind == "all_gather_matmul" else "wait"
+    original = getattr(exchange.Exchange, waiting)
     last = exchange.Exchange.close if kind == "all_gather_matmul" else exchange.Exchange.reduce
     outputs: list[torch.Tensor] = []
 
     def late(self: exchange.Exchange, *args: object, **kwargs: object) -> None:
         """In place of the first wait, which comes before all copies."""
-        exchange.Exchange.wait = original  # type: ignore[method-assign]
+        setattr(exchange.Exchange, waiting, original)
         time.sleep(SHORT_S * 6)
-        original(self, *args, **kwargs)  # type: ignore[arg-type]
+        original(self, *args, **kwargs)
 
     def keep(self: exchange.Exchange, *args: object, **kwargs: object) -> None:
         last(self, *args, **kwargs)
@@ -144,7 +145,7 @@ def _too_slow(ctx: RankContext, kind: str) -> Slow | Failure:
         outputs.extend(found)  # type: ignore[arg-type]
 
     name = last.__name__
-    exchange.Exchange.wait = late  # type: ignore[assignment]
+    setattr(exchange.Exchange, waiting, late)
     setattr(exchange.Exchange, name, keep)
     try:
         problem()
@@ -156,7 +157,7 @@ def _too_slow(ctx: RankContext, kind: str) -> Slow | Failure:
         right = [torch.equal(out, want) for out, want in zip(flat, wanted, strict=True)]
         return Slow(type(error).__name__, str(error), all(right), all(missing))
     finally:
-        exchange.Exchange.wait = original  # type: ignore[method-assign]
+        setattr(exchange.Exchange, waiting, original)
         setattr(exchange.Exchange, name, last)
 
 

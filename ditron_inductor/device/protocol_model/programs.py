@@ -140,7 +140,7 @@ class Programs:
         return word.site is not None and self._reached(word.epoch, launch.epoch + 1)
 
     def _without_work(self, state: State, me: int, item: Item) -> int:
-        """Where an item begins on a poisoned workspace: behind its end, and behind the telling if it has all credits."""
+        """Where an item begins on a poisoned workspace: behind its end, and the telling if all credits are there."""
         launch = state[me].launch
         assert launch is not None
         begin = item.index(("end",)) + 1
