@@ -51,8 +51,16 @@ SMALL = Config(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4).v
 FLAT = Config(block_m=128, block_n=64, block_k=128, num_warps=8, num_stages=3).validate()
 FP32 = Config(block_m=64, block_n=128, block_k=32, num_warps=8, num_stages=3).validate()
 
-CONFIGS = (INTERPRETER, LARGE, PAIR, MIDDLE, NARROW, DECODE, SMALL, FLAT, FP32)
+THIN = Config(block_m=16, block_n=32, block_k=256, num_warps=4, num_stages=4, programs_per_sm=2).validate()
+WIDE = Config(block_m=32, block_n=64, block_k=256, num_warps=4, num_stages=4).validate()
+WIDE_THIN = Config(block_m=32, block_n=32, block_k=256, num_warps=4, num_stages=3, programs_per_sm=2).validate()
+SMALL_THIN = Config(block_m=64, block_n=32, block_k=128, num_warps=4, num_stages=4, programs_per_sm=2).validate()
+
+CONFIGS = (THIN, WIDE, WIDE_THIN, SMALL_THIN, INTERPRETER, LARGE, PAIR, MIDDLE, NARROW, DECODE, SMALL, FLAT, FP32)
 """Every tile shape that a kernel is launched with, all of them compiled by the tests."""
+
+DECODE_CONFIGS = {16: (DECODE, THIN), 32: (WIDE, WIDE_THIN), 64: (SMALL, SMALL_THIN)}
+"""By most rows: for so many columns that there is a tile for nearly every SM, and for fewer."""
 
 RATES = {LARGE: 1.0, MIDDLE: 0.88, NARROW: 0.62}
 """Speed of a GPU full of tiles, as a part of the fastest: measured on an H200 with one rank."""
@@ -83,3 +91,16 @@ def select_config(
         return waves * config.block_m * config.block_n / RATES[config]
 
     return min(RATES, key=time)
+
+
+def select_decode_config(*, rows: int, columns: int, dtype: torch.dtype, interpreted: bool, num_sms: int) -> Config:
+    """The tile shape for an output [rows, columns] of at most 64 rows, all in one tile; equal on all ranks.
+
+    The weight is read once at the speed of memory, so what counts is that every SM has as much to read as the others.
+    """
+    if interpreted:
+        return replace(INTERPRETER, block_m=min(size for size in (16, 32, 64) if size >= rows))
+    wide, thin = DECODE_CONFIGS[min(most for most in DECODE_CONFIGS if most >= rows)]
+    config = wide if -(-columns // wide.block_n) >= 0.9 * num_sms else thin
+    # fp32 operands take twice the shared memory.
+    return replace(config, block_k=config.block_k // 2) if dtype == torch.float32 else config

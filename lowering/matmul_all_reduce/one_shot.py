@@ -1,0 +1,169 @@
+"""matmul_all_reduce, strategy `tile` for a few rows: out = all_reduce(a @ b) in one launch, one-shot.
+
+Problem. As in two_shot.py, when decoding: the product takes as long as reading the weight does, the tensor that is
+reduced is small, and what counts after the last tile is the number of signals one after the other.
+Algorithm. A program computes a tile, puts it into the slot of every rank, the own one too, and tells all peers at once.
+It adds up a tile, in rank order and in fp32, once it has sent the next one, or has no further one: one signal is all
+that stands between the last tile and the result. Every rank adds the same rounded partials, so all hold the same bits.
+Signal protocol. Flag row `tile`, one word for each source. Before its first push a program waits for the credits of all
+peers. A program that waits for a tile has sent all the tiles that it took before, in ticket order.
+Limits. One flag for each tile: see `fits`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
+from ditron_inductor.core.matmul import matmul_tile, matmul_tile_by_descriptors, rows_descriptor, weight_descriptor
+from ditron_inductor.core.signals import (
+    current_epoch,
+    data,
+    finish,
+    granted,
+    healthy,
+    publish_all,
+    request_ticket,
+    take_tile,
+    wait_all,
+    wait_credits,
+)
+from ditron_inductor.lowering.config import Config, select_decode_config
+from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
+from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.task.nodes import MatmulAllReduce
+
+MOST_ROWS = 64
+"""Beyond this, sending every partial to every rank takes longer than a second round of signals."""
+
+
+def fits(rows: int, columns: int) -> bool:
+    """Whether [rows, columns] is reduced in one shot: a few rows, and a flag for each of the narrowest tiles."""
+    return 0 < rows <= MOST_ROWS and columns <= 16 * MAX_CHUNKS.value
+
+
+@triton.jit(do_not_specialize=["M", "rank", "slot", "site"])
+def matmul_all_reduce_kernel(
+    a, b, out, table, ctl, counters,
+    M, N, K, stride_am, stride_bk, stride_bn,
+    rank, slot, site,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """See the module. a [M, K] with contiguous K, M <= BLOCK_M; out [M, N] contiguous."""
+    epoch = current_epoch(ctl, slot)
+    alive = healthy(ctl)
+    tiles = tl.cdiv(N, BLOCK_N)
+    dtype: tl.constexpr = out.dtype.element_ty
+    if DESCRIPTORS:
+        a_descriptor = rows_descriptor(a, M, K, stride_am, BLOCK_M, BLOCK_K)
+        b_descriptor = weight_descriptor(b, N, K, stride_bk, stride_bn, BLOCK_N, BLOCK_K, K_MAJOR)
+    own = data(table, ctl, rank, slot, dtype)
+    offs_m = tl.arange(0, BLOCK_M)
+    in_block = offs_m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    in_m = (offs_m < M)[:, None] & (in_block >= 0)
+    # Credits: nobody reads any more what the slot's previous use left there.
+    ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+    ticket = take_tile(ctl, slot)
+    # The tile that was sent last and is not added up yet.
+    previous = tl.full((), -1, tl.int32)
+    while (ticket < tiles) | (previous >= 0):
+        current = tl.full((), -1, tl.int32)
+        if ticket < tiles:
+            request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+            if DESCRIPTORS:
+                acc = matmul_tile_by_descriptors(
+                    a_descriptor, b_descriptor, 0, ticket * BLOCK_N, K, own, (own,), 0, 0,
+                    BLOCK_M, BLOCK_N, BLOCK_K, K_MAJOR, PRECISION, UPCAST, 0, PIECE,
+                )  # fmt: skip
+            else:
+                acc = matmul_tile(
+                    a + tl.minimum(offs_m, M - 1).to(tl.int64) * stride_am,
+                    b, stride_bk, stride_bn, ticket * BLOCK_N, N, K, own, (own,), 0, 0,
+                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, PIECE,
+                )  # fmt: skip
+            if ok != 0:
+                block = (rank * tiles + ticket).to(tl.int64) * (BLOCK_M * BLOCK_N)
+                partial = acc.to(dtype)
+                for i in tl.static_range(WORLD):
+                    tl.store(data(table, ctl, (rank + i) % WORLD, slot, dtype) + block + in_block, partial, mask=in_m)
+                # The tile lies in every peer's slot. A tile without credits is not sent, and never published.
+                publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+            current = ticket
+            ticket = granted(request, THREADS)
+        if previous >= 0:
+            # Acquire: the tile's partials of all peers. The own one was stored by this program, before a barrier.
+            whole = ok & wait_all(table, ctl, rank, slot, previous, site, epoch, WORLD)
+            total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for source in tl.static_range(WORLD):
+                block = (source * tiles + previous).to(tl.int64) * (BLOCK_M * BLOCK_N)
+                total += tl.load(own + block + in_block, mask=in_m & (whole != 0), other=float("nan")).to(tl.float32)
+            if AVERAGE:
+                total = total / WORLD
+            offs_n = previous * BLOCK_N + tl.arange(0, BLOCK_N)
+            inside = in_m & (offs_n < N)[None, :]
+            tl.store(out + offs_m[:, None] * N + offs_n[None, :], total.to(dtype), mask=inside)
+        previous = current
+    finish(table, ctl, rank, slot, site, epoch, WORLD)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes that all ranks share: the output [M, N], the tile shape, programs, the slot's bytes."""
+
+    M: int
+    N: int
+    config: Config
+    programs: int
+    nbytes: int
+
+
+def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
+    """a [.., K]; columns: N. See Geometry."""
+    M = math.prod(a.shape[:-1])
+    config = select_decode_config(
+        rows=M, columns=columns, dtype=a.dtype, interpreted=launch.interpreted, num_sms=launch.num_sms
+    ).for_arch(launch.workspace.capabilities.arch)
+    tiles = ceil_div(columns, config.block_n)
+    return Geometry(
+        M=M,
+        N=columns,
+        config=config,
+        programs=launch.programs(tiles, config),
+        nbytes=node.world_size * tiles * config.block_m * config.block_n * a.element_size(),
+    )
+
+
+def matmul_all_reduce(
+    node: MatmulAllReduce, launch: Launch, sizes: Geometry, a: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
+    """a [.., K], b [K, N]; returns [.., N]. See the module."""
+    out = a.new_empty([*a.shape[:-1], sizes.N])
+    a_rows = rows_of(a)
+
+    def arguments() -> Arguments:
+        return Arguments(
+            programs=sizes.programs,
+            values=dict(
+                M=sizes.M,
+                N=sizes.N,
+                K=b.shape[0],
+                stride_am=a_rows.stride(0),
+                stride_bk=b.stride(0),
+                stride_bn=b.stride(1),
+                rank=launch.rank,
+                WORLD=node.world_size,
+                AVERAGE=node.reduce_op == "avg",
+                **launch.constants(sizes.config, a_rows, [b]),
+            ),
+        )
+
+    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, {"a": a_rows, "b": b, "out": out})
+    return out

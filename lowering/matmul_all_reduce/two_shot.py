@@ -1,0 +1,319 @@
+"""matmul_all_reduce, strategy `tile` for many rows: out = all_reduce(a @ b) in one launch, two-shot.
+
+Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K and wants the whole sum, the same bits everywhere.
+Algorithm. Tiles of the output are dealt out to owners in equal runs, and a run is cut into parts. *Push*: the tiles of
+a part that others own go into their slots, each carried while the next tile is computed. *Own*: an own tile waits for
+the other ranks' parts, adds them all in fp32, and goes to the output and, carried likewise, into every peer's slot. *Copy*: the peers' results come out of the slot. The parts run as a pipeline, part p pushed, p - 1 summed up, p - 2 copied, so the links work while
+the tensor cores do. Only the owner adds, so all ranks hold the same bits.
+Signal protocol. Partials: see lowering/partials.py. Results: flag row RESULT_ROW + chunk, written by the owner to all
+peers at once, read by the copies of the chunk. In ticket order a wait depends on earlier sends only. The push of a result
+needs no credit: the partials of the peer, which it waited for, show that the slot is in its new use there.
+Limits. None on M, N, K: edge tiles are masked where they meet the output.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.layout import MAX_CHUNKS, MAX_WORLD, TILE_TICKET
+from ditron_inductor.core.matmul import (
+    carry,
+    matmul_tile,
+    matmul_tile_by_descriptors,
+    rows_descriptor,
+    weight_descriptor,
+)
+from ditron_inductor.core.order import grouped, scatter_order
+from ditron_inductor.core.signals import (
+    arrive,
+    current_epoch,
+    data,
+    finish,
+    granted,
+    healthy,
+    publish_all,
+    request_ticket,
+    take_tile,
+    wait,
+    wait_all,
+    wait_credits,
+)
+from ditron_inductor.lowering.config import Config
+from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
+from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.partials import block_offsets, publish_partial, put_in_outbox, reduced_slice
+from ditron_inductor.task.nodes import MatmulAllReduce
+
+RESULT_ROW = tl.constexpr(MAX_CHUNKS.value // 2)
+PARTS = 8
+"""Most parts of a pipeline."""
+PART_WAVES = 2
+"""A part has at least so many tiles for each SM: it has to outlast the transfer of the part before it."""
+
+
+@triton.jit
+def store_tile(acc, out, tile, num_m, num_n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Write tile `tile` of out [M, N] contiguous, without what lies beyond its edges."""
+    block_row, block_column = grouped(tile, num_m, num_n, GROUP_M)
+    offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = block_column * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    tl.store(out + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :], acc, mask=inside)
+
+
+@triton.jit
+def publish_result(
+    table, counters, tile, owner_tiles, chunk_tiles, rank, slot, site, epoch,
+    WORLD: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Tell all peers that own result tile `tile`, carried there by this program, is in their slots."""
+    chunk = tile // chunk_tiles
+    if COUNTED:
+        total = tl.minimum(chunk_tiles, owner_tiles - chunk * chunk_tiles)
+        if arrive(counters + (RESULT_ROW + chunk) * MAX_WORLD, total):
+            publish_all(table, slot, RESULT_ROW + chunk, rank, site, epoch, WORLD)
+    else:
+        publish_all(table, slot, RESULT_ROW + chunk, rank, site, epoch, WORLD)
+
+
+@triton.jit
+def destinations(table, ctl, owner, tile, tiles_per_owner, rank, slot, dtype: tl.constexpr, WORLD: tl.constexpr, BLOCK):
+    """(where the tile in the outbox goes: pointers to blocks of WORLD - 1 slots, how many of them count).
+
+    A partial goes to its owner's slot, a result (owner is the rank) to all peers' behind the partials, by owner; if
+    owner is -1 there is none.
+    """
+    is_result = owner == rank
+    block = tl.where(is_result, WORLD + rank, rank) * tiles_per_owner + tile
+    targets = ()
+    for i in tl.static_range(1, WORLD):
+        peer = (rank + i) % WORLD
+        if i == 1:
+            peer = tl.where(is_result | (owner < 0), peer, owner)
+        targets = targets + (data(table, ctl, peer, slot, dtype) + block.to(tl.int64) * BLOCK,)
+    return targets, tl.where(is_result, WORLD - 1, tl.where(owner < 0, 0, 1))
+
+
+@triton.jit
+def publish_carried(
+    table, counters, owner, tile, tiles, tiles_per_owner, chunk_tiles, rank, slot, site, epoch,
+    WORLD: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Tell of the tile that this program carried last: a partial of `owner`, a result if that is the rank, none if -1."""
+    owner_tiles = tl.minimum(tiles_per_owner, tiles - owner * tiles_per_owner)
+    if owner == rank:
+        publish_result(table, counters, tile, owner_tiles, chunk_tiles, rank, slot, site, epoch, WORLD, COUNTED)
+    elif owner >= 0:
+        publish_partial(table, counters, owner, tile, owner_tiles, chunk_tiles, rank, slot, site, epoch, COUNTED)
+
+
+@triton.jit
+def schedule(ticket, tiles_per_owner, part_tiles, rank, WORLD: tl.constexpr):
+    """(step, tile of its owner or -1, whether it is a copy) of a ticket; the owner is scatter_order(step).
+
+    Stage s of the pipeline is: push part s, own part s - 1, copy part s - 2; tickets of parts that do not exist are
+    empty. Steps 0..WORLD-2 are the peers, WORLD-1 the own rank.
+    """
+    stage_tickets = (2 * WORLD - 1) * part_tiles
+    stage = ticket // stage_tickets
+    position = ticket % stage_tickets
+    step = position // part_tiles
+    is_copy = step >= WORLD
+    part = tl.where(step < WORLD - 1, stage, tl.where(is_copy, stage - 2, stage - 1))
+    # One part is one stage.
+    part = tl.where(part_tiles < tiles_per_owner, part, 0)
+    tile = part * part_tiles + position % part_tiles
+    exists = (part >= 0) & (tile < tiles_per_owner)
+    return tl.where(is_copy, step - WORLD, step), tl.where(exists, tile, -1), is_copy
+
+
+@triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles", "part_tiles", "num_parts"])
+def matmul_all_reduce_kernel(
+    a, b, out, table, ctl, counters,
+    M, N, K, stride_am, stride_bk, stride_bn,
+    rank, slot, site, chunk_tiles, part_tiles, num_parts,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, COUNTED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """See the module. a [M, K] with contiguous K; out [M, N] contiguous."""
+    epoch = current_epoch(ctl, slot)
+    alive = healthy(ctl)
+    num_m = tl.cdiv(M, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    tiles = num_m * num_n
+    tiles_per_owner = tl.cdiv(tiles, WORLD)
+    dtype: tl.constexpr = out.dtype.element_ty
+    if DESCRIPTORS:
+        a_descriptor = rows_descriptor(a, M, K, stride_am, BLOCK_M, BLOCK_K)
+        b_descriptor = weight_descriptor(b, N, K, stride_bk, stride_bn, BLOCK_N, BLOCK_K, K_MAJOR)
+    BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
+    SLICE: tl.constexpr = min(BLOCK_M, 64 * THREADS // BLOCK_N)
+    outbox = data(table, ctl, rank, slot, dtype)
+    outbox += (2 * WORLD * tiles_per_owner + 2 * tl.program_id(0)).to(tl.int64) * BLOCK
+    # A second block: a partial is read while the result takes shape.
+    results = outbox + BLOCK
+    # Whether the credits have come, and the tile that waits in the outbox, see `destinations`.
+    credited = tl.full((), 0, tl.int32)
+    ok = alive
+    sent_owner = tl.full((), -1, tl.int32)
+    sent_tile = tl.full((), 0, tl.int32)
+    ticket = take_tile(ctl, slot)
+    while ticket < tl.where(num_parts > 1, num_parts + 2, 1) * (2 * WORLD - 1) * part_tiles:
+        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        step, tile, is_copy = schedule(ticket, tiles_per_owner, part_tiles, rank, WORLD)
+        owner = scatter_order(step, rank, WORLD)
+        first = owner * tiles_per_owner
+        owner_tiles = tl.minimum(tiles_per_owner, tiles - first)
+        if (tile >= 0) & (tile < owner_tiles):
+            targets, num_targets = destinations(
+                table, ctl, sent_owner, sent_tile, tiles_per_owner, rank, slot, dtype, WORLD, BLOCK
+            )
+            carried = tl.where(sent_owner < 0, 0, BLOCK)
+            box = tl.where(sent_owner == rank, results, outbox)
+            if is_copy:
+                # Before a wait, deliver what is there.
+                carry(box, targets, 0, carried, num_targets, WORLD - 1, PIECE)
+                publish_carried(
+                    table, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, rank, slot, site,
+                    epoch, WORLD, COUNTED,
+                )  # fmt: skip
+                sent_owner = tl.full((), -1, tl.int32)
+                # Acquire: the owner's results of the chunk, which it pushed before it published this flag.
+                whole = alive & wait(table, ctl, rank, slot, RESULT_ROW + tile // chunk_tiles, owner, site, epoch)
+                offsets = block_offsets((WORLD + owner) * tiles_per_owner + tile, BLOCK_M, BLOCK_N)
+                source = data(table, ctl, rank, slot, dtype) + offsets
+                result = tl.load(source, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
+                store_tile(result, out, first + tile, num_m, num_n, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+            else:
+                block_row, block_column = grouped(first + tile, num_m, num_n, GROUP_M)
+                if DESCRIPTORS:
+                    acc = matmul_tile_by_descriptors(
+                        a_descriptor, b_descriptor, block_row * BLOCK_M, block_column * BLOCK_N, K,
+                        box, targets, carried, num_targets,
+                        BLOCK_M, BLOCK_N, BLOCK_K, K_MAJOR, PRECISION, UPCAST, WORLD - 1, PIECE,
+                    )  # fmt: skip
+                else:
+                    offs_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
+                    acc = matmul_tile(
+                        a + offs_m * stride_am, b, stride_bk, stride_bn, block_column * BLOCK_N, N, K,
+                        box, targets, carried, num_targets,
+                        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, WORLD - 1, PIECE,
+                    )  # fmt: skip
+                publish_carried(
+                    table, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, rank, slot, site,
+                    epoch, WORLD, COUNTED,
+                )  # fmt: skip
+                sent_owner = tl.full((), -1, tl.int32)
+                if owner != rank:
+                    if credited == 0:
+                        # Credits: nobody reads any more what the slot's previous use left there.
+                        ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+                        credited += 1
+                    if ok != 0:
+                        put_in_outbox(outbox, acc.to(dtype), BLOCK_M, BLOCK_N)
+                        sent_owner = owner
+                        sent_tile = tile
+                else:
+                    put_in_outbox(outbox, acc.to(dtype), BLOCK_M, BLOCK_N)
+                    # Acquire: the tile's partials of all peers, published after they were stored.
+                    whole = alive & wait_all(table, ctl, rank, slot, tile // chunk_tiles, site, epoch, WORLD)
+                    offs_n = block_column * BLOCK_N + tl.arange(0, BLOCK_N)
+                    for i in tl.static_range(BLOCK_M // SLICE):
+                        total = reduced_slice(
+                            outbox, table, ctl, tile, tiles_per_owner, i, whole, rank, slot,
+                            dtype, WORLD, AVERAGE, SLICE, BLOCK_M, BLOCK_N,
+                        )  # fmt: skip
+                        result = total.to(dtype)
+                        slice_m = block_row * BLOCK_M + i * SLICE + tl.arange(0, SLICE)
+                        inside = (slice_m < M)[:, None] & (offs_n < N)[None, :]
+                        tl.store(out + slice_m.to(tl.int64)[:, None] * N + offs_n[None, :], result, mask=inside)
+                        in_block = (i * SLICE + tl.arange(0, SLICE))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                        tl.store(results + in_block, result)
+                    if whole != 0:
+                        sent_owner = rank + 0
+                        sent_tile = tile
+                    tl.debug_barrier()
+        ticket = granted(request, THREADS)
+    targets, num_targets = destinations(
+        table, ctl, sent_owner, sent_tile, tiles_per_owner, rank, slot, dtype, WORLD, BLOCK
+    )
+    box = tl.where(sent_owner == rank, results, outbox)
+    carry(box, targets, 0, tl.where(sent_owner < 0, 0, BLOCK), num_targets, WORLD - 1, PIECE)
+    publish_carried(
+        table, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, rank, slot, site, epoch,
+        WORLD, COUNTED,
+    )  # fmt: skip
+    finish(table, ctl, rank, slot, site, epoch, WORLD)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes that all ranks share: the output [M, N], tile shape, tiles of one owner, of a part, programs, slot's bytes."""
+
+    M: int
+    N: int
+    config: Config
+    owned: int
+    part_tiles: int
+    programs: int
+    nbytes: int
+
+
+def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
+    """a [.., K]; columns: N. See Geometry."""
+    M = math.prod(a.shape[:-1])
+    config = launch.config(rows=M, columns=columns, repeats=1, dtype=a.dtype)
+    owned = ceil_div(ceil_div(M, config.block_m) * ceil_div(columns, config.block_n), node.world_size)
+    parts = max(1, min(PARTS, node.world_size * owned // (PART_WAVES * launch.num_sms)))
+    programs = launch.programs(node.world_size * owned, config)
+    # Two areas of W * owned blocks each, partials by source and results by owner; and the outboxes.
+    blocks = 2 * (node.world_size * owned + programs)
+    return Geometry(
+        M=M,
+        N=columns,
+        config=config,
+        owned=owned,
+        part_tiles=ceil_div(owned, parts),
+        programs=programs,
+        nbytes=blocks * config.block_m * config.block_n * a.element_size(),
+    )
+
+
+def matmul_all_reduce(
+    node: MatmulAllReduce, launch: Launch, sizes: Geometry, a: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
+    """a [.., K], b [K, N]; returns [.., N]. See the module."""
+    out = a.new_empty([*a.shape[:-1], sizes.N])
+    a_rows = rows_of(a)
+
+    def arguments() -> Arguments:
+        chunk_tiles = launch.chunk_tiles(sizes.owned, RESULT_ROW.value)
+        return Arguments(
+            programs=sizes.programs,
+            values=dict(
+                M=sizes.M,
+                N=sizes.N,
+                K=b.shape[0],
+                stride_am=a_rows.stride(0),
+                stride_bk=b.stride(0),
+                stride_bn=b.stride(1),
+                rank=launch.rank,
+                chunk_tiles=chunk_tiles,
+                part_tiles=sizes.part_tiles,
+                num_parts=ceil_div(sizes.owned, sizes.part_tiles),
+                WORLD=node.world_size,
+                AVERAGE=node.reduce_op == "avg",
+                COUNTED=chunk_tiles > 1,
+                **launch.constants(sizes.config, a_rows, [b]),
+            ),
+        )
+
+    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, {"a": a_rows, "b": b, "out": out})
+    return out
