@@ -12,13 +12,14 @@ from triton.compiler import ASTSource
 
 from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_kernel
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.matmul_all_reduce.tile import matmul_all_reduce_kernel
+from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
 from ditron_inductor.lowering.matmul_reduce_scatter.tile import matmul_reduce_scatter_kernel
 
 KERNELS: dict[str, Any] = {
     "all_gather_matmul": all_gather_matmul_kernel,
     "matmul_reduce_scatter": matmul_reduce_scatter_kernel,
-    "matmul_all_reduce": matmul_all_reduce_kernel,
+    "matmul_all_reduce_one_shot": one_shot.matmul_all_reduce_kernel,
+    "matmul_all_reduce_two_shot": two_shot.matmul_all_reduce_kernel,
 }
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -29,7 +30,7 @@ TARGETS = {
 TENSORS = ("shard", "gathered", "a", "b", "out")
 PAIRS = ("weights", "outs", "columns", "strides_bk", "strides_bn")
 WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32"}
-UNSPECIALISED = ("rows", "rank", "slot", "site", "senders", "num_chunks", "chunk_tiles", "part_tiles", "num_parts")
+UNSPECIALISED = ("M", "rows", "rank", "slot", "site", "senders", "num_chunks", "chunk_tiles", "part_tiles", "num_parts")
 
 
 @dataclass(frozen=True)
