@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,36 +67,30 @@ class Exchange:
 
     def stage(self, shard: torch.Tensor, copy: torch.Tensor | None) -> None:
         """Put the contiguous `shard` into the own slot, and into `copy`, for all peers to read."""
-        numel = shard.numel()
-        block = self._block(BLOCK)
-        self._launch(
-            "stage",
-            transfers.stage,
-            Arguments(
-                self._programs(numel, block),
-                {"numel": numel, "COPY": copy is not None, "BLOCK": block, "num_warps": COPY_WARPS},
-            ),
-            tensors={"shard": shard, "copy": shard if copy is None else copy},
-            counted=True,
-        )
+
+        def arguments() -> Arguments:
+            numel, block = shard.numel(), self._block(BLOCK)
+            values = {"numel": numel, "COPY": copy is not None, "BLOCK": block}
+            return self._arguments(self._programs(numel, block), COPY_WARPS, values)
+
+        tensors = {"shard": shard, "copy": shard if copy is None else copy}
+        self._launch("stage", transfers.stage, arguments, tensors=tensors, counted=True)
 
     def open(self) -> None:
         """Make sure that products may be written into the own slot."""
-        self._launch("open", transfers.open_slot, Arguments(1, {"num_warps": 1}))
+        self._launch("open", transfers.open_slot, self._alone)
 
     def publish(self, first: int, count: int, parts: int, row: int) -> None:
         """Tell their readers that pieces of the own slot are complete; see `transfers.publish_pieces`."""
-        self._launch(
-            "publish", transfers.publish_pieces, Arguments(1, {"num_warps": 1}), PIECES, (first, count, parts, row)
-        )
+        self._launch("publish", transfers.publish_pieces, self._alone, PIECES, (first, count, parts, row))
 
     def wait(self, first: int, count: int, parts: int, row: int) -> None:
         """Wait for pieces in the peers' slots; see `transfers.await_pieces`."""
-        self._launch("wait", transfers.await_pieces, Arguments(1, {"num_warps": 1}), PIECES, (first, count, parts, row))
+        self._launch("wait", transfers.await_pieces, self._alone, PIECES, (first, count, parts, row))
 
     def wait_all(self, row: int) -> None:
         """Wait for the flag `row` of every peer."""
-        self._launch("wait all", transfers.await_all, Arguments(1, {"num_warps": 1}), ("row",), (row,))
+        self._launch("wait all", transfers.await_all, self._alone, ("row",), (row,))
 
     def reduce(
         self,
@@ -113,45 +107,49 @@ class Exchange:
 
         result: where in the own slot it goes too, and `row` its flag; without it this ends the call.
         """
-        block = self._block(REDUCE_BLOCK)
-        values = {
-            "numel": out.numel(),
-            "N": out.shape[-1],
-            "stride": partials.stride(0),
-            "result": result or 0,
-            "AVERAGE": average,
-            "SHARE": result is not None,
-            "EPILOGUE": epilogue,
-            "BLOCK": block,
-            "num_warps": COPY_WARPS,
-        }
-        self._launch(
-            ("reduce", out.numel(), result),
-            transfers.reduce_partials,
-            Arguments(self._programs(out.numel(), block), values),
-            ("row",),
-            (row,),
-            # Never empty: an epilogue that wants nothing gets what it does not look at.
-            {"partials": partials, "out": out, "extras": tuple(extras) or (out,)},
-            counted=True,
-        )
+
+        def arguments() -> Arguments:
+            numel, block = out.numel(), self._block(REDUCE_BLOCK)
+            values = {
+                "numel": numel,
+                "N": out.shape[-1],
+                "stride": partials.stride(0),
+                "result": result or 0,
+                "AVERAGE": average,
+                "SHARE": result is not None,
+                "EPILOGUE": epilogue,
+                "BLOCK": block,
+            }
+            return self._arguments(self._programs(numel, block), COPY_WARPS, values)
+
+        # Never empty: an epilogue that wants nothing gets what it does not look at.
+        tensors = {"partials": partials, "out": out, "extras": tuple(extras) or (out,)}
+        key = "reduce", out.shape[0], result, epilogue
+        self._launch(key, transfers.reduce_partials, arguments, ("row",), (row,), tensors, counted=True)
 
     def close(self, outs: Sequence[torch.Tensor]) -> None:
         """End the call; after a failure its contiguous outputs are NaN."""
-        values = {
-            "numels": tuple(out.numel() for out in outs),
-            "NUM_OUTS": len(outs),
-            "BLOCK": self._block(BLOCK),
-            "num_warps": COPY_WARPS,
-        }
-        programs = INTERPRETED_PROGRAMS if self._interpreted else FILL_PROGRAMS
-        self._launch("close", transfers.close_slot, Arguments(programs, values), tensors={"outs": tuple(outs)})
+
+        def arguments() -> Arguments:
+            numels = tuple(out.numel() for out in outs)
+            values = {"numels": numels, "NUM_OUTS": len(outs), "BLOCK": self._block(BLOCK)}
+            programs = INTERPRETED_PROGRAMS if self._interpreted else FILL_PROGRAMS
+            return self._arguments(programs, COPY_WARPS, values)
+
+        self._launch("close", transfers.close_slot, arguments, tensors={"outs": tuple(outs)})
+
+    def _alone(self) -> Arguments:
+        """One program of one warp."""
+        return self._arguments(1, 1, {})
+
+    def _arguments(self, programs: int, num_warps: int, values: dict[str, Any]) -> Arguments:
+        return Arguments(programs, {**values, "rank": self._rank, "WORLD": self._world, "num_warps": num_warps})
 
     def _launch(
         self,
         key: object,
         kernel: Any,
-        arguments: Arguments,
+        arguments: Callable[[], Arguments],
         names: tuple[str, ...] = (),
         numbers: tuple[int, ...] = (),
         tensors: Mapping[str, Any] | None = None,
@@ -159,11 +157,10 @@ class Exchange:
         counted: bool = False,
     ) -> None:
         call = self._call
-        arguments.values.update(rank=self._rank, WORLD=self._world)
         words = (call.table, call.ctl, call.counters) if counted else (call.table, call.ctl)
         launcher = self._kernels.launcher(key, kernel, names, ("table", "ctl", "counters")[: len(words)])
         stream = 0 if self._interpreted else current_handle(self._kernels.device_index)
-        launcher(stream, lambda: arguments, (call.slot, call.site, *numbers), words, tensors or {})
+        launcher(stream, arguments, (call.slot, call.site, *numbers), words, tensors or {})
 
     def _block(self, block: int) -> int:
         return INTERPRETED_BLOCK if self._interpreted else block

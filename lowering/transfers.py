@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.layout import CREDIT_ROW, MAX_CHUNKS, MAX_WORLD, TIMEOUT
+from ditron_inductor.core.layout import MAX_WORLD, OPENED, REVOKED_ROW, TIMEOUT
 from ditron_inductor.core.signals import (
     arrive,
     behind,
@@ -39,15 +39,9 @@ from ditron_inductor.core.signals import (
     word,
 )
 
-OPENED = tl.constexpr(2)
-"""Control word of a slot, beside those of core/layout.py: the last epoch in which this rank was free to fill it."""
-
 PIECE_ROWS = tl.constexpr(0)
 RESULT_ROWS = tl.constexpr(16)
 """First flag rows of the pieces of a slot, and of an all-reduce's results."""
-
-REVOKED_ROW = tl.constexpr(MAX_CHUNKS.value - 1)
-"""Row of the words that revoke a slot: (site, epoch) of the use that overwrites it without the reader's credit."""
 
 
 @triton.jit
@@ -211,4 +205,4 @@ def close_slot(
     finish(table, ctl, rank, slot, site, epoch, WORLD)
 
 
-assert REVOKED_ROW.value < CREDIT_ROW.value
+assert PIECE_ROWS.value < RESULT_ROWS.value < REVOKED_ROW.value

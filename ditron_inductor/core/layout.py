@@ -24,6 +24,10 @@ MAX_WORLD = tl.constexpr(16)
 MAX_CHUNKS = tl.constexpr(1024)
 """Flag rows of a slot. A launch numbers its chunks, over all its phases, below this."""
 
+REVOKED_ROW = tl.constexpr(1023)
+"""The flag row with which a rank tells that it overwrites its slot without the reader's credit: (site, epoch) of that
+use. Only where library products write straight into the slot."""
+
 CREDIT_ROW = tl.constexpr(1024)
 """The row after the last flag row holds the credits: word `peer` says which epoch that peer has finished with."""
 
@@ -60,6 +64,9 @@ EPOCH = tl.constexpr(0)
 
 DATA_OFFSET = tl.constexpr(1)
 """Bytes from the heap's base to the slot's data."""
+
+OPENED = tl.constexpr(2)
+"""The last epoch in which this rank was free to fill its slot, where products do so that nothing can hold up."""
 
 SEND_TICKET = tl.constexpr(16)
 TILE_TICKET = tl.constexpr(32)

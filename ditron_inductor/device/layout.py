@@ -16,6 +16,7 @@ SITE_MASK: int = (1 << words.SITE_BITS.value) - 1
 
 assert NUM_SLOTS * words.SLOT_WORDS.value * 8 <= HEADER_BYTES
 assert (MAX_CHUNKS + 1) * MAX_WORLD == words.SLOT_WORDS.value
+assert words.REVOKED_ROW.value < MAX_CHUNKS == words.CREDIT_ROW.value
 assert words.SLOT_CTL.value + NUM_SLOTS * words.SLOT_CTL_STRIDE.value == CTL_WORDS
 
 

@@ -91,6 +91,9 @@ class Health:
         if chunk == words.CREDIT_ROW.value:
             chunk = f"credit of slot {slot}"
             expected = f"the end of its use {expected_epoch} of the slot"
+        elif chunk == words.REVOKED_ROW.value:
+            chunk = f"what it had in slot {slot}"
+            expected = f"use {expected_epoch} of the slot to last until this rank had read it"
         else:
             expected = f"use {expected_epoch} of slot {slot} by this site"
         return DitronTimeout(

@@ -17,7 +17,6 @@ from ditron_inductor.device import layout, workspaces
 from ditron_inductor.device.workspace import SharedWorkspace
 from ditron_inductor.errors import DitronError
 from ditron_inductor.lowering import exchange
-from ditron_inductor.lowering.transfers import REVOKED_ROW
 from tests.conftest import CPU_PLACES, GPU_PLACES, Place
 from tests.lowering.calls import Site
 from tests.lowering.problems import KINDS, SMALL, Problem
@@ -177,7 +176,7 @@ def _revoke_words(ctx: RankContext) -> list[int]:
     """The words with which peers revoked slots of this rank."""
     header = _shared(ctx).generations[-1].heap.local[: layout.HEADER_BYTES].view(torch.int64)
     places = [
-        slot * words.SLOT_WORDS.value + REVOKED_ROW.value * layout.MAX_WORLD + source
+        slot * words.SLOT_WORDS.value + words.REVOKED_ROW.value * layout.MAX_WORLD + source
         for slot in range(layout.NUM_SLOTS)
         for source in range(ctx.world_size)
     ]
