@@ -79,7 +79,7 @@ def stage(
     mine = data(table, ctl, rank, slot, shard.dtype.element_ty)
     step = tl.num_programs(0) * BLOCK
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    for _ in range(tl.cdiv(numel, step)):
+    for _ in range((numel - 1) // step + 1):
         offsets = first + tl.arange(0, BLOCK)
         first += step
         inside = offsets < numel
@@ -162,7 +162,7 @@ def reduce_partials(
     mine = data(table, ctl, rank, slot, dtype) + result
     step = tl.num_programs(0) * BLOCK
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    for _ in range(tl.cdiv(numel, step)):
+    for _ in range((numel - 1) // step + 1):
         offsets = first + tl.arange(0, BLOCK)
         first += step
         inside = offsets < numel
@@ -197,7 +197,7 @@ def close_slot(
         step = tl.num_programs(0) * BLOCK
         for index in tl.static_range(NUM_OUTS):
             first = tl.program_id(0).to(tl.int64) * BLOCK
-            for _ in range(tl.cdiv(numels[index], step)):
+            for _ in range((numels[index] - 1) // step + 1):
                 offsets = first + tl.arange(0, BLOCK)
                 first += step
                 nothing = tl.full((BLOCK,), float("nan"), tl.float32).to(outs[index].dtype.element_ty)

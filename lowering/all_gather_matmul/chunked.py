@@ -94,18 +94,17 @@ def all_gather_matmul(
             exchange.stage(shard, gathered.view(-1, K)[rank * rows :] if node.return_gathered and whole.plain else None)
             if node.return_gathered and not whole.plain:
                 whole.rows_of(gathered, rank).copy_(whole.split(shard))
+            with lane.side():
+                # One wait for all shards, before the first product, which may leave no SM free.
+                exchange.wait_all(PIECE_ROWS.value)
+            for weight, out in zip(weights, outs, strict=True):
+                multiply(whole.split(shard), weight, whole.rows_of(out, rank))
             arrived = []
-            for position, group in enumerate(sizes.groups):
-                with lane.side():
-                    if position == 0:
-                        # Before the first product, which may leave no SM free: one wait for all shards.
-                        exchange.wait_all(PIECE_ROWS.value)
+            with lane.side():
+                for group in sizes.groups:
                     for piece in together(group):
                         whole.receive(piece, (rank + piece.step) % world, staged[piece.step])
                     arrived.append(lane.mark())
-                if position == 0:
-                    for weight, out in zip(weights, outs, strict=True):
-                        multiply(whole.split(shard), weight, whole.rows_of(out, rank))
             for group, mark in zip(sizes.groups, arrived, strict=True):
                 lane.wait(mark)
                 for a, products in whole.parts_of(group, rank):
