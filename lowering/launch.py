@@ -110,8 +110,8 @@ class Launch:
             "PRECISION": dot_precision(a.dtype),
             "UPCAST": self.interpreted,
             "THREADS": config.num_warps * 32,
-            # 16 bytes for each thread.
-            "PIECE": config.num_warps * 512 // a.element_size(),
+            # In 32-bit words, 16 bytes for each thread.
+            "PIECE": config.num_warps * 128,
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         }

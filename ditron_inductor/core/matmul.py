@@ -41,10 +41,23 @@ def weight_descriptor(
 
 
 @triton.jit
+def as_words(pointer):
+    """The pointer to 32-bit words: what is carried is never unpacked, and so a step does not wait for its load."""
+    return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
 def load_piece(source, first, count, PIECE: tl.constexpr):
-    """Elements first, .., first + PIECE - 1 of `source`, as far as they are below `count`."""
+    """Words first, .., first + PIECE - 1 of `source`, as far as they are below `count`."""
     offsets = first + tl.arange(0, PIECE)
-    return tl.load(source + offsets, mask=offsets < count)
+    return tl.load(as_words(source) + offsets, mask=offsets < count)
+
+
+@triton.jit
+def load_next_piece(source, piece, first, count, PIECE: tl.constexpr):
+    """`load_piece`, or `piece` as it is where there is nothing to load: no select, which would wait for the load."""
+    offsets = first + tl.arange(0, PIECE)
+    return tl.load(as_words(source) + offsets, mask=offsets < count, other=piece)
 
 
 @triton.jit
@@ -52,12 +65,12 @@ def store_piece(targets, piece, first, count, num_targets, NUM_TARGETS: tl.const
     """Store what `load_piece` loaded to the first `num_targets` of a tuple of NUM_TARGETS pointers."""
     offsets = first + tl.arange(0, PIECE)
     for i in tl.static_range(NUM_TARGETS):
-        tl.store(targets[i] + offsets, piece, mask=(offsets < count) & (i < num_targets))
+        tl.store(as_words(targets[i]) + offsets, piece, mask=(offsets < count) & (i < num_targets))
 
 
 @triton.jit
 def carry(source, targets, first, count, num_targets, NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr):
-    """Copy elements first, .., count - 1 of `source` to the first `num_targets` of NUM_TARGETS pointers, now."""
+    """Copy words first, .., count - 1 of `source` to the first `num_targets` of NUM_TARGETS pointers, now."""
     for start in range(first, count, 4 * PIECE):
         store_piece(
             targets, load_piece(source, start, count, 4 * PIECE), start, count, num_targets, NUM_TARGETS, 4 * PIECE
@@ -73,17 +86,21 @@ def matmul_tile_by_descriptors(
 ):  # fmt: skip
     """acc[m, n] = sum_k A[row + m, k] * B[k, column + n], fp32 [BLOCK_M, BLOCK_N]; a, b: descriptors, see above.
 
-    Carries `count` elements from `source` to the first `num_targets` of the tuple `targets` of NUM_TARGETS pointers.
+    Carries `count` 32-bit words from `source` to the first `num_targets` of the tuple `targets` of NUM_TARGETS pointers.
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     steps = tl.cdiv(K, BLOCK_K)
+    # A piece goes in every `every`-th step, so that they are spread evenly.
     every = tl.maximum(steps // tl.maximum(tl.cdiv(count, PIECE), 1), 1)
+    left = tl.full((), 0, tl.int32)
+    first = tl.full((), 0, tl.int32)
     piece = load_piece(source, 0, count, PIECE)
     for k in range(0, steps):
-        # Evenly over the loop: a piece goes in every `every`-th step, and the next one is loaded right after.
-        now = tl.where(k % every == 0, count, 0)
-        store_piece(targets, piece, k // every * PIECE, now, num_targets, NUM_TARGETS, PIECE)
-        piece = tl.where(now > 0, load_piece(source, (k // every + 1) * PIECE, now, PIECE), piece)
+        now = tl.where(left == 0, count, 0)
+        store_piece(targets, piece, first, now, num_targets, NUM_TARGETS, PIECE)
+        first = tl.where(left == 0, first + PIECE, first)
+        left = tl.where(left == 0, every - 1, left - 1)
+        piece = load_next_piece(source, piece, first, now, PIECE)
         a_tile = a.load([row, k * BLOCK_K])
         if K_MAJOR:
             b_tile = b.load([column, k * BLOCK_K]).T
@@ -93,7 +110,7 @@ def matmul_tile_by_descriptors(
             a_tile = a_tile.to(tl.float32)
             b_tile = b_tile.to(tl.float32)
         acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
-    carry(source, targets, tl.cdiv(steps, every) * PIECE, count, num_targets, NUM_TARGETS, PIECE)
+    carry(source, targets, first, count, num_targets, NUM_TARGETS, PIECE)
     return acc
 
 
@@ -117,13 +134,17 @@ def matmul_tile(
     step = tl.full((), BLOCK_K, tl.int64) * stride_bk
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     steps = tl.cdiv(K, BLOCK_K)
+    # A piece goes in every `every`-th step, so that they are spread evenly.
     every = tl.maximum(steps // tl.maximum(tl.cdiv(count, PIECE), 1), 1)
+    left = tl.full((), 0, tl.int32)
+    first = tl.full((), 0, tl.int32)
     piece = load_piece(source, 0, count, PIECE)
     for k in range(0, steps):
-        # Evenly over the loop: a piece goes in every `every`-th step, and the next one is loaded right after.
-        now = tl.where(k % every == 0, count, 0)
-        store_piece(targets, piece, k // every * PIECE, now, num_targets, NUM_TARGETS, PIECE)
-        piece = tl.where(now > 0, load_piece(source, (k // every + 1) * PIECE, now, PIECE), piece)
+        now = tl.where(left == 0, count, 0)
+        store_piece(targets, piece, first, now, num_targets, NUM_TARGETS, PIECE)
+        first = tl.where(left == 0, first + PIECE, first)
+        left = tl.where(left == 0, every - 1, left - 1)
+        piece = load_next_piece(source, piece, first, now, PIECE)
         if EVEN_K:
             a = tl.load(a_ptrs)
             b_tile = tl.load(b_ptrs, mask=in_n, other=0.0)
@@ -137,5 +158,5 @@ def matmul_tile(
         acc = tl.dot(a, b_tile, acc, input_precision=PRECISION)
         a_ptrs += BLOCK_K
         b_ptrs += step
-    carry(source, targets, tl.cdiv(steps, every) * PIECE, count, num_targets, NUM_TARGETS, PIECE)
+    carry(source, targets, first, count, num_targets, NUM_TARGETS, PIECE)
     return acc

@@ -151,7 +151,7 @@ def all_gather_matmul_kernel(
     """See the module. DESCRIPTORS: then K is a multiple of 16 bytes. OUT_DESCRIPTORS: only if not INTERLEAVED. shard [rows, K] contiguous; weights, outs, columns, strides_b*: tuples of NUM_WEIGHTS."""
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
-    VECTOR: tl.constexpr = 128 // shard.dtype.element_ty.primitive_bitwidth
+    BITS: tl.constexpr = shard.dtype.element_ty.primitive_bitwidth
     num_m = tl.cdiv(rows, BLOCK_M)
     shard_tiles = 0
     b_descriptors = ()
@@ -211,8 +211,8 @@ def all_gather_matmul_kernel(
                         # Credits: nobody reads any more what the slot's previous use left there. Without, none is sent.
                         credited = wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
                     carries = carries & (credited > 0)
-                    # K is a multiple of 16 bytes, and so is every piece.
-                    carried = tl.multiple_of(tl.where(carries, carried, 0), VECTOR)
+                    # In 32-bit words. K is a multiple of 16 bytes, and so is every piece.
+                    carried = tl.multiple_of(tl.where(carries, carried, 0) * BITS // 32, 4)
                 else:
                     carried = 0
                 block_row, block_column = grouped(ticket - first, num_m, tl.cdiv(columns[i], BLOCK_N), GROUP_M)

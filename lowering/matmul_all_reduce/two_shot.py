@@ -154,6 +154,8 @@ def matmul_all_reduce_kernel(
         a_descriptor = rows_descriptor(a, M, K, stride_am, BLOCK_M, BLOCK_K)
         b_descriptor = weight_descriptor(b, N, K, stride_bk, stride_bn, BLOCK_N, BLOCK_K, K_MAJOR)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
+    # In 32-bit words, as it is carried.
+    BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
     SLICE: tl.constexpr = min(BLOCK_M, 64 * THREADS // BLOCK_N)
     outbox = data(table, ctl, rank, slot, dtype)
     outbox += (2 * WORLD * tiles_per_owner + 2 * tl.program_id(0)).to(tl.int64) * BLOCK
@@ -175,7 +177,7 @@ def matmul_all_reduce_kernel(
             targets, num_targets = destinations(
                 table, ctl, sent_owner, sent_tile, tiles_per_owner, rank, slot, dtype, WORLD, BLOCK
             )
-            carried = tl.where(sent_owner < 0, 0, BLOCK)
+            carried = tl.where(sent_owner < 0, 0, BLOCK_WORDS)
             box = tl.where(sent_owner == rank, results, outbox)
             if is_copy:
                 # Before a wait, deliver what is there.
@@ -245,7 +247,7 @@ def matmul_all_reduce_kernel(
         table, ctl, sent_owner, sent_tile, tiles_per_owner, rank, slot, dtype, WORLD, BLOCK
     )
     box = tl.where(sent_owner == rank, results, outbox)
-    carry(box, targets, 0, tl.where(sent_owner < 0, 0, BLOCK), num_targets, WORLD - 1, PIECE)
+    carry(box, targets, 0, tl.where(sent_owner < 0, 0, BLOCK_WORDS), num_targets, WORLD - 1, PIECE)
     publish_carried(
         table, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, rank, slot, site, epoch,
         WORLD, COUNTED,

@@ -71,6 +71,8 @@ def matmul_reduce_scatter_kernel(
         a_descriptor = rows_descriptor(a, WORLD * rows, K, stride_am, BLOCK_M, BLOCK_K)
         b_descriptor = weight_descriptor(b, N, K, stride_bk, stride_bn, BLOCK_N, BLOCK_K, K_MAJOR)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
+    # In 32-bit words, as it is carried.
+    BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
     SLICE: tl.constexpr = min(BLOCK_M, 64 * THREADS // BLOCK_N)
     outbox = data(table, ctl, rank, slot, dtype) + (WORLD * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
     # Whether the credits have come, and the tile that waits in the outbox: of no owner if it is the rank.
@@ -85,7 +87,7 @@ def matmul_reduce_scatter_kernel(
         tile = ticket % tiles
         block_row, block_column = grouped(tile, num_m, num_n, GROUP_M)
         target = data(table, ctl, sent_owner, slot, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
-        carried = tl.where(sent_owner != rank, BLOCK, 0)
+        carried = tl.where(sent_owner != rank, BLOCK_WORDS, 0)
         if DESCRIPTORS:
             acc = matmul_tile_by_descriptors(
                 a_descriptor, b_descriptor,
@@ -132,7 +134,7 @@ def matmul_reduce_scatter_kernel(
         ticket = granted(request, THREADS)
     if sent_owner != rank:
         target = data(table, ctl, sent_owner, slot, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
-        carry(outbox, (target,), 0, BLOCK, 1, 1, PIECE)
+        carry(outbox, (target,), 0, BLOCK_WORDS, 1, 1, PIECE)
         publish_partial(table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED)
     finish(table, ctl, rank, slot, site, epoch, WORLD)
 

@@ -61,7 +61,7 @@ def compile_kernel(
         "INTERLEAVED": not descriptors,
         "K_MAJOR": 3 if descriptors else 0,
         "THREADS": fits.num_warps * 32,
-        "PIECE": fits.num_warps * 512 // (4 if dtype == "fp32" else 2),
+        "PIECE": fits.num_warps * 128,
         "BLOCK_M": fits.block_m,
         "BLOCK_N": fits.block_n,
         "BLOCK_K": fits.block_k,
