@@ -92,6 +92,21 @@ def healthy(ctl):
 
 
 @triton.jit
+def ask_health(ctl):
+    """`healthy`, to be answered by `is_healthy`: like `poll_all`, nothing waits for it before that."""
+    lanes = tl.arange(0, MAX_WORLD)
+    nothing = tl.zeros((MAX_WORLD,), dtype=tl.int64)
+    return tl.atomic_add(ctl + POISON + lanes * 0, nothing, mask=lanes == 0, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def is_healthy(asked):
+    """1 unless an earlier failure had poisoned this workspace when `ask_health` asked."""
+    lanes = tl.arange(0, MAX_WORLD)
+    return (tl.sum(tl.where(lanes == 0, asked, 0), axis=0) == 0).to(tl.int32)
+
+
+@triton.jit
 def fail(ctl, code: tl.constexpr, rank, source, row, slot, expected, seen):
     """Poison the workspace and, if this is its first failure, fill the record that the host turns into an error."""
     poison = tl.full((), code, tl.int64)
@@ -138,27 +153,53 @@ def wait(table, ctl, rank, slot, row, source, site, epoch, CHECK_SITE: tl.conste
 
 
 @triton.jit
-def wait_all(table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr, CHECK_SITE: tl.constexpr = True):
-    """`wait` for every peer's word in flag `row` at once: one round of polling instead of one for each source."""
+def poll_all(table, rank, slot, row, WORLD: tl.constexpr):
+    """One look, acquire at system scope, at every peer's word in flag `row` of this rank: int64 [MAX_WORLD].
+
+    Nothing waits for the result before it is used: a launch may ask at its start and have the answer when it needs it.
+    """
     sources = tl.arange(0, MAX_WORLD)
     others = (sources < WORLD) & (sources != rank)
-    addresses = flag(table, rank, slot, row, 0) + sources
     nothing = tl.zeros((MAX_WORLD,), dtype=tl.int64)
-    limit = tl.load(ctl + POLL_LIMIT)
-    seen = tl.atomic_add(addresses, nothing, mask=others, sem="acquire", scope="sys")
-    late = tl.sum((others & behind(seen, epoch)).to(tl.int32), axis=0)
-    polls = tl.full((), 0, tl.int64)
-    while (late != 0) & (polls < limit):
-        if polls % POISON_PERIOD == 0:
-            limit = tl.where(healthy(ctl) != 0, limit, 0)
-        seen = tl.atomic_add(addresses, nothing, mask=others, sem="acquire", scope="sys")
-        late = tl.sum((others & behind(seen, epoch)).to(tl.int32), axis=0)
-        polls += 1
+    return tl.atomic_add(flag(table, rank, slot, row, 0) + sources, nothing, mask=others, sem="acquire", scope="sys")
+
+
+@triton.jit
+def count_late(seen, rank, epoch, WORLD: tl.constexpr):
+    """How many peers' words in what `poll_all` saw are behind `epoch`."""
+    sources = tl.arange(0, MAX_WORLD)
+    others = (sources < WORLD) & (sources != rank)
+    return tl.sum((others & behind(seen, epoch)).to(tl.int32), axis=0)
+
+
+@triton.jit
+def wait_all(table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr, CHECK_SITE: tl.constexpr = True):
+    """`wait` for every peer's word in flag `row` at once: one round of polling instead of one for each source."""
+    seen = poll_all(table, rank, slot, row, WORLD)
+    return wait_seen(seen, table, ctl, rank, slot, row, site, epoch, WORLD, CHECK_SITE)
+
+
+@triton.jit
+def wait_seen(seen, table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr, CHECK_SITE: tl.constexpr = True):
+    """`wait_all`, after a first `poll_all` that saw `seen`."""
+    sources = tl.arange(0, MAX_WORLD)
+    others = (sources < WORLD) & (sources != rank)
+    late = count_late(seen, rank, epoch, WORLD)
+    if late != 0:
+        limit = tl.load(ctl + POLL_LIMIT)
+        polls = tl.full((), 0, tl.int64)
+        while (late != 0) & (polls < limit):
+            if polls % POISON_PERIOD == 0:
+                limit = tl.where(healthy(ctl) != 0, limit, 0)
+            seen = poll_all(table, rank, slot, row, WORLD)
+            late = count_late(seen, rank, epoch, WORLD)
+            polls += 1
     wrong = others & behind(seen, epoch)
     if CHECK_SITE:
         wrong = others & (seen != word(site, epoch))
     ok = tl.full((), 1, tl.int32)
     if tl.sum(wrong.to(tl.int32), axis=0) != 0:
+        nothing = tl.zeros((MAX_WORLD,), dtype=tl.int64)
         source = tl.min(tl.where(wrong, sources, MAX_WORLD), axis=0)
         if late != 0:
             source = tl.min(tl.where(others & behind(seen, epoch), sources, MAX_WORLD), axis=0)

@@ -4,7 +4,7 @@ Problem. As in two_shot.py, when decoding: the product takes as long as reading 
 reduced is small, and what counts after the last tile is the number of signals one after the other.
 Algorithm. A program computes a tile, puts it into the slot of every rank, the own one too, and tells all peers at once.
 It adds up a tile, in rank order and in fp32, once it has sent the next one, or has no further one: one signal is all
-that stands between the last tile and the result. Every rank adds the same rounded partials, so all hold the same bits.
+that stands between the last tile and the result. Operands are loaded by pointers, which are the faster way for so few rows. Every rank adds the same rounded partials, so all hold the same bits.
 Signal protocol. Flag row `tile`, one word for each source. Before its first push a program waits for the credits of all
 peers. A program that waits for a tile has sent all the tiles that it took before, in ticket order.
 Limits. One flag for each tile: see `fits`.
@@ -19,19 +19,21 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
+from ditron_inductor.core.layout import CREDIT_ROW, MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import matmul_tile, matmul_tile_by_descriptors, rows_descriptor, weight_descriptor
 from ditron_inductor.core.signals import (
+    ask_health,
     current_epoch,
     data,
     finish,
     granted,
-    healthy,
+    is_healthy,
+    poll_all,
     publish_all,
     request_ticket,
     take_tile,
     wait_all,
-    wait_credits,
+    wait_seen,
 )
 from ditron_inductor.lowering.config import Config, select_decode_config
 from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
@@ -58,20 +60,25 @@ def matmul_all_reduce_kernel(
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """See the module. a [M, K] with contiguous K, M <= BLOCK_M; out [M, N] contiguous."""
+    # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
+    asked = ask_health(ctl)
+    credits = poll_all(table, rank, slot, CREDIT_ROW, WORLD)
     epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
+    ticket = take_tile(ctl, slot)
     tiles = tl.cdiv(N, BLOCK_N)
     dtype: tl.constexpr = out.dtype.element_ty
     if DESCRIPTORS:
         a_descriptor = rows_descriptor(a, M, K, stride_am, BLOCK_M, BLOCK_K)
         b_descriptor = weight_descriptor(b, N, K, stride_bk, stride_bn, BLOCK_N, BLOCK_K, K_MAJOR)
     own = data(table, ctl, rank, slot, dtype)
+    slots = ()
+    for i in tl.static_range(WORLD):
+        slots = slots + (data(table, ctl, (rank + i) % WORLD, slot, dtype),)
     offs_m = tl.arange(0, BLOCK_M)
     in_block = offs_m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     in_m = (offs_m < M)[:, None] & (in_block >= 0)
-    # Credits: nobody reads any more what the slot's previous use left there.
-    ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
-    ticket = take_tile(ctl, slot)
+    # -1 as long as the answers have not been looked at.
+    ok = tl.full((), -1, tl.int32)
     # The tile that was sent last and is not added up yet.
     previous = tl.full((), -1, tl.int32)
     while (ticket < tiles) | (previous >= 0):
@@ -89,11 +96,16 @@ def matmul_all_reduce_kernel(
                     b, stride_bk, stride_bn, ticket * BLOCK_N, N, K, own, (own,), 0, 0,
                     BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, PIECE,
                 )  # fmt: skip
+            if ok < 0:
+                # Credits: nobody reads any more what the slot's previous use left there.
+                ok = is_healthy(asked) & wait_seen(
+                    credits, table, ctl, rank, slot, CREDIT_ROW, site, epoch - 1, WORLD, False
+                )
             if ok != 0:
                 block = (rank * tiles + ticket).to(tl.int64) * (BLOCK_M * BLOCK_N)
                 partial = acc.to(dtype)
                 for i in tl.static_range(WORLD):
-                    tl.store(data(table, ctl, (rank + i) % WORLD, slot, dtype) + block + in_block, partial, mask=in_m)
+                    tl.store(slots[i] + block + in_block, partial, mask=in_m)
                 # The tile lies in every peer's slot. A tile without credits is not sent, and never published.
                 publish_all(table, slot, ticket, rank, site, epoch, WORLD)
             current = ticket
@@ -161,7 +173,7 @@ def matmul_all_reduce(
                 rank=launch.rank,
                 WORLD=node.world_size,
                 AVERAGE=node.reduce_op == "avg",
-                **launch.constants(sizes.config, a_rows, [b]),
+                **launch.constants(sizes.config, a_rows, [b], by_pointer=True),
             ),
         )
 
