@@ -43,7 +43,7 @@ from ditron_inductor.core.signals import (
     wait_credits,
 )
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.launch import Launch, ceil_div, is_block_loadable, round_up
+from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
 from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.task.nodes import AllGatherMatmul
 
@@ -144,11 +144,14 @@ def all_gather_matmul_kernel(
     rank, slot, site, senders, num_chunks,
     WORLD: tl.constexpr, NUM_WEIGHTS: tl.constexpr, RETURN_GATHERED: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, OUT_DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
     SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """See the module. DESCRIPTORS: then K is a multiple of 16 bytes. OUT_DESCRIPTORS: only if not INTERLEAVED. shard [rows, K] contiguous; weights, outs, columns, strides_b*: tuples of NUM_WEIGHTS."""
+    """See the module. shard [rows, K] contiguous; weights, outs, columns, strides_b*: tuples of NUM_WEIGHTS.
+
+    DESCRIPTORS: then K is a multiple of 16 bytes.
+    """
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
     BITS: tl.constexpr = shard.dtype.element_ty.primitive_bitwidth
@@ -195,9 +198,6 @@ def all_gather_matmul_kernel(
         first = step * shard_tiles
         for i in tl.static_range(NUM_WEIGHTS):
             weight_tiles = num_m * tl.cdiv(columns[i], BLOCK_N)
-            if OUT_DESCRIPTORS:
-                out_rows = outs[i] + (source * rows).to(tl.int64) * columns[i]
-                out_descriptor = rows_descriptor(out_rows, rows, columns[i], columns[i], BLOCK_M, BLOCK_N)
             while ticket < first + weight_tiles:
                 request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
                 target, sent_chunk, piece, place, carried = send_piece(
@@ -243,14 +243,10 @@ def all_gather_matmul_kernel(
                         send_ticket = granted(send_request, THREADS)
                 acc = tl.where(ok != 0, acc, float("nan"))
                 result = acc.to(outs[i].dtype.element_ty)
-                if OUT_DESCRIPTORS:
-                    # A block store may end after a release that follows it. No signal speaks of the output.
-                    out_descriptor.store([block_row * BLOCK_M, column], result)
-                else:
-                    offs_n = column + tl.arange(0, BLOCK_N)
-                    to_rows = interleaved_row(offs_m, source, rows, block, WORLD, INTERLEAVED).to(tl.int64)
-                    inside = (offs_m < rows)[:, None] & (offs_n < columns[i])[None, :]
-                    tl.store(outs[i] + to_rows[:, None] * columns[i] + offs_n[None, :], result, mask=inside)
+                offs_n = column + tl.arange(0, BLOCK_N)
+                to_rows = interleaved_row(offs_m, source, rows, block, WORLD, INTERLEAVED).to(tl.int64)
+                inside = (offs_m < rows)[:, None] & (offs_n < columns[i])[None, :]
+                tl.store(outs[i] + to_rows[:, None] * columns[i] + offs_n[None, :], result, mask=inside)
                 ticket = granted(request, THREADS)
             first += weight_tiles
     if RETURN_GATHERED:
@@ -320,7 +316,6 @@ def all_gather_matmul(
         # Whether the tiles of the own shard can carry nearly all of it.
         pieces = ceil_div(config.group_m * config.block_m * sizes.K, SEND_BLOCK * SEND_STEPS)
         carried = constants["DESCRIPTORS"] and (node.world_size - 1) * sizes.num_chunks * pieces <= 1.25 * own_tiles
-        block_stores = constants["DESCRIPTORS"] and block == sizes.rows and all(is_block_loadable(out) for out in outs)
         return Arguments(
             programs=launch.programs(node.world_size * own_tiles, config),
             values=dict(
@@ -338,7 +333,6 @@ def all_gather_matmul(
                 NUM_WEIGHTS=len(weights),
                 RETURN_GATHERED=node.return_gathered,
                 INTERLEAVED=block != sizes.rows,
-                OUT_DESCRIPTORS=bool(block_stores),
                 **constants,
                 SEND_BLOCK=INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
                 SEND_STEPS=1 if launch.interpreted else SEND_STEPS,
