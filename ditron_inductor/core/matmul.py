@@ -90,17 +90,19 @@ def matmul_tile_by_descriptors(
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     steps = tl.cdiv(K, BLOCK_K)
-    # A piece goes in every `every`-th step, so that they are spread evenly.
-    every = tl.maximum(steps // tl.maximum(tl.cdiv(count, PIECE), 1), 1)
-    left = tl.full((), 0, tl.int32)
-    first = tl.full((), 0, tl.int32)
-    piece = load_piece(source, 0, count, PIECE)
+    if NUM_TARGETS > 0:
+        # A piece goes in every `every`-th step, so that they are spread evenly.
+        every = tl.maximum(steps // tl.maximum(tl.cdiv(count, PIECE), 1), 1)
+        left = tl.full((), 0, tl.int32)
+        first = tl.full((), 0, tl.int32)
+        piece = load_piece(source, 0, count, PIECE)
     for k in range(0, steps):
-        now = tl.where(left == 0, count, 0)
-        store_piece(targets, piece, first, now, num_targets, NUM_TARGETS, PIECE)
-        first = tl.where(left == 0, first + PIECE, first)
-        left = tl.where(left == 0, every - 1, left - 1)
-        piece = load_next_piece(source, piece, first, now, PIECE)
+        if NUM_TARGETS > 0:
+            now = tl.where(left == 0, count, 0)
+            store_piece(targets, piece, first, now, num_targets, NUM_TARGETS, PIECE)
+            first = tl.where(left == 0, first + PIECE, first)
+            left = tl.where(left == 0, every - 1, left - 1)
+            piece = load_next_piece(source, piece, first, now, PIECE)
         a_tile = a.load([row, k * BLOCK_K])
         if K_MAJOR:
             b_tile = b.load([column, k * BLOCK_K]).T
@@ -110,21 +112,23 @@ def matmul_tile_by_descriptors(
             a_tile = a_tile.to(tl.float32)
             b_tile = b_tile.to(tl.float32)
         acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
-    carry(source, targets, first, count, num_targets, NUM_TARGETS, PIECE)
+    if NUM_TARGETS > 0:
+        carry(source, targets, first, count, num_targets, NUM_TARGETS, PIECE)
     return acc
 
 
 @triton.jit
 def matmul_tile(
-    a_rows, b, stride_bk, stride_bn, column, N, K, source, targets, count, num_targets,
+    a_rows, in_m, b, stride_bk, stride_bn, column, N, K, source, targets, count, num_targets,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr,
+    NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr, MASK_M: tl.constexpr = False,
 ):  # fmt: skip
     """acc[m, n] = sum_k A[m, k] * B[k, column + n], fp32 [BLOCK_M, BLOCK_N]; carries as matmul_tile_by_descriptors.
 
-    a_rows: pointers [BLOCK_M] to the rows of A, each valid (clamp them) and with contiguous K. b: pointer to B [K, N].
-    Columns beyond N come out as 0. EVEN_K: K is a multiple of BLOCK_K, so the K loop needs no mask.
+    a_rows: pointers [BLOCK_M] to the rows of A with contiguous K, each valid (clamp them), or with MASK_M those where
+    in_m is true. For one row of many, that is: else all programs read the same few lines at once. b: pointer to B
+    [K, N]. Columns beyond N come out as 0. EVEN_K: K is a multiple of BLOCK_K, so the K loop needs no mask for it.
     """
     offs_n = column + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
@@ -134,23 +138,31 @@ def matmul_tile(
     step = tl.full((), BLOCK_K, tl.int64) * stride_bk
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     steps = tl.cdiv(K, BLOCK_K)
-    # A piece goes in every `every`-th step, so that they are spread evenly.
-    every = tl.maximum(steps // tl.maximum(tl.cdiv(count, PIECE), 1), 1)
-    left = tl.full((), 0, tl.int32)
-    first = tl.full((), 0, tl.int32)
-    piece = load_piece(source, 0, count, PIECE)
+    if NUM_TARGETS > 0:
+        # A piece goes in every `every`-th step, so that they are spread evenly.
+        every = tl.maximum(steps // tl.maximum(tl.cdiv(count, PIECE), 1), 1)
+        left = tl.full((), 0, tl.int32)
+        first = tl.full((), 0, tl.int32)
+        piece = load_piece(source, 0, count, PIECE)
     for k in range(0, steps):
-        now = tl.where(left == 0, count, 0)
-        store_piece(targets, piece, first, now, num_targets, NUM_TARGETS, PIECE)
-        first = tl.where(left == 0, first + PIECE, first)
-        left = tl.where(left == 0, every - 1, left - 1)
-        piece = load_next_piece(source, piece, first, now, PIECE)
+        if NUM_TARGETS > 0:
+            now = tl.where(left == 0, count, 0)
+            store_piece(targets, piece, first, now, num_targets, NUM_TARGETS, PIECE)
+            first = tl.where(left == 0, first + PIECE, first)
+            left = tl.where(left == 0, every - 1, left - 1)
+            piece = load_next_piece(source, piece, first, now, PIECE)
         if EVEN_K:
-            a = tl.load(a_ptrs)
+            if MASK_M:
+                a = tl.load(a_ptrs, mask=in_m[:, None], other=0.0)
+            else:
+                a = tl.load(a_ptrs)
             b_tile = tl.load(b_ptrs, mask=in_n, other=0.0)
         else:
             in_k = offs_k < K - k * BLOCK_K
-            a = tl.load(a_ptrs, mask=in_k[None, :], other=0.0)
+            in_a = in_k[None, :]
+            if MASK_M:
+                in_a = in_a & in_m[:, None]
+            a = tl.load(a_ptrs, mask=in_a, other=0.0)
             b_tile = tl.load(b_ptrs, mask=in_k[:, None] & in_n, other=0.0)
         if UPCAST:
             a = a.to(tl.float32)
@@ -158,5 +170,6 @@ def matmul_tile(
         acc = tl.dot(a, b_tile, acc, input_precision=PRECISION)
         a_ptrs += BLOCK_K
         b_ptrs += step
-    carry(source, targets, first, count, num_targets, NUM_TARGETS, PIECE)
+    if NUM_TARGETS > 0:
+        carry(source, targets, first, count, num_targets, NUM_TARGETS, PIECE)
     return acc

@@ -232,7 +232,7 @@ def all_gather_matmul_kernel(
                     )  # fmt: skip
                 else:
                     acc = matmul_tile(
-                        base + tl.minimum(offs_m, rows - 1).to(tl.int64) * K,
+                        base + tl.minimum(offs_m, rows - 1).to(tl.int64) * K, offs_m >= 0,
                         weights[i], strides_bk[i], strides_bn[i], column, columns[i], K, piece, (place,), carried, 1,
                         BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 1, PIECE,
                     )  # fmt: skip

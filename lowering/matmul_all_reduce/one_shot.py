@@ -92,9 +92,9 @@ def matmul_all_reduce_kernel(
                 )  # fmt: skip
             else:
                 acc = matmul_tile(
-                    a + tl.minimum(offs_m, M - 1).to(tl.int64) * stride_am,
+                    a + offs_m.to(tl.int64) * stride_am, offs_m < M,
                     b, stride_bk, stride_bn, ticket * BLOCK_N, N, K, own, (own,), 0, 0,
-                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, PIECE,
+                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, PIECE, True,
                 )  # fmt: skip
             if ok < 0:
                 # Credits: nobody reads any more what the slot's previous use left there.

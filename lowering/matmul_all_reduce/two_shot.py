@@ -204,7 +204,7 @@ def matmul_all_reduce_kernel(
                 else:
                     offs_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
                     acc = matmul_tile(
-                        a + offs_m * stride_am, b, stride_bk, stride_bn, block_column * BLOCK_N, N, K,
+                        a + offs_m * stride_am, offs_m >= 0, b, stride_bk, stride_bn, block_column * BLOCK_N, N, K,
                         box, targets, carried, num_targets,
                         BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, WORLD - 1, PIECE,
                     )  # fmt: skip

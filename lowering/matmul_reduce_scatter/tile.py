@@ -99,8 +99,7 @@ def matmul_reduce_scatter_kernel(
             inner_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), rows - 1)
             row = interleaved_row(inner_m, owner, rows, block, WORLD, INTERLEAVED).to(tl.int64)
             acc = matmul_tile(
-                a + row * stride_am,
-                b, stride_bk, stride_bn, block_column * BLOCK_N, N, K,
+                a + row * stride_am, inner_m >= 0, b, stride_bk, stride_bn, block_column * BLOCK_N, N, K,
                 outbox, (target,), carried, 1,
                 BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 1, PIECE,
             )  # fmt: skip
