@@ -2,7 +2,8 @@
 
 Small pieces start the first product early and end the last transfer soon; large ones fill the GPU and cost fewer
 launches. A model of one rank decides, with all ranks in step: products one after another on one stream, transfers on
-another, each no earlier than what it needs.
+another, each no earlier than what it needs. The products of a gather take turns on two streams, so that only the tiles
+count and not the waves: at least half a wave, since two of them share the GPU.
 
     product  = waves of tiles over the SMs * time of a tile + LAUNCH_US       (the best of a few tile shapes)
     transfer = bytes / LINK + COPY_US
@@ -39,16 +40,21 @@ LEAST_ROWS = 256
 """Nobody wants pieces of fewer rows."""
 
 
-def product_us(rows: int, columns: Sequence[int], k: int, itemsize: int, num_sms: int) -> float:
-    """Predicted time of the products of [rows, k] with weights [k, columns[i]]."""
+def product_us(
+    rows: int, columns: Sequence[int], k: int, itemsize: int, num_sms: int, *, overlapped: bool = False
+) -> float:
+    """Predicted time of the products of [rows, k] with weights [k, columns[i]]; overlapped: with others in turns."""
     if rows == 0:
         return 0.0
     rate = FLOPS_PER_SM_US.get(itemsize, FLOPS_PER_SM_US[2])
+
+    def waves(tiles: int) -> float:
+        return max(tiles / num_sms, 0.5) if overlapped else -(-tiles // num_sms)
+
     total = 0.0
     for n in columns:
         shapes = (
-            -(-(-(-rows // m) * -(-n // tile_n)) // num_sms) * (2.0 * m * tile_n * k / (rate * speed))
-            for m, tile_n, speed in TILES
+            waves(-(-rows // m) * -(-n // tile_n)) * (2.0 * m * tile_n * k / (rate * speed)) for m, tile_n, speed in TILES
         )
         total += min(shapes) + LAUNCH_US
     return total
@@ -84,10 +90,10 @@ def gather_schedule(
 
     def cost(group: Sequence[Piece]) -> float:
         lengths = [last - first for first, last in runs(group, rank, world_size, rows)]
-        return sum(product_us(length, columns, k, itemsize, num_sms) for length in lengths)
+        return sum(product_us(length, columns, k, itemsize, num_sms, overlapped=True) for length in lengths)
 
     best: tuple[float, tuple[tuple[Piece, ...], ...]] | None = None
-    own = product_us(rows, columns, k, itemsize, num_sms)
+    own = product_us(rows, columns, k, itemsize, num_sms, overlapped=True)
     for parts in PARTS:
         if parts > 1 and rows < parts * LEAST_ROWS:
             break

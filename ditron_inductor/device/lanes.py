@@ -1,12 +1,14 @@
-"""A second stream beside the current one, for transfers that run while matrix products do.
+"""Streams beside the current one: a side for transfers that run while matrix products do, and a second main one.
 
     with call.fork() as lane:          # what follows on the side waits for the main stream
         with lane.side():
             ...                        # launches and copies on the side
             here = lane.mark()
         lane.wait(here)                # the main stream waits for the side, up to the mark
-        ...
-                                       # at the end the main stream waits for all of the side
+        with lane.beside():
+            lane.wait(here)            # so does the second one
+            ...                        # a product whose first tiles fill the SMs that the main stream's last ones leave
+                                       # at the end the main stream waits for all of both
 
 Nothing may be queued on the side that needs something queued on the main stream later: on the CPU device, and where two
 streams share one queue of the hardware, everything runs in the order of the calls here. Whoever frees memory that the
@@ -36,6 +38,10 @@ class Lane(Protocol):
 
     def side(self) -> AbstractContextManager[object]:
         """What is launched inside goes to the side."""
+        ...
+
+    def beside(self) -> AbstractContextManager[object]:
+        """What is launched inside goes to the second main stream: `here` and `wait` are about it there."""
         ...
 
     def here(self) -> torch.cuda.Event | None:
@@ -69,6 +75,9 @@ class HostLane:
     def side(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def beside(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def here(self) -> None:
         return None
 
@@ -85,16 +94,19 @@ class HostLane:
 class StreamLane:
     """The CUDA device. One object for each workspace, used by one call after another.
 
-    stream, main: the side stream, made when it is used first, and the main one of the present call. Marks are events:
-    kept for the next call, or of their own inside a capture, where one that a finished capture recorded must not be
-    used again.
+    stream, second: the side stream and the second main one, made when they are used first; main: the current stream of
+    the present call. Marks are events: kept for the next call, or of their own inside a capture, where one that a
+    finished capture recorded must not be used again.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.stream: torch.cuda.Stream | None = None
-        self._switch = _Switch(self)
+        self.second: torch.cuda.Stream | None = None
         self.main: torch.cuda.Stream | None = None
+        self._entered: torch.cuda.Stream | None = None
+        self._start: torch.cuda.Event | None = None
+        self._second_used = False
         self._events: list[torch.cuda.Event] = []
         self._used = 0
         self._capturing = False
@@ -102,20 +114,34 @@ class StreamLane:
     def __enter__(self) -> Lane:
         if self.stream is None:
             self.stream = torch.cuda.Stream(self._device, priority=HIGH_PRIORITY)
-        self.main = torch.cuda.current_stream(self._device)
+        self.main = self._entered = torch.cuda.current_stream(self._device)
         self._capturing = torch.cuda.is_current_stream_capturing()
         self._used = 0
-        self.follow(self.here())
+        self._second_used = False
+        self._start = self.here()
+        self.follow(self._start)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._second_used:
+            self.wait(self._record(self.second))
         self.wait(self.mark())
-        self.main = None
+        self.main = self._entered = self._start = None
 
     def side(self) -> AbstractContextManager[object]:
-        return self._switch
+        assert self.stream is not None and self.main is not None
+        return _Switch(self.stream, self.main)
+
+    def beside(self) -> AbstractContextManager[object]:
+        if self.second is None:
+            self.second = torch.cuda.Stream(self._device)
+        if not self._second_used:
+            assert self._start is not None
+            self.second.wait_event(self._start)
+            self._second_used = True
+        return _Beside(self, self.second)
 
     def here(self) -> torch.cuda.Event | None:
         return self._record(self.main)
@@ -145,24 +171,42 @@ class StreamLane:
 
 
 class _Switch:
-    """Makes the side stream of a lane the current one; a fraction of what torch.cuda.stream costs, which also asks for
-    the present stream and for devices.
+    """Makes a stream the current one, and another one afterwards; a fraction of what torch.cuda.stream costs, which
+    also asks for the present stream and for devices.
     """
 
-    def __init__(self, lane: StreamLane) -> None:
-        self._lane = lane
+    def __init__(self, stream: torch.cuda.Stream, back: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._back = back
 
     def __enter__(self) -> None:
-        assert self._lane.stream is not None
-        torch.cuda.set_stream(self._lane.stream)
+        torch.cuda.set_stream(self._stream)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._lane.main is not None
-        torch.cuda.set_stream(self._lane.main)
+        torch.cuda.set_stream(self._back)
+
+
+class _Beside:
+    """Makes the second stream of a lane its main one, and the current one."""
+
+    def __init__(self, lane: StreamLane, stream: torch.cuda.Stream) -> None:
+        self._lane = lane
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._lane.main = self._stream
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._lane._entered is not None
+        self._lane.main = self._lane._entered
+        torch.cuda.set_stream(self._lane._entered)
 
 
 def make_lane(device: torch.device) -> Lane:
-    """The side stream of a workspace on `device`; made when it is used first."""
+    """The streams of a workspace on `device`; made when they are used first."""
     return StreamLane(device) if device.type == "cuda" else HostLane()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -105,11 +106,13 @@ def all_gather_matmul(
                     for piece in together(group):
                         whole.receive(piece, (rank + piece.step) % world, staged[piece.step])
                     arrived.append(lane.mark())
-            for group, mark in zip(sizes.groups, arrived, strict=True):
-                lane.wait(mark)
-                for a, products in whole.parts_of(group, rank):
-                    for weight, out in zip(weights, products, strict=True):
-                        multiply(a, weight, out)
+            # In turns on two streams: the first tiles of one product fill the SMs that the last ones of another leave.
+            for turn, (group, mark) in enumerate(zip(sizes.groups, arrived, strict=True)):
+                with lane.beside() if turn % 2 == 0 else nullcontext():
+                    lane.wait(mark)
+                    for a, products in whole.parts_of(group, rank):
+                        for weight, out in zip(weights, products, strict=True):
+                            multiply(a, weight, out)
         results = [*outs, gathered] if node.return_gathered else outs
         exchange.close(results)
     return results

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,11 +100,13 @@ def matmul_reduce_scatter(
         slot = call.data(rank, a.dtype)
         exchange.open()
         with call.fork() as lane:
-            for first, count in sizes.cut.groups:
-                for left, product in products(a_rows, slot, first, count, rank, world, sizes):
-                    multiply(left, b, product)
-                done = lane.here()
-                exchange.publish(first, count, parts, PIECE_ROWS.value)
+            # In turns on two streams: a product begins while the last tiles of the one before it run.
+            for turn, (first, count) in enumerate(sizes.cut.groups):
+                with lane.beside() if turn % 2 == 1 else nullcontext():
+                    for left, product in products(a_rows, slot, first, count, rank, world, sizes):
+                        multiply(left, b, product)
+                    done = lane.here()
+                    exchange.publish(first, count, parts, PIECE_ROWS.value)
                 # Not behind the telling: the wait is to have its SM before the next product takes them all.
                 lane.follow(done)
                 with lane.side():
@@ -112,7 +115,8 @@ def matmul_reduce_scatter(
                         place = (rank - source - 1) % world * sizes.stride
                         theirs = call.data(source, a.dtype)[place + begin * N : place + end * N]
                         partials[source, begin:end].view(-1).copy_(theirs)
-            multiply(owned(a_rows, rank, world, sizes), b, split(partials[rank], sizes))
+            with lane.beside() if len(sizes.cut.groups) % 2 == 1 else nullcontext():
+                multiply(owned(a_rows, rank, world, sizes), b, split(partials[rank], sizes))
         exchange.reduce(partials, out.view(rows, N), average=node.reduce_op == "avg", epilogue=epilogue, extras=extras)
     return out
 
