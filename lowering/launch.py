@@ -100,6 +100,8 @@ class Launch:
         a: rows [.., K] with contiguous K; weights: [K, N_i]. by_pointer: never load by descriptors.
         """
         K = a.shape[-1]
+        # AMD's data-centre GPUs have warps of 64 threads.
+        threads = config.num_warps * (64 if self.workspace.capabilities.arch.startswith("gfx9") else 32)
         return {
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
@@ -111,9 +113,9 @@ class Launch:
             "EVEN_K": K % config.block_k == 0,
             "PRECISION": dot_precision(a.dtype),
             "UPCAST": self.interpreted,
-            "THREADS": config.num_warps * 32,
+            "THREADS": threads,
             # In 32-bit words, 16 bytes for each thread.
-            "PIECE": config.num_warps * 128,
+            "PIECE": 4 * threads,
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         }

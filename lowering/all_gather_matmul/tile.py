@@ -200,11 +200,11 @@ def all_gather_matmul_kernel(
             weight_tiles = num_m * tl.cdiv(columns[i], BLOCK_N)
             while ticket < first + weight_tiles:
                 request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-                target, sent_chunk, piece, place, carried = send_piece(
-                    send_ticket, shard, table, ctl, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
-                    rank, slot, WORLD, PIECE_NUMEL,
-                )  # fmt: skip
                 if DESCRIPTORS:
+                    target, sent_chunk, piece, place, carried = send_piece(
+                        send_ticket, shard, table, ctl, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
+                        rank, slot, WORLD, PIECE_NUMEL,
+                    )  # fmt: skip
                     carries = (step == 0) & (send_ticket < num_sends)
                     send_request = request_ticket(ctl, slot, SEND_TICKET, THREADS, carries)
                     if carries & (credited < 0):
@@ -213,8 +213,6 @@ def all_gather_matmul_kernel(
                     carries = carries & (credited > 0)
                     # In 32-bit words. K is a multiple of 16 bytes, and so is every piece.
                     carried = tl.multiple_of(tl.where(carries, carried, 0) * BITS // 32, 4)
-                else:
-                    carried = 0
                 block_row, block_column = grouped(ticket - first, num_m, tl.cdiv(columns[i], BLOCK_N), GROUP_M)
                 chunk = block_row // GROUP_M
                 if (source != rank) & (chunk != ready):
@@ -233,8 +231,8 @@ def all_gather_matmul_kernel(
                 else:
                     acc = matmul_tile(
                         base + tl.minimum(offs_m, rows - 1).to(tl.int64) * K, offs_m >= 0,
-                        weights[i], strides_bk[i], strides_bn[i], column, columns[i], K, piece, (place,), carried, 1,
-                        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 1, PIECE,
+                        weights[i], strides_bk[i], strides_bn[i], column, columns[i], K, base, (), 0, 0,
+                        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, PIECE,
                     )  # fmt: skip
                 if DESCRIPTORS:
                     if carries:
