@@ -88,15 +88,27 @@ def matmul_tile_by_descriptors(
 
     Carries `count` 32-bit words from `source` to the first `num_targets` of the tuple `targets` of NUM_TARGETS pointers.
     """
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    steps = tl.cdiv(K, BLOCK_K)
+    return matmul_steps_by_descriptors(
+        tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), 0, tl.cdiv(K, BLOCK_K),
+        a, b, row, column, source, targets, count, num_targets,
+        BLOCK_K, K_MAJOR, PRECISION, UPCAST, NUM_TARGETS, PIECE,
+    )  # fmt: skip
+
+
+@triton.jit
+def matmul_steps_by_descriptors(
+    acc, begin, end, a, b, row, column, source, targets, count, num_targets,
+    BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """acc plus the steps begin, .., end - 1 of matmul_tile_by_descriptors, carrying all of `count` meanwhile."""
     if NUM_TARGETS > 0:
         # A piece goes in every `every`-th step, so that they are spread evenly.
-        every = tl.maximum(steps // tl.maximum(tl.cdiv(count, PIECE), 1), 1)
+        every = tl.maximum((end - begin) // tl.maximum(tl.cdiv(count, PIECE), 1), 1)
         left = tl.full((), 0, tl.int32)
         first = tl.full((), 0, tl.int32)
         piece = load_piece(source, 0, count, PIECE)
-    for k in range(0, steps):
+    for k in range(begin, end):
         if NUM_TARGETS > 0:
             now = tl.where(left == 0, count, 0)
             store_piece(targets, piece, first, now, num_targets, NUM_TARGETS, PIECE)

@@ -24,7 +24,7 @@ from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import (
     carry,
     matmul_tile,
-    matmul_tile_by_descriptors,
+    matmul_steps_by_descriptors,
     rows_descriptor,
     weight_descriptor,
 )
@@ -52,7 +52,7 @@ def matmul_reduce_scatter_kernel(
     a, b, out, table, ctl, counters,
     rows, N, K, block, stride_am, stride_bk, stride_bn,
     rank, slot, site, chunk_tiles,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, COUNTED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, COUNTED: tl.constexpr, INTERLEAVED: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
@@ -88,18 +88,34 @@ def matmul_reduce_scatter_kernel(
         block_row, block_column = grouped(tile, num_m, num_n, GROUP_M)
         target = data(table, ctl, sent_owner, slot, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
         carried = tl.where(sent_owner != rank, BLOCK_WORDS, 0)
+        column = block_column * BLOCK_N
         if DESCRIPTORS:
-            acc = matmul_tile_by_descriptors(
-                a_descriptor, b_descriptor,
-                interleaved_row(block_row * BLOCK_M, owner, rows, block, WORLD, INTERLEAVED), block_column * BLOCK_N, K,
-                outbox, (target,), carried, 1,
-                BLOCK_M, BLOCK_N, BLOCK_K, K_MAJOR, PRECISION, UPCAST, 1, PIECE,
+            row = interleaved_row(block_row * BLOCK_M, owner, rows, block, WORLD, INTERLEAVED)
+            steps = tl.cdiv(K, BLOCK_K)
+            head = steps
+            if EARLY:
+                # At the end of their own tiles peers wait for what is carried: twice the fewest steps, and publish.
+                head = tl.where(owner == rank, tl.minimum(steps, 2 * BLOCK_WORDS // PIECE), steps)
+            acc = matmul_steps_by_descriptors(
+                tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), 0, head,
+                a_descriptor, b_descriptor, row, column, outbox, (target,), carried, 1,
+                BLOCK_K, K_MAJOR, PRECISION, UPCAST, 1, PIECE,
             )  # fmt: skip
+            if EARLY:
+                if sent_owner != rank:
+                    publish_partial(
+                        table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED
+                    )  # fmt: skip
+                    sent_owner = rank + 0
+                acc = matmul_steps_by_descriptors(
+                    acc, head, steps, a_descriptor, b_descriptor, row, column, outbox, (target,), 0, 0,
+                    BLOCK_K, K_MAJOR, PRECISION, UPCAST, 0, PIECE,
+                )  # fmt: skip
         else:
             inner_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), rows - 1)
-            row = interleaved_row(inner_m, owner, rows, block, WORLD, INTERLEAVED).to(tl.int64)
+            rows_m = interleaved_row(inner_m, owner, rows, block, WORLD, INTERLEAVED).to(tl.int64)
             acc = matmul_tile(
-                a + row * stride_am, inner_m >= 0, b, stride_bk, stride_bn, block_column * BLOCK_N, N, K,
+                a + rows_m * stride_am, inner_m >= 0, b, stride_bk, stride_bn, column, N, K,
                 outbox, (target,), carried, 1,
                 BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 1, PIECE,
             )  # fmt: skip
@@ -112,7 +128,7 @@ def matmul_reduce_scatter_kernel(
             put_in_outbox(outbox, acc.to(dtype), BLOCK_M, BLOCK_N)
             # Acquire: the tile's partials of all peers, published after they were stored.
             whole = alive & wait_all(table, ctl, rank, slot, tile // chunk_tiles, site, epoch, WORLD)
-            offs_n = block_column * BLOCK_N + tl.arange(0, BLOCK_N)
+            offs_n = column + tl.arange(0, BLOCK_N)
             for i in tl.static_range(BLOCK_M // SLICE):
                 total = reduced_slice(
                     outbox, table, ctl, tile, tiles, i, whole, rank, slot,
@@ -191,6 +207,8 @@ def matmul_reduce_scatter(
                 AVERAGE=node.reduce_op == "avg",
                 COUNTED=chunk_tiles > 1,
                 INTERLEAVED=block != sizes.rows,
+                # With few tiles of its own a program has no other one to publish after.
+                EARLY=sizes.tiles <= 2 * sizes.programs,
                 **constants,
             ),
         )
