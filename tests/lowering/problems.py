@@ -12,6 +12,10 @@ from tests.rank_process import RankContext
 from tests.tolerances import assert_near
 
 KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+FEW_ROWS = "matmul_all_reduce of few rows"
+"""An all-reduce that takes one shot."""
+TILE_KINDS = (*KINDS, FEW_ROWS)
+"""One for each of the tile kernels."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,12 @@ class Problem:
         self, ctx: RankContext, kind: str, size: Size, *, site: Site | None = None, dtype: torch.dtype = torch.bfloat16
     ) -> None:
         self.ctx = ctx
-        self.kind = kind
-        self.site = site or Site(name=f"stress/{KINDS.index(kind)}:{kind}")
+        self.kind = "matmul_all_reduce" if kind == FEW_ROWS else kind
+        self.site = site or Site(name=f"stress/{TILE_KINDS.index(kind)}:{self.kind}")
         world_size = self.site.world_size or ctx.world_size
         rows = size.rows if kind == "all_gather_matmul" else size.rows * world_size
+        if kind == FEW_ROWS:
+            rows = 1 + size.rows % 5
         self.left = calls.operand(ctx, [rows, size.k], dtype)
         # A second weight makes one call fill the slot for several outputs.
         widths = [size.n, size.n // 2 + 1] if kind == "all_gather_matmul" else [size.n]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.lowering.problems import KINDS, SMALL, Mismatches, Problem
+from tests.lowering.problems import SMALL, TILE_KINDS, Mismatches, Problem
 from tests.lowering.test_repeated_calls import delay
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
@@ -50,18 +50,19 @@ def _replay(ctx: RankContext, kinds: tuple[str, ...], calls_per_graph: int) -> N
 
 # An odd number of calls leaves the ring of slots elsewhere than where the graph found it.
 @pytest.mark.parametrize("calls_per_graph", [1, 2])
-@pytest.mark.parametrize("kinds", [*((kind,) for kind in KINDS), KINDS], ids="+".join)
+@pytest.mark.parametrize("kinds", [*((kind,) for kind in TILE_KINDS), TILE_KINDS], ids="+".join)
 def test_operands_change_between_replays(gpu_pool: RankPool, kinds: tuple[str, ...], calls_per_graph: int) -> None:
     gpu_pool.run(_replay, kinds, calls_per_graph)
 
 
 def _mixed(ctx: RankContext, count: int) -> None:
     size = SMALL[ctx.device.type]
-    eager = [Problem(ctx, kind, size) for kind in KINDS]
+    eager = [Problem(ctx, kind, size) for kind in TILE_KINDS]
     first = [problem() for problem in eager]
     for problem, outputs in zip(eager, first, strict=True):
         problem.check(outputs)
-    graphs = [Captured([Problem(ctx, kind, size) for kind in kinds]) for kinds in (KINDS, KINDS[::-1], KINDS[:1])]
+    choices = TILE_KINDS, TILE_KINDS[::-1], TILE_KINDS[:1]
+    graphs = [Captured([Problem(ctx, kind, size) for kind in kinds]) for kinds in choices]
     expected = []
     for index, captured in enumerate(graphs):
         captured.graph.replay()

@@ -15,7 +15,7 @@ import ditron_inductor
 from ditron_inductor.errors import DitronError
 from tests.conftest import CPU_PLACES, GPU_PLACES, Place
 from tests.lowering.calls import WORKSPACE_LIMIT, Site
-from tests.lowering.problems import KINDS, SMALL, Problem
+from tests.lowering.problems import KINDS, SMALL, TILE_KINDS, Problem
 from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
 
@@ -74,8 +74,8 @@ def _fails(ctx: RankContext, problem: Problem) -> Failure:
 
 def _works(ctx: RankContext) -> None:
     """Every kind gives right results in every slot."""
-    for kind in KINDS:
-        problem = Problem(ctx, kind, SMALL[ctx.device.type], site=_site(f"works/0:{kind}"))
+    for kind in TILE_KINDS:
+        problem = Problem(ctx, kind, SMALL[ctx.device.type], site=_site(f"works/{TILE_KINDS.index(kind)}:{kind}"))
         for outputs in [problem() for _ in range(2)]:
             problem.check(outputs)
 
@@ -95,7 +95,7 @@ def _lose_a_rank(ctx: RankContext, kind: str, victim: int, signal_number: int) -
     return _fails(ctx, problem)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TILE_KINDS)
 def test_a_stopped_rank(fragile_pool: RankPool, kind: str) -> None:
     victim = fragile_pool.world_size - 1
     outcomes = fragile_pool.outcomes(_lose_a_rank, kind, victim, signal.SIGSTOP, timeout=60, stop=victim)

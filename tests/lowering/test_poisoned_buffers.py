@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ditron_inductor.device import layout, workspaces
 from tests.lowering.calls import Site
-from tests.lowering.problems import KINDS, Problem, Size
+from tests.lowering.problems import TILE_KINDS, Problem, Size
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
 
@@ -46,6 +46,6 @@ def _poisoned(ctx: RankContext, kind: str) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TILE_KINDS)
 def test_poisoned_buffers(pool: RankPool, kind: str) -> None:
     pool.run(_poisoned, kind)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.lowering.calls import Site
-from tests.lowering.problems import KINDS, SMALL, Mismatches, Problem, Size
+from tests.lowering.problems import SMALL, TILE_KINDS, Mismatches, Problem, Size
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
 
@@ -55,13 +55,13 @@ def _back_to_back(ctx: RankContext, kind: str, late_rank: int) -> None:
 
 
 @pytest.mark.parametrize("late_rank", [-1, 0])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TILE_KINDS)
 def test_back_to_back_with_random_delays(pool: RankPool, kind: str, late_rank: int) -> None:
     pool.run(_back_to_back, kind, late_rank, timeout=100)
 
 
 def _late_start(ctx: RankContext, late_rank: int) -> None:
-    for kind in KINDS:
+    for kind in TILE_KINDS:
         problem = Problem(ctx, kind, SMALL[ctx.device.type])
         if ctx.rank == late_rank % ctx.world_size:
             delay(ctx, 300)
@@ -77,7 +77,7 @@ def test_a_rank_starts_late(pool: RankPool, late_rank: int) -> None:
 def _sites_and_sizes(ctx: RankContext) -> None:
     problems = [
         Problem(ctx, kind, size, site=Site(name=f"grow/{index}:{kind}"))
-        for kind in KINDS
+        for kind in TILE_KINDS
         for index, size in enumerate(sizes(ctx, kind))
     ]
     # First growing, then with all memory there, in another order.
@@ -99,7 +99,7 @@ def _subgroups(ctx: RankContext, members: tuple[int, ...]) -> None:
     group = dist.new_group(list(members))
     if ctx.rank not in members:
         return
-    for kind in KINDS:
+    for kind in TILE_KINDS:
         site = Site(name=f"subgroup/0:{kind}", group_name=group.group_name, world_size=len(members))
         problem = Problem(ctx, kind, SMALL[ctx.device.type], site=site)
         for outputs in [problem() for _ in range(3)]:
@@ -114,7 +114,7 @@ def test_groups_of_some_ranks(pool: RankPool, members: tuple[int, ...]) -> None:
 
 
 def _two_streams(ctx: RankContext, count: int) -> None:
-    problems = [Problem(ctx, kind, SMALL[ctx.device.type]) for kind in KINDS]
+    problems = [Problem(ctx, kind, SMALL[ctx.device.type]) for kind in TILE_KINDS]
     first = [problem() for problem in problems]
     for problem, outputs in zip(problems, first, strict=True):
         problem.check(outputs)
