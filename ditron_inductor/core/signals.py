@@ -44,6 +44,9 @@ from ditron_inductor.core.layout import (
 POISON_PERIOD = tl.constexpr(256)
 """A wait looks once in so many polls whether another program has failed, for then nothing more will come."""
 
+FIRST_LOOK = tl.constexpr(4)
+"""The poll before which a wait for all looks first: a short wait does not spend the time of a poll on that."""
+
 
 @triton.jit
 def slot_ctl(ctl, slot):
@@ -187,11 +190,14 @@ def wait_seen(seen, table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexp
     late = count_late(seen, rank, epoch, WORLD)
     if late != 0:
         limit = tl.load(ctl + POLL_LIMIT)
+        # Addressed once: an acquire empties the cache, so a look at the table takes as long as one at the words.
+        addresses = flag(table, rank, slot, row, 0) + sources
+        nothing = tl.zeros((MAX_WORLD,), dtype=tl.int64)
         polls = tl.full((), 0, tl.int64)
         while (late != 0) & (polls < limit):
-            if polls % POISON_PERIOD == 0:
+            if polls % POISON_PERIOD == FIRST_LOOK:
                 limit = tl.where(healthy(ctl) != 0, limit, 0)
-            seen = poll_all(table, rank, slot, row, WORLD)
+            seen = tl.atomic_add(addresses, nothing, mask=others, sem="acquire", scope="sys")
             late = count_late(seen, rank, epoch, WORLD)
             polls += 1
     wrong = others & behind(seen, epoch)
@@ -199,14 +205,14 @@ def wait_seen(seen, table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexp
         wrong = others & (seen != word(site, epoch))
     ok = tl.full((), 1, tl.int32)
     if tl.sum(wrong.to(tl.int32), axis=0) != 0:
-        nothing = tl.zeros((MAX_WORLD,), dtype=tl.int64)
+        none = tl.zeros((MAX_WORLD,), dtype=tl.int64)
         source = tl.min(tl.where(wrong, sources, MAX_WORLD), axis=0)
         if late != 0:
             source = tl.min(tl.where(others & behind(seen, epoch), sources, MAX_WORLD), axis=0)
-            saw = tl.sum(tl.where(sources == source, seen, nothing), axis=0)
+            saw = tl.sum(tl.where(sources == source, seen, none), axis=0)
             fail(ctl, TIMEOUT, rank, source, row, slot, word(site, epoch), saw)
         else:
-            saw = tl.sum(tl.where(sources == source, seen, nothing), axis=0)
+            saw = tl.sum(tl.where(sources == source, seen, none), axis=0)
             fail(ctl, DIVERGED, rank, source, row, slot, word(site, epoch), saw)
         ok = tl.full((), 0, tl.int32)
     return ok
@@ -305,6 +311,30 @@ def wait_credit(table, ctl, rank, slot, target, site, epoch):
 def wait_credits(table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr):
     """Wait until every peer has finished with the previous use of `slot`, so that it may be overwritten anywhere."""
     return wait_all(table, ctl, rank, slot, CREDIT_ROW, site, epoch - 1, WORLD, CHECK_SITE=False)
+
+
+@triton.jit
+def ask_to_send(table, ctl, rank, slot, WORLD: tl.constexpr, THREADS: tl.constexpr):
+    """Begin to look at the credits of all peers, and at the health of the workspace: `may_send` has the answer.
+
+    Each of the words has a thread to itself, as in `request_ticket`, so nothing waits for them before `may_send`. There
+    is no acquire, for the same reason: credits carry no data, and the stores that they allow stand behind a branch.
+    """
+    lanes = tl.arange(0, THREADS)
+    words = tl.where(lanes == WORLD, ctl + POISON + lanes * 0, flag(table, rank, slot, CREDIT_ROW, 0) + lanes)
+    nothing = tl.zeros((THREADS,), dtype=tl.int64)
+    return tl.atomic_add(words, nothing, mask=(lanes <= WORLD) & (lanes != rank), sem="relaxed", scope="sys")
+
+
+@triton.jit
+def may_send(asked, table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr, THREADS: tl.constexpr):
+    """Wait until every peer has finished with the previous use of `slot`; 1 if they have, in a healthy workspace."""
+    lanes = tl.arange(0, THREADS)
+    late = (lanes < WORLD) & (lanes != rank) & behind(asked, epoch - 1)
+    ok = tl.full((), 1, tl.int32)
+    if tl.sum((late | ((lanes == WORLD) & (asked != 0))).to(tl.int32), axis=0) != 0:
+        ok = healthy(ctl) & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+    return ok
 
 
 @triton.jit

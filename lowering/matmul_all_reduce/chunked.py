@@ -1,11 +1,12 @@
 """matmul_all_reduce, strategy `chunked`: a reduce-scatter and an all-gather in parts, behind library products.
 
 Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K, and every rank wants the whole sum.
-Algorithm. The rows are cut into parts, and each part into one run of rows for every rank, its owner. The main stream
-multiplies part by part, in each the rows of rank + 1 first and the own ones last, straight into the own slot. The side
-stream copies the partial products for this rank from its peers, adds them up in rank order, in fp32, rounds once, and
-stores the result in the output and in the own slot. From there the peers copy it to their outputs, while the next part
-is being multiplied. So every rank has the bits of the owner's one addition.
+Algorithm. Small products are added up by one kernel, see all_reduce_kernel.py. Of others the rows are cut into parts,
+and each part into one run of rows for every rank, its owner. The main stream multiplies part by part, in each the rows
+of rank + 1 first and the own ones last, straight into the own slot. The side stream copies the partial products for
+this rank from its peers, adds them up in rank order, in fp32, rounds once, and stores the result in the output and in
+the own slot. From there the peers copy it to their outputs, while the next part is being multiplied. So every rank has
+the bits of the owner's one addition.
 Signal protocol. See lowering/transfers.py. Flag row PIECE_ROWS + part: the partial products of a part for its owner;
 RESULT_ROWS + part: the owner's results, which are not written before the slot is free either.
 Limits. None on M, N, K; runs may be empty.
@@ -25,6 +26,7 @@ from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
 from ditron_inductor.lowering.exchange import Exchange, Kernels, multiply
 from ditron_inductor.lowering.launch import Launch, ceil_div, round_up, rows_of
+from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel
 from ditron_inductor.lowering.transfers import PIECE_ROWS, RESULT_ROWS, identity
 from ditron_inductor.task.nodes import MatmulAllReduce
 
@@ -35,7 +37,7 @@ def obstacle(node: MatmulAllReduce, shape: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Geometry:
+class Parts:
     """Sizes that all ranks share: the output [M, N], `parts` of it with `length` rows for each rank.
 
     groups: (first, count) of the steps from the own rank whose products are made as one. `stride` elements lie between
@@ -58,8 +60,18 @@ class Geometry:
         return min(first, self.M), min(first + self.length, self.M)
 
 
+Geometry = Parts | all_reduce_kernel.Geometry
+
+
 def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
-    """a [.., K]; columns: N; k: the largest K on any rank. See Geometry."""
+    """a [.., K]; columns: N; k: the largest K on any rank. Equal on all ranks."""
+    if all_reduce_kernel.fits(launch, math.prod(a.shape[:-1]) * columns, a.element_size()):
+        return all_reduce_kernel.geometry(node, launch, a, columns)
+    return parts_geometry(node, launch, a, columns, k)
+
+
+def parts_geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Parts:
+    """As `geometry`, whatever the size. See Parts."""
     world, itemsize, num_sms = node.world_size, a.element_size(), launch.num_sms
     M = math.prod(a.shape[:-1])
     parts = schedules.all_reduce_parts(world, M, columns, k, itemsize, num_sms)
@@ -67,7 +79,7 @@ def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: in
     cut = schedules.scatter_schedule(world, length, columns, k, itemsize, num_sms, most_parts=1)
     stride = round_up(length * columns, 128)
     results = parts * (world - 1) * stride
-    return Geometry(
+    return Parts(
         M=M,
         N=columns,
         parts=parts,
@@ -91,8 +103,12 @@ def matmul_all_reduce(
 ) -> torch.Tensor:
     """a [.., K], b [K, N]; returns [.., N]. See the module.
 
-    epilogue: applied to the sum before it is rounded, by the owner; see `transfers.identity`. Its rows are the owner's.
+    epilogue: of products in parts, applied to the sum before it is rounded, by the owner; see `transfers.identity`. Its
+    rows are the owner's.
     """
+    if isinstance(sizes, all_reduce_kernel.Geometry):
+        assert epilogue is identity
+        return all_reduce_kernel.matmul_all_reduce(node, launch, sizes, a, b)
     world, rank = node.world_size, launch.rank
     out = a.new_empty([*a.shape[:-1], sizes.N])
     whole = out.view(sizes.M, sizes.N)
@@ -132,7 +148,7 @@ def _scatter(
     part: int,
     rank: int,
     world: int,
-    sizes: Geometry,
+    sizes: Parts,
 ) -> None:
     """Multiply the rows of a part, and copy the peers' products of the own rows to partials [W, length, N]."""
     slot = call.data(rank, a_rows.dtype)
@@ -158,7 +174,7 @@ def _scatter(
 
 
 def _gather(
-    exchange: Exchange, lane: Lane, call: Call, whole: torch.Tensor, part: int, rank: int, world: int, sizes: Geometry
+    exchange: Exchange, lane: Lane, call: Call, whole: torch.Tensor, part: int, rank: int, world: int, sizes: Parts
 ) -> None:
     """Copy the results of a part from the peers to the output `whole` [M, N]."""
     place = sizes.results + part * sizes.stride
@@ -171,7 +187,7 @@ def _gather(
 
 
 def products(
-    part: int, first: int, count: int, rank: int, world_size: int, sizes: Geometry
+    part: int, first: int, count: int, rank: int, world_size: int, sizes: Parts
 ) -> Iterator[tuple[int, int, int]]:
     """(first row, last row, element of the own slot) of the products of a group, joined where both lie together."""
     runs: list[tuple[int, int, int]] = []

@@ -20,6 +20,8 @@ from ditron_inductor.device.protocol_model import (
 
 GATHER, SCATTER, REDUCE, PUSH = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "push"
 KINDS = [GATHER, SCATTER, REDUCE, PUSH]
+ONE_SHOT, TWO_SHOTS = "one_shot", "two_shots"
+"""Those of small products, whose programs send, wait and add in one work item."""
 PULL_GATHER, PULL_SCATTER, PULL_REDUCE = "pull_gather", "pull_scatter", "pull_reduce"
 P = Protection
 
@@ -73,6 +75,12 @@ HEALTHY = {
     **{f"{kind}-w3-p2": replace(same(3, *[Call(kind, "A")] * 3), programs=2) for kind in (GATHER, PUSH)},
     "reduce-scatter-w3-p2": replace(same(3, Call(SCATTER, "A")), programs=2),
     "all-reduce-w3-p2-one-slot": replace(same(3, *[Call(REDUCE, "A", slot=0)] * 2), programs=2),
+    **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (ONE_SHOT, TWO_SHOTS)},
+    **{f"{k}-w3-p1": same(3, *[Call(k, "A")] * 3) for k in (ONE_SHOT, TWO_SHOTS)},
+    "shots-among-others-w2": replace(same(2, *alternating(TWO_SHOTS, PULL_REDUCE, 6)), programs=2),
+    "shots-among-others-w3": same(3, Call(PULL_GATHER, "B", slot=0), *[Call(TWO_SHOTS, "A", slot=0)] * 2),
+    "shots-replayed-w2": replace(same(2, *twice_replayed(ONE_SHOT, TWO_SHOTS)), programs=2),
+    "fine-shots": replace(same(2, *twice_replayed(TWO_SHOTS, ONE_SHOT)), programs=2, fine=True),
     "two-sites-w2-p1": same(2, *alternating(GATHER, SCATTER, 6)),
     "two-sites-w2-p2": replace(same(2, *alternating(SCATTER, REDUCE, 4)), programs=2),
     "two-sites-w3-p1": same(3, *alternating(GATHER, SCATTER, 4)),
@@ -110,7 +118,7 @@ def test_failure_half_way_then_reset(first: str, second: str, world: int, progra
     assert found.endings and all(any(ending) for ending in found.endings)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, ONE_SHOT, TWO_SHOTS])
 @pytest.mark.parametrize("world", [2, 3])
 def test_rank_that_never_arrives(kind: str, world: int) -> None:
     call = Call(kind, "A", may_fail=True)
@@ -121,7 +129,7 @@ def test_rank_that_never_arrives(kind: str, world: int) -> None:
         assert any(record is not None and record[0] == "timeout" and record[2] == 0 for record in ending)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, ONE_SHOT, TWO_SHOTS])
 @pytest.mark.parametrize("world", [2, 3])
 def test_rank_that_dies_at_any_moment(kind: str, world: int) -> None:
     scenario = replace(same(world, *[Call(kind, "A", may_fail=True)] * 2), mortal=0, fine=world == 2)
@@ -138,7 +146,7 @@ def names_rank_0(ending: Ending) -> bool:
 
 
 @pytest.mark.parametrize("programs", [1, 2])
-@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE])
+@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE, ONE_SHOT, TWO_SHOTS])
 @pytest.mark.parametrize("world", [2, 3])
 def test_rank_that_runs_another_site(kind: str, world: int, programs: int) -> None:
     """Every rank names it, since what the failed launches have pushed completely is published all the same."""
@@ -166,7 +174,7 @@ def test_without_complete_chunks_an_innocent_rank_is_named() -> None:
 
 
 @pytest.mark.parametrize("programs", [1, 2])
-@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE])
+@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE, ONE_SHOT, TWO_SHOTS])
 def test_waits_that_give_up_early(kind: str, programs: int) -> None:
     """Some tiles of a chunk get their credit, others do not: what is read is right, and after the reset all is well."""
     after = (Reset(), Call(SCATTER, "B"), Call(kind, "A"))
@@ -240,6 +248,8 @@ BROKEN = [
     (P.DEVICE_EPOCH, SAME_SLOT, "overwrites slot 1"),
     (P.SENDS_FIRST, ONE_CALL, "no progress"),
     (P.SENDS_FIRST, replace(same(3, Call(GATHER, "A")), programs=2), "no progress"),
+    (P.SENDS_FIRST, same(2, Call(TWO_SHOTS, "A")), "no progress"),
+    (P.CREDITS, same(2, Call(GATHER, "B", slot=0), Call(TWO_SHOTS, "A", slot=0)), "overwrites slot 0"),
     (P.SITE_HASH, Scenario(scripts=((Call(GATHER, "A"),), (Call(GATHER, "B"),))), "reads"),
     (P.ONE_WRITER, same(3, Call(GATHER, "A")), ""),
     (P.RANK_ORDER, same(2, Call(REDUCE, "A")), "not the same bits"),

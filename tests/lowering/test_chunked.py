@@ -79,8 +79,7 @@ def test_three_ranks(three: RankPool) -> None:
 def _cut(ctx: RankContext, kind: str, parts: int, together: int, rows: int) -> None:
     """Every way to cut, whatever the schedule would choose for this size."""
     modules = {"all_gather_matmul": gather, "matmul_reduce_scatter": scatter, "matmul_all_reduce": reduce}
-    module = modules[kind]
-    original = module.geometry
+    original = modules[kind].geometry if kind != "matmul_all_reduce" else reduce.parts_geometry
     world = ctx.world_size
 
     def cut(*args: Any) -> Any:

@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ditron_inductor.lowering import transfers
+from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import all_reduce_kernel
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -29,10 +30,12 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], int, int]] = {
     "reduce_partials": (transfers.reduce_partials, 8, {"SHARE": False, "BLOCK": 4096}, 1, 1),
     "reduce_and_share": (transfers.reduce_partials, 8, {"SHARE": True, "BLOCK": 4096}, 1, 1),
     "close_slot": (transfers.close_slot, 8, {"NUM_OUTS": 2, "BLOCK": 8192}, 1, 1),
+    "one_shot": (all_reduce_kernel, 4, {"ONE_SHOT": True, "PIECE": 1024, "THREADS": 128}, 4, 2),
+    "two_shots": (all_reduce_kernel, 8, {"ONE_SHOT": False, "PIECE": 4096, "THREADS": 256}, 6, 3),
 }
-TENSORS = ("shard", "copy", "partials", "out")
+TENSORS = ("shard", "copy", "partials", "out", "x")
 WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32", "numel": "i64"}
-ALIGNED = ("shard", "copy", "partials", "out", "table", "ctl", "counters", "numel", "N", "stride", "result")
+ALIGNED = (*TENSORS, "table", "ctl", "counters", "numel", "N", "stride", "result")
 
 NVIDIA_ACQUIRE = re.compile(r"(ld|atom)\.global\.(sys\.acquire|acquire\.sys)\.")
 NVIDIA_RELEASE = re.compile(r"atom\.global\.(sys\.release|release\.sys)\.exch\.b64")
@@ -88,7 +91,7 @@ def test_waits_and_releases_are_there(name: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", ["stage", "reduce_partials", "reduce_and_share"])
+@pytest.mark.parametrize("name", ["stage", "reduce_partials", "reduce_and_share", "one_shot", "two_shots"])
 def test_data_moves_in_wide_accesses(name: str, dtype: str) -> None:
     text, _ = compiled(name, "sm_90", dtype)
     assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text

@@ -88,6 +88,8 @@ def items(kind: str, me: int, world: int, without: Without) -> tuple[Item, ...]:
         "matmul_reduce_scatter": _matmul_reduce_scatter,
         "matmul_all_reduce": _matmul_all_reduce,
         "push": _push,
+        "one_shot": _one_shot,
+        "two_shots": _two_shots,
         "pull_gather": _pull_gather,
         "pull_scatter": _pull_scatter,
         "pull_reduce": _pull_reduce,
@@ -156,6 +158,26 @@ def _matmul_all_reduce(me: int, world: int, others: list[int], without: Without)
     results = [op for dst in (*others, me) for op in _send(me, world, dst, RESULT, without, credit=False)]
     reduce = (*_reduction(CHUNK, me, world, without), *results)
     return [partials, [reduce], [_reads(RESULT, RESULT, [owner]) for owner in (*others, me)]]
+
+
+def _one_shot(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+    """Two pieces, each pushed to all peers and added up by the program that has sent it."""
+    return [[_piece(region, me, world, others, without) for region in (CHUNK, TILE)]]
+
+
+def _two_shots(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+    """A piece of every rank's run: pushed to its owner, the own sum pushed to all, the peers' sums read; one item."""
+    sums = [op for dst in others for op in _send(me, world, dst, RESULT, without, credit=False)]
+    return [[(*_piece(CHUNK, me, world, others, without), *sums, *_reads(RESULT, RESULT, others))]]
+
+
+def _piece(region: int, me: int, world: int, others: list[int], without: Without) -> Item:
+    sends = tuple(op for dst in others for op in _send(me, world, dst, region, without, credit=dst == others[0]))
+    first = me if Protection.RANK_ORDER in without else 0
+    reads: list[Op] = []
+    for source in [(first + i) % world for i in range(world)]:
+        reads += [("own",)] if source == me else [("await", region, source), ("read", region, source)]
+    return (*reads, ("sum",), *sends) if Protection.SENDS_FIRST in without else (*sends, *reads, ("sum",))
 
 
 def _push(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:

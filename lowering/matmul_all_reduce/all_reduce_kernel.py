@@ -1,0 +1,267 @@
+"""matmul_all_reduce, strategy `chunked` for small products: a library product, then its all-reduce by one kernel.
+
+Problem. As in chunked.py, for a product of a few megabytes, where copies, streams and small kernels take longer than
+the data.
+Algorithm. The product, flat, is cut into pieces. In *one shot* a program puts its piece into the slot of every peer,
+and adds up what all have sent. In *two shots* the pieces are dealt to the ranks in equal runs, and a program takes one
+piece of every run: it sends each to its owner, adds up the own one, sends the rounded sum to every peer, and copies
+what the peers have sent. One shot has one round of signals, two shots send less: see `cut`. Sums are in rank order, in
+fp32, and rounded once; either all ranks add the same values, or the owner's sum is what all have. The result takes the
+product's place: nobody but the piece's program reads or writes there.
+Signal protocol. Flag row `ticket`: this rank's pieces for all peers, which a program sends when the credits of all
+peers have come. RESULT_ROW + ticket: its sum, which needs no credit, since the peers' pieces, which it waited for, show
+that their slots are in their new use. A program takes one ticket and waits only for what peers send under the same one,
+each time before they wait themselves. The first ticket that some rank has not finished is taken on every rank before
+any later one, so it goes on: one resident program is enough.
+A piece without credits is not sent, and never published, nor is a sum whose pieces are not all there.
+Limits. One flag for each piece, or sum: see `geometry`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.layout import DATA_OFFSET, MAX_CHUNKS, REVOKED_ROW, TILE_TICKET
+from ditron_inductor.core.signals import (
+    ask_to_send,
+    current_epoch,
+    finish,
+    granted,
+    may_send,
+    peer,
+    publish_all,
+    request_ticket,
+    slot_ctl,
+    wait_all,
+)
+from ditron_inductor.lowering.exchange import multiply
+from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
+from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.task.nodes import MatmulAllReduce
+
+RESULT_ROW = tl.constexpr(MAX_CHUNKS.value // 2)
+
+MOST_BYTES = 8 << 20
+"""Of a product; the copies of larger ones are worth their launches."""
+ROUND_BYTES = 800 << 10
+"""What a rank can send in the time of one more round of signals."""
+LEAST_PIECE = 512
+MOST_PIECE_BYTES = 16 << 10
+PROGRAMS_PER_SM = 1
+THREAD_BYTES = 16
+"""Of a piece, to one thread: one access, as long as MOST_WARPS suffice."""
+MOST_WARPS = 8
+
+INTERPRETED_MOST_BYTES = 2 << 10
+INTERPRETED_ROUND_BYTES = 512
+INTERPRETED_LEAST_PIECE = 32
+INTERPRETED_PROGRAMS = 4
+"""So that small problems have all there is: larger ones too, two shots, several pieces."""
+
+
+@triton.jit
+def add_up(
+    mine, own, first, stride, whole, rank, WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr
+):
+    """The sum of all ranks' pieces [PIECE], in rank order, in fp32; NaN unless `whole`.
+
+    mine: the own one. own: pointer to the own slot, where the piece of source s begins at element first + s * stride.
+    """
+    lanes = tl.arange(0, PIECE)
+    theirs = ()
+    for source in tl.static_range(WORLD):
+        there = (source != rank) & (whole != 0)
+        theirs = theirs + (tl.load(own + (first + source * stride) + lanes, mask=(lanes >= 0) & there, other=0.0),)
+    total = tl.zeros((PIECE,), dtype=tl.float32)
+    for source in tl.static_range(WORLD):
+        total += tl.where(source == rank, mine, theirs[source]).to(tl.float32)
+    if AVERAGE:
+        total = total / WORLD
+    return tl.where(whole != 0, total, float("nan"))
+
+
+@triton.jit
+def one_shot(
+    x, own, slots, asked, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Reduce piece `ticket`. slots: pointers to the slots of rank + 1, ..; each has a place [source][piece]."""
+    lanes = tl.arange(0, PIECE)
+    place = ticket * PIECE + lanes
+    mine = tl.load(x + place, mask=place < numel, other=0.0)
+    # Credits: nobody reads any more what the slot's previous use left there.
+    ok = may_send(asked, table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+    if ok != 0:
+        for i in tl.static_range(WORLD - 1):
+            tl.store(slots[i] + (rank * pieces + ticket) * PIECE + lanes, mine)
+        publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+    # Acquire: the piece of all peers.
+    whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
+    total = add_up(mine, own, ticket * PIECE, pieces * PIECE, whole, rank, WORLD, AVERAGE, PIECE)
+    tl.store(x + place, total.to(x.dtype.element_ty), mask=place < numel)
+
+
+@triton.jit
+def two_shots(
+    x, own, slots, asked, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Reduce piece `ticket` of every run of `pieces`. A slot has places [source][piece], then sums [owner][piece]."""
+    lanes = tl.arange(0, PIECE)
+    theirs = ()
+    for i in tl.static_range(1, WORLD):
+        place = ((rank + i) % WORLD * pieces + ticket) * PIECE + lanes
+        theirs = theirs + (tl.load(x + place, mask=place < numel, other=0.0),)
+    mine_at = (rank * pieces + ticket) * PIECE + lanes
+    mine = tl.load(x + mine_at, mask=mine_at < numel, other=0.0)
+    # Credits: nobody reads any more what the slot's previous use left there.
+    ok = may_send(asked, table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+    if ok != 0:
+        for i in tl.static_range(WORLD - 1):
+            tl.store(slots[i] + mine_at, theirs[i])
+        publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+    # Acquire: the own piece of all peers.
+    whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
+    total = add_up(mine, own, ticket * PIECE, pieces * PIECE, whole, rank, WORLD, AVERAGE, PIECE)
+    result = total.to(x.dtype.element_ty)
+    sums = WORLD * pieces * PIECE
+    if whole != 0:
+        for i in tl.static_range(WORLD - 1):
+            tl.store(slots[i] + sums + mine_at, result)
+        publish_all(table, slot, RESULT_ROW + ticket, rank, site, epoch, WORLD)
+    tl.store(x + mine_at, result, mask=mine_at < numel)
+    # Acquire: the sums of all peers.
+    known = ok & wait_all(table, ctl, rank, slot, RESULT_ROW + ticket, site, epoch, WORLD)
+    results = ()
+    for i in tl.static_range(1, WORLD):
+        place = ((rank + i) % WORLD * pieces + ticket) * PIECE + lanes
+        found = tl.load(own + sums + place, mask=(lanes >= 0) & (known != 0), other=float("nan"))
+        results = results + (found,)
+    for i in tl.static_range(1, WORLD):
+        place = ((rank + i) % WORLD * pieces + ticket) * PIECE + lanes
+        tl.store(x + place, results[i - 1], mask=place < numel)
+
+
+@triton.jit(do_not_specialize=["pieces", "rank", "slot", "site"])
+def all_reduce_kernel(
+    x, table, ctl, counters, numel, pieces, rank, slot, site,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, ONE_SHOT: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """x [numel], contiguous: every rank's product, then the sum. One program for each of `pieces`."""
+    # All questions before the first answer: one after the other they would take as long as a signal.
+    request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+    epoch = current_epoch(ctl, slot)
+    offset = tl.load(slot_ctl(ctl, slot) + DATA_OFFSET)
+    dtype: tl.constexpr = x.dtype.element_ty
+    own = peer(table, rank, offset, dtype)
+    slots = ()
+    for i in tl.static_range(1, WORLD):
+        slots = slots + (peer(table, (rank + i) % WORLD, offset, dtype),)
+    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
+    ticket = granted(request, THREADS)
+    if ONE_SHOT:
+        one_shot(
+            x, own, slots, asked, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
+            WORLD, AVERAGE, PIECE, THREADS,
+        )  # fmt: skip
+    else:
+        two_shots(
+            x, own, slots, asked, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
+            WORLD, AVERAGE, PIECE, THREADS,
+        )  # fmt: skip
+    finish(table, ctl, rank, slot, site, epoch, WORLD)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a tensor is cut: `pieces` of `piece` elements, in one shot of all of it, in two of every rank's run."""
+
+    one_shot: bool
+    piece: int
+    pieces: int
+
+
+def cut(numel: int, itemsize: int, world_size: int, *, programs: int, least_piece: int, round_bytes: int) -> Cut:
+    """The smallest pieces, of 2^n elements, that are no more than `programs`.
+
+    round_bytes: two shots are chosen where they save a rank more than that. In one shot it sends numel elements to
+    each of its W - 1 peers, in two shots 2 / W of them.
+    """
+    saved = (world_size - 1) * (world_size - 2) * numel * itemsize // max(world_size, 1)
+    one = saved <= round_bytes
+    length = numel if one else ceil_div(numel, world_size)
+    piece = least_piece
+    while ceil_div(length, piece) > programs and 2 * piece * itemsize <= MOST_PIECE_BYTES:
+        piece *= 2
+    return Cut(one, piece, ceil_div(length, piece))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes that all ranks share: the output [M, N], how it is cut, warps of a program, the slot's bytes."""
+
+    M: int
+    N: int
+    cut: Cut
+    num_warps: int
+    nbytes: int
+
+
+def fits(launch: Launch, numel: int, itemsize: int) -> bool:
+    """Whether a product of `numel` elements is small."""
+    return numel * itemsize <= (INTERPRETED_MOST_BYTES if launch.interpreted else MOST_BYTES)
+
+
+def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
+    """a [.., K]; columns: N. See Geometry."""
+    world, itemsize = node.world_size, a.element_size()
+    M = math.prod(a.shape[:-1])
+    chosen = cut(
+        M * columns,
+        itemsize,
+        world,
+        programs=INTERPRETED_PROGRAMS if launch.interpreted else PROGRAMS_PER_SM * launch.num_sms,
+        least_piece=INTERPRETED_LEAST_PIECE if launch.interpreted else LEAST_PIECE,
+        round_bytes=INTERPRETED_ROUND_BYTES if launch.interpreted else ROUND_BYTES,
+    )
+    assert chosen.pieces <= REVOKED_ROW.value - (0 if chosen.one_shot else RESULT_ROW.value), chosen
+    areas = world if chosen.one_shot else 2 * world
+    return Geometry(
+        M=M,
+        N=columns,
+        cut=chosen,
+        num_warps=max(1, min(chosen.piece * itemsize // (32 * THREAD_BYTES), MOST_WARPS)),
+        nbytes=areas * chosen.pieces * chosen.piece * itemsize,
+    )
+
+
+def matmul_all_reduce(
+    node: MatmulAllReduce, launch: Launch, sizes: Geometry, a: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
+    """a [.., K], b [K, N]; returns [.., N]. See the module."""
+    out = a.new_empty([*a.shape[:-1], sizes.N])
+    multiply(rows_of(a), b, out.view(sizes.M, sizes.N))
+
+    def arguments() -> Arguments:
+        return Arguments(
+            programs=sizes.cut.pieces,
+            values=dict(
+                numel=sizes.M * sizes.N,
+                pieces=sizes.cut.pieces,
+                rank=launch.rank,
+                WORLD=node.world_size,
+                AVERAGE=node.reduce_op == "avg",
+                ONE_SHOT=sizes.cut.one_shot,
+                PIECE=sizes.cut.piece,
+                THREADS=32 * sizes.num_warps,
+                num_warps=sizes.num_warps,
+            ),
+        )
+
+    launch.run(all_reduce_kernel, sizes.nbytes, arguments, {"x": out})
+    return out

@@ -1,0 +1,223 @@
+"""Small products added up by one kernel: in one shot and two, cut unevenly, among other launches, in failure."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ditron_inductor.core.layout import MAX_CHUNKS, REVOKED_ROW
+from ditron_inductor.device import layout
+from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel
+from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import Cut, cut
+from tests.lowering import calls
+from tests.lowering.calls import Site
+from tests.lowering.problems import Mismatches, Problem, Size
+from tests.lowering.test_matmul_all_reduce import BF16, FP16, FP32, Case, _check
+from tests.lowering.test_poisoned_buffers import _fill_slots
+from tests.lowering.test_repeated_calls import BACK_TO_BACK, delay
+from tests.rank_process import RankContext
+from tests.ranks import RankPool, RankPools
+
+KIND = "matmul_all_reduce"
+CUT = {"programs": 132, "least_piece": 512, "round_bytes": all_reduce_kernel.ROUND_BYTES}
+
+
+@pytest.mark.parametrize(
+    ("rows", "itemsize", "world", "expected"),
+    [
+        (1, 2, 4, Cut(True, 512, 16)),
+        (16, 2, 4, Cut(True, 1024, 128)),
+        (64, 2, 4, Cut(False, 1024, 128)),
+        (128, 2, 4, Cut(False, 2048, 128)),
+        (256, 2, 4, Cut(False, 4096, 128)),
+        # Two ranks send no less in two shots.
+        (256, 2, 2, Cut(True, 8192, 256)),
+        (32, 2, 8, Cut(False, 512, 64)),
+        (64, 4, 4, Cut(False, 1024, 128)),
+        (256, 4, 3, Cut(False, 4096, 171)),
+    ],
+)
+def test_cut(rows: int, itemsize: int, world: int, expected: Cut) -> None:
+    assert cut(rows * 8192, itemsize, world, **CUT) == expected
+
+
+@pytest.mark.parametrize("num_sms", [1, 20, 132, 304])
+def test_every_piece_has_its_flag(num_sms: int) -> None:
+    for world in range(2, layout.MAX_WORLD + 1):
+        for itemsize in (2, 4):
+            for numel in (1, 511, 513, 70_001, all_reduce_kernel.MOST_BYTES // itemsize):
+                found = cut(numel, itemsize, world, **{**CUT, "programs": num_sms})
+                total = found.piece * found.pieces * (1 if found.one_shot else world)
+                assert numel <= total and found.piece & (found.piece - 1) == 0
+                most = REVOKED_ROW.value if found.one_shot else MAX_CHUNKS.value // 2 - 1
+                assert found.pieces <= most, (numel, itemsize, world, found)
+
+
+# By bytes on the CPU device: pieces of 32 elements, at most 4; two shots save 4 ranks enough from 342 bytes on.
+SHOTS = (
+    Case((1, 64), 40, dtype=BF16),
+    Case((1, 16), 1, dtype=FP32),
+    Case((3, 3), 7, dtype=FP16, reduce_op="avg"),
+    Case((5, 24), 33, dtype=BF16, b_layout="column"),
+    Case((12, 40), 32, dtype=BF16),
+    Case((2, 6, 40), 24, dtype=FP32, reduce_op="avg"),
+    Case((11, 17), 43, dtype=FP16, a_layout="padded"),
+    Case((13, 20), 77, dtype=BF16, a_layout="column", b_layout="offset"),
+    Case((1, 5), 211, dtype=FP32),
+)
+GPU_SHOTS = (
+    Case((1, 3584), 8192, b_layout="column"),
+    Case((16, 1024), 8192, dtype=FP16, reduce_op="avg"),
+    Case((63, 1024), 8192, b_layout="column"),
+    Case((256, 1024), 8192, reduce_op="avg"),
+    Case((64, 500), 5003),
+    Case((333, 500), 5003, dtype=FP32),
+    Case((2, 100, 512), 10240, dtype=FP16),
+)
+
+
+@pytest.mark.parametrize("case", SHOTS, ids=str)
+def test_matches_reference(pool: RankPool, case: Case) -> None:
+    pool.run(_check, case, "chunked")
+
+
+@pytest.mark.parametrize("case", GPU_SHOTS, ids=str)
+def test_matches_reference_at_size(gpu_pool: RankPool, case: Case) -> None:
+    gpu_pool.run(_check, case, "chunked")
+
+
+def _shots(ctx: RankContext, cases: tuple[Case, ...]) -> list[bool]:
+    """Which of the cases were made in one shot; the one kernel made them all."""
+    taken: list[bool] = []
+    original = all_reduce_kernel.geometry
+
+    def geometry(*args: Any) -> all_reduce_kernel.Geometry:
+        sizes = original(*args)
+        taken.append(sizes.cut.one_shot)
+        return sizes
+
+    all_reduce_kernel.geometry = geometry
+    try:
+        for index, case in enumerate(cases):
+            a = calls.operand(ctx, case.a, case.dtype)
+            site = Site(name=f"shots/{index}:{KIND}", strategy="chunked")
+            calls.matmul_all_reduce(ctx, site, a, calls.weight(ctx, case.a[-1], case.n, case.dtype))
+    finally:
+        all_reduce_kernel.geometry = original
+    return taken
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_both_ways_are_taken(rank_pools: RankPools, world: int) -> None:
+    for taken in rank_pools.get("cpu", world).run(_shots, SHOTS):
+        assert len(taken) == len(SHOTS) and True in taken
+        assert (False in taken) == (world > 2)
+
+
+def _three_ranks(ctx: RankContext) -> None:
+    for case in SHOTS:
+        _check(ctx, case, "chunked")
+
+
+def test_three_ranks(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 3).run(_three_ranks)
+
+
+# Rows for each rank, k, columns: one shot, two, and what is cut into parts.
+SIZES = {
+    "cpu": (Size(1, 40, 20), Size(3, 40, 50), Size(20, 40, 36)),
+    "cuda": (Size(4, 520, 2048), Size(64, 520, 8200), Size(520, 1032, 4104)),
+}
+
+
+def _problems(ctx: RankContext, name: str) -> list[Problem]:
+    """In one shot, in two, by the tile kernel, and in parts."""
+    sizes = SIZES[ctx.device.type]
+    kinds = [*((size, "chunked") for size in sizes), (sizes[0], "tile"), (sizes[1], "tile")]
+    return [
+        Problem(ctx, KIND, size, site=Site(name=f"{name}/{i}:{KIND}", strategy=strategy))
+        for i, (size, strategy) in enumerate(kinds)
+    ]
+
+
+def _among_others(ctx: RankContext, count: int) -> None:
+    """Launches that push and launches that pull share slots, flags and credits, and ranks come late."""
+    problems = _problems(ctx, "among")
+    first = [problem() for problem in problems]
+    for problem, outputs in zip(problems, first, strict=True):
+        problem.check(outputs)
+    mismatches = Mismatches(ctx)
+    order, delays = random.Random(ctx.seed), random.Random(ctx.rank)
+    for _ in range(count):
+        delay(ctx, delays.choice((0.0, 0.0, 0.02, 0.2)))
+        index = order.randrange(len(problems))
+        mismatches.add(problems[index](), first[index])
+    mismatches.assert_none(count)
+
+
+def test_among_other_launches(pool: RankPool) -> None:
+    count = BACK_TO_BACK[pool.device_type, pool.world_size]
+    pool.run(_among_others, count if pool.device_type == "cuda" else count // 2, timeout=100)
+
+
+def test_among_other_launches_of_three_ranks(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 3).run(_among_others, 30, timeout=100)
+
+
+def _poisoned(ctx: RankContext, rows: int, columns: int) -> None:
+    """Nothing is read that was not written, where the last pieces are partly, or wholly, empty."""
+    site = Site(name=f"poison/{rows}x{columns}:{KIND}", strategy="chunked")
+    problem = Problem(ctx, KIND, Size(rows, 33, columns), site=site)
+    problem.check(problem())
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for _ in range(layout.NUM_SLOTS):
+            _fill_slots(ctx)
+            problem.check(problem())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("odd", [0, 1], ids=["one-shot", "two-shots"])
+def test_poisoned_buffers(pool: RankPool, odd: int) -> None:
+    sizes = {"cpu": ((1, 13), (3, 47)), "cuda": ((5, 777), (77, 7777))}
+    pool.run(_poisoned, *sizes[pool.device_type][odd])
+
+
+def _launch_of_a_failed_workspace(ctx: RankContext) -> bool:
+    """Whether all that a launch returns is NaN once a wait of its rank has failed, and no peer hears of it."""
+    from ditron_inductor.core.layout import POISON
+    from ditron_inductor.device import workspaces
+
+    problems = _problems(ctx, "failed")[:2]
+    for problem in problems:
+        problem.check(problem())
+    (shared,) = workspaces.of_group(dist.distributed_c10d._resolve_process_group(ctx.group_name))
+    ctl = shared.generations[-1].ctl
+    dist.barrier()
+    ctl[POISON.value] = 1
+    missing = all(bool(outputs.isnan().all()) for problem in problems for outputs in problem())
+    if ctx.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    ctl[POISON.value] = 0
+    return missing
+
+
+def _reset(ctx: RankContext) -> None:
+    import ditron_inductor
+
+    ditron_inductor.reset(dist.group.WORLD)
+    for problem in _problems(ctx, "works"):
+        problem.check(problem())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_poisoned_launch_is_nan(rank_pools: RankPools, world: int) -> None:
+    pool = rank_pools.get("cpu", world, label="kernel failures")
+    assert all(pool.run(_launch_of_a_failed_workspace))
+    pool.run(_reset)
