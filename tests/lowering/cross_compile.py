@@ -14,12 +14,13 @@ from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_ke
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
 from ditron_inductor.lowering.matmul_reduce_scatter.tile import matmul_reduce_scatter_kernel
+from tests.lowering.assembly import Listing
 
 KERNELS: dict[str, Any] = {
     "all_gather_matmul": all_gather_matmul_kernel,
     "matmul_reduce_scatter": matmul_reduce_scatter_kernel,
-    "matmul_all_reduce_one_shot": one_shot.matmul_all_reduce_kernel,
-    "matmul_all_reduce_two_shot": two_shot.matmul_all_reduce_kernel,
+    "two_shot": two_shot.matmul_all_reduce_kernel,
+    "one_shot": one_shot.matmul_all_reduce_kernel,
 }
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -27,10 +28,47 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
+NUM_WEIGHTS = 2
 TENSORS = ("shard", "gathered", "a", "b", "out")
-PAIRS = ("weights", "outs", "columns", "strides_bk", "strides_bn")
+TUPLES = ("weights", "outs", "columns", "strides_bk", "strides_bn")
+"""One element for each weight."""
 WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32"}
-UNSPECIALISED = ("M", "rows", "rank", "slot", "site", "senders", "num_chunks", "chunk_tiles", "part_tiles", "num_parts")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel for `target` in tiles of `config`.
+
+    descriptors: loads operands by TMA. even_k: K needs no mask. early: publishes in the middle of a product.
+    """
+
+    kernel: str
+    target: str
+    config: Config
+    dtype: str
+    descriptors: bool = False
+    even_k: bool = True
+    early: bool = False
+
+    def __str__(self) -> str:
+        tile = self.fitted
+        sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}w{tile.num_warps}"
+        ways = "descriptors" if self.descriptors else "pointers" if self.even_k else "ragged"
+        return f"{self.kernel}-{self.target}-{sizes}-{self.dtype}-{ways}{'-early' if self.early else ''}"
+
+    @property
+    def fitted(self) -> Config:
+        """The tiles as the launcher takes them on this GPU."""
+        return self.config.for_arch(self.target)
+
+    @property
+    def carrying_loops(self) -> list[bool]:
+        """For each K loop in order, whether it takes finished data to peers."""
+        if self.kernel == "all_gather_matmul":
+            return [self.descriptors] * NUM_WEIGHTS
+        if self.kernel == "matmul_reduce_scatter" and self.descriptors and self.early:
+            return [True, False]
+        return [self.kernel != "one_shot"]
 
 
 @dataclass(frozen=True)
@@ -41,57 +79,66 @@ class Compiled:
     ttgir: str
     shared_bytes: int
 
+    @functools.cached_property
+    def listing(self) -> Listing:
+        return Listing(self.assembly)
+
 
 @functools.cache
-def compile_kernel(
-    kernel: str, target: str, config: Config, dtype: str, *, even_k: bool = True, descriptors: bool = False
-) -> Compiled:
-    """`kernel` for 4 ranks and, where it takes several weights, two of them; second operands with contiguous N, or
-    with contiguous K where they are loaded by descriptors."""
-    fn = KERNELS[kernel]
-    fits = config.for_arch(target)
+def compile_case(case: Case) -> Compiled:
+    """The kernel for 4 ranks and, where it takes several weights, two of them.
+
+    Second operands have contiguous K, as a linear layer holds them, where they are loaded by descriptors and for a few
+    rows; else contiguous N.
+    """
+    fn = KERNELS[case.kernel]
+    fits = case.fitted
+    threads = fits.num_warps * TARGETS[case.target].warp_size
+    k_major = case.descriptors or case.kernel == "one_shot"
     constants: dict[str, Any] = {
         "WORLD": 4,
-        "NUM_WEIGHTS": 2,
+        "NUM_WEIGHTS": NUM_WEIGHTS,
         "RETURN_GATHERED": True,
         "AVERAGE": True,
         "COUNTED": True,
-        "DESCRIPTORS": descriptors,
-        "OUT_DESCRIPTORS": descriptors,
-        "INTERLEAVED": not descriptors,
-        "K_MAJOR": 3 if descriptors else 0,
-        "THREADS": fits.num_warps * 32,
-        "PIECE": fits.num_warps * 128,
+        "EARLY": case.early,
+        "DESCRIPTORS": case.descriptors,
+        "INTERLEAVED": not case.descriptors,
+        "K_MAJOR": (1 << NUM_WEIGHTS) - 1 if k_major else 0,
+        "THREADS": threads,
+        "PIECE": 4 * threads,
         "BLOCK_M": fits.block_m,
         "BLOCK_N": fits.block_n,
         "BLOCK_K": fits.block_k,
         "GROUP_M": fits.group_m,
-        "EVEN_K": even_k,
-        "PRECISION": "tf32" if dtype == "fp32" and target.startswith("sm_") else "ieee",
+        "EVEN_K": case.even_k,
+        "PRECISION": "tf32" if case.dtype == "fp32" and case.target.startswith("sm_") else "ieee",
         "UPCAST": False,
         "SEND_BLOCK": 8192,
         "SEND_STEPS": 8,
-        "stride_bk" if descriptors else "stride_bn": 1,
+        "stride_bk" if k_major else "stride_bn": 1,
     }
     aligned = [["tt.divisibility", 16]]
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
-    for place, name in enumerate(fn.arg_names):
+    for place, parameter in enumerate(fn.params):
+        name = parameter.name
+        assert name in constants or not parameter.is_constexpr, name
         if name in constants:
             signature[name], known[place,] = "constexpr", constants[name]
-        elif name == ("strides_bk" if descriptors else "strides_bn"):
-            signature[name] = ("constexpr", "constexpr")
-            known |= {(place, 0): 1, (place, 1): 1}
-        elif name in PAIRS:
-            signature[name] = (f"*{dtype}" if name in ("weights", "outs") else "i32",) * 2
-            attributes |= {(place, 0): aligned, (place, 1): aligned}
+        elif name == ("strides_bk" if k_major else "strides_bn"):
+            signature[name] = ("constexpr",) * NUM_WEIGHTS
+            known |= {(place, i): 1 for i in range(NUM_WEIGHTS)}
+        elif name in TUPLES:
+            signature[name] = (f"*{case.dtype}" if name in ("weights", "outs") else "i32",) * NUM_WEIGHTS
+            attributes |= {(place, i): aligned for i in range(NUM_WEIGHTS)}
         else:
-            signature[name] = f"*{dtype}" if name in TENSORS else WORDS.get(name, "i32")
-            if name not in UNSPECIALISED:
+            signature[name] = f"*{case.dtype}" if name in TENSORS else WORDS.get(name, "i32")
+            if not parameter.do_not_specialize:
                 attributes[place,] = aligned
     source = ASTSource(fn, signature, known, attributes)
     options = {"num_warps": fits.num_warps, "num_stages": fits.num_stages}
-    compiled = triton.compile(source, target=TARGETS[target], options=options)
-    assembly = compiled.asm["ptx" if target.startswith("sm_") else "amdgcn"]
+    compiled = triton.compile(source, target=TARGETS[case.target], options=options)
+    assembly = compiled.asm["ptx" if case.target.startswith("sm_") else "amdgcn"]
     return Compiled(assembly, compiled.asm["ttgir"], compiled.metadata.shared)

@@ -1,7 +1,7 @@
 """Every kernel for every GPU family, and in the generated code every wait, barrier and release, and a pipelined K loop.
 
 Runs without a GPU. What the checks look for stands in the traps that made them: a signal that overtakes its data has no
-other symptom than a wrong number once in a while.
+other symptom than a wrong number once in a while, and a K loop that waits none but its time.
 """
 
 from __future__ import annotations
@@ -9,84 +9,131 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from ditron_inductor.lowering import config
-from tests.lowering.cross_compile import KERNELS, TARGETS, Compiled, compile_kernel
+from ditron_inductor.lowering.config import Config, select_decode_config
+from tests.lowering.assembly import AMD, NVIDIA, Listing, dialect_of, resources
+from tests.lowering.cross_compile import KERNELS, NUM_WEIGHTS, TARGETS, Case, Compiled, compile_case
 
 SHARED_LIMIT = {"sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx950": 163840}
-
-NVIDIA_ACQUIRE = re.compile(r"(ld|atom)\.global\.(sys\.acquire|acquire\.sys)\.")
-NVIDIA_RELEASE = re.compile(r"atom\.global\.(sys\.release|release\.sys)\.exch\.b64")
-NVIDIA_STORE = re.compile(r"\bst\.global\.")
-AMD_ACQUIRE = "buffer_inv sc0 sc1"
-AMD_RELEASE = re.compile(r"buffer_wbl2 sc0 sc1")
-AMD_STORE = re.compile(r"\b(global|flat|buffer)_store_")
+SM_SHARED_BYTES = 233472
+"""Of one SM of sm_90, of which every program takes 1024 for itself."""
+SM_REGISTERS = 65536
 
 # Reading one kernel: waits for credits and for each phase's flags, releases of flags and credits.
-LEAST_WAITS = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2, "matmul_all_reduce": 3}
-LEAST_RELEASES = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2, "matmul_all_reduce": 3}
+LEAST_WAITS = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2, "two_shot": 3, "one_shot": 2}
+LEAST_RELEASES = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2, "two_shot": 3, "one_shot": 2}
 
-CASES = [
-    *(("sm_90", tile, "bf16") for tile in (config.LARGE, config.MIDDLE, config.NARROW)),
-    *(("sm_90", tile, "bf16") for tile in (config.SMALL, config.FLAT, config.DECODE)),
-    ("sm_90", config.LARGE, "fp16"),
-    ("sm_90", config.FP32, "fp32"),
-    ("sm_100", config.LARGE, "bf16"),
-    ("sm_100", config.DECODE, "bf16"),
-    ("gfx942", config.LARGE, "bf16"),
-    ("gfx942", config.FP32, "fp32"),
-    ("gfx950", config.LARGE, "bf16"),
-    ("gfx950", config.DECODE, "bf16"),
+TILES = [
+    config.LARGE,
+    config.PAIR,
+    config.MIDDLE,
+    config.NARROW,
+    config.FLAT,
+    config.SMALL,
+    config.DECODE,
 ]
+MANY_ROWS = ("all_gather_matmul", "matmul_reduce_scatter", "two_shot")
 
 
-def _compiled(kernel: str, case: tuple[str, config.Config, str]) -> tuple[str, Compiled]:
-    target, tile, dtype = case
-    return target, compile_kernel(kernel, target, tile, dtype)
+def _decode_cases() -> list[Case]:
+    bf16 = [tile for tiles in config.DECODE_CONFIGS.values() for tile in tiles]
+    fp32 = [
+        select_decode_config(rows=rows, columns=8192, dtype=torch.float32, interpreted=False, num_sms=132)
+        for rows in config.DECODE_CONFIGS
+    ]
+    return [
+        *(Case("one_shot", "sm_90", tile, "bf16") for tile in bf16),
+        *(Case("one_shot", "sm_90", tile, "fp32") for tile in fp32),
+        *(Case("one_shot", target, bf16[0], "bf16") for target in TARGETS if target != "sm_90"),
+        *(Case("one_shot", target, bf16[-1], "bf16") for target in TARGETS if target != "sm_90"),
+    ]
 
 
-def _case_id(case: tuple[str, config.Config, str]) -> str:
-    target, tile, dtype = case
-    return f"{target}-{tile.block_m}x{tile.block_n}x{tile.block_k}-{dtype}"
+def _cases(kernel: str) -> list[Case]:
+    descriptors: list[tuple[str, Config, str]] = [
+        *(("sm_90", tile, "bf16") for tile in TILES),
+        ("sm_90", config.LARGE, "fp16"),
+        ("sm_90", config.FP32, "fp32"),
+        ("sm_100", config.LARGE, "bf16"),
+        ("sm_100", config.PAIR, "bf16"),
+        ("sm_100", config.FP32, "fp32"),
+    ]
+    pointers: list[tuple[str, Config, str]] = [
+        *(("sm_90", tile, "bf16") for tile in (config.LARGE, config.MIDDLE, config.NARROW, config.DECODE)),
+        ("sm_90", config.FP32, "fp32"),
+        ("gfx942", config.LARGE, "bf16"),
+        ("gfx942", config.FP32, "fp32"),
+        ("gfx950", config.LARGE, "bf16"),
+        ("gfx950", config.DECODE, "bf16"),
+    ]
+    return [
+        *(Case(kernel, *form, descriptors=True) for form in descriptors),
+        *(Case(kernel, *form) for form in pointers),
+    ]
 
 
-@pytest.fixture(params=CASES, ids=_case_id)
-def case(request: pytest.FixtureRequest) -> tuple[str, config.Config, str]:
-    chosen: tuple[str, config.Config, str] = request.param
-    return chosen
+def _early_cases() -> list[Case]:
+    forms = [("sm_90", config.LARGE), ("sm_90", config.PAIR), ("sm_100", config.LARGE)]
+    return [Case("matmul_reduce_scatter", target, tile, "bf16", descriptors=True, early=True) for target, tile in forms]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_waits_and_releases_are_there(kernel: str, case: tuple[str, config.Config, str]) -> None:
-    target, compiled = _compiled(kernel, case)
-    lines = _instructions(compiled.assembly)
-    nvidia = target.startswith("sm_")
-    waits = [i for i, line in enumerate(lines) if (NVIDIA_ACQUIRE.search(line) if nvidia else AMD_ACQUIRE in line)]
-    releases = [i for i, line in enumerate(lines) if (NVIDIA_RELEASE if nvidia else AMD_RELEASE).search(line)]
+CASES = [*(case for kernel in MANY_ROWS for case in _cases(kernel)), *_early_cases(), *_decode_cases()]
+NVIDIA_CASES = [case for case in CASES if case.target.startswith("sm_")]
+DESCRIPTOR_CASES = [case for case in CASES if case.descriptors]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_waits_and_releases_are_there(case: Case) -> None:
+    listing, dialect = compile_case(case).listing, dialect_of(case.target)
+    releases = listing.places(dialect.release)
     # A wait is two reads: the first, and the one in the loop.
-    assert len(waits) >= 2 * LEAST_WAITS[kernel]
-    assert len(releases) >= LEAST_RELEASES[kernel]
-    barrier, store = ("bar.sync", NVIDIA_STORE) if nvidia else ("s_barrier", AMD_STORE)
-    for release in releases:
-        assert _barrier_before(lines, release, barrier, store), f"no barrier before {lines[release]!r} ({release})"
+    assert len(listing.places(dialect.acquire)) >= 2 * LEAST_WAITS[case.kernel]
+    assert len(releases) >= LEAST_RELEASES[case.kernel]
+    for place in releases:
+        assert listing.has_barrier_before(place, dialect.barrier, dialect.store), (place, listing.lines[place])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_no_bulk_store_before_a_release(kernel: str, case: tuple[str, config.Config, str]) -> None:
-    _target, compiled = _compiled(kernel, case)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_bulk_stores(case: Case) -> None:
+    compiled = compile_case(case)
     # The full wait of a bulk store comes only after a release, so its data may come after the signal.
-    assert "cp.async.bulk" not in compiled.assembly
+    assert not re.search(r"cp\.(reduce\.)?async\.bulk\S*\.global\.shared", compiled.assembly)
     assert "async_tma_copy_local_to_global" not in compiled.ttgir
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_k_loop_is_pipelined(kernel: str, case: tuple[str, config.Config, str]) -> None:
-    target, compiled = _compiled(kernel, case)
-    fits = case[1].for_arch(target)
-    if target.startswith("sm_"):
-        copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?(0x10|16)\b", compiled.assembly)
-        assert len(copies) >= 2 * (fits.num_stages - 1), "operands are not copied ahead, 16 bytes at a time"
-        assert re.search(r"cp\.async\.wait_group\s+(0x)?[1-9]", compiled.assembly), "no copy is in flight during a dot"
+@pytest.mark.parametrize("case", DESCRIPTOR_CASES, ids=str)
+def test_blocks_are_fetched_several_steps_ahead(case: Case) -> None:
+    listing = compile_case(case).listing
+    loops = listing.loops(NVIDIA.dot)
+    fetches = listing.places(r"cp\.async\.bulk\.tensor\.2d\.shared::\w+\.global")
+    assert len(loops) == len(case.carrying_loops)
+    end = 0
+    for first, last in loops:
+        assert sum(first < place < last for place in fetches) == 2
+        assert sum(end <= place < first for place in fetches) >= 2 * (case.fitted.num_stages - 1)
+        loop = "\n".join(listing.lines[first:last])
+        if "wgmma.mma_async" in loop:
+            # While one product runs, the next one is begun.
+            assert "wgmma.wait_group.sync.aligned 1" in loop
+            assert "wgmma.wait_group.sync.aligned 0" not in loop
+        end = last
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.descriptors], ids=str)
+def test_operands_are_copied_ahead(case: Case) -> None:
+    compiled = compile_case(case)
+    if case.target.startswith("sm_"):
+        listing = Listing(compiled.assembly)
+        copies = listing.places(r"cp\.async\.c[ag]\.shared\.global.*(0x10|16)\b")
+        end = 0
+        for first, last in listing.loops(NVIDIA.dot):
+            assert sum(first < place < last for place in copies) >= 2, "operands are not copied 16 bytes at a time"
+            assert sum(end <= place < first for place in copies) >= 2 * (case.fitted.num_stages - 1)
+            loop = "\n".join(listing.lines[first:last])
+            assert re.search(r"cp\.async\.wait_group\s+(0x)?[1-9]", loop), "no copy is in flight during a dot"
+            end = last
     else:
         before, loop = _k_loop(compiled.ttgir)
         # Through registers, or straight into shared memory where the GPU can: the first operands before the loop, and
@@ -97,53 +144,115 @@ def test_the_k_loop_is_pipelined(kernel: str, case: tuple[str, config.Config, st
         assert fetch != "tt.load" or loop.index("tt.dot") < loop.rindex("ttg.local_store")
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_shared_memory_fits(kernel: str, case: tuple[str, config.Config, str]) -> None:
-    target, compiled = _compiled(kernel, case)
-    assert 0 < compiled.shared_bytes <= SHARED_LIMIT[target]
+@pytest.mark.parametrize("case", NVIDIA_CASES, ids=str)
+def test_pieces_are_carried_as_they_are(case: Case) -> None:
+    listing = compile_case(case).listing
+    for (first, last), carries in zip(listing.loops(NVIDIA.dot), case.carrying_loops, strict=True):
+        loop = listing.lines[first:last]
+        moves = [line for line in loop if re.search(r"\b(ld|st)\.global\.", line)]
+        assert not [line for line in loop if re.search(r"\batom\.|\bld\.\S*acquire", line)], "a wait in the K loop"
+        assert all(re.search(f"{NVIDIA.wide_load}|{NVIDIA.wide_store}", line) for line in moves)
+        assert any(re.search(NVIDIA.wide_load, line) for line in moves) == carries
+        assert any(re.search(NVIDIA.wide_store, line) for line in moves) == carries
+        # Whatever looks at a piece waits for its load; only the next step's store may.
+        loads = [line.partition("[")[0] for line in moves if "ld.global" in line]
+        loaded = {name for line in loads for name in re.findall(r"%r\d+", line)}
+        for line in loop:
+            names = set(re.findall(r"%r\d+", line))
+            assert not names & loaded or re.search(r"\b(ld|st)\.global\.|\bmov\.", line), line
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_stores_to_peers_are_wide(kernel: str) -> None:
-    compiled = compile_kernel(kernel, "sm_90", config.LARGE, "bf16")
-    narrow = re.findall(r"st\.global\.(?:b16|b32)\b", compiled.assembly)
-    assert "st.global.v4.b32" in compiled.assembly
-    assert not narrow, "a tile is stored in scattered 2 or 4 byte pieces"
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.target.startswith("gfx") and any(case.carrying_loops)], ids=str
+)
+def test_pieces_are_wide_on_amd(case: Case) -> None:
+    listing = compile_case(case).listing
+    for (first, last), carries in zip(listing.loops(AMD.dot), case.carrying_loops, strict=True):
+        loop = "\n".join(listing.lines[first:last])
+        assert not carries or (re.search(AMD.wide_load, loop) and re.search(AMD.wide_store, loop))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", NVIDIA_CASES, ids=str)
+def test_stores_are_wide(case: Case) -> None:
+    tile = case.fitted
+    itemsize = 4 if case.dtype == "fp32" else 2
+    bytes_of_thread = tile.block_m * tile.block_n * itemsize // (tile.num_warps * 32)
+    wide = NVIDIA.wide_store if bytes_of_thread >= 16 else r"st\.global\.v2\.b32"
+    stores = re.findall(r"\bst\.global\.[\w.]+", compile_case(case).assembly)
+    # Single words are the protocol's.
+    assert any(re.search(wide, store) for store in stores)
+    assert all(re.search(f"{wide}|st.global.b64", store) for store in stores), "a tile is stored in scattered pieces"
+
+
+@pytest.mark.parametrize("case", [case for case in DESCRIPTOR_CASES if case.kernel == "all_gather_matmul"], ids=str)
+def test_a_proxy_fence_follows_the_wait(case: Case) -> None:
+    """The copy unit reads what a peer wrote by another path than the wait that acquired it."""
+    compiled = compile_case(case)
+    assert _fences_between_wait_and_loop(compiled) == [True] * NUM_WEIGHTS
+    assert len(re.findall(r"fence\.proxy\.async;", compiled.assembly)) >= NUM_WEIGHTS
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_shared_memory_fits(case: Case) -> None:
+    assert 0 < compile_case(case).shared_bytes <= SHARED_LIMIT[case.target]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.target == "sm_90"], ids=str)
+def test_a_grid_is_resident_without_spills(case: Case) -> None:
+    compiled, tile = compile_case(case), case.fitted
+    needed = resources(compiled.assembly)
+    assert needed.registers * tile.num_warps * 32 * tile.programs_per_sm <= SM_REGISTERS
+    assert (compiled.shared_bytes + 1024) * tile.programs_per_sm <= SM_SHARED_BYTES
+    if case.descriptors and tile != config.DECODE:
+        assert needed.spilled_bytes == 0
+
+
+@pytest.mark.parametrize("kernel", MANY_ROWS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_ragged_k_compiles(kernel: str, target: str) -> None:
-    compiled = compile_kernel(kernel, target, config.MIDDLE, "fp16", even_k=False)
+    compiled = compile_case(Case(kernel, target, config.MIDDLE, "fp16", even_k=False))
     assert compiled.shared_bytes <= SHARED_LIMIT[target]
 
 
+def test_every_tile_shape_is_compiled() -> None:
+    assert {case.config for case in CASES} >= set(config.CONFIGS) - {config.INTERPRETER}
+    assert {case.kernel for case in CASES} == set(KERNELS)
+
+
 def test_the_barrier_check_can_fail() -> None:
-    good = ["st.global.v4.b32 [a]", "bar.sync 0", "atom.global.sys.release.exch.b64 x"]
-    bad = ["bar.sync 0", "st.global.v4.b32 [a]", "atom.global.sys.release.exch.b64 x"]
-    assert _barrier_before(good, 2, "bar.sync", NVIDIA_STORE)
-    assert not _barrier_before(bad, 2, "bar.sync", NVIDIA_STORE)
-    assert not _barrier_before(bad[1:], 1, "bar.sync", NVIDIA_STORE)
+    end = ["ret;", "$L__1:", "x"]
+    good = ["st.global.v4.b32 [a]", "bar.sync 0", "bra.uni $L__1;", "$L__2:", "st.global.b32 [b]", *end]
+    bad = ["bar.sync 0", "st.global.v4.b32 [a]", "bra.uni $L__1;", "$L__2:", "bar.sync 0", *end]
+    assert Listing("\n".join(good)).has_barrier_before(7, NVIDIA.barrier, NVIDIA.store)
+    assert not Listing("\n".join(bad)).has_barrier_before(7, NVIDIA.barrier, NVIDIA.store)
 
 
-def _instructions(assembly: str) -> list[str]:
-    lines = (line.strip() for line in assembly.splitlines())
-    return [line for line in lines if line and not line.startswith((".", "//", ";", "$"))]
+def test_the_fence_check_can_fail() -> None:
+    case = next(case for case in DESCRIPTOR_CASES if case.kernel == "all_gather_matmul")
+    compiled = compile_case(case)
+    without = Compiled("", compiled.ttgir.replace("fence.proxy.async", "nothing"), 0)
+    assert not any(_fences_between_wait_and_loop(without))
 
 
-def _barrier_before(lines: list[str], release: int, barrier: str, store: re.Pattern[str]) -> bool:
-    """Whether, reading upwards from a release, a barrier of the whole program comes before any store of data."""
-    for line in reversed(lines[:release]):
-        if barrier in line:
-            return True
-        if store.search(line):
-            return False
-    return False
+def _k_loops(ttgir: str) -> list[re.Match[str]]:
+    """The innermost loops that hold a dot."""
+    dot = re.compile(r"tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma")
+    return [loop for loop in re.finditer(r"scf\.for(?:(?!scf\.for).)*?scf\.yield", ttgir, re.S) if dot.search(loop[0])]
 
 
 def _k_loop(ttgir: str) -> tuple[str, str]:
-    """(what stands before it in its tile, the innermost loop that holds a dot)."""
-    loops = [loop for loop in re.finditer(r"scf\.for.*?scf\.yield", ttgir, re.S) if "tt.dot" in loop.group()]
-    loop = min(loops, key=lambda found: len(found.group()))
+    """(what stands before it in its tile, the first innermost loop that holds a dot)."""
+    loop = _k_loops(ttgir)[0]
     before = ttgir[: loop.start()]
-    return before[before.rindex("scf.while") :], loop.group()
+    return before[before.rindex("scf.while") :], loop[0]
+
+
+def _fences_between_wait_and_loop(compiled: Compiled) -> list[bool]:
+    """For each K loop: whether a fence follows the last wait for one flag that stands before it."""
+    found, end = [], 0
+    for loop in _k_loops(compiled.ttgir):
+        before = compiled.ttgir[end : loop.start()]
+        waits = [wait.start() for wait in re.finditer(r"atomic_rmw add, acquire, sys.*: \(!tt\.ptr<i64>", before)]
+        found.append(before.rfind("fence.proxy.async;") > max(waits))
+        end = loop.end()
+    return found
