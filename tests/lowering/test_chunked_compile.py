@@ -8,18 +8,13 @@ from typing import Any
 
 import pytest
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ditron_inductor.lowering import transfers
 from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import all_reduce_kernel
+from tests.lowering.assembly import Listing, dialect_of
+from tests.lowering.cross_compile import TARGETS
 
-TARGETS = {
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
-}
 # By kernel: (kernel, warps, compile-time arguments, waits, releases). A wait is two reads: the first and the loop's.
 KERNELS: dict[str, tuple[Any, int, dict[str, Any], int, int]] = {
     "stage": (transfers.stage, 8, {"COPY": True, "BLOCK": 8192}, 2, 1),
@@ -36,17 +31,6 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], int, int]] = {
 TENSORS = ("shard", "copy", "partials", "out", "x")
 WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32", "numel": "i64"}
 ALIGNED = (*TENSORS, "table", "ctl", "counters", "numel", "N", "stride", "result")
-
-NVIDIA_ACQUIRE = re.compile(r"(ld|atom)\.global\.(sys\.acquire|acquire\.sys)\.")
-NVIDIA_RELEASE = re.compile(r"atom\.global\.(sys\.release|release\.sys)\.exch\.b64")
-NVIDIA_STORE = re.compile(r"\bst\.global\.")
-AMD_ACQUIRE = re.compile(r"buffer_inv sc0 sc1")
-AMD_RELEASE = re.compile(r"buffer_wbl2 sc0 sc1")
-AMD_STORE = re.compile(r"\b(global|flat|buffer)_store_")
-LABEL = re.compile(r"[.$]L\w+:")
-INSTRUCTION = re.compile(r"[@\w]")
-BRANCH = re.compile(r"\bbra\b|\bbra\.uni\b|s_branch|s_cbranch")
-END = re.compile(r"^(bra|bra\.uni|ret|s_branch|s_endpgm)\b")
 
 
 @functools.cache
@@ -78,16 +62,13 @@ def compiled(name: str, target: str, dtype: str = "bf16") -> tuple[str, int]:
 @pytest.mark.parametrize("name", KERNELS)
 def test_waits_and_releases_are_there(name: str, target: str) -> None:
     _, _, _, waits, releases = KERNELS[name]
-    lines = [line.strip().partition("//")[0].rstrip() for line in compiled(name, target)[0].splitlines()]
-    nvidia = target.startswith("sm_")
-    acquire, release = (NVIDIA_ACQUIRE, NVIDIA_RELEASE) if nvidia else (AMD_ACQUIRE, AMD_RELEASE)
-    barrier, store = ("bar.sync", NVIDIA_STORE) if nvidia else ("s_barrier", AMD_STORE)
-    assert sum(bool(acquire.search(line)) for line in lines) >= waits
-    places = [i for i, line in enumerate(lines) if release.search(line)]
+    listing, dialect = Listing(compiled(name, target)[0]), dialect_of(target)
+    assert len(listing.places(dialect.acquire)) >= waits
+    places = listing.places(dialect.release)
     assert len(places) >= releases
     if KERNELS[name][1] > 1:
         for place in places:
-            assert _barrier_before(lines, place, barrier, store), f"no barrier before {lines[place]!r} ({place})"
+            assert listing.has_barrier_before(place, dialect.barrier, dialect.store), (place, listing.lines[place])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -104,43 +85,3 @@ def test_waiting_kernels_leave_room(name: str, target: str) -> None:
     """One warp, and shared memory for words that its threads hand on: they fit beside a product if anything does."""
     assert KERNELS[name][1] == 1
     assert compiled(name, target)[1] <= 256
-
-
-def _barrier_before(lines: list[str], place: int, barrier: str, store: re.Pattern[str]) -> bool:
-    """Whether, on every way back from a release, a barrier of the whole program comes before any store of data."""
-    seen: set[int] = set()
-    ways = [place - 1]
-    while ways:
-        at = ways.pop()
-        while at not in seen:
-            seen.add(at)
-            line = lines[at] if at >= 0 else ""
-            if at < 0 or store.search(line):
-                return False
-            if barrier in line:
-                break
-            if LABEL.match(line):
-                name = line.partition(":")[0]
-                ways += [
-                    i for i, other in enumerate(lines) if BRANCH.search(other) and other.split()[-1].strip(";") == name
-                ]
-                if END.search(next((other for other in reversed(lines[:at]) if INSTRUCTION.match(other)), "")):
-                    break
-            at -= 1
-    return True
-
-
-def test_the_barrier_check_can_fail() -> None:
-    good = [
-        "st.global.v4.b32 [a]",
-        "bar.sync 0",
-        "bra.uni $L__1;",
-        "$L__2:",
-        "st.global.b32 [b]",
-        "ret;",
-        "$L__1:",
-        "x",
-    ]
-    bad = ["bar.sync 0", "st.global.v4.b32 [a]", "bra.uni $L__1;", "$L__2:", "bar.sync 0", "ret;", "$L__1:", "x"]
-    assert _barrier_before(good, 7, "bar.sync", NVIDIA_STORE)
-    assert not _barrier_before(bad, 7, "bar.sync", NVIDIA_STORE)
