@@ -65,9 +65,7 @@ INTERPRETED_PROGRAMS = 4
 
 
 @triton.jit
-def add_up(
-    mine, own, first, stride, whole, rank, WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr
-):
+def add_up(mine, own, first, stride, whole, rank, WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr):
     """The sum of all ranks' pieces [PIECE], in rank order, in fp32; NaN unless `whole`.
 
     mine: the own one. own: pointer to the own slot, where the piece of source s begins at element first + s * stride.
@@ -76,7 +74,8 @@ def add_up(
     theirs = ()
     for source in tl.static_range(WORLD):
         there = (source != rank) & (whole != 0)
-        theirs = theirs + (tl.load(own + (first + source * stride) + lanes, mask=(lanes >= 0) & there, other=0.0),)
+        piece = tl.load(own + (first + source * stride) + lanes, mask=(lanes >= 0) & there, other=0.0)
+        theirs = theirs + (piece,)  # type: ignore[assignment]
     total = tl.zeros((PIECE,), dtype=tl.float32)
     for source in tl.static_range(WORLD):
         total += tl.where(source == rank, mine, theirs[source]).to(tl.float32)
@@ -116,7 +115,7 @@ def two_shots(
     theirs = ()
     for i in tl.static_range(1, WORLD):
         place = ((rank + i) % WORLD * pieces + ticket) * PIECE + lanes
-        theirs = theirs + (tl.load(x + place, mask=place < numel, other=0.0),)
+        theirs = theirs + (tl.load(x + place, mask=place < numel, other=0.0),)  # type: ignore[assignment]
     mine_at = (rank * pieces + ticket) * PIECE + lanes
     mine = tl.load(x + mine_at, mask=mine_at < numel, other=0.0)
     # Credits: nobody reads any more what the slot's previous use left there.
@@ -141,7 +140,7 @@ def two_shots(
     for i in tl.static_range(1, WORLD):
         place = ((rank + i) % WORLD * pieces + ticket) * PIECE + lanes
         found = tl.load(own + sums + place, mask=(lanes >= 0) & (known != 0), other=float("nan"))
-        results = results + (found,)
+        results = results + (found,)  # type: ignore[assignment]
     for i in tl.static_range(1, WORLD):
         place = ((rank + i) % WORLD * pieces + ticket) * PIECE + lanes
         tl.store(x + place, results[i - 1], mask=place < numel)
@@ -161,7 +160,7 @@ def all_reduce_kernel(
     own = peer(table, rank, offset, dtype)
     slots = ()
     for i in tl.static_range(1, WORLD):
-        slots = slots + (peer(table, (rank + i) % WORLD, offset, dtype),)
+        slots = slots + (peer(table, (rank + i) % WORLD, offset, dtype),)  # type: ignore[assignment]
     asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
     ticket = granted(request, THREADS)
     if ONE_SHOT:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_inductor.core.layout import MAX_CHUNKS, REVOKED_ROW
-from ditron_inductor.device import layout
+import ditron_inductor
+from ditron_inductor.core.layout import MAX_CHUNKS, POISON, REVOKED_ROW
+from ditron_inductor.device import layout, workspaces
 from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel
 from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import Cut, cut
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.lowering.problems import Mismatches, Problem, Size
+from tests.lowering.test_failures import Failure, _fails
 from tests.lowering.test_matmul_all_reduce import BF16, FP16, FP32, Case, _check
 from tests.lowering.test_poisoned_buffers import _fill_slots
 from tests.lowering.test_repeated_calls import BACK_TO_BACK, delay
@@ -23,6 +26,7 @@ from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
 
 KIND = "matmul_all_reduce"
+TIMEOUT_S = 2.0
 CUT = {"programs": 132, "least_piece": 512, "round_bytes": all_reduce_kernel.ROUND_BYTES}
 
 
@@ -188,36 +192,76 @@ def test_poisoned_buffers(pool: RankPool, odd: int) -> None:
     pool.run(_poisoned, *sizes[pool.device_type][odd])
 
 
-def _launch_of_a_failed_workspace(ctx: RankContext) -> bool:
-    """Whether all that a launch returns is NaN once a wait of its rank has failed, and no peer hears of it."""
-    from ditron_inductor.core.layout import POISON
-    from ditron_inductor.device import workspaces
+def _problem(ctx: RankContext, name: str, index: int) -> Problem:
+    """In one shot, or in two: a problem whose waits give up early."""
+    site = Site(name=f"{name}/{index}:{KIND}", strategy="chunked", timeout_s=TIMEOUT_S)
+    return Problem(ctx, KIND, SIZES[ctx.device.type][index], site=site)
 
-    problems = _problems(ctx, "failed")[:2]
+
+def _poisoned_launch(ctx: RankContext) -> bool:
+    """Whether all that a launch returns is NaN once a wait of its rank has failed."""
+    problems = [_problem(ctx, "failed", index) for index in range(2)]
     for problem in problems:
         problem.check(problem())
     (shared,) = workspaces.of_group(dist.distributed_c10d._resolve_process_group(ctx.group_name))
     ctl = shared.generations[-1].ctl
     dist.barrier()
     ctl[POISON.value] = 1
-    missing = all(bool(outputs.isnan().all()) for problem in problems for outputs in problem())
-    if ctx.device.type == "cuda":
-        torch.cuda.synchronize()
+    missing = all(bool(out.isnan().all()) for problem in problems for out in problem())
     dist.barrier()
-    ctl[POISON.value] = 0
     return missing
 
 
-def _reset(ctx: RankContext) -> None:
-    import ditron_inductor
+def _late(ctx: RankContext, index: int) -> Failure | bool:
+    """The last rank comes when the others have given up."""
+    problem = _problem(ctx, "late", index)
+    expected = problem()
+    problem.check(expected)
+    dist.barrier()
+    if ctx.rank != ctx.world_size - 1:
+        return _fails(ctx, problem)
+    time.sleep(TIMEOUT_S * 5)
+    return True
 
+
+def _other_site(ctx: RankContext, index: int) -> Failure:
+    """Rank 0 is at another site than its peers."""
+    problems = [_problem(ctx, f"site{i}", index) for i in range(2)]
+    for problem in problems:
+        problem.check(problem())
+    dist.barrier()
+    return _fails(ctx, problems[ctx.rank == 0])
+
+
+def _reset(ctx: RankContext) -> None:
     ditron_inductor.reset(dist.group.WORLD)
     for problem in _problems(ctx, "works"):
         problem.check(problem())
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_poisoned_launch_is_nan(rank_pools: RankPools, world: int) -> None:
-    pool = rank_pools.get("cpu", world, label="kernel failures")
-    assert all(pool.run(_launch_of_a_failed_workspace))
-    pool.run(_reset)
+@pytest.fixture(params=[2, 3])
+def fragile(request: pytest.FixtureRequest, rank_pools: RankPools) -> RankPool:
+    """Ranks apart from those of other tests: these break their group."""
+    return rank_pools.get("cpu", request.param, label="kernel failures")
+
+
+def test_a_poisoned_launch_is_nan(fragile: RankPool) -> None:
+    assert all(fragile.run(_poisoned_launch))
+    fragile.run(_reset)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_rank_that_comes_too_late(fragile: RankPool, index: int) -> None:
+    *waiting, _ = fragile.run(_late, index, timeout=100)
+    last = fragile.world_size - 1
+    assert all(failure.type_name == "DitronTimeout" for failure in waiting), waiting
+    assert any(f"for rank {last}" in failure.message for failure in waiting), waiting
+    fragile.run(_reset)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_rank_at_another_site(fragile: RankPool, index: int) -> None:
+    for failure in fragile.run(_other_site, index, timeout=100):
+        assert failure.type_name == "DitronDiverged", failure
+        assert "site0" in failure.message and "site1" in failure.message, failure
+    fragile.run(_reset)
