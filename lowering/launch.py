@@ -49,7 +49,7 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 def is_block_loadable(x: torch.Tensor) -> bool:
-    """Whether a tensor descriptor can describe x [R, C], or its transpose: one dimension contiguous, all else aligned."""
+    """Whether a tensor descriptor can describe x [R, C] or its transpose: one dimension contiguous, all aligned."""
     if x.numel() == 0 or x.data_ptr() % 16 != 0 or 1 not in x.stride():
         return False
     pitch = x.stride(1) if x.stride(0) == 1 else x.stride(0)

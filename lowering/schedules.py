@@ -54,7 +54,8 @@ def product_us(
     total = 0.0
     for n in columns:
         shapes = (
-            waves(-(-rows // m) * -(-n // tile_n)) * (2.0 * m * tile_n * k / (rate * speed)) for m, tile_n, speed in TILES
+            waves(-(-rows // m) * -(-n // tile_n)) * (2.0 * m * tile_n * k / (rate * speed))
+            for m, tile_n, speed in TILES
         )
         total += min(shapes) + LAUNCH_US
     return total

@@ -4,9 +4,9 @@ Two ways to load, one result. *Descriptors*: the copy unit (TMA) fetches whole b
 operand comes as zeros. *Pointers*: for GPUs without it, and operands whose address or strides are no multiples of 16
 bytes. Every wait stands before the call: one inside the K loop would end pipelining, or be passed by prefetched loads.
 
-While the tensor cores work, the loop *carries* finished data to peers: in each step one piece goes from a buffer of this
-GPU to `targets`, 16 bytes for each thread, loaded one step ahead. Stored all at once, by all programs at the same time,
-it would wait for the links; so it costs next to nothing. The caller publishes it after the call.
+While the tensor cores work, the loop *carries* finished data to peers: in each step one piece goes from a buffer of
+this GPU to `targets`, 16 bytes for each thread, loaded one step ahead. Stored all at once, by all programs at the same
+time, it would wait for the links; so it costs next to nothing. The caller publishes it after the call.
 
 UPCAST: multiply in fp32, for the interpreter, whose dot takes bf16 for integers.
 """
@@ -29,7 +29,7 @@ def rows_descriptor(a, M, K, stride_am, BLOCK_M: tl.constexpr, BLOCK_K: tl.const
 def weight_descriptor(
     b, N, K, stride_bk, stride_bn, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr
 ):
-    """Descriptor of B [K, N]: of its transpose if K_MAJOR (contiguous K, as nn.Linear holds it), else with contiguous N."""
+    """Descriptor of B [K, N]: of its transpose if K_MAJOR (contiguous K, as nn.Linear holds it), else of B itself."""
     if K_MAJOR:
         return tl.make_tensor_descriptor(
             b, shape=[N, K], strides=[stride_bn, 1], block_shape=[BLOCK_N, BLOCK_K]
@@ -86,7 +86,7 @@ def matmul_tile_by_descriptors(
 ):  # fmt: skip
     """acc[m, n] = sum_k A[row + m, k] * B[k, column + n], fp32 [BLOCK_M, BLOCK_N]; a, b: descriptors, see above.
 
-    Carries `count` 32-bit words from `source` to the first `num_targets` of the tuple `targets` of NUM_TARGETS pointers.
+    Carries `count` 32-bit words from `source` to the first `num_targets` of `targets`, a tuple of NUM_TARGETS pointers.
     """
     return matmul_steps_by_descriptors(
         tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), 0, tl.cdiv(K, BLOCK_K),

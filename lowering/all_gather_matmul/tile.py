@@ -4,9 +4,9 @@ Problem. Every rank holds a shard of the activations, rows [S, K] once flattened
 Algorithm. Two queues of work. The *send* queue pushes the own shard, chunk by chunk (a chunk is `group_m` block rows),
 into the slot of every peer: rank - 1 first, since that rank's tiles come to this shard first. The *tile* queue computes
 output tiles: those of the own shard, which need no wait, then those of rank + 1, rank + 2, ... Each tile of the own
-shard carries one piece of the send queue in its K loop, see core/matmul.py. Where that is too little a few programs start
-on the send queue, and a program that comes to a remote tile first helps to empty it, so every send precedes every wait
-and a launch completes even with one resident program. Where the gathered tensor is wanted elsewhere too, the last
+shard carries one piece of the send queue in its K loop, see core/matmul.py. Where that is too little a few programs
+start on the send queue, and a program that comes to a remote tile first helps to empty it, so every send precedes every
+wait and a launch completes even with one resident program. Where the gathered tensor is wanted elsewhere too, the last
 tickets copy it out of the slot.
 Signal protocol. Flag row `chunk`, written once per launch by the last program that pushed a piece of the chunk to that
 peer, read by every tile of the chunk. A push waits for the peer's credit for the slot's previous use; credits are given
@@ -84,8 +84,8 @@ def sent_piece(counters, table, target, chunk, pieces, rank, slot, site, epoch):
 
 @triton.jit
 def drain_sends(
-    ticket, shard, table, ctl, counters, numel, chunk_numel, num_chunks, slot_stride, num_sends, rank, slot, site, epoch,
-    WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+    ticket, shard, table, ctl, counters, numel, chunk_numel, num_chunks, slot_stride, num_sends,
+    rank, slot, site, epoch, WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
 ):  # fmt: skip
     """Push piece `ticket` of the own shard to its peer, take the next one from the send queue, until none is left.
 
@@ -161,11 +161,10 @@ def all_gather_matmul_kernel(
     for i in tl.static_range(NUM_WEIGHTS):
         shard_tiles += num_m * tl.cdiv(columns[i], BLOCK_N)
         if DESCRIPTORS:
-            b_descriptors = b_descriptors + (
-                weight_descriptor(
-                    weights[i], columns[i], K, strides_bk[i], strides_bn[i], BLOCK_N, BLOCK_K, (K_MAJOR >> i) & 1
-                ),
+            descriptor = weight_descriptor(
+                weights[i], columns[i], K, strides_bk[i], strides_bn[i], BLOCK_N, BLOCK_K, (K_MAJOR >> i) & 1
             )
+            b_descriptors = b_descriptors + (descriptor,)  # type: ignore[assignment]
     chunk_numel = GROUP_M * BLOCK_M * K
     PIECE_NUMEL: tl.constexpr = SEND_BLOCK * SEND_STEPS
     pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)

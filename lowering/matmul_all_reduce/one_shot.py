@@ -4,7 +4,8 @@ Problem. As in two_shot.py, when decoding: the product takes as long as reading 
 reduced is small, and what counts after the last tile is the number of signals one after the other.
 Algorithm. A program computes a tile, puts it into the slot of every rank, the own one too, and tells all peers at once.
 It adds up a tile, in rank order and in fp32, once it has sent the next one, or has no further one: one signal is all
-that stands between the last tile and the result. Operands are loaded by pointers, which are the faster way for so few rows. Every rank adds the same rounded partials, so all hold the same bits.
+that stands between the last tile and the result. Operands are loaded by pointers, which is the faster way for so few
+rows. Every rank adds the same rounded partials, so all hold the same bits.
 Signal protocol. Flag row `tile`, one word for each source. Before its first push a program waits for the credits of all
 peers. A program that waits for a tile has sent all the tiles that it took before, in ticket order.
 Limits. One flag for each tile: see `fits`.
@@ -73,7 +74,7 @@ def matmul_all_reduce_kernel(
     own = data(table, ctl, rank, slot, dtype)
     slots = ()
     for i in tl.static_range(WORLD):
-        slots = slots + (data(table, ctl, (rank + i) % WORLD, slot, dtype),)
+        slots = slots + (data(table, ctl, (rank + i) % WORLD, slot, dtype),)  # type: ignore[assignment]
     offs_m = tl.arange(0, BLOCK_M)
     in_block = offs_m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     in_m = (offs_m < M)[:, None] & (in_block >= 0)

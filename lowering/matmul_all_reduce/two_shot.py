@@ -3,11 +3,12 @@
 Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K and wants the whole sum, the same bits everywhere.
 Algorithm. Tiles of the output are dealt out to owners in equal runs, and a run is cut into parts. *Push*: the tiles of
 a part that others own go into their slots, each carried while the next tile is computed. *Own*: an own tile waits for
-the other ranks' parts, adds them all in fp32, and goes to the output and, carried likewise, into every peer's slot. *Copy*: the peers' results come out of the slot. The parts run as a pipeline, part p pushed, p - 1 summed up, p - 2 copied, so the links work while
-the tensor cores do. Only the owner adds, so all ranks hold the same bits.
+the other ranks' parts, adds them all in fp32, and goes to the output and, carried likewise, into every peer's slot.
+*Copy*: the peers' results come out of the slot. The parts run as a pipeline, part p pushed, p - 1 summed up, p - 2
+copied, so the links work while the tensor cores do. Only the owner adds, so all ranks hold the same bits.
 Signal protocol. Partials: see lowering/partials.py. Results: flag row RESULT_ROW + chunk, written by the owner to all
-peers at once, read by the copies of the chunk. In ticket order a wait depends on earlier sends only. The push of a result
-needs no credit: the partials of the peer, which it waited for, show that the slot is in its new use there.
+peers at once, read by the copies of the chunk. In ticket order a wait depends on earlier sends only. The push of a
+result needs no credit: the partials of the peer, which it waited for, show that the slot is in its new use there.
 Limits. None on M, N, K: edge tiles are masked where they meet the output.
 """
 
@@ -95,7 +96,8 @@ def destinations(table, ctl, owner, tile, tiles_per_owner, rank, slot, dtype: tl
         peer = (rank + i) % WORLD
         if i == 1:
             peer = tl.where(is_result | (owner < 0), peer, owner)
-        targets = targets + (data(table, ctl, peer, slot, dtype) + block.to(tl.int64) * BLOCK,)
+        place = data(table, ctl, peer, slot, dtype) + block.to(tl.int64) * BLOCK
+        targets = targets + (place,)  # type: ignore[assignment]
     return targets, tl.where(is_result, WORLD - 1, tl.where(owner < 0, 0, 1))
 
 
@@ -104,7 +106,7 @@ def publish_carried(
     table, counters, owner, tile, tiles, tiles_per_owner, chunk_tiles, rank, slot, site, epoch,
     WORLD: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Tell of the tile that this program carried last: a partial of `owner`, a result if that is the rank, none if -1."""
+    """Tell of the tile that this program carried last: a partial of `owner`, a result if that is the rank, none: -1."""
     owner_tiles = tl.minimum(tiles_per_owner, tiles - owner * tiles_per_owner)
     if owner == rank:
         publish_result(table, counters, tile, owner_tiles, chunk_tiles, rank, slot, site, epoch, WORLD, COUNTED)
@@ -257,7 +259,7 @@ def matmul_all_reduce_kernel(
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that all ranks share: the output [M, N], tile shape, tiles of one owner, of a part, programs, slot's bytes."""
+    """Sizes that all ranks share: output [M, N], tile shape, tiles of an owner, of a part, programs, slot's bytes."""
 
     M: int
     N: int

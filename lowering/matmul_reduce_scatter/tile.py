@@ -2,9 +2,9 @@
 
 Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K; rank r wants the r-th chunk of rows of the sum.
 Algorithm. One queue of work: the tiles of the product, those of rank + 1 first and the own ones last. A tile of another
-rank is carried into the slot of its owner while the next tile is computed. An own tile waits for the other ranks' parts, adds
-all of them in fp32 in rank order, and writes the output: by then they have nearly always come, as every rank computes its
-own tiles last. Partials are rounded to the output's dtype, as they are without fusion.
+rank is carried into the slot of its owner while the next tile is computed. An own tile waits for the other ranks'
+parts, adds all of them in fp32 in rank order, and writes the output: by then they have nearly always come, as every
+rank computes its own tiles last. Partials are rounded to the output's dtype, as they are without fusion.
 Signal protocol. See lowering/partials.py. A push waits for the owner's credit for the slot's previous use; credits are
 given when all programs have finished. Every push precedes every flag wait in ticket order, and a program carries and
 publishes what it has before it waits for a flag.
@@ -23,8 +23,8 @@ import triton.language as tl
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import (
     carry,
-    matmul_tile,
     matmul_steps_by_descriptors,
+    matmul_tile,
     rows_descriptor,
     weight_descriptor,
 )
@@ -156,7 +156,7 @@ def matmul_reduce_scatter_kernel(
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that all ranks share: the output [rows, N], the tile shape, tiles of one output, programs, the slot's bytes."""
+    """Sizes that all ranks share: the output [rows, N], tile shape, tiles of one output, programs, the slot's bytes."""
 
     rows: int
     N: int
