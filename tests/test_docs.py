@@ -15,7 +15,16 @@ from tests.test_explain import site
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+KERNELS = DOCS / "kernels"
+HEADINGS = [
+    "What it computes",
+    "Strategies",
+    "Signal protocol",
+    "When each wins",
+    "What was tried and lost",
+    "Limits",
+]
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def test_every_option_is_documented_with_its_default() -> None:
@@ -41,11 +50,18 @@ def test_every_column_of_explain_is_documented() -> None:
         assert f"\n| {column} |" in text
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+
+
+def test_kernel_pages_have_the_same_headings() -> None:
+    """One page for each node kind, so that what one tells of its kernel can be looked for in the others."""
+    pages = {page.stem: re.findall(r"^## (.*)", page.read_text(), re.MULTILINE) for page in KERNELS.glob("*.md")}
+    assert set(pages) == set(FUSIONS)
+    assert all(headings == HEADINGS for headings in pages.values())
 
 
 def test_every_page_is_in_the_index() -> None:
