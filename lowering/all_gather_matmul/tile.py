@@ -64,7 +64,10 @@ def send_piece(
 ):  # fmt: skip
     """(peer, chunk, pointer to the piece, pointer to its place in the peer's slot, elements) of ticket `ticket`."""
     pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
-    target = (rank + WORLD - 1 - ticket // (num_chunks * pieces)) % WORLD
+    # A ticket beyond the last one has no elements, but it must not point anywhere else: on a GPU the remainder of a
+    # negative number is negative.
+    step = ticket // (num_chunks * pieces) % WORLD
+    target = (rank + 2 * WORLD - 1 - step) % WORLD
     chunk = ticket // pieces % num_chunks
     inside = (ticket % pieces) * PIECE_NUMEL
     first = chunk.to(tl.int64) * chunk_numel + inside
