@@ -95,21 +95,6 @@ def healthy(ctl):
 
 
 @triton.jit
-def ask_health(ctl):
-    """`healthy`, to be answered by `is_healthy`: like `poll_all`, nothing waits for it before that."""
-    lanes = tl.arange(0, MAX_WORLD)
-    nothing = tl.zeros((MAX_WORLD,), dtype=tl.int64)
-    return tl.atomic_add(ctl + POISON + lanes * 0, nothing, mask=lanes == 0, sem="relaxed", scope="gpu")
-
-
-@triton.jit
-def is_healthy(asked):
-    """1 unless an earlier failure had poisoned this workspace when `ask_health` asked."""
-    lanes = tl.arange(0, MAX_WORLD)
-    return (tl.sum(tl.where(lanes == 0, asked, 0), axis=0) == 0).to(tl.int32)
-
-
-@triton.jit
 def fail(ctl, code: tl.constexpr, rank, source, row, slot, expected, seen):
     """Poison the workspace and, if this is its first failure, fill the record that the host turns into an error."""
     poison = tl.full((), code, tl.int64)

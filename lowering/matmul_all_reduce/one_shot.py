@@ -20,21 +20,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.layout import CREDIT_ROW, MAX_CHUNKS, TILE_TICKET
+from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import matmul_tile, matmul_tile_by_descriptors, rows_descriptor, weight_descriptor
 from ditron_inductor.core.signals import (
-    ask_health,
+    ask_to_send,
     current_epoch,
     data,
     finish,
     granted,
-    is_healthy,
-    poll_all,
+    may_send,
     publish_all,
     request_ticket,
-    take_tile,
     wait_all,
-    wait_seen,
 )
 from ditron_inductor.lowering.config import Config, select_decode_config
 from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
@@ -62,10 +59,10 @@ def matmul_all_reduce_kernel(
 ):  # fmt: skip
     """See the module. a [M, K] with contiguous K, M <= BLOCK_M; out [M, N] contiguous."""
     # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
-    asked = ask_health(ctl)
-    credits = poll_all(table, rank, slot, CREDIT_ROW, WORLD)
+    request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
     epoch = current_epoch(ctl, slot)
-    ticket = take_tile(ctl, slot)
+    ticket = granted(request, THREADS)
     tiles = tl.cdiv(N, BLOCK_N)
     dtype: tl.constexpr = out.dtype.element_ty
     if DESCRIPTORS:
@@ -99,9 +96,7 @@ def matmul_all_reduce_kernel(
                 )  # fmt: skip
             if ok < 0:
                 # Credits: nobody reads any more what the slot's previous use left there.
-                ok = is_healthy(asked) & wait_seen(
-                    credits, table, ctl, rank, slot, CREDIT_ROW, site, epoch - 1, WORLD, False
-                )
+                ok = may_send(asked, table, ctl, rank, slot, site, epoch, WORLD, THREADS)
             if ok != 0:
                 block = (rank * tiles + ticket).to(tl.int64) * (BLOCK_M * BLOCK_N)
                 partial = acc.to(dtype)
