@@ -69,6 +69,28 @@ def store_piece(targets, piece, first, count, num_targets, NUM_TARGETS: tl.const
 
 
 @triton.jit
+def begin_carrying(source, count, PIECE: tl.constexpr):
+    """(the first piece of `count` words, where it begins, steps until it is due): the state of `carry_piece`."""
+    return load_piece(source, 0, count, PIECE), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+
+
+@triton.jit
+def carry_piece(
+    source, targets, piece, first, left, count, steps, num_targets, NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr
+):
+    """One of `steps` steps of a loop that carries `count` words, a piece in every few steps, spread evenly.
+
+    Returns the state for the next step. Where steps are too few, the rest, from word `first` on, is left to `carry`.
+    """
+    every = tl.maximum(steps // tl.maximum(tl.cdiv(count, PIECE), 1), 1)
+    now = tl.where(left == 0, count, 0)
+    store_piece(targets, piece, first, now, num_targets, NUM_TARGETS, PIECE)
+    first = tl.where(left == 0, first + PIECE, first)
+    left = tl.where(left == 0, every - 1, left - 1)
+    return load_next_piece(source, piece, first, now, PIECE), first, left
+
+
+@triton.jit
 def carry(source, targets, first, count, num_targets, NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr):
     """Copy words first, .., count - 1 of `source` to the first `num_targets` of NUM_TARGETS pointers, now."""
     for start in range(first, count, 4 * PIECE):
@@ -103,18 +125,12 @@ def matmul_steps_by_descriptors(
 ):  # fmt: skip
     """acc plus the steps begin, .., end - 1 of matmul_tile_by_descriptors, carrying all of `count` meanwhile."""
     if NUM_TARGETS > 0:
-        # A piece goes in every `every`-th step, so that they are spread evenly.
-        every = tl.maximum((end - begin) // tl.maximum(tl.cdiv(count, PIECE), 1), 1)
-        left = tl.full((), 0, tl.int32)
-        first = tl.full((), 0, tl.int32)
-        piece = load_piece(source, 0, count, PIECE)
+        piece, first, left = begin_carrying(source, count, PIECE)
     for k in range(begin, end):
         if NUM_TARGETS > 0:
-            now = tl.where(left == 0, count, 0)
-            store_piece(targets, piece, first, now, num_targets, NUM_TARGETS, PIECE)
-            first = tl.where(left == 0, first + PIECE, first)
-            left = tl.where(left == 0, every - 1, left - 1)
-            piece = load_next_piece(source, piece, first, now, PIECE)
+            piece, first, left = carry_piece(
+                source, targets, piece, first, left, count, end - begin, num_targets, NUM_TARGETS, PIECE
+            )
         a_tile = a.load([row, k * BLOCK_K])
         if K_MAJOR:
             b_tile = b.load([column, k * BLOCK_K]).T
@@ -151,18 +167,12 @@ def matmul_tile(
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     steps = tl.cdiv(K, BLOCK_K)
     if NUM_TARGETS > 0:
-        # A piece goes in every `every`-th step, so that they are spread evenly.
-        every = tl.maximum(steps // tl.maximum(tl.cdiv(count, PIECE), 1), 1)
-        left = tl.full((), 0, tl.int32)
-        first = tl.full((), 0, tl.int32)
-        piece = load_piece(source, 0, count, PIECE)
+        piece, first, left = begin_carrying(source, count, PIECE)
     for k in range(0, steps):
         if NUM_TARGETS > 0:
-            now = tl.where(left == 0, count, 0)
-            store_piece(targets, piece, first, now, num_targets, NUM_TARGETS, PIECE)
-            first = tl.where(left == 0, first + PIECE, first)
-            left = tl.where(left == 0, every - 1, left - 1)
-            piece = load_next_piece(source, piece, first, now, PIECE)
+            piece, first, left = carry_piece(
+                source, targets, piece, first, left, count, steps, num_targets, NUM_TARGETS, PIECE
+            )
         if EVEN_K:
             if MASK_M:
                 a = tl.load(a_ptrs, mask=in_m[:, None], other=0.0)
