@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 FLOPS_PER_SM_US = {2: 6.0e6, 4: 2.4e6}
@@ -129,6 +129,19 @@ def runs(group: Sequence[Piece], rank: int, world_size: int, rows: int) -> list[
             found[-1] = found[-1][0], base + piece.last
         else:
             found.append((base + piece.first, base + piece.last))
+    return found
+
+
+def joined(products: Iterable[tuple[int, int, int]], columns: int) -> list[tuple[int, int, int]]:
+    """Products (first row, last row, element of the slot) of `columns` columns; those that follow each other in both as
+    one.
+    """
+    found: list[tuple[int, int, int]] = []
+    for begin, end, place in products:
+        if found and found[-1][1] == begin and found[-1][2] + (begin - found[-1][0]) * columns == place:
+            found[-1] = found[-1][0], end, found[-1][2]
+        else:
+            found.append((begin, end, place))
     return found
 
 

@@ -15,7 +15,7 @@ Limits. None on M, N, K; runs may be empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,14 +188,9 @@ def _gather(
 
 def products(
     part: int, first: int, count: int, rank: int, world_size: int, sizes: Parts
-) -> Iterator[tuple[int, int, int]]:
+) -> list[tuple[int, int, int]]:
     """(first row, last row, element of the own slot) of the products of a group, joined where both lie together."""
-    runs: list[tuple[int, int, int]] = []
-    for step in range(first + 1, first + count + 1):
-        begin, end = sizes.run(part, (rank + step) % world_size, world_size)
-        place = (part * (world_size - 1) + step - 1) * sizes.stride
-        if runs and runs[-1][1] == begin and runs[-1][2] + (begin - runs[-1][0]) * sizes.N == place:
-            runs[-1] = runs[-1][0], end, runs[-1][2]
-        else:
-            runs.append((begin, end, place))
-    yield from runs
+    steps = range(first + 1, first + count + 1)
+    places = [(part * (world_size - 1) + step - 1) * sizes.stride for step in steps]
+    runs = [sizes.run(part, (rank + step) % world_size, world_size) for step in steps]
+    return schedules.joined(((*run, place) for run, place in zip(runs, places, strict=True)), sizes.N)

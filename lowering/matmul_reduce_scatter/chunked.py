@@ -149,17 +149,12 @@ def products(
             target = slot[place : place + sizes.rows * sizes.N]
             yield owned(a_rows, (rank + 1 + piece) % world_size, world_size, sizes), split(target, sizes)
         return
-    # (first row of a, last row, first element of the slot)
-    runs: list[tuple[int, int, int]] = []
+    pieces = []
     for piece in range(first, first + count):
         step, begin, end = piece_rows(piece, sizes)
         base = (rank + step) % world_size * sizes.rows
-        place = (step - 1) * sizes.stride + begin * sizes.N
-        if runs and runs[-1][1] == base + begin and runs[-1][2] + (base + begin - runs[-1][0]) * sizes.N == place:
-            runs[-1] = runs[-1][0], base + end, runs[-1][2]
-        else:
-            runs.append((base + begin, base + end, place))
-    for begin, end, place in runs:
+        pieces.append((base + begin, base + end, (step - 1) * sizes.stride + begin * sizes.N))
+    for begin, end, place in schedules.joined(pieces, sizes.N):
         yield a_rows[begin:end], slot[place : place + (end - begin) * sizes.N].view(end - begin, sizes.N)
 
 
