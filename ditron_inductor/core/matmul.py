@@ -69,20 +69,22 @@ def store_piece(targets, piece, first, count, num_targets, NUM_TARGETS: tl.const
 
 
 @triton.jit
-def begin_carrying(source, count, PIECE: tl.constexpr):
-    """(the first piece of `count` words, where it begins, steps until it is due): the state of `carry_piece`."""
-    return load_piece(source, 0, count, PIECE), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+def begin_carrying(source, count, steps, PIECE: tl.constexpr):
+    """(every how many of `steps` steps one piece of `count` words is due, so that they are spread evenly; the first
+    piece, where it begins, steps until it is due: the state of `carry_piece`).
+    """
+    every = tl.maximum(steps // tl.maximum(tl.cdiv(count, PIECE), 1), 1)
+    return every, load_piece(source, 0, count, PIECE), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
 
 
 @triton.jit
 def carry_piece(
-    source, targets, piece, first, left, count, steps, num_targets, NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr
+    source, targets, every, piece, first, left, count, num_targets, NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr
 ):
-    """One of `steps` steps of a loop that carries `count` words, a piece in every few steps, spread evenly.
+    """One step of a loop that carries `count` words, a piece in every `every`-th step.
 
     Returns the state for the next step. Where steps are too few, the rest, from word `first` on, is left to `carry`.
     """
-    every = tl.maximum(steps // tl.maximum(tl.cdiv(count, PIECE), 1), 1)
     now = tl.where(left == 0, count, 0)
     store_piece(targets, piece, first, now, num_targets, NUM_TARGETS, PIECE)
     first = tl.where(left == 0, first + PIECE, first)
@@ -125,11 +127,11 @@ def matmul_steps_by_descriptors(
 ):  # fmt: skip
     """acc plus the steps begin, .., end - 1 of matmul_tile_by_descriptors, carrying all of `count` meanwhile."""
     if NUM_TARGETS > 0:
-        piece, first, left = begin_carrying(source, count, PIECE)
+        every, piece, first, left = begin_carrying(source, count, end - begin, PIECE)
     for k in range(begin, end):
         if NUM_TARGETS > 0:
             piece, first, left = carry_piece(
-                source, targets, piece, first, left, count, end - begin, num_targets, NUM_TARGETS, PIECE
+                source, targets, every, piece, first, left, count, num_targets, NUM_TARGETS, PIECE
             )
         a_tile = a.load([row, k * BLOCK_K])
         if K_MAJOR:
@@ -167,11 +169,11 @@ def matmul_tile(
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     steps = tl.cdiv(K, BLOCK_K)
     if NUM_TARGETS > 0:
-        piece, first, left = begin_carrying(source, count, PIECE)
+        every, piece, first, left = begin_carrying(source, count, steps, PIECE)
     for k in range(0, steps):
         if NUM_TARGETS > 0:
             piece, first, left = carry_piece(
-                source, targets, piece, first, left, count, steps, num_targets, NUM_TARGETS, PIECE
+                source, targets, every, piece, first, left, count, num_targets, NUM_TARGETS, PIECE
             )
         if EVEN_K:
             if MASK_M:

@@ -37,6 +37,11 @@ PROTOCOL_BYTES = 4e6
 """Half of `protocol_us` is due at this size."""
 
 
+MIDDLE_ROWS = range(65, 1024)
+MIDDLE_EFFICIENCY = 0.5
+"""Speed of `tile` with so many rows, in that with others: large tiles are too few, and small ones read the rows again."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """What the model knows of a GPU and its links. Rates are what one rank reaches, not data sheet peaks.
@@ -68,21 +73,21 @@ class Hardware:
 
 H200 = Hardware(
     name="H200",
-    matmul_flops=727e12,
+    matmul_flops=742e12,
     matmul_flops_fp32=300e12,
-    memory_bytes_per_s=4.16e12,
-    gather_bytes_per_s=238e9,
-    scatter_bytes_per_s=314e9,
-    all_reduce_bytes_per_s=356e9,
-    copy_bytes_per_s=230e9,
+    memory_bytes_per_s=4.68e12,
+    gather_bytes_per_s=195e9,
+    scatter_bytes_per_s=288e9,
+    all_reduce_bytes_per_s=325e9,
+    copy_bytes_per_s=944e9,
     pair_gain=1.4,
-    collective_us=15.4,
-    protocol_us=18.1,
-    launch_us=4.51,
-    signal_us=13.8,
-    chunk_us=12.0,
-    tile_efficiency=0.727,
-    chunk_efficiency=0.95,
+    collective_us=13.2,
+    protocol_us=11.6,
+    launch_us=3.92,
+    signal_us=5.91,
+    chunk_us=20.6,
+    tile_efficiency=0.891,
+    chunk_efficiency=1.0,
 )
 # The same chip with less memory bandwidth.
 H100 = Hardware(
@@ -184,6 +189,8 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
 
 def _tile_us(problem: Problem, on: Hardware) -> float:
     matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * _fill(problem))
+    if problem.m in MIDDLE_ROWS:
+        matmul /= MIDDLE_EFFICIENCY
     transfer = received_bytes(problem) / _link_rate(problem, on) * MICRO
     return _overlapped(problem, matmul, transfer) + _partials_us(problem, on) + _rounds(problem) * on.signal_us
 

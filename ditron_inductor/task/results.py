@@ -1,8 +1,8 @@
 """Benchmark results as a table of measured choices.
 
 `benchmarks/results/gemm_collectives.csv` has one row per contestant and shape. The strategies of a shape are its
-contestants `ditron:library`, `ditron:chunked` and `ditron:tile`; the rows of the plan itself and of other libraries are
-for people.
+contestants `ditron:library`, `ditron:chunked` and `ditron:tile`; where `ditron:library` did not take part, `nccl` stands
+for it, the same library calls. The rows of the plan itself and of other libraries are for people.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ditron_inductor.task.table import MEASURED, Entry
 
 NEEDED = ("op", "contestant", "shape", "dtype", "world", "graph", "p50_us", "gpu", "commit", "date")
 _PREFIX = "ditron:"
+_BASELINE = "nccl"
 _SIZES = {"M", "N", "K"}
 
 
@@ -33,17 +34,23 @@ def read_results(text: str, source: str = "the results") -> list[Entry]:
         raise InvalidTable(source=source, line=1, problem=f"the columns {', '.join(missing)} are missing")
     shapes: dict[tuple[str, ...], dict[str, tuple[int, Mapping[str, str]]]] = {}
     for row in reader:
-        strategy = row["contestant"].removeprefix(_PREFIX)
-        if row["contestant"].startswith(_PREFIX) and strategy in MEASURED and row["op"] in KINDS and row["p50_us"]:
+        name = row["contestant"]
+        strategy = name.removeprefix(_PREFIX)
+        ours = name.startswith(_PREFIX) and strategy in MEASURED
+        if (ours or name == _BASELINE) and row["op"] in KINDS and row["p50_us"]:
             key = (row["gpu"], row["world"], row["dtype"], row["op"], row["shape"], row["graph"])
             shapes.setdefault(key, {})[strategy] = (reader.line_num, row)
     return sorted(_entries(shapes.values(), source))
 
 
 def _entries(shapes: Iterable[Mapping[str, tuple[int, Mapping[str, str]]]], source: str) -> Iterable[Entry]:
-    for rows in shapes:
+    for contestants in shapes:
+        rows = dict(contestants)
+        baseline = rows.pop(_BASELINE, None)
         if "library" not in rows:
-            continue
+            if baseline is None:
+                continue
+            rows["library"] = baseline
         line, library = rows["library"]
         run = (library["commit"], library["date"])
         try:

@@ -162,7 +162,7 @@ def test_an_obstacle_means_library_for_auto_and_an_error_where_forced(
 
 
 def test_the_interpreter_is_for_tests() -> None:
-    assert choose(replaced(device_type="cpu")).strategy == "library"
+    assert choose(replaced(device_type="cpu", device_name="cpu")).strategy == "library"
 
 
 @pytest.mark.parametrize("empty", ["m", "n", "k"])

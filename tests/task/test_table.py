@@ -150,6 +150,12 @@ def test_results_become_entries() -> None:
     assert read_results(RESULTS) == [ENTRY]
 
 
+def test_the_library_itself_stands_for_the_strategy_library() -> None:
+    lines = RESULTS.splitlines()
+    del lines[1]
+    assert read_results("\n".join(lines)) == [entry(library_us=80.0)]
+
+
 def test_results_of_another_run_or_a_failure_are_left_out() -> None:
     lines = RESULTS.splitlines()
     lines[2] = lines[2].replace("89,90,91", ",,")
