@@ -43,7 +43,6 @@ INTERPRETER = Config(block_m=32, block_n=32, block_k=32, num_warps=4, num_stages
 """Small tiles, so that small test problems have several tiles and chunks."""
 
 LARGE = Config(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4).validate()
-PAIR = Config(block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=3, programs_per_sm=2).validate()
 MIDDLE = Config(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4).validate()
 NARROW = Config(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4, programs_per_sm=2).validate()
 DECODE = Config(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=4).validate()
@@ -56,7 +55,7 @@ WIDE = Config(block_m=32, block_n=64, block_k=256, num_warps=4, num_stages=4).va
 WIDE_THIN = Config(block_m=32, block_n=32, block_k=256, num_warps=4, num_stages=3, programs_per_sm=2).validate()
 SMALL_THIN = Config(block_m=64, block_n=32, block_k=128, num_warps=4, num_stages=4, programs_per_sm=2).validate()
 
-CONFIGS = (THIN, WIDE, WIDE_THIN, SMALL_THIN, INTERPRETER, LARGE, PAIR, MIDDLE, NARROW, DECODE, SMALL, FLAT, FP32)
+CONFIGS = (THIN, WIDE, WIDE_THIN, SMALL_THIN, INTERPRETER, LARGE, MIDDLE, NARROW, DECODE, SMALL, FLAT, FP32)
 """Every tile shape that a kernel is launched with, all of them compiled by the tests."""
 
 DECODE_CONFIGS = {16: (DECODE, THIN), 32: (WIDE, WIDE_THIN), 64: (SMALL, SMALL_THIN)}

@@ -92,12 +92,10 @@ class Launch:
         half = ceil_div(ceil_div(rows, config.block_m), 2)
         return replace(config, group_m=min(config.group_m, 1 << (half - 1).bit_length()))
 
-    def constants(
-        self, config: Config, a: torch.Tensor, weights: Sequence[torch.Tensor], *, by_pointer: bool = False
-    ) -> dict[str, Any]:
+    def constants(self, config: Config, a: torch.Tensor, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
         """The compile-time arguments that every matrix-product kernel takes, and its launch options.
 
-        a: rows [.., K] with contiguous K; weights: [K, N_i]. by_pointer: never load by descriptors.
+        a: rows [.., K] with contiguous K; weights: [K, N_i].
         """
         K = a.shape[-1]
         # AMD's data-centre GPUs have warps of 64 threads.
@@ -107,7 +105,7 @@ class Launch:
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
             "GROUP_M": config.group_m,
-            "DESCRIPTORS": not by_pointer and self.loads_by_descriptor(a, weights),
+            "DESCRIPTORS": self.loads_by_descriptor(a, weights),
             # One bit for each weight.
             "K_MAJOR": sum(1 << i for i, weight in enumerate(weights) if weight.stride(0) == 1),
             "EVEN_K": K % config.block_k == 0,

@@ -141,63 +141,42 @@ def wait(table, ctl, rank, slot, row, source, site, epoch, CHECK_SITE: tl.conste
 
 
 @triton.jit
-def poll_all(table, rank, slot, row, WORLD: tl.constexpr):
-    """One look, acquire at system scope, at every peer's word in flag `row` of this rank: int64 [MAX_WORLD].
-
-    Nothing waits for the result before it is used: a launch may ask at its start and have the answer when it needs it.
-    """
-    sources = tl.arange(0, MAX_WORLD)
-    others = (sources < WORLD) & (sources != rank)
-    nothing = tl.zeros((MAX_WORLD,), dtype=tl.int64)
-    return tl.atomic_add(flag(table, rank, slot, row, 0) + sources, nothing, mask=others, sem="acquire", scope="sys")
-
-
-@triton.jit
-def count_late(seen, rank, epoch, WORLD: tl.constexpr):
-    """How many peers' words in what `poll_all` saw are behind `epoch`."""
-    sources = tl.arange(0, MAX_WORLD)
-    others = (sources < WORLD) & (sources != rank)
+def count_late(seen, others, epoch):
+    """How many of the words `seen`, where `others` is true, are behind `epoch`."""
     return tl.sum((others & behind(seen, epoch)).to(tl.int32), axis=0)
 
 
 @triton.jit
 def wait_all(table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr, CHECK_SITE: tl.constexpr = True):
     """`wait` for every peer's word in flag `row` at once: one round of polling instead of one for each source."""
-    seen = poll_all(table, rank, slot, row, WORLD)
-    return wait_seen(seen, table, ctl, rank, slot, row, site, epoch, WORLD, CHECK_SITE)
-
-
-@triton.jit
-def wait_seen(seen, table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr, CHECK_SITE: tl.constexpr = True):
-    """`wait_all`, after a first `poll_all` that saw `seen`."""
     sources = tl.arange(0, MAX_WORLD)
     others = (sources < WORLD) & (sources != rank)
-    late = count_late(seen, rank, epoch, WORLD)
+    # Addressed once: an acquire empties the cache, so a look at the table takes as long as one at the words.
+    addresses = flag(table, rank, slot, row, 0) + sources
+    nothing = tl.zeros((MAX_WORLD,), dtype=tl.int64)
+    seen = tl.atomic_add(addresses, nothing, mask=others, sem="acquire", scope="sys")
+    late = count_late(seen, others, epoch)
     if late != 0:
         limit = tl.load(ctl + POLL_LIMIT)
-        # Addressed once: an acquire empties the cache, so a look at the table takes as long as one at the words.
-        addresses = flag(table, rank, slot, row, 0) + sources
-        nothing = tl.zeros((MAX_WORLD,), dtype=tl.int64)
         polls = tl.full((), 0, tl.int64)
         while (late != 0) & (polls < limit):
             if polls % POISON_PERIOD == FIRST_LOOK:
                 limit = tl.where(healthy(ctl) != 0, limit, 0)
             seen = tl.atomic_add(addresses, nothing, mask=others, sem="acquire", scope="sys")
-            late = count_late(seen, rank, epoch, WORLD)
+            late = count_late(seen, others, epoch)
             polls += 1
     wrong = others & behind(seen, epoch)
     if CHECK_SITE:
         wrong = others & (seen != word(site, epoch))
     ok = tl.full((), 1, tl.int32)
     if tl.sum(wrong.to(tl.int32), axis=0) != 0:
-        none = tl.zeros((MAX_WORLD,), dtype=tl.int64)
         source = tl.min(tl.where(wrong, sources, MAX_WORLD), axis=0)
         if late != 0:
             source = tl.min(tl.where(others & behind(seen, epoch), sources, MAX_WORLD), axis=0)
-            saw = tl.sum(tl.where(sources == source, seen, none), axis=0)
+            saw = tl.sum(tl.where(sources == source, seen, nothing), axis=0)
             fail(ctl, TIMEOUT, rank, source, row, slot, word(site, epoch), saw)
         else:
-            saw = tl.sum(tl.where(sources == source, seen, none), axis=0)
+            saw = tl.sum(tl.where(sources == source, seen, nothing), axis=0)
             fail(ctl, DIVERGED, rank, source, row, slot, word(site, epoch), saw)
         ok = tl.full((), 0, tl.int32)
     return ok

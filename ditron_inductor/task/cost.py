@@ -39,7 +39,7 @@ PROTOCOL_BYTES = 4e6
 
 MIDDLE_ROWS = range(65, 1024)
 MIDDLE_EFFICIENCY = 0.5
-"""Speed of `tile` with so many rows, in that with others: large tiles are too few, and small ones read the rows again."""
+"""Speed of `tile` with so many rows, in that with others: large tiles are too few, small ones read the rows again."""
 
 
 @dataclass(frozen=True)

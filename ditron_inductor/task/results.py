@@ -1,8 +1,8 @@
 """Benchmark results as a table of measured choices.
 
 `benchmarks/results/gemm_collectives.csv` has one row per contestant and shape. The strategies of a shape are its
-contestants `ditron:library`, `ditron:chunked` and `ditron:tile`; where `ditron:library` did not take part, `nccl` stands
-for it, the same library calls. The rows of the plan itself and of other libraries are for people.
+contestants `ditron:library`, `ditron:chunked` and `ditron:tile`; where `ditron:library` did not take part, `nccl`
+stands for it, the same library calls. The rows of the plan itself and of other libraries are for people.
 """
 
 from __future__ import annotations

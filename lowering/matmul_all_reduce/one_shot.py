@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
-from ditron_inductor.core.matmul import matmul_tile, matmul_tile_by_descriptors, rows_descriptor, weight_descriptor
+from ditron_inductor.core.matmul import matmul_tile
 from ditron_inductor.core.signals import (
     ask_to_send,
     current_epoch,
@@ -41,6 +41,9 @@ from ditron_inductor.task.nodes import MatmulAllReduce
 MOST_ROWS = 64
 """Beyond this, sending every partial to every rank takes longer than a second round of signals."""
 
+UNUSED = ("GROUP_M", "DESCRIPTORS", "K_MAJOR", "PIECE")
+"""What other kernels of matrix products take: here nothing is loaded by descriptors, grouped or carried."""
+
 
 def fits(rows: int, columns: int) -> bool:
     """Whether [rows, columns] is reduced in one shot: a few rows, and a flag for each of the narrowest tiles."""
@@ -53,9 +56,8 @@ def matmul_all_reduce_kernel(
     M, N, K, stride_am, stride_bk, stride_bn,
     rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """See the module. a [M, K] with contiguous K, M <= BLOCK_M; out [M, N] contiguous."""
     # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
@@ -65,9 +67,6 @@ def matmul_all_reduce_kernel(
     ticket = granted(request, THREADS)
     tiles = tl.cdiv(N, BLOCK_N)
     dtype: tl.constexpr = out.dtype.element_ty
-    if DESCRIPTORS:
-        a_descriptor = rows_descriptor(a, M, K, stride_am, BLOCK_M, BLOCK_K)
-        b_descriptor = weight_descriptor(b, N, K, stride_bk, stride_bn, BLOCK_N, BLOCK_K, K_MAJOR)
     own = data(table, ctl, rank, slot, dtype)
     slots = ()
     for i in tl.static_range(WORLD):
@@ -83,17 +82,11 @@ def matmul_all_reduce_kernel(
         current = tl.full((), -1, tl.int32)
         if ticket < tiles:
             request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-            if DESCRIPTORS:
-                acc = matmul_tile_by_descriptors(
-                    a_descriptor, b_descriptor, 0, ticket * BLOCK_N, K, own, (own,), 0, 0,
-                    BLOCK_M, BLOCK_N, BLOCK_K, K_MAJOR, PRECISION, UPCAST, 0, PIECE,
-                )  # fmt: skip
-            else:
-                acc = matmul_tile(
-                    a + offs_m.to(tl.int64) * stride_am, offs_m < M,
-                    b, stride_bk, stride_bn, ticket * BLOCK_N, N, K, own, (own,), 0, 0,
-                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, PIECE, True,
-                )  # fmt: skip
+            acc = matmul_tile(
+                a + offs_m.to(tl.int64) * stride_am, offs_m < M,
+                b, stride_bk, stride_bn, ticket * BLOCK_N, N, K, own, (own,), 0, 0,
+                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, 4, True,
+            )  # fmt: skip
             if ok < 0:
                 # Credits: nobody reads any more what the slot's previous use left there.
                 ok = may_send(asked, table, ctl, rank, slot, site, epoch, WORLD, THREADS)
@@ -157,6 +150,7 @@ def matmul_all_reduce(
     a_rows = rows_of(a)
 
     def arguments() -> Arguments:
+        constants = launch.constants(sizes.config, a_rows, [b])
         return Arguments(
             programs=sizes.programs,
             values=dict(
@@ -169,7 +163,7 @@ def matmul_all_reduce(
                 rank=launch.rank,
                 WORLD=node.world_size,
                 AVERAGE=node.reduce_op == "avg",
-                **launch.constants(sizes.config, a_rows, [b], by_pointer=True),
+                **{name: value for name, value in constants.items() if name not in UNUSED},
             ),
         )
 

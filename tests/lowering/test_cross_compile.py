@@ -27,7 +27,6 @@ LEAST_RELEASES = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2, "two_shot"
 
 TILES = [
     config.LARGE,
-    config.PAIR,
     config.MIDDLE,
     config.NARROW,
     config.FLAT,
@@ -57,7 +56,6 @@ def _cases(kernel: str) -> list[Case]:
         ("sm_90", config.LARGE, "fp16"),
         ("sm_90", config.FP32, "fp32"),
         ("sm_100", config.LARGE, "bf16"),
-        ("sm_100", config.PAIR, "bf16"),
         ("sm_100", config.FP32, "fp32"),
     ]
     pointers: list[tuple[str, Config, str]] = [
@@ -75,7 +73,7 @@ def _cases(kernel: str) -> list[Case]:
 
 
 def _early_cases() -> list[Case]:
-    forms = [("sm_90", config.LARGE), ("sm_90", config.PAIR), ("sm_100", config.LARGE)]
+    forms = [("sm_90", config.LARGE), ("sm_90", config.MIDDLE), ("sm_100", config.LARGE)]
     return [Case("matmul_reduce_scatter", target, tile, "bf16", descriptors=True, early=True) for target, tile in forms]
 
 
