@@ -250,7 +250,7 @@ def test_a_poisoned_launch_is_nan(fragile: RankPool) -> None:
     fragile.run(_reset)
 
 
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(("fragile", "index"), [(2, 0), (3, 1)], indirect=["fragile"])
 def test_a_rank_that_comes_too_late(fragile: RankPool, index: int) -> None:
     *waiting, _ = fragile.run(_late, index, timeout=100)
     last = fragile.world_size - 1
