@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from benchmarks.records import Row
+from ditron_inductor.task.nodes import KINDS
 
 BASELINES = ("nccl", "gloo")
 RIVALS = (*BASELINES, "async_tp", "symm_mem:one_shot", "symm_mem:two_shot")
@@ -26,7 +27,6 @@ TITLES = {
     "ditron:chunked": "chunked",
     "ditron:library": "library",
 }
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def comparisons(rows: Iterable[Row]) -> list[Comparison]:
         M, N, K = sizes["M"], sizes["N"], sizes["K"]
         found.append(Comparison(row.op, M, N, K, row.dtype, row.world, row.graph, row.gpu, cell))
     return sorted(
-        found, key=lambda c: (c.gpu, -c.world, OPS.index(c.op), c.graph, -c.hidden, -c.N * c.K, -c.M, c.dtype)
+        found, key=lambda c: (c.gpu, -c.world, KINDS.index(c.op), c.graph, -c.hidden, -c.N * c.K, -c.M, c.dtype)
     )
 
 
@@ -154,7 +154,7 @@ def _table(headers: Sequence[str], lines: Sequence[Sequence[str]], style: str) -
 def means(cells: Sequence[Comparison]) -> list[tuple[str, str, int, float]]:
     """(op, rival, number of cells, geometric mean of rival / auto) over all cells in which both have a time."""
     found = []
-    for op in OPS:
+    for op in KINDS:
         of_op = [cell for cell in cells if cell.op == op]
         for name in RIVALS:
             values = [ratio for ratio in (cell.ratio(name, "ditron") for cell in of_op) if ratio is not None]

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.comparison import BASELINES, OPS, OURS, RIVALS, TITLES, Comparison, comparisons
+from benchmarks.comparison import BASELINES, OURS, RIVALS, TITLES, Comparison, comparisons
 from benchmarks.records import GEMM_COLLECTIVES, read_csv
+from ditron_inductor.task.nodes import KINDS
 
 NAMES = tuple(name for name in (*RIVALS, *OURS) if name not in BASELINES)
 COLOURS = {
@@ -142,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=GEMM_COLLECTIVES, help="the CSV; pictures go beside it")
     results: Path = parser.parse_args(arguments).results
     cells = comparisons(read_csv(results))
-    for op in OPS:
+    for op in KINDS:
         drawn = panels(cells, op)[:MAX_COLUMNS]
         if not drawn:
             print(f"{op}: no (N, K) with {MIN_POINTS} different M", file=sys.stderr)

@@ -23,6 +23,7 @@ from typing import Any
 from tabulate import tabulate
 
 from ditron_inductor.processes import Rank, device_for, failures_text, run_ranks
+from ditron_inductor.task.nodes import KINDS
 
 SIZE = 256
 ROUNDS = 15
@@ -304,9 +305,8 @@ def main_of_rank(rank: Rank, options: argparse.Namespace) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    kinds = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__.partition("\n")[0])
-    parser.add_argument("--ops", nargs="+", choices=kinds, default=list(kinds))
+    parser.add_argument("--ops", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     options = parser.parse_args(arguments)

@@ -17,7 +17,6 @@ from pathlib import Path
 from tabulate import tabulate
 
 from benchmarks.comparison import (
-    OPS,
     TITLES,
     Comparison,
     comparisons,
@@ -30,6 +29,7 @@ from benchmarks.comparison import (
 from benchmarks.figures import picture_path
 from benchmarks.ops import targets
 from benchmarks.records import GEMM_COLLECTIVES, Row, merge_csv, read_csv
+from ditron_inductor.task.nodes import KINDS
 
 COMMAND = "python -m benchmarks.report"
 ROOT = Path(__file__).parents[1]
@@ -67,7 +67,7 @@ def results_page(rows: Sequence[Row], pictures: Sequence[Path] = ()) -> str:
     for gpu, world in dict.fromkeys((cell.gpu, cell.world) for cell in cells):
         here = [cell for cell in cells if (cell.gpu, cell.world) == (gpu, world)]
         lines += ["", f"## {world} ranks, {gpu}", "", f"{conditions(_rows(here))}.", "", _means(here)]
-        for op in OPS:
+        for op in KINDS:
             of_op = [cell for cell in here if cell.op == op]
             if of_op:
                 lines += ["", f"### `{op}`", "", "Microseconds per call:", "", times_table(of_op, "github")]
@@ -120,7 +120,7 @@ def docs_part(rows: Sequence[Row]) -> str:
 def _sentences(cells: Sequence[Comparison]) -> list[str]:
     """Geometric means in words, losses included."""
     found = []
-    for op in OPS:
+    for op in KINDS:
         for graph, where in ((0, "in eager mode"), (1, "inside CUDA graphs")):
             here = [cell for cell in cells if cell.op == op and cell.graph == graph]
             parts = []
@@ -149,7 +149,7 @@ def with_part(page: str, part: str) -> str:
 def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> dict[Path, str]:
     """Every generated page and its text."""
     rows = read_csv(results)
-    pictures = [path for path in (picture_path(results, op) for op in OPS) if path.exists()]
+    pictures = [path for path in (picture_path(results, op) for op in KINDS) if path.exists()]
     return {
         results.with_suffix(".md"): results_page(rows, pictures),
         docs_page: with_part(docs_page.read_text(), docs_part(rows)),

@@ -23,7 +23,8 @@ from ditron_inductor.doctor import require
 from ditron_inductor.errors import DitronError, InvalidOptionValue
 from ditron_inductor.options import Options
 from ditron_inductor.processes import Rank, device_for, failures_text, run_ranks
-from ditron_inductor.tune_shapes import MODELS, OPS, TOKENS, Shape, given_shapes, model_shapes
+from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.tune_shapes import MODELS, TOKENS, Shape, given_shapes, model_shapes
 
 if TYPE_CHECKING:
     from ditron_inductor.explain import Report
@@ -149,7 +150,7 @@ def add_entries(path: Path, entries: Iterable[Entry]) -> Table:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to measure")
     what.add_argument("--model", nargs="+", choices=sorted(MODELS), default=[], help="the sites of a model's layer")
-    what.add_argument("--op", nargs="+", choices=OPS, default=list(OPS), help="all three by default")
+    what.add_argument("--op", nargs="+", choices=KINDS, default=list(KINDS), help="all three by default")
     what.add_argument(
         "--m", nargs="+", type=int, default=list(TOKENS), help=f"rows (default {' '.join(map(str, TOKENS))})"
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-ALL_REDUCE = "matmul_all_reduce"
+from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce
+
 TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 8192)
 """Rows that are measured by default: decoding, and prefill of a few sizes."""
 # Fewer rows are not gathered or scattered in sequence parallelism.
@@ -58,9 +58,9 @@ def model_shapes(model: str, ops: Sequence[str], tokens: Sequence[int], world_si
     return [
         Shape(op, m, n, k)
         for op in ops
-        for n, k in (gathers if op == OPS[0] else reductions)
+        for n, k in (gathers if op == AllGatherMatmul.kind else reductions)
         for m in tokens
-        if op == ALL_REDUCE or (m >= LEAST_SCATTERED and m % world_size == 0)
+        if op == MatmulAllReduce.kind or (m >= LEAST_SCATTERED and m % world_size == 0)
     ]
 
 
@@ -81,5 +81,5 @@ def given_shapes(
         for op in ops
         for n, k in zip(columns, depths, strict=True)
         for m in tokens
-        if op == ALL_REDUCE or m % world_size == 0
+        if op == MatmulAllReduce.kind or m % world_size == 0
     ]

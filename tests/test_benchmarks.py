@@ -19,11 +19,11 @@ from benchmarks.ops.check import Check
 from benchmarks.ops.contest import CONTESTANTS, OURS, SAMPLED_ROWS, Contest, of_every_shard, sampled_rows, wanted
 from benchmarks.ops.estimate import cells_seconds, graph_calls
 from benchmarks.ops.request import Request
-from benchmarks.ops.shapes import OPS, SETS, Cell, Selection
+from benchmarks.ops.shapes import SETS, Cell, Selection
 from benchmarks.progress import Phases, Progress
 from benchmarks.records import read_csv
 from benchmarks.timing import Times, median_of_runs, standard_error
-from ditron_inductor.task.nodes import STRATEGIES
+from ditron_inductor.task.nodes import KINDS, STRATEGIES
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,7 +44,7 @@ def test_anchor_shapes_follow_the_world_size() -> None:
 
 
 def test_zoo_has_what_the_anchors_have_not() -> None:
-    for op in OPS:
+    for op in KINDS:
         for world_size in (2, 4):
             zoo, anchors = SETS["zoo"](op, world_size), SETS["anchors"](op, world_size)
             assert not set(zoo) & set(anchors)
@@ -55,14 +55,14 @@ def test_zoo_has_what_the_anchors_have_not() -> None:
 
 
 def test_sweep_has_every_power_of_two_that_can_be_sharded() -> None:
-    for op in OPS:
+    for op in KINDS:
         rows = {cell.M for cell in SETS["sweep"](op, 4)}
         assert rows == {1 << step for step in range(15)} - ({1, 2} if op != "matmul_all_reduce" else set())
 
 
 def test_cells_can_be_sharded() -> None:
     for name, cells in SETS.items():
-        for op in OPS:
+        for op in KINDS:
             for cell in cells(op, 4):
                 assert cell.op == op and min(cell.M, cell.N, cell.K) >= 1
                 assert op == "matmul_all_reduce" or cell.M % 4 == 0, (name, cell)
@@ -113,7 +113,7 @@ def test_estimates() -> None:
     thrice = cells_seconds(Request(Selection(), "cuda", repeats=3), [small, large], 4)
     assert all(one < three < 3 * one for one, three in zip(once, thrice, strict=True))
     assert graph_calls(large, 4) == 2
-    assert all(graph_calls(cell, 4) % 2 == 0 for op in OPS for cell in SETS["sweep"](op, 4))
+    assert all(graph_calls(cell, 4) % 2 == 0 for op in KINDS for cell in SETS["sweep"](op, 4))
     assert "30 cells, about" in listing(request, 4)
 
 
@@ -220,7 +220,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", KINDS)
 def test_a_run_on_the_cpu_device(tmp_path: Path, op: str) -> None:
     out = tmp_path / "results.csv"
     done = run("--ops", op, "--rounds", "2", "--repeats", "2", "--out", str(out))

@@ -11,6 +11,7 @@ import torch
 from ditron_inductor import measure as module
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.measure import SiteShape, Timings, measure
+from ditron_inductor.task.nodes import KINDS
 from tests.ranks import RankContext, RankPools
 
 
@@ -71,7 +72,7 @@ def _real(ctx: RankContext, op: str) -> Timings:
     return measure(shape, group_name=ctx.group_name, device=ctx.device, rounds=1, **limits)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize("op", KINDS)
 def test_every_op_is_timed_in_the_shape_it_has(rank_pools: RankPools, op: str) -> None:
     first, second = rank_pools.get("cpu", 2).run(_real, op)
     assert first == second

@@ -17,9 +17,10 @@ from ditron_inductor.errors import InvalidOptionValue
 from ditron_inductor.measure import SiteShape, Timings
 from ditron_inductor.task import cost
 from ditron_inductor.task.model_error import mean_error, model_error, report_text
+from ditron_inductor.task.nodes import KINDS
 from ditron_inductor.task.table import FOLDER, Entry, Table, shipped
 from ditron_inductor.tune import add_entries, entry_of, summary
-from ditron_inductor.tune_shapes import MODELS, OPS, Shape, given_shapes, model_shapes
+from ditron_inductor.tune_shapes import MODELS, Shape, given_shapes, model_shapes
 from tests.ranks import RankContext, RankPools
 
 # The first compilation on a fresh machine precompiles Inductor's C++ headers, once for all tests.
@@ -44,7 +45,7 @@ def test_the_command_measures_on_all_ranks_and_writes_a_table(tmp_path: Path) ->
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     kept, *found = Table.parse(path.read_text()).entries
     assert kept == ENTRY, "what was there stays"
-    assert [(entry.op, entry.m, entry.n, entry.k) for entry in found] == [(op, 4, 24, 16) for op in sorted(OPS)]
+    assert [(entry.op, entry.m, entry.n, entry.k) for entry in found] == [(op, 4, 24, 16) for op in sorted(KINDS)]
     for entry in found:
         assert (entry.gpu, entry.world, entry.dtype, entry.graph) == ("cpu", 2, "float32", 0)
         assert {"library", "tile"} <= set(entry.us)
@@ -93,7 +94,7 @@ def test_what_cannot_be_measured_is_said(arguments: list[str], named: str, capsy
 
 
 def test_a_models_sites() -> None:
-    shapes = model_shapes("llama-70b", OPS, (16, 4096), 4)
+    shapes = model_shapes("llama-70b", KINDS, (16, 4096), 4)
     assert shapes == [
         Shape("all_gather_matmul", 4096, 2560, 8192),
         Shape("all_gather_matmul", 4096, 14336, 8192),
@@ -105,11 +106,11 @@ def test_a_models_sites() -> None:
         Shape("matmul_all_reduce", 4096, 8192, 7168),
     ]
     for model in MODELS:
-        assert model_shapes(model, OPS, (256,), 2)
+        assert model_shapes(model, KINDS, (256,), 2)
 
 
 def test_rows_that_do_not_divide_are_for_all_reduces() -> None:
-    assert given_shapes(OPS, (3,), (8,), (16,), 2) == [Shape("matmul_all_reduce", 3, 8, 16)]
+    assert given_shapes(KINDS, (3,), (8,), (16,), 2) == [Shape("matmul_all_reduce", 3, 8, 16)]
     with pytest.raises(ValueError, match="3 rows do not divide over 2 ranks"):
         SiteShape.of_matmul("matmul_reduce_scatter", 3, 8, 16, torch.float32, 2)
     gather = SiteShape.of_matmul("all_gather_matmul", 8, 24, 16, torch.float32, 2)
@@ -156,7 +157,7 @@ def test_the_models_error_is_reported_and_bounded(capsys: pytest.CaptureFixture[
     assert main(["tune", "--model-error", "--from-results", str(RESULTS)]) == 0
     assert capsys.readouterr().out == text, "the shipped tables are made from the results"
     rows = model_error(shipped().entries)
-    assert {(row.op, row.strategy) for row in rows} >= {(op, "library") for op in OPS}
+    assert {(row.op, row.strategy) for row in rows} >= {(op, "library") for op in KINDS}
     assert sum(row.count for row in rows) == sum(len(entry.us) for entry in shipped().entries)
     assert 0 < mean_error(shipped().entries) < cost.MEAN_ERROR_BOUND
 

@@ -17,8 +17,9 @@ from tabulate import tabulate
 
 from benchmarks.ops.launch import rank_process, start_ranks
 from benchmarks.ops.request import Request
-from benchmarks.ops.shapes import GRAPH_MODES, OPS, SETS, Selection
+from benchmarks.ops.shapes import GRAPH_MODES, SETS, Selection
 from benchmarks.records import GEMM_COLLECTIVES
+from ditron_inductor.task.nodes import KINDS
 
 # The start of the ranks: imports, NCCL, the first kernels.
 START_S = 30.0
@@ -27,7 +28,7 @@ START_S = 30.0
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=__doc__.partition("\n")[0])
-    result.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
+    result.add_argument("--ops", nargs="+", choices=KINDS, default=list(KINDS))
     result.add_argument("--shapes", nargs="+", choices=sorted(SETS), default=["anchors"], help="named sets of shapes")
     result.add_argument("--m", nargs="+", type=int, default=[], help="only shapes with these M")
     result.add_argument("--models", nargs="+", default=[], help="only shapes of these: llama-405b, attention, ...")

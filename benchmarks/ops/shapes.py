@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+from ditron_inductor.task.nodes import KINDS
+
 PREFILL = (8192, 4096, 2048)
 DECODE = (1, 16, 64, 128, 256)
 GRAPH_ROW = (2048, 4096)
@@ -159,7 +160,7 @@ GRAPH_MODES: dict[str, tuple[bool, ...]] = {"eager": (False,), "graph": (True,),
 class Selection:
     """Which cells of which sets; `rows` keeps those with these M, `sources` those whose source has one of the texts."""
 
-    ops: tuple[str, ...] = OPS
+    ops: tuple[str, ...] = KINDS
     sets: tuple[str, ...] = ("anchors",)
     graph: str = "as_listed"
     rows: tuple[int, ...] = ()

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.comparison import Comparison, geometric_mean, mode
-from benchmarks.ops.shapes import GRAPH_ROW, OPS, PREFILL, SETS
+from benchmarks.ops.shapes import GRAPH_ROW, PREFILL, SETS
+from ditron_inductor.task.nodes import KINDS
 
 SYMM_MEM = ("symm_mem:one_shot", "symm_mem:two_shot")
 MEASURED = ("nccl", "async_tp")
@@ -141,7 +142,7 @@ def column(cells: Sequence[Comparison]) -> dict[int, tuple[str, str]]:
 def summary(cells: Sequence[Comparison]) -> list[tuple[str, str, str, str]]:
     """(op, row, target, verdict) for every target of these cells, means first."""
     lines = [(op, "six rows", target.text, target.verdict) for op, target in mean_targets(cells)]
-    for op in OPS:
+    for op in KINDS:
         for cell in cells:
             if cell.op == op:
                 row = f"{cell.shape} {mode(cell)}, {cell.world} ranks"

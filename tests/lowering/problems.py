@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ditron_inductor.task.nodes import KINDS
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
 from tests.tolerances import assert_near
 
-KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 FEW_ROWS = "matmul_all_reduce of few rows"
 """An all-reduce that takes one shot."""
 TILE_KINDS = (*KINDS, FEW_ROWS)

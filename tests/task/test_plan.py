@@ -10,6 +10,7 @@ import torch
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.task import cost
 from ditron_inductor.task.model_error import problem_of
+from ditron_inductor.task.nodes import KINDS
 from ditron_inductor.task.plan import Choice, PlanRequest, choose
 from ditron_inductor.task.table import Entry, Table, shipped
 
@@ -171,7 +172,7 @@ def test_nothing_to_compute(empty: str) -> None:
 
 
 @pytest.mark.parametrize("device_name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "some GPU"])
-@pytest.mark.parametrize("kind", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_predictions_grow_with_the_problem(kind: str, device_name: str) -> None:
     on = cost.hardware(device_name)
     problems = [cost.Problem(kind, m, 8192, 4096, 2, 4) for m in (1, 128, 2048, 8192)]
