@@ -32,33 +32,41 @@ class Layer:
     key_dim: int
     hidden_dim: int
 
+    def widths(self, op: str, part: str, world_size: int) -> tuple[int, int]:
+        """(N, K) of one rank's matmul; `part` is one of `PARTS`.
 
+        All-gathers feed the projections of attention (queries, keys and values in one) and of the feed-forward (gate
+        and up in one); the matmuls behind these are reduced.
+        """
+        if op == AllGatherMatmul.kind:
+            wide = 2 * self.hidden_dim if part == "mlp" else self.query_dim + 2 * self.key_dim
+            return wide // world_size, self.dim
+        return self.dim, (self.hidden_dim if part == "mlp" else self.query_dim) // world_size
+
+
+PARTS = ("attention", "mlp")
 MODELS: dict[str, Layer] = {
-    "llama-8b": Layer(4096, 4096, 1024, 14336),
     "llama-70b": Layer(8192, 8192, 1024, 28672),
-    "llama-405b": Layer(16384, 16384, 1024, 53248),
+    "llama-8b": Layer(4096, 4096, 1024, 14336),
     "qwen3-32b": Layer(5120, 8192, 1024, 25600),
+    "llama-405b": Layer(16384, 16384, 1024, 53248),
 }
+"""By name, in the order in which benchmarks measure them."""
 
 
 def model_shapes(model: str, ops: Sequence[str], tokens: Sequence[int], world_size: int) -> list[Shape]:
     """The forward sites of one layer of `model` over `world_size` ranks.
 
-    All-gathers feed the projections of attention and of the feed-forward; the two matmuls behind them are reduced.
     ValueError where a width does not divide over the ranks.
     """
     layer = MODELS[model]
-    parts = (layer.query_dim, layer.key_dim, layer.hidden_dim)
-    if any(part % world_size for part in parts):
-        raise ValueError(f"the widths {parts} of {model} do not divide over {world_size} ranks")
-    wide = ((layer.query_dim + 2 * layer.key_dim) // world_size, 2 * layer.hidden_dim // world_size)
-    deep = (layer.query_dim // world_size, layer.hidden_dim // world_size)
-    gathers = [(n, layer.dim) for n in wide]
-    reductions = [(layer.dim, k) for k in deep]
+    divided = (layer.query_dim, layer.key_dim, layer.hidden_dim)
+    if any(width % world_size for width in divided):
+        raise ValueError(f"the widths {divided} of {model} do not divide over {world_size} ranks")
     return [
         Shape(op, m, n, k)
         for op in ops
-        for n, k in (gathers if op == AllGatherMatmul.kind else reductions)
+        for n, k in (layer.widths(op, part, world_size) for part in PARTS)
         for m in tokens
         if op == MatmulAllReduce.kind or (m >= LEAST_SCATTERED and m % world_size == 0)
     ]

@@ -1,6 +1,6 @@
 """What is measured: cells of an op, a shape and a mode, in named sets, the most important ones first.
 
-The widths are those of tensor-parallel layers over `world_size` ranks:
+The widths are those of tensor-parallel layers over `world_size` ranks (`Layer.widths`):
 
     all_gather_matmul            [M, hidden] x [hidden, N]   N: gate and up in one, or queries, keys and values in one
     matmul_reduce_scatter        [M, K] x [K, hidden]        K: the down projection's input, or the attention's output
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.tune_shapes import MODELS
 
 PREFILL = (8192, 4096, 2048)
 DECODE = (1, 16, 64, 128, 256)
@@ -20,31 +21,8 @@ GRAPH_ROW = (2048, 4096)
 """(tokens, hidden size) of the anchor that is measured inside a CUDA graph as well: in eager mode the host counts."""
 LARGEST_GRAPH_M = 2048
 """`sweep` measures up to so many rows inside CUDA graphs, and from there on in eager mode."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """Widths of one layer: hidden, feed-forward, all queries, all keys (as wide as all values)."""
-
-    name: str
-    hidden: int
-    ffn: int
-    queries: int
-    keys: int
-
-    def widths(self, op: str, part: str, world_size: int) -> tuple[int, int]:
-        """(N, K) of one rank's matmul; `part` is `mlp` or `attention`."""
-        if op == "all_gather_matmul":
-            wide = 2 * self.ffn if part == "mlp" else self.queries + 2 * self.keys
-            return wide // world_size, self.hidden
-        return self.hidden, (self.ffn if part == "mlp" else self.queries) // world_size
-
-
-LLAMA_70B = Model("llama-70b", hidden=8192, ffn=28672, queries=8192, keys=1024)
-LLAMA_8B = Model("llama-8b", hidden=4096, ffn=14336, queries=4096, keys=1024)
-LLAMA_405B = Model("llama-405b", hidden=16384, ffn=53248, queries=16384, keys=1024)
-QWEN3_32B = Model("qwen3-32b", hidden=5120, ffn=25600, queries=8192, keys=1024)
-MODELS = (LLAMA_70B, LLAMA_8B, QWEN3_32B, LLAMA_405B)
+LLAMAS = ("llama-70b", "llama-8b")
+"""The models of `anchors`, `sweep` and `decode`."""
 
 
 @dataclass(frozen=True)
@@ -75,21 +53,21 @@ class Cell:
 
 
 def _cell(
-    op: str, model: Model, part: str, world_size: int, tokens: int, *, graph: bool = False, priority: int = 0
+    op: str, model: str, part: str, world_size: int, tokens: int, *, graph: bool = False, priority: int = 0
 ) -> Cell:
-    N, K = model.widths(op, part, world_size)
-    return Cell(op, tokens, N, K, graph, priority=priority, source=f"{model.name} {part}")
+    N, K = MODELS[model].widths(op, part, world_size)
+    return Cell(op, tokens, N, K, graph, priority=priority, source=f"{model} {part}")
 
 
 def anchors(op: str, world_size: int) -> list[Cell]:
     """The MLPs of two Llama models: six rows of prefill, the smallest also in a graph, and (all-reduce) decode."""
     reduces = op == "matmul_all_reduce"
     cells = []
-    for model in (LLAMA_70B, LLAMA_8B):
+    for model in LLAMAS:
         for tokens in PREFILL:
             row = _cell(op, model, "mlp", world_size, tokens, priority=int(reduces))
             cells.append(row)
-            if not reduces and (tokens, model.hidden) == GRAPH_ROW:
+            if not reduces and (tokens, MODELS[model].dim) == GRAPH_ROW:
                 cells.append(replace(row, graph=True))
     return [*cells, *(_decode(world_size, DECODE) if reduces else [])]
 
@@ -98,7 +76,7 @@ def _decode(world_size: int, tokens: Iterable[int]) -> list[Cell]:
     op = "matmul_all_reduce"
     return [
         _cell(op, model, "mlp", world_size, each, graph=True, priority=2 * place)
-        for place, model in enumerate((LLAMA_70B, LLAMA_8B))
+        for place, model in enumerate(LLAMAS)
         for each in tokens
     ]
 
@@ -128,7 +106,7 @@ def sweep(op: str, world_size: int) -> list[Cell]:
     for step in range(15):
         tokens = 1 << step
         priority = next(place for place, stride in enumerate((4, 2, 1)) if step % stride == 0)
-        for model in (LLAMA_70B, LLAMA_8B):
+        for model in LLAMAS:
             if tokens >= smallest:
                 graph = tokens <= LARGEST_GRAPH_M
                 cells.append(_cell(op, model, "mlp", world_size, tokens, graph=graph, priority=priority))
