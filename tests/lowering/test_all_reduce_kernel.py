@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import time
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import ditron_inductor
@@ -17,11 +15,10 @@ from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel
 from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import Cut, cut
 from tests.lowering import calls
 from tests.lowering.calls import Site
-from tests.lowering.problems import Mismatches, Problem, Size
+from tests.lowering.problems import Problem, Size
+from tests.lowering.stress import BACK_TO_BACK, call_in_poisoned_slots, call_in_random_order
 from tests.lowering.test_failures import Failure, _fails
 from tests.lowering.test_matmul_all_reduce import BF16, FP16, FP32, Case, _check
-from tests.lowering.test_poisoned_buffers import _fill_slots
-from tests.lowering.test_repeated_calls import BACK_TO_BACK, delay
 from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
 
@@ -150,17 +147,7 @@ def _problems(ctx: RankContext, name: str) -> list[Problem]:
 
 def _among_others(ctx: RankContext, count: int) -> None:
     """Launches that push and launches that pull share slots, flags and credits, and ranks come late."""
-    problems = _problems(ctx, "among")
-    first = [problem() for problem in problems]
-    for problem, outputs in zip(problems, first, strict=True):
-        problem.check(outputs)
-    mismatches = Mismatches(ctx)
-    order, delays = random.Random(ctx.seed), random.Random(ctx.rank)
-    for _ in range(count):
-        delay(ctx, delays.choice((0.0, 0.0, 0.02, 0.2)))
-        index = order.randrange(len(problems))
-        mismatches.add(problems[index](), first[index])
-    mismatches.assert_none(count)
+    call_in_random_order(ctx, _problems(ctx, "among"), count)
 
 
 def test_among_other_launches(pool: RankPool) -> None:
@@ -172,24 +159,13 @@ def test_among_other_launches_of_three_ranks(rank_pools: RankPools) -> None:
     rank_pools.get("cpu", 3).run(_among_others, 30, timeout=100)
 
 
-def _poisoned(ctx: RankContext, rows: int, columns: int) -> None:
-    """Nothing is read that was not written, where the last pieces are partly, or wholly, empty."""
-    site = Site(name=f"poison/{rows}x{columns}:{KIND}", strategy="chunked")
-    problem = Problem(ctx, KIND, Size(rows, 33, columns), site=site)
-    problem.check(problem())
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        for _ in range(layout.NUM_SLOTS):
-            _fill_slots(ctx)
-            problem.check(problem())
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("odd", [0, 1], ids=["one-shot", "two-shots"])
 def test_poisoned_buffers(pool: RankPool, odd: int) -> None:
-    sizes = {"cpu": ((1, 13), (3, 47)), "cuda": ((5, 777), (77, 7777))}
-    pool.run(_poisoned, *sizes[pool.device_type][odd])
+    """The last pieces are partly, or wholly, empty."""
+    sizes = {"cpu": (Size(1, 33, 13), Size(3, 33, 47)), "cuda": (Size(5, 33, 777), Size(77, 33, 7777))}
+    size = sizes[pool.device_type][odd]
+    site = Site(name=f"poison/{size.rows}x{size.n}:{KIND}", strategy="chunked")
+    pool.run(call_in_poisoned_slots, KIND, size, site)
 
 
 def _problem(ctx: RankContext, name: str, index: int) -> Problem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from ditron_inductor.device import layout
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather
 from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce
@@ -21,9 +19,8 @@ from tests.lowering import test_all_gather_matmul as gather_cases
 from tests.lowering import test_matmul_all_reduce as reduce_cases
 from tests.lowering import test_matmul_reduce_scatter as scatter_cases
 from tests.lowering.calls import Site
-from tests.lowering.problems import KINDS, SMALL, Mismatches, Problem, Size
-from tests.lowering.test_poisoned_buffers import ODD, _fill_slots
-from tests.lowering.test_repeated_calls import BACK_TO_BACK, delay
+from tests.lowering.problems import KINDS, ODD, SMALL, Problem, Size, chunked_problems
+from tests.lowering.stress import BACK_TO_BACK, call_in_poisoned_slots, call_in_random_order, start_late
 from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
 from tests.tolerances import assert_near
@@ -168,17 +165,7 @@ def _mixed(ctx: RankContext, kinds: tuple[str, ...], late_rank: int, count: int)
         for kind in kinds
         for strategy in ("chunked", "tile")
     ]
-    first = [problem() for problem in problems]
-    for problem, outputs in zip(problems, first, strict=True):
-        problem.check(outputs)
-    mismatches = Mismatches(ctx)
-    order, delays = random.Random(ctx.seed), random.Random(ctx.rank)
-    for _ in range(count):
-        if ctx.rank == late_rank % ctx.world_size:
-            delay(ctx, delays.choice((0.0, 0.02, 0.1, 0.5)))
-        index = order.randrange(len(problems))
-        mismatches.add(problems[index](), first[index])
-    mismatches.assert_none(count)
+    call_in_random_order(ctx, problems, count, late_rank)
 
 
 @pytest.mark.parametrize("late_rank", [-1, 0])
@@ -189,22 +176,7 @@ def test_among_tile_launches(pool: RankPool, kinds: tuple[str, ...], late_rank: 
 
 
 def _alone(ctx: RankContext, count: int) -> None:
-    size = SMALL[ctx.device.type]
-    problems = [
-        Problem(ctx, kind, size, site=Site(name=f"alone/{i}:{kind}", strategy="chunked"))
-        for kind in KINDS
-        for i in range(2)
-    ]
-    first = [problem() for problem in problems]
-    mismatches = Mismatches(ctx)
-    order, delays = random.Random(ctx.seed), random.Random(ctx.rank)
-    for _ in range(count):
-        delay(ctx, delays.choice((0.0, 0.0, 0.02, 0.2)))
-        index = order.randrange(len(problems))
-        mismatches.add(problems[index](), first[index])
-    for problem, outputs in zip(problems, first, strict=True):
-        problem.check(outputs)
-    mismatches.assert_none(count)
+    call_in_random_order(ctx, chunked_problems(ctx, KINDS * 2, "alone"), count)
 
 
 def test_back_to_back(pool: RankPool) -> None:
@@ -212,13 +184,7 @@ def test_back_to_back(pool: RankPool) -> None:
 
 
 def _late_start(ctx: RankContext, late_rank: int) -> None:
-    for kind in KINDS:
-        site = Site(name=f"late/0:{kind}", strategy="chunked")
-        problem = Problem(ctx, kind, SMALL[ctx.device.type], site=site)
-        if ctx.rank == late_rank % ctx.world_size:
-            delay(ctx, 300)
-        for outputs in [problem() for _ in range(3)]:
-            problem.check(outputs, what="late start:")
+    start_late(ctx, chunked_problems(ctx, KINDS, "late"), late_rank)
 
 
 @pytest.mark.parametrize("late_rank", [-1, 0])
@@ -226,19 +192,7 @@ def test_a_rank_starts_late(pool: RankPool, late_rank: int) -> None:
     pool.run(_late_start, late_rank)
 
 
-def _poisoned(ctx: RankContext, kind: str) -> None:
-    site = Site(name=f"poison/1:{kind}", strategy="chunked")
-    problem = Problem(ctx, kind, ODD[ctx.device.type], site=site)
-    problem.check(problem())
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        for _ in range(layout.NUM_SLOTS):
-            _fill_slots(ctx)
-            problem.check(problem())
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_poisoned_buffers(pool: RankPool, kind: str) -> None:
-    pool.run(_poisoned, kind)
+    site = Site(name=f"poison/1:{kind}", strategy="chunked")
+    pool.run(call_in_poisoned_slots, kind, ODD[pool.device_type], site)

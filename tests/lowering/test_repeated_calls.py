@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.lowering.calls import Site
-from tests.lowering.problems import SMALL, TILE_KINDS, Mismatches, Problem, Size
+from tests.lowering.problems import SMALL, TILE_KINDS, Problem, Size
+from tests.lowering.stress import BACK_TO_BACK, call_in_random_order, call_on_two_streams, delay, start_late
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
-
-# By device and ranks: on the CPU device, ranks that wait take the cores from those that work.
-BACK_TO_BACK = {("cpu", 2): 20, ("cpu", 4): 8, ("cuda", 2): 500, ("cuda", 4): 500}
-CYCLES_PER_MS = 1_800_000
 
 
 def sizes(ctx: RankContext, kind: str) -> tuple[Size, ...]:
@@ -28,30 +23,10 @@ def sizes(ctx: RankContext, kind: str) -> tuple[Size, ...]:
     return Size(5, 40, 10), Size(33, 30, 40)
 
 
-def delay(ctx: RankContext, milliseconds: float) -> None:
-    """Hold up this rank: its stream on a GPU, where the host runs ahead, or the rank itself."""
-    if ctx.device.type == "cuda":
-        torch.cuda._sleep(int(milliseconds * CYCLES_PER_MS))
-    else:
-        time.sleep(milliseconds / 1000)
-
-
 def _back_to_back(ctx: RankContext, kind: str, late_rank: int) -> None:
     count = BACK_TO_BACK[ctx.device.type, ctx.world_size]
-    size = SMALL[ctx.device.type]
-    problems = [Problem(ctx, kind, size) for _ in range(3)]
-    first = [problem() for problem in problems]
-    for problem, outputs in zip(problems, first, strict=True):
-        problem.check(outputs)
-    mismatches = Mismatches(ctx)
-    # The order of the calls is the same on all ranks, the delays are not.
-    order, delays = random.Random(ctx.seed), random.Random(ctx.rank)
-    for _ in range(count):
-        if ctx.rank == late_rank % ctx.world_size:
-            delay(ctx, delays.choice((0.0, 0.02, 0.1, 0.5)))
-        index = order.randrange(len(problems))
-        mismatches.add(problems[index](), first[index])
-    mismatches.assert_none(count)
+    problems = [Problem(ctx, kind, SMALL[ctx.device.type]) for _ in range(3)]
+    call_in_random_order(ctx, problems, count, late_rank)
 
 
 @pytest.mark.parametrize("late_rank", [-1, 0])
@@ -61,12 +36,7 @@ def test_back_to_back_with_random_delays(pool: RankPool, kind: str, late_rank: i
 
 
 def _late_start(ctx: RankContext, late_rank: int) -> None:
-    for kind in TILE_KINDS:
-        problem = Problem(ctx, kind, SMALL[ctx.device.type])
-        if ctx.rank == late_rank % ctx.world_size:
-            delay(ctx, 300)
-        for outputs in [problem() for _ in range(3)]:
-            problem.check(outputs, what="late start:")
+    start_late(ctx, [Problem(ctx, kind, SMALL[ctx.device.type]) for kind in TILE_KINDS], late_rank)
 
 
 @pytest.mark.parametrize("late_rank", [-1, 0])
@@ -114,25 +84,7 @@ def test_groups_of_some_ranks(pool: RankPool, members: tuple[int, ...]) -> None:
 
 
 def _two_streams(ctx: RankContext, count: int) -> None:
-    problems = [Problem(ctx, kind, SMALL[ctx.device.type]) for kind in TILE_KINDS]
-    first = [problem() for problem in problems]
-    for problem, outputs in zip(problems, first, strict=True):
-        problem.check(outputs)
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    mismatches = [Mismatches(ctx) for _ in streams]
-    torch.cuda.synchronize()
-    order, delays = random.Random(ctx.seed), random.Random(ctx.rank)
-    for _ in range(count):
-        which = order.randrange(len(streams))
-        # Nothing orders the two streams but the workspace itself.
-        with torch.cuda.stream(streams[which]):
-            delay(ctx, delays.choice((0.0, 0.02, 0.2)))
-            index = order.randrange(len(problems))
-            mismatches[which].add(problems[index](), first[index])
-    for each in mismatches:
-        torch.cuda.synchronize()
-        each.assert_none(count)
+    call_on_two_streams(ctx, [Problem(ctx, kind, SMALL[ctx.device.type]) for kind in TILE_KINDS], count)
 
 
 def test_two_streams(gpu_pool: RankPool) -> None:
