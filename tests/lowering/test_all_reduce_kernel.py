@@ -13,17 +13,19 @@ from ditron_inductor.core.layout import MAX_CHUNKS, POISON, REVOKED_ROW
 from ditron_inductor.device import layout, workspaces
 from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel
 from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import Cut, cut
+from tests.conftest import Place
 from tests.lowering import calls
 from tests.lowering.calls import Site
+from tests.lowering.failures import Failure, fails
 from tests.lowering.problems import Problem, Size
 from tests.lowering.stress import BACK_TO_BACK, call_in_poisoned_slots, call_in_random_order
-from tests.lowering.test_failures import Failure, _fails
 from tests.lowering.test_matmul_all_reduce import BF16, FP16, FP32, Case, _check
 from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
 
 KIND = "matmul_all_reduce"
 TIMEOUT_S = 2.0
+TWO, THREE = Place("cpu", 2), Place("cpu", 3)
 CUT = {"programs": 132, "least_piece": 512, "round_bytes": all_reduce_kernel.ROUND_BYTES}
 
 
@@ -195,7 +197,7 @@ def _late(ctx: RankContext, index: int) -> Failure | bool:
     problem.check(expected)
     dist.barrier()
     if ctx.rank != ctx.world_size - 1:
-        return _fails(ctx, problem)
+        return fails(ctx, problem)
     time.sleep(TIMEOUT_S * 5)
     return True
 
@@ -206,7 +208,7 @@ def _other_site(ctx: RankContext, index: int) -> Failure:
     for problem in problems:
         problem.check(problem())
     dist.barrier()
-    return _fails(ctx, problems[ctx.rank == 0])
+    return fails(ctx, problems[ctx.rank == 0])
 
 
 def _reset(ctx: RankContext) -> None:
@@ -215,29 +217,29 @@ def _reset(ctx: RankContext) -> None:
         problem.check(problem())
 
 
-@pytest.fixture(params=[2, 3])
-def fragile(request: pytest.FixtureRequest, rank_pools: RankPools) -> RankPool:
-    """Ranks apart from those of other tests: these break their group."""
-    return rank_pools.get("cpu", request.param, label="kernel failures")
+@pytest.fixture(params=[TWO, THREE], ids=str)
+def fragile_place(request: pytest.FixtureRequest) -> Place:
+    """In place of the one of all files: three ranks are the fewest that take two shots."""
+    return request.param
 
 
-def test_a_poisoned_launch_is_nan(fragile: RankPool) -> None:
-    assert all(fragile.run(_poisoned_launch))
-    fragile.run(_reset)
+def test_a_poisoned_launch_is_nan(fragile_pool: RankPool) -> None:
+    assert all(fragile_pool.run(_poisoned_launch))
+    fragile_pool.run(_reset)
 
 
-@pytest.mark.parametrize(("fragile", "index"), [(2, 0), (3, 1)], indirect=["fragile"])
-def test_a_rank_that_comes_too_late(fragile: RankPool, index: int) -> None:
-    *waiting, _ = fragile.run(_late, index, timeout=100)
-    last = fragile.world_size - 1
+@pytest.mark.parametrize(("fragile_place", "index"), [(TWO, 0), (THREE, 1)], indirect=["fragile_place"], ids=str)
+def test_a_rank_that_comes_too_late(fragile_pool: RankPool, index: int) -> None:
+    *waiting, _ = fragile_pool.run(_late, index, timeout=100)
+    last = fragile_pool.world_size - 1
     assert all(failure.type_name == "DitronTimeout" for failure in waiting), waiting
     assert any(f"for rank {last}" in failure.message for failure in waiting), waiting
-    fragile.run(_reset)
+    fragile_pool.run(_reset)
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_rank_at_another_site(fragile: RankPool, index: int) -> None:
-    for failure in fragile.run(_other_site, index, timeout=100):
+def test_a_rank_at_another_site(fragile_pool: RankPool, index: int) -> None:
+    for failure in fragile_pool.run(_other_site, index, timeout=100):
         assert failure.type_name == "DitronDiverged", failure
         assert "site0" in failure.message and "site1" in failure.message, failure
-    fragile.run(_reset)
+    fragile_pool.run(_reset)

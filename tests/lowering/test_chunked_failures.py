@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from dataclasses import dataclass
 
@@ -11,91 +9,29 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ditron_inductor
 from ditron_inductor.core import layout as words
 from ditron_inductor.device import layout, workspaces
 from ditron_inductor.device.workspace import SharedWorkspace
 from ditron_inductor.errors import DitronError
 from ditron_inductor.lowering import exchange
-from tests.conftest import CPU_PLACES, GPU_PLACES, Place
-from tests.lowering.calls import Site
-from tests.lowering.problems import KINDS, SMALL, Problem
-from tests.lowering.test_failures import Failure, _fails, _reset
+from tests.conftest import CPU_PLACES
+from tests.lowering.failures import Failure, diverge, fails, hasty, reset_and_work, stop_a_rank
+from tests.lowering.problems import KINDS
 from tests.rank_process import RankContext
-from tests.ranks import RankPool, RankPools
+from tests.ranks import RankPool
 
-TIMEOUT_S = 3.0
 SHORT_S = 1.0
-
-
-@pytest.fixture(scope="module", params=[CPU_PLACES[0], *GPU_PLACES])
-def fragile_place(request: pytest.FixtureRequest) -> Place:
-    """Two ranks on the CPU device: with more, those that wait take the cores, and limits say little."""
-    return request.param
-
-
-@pytest.fixture
-def fragile_pool(rank_pools: RankPools, fragile_place: Place) -> RankPool:
-    """Ranks apart from those of other tests: these break their group."""
-    where = fragile_place.device_type, fragile_place.world_size
-    pool = rank_pools.get(*where, label="chunked failures")
-    if any(outcome.error or outcome.lost for outcome in pool.outcomes(_reset)):
-        pool.close()
-    return rank_pools.get(*where, label="chunked failures")
-
-
-def _problem(ctx: RankContext, name: str, kind: str, timeout_s: float = TIMEOUT_S) -> Problem:
-    site = Site(name=f"{name}:{kind}", strategy="chunked", timeout_s=timeout_s)
-    return Problem(ctx, kind, SMALL[ctx.device.type], site=site)
-
-
-def _reset_and_work(ctx: RankContext) -> None:
-    ditron_inductor.reset(dist.group.WORLD)
-    for kind in KINDS:
-        problem = _problem(ctx, "works/0", kind)
-        for outputs in [problem() for _ in range(2)]:
-            problem.check(outputs)
-
-
-def _lose_a_rank(ctx: RankContext, kind: str, victim: int) -> Failure | None:
-    problem = _problem(ctx, "lost/0", kind)
-    problem.check(problem())
-    dist.barrier()
-    if ctx.rank == victim:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return None
-    return _fails(ctx, problem)
+on_cpu = pytest.mark.parametrize("fragile_place", CPU_PLACES[:1], indirect=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stopped_rank(fragile_pool: RankPool, kind: str) -> None:
-    victim = fragile_pool.world_size - 1
-    outcomes = fragile_pool.outcomes(_lose_a_rank, kind, victim, timeout=60, stop=victim)
-    failures = [outcome.value for outcome in outcomes if outcome.rank != victim]
-    assert all(failure is not None for failure in failures), outcomes
-    assert {failure.type_name for failure in failures} == {"DitronTimeout"}, failures
-    assert all(f"lost/0:{kind}" in failure.message for failure in failures), failures
-    named = [f"for rank {victim}" in failure.message for failure in failures]
-    # Whoever waits for an owner that waits for the victim may name the owner.
-    assert all(named) or (kind == "matmul_all_reduce" and any(named)), failures
-    fragile_pool.run(_reset_and_work)
-
-
-def _run_another_site(ctx: RankContext, kind: str, odd_rank: int) -> Failure:
-    problems = [_problem(ctx, f"diverged/{index}", kind) for index in range(2)]
-    for problem in problems:
-        problem.check(problem())
-    return _fails(ctx, problems[ctx.rank == odd_rank])
+    stop_a_rank(fragile_pool, kind, "chunked")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_at_another_site(fragile_pool: RankPool, kind: str) -> None:
-    failures = fragile_pool.run(_run_another_site, kind, 1)
-    for rank, failure in enumerate(failures):
-        assert failure.type_name == "DitronDiverged", failures
-        assert "diverged/0" in failure.message and "diverged/1" in failure.message, failures
-        assert rank == 1 or "rank 1" in failure.message, failures
-    fragile_pool.run(_reset_and_work)
+    diverge(fragile_pool, kind, "chunked")
 
 
 def _shared(ctx: RankContext) -> SharedWorkspace:
@@ -115,9 +51,9 @@ class Slow:
 
 def _too_slow(ctx: RankContext, kind: str) -> Slow | Failure:
     """Rank 1 has copied nothing yet when rank 0 gives up on its credit and uses the slot again."""
-    problem = _problem(ctx, "slow/0", kind, SHORT_S)
+    problem = hasty(ctx, "slow/0", kind, timeout_s=SHORT_S, strategy="chunked")
     # Products go into the own slot, whatever happens.
-    other = _problem(ctx, "slow/1", "matmul_reduce_scatter", SHORT_S)
+    other = hasty(ctx, "slow/1", "matmul_reduce_scatter", timeout_s=SHORT_S, strategy="chunked")
     expected = problem()
     problem.check(expected)
     other.check(other())
@@ -126,7 +62,7 @@ def _too_slow(ctx: RankContext, kind: str) -> Slow | Failure:
         problem()
         # As if the call for the next slot, which would fail here and now, were still queued, as on a GPU.
         _shared(ctx).calls += layout.NUM_SLOTS - 1
-        return _fails(ctx, other)
+        return fails(ctx, other)
     waiting = "wait_all" if kind == "all_gather_matmul" else "wait"
     original = getattr(exchange.Exchange, waiting)
     last = exchange.Exchange.close if kind == "all_gather_matmul" else exchange.Exchange.reduce
@@ -160,16 +96,15 @@ def _too_slow(ctx: RankContext, kind: str) -> Slow | Failure:
         setattr(exchange.Exchange, name, last)
 
 
+@on_cpu
 @pytest.mark.parametrize("kind", ["all_gather_matmul", "matmul_reduce_scatter"])
-def test_a_reader_that_is_overtaken(rank_pools: RankPools, kind: str) -> None:
+def test_a_reader_that_is_overtaken(fragile_pool: RankPool, kind: str) -> None:
     """Rank 0 overwrites what rank 1 has not read, and says so: rank 1 raises, and what it holds is NaN."""
-    pool = rank_pools.get("cpu", 2, label="chunked failures")
-    pool.run(_reset)
-    hasty, slow = pool.run(_too_slow, kind)
-    assert hasty.type_name == "DitronTimeout" and "rank 1" in hasty.message, hasty
+    first, slow = fragile_pool.run(_too_slow, kind)
+    assert first.type_name == "DitronTimeout" and "rank 1" in first.message, first
     assert slow.type_name == "DitronTimeout" and "rank 0" in slow.message, slow
     assert slow.missing and not slow.right, slow
-    pool.run(_reset_and_work)
+    fragile_pool.run(reset_and_work, "chunked")
 
 
 def _revoke_words(ctx: RankContext) -> list[int]:
@@ -183,7 +118,7 @@ def _revoke_words(ctx: RankContext) -> list[int]:
     return [int(header[place]) for place in places]
 
 
-def test_a_healthy_group_revokes_nothing(rank_pools: RankPools) -> None:
-    pool = rank_pools.get("cpu", 2, label="chunked failures")
-    pool.run(_reset_and_work)
-    assert not any(any(found) for found in pool.run(_revoke_words))
+@on_cpu
+def test_a_healthy_group_revokes_nothing(fragile_pool: RankPool) -> None:
+    fragile_pool.run(reset_and_work, "chunked")
+    assert not any(any(found) for found in fragile_pool.run(_revoke_words))

@@ -1,0 +1,112 @@
+"""Calls that must not succeed: problems whose waits give up soon, how calls end, and failures of every strategy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ditron_inductor
+from ditron_inductor.errors import DitronError
+from tests.lowering.calls import Site
+from tests.lowering.problems import KINDS, SMALL, TILE_KINDS, Problem
+from tests.rank_process import RankContext
+from tests.ranks import RankPool
+
+TIMEOUT_S = 3.0
+# Waits are bounded by a number of polls, and two cores may be shared by four ranks that poll.
+LIMIT_S = {"cpu": 20.0, "cuda": 8.0}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a call ended that must not succeed."""
+
+    type_name: str
+    message: str
+    seconds: float
+
+
+def hasty(ctx: RankContext, name: str, kind: str, *, timeout_s: float = TIMEOUT_S, **of_site: Any) -> Problem:
+    """A small problem whose waits give up soon."""
+    site = Site(name=f"{name}:{kind}", timeout_s=timeout_s, **of_site)
+    return Problem(ctx, kind, SMALL[ctx.device.type], site=site)
+
+
+def fails(ctx: RankContext, problem: Problem) -> Failure:
+    """Call until it raises: an expired wait is reported by the next call when the kernel ran asynchronously."""
+    limit = LIMIT_S[ctx.device.type]
+    start = time.monotonic()
+    while time.monotonic() - start < limit:
+        try:
+            problem()
+            if ctx.device.type == "cuda":
+                torch.cuda.synchronize()
+        except DitronError as error:
+            return Failure(type(error).__name__, str(error), time.monotonic() - start)
+    raise AssertionError(f"no error within {limit} s")
+
+
+def reset(ctx: RankContext) -> None:
+    """The group works again."""
+    ditron_inductor.reset(dist.group.WORLD)
+
+
+def reset_and_work(ctx: RankContext, strategy: str = "tile") -> None:
+    """After a reset every kind gives right results in every slot."""
+    reset(ctx)
+    for index, kind in enumerate(TILE_KINDS if strategy == "tile" else KINDS):
+        problem = hasty(ctx, f"works/{index}", kind, strategy=strategy)
+        for outputs in [problem() for _ in range(2)]:
+            problem.check(outputs)
+
+
+def lose_a_rank(ctx: RankContext, kind: str, strategy: str, victim: int, signal_number: int) -> Failure | None:
+    """The victim sends itself a signal after one call of all ranks."""
+    problem = hasty(ctx, "lost/0", kind, strategy=strategy)
+    problem.check(problem())
+    dist.barrier()
+    if ctx.rank == victim:
+        os.kill(os.getpid(), signal_number)
+        return None
+    return fails(ctx, problem)
+
+
+def stop_a_rank(pool: RankPool, kind: str, strategy: str) -> None:
+    """Its peers raise an error that names it, and the group works again when the rank goes on."""
+    victim = pool.world_size - 1
+    outcomes = pool.outcomes(lose_a_rank, kind, strategy, victim, signal.SIGSTOP, timeout=60, stop=victim)
+    failures = [outcome.value for outcome in outcomes if outcome.rank != victim]
+    assert all(failure is not None for failure in failures), outcomes
+    assert {failure.type_name for failure in failures} == {"DitronTimeout"}, failures
+    assert all(f"lost/0:{kind}" in failure.message for failure in failures), failures
+    named = [f"for rank {victim}" in failure.message for failure in failures]
+    # A rank that owns no part of a replicated result waits for its owner, who waits for the victim.
+    assert all(named) or (kind == "matmul_all_reduce" and any(named)), failures
+    pool.run(reset_and_work, strategy)
+
+
+def run_another_site(ctx: RankContext, kind: str, strategy: str, odd_rank: int, first_call: bool) -> Failure:
+    """One rank calls another site than its peers, at the first call of both sites or later."""
+    problems = [hasty(ctx, f"diverged/{first_call}/{index}", kind, strategy=strategy) for index in range(2)]
+    if not first_call:
+        for problem in problems:
+            problem.check(problem())
+    return fails(ctx, problems[ctx.rank == odd_rank])
+
+
+def diverge(pool: RankPool, kind: str, strategy: str, first_call: bool = False) -> None:
+    """Every rank raises an error that names both sites, and the odd rank where it is not that rank itself."""
+    odd_rank = 1
+    failures = pool.run(run_another_site, kind, strategy, odd_rank, first_call)
+    for rank, failure in enumerate(failures):
+        assert failure.type_name == "DitronDiverged", failures
+        assert f"diverged/{first_call}/0" in failure.message, failures
+        assert f"diverged/{first_call}/1" in failure.message, failures
+        assert rank == odd_rank or f"rank {odd_rank}" in failure.message, failures
+    pool.run(reset_and_work, strategy)
