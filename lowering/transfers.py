@@ -5,10 +5,11 @@ and the telling, one launch each.
 Algorithm. *Pull*: a rank writes into its own slot only, and its peers copy from there. Nobody writes a peer's data, so
 nothing that fails here can destroy what a peer is to read, with one exception, which is told (see below).
 Signal protocol. As everywhere (docs/protocol.md), with these parts:
-* `stage` and `open_slot` begin a use of the slot: they wait for the credits of all peers for its previous use.
+* `stage` and `open_slot` begin a use of the slot: they wait for the credits of all peers for its previous use, and give
+  those of the use that ended last.
 * `publish_pieces` tells peers that pieces in this rank's slot are complete: flag row = the piece's row, one word each.
 * `await_pieces` and `await_all` wait for such flags on the side stream; the copies behind them read what they cover.
-* `reduce_partials` and `close_slot` end the use: all copies have ended by then, so `finish` gives credits.
+* `reduce_partials` and `close_slot` end the use: all copies have ended by then.
 A product writes into the slot whatever happens, as the host has queued it before anything is known. Where `open_slot`
 fails to get a credit, it therefore *revokes* the slot first: a word for every peer, of this epoch, in a row of its own.
 A peer that still copies looks at that word when its copies have ended, and takes what it has for lost.
@@ -24,6 +25,7 @@ from ditron_inductor.core.layout import MAX_WORLD, OPENED, REVOKED_ROW, TIMEOUT
 from ditron_inductor.core.signals import (
     arrive,
     behind,
+    credits_due,
     current_epoch,
     data,
     fail,
@@ -32,6 +34,7 @@ from ditron_inductor.core.signals import (
     healthy,
     publish,
     publish_all,
+    settle,
     slot_ctl,
     wait,
     wait_all,
@@ -75,6 +78,9 @@ def stage(
     """
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
+    # All programs of so small a grid run at once, so this one does.
+    if tl.program_id(0) == 0:
+        settle(credits_due(ctl, alive), table, rank, site, WORLD)
     ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
     mine = data(table, ctl, rank, slot, shard.dtype.element_ty)
     step = tl.num_programs(0) * BLOCK
@@ -98,6 +104,7 @@ def open_slot(table, ctl, rank, slot, site, WORLD: tl.constexpr):
     """Begin a use in which products write straight into the own slot: wait for all credits, or revoke the slot."""
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
+    settle(credits_due(ctl, alive), table, rank, site, WORLD)
     if wait_credits(table, ctl, rank, slot, site, epoch, WORLD) == 0:
         # The products behind this launch overwrite what a peer may be reading. It sees the word before it uses that.
         publish_all(table, slot, REVOKED_ROW, rank, site, epoch, WORLD)
@@ -184,7 +191,7 @@ def reduce_partials(
             if arrive(counters, tl.num_programs(0)):
                 publish_all(table, slot, row, rank, site, epoch, WORLD)
     else:
-        finish(table, ctl, rank, slot, site, epoch, WORLD)
+        finish(ctl, slot, epoch)
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "site"])
@@ -202,7 +209,7 @@ def close_slot(
                 first += step
                 nothing = tl.full((BLOCK,), float("nan"), tl.float32).to(outs[index].dtype.element_ty)
                 tl.store(outs[index] + offsets, nothing, mask=offsets < numels[index])
-    finish(table, ctl, rank, slot, site, epoch, WORLD)
+    finish(ctl, slot, epoch)
 
 
 assert PIECE_ROWS.value < RESULT_ROWS.value < REVOKED_ROW.value

@@ -5,7 +5,8 @@ Two memories hold protocol words:
 * the *header* of the symmetric heap, one per rank, mapped by all ranks: for every slot a table of flags, and one row
   of credits. Row `chunk`, column `source rank`; a word has one writer, the source, and lies in the waiter's memory.
 * the *control words* `ctl`, an int64 tensor that only its own rank reads and writes: epoch, tickets and the count of
-  finished programs of each slot, the poison word, the poll limit and the address of the failure record.
+  finished programs of each slot, the use whose credits are due, the poison word, the poll limit and the address of the
+  failure record.
 
 A flag or credit is one 64-bit word, `site << EPOCH_BITS | epoch`: 23 bits of site hash, so that it stays positive, and
 40 bits of epoch, so that a word which no site touched for years is still in the past.
@@ -53,6 +54,9 @@ POLL_LIMIT = tl.constexpr(1)
 RECORD = tl.constexpr(2)
 """Address of the failure record, in memory that both the device and the host can read."""
 
+DUE = tl.constexpr(3)
+"""The use that ended last, (slot + 1) << EPOCH_BITS | epoch, whose credits the next launch gives; 0 for none."""
+
 SLOT_CTL = tl.constexpr(16)
 """First control word of slot 0."""
 
@@ -73,7 +77,7 @@ TILE_TICKET = tl.constexpr(32)
 """Next piece of work of each of a launch's two queues; 0 between launches."""
 
 DONE = tl.constexpr(48)
-"""Programs of the running launch that have finished; 0 between launches."""
+"""Programs of the running launch that draw no more tickets; 0 between launches."""
 
 CTL_WORDS = tl.constexpr(16 + 2 * 64)
 

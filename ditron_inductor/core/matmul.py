@@ -149,16 +149,15 @@ def matmul_steps_by_descriptors(
 
 @triton.jit
 def matmul_tile(
-    a_rows, in_m, b, stride_bk, stride_bn, column, N, K, source, targets, count, num_targets,
+    a_rows, b, stride_bk, stride_bn, column, N, K, source, targets, count, num_targets,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr, MASK_M: tl.constexpr = False,
+    NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """acc[m, n] = sum_k A[m, k] * B[k, column + n], fp32 [BLOCK_M, BLOCK_N]; carries as matmul_tile_by_descriptors.
 
-    a_rows: pointers [BLOCK_M] to the rows of A with contiguous K, each valid (clamp them), or with MASK_M those where
-    in_m is true. For one row of many, that is: else all programs read the same few lines at once. b: pointer to B
-    [K, N]. Columns beyond N come out as 0. EVEN_K: K is a multiple of BLOCK_K, so the K loop needs no mask for it.
+    a_rows: pointers [BLOCK_M] to the rows of A with contiguous K, each valid (clamp them). b: pointer to B [K, N].
+    Columns beyond N come out as 0. EVEN_K: K is a multiple of BLOCK_K, so the K loop needs no mask for it.
     """
     offs_n = column + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
@@ -176,17 +175,11 @@ def matmul_tile(
                 source, targets, every, piece, first, left, count, num_targets, NUM_TARGETS, PIECE
             )
         if EVEN_K:
-            if MASK_M:
-                a = tl.load(a_ptrs, mask=in_m[:, None], other=0.0)
-            else:
-                a = tl.load(a_ptrs)
+            a = tl.load(a_ptrs)
             b_tile = tl.load(b_ptrs, mask=in_n, other=0.0)
         else:
             in_k = offs_k < K - k * BLOCK_K
-            in_a = in_k[None, :]
-            if MASK_M:
-                in_a = in_a & in_m[:, None]
-            a = tl.load(a_ptrs, mask=in_a, other=0.0)
+            a = tl.load(a_ptrs, mask=in_k[None, :], other=0.0)
             b_tile = tl.load(b_ptrs, mask=in_k[:, None] & in_n, other=0.0)
         if UPCAST:
             a = a.to(tl.float32)
@@ -197,3 +190,42 @@ def matmul_tile(
     if NUM_TARGETS > 0:
         carry(source, targets, first, count, num_targets, NUM_TARGETS, PIECE)
     return acc
+
+
+@triton.jit
+def matmul_tile_of_few_rows(
+    a, stride_am, M, b, stride_bk, stride_bn, column, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """acc[m, n] = sum_k A[m, k] * B[k, column + n], fp32 [BLOCK_M, BLOCK_N], for all M <= BLOCK_M rows of A.
+
+    It takes as long as reading B does. Computed as its transpose: tensor cores want many rows, and columns of B there
+    are, so its blocks go from shared memory straight into them. a: pointer to A [M, K] with contiguous K. b: pointer to
+    B [K, N].
+    """
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = column + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    # Not clamped: else all programs read the same few lines at once.
+    in_m = (offs_m < M)[None, :]
+    in_n = (offs_n < N)[:, None]
+    a_ptrs = a + offs_m.to(tl.int64)[None, :] * stride_am + offs_k[:, None]
+    b_ptrs = b + offs_n.to(tl.int64)[:, None] * stride_bn + offs_k.to(tl.int64)[None, :] * stride_bk
+    step = tl.full((), BLOCK_K, tl.int64) * stride_bk
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for k in range(0, tl.cdiv(K, BLOCK_K)):
+        if EVEN_K:
+            b_tile = tl.load(b_ptrs, mask=in_n, other=0.0)
+            a_tile = tl.load(a_ptrs, mask=in_m, other=0.0)
+        else:
+            in_k = offs_k < K - k * BLOCK_K
+            b_tile = tl.load(b_ptrs, mask=in_n & in_k[None, :], other=0.0)
+            a_tile = tl.load(a_ptrs, mask=in_m & in_k[:, None], other=0.0)
+        if UPCAST:
+            b_tile = b_tile.to(tl.float32)
+            a_tile = a_tile.to(tl.float32)
+        acc = tl.dot(b_tile, a_tile, acc, input_precision=PRECISION)
+        a_ptrs += BLOCK_K
+        b_ptrs += step
+    return acc.T

@@ -3,8 +3,9 @@
 The protocol (docs/protocol.md) in one paragraph: each use of a slot has an epoch, which the kernel reads from a device
 word, so a replayed CUDA graph is right. A sender waits for the receiver's *credit* of the slot's previous epoch, writes
 data into the receiver's slot, and *publishes* one flag word (site, epoch). The receiver *waits* for the word and checks
-the site. The last program out gives its peers their credits and advances the epoch. Work is taken by ticket, every send
-before every wait that may depend on it, so one resident program is enough for a launch to complete.
+the site. The last program out advances the epoch; the next launch gives the peers their credits, as nobody reads the
+slot any more. Work is taken by ticket, every send before every wait that may depend on it, so one resident program is
+enough for a launch to complete.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ditron_inductor.core.layout import (
     DATA_OFFSET,
     DIVERGED,
     DONE,
+    DUE,
     EPOCH,
     EPOCH_BITS,
     EPOCH_MASK,
@@ -112,13 +114,12 @@ def fail(ctl, code: tl.constexpr, rank, source, row, slot, expected, seen):
 
 
 @triton.jit
-def wait(table, ctl, rank, slot, row, source, site, epoch, CHECK_SITE: tl.constexpr = True):
+def wait(table, ctl, rank, slot, row, source, site, epoch):
     """Wait until `source` has published (site, epoch) in flag `row` of this rank; 1 if it has, 0 after a failure.
 
     Acquire at system scope: what `source` wrote before it published is visible to the whole program afterwards.
     Bounded: after POLL_LIMIT polls, and soon after another program of this launch has failed, the wait expires, `fail`
-    records why, and the caller must not read the data. A credit is awaited with CHECK_SITE off: any site may have used
-    the slot.
+    records why, and the caller must not read the data.
     """
     address = flag(table, rank, slot, row, source)
     limit = tl.load(ctl + POLL_LIMIT)
@@ -133,10 +134,9 @@ def wait(table, ctl, rank, slot, row, source, site, epoch, CHECK_SITE: tl.conste
     if behind(seen, epoch):
         fail(ctl, TIMEOUT, rank, source, row, slot, word(site, epoch), seen)
         ok = tl.full((), 0, tl.int32)
-    elif CHECK_SITE:
-        if seen != word(site, epoch):
-            fail(ctl, DIVERGED, rank, source, row, slot, word(site, epoch), seen)
-            ok = tl.full((), 0, tl.int32)
+    elif seen != word(site, epoch):
+        fail(ctl, DIVERGED, rank, source, row, slot, word(site, epoch), seen)
+        ok = tl.full((), 0, tl.int32)
     return ok
 
 
@@ -147,8 +147,25 @@ def count_late(seen, others, epoch):
 
 
 @triton.jit
-def wait_all(table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr, CHECK_SITE: tl.constexpr = True):
+def wait_all(table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr):
     """`wait` for every peer's word in flag `row` at once: one round of polling instead of one for each source."""
+    return wait_for_words(table, ctl, rank, slot, row, site, epoch, WORLD, True)
+
+
+@triton.jit
+def wait_credits(table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr):
+    """Wait until every peer has finished with the previous use of `slot`, so that it may be overwritten anywhere.
+
+    Whichever site that was. The program with the first ticket comes here after `settle`.
+    """
+    return wait_for_words(table, ctl, rank, slot, CREDIT_ROW, site, epoch - 1, WORLD, False)
+
+
+@triton.jit
+def wait_for_words(
+    table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr, CHECK_SITE: tl.constexpr
+):
+    """`wait_credits` or `wait_all`."""
     sources = tl.arange(0, MAX_WORLD)
     others = (sources < WORLD) & (sources != rank)
     # Addressed once: an acquire empties the cache, so a look at the table takes as long as one at the words.
@@ -263,21 +280,6 @@ def granted(request, THREADS: tl.constexpr):
 
 
 @triton.jit
-def wait_credit(table, ctl, rank, slot, target, site, epoch):
-    """Wait until `target` has finished with the previous use of `slot`, so that it may be overwritten there.
-
-    Enough only where all uses push: while peers pull from the slot, its owner may have finished long ago.
-    """
-    return wait(table, ctl, rank, slot, CREDIT_ROW, target, site, epoch - 1, CHECK_SITE=False)
-
-
-@triton.jit
-def wait_credits(table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr):
-    """Wait until every peer has finished with the previous use of `slot`, so that it may be overwritten anywhere."""
-    return wait_all(table, ctl, rank, slot, CREDIT_ROW, site, epoch - 1, WORLD, CHECK_SITE=False)
-
-
-@triton.jit
 def ask_to_send(table, ctl, rank, slot, WORLD: tl.constexpr, THREADS: tl.constexpr):
     """Begin to look at the credits of all peers, and at the health of the workspace: `may_send` has the answer.
 
@@ -291,13 +293,18 @@ def ask_to_send(table, ctl, rank, slot, WORLD: tl.constexpr, THREADS: tl.constex
 
 
 @triton.jit
-def may_send(asked, table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr, THREADS: tl.constexpr):
-    """Wait until every peer has finished with the previous use of `slot`; 1 if they have, in a healthy workspace."""
+def may_send(asked, due, table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr, THREADS: tl.constexpr):
+    """Wait until every peer has finished with the previous use of `slot`; 1 if they have, in a healthy workspace.
+
+    asked: of `ask_to_send`. due: `last_use` if this program has the first ticket, else 0, for `settle` before a wait.
+    """
     lanes = tl.arange(0, THREADS)
     late = (lanes < WORLD) & (lanes != rank) & behind(asked, epoch - 1)
     ok = tl.full((), 1, tl.int32)
     if tl.sum((late | ((lanes == WORLD) & (asked != 0))).to(tl.int32), axis=0) != 0:
-        ok = healthy(ctl) & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+        ok = healthy(ctl)
+        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
+        ok = ok & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
     return ok
 
 
@@ -308,19 +315,61 @@ def data(table, ctl, rank, slot, dtype: tl.constexpr):
 
 
 @triton.jit
-def finish(table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr):
-    """Last act of every program: the last one out resets the tickets, gives the credits and advances the epoch.
+def last_use(ctl):
+    """The use that ended last, whose credits are due; 0 for none. Read before this program's `finish` or `leave`."""
+    return tl.load(ctl + DUE)
 
-    A failed launch gives no credits, so peers stop too, instead of overwriting what was not read. Its epoch still
-    advances: the next launch finds the poison word and returns NaN.
+
+@triton.jit
+def credits_due(ctl, alive):
+    """`last_use` for `settle`, if `alive`: when one has failed its peers are to stop too, not to go on overwriting."""
+    return tl.where(alive != 0, last_use(ctl), 0)
+
+
+@triton.jit
+def settle(due, table, rank, site, WORLD: tl.constexpr):
+    """Give the credits that are due: all kernels of that use have ended, so nobody reads its slot any more.
+
+    By the program with the first ticket, before it waits for anything: a peer may be waiting for these. To give twice
+    does no harm, as newer credits come from later launches only.
     """
-    words = slot_ctl(ctl, slot)
-    if arrive(words + DONE, tl.num_programs(0)):
+    if due != 0:
+        slot = ((due >> EPOCH_BITS) - 1).to(tl.int32)
+        publish_all(table, slot, CREDIT_ROW, rank, site, due & EPOCH_MASK, WORLD)
+
+
+@triton.jit
+def finish(ctl, slot, epoch):
+    """Last act of every program: the last one out closes the use; see `close`."""
+    close(tl.atomic_add(slot_ctl(ctl, slot) + DONE, 1, sem="relaxed", scope="gpu"), ctl, slot, epoch)
+
+
+@triton.jit
+def leave(ctl, slot, ticket, epoch, due, THREADS: tl.constexpr, wanted):
+    """Begin to `finish` early, where time counts: when this program has its last ticket, the epoch and the last use.
+
+    `granted` has the number for `close`. Not asked for unless `wanted`.
+    """
+    # True, but the request needs the three values for it: none of them is still being read when the use is closed.
+    known = (ticket >= 0) & (epoch >= 0) & (due >= 0)
+    return request_ticket(ctl, slot, DONE, THREADS, wanted & known)
+
+
+@triton.jit
+def close(number, ctl, slot, epoch):
+    """If this program is the last one, reset the tickets, advance the epoch, and note that the credits are due.
+
+    number: of programs that had left before. They may still be working, and reading the slot. Nothing here is read
+    before the next launch, so nothing has to be ordered; and the epoch of a failed launch advances too, since the next
+    one finds the poison word and returns NaN.
+    """
+    if number == tl.num_programs(0) - 1:
+        words = slot_ctl(ctl, slot)
+        tl.store(words + DONE, 0)
         tl.store(words + SEND_TICKET, 0)
         tl.store(words + TILE_TICKET, 0)
         tl.store(words + EPOCH, epoch)
-        if healthy(ctl) != 0:
-            publish_all(table, slot, CREDIT_ROW, rank, site, epoch, WORLD)
+        tl.store(ctl + DUE, ((slot + 1).to(tl.int64) << EPOCH_BITS) | epoch)
 
 
 assert HEADER_BYTES.value % 16 == 0

@@ -9,8 +9,8 @@ start on the send queue, and a program that comes to a remote tile first helps t
 wait and a launch completes even with one resident program. Where the gathered tensor is wanted elsewhere too, the last
 tickets copy it out of the slot.
 Signal protocol. Flag row `chunk`, written once per launch by the last program that pushed a piece of the chunk to that
-peer, read by every tile of the chunk. A push waits for the peer's credit for the slot's previous use; credits are given
-when all programs have finished, that is when nobody reads the slot any more.
+peer, read by every tile of the chunk. A push waits for the credits of all peers for the slot's previous use; the next
+launch gives those of this one.
 Limits. K is the last dimension of the shard and the gathered dimension another one.
 """
 
@@ -29,6 +29,7 @@ from ditron_inductor.core.matmul import matmul_tile, matmul_tile_by_descriptors,
 from ditron_inductor.core.order import gather_order, grouped, interleaved_row
 from ditron_inductor.core.signals import (
     arrive,
+    credits_due,
     current_epoch,
     data,
     finish,
@@ -37,6 +38,7 @@ from ditron_inductor.core.signals import (
     proxy_fence,
     publish,
     request_ticket,
+    settle,
     take_send,
     take_tile,
     wait,
@@ -174,6 +176,8 @@ def all_gather_matmul_kernel(
     num_sends = tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0)
     # The piece that this program sends next; whether the credits have come, -1 as long as it has not asked.
     send_ticket = take_send(ctl, slot)
+    if send_ticket == 0:
+        settle(credits_due(ctl, alive), table, rank, site, WORLD)
     credited = tl.full((), -1, tl.int32)
     if tl.program_id(0) < senders:
         drain_sends(
@@ -232,7 +236,7 @@ def all_gather_matmul_kernel(
                     )  # fmt: skip
                 else:
                     acc = matmul_tile(
-                        base + tl.minimum(offs_m, rows - 1).to(tl.int64) * K, offs_m >= 0,
+                        base + tl.minimum(offs_m, rows - 1).to(tl.int64) * K,
                         weights[i], strides_bk[i], strides_bn[i], column, columns[i], K, base, (), 0, 0,
                         BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, PIECE,
                     )  # fmt: skip
@@ -257,7 +261,7 @@ def all_gather_matmul_kernel(
                 site, epoch, WORLD, INTERLEAVED, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             ticket = take_tile(ctl, slot) - WORLD * shard_tiles
-    finish(table, ctl, rank, slot, site, epoch, WORLD)
+    finish(ctl, slot, epoch)
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,16 @@ import triton.language as tl
 from ditron_inductor.core.layout import DATA_OFFSET, MAX_CHUNKS, REVOKED_ROW, TILE_TICKET
 from ditron_inductor.core.signals import (
     ask_to_send,
+    close,
     current_epoch,
-    finish,
     granted,
+    last_use,
+    leave,
     may_send,
     peer,
     publish_all,
     request_ticket,
+    settle,
     slot_ctl,
     wait_all,
 )
@@ -86,7 +89,7 @@ def add_up(mine, own, first, stride, whole, rank, WORLD: tl.constexpr, AVERAGE: 
 
 @triton.jit
 def one_shot(
-    x, own, slots, asked, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
+    x, own, slots, asked, due, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Reduce piece `ticket`. slots: pointers to the slots of rank + 1, ..; each has a place [source][piece]."""
@@ -94,11 +97,13 @@ def one_shot(
     place = ticket * PIECE + lanes
     mine = tl.load(x + place, mask=place < numel, other=0.0)
     # Credits: nobody reads any more what the slot's previous use left there.
-    ok = may_send(asked, table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+    ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
             tl.store(slots[i] + (rank * pieces + ticket) * PIECE + lanes, mine)
         publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+    if ticket == 0:
+        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
     # Acquire: the piece of all peers.
     whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
     total = add_up(mine, own, ticket * PIECE, pieces * PIECE, whole, rank, WORLD, AVERAGE, PIECE)
@@ -107,7 +112,7 @@ def one_shot(
 
 @triton.jit
 def two_shots(
-    x, own, slots, asked, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
+    x, own, slots, asked, due, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Reduce piece `ticket` of every run of `pieces`. A slot has places [source][piece], then sums [owner][piece]."""
@@ -119,11 +124,13 @@ def two_shots(
     mine_at = (rank * pieces + ticket) * PIECE + lanes
     mine = tl.load(x + mine_at, mask=mine_at < numel, other=0.0)
     # Credits: nobody reads any more what the slot's previous use left there.
-    ok = may_send(asked, table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+    ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
             tl.store(slots[i] + mine_at, theirs[i])
         publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+    if ticket == 0:
+        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
     # Acquire: the own piece of all peers.
     whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
     total = add_up(mine, own, ticket * PIECE, pieces * PIECE, whole, rank, WORLD, AVERAGE, PIECE)
@@ -162,18 +169,20 @@ def all_reduce_kernel(
     for i in tl.static_range(1, WORLD):
         slots = slots + (peer(table, (rank + i) % WORLD, offset, dtype),)  # type: ignore[assignment]
     asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
+    due = last_use(ctl)
     ticket = granted(request, THREADS)
+    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
     if ONE_SHOT:
         one_shot(
-            x, own, slots, asked, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
+            x, own, slots, asked, due, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
             WORLD, AVERAGE, PIECE, THREADS,
         )  # fmt: skip
     else:
         two_shots(
-            x, own, slots, asked, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
+            x, own, slots, asked, due, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
             WORLD, AVERAGE, PIECE, THREADS,
         )  # fmt: skip
-    finish(table, ctl, rank, slot, site, epoch, WORLD)
+    close(granted(left, THREADS), ctl, slot, epoch)
 
 
 @dataclass(frozen=True)

@@ -21,19 +21,22 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
-from ditron_inductor.core.matmul import matmul_tile
+from ditron_inductor.core.matmul import matmul_tile_of_few_rows
 from ditron_inductor.core.signals import (
     ask_to_send,
+    close,
     current_epoch,
     data,
-    finish,
     granted,
+    last_use,
+    leave,
     may_send,
     publish_all,
     request_ticket,
+    settle,
     wait_all,
 )
-from ditron_inductor.lowering.config import Config, select_decode_config
+from ditron_inductor.lowering.config import Config, select_few_rows_config
 from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
 from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.task.nodes import MatmulAllReduce
@@ -64,6 +67,7 @@ def matmul_all_reduce_kernel(
     request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
     asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
     epoch = current_epoch(ctl, slot)
+    due = last_use(ctl)
     ticket = granted(request, THREADS)
     tiles = tl.cdiv(N, BLOCK_N)
     dtype: tl.constexpr = out.dtype.element_ty
@@ -78,18 +82,20 @@ def matmul_all_reduce_kernel(
     ok = tl.full((), -1, tl.int32)
     # The tile that was sent last and is not added up yet.
     previous = tl.full((), -1, tl.int32)
+    left = leave(ctl, slot, ticket, epoch, due, THREADS, ticket >= tiles)
     while (ticket < tiles) | (previous >= 0):
+        # In the last round, before the last wait.
+        left = leave(ctl, slot, ticket, epoch, due, THREADS, ticket >= tiles)
         current = tl.full((), -1, tl.int32)
         if ticket < tiles:
             request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-            acc = matmul_tile(
-                a + offs_m.to(tl.int64) * stride_am, offs_m < M,
-                b, stride_bk, stride_bn, ticket * BLOCK_N, N, K, own, (own,), 0, 0,
-                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, 4, True,
+            acc = matmul_tile_of_few_rows(
+                a, stride_am, M, b, stride_bk, stride_bn, ticket * BLOCK_N, N, K,
+                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST,
             )  # fmt: skip
             if ok < 0:
                 # Credits: nobody reads any more what the slot's previous use left there.
-                ok = may_send(asked, table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+                ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
             if ok != 0:
                 block = (rank * tiles + ticket).to(tl.int64) * (BLOCK_M * BLOCK_N)
                 partial = acc.to(dtype)
@@ -97,6 +103,8 @@ def matmul_all_reduce_kernel(
                     tl.store(slots[i] + block + in_block, partial, mask=in_m)
                 # The tile lies in every peer's slot. A tile without credits is not sent, and never published.
                 publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+            if ticket == 0:
+                settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
             current = ticket
             ticket = granted(request, THREADS)
         if previous >= 0:
@@ -112,7 +120,7 @@ def matmul_all_reduce_kernel(
             inside = in_m & (offs_n < N)[None, :]
             tl.store(out + offs_m[:, None] * N + offs_n[None, :], total.to(dtype), mask=inside)
         previous = current
-    finish(table, ctl, rank, slot, site, epoch, WORLD)
+    close(granted(left, THREADS), ctl, slot, epoch)
 
 
 @dataclass(frozen=True)
@@ -129,9 +137,8 @@ class Geometry:
 def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
     """a [.., K]; columns: N. See Geometry."""
     M = math.prod(a.shape[:-1])
-    config = select_decode_config(
-        rows=M, columns=columns, dtype=a.dtype, interpreted=launch.interpreted, num_sms=launch.num_sms
-    ).for_arch(launch.workspace.capabilities.arch)
+    config = select_few_rows_config(rows=M, dtype=a.dtype, interpreted=launch.interpreted)
+    config = config.for_arch(launch.workspace.capabilities.arch)
     tiles = ceil_div(columns, config.block_n)
     return Geometry(
         M=M,

@@ -32,6 +32,7 @@ from ditron_inductor.core.matmul import (
 from ditron_inductor.core.order import grouped, scatter_order
 from ditron_inductor.core.signals import (
     arrive,
+    credits_due,
     current_epoch,
     data,
     finish,
@@ -39,6 +40,7 @@ from ditron_inductor.core.signals import (
     healthy,
     publish_all,
     request_ticket,
+    settle,
     take_tile,
     wait,
     wait_all,
@@ -169,6 +171,8 @@ def matmul_all_reduce_kernel(
     sent_owner = tl.full((), -1, tl.int32)
     sent_tile = tl.full((), 0, tl.int32)
     ticket = take_tile(ctl, slot)
+    if ticket == 0:
+        settle(credits_due(ctl, alive), table, rank, site, WORLD)
     while ticket < tl.where(num_parts > 1, num_parts + 2, 1) * (2 * WORLD - 1) * part_tiles:
         request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
         step, tile, is_copy = schedule(ticket, tiles_per_owner, part_tiles, rank, WORLD)
@@ -206,7 +210,7 @@ def matmul_all_reduce_kernel(
                 else:
                     offs_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
                     acc = matmul_tile(
-                        a + offs_m * stride_am, offs_m >= 0, b, stride_bk, stride_bn, block_column * BLOCK_N, N, K,
+                        a + offs_m * stride_am, b, stride_bk, stride_bn, block_column * BLOCK_N, N, K,
                         box, targets, carried, num_targets,
                         BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, WORLD - 1, PIECE,
                     )  # fmt: skip
@@ -254,7 +258,7 @@ def matmul_all_reduce_kernel(
         table, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, rank, slot, site, epoch,
         WORLD, COUNTED,
     )  # fmt: skip
-    finish(table, ctl, rank, slot, site, epoch, WORLD)
+    finish(ctl, slot, epoch)
 
 
 @dataclass(frozen=True)

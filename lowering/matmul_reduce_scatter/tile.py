@@ -5,8 +5,8 @@ Algorithm. One queue of work: the tiles of the product, those of rank + 1 first 
 rank is carried into the slot of its owner while the next tile is computed. An own tile waits for the other ranks'
 parts, adds all of them in fp32 in rank order, and writes the output: by then they have nearly always come, as every
 rank computes its own tiles last. Partials are rounded to the output's dtype, as they are without fusion.
-Signal protocol. See lowering/partials.py. A push waits for the owner's credit for the slot's previous use; credits are
-given when all programs have finished. Every push precedes every flag wait in ticket order, and a program carries and
+Signal protocol. See lowering/partials.py. A push waits for the credits of all peers for the slot's previous use;
+the next launch gives those of this one. Every push precedes every flag wait in ticket order, and a program carries and
 publishes what it has before it waits for a flag.
 Limits. The scattered dimension is not the last one, and the group's size divides it.
 """
@@ -30,12 +30,14 @@ from ditron_inductor.core.matmul import (
 )
 from ditron_inductor.core.order import grouped, interleaved_row, scatter_order
 from ditron_inductor.core.signals import (
+    credits_due,
     current_epoch,
     data,
     finish,
     granted,
     healthy,
     request_ticket,
+    settle,
     take_tile,
     wait_all,
     wait_credits,
@@ -81,6 +83,8 @@ def matmul_reduce_scatter_kernel(
     sent_owner = rank + 0
     sent_tile = tl.full((), 0, tl.int32)
     ticket = take_tile(ctl, slot)
+    if ticket == 0:
+        settle(credits_due(ctl, alive), table, rank, site, WORLD)
     while ticket < WORLD * tiles:
         request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
         owner = scatter_order(ticket // tiles, rank, WORLD)
@@ -115,7 +119,7 @@ def matmul_reduce_scatter_kernel(
             inner_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), rows - 1)
             rows_m = interleaved_row(inner_m, owner, rows, block, WORLD, INTERLEAVED).to(tl.int64)
             acc = matmul_tile(
-                a + rows_m * stride_am, inner_m >= 0, b, stride_bk, stride_bn, column, N, K,
+                a + rows_m * stride_am, b, stride_bk, stride_bn, column, N, K,
                 outbox, (target,), carried, 1,
                 BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 1, PIECE,
             )  # fmt: skip
@@ -151,7 +155,7 @@ def matmul_reduce_scatter_kernel(
         target = data(table, ctl, sent_owner, slot, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
         carry(outbox, (target,), 0, BLOCK_WORDS, 1, 1, PIECE)
         publish_partial(table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED)
-    finish(table, ctl, rank, slot, site, epoch, WORLD)
+    finish(ctl, slot, epoch)
 
 
 @dataclass(frozen=True)

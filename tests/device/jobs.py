@@ -14,7 +14,17 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_WORLD
-from ditron_inductor.core.signals import current_epoch, data, finish, publish, wait, wait_credit
+from ditron_inductor.core.signals import (
+    credits_due,
+    current_epoch,
+    data,
+    finish,
+    healthy,
+    publish,
+    settle,
+    wait,
+    wait_credits,
+)
 from ditron_inductor.device import AgreedOptions, Registry, Workspace, reset
 from ditron_inductor.errors import DitronError
 from tests.rank_process import RankContext
@@ -35,9 +45,11 @@ def ping_kernel(table, ctl, out, rank, slot, site, WORLD: tl.constexpr, SILENT: 
     tl.store(out + rank, -1)
     if SILENT:
         return
+    settle(credits_due(ctl, healthy(ctl)), table, rank, site, WORLD)
+    credited = wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
     for i in range(1, WORLD):
         target = (rank + i) % WORLD
-        if wait_credit(table, ctl, rank, slot, target, site, epoch) != 0:
+        if credited != 0:
             tl.store(data(table, ctl, target, slot, tl.int64) + rank, 1000 * rank + epoch)
             publish(table, target, slot, 0, rank, site, epoch)
     for i in range(1, WORLD):
@@ -46,7 +58,7 @@ def ping_kernel(table, ctl, out, rank, slot, site, WORLD: tl.constexpr, SILENT: 
         if wait(table, ctl, rank, slot, 0, source, site, epoch) != 0:
             value = tl.load(data(table, ctl, rank, slot, tl.int64) + source)
         tl.store(out + source, value)
-    finish(table, ctl, rank, slot, site, epoch, WORLD)
+    finish(ctl, slot, epoch)
 
 
 def ping(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ditron_inductor.lowering import config
-from ditron_inductor.lowering.config import Config, select_decode_config
+from ditron_inductor.lowering.config import Config, select_few_rows_config
 from tests.lowering.assembly import AMD, NVIDIA, Listing, dialect_of, resources
 from tests.lowering.cross_compile import KERNELS, NUM_WEIGHTS, TARGETS, Case, Compiled, compile_case
 
@@ -37,11 +37,8 @@ MANY_ROWS = ("all_gather_matmul", "matmul_reduce_scatter", "two_shot")
 
 
 def _decode_cases() -> list[Case]:
-    bf16 = [tile for tiles in config.DECODE_CONFIGS.values() for tile in tiles]
-    fp32 = [
-        select_decode_config(rows=rows, columns=8192, dtype=torch.float32, interpreted=False, num_sms=132)
-        for rows in config.DECODE_CONFIGS
-    ]
+    bf16 = list(config.FEW_ROWS.values())
+    fp32 = [select_few_rows_config(rows=rows, dtype=torch.float32, interpreted=False) for rows in config.FEW_ROWS]
     return [
         *(Case("one_shot", "sm_90", tile, "bf16") for tile in bf16),
         *(Case("one_shot", "sm_90", tile, "fp32") for tile in fp32),
