@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ditron_inductor.device.streams import current_handle
+from ditron_inductor.device.lanes import Lane, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import transfers
 from ditron_inductor.lowering.launch import Launch, ceil_div
-from ditron_inductor.lowering.launcher import Arguments, Launcher
+from ditron_inductor.lowering.launcher import Arguments, Bound, Launcher
 
 BLOCK = 8192
 REDUCE_BLOCK = 4096
@@ -34,7 +35,6 @@ class Kernels:
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
-        self.device_index: int = launch.workspace.device.index or 0
         self._launchers: dict[object, Launcher] = {}
 
     def launcher(self, key: object, kernel: Any, numbers: tuple[str, ...], words: tuple[str, ...]) -> Launcher:
@@ -54,66 +54,72 @@ class Kernels:
 
 
 class Exchange:
-    """The kernels of one call. Each is launched on the current stream."""
+    """The kernels of the calls that use one slot. Each method returns a launch, to be kept for all these calls: a
+    function of the stream's handle, and of the tensors that are named there.
+    """
 
     def __init__(self, kernels: Kernels, call: Call) -> None:
         launch = kernels.launch
         self._kernels = kernels
-        self._call = call
+        self._words = call.table, call.ctl, call.counters
+        self._numbers = call.slot, call.site
         self._world = launch.workspace.world_size
         self._rank = launch.rank
         self._interpreted = launch.interpreted
         self._num_sms = launch.num_sms
 
-    def stage(self, shard: torch.Tensor, copy: torch.Tensor | None) -> None:
-        """Put the contiguous `shard` into the own slot, and into `copy`, for all peers to read."""
+    def stage(self, numel: int, *, copied: bool) -> Bound:
+        """(shard, copy): put the contiguous `shard` of `numel` elements into the own slot, for all peers to read.
+
+        copied: into `copy` too; else `copy` is any tensor, such as the shard.
+        """
 
         def arguments() -> Arguments:
-            numel, block = shard.numel(), self._block(BLOCK)
-            values = {"numel": numel, "COPY": copy is not None, "BLOCK": block}
+            block = self._block(BLOCK)
+            values = {"numel": numel, "COPY": copied, "BLOCK": block}
             return self._arguments(self._programs(numel, block), COPY_WARPS, values)
 
-        tensors = {"shard": shard, "copy": shard if copy is None else copy}
-        self._launch("stage", transfers.stage, arguments, tensors=tensors, counted=True)
+        return self._bound("stage", transfers.stage, arguments, tensors=("shard", "copy"), counted=True)
 
-    def open(self) -> None:
+    def open(self) -> Bound:
         """Make sure that products may be written into the own slot."""
-        self._launch("open", transfers.open_slot, self._alone)
+        return self._bound("open", transfers.open_slot, self._alone)
 
-    def publish(self, first: int, count: int, parts: int, row: int) -> None:
+    def publish(self, first: int, count: int, parts: int, row: int) -> Bound:
         """Tell their readers that pieces of the own slot are complete; see `transfers.publish_pieces`."""
-        self._launch("publish", transfers.publish_pieces, self._alone, PIECES, (first, count, parts, row))
+        return self._bound("publish", transfers.publish_pieces, self._alone, PIECES, (first, count, parts, row))
 
-    def wait(self, first: int, count: int, parts: int, row: int) -> None:
+    def wait(self, first: int, count: int, parts: int, row: int) -> Bound:
         """Wait for pieces in the peers' slots; see `transfers.await_pieces`."""
-        self._launch("wait", transfers.await_pieces, self._alone, PIECES, (first, count, parts, row))
+        return self._bound("wait", transfers.await_pieces, self._alone, PIECES, (first, count, parts, row))
 
-    def wait_all(self, row: int) -> None:
+    def wait_all(self, row: int) -> Bound:
         """Wait for the flag `row` of every peer."""
-        self._launch("wait all", transfers.await_all, self._alone, ("row",), (row,))
+        return self._bound("wait all", transfers.await_all, self._alone, ("row",), (row,))
 
     def reduce(
         self,
-        partials: torch.Tensor,
-        out: torch.Tensor,
+        rows: int,
+        columns: int,
         *,
+        stride: int,
         average: bool,
         epilogue: Any,
-        extras: Sequence[torch.Tensor],
         result: int | None = None,
         row: int = 0,
-    ) -> None:
-        """out [rows, N] = the epilogue of the sum of partials [W, rows, N]; see `transfers.reduce_partials`.
+    ) -> Bound:
+        """(partials, out, extras): out [rows, columns] = the epilogue of the sum of partials [W, rows, columns], which
+        lie `stride` elements apart; see `transfers.reduce_partials`. extras is never empty.
 
         result: where in the own slot it goes too, and `row` its flag; without it this ends the call.
         """
 
         def arguments() -> Arguments:
-            numel, block = out.numel(), self._block(REDUCE_BLOCK)
+            numel, block = rows * columns, self._block(REDUCE_BLOCK)
             values = {
                 "numel": numel,
-                "N": out.shape[-1],
-                "stride": partials.stride(0),
+                "N": columns,
+                "stride": stride,
                 "result": result or 0,
                 "AVERAGE": average,
                 "SHARE": result is not None,
@@ -122,21 +128,19 @@ class Exchange:
             }
             return self._arguments(self._programs(numel, block), COPY_WARPS, values)
 
-        # Never empty: an epilogue that wants nothing gets what it does not look at.
-        tensors = {"partials": partials, "out": out, "extras": tuple(extras) or (out,)}
-        key = "reduce", out.shape[0], result, epilogue
-        self._launch(key, transfers.reduce_partials, arguments, ("row",), (row,), tensors, counted=True)
+        key = "reduce", rows, result, epilogue
+        tensors = ("partials", "out", "extras")
+        return self._bound(key, transfers.reduce_partials, arguments, ("row",), (row,), tensors, counted=True)
 
-    def close(self, outs: Sequence[torch.Tensor]) -> None:
-        """End the call; after a failure its contiguous outputs are NaN."""
+    def close(self, numels: tuple[int, ...]) -> Bound:
+        """(outs): end the call; after a failure `outs`, a tuple of contiguous outputs of `numels` elements, are NaN."""
 
         def arguments() -> Arguments:
-            numels = tuple(out.numel() for out in outs)
-            values = {"numels": numels, "NUM_OUTS": len(outs), "BLOCK": self._block(BLOCK)}
+            values = {"numels": numels, "NUM_OUTS": len(numels), "BLOCK": self._block(BLOCK)}
             programs = INTERPRETED_PROGRAMS if self._interpreted else FILL_PROGRAMS
             return self._arguments(programs, COPY_WARPS, values)
 
-        self._launch("close", transfers.close_slot, arguments, tensors={"outs": tuple(outs)})
+        return self._bound("close", transfers.close_slot, arguments, tensors=("outs",))
 
     def _alone(self) -> Arguments:
         """One program of one warp."""
@@ -145,22 +149,20 @@ class Exchange:
     def _arguments(self, programs: int, num_warps: int, values: dict[str, Any]) -> Arguments:
         return Arguments(programs, {**values, "rank": self._rank, "WORLD": self._world, "num_warps": num_warps})
 
-    def _launch(
+    def _bound(
         self,
         key: object,
         kernel: Any,
         arguments: Callable[[], Arguments],
         names: tuple[str, ...] = (),
         numbers: tuple[int, ...] = (),
-        tensors: Mapping[str, Any] | None = None,
+        tensors: tuple[str, ...] = (),
         *,
         counted: bool = False,
-    ) -> None:
-        call = self._call
-        words = (call.table, call.ctl, call.counters) if counted else (call.table, call.ctl)
+    ) -> Bound:
+        words = self._words if counted else self._words[:2]
         launcher = self._kernels.launcher(key, kernel, names, ("table", "ctl", "counters")[: len(words)])
-        stream = 0 if self._interpreted else current_handle(self._kernels.device_index)
-        launcher(stream, arguments, (call.slot, call.site, *numbers), words, tensors or {})
+        return Bound(launcher, arguments, (*self._numbers, *numbers), words, tensors)
 
     def _block(self, block: int) -> int:
         return INTERPRETED_BLOCK if self._interpreted else block
@@ -168,6 +170,34 @@ class Exchange:
     def _programs(self, numel: int, block: int) -> int:
         most = INTERPRETED_PROGRAMS if self._interpreted else PROGRAMS_PER_SM * self._num_sms
         return max(1, min(ceil_div(numel, block), most))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Pieces of a reduction that are multiplied as one, and the peers' pieces that come with them.
+
+    products: which of the left operands, and where in the own slot its product goes. transfers: to the partials.
+    """
+
+    products: list[tuple[int, torch.Tensor]]
+    publish: Bound
+    wait: Bound
+    transfers: list[Transfer]
+
+    def send(self, lane: Lane, lefts: Sequence[torch.Tensor], b: torch.Tensor) -> torch.cuda.Event | None:
+        """Multiply, and tell the owners; returns a mark of where the products have ended."""
+        for place, product in self.products:
+            multiply(lefts[place], b, product)
+        done = lane.here()
+        self.publish(lane.main)
+        return done
+
+    def receive(self, lane: Lane, done: torch.cuda.Event | None, partials: int) -> None:
+        """Copy the peers' pieces to the partials at this address; `done` as `send` returned it."""
+        # Not behind the telling: the wait is to have its SM before the next product takes them all.
+        lane.follow(done)
+        self.wait(lane.side)
+        lane.copy(self.transfers, partials)
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

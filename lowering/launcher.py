@@ -4,7 +4,8 @@
 global variables, asks the driver about every pointer and calls two hooks: tens of microseconds with 35 arguments,
 most of which never change. A `Launcher` stands for one kernel at one site. It leaves the first launch of each
 specialisation to the JIT, keeps the compiled kernel and the arguments in their order, and later only fills in what
-differs: the addresses of the tensors and a few numbers.
+differs: the addresses of the tensors and a few numbers. Where the numbers are few as well, a `Bound` keeps one list of
+arguments for each of their values.
 
 What decides which compiled kernel runs is the same as for the JIT, since Triton's own function tells it: the
 specialisation of every tensor (dtype, 16-byte alignment, on AMD GPUs whether it is small), and the two settings that
@@ -28,6 +29,8 @@ from typing import Any
 import torch
 import triton
 from triton.runtime.jit import JITFunction
+
+from ditron_inductor.device.streams import on_stream
 
 logger = logging.getLogger(__name__)
 
@@ -57,18 +60,18 @@ class Internals:
     compiled_class: Any
     allocator: contextvars.ContextVar[Any]
 
-    def settings(self) -> tuple[Any, ...]:
-        """What the JIT makes part of every compilation's options."""
-        return self.runtime.debug, self.compilation.instrumentation_mode
-
-    def has_hooks(self) -> bool:
-        """Whether somebody listens to launches, or changes compilations."""
+    def settings(self) -> tuple[Any, ...] | None:
+        """What the JIT makes part of every compilation's options; None while somebody listens to launches, or changes
+        compilations.
+        """
         runtime = self.runtime
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         # A chain of hooks, a function, or None.
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-            return True
-        return getattr(runtime, "add_stages_inspection_hook", None) is not None
+            return None
+        if getattr(runtime, "add_stages_inspection_hook", None) is not None:
+            return None
+        return runtime.debug, self.compilation.instrumentation_mode
 
 
 @functools.cache
@@ -86,7 +89,6 @@ def internals() -> Internals | None:
 
             found = Internals(knobs.runtime, knobs.compilation, native_specialize_impl, CompiledKernel, _allocator)
             found.settings()
-            found.has_hooks()
             return found
         except (ImportError, AttributeError) as exc:
             problem = f"{type(exc).__name__}: {exc}"
@@ -128,22 +130,22 @@ class Launcher:
         words: tuple[str, ...],
         allocator: Allocator,
     ) -> None:
-        self._kernel = kernel
-        self._device = device
+        self.kernel = kernel
+        self.device = device
         self._numbers = numbers
         self._words = words
         self._allocator = allocator
         self.ready: dict[Any, Ready] = {}
-        self._positions: dict[str, int] = {}
-        self._flags: dict[str, tuple[bool, bool, bool]] = {}
+        self.positions: dict[str, int] = {}
+        self.flags: dict[str, tuple[bool, bool, bool]] = {}
         # Of the NVIDIA or AMD compiler, known from the first launch on.
-        self._backend: Any = None
+        self.backend: Any = None
         if isinstance(kernel, JITFunction):
             for position, param in enumerate(kernel.params):
-                self._positions[param.name] = position
+                self.positions[param.name] = position
                 align = not param.do_not_specialize_on_alignment
-                self._flags[param.name] = (param.is_const, not param.do_not_specialize, align)
-            params = [kernel.params[self._positions[name]] for name in numbers]
+                self.flags[param.name] = (param.is_const, not param.do_not_specialize, align)
+            params = [kernel.params[self.positions[name]] for name in numbers]
             eager = [param.name for param in params if not param.do_not_specialize or param.annotation]
             assert not eager, f"{kernel} specialises on {eager}, which differ from call to call"
 
@@ -162,15 +164,28 @@ class Launcher:
         those names. tensors: the other operands by name, tensors or tuples of them, on the device; the same names in
         the same order in every call.
         """
-        found = internals()
-        if found is None or self._backend is None or found.has_hooks() or self._kernel.pre_run_hooks:
-            self._launch_by_jit(arguments, numbers, words, tensors)
-            return
-        ready = self.ready.get(self._key(found, tensors))
+        ready = self._ready(tensors)
         if ready is None:
             self._launch_by_jit(arguments, numbers, words, tensors)
             return
-        positions = self._positions
+        values = self.values(ready, numbers, words)
+        positions = self.positions
+        for name, x in tensors.items():
+            values[positions[name]] = tuple([one.data_ptr() for one in x]) if type(x) is tuple else x.data_ptr()
+        if not ready.needs_scratch:
+            ready.run(ready.programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *values)
+            return
+        found = internals()
+        assert found is not None
+        before = found.allocator.set(self._allocator)
+        try:
+            ready.run(ready.programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *values)
+        finally:
+            found.allocator.reset(before)
+
+    def values(self, ready: Ready, numbers: tuple[int, ...], words: tuple[torch.Tensor, ...]) -> list[Any]:
+        """The arguments of a launch in their order; those of tensors are still to be filled in."""
+        positions = self.positions
         values = ready.template.copy()
         for i, name in enumerate(self._numbers):
             values[positions[name]] = number = numbers[i]
@@ -178,20 +193,19 @@ class Launcher:
         # Addresses instead of tensors: about every tensor the driver would be asked again.
         for i, name in enumerate(self._words):
             values[positions[name]] = words[i].data_ptr()
-        for name, x in tensors.items():
-            values[positions[name]] = tuple([one.data_ptr() for one in x]) if type(x) is tuple else x.data_ptr()
-        if not ready.needs_scratch:
-            ready.run(ready.programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *values)
-            return
-        before = found.allocator.set(self._allocator)
-        try:
-            ready.run(ready.programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *values)
-        finally:
-            found.allocator.reset(before)
+        return values
 
-    def _key(self, found: Internals, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
-        specialize, backend, flags = found.specialize, self._backend, self._flags
-        return found.settings(), *[specialize(backend, x, *flags[name]) for name, x in tensors.items()]
+    def _ready(self, tensors: Mapping[str, Any]) -> Ready | None:
+        """What the JIT would run, unless it has to."""
+        found = internals()
+        if found is None or self.backend is None or self.kernel.pre_run_hooks:
+            return None
+        settings = found.settings()
+        return None if settings is None else self.ready.get(self._key(found, settings, tensors))
+
+    def _key(self, found: Internals, settings: tuple[Any, ...], tensors: Mapping[str, Any]) -> tuple[Any, ...]:
+        specialize, backend, flags = found.specialize, self.backend, self.flags
+        return settings, *[specialize(backend, x, *flags[name]) for name, x in tensors.items()]
 
     def _launch_by_jit(
         self,
@@ -205,8 +219,8 @@ class Launcher:
         chosen = arguments()
         values = {**chosen.values, **dict(zip(self._numbers, numbers, strict=True))}
         pointers = {**tensors, **dict(zip(self._words, words, strict=True))}
-        launch = functools.partial(self._kernel[(chosen.programs,)], **pointers, **values)
-        if not isinstance(self._kernel, JITFunction):
+        launch = functools.partial(self.kernel[(chosen.programs,)], **pointers, **values)
+        if not isinstance(self.kernel, JITFunction):
             launch()
             return
 
@@ -217,11 +231,13 @@ class Launcher:
         # In a context of its own: the allocator that the caller has set stays his.
         compiled: Any = contextvars.copy_context().run(with_allocator)
         found = internals()
-        if found is None or not isinstance(compiled, found.compiled_class):
+        settings = None if found is None else found.settings()
+        # While somebody changes compilations this may be another kernel than later.
+        if found is None or settings is None or not isinstance(compiled, found.compiled_class):
             return
-        self._backend = self._kernel.device_caches[self._device.index][3]
-        params = self._kernel.params
-        self.ready[self._key(found, tensors)] = Ready(
+        self.backend = self.kernel.device_caches[self.device.index][3]
+        params = self.kernel.params
+        self.ready[self._key(found, settings, tensors)] = Ready(
             run=compiled.run,
             function=compiled.function,
             metadata=compiled.packed_metadata,
@@ -231,3 +247,59 @@ class Launcher:
             needs_scratch=bool(getattr(compiled.metadata, "global_scratch_size", 0)),
             compiled=compiled,
         )
+
+
+class Bound:
+    """Launches of a launcher that have all but some tensors in common: numbers and words too.
+
+    tensors: names of what comes with every call, in its order: all of the kernel's operands. arguments: see Launcher.
+    The rest of a launch is made ready once for each specialisation.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        arguments: Callable[[], Arguments],
+        numbers: tuple[int, ...],
+        words: tuple[torch.Tensor, ...],
+        tensors: tuple[str, ...] = (),
+    ) -> None:
+        self.kernel = launcher.kernel
+        self._launcher = launcher
+        self._arguments = arguments
+        self._numbers = numbers
+        self._words = words
+        self._names = tensors
+        # Of no use, and unknown, in the interpreter.
+        self._flags = [launcher.flags.get(name, ()) for name in tensors]
+        self._places = [launcher.positions.get(name, 0) for name in tensors]
+        self._filled: dict[Any, tuple[Ready, list[Any]]] = {}
+
+    def __call__(self, stream: int, *tensors: Any) -> None:
+        """Launch on `stream`, any one of the device, which is the current device."""
+        launcher = self._launcher
+        found = internals()
+        settings = None
+        if found is not None and launcher.backend is not None and not self.kernel.pre_run_hooks:
+            settings = found.settings()
+        if settings is not None:
+            specialize, backend = found.specialize, launcher.backend  # type: ignore[union-attr]
+            key = settings, *[specialize(backend, x, *flags) for flags, x in zip(self._flags, tensors, strict=True)]
+            filled = self._filled.get(key) or self._fill(key)
+            if filled is not None:
+                ready, values = filled
+                if tensors:
+                    values = values.copy()
+                    for place, x in zip(self._places, tensors, strict=True):
+                        values[place] = tuple([one.data_ptr() for one in x]) if type(x) is tuple else x.data_ptr()
+                ready.run(ready.programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *values)
+                return
+        with on_stream(stream, launcher.device):
+            launcher(stream, self._arguments, self._numbers, self._words, dict(zip(self._names, tensors, strict=True)))
+
+    def _fill(self, key: Any) -> tuple[Ready, list[Any]] | None:
+        ready = self._launcher.ready.get(key)
+        if ready is None or ready.needs_scratch:
+            return None
+        self._filled[key] = ready, self._launcher.values(ready, self._numbers, self._words)
+        return self._filled[key]

@@ -145,6 +145,15 @@ def joined(products: Iterable[tuple[int, int, int]], columns: int) -> list[tuple
     return found
 
 
+def partition(runs: Iterable[tuple[int, int]]) -> tuple[list[int], dict[int, int]]:
+    """Runs of rows (first, last) that cover a tensor, each row once, in any order: lengths of those that are not empty,
+    in the tensor's order, and the place of each among them by its first row.
+    """
+    in_order = sorted(run for run in runs if run[0] < run[1])
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(in_order)), in_order
+    return [last - first for first, last in in_order], {first: place for place, (first, _) in enumerate(in_order)}
+
+
 @dataclass(frozen=True)
 class Reduction:
     """How partial products are cut. parts: of every owner's rows, equal on all ranks.

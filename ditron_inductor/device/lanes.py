@@ -1,9 +1,9 @@
 """Streams beside the current one: a side for transfers that run while matrix products do, and a second main one.
 
     with call.fork() as lane:          # what follows on the side waits for the main stream
-        with lane.side():
-            ...                        # launches and copies on the side
-            here = lane.mark()
+        wait(lane.side)                # a launch on the side, by its handle
+        lane.copy(transfers, target)   # and copies behind it
+        here = lane.mark()
         lane.wait(here)                # the main stream waits for the side, up to the mark
         with lane.beside():
             lane.wait(here)            # so does the second one
@@ -13,22 +13,40 @@
 Nothing may be queued on the side that needs something queued on the main stream later: on the CPU device, and where two
 streams share one queue of the hardware, everything runs in the order of the calls here. Whoever frees memory that the
 side uses does so after the end of the block; the main stream is behind the side by then.
+
+The side never becomes torch's current stream, since its launches and copies are told theirs by handle. Products of the
+library go to the current stream, so there is a switch for each turn of the second one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Protocol
 
 import torch
 
+from ditron_inductor.device import driver
+from ditron_inductor.device.streams import NO_STREAM, CallOrder, switch_to
+
 HIGH_PRIORITY = -1
 """A waiting kernel of the side gets the next free SM, before the blocks of a large product that are still to come."""
+
+Transfer = tuple[int, int, int]
+"""A copy on the side: how many bytes behind the start of a tensor it goes, the address in a peer's slot, bytes."""
+
+HERE: AbstractContextManager[object] = nullcontext()
+"""Where there is nothing to switch."""
 
 
 class Lane(Protocol):
     """One use of the side stream: a context that forks it off the main stream, and joins it again, also on errors."""
+
+    main: int
+    """Handle of the main stream, the current one; inside `beside` of the second one."""
+    side: int
+    """Handle of the side."""
 
     def __enter__(self) -> Lane: ...
 
@@ -36,12 +54,12 @@ class Lane(Protocol):
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
 
-    def side(self) -> AbstractContextManager[object]:
-        """What is launched inside goes to the side."""
-        ...
-
     def beside(self) -> AbstractContextManager[object]:
         """What is launched inside goes to the second main stream: `here` and `wait` are about it there."""
+        ...
+
+    def copy(self, transfers: Iterable[Transfer], tensor: int) -> None:
+        """Queue copies to the tensor at this address on the side."""
         ...
 
     def here(self) -> torch.cuda.Event | None:
@@ -64,6 +82,9 @@ class Lane(Protocol):
 class HostLane:
     """The CPU device: everything runs at once, in the order of the calls."""
 
+    main = 0
+    side = 0
+
     def __enter__(self) -> Lane:
         return self
 
@@ -72,11 +93,12 @@ class HostLane:
     ) -> None:
         pass
 
-    def side(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
     def beside(self) -> AbstractContextManager[object]:
-        return nullcontext()
+        return HERE
+
+    def copy(self, transfers: Iterable[Transfer], tensor: int) -> None:
+        for offset, source, nbytes in transfers:
+            driver.host_copy(tensor + offset, source, nbytes, 0)
 
     def here(self) -> None:
         return None
@@ -94,28 +116,42 @@ class HostLane:
 class StreamLane:
     """The CUDA device. One object for each workspace, used by one call after another.
 
-    stream, second: the side stream and the second main one, made when they are used first; main: the current stream of
-    the present call. Marks are events: kept for the next call, or of their own inside a capture, where one that a
-    finished capture recorded must not be used again.
+    order: knows the stream of the present call. The side stream and the second main one are made when they are used
+    first. Marks are events: kept for the next call, or of their own inside a capture, where one that a finished capture
+    recorded must not be used again.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, order: CallOrder) -> None:
+        self.main = self.side = NO_STREAM
         self._device = device
-        self.stream: torch.cuda.Stream | None = None
-        self.second: torch.cuda.Stream | None = None
-        self.main: torch.cuda.Stream | None = None
-        self._entered: torch.cuda.Stream | None = None
+        self._order = order
+        # The stream of the present call, and that of the main work now: it, or the second one.
+        self._caller: torch.cuda.Stream | None = None
+        self._caller_handle = NO_STREAM
+        self._current: torch.cuda.Stream | None = None
+        self._side: torch.cuda.Stream | None = None
+        self._beside: _Beside | None = None
         self._start: torch.cuda.Event | None = None
         self._second_used = False
         self._events: list[torch.cuda.Event] = []
         self._used = 0
         self._capturing = False
+        self._copy: driver.Copy | None = None
 
     def __enter__(self) -> Lane:
-        if self.stream is None:
-            self.stream = torch.cuda.Stream(self._device, priority=HIGH_PRIORITY)
-        self.main = self._entered = torch.cuda.current_stream(self._device)
-        self._capturing = torch.cuda.is_current_stream_capturing()
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._device, priority=HIGH_PRIORITY)
+            self.side = self._side.cuda_stream
+            self._copy = driver.device_copy()
+        handle = self._order.stream
+        if handle != self._caller_handle:
+            self._caller = torch.cuda.current_stream(self._device)
+            self._caller_handle = handle
+            if self._beside is not None:
+                self._beside.leave = switch_to(self._caller)
+        self.main = handle
+        self._current = self._caller
+        self._capturing = self._order.capturing
         self._used = 0
         self._second_used = False
         self._start = self.here()
@@ -126,39 +162,44 @@ class StreamLane:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._second_used:
-            self.wait(self._record(self.second))
+            assert self._beside is not None
+            self.wait(self._record(self._beside.stream))
         self.wait(self.mark())
-        self.main = self._entered = self._start = None
-
-    def side(self) -> AbstractContextManager[object]:
-        assert self.stream is not None and self.main is not None
-        return _Switch(self.stream, self.main)
 
     def beside(self) -> AbstractContextManager[object]:
-        if self.second is None:
-            self.second = torch.cuda.Stream(self._device)
+        beside = self._beside
+        if beside is None:
+            assert self._caller is not None
+            beside = self._beside = _Beside(self, torch.cuda.Stream(self._device), self._caller)
         if not self._second_used:
             assert self._start is not None
-            self.second.wait_event(self._start)
+            self._start.wait(beside.stream)
             self._second_used = True
-        return _Beside(self, self.second)
+        return beside
+
+    def copy(self, transfers: Iterable[Transfer], tensor: int) -> None:
+        copy, side = self._copy, self.side
+        assert copy is not None
+        for offset, source, nbytes in transfers:
+            copy(tensor + offset, source, nbytes, side)
 
     def here(self) -> torch.cuda.Event | None:
-        return self._record(self.main)
+        return self._record(self._current)
 
     def follow(self, mark: torch.cuda.Event | None) -> None:
-        assert self.stream is not None and mark is not None
-        self.stream.wait_event(mark)
+        assert mark is not None
+        mark.wait(self._side)
 
     def mark(self) -> torch.cuda.Event | None:
-        return self._record(self.stream)
+        return self._record(self._side)
 
     def wait(self, mark: torch.cuda.Event | None) -> None:
-        assert self.main is not None and mark is not None
-        self.main.wait_event(mark)
+        assert mark is not None
+        mark.wait(self._current)
 
     def _record(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event:
-        assert stream is not None, "marks are made inside the lane's block"
+        # Without a stream it would be recorded on the current one.
+        assert stream is not None
         if self._capturing:
             event = torch.cuda.Event()
         else:
@@ -170,43 +211,30 @@ class StreamLane:
         return event
 
 
-class _Switch:
-    """Makes a stream the current one, and another one afterwards; a fraction of what torch.cuda.stream costs, which
-    also asks for the present stream and for devices.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream, back: torch.cuda.Stream) -> None:
-        self._stream = stream
-        self._back = back
-
-    def __enter__(self) -> None:
-        torch.cuda.set_stream(self._stream)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        torch.cuda.set_stream(self._back)
-
-
 class _Beside:
-    """Makes the second stream of a lane its main one, and the current one."""
+    """Makes the second stream of a lane its main one, and the current one; used by one block after another."""
 
-    def __init__(self, lane: StreamLane, stream: torch.cuda.Stream) -> None:
+    def __init__(self, lane: StreamLane, stream: torch.cuda.Stream, caller: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self.leave = switch_to(caller)
         self._lane = lane
-        self._stream = stream
+        self._handle: int = stream.cuda_stream
+        self._enter: Callable[[], object] = switch_to(stream)
 
     def __enter__(self) -> None:
-        self._lane.main = self._stream
-        torch.cuda.set_stream(self._stream)
+        self._lane.main = self._handle
+        self._lane._current = self.stream
+        self._enter()
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._lane._entered is not None
-        self._lane.main = self._lane._entered
-        torch.cuda.set_stream(self._lane._entered)
+        lane = self._lane
+        lane.main = lane._caller_handle
+        lane._current = lane._caller
+        self.leave()
 
 
-def make_lane(device: torch.device) -> Lane:
+def make_lane(device: torch.device, order: CallOrder) -> Lane:
     """The streams of a workspace on `device`; made when they are used first."""
-    return StreamLane(device) if device.type == "cuda" else HostLane()
+    return StreamLane(device, order) if device.type == "cuda" else HostLane()

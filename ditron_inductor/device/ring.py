@@ -7,9 +7,9 @@ right next to calls on the new one; such a generation is kept as long as the wor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,9 @@ T = TypeVar("T")
 FIRST_SLOT_BYTES = 1 << 19
 PAGE = 4096
 
+MOST_KEPT = 8192
+"""Of what callers keep with a ring; beyond that all is forgotten. Only dynamic shapes make so much."""
+
 
 @dataclass(eq=False)
 class Generation:
@@ -31,7 +34,8 @@ class Generation:
 
     table: int64 [world_size], the address in this process of every rank's heap. ctl: int64 [CTL_WORDS]. counters: int32
     [COUNTERS]. `captured`: a CUDA graph holds these addresses. `timeout_s`: what the poll limit in `ctl` stands for, as
-    far as the host knows. `views`: what `data` has made so far.
+    far as the host knows. `views`: what `data` has made so far. `kept`: what callers have worked out from its
+    addresses, which must not outlive it.
     """
 
     name: str
@@ -43,6 +47,7 @@ class Generation:
     captured: bool = False
     timeout_s: float = 0.0
     views: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    kept: dict[Hashable, Any] = field(default_factory=dict)
 
     def data(self, slot: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
         """The data of `slot` in the heap of `rank`, flat, as elements of `dtype`."""
@@ -54,6 +59,13 @@ class Generation:
                 found = self.heap.view(rank)[first : first + self.slot_bytes].view(dtype)
             self.views[slot, rank, dtype] = found
         return found
+
+    def keep(self, key: Hashable, value: T) -> T:
+        """`value`, which `kept` has under `key` from now on."""
+        if len(self.kept) >= MOST_KEPT:
+            self.kept.clear()
+        self.kept[key] = value
+        return value
 
     def zero(self, record: torch.Tensor) -> None:
         """Back to the state of a new ring: no epoch, no flag, no credit, no poison. The poll limit has to be set anew.

@@ -23,11 +23,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from ditron_inductor.device import driver
 from ditron_inductor.errors import DitronCaptureError
 
 NO_STREAM = -1
@@ -38,6 +40,8 @@ class CallOrder(Protocol):
 
     stream: int
     """Handle of the stream that the present call runs on, as the driver takes it; 0 on the CPU."""
+    capturing: bool
+    """Whether that stream is being captured."""
 
     def enter(self) -> bool:
         """Order what follows on the current stream after the last call; whether the stream is being captured."""
@@ -54,6 +58,7 @@ class HostOrder:
     """The CPU device: a call has ended when it returns."""
 
     stream = 0
+    capturing = False
 
     def enter(self) -> bool:
         return False
@@ -86,20 +91,20 @@ class StreamOrder:
         self._last: torch.cuda.Stream | None = None
         self._last_is_foreign = False
         self._event: torch.cuda.Event | None = None
-        self._capturing = False
+        self.capturing = False
         self._last_captured: _Mark | None = None
 
     def enter(self) -> bool:
         self.stream = current_handle(self._index)
-        self._capturing = self.is_capturing()
-        if self._capturing:
+        self.capturing = self.is_capturing()
+        if self.capturing:
             self._enter_captured()
         elif self.stream != self._last_handle:
             self._change_stream()
-        return self._capturing
+        return self.capturing
 
     def leave(self) -> None:
-        if self._capturing:
+        if self.capturing:
             stream = torch.cuda.current_stream(self._device)
             # An event of its own: one that a finished capture recorded must not be waited for again.
             mark = _Mark(stream, torch.cuda.Event(), capture_id(stream))
@@ -154,17 +159,26 @@ def capture_id(stream: torch.cuda.Stream) -> int:
     """
     status = ctypes.c_int(0)
     number = ctypes.c_ulonglong(0)
-    error = _capture_info()(ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status), ctypes.byref(number))
+    error = driver.capture_info()(ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status), ctypes.byref(number))
     if error != 0:
         raise RuntimeError(f"the GPU driver did not describe the capture of {stream}: error {error}")
     return number.value if status.value == 1 else 0
 
 
-@functools.cache
-def _capture_info() -> Callable[..., int]:
-    # Both signatures are frozen: (stream, status*, id*), in the second version of CUDA's followed by outputs that may
-    # be null.
-    if torch.version.hip is not None:
-        return ctypes.CDLL("libamdhip64.so").hipStreamGetCaptureInfo  # type: ignore[no-any-return]
-    function = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
-    return lambda stream, status, number: int(function(stream, status, number, None, None, None))
+def on_stream(handle: int, device: torch.device) -> AbstractContextManager[object]:
+    """The stream of a handle as the current one of `device`, for what cannot be told its stream."""
+    if device.type != "cuda" or handle == current_handle(device.index):
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(handle, device))
+
+
+def switch_to(stream: torch.cuda.Stream) -> Callable[[], object]:
+    """A function that makes `stream` the current one of the current device, its own: what torch.cuda.set_stream comes
+    down to.
+    """
+    return functools.partial(
+        torch._C._cuda_setStream,
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )

@@ -7,8 +7,9 @@ cannot do: it makes the slots large enough, orders calls of different streams, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 
@@ -25,6 +26,8 @@ from ditron_inductor.device.sites import SiteNames
 from ditron_inductor.device.streams import CallOrder, HostOrder, StreamOrder
 from ditron_inductor.device.watchdog import Health
 from ditron_inductor.errors import DitronCaptureError, DitronDiverged, DitronHandshakeError, WorkspaceError
+
+T = TypeVar("T")
 
 
 class SharedWorkspace:
@@ -48,7 +51,7 @@ class SharedWorkspace:
         self.sites = SiteNames(self.group, session.name)
         self.health = Health(self.group, self.sites, device)
         self.order: CallOrder = StreamOrder(device) if device.type == "cuda" else HostOrder()
-        self.lane: Lane = make_lane(device)
+        self.lane: Lane = make_lane(device, self.order)
         self.generations: list[Generation] = []
         self.lost: list[Generation] = []
         self.calls = 0
@@ -268,30 +271,56 @@ class Workspace:
 class Call:
     """One use of one slot, valid inside its `with` block.
 
-    table: int64 [world_size], address in this process of every rank's heap. ctl: int64 [CTL_WORDS], counters: int32
-    [COUNTERS], see core/layout.py. slot: which one to use; slot_bytes: its size. site: the site's number in flag words.
+    slot: which one to use. site: the site's number in flag words. generation: the ring that has the slot, and the words
+    of the protocol. stream: handle of the current stream.
     """
+
+    slot: int
+    site: int
+    generation: Generation
+    stream: int
 
     def __init__(self, shared: SharedWorkspace, text: str, nbytes: int, limit: int, timeout_s: float) -> None:
         self._shared = shared
-        self._text = text
-        self._nbytes = nbytes
-        self._limit = limit
-        self._timeout_s = timeout_s
+        self._begin = text, nbytes, limit, timeout_s
 
     def __enter__(self) -> Call:
         shared = self._shared
-        generation, self.slot, self.site = shared.begin(self._text, self._nbytes, self._limit, self._timeout_s)
-        self.table = generation.table
-        self.ctl = generation.ctl
-        self.counters = generation.counters
-        self.slot_bytes = generation.slot_bytes
-        self._generation = generation
+        self.generation, self.slot, self.site = shared.begin(*self._begin)
+        self.stream = shared.order.stream
         return self
+
+    @property
+    def table(self) -> torch.Tensor:
+        """int64 [world_size], the address in this process of every rank's heap."""
+        return self.generation.table
+
+    @property
+    def ctl(self) -> torch.Tensor:
+        """int64 [CTL_WORDS], see core/layout.py."""
+        return self.generation.ctl
+
+    @property
+    def counters(self) -> torch.Tensor:
+        """int32 [COUNTERS]."""
+        return self.generation.counters
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of the slot."""
+        return self.generation.slot_bytes
 
     def data(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
         """The data of the slot in the heap of `rank`, flat. Others' may be read, under the protocol, never written."""
-        return self._generation.data(self.slot, rank, dtype)
+        return self.generation.data(self.slot, rank, dtype)
+
+    def kept(self, owner: Hashable, make: Callable[[Call], T]) -> T:
+        """What `make` works out from this call's slot and site, and nothing else of it; `owner` gets it again in later
+        calls with the same ones, as long as the ring is there.
+        """
+        key = owner, self.slot, self.site
+        found: T | None = self.generation.kept.get(key)
+        return found if found is not None else self.generation.keep(key, make(self))
 
     def fork(self) -> Lane:
         """The workspace's second stream, for transfers beside the work on the current one; see device/lanes.py."""

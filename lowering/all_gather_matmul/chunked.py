@@ -16,14 +16,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
+from ditron_inductor.device.lanes import HERE, Transfer
+from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
 from ditron_inductor.lowering.exchange import Exchange, Kernels, multiply
 from ditron_inductor.lowering.launch import Launch, round_up
+from ditron_inductor.lowering.launcher import Bound
 from ditron_inductor.lowering.schedules import Piece
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 from ditron_inductor.task.nodes import AllGatherMatmul
@@ -39,7 +41,7 @@ def obstacle(node: AllGatherMatmul, shape: Sequence[int]) -> str:
     return ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Geometry:
     """Sizes that all ranks share: `rows` of a shard, in `outer` runs that the gathered tensor keeps apart; the slot's
     bytes. And what this rank copies and multiplies together: `groups`, see `schedules.gather_schedule`.
@@ -50,7 +52,7 @@ class Geometry:
     outer: int
     nbytes: int
     groups: tuple[tuple[Piece, ...], ...]
-    kernels: Kernels = field(compare=False, repr=False)
+    kernels: Kernels = field(repr=False)
 
 
 def geometry(node: AllGatherMatmul, launch: Launch, shard: torch.Tensor, columns: int, k: int) -> Geometry:
@@ -80,42 +82,116 @@ def all_gather_matmul(
 
     Returns the products [rows, N_i], then the gathered tensor [.., W*S, .., K] if the node wants it. See the module.
     """
-    world, rank, rows, K = node.world_size, launch.rank, sizes.rows, sizes.K
-    shape = list(shard.shape)
-    shape[node.gather_dim] *= world
-    shard = shard.contiguous().view(rows, K)
-    outs = [shard.new_empty(world * rows, weight.shape[1]) for weight in weights]
+    shape = shard.shape
+    shard = shard.contiguous()
+    all_rows = node.world_size * sizes.rows
+    outs = [shard.new_empty(all_rows, weight.shape[1]) for weight in weights]
     # Where nobody else wants it, this is where the copies land, and the own part stays empty.
-    gathered = shard.new_empty(shape)
-    whole = _Whole(gathered, outs, world, sizes)
+    gathered = shard.new_empty(all_rows, sizes.K)
     with launch.call(nbytes=sizes.nbytes) as call:
-        exchange = Exchange(sizes.kernels, call)
-        staged = [call.data((rank + step) % world, shard.dtype)[: rows * K].view(rows, K) for step in range(world)]
+        plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, shard, weights))
+        lefts = plan.rows_of(gathered)
+        products = [(weight, plan.rows_of(out)) for weight, out in zip(weights, outs, strict=True)]
         with call.fork() as lane:
-            exchange.stage(shard, gathered.view(-1, K)[rank * rows :] if node.return_gathered and whole.plain else None)
-            if node.return_gathered and not whole.plain:
-                whole.rows_of(gathered, rank).copy_(whole.split(shard))
-            with lane.side():
-                # One wait for all shards, before the first product, which may leave no SM free.
-                exchange.wait_all(PIECE_ROWS.value)
-            for weight, out in zip(weights, outs, strict=True):
-                multiply(whole.split(shard), weight, whole.rows_of(out, rank))
+            plan.stage(lane.main, shard, lefts[plan.own] if plan.copied else shard)
+            left = shard.view(plan.shard_shape)
+            if node.return_gathered and not plan.copied:
+                lefts[plan.own].copy_(left)
+            # One wait for all shards, before the first product, which may leave no SM free.
+            plan.wait_all(lane.side)
+            for weight, out in products:
+                multiply(left, weight, out[plan.own])
             arrived = []
-            with lane.side():
-                for group in sizes.groups:
-                    for piece in together(group):
-                        whole.receive(piece, (rank + piece.step) % world, staged[piece.step])
-                    arrived.append(lane.mark())
+            base = gathered.data_ptr()
+            for _, transfers in plan.groups:
+                lane.copy(transfers, base)
+                arrived.append(lane.mark())
             # In turns on two streams: the first tiles of one product fill the SMs that the last ones of another leave.
-            for turn, (group, mark) in enumerate(zip(sizes.groups, arrived, strict=True)):
-                with lane.beside() if turn % 2 == 0 else nullcontext():
+            for turn, ((places, _), mark) in enumerate(zip(plan.groups, arrived, strict=True)):
+                with lane.beside() if turn % 2 == 0 else HERE:
                     lane.wait(mark)
-                    for a, products in whole.parts_of(group, rank):
-                        for weight, out in zip(weights, products, strict=True):
-                            multiply(a, weight, out)
-        results = [*outs, gathered] if node.return_gathered else outs
-        exchange.close(results)
-    return results
+                    for place in places:
+                        for weight, out in products:
+                            multiply(lefts[place], weight, out[place])
+        plan.close(call.stream, (*outs, gathered) if node.return_gathered else tuple(outs))
+    if node.return_gathered:
+        whole = list(shape)
+        whole[node.gather_dim] *= node.world_size
+        outs.append(gathered.view(whole))
+    return outs
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What calls with one slot have in common: launches, copies, and where rows are.
+
+    lengths: of the runs of rows that are multiplied as one, in the order of the gathered tensor; None where a shard's
+    rows do not lie together, and the runs are the ranks'. own: the place of the own run; copied: staging copies it to
+    the gathered tensor. groups: places of the runs to multiply, and what is copied there before.
+    """
+
+    stage: Bound
+    wait_all: Bound
+    close: Bound
+    shard_shape: tuple[int, ...]
+    lengths: list[int] | None
+    apart: tuple[int, int, int]
+    own: int
+    copied: bool
+    groups: list[tuple[list[int], list[Transfer]]]
+
+    def rows_of(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The runs of x [rows, C]: [length, C], or [outer, rows / outer, C]."""
+        if self.lengths is not None:
+            return x.split_with_sizes(self.lengths)
+        return x.view(*self.apart, x.shape[1]).unbind(1)
+
+
+def _plan(
+    node: AllGatherMatmul,
+    launch: Launch,
+    sizes: Geometry,
+    call: Call,
+    shard: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+) -> _Plan:
+    world, rank, rows, K, outer = node.world_size, launch.rank, sizes.rows, sizes.K, sizes.outer
+    exchange = Exchange(sizes.kernels, call)
+    plain = outer == 1
+    # Bytes of a row, and of a run of rows that lie together on both sides.
+    pitch = K * shard.element_size()
+    run = rows // outer * pitch
+    transfers = []
+    for group in sizes.groups:
+        found: list[Transfer] = []
+        for piece in together(group):
+            source = (rank + piece.step) % world
+            staged = call.data(source, shard.dtype).data_ptr()
+            if plain:
+                first = (source * rows + piece.first) * pitch
+                found.append((first, staged + piece.first * pitch, (piece.last - piece.first) * pitch))
+            else:
+                found += [((i * world + source) * run, staged + i * run, run) for i in range(outer)]
+        transfers.append(found)
+    runs = [schedules.runs(group, rank, world, rows) for group in sizes.groups]
+    lengths, place = schedules.partition([(rank * rows, (rank + 1) * rows), *itertools.chain(*runs)])
+    if plain:
+        places = [[place[first] for first, _ in of_group] for of_group in runs]
+    else:
+        places = [[(rank + piece.step) % world for piece in group] for group in sizes.groups]
+    copied = node.return_gathered and plain
+    numels = [world * rows * weight.shape[1] for weight in weights]
+    return _Plan(
+        stage=exchange.stage(rows * K, copied=copied),
+        wait_all=exchange.wait_all(PIECE_ROWS.value),
+        close=exchange.close((*numels, world * rows * K) if node.return_gathered else tuple(numels)),
+        shard_shape=(rows, K) if plain else (outer, rows // outer, K),
+        lengths=lengths if plain else None,
+        apart=(outer, world, rows // outer),
+        own=place[rank * rows] if plain else rank,
+        copied=copied,
+        groups=list(zip(places, transfers, strict=True)),
+    )
 
 
 def together(group: Sequence[Piece]) -> Iterator[Piece]:
@@ -123,47 +199,3 @@ def together(group: Sequence[Piece]) -> Iterator[Piece]:
     for step, pieces in itertools.groupby(group, key=lambda piece: piece.step):
         of_step = list(pieces)
         yield Piece(step, of_step[0].first, of_step[-1].last)
-
-
-class _Whole:
-    """The gathered tensor and the products, all rows of all ranks, and where a rank's rows are in them.
-
-    plain: a shard's rows lie together. Else they are `outer` runs, and all views of them have three dimensions.
-    """
-
-    def __init__(self, gathered: torch.Tensor, outs: list[torch.Tensor], world_size: int, sizes: Geometry) -> None:
-        self.plain = sizes.outer == 1
-        self._gathered = gathered.view(-1, sizes.K)
-        self._outs = outs
-        self._world = world_size
-        self._sizes = sizes
-
-    def rows_of(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        """The rows of `rank` in x [.., C]: [rows, C] or [outer, rows / outer, C]."""
-        rows, outer, columns = self._sizes.rows, self._sizes.outer, x.shape[-1]
-        if self.plain:
-            return x.view(self._world * rows, columns)[rank * rows : (rank + 1) * rows]
-        return x.view(outer, self._world, rows // outer, columns)[:, rank]
-
-    def split(self, shard: torch.Tensor) -> torch.Tensor:
-        """shard [rows, K] in the form of `rows_of`."""
-        outer = self._sizes.outer
-        return shard if self.plain else shard.view(outer, self._sizes.rows // outer, shard.shape[1])
-
-    def receive(self, piece: Piece, source: int, staged: torch.Tensor) -> None:
-        """Copy a piece of a peer's shard [rows, K] to where it belongs, in runs of contiguous memory."""
-        if self.plain:
-            self.rows_of(self._gathered, source)[piece.first : piece.last].copy_(staged[piece.first : piece.last])
-            return
-        for target, run in zip(self.rows_of(self._gathered, source), self.split(staged), strict=True):
-            target.copy_(run)
-
-    def parts_of(self, group: Sequence[Piece], rank: int) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """(left operand, products) of a group: one for each run of rows that lie together."""
-        if self.plain:
-            for first, last in schedules.runs(group, rank, self._world, self._sizes.rows):
-                yield self._gathered[first:last], [out[first:last] for out in self._outs]
-            return
-        for piece in group:
-            source = (rank + piece.step) % self._world
-            yield self.rows_of(self._gathered, source), [self.rows_of(out, source) for out in self._outs]

@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
-from ditron_inductor.device.lanes import Lane
+from ditron_inductor.device.lanes import Lane, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.exchange import Exchange, Kernels, multiply
+from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, multiply
 from ditron_inductor.lowering.launch import Launch, ceil_div, round_up, rows_of
+from ditron_inductor.lowering.launcher import Bound
 from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel
 from ditron_inductor.lowering.transfers import PIECE_ROWS, RESULT_ROWS, identity
 from ditron_inductor.task.nodes import MatmulAllReduce
@@ -36,7 +37,7 @@ def obstacle(node: MatmulAllReduce, shape: Sequence[int]) -> str:
     return ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Parts:
     """Sizes that all ranks share: the output [M, N], `parts` of it with `length` rows for each rank.
 
@@ -52,7 +53,7 @@ class Parts:
     stride: int
     results: int
     nbytes: int
-    kernels: Kernels = field(compare=False, repr=False)
+    kernels: Kernels = field(repr=False)
 
     def run(self, part: int, owner: int, world_size: int) -> tuple[int, int]:
         """(first row, last row) of the output that `owner` adds up in a part."""
@@ -109,86 +110,151 @@ def matmul_all_reduce(
     if isinstance(sizes, all_reduce_kernel.Geometry):
         assert epilogue is identity
         return all_reduce_kernel.matmul_all_reduce(node, launch, sizes, a, b)
-    world, rank = node.world_size, launch.rank
     out = a.new_empty([*a.shape[:-1], sizes.N])
-    whole = out.view(sizes.M, sizes.N)
-    partials = a.new_empty(sizes.parts, world, sizes.length, sizes.N)
-    a_rows = rows_of(a)
+    whole = out if out.dim() == 2 else out.view(sizes.M, sizes.N)
+    partials = a.new_empty(sizes.parts * node.world_size * sizes.length, sizes.N)
+    # Never empty: an epilogue that wants nothing gets what it does not look at.
+    extras = tuple(extras) or (out,)
     with launch.call(nbytes=sizes.nbytes) as call:
-        exchange = Exchange(sizes.kernels, call)
-        exchange.open()
+        plan = call.kept((sizes, epilogue), lambda call: _plan(node, launch, sizes, call, a, epilogue))
+        lefts = rows_of(a).split_with_sizes(plan.lengths)
+        result, arrived = out.data_ptr(), partials.data_ptr()
+        plan.open(call.stream)
         with call.fork() as lane:
-            for part in range(sizes.parts):
-                _scatter(exchange, lane, call, a_rows, b, partials[part], part, rank, world, sizes)
-                if part > 0:
-                    _gather(exchange, lane, call, whole, part - 1, rank, world, sizes)
-                with lane.side():
-                    first, last = sizes.run(part, rank, world)
-                    exchange.reduce(
-                        partials[part],
-                        whole[first:last],
-                        average=node.reduce_op == "avg",
-                        epilogue=epilogue,
-                        extras=extras,
-                        result=sizes.results + part * sizes.stride,
-                        row=RESULT_ROWS.value + part,
-                    )
-            _gather(exchange, lane, call, whole, sizes.parts - 1, rank, world, sizes)
-        exchange.close([out])
+            before = None
+            for part in plan.parts:
+                for group in part.groups:
+                    group.receive(lane, group.send(lane, lefts, b), arrived)
+                if part.own is not None:
+                    multiply(lefts[part.own], b, partials[part.own_partial])
+                lane.follow(lane.here())
+                if before is not None:
+                    before.gather(lane, result)
+                part.reduce(lane.side, partials[part.partials], whole[part.rows], extras)
+                before = part
+            assert before is not None
+            before.gather(lane, result)
+        plan.close(call.stream, (out,))
     return out
 
 
-def _scatter(
-    exchange: Exchange,
-    lane: Lane,
-    call: Call,
-    a_rows: torch.Tensor,
-    b: torch.Tensor,
-    partials: torch.Tensor,
-    part: int,
-    rank: int,
-    world: int,
-    sizes: Parts,
-) -> None:
-    """Multiply the rows of a part, and copy the peers' products of the own rows to partials [W, length, N]."""
-    slot = call.data(rank, a_rows.dtype)
-    for first, count in sizes.groups:
-        for begin, end, place in products(part, first, count, rank, world, sizes):
-            target = slot[place : place + (end - begin) * sizes.N].view(end - begin, sizes.N)
-            multiply(a_rows[begin:end], b, target)
-        done = lane.here()
-        exchange.publish(first, count, 1, PIECE_ROWS.value + part)
-        # Not behind the telling: the wait is to have its SM before the next product takes them all.
-        lane.follow(done)
-        with lane.side():
-            exchange.wait(first, count, 1, PIECE_ROWS.value + part)
-            begin, end = sizes.run(part, rank, world)
-            for step in range(first + 1, first + count + 1):
-                source = (rank - step) % world
-                place = (part * (world - 1) + step - 1) * sizes.stride
-                theirs = call.data(source, a_rows.dtype)[place : place + (end - begin) * sizes.N]
-                partials[source, : end - begin].view(-1).copy_(theirs)
-    begin, end = sizes.run(part, rank, world)
-    multiply(a_rows[begin:end], b, partials[rank, : end - begin])
-    lane.follow(lane.here())
+@dataclass(frozen=True)
+class _Part:
+    """What calls with one slot have in common in one part.
+
+    own: which of the left operands are the own rows, None if there are none; `own_partial`: where in the partials their
+    product goes, `partials`: where those of the part begin. rows: the own ones of the output. wait, results: for the
+    results of the peers, and their copies to the output.
+    """
+
+    groups: list[Group]
+    own: int | None
+    own_partial: slice
+    partials: slice
+    rows: slice
+    reduce: Bound
+    wait: Bound
+    results: list[Transfer]
+
+    def gather(self, lane: Lane, out: int) -> None:
+        """Copy the results from the peers to the output at this address."""
+        self.wait(lane.side)
+        lane.copy(self.results, out)
 
 
-def _gather(
-    exchange: Exchange, lane: Lane, call: Call, whole: torch.Tensor, part: int, rank: int, world: int, sizes: Parts
-) -> None:
-    """Copy the results of a part from the peers to the output `whole` [M, N]."""
-    place = sizes.results + part * sizes.stride
-    with lane.side():
-        exchange.wait_all(RESULT_ROWS.value + part)
+@dataclass(frozen=True)
+class _Plan:
+    """What calls with one slot have in common. lengths: of the runs of rows that are multiplied as one, in order."""
+
+    open: Bound
+    parts: list[_Part]
+    close: Bound
+    lengths: list[int]
+
+
+def _plan(node: MatmulAllReduce, launch: Launch, sizes: Parts, call: Call, a: torch.Tensor, epilogue: Any) -> _Plan:
+    world, rank = node.world_size, launch.rank
+    exchange = Exchange(sizes.kernels, call)
+    found = [[products(part, *group, rank, world, sizes) for group in sizes.groups] for part in range(sizes.parts)]
+    runs = [(begin, end) for part in found for of_group in part for begin, end, _ in of_group]
+    own_runs = [sizes.run(part, rank, world) for part in range(sizes.parts)]
+    lengths, place_of = schedules.partition([*own_runs, *runs])
+    parts = []
+    for part, (first, last) in enumerate(own_runs):
+        groups = [
+            _group(part, group, of_group, place_of, exchange, call, a.dtype, rank, world, sizes)
+            for group, of_group in zip(sizes.groups, found[part], strict=True)
+        ]
+        base, own = part * world * sizes.length, (part * world + rank) * sizes.length
+        result = sizes.results + part * sizes.stride
+        reduce = exchange.reduce(
+            last - first,
+            sizes.N,
+            stride=sizes.length * sizes.N,
+            average=node.reduce_op == "avg",
+            epilogue=epilogue,
+            result=result,
+            row=RESULT_ROWS.value + part,
+        )
+        results = []
         for step in range(1, world):
             owner = (rank + step) % world
             begin, end = sizes.run(part, owner, world)
-            whole[begin:end].view(-1).copy_(call.data(owner, whole.dtype)[place : place + (end - begin) * sizes.N])
+            results.append(_transfer(call, owner, a.dtype, result, begin, end - begin, sizes))
+        parts.append(
+            _Part(
+                groups=groups,
+                own=place_of[first] if first < last else None,
+                own_partial=slice(own, own + last - first),
+                partials=slice(base, base + world * sizes.length),
+                rows=slice(first, last),
+                reduce=reduce,
+                wait=exchange.wait_all(RESULT_ROWS.value + part),
+                results=[one for one in results if one[2] > 0],
+            )
+        )
+    return _Plan(open=exchange.open(), parts=parts, close=exchange.close((sizes.M * sizes.N,)), lengths=lengths)
 
 
-def products(
-    part: int, first: int, count: int, rank: int, world_size: int, sizes: Parts
-) -> list[tuple[int, int, int]]:
+def _group(
+    part: int,
+    group: tuple[int, int],
+    of_group: list[tuple[int, int, int]],
+    place_of: dict[int, int],
+    exchange: Exchange,
+    call: Call,
+    dtype: torch.dtype,
+    rank: int,
+    world: int,
+    sizes: Parts,
+) -> Group:
+    """The products `of_group` for their owners, and the peers' products of the own rows."""
+    slot = call.data(rank, dtype)
+    targets = [
+        (place_of[begin], slot[place : place + (end - begin) * sizes.N].view(end - begin, sizes.N))
+        for begin, end, place in of_group
+        if begin < end
+    ]
+    begin, end = sizes.run(part, rank, world)
+    first, count = group
+    transfers = []
+    for step in range(first + 1, first + count + 1):
+        source = (rank - step) % world
+        place = (part * (world - 1) + step - 1) * sizes.stride
+        to_row = (part * world + source) * sizes.length
+        transfers.append(_transfer(call, source, dtype, place, to_row, end - begin, sizes))
+    row = PIECE_ROWS.value + part
+    publish, wait = exchange.publish(first, count, 1, row), exchange.wait(first, count, 1, row)
+    return Group(targets, publish, wait, [one for one in transfers if one[2] > 0])
+
+
+def _transfer(call: Call, source: int, dtype: torch.dtype, place: int, row: int, rows: int, sizes: Parts) -> Transfer:
+    """The copy of `rows` rows at element `place` of a peer's slot to row `row` of a tensor."""
+    pitch = sizes.N * dtype.itemsize
+    return row * pitch, call.data(source, dtype).data_ptr() + place * dtype.itemsize, rows * pitch
+
+
+def products(part: int, first: int, count: int, rank: int, world_size: int, sizes: Parts) -> list[tuple[int, int, int]]:
     """(first row, last row, element of the own slot) of the products of a group, joined where both lie together."""
     steps = range(first + 1, first + count + 1)
     places = [(part * (world_size - 1) + step - 1) * sizes.stride for step in steps]

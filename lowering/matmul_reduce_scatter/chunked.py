@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ditron_inductor.device.lanes import HERE
+from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.exchange import Exchange, Kernels, multiply
+from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, multiply
 from ditron_inductor.lowering.launch import Launch, round_up, rows_of
+from ditron_inductor.lowering.launcher import Bound
 from ditron_inductor.lowering.schedules import Reduction
 from ditron_inductor.lowering.transfers import PIECE_ROWS, identity
 from ditron_inductor.task.nodes import MatmulReduceScatter
@@ -38,7 +40,7 @@ def obstacle(node: MatmulReduceScatter, shape: Sequence[int]) -> str:
     return ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Geometry:
     """Sizes that all ranks share.
 
@@ -52,7 +54,7 @@ class Geometry:
     cut: Reduction
     stride: int
     nbytes: int
-    kernels: Kernels = field(compare=False, repr=False)
+    kernels: Kernels = field(repr=False)
 
 
 def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
@@ -89,48 +91,87 @@ def matmul_reduce_scatter(
 
     epilogue: applied to the sum before it is rounded; see `transfers.identity`.
     """
-    world, rank, rows, N, parts = node.world_size, launch.rank, sizes.rows, sizes.N, sizes.cut.parts
-    shape = [*a.shape[:-1], N]
-    shape[node.scatter_dim] //= world
+    shape = [*a.shape[:-1], sizes.N]
+    shape[node.scatter_dim] //= node.world_size
     out = a.new_empty(shape)
-    partials = a.new_empty(world, rows, N)
-    a_rows = rows_of(a)
+    partials = a.new_empty(node.world_size * sizes.rows, sizes.N)
     with launch.call(nbytes=sizes.nbytes) as call:
-        exchange = Exchange(sizes.kernels, call)
-        slot = call.data(rank, a.dtype)
-        exchange.open()
+        plan = call.kept((sizes, epilogue), lambda call: _plan(node, launch, sizes, call, a, epilogue))
+        lefts = plan.rows_of(rows_of(a))
+        base = partials.data_ptr()
+        plan.open(call.stream)
         with call.fork() as lane:
             # In turns on two streams: a product begins while the last tiles of the one before it run.
-            for turn, (first, count) in enumerate(sizes.cut.groups):
-                with lane.beside() if turn % 2 == 1 else nullcontext():
-                    for left, product in products(a_rows, slot, first, count, rank, world, sizes):
-                        multiply(left, b, product)
-                    done = lane.here()
-                    exchange.publish(first, count, parts, PIECE_ROWS.value)
-                # Not behind the telling: the wait is to have its SM before the next product takes them all.
-                lane.follow(done)
-                with lane.side():
-                    exchange.wait(first, count, parts, PIECE_ROWS.value)
-                    for source, begin, end in arrivals(first, count, rank, world, sizes):
-                        place = (rank - source - 1) % world * sizes.stride
-                        theirs = call.data(source, a.dtype)[place + begin * N : place + end * N]
-                        partials[source, begin:end].view(-1).copy_(theirs)
-            with lane.beside() if len(sizes.cut.groups) % 2 == 1 else nullcontext():
-                multiply(owned(a_rows, rank, world, sizes), b, split(partials[rank], sizes))
-        exchange.reduce(partials, out.view(rows, N), average=node.reduce_op == "avg", epilogue=epilogue, extras=extras)
+            for turn, group in enumerate(plan.groups):
+                with lane.beside() if turn % 2 == 1 else HERE:
+                    done = group.send(lane, lefts, b)
+                group.receive(lane, done, base)
+            with lane.beside() if len(plan.groups) % 2 == 1 else HERE:
+                multiply(lefts[plan.own], b, partials[plan.own_rows].view(plan.own_shape))
+        # Never empty: an epilogue that wants nothing gets what it does not look at.
+        plan.reduce(call.stream, partials, out, tuple(extras) or (out,))
     return out
 
 
-def owned(a_rows: torch.Tensor, owner: int, world_size: int, sizes: Geometry) -> torch.Tensor:
-    """The rows of a [M, K] whose products `owner` adds up: [rows, K]; where they lie apart [outer, rows / outer, K]."""
-    if sizes.outer == 1:
-        return a_rows[owner * sizes.rows : (owner + 1) * sizes.rows]
-    return a_rows.unflatten(0, (sizes.outer, world_size, sizes.rows // sizes.outer))[:, owner]
+@dataclass(frozen=True)
+class _Plan:
+    """What calls with one slot have in common: launches, copies, and where rows are.
+
+    lengths: of the runs of rows of a that are multiplied as one, in their order; None where an owner's rows do not lie
+    together, and the runs are the owners', `apart`. own: the place of the own run, whose product has `own_shape`.
+    """
+
+    open: Bound
+    groups: list[Group]
+    reduce: Bound
+    lengths: list[int] | None
+    apart: tuple[int, int, int]
+    own: int
+    own_rows: slice
+    own_shape: tuple[int, ...]
+
+    def rows_of(self, a: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The runs of a [M, K]: [length, K], or [outer, rows / outer, K]."""
+        if self.lengths is not None:
+            return a.split_with_sizes(self.lengths)
+        return a.unflatten(0, self.apart).unbind(1)
 
 
-def split(x: torch.Tensor, sizes: Geometry) -> torch.Tensor:
-    """x [rows, N], contiguous, in the form of `owned`."""
-    return x if sizes.outer == 1 else x.view(sizes.outer, sizes.rows // sizes.outer, sizes.N)
+def _plan(
+    node: MatmulReduceScatter, launch: Launch, sizes: Geometry, call: Call, a: torch.Tensor, epilogue: Any
+) -> _Plan:
+    world, rank, rows, N, parts = node.world_size, launch.rank, sizes.rows, sizes.N, sizes.cut.parts
+    exchange = Exchange(sizes.kernels, call)
+    slot, itemsize = call.data(rank, a.dtype), a.element_size()
+    pitch = N * itemsize
+    plain = sizes.outer == 1
+    own_shape = (rows, N) if plain else (sizes.outer, rows // sizes.outer, N)
+    found = [products(first, count, rank, world, sizes) for first, count in sizes.cut.groups]
+    runs = [(begin, end) for of_group in found for begin, end, _ in of_group]
+    lengths, place_of = schedules.partition([(rank * rows, (rank + 1) * rows), *runs])
+    groups = []
+    for (first, count), of_group in zip(sizes.cut.groups, found, strict=True):
+        targets = []
+        for begin, end, element in of_group:
+            product = slot[element : element + (end - begin) * N]
+            place, shape = (place_of[begin], (end - begin, N)) if plain else (begin // rows, own_shape)
+            targets.append((place, product.view(shape)))
+        transfers = []
+        for source, begin, end in arrivals(first, count, rank, world, sizes):
+            theirs = call.data(source, a.dtype).data_ptr() + (rank - source - 1) % world * sizes.stride * itemsize
+            transfers.append((source * rows * pitch + begin * pitch, theirs + begin * pitch, (end - begin) * pitch))
+        publish = exchange.publish(first, count, parts, PIECE_ROWS.value)
+        groups.append(Group(targets, publish, exchange.wait(first, count, parts, PIECE_ROWS.value), transfers))
+    return _Plan(
+        open=exchange.open(),
+        groups=groups,
+        reduce=exchange.reduce(rows, N, stride=rows * N, average=node.reduce_op == "avg", epilogue=epilogue),
+        lengths=lengths if plain else None,
+        apart=(sizes.outer, world, rows // sizes.outer),
+        own=place_of[rank * rows] if plain else rank,
+        own_rows=slice(rank * rows, (rank + 1) * rows),
+        own_shape=own_shape,
+    )
 
 
 def piece_rows(piece: int, sizes: Geometry) -> tuple[int, int, int]:
@@ -139,23 +180,17 @@ def piece_rows(piece: int, sizes: Geometry) -> tuple[int, int, int]:
     return piece // sizes.cut.parts + 1, begin, end
 
 
-def products(
-    a_rows: torch.Tensor, slot: torch.Tensor, first: int, count: int, rank: int, world_size: int, sizes: Geometry
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(rows of a, where in the own slot their product goes) for a group of pieces, joined where both lie together."""
-    if sizes.outer > 1:
-        for piece in range(first, first + count):
-            place = piece * sizes.stride
-            target = slot[place : place + sizes.rows * sizes.N]
-            yield owned(a_rows, (rank + 1 + piece) % world_size, world_size, sizes), split(target, sizes)
-        return
-    pieces = []
+def products(first: int, count: int, rank: int, world_size: int, sizes: Geometry) -> list[tuple[int, int, int]]:
+    """(first row, last row, element of the own slot) of the products of a group, joined where both lie together.
+
+    Rows are counted owner by owner, whether they lie together in a or not; of rows that do not, nothing is joined.
+    """
+    found = []
     for piece in range(first, first + count):
         step, begin, end = piece_rows(piece, sizes)
         base = (rank + step) % world_size * sizes.rows
-        pieces.append((base + begin, base + end, (step - 1) * sizes.stride + begin * sizes.N))
-    for begin, end, place in schedules.joined(pieces, sizes.N):
-        yield a_rows[begin:end], slot[place : place + (end - begin) * sizes.N].view(end - begin, sizes.N)
+        found.append((base + begin, base + end, (step - 1) * sizes.stride + begin * sizes.N))
+    return schedules.joined(found, sizes.N) if sizes.outer == 1 else found
 
 
 def arrivals(first: int, count: int, rank: int, world_size: int, sizes: Geometry) -> Iterator[tuple[int, int, int]]:

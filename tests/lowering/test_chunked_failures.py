@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from ditron_inductor.core import layout as words
 from ditron_inductor.device import layout, workspaces
 from ditron_inductor.device.workspace import SharedWorkspace
 from ditron_inductor.errors import DitronError
-from ditron_inductor.lowering import exchange
+from ditron_inductor.lowering import transfers
+from ditron_inductor.lowering.launcher import Bound
 from tests.conftest import CPU_PLACES
 from tests.lowering.failures import Failure, diverge, fails, hasty, reset_and_work, stop_a_rank
 from tests.lowering.problems import KINDS
@@ -63,25 +65,23 @@ def _too_slow(ctx: RankContext, kind: str) -> Slow | Failure:
         # As if the call for the next slot, which would fail here and now, were still queued, as on a GPU.
         _shared(ctx).calls += layout.NUM_SLOTS - 1
         return fails(ctx, other)
-    waiting = "wait_all" if kind == "all_gather_matmul" else "wait"
-    original = getattr(exchange.Exchange, waiting)
-    last = exchange.Exchange.close if kind == "all_gather_matmul" else exchange.Exchange.reduce
+    waiting = transfers.await_all if kind == "all_gather_matmul" else transfers.await_pieces
+    last = transfers.close_slot if kind == "all_gather_matmul" else transfers.reduce_partials
+    launch = Bound.__call__
     outputs: list[torch.Tensor] = []
+    waited = False
 
-    def late(self: exchange.Exchange, *args: object, **kwargs: object) -> None:
-        """In place of the first wait, which comes before all copies."""
-        setattr(exchange.Exchange, waiting, original)
-        time.sleep(SHORT_S * 6)
-        original(self, *args, **kwargs)
+    def late(self: Bound, stream: int, *tensors: Any) -> None:
+        """The first wait, which comes before all copies, begins late."""
+        nonlocal waited
+        if self.kernel is waiting and not waited:
+            waited = True
+            time.sleep(SHORT_S * 6)
+        launch(self, stream, *tensors)
+        if self.kernel is last:
+            outputs.extend(tensors[0] if kind == "all_gather_matmul" else [tensors[1]])
 
-    def keep(self: exchange.Exchange, *args: object, **kwargs: object) -> None:
-        last(self, *args, **kwargs)
-        found = args[0] if kind == "all_gather_matmul" else [args[1]]
-        outputs.extend(found)  # type: ignore[arg-type]
-
-    name = last.__name__
-    setattr(exchange.Exchange, waiting, late)
-    setattr(exchange.Exchange, name, keep)
+    Bound.__call__ = late  # type: ignore[method-assign]
     try:
         problem()
         return Slow("", "", True, False)
@@ -92,8 +92,8 @@ def _too_slow(ctx: RankContext, kind: str) -> Slow | Failure:
         right = [torch.equal(out, want) for out, want in zip(flat, wanted, strict=True)]
         return Slow(type(error).__name__, str(error), all(right), all(missing))
     finally:
-        setattr(exchange.Exchange, waiting, original)
-        setattr(exchange.Exchange, name, last)
+        assert waited
+        Bound.__call__ = launch  # type: ignore[method-assign]
 
 
 @on_cpu

@@ -1,0 +1,60 @@
+"""The few functions of the GPU driver that torch does not hand on, or only at several times their price.
+
+They are called by ctypes in the library that torch and Triton use themselves, so its context is the current one.
+Streams are passed by handle.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+
+Copy = Callable[[int, int, int, int], None]
+"""(target address, source address, bytes, stream): queue a copy on the stream."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The driver's library. Of HIP the one that torch has loaded: its wheels bring their own."""
+    if torch.version.hip is None:
+        return ctypes.CDLL("libcuda.so.1")
+    with open("/proc/self/maps") as maps:
+        loaded = [line.split()[-1] for line in maps if "libamdhip64.so" in line]
+    return ctypes.CDLL(loaded[0] if loaded else "libamdhip64.so")
+
+
+@functools.cache
+def capture_info() -> Callable[..., int]:
+    """A function of (stream, status*, id*): the capture that the stream takes part in; returns the driver's error."""
+    # Both signatures are frozen; the second version of CUDA's is followed by outputs that may be null.
+    if torch.version.hip is not None:
+        return library().hipStreamGetCaptureInfo  # type: ignore[no-any-return]
+    function = library().cuStreamGetCaptureInfo_v2
+    return lambda stream, status, number: int(function(stream, status, number, None, None, None))
+
+
+@functools.cache
+def device_copy() -> Copy:
+    """Copies within a device, or from a peer's memory that is mapped here: what `Tensor.copy_` comes down to for
+    contiguous tensors of one dtype, without a view of either end, and on any stream of the current device. Raises
+    RuntimeError if the driver refuses.
+    """
+    # Both take (target, source, bytes, stream), and both may be captured.
+    function = library().cuMemcpyDtoDAsync_v2 if torch.version.hip is None else library().hipMemcpyDtoDAsync
+    function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    function.restype = ctypes.c_int
+
+    def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+        error = function(target, source, nbytes, stream)
+        if error != 0:
+            raise RuntimeError(f"the GPU driver did not queue a copy of {nbytes} bytes: error {error}")
+
+    return copy
+
+
+def host_copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    """The same on the CPU, at once."""
+    ctypes.memmove(target, source, nbytes)
