@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ditron_inductor.core import layout as words
 from ditron_inductor.device import layout
+from ditron_inductor.device import ring as ring_module
 from ditron_inductor.device.exchange import meet
 from ditron_inductor.device.ring import PAGE, make_generation, slot_size
 from tests.device.threads import make_group
@@ -51,6 +52,14 @@ def test_a_new_ring_is_zero_but_for_where_things_are() -> None:
     assert torch.equal(ring.ctl, expected)
     assert ring.table.tolist() == [ring.heap.local.data_ptr()]
     assert ring.heap.local.numel() == layout.heap_bytes(PAGE)
+
+
+def test_what_callers_keep_with_a_ring_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "MOST_KEPT", 3)
+    session = meet(make_group(dist.HashStore(), 0, 1), "open", "begin", 5.0)
+    ring = make_generation(session, CPU, PAGE, 5.0, "a test")
+    assert [ring.keep(i, str(i)) for i in range(4)] == ["0", "1", "2", "3"]
+    assert ring.kept == {3: "3"}
 
 
 @pytest.mark.parametrize("limit", [0, layout.HEADER_BYTES, layout.heap_bytes(PAGE) - 1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from ditron_inductor.device.scratch import Scratch
 from ditron_inductor.lowering import launcher as launcher_module
-from ditron_inductor.lowering.launcher import Arguments, Launcher
+from ditron_inductor.lowering.launcher import Arguments, Bound, Launcher
 
 DEVICE = torch.device("cuda", 0)
 STREAM = 77
@@ -307,6 +308,74 @@ def test_scratch_memory_comes_from_our_allocator_and_the_users_is_back_afterward
         assert _allocation._allocator.get() is users
     finally:
         _allocation._allocator.reset(token)
+
+
+class Slot:
+    """A site's launches with one number each, in the order of `operands`."""
+
+    def __init__(self, site: Site, slot: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.site = site
+        self.slot = slot
+        self.launch = Bound(site.launcher, site.arguments, (slot, 12345), (TABLE,), tuple(operands()))
+        self.streams: list[int] = []
+        monkeypatch.setattr(launcher_module, "on_stream", self.on_stream)
+
+    @contextmanager
+    def on_stream(self, handle: int, device: torch.device) -> Iterator[None]:
+        assert device == DEVICE
+        self.streams.append(handle)
+        yield
+
+    def __call__(self, **tensors: Any) -> str:
+        """One launch: by which way. Checks what `Site` does."""
+        before = len(self.site.jit.launches)
+        self.launch(STREAM, *tensors.values())
+        assert len(self.site.jit.launches) == before + 1, "one launch for one call"
+        way, key, programs, args, _ = self.site.jit.launches[-1]
+        values = {**self.site.values, "slot": self.slot, "site": 12345}
+        assert programs == 132 and key == self.site.jit.key(**tensors, **values, table=TABLE)
+        if way == "direct":
+            expected = {**values, "table": TABLE.data_ptr(), "MODE": "plain"}
+            for name, value in tensors.items():
+                expected[name] = tuple(t.data_ptr() for t in value) if isinstance(value, tuple) else value.data_ptr()
+            assert args == tuple(expected[param.name] for param in kernel.params)
+        return way
+
+
+def test_bound_launches_share_kernels_and_have_their_own_numbers(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(jit)
+    slots = [Slot(site, slot, monkeypatch) for slot in (0, 1)]
+    assert [slot(**operands()) for slot in (*slots, *slots)] == ["jit", "direct", "direct", "direct"]
+    other = {"x": operand(shift=1), "weights": (operand(shift=3), operand())}
+    assert [slot(**operands(**other)) for slot in slots] == ["jit", "direct"]
+    assert [slot(**operands()) for slot in slots] == ["direct", "direct"]
+    assert site.asked == 2 and len(jit.compiled) == 2
+
+
+def test_a_bound_launch_by_the_jit_is_on_its_stream(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = Slot(Site(jit), 0, monkeypatch)
+    assert [slot(**operands()) for _ in range(2)] == ["jit", "direct"] and slot.streams == [STREAM]
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(knobs.runtime, "launch_enter_hook"), "calls", [print])  # noqa: B009
+        assert slot(**operands()) == "jit" and slot.streams == [STREAM] * 2
+    assert slot(**operands()) == "direct"
+
+
+def test_a_bound_launch_with_scratch_memory_gets_it(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
+    jit.scratch_bytes = 384
+    slot = Slot(Site(jit, allocator=lambda size, alignment, stream: "our buffer"), 0, monkeypatch)
+    assert [slot(**operands()) for _ in range(3)] == ["jit", "direct", "direct"]
+    assert [launch[-1] for launch in jit.launches] == ["our buffer"] * 3
+
+
+def test_what_is_compiled_while_somebody_changes_compilations_is_not_kept(
+    jit: Jit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(jit)
+    with monkeypatch.context() as patch:
+        patch.setattr(knobs.runtime, "add_stages_inspection_hook", lambda *args: ("", ""))
+        assert site(**operands())[0] == "jit"
+    assert [site(**operands())[0] for _ in range(2)] == ["jit", "direct"]
 
 
 def test_an_unknown_triton_is_launched_by_its_jit(

@@ -86,3 +86,13 @@ def test_time_grows_with_the_work() -> None:
     assert times == sorted(times)
     assert schedules.product_us(0, (7168,), 4096, 2, NUM_SMS) == 0.0
     assert schedules.product_us(512, (7168,), 4096, 4, NUM_SMS) > schedules.product_us(512, (7168,), 4096, 2, NUM_SMS)
+
+
+def test_a_partition_says_where_each_run_is() -> None:
+    assert schedules.partition([(4, 9), (0, 4), (9, 9), (9, 10)]) == ([4, 5, 1], {0: 0, 4: 1, 9: 2})
+
+
+@pytest.mark.parametrize("runs", [[(0, 4), (5, 9)], [(0, 4), (3, 9)]], ids=["gap", "overlap"])
+def test_what_is_no_partition_is_refused(runs: list[tuple[int, int]]) -> None:
+    with pytest.raises(AssertionError):
+        schedules.partition(runs)
