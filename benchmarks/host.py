@@ -4,20 +4,26 @@ On GPUs: the three ops at 256 x 256 x 256, eager, issued back to back. `wall` is
 has run, `issue` until it was issued; medians of interleaved rounds, of the slowest rank. Without GPUs (`--device cpu`)
 the compiled kernels are stand-ins that do nothing: the Python part of the path, without the driver.
 
-Stages: the dispatcher (an op of the same schema that does nothing), the lookup of what is kept for the call, the
-outputs, the token, the slot (its begin and end), the arguments of the launch, and the driver with Triton's launcher.
-`by the JIT`: the whole op when every launch goes through Triton's JIT.
+Stages of `tile`: the dispatcher (an op of the same schema that does nothing), the lookup of what is kept for the call,
+the outputs, the token, the slot (its begin and end), the arguments of the launch, and the driver with Triton's
+launcher. `by the JIT`: the whole op when every launch goes through Triton's JIT.
+
+Stages of `chunked`: the dispatcher, lookup and token together, then what a call no longer costs when its launches do
+nothing, then its products, its copies, and its events; what is left is Python. The all-reduce of so small a product is
+one kernel behind it, so there is a row for one in parts too.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 from tabulate import tabulate
@@ -28,6 +34,7 @@ from ditron_inductor.task.nodes import KINDS
 SIZE = 256
 ROUNDS = 15
 CALLS = 200
+CHUNKED_CALLS = 40
 """In a row: less than the 1024 launches that a driver queues before the host has to wait."""
 LIMIT_S = 300.0
 WORKSPACE_LIMIT = 1 << 28
@@ -189,15 +196,75 @@ def stages(bench: Bench) -> dict[str, float]:
     return measured
 
 
-def measure_issue(call: Call, synchronize: Callable[[], None]) -> float:
+def chunked_stages(bench: Bench) -> dict[str, dict[str, float]]:
+    """Microseconds of every stage of the op under `chunked`, by the name of a row."""
+    from ditron_inductor.lowering import register
+    from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
+
+    x, w, arguments = bench.x, bench.w, bench.arguments("chunked")
+    whole = bench.op("chunked")
+    whole()
+    _, found = register.lookup(bench.kind, arguments, x, w if isinstance(w, list) else (w,))
+    assert found is not None
+    node, launch, sizes = found.args  # type: ignore[attr-defined]
+    issued = measure_issue(whole, launch.workspace.shared.synchronize, CHUNKED_CALLS)
+    rows = {bench.kind: stages_of_call(lambda: found(x, w), launch, sizes)}
+    dispatch = max(0.0, issued - rows[bench.kind]["call"])
+    if bench.kind == "matmul_all_reduce":
+        parts = reduce_chunked.parts_geometry(node, launch, x, w.shape[1], w.shape[0])
+        in_parts = functools.partial(reduce_chunked.matmul_all_reduce, node, launch, parts, x, w)
+        rows[f"{bench.kind}, parts"] = stages_of_call(in_parts, launch, parts)
+    for row in rows.values():
+        row["whole op"] = dispatch + row.pop("call")
+    return {name: {"dispatch": dispatch} | row for name, row in rows.items()}
+
+
+def stages_of_call(call: Call, launch: Any, sizes: Any) -> dict[str, float]:
+    """What a call of `chunked` costs, and of that what it no longer costs without its launches, its products, .."""
+    import torch
+
+    from ditron_inductor.device import driver
+
+    for _ in range(4):
+        call()
+    shared = launch.workspace.shared
+    lane = shared.lane
+    kernels = getattr(sizes, "kernels", None)
+    launchers = [*launch.launchers.values(), *(kernels.launchers.values() if kernels is not None else ())]
+    mark = SimpleNamespace(wait=lambda stream: None)
+    # (object, attribute, what it becomes) for each stage; the next one is measured without those before it.
+    changes: dict[str, list[tuple[Any, str, Any]]] = {
+        "launches": [(ready, "run", lambda *args: None) for launcher in launchers for ready in launcher.ready.values()],
+        "products": [(torch, "mm", lambda a, b, out: None)],
+        "copies": [(driver, "host_copy", lambda *args: None)],
+        "events": [],
+    }
+    if lane.side != 0:
+        changes["copies"] = [(lane, "_copy", lambda *args: None)]
+        changes["events"] = [(lane, "_record", lambda stream: mark)]
+    measured = {"call": measure_issue(call, shared.synchronize, CHUNKED_CALLS)}
+    before, undo = measured["call"], []
+    for stage, replaced in changes.items():
+        for owner, name, value in replaced:
+            undo.append((owner, name, getattr(owner, name)))
+            object.__setattr__(owner, name, value)
+        after = measure_issue(call, shared.synchronize, CHUNKED_CALLS)
+        measured[stage] = before - after
+        before = after
+    for owner, name, value in undo:
+        object.__setattr__(owner, name, value)
+    return measured | {"Python": before}
+
+
+def measure_issue(call: Call, synchronize: Callable[[], None], calls: int = CALLS) -> float:
     """Microseconds until a call is issued, the device idle before every round: the least of some rounds."""
     least = float("inf")
     for _ in range(ROUNDS):
         synchronize()
         begin = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
-        least = min(least, (time.perf_counter() - begin) / CALLS)
+        least = min(least, (time.perf_counter() - begin) / calls)
     synchronize()
     return least * 1e6
 
@@ -231,9 +298,7 @@ def contest(bench: Bench, device: Any) -> dict[str, tuple[float, float]]:
 
 
 def stand_in_for_kernels(device: Any) -> None:
-    """Let the CPU device run `tile` as a GPU would, with kernels that do nothing."""
-    from types import SimpleNamespace
-
+    """Let the CPU device launch as a GPU would, with kernels that do nothing."""
     import torch.distributed as dist
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import CompiledKernel, make_backend
@@ -279,13 +344,16 @@ def main_of_rank(rank: Rank, options: argparse.Namespace) -> bool:
     register()
     if device.type == "cpu":
         stand_in_for_kernels(device)
-    lines, results = [], []
+    lines, chunked, results = [], [], []
     for bench in benches(device, rank.rank, rank.world_size):
         if bench.kind not in options.ops:
             continue
         measured = stages(bench)
         lines.append([bench.kind, *(f"{value:.2f}" for value in measured.values())])
         headers = ["op", *measured]
+        for name, measured in chunked_stages(bench).items():
+            chunked.append([name, *(f"{value:.2f}" for value in measured.values())])
+        chunked_headers = ["op", *measured]
         if device.type == "cuda":
             for name, (wall, issue) in contest(bench, device).items():
                 results.append([bench.kind, name, f"{wall:.1f}", f"{issue:.1f}"])
@@ -297,6 +365,8 @@ def main_of_rank(rank: Rank, options: argparse.Namespace) -> bool:
         )
         print("\nmicroseconds of the host for each stage of `tile`")
         print(tabulate(lines, headers, disable_numparse=True))
+        print("\nmicroseconds of the host for each stage of `chunked`")
+        print(tabulate(chunked, chunked_headers, disable_numparse=True))
         if results:
             print("\nmicroseconds per call, issued back to back")
             print(tabulate(results, ["op", "contestant", "wall", "issue"], disable_numparse=True))

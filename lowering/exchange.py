@@ -30,16 +30,17 @@ PIECES = ("first", "count", "parts", "row")
 class Kernels:
     """The kernels at one site with operands of one form, which its calls have in common.
 
-    Each call of a kernel has the same sizes, but for pieces and rows; `reduce` has a launcher for each number of rows.
+    launchers: one for each kernel, whose calls have the same sizes but for pieces and rows; `reduce` has one for each
+    number of rows.
     """
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
-        self._launchers: dict[object, Launcher] = {}
+        self.launchers: dict[object, Launcher] = {}
 
     def launcher(self, key: object, kernel: Any, numbers: tuple[str, ...], words: tuple[str, ...]) -> Launcher:
         """The launcher kept under `key`."""
-        found = self._launchers.get(key)
+        found = self.launchers.get(key)
         if found is None:
             workspace = self.launch.workspace
             found = Launcher(
@@ -49,7 +50,7 @@ class Kernels:
                 words=words,
                 allocator=workspace.shared.scratch,
             )
-            self._launchers[key] = found
+            self.launchers[key] = found
         return found
 
 
