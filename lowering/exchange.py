@@ -201,6 +201,11 @@ class Group:
         lane.copy(self.transfers, partials)
 
 
+def shaped(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The contiguous x in another shape; itself if it has that."""
+    return x if x.shape == shape else x.view(shape)
+
+
 def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """out = a @ b by the library. a [.., m, K], out [.., m, N] with the same leading dimensions, none or one; b [K, N].
 

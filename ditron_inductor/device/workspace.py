@@ -320,7 +320,11 @@ class Call:
         """
         key = owner, self.slot, self.site
         found: T | None = self.generation.kept.get(key)
-        return found if found is not None else self.generation.keep(key, make(self))
+        if found is None:
+            # Made once and used in any mode, as the ring itself.
+            with torch.inference_mode(False), torch.no_grad():
+                found = self.generation.keep(key, make(self))
+        return found
 
     def fork(self) -> Lane:
         """The workspace's second stream, for transfers beside the work on the current one; see device/lanes.py."""

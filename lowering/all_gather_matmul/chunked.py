@@ -23,7 +23,7 @@ import torch
 from ditron_inductor.device.lanes import HERE, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.exchange import Exchange, Kernels, multiply
+from ditron_inductor.lowering.exchange import Exchange, Kernels, multiply, shaped
 from ditron_inductor.lowering.launch import Launch, round_up
 from ditron_inductor.lowering.launcher import Bound
 from ditron_inductor.lowering.schedules import Piece
@@ -94,7 +94,7 @@ def all_gather_matmul(
         products = [(weight, plan.rows_of(out)) for weight, out in zip(weights, outs, strict=True)]
         with call.fork() as lane:
             plan.stage(lane.main, shard, lefts[plan.own] if plan.copied else shard)
-            left = shard.view(plan.shard_shape)
+            left = shaped(shard, plan.shard_shape)
             if node.return_gathered and not plan.copied:
                 lefts[plan.own].copy_(left)
             # One wait for all shards, before the first product, which may leave no SM free.
@@ -115,9 +115,9 @@ def all_gather_matmul(
                             multiply(lefts[place], weight, out[place])
         plan.close(call.stream, (*outs, gathered) if node.return_gathered else tuple(outs))
     if node.return_gathered:
-        whole = list(shape)
-        whole[node.gather_dim] *= node.world_size
-        outs.append(gathered.view(whole))
+        dim = node.gather_dim
+        whole = (*shape[:dim], node.world_size * shape[dim], *shape[dim + 1 :])
+        outs.append(shaped(gathered, whole))
     return outs
 
 

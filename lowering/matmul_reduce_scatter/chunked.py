@@ -22,7 +22,7 @@ import torch
 from ditron_inductor.device.lanes import HERE
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, multiply
+from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, multiply, shaped
 from ditron_inductor.lowering.launch import Launch, round_up, rows_of
 from ditron_inductor.lowering.launcher import Bound
 from ditron_inductor.lowering.schedules import Reduction
@@ -107,7 +107,7 @@ def matmul_reduce_scatter(
                     done = group.send(lane, lefts, b)
                 group.receive(lane, done, base)
             with lane.beside() if len(plan.groups) % 2 == 1 else HERE:
-                multiply(lefts[plan.own], b, partials[plan.own_rows].view(plan.own_shape))
+                multiply(lefts[plan.own], b, shaped(partials[plan.own_rows], plan.own_shape))
         # Never empty: an epilogue that wants nothing gets what it does not look at.
         plan.reduce(call.stream, partials, out, tuple(extras) or (out,))
     return out
@@ -118,7 +118,8 @@ class _Plan:
     """What calls with one slot have in common: launches, copies, and where rows are.
 
     lengths: of the runs of rows of a that are multiplied as one, in their order; None where an owner's rows do not lie
-    together, and the runs are the owners', `apart`. own: the place of the own run, whose product has `own_shape`.
+    together, and the runs are the owners', `apart`. own: the place of the own run, whose product has `own_shape` and is
+    rows `own_rows` of the partials.
     """
 
     open: Bound

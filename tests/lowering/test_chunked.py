@@ -142,6 +142,22 @@ def test_uneven_weights(pool: RankPool) -> None:
     pool.run(_uneven)
 
 
+def _modes(ctx: RankContext) -> None:
+    """What one call keeps for the others was made in another mode than theirs."""
+    modes = [torch.inference_mode, torch.no_grad, torch.enable_grad]
+    for first in range(len(modes)):
+        problems = chunked_problems(ctx, KINDS, f"modes {first}")
+        for turn in range(6):
+            for problem in problems:
+                with modes[(first + turn) % len(modes)]():
+                    outputs = problem()
+                    problem.check(outputs)
+
+
+def test_modes_of_autograd_in_turns(pool: RankPool) -> None:
+    pool.run(_modes)
+
+
 def _unavailable(ctx: RankContext) -> str:
     site = Site(name="inner/0:all_gather_matmul", strategy="chunked")
     shard = calls.operand(ctx, (gather.MAX_OUTER + 1, 3, 16), torch.float32)
