@@ -2,6 +2,8 @@
 
 An item is a tuple of operations on memory; a resident program takes the next item when it has finished one:
 
+    ("ask",)                  look at the credits that the item waits for; if all are there, pass over what is to settle
+    ("settle", peer)          store the credit of the use that is due, if any, in `peer`'s credit[slot of that use][me]
     ("credit", peer)          wait until credit[slot][peer] in own memory says that `peer` ended the slot's previous use
     ("write", dst, region)    plain stores of data into `dst`'s slot
     ("publish", dst, region)  release store of (site, epoch) into `dst`'s flag[slot][region][me]
@@ -9,8 +11,10 @@ An item is a tuple of operations on memory; a resident program takes the next it
     ("await", region, src)    wait for flag[slot][region][src] in own memory, then compare the site
     ("read", region, src)     read the data that `src` wrote into own slot
     ("sum",)                  what the item has read becomes the value that its next writes carry
-    ("epoch",)                advance the slot's epoch (closing item only)
-    ("give", peer)            release store of (site, epoch) into `peer`'s credit[slot][me] (closing item only)
+
+A use is closed, its epoch advanced and its credits due, as soon as the programs are counted. A program counts itself when
+it draws no more tickets and settles no more; it may still wait and read then. Nobody looks at what that changes before
+the next launch, so this earliest moment stands for all later ones.
 
 Launches that pull (the strategy `chunked`; one launch with two programs is what it queues on two streams) also have
 
@@ -21,6 +25,7 @@ Launches that pull (the strategy `chunked`; one launch with two programs is what
     ("revoke", dst)           tell `dst` that its credit is missing, and that the slot is overwritten even so
     ("check", src)            whether `src` has told so, of the slot that the launch has read from
     ("trust",)                what was pulled is used from here on, so it must have been right
+    ("close",)                the use is closed, by the last program out: a kernel of its own
 
 A wait that fails ends its item: nothing after it is done, nothing is counted or published. The program then takes the
 next item, so whatever does not depend on the failed wait still reaches the peers.
@@ -52,10 +57,16 @@ class Protection(Enum):
 
     CREDITS = auto()  # data is written without waiting for the receiver
     ALL_CREDITS = auto()  # a sender waits for the receiver's credit only, not for those who may read from it
-    CREDIT_AFTER_USE = auto()  # credits are given when a launch begins
+    CREDIT_AFTER_USE = auto()  # credits are given when the launch that uses the slot begins
+    CREDIT_BY_NEXT = auto()  # credits are given by the first program out of the launch that uses the slot
+    SETTLE_FIRST = auto()  # who misses a credit waits for it before he settles
+    SETTLE_ALWAYS = auto()  # only who misses a credit settles
+    SETTLE_BEFORE_FLAGS = auto()  # the first ticket's item settles when its waits for flags are over
+    SETTLE_BEFORE_COUNT = auto()  # a program counts itself with its last ticket, and settles after that
+    SETTLE_AS_STARTED = auto()  # nothing is settled once another program of the launch has failed
     REVOKE = auto()  # a slot is overwritten without credit, and nobody is told
     CHECKED = auto()  # what was pulled is used without a look at whether it was overwritten
-    LAST_OUT = auto()  # the first program without work closes the launch
+    LAST_OUT = auto()  # the first program that counts itself closes the launch
     DATA_BEFORE_FLAG = auto()  # the flag is stored before the data
     RELEASE = auto()  # a flag is a plain store: data may be seen later
     ARRIVE_RELEASE = auto()  # tiles are counted with relaxed atomics
@@ -71,11 +82,12 @@ class Protection(Enum):
     RESULT_OK = auto()  # rows that could not be reduced are pushed to the peers
     ALIVE = auto()  # a launch on a poisoned workspace does its work
     COMPLETE_CHUNKS = auto()  # a poisoned rank publishes nothing, however complete
-    WITHHELD_CREDITS = auto()  # a launch that failed gives its credits
+    WITHHELD_CREDITS = auto()  # a poisoned workspace gives its credits
     RESET_BARRIER_BEFORE = auto()  # reset zeroes while peers may still run old launches
     RESET_BARRIER_AFTER = auto()  # reset lets a rank go on while peers have not zeroed yet
     RESET_COUNT = auto()  # reset keeps the host's call count
     RESET_COUNTERS = auto()  # reset keeps the tiles that a failed launch has counted
+    RESET_DUE = auto()  # reset keeps the use whose credits are due
 
 
 Without = frozenset[Protection]
@@ -94,17 +106,42 @@ def items(kind: str, me: int, world: int, without: Without) -> tuple[Item, ...]:
         "pull_scatter": _pull_scatter,
         "pull_reduce": _pull_reduce,
     }[kind]
-    phases = builder(me, world, [(me + i) % world for i in range(1, world)], without)
+    others = [(me + i) % world for i in range(1, world)]
+    phases = builder(me, world, others, without)
     if Protection.SENDS_FIRST in without:
         phases = phases[::-1]
-    return tuple(item for phase in phases for item in phase)
+    work = [item for phase in phases for item in phase]
+    return tuple(_settling(item, ticket == 0, others, without) for ticket, item in enumerate(work))
 
 
 def closing(kind: str, me: int, world: int, without: Without) -> Item:
-    """What the last program out does: advance the slot's epoch, then give every peer its credit."""
+    """The last kernel of a launch that pulls, which closes the use; nothing where the programs' counts do."""
     others = [(me + i) % world for i in range(1, world)]
-    checks = (*_checks(others, without), ("trust",)) if kind in PULLS else ()
-    return (*checks, ("epoch",), *(("give", p) for p in others))
+    return (*_checks(others, without), ("trust",), ("close",)) if kind in PULLS else ()
+
+
+def _settling(item: Item, first: bool, others: list[int], without: Without) -> Item:
+    """`item`, which settles before it waits for a credit that is missing.
+
+    The first one always settles: behind its sends and before it waits for a flag, or, of a launch that pulls into a
+    slot that is filled in any case, when its credits have come.
+    """
+    settle = tuple(("settle", p) for p in others)
+    names = [op[0] for op in item]
+    if first and Protection.SETTLE_ALWAYS not in without:
+        place = len(item)
+        if "end" in names:
+            place = max((i + 1 for i, name in enumerate(names) if name == "credit"), default=0)
+        elif "await" in names and Protection.SETTLE_BEFORE_FLAGS not in without:
+            place = names.index("await")
+        item = (*item[:place], *settle, *item[place:])
+    if "credit" not in names:
+        return item
+    place = names.index("credit")
+    if Protection.SETTLE_FIRST in without:
+        place += names.count("credit")
+        return (*item[:place], *settle, *item[place:])
+    return (*item[:place], ("ask",), *settle, *item[place:])
 
 
 def _credits(world: int, me: int, dst: int, without: Without) -> Item:

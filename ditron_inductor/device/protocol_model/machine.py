@@ -84,6 +84,7 @@ class Machine:
             epochs=(epoch,) * SLOTS,
             arrived=rank.arrived if keep else (0,) * self.world,
             used=(-1,) * SLOTS,
+            due=rank.due if Protection.RESET_DUE in self.without else None,
             poisoned=False,
         )
 
@@ -110,20 +111,23 @@ class Machine:
         if Protection.DEVICE_EPOCH in self.without and event.baked is not None:
             epoch = event.baked
         helpless = rank.poisoned and Protection.ALIVE not in self.without
+        if helpless and Protection.WITHHELD_CREDITS in self.without:
+            state = self.programs.settle_all(state, me)
         if helpless and event.kind not in ZERO_COPY:
             # Outputs are NaN; only the epoch goes on.
             rank = rank._replace(event=rank.event + 1, calls=rank.calls + (event.slot is None))
-            return f"rank {me} returns NaN", put(state, me, rank._replace(epochs=put(rank.epochs, slot, epoch)))
+            rank = rank._replace(epochs=put(rank.epochs, slot, epoch), due=(slot, epoch))
+            return f"rank {me} returns NaN", put(state, me, rank)
         taken = min(self.scenario.programs, len(self.programs.items[event.kind, me]))
         launch = Launch(epoch, slot, taken, tuple(Program(i) for i in range(taken)))
         if (event.may_fail and taken > 1) or helpless:
             # When a program starts matters: another one may have failed before.
             launch = Launch(epoch, slot, 0, (Program(-1),) * taken)
-        state = put(state, me, rank._replace(launch=launch))
+        state = self.programs.count(put(state, me, rank._replace(launch=launch)), me)
         if Protection.CREDIT_AFTER_USE in self.without:
             for peer in range(self.world):
                 if peer != me:
-                    state = self.programs.give(state, me, peer, Word(event.site, epoch, me), slot)
+                    state = self.programs.give(state, me, peer, (slot, epoch))
         return f"rank {me} launches {event.site}: call {rank.event}, slot {slot}, epoch {epoch}", state
 
     def _skip(self, state: State, me: int, rank: Rank) -> Step:

@@ -47,6 +47,11 @@ class Programs:
         self.scenario, self.without, self.world = scenario, without, scenario.world
         kinds = {event.kind for script in scenario.scripts for event in script if isinstance(event, Call)}
         self.items = {(kind, me): items(kind, me, self.world, without) for kind in kinds for me in range(self.world)}
+        # Of each item: how many operations there are up to the last one that settles.
+        self.settled = {
+            key: [max((i + 1 for i, op in enumerate(item) if op[0] in ("ask", "settle")), default=0) for item in work]
+            for key, work in self.items.items()
+        }
         self.closing = {(kind, me): closing(kind, me, self.world, without) for kind, me in self.items}
         # Of each slot: the regions of launches that pull only where there are any.
         self.regions = 1 + (PULLED_RESULT if kinds & set(PULLS) else RESULT)
@@ -81,6 +86,11 @@ class Programs:
             launch, _, op = self._at(state, me, index)
             if done and (self.scenario.fine or (accessed and op[0] in (*WAITS, *ACCESSES))):
                 break
+            if op[0] == "ask" and not self._is_wanting(state, me, index):
+                # Credits that are there stay there: this too can be moved right.
+                done.append(op)
+                state = self._set(state, me, index, self._pass_over(state, me, index))
+                continue
             if op[0] in WAITS:
                 seen = self._seen(state, me, op)
                 if not self._reached(seen.epoch, launch.epoch - (op[0] == "credit")):
@@ -107,16 +117,69 @@ class Programs:
     def expire(self, state: State, me: int, index: int) -> Step:
         """The bounded wait of a program ends: after its time, or soon once another wait of the rank has failed."""
         launch, _, op = self._at(state, me, index)
+        if op[0] == "ask":
+            state = self._set(state, me, index, self._pass_over(state, me, index))
+            launch, _, op = self._at(state, me, index)
         # Waits that have been successful: a group of steps begins with the first of them.
         while self._reached(self._seen(state, me, op).epoch, launch.epoch - (op[0] == "credit")):
             state = self._advance(state, me, index)[0]
             launch, _, op = self._at(state, me, index)
         return self._fail(state, me, index, "timeout")
 
-    def give(self, state: State, me: int, peer: int, credit: Word, slot: int) -> State:
-        """Store a credit in the memory of `peer`."""
-        rank = state[peer]
+    def give(self, state: State, me: int, peer: int, use: tuple[int, int]) -> State:
+        """Store the credit of a use (slot, epoch) in the memory of `peer`; which site it was does not matter."""
+        rank, (slot, epoch) = state[peer], use
+        credit = Word(None, epoch, me)
         return put(state, peer, rank._replace(credits=put(rank.credits, slot * self.world + me, credit)))
+
+    def settle_all(self, state: State, me: int) -> State:
+        """Give every peer the credit that is due."""
+        use = state[me].due
+        for peer in range(self.world):
+            if use is not None and peer != me:
+                state = self.give(state, me, peer, use)
+        return state
+
+    def count(self, state: State, me: int) -> State:
+        """Close the use if all programs of the launch are counted, where that is not the last kernel's part."""
+        launch = state[me].launch
+        assert launch is not None
+        kind = self.call(state, me).kind
+        if launch.closed or self.closing[kind, me] or launch.next_item < len(self.items[kind, me]):
+            return state
+        counted = [self._is_counted(kind, me, program) for program in launch.programs]
+        if Protection.LAST_OUT in self.without:
+            counted = [any(counted) or len(counted) < min(self.scenario.programs, len(self.items[kind, me]))]
+        return self._close(state, me) if all(counted) else state
+
+    def _is_counted(self, kind: str, me: int, program: Program) -> bool:
+        """Whether a program that draws no more tickets has counted itself: it may settle no more, but wait and read."""
+        if program.item < 0 or not program.alive or Protection.SETTLE_BEFORE_COUNT in self.without:
+            return program.item >= 0
+        return program.op >= self.settled[kind, me][program.item]
+
+    def _close(self, state: State, me: int) -> State:
+        """Advance the slot's epoch; the credits of this use are due."""
+        rank, launch = state[me], state[me].launch
+        assert launch is not None
+        use, launch = (launch.slot, launch.epoch), launch._replace(closed=True)
+        return put(state, me, rank._replace(epochs=put(rank.epochs, *use), due=use, launch=launch))
+
+    def _is_wanting(self, state: State, me: int, index: int) -> bool:
+        """Whether a program that asks has to settle: a credit of its item is missing, and a peer has not got its own."""
+        launch, program, _ = self._at(state, me, index)
+        waits = [op for op in self._item(state, me, program) if op[0] == "credit"]
+        if state[me].due is None or all(
+            self._reached(self._seen(state, me, op).epoch, launch.epoch - 1) for op in waits
+        ):
+            return False
+        return self.settle_all(state, me) != state
+
+    def _pass_over(self, state: State, me: int, index: int) -> Program:
+        """The program behind what it would settle if a credit were missing."""
+        _, program, _ = self._at(state, me, index)
+        ops = [op[0] for op in self._item(state, me, program)]
+        return program._replace(op=ops.index("credit", program.op))
 
     def _at(self, state: State, me: int, index: int) -> tuple[Launch, Program, Op]:
         launch = state[me].launch
@@ -202,12 +265,11 @@ class Programs:
             state = self._publish(self._release(state, me, index), me, launch, op[1], op[2])
         elif name == "arrive":
             state = self._arrive(state, me, index)
-        elif name == "epoch":
-            rank = state[me]
-            epochs, used = put(rank.epochs, launch.slot, launch.epoch), put(rank.used, launch.slot, rank.event)
-            state = put(state, me, rank._replace(epochs=epochs, used=used))
-        elif name == "give" and (not state[me].poisoned or Protection.WITHHELD_CREDITS in self.without):
-            state = self.give(state, me, op[1], Word(self.call(state, me).site, launch.epoch, me), launch.slot)
+        elif name == "close":
+            state = self._close(state, me)
+        elif name == "settle" and not (state[me].poisoned and Protection.SETTLE_AS_STARTED in self.without):
+            use = state[me].due
+            state = state if use is None else self.give(state, me, op[1], use)
         return self._advance(state, me, index)
 
     def _set(self, state: State, me: int, index: int, program: Program) -> State:
@@ -305,7 +367,7 @@ class Programs:
     def _advance(self, state: State, me: int, index: int) -> tuple[State, int | None]:
         _, program, _ = self._at(state, me, index)
         if program.op + 1 < len(self._item(state, me, program)):
-            return self._set(state, me, index, program._replace(op=program.op + 1)), index
+            return self.count(self._set(state, me, index, program._replace(op=program.op + 1)), me), index
         return self._leave_item(state, me, index)
 
     def _leave_item(self, state: State, me: int, index: int) -> tuple[State, int | None]:
@@ -317,17 +379,22 @@ class Programs:
         if launch.next_item < num_items:
             taken = Program(launch.next_item, pending=program.pending, alive=program.alive)
             launch = launch._replace(next_item=launch.next_item + 1, programs=tuple(sorted((*rest, taken))))
-            return put(state, me, rank._replace(launch=launch)), None
+            return self.count(put(state, me, rank._replace(launch=launch)), me), None
         started = min(self.scenario.programs, num_items)
         last = not rest if Protection.LAST_OUT not in self.without else len(rest) == started - 1
-        if program.item < num_items and last:
+        if program.item < num_items and last and self.closing[call.kind, me]:
             return self._set(state, me, index, Program(num_items, pending=program.pending)), index
         state = self._drain(state, program)  # the end of a program makes its stores visible
-        rank = state[me]
+        launch = launch._replace(programs=rest)
+        state = self.count(put(state, me, state[me]._replace(launch=launch)), me)
+        if Protection.CREDIT_BY_NEXT in self.without:
+            for peer in range(self.world):
+                state = self.give(state, me, peer, (launch.slot, launch.epoch)) if peer != me else state
         if rest:
-            return put(state, me, rank._replace(launch=launch._replace(programs=rest))), None
-        rank = rank._replace(launch=None, event=rank.event + 1, calls=rank.calls + (call.slot is None))
-        return put(state, me, rank), None
+            return state, None
+        rank = state[me]
+        used, calls = put(rank.used, launch.slot, rank.event), rank.calls + (call.slot is None)
+        return put(state, me, rank._replace(launch=None, event=rank.event + 1, calls=calls, used=used)), None
 
     def _fail(self, state: State, me: int, index: int, kind: str) -> Step:
         """The program's wait fails: a record, if it is the rank's first, and poison; the item ends here."""

@@ -84,6 +84,7 @@ class Launch(NamedTuple):
     next_item: int
     programs: tuple[Program, ...]  # sorted: programs are interchangeable
     suspect: str = ""  # what was wrong with the first wrong data that was pulled
+    closed: bool = False  # all programs are counted
 
 
 class Word(NamedTuple):
@@ -102,6 +103,7 @@ class Rank(NamedTuple):
     epochs: tuple[int, ...]  # [slot]
     arrived: tuple[int, ...]  # [destination] tiles counted
     used: tuple[int, ...]  # [slot] the event that used the slot last: for the checks only
+    due: tuple[int, int] | None = None  # (slot, epoch) of the use that was closed last
     event: int = 0  # position in the script
     calls: int = 0  # eager and captured calls
     barriers: int = 0  # host barriers entered
