@@ -51,6 +51,12 @@ def fails_then_resets(first: str, second: str, world: int) -> Scenario:
     return Scenario(scripts=(*((*failing, *healthy),) * (world - 1), raising))
 
 
+def in_one_slot(world: int, *kinds: str, programs: int = 1) -> Scenario:
+    """Calls of kinds, one after another in the same slot: the credits of a launch come from its own peers' launches."""
+    script = [Call(kind, "AB"[place % 2], slot=0) for place, kind in enumerate(kinds)]
+    return replace(same(world, *script), programs=programs)
+
+
 def one_slot(kind: str, *after: Event, calls: int = 2, world: int = 2, programs: int = 1) -> Scenario:
     """The same slot again and again, and waits that give up at any moment: for some tiles the credit is too late."""
     script = (*[Call(kind, "A", slot=0, may_fail=True)] * calls, *after)
@@ -239,7 +245,18 @@ BROKEN = [
     (P.REVOKE, one_slot(PULL_SCATTER), "pulls ('A', 1"),
     (P.CHECKED, one_slot(PULL_REDUCE), "pulls ('A', 1"),
     (P.CREDIT_AFTER_USE, SAME_SLOT, "overwrites slot 1"),
-    (P.LAST_OUT, replace(same(3, *[Call(GATHER, "A", slot=0)] * 2), programs=2), "overwrites slot 0"),
+    (P.CREDIT_BY_NEXT, in_one_slot(3, GATHER, GATHER, programs=2), "overwrites slot 0"),
+    (P.CREDIT_BY_NEXT, in_one_slot(2, ONE_SHOT, ONE_SHOT, programs=2), "overwrites slot 0"),
+    (P.SETTLE_FIRST, SAME_SLOT, "waits for credit"),
+    (P.SETTLE_FIRST, in_one_slot(3, TWO_SHOTS, SCATTER, programs=2), "waits for credit"),
+    (P.SETTLE_ALWAYS, SAME_SLOT, "waits for await"),
+    (P.SETTLE_ALWAYS, same(2, *[Call(PUSH, "A")] * 3), "waits for credit"),
+    (P.SETTLE_BEFORE_FLAGS, in_one_slot(2, TWO_SHOTS, TWO_SHOTS), "waits for await"),
+    (P.SETTLE_BEFORE_FLAGS, in_one_slot(3, PUSH, PUSH), "waits for credit"),
+    (P.SETTLE_BEFORE_COUNT, in_one_slot(2, TWO_SHOTS, TWO_SHOTS), "overwrites slot 0"),
+    (P.SETTLE_BEFORE_COUNT, in_one_slot(2, GATHER, GATHER, programs=2), "overwrites slot 0"),
+    (P.LAST_OUT, in_one_slot(3, GATHER, GATHER, programs=2), "overwrites slot 0"),
+    (P.LAST_OUT, in_one_slot(2, ONE_SHOT, ONE_SHOT, programs=2), "overwrites slot 0"),
     (P.DATA_BEFORE_FLAG, ONE_CALL, "reads None"),
     (P.RELEASE, ONE_CALL, "at the last moment"),
     (P.ARRIVE_RELEASE, replace(same(2, Call(SCATTER, "A")), programs=2), "at the last moment"),
@@ -262,6 +279,7 @@ BROKEN = [
     (P.RESET_BARRIER_AFTER, fails_then_resets(GATHER, GATHER, 2), "no progress"),
     (P.RESET_COUNT, fails_then_resets(GATHER, SCATTER, 2), "no progress"),
     (P.RESET_COUNTERS, one_slot(SCATTER, Reset(), Call(SCATTER, "B")), "reads"),
+    (P.RESET_DUE, one_slot(GATHER, Reset(), *[Call(GATHER, "B", slot=0)] * 2), "overwrites slot 0"),
 ]
 
 # Taken away in a test of their own: nothing wrong is read, but a failure is not told as it should be.

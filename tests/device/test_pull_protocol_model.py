@@ -16,6 +16,7 @@ from tests.device.test_protocol_model import (
     SCATTER,
     diverged,
     fails_then_resets,
+    in_one_slot,
     long_graph,
     names_rank_0,
     one_slot,
@@ -25,11 +26,6 @@ from tests.device.test_protocol_model import (
 
 KINDS = [PULL_GATHER, PULL_SCATTER, PULL_REDUCE]
 P = Protection
-
-
-def in_one_slot(world: int, *kinds: str) -> Scenario:
-    """Calls of kinds, one after another in the same slot."""
-    return same(world, *[Call(kind, "AB"[place % 2], slot=0) for place, kind in enumerate(kinds)])
 
 
 HEALTHY = {
@@ -123,6 +119,10 @@ BROKEN = [
     (P.ALL_CREDITS, in_one_slot(3, GATHER, PULL_GATHER), ""),
     (P.ALL_CREDITS, in_one_slot(3, PULL_SCATTER, SCATTER), "pulls ('B'"),
     (P.CREDIT_AFTER_USE, in_one_slot(2, PULL_GATHER, PULL_GATHER), ""),
+    (P.CREDIT_BY_NEXT, in_one_slot(2, PULL_GATHER, PULL_GATHER, programs=2), ""),
+    (P.SETTLE_FIRST, in_one_slot(2, PULL_GATHER, PULL_SCATTER), "waits for credit"),
+    (P.SETTLE_ALWAYS, in_one_slot(2, PULL_SCATTER, PULL_GATHER), "waits for await"),
+    (P.RESET_DUE, one_slot(PULL_GATHER, Reset(), *[Call(PULL_GATHER, "B", slot=0)] * 2), ""),
     (P.DATA_BEFORE_FLAG, in_one_slot(2, PULL_REDUCE), "pulls None"),
     (P.RELEASE, in_one_slot(2, PULL_SCATTER), "at the last moment"),
     (P.RANK_ORDER, in_one_slot(2, PULL_SCATTER), "not the same bits"),

@@ -63,7 +63,6 @@ class Protection(Enum):
     SETTLE_ALWAYS = auto()  # only who misses a credit settles
     SETTLE_BEFORE_FLAGS = auto()  # the first ticket's item settles when its waits for flags are over
     SETTLE_BEFORE_COUNT = auto()  # a program counts itself with its last ticket, and settles after that
-    SETTLE_AS_STARTED = auto()  # nothing is settled once another program of the launch has failed
     REVOKE = auto()  # a slot is overwritten without credit, and nobody is told
     CHECKED = auto()  # what was pulled is used without a look at whether it was overwritten
     LAST_OUT = auto()  # the first program that counts itself closes the launch

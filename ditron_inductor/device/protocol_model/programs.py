@@ -267,7 +267,7 @@ class Programs:
             state = self._arrive(state, me, index)
         elif name == "close":
             state = self._close(state, me)
-        elif name == "settle" and not (state[me].poisoned and Protection.SETTLE_AS_STARTED in self.without):
+        elif name == "settle":
             use = state[me].due
             state = state if use is None else self.give(state, me, op[1], use)
         return self._advance(state, me, index)
