@@ -36,6 +36,7 @@ HEALTHY = {
     # Whoever pushes comes after those who pull, and the other way round: others may still read there.
     "gathers-w3": in_one_slot(3, PULL_GATHER, GATHER, PULL_GATHER),
     "scatters-w3": in_one_slot(3, SCATTER, PULL_SCATTER, SCATTER),
+    "pull-then-push-w2-p2": in_one_slot(2, PULL_GATHER, SCATTER, PULL_SCATTER, REDUCE, programs=2),
     "pull-then-reduce-w3": in_one_slot(3, PULL_REDUCE, REDUCE, PULL_GATHER),
     "layer-w2-p2": replace(in_one_slot(2, PULL_GATHER, SCATTER, GATHER, PULL_SCATTER), programs=2),
     "replayed-w2-p2": replace(same(2, *twice_replayed(PULL_GATHER, PULL_SCATTER)), programs=2),

@@ -12,9 +12,9 @@ An item is a tuple of operations on memory; a resident program takes the next it
     ("read", region, src)     read the data that `src` wrote into own slot
     ("sum",)                  what the item has read becomes the value that its next writes carry
 
-A use is closed, its epoch advanced and its credits due, as soon as the programs are counted. A program counts itself when
-it draws no more tickets and settles no more; it may still wait and read then. Nobody looks at what that changes before
-the next launch, so this earliest moment stands for all later ones.
+A use is closed, its epoch advanced and its credits due, as soon as the programs are counted. A program counts itself
+when it draws no more tickets and settles no more; it may still wait and read then. Nobody looks at what that changes
+before the next launch, so this earliest moment stands for all later ones.
 
 Launches that pull (the strategy `chunked`; one launch with two programs is what it queues on two streams) also have
 

@@ -2,7 +2,8 @@
 
 Grain. `Scenario.fine` takes one memory operation per step. Otherwise a step is a group `wait* access? store*`: a wait
 only becomes true (epochs grow), so it can be moved right, to its successor; flags, counts and credits are only ever
-waited for, so their stores can be moved left, to their predecessor (Lipton's reduction). Tests compare the two grains.
+waited for, so their stores can be moved left, to their predecessor (Lipton's reduction). Who asks for credits finds them
+there, which can be moved right as a wait, or settles, which can be moved left. Tests compare the two grains.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Programs:
             for key, work in self.items.items()
         }
         self.closing = {(kind, me): closing(kind, me, self.world, without) for kind, me in self.items}
+        self.work = {key: (*work, self.closing[key]) for key, work in self.items.items()}
         # Of each slot: the regions of launches that pull only where there are any.
         self.regions = 1 + (PULLED_RESULT if kinds & set(PULLS) else RESULT)
 
@@ -144,8 +146,10 @@ class Programs:
         """Close the use if all programs of the launch are counted, where that is not the last kernel's part."""
         launch = state[me].launch
         assert launch is not None
+        if launch.closed:
+            return state
         kind = self.call(state, me).kind
-        if launch.closed or self.closing[kind, me] or launch.next_item < len(self.items[kind, me]):
+        if self.closing[kind, me] or launch.next_item < len(self.items[kind, me]):
             return state
         counted = [self._is_counted(kind, me, program) for program in launch.programs]
         if Protection.LAST_OUT in self.without:
@@ -166,7 +170,7 @@ class Programs:
         return put(state, me, rank._replace(epochs=put(rank.epochs, *use), due=use, launch=launch))
 
     def _is_wanting(self, state: State, me: int, index: int) -> bool:
-        """Whether a program that asks has to settle: a credit of its item is missing, and a peer has not got its own."""
+        """Whether a program that asks settles: a credit of its item is missing, and a peer has not got its own yet."""
         launch, program, _ = self._at(state, me, index)
         waits = [op for op in self._item(state, me, program) if op[0] == "credit"]
         if state[me].due is None or all(
@@ -188,9 +192,7 @@ class Programs:
         return launch, program, self._item(state, me, program)[program.op]
 
     def _item(self, state: State, me: int, program: Program) -> Item:
-        kind = self.call(state, me).kind
-        work = self.items[kind, me]
-        return work[program.item] if program.item < len(work) else self.closing[kind, me]
+        return self.work[self.call(state, me).kind, me][program.item]
 
     def _is_closing(self, state: State, me: int, program: Program) -> bool:
         return program.item >= len(self.items[self.call(state, me).kind, me])
@@ -284,8 +286,9 @@ class Programs:
         if dst.event <= state[me].used[launch.slot] and not (dst.dead or dst.poisoned):
             raise Violation(f"rank {me} overwrites slot {launch.slot} of rank {to} before its last use ended")
         data = (self.call(state, me).site, state[me].event, me, region, program.value)
-        early = put(self._destroyed(dst, launch.slot, data), word, data)
-        state = put(state, to, dst._replace(early=early))
+        # Own tiles lie in no slot: what peers still pull from there is left alone.
+        early = dst.early if to == me else self._destroyed(dst, launch.slot, data)
+        state = put(state, to, dst._replace(early=put(early, word, data)))
         return self._set(state, me, index, program._replace(pending=(*program.pending, (to, word, data))))
 
     def _destroyed(self, rank: Rank, slot: int, data: Any) -> tuple[Any, ...]:
@@ -365,7 +368,9 @@ class Programs:
     # -- items and the end of a launch -------------------------------------------------------------------------------
 
     def _advance(self, state: State, me: int, index: int) -> tuple[State, int | None]:
-        _, program, _ = self._at(state, me, index)
+        launch = state[me].launch
+        assert launch is not None
+        program = launch.programs[index]
         if program.op + 1 < len(self._item(state, me, program)):
             return self.count(self._set(state, me, index, program._replace(op=program.op + 1)), me), index
         return self._leave_item(state, me, index)
@@ -373,7 +378,9 @@ class Programs:
     def _leave_item(self, state: State, me: int, index: int) -> tuple[State, int | None]:
         """The program takes the next item, closes the launch, or goes out."""
         call, rank = self.call(state, me), state[me]
-        launch, program, _ = self._at(state, me, index)
+        launch = rank.launch
+        assert launch is not None
+        program = launch.programs[index]
         num_items = len(self.items[call.kind, me])
         rest = (*launch.programs[:index], *launch.programs[index + 1 :])
         if launch.next_item < num_items:
