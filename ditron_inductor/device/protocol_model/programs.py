@@ -2,8 +2,8 @@
 
 Grain. `Scenario.fine` takes one memory operation per step. Otherwise a step is a group `wait* access? store*`: a wait
 only becomes true (epochs grow), so it can be moved right, to its successor; flags, counts and credits are only ever
-waited for, so their stores can be moved left, to their predecessor (Lipton's reduction). Who asks for credits finds them
-there, which can be moved right as a wait, or settles, which can be moved left. Tests compare the two grains.
+waited for, so their stores can be moved left, to their predecessor (Lipton's reduction). Who asks for credits finds
+them there, which can be moved right as a wait, or settles, which can be moved left. Tests compare the two grains.
 """
 
 from __future__ import annotations
