@@ -13,8 +13,8 @@ An item is a tuple of operations on memory; a resident program takes the next it
     ("sum",)                  what the item has read becomes the value that its next writes carry
 
 A use is closed, its epoch advanced and its credits due, as soon as the programs are counted. A program counts itself
-when it draws no more tickets and settles no more; it may still wait and read then. Nobody looks at what that changes
-before the next launch, so this earliest moment stands for all later ones.
+when it draws no more tickets; it may still settle, wait and read then, as it has read what is due when it started.
+Nobody looks at what that changes before the next launch, so this earliest moment stands for all later ones.
 
 Launches that pull (the strategy `chunked`; one launch with two programs is what it queues on two streams) also have
 
@@ -62,7 +62,7 @@ class Protection(Enum):
     SETTLE_FIRST = auto()  # who misses a credit waits for it before he settles
     SETTLE_ALWAYS = auto()  # only who misses a credit settles
     SETTLE_BEFORE_FLAGS = auto()  # the first ticket's item settles when its waits for flags are over
-    SETTLE_BEFORE_COUNT = auto()  # a program counts itself with its last ticket, and settles after that
+    DUE_BEFORE_COUNT = auto()  # what is due is read when it is settled, when the program may have been counted
     REVOKE = auto()  # a slot is overwritten without credit, and nobody is told
     CHECKED = auto()  # what was pulled is used without a look at whether it was overwritten
     LAST_OUT = auto()  # the first program that counts itself closes the launch

@@ -112,17 +112,17 @@ class Machine:
             epoch = event.baked
         helpless = rank.poisoned and Protection.ALIVE not in self.without
         if helpless and Protection.WITHHELD_CREDITS in self.without:
-            state = self.programs.settle_all(state, me)
+            state = self.programs.settle_all(state, me, rank.due)
         if helpless and event.kind not in ZERO_COPY:
             # Outputs are NaN; only the epoch goes on.
             rank = rank._replace(event=rank.event + 1, calls=rank.calls + (event.slot is None))
             rank = rank._replace(epochs=put(rank.epochs, slot, epoch), due=(slot, epoch))
             return f"rank {me} returns NaN", put(state, me, rank)
         taken = min(self.scenario.programs, len(self.programs.items[event.kind, me]))
-        launch = Launch(epoch, slot, taken, tuple(Program(i) for i in range(taken)))
+        launch = Launch(epoch, slot, taken, tuple(Program(i) for i in range(taken)), due=rank.due)
         if (event.may_fail and taken > 1) or helpless:
             # When a program starts matters: another one may have failed before.
-            launch = Launch(epoch, slot, 0, (Program(-1),) * taken)
+            launch = launch._replace(next_item=0, programs=(Program(-1),) * taken)
         state = self.programs.count(put(state, me, rank._replace(launch=launch)), me)
         if Protection.CREDIT_AFTER_USE in self.without:
             for peer in range(self.world):

@@ -48,11 +48,6 @@ class Programs:
         self.scenario, self.without, self.world = scenario, without, scenario.world
         kinds = {event.kind for script in scenario.scripts for event in script if isinstance(event, Call)}
         self.items = {(kind, me): items(kind, me, self.world, without) for kind in kinds for me in range(self.world)}
-        # Of each item: how many operations there are up to the last one that settles.
-        self.settled = {
-            key: [max((i + 1 for i, op in enumerate(item) if op[0] in ("ask", "settle")), default=0) for item in work]
-            for key, work in self.items.items()
-        }
         self.closing = {(kind, me): closing(kind, me, self.world, without) for kind, me in self.items}
         self.work = {key: (*work, self.closing[key]) for key, work in self.items.items()}
         # Of each slot: the regions of launches that pull only where there are any.
@@ -134,9 +129,8 @@ class Programs:
         credit = Word(None, epoch, me)
         return put(state, peer, rank._replace(credits=put(rank.credits, slot * self.world + me, credit)))
 
-    def settle_all(self, state: State, me: int) -> State:
-        """Give every peer the credit that is due."""
-        use = state[me].due
+    def settle_all(self, state: State, me: int, use: tuple[int, int] | None) -> State:
+        """Give every peer the credit of the use that is due, if any."""
         for peer in range(self.world):
             if use is not None and peer != me:
                 state = self.give(state, me, peer, use)
@@ -151,16 +145,17 @@ class Programs:
         kind = self.call(state, me).kind
         if self.closing[kind, me] or launch.next_item < len(self.items[kind, me]):
             return state
-        counted = [self._is_counted(kind, me, program) for program in launch.programs]
+        counted = [program.item >= 0 for program in launch.programs]
         if Protection.LAST_OUT in self.without:
             counted = [any(counted) or len(counted) < min(self.scenario.programs, len(self.items[kind, me]))]
         return self._close(state, me) if all(counted) else state
 
-    def _is_counted(self, kind: str, me: int, program: Program) -> bool:
-        """Whether a program that draws no more tickets has counted itself: it may settle no more, but wait and read."""
-        if program.item < 0 or not program.alive or Protection.SETTLE_BEFORE_COUNT in self.without:
-            return program.item >= 0
-        return program.op >= self.settled[kind, me][program.item]
+    def due(self, state: State, me: int) -> tuple[int, int] | None:
+        """The use whose credits the launch of `me` gives: what its programs read when they start, before they count."""
+        rank = state[me]
+        assert rank.launch is not None
+        late = self.without & {Protection.DUE_BEFORE_COUNT, Protection.LAST_OUT}
+        return rank.due if late else rank.launch.due
 
     def _close(self, state: State, me: int) -> State:
         """Advance the slot's epoch; the credits of this use are due."""
@@ -173,11 +168,9 @@ class Programs:
         """Whether a program that asks settles: a credit of its item is missing, and a peer has not got its own yet."""
         launch, program, _ = self._at(state, me, index)
         waits = [op for op in self._item(state, me, program) if op[0] == "credit"]
-        if state[me].due is None or all(
-            self._reached(self._seen(state, me, op).epoch, launch.epoch - 1) for op in waits
-        ):
+        if all(self._reached(self._seen(state, me, op).epoch, launch.epoch - 1) for op in waits):
             return False
-        return self.settle_all(state, me) != state
+        return self.settle_all(state, me, self.due(state, me)) != state
 
     def _pass_over(self, state: State, me: int, index: int) -> Program:
         """The program behind what it would settle if a credit were missing."""
@@ -270,7 +263,7 @@ class Programs:
         elif name == "close":
             state = self._close(state, me)
         elif name == "settle":
-            use = state[me].due
+            use = self.due(state, me)
             state = state if use is None else self.give(state, me, op[1], use)
         return self._advance(state, me, index)
 

@@ -84,6 +84,7 @@ class Launch(NamedTuple):
     next_item: int
     programs: tuple[Program, ...]  # sorted: programs are interchangeable
     suspect: str = ""  # what was wrong with the first wrong data that was pulled
+    due: tuple[int, int] | None = None  # of the rank, as its programs read it when they start
     closed: bool = False  # all programs are counted
 
 
