@@ -52,7 +52,7 @@ def fails_then_resets(first: str, second: str, world: int) -> Scenario:
 
 
 def in_one_slot(world: int, *kinds: str, programs: int = 1) -> Scenario:
-    """Calls of kinds, one after another in the same slot: the credits of a launch come from its own peers' launches."""
+    """Calls of kinds in the same slot: the credits that a launch needs are given by the same launch of its peers."""
     script = [Call(kind, "AB"[place % 2], slot=0) for place, kind in enumerate(kinds)]
     return replace(same(world, *script), programs=programs)
 

@@ -2,7 +2,7 @@
 
 An item is a tuple of operations on memory; a resident program takes the next item when it has finished one:
 
-    ("ask",)                  look at the credits that the item waits for; if all are there, pass over what is to settle
+    ("ask",)                  look at the credits that the item waits for; if all are there, pass over settling here
     ("settle", peer)          store the credit of the use that is due, if any, in `peer`'s credit[slot of that use][me]
     ("credit", peer)          wait until credit[slot][peer] in own memory says that `peer` ended the slot's previous use
     ("write", dst, region)    plain stores of data into `dst`'s slot
@@ -59,9 +59,9 @@ class Protection(Enum):
     ALL_CREDITS = auto()  # a sender waits for the receiver's credit only, not for those who may read from it
     CREDIT_AFTER_USE = auto()  # credits are given when the launch that uses the slot begins
     CREDIT_BY_NEXT = auto()  # credits are given by the first program out of the launch that uses the slot
-    SETTLE_FIRST = auto()  # who misses a credit waits for it before he settles
-    SETTLE_ALWAYS = auto()  # only who misses a credit settles
-    SETTLE_BEFORE_FLAGS = auto()  # the first ticket's item settles when its waits for flags are over
+    SETTLE_FIRST = auto()  # the first item waits for a credit that is missing before it settles
+    SETTLE_ALWAYS = auto()  # the first item settles only if a credit is missing
+    SETTLE_BEFORE_FLAGS = auto()  # the first item settles when its waits for flags are over
     DUE_BEFORE_COUNT = auto()  # what is due is read when it is settled, when the program may have been counted
     REVOKE = auto()  # a slot is overwritten without credit, and nobody is told
     CHECKED = auto()  # what was pulled is used without a look at whether it was overwritten
@@ -120,14 +120,16 @@ def closing(kind: str, me: int, world: int, without: Without) -> Item:
 
 
 def _settling(item: Item, first: bool, others: list[int], without: Without) -> Item:
-    """`item`, which settles before it waits for a credit that is missing.
+    """`item`; the first one settles before it waits for anything, a credit that is missing or a flag.
 
-    The first one always settles: behind its sends and before it waits for a flag, or, of a launch that pulls into a
-    slot that is filled in any case, when its credits have come.
+    If all credits are there it settles behind its sends, the latest moment; a launch that pulls into a slot which is
+    filled in any case has no sends in its first kernel. A kernel may settle earlier: its peers only get on sooner.
     """
+    if not first:
+        return item
     settle = tuple(("settle", p) for p in others)
     names = [op[0] for op in item]
-    if first and Protection.SETTLE_ALWAYS not in without:
+    if Protection.SETTLE_ALWAYS not in without:
         place = len(item)
         if "end" in names:
             place = max((i + 1 for i, name in enumerate(names) if name == "credit"), default=0)
