@@ -350,9 +350,10 @@ def leave(ctl, slot, ticket, epoch, due, THREADS: tl.constexpr, wanted):
 
     `granted` has the number for `close`. Not asked for unless `wanted`.
     """
-    # True, but the request needs the three values for it: none of them is still being read when the use is closed.
-    known = (ticket >= 0) & (epoch >= 0) & (due >= 0)
-    return request_ticket(ctl, slot, DONE, THREADS, wanted & known)
+    # True, but it takes every thread's values to know that: no warp is still reading them when the use is closed.
+    known = (tl.arange(0, THREADS) >= 0) & (ticket >= 0) & (epoch >= 0) & (due >= 0)
+    everywhere = tl.sum(known.to(tl.int32), axis=0) == THREADS
+    return request_ticket(ctl, slot, DONE, THREADS, wanted & everywhere)
 
 
 @triton.jit

@@ -77,7 +77,7 @@ def parts_geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, colum
     M = math.prod(a.shape[:-1])
     parts = schedules.all_reduce_parts(world, M, columns, k, itemsize, num_sms)
     length = ceil_div(M, parts * world)
-    cut = schedules.scatter_schedule(world, length, columns, k, itemsize, num_sms, most_parts=1)
+    cut = schedules.scatter_schedule(world, length, columns, num_sms, most_parts=1)
     stride = round_up(length * columns, 128)
     results = parts * (world - 1) * stride
     return Parts(

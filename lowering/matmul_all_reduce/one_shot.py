@@ -84,8 +84,9 @@ def matmul_all_reduce_kernel(
     previous = tl.full((), -1, tl.int32)
     left = leave(ctl, slot, ticket, epoch, due, THREADS, ticket >= tiles)
     while (ticket < tiles) | (previous >= 0):
-        # In the last round, before the last wait.
-        left = leave(ctl, slot, ticket, epoch, due, THREADS, ticket >= tiles)
+        if ticket >= tiles:
+            # The last round, before the last wait.
+            left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
         current = tl.full((), -1, tl.int32)
         if ticket < tiles:
             request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)

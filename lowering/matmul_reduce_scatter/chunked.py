@@ -63,7 +63,7 @@ def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns
     rows = math.prod(a.shape[:-1]) // world
     outer = math.prod(a.shape[: node.scatter_dim])
     if outer == 1:
-        cut = schedules.scatter_schedule(world, rows, columns, k, itemsize, launch.num_sms)
+        cut = schedules.scatter_schedule(world, rows, columns, launch.num_sms)
     else:
         cut = Reduction(1, tuple((first, 1) for first in range(world - 1)))
     stride = round_up(rows * columns, 128)

@@ -202,7 +202,7 @@ class Operators(TorchDispatchMode):
         # Outputs; one split for each tensor of rows.
         (lambda log: a_gather(log, (64, 32), 0), {"new_empty": 3, "split_with_sizes": 3}, 2),
         # The output and the partials; the rows of a; where the own product goes.
-        (lambda log: a_scatter(log, (256, 32), 0), {"new_empty": 2, "split_with_sizes": 1, "slice": 1}, 2),
+        (lambda log: a_scatter(log, (256, 32), 0), {"new_empty": 2, "split_with_sizes": 1, "slice": 1}, 4),
         (lambda log: a_reduce(log, 256, 1, ((0, 3),)), {"new_empty": 2, "split_with_sizes": 1, "slice": 3}, 0),
     ],
     ids=["gather", "scatter", "reduce"],

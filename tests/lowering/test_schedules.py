@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.schedules import Piece
+from ditron_inductor.lowering.schedules import Piece, Reduction
 
 NUM_SMS = 132
 WORLDS = (2, 3, 4, 8)
@@ -36,12 +36,12 @@ def test_a_gather_takes_every_row_once(world: int, rows: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_reduction_takes_every_piece_once(world: int, rows: int) -> None:
-    for columns, k in SHAPES:
-        cut = schedules.scatter_schedule(world, rows, columns, k, 2, NUM_SMS)
+    for columns, _ in SHAPES:
+        cut = schedules.scatter_schedule(world, rows, columns, NUM_SMS)
         assert len(schedules.cut(rows, cut.parts)) == cut.parts
         taken = [piece for first, count in cut.groups for piece in range(first, first + count)]
         assert taken == list(range((world - 1) * cut.parts))
-        one = schedules.scatter_schedule(world, rows, columns, k, 2, NUM_SMS, most_parts=1)
+        one = schedules.scatter_schedule(world, rows, columns, NUM_SMS, most_parts=1)
         assert one.parts == 1
 
 
@@ -66,14 +66,15 @@ def test_a_long_transfer_is_cut_on_two_ranks() -> None:
     groups = schedules.gather_schedule(2, 0, 4096, (1024,), 8192, 2, NUM_SMS)
     assert len(groups) > 1
     assert schedules.gather_schedule(2, 0, 4096, (14336,), 8192, 2, NUM_SMS) == ((Piece(1, 0, 4096),),)
-    assert schedules.scatter_schedule(2, 4096, 8192, 512, 2, NUM_SMS).parts > 1
-    assert schedules.scatter_schedule(2, 4096, 8192, 7168, 2, NUM_SMS).parts == 1
+    assert schedules.scatter_schedule(2, 4096, 8192, NUM_SMS) == Reduction(2, ((0, 1), (1, 1)))
 
 
 def test_small_shards_are_multiplied_together() -> None:
     """Products of 256 rows and 7168 columns leave most of the GPU idle."""
     groups = schedules.gather_schedule(4, 0, 256, (7168,), 4096, 2, NUM_SMS)
     assert len(groups) < 3
+    assert len(schedules.scatter_schedule(4, 512, 4096, NUM_SMS).groups) == 3
+    assert len(schedules.scatter_schedule(8, 128, 4096, NUM_SMS).groups) < 7
 
 
 def test_an_all_reduce_has_more_parts_when_it_is_large() -> None:
