@@ -30,19 +30,42 @@ def form(x: torch.Tensor) -> Form:
 
 
 @dataclass(frozen=True, eq=False)
+class Chosen:
+    """A strategy.
+
+    run: a function of the operands. choice: the group's name, the request and its choice, for `decisions`, or None
+    where there is nothing to choose.
+    """
+
+    run: Callable[..., Any]
+    choice: tuple[str, PlanRequest, Choice] | None = None
+
+    def noted(self) -> Callable[..., Any]:
+        """What to run, noted as the site's last choice."""
+        if self.choice is not None:
+            decisions.note(*self.choice)
+        return self.run
+
+
+@dataclass(frozen=True, eq=False)
 class Prepared:
     """One site with operands of one form.
 
-    run: the chosen strategy, a function of the operands. choice: the group's name, the request and its choice, for
-    `decisions`, or None where there is nothing to choose. agreed: the local size of `what` as the ranks agreed on it,
-    see Workspace.agreed.
+    eager, captured: what runs outside and inside CUDA graphs; often the same. agreed: the local size of `what` as the
+    ranks agreed on it, see Workspace.agreed.
     """
 
     workspace: Workspace
-    run: Callable[..., Any]
-    choice: tuple[str, PlanRequest, Choice] | None
+    eager: Chosen
+    captured: Chosen
     what: str
     agreed: tuple[int, int] | None
+
+    def now(self) -> Chosen:
+        """What runs a call on the current stream."""
+        if self.eager is not self.captured and self.workspace.shared.order.is_capturing():
+            return self.captured
+        return self.eager
 
 
 class PreparedCalls:
@@ -62,9 +85,7 @@ class PreparedCalls:
         workspace = prepared.workspace
         if not workspace.is_current() or workspace.agreed(prepared.what) is not prepared.agreed:
             return None
-        if prepared.choice is not None:
-            decisions.note(*prepared.choice)
-        return prepared.run
+        return prepared.now().noted()
 
     def keep(self, key: Hashable, prepared: Prepared) -> None:
         """Use `prepared` for the call `key` from now on, until its workspace is released."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ditron_inductor.device import AgreedOptions, workspaces
+from ditron_inductor.device import AgreedOptions, Workspace, workspaces
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather_chunked
 from ditron_inductor.lowering.all_gather_matmul import tile as gather_tile
 from ditron_inductor.lowering.launch import Launch
@@ -23,10 +24,10 @@ from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
 from ditron_inductor.lowering.matmul_all_reduce import tile as reduce_tile
 from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter_chunked
 from ditron_inductor.lowering.matmul_reduce_scatter import tile as scatter_tile
-from ditron_inductor.lowering.prepared import Prepared, PreparedCalls, form
+from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, form
 from ditron_inductor.task import ops, reference
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Policy, TaskNode
-from ditron_inductor.task.plan import PlanRequest, choose, decisions
+from ditron_inductor.task.plan import PlanRequest, choose
 
 Runner = Callable[..., Any]
 """A function of (node, launch, its own geometry, tensor, weights)."""
@@ -76,16 +77,34 @@ def _prepare(
     what = f"{local[0]} of {name} beside {shared} {x.dtype}"
     largest = workspace.largest(what, local[1])
     n, k = (largest, shared) if local[0] == "columns" else (shared, largest)
-    choice = None
-    run = library
+    eager = captured = Chosen(library)
     # Whatever the local size is: with none of the others there is nothing to communicate.
     if m * shared > 0:
         request, runners = _possible(node, launch, x, m, n, k)
-        choice = node.group_name, request, choose(request, workspace.table)
-        decisions.note(*choice)
-        run = runners.get(choice[2].strategy, library)
-    calls.keep(key, Prepared(workspace, run, choice, what, workspace.agreed(what)))
-    return run
+        eager, captured = _chosen(node, workspace, request, {"library": library, **runners})
+    prepared = Prepared(workspace, eager, captured, what, workspace.agreed(what))
+    calls.keep(key, prepared)
+    if eager is not captured and workspace.shared.is_first(launch.site_text):
+        # Makes what a capture needs and cannot make: memory, compiled kernels. The same call on all ranks.
+        return captured.noted()
+    return prepared.now().noted()
+
+
+def _chosen(
+    node: TaskNode, workspace: Workspace, request: PlanRequest, runners: Mapping[str, Runner]
+) -> tuple[Chosen, Chosen]:
+    """What runs outside and inside CUDA graphs; one object if that is the same."""
+    captured = choose(replace(request, captured=True), workspace.table)
+    eager = choose(request, workspace.table)
+    if eager.strategy == captured.strategy:
+        chosen = Chosen(runners[eager.strategy], (node.group_name, request, eager))
+        return chosen, chosen
+    eager = replace(eager, reason=f"{eager.reason}; inside CUDA graphs {captured.strategy}")
+    captured = replace(captured, reason=f"inside CUDA graphs: {captured.reason}")
+    return (
+        Chosen(runners[eager.strategy], (node.group_name, request, eager)),
+        Chosen(runners[captured.strategy], (node.group_name, replace(request, captured=True), captured)),
+    )
 
 
 def _possible(

@@ -58,6 +58,7 @@ class SharedWorkspace:
         self.released = False
         self.timeouts: set[float] = {timeout_s}
         self.largest: dict[str, tuple[int, int]] = {}
+        self._sites_seen: set[str] = set()
         self.scratch = Scratch(device)
         self.at_release: set[Callable[[SharedWorkspace], None]] = set()
 
@@ -85,6 +86,15 @@ class SharedWorkspace:
         self.order.leave()
         if self.health.failed():
             self.health.check()
+
+    def is_first(self, text: str) -> bool:
+        """Whether this is asked for the first time about a site with certain sizes, since the last reset.
+
+        All ranks ask at the same calls, if `text` holds nothing that they do not share.
+        """
+        first = text not in self._sites_seen
+        self._sites_seen.add(text)
+        return first
 
     def make_first_ring(self, limit: int, timeout_s: float) -> None:
         """Find out whether the ranks can map each other's memory; where not, the capabilities say so from now on."""
@@ -149,6 +159,7 @@ class SharedWorkspace:
         self.session = session
         self.calls = 0
         self.largest = {}
+        self._sites_seen = set()
         with torch.inference_mode(False), torch.no_grad():
             for generation in kept:
                 timeout_s = generation.timeout_s

@@ -35,6 +35,14 @@ MIN_CHUNKS = 4
 """On two GPUs a rank's part is cut further."""
 PROTOCOL_BYTES = 4e6
 """Half of `protocol_us` is due at this size."""
+HOST_US = {
+    AllGatherMatmul.kind: {"library": 75.0, "chunked": 150.0, "tile": 42.0},
+    MatmulReduceScatter.kind: {"library": 75.0, "chunked": 210.0, "tile": 36.0},
+    MatmulAllReduce.kind: {"library": 70.0, "chunked": 55.0, "tile": 36.0},
+}
+"""What a call takes the host, by `python -m benchmarks.host`: in eager mode none takes less. Of an all-reduce by
+`chunked` the short form, since the long one is for products that take longer than its launches.
+"""
 
 
 MIDDLE_ROWS = range(65, 1024)

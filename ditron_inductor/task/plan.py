@@ -2,8 +2,9 @@
 
 The order: what the user forced; what cannot run here; the group's table of measured choices (a user's own, rank 0's
 on all ranks); the tables that ship with the package; the cost model. Whatever decides, `library` is left only for a
-gain: measured, of at least `MARGIN` on average over eager mode and CUDA graphs, and a loss in neither; predicted, by
-`cost.GAIN`. Ties go to `library`.
+gain: measured, of at least `MARGIN`; predicted, by `cost.GAIN`. Ties go to `library`.
+
+A site may run by one strategy in eager mode and by another inside CUDA graphs, where the host's time does not count.
 
 Two ranks that choose differently wait for each other forever, so every field of a `PlanRequest` has to be equal
 on all ranks. Of the sizes, those of the tensor that is communicated are (m and k of an all-gather, m and n of
@@ -35,9 +36,6 @@ NEAR_MARGIN = 0.03
 class PlanRequest:
     """Everything that the choice for one call depends on, the table of measured choices aside.
 
-    Whether the call is being captured in a CUDA graph is left out: the first, eager call of a site makes the
-    workspace that its capture needs, so both have to run the same strategy.
-
     Attributes:
         site: the site's name, for messages.
         kind: the node kind, as in `nodes.KINDS`.
@@ -48,6 +46,7 @@ class PlanRequest:
         workspace_bytes: symmetric memory that `tile` needs here. tile_available, tile_reason: whether every rank can
         run the tile kernels, and if not, why not.
         chunked_bytes: symmetric memory that `chunked` needs here. chunked_reason: why it cannot run, empty if it can.
+        captured: inside a CUDA graph.
     """
 
     site: str
@@ -66,13 +65,14 @@ class PlanRequest:
     tile_reason: str
     chunked_bytes: int
     chunked_reason: str
+    captured: bool = False
 
 
 @dataclass(frozen=True)
 class Choice:
     """The strategy that runs, and a sentence saying why.
 
-    predicted_us: the cost model's microseconds by strategy, None where it has none.
+    predicted_us: the cost model's microseconds by strategy, None where it has none; in eager mode at least the host's.
     source: what decided: `forced` by the option, a `table` of measurements, the cost `model`, or an `obstacle` that
     left the library only.
     """
@@ -134,23 +134,23 @@ def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, .
         m=request.m,
         n=request.n,
         k=request.k,
+        graph=request.captured,
     )
-    if measured is None or not any(strategy in measured.mean for strategy in able):
+    if measured is None or not any(strategy in measured.ratio for strategy in able):
         return "", ""
     limit = 1.0 - (MARGIN if measured.exact else NEAR_MARGIN)
-    gains = [
-        strategy
-        for strategy in able
-        if strategy in measured.mean and measured.mean[strategy] <= limit and measured.worst[strategy] <= 1.0
-    ]
-    return min(gains, key=lambda strategy: measured.mean[strategy], default="library"), measured.text
+    gains = [strategy for strategy in able if measured.ratio.get(strategy, 1.0) <= limit]
+    return min(gains, key=lambda strategy: measured.ratio[strategy], default="library"), measured.text
 
 
 def _predicted(request: PlanRequest) -> Mapping[str, float] | None:
     if request.device_type == "cpu" or 0 in (request.m, request.n, request.k):
         return None
     problem = cost.Problem(request.kind, request.m, request.n, request.k, request.dtype.itemsize, request.world_size)
-    return cost.predict(problem, cost.hardware(request.device_name))
+    device = cost.predict(problem, cost.hardware(request.device_name))
+    if request.captured:
+        return device
+    return {strategy: max(us, cost.HOST_US[request.kind][strategy]) for strategy, us in device.items()}
 
 
 def _obstacle(request: PlanRequest, strategy: str) -> tuple[str, str] | None:

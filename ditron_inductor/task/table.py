@@ -97,13 +97,12 @@ _TIMES = tuple(f"{name}_us" for name in MEASURED)
 class Measured:
     """What a table says about a shape.
 
-    worst, mean: time of each strategy in that of `library`; of eager mode and CUDA graphs the larger one, and the mean.
-    exact: this shape, and no neighbour, was measured. text: what was measured, for people.
+    ratio: time of each strategy in that of `library`. exact: this shape, and no neighbour, was measured. text: what was
+    measured, for people.
     """
 
     exact: bool
-    worst: Mapping[str, float]
-    mean: Mapping[str, float]
+    ratio: Mapping[str, float]
     text: str
 
 
@@ -154,22 +153,22 @@ class Table:
         """This table with `newer` entries in place of those with the same key."""
         return Table([*self.entries, *newer])
 
-    def lookup(self, *, gpu: str, world: int, dtype: str, op: str, m: int, n: int, k: int) -> Measured | None:
-        """What is known about a matmul of these sizes (all at least 1), None where nothing close was measured."""
+    def lookup(
+        self, *, gpu: str, world: int, dtype: str, op: str, m: int, n: int, k: int, graph: bool
+    ) -> Measured | None:
+        """What is known about a matmul of these sizes (all at least 1), None where nothing close was measured.
+
+        graph: inside CUDA graphs. What was measured in the other mode counts only where nothing was in this one.
+        """
         weights = self._families.get((gpu, world, dtype, op), {})
-        exact = [entry for entry in weights.get((n, k), []) if entry.m == m]
-        if exact:
-            ratios: dict[str, list[float]] = {}
-            for entry in exact:
-                for name, us in entry.us.items():
-                    ratios.setdefault(name, []).append(us / entry.library_us)
-            return _measured(ratios, exact=True, text="; ".join(_times_text(entry) for entry in exact))
+        for entry in _of_mode([entry for entry in weights.get((n, k), []) if entry.m == m], graph):
+            ratio = {name: us / entry.library_us for name, us in entry.us.items()}
+            return Measured(True, ratio, _times_text(entry))
         near = [(_apart(n, wide) * _apart(k, deep), wide, deep) for wide, deep in weights if _near(n, k, wide, deep)]
         for _, wide, deep in sorted(near):
-            found = _curves(weights[wide, deep], bucket(m))
+            found = _curves(_of_mode(weights[wide, deep], graph), bucket(m))
             if found:
-                where = f"near n={wide}, k={deep}"
-                return _measured(found, exact=False, text=f"{where}: {_ratios_text(found)}")
+                return Measured(False, found, f"near n={wide}, k={deep}: {_ratios_text(found)}")
         return None
 
 
@@ -200,21 +199,19 @@ def _near(n: int, k: int, wide: int, deep: int) -> bool:
     return all(max(pair) ** 2 <= 2 * min(pair) ** 2 for pair in ((n, wide), (k, deep)))
 
 
-def _curves(entries: list[Entry], asked: int) -> dict[str, list[float]]:
-    """Ratios to `library` at bucket `asked`, by strategy, one for each mode in which it was measured."""
-    found: dict[str, list[float]] = {}
-    for graph in (0, 1):
-        points: dict[str, dict[int, float]] = {}
-        for entry in entries:
-            if entry.graph == graph:
-                for name, us in entry.us.items():
-                    curve = points.setdefault(name, {})
-                    curve[bucket(entry.m)] = max(us / entry.library_us, curve.get(bucket(entry.m), 0.0))
-        for name, curve in points.items():
-            ratio = _at(curve, asked)
-            if ratio is not None:
-                found.setdefault(name, []).append(ratio)
-    return found
+def _of_mode(entries: list[Entry], graph: bool) -> list[Entry]:
+    return [entry for entry in entries if entry.graph == graph] or entries
+
+
+def _curves(entries: list[Entry], asked: int) -> dict[str, float]:
+    """Ratios to `library` at bucket `asked`, by strategy. entries: of one mode."""
+    points: dict[str, dict[int, float]] = {}
+    for entry in entries:
+        for name, us in entry.us.items():
+            curve = points.setdefault(name, {})
+            curve[bucket(entry.m)] = max(us / entry.library_us, curve.get(bucket(entry.m), 0.0))
+    found = {name: _at(curve, asked) for name, curve in points.items()}
+    return {name: ratio for name, ratio in found.items() if ratio is not None}
 
 
 def _at(curve: Mapping[int, float], asked: int) -> float | None:
@@ -232,22 +229,13 @@ def _at(curve: Mapping[int, float], asked: int) -> float | None:
     return None
 
 
-def _measured(ratios: Mapping[str, list[float]], *, exact: bool, text: str) -> Measured:
-    # Known in eager mode only, a strategy may be slow, or not run at all, inside CUDA graphs.
-    modes = len(ratios["library"])
-    ratios = {name: values for name, values in ratios.items() if len(values) == modes}
-    worst = {name: max(values) for name, values in ratios.items()}
-    mean = {name: sum(values) / len(values) for name, values in ratios.items()}
-    return Measured(exact, worst, mean, text)
-
-
 def _times_text(entry: Entry) -> str:
     times = ", ".join(f"{name} {us:.0f} us" for name, us in entry.us.items())
     return f"{times} in a CUDA graph" if entry.graph else times
 
 
-def _ratios_text(ratios: Mapping[str, list[float]]) -> str:
-    ours = {name: max(values) for name, values in ratios.items() if name != "library"}
+def _ratios_text(ratios: Mapping[str, float]) -> str:
+    ours = {name: ratio for name, ratio in ratios.items() if name != "library"}
     return ", ".join(f"{name} {ratio:.2f} of library" for name, ratio in ours.items()) or "library alone"
 
 

@@ -13,7 +13,7 @@ import ditron_inductor
 from ditron_inductor.device import workspaces
 from ditron_inductor.lowering import prepared as prepared_module
 from ditron_inductor.lowering import register
-from ditron_inductor.lowering.prepared import Prepared, PreparedCalls, form
+from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, form
 from ditron_inductor.task.plan import decisions
 from tests.lowering import calls
 from tests.lowering.calls import Site
@@ -30,10 +30,18 @@ class FakeWorkspace:
         self.current = True
         self.sizes = {"K": (40, 40)}
         self.at_release: set[Any] = set()
+        self.capturing = False
 
     @property
     def shared(self) -> FakeWorkspace:
         return self
+
+    @property
+    def order(self) -> FakeWorkspace:
+        return self
+
+    def is_capturing(self) -> bool:
+        return self.capturing
 
     def is_current(self) -> bool:
         return self.current
@@ -43,7 +51,17 @@ class FakeWorkspace:
 
 
 def prepared(workspace: FakeWorkspace, run: Any = "run") -> Prepared:
-    return Prepared(workspace, run, None, "K", workspace.agreed("K"))  # type: ignore[arg-type]
+    chosen = Chosen(run)
+    return Prepared(workspace, chosen, chosen, "K", workspace.agreed("K"))  # type: ignore[arg-type]
+
+
+def test_a_capture_runs_what_was_chosen_for_it() -> None:
+    known, workspace = PreparedCalls(), FakeWorkspace()
+    eager, captured = Chosen("eager"), Chosen("captured")  # type: ignore[arg-type]
+    known.keep("call", Prepared(workspace, eager, captured, "K", workspace.agreed("K")))  # type: ignore[arg-type]
+    assert known.find("call") == "eager"
+    workspace.capturing = True
+    assert known.find("call") == "captured"
 
 
 def test_a_prepared_call_holds_until_its_workspace_or_a_size_changes() -> None:

@@ -118,10 +118,18 @@ def test_a_shape_close_to_a_measured_one_needs_a_larger_gain() -> None:
     assert near.strategy == "tile" and "near n=7168, k=4096: tile 0.96 of library" in near.reason
 
 
-def test_a_gain_in_graphs_must_not_be_a_loss_without_them() -> None:
-    graph = row(graph=1, tile_us=80.0)
-    assert with_table(row(tile_us=101.0, chunked_us=101.0), graph).strategy == "library"
-    assert with_table(row(tile_us=99.9, chunked_us=101.0), graph).strategy == "tile"
+def test_eager_mode_and_graphs_are_chosen_for_apart() -> None:
+    rows = row(tile_us=101.0, chunked_us=97.0), row(graph=1, tile_us=80.0, chunked_us=101.0)
+    assert with_table(*rows).strategy == "chunked"
+    assert with_table(*rows, captured=True).strategy == "tile"
+    assert with_table(rows[1]).strategy == "tile", "what was measured in the other mode is better than a guess"
+
+
+def test_the_host_counts_in_eager_mode_only() -> None:
+    small = {"m": 256, "n": 256, "k": 256}
+    eager, captured = choose(replaced(**small)), choose(replaced(**small, captured=True))
+    assert eager.predicted_us == cost.HOST_US[REQUEST.kind] and eager.strategy == "tile"
+    assert captured.predicted_us is not None and captured.predicted_us["library"] < 40
 
 
 def test_the_shipped_table_comes_before_the_model() -> None:

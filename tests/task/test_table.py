@@ -18,13 +18,13 @@ def entry(**changes: object) -> Entry:
     return dataclasses.replace(ENTRY, **changes)  # type: ignore[arg-type]
 
 
-def look(table: Table, m: int, n: int = 8192, k: int = 7168) -> Measured | None:
-    return table.lookup(gpu="GPU", world=4, dtype="bfloat16", op="matmul_all_reduce", m=m, n=n, k=k)
+def look(table: Table, m: int, n: int = 8192, k: int = 7168, graph: bool = False) -> Measured | None:
+    return table.lookup(gpu="GPU", world=4, dtype="bfloat16", op="matmul_all_reduce", m=m, n=n, k=k, graph=graph)
 
 
 def tile(table: Table, m: int, n: int = 8192, k: int = 7168) -> float | None:
     measured = look(table, m, n, k)
-    return None if measured is None else measured.worst["tile"]
+    return None if measured is None else measured.ratio["tile"]
 
 
 def test_text_is_sorted_and_reads_back() -> None:
@@ -82,7 +82,7 @@ def test_what_was_measured_is_exact() -> None:
     table = Table([ENTRY, entry(m=4097, tile_us=130.0)])
     measured = look(table, 4096)
     assert measured is not None and measured.exact
-    assert measured.worst == {"library": 1.0, "chunked": 0.9, "tile": 0.8}
+    assert measured.ratio == {"library": 1.0, "chunked": 0.9, "tile": 0.8}
     assert measured.text == "library 100 us, chunked 90 us, tile 80 us"
 
 
@@ -95,7 +95,7 @@ def test_rows_of_one_bucket_count_as_their_worst() -> None:
     table = Table([ENTRY, entry(m=4200, tile_us=110.0)])
     measured = look(table, 4100)
     assert measured is not None and not measured.exact
-    assert measured.worst["tile"] == 1.1
+    assert measured.ratio["tile"] == 1.1
 
 
 def test_between_two_buckets() -> None:
@@ -127,14 +127,19 @@ def test_a_weight_that_says_nothing_gives_way_to_the_next() -> None:
     assert tile(table, 4096) == 0.6
 
 
-def test_a_strategy_counts_only_where_it_was_measured_in_every_mode() -> None:
+def test_each_mode_has_its_own_times() -> None:
     table = Table([ENTRY, entry(graph=1, tile_us=None, chunked_us=120.0)])
-    measured = look(table, 4096)
-    assert measured is not None
-    assert measured.worst == {"library": 1.0, "chunked": 1.2}
-    assert measured.mean["chunked"] == pytest.approx(1.05)
-    near = look(table, 4097)
-    assert near is not None and near.worst == measured.worst
+    for m in (4096, 4097):
+        eager, captured = look(table, m), look(table, m, graph=True)
+        assert eager is not None and eager.ratio == {"library": 1.0, "chunked": 0.9, "tile": 0.8}
+        assert captured is not None and captured.ratio == {"library": 1.0, "chunked": 1.2}
+
+
+def test_the_other_mode_counts_where_nothing_else_was_measured() -> None:
+    eager, captured = Table([ENTRY]), Table([entry(graph=1)])
+    for m in (4096, 4097):
+        assert look(eager, m, graph=True) == look(eager, m) is not None
+        assert look(captured, m) == look(captured, m, graph=True) is not None
 
 
 RESULTS = """bench,op,contestant,shape,dtype,world,graph,p20_us,p50_us,p80_us,skew_pct,limit_us,gpu,torch,triton,commit,date
