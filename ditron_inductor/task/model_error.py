@@ -32,7 +32,8 @@ class ModelError:
 
 def problem_of(entry: Entry) -> cost.Problem:
     """What the model is asked about an entry."""
-    return cost.Problem(entry.op, entry.m, entry.n, entry.k, ITEMSIZE[entry.dtype], entry.world)
+    itemsize = ITEMSIZE[entry.dtype]
+    return cost.Problem(entry.op, entry.m, entry.n, entry.k, itemsize, entry.world, captured=bool(entry.graph))
 
 
 def relative_error(entry: Entry, strategy: str, on: cost.Hardware) -> float:

@@ -146,11 +146,10 @@ def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, .
 def _predicted(request: PlanRequest) -> Mapping[str, float] | None:
     if request.device_type == "cpu" or 0 in (request.m, request.n, request.k):
         return None
-    problem = cost.Problem(request.kind, request.m, request.n, request.k, request.dtype.itemsize, request.world_size)
-    device = cost.predict(problem, cost.hardware(request.device_name))
-    if request.captured:
-        return device
-    return {strategy: max(us, cost.HOST_US[request.kind][strategy]) for strategy, us in device.items()}
+    problem = cost.Problem(
+        request.kind, request.m, request.n, request.k, request.dtype.itemsize, request.world_size, request.captured
+    )
+    return cost.predict(problem, cost.hardware(request.device_name))
 
 
 def _obstacle(request: PlanRequest, strategy: str) -> tuple[str, str] | None:
