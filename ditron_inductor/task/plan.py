@@ -30,6 +30,10 @@ OURS: tuple[str, ...] = ("chunked", "tile")
 MARGIN = 0.01
 NEAR_MARGIN = 0.03
 """What a strategy has to gain over `library` where its shape was measured, and where only one close to it was."""
+SLOW_HOST = 4.0
+"""In eager mode a strategy counts with at least what its launches take on a host so many times slower than the one that
+`cost.HOST_US` is from. Hosts that share their cores were seen to be that slow for minutes.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,15 +110,13 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
     if 0 in (request.m, request.n, request.k):
         return Choice("library", "there is nothing to compute", predicted, "obstacle")
     for source, known in (("your table", tables.parsed(table)), ("the shipped table", tables.shipped())):
-        best, reason = _best_measured(request, known, able)
+        best, reason = _best_measured(request, known, able, predicted)
         if best:
             return Choice(best, f"measured ({source}): {reason}", predicted, "table")
     if predicted is None:
         reason = "on the CPU our kernels run in an interpreter, for tests only"
         return Choice("library", reason, predicted, "obstacle")
-    best = min(able, key=lambda strategy: predicted[strategy])
-    if predicted[best] >= cost.GAIN * predicted["library"]:
-        best = "library"
+    best = _best(request, predicted, able, cost.GAIN)
     times = ", ".join(f"{strategy} {predicted[strategy]:.0f} us" for strategy in ("library", *able))
     return Choice(best, f"predicted: {times}", predicted, "model")
 
@@ -124,7 +126,9 @@ def possible(request: PlanRequest) -> tuple[str, ...]:
     return tuple(strategy for strategy in OURS if _obstacle(request, strategy) is None)
 
 
-def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, ...]) -> tuple[str, str]:
+def _best_measured(
+    request: PlanRequest, known: tables.Table, able: tuple[str, ...], predicted: Mapping[str, float] | None
+) -> tuple[str, str]:
     """The best strategy that `known` vouches for and what it says; empty texts where it says nothing."""
     measured = known.lookup(
         gpu=request.device_name,
@@ -138,9 +142,18 @@ def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, .
     )
     if measured is None or not any(strategy in measured.ratio for strategy in able):
         return "", ""
-    limit = 1.0 - (MARGIN if measured.exact else NEAR_MARGIN)
-    gains = [strategy for strategy in able if measured.ratio.get(strategy, 1.0) <= limit]
-    return min(gains, key=lambda strategy: measured.ratio[strategy], default="library"), measured.text
+    library_us = measured.library_us or (predicted["library"] if predicted else 1.0)
+    us = {strategy: ratio * library_us for strategy, ratio in measured.ratio.items()}
+    return _best(request, us, able, 1.0 - (MARGIN if measured.exact else NEAR_MARGIN)), measured.text
+
+
+def _best(request: PlanRequest, us: Mapping[str, float], able: tuple[str, ...], gain: float) -> str:
+    """The fastest by these times of those that take at most `gain` of the library's, or `library`."""
+    if request.device_type != "cpu" and not request.captured:
+        host = cost.HOST_US[request.kind]
+        us = {strategy: max(time, SLOW_HOST * host[strategy]) for strategy, time in us.items()}
+    gains = [strategy for strategy in able if strategy in us and us[strategy] <= gain * us["library"]]
+    return min(gains, key=lambda strategy: us[strategy], default="library")
 
 
 def _predicted(request: PlanRequest) -> Mapping[str, float] | None:

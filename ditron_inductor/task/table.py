@@ -97,13 +97,17 @@ _TIMES = tuple(f"{name}_us" for name in MEASURED)
 class Measured:
     """What a table says about a shape.
 
-    ratio: time of each strategy in that of `library`. exact: this shape, and no neighbour, was measured. text: what was
-    measured, for people.
+    ratio: time of each strategy in that of `library`. library_us: that time, if this shape, and no neighbour, was
+    measured (`exact`); else None. text: what was measured, for people.
     """
 
-    exact: bool
     ratio: Mapping[str, float]
+    library_us: float | None
     text: str
+
+    @property
+    def exact(self) -> bool:
+        return self.library_us is not None
 
 
 class Table:
@@ -163,12 +167,12 @@ class Table:
         weights = self._families.get((gpu, world, dtype, op), {})
         for entry in _of_mode([entry for entry in weights.get((n, k), []) if entry.m == m], graph):
             ratio = {name: us / entry.library_us for name, us in entry.us.items()}
-            return Measured(True, ratio, _times_text(entry))
+            return Measured(ratio, entry.library_us, _times_text(entry))
         near = [(_apart(n, wide) * _apart(k, deep), wide, deep) for wide, deep in weights if _near(n, k, wide, deep)]
         for _, wide, deep in sorted(near):
             found = _curves(_of_mode(weights[wide, deep], graph), bucket(m))
             if found:
-                return Measured(False, found, f"near n={wide}, k={deep}: {_ratios_text(found)}")
+                return Measured(found, None, f"near n={wide}, k={deep}: {_ratios_text(found)}")
         return None
 
 

@@ -71,8 +71,8 @@ def row(**changes: object) -> Entry:
     return Entry(**(values | changes))  # type: ignore[arg-type]
 
 
-def with_table(*rows: Entry, **changes: object) -> Choice:
-    return choose(replaced(**changes), Table(rows).text())
+def with_table(*rows: Entry, captured: bool = True, **changes: object) -> Choice:
+    return choose(replaced(captured=captured, **changes), Table(rows).text())
 
 
 def test_a_users_table_comes_first() -> None:
@@ -119,10 +119,12 @@ def test_a_shape_close_to_a_measured_one_needs_a_larger_gain() -> None:
 
 
 def test_eager_mode_and_graphs_are_chosen_for_apart() -> None:
-    rows = row(tile_us=101.0, chunked_us=97.0), row(graph=1, tile_us=80.0, chunked_us=101.0)
-    assert with_table(*rows).strategy == "chunked"
-    assert with_table(*rows, captured=True).strategy == "tile"
-    assert with_table(rows[1]).strategy == "tile", "what was measured in the other mode is better than a guess"
+    long = row(library_us=1000.0, tile_us=1010.0, chunked_us=970.0)
+    graph = row(graph=1, tile_us=80.0, chunked_us=101.0)
+    assert with_table(long, graph, captured=False).strategy == "chunked"
+    assert with_table(long, graph).strategy == "tile"
+    assert with_table(graph, captured=False).strategy == "tile", "the other mode is better than a guess"
+    assert with_table(long).strategy == "chunked"
 
 
 def test_the_host_counts_in_eager_mode_only() -> None:
@@ -130,6 +132,15 @@ def test_the_host_counts_in_eager_mode_only() -> None:
     eager, captured = choose(replaced(**small)), choose(replaced(**small, captured=True))
     assert eager.predicted_us == cost.HOST_US[REQUEST.kind] and eager.strategy == "tile"
     assert captured.predicted_us is not None and captured.predicted_us["library"] < 40
+
+
+def test_a_slow_host_must_not_turn_a_gain_into_a_loss() -> None:
+    """`chunked` has many launches: in eager mode it is for calls that are long enough to hide them anywhere."""
+    short, long = ({"library_us": us, "chunked_us": 0.8 * us, "tile_us": 0.9 * us} for us in (200.0, 2000.0))
+    assert with_table(row(**short)).strategy == "chunked"
+    assert with_table(row(**short), captured=False).strategy == "tile"
+    assert with_table(row(**short), captured=False, tile_available=False, tile_reason="no").strategy == "library"
+    assert with_table(row(**long), captured=False).strategy == "chunked"
 
 
 def test_the_shipped_table_comes_before_the_model() -> None:
