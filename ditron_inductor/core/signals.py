@@ -350,8 +350,9 @@ def leave(ctl, slot, ticket, epoch, due, THREADS: tl.constexpr, wanted):
 
     `granted` has the number for `close`. Not asked for unless `wanted`.
     """
-    # True, but it takes every thread's values to know that: no warp is still reading them when the use is closed.
-    known = (tl.arange(0, THREADS) >= 0) & (ticket >= 0) & (epoch >= 0) & (due >= 0)
+    # True, but it takes every thread's values to know that: no warp is still reading them when the use is closed. The
+    # epoch is added, as the compiler knows that it is not negative.
+    known = (tl.arange(0, THREADS) >= 0) & (ticket >= 0) & (due + epoch >= 0)
     everywhere = tl.sum(known.to(tl.int32), axis=0) == THREADS
     return request_ticket(ctl, slot, DONE, THREADS, wanted & everywhere)
 

@@ -11,6 +11,7 @@ import re
 import pytest
 import torch
 
+from ditron_inductor.core.layout import EPOCH_MASK
 from ditron_inductor.lowering import config
 from ditron_inductor.lowering.config import Config, select_few_rows_config
 from tests.lowering.assembly import AMD, NVIDIA, Listing, dialect_of, resources
@@ -186,6 +187,23 @@ def test_a_proxy_fence_follows_the_wait(case: Case) -> None:
     compiled = compile_case(case)
     assert _fences_between_wait_and_loop(compiled) == [True] * NUM_WEIGHTS
     assert len(re.findall(r"fence\.proxy\.async;", compiled.assembly)) >= NUM_WEIGHTS
+
+
+@pytest.mark.parametrize("case", [case for case in NVIDIA_CASES if case.kernel == "one_shot"], ids=str)
+def test_leaving_early_takes_the_epoch_of_every_thread(case: Case) -> None:
+    """What is always true of a value can be left out by the compiler, and then nothing waits for its load."""
+    listing = compile_case(case).listing
+    first = listing.places(rf"and\.b64 .*, {EPOCH_MASK.value}$")[0]
+    # The first one asks for a ticket.
+    _, left, *_ = listing.places(r"atom\.global\.gpu\.relaxed\.add")
+    known = set(re.findall(r"%rd\d+", listing.lines[first]))
+    tests = []
+    for line in listing.lines[first:left]:
+        target, _, sources = line.partition(",")
+        if known & set(re.findall(r"%\w+", sources)):
+            known |= set(re.findall(r"%\w+", target))
+            tests += [line] if line.startswith("setp.") else []
+    assert tests
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
