@@ -88,9 +88,12 @@ class Health:
             return DitronDiverged(rank=rank, site=site, peer=peer, peer_site=peer_site)
         chunk: int | str = record[words.RECORD_CHUNK.value]
         slot = record[words.RECORD_SLOT.value]
+        seen = f"use {seen_epoch}, by '{peer_site}'"
         if chunk == words.CREDIT_ROW.value:
             chunk = f"credit of slot {slot}"
-            expected = f"the end of its use {expected_epoch} of the slot"
+            # Given by the next call, whose site the word names.
+            expected = f"its next call after use {expected_epoch} of the slot"
+            seen = f"the one after use {seen_epoch}, '{peer_site}'"
         elif chunk == words.REVOKED_ROW.value:
             chunk = f"what it had in slot {slot}"
             expected = f"use {expected_epoch} of the slot to last until this rank had read it"
@@ -103,7 +106,7 @@ class Health:
             peer=peer,
             chunk=chunk,
             expected=expected,
-            seen=f"use {seen_epoch}, by '{peer_site}'" if seen_epoch else "nothing from it yet",
+            seen=seen if seen_epoch else "nothing from it yet",
         )
 
 

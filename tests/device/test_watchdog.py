@@ -65,6 +65,16 @@ def test_a_peer_that_never_wrote_and_a_missing_credit() -> None:
         health.check()
 
 
+def test_a_credit_is_of_the_use_before_the_call_that_gave_it() -> None:
+    health, peer = make_health()
+    write(health, words.TIMEOUT.value, CREDIT, word(peer, "r/0:ours", 3), word(peer, "r/1:theirs", 2))
+    with pytest.raises(DitronTimeout) as info:
+        health.check()
+    text = str(info.value)
+    assert "expected its next call after use 3 of the slot, saw the one after use 2, 'r/1:theirs'" in text
+    assert "by 'r/1:theirs'" not in text
+
+
 def test_divergence_names_both_sites() -> None:
     health, peer = make_health()
     write(health, words.DIVERGED.value, 0, word(peer, "r/0:ours", 5), word(peer, "r/1:theirs", 5))
