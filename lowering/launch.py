@@ -123,7 +123,11 @@ class Launch:
         arch = self.workspace.capabilities.arch
         if not (arch == "interpreter" or arch.startswith(("sm_9", "sm_10", "sm_11", "sm_12"))):
             return False
-        return all(is_block_loadable(x) for x in (a.flatten(0, -2), *weights))
+        rows = a.flatten(0, -2)
+        # With K = 1 either stride may be 1, and rows are loaded as rows.
+        if rows.stride(0) * rows.element_size() % 16 != 0:
+            return False
+        return all(is_block_loadable(x) for x in (rows, *weights))
 
     def programs(self, work: int, config: Config) -> int:
         """Grid of a persistent kernel with `work` tickets. Any number is right; this many keep the GPU busy."""

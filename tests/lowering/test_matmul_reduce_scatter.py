@@ -57,6 +57,8 @@ CASES = (
     Case((24, 40), 32, a_layout="column"),
     Case((24, 40), 32, a_layout="padded", b_layout="column"),
     Case((2, 12, 40), 32, a_layout="offset", scatter_dim=1),
+    # Of one column, either stride may be 1.
+    Case((1, 40, 1), 40, scatter_dim=1, dtype=FP32, a_layout="column"),
 )
 
 
