@@ -198,7 +198,7 @@ def reduce_partials(
 def close_slot(
     outs, numels, table, ctl, rank, slot, site, WORLD: tl.constexpr, NUM_OUTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """End the use of the slot: fill outs, a tuple of [numels[i]], with NaN after a failure, and give the credits."""
+    """End the use of the slot: fill outs, a tuple of [numels[i]], with NaN after a failure."""
     epoch = current_epoch(ctl, slot)
     if sound(table, ctl, rank, slot, site, epoch, WORLD) == 0:
         step = tl.num_programs(0) * BLOCK
