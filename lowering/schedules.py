@@ -1,9 +1,10 @@
 """How the `chunked` strategies cut their work: which rows move as one piece, and which pieces one product takes.
 
 Small pieces start the first product early and end the last transfer soon; large ones fill the GPU and cost fewer
-launches. A model of one rank decides, with all ranks in step: products one after another on one stream, transfers on
-another, each no earlier than what it needs. The products of a gather take turns on two streams, so that only the tiles
-count and not the waves: at least half a wave, since two of them share the GPU.
+launches. For a gather and an all-reduce a model of one rank decides, with all ranks in step: products one after another
+on one stream, transfers on another, each no earlier than what it needs. The products of a gather take turns on two
+streams, so that only the tiles count and not the waves: at least half a wave, since two of them share the GPU. For a
+reduce-scatter it is a rule, see `scatter_schedule`.
 
     product  = waves of tiles over the SMs * time of a tile + LAUNCH_US       (the best of a few tile shapes)
     transfer = bytes / LINK + COPY_US

@@ -78,7 +78,7 @@ def stage(
     """
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
-    # All programs of so small a grid run at once, so this one does.
+    # It waits for nothing before that, so peers always get theirs.
     if tl.program_id(0) == 0:
         settle(credits_due(ctl, alive), table, rank, site, WORLD)
     ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)

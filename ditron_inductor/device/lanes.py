@@ -140,9 +140,9 @@ class StreamLane:
 
     def __enter__(self) -> Lane:
         if self._side is None:
+            self._copy = driver.device_copy()
             self._side = torch.cuda.Stream(self._device, priority=HIGH_PRIORITY)
             self.side = self._side.cuda_stream
-            self._copy = driver.device_copy()
         handle = self._order.stream
         if handle != self._caller_handle:
             self._caller = torch.cuda.current_stream(self._device)

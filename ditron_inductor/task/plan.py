@@ -30,9 +30,9 @@ OURS: tuple[str, ...] = ("chunked", "tile")
 MARGIN = 0.01
 NEAR_MARGIN = 0.03
 """What a strategy has to gain over `library` where its shape was measured, and where only one close to it was."""
-SLOW_HOST = 4.0
+SLOW_HOST = 2.4
 """In eager mode a strategy counts with at least what its launches take on a host so many times slower than the one that
-`cost.HOST_US` is from. Hosts that share their cores were seen to be that slow for minutes.
+`cost.HOST_US` is from. Hosts that share their cores were seen to be 2.2 times slower for minutes.
 """
 
 
@@ -150,8 +150,8 @@ def _best_measured(
 def _best(request: PlanRequest, us: Mapping[str, float], able: tuple[str, ...], gain: float) -> str:
     """The fastest by these times of those that take at most `gain` of the library's, or `library`."""
     if request.device_type != "cpu" and not request.captured:
-        host = cost.HOST_US[request.kind]
-        us = {strategy: max(time, SLOW_HOST * host[strategy]) for strategy, time in us.items()}
+        problem = _problem(request)
+        us = {strategy: max(time, SLOW_HOST * cost.host_us(problem, strategy)) for strategy, time in us.items()}
     gains = [strategy for strategy in able if strategy in us and us[strategy] <= gain * us["library"]]
     return min(gains, key=lambda strategy: us[strategy], default="library")
 
@@ -159,10 +159,13 @@ def _best(request: PlanRequest, us: Mapping[str, float], able: tuple[str, ...], 
 def _predicted(request: PlanRequest) -> Mapping[str, float] | None:
     if request.device_type == "cpu" or 0 in (request.m, request.n, request.k):
         return None
-    problem = cost.Problem(
+    return cost.predict(_problem(request), cost.hardware(request.device_name))
+
+
+def _problem(request: PlanRequest) -> cost.Problem:
+    return cost.Problem(
         request.kind, request.m, request.n, request.k, request.dtype.itemsize, request.world_size, request.captured
     )
-    return cost.predict(problem, cost.hardware(request.device_name))
 
 
 def _obstacle(request: PlanRequest, strategy: str) -> tuple[str, str] | None:

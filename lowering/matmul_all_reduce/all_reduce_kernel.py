@@ -92,7 +92,7 @@ def one_shot(
     x, own, slots, asked, due, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Reduce piece `ticket`. slots: pointers to the slots of rank + 1, ..; each has a place [source][piece]."""
+    """Reduce piece `ticket`, and `leave`. slots: pointers to those of rank + 1, ..; each has a place [source][piece]."""
     lanes = tl.arange(0, PIECE)
     place = ticket * PIECE + lanes
     mine = tl.load(x + place, mask=place < numel, other=0.0)
@@ -104,10 +104,12 @@ def one_shot(
         publish_all(table, slot, ticket, rank, site, epoch, WORLD)
     if ticket == 0:
         settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
+    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
     # Acquire: the piece of all peers.
     whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
     total = add_up(mine, own, ticket * PIECE, pieces * PIECE, whole, rank, WORLD, AVERAGE, PIECE)
     tl.store(x + place, total.to(x.dtype.element_ty), mask=place < numel)
+    return left
 
 
 @triton.jit
@@ -115,7 +117,10 @@ def two_shots(
     x, own, slots, asked, due, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Reduce piece `ticket` of every run of `pieces`. A slot has places [source][piece], then sums [owner][piece]."""
+    """Reduce piece `ticket` of every run of `pieces`, and `leave`.
+
+    A slot has places [source][piece], then sums [owner][piece].
+    """
     lanes = tl.arange(0, PIECE)
     theirs = ()
     for i in tl.static_range(1, WORLD):
@@ -131,6 +136,7 @@ def two_shots(
         publish_all(table, slot, ticket, rank, site, epoch, WORLD)
     if ticket == 0:
         settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
+    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
     # Acquire: the own piece of all peers.
     whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
     total = add_up(mine, own, ticket * PIECE, pieces * PIECE, whole, rank, WORLD, AVERAGE, PIECE)
@@ -151,6 +157,7 @@ def two_shots(
     for i in tl.static_range(1, WORLD):
         place = ((rank + i) % WORLD * pieces + ticket) * PIECE + lanes
         tl.store(x + place, results[i - 1], mask=place < numel)
+    return left
 
 
 @triton.jit(do_not_specialize=["pieces", "rank", "slot", "site"])
@@ -171,14 +178,13 @@ def all_reduce_kernel(
     asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
     due = last_use(ctl)
     ticket = granted(request, THREADS)
-    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
     if ONE_SHOT:
-        one_shot(
+        left = one_shot(
             x, own, slots, asked, due, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
             WORLD, AVERAGE, PIECE, THREADS,
         )  # fmt: skip
     else:
-        two_shots(
+        left = two_shots(
             x, own, slots, asked, due, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
             WORLD, AVERAGE, PIECE, THREADS,
         )  # fmt: skip

@@ -82,7 +82,10 @@ def matmul_all_reduce_kernel(
     ok = tl.full((), -1, tl.int32)
     # The tile that was sent last and is not added up yet.
     previous = tl.full((), -1, tl.int32)
-    left = leave(ctl, slot, ticket, epoch, due, THREADS, ticket >= tiles)
+    left = request
+    if ticket >= tiles:
+        # Not otherwise: it would wait for the epoch before the product.
+        left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
     while (ticket < tiles) | (previous >= 0):
         if ticket >= tiles:
             # The last round, before the last wait.
