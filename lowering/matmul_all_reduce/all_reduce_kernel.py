@@ -92,7 +92,7 @@ def one_shot(
     x, own, slots, asked, due, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Reduce piece `ticket`, and `leave`. slots: pointers to those of rank + 1, ..; each has a place [source][piece]."""
+    """Reduce piece `ticket`, and `leave`. slots: pointers, of rank + 1, ..; each has a place [source][piece]."""
     lanes = tl.arange(0, PIECE)
     place = ticket * PIECE + lanes
     mine = tl.load(x + place, mask=place < numel, other=0.0)
