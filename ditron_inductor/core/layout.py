@@ -25,6 +25,9 @@ MAX_WORLD = tl.constexpr(16)
 MAX_CHUNKS = tl.constexpr(1024)
 """Flag rows of a slot. A launch numbers its chunks, over all its phases, below this."""
 
+RESULT_ROW = tl.constexpr(512)
+"""First flag row of results, where a launch both sends partial results and, when they are added up, results."""
+
 REVOKED_ROW = tl.constexpr(1023)
 """The flag row with which a rank tells that it overwrites its slot without the reader's credit: (site, epoch) of that
 use. Only where library products write straight into the slot."""

@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.layout import DATA_OFFSET, MAX_CHUNKS, REVOKED_ROW, TILE_TICKET
+from ditron_inductor.core.layout import DATA_OFFSET, RESULT_ROW, REVOKED_ROW, TILE_TICKET
 from ditron_inductor.core.signals import (
     ask_to_send,
     close,
@@ -46,8 +46,6 @@ from ditron_inductor.lowering.exchange import multiply
 from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
 from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.task.nodes import MatmulAllReduce
-
-RESULT_ROW = tl.constexpr(MAX_CHUNKS.value // 2)
 
 MOST_BYTES = 8 << 20
 """Of a product; the copies of larger ones are worth their launches."""

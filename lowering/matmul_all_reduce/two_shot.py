@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.layout import MAX_CHUNKS, MAX_WORLD, TILE_TICKET
+from ditron_inductor.core.layout import MAX_WORLD, RESULT_ROW, TILE_TICKET
 from ditron_inductor.core.matmul import (
     carry,
     matmul_tile,
@@ -52,7 +52,6 @@ from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.lowering.partials import block_offsets, publish_partial, put_in_outbox, reduced_slice
 from ditron_inductor.task.nodes import MatmulAllReduce
 
-RESULT_ROW = tl.constexpr(MAX_CHUNKS.value // 2)
 PARTS = 8
 """Most parts of a pipeline."""
 PART_WAVES = 2
