@@ -20,6 +20,7 @@ from torch import fx
 
 from ditron_inductor.passes import proofs
 from ditron_inductor.passes.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
+from ditron_inductor.passes.split_coalesced import SINGLE
 
 aten = torch.ops.aten
 
@@ -63,13 +64,17 @@ def _size(graph: fx.Graph, reader: fx.Node, source: fx.Node, dim: int, asked: Ca
     if source.target in RESHAPES:
         size = list(proofs.arguments(source).values())[1][dim]
         return size if isinstance(size, fx.Node) else None
-    if source.target in (WAIT, ALL_REDUCE) or (source.target in (ALL_GATHER, REDUCE_SCATTER) and dim > 0):
+    if source.target is WAIT:
         return _size(graph, reader, source.args[0], dim, asked)  # type: ignore[arg-type]
-    if source.target is ALL_GATHER:
-        return _multiple(graph, reader, source.args[0], dim, source.args[1], length, asked)
-    if source.target is REDUCE_SCATTER:
-        whole = _size(graph, reader, source.args[0], dim, asked)  # type: ignore[arg-type]
-        return None if whole is None else _made(graph, operator.floordiv, (whole, source.args[2]), length)
+    single = _communicated(source)
+    if single is not None:
+        target, operand, group_size = single
+        if target is ALL_REDUCE or dim > 0:
+            return _size(graph, reader, operand, dim, asked)
+        if target is ALL_GATHER:
+            return _multiple(graph, reader, operand, dim, group_size, length, asked)
+        whole = _size(graph, reader, operand, dim, asked)
+        return None if whole is None else _made(graph, operator.floordiv, (whole, group_size), length)
     if source.target is aten.mm.default:
         return _size(graph, reader, source.args[dim], dim, asked)  # type: ignore[arg-type]
     part = proofs.piece(source)
@@ -78,6 +83,19 @@ def _size(graph: fx.Graph, reader: fx.Node, source: fx.Node, dim: int, asked: Ca
     if source.target is aten.cat.default:
         return _size_of_cat(graph, reader, source, dim, asked)
     return None
+
+
+def _communicated(source: fx.Node) -> tuple[object, fx.Node, Any] | None:
+    """(collective, operand, group size) of the result of a collective, also of one of several tensors."""
+    index = None
+    if source.target is operator.getitem:
+        source, index = source.args  # type: ignore[assignment]
+    target = source.target if index is None else SINGLE.get(source.target)
+    if target not in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE):
+        return None
+    bound = proofs.arguments(source)
+    operand = bound["input"] if index is None else bound["inputs"][index]
+    return target, operand, bound.get("group_size")
 
 
 def _size_of_cat(graph: fx.Graph, reader: fx.Node, cat: fx.Node, dim: int, asked: Callable[[fx.Node], bool]) -> Any:

@@ -29,9 +29,10 @@ from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
 from ditron_inductor.passes.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.reasons import LEFT_ALONE
+from ditron_inductor.passes.try_forms import try_forms
 
 WORLD_SIZE = 4
-FUSIONS = (normalize_collectives, all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
+FUSIONS = (normalize_collectives, try_forms, all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
 c10d: Any = torch.ops._c10d_functional
 
 
@@ -118,11 +119,11 @@ def compiled_graphs(fn: Callable[..., Any], *args: Any, dynamic: bool | None = N
 
 
 def fuse(module: fx.GraphModule, options: Options | None = None) -> int:
-    """Runs the normalisation and the three fusions; returns the number of sites that were fused."""
+    """Runs the normalisation, the trial of other forms and the three fusions; returns the number of sites that were fused."""
     counts = [each(module.graph, options=options or Options()) for each in FUSIONS]
     module.graph.lint()
     module.recompile()
-    return sum(counts[1:])
+    return sum(counts[2:])
 
 
 def reasons(module: fx.GraphModule) -> list[str]:
@@ -197,6 +198,13 @@ def _reduce(values: list[torch.Tensor], op: str) -> torch.Tensor:
     return total / len(values) if op == "avg" else total
 
 
+def _members(name: str, args: list[Any]) -> list[Any]:
+    """A coalesced collective: the single one on each member of the lists."""
+    single = _TOGETHER[f"_c10d_functional.{name}"]
+    members = [single([(arg[0][index], *arg[1:]) for arg in args]) for index in range(len(args[0][0]))]
+    return [list(results) for results in zip(*members, strict=True)]
+
+
 def _run_all_gather_matmul(args: list[Any]) -> list[Any]:
     dim, return_gathered = args[0][3], args[0][4]
     gathered = torch.cat([arg[0] for arg in args], dim)
@@ -223,6 +231,10 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "_c10d_functional.all_reduce": lambda args: [_reduce([arg[0] for arg in args], args[0][1])] * len(args),
     "_c10d_functional.all_reduce_": lambda args: [_reduce([one[0] for one in args], args[0][1]) for _ in args],
     "_c10d_functional.wait_tensor": lambda args: [arg[0] for arg in args],
+    "_c10d_functional.all_reduce_coalesced": lambda args: _members("all_reduce", args),
+    "_c10d_functional.all_reduce_coalesced_": lambda args: _members("all_reduce_", args),
+    "_c10d_functional.all_gather_into_tensor_coalesced": lambda args: _members("all_gather_into_tensor", args),
+    "_c10d_functional.reduce_scatter_tensor_coalesced": lambda args: _members("reduce_scatter_tensor", args),
     "ditron.all_gather_matmul": _run_all_gather_matmul,
     "ditron.matmul_reduce_scatter": _run_matmul_reduce_scatter,
     "ditron.matmul_all_reduce": _run_matmul_all_reduce,
