@@ -26,7 +26,8 @@ It must not fire when
 * the gather runs along the last dimension, or a view changes the last dimension before the matmul;
 * the gathered tensor is the matmul's second operand, or its first one transposed (a weight gradient contracts the
   gathered dimension), or the weight depends on it;
-* there is a bias (addmm), a cast, a batched matmul, or a dtype other than bfloat16, float16 and float32;
+* there is a bias (addmm), a cast, a matmul with a matrix for each batch, or a dtype other than bfloat16, float16
+  and float32;
 * the gathered tensor is cut (DTensor, where the dimension does not divide): only the last rank pads its shard, but
   the cut stands on every rank. Nothing here looks at how the shard was made, so all ranks leave such a site alone
   together.

@@ -42,7 +42,7 @@ VIEWS: frozenset[object] = frozenset({aten.view.default, aten._unsafe_view.defau
 EMPTIES: frozenset[object] = frozenset(
     {aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.empty_like.default}
 )
-CHAIN: frozenset[object] = proofs.ORDER_KEEPING | proofs.TRANSPOSES | proofs.SLICES | frozenset({aten.cat.default})
+CHAIN: frozenset[object] = proofs.MAY_KEEP_ORDER | proofs.SLICES | frozenset({aten.cat.default})
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,8 @@ CASTS: frozenset[object] = frozenset(
     }
 )
 TRANSPOSES: frozenset[object] = frozenset({aten.permute.default, aten.transpose.int, aten.t.default})
+# These keep the order only where they move dimensions of size 1, grow nothing, or take everything.
+MAY_KEEP_ORDER: frozenset[object] = ORDER_KEEPING | TRANSPOSES | {aten.expand.default, aten.slice.Tensor}
 SLICES: frozenset[object] = frozenset({aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, getitem})
 BATCHED: frozenset[object] = frozenset({aten.bmm.default, aten.baddbmm.default})
 QUANTIZED: frozenset[object] = frozenset({aten._scaled_mm.default, aten._int_mm.default})
@@ -104,13 +106,34 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 def keeps_order(node: fx.Node) -> bool:
     """Whether a node holds the elements of its first argument, in row-major order, at the same dtype."""
-    if node.op != "call_function" or (node.target not in ORDER_KEEPING and node.target is not aten.slice.Tensor):
+    if node.op != "call_function" or node.target not in MAY_KEEP_ORDER:
         return False
     source, result = tensor(node.args[0]), tensor(node)
     if source is None or result is None or source.dtype != result.dtype or source.device != result.device:
         return False
+    if node.target in TRANSPOSES:
+        moved = [dim for dim in permutation(node) if not known_equal(source.shape[dim], 1)]
+        return moved == sorted(moved)
+    if node.target is aten.expand.default:
+        added = result.ndim - source.ndim
+        ones = all(known_equal(size, 1) for size in result.shape[:added])
+        return ones and same_shape(source.shape, result.shape[added:])
     # A slice that takes everything: with a step it would have fewer elements.
     return node.target in ORDER_KEEPING or same_shape(source.shape, result.shape)
+
+
+def permutation(node: fx.Node) -> list[int]:
+    """The source's dimensions in the order of the result's, of a permute, transpose or t."""
+    bound, value = arguments(node), tensor(node)
+    assert value is not None
+    if node.target is aten.permute.default:
+        return [dim % value.ndim for dim in bound["dims"]]
+    order = list(range(value.ndim))
+    if node.target is aten.t.default:
+        return order[::-1]
+    first, second = bound["dim0"] % value.ndim, bound["dim1"] % value.ndim
+    order[first], order[second] = order[second], order[first]
+    return order
 
 
 def views_up(node: fx.Node) -> list[fx.Node]:

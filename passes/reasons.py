@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from torch import fx
 
 LEFT_ALONE = "ditron_left_alone"
+# The reason that remained when batched matmuls beside the collective were tried as plain ones.
+TRIED = "ditron_tried"
 
 
 class ReasonCode(enum.StrEnum):
@@ -19,7 +21,7 @@ class ReasonCode(enum.StrEnum):
     ALREADY_FUSED = "already_fused"
     """The matmul beside the collective was fused with another collective."""
     BATCHED_MATMUL = "batched_matmul"
-    """The neighbour is bmm or baddbmm."""
+    """The neighbour is baddbmm, or a bmm whose batches have different matrices."""
     BIAS = "bias"
     """Something is added to the product: addmm, or an add before the reduction."""
     CAST_BETWEEN = "cast_between"
@@ -159,4 +161,5 @@ def reason(pattern: str, code: ReasonCode) -> Reason:
 
 def leave_alone(collective: fx.Node, pattern: str, code: ReasonCode) -> None:
     """Records on the collective's node why it was not fused."""
-    collective.meta[LEFT_ALONE] = reason(pattern, code)
+    tried = collective.meta.get(TRIED) if code is ReasonCode.BATCHED_MATMUL else None
+    collective.meta[LEFT_ALONE] = reason(pattern, code) if tried is None else tried

@@ -77,6 +77,8 @@ def _size(graph: fx.Graph, reader: fx.Node, source: fx.Node, dim: int, asked: Ca
         return None if whole is None else _made(graph, operator.floordiv, (whole, group_size), length)
     if source.target is aten.mm.default:
         return _size(graph, reader, source.args[dim], dim, asked)  # type: ignore[arg-type]
+    if source.target is aten.bmm.default:
+        return _size(graph, reader, source.args[dim // 2], dim, asked)  # type: ignore[arg-type]
     part = proofs.piece(source)
     if part is not None and part.dim != dim:
         return _size(graph, reader, part.source, dim, asked)
@@ -116,6 +118,11 @@ def _multiple(
 ) -> Any:
     one = _size(graph, reader, source, dim, asked)
     return None if one is None else _made(graph, operator.mul, (one, times), length)
+
+
+def in_graph(graph: fx.Graph, before: fx.Node, length: Any) -> Any:
+    """A size as an argument of an op at `before`: the int, or an existing node that holds it; None if there is none."""
+    return length if isinstance(length, int) else _existing(graph, before, length, lambda node: False)
 
 
 def _existing(graph: fx.Graph, reader: fx.Node, length: Any, asked: Callable[[fx.Node], bool]) -> fx.Node | None:

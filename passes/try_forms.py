@@ -1,6 +1,7 @@
 """Forms that are worth another one only if a fusion follows: tried on a copy of the graph, kept where one did.
 
-    a collective of several tensors    -> single collectives, see `split_coalesced`
+    a collective of several tensors             -> single collectives, see `split_coalesced`
+    a batched matmul with one matrix for all    -> a matmul, see `fold_batches`
 
 A graph without such a form is not copied. On the copy all of them are rewritten and the fusions run; in the graph those
 are rewritten whose node a fusion took. The others stay as they were, and get the reason that the fusions found.
@@ -13,11 +14,12 @@ from __future__ import annotations
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes import split_coalesced
+from ditron_inductor.passes import fold_batches, split_coalesced
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
+from ditron_inductor.passes.collectives import is_collective
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
-from ditron_inductor.passes.reasons import LEFT_ALONE, Reason, ReasonCode
+from ditron_inductor.passes.reasons import LEFT_ALONE, TRIED, Reason, ReasonCode
 
 FUSIONS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
 
@@ -25,21 +27,31 @@ FUSIONS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
 def try_forms(graph: fx.Graph, *, options: Options) -> int:
     """Rewrites every form that a fusion takes then; returns how many."""
     coalesced = [match for node in graph.nodes if (match := split_coalesced.find_coalesced(node)) is not None]
-    if not coalesced:
+    folded = [node for node in graph.nodes if fold_batches.find_folded(node) is not None]
+    starts = [node for node in graph.nodes if node.op == "call_function" and is_collective(node)]
+    if not coalesced and not (folded and starts):
         return 0
     copy, twins = _copied(graph)
-    singles = [_split_all(copy, twins[match.node]) for match in coalesced]
+    matmuls = [_fold(copy, twins[node]) for node in folded]
+    singles = [_split(copy, twins[match.node]) for match in coalesced]
     for fusion in FUSIONS:
         fusion(copy, options=options)
     remaining = set(copy.nodes)
     count = 0
+    for bmm, mm in zip(folded, matmuls, strict=True):
+        if mm not in remaining:
+            _fold(graph, bmm)
+            count += 1
+    for node in starts:
+        if folded and twins[node] in remaining and LEFT_ALONE in twins[node].meta:
+            node.meta[TRIED] = twins[node].meta[LEFT_ALONE]
     for match, tried in zip(coalesced, singles, strict=True):
         taken = [index for index, single in tried.items() if single not in remaining]
         alone = [single.meta[LEFT_ALONE] for single in tried.values() if single in remaining]
         if alone:
             match.node.meta[LEFT_ALONE] = _strongest(alone)
         if taken:
-            split_coalesced.rewrite(graph, match, taken)
+            _split(graph, match.node, taken)
             count += 1
     return count
 
@@ -51,10 +63,18 @@ def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     return copy, twins
 
 
-def _split_all(graph: fx.Graph, node: fx.Node) -> dict[int, fx.Node]:
+def _fold(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    match = fold_batches.find_folded(node)
+    assert match is not None
+    return fold_batches.rewrite(graph, match)
+
+
+def _split(graph: fx.Graph, node: fx.Node, taken: list[int] | None = None) -> dict[int, fx.Node]:
+    """Splits off the members `taken`, or all whose result somebody takes."""
     match = split_coalesced.find_coalesced(node)
     assert match is not None
-    taken = [index for index, result in enumerate(match.results) if result is not None]
+    if taken is None:
+        taken = [index for index, result in enumerate(match.results) if result is not None]
     return split_coalesced.rewrite(graph, match, taken)
 
 

@@ -173,6 +173,16 @@ def batched(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Te
     return (functional.reduce_scatter_tensor_autograd(torch.relu(hidden) @ v, "sum", 1, group),)
 
 
+def other_forms(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Batched matmuls with one matrix, and collectives of two tensors."""
+    group = dist.group.WORLD
+    stacked = torch.stack([x, x + 1])
+    hidden = torch.einsum("bsk,kn->bsn", functional.all_gather_tensor_autograd(stacked, 1, group), w).relu()
+    out = functional.reduce_scatter_tensor_autograd(torch.bmm(hidden, v.expand(2, *v.shape)), "sum", 1, group)
+    reduced = torch.ops._c10d_functional.all_reduce_coalesced([x @ w, x * 2], "sum", group.group_name)
+    return out, *map(torch.ops._c10d_functional.wait_tensor, reduced)
+
+
 def inference(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Reductions, which have no autograd formula, fused and not, and calls of torch.distributed."""
     group = dist.group.WORLD
@@ -222,9 +232,10 @@ def place(request: pytest.FixtureRequest) -> Place:
     [
         (sequence_parallel, True, {"all_gather_matmul": 2, "matmul_reduce_scatter": 1}),
         (batched, True, {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}),
+        (other_forms, True, {"try_forms": 5, "matmul_reduce_scatter": 2, "matmul_all_reduce": 1}),
         (inference, False, {"all_gather_matmul": 1, "matmul_all_reduce": 1}),
     ],
-    ids=["sequence_parallel", "batched", "inference"],
+    ids=["sequence_parallel", "batched", "other_forms", "inference"],
 )
 def test_values(rank_pools: RankPools, place: Place, problem: Problem, backward: bool, fused: dict[str, int]) -> None:
     pool = rank_pools.get(place.device_type, place.world_size)
