@@ -2,6 +2,7 @@
 
     a collective of several tensors             -> single collectives, see `split_coalesced`
     a batched matmul with one matrix for all    -> a matmul, see `fold_batches`
+    a gather, then a narrowing cast             -> the cast, then the gather, see `move_casts`
 
 A graph without such a form is not copied. On the copy all of them are rewritten and the fusions run; in the graph those
 are rewritten whose node a fusion took. The others stay as they were, and get the reason that the fusions found.
@@ -14,7 +15,7 @@ from __future__ import annotations
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes import fold_batches, split_coalesced
+from ditron_inductor.passes import fold_batches, move_casts, split_coalesced
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.collectives import is_collective
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
@@ -29,10 +30,13 @@ def try_forms(graph: fx.Graph, *, options: Options) -> int:
     coalesced = [match for node in graph.nodes if (match := split_coalesced.find_coalesced(node)) is not None]
     folded = [node for node in graph.nodes if fold_batches.find_folded(node) is not None]
     starts = [node for node in graph.nodes if node.op == "call_function" and is_collective(node)]
-    if not coalesced and not (folded and starts):
+    narrowed = [node for node in starts if move_casts.find_narrowed(node) is not None]
+    if not coalesced and not narrowed and not (folded and starts):
         return 0
     copy, twins = _copied(graph)
     matmuls = [_fold(copy, twins[node]) for node in folded]
+    for node in narrowed:
+        _narrow(copy, twins[node])
     singles = [_split(copy, twins[match.node]) for match in coalesced]
     for fusion in FUSIONS:
         fusion(copy, options=options)
@@ -41,6 +45,10 @@ def try_forms(graph: fx.Graph, *, options: Options) -> int:
     for bmm, mm in zip(folded, matmuls, strict=True):
         if mm not in remaining:
             _fold(graph, bmm)
+            count += 1
+    for node in narrowed:
+        if twins[node] not in remaining:
+            _narrow(graph, node)
             count += 1
     for node in starts:
         if folded and twins[node] in remaining and LEFT_ALONE in twins[node].meta:
@@ -67,6 +75,12 @@ def _fold(graph: fx.Graph, node: fx.Node) -> fx.Node:
     match = fold_batches.find_folded(node)
     assert match is not None
     return fold_batches.rewrite(graph, match)
+
+
+def _narrow(graph: fx.Graph, node: fx.Node) -> None:
+    match = move_casts.find_narrowed(node)
+    assert match is not None
+    move_casts.rewrite(graph, match)
 
 
 def _split(graph: fx.Graph, node: fx.Node, taken: list[int] | None = None) -> dict[int, fx.Node]:
