@@ -8,7 +8,7 @@ all ranks at once.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -28,6 +28,7 @@ from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
 from ditron_inductor.passes.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.passes.reasons import LEFT_ALONE
 from ditron_inductor.passes.try_forms import try_forms
 
@@ -164,9 +165,11 @@ def _line(node: fx.Node) -> str:
     return f"{node.name}{shape} = {target}({', '.join(arguments)})"
 
 
-def run_ranks(module: fx.GraphModule, inputs: list[list[torch.Tensor]]) -> list[Any]:
-    """What every rank computes: `inputs[rank]` are its arguments. Collectives and fused ops take all ranks'
-    values together.
+def run_ranks(
+    module: fx.GraphModule, inputs: list[list[torch.Tensor]], groups: Mapping[str, Sequence[Sequence[int]]] | None = None
+) -> list[Any]:
+    """What every rank computes: `inputs[rank]` are its arguments. Collectives and fused ops take the values of all
+    ranks of a group together; `groups` has the sets of ranks that a group's name stands for, where not all are in one.
     """
     world_size = len(inputs)
     values: dict[fx.Node, list[Any]] = {}
@@ -183,10 +186,20 @@ def run_ranks(module: fx.GraphModule, inputs: list[list[torch.Tensor]]) -> list[
             return [tree_map(lambda one: one, arg[0][0]) for arg in args]
         together = _TOGETHER.get(_op_name(node.target))
         if together is not None:
-            values[node] = together([arg[0] for arg in args])
+            values[node] = [None] * world_size
+            for ranks in _groups_of(node, groups or {}, world_size):
+                for rank, value in zip(ranks, together([args[rank][0] for rank in ranks]), strict=True):
+                    values[node][rank] = value
         else:
             values[node] = [node.target(*arg[0], **arg[1]) for arg in args]
     raise AssertionError("a graph without an output")
+
+
+def _groups_of(
+    node: fx.Node, groups: Mapping[str, Sequence[Sequence[int]]], world_size: int
+) -> Sequence[Sequence[int]]:
+    name = arguments(node).get("group_name")
+    return groups.get(str(name), [range(world_size)])
 
 
 def _op_name(target: Any) -> str:
@@ -194,6 +207,8 @@ def _op_name(target: Any) -> str:
 
 
 def _reduce(values: list[torch.Tensor], op: str) -> torch.Tensor:
+    if op == "max":
+        return torch.stack(values).amax(0)
     total = torch.stack(values).sum(0)
     return total / len(values) if op == "avg" else total
 
@@ -235,6 +250,9 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "_c10d_functional.all_reduce_coalesced_": lambda args: _members("all_reduce_", args),
     "_c10d_functional.all_gather_into_tensor_coalesced": lambda args: _members("all_gather_into_tensor", args),
     "_c10d_functional.reduce_scatter_tensor_coalesced": lambda args: _members("reduce_scatter_tensor", args),
+    "ditron.after": lambda args: [arg[0] for arg in args],
+    "ditron.after_": lambda args: [None for _ in args],
+    "ditron.token_of": lambda args: [torch.empty(1) for _ in args],
     "ditron.all_gather_matmul": _run_all_gather_matmul,
     "ditron.matmul_reduce_scatter": _run_matmul_reduce_scatter,
     "ditron.matmul_all_reduce": _run_matmul_all_reduce,
