@@ -117,7 +117,8 @@ class Maker:
         if x is None:
             return
         shape = self.values[x].shape
-        dim = self.pick([dim for dim, length in enumerate(shape) if length % size == 0])
+        dims = [dim for dim, length in enumerate(shape) if length % size == 0]
+        dim = self.pick([*dims[:1] * 4, *dims])
         order = "all" if dim == 0 and not self.rarely() else self.pick(ORDERS)
         if order == "finer" and (dim or shape[0] % (2 * size)):
             return
@@ -202,9 +203,8 @@ class Maker:
             self.add(op, x, **({"by": self.pick([0.5, 2])} if op == "scale" else {}))
 
     def write(self) -> None:
-        x = self.recent(lambda one: True)
-        if x is None:
-            return
+        x = self.pick(sorted(self.given)) if self.choose(2) else self.recent(lambda one: True)
+        assert x is not None
         if self.choose(2):
             self.add("shift", x, by=1)
         else:
@@ -212,8 +212,8 @@ class Maker:
 
     def program(self, max_phrases: int) -> Program:
         self.input(self.pick(INPUTS), self.pick(DTYPES))
-        for _ in range(1 + self.choose(max_phrases)):
-            getattr(self, self.pick(STEPS))()
+        for phrase in range(1 + self.choose(max_phrases)):
+            getattr(self, self.pick(STEPS if phrase else STEPS[:2]))()
             count = 0
             # A step that no value was fit for ends the phrase.
             while count < len(self.steps) < MAX_STEPS and self.steps[-1].op in FOLLOWED and self.choose(6) < 5:

@@ -35,7 +35,7 @@ EXAMPLES = 250
 DYNAMIC_EXAMPLES = 30
 GROUP_SIZES = {"world": 4, "row": 2, "column": 2}
 MEMBERS = {"world": [[0, 1, 2, 3]], "row": [[0, 1], [2, 3]], "column": [[0, 2], [1, 3]]}
-REDUCE_OPS = ("sum", "sum", "sum", "avg", "max")
+REDUCE_OPS = (*["sum"] * 6, "avg", "avg", "max")
 # Rounding of bfloat16; where no value has that dtype, everything is exact.
 TOLERANCE = 2.0e-2
 
@@ -105,7 +105,7 @@ def check_many(groups: dict[str, tuple[str, int]], max_examples: int, dynamic: b
 def test_static_sizes(groups: dict[str, tuple[str, int]]) -> None:
     count, seen = check_many(groups, EXAMPLES, dynamic=False)
     assert seen["fused"] >= 0.2 * count, seen
-    assert all(seen[kind] >= 0.01 * count for kind in KINDS), seen
+    assert all(seen[kind] for kind in KINDS), seen
 
 
 def test_dynamic_sizes(groups: dict[str, tuple[str, int]]) -> None:
