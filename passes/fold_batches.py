@@ -23,13 +23,11 @@ It must not fire when
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.sizes import in_graph
@@ -167,10 +165,8 @@ def _call(
     shape: tuple[Any, ...],
     strides: tuple[Any, ...],
 ) -> fx.Node:
-    """A new call whose fake value is made from shape and strides alone: running the op may add guards."""
+    """A new call with the metadata of `origin`, and a fake value of the given form."""
     node = graph.call_function(target, args)
     node.meta.update(rewriting.copied_meta(origin))
-    value: torch.Tensor = origin.meta["val"]
-    with value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext():
-        node.meta["val"] = value.new_empty_strided(shape, strides)
+    node.meta["val"] = rewriting.fake_like(origin.meta["val"], shape, strides)
     return node

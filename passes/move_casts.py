@@ -17,13 +17,11 @@ It must not fire when
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, read_collective
@@ -109,5 +107,4 @@ def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
     """A fake tensor, or several, in another dtype."""
     if isinstance(value, (list, tuple)):
         return type(value)(_as_dtype(one, dtype) for one in value)
-    with value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext():
-        return value.new_empty_strided(value.shape, value.stride(), dtype=dtype)
+    return rewriting.fake_like(value, value.shape, value.stride(), dtype)

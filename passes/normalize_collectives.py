@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes import proofs
+from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, c10d, is_collective
 from ditron_inductor.passes.reasons import ReasonCode, leave_alone
 from ditron_inductor.passes.sizes import read_elsewhere
@@ -81,7 +81,7 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
     """Replaces a collective by its plain form."""
     with graph.inserting_before(match.node):
         plain = graph.call_function(match.target, match.arguments)
-    plain.meta.update({key: value for key, value in match.node.meta.items() if key != "eager_input_vals"})
+    plain.meta.update(rewriting.copied_meta(match.node))
     match.node.replace_all_uses_with(plain)
     graph.erase_node(match.node)
     if match.buffer is not None:

@@ -33,8 +33,23 @@ def copied_meta(node: fx.Node) -> dict[str, Any]:
 
 def new_token(like: torch.Tensor) -> torch.Tensor:
     """The fake token of a site whose tensors are on the device of `like`, a fake tensor."""
-    with like.fake_mode if isinstance(like, FakeTensor) else contextlib.nullcontext():
+    with _mode_of(like):
         return ops.new_token(like)
+
+
+def fake_like(
+    like: torch.Tensor, shape: tuple[Any, ...], strides: tuple[Any, ...], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A fake tensor beside `like`, one too, made from (symbolic) shape and strides alone.
+
+    Running the op that it stands for would have the symbols' relations checked, which adds guards.
+    """
+    with _mode_of(like):
+        return like.new_empty_strided(shape, strides, dtype=dtype)
+
+
+def _mode_of(value: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    return value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext()
 
 
 def call_task(
@@ -66,8 +81,7 @@ def reshaped_rows(graph: fx.Graph, source: fx.Node, sizes: tuple[Any, ...], shap
     """Inserts a reshape that divides the rows of a 2-D tensor into several dimensions: always a view.
 
     `shape` is the result's (symbolic) shape, `sizes` the same as arguments: ints, nodes of the graph, or -1
-    once. The fake value is made from `shape` alone: running the op would have the symbols' relations checked,
-    which adds guards.
+    once.
     """
     value: torch.Tensor = source.meta["val"]
     strides = [value.stride(0), value.stride(1)]
@@ -75,8 +89,7 @@ def reshaped_rows(graph: fx.Graph, source: fx.Node, sizes: tuple[Any, ...], shap
         strides.insert(0, strides[0] * length)
     node = graph.create_node("call_function", torch.ops.aten.reshape.default, (source, list(sizes)), name="rows")
     node.meta.update(copied_meta(source))
-    with value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext():
-        node.meta["val"] = value.new_empty_strided(shape, strides)
+    node.meta["val"] = fake_like(value, shape, tuple(strides))
     return node
 
 

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ditron_inductor.passes import proofs
+from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, c10d
 
 SINGLE: dict[object, object] = {
@@ -100,6 +100,6 @@ def _single(graph: fx.Graph, match: Match, index: int, result: fx.Node) -> fx.No
     target: Any = SINGLE[match.node.target]
     assert isinstance(target, torch._ops.OpOverload)
     single = graph.call_function(target, (match.operands[index], *match.node.args[1:]))
-    single.meta.update({key: value for key, value in match.node.meta.items() if key != "eager_input_vals"})
+    single.meta.update(rewriting.copied_meta(match.node))
     single.meta["val"] = result.meta["val"]
     return single
