@@ -2,7 +2,7 @@
 
 A test that takes `pool` runs once per place: on the CPU device with 2 and 4 ranks, and, marked `gpu`, on CUDA with as
 many. `gpu_pool` is for tests that only make sense there. `python -m pytest -m gpu` runs the GPU half alone; one GPU is
-enough for 2 ranks, for correctness; 4 ranks want 4 GPUs.
+enough for 2 ranks, for correctness; 4 ranks want 4 GPUs, unless `--share-gpus` is given.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def kept_values(place: Place) -> dict[str, Callable[[int], bool]]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="run every kernel case at every place, not samples")
+    parser.addoption("--share-gpus", action="store_true", help="run 4 ranks on fewer than 4 GPUs too: right, but slow")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -99,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         wanted = max([place.world_size for place in places], default=1)
         if num_gpus == 0:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-        elif wanted > max(2, num_gpus):
+        elif wanted > max(2, num_gpus) and not config.option.share_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted} GPUs, {num_gpus} here"))
     config.hook.pytest_deselected(items=dropped)
     items[:] = [item for item in items if item not in set(dropped)]
