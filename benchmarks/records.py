@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import shutil
+import subprocess
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 GEMM_COLLECTIVES = RESULTS / "gemm_collectives.csv"
+MODELS = RESULTS / "models.csv"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,14 @@ class Row:
 
 COLUMNS = tuple(field.name for field in fields(Row))
 _FLOATS = ("p20_us", "p50_us", "p80_us", "skew_pct", "limit_us")
+
+
+def head_commit() -> str:
+    """The short hash of HEAD, or `unknown` outside a checkout."""
+    if shutil.which("git") is None:
+        return "unknown"
+    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or "unknown"
 
 
 def read_csv(path: Path) -> list[Row]:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from benchmarks.ops.launch import rank_process, start_ranks
+from benchmarks.launch import rank_process, start_ranks
 from benchmarks.ops.request import Request
 from benchmarks.ops.shapes import GRAPH_MODES, SETS, Selection
-from benchmarks.records import GEMM_COLLECTIVES
+from benchmarks.records import GEMM_COLLECTIVES, head_commit
 from ditron_inductor.task.nodes import KINDS
 
 # The start of the ranks: imports, NCCL, the first kernels.
@@ -58,14 +56,6 @@ def _at_least(smallest: int) -> type:
         return int(text)
 
     return parse  # type: ignore[return-value]
-
-
-def head_commit() -> str:
-    """The short hash of HEAD, or `unknown` outside a checkout."""
-    if shutil.which("git") is None:
-        return "unknown"
-    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or "unknown"
 
 
 def request_of(options: argparse.Namespace) -> Request:
@@ -114,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     request = request_of(options)
     if not options.list and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        held = rank_process(request)
+        held = rank_process("benchmarks.ops.run", request)
         # Not the interpreter's own end: torch would destroy the process group, which can hang.
         os._exit(0 if held else 1)
     world_size = options.world
@@ -130,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not request.out:
         print("rows are printed only; --out takes a file for them", file=sys.stderr)
-    return start_ranks(request, world_size)
+    return start_ranks("benchmarks.ops.run", request, world_size)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 import gc
-import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
 
 import ditron_inductor
 import ditron_inductor.errors
@@ -34,12 +29,13 @@ from benchmarks.ops.contest import (
 from benchmarks.ops.estimate import cells_seconds, graph_calls
 from benchmarks.ops.request import Request
 from benchmarks.ops.shapes import Cell
-from benchmarks.progress import Phases, Progress
+from benchmarks.progress import Progress
 from benchmarks.records import Row, merge_csv
-from benchmarks.timing import Times, interleaved, median_of_runs, synchronize
+from benchmarks.session import Session
+from benchmarks.timing import Times, interleaved, median_of_runs
 from ditron_inductor.lowering.register import register
 from ditron_inductor.task.plan import decisions
-from ditron_inductor.timing import Call, Clock, captured
+from ditron_inductor.timing import Call, captured
 
 CONTESTS: dict[str, Callable[[Setting, Cell], Contest]] = {
     "all_gather_matmul": all_gather_matmul.contest,
@@ -49,40 +45,20 @@ CONTESTS: dict[str, Callable[[Setting, Cell], Contest]] = {
 Ready = dict[str, Call]
 
 
-class Run:
+class Run(Session):
     """One run on this rank."""
 
     def __init__(self, request: Request, device: torch.device, begun: float) -> None:
+        super().__init__(device, begun)
         self.request = request
         self.wanted = wanted(request)
-        self.begun = begun
         group_name = world_group_name()
         shared = SymmetricBuffer(group_name)
         self.setting = Setting(device, dist.get_rank(), dist.get_world_size(), group_name, shared)
-        assert dist.group.WORLD is not None
-        self.clock = Clock(device, dist.group.WORLD)
-        self.phases = Phases(lambda: synchronize(self.clock))
-        # Words between the ranks travel apart from what is measured.
-        self.control = dist.new_group(backend="gloo")
         self.rows: list[Row] = []
         self.notes: list[str] = []
         self._shape: Cell | None = None
         self._contest: tuple[Contest, Check] | None = None
-
-    def say(self, text: str) -> None:
-        """Progress, from one rank."""
-        if self.setting.rank == 0:
-            print(text, file=sys.stderr, flush=True)
-
-    def agree(self, value: Any) -> list[Any]:
-        """Every rank's value."""
-        values: list[Any] = [None] * self.setting.world_size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
-
-    def seconds(self) -> float:
-        """Since the start of the slowest rank; equal on all of them."""
-        return max(self.agree(time.monotonic() - self.begun))
 
     def run(self) -> None:
         """All cells; results are written after each, so a run that is cut short keeps what it has."""
@@ -103,7 +79,7 @@ class Run:
                 progress.finish(number, None)
                 continue
             self.run_cell(cell)
-            if self.setting.rank == 0 and self.request.out:
+            if self.rank == 0 and self.request.out:
                 merge_csv(Path(self.request.out), self.rows)
             progress.finish(number, self.seconds() - before)
         self.close()
@@ -160,10 +136,6 @@ class Run:
             self.note(cell, name, problem)
         self.record(cell, contest, times, failed)
 
-    def first_problem(self, mine: str) -> str:
-        """The first rank's problem that has one, empty if none has; equal on all ranks."""
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(self.agree(mine)) if text), "")
-
     def prepare(self, cell: Cell, contest: Contest, check: Check, name: str, ready: Ready) -> str:
         """Put a contestant whose result is right, on all ranks, into `ready`; else return what is wrong."""
         call: Call = contest.contestants[name]
@@ -183,18 +155,6 @@ class Run:
             ready[name] = call
         return problem
 
-    def attempt(self, phase: str, act: Callable[[], Any]) -> tuple[Any, str]:
-        """What `act` returns, and what went wrong on the first rank on which anything did."""
-        begun = time.monotonic()
-        result, problem = None, ""
-        try:
-            result = act()
-            synchronize(self.clock)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        self.phases.add(phase, time.monotonic() - begun)
-        return result, self.first_problem(problem)
-
     def recover(self, name: str) -> None:
         """After a failure of one of our contestants: make the group's workspace usable for the next."""
         if name not in OURS:
@@ -210,28 +170,18 @@ class Run:
         if limit is not None:
             # Without the matmul alone there is no limit.
             limit = max(limit, times["gemm"].p50_us) if "gemm" in times else None
-        gpu = torch.cuda.get_device_name() if self.setting.device.type == "cuda" else "cpu"
         for name in (name for name in CONTESTANTS if name in times or name in failed):
-            measured = times.get(name)
             self.rows.append(
-                Row(
+                self.row(
                     bench="gemm_collectives",
                     op=cell.op,
                     contestant=name,
                     shape=cell.shape,
                     dtype=cell.dtype,
-                    world=self.setting.world_size,
-                    graph=int(cell.graph),
-                    p20_us=measured.p20_us if measured else None,
-                    p50_us=measured.p50_us if measured else None,
-                    p80_us=measured.p80_us if measured else None,
-                    skew_pct=measured.skew_pct if measured else None,
+                    graph=cell.graph,
+                    measured=times.get(name),
                     limit_us=limit,
-                    gpu=gpu,
-                    torch=torch.__version__,
-                    triton=triton.__version__,
                     commit=self.request.commit,
-                    date=datetime.date.today().isoformat(),
                 )
             )
         self.say("    " + "  ".join(f"{name} {each.p50_us:.1f}" for name, each in times.items()))

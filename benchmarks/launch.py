@@ -1,0 +1,71 @@
+"""Rank processes for a benchmark: started here, or found in the environment that `torch.distributed.run` made."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ditron_inductor.processes import Rank, failures_text, run_ranks
+
+# Multicast can take a shared host's GPUs out of service; no contestant uses it, nor NVLS in NCCL.
+ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
+# What a run may take beyond its budget, before its processes are ended.
+GRACE_S = 60.0
+DUMP_S = 10.0
+
+
+class Request(Protocol):
+    """What a benchmark asks of its ranks; each benchmark has a dataclass of its own with more fields."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def budget_s(self) -> float: ...
+    @property
+    def out(self) -> str: ...
+
+
+def main_of(module: str) -> Callable[[Any, Any, float], bool]:
+    """`main(request, device, begun)` of a module, imported in a rank only: the starting process needs no torch."""
+    main: Callable[[Any, Any, float], bool] = importlib.import_module(module).main
+    return main
+
+
+def rank_process(module: str, request: Request) -> bool:
+    """Run `main` of `module` in this process, as the rank that its environment names (RANK, WORLD_SIZE, ...)."""
+    begun = time.monotonic()
+    os.environ.update(ENVIRONMENT)
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cpu")
+    if request.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if request.device == "cuda" else "gloo")
+    return main_of(module)(request, device, begun)
+
+
+def _start(rank: Rank, asked: tuple[str, Request]) -> bool:
+    begun = time.monotonic()
+    module, request = asked
+    # Where a rank that hangs is, before it is ended.
+    faulthandler.dump_traceback_later(request.budget_s + GRACE_S - DUMP_S)
+    return main_of(module)(request, rank.join(), begun)
+
+
+def start_ranks(module: str, request: Request, world_size: int) -> int:
+    """Run `main` of `module` in new rank processes; the exit code, 1 if one of them failed or the time was over."""
+    os.environ.update(ENVIRONMENT)
+    limit_s = request.budget_s + GRACE_S
+    codes = run_ranks(_start, (module, request), world_size=world_size, device_type=request.device, limit_s=limit_s)
+    if any(code != 0 for code in codes):
+        kept = f"; rows so far are in {request.out}" if request.out else ""
+        print(f"{module}: {failures_text(codes)}{kept}", file=sys.stderr)
+        return 1
+    return 0

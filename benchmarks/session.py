@@ -1,0 +1,97 @@
+"""What the ranks of a benchmark have in common: a clock, words between them, and failures that all of them see."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+
+from benchmarks.progress import Phases
+from benchmarks.records import Row
+from benchmarks.timing import Times, synchronize
+from ditron_inductor.timing import Clock
+
+
+class Session:
+    """One run on this rank of the default group. begun: when the process started, by the monotonic clock."""
+
+    def __init__(self, device: torch.device, begun: float) -> None:
+        assert dist.group.WORLD is not None
+        self.begun = begun
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.clock = Clock(device, dist.group.WORLD)
+        self.phases = Phases(lambda: synchronize(self.clock))
+        # Words between the ranks travel apart from what is measured.
+        self.control = dist.new_group(backend="gloo")
+
+    def say(self, text: str) -> None:
+        """Progress, from one rank."""
+        if self.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+
+    def agree(self, value: Any) -> list[Any]:
+        """Every rank's value."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def seconds(self) -> float:
+        """Since the start of the slowest rank; equal on all of them."""
+        return max(self.agree(time.monotonic() - self.begun))
+
+    def first_problem(self, mine: str) -> str:
+        """The first rank's problem that has one, empty if none has; equal on all ranks."""
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(self.agree(mine)) if text), "")
+
+    def attempt(self, phase: str, act: Callable[[], Any]) -> tuple[Any, str]:
+        """What `act` returns, and what went wrong on the first rank on which anything did."""
+        begun = time.monotonic()
+        result, problem = None, ""
+        try:
+            result = act()
+            synchronize(self.clock)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        self.phases.add(phase, time.monotonic() - begun)
+        return result, self.first_problem(problem)
+
+    def row(
+        self,
+        *,
+        bench: str,
+        op: str,
+        contestant: str,
+        shape: str,
+        dtype: str,
+        graph: bool,
+        measured: Times | None,
+        limit_us: float | None,
+        commit: str,
+    ) -> Row:
+        """What was measured here and today; without times for a contestant that failed."""
+        return Row(
+            bench=bench,
+            op=op,
+            contestant=contestant,
+            shape=shape,
+            dtype=dtype,
+            world=self.world_size,
+            graph=int(graph),
+            p20_us=measured.p20_us if measured else None,
+            p50_us=measured.p50_us if measured else None,
+            p80_us=measured.p80_us if measured else None,
+            skew_pct=measured.skew_pct if measured else None,
+            limit_us=limit_us,
+            gpu=torch.cuda.get_device_name() if self.clock.device.type == "cuda" else "cpu",
+            torch=torch.__version__,
+            triton=triton.__version__,
+            commit=commit,
+            date=datetime.date.today().isoformat(),
+        )
