@@ -47,11 +47,12 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Bench:
-    """One op: its operands (a tensor, then a tensor or a list of them), and its arguments after the token."""
+    """One op: its product x @ w, what it takes before the token, and its arguments after that."""
 
     kind: str
     x: Any
     w: Any
+    operands: tuple[Any, ...]
     site: tuple[Any, ...]
     baselines: dict[str, Call]
 
@@ -60,8 +61,8 @@ class Bench:
         import torch
 
         op = getattr(torch.ops.ditron, self.kind).default
-        x, w, arguments = self.x, self.w, self.arguments(strategy)
-        return lambda: op(x, w, None, *arguments)
+        operands, arguments = self.operands, self.arguments(strategy)
+        return lambda: op(*operands, None, *arguments)
 
     def arguments(self, strategy: str) -> tuple[Any, ...]:
         return *self.site, f"host/0:{self.kind}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
@@ -108,7 +109,8 @@ def benches(device: Any, rank: int, world_size: int) -> list[Bench]:
         Bench(
             "all_gather_matmul",
             shard,
-            [b],
+            b,
+            (shard, [b]),
             (0, False, world_size, name),
             {"library": gathered_matmul} | ({"async_tp": fused["gather"]} if fused else {}),
         ),
@@ -116,11 +118,12 @@ def benches(device: Any, rank: int, world_size: int) -> list[Bench]:
             "matmul_reduce_scatter",
             a,
             b,
+            ([a], [b], None),
             (0, "sum", world_size, name),
             ({"library": scattered_matmul} if has_gloo_scatter else {})
             | ({"async_tp": fused["scatter"]} if fused else {}),
         ),
-        Bench("matmul_all_reduce", a, b, ("sum", world_size, name), {"library": reduced_matmul}),
+        Bench("matmul_all_reduce", a, b, ([a], [b], None), ("sum", world_size, name), {"library": reduced_matmul}),
     ]
 
 
@@ -144,7 +147,7 @@ def stages(bench: Bench) -> dict[str, float]:
     from ditron_inductor.lowering import register
     from ditron_inductor.task import ops
 
-    x, w, arguments = bench.x, bench.w, bench.arguments("tile")
+    x, operands, arguments = bench.x, bench.operands, bench.arguments("tile")
     whole = bench.op("tile")
     result = whole()
     outputs = list(result)[:-1] if isinstance(result, (list, tuple)) else [result]
@@ -155,8 +158,8 @@ def stages(bench: Bench) -> dict[str, float]:
     answer = result if isinstance(result, list) else tuple(result)  # type: ignore[arg-type]
     nothing.impl(bench.kind, lambda *args: answer, "CompositeExplicitAutograd")
     empty_op = getattr(torch.ops.ditron_host, bench.kind).default
-    weights = w if isinstance(w, list) else (w,)
-    _, found = register.lookup(bench.kind, arguments, x, weights)
+    multiplied = x, bench.w
+    _, found = register.lookup(bench.kind, arguments, multiplied)
     assert found is not None
     node, launch, _ = found.args  # type: ignore[attr-defined]
     assert node.kind == bench.kind
@@ -171,20 +174,20 @@ def stages(bench: Bench) -> dict[str, float]:
             x.new_empty(shape)
 
     measured = {
-        "dispatcher": best_us(lambda: empty_op(x, w, None, *arguments)),
-        "lookup": best_us(lambda: register.lookup(bench.kind, arguments, x, weights)),
+        "dispatcher": best_us(lambda: empty_op(*operands, None, *arguments)),
+        "lookup": best_us(lambda: register.lookup(bench.kind, arguments, multiplied)),
         "outputs": best_us(new_outputs),
         "token": best_us(lambda: ops.new_token(x)),
         # All ranks take as many slots; without a launch these stay as they were.
         "slot": best_us(slot),
     }
-    launched = measure_issue(lambda: found(x, w), shared.synchronize)
+    launched = measure_issue(lambda: found(*operands), shared.synchronize)
     runs = []
     for launcher in launch.launchers.values():
         for ready in launcher.ready.values():
             runs.append((ready, ready.run))
             object.__setattr__(ready, "run", lambda *args: None)
-    prepared = best_us(lambda: found(x, w))
+    prepared = best_us(lambda: found(*operands))
     for ready, run in runs:
         object.__setattr__(ready, "run", run)
     measured["arguments"] = prepared - measured["outputs"] - measured["slot"]
@@ -201,18 +204,18 @@ def chunked_stages(bench: Bench) -> dict[str, dict[str, float]]:
     from ditron_inductor.lowering import register
     from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
 
-    x, w, arguments = bench.x, bench.w, bench.arguments("chunked")
+    x, w, operands, arguments = bench.x, bench.w, bench.operands, bench.arguments("chunked")
     whole = bench.op("chunked")
     whole()
-    _, found = register.lookup(bench.kind, arguments, x, w if isinstance(w, list) else (w,))
+    _, found = register.lookup(bench.kind, arguments, (x, w))
     assert found is not None
     node, launch, sizes = found.args  # type: ignore[attr-defined]
     issued = measure_issue(whole, launch.workspace.shared.synchronize, CHUNKED_CALLS)
-    rows = {bench.kind: stages_of_call(lambda: found(x, w), launch, sizes)}
+    rows = {bench.kind: stages_of_call(lambda: found(*operands), launch, sizes)}
     dispatch = max(0.0, issued - rows[bench.kind]["call"])
     if bench.kind == "matmul_all_reduce":
         parts = reduce_chunked.parts_geometry(node, launch, x, w.shape[1], w.shape[0])
-        in_parts = functools.partial(reduce_chunked.matmul_all_reduce, node, launch, parts, x, w)
+        in_parts = functools.partial(reduce_chunked.matmul_all_reduce, node, launch, parts, *operands)
         rows[f"{bench.kind}, parts"] = stages_of_call(in_parts, launch, parts)
     for row in rows.values():
         row["whole op"] = dispatch + row.pop("call")

@@ -160,7 +160,8 @@ def measured_report(report: Report, *, graph: bool, rounds: int | None = None) -
             sites.append(site)
             continue
         # Equal on all ranks even where their weights are not.
-        key = (record.group_name, replace(request, site=""), record.dim, len(record.columns))
+        terms = len(record.columns), len(record.depths), record.bias
+        key = (record.group_name, replace(request, site=""), record.dim, terms)
         if key not in known:
             known[key] = _timings(record, request, report.options, graph, rounds or ROUNDS)
         sites.append(replace(site, measured=known[key]))
@@ -177,7 +178,16 @@ def _timings(record: SiteRecord, request: PlanRequest, options: Options, graph: 
     if request.device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     return measure(
-        SiteShape(request.kind, record.rows, record.columns, record.dim, request.dtype, request.world_size),
+        SiteShape(
+            request.kind,
+            record.rows,
+            record.columns,
+            record.dim,
+            request.dtype,
+            request.world_size,
+            record.depths,
+            record.bias,
+        ),
         group_name=record.group_name,
         device=device,
         strategies=("library", *possible(request)),

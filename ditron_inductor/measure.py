@@ -36,7 +36,8 @@ class SiteShape:
     """One call of one op on this rank.
 
     rows: shape of the left operand [.., K], the shard for an all-gather. columns: of each weight [K, N_i]. dim: the
-    gathered or scattered dimension, 0 for an all-reduce. m, n, k: as in a `PlanRequest`.
+    gathered or scattered dimension, 0 for an all-reduce. depths: of a reduction's products, K_i that add up to K; empty
+    for one. bias: whether a reduction adds a row. m, n, k: as in a `PlanRequest`.
     """
 
     op: str
@@ -45,6 +46,8 @@ class SiteShape:
     dim: int
     dtype: torch.dtype
     world_size: int
+    depths: tuple[int, ...] = ()
+    bias: bool = False
 
     @staticmethod
     def of_matmul(op: str, m: int, n: int, k: int, dtype: torch.dtype, world_size: int) -> SiteShape:
@@ -141,23 +144,30 @@ def _calls(
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=device).to(shape.dtype)
 
-    left = [draw(*shape.rows) for _ in range(copies)]
-    # With contiguous K, as nn.Linear holds it.
-    right = [[draw(wide, shape.k).div_(math.sqrt(shape.k)).t() for wide in shape.columns] for _ in range(copies)]
+    def weight(deep: int, wide: int) -> torch.Tensor:
+        # With contiguous K, as nn.Linear holds it.
+        return draw(wide, deep).div_(math.sqrt(shape.k)).t()
+
+    gathers = shape.op == AllGatherMatmul.kind
+    depths = shape.depths or (shape.k,)
+    left = [[draw(*shape.rows[:-1], deep) for deep in depths] for _ in range(copies)]
+    sizes = [(shape.k, wide) for wide in shape.columns] if gathers else [(deep, shape.n) for deep in depths]
+    right = [[weight(*size) for size in sizes] for _ in range(copies)]
+    bias = draw(shape.n) if shape.bias else None
 
     def call(strategy: str) -> Callable[[int], torch.Tensor]:
         site = (shape.world_size, group_name, f"measure/0:{shape.op}", strategy, workspace_limit, timeout_s)
         ops = torch.ops.ditron
-        if shape.op == AllGatherMatmul.kind:
-            return lambda i: ops.all_gather_matmul(left[i % copies], right[i % copies], None, shape.dim, False, *site)[
-                0
-            ]
+        if gathers:
+            return lambda i: ops.all_gather_matmul(
+                left[i % copies][0], right[i % copies], None, shape.dim, False, *site
+            )[0]
         if shape.op == MatmulReduceScatter.kind:
             return lambda i: ops.matmul_reduce_scatter(
-                left[i % copies], right[i % copies][0], None, shape.dim, "sum", *site
+                left[i % copies], right[i % copies], bias, None, shape.dim, "sum", *site
             )[0]
         assert shape.op == MatmulAllReduce.kind, f"not a kind: {shape.op}"
-        return lambda i: ops.matmul_all_reduce(left[i % copies], right[i % copies][0], None, "sum", *site)[0]
+        return lambda i: ops.matmul_all_reduce(left[i % copies], right[i % copies], bias, None, "sum", *site)[0]
 
     return {strategy: call(strategy) for strategy in strategies}
 

@@ -38,16 +38,21 @@ def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> Gra
 
 def _task_record(node: fx.Node) -> SiteRecord:
     task = node_from_call(node.target, node.args)
-    lhs = _value(node.args[0])
-    given = node.args[1]
-    weights = [_value(weight) for weight in (given if isinstance(given, (list, tuple)) else [given])]
+    gathers = isinstance(task, AllGatherMatmul)
+    left, right = node.args[0], node.args[1]
+    assert isinstance(right, (list, tuple))
+    lefts = [_value(one) for one in ([left] if gathers else left)]  # type: ignore[union-attr]
+    weights = [_value(weight) for weight in right]
+    lhs = lefts[0]
     rows = [_hint(size) for size in lhs.shape[:-1]]
-    columns = [_hint(weight.shape[1]) for weight in weights]
+    # The products of a reduction are added up, those of a gather lie side by side.
+    columns = [_hint(weight.shape[1]) for weight in (weights if gathers else weights[:1])]
+    depths = [_hint(one.shape[-1]) for one in lefts]
     m = None if None in rows else math.prod(size for size in rows if size is not None)
-    if m is not None and isinstance(task, AllGatherMatmul):
+    if m is not None and gathers:
         m *= task.world_size
     n = None if None in columns else sum(size for size in columns if size is not None)
-    k = _hint(lhs.shape[-1])
+    k = None if None in depths else sum(size for size in depths if size is not None)
     return SiteRecord(
         site=task.site,
         kind=task.kind,
@@ -57,7 +62,7 @@ def _task_record(node: fx.Node) -> SiteRecord:
         world_size=task.world_size,
         dtype=str(lhs.dtype).removeprefix("torch."),
         device_type=lhs.device.type,
-        shapes=tuple(shape_text(value.shape) for value in (lhs, *weights)),
+        shapes=tuple(shape_text(value.shape) for value in (*lefts, *weights)),
         m=m,
         n=n,
         k=k,
@@ -69,6 +74,8 @@ def _task_record(node: fx.Node) -> SiteRecord:
         rows=() if m is None or k is None else (*[size for size in rows if size is not None], k),
         columns=() if n is None else tuple(size for size in columns if size is not None),
         dim=_dim(task),
+        depths=() if k is None else tuple(size for size in depths if size is not None),
+        bias=not isinstance(task, AllGatherMatmul) and task.has_bias,
     )
 
 
@@ -87,9 +94,14 @@ def _pattern(task: TaskNode) -> str:
             matmuls = "matmul" if task.num_weights == 1 else f"{task.num_weights} matmuls"
             return f"all_gather(dim {task.gather_dim}) -> {matmuls}" + (", gathered used" * task.return_gathered)
         case MatmulReduceScatter():
-            return f"matmul -> reduce_scatter({task.reduce_op}, dim {task.scatter_dim})"
+            return f"{_sum_text(task)} -> reduce_scatter({task.reduce_op}, dim {task.scatter_dim})"
         case MatmulAllReduce():
-            return f"matmul -> all_reduce({task.reduce_op})"
+            return f"{_sum_text(task)} -> all_reduce({task.reduce_op})"
+
+
+def _sum_text(task: MatmulReduceScatter | MatmulAllReduce) -> str:
+    matmuls = "matmul" if task.num_products == 1 else f"sum of {task.num_products} matmuls"
+    return matmuls + " + bias" * task.has_bias
 
 
 def _task_bytes(task: TaskNode, m: int | None, n: int | None, k: int | None, itemsize: int) -> int | None:

@@ -18,10 +18,11 @@ class SiteRecord:
 
     `kind` is the Task kind (`all_gather_matmul`, ...) when fused, else the collective's own name
     (`all_gather_into_tensor`, ...). `m`, `n`, `k` are the sizes of the product that one rank computes, [m, k] @ [k,
-    n] (for several weights n is their sum); for a dynamic size the compiler's hint; None where a size is not known (a
-    site left alone, an unbacked symbol). `bytes_moved` is what one rank receives from its peers in one call. `rows` is
-    the shape of a fused site's left operand on this rank, `columns` those of its weights, as far as `m`, `n`, `k` are
-    known; `dim` is the dimension that is gathered or scattered.
+    n] (for several weights n is their sum, for several products that are added up k is); for a dynamic size the
+    compiler's hint; None where a size is not known (a site left alone, an unbacked symbol). `bytes_moved` is what one
+    rank receives from its peers in one call. `rows` is the shape of a fused site's left operand on this rank, [.., k],
+    `columns` those of its weights, as far as `m`, `n`, `k` are known; `dim` is the dimension that is gathered or
+    scattered. `depths` are the k of the products of a reduction, and `bias` says whether a row is added to them.
     """
 
     site: str
@@ -46,6 +47,8 @@ class SiteRecord:
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
     dim: int = 0
+    depths: tuple[int, ...] = ()
+    bias: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -174,6 +174,26 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class Operands:
+    """Of sum_i a_i @ b_i + bias, with the a_i cut into runs of rows.
+
+    lefts[i][place]: a run of a_i, [m, K_i] or, where its rows do not lie together, [outer, m, K_i]. rights: the b_i
+    [K_i, N]. bias: [N] or None.
+    """
+
+    lefts: Sequence[Sequence[torch.Tensor]]
+    rights: Sequence[torch.Tensor]
+    bias: torch.Tensor | None
+
+    def multiply(self, place: int, out: torch.Tensor) -> None:
+        """out = the run `place` of the sum, by the library: every product but the first is added to it, and rounds."""
+        added = self.bias
+        for runs, right in zip(self.lefts, self.rights, strict=True):
+            multiply(runs[place], right, out, added)
+            added = out
+
+
+@dataclass(frozen=True)
 class Group:
     """Pieces of a reduction that are multiplied as one, and the peers' pieces that come with them.
 
@@ -185,10 +205,10 @@ class Group:
     wait: Bound
     transfers: list[Transfer]
 
-    def send(self, lane: Lane, lefts: Sequence[torch.Tensor], b: torch.Tensor) -> torch.cuda.Event | None:
+    def send(self, lane: Lane, operands: Operands) -> torch.cuda.Event | None:
         """Multiply, and tell the owners; returns a mark of where the products have ended."""
         for place, product in self.products:
-            multiply(lefts[place], b, product)
+            operands.multiply(place, product)
         done = lane.here()
         self.publish(lane.main)
         return done
@@ -206,14 +226,22 @@ def shaped(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return x if x.shape == shape else x.view(shape)
 
 
-def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """out = a @ b by the library. a [.., m, K], out [.., m, N] with the same leading dimensions, none or one; b [K, N].
+def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, added: torch.Tensor | None = None) -> None:
+    """out = a @ b + added by the library. a [.., m, K], out [.., m, N] with the same leading dimensions, none or one;
+    b [K, N]; added: a row [N], `out` itself, or None.
 
     Any strides, with contiguous rows in out: the product is written where it belongs.
     """
     if out.numel() == 0:
         return
     if a.dim() == 2:
-        torch.mm(a, b, out=out)
+        if added is None:
+            torch.mm(a, b, out=out)
+        else:
+            torch.addmm(added, a, b, out=out)
+        return
+    batches = b.expand(a.shape[0], *b.shape)
+    if added is None:
+        torch.bmm(a, batches, out=out)
     else:
-        torch.bmm(a, b.expand(a.shape[0], *b.shape), out=out)
+        torch.baddbmm(added, a, batches, out=out)

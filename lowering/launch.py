@@ -41,6 +41,27 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+def longest_first(
+    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """(a_i [.., K_i] as rows, b_i) in the order in which a kernel adds up the products a_i @ b_i: the longest K first.
+
+    The first K loop is the one that carries finished tiles to peers.
+    """
+    pairs = sorted(zip(a, b, strict=True), key=lambda pair: -pair[1].shape[0])
+    return tuple(rows_of(left) for left, _ in pairs), tuple(right for _, right in pairs)
+
+
+def sum_sizes(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """The sizes that a kernel takes with the operands of `longest_first`."""
+    return {
+        "depths": tuple(right.shape[0] for right in rights),
+        "strides_am": tuple(left.stride(0) for left in lefts),
+        "strides_bk": tuple(right.stride(0) for right in rights),
+        "strides_bn": tuple(right.stride(1) for right in rights),
+    }
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """`input_precision` of `tl.dot` for operands of `dtype`: fp32 obeys torch.set_float32_matmul_precision."""
     exact = dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
@@ -117,6 +138,15 @@ class Launch:
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         }
+
+    def sum_constants(
+        self, config: Config, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], bias: torch.Tensor | None
+    ) -> dict[str, Any]:
+        """`constants` of a kernel that adds up products of rows [M, K_i] with weights [K_i, N], and a bias."""
+        constants = self.constants(config, lefts[0], rights)
+        constants["DESCRIPTORS"] &= all(self.loads_by_descriptor(left, ()) for left in lefts[1:])
+        constants["EVEN_K"] = all(right.shape[0] % config.block_k == 0 for right in rights)
+        return {**constants, "NUM_PRODUCTS": len(lefts), "HAS_BIAS": bias is not None}
 
     def loads_by_descriptor(self, a: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
         """Whether the copy unit can fetch blocks of these operands: on NVIDIA GPUs since Hopper, 16-byte aligned."""

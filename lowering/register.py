@@ -3,7 +3,7 @@
 The first call of a site with operands of one form (see prepared.py) finds the group's workspace, asks the plan for a
 strategy, lays out the slot, and keeps all that; later calls look it up. Whatever the ranks must decide alike follows
 from sizes that all of them share; the one dimension that only the local weight has (columns of an all-gather's weights,
-K of a reduction) is replaced by its largest value on any rank.
+K of a reduction, of all its products together) is replaced by its largest value on any rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulR
 from ditron_inductor.task.plan import PlanRequest, choose
 
 Runner = Callable[..., Any]
-"""A function of (node, launch, its own geometry, tensor, weights)."""
+"""A function of (node, launch, its own geometry, the op's tensors)."""
 
 TILE: Mapping[str, tuple[Callable[..., Any], Runner]] = {
     AllGatherMatmul.kind: (gather_tile.geometry, gather_tile.all_gather_matmul),
@@ -178,8 +178,9 @@ def _prepare_all_gather_matmul(
 
 def _prepare_matmul_reduce_scatter(
     key: Hashable,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
     scatter_dim: int,
     reduce_op: str,
     world_size: int,
@@ -187,7 +188,10 @@ def _prepare_matmul_reduce_scatter(
     site: str,
     *policy: Any,
 ) -> Callable[..., Any]:
-    node = MatmulReduceScatter(scatter_dim, reduce_op, world_size, group_name, site, Policy(*policy))
+    products, has_bias = len(a), bias is not None
+    node = MatmulReduceScatter(
+        scatter_dim, reduce_op, world_size, group_name, site, Policy(*policy), products, has_bias
+    )
     library = functools.partial(
         reference.matmul_reduce_scatter,
         scatter_dim=scatter_dim,
@@ -195,35 +199,37 @@ def _prepare_matmul_reduce_scatter(
         world_size=world_size,
         group_name=group_name,
     )
-    N = b.shape[1]
+    leading, N = a[0].shape[:-1], b[0].shape[1]
     return _prepare(
         key,
         node,
-        a,
+        a[0],
         library,
-        sizes=(*a.shape[:-1], N),
-        m=math.prod(a.shape[:-1]) // world_size * world_size,
+        sizes=(*leading, N),
+        m=math.prod(leading) // world_size * world_size,
         shared=N,
-        local=("K", b.shape[0]),
+        local=("K", sum(one.shape[0] for one in b)),
     )
 
 
 def _prepare_matmul_all_reduce(
     key: Hashable,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
     reduce_op: str,
     world_size: int,
     group_name: str,
     site: str,
     *policy: Any,
 ) -> Callable[..., Any]:
-    node = MatmulAllReduce(reduce_op, world_size, group_name, site, Policy(*policy))
+    node = MatmulAllReduce(reduce_op, world_size, group_name, site, Policy(*policy), len(a), bias is not None)
     library = functools.partial(
         reference.matmul_all_reduce, reduce_op=reduce_op, world_size=world_size, group_name=group_name
     )
-    M, N = math.prod(a.shape[:-1]), b.shape[1]
-    return _prepare(key, node, a, library, sizes=(M, N), m=M, shared=N, local=("K", b.shape[0]))
+    M, N = math.prod(a[0].shape[:-1]), b[0].shape[1]
+    local = "K", sum(one.shape[0] for one in b)
+    return _prepare(key, node, a[0], library, sizes=(M, N), m=M, shared=N, local=local)
 
 
 # The ops themselves. The trailing arguments, `site`, are those of the schemas in task/ops.py, in their order. With the
@@ -232,49 +238,58 @@ _precision = torch.get_float32_matmul_precision
 
 
 def lookup(
-    kind: str, site: tuple[Any, ...], x: torch.Tensor, weights: Sequence[torch.Tensor]
+    kind: str, site: tuple[Any, ...], operands: Sequence[torch.Tensor], bias: torch.Tensor | None = None
 ) -> tuple[Hashable, Callable[..., Any] | None]:
-    """The key of a call, and what runs it if that is known."""
-    key = kind, site, _precision(), form(x), *[form(weight) for weight in weights]
+    """The key of a call, and what runs it if that is known. operands: all of them, in the order of the schema."""
+    key = kind, site, _precision(), None if bias is None else form(bias), *[form(one) for one in operands]
     return key, calls.find(key)
 
 
 def _all_gather_matmul(
     shard: torch.Tensor, weights: Sequence[torch.Tensor], token: torch.Tensor | None, *site: Any
 ) -> list[torch.Tensor]:
-    key, run = lookup(AllGatherMatmul.kind, site, shard, weights)
+    key, run = lookup(AllGatherMatmul.kind, site, (shard, *weights))
     if run is None:
         run = _prepare_all_gather_matmul(key, shard, weights, *site)
     return [*run(shard, weights), ops.new_token(shard)]
 
 
 def _matmul_reduce_scatter(
-    a: torch.Tensor, b: torch.Tensor, token: torch.Tensor | None, *site: Any
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    token: torch.Tensor | None,
+    *site: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    key, run = lookup(MatmulReduceScatter.kind, site, a, (b,))
+    key, run = lookup(MatmulReduceScatter.kind, site, (*a, *b), bias)
     if run is None:
-        run = _prepare_matmul_reduce_scatter(key, a, b, *site)
-    return run(a, b), ops.new_token(a)
+        run = _prepare_matmul_reduce_scatter(key, a, b, bias, *site)
+    return run(a, b, bias), ops.new_token(a[0])
 
 
 def _matmul_all_reduce(
-    a: torch.Tensor, b: torch.Tensor, token: torch.Tensor | None, *site: Any
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    token: torch.Tensor | None,
+    *site: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    key, run = lookup(MatmulAllReduce.kind, site, a, (b,))
+    key, run = lookup(MatmulAllReduce.kind, site, (*a, *b), bias)
     if run is None:
-        run = _prepare_matmul_all_reduce(key, a, b, *site)
-    return run(a, b), ops.new_token(a)
+        run = _prepare_matmul_all_reduce(key, a, b, bias, *site)
+    return run(a, b, bias), ops.new_token(a[0])
 
 
 def _on_device(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Run with the GPU of the first operand as the current one: kernels are launched there."""
 
     @functools.wraps(implementation)
-    def run(x: torch.Tensor, *args: Any) -> Any:
+    def run(first: torch.Tensor | Sequence[torch.Tensor], *args: Any) -> Any:
+        x = first if isinstance(first, torch.Tensor) else first[0]
         if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-            return implementation(x, *args)
+            return implementation(first, *args)
         with torch.cuda.device(x.get_device()):
-            return implementation(x, *args)
+            return implementation(first, *args)
 
     return run
 

@@ -1,4 +1,4 @@
-"""mm -> all_reduce becomes one `ditron::matmul_all_reduce`.
+"""mm -> all_reduce becomes one `ditron::matmul_all_reduce`, and so does the all-reduce of a sum of matmuls.
 
 Before, with any number of order-keeping views in between:
 
@@ -6,16 +6,22 @@ Before, with any number of order-keeping views in between:
 
 After, with the very same view nodes behind the call:
 
-    a [M, K], b [K, N] -> ditron.matmul_all_reduce -> getitem 0 [M, N] -> reshape [B, S, N] -> ..
+    [a [M, K]], [b [K, N]] -> ditron.matmul_all_reduce -> getitem 0 [M, N] -> reshape [B, S, N] -> ..
+
+Of a sum all products are operands, and a bias; the adds go, and the views on the way from the first product stay:
+
+    add(reshape(mm(a, b)), reshape(mm(c, d))) -> all_reduce  ->  matmul_all_reduce([a, c], [b, d], None) -> reshape
+    addmm(row [N], a, b) -> all_reduce                       ->  matmul_all_reduce([a], [b], row)
 
 An all-reduce works on elements, so views of its operand are views of its result; no size has to be known for
 that. The call stands where the collective stood, so the order of collectives does not change.
 
 It must not fire when
 * the product, or a view between it and the collective, is used otherwise;
-* there is a bias (DTensor divides it by the group size and adds it inside `addmm`), a cast, a sum of matmuls, a
-  batched matmul, an op on the elements, another reduction than sum and avg, or a dtype other than bfloat16, float16
-  and float32.
+* something is added that is neither a product nor a row, see `products` (DTensor's bias, divided by the group size,
+  is a row);
+* there is a cast, a batched matmul, an op on the elements, another reduction than sum and avg, or a dtype other than
+  bfloat16, float16 and float32.
 
 An all-reduce has no sharded dimension, so nothing is padded. The contracted dimension may differ between ranks.
 """
@@ -38,14 +44,14 @@ PATTERN = MatmulAllReduce.kind
 
 @dataclass(frozen=True)
 class Match:
-    """One product and the all-reduce of it."""
+    """A product, or a sum of them, and the all-reduce of it."""
 
     collective: Collective
     product: Product
 
 
 def find_matmul_all_reduce(node: fx.Node) -> Match | ReasonCode:
-    """Proves that the all-reduce `node` reduces one matmul as drawn above, or says why not."""
+    """Proves that the all-reduce `node` reduces matmuls as drawn above, or says why not."""
     collective = read_collective(node)
     if isinstance(collective, ReasonCode):
         return collective
@@ -55,7 +61,7 @@ def find_matmul_all_reduce(node: fx.Node) -> Match | ReasonCode:
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
-    collective, mm, views = match.collective, match.product.mm, match.product.views
+    collective, product, mm = match.collective, match.product, match.product.mm
     assert collective.reduce_op is not None
     task = MatmulAllReduce(
         reduce_op=collective.reduce_op,
@@ -63,28 +69,37 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         group_name=collective.group_name,
         site=rewriting.UNNAMED_SITE,
         policy=rewriting.policy(options),
+        num_products=len(product.factors),
+        has_bias=product.bias is not None,
     )
     with graph.inserting_before(collective.node):
         values = (mm.meta["val"], rewriting.new_token(mm.meta["val"]))
         call = rewriting.call_task(
             graph,
             task,
-            (match.product.lhs, match.product.rhs),
+            (
+                [factors.lhs for factors in product.factors],
+                [factors.rhs for factors in product.factors],
+                rewriting.row(graph, product.bias),
+            ),
             (collective.reduce_op,),
             rewriting.copied_meta(mm),
             values,
         )
         reduced = rewriting.output(graph, call, 0, rewriting.copied_meta(mm))
-    mm.replace_all_uses_with(reduced)
-    for view in reversed(views):
+    result = reduced
+    for view in reversed(product.views):
+        # What it viewed may be an add.
+        view.update_arg(0, result)
         collective.node.prepend(view)
-    collective.wait.replace_all_uses_with(views[0] if views else reduced)
-    rewriting.erase_unused(graph, [mm, collective.node, collective.wait])
+        result = view
+    collective.wait.replace_all_uses_with(result)
+    rewriting.erase_unused(graph, [*product.steps, collective.node, collective.wait])
     return call
 
 
 def matmul_all_reduce(graph: fx.Graph, *, options: Options) -> int:
-    """Fuses every all-reduce of one provable matmul; returns how many were. The others get a reason."""
+    """Fuses every all-reduce of provable matmuls; returns how many were. The others get a reason."""
     count = 0
     for node in collectives(graph, ALL_REDUCE):
         match = find_matmul_all_reduce(node)

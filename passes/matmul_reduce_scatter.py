@@ -1,4 +1,4 @@
-"""mm -> reduce_scatter becomes one `ditron::matmul_reduce_scatter`.
+"""mm -> reduce_scatter becomes one `ditron::matmul_reduce_scatter`, and so does the reduce-scatter of a sum of matmuls.
 
 Before, for a scatter along dimension 0, or along an inner one (`split`, `getitem` and `cat` move the chunks to
 dimension 0):
@@ -8,7 +8,12 @@ dimension 0):
 
 After:
 
-    a [B, W*S, K], b [K, N] -> ditron.matmul_reduce_scatter -> getitem 0 [B, S, N]
+    [a [B, W*S, K]], [b [K, N]] -> ditron.matmul_reduce_scatter -> getitem 0 [B, S, N]
+
+Of a sum of products all of them are operands, and so is a bias, a row:
+
+    reshape(mm(dq, wq)) + reshape(mm(dk, wk)) -> split, cat -> reduce_scatter_tensor -> wait
+    [dq, dk], [wq, wk] -> ditron.matmul_reduce_scatter -> getitem 0
 
 `a` is the tensor that the graph already has in the shape of the product; where there is none, one new reshape
 makes it from sizes that stand in the graph. The call stands where the collective stood, so the order of
@@ -19,8 +24,9 @@ It must not fire when
   every chunk to another rank);
 * the scatter runs along the last dimension, or a view changes the last dimension in between;
 * the product, or anything between it and the collective, is used otherwise: it has to be computed as a whole anyway;
-* there is a bias, a cast, a sum of matmuls, a batched matmul, an op on the elements, another reduction than sum and
-  avg, or a dtype other than bfloat16, float16 and float32;
+* something is added that is neither a product nor a row, see `products`;
+* there is a cast, a batched matmul, an op on the elements, another reduction than sum and avg, or a dtype other than
+  bfloat16, float16 and float32;
 * the chunks are padded (DTensor, where the dimension does not divide): only the last rank cuts its result, but the
   pad stands on every rank. Nothing here looks at what follows the collective, so all ranks leave such a site alone
   together.
@@ -46,22 +52,21 @@ PATTERN = MatmulReduceScatter.kind
 
 @dataclass(frozen=True)
 class Match:
-    """One product and the reduce-scatter of it.
+    """A product, or a sum of them, and the reduce-scatter of it.
 
-    `lhs` is the first operand in the product's shape, or what has to be reshaped to `lhs_sizes` for that.
-    `steps` are the nodes from the product to the result, both included.
+    `lefts` are the first operands: each a node in the product's shape, or a node and the sizes to reshape it to for
+    that. `steps` are the nodes from the products to the result, all included.
     """
 
     collective: Collective
     product: Product
     scatter_dim: int
-    lhs: fx.Node
-    lhs_sizes: tuple[Any, ...] | None
+    lefts: tuple[tuple[fx.Node, tuple[Any, ...] | None], ...]
     steps: tuple[fx.Node, ...]
 
 
 def find_matmul_reduce_scatter(node: fx.Node) -> Match | ReasonCode:
-    """Proves that the reduce-scatter `node` reduces one matmul as drawn above, or says why not."""
+    """Proves that the reduce-scatter `node` reduces matmuls as drawn above, or says why not."""
     collective = read_collective(node)
     if isinstance(collective, ReasonCode):
         return collective
@@ -79,11 +84,12 @@ def find_matmul_reduce_scatter(node: fx.Node) -> Match | ReasonCode:
     code = _rejected_shape(collective, product, full, scatter_dim)
     if code is not None:
         return code
-    lhs, lhs_sizes = _lhs_in_shape(product, full)
-    if lhs is None:
+    lefts = [_lhs_in_shape(factors.lhs, product, full) for factors in product.factors]
+    proved = tuple(left for left in lefts if left is not None)
+    if len(proved) < len(lefts):
         return ReasonCode.SHAPE_UNPROVEN
-    steps = (product.mm, *product.views, *between, collective.node, collective.wait)
-    return Match(collective, product, scatter_dim, lhs, lhs_sizes, tuple(dict.fromkeys(steps)))
+    steps = (*product.steps, *between, collective.node, collective.wait)
+    return Match(collective, product, scatter_dim, proved, tuple(dict.fromkeys(steps)))
 
 
 def _scattered_chunks(chain: list[fx.Node], collective: Collective) -> proofs.Regrouped | ReasonCode:
@@ -121,24 +127,24 @@ def _rejected_shape(collective: Collective, product: Product, full: fx.Node, sca
     return None if same and proofs.known(rows.shape[-1] > 0) else ReasonCode.SHAPE_UNPROVEN
 
 
-def _lhs_in_shape(product: Product, full: fx.Node) -> tuple[fx.Node | None, tuple[Any, ...] | None]:
-    """The first operand in the shape of `full` (but for the last dimension): a node, or a node and the sizes to
+def _lhs_in_shape(operand: fx.Node, product: Product, full: fx.Node) -> tuple[fx.Node, tuple[Any, ...] | None] | None:
+    """A first operand in the shape of `full` (but for the last dimension): a node, or a node and the sizes to
     reshape it to.
     """
-    whole, lhs = proofs.tensor(full), proofs.tensor(product.lhs)
+    whole, lhs = proofs.tensor(full), proofs.tensor(operand)
     assert whole is not None and lhs is not None
     wanted = (*whole.shape[:-1], lhs.shape[-1])
-    for view in proofs.views_up(product.lhs):
+    for view in proofs.views_up(operand):
         value = proofs.tensor(view)
         if value is not None and proofs.same_shape(value.shape, wanted):
             return view, None
     sizes = _sizes_in_graph(product, wanted)
-    return (None, None) if sizes is None else (product.lhs, sizes)
+    return None if sizes is None else (operand, sizes)
 
 
 def _sizes_in_graph(product: Product, wanted: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """`wanted` as reshape arguments: ints, nodes of the graph that hold a symbolic size, and -1 at most once."""
-    given = [size for view in product.views for size in _view_sizes(view)]
+    given = [size for view in product.steps if proofs.keeps_order(view) for size in _view_sizes(view)]
     sizes: list[Any] = []
     for length in wanted:
         if isinstance(length, int):
@@ -156,7 +162,7 @@ def _view_sizes(view: fx.Node) -> list[fx.Node]:
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
-    collective = match.collective
+    collective, product = match.collective, match.product
     wait = collective.wait
     assert collective.reduce_op is not None
     task = MatmulReduceScatter(
@@ -166,30 +172,33 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         group_name=collective.group_name,
         site=rewriting.UNNAMED_SITE,
         policy=rewriting.policy(options),
+        num_products=len(product.factors),
+        has_bias=product.bias is not None,
     )
+    whole = (product.views[0] if product.views else product.mm).meta["val"].shape[:-1]
     with graph.inserting_before(collective.node):
-        lhs = match.lhs
-        if match.lhs_sizes is not None:
-            whole = match.product.views[0] if match.product.views else match.product.mm
-            shape = (*whole.meta["val"].shape[:-1], match.lhs.meta["val"].shape[-1])
-            lhs = rewriting.reshaped_rows(graph, match.lhs, match.lhs_sizes, shape)
+        lefts = []
+        for lhs, sizes in match.lefts:
+            shape = (*whole, lhs.meta["val"].shape[-1])
+            lefts.append(lhs if sizes is None else rewriting.reshaped_rows(graph, lhs, sizes, shape))
         values = (wait.meta["val"], rewriting.new_token(wait.meta["val"]))
         call = rewriting.call_task(
             graph,
             task,
-            (lhs, match.product.rhs),
+            (lefts, [factors.rhs for factors in product.factors], rewriting.row(graph, product.bias)),
             (match.scatter_dim, collective.reduce_op),
-            rewriting.copied_meta(match.product.mm),
+            rewriting.copied_meta(product.mm),
             values,
         )
         scattered = rewriting.output(graph, call, 0, rewriting.copied_meta(wait))
     wait.replace_all_uses_with(scattered)
-    rewriting.erase_unused(graph, [*match.steps, *proofs.views_up(match.product.lhs)[:-1]])
+    views = [view for factors in product.factors for view in proofs.views_up(factors.lhs)[:-1]]
+    rewriting.erase_unused(graph, [*match.steps, *views])
     return call
 
 
 def matmul_reduce_scatter(graph: fx.Graph, *, options: Options) -> int:
-    """Fuses every reduce-scatter of one provable matmul; returns how many were. The others get a reason."""
+    """Fuses every reduce-scatter of provable matmuls; returns how many were. The others get a reason."""
     count = 0
     for node in collectives(graph, REDUCE_SCATTER):
         match = find_matmul_reduce_scatter(node)

@@ -72,9 +72,9 @@ def _task_facts(task: TaskNode) -> str:
         case AllGatherMatmul():
             own = f"{task.gather_dim} {task.num_weights} {task.return_gathered}"
         case MatmulReduceScatter():
-            own = f"{task.scatter_dim} {task.reduce_op}"
+            own = f"{task.scatter_dim} {task.reduce_op} {task.num_products} {task.has_bias}"
         case MatmulAllReduce():
-            own = task.reduce_op
+            own = f"{task.reduce_op} {task.num_products} {task.has_bias}"
     return f"{task.kind} {own} {task.world_size}"
 
 

@@ -42,6 +42,7 @@ VIEWS: frozenset[object] = frozenset({aten.view.default, aten._unsafe_view.defau
 EMPTIES: frozenset[object] = frozenset(
     {aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.empty_like.default}
 )
+SUMMED: frozenset[object] = proofs.MATMULS | proofs.ORDER_KEEPING | {aten.add.Tensor}
 CHAIN: frozenset[object] = proofs.MAY_KEEP_ORDER | proofs.SLICES | frozenset({aten.cat.default})
 
 
@@ -100,7 +101,8 @@ def normalize_collectives(graph: fx.Graph, *, options: Options) -> int:
         if node.target not in COVERED:
             leave_alone(node, PATTERN, ReasonCode.UNSUPPORTED_COLLECTIVE)
     chain = _surroundings(graph)
-    count += read_elsewhere(graph, lambda node: node in chain or _starts_or_ends_chain(node, chain))
+    ends = _ends(graph, chain)
+    count += read_elsewhere(graph, lambda node: node in chain or node in ends)
     count += _views_to_reshapes(chain)
     count += _merge_equal(graph, chain)
     return count + _erase_dead(graph, chain)
@@ -128,12 +130,18 @@ def _collect(node: fx.Node, found: set[fx.Node], *, downwards: bool) -> None:
                 pending.append(other)
 
 
-def _starts_or_ends_chain(node: fx.Node, chain: set[fx.Node]) -> bool:
-    """Whether a node is a collective, a wait, or a matmul in front of a chain."""
-    if node.op != "call_function":
-        return False
-    in_front = node.target in proofs.MATMULS and any(user in chain or is_collective(user) for user in node.users)
-    return in_front or is_collective(node) or node.target is WAIT
+def _ends(graph: fx.Graph, chain: set[fx.Node]) -> set[fx.Node]:
+    """Collectives, waits, and what stands in front of a chain: matmuls, their sums, and views among these."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    found = {node for node in calls if is_collective(node) or node.target is WAIT}
+    pending = [*chain, *found]
+    while pending:
+        for other in pending.pop().all_input_nodes:
+            if other.op == "call_function" and other.target in SUMMED and other not in found:
+                found.add(other)
+                if other.target not in proofs.MATMULS:
+                    pending.append(other)
+    return found
 
 
 def _views_to_reshapes(chain: set[fx.Node]) -> int:

@@ -1,5 +1,14 @@
-"""The matmul that a reduction reduces: read upwards from the collective's operand, proved, or named as what it
-is instead.
+"""The matmuls that a reduction reduces: read upwards from the collective's operand, proved, or named as what they are
+instead.
+
+    mm(a, b)                                      a product
+    add(p, q), addmm(p, a, b)                     the sum of what p and q are, in this order
+    add(p, row), add(row, p), addmm(row, a, b)    p plus a bias: a row [N] of the product, or [1, .., 1, N]
+
+All of it behind views that keep the order of elements, at one dtype, with products of one shape and each tensor in
+between used once. At most one bias: two would have to be added first.
+
+Which nodes these are is the same on all ranks, and so is the order of the products.
 """
 
 from __future__ import annotations
@@ -14,44 +23,147 @@ from torch import fx
 from ditron_inductor.passes import proofs
 from ditron_inductor.passes.reasons import ReasonCode
 from ditron_inductor.task import ops
-from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.task.nodes import KINDS, MAX_PRODUCTS
 
 aten = torch.ops.aten
+
+ADDS: frozenset[object] = frozenset({aten.add.Tensor, aten.addmm.default})
+
+
+@dataclass(frozen=True)
+class Factors:
+    """lhs [M, K] @ rhs [K, N]."""
+
+    lhs: fx.Node
+    rhs: fx.Node
 
 
 @dataclass(frozen=True)
 class Product:
-    """`views` of `mm`, each used only by the next: [outermost, .., innermost]; empty if the matmul is used as it is."""
+    """Views of the sum of one product or several, and perhaps of a bias.
 
+    mm: the node that computes the first one, [M, N]. views: what lies between it and the result but for the adds,
+    [outermost, .., innermost]. steps: all nodes that compute the result, views and adds included; without the bias.
+    """
+
+    factors: tuple[Factors, ...]
+    bias: fx.Node | None
     mm: fx.Node
     views: tuple[fx.Node, ...]
-
-    @property
-    def lhs(self) -> fx.Node:
-        node = self.mm.args[0]
-        assert isinstance(node, fx.Node)
-        return node
-
-    @property
-    def rhs(self) -> fx.Node:
-        node = self.mm.args[1]
-        assert isinstance(node, fx.Node)
-        return node
+    steps: tuple[fx.Node, ...]
 
 
 def find_product(node: fx.Node, users: Collection[fx.Node]) -> Product | ReasonCode:
-    """Proves that `node` is a matmul behind order-keeping views, none of which is used otherwise; or says what it is.
+    """Proves that `node` is a sum of products as above, of which nothing is used otherwise; or says what it is.
 
     `users` are the nodes that may use `node` itself.
     """
-    chain = proofs.views_up(node)
-    mm = chain[-1]
-    code = proofs.proved_mm(mm)
-    if code is not None:
-        return classify(mm)
-    if any(proofs.sole_user(one) is None for one in chain[1:]) or any(user not in users for user in node.users):
+    product = _read(node)
+    if isinstance(product, ReasonCode):
+        return product
+    inner = [one for one in product.steps if one is not node]
+    # A tensor that is added to itself is used twice by one node.
+    twice = len(set(product.steps)) < len(product.steps)
+    if twice or any(proofs.sole_user(one) is None for one in inner) or any(user not in users for user in node.users):
         return ReasonCode.INTERMEDIATE_USED
-    return Product(mm, tuple(chain[:-1]))
+    return product if len(product.factors) <= MAX_PRODUCTS else ReasonCode.SUM_OF_MATMULS
+
+
+def _read(node: fx.Node) -> Product | ReasonCode:
+    chain = proofs.views_up(node)
+    views, top = tuple(chain[:-1]), chain[-1]
+    if top.target not in ADDS:
+        code = proofs.proved_mm(top)
+        if code is not None:
+            return classify(top)
+        return Product((_factors(top),), None, top, views, tuple(chain))
+    total = _read_addmm(top) if top.target is aten.addmm.default else _read_add(top)
+    if isinstance(total, ReasonCode):
+        return total
+    return Product(total.factors, total.bias, total.mm, (*views, *total.views), (*chain, *total.steps))
+
+
+def _read_addmm(node: fx.Node) -> Product | ReasonCode:
+    bound, value = proofs.arguments(node), proofs.tensor(node)
+    if bound["beta"] != 1 or bound["alpha"] != 1:
+        return ReasonCode.POINTWISE_BETWEEN
+    factors = Factors(bound["mat1"], bound["mat2"])
+    code = proofs.rejected_dtypes([value, *map(proofs.tensor, (factors.lhs, factors.rhs))])
+    if code is not None:
+        return code
+    # As if it were an mm of its own and an add; the add is what computes it.
+    return _sum(node, bound["self"], Product((factors,), None, node, (), ()))
+
+
+def _read_add(node: fx.Node) -> Product | ReasonCode:
+    bound = proofs.arguments(node)
+    left, right = bound["self"], bound["other"]
+    products = [_read(one) if _same_shape(one, node) else ReasonCode.NO_MATMUL for one in (left, right)]
+    found = [one for one in products if isinstance(one, Product)]
+    if not found:
+        # What is named first is nearest to a matmul.
+        codes = [one for one in products if one is not ReasonCode.NO_MATMUL]
+        return codes[0] if codes else classify(node)  # type: ignore[return-value]
+    if bound["alpha"] != 1:
+        return ReasonCode.POINTWISE_BETWEEN
+    if len(found) == 2:
+        return _added(*found)
+    first = isinstance(products[0], Product)
+    return _sum(node, right if first else left, found[0])
+
+
+def _sum(node: fx.Node, other: object, product: Product) -> Product | ReasonCode:
+    """What `node` is, which adds `other`, a row or products before it, to `product`."""
+    if _same_shape(other, node):
+        before = _read(other)  # type: ignore[arg-type]
+        if isinstance(before, Product):
+            return _added(before, product)
+        if not _is_row(other, node):
+            return ReasonCode.BIAS if before is ReasonCode.NO_MATMUL else before
+    if not _is_row(other, node):
+        return ReasonCode.SUM_OF_MATMULS if _is_product(other) else ReasonCode.BIAS
+    value, rows = proofs.tensor(node), proofs.tensor(product.mm)
+    assert isinstance(other, fx.Node) and value is not None and rows is not None
+    if not proofs.known_equal(value.shape[-1], rows.shape[-1]):
+        return ReasonCode.LAYOUT
+    return _added(Product((), other, product.mm, (), ()), product)
+
+
+def _added(left: Product, right: Product) -> Product | ReasonCode:
+    """left + right; of one of them there may be the bias alone."""
+    one, other = proofs.tensor(left.mm), proofs.tensor(right.mm)
+    assert one is not None and other is not None
+    biases = [side.bias for side in (left, right) if side.bias is not None]
+    dtypes = {value.dtype for value in (one, other, *map(proofs.tensor, biases)) if value is not None}
+    if len(dtypes) > 1:
+        return ReasonCode.MIXED_DTYPES
+    if not proofs.same_shape(one.shape, other.shape):
+        return ReasonCode.LAYOUT
+    if len(biases) > 1:
+        return ReasonCode.BIAS
+    path = left if left.factors else right
+    factors, steps = (*left.factors, *right.factors), (*left.steps, *right.steps)
+    return Product(factors, biases[0] if biases else None, path.mm, path.views, steps)
+
+
+def _factors(mm: fx.Node) -> Factors:
+    lhs, rhs = mm.args
+    assert isinstance(lhs, fx.Node) and isinstance(rhs, fx.Node)
+    return Factors(lhs, rhs)
+
+
+def _same_shape(one: object, node: fx.Node) -> bool:
+    value, result = proofs.tensor(one), proofs.tensor(node)
+    return value is not None and result is not None and proofs.same_shape(value.shape, result.shape)
+
+
+def _is_row(one: object, node: fx.Node) -> bool:
+    """Whether `one` is added to every row of `node` alike: as long as a row, and 1 in all other dimensions."""
+    value, result = proofs.tensor(one), proofs.tensor(node)
+    if value is None or result is None or not 1 <= value.ndim <= result.ndim:
+        return False
+    ones = all(proofs.known_equal(size, 1) for size in value.shape[:-1])
+    return ones and proofs.known_equal(value.shape[-1], result.shape[-1])
 
 
 def classify(node: fx.Node) -> ReasonCode:

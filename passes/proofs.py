@@ -18,7 +18,7 @@ runs; then that rank is missing when the others meet, which is an error with nam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -275,7 +275,11 @@ def proved_mm(node: fx.Node) -> ReasonCode | None:
         return ReasonCode.DTYPE
     if node.target is not aten.mm.default:
         return ReasonCode.NO_MATMUL
-    values = [tensor(node), tensor(node.args[0]), tensor(node.args[1])]
+    return rejected_dtypes([tensor(node), tensor(node.args[0]), tensor(node.args[1])])
+
+
+def rejected_dtypes(values: Collection[torch.Tensor | None]) -> ReasonCode | None:
+    """None if all of these are tensors of one dtype that kernels exist for; else the reason that they are not."""
     dtypes = {None if value is None else value.dtype for value in values}
     if len(dtypes) != 1:
         return ReasonCode.MIXED_DTYPES

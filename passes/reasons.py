@@ -23,7 +23,9 @@ class ReasonCode(enum.StrEnum):
     BATCHED_MATMUL = "batched_matmul"
     """The neighbour is baddbmm, or a bmm whose batches have different matrices."""
     BIAS = "bias"
-    """Something is added to the product: addmm, or an add before the reduction."""
+    """Something is added to the product, before the reduction, that is neither a row nor another product; or behind a
+    gather, by addmm.
+    """
     CAST_BETWEEN = "cast_between"
     """A dtype conversion or reinterpretation lies between the matmul and the collective."""
     CHUNKS_PARTIAL = "chunks_partial"
@@ -61,7 +63,7 @@ class ReasonCode(enum.StrEnum):
     SHAPE_UNPROVEN = "shape_unproven"
     """Sizes could not be proved equal, for example with unrelated dynamic dimensions."""
     SUM_OF_MATMULS = "sum_of_matmuls"
-    """Several matmuls are added before the reduction."""
+    """Several matmuls are added before the reduction, too many of them, or of different shapes."""
     UNEVEN_SHARDS = "uneven_shards"
     """The sharded dimension does not divide by the group size: shards are padded and the padding is cut off."""
     UNSUPPORTED_COLLECTIVE = "unsupported_collective"
@@ -84,8 +86,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "its neighbour is a batched matmul; use one 2-D weight for all batches (nn.Linear, x @ w) instead of bmm"
     ),
     ReasonCode.BIAS: (
-        "something is added to the matmul's result (a bias, another gradient); use bias=False, or add it after the "
-        "collective"
+        "something is added to the matmul's result: before a reduction that may be one bias [N] and other matmuls, and no "
+        "full tensor (a residual, another gradient) or column; add it after the collective"
     ),
     ReasonCode.CAST_BETWEEN: (
         "a dtype conversion stands between it and the matmul; communicate in the matmul's dtype, cast outside"
@@ -127,7 +129,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "sizes that have to be equal could not be proved so; mark the dimensions static, or relate them by torch._check"
     ),
     ReasonCode.SUM_OF_MATMULS: (
-        "it reduces a sum of matmuls; concatenate their operands along the contracted dimension into one matmul"
+        "it reduces a sum of matmuls that are more than eight, or differ in shape; concatenate their operands along the "
+        "contracted dimension, or add before the matmul"
     ),
     ReasonCode.UNEVEN_SHARDS: (
         "a part is cut off or padded, as where the sharded dimension does not divide by the number of ranks; pad that "

@@ -93,6 +93,17 @@ def reshaped_rows(graph: fx.Graph, source: fx.Node, sizes: tuple[Any, ...], shap
     return node
 
 
+def row(graph: fx.Graph, bias: fx.Node | None) -> fx.Node | None:
+    """A bias [1, .., 1, N] as [N]: itself, or a reshape that is inserted; a view where it is contiguous."""
+    if bias is None or bias.meta["val"].ndim == 1:
+        return bias
+    value: torch.Tensor = bias.meta["val"]
+    node = graph.create_node("call_function", torch.ops.aten.reshape.default, (bias, [-1]), name="row")
+    node.meta.update(copied_meta(bias))
+    node.meta["val"] = fake_like(value, (value.shape[-1],), (value.stride(-1),))
+    return node
+
+
 def erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     """Erases those of the nodes that nothing uses any more, users before what they use."""
     order = {node: index for index, node in enumerate(graph.nodes)}

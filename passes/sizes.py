@@ -77,6 +77,12 @@ def _size(graph: fx.Graph, reader: fx.Node, source: fx.Node, dim: int, asked: Ca
         return None if whole is None else _made(graph, operator.floordiv, (whole, group_size), length)
     if source.target is aten.mm.default:
         return _size(graph, reader, source.args[dim], dim, asked)  # type: ignore[arg-type]
+    if source.target is aten.addmm.default:
+        return _size(graph, reader, source.args[1 + dim], dim, asked)  # type: ignore[arg-type]
+    if source.target is aten.add.Tensor:
+        # One that is not grown to the result's shape.
+        alike = [one for one in source.all_input_nodes if _has_shape(one, value.shape)]
+        return _size(graph, reader, alike[0], dim, asked) if alike else None
     if source.target is aten.bmm.default:
         return _size(graph, reader, source.args[dim // 2], dim, asked)  # type: ignore[arg-type]
     part = proofs.piece(source)
@@ -85,6 +91,11 @@ def _size(graph: fx.Graph, reader: fx.Node, source: fx.Node, dim: int, asked: Ca
     if source.target is aten.cat.default:
         return _size_of_cat(graph, reader, source, dim, asked)
     return None
+
+
+def _has_shape(node: fx.Node, shape: tuple[Any, ...]) -> bool:
+    value = proofs.tensor(node)
+    return value is not None and proofs.same_shape(value.shape, shape)
 
 
 def _communicated(source: fx.Node) -> tuple[object, fx.Node, Any] | None:

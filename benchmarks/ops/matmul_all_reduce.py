@@ -28,13 +28,13 @@ def contest(setting: Setting, cell: Cell) -> Contest:
         return torch.mm(rows[i % num], weights[i % num], out=product)
 
     def ours(op: torch._ops.OpOverload, site: tuple[object, ...]) -> Call:
-        return lambda i: op(rows[i % num], weights[i % num], None, "sum", *site)[0]
+        return lambda i: op([rows[i % num]], [weights[i % num]], None, None, "sum", *site)[0]
 
     def sample() -> tuple[torch.Tensor, torch.Tensor]:
         mine = sampled_rows(cell.M, setting.device)
         expected = reference.matmul_all_reduce(
-            rows[0][mine].float(),
-            weights[0].float(),
+            [rows[0][mine].float()],
+            [weights[0].float()],
             reduce_op="sum",
             world_size=world_size,
             group_name=setting.group_name,

@@ -29,13 +29,13 @@ def contest(setting: Setting, cell: Cell) -> Contest:
         return torch.mm(rows[i % num], weights[i % num], out=product)
 
     def ours(op: torch._ops.OpOverload, site: tuple[object, ...]) -> Call:
-        return lambda i: op(rows[i % num], weights[i % num], None, 0, "sum", *site)[0]
+        return lambda i: op([rows[i % num]], [weights[i % num]], None, None, 0, "sum", *site)[0]
 
     def sample() -> tuple[torch.Tensor, torch.Tensor]:
         mine = sampled_rows(shard_rows, setting.device)
         expected = reference.matmul_reduce_scatter(
-            rows[0][of_every_shard(mine, shard_rows, world_size)].float(),
-            weights[0].float(),
+            [rows[0][of_every_shard(mine, shard_rows, world_size)].float()],
+            [weights[0].float()],
             scatter_dim=0,
             reduce_op="sum",
             world_size=world_size,

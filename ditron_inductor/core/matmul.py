@@ -159,13 +159,27 @@ def matmul_tile(
     a_rows: pointers [BLOCK_M] to the rows of A with contiguous K, each valid (clamp them). b: pointer to B [K, N].
     Columns beyond N come out as 0. EVEN_K: K is a multiple of BLOCK_K, so the K loop needs no mask for it.
     """
+    return matmul_steps(
+        tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32),
+        a_rows, b, stride_bk, stride_bn, column, N, K, source, targets, count, num_targets,
+        BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, NUM_TARGETS, PIECE,
+    )  # fmt: skip
+
+
+@triton.jit
+def matmul_steps(
+    acc, a_rows, b, stride_bk, stride_bn, column, N, K, source, targets, count, num_targets,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """acc plus what matmul_tile computes."""
     offs_n = column + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     in_n = (offs_n < N)[None, :]
     a_ptrs = a_rows[:, None] + offs_k[None, :]
     b_ptrs = b + offs_k.to(tl.int64)[:, None] * stride_bk + offs_n.to(tl.int64)[None, :] * stride_bn
     step = tl.full((), BLOCK_K, tl.int64) * stride_bk
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     steps = tl.cdiv(K, BLOCK_K)
     if NUM_TARGETS > 0:
         every, piece, first, left = begin_carrying(source, count, steps, PIECE)
@@ -193,17 +207,72 @@ def matmul_tile(
 
 
 @triton.jit
+def further_products_by_descriptors(
+    acc, a, b, row, column, depths, source,
+    BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PIECE: tl.constexpr, NUM_PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """acc plus all products but the first of tuples of descriptors, of K = depths[i]. K_MAJOR: one bit for each."""
+    for i in tl.static_range(1, NUM_PRODUCTS):
+        acc = matmul_steps_by_descriptors(
+            acc, 0, tl.cdiv(depths[i], BLOCK_K), a[i], b[i], row, column, source, (), 0, 0,
+            BLOCK_K, (K_MAJOR >> i) & 1, PRECISION, UPCAST, 0, PIECE,
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def further_products(
+    acc, a, rows, strides_am, b, strides_bk, strides_bn, column, N, depths, source,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PIECE: tl.constexpr, NUM_PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """acc plus all products but the first of tuples of pointers, of K = depths[i]. rows: [BLOCK_M], each valid."""
+    for i in tl.static_range(1, NUM_PRODUCTS):
+        acc = matmul_steps(
+            acc, a[i] + rows * strides_am[i], b[i], strides_bk[i], strides_bn[i], column, N, depths[i],
+            source, (), 0, 0, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, PIECE,
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def plus_bias(acc, bias, column, N, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """acc [BLOCK_M, BLOCK_N] plus the row bias[column + n]; acc itself without a bias."""
+    if HAS_BIAS:
+        offs_n = column + tl.arange(0, BLOCK_N)
+        acc += tl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
 def matmul_tile_of_few_rows(
-    a, stride_am, M, b, stride_bk, stride_bn, column, N, K,
+    a, strides_am, M, b, strides_bk, strides_bn, column, N, depths,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, NUM_PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """acc[m, n] = sum_i sum_k A_i[m, k] * B_i[k, column + n], fp32 [BLOCK_M, BLOCK_N], for all M <= BLOCK_M rows.
+
+    It takes as long as reading B does. Computed as its transpose: tensor cores want many rows, and columns of B there
+    are, so its blocks go from shared memory straight into them. a: pointers to A_i [M, K_i] with contiguous K, b:
+    pointers to B_i [K_i, N], depths: K_i, and strides, as tuples.
+    """
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for i in tl.static_range(NUM_PRODUCTS):
+        acc = matmul_steps_of_few_rows(
+            acc, a[i], strides_am[i], M, b[i], strides_bk[i], strides_bn[i], column, N, depths[i],
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST,
+        )  # fmt: skip
+    return acc.T
+
+
+@triton.jit
+def matmul_steps_of_few_rows(
+    acc, a, stride_am, M, b, stride_bk, stride_bn, column, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """acc[m, n] = sum_k A[m, k] * B[k, column + n], fp32 [BLOCK_M, BLOCK_N], for all M <= BLOCK_M rows of A.
-
-    It takes as long as reading B does. Computed as its transpose: tensor cores want many rows, and columns of B there
-    are, so its blocks go from shared memory straight into them. a: pointer to A [M, K] with contiguous K. b: pointer to
-    B [K, N].
-    """
+    """acc [BLOCK_N, BLOCK_M] plus the transpose of A [M, K] @ B [K, column + BLOCK_N]."""
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = column + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
@@ -213,7 +282,6 @@ def matmul_tile_of_few_rows(
     a_ptrs = a + offs_m.to(tl.int64)[None, :] * stride_am + offs_k[:, None]
     b_ptrs = b + offs_n.to(tl.int64)[:, None] * stride_bn + offs_k.to(tl.int64)[None, :] * stride_bk
     step = tl.full((), BLOCK_K, tl.int64) * stride_bk
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for k in range(0, tl.cdiv(K, BLOCK_K)):
         if EVEN_K:
             b_tile = tl.load(b_ptrs, mask=in_n, other=0.0)
@@ -228,4 +296,4 @@ def matmul_tile_of_few_rows(
         acc = tl.dot(b_tile, a_tile, acc, input_precision=PRECISION)
         a_ptrs += BLOCK_K
         b_ptrs += step
-    return acc.T
+    return acc

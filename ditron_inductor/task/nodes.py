@@ -14,6 +14,8 @@ from ditron_inductor.errors import InvalidTaskNode
 
 STRATEGIES: tuple[str, ...] = ("auto", "library", "chunked", "tile")
 REDUCE_OPS: tuple[str, ...] = ("sum", "avg")
+MAX_PRODUCTS = 8
+"""Of one reduction: each of them is a loop of its own in a kernel."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,10 @@ class AllGatherMatmul:
 
 @dataclass(frozen=True)
 class MatmulReduceScatter:
-    """out = reduce_scatter(a @ b, scatter_dim, reduce_op): rank r keeps the r-th of W equal chunks of `scatter_dim`.
+    """out = reduce_scatter(sum_i a_i @ b_i + bias): rank r keeps the r-th of W equal chunks of `scatter_dim`.
 
-    a is [.., W*S, .., K], b is [K, N], out is [.., S, .., N]; `scatter_dim` is never the last dimension.
+    a_i is [.., W*S, .., K_i], b_i is [K_i, N], out is [.., S, .., N]; `scatter_dim` is never the last dimension. bias,
+    where there is one, is a row [N]; every rank adds its own before the reduction.
     """
 
     kind: ClassVar[str] = "matmul_reduce_scatter"
@@ -83,22 +86,29 @@ class MatmulReduceScatter:
     group_name: str
     site: str
     policy: Policy
+    num_products: int = 1
+    has_bias: bool = False
 
     def verify(self) -> None:
         _check(self.scatter_dim >= 0, self.kind, "scatter_dim", self.scatter_dim, "a dimension, 0 or more")
-        _check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
+        _verify_reduction(self.kind, self.reduce_op, self.num_products)
         _verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
         return (
-            f"{self.kind}(scatter_dim={self.scatter_dim}, reduce_op={self.reduce_op}, "
+            f"{self.kind}(scatter_dim={self.scatter_dim}, "
+            f"{_reduction_text(self.reduce_op, self.num_products, self.has_bias)}, "
             f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
 
 @dataclass(frozen=True)
 class MatmulAllReduce:
-    """out = all_reduce(a @ b, reduce_op), bit-identical on every rank. a is [.., K], b is [K, N], out is [.., N]."""
+    """out = all_reduce(sum_i a_i @ b_i + bias), bit-identical on every rank.
+
+    a_i is [.., K_i], b_i is [K_i, N], out is [.., N]. bias, where there is one, is a row [N]; every rank adds its own
+    before the reduction.
+    """
 
     kind: ClassVar[str] = "matmul_all_reduce"
     reduce_op: str
@@ -106,14 +116,16 @@ class MatmulAllReduce:
     group_name: str
     site: str
     policy: Policy
+    num_products: int = 1
+    has_bias: bool = False
 
     def verify(self) -> None:
-        _check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
+        _verify_reduction(self.kind, self.reduce_op, self.num_products)
         _verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
         return (
-            f"{self.kind}(reduce_op={self.reduce_op}, "
+            f"{self.kind}({_reduction_text(self.reduce_op, self.num_products, self.has_bias)}, "
             f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
@@ -125,6 +137,16 @@ KINDS: tuple[str, ...] = (AllGatherMatmul.kind, MatmulReduceScatter.kind, Matmul
 def _check(holds: bool, kind: str, field: str, value: object, expected: str) -> None:
     if not holds:
         raise InvalidTaskNode(node=kind, field=field, problem=f"is {value!r}, not {expected}")
+
+
+def _verify_reduction(kind: str, reduce_op: str, num_products: int) -> None:
+    _check(reduce_op in REDUCE_OPS, kind, "reduce_op", reduce_op, f"one of {', '.join(REDUCE_OPS)}")
+    within = 1 <= num_products <= MAX_PRODUCTS
+    _check(within, kind, "num_products", num_products, f"at least one matmul, and at most {MAX_PRODUCTS}")
+
+
+def _reduction_text(reduce_op: str, num_products: int, has_bias: bool) -> str:
+    return f"reduce_op={reduce_op}, num_products={num_products}, has_bias={has_bias}"
 
 
 def _verify_common(kind: str, world_size: int, group_name: str, policy: Policy) -> None:

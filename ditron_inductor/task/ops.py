@@ -6,10 +6,12 @@
     shard [.., S, .., K] with S at gather_dim (never the last dimension), weights [K, N_i] with any strides.
     out_i [rows, N_i] contiguous, rows = the gathered tensor's dimensions but the last, flattened.
     gathered [.., W*S, .., K], contiguous, present if and only if return_gathered.
-`matmul_reduce_scatter(a, b, token, ...) -> (out, token)`
-    a [.., W*S, .., K] with W*S at scatter_dim (never the last dimension), b [K, N]; out [.., S, .., N] contiguous.
-`matmul_all_reduce(a, b, token, ...) -> (out, token)`
-    a [.., K], b [K, N]; out [.., N] contiguous, bit-identical on every rank.
+`matmul_reduce_scatter(a, b, bias, token, ...) -> (out, token)`
+    a_i [.., W*S, .., K_i] with W*S at scatter_dim (never the last dimension), alike but for K_i; b_i [K_i, N]; bias [N]
+    or None, added on every rank before the reduction; out [.., S, .., N] contiguous.
+`matmul_all_reduce(a, b, bias, token, ...) -> (out, token)`
+    a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N] or None; out [.., N] contiguous, bit-identical on every
+    rank.
 `after(x, token) -> x`
     an alias of x that is ordered after token: puts a collective that was not fused into the order of its group.
 `after_(x, token)`
@@ -39,14 +41,13 @@ from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulR
 NAMESPACE = "ditron"
 
 _SITE = "int world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s"
+_PRODUCTS = "Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token"
 SCHEMAS: dict[str, str] = {
     AllGatherMatmul.kind: (
         f"(Tensor shard, Tensor[] weights, Tensor? token, int gather_dim, bool return_gathered, {_SITE}) -> Tensor[]"
     ),
-    MatmulReduceScatter.kind: (
-        f"(Tensor a, Tensor b, Tensor? token, int scatter_dim, str reduce_op, {_SITE}) -> (Tensor, Tensor)"
-    ),
-    MatmulAllReduce.kind: f"(Tensor a, Tensor b, Tensor? token, str reduce_op, {_SITE}) -> (Tensor, Tensor)",
+    MatmulReduceScatter.kind: (f"({_PRODUCTS}, int scatter_dim, str reduce_op, {_SITE}) -> (Tensor, Tensor)"),
+    MatmulAllReduce.kind: f"({_PRODUCTS}, str reduce_op, {_SITE}) -> (Tensor, Tensor)",
     "after": "(Tensor(a) x, Tensor token) -> Tensor(a)",
     "after_": "(Tensor(a!) x, Tensor token) -> ()",
     "token_of": "(Tensor x) -> Tensor",
@@ -120,13 +121,16 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
         assert isinstance(item, int), f"{kind}: {name} is not an int: {item!r}"
         return item
 
+    def as_list(name: str) -> Sequence[object]:
+        items = value[name]
+        assert isinstance(items, (list, tuple)), f"{kind}: {name} is not a list: {items!r}"
+        return items
+
     timeout_s = value["timeout_s"]
     assert isinstance(timeout_s, (int, float)), f"{kind}: timeout_s is not a number: {timeout_s!r}"
     policy = Policy(str(value["strategy"]), as_int("workspace_limit"), float(timeout_s))
     world_size, group_name, site = as_int("world_size"), str(value["group_name"]), str(value["site"])
     if kind == AllGatherMatmul.kind:
-        weights = value["weights"]
-        assert isinstance(weights, (list, tuple)), f"{kind}: weights is not a list: {weights!r}"
         return AllGatherMatmul(
             gather_dim=as_int("gather_dim"),
             world_size=world_size,
@@ -134,8 +138,10 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
             return_gathered=bool(value["return_gathered"]),
             site=site,
             policy=policy,
-            num_weights=len(weights),
+            num_weights=len(as_list("weights")),
         )
+    num_products, has_bias = len(as_list("a")), value["bias"] is not None
+    assert num_products == len(as_list("b")), f"{kind}: {num_products} first operands, {len(as_list('b'))} second ones"
     if kind == MatmulReduceScatter.kind:
         return MatmulReduceScatter(
             scatter_dim=as_int("scatter_dim"),
@@ -144,10 +150,18 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
             group_name=group_name,
             site=site,
             policy=policy,
+            num_products=num_products,
+            has_bias=has_bias,
         )
     assert kind == MatmulAllReduce.kind, f"not a site: {kind}"
     return MatmulAllReduce(
-        reduce_op=str(value["reduce_op"]), world_size=world_size, group_name=group_name, site=site, policy=policy
+        reduce_op=str(value["reduce_op"]),
+        world_size=world_size,
+        group_name=group_name,
+        site=site,
+        policy=policy,
+        num_products=num_products,
+        has_bias=has_bias,
     )
 
 
@@ -175,8 +189,9 @@ def _fake_all_gather_matmul(
 
 
 def _fake_matmul_reduce_scatter(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
     token: torch.Tensor | None,
     scatter_dim: int,
     reduce_op: str,
@@ -187,14 +202,15 @@ def _fake_matmul_reduce_scatter(
     workspace_limit: int,
     timeout_s: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = [*a.shape[:-1], b.shape[1]]
+    shape = [*a[0].shape[:-1], b[0].shape[1]]
     shape[scatter_dim] = shape[scatter_dim] // world_size
-    return a.new_empty(shape), new_token(a)
+    return a[0].new_empty(shape), new_token(a[0])
 
 
 def _fake_matmul_all_reduce(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
     token: torch.Tensor | None,
     reduce_op: str,
     world_size: int,
@@ -204,7 +220,7 @@ def _fake_matmul_all_reduce(
     workspace_limit: int,
     timeout_s: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return a.new_empty([*a.shape[:-1], b.shape[1]]), new_token(a)
+    return a[0].new_empty([*a[0].shape[:-1], b[0].shape[1]]), new_token(a[0])
 
 
 def _fake_after(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -72,24 +72,54 @@ def all_gather_matmul(
     return outputs
 
 
-def matmul_reduce_scatter(
-    a: torch.Tensor, b: torch.Tensor, *, scatter_dim: int, reduce_op: str, world_size: int, group_name: str
+def sum_of_products(
+    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """reduce_scatter(a @ b). See `ops` for the shapes."""
+    """sum_i a_i @ b_i + bias: a_i [.., K_i], alike but for K_i, b_i [K_i, N], bias [N]; [.., N], contiguous.
+
+    In one buffer: every matmul but the first adds to it, and rounds.
+    """
+    if bias is None and len(a) == 1:
+        return torch.matmul(a[0], b[0])
+    rows = [one.flatten(0, -2) for one in a]
+    total = rows[0] @ b[0] if bias is None else torch.addmm(bias, rows[0], b[0])
+    for left, right in zip(rows[1:], b[1:], strict=True):
+        total.addmm_(left, right)
+    return total.view(*a[0].shape[:-1], total.shape[1])
+
+
+def matmul_reduce_scatter(
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
+    *,
+    scatter_dim: int,
+    reduce_op: str,
+    world_size: int,
+    group_name: str,
+) -> torch.Tensor:
+    """reduce_scatter(sum_i a_i @ b_i + bias). See `ops` for the shapes."""
+    total = sum_of_products(a, b, bias)
     return reduce_scatter(
-        torch.matmul(a, b), scatter_dim=scatter_dim, reduce_op=reduce_op, world_size=world_size, group_name=group_name
+        total, scatter_dim=scatter_dim, reduce_op=reduce_op, world_size=world_size, group_name=group_name
     )
 
 
 def matmul_all_reduce(
-    a: torch.Tensor, b: torch.Tensor, *, reduce_op: str, world_size: int, group_name: str
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
+    *,
+    reduce_op: str,
+    world_size: int,
+    group_name: str,
 ) -> torch.Tensor:
-    """all_reduce(a @ b), reduced in place on the product. See `ops` for the shapes."""
+    """all_reduce(sum_i a_i @ b_i + bias), reduced in place on the sum. See `ops` for the shapes."""
     group = _group(group_name)
-    product = torch.matmul(a, b)
-    native = reduce_op == "sum" or _averages(group, product.device)
-    dist.all_reduce(product, _reduce_op(reduce_op, native), group=group)
-    return product if native else product.div_(world_size)
+    total = sum_of_products(a, b, bias)
+    native = reduce_op == "sum" or _averages(group, total.device)
+    dist.all_reduce(total, _reduce_op(reduce_op, native), group=group)
+    return total if native else total.div_(world_size)
 
 
 def _group(name: str) -> dist.ProcessGroup:

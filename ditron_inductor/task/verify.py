@@ -43,17 +43,24 @@ def verify_graph(graph: fx.Graph) -> None:
 
 def _verify_operands(call: fx.Node, task: TaskNode) -> None:
     """Shapes, dtypes and devices of the tensors, as far as they are known: unknown sizes are not an error."""
-    first = _value(call, call.args[0])
-    weights = call.args[1] if isinstance(task, AllGatherMatmul) else [call.args[1]]
-    assert isinstance(weights, (list, tuple))
+    left, right = call.args[0], call.args[1]
+    assert isinstance(right, (list, tuple))
+    weights = [_value(call, weight) for weight in right]
+    rows = [_value(call, one) for one in (left if isinstance(left, (list, tuple)) else [left])]
+    first = rows[0]
     _require(first.ndim >= 2, call, f"has a first operand with {first.ndim} dimensions, not 2 or more")
     _require(first.dtype in DTYPES, call, f"has dtype {first.dtype}, which no kernel takes")
-    for weight in weights:
-        value = _value(call, weight)
-        _require(value.ndim == 2, call, f"has a weight with {value.ndim} dimensions, not 2")
+    for value in [*rows, *weights]:
         _require(value.dtype == first.dtype, call, f"mixes {first.dtype} and {value.dtype}")
         _require(value.device == first.device, call, f"mixes {first.device} and {value.device}")
-        _require(_possible(value.shape[0] == first.shape[-1]), call, "multiplies shapes that do not fit")
+    for value in weights:
+        _require(value.ndim == 2, call, f"has a weight with {value.ndim} dimensions, not 2")
+    if isinstance(task, AllGatherMatmul):
+        rows *= len(weights)
+    else:
+        _verify_sum(call, rows, weights, _argument(call, "bias"))
+    for value, weight in zip(rows, weights, strict=True):
+        _require(_possible(weight.shape[0] == value.shape[-1]), call, "multiplies shapes that do not fit")
     if isinstance(task, MatmulReduceScatter):
         _require(task.scatter_dim < first.ndim - 1, call, f"scatters dimension {task.scatter_dim} of {first.ndim}")
         divides: Any = first.shape[task.scatter_dim] % task.world_size == 0
@@ -62,6 +69,21 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _require(task.gather_dim < first.ndim - 1, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
     else:
         assert isinstance(task, MatmulAllReduce)
+
+
+def _verify_sum(call: fx.Node, rows: list[torch.Tensor], weights: list[torch.Tensor], bias: object) -> None:
+    """What is added together has one shape, but for a bias, which is a row of it."""
+    leading, columns = rows[0].shape[:-1], weights[0].shape[1]
+    for value, weight in zip(rows, weights, strict=True):
+        _require(value.ndim == rows[0].ndim, call, "adds products of different shapes")
+        sizes = zip((*value.shape[:-1], weight.shape[1]), (*leading, columns), strict=True)
+        alike = all(_possible(size == other) for size, other in sizes)
+        _require(alike, call, "adds products of different shapes")
+    if bias is not None:
+        value = _value(call, bias)
+        _require(value.ndim == 1 and _possible(value.shape[0] == columns), call, "has a bias that is no row")
+        _require(value.dtype == rows[0].dtype, call, f"mixes {rows[0].dtype} and {value.dtype}")
+        _require(value.device == rows[0].device, call, f"mixes {rows[0].device} and {value.device}")
 
 
 def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
@@ -80,7 +102,7 @@ def _verify_tokens(calls: list[tuple[fx.Node, TaskNode]]) -> None:
     """Every call but the first waits for the token of what stands before it; no token orders two things."""
     token_of = ops.overload("token_of")
     for index, (call, _) in enumerate(calls):
-        token = call.args[2]
+        token = _argument(call, "token")
         if token is None:
             _require(index == 0, call, "has no token, though another site comes before it")
             continue
@@ -93,6 +115,11 @@ def _verify_tokens(calls: list[tuple[fx.Node, TaskNode]]) -> None:
         )
         _require(token.target is token_of or is_last_output, call, f"has a token that is none: {token.format_node()}")
         _require(len(token.users) == 1, call, f"shares its token {token} with another op")
+
+
+def _argument(call: fx.Node, name: str) -> object:
+    assert isinstance(call.target, torch._ops.OpOverload)
+    return call.args[[argument.name for argument in call.target._schema.arguments].index(name)]
 
 
 def _value(call: fx.Node, argument: object) -> torch.Tensor:

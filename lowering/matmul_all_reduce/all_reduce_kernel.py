@@ -20,6 +20,7 @@ Limits. One flag for each piece, or sum: see `geometry`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +43,7 @@ from ditron_inductor.core.signals import (
     slot_ctl,
     wait_all,
 )
-from ditron_inductor.lowering.exchange import multiply
+from ditron_inductor.lowering.exchange import Operands
 from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
 from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.task.nodes import MatmulAllReduce
@@ -253,11 +254,16 @@ def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: in
 
 
 def matmul_all_reduce(
-    node: MatmulAllReduce, launch: Launch, sizes: Geometry, a: torch.Tensor, b: torch.Tensor
+    node: MatmulAllReduce,
+    launch: Launch,
+    sizes: Geometry,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a [.., K], b [K, N]; returns [.., N]. See the module."""
-    out = a.new_empty([*a.shape[:-1], sizes.N])
-    multiply(rows_of(a), b, out.view(sizes.M, sizes.N))
+    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns [.., N]. See the module."""
+    out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
+    Operands([[rows_of(one)] for one in a], b, bias).multiply(0, out.view(sizes.M, sizes.N))
 
     def arguments() -> Arguments:
         return Arguments(

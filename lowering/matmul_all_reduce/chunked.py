@@ -1,6 +1,7 @@
 """matmul_all_reduce, strategy `chunked`: a reduce-scatter and an all-gather in parts, behind library products.
 
-Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K, and every rank wants the whole sum.
+Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K, and every rank wants the whole sum. There may be
+several products a_i @ b_i that are added up, and a row that is added to them: the library adds, chunk by chunk.
 Algorithm. Small products are added up by one kernel, see all_reduce_kernel.py. Of others the rows are cut into parts,
 and each part into one run of rows for every rank, its owner. The main stream multiplies part by part, in each the rows
 of rank + 1 first and the own ones last, straight into the own slot. The side stream copies the partial products for
@@ -24,7 +25,7 @@ import torch
 from ditron_inductor.device.lanes import Lane, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, multiply
+from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, Operands
 from ditron_inductor.lowering.launch import Launch, ceil_div, round_up, rows_of
 from ditron_inductor.lowering.launcher import Bound
 from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel
@@ -97,36 +98,38 @@ def matmul_all_reduce(
     node: MatmulAllReduce,
     launch: Launch,
     sizes: Geometry,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
     epilogue: Any = identity,
     extras: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """a [.., K], b [K, N]; returns [.., N]. See the module.
+    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns [.., N]. See the module.
 
     epilogue: of products in parts, applied to the sum before it is rounded, by the owner; see `transfers.identity`. Its
     rows are the owner's.
     """
     if isinstance(sizes, all_reduce_kernel.Geometry):
         assert epilogue is identity
-        return all_reduce_kernel.matmul_all_reduce(node, launch, sizes, a, b)
-    out = a.new_empty([*a.shape[:-1], sizes.N])
+        return all_reduce_kernel.matmul_all_reduce(node, launch, sizes, a, b, bias)
+    first = a[0]
+    out = first.new_empty([*first.shape[:-1], sizes.N])
     whole = out if out.dim() == 2 else out.view(sizes.M, sizes.N)
-    partials = a.new_empty(sizes.parts * node.world_size * sizes.length, sizes.N)
+    partials = first.new_empty(sizes.parts * node.world_size * sizes.length, sizes.N)
     # Never empty: an epilogue that wants nothing gets what it does not look at.
     extras = tuple(extras) or (out,)
     with launch.call(nbytes=sizes.nbytes) as call:
-        plan = call.kept((sizes, epilogue), lambda call: _plan(node, launch, sizes, call, a, epilogue))
-        lefts = rows_of(a).split_with_sizes(plan.lengths)
+        plan = call.kept((sizes, epilogue), lambda call: _plan(node, launch, sizes, call, first, epilogue))
+        operands = Operands([rows_of(one).split_with_sizes(plan.lengths) for one in a], b, bias)
         result, arrived = out.data_ptr(), partials.data_ptr()
         plan.open(call.stream)
         with call.fork() as lane:
             before = None
             for part in plan.parts:
                 for group in part.groups:
-                    group.receive(lane, group.send(lane, lefts, b), arrived)
+                    group.receive(lane, group.send(lane, operands), arrived)
                 if part.own is not None:
-                    multiply(lefts[part.own], b, partials[part.own_partial])
+                    operands.multiply(part.own, partials[part.own_partial])
                 lane.follow(lane.here())
                 if before is not None:
                     before.gather(lane, result)

@@ -1,4 +1,5 @@
-"""matmul_all_reduce, strategy `tile` for a few rows: out = all_reduce(a @ b) in one launch, one-shot.
+"""matmul_all_reduce, strategy `tile` for a few rows: out = all_reduce(sum_i a_i @ b_i + bias) in one
+launch, one-shot.
 
 Problem. As in two_shot.py, when decoding: the product takes as long as reading the weight does, the tensor that is
 reduced is small, and what counts after the last tile is the number of signals one after the other.
@@ -14,6 +15,7 @@ Limits. One flag for each tile: see `fits`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +23,7 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
-from ditron_inductor.core.matmul import matmul_tile_of_few_rows
+from ditron_inductor.core.matmul import matmul_tile_of_few_rows, plus_bias
 from ditron_inductor.core.signals import (
     ask_to_send,
     close,
@@ -37,7 +39,7 @@ from ditron_inductor.core.signals import (
     wait_all,
 )
 from ditron_inductor.lowering.config import Config, select_few_rows_config
-from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
+from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
 from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.task.nodes import MatmulAllReduce
 
@@ -55,14 +57,17 @@ def fits(rows: int, columns: int) -> bool:
 
 @triton.jit(do_not_specialize=["M", "rank", "slot", "site"])
 def matmul_all_reduce_kernel(
-    a, b, out, table, ctl, counters,
-    M, N, K, stride_am, stride_bk, stride_bn,
+    lefts, rights, bias, out, table, ctl, counters,
+    M, N, depths, strides_am, strides_bk, strides_bn,
     rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr,
+    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """See the module. a [M, K] with contiguous K, M <= BLOCK_M; out [M, N] contiguous."""
+    """See the module. lefts [M, K_i] with contiguous K, M <= BLOCK_M, rights [K_i, N], depths (the K_i) and strides:
+    tuples of NUM_PRODUCTS; bias [N], or anything; out [M, N] contiguous.
+    """
     # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
     request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
     asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
@@ -94,9 +99,10 @@ def matmul_all_reduce_kernel(
         if ticket < tiles:
             request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
             acc = matmul_tile_of_few_rows(
-                a, stride_am, M, b, stride_bk, stride_bn, ticket * BLOCK_N, N, K,
-                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST,
+                lefts, strides_am, M, rights, strides_bk, strides_bn, ticket * BLOCK_N, N, depths,
+                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, NUM_PRODUCTS,
             )  # fmt: skip
+            acc = plus_bias(acc, bias, ticket * BLOCK_N, N, BLOCK_N, HAS_BIAS)
             if ok < 0:
                 # Credits: nobody reads any more what the slot's previous use left there.
                 ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
@@ -154,23 +160,25 @@ def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: in
 
 
 def matmul_all_reduce(
-    node: MatmulAllReduce, launch: Launch, sizes: Geometry, a: torch.Tensor, b: torch.Tensor
+    node: MatmulAllReduce,
+    launch: Launch,
+    sizes: Geometry,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a [.., K], b [K, N]; returns [.., N]. See the module."""
-    out = a.new_empty([*a.shape[:-1], sizes.N])
-    a_rows = rows_of(a)
+    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns [.., N]. See the module."""
+    out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
+    lefts, rights = longest_first(a, b)
 
     def arguments() -> Arguments:
-        constants = launch.constants(sizes.config, a_rows, [b])
+        constants = launch.sum_constants(sizes.config, lefts, rights, bias)
         return Arguments(
             programs=sizes.programs,
             values=dict(
                 M=sizes.M,
                 N=sizes.N,
-                K=b.shape[0],
-                stride_am=a_rows.stride(0),
-                stride_bk=b.stride(0),
-                stride_bn=b.stride(1),
+                **sum_sizes(lefts, rights),
                 rank=launch.rank,
                 WORLD=node.world_size,
                 AVERAGE=node.reduce_op == "avg",
@@ -178,5 +186,6 @@ def matmul_all_reduce(
             ),
         )
 
-    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, {"a": a_rows, "b": b, "out": out})
+    tensors = {"lefts": lefts, "rights": rights, "bias": out if bias is None else bias.contiguous(), "out": out}
+    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, tensors)
     return out

@@ -1,8 +1,9 @@
-"""matmul_all_reduce, strategy `tile`: out = all_reduce(a @ b) in one launch, one-shot for a few rows, else two-shot."""
+"""matmul_all_reduce, strategy `tile`: the sum of products in one launch, one-shot for a few rows, else two-shot."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -22,9 +23,14 @@ def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: in
 
 
 def matmul_all_reduce(
-    node: MatmulAllReduce, launch: Launch, sizes: Geometry, a: torch.Tensor, b: torch.Tensor
+    node: MatmulAllReduce,
+    launch: Launch,
+    sizes: Geometry,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a [.., K], b [K, N]; returns [.., N], the same bits on every rank."""
+    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns [.., N], the same bits on every rank."""
     if isinstance(sizes, one_shot.Geometry):
-        return one_shot.matmul_all_reduce(node, launch, sizes, a, b)
-    return two_shot.matmul_all_reduce(node, launch, sizes, a, b)
+        return one_shot.matmul_all_reduce(node, launch, sizes, a, b, bias)
+    return two_shot.matmul_all_reduce(node, launch, sizes, a, b, bias)

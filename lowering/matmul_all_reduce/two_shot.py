@@ -1,4 +1,5 @@
-"""matmul_all_reduce, strategy `tile` for many rows: out = all_reduce(a @ b) in one launch, two-shot.
+"""matmul_all_reduce, strategy `tile` for many rows: out = all_reduce(sum_i a_i @ b_i + bias) in one
+launch, two-shot.
 
 Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K and wants the whole sum, the same bits everywhere.
 Algorithm. Tiles of the output are dealt out to owners in equal runs, and a run is cut into parts. *Push*: the tiles of
@@ -15,6 +16,7 @@ Limits. None on M, N, K: edge tiles are masked where they meet the output.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +26,11 @@ import triton.language as tl
 from ditron_inductor.core.layout import MAX_WORLD, RESULT_ROW, TILE_TICKET
 from ditron_inductor.core.matmul import (
     carry,
+    further_products,
+    further_products_by_descriptors,
     matmul_tile,
     matmul_tile_by_descriptors,
+    plus_bias,
     rows_descriptor,
     weight_descriptor,
 )
@@ -47,7 +52,7 @@ from ditron_inductor.core.signals import (
     wait_credits,
 )
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
+from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
 from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.lowering.partials import block_offsets, publish_partial, put_in_outbox, reduced_slice
 from ditron_inductor.task.nodes import MatmulAllReduce
@@ -137,15 +142,18 @@ def schedule(ticket, tiles_per_owner, part_tiles, rank, WORLD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles", "part_tiles", "num_parts"])
 def matmul_all_reduce_kernel(
-    a, b, out, table, ctl, counters,
-    M, N, K, stride_am, stride_bk, stride_bn,
+    lefts, rights, bias, out, table, ctl, counters,
+    M, N, depths, strides_am, strides_bk, strides_bn,
     rank, slot, site, chunk_tiles, part_tiles, num_parts,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, COUNTED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
+    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """See the module. a [M, K] with contiguous K; out [M, N] contiguous."""
+    """See the module. lefts [M, K_i] with contiguous K, rights [K_i, N], depths (the K_i) and strides: tuples of
+    NUM_PRODUCTS; bias [N], or anything; out [M, N] contiguous.
+    """
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
     num_m = tl.cdiv(M, BLOCK_M)
@@ -153,9 +161,16 @@ def matmul_all_reduce_kernel(
     tiles = num_m * num_n
     tiles_per_owner = tl.cdiv(tiles, WORLD)
     dtype: tl.constexpr = out.dtype.element_ty
+    a_descriptors = ()
+    b_descriptors = ()
     if DESCRIPTORS:
-        a_descriptor = rows_descriptor(a, M, K, stride_am, BLOCK_M, BLOCK_K)
-        b_descriptor = weight_descriptor(b, N, K, stride_bk, stride_bn, BLOCK_N, BLOCK_K, K_MAJOR)
+        for i in tl.static_range(NUM_PRODUCTS):
+            a_descriptor = rows_descriptor(lefts[i], M, depths[i], strides_am[i], BLOCK_M, BLOCK_K)
+            a_descriptors = a_descriptors + (a_descriptor,)  # type: ignore[assignment]
+            b_descriptor = weight_descriptor(
+                rights[i], N, depths[i], strides_bk[i], strides_bn[i], BLOCK_N, BLOCK_K, (K_MAJOR >> i) & 1
+            )
+            b_descriptors = b_descriptors + (b_descriptor,)  # type: ignore[assignment]
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
@@ -202,17 +217,26 @@ def matmul_all_reduce_kernel(
                 block_row, block_column = grouped(first + tile, num_m, num_n, GROUP_M)
                 if DESCRIPTORS:
                     acc = matmul_tile_by_descriptors(
-                        a_descriptor, b_descriptor, block_row * BLOCK_M, block_column * BLOCK_N, K,
-                        box, targets, carried, num_targets,
-                        BLOCK_M, BLOCK_N, BLOCK_K, K_MAJOR, PRECISION, UPCAST, WORLD - 1, PIECE,
+                        a_descriptors[0], b_descriptors[0],  # type: ignore[misc]
+                        block_row * BLOCK_M, block_column * BLOCK_N, depths[0], box, targets, carried, num_targets,
+                        BLOCK_M, BLOCK_N, BLOCK_K, K_MAJOR & 1, PRECISION, UPCAST, WORLD - 1, PIECE,
+                    )  # fmt: skip
+                    acc = further_products_by_descriptors(
+                        acc, a_descriptors, b_descriptors, block_row * BLOCK_M, block_column * BLOCK_N, depths, box,
+                        BLOCK_K, K_MAJOR, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
                     )  # fmt: skip
                 else:
                     offs_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
                     acc = matmul_tile(
-                        a + offs_m * stride_am, b, stride_bk, stride_bn, block_column * BLOCK_N, N, K,
-                        box, targets, carried, num_targets,
+                        lefts[0] + offs_m * strides_am[0], rights[0], strides_bk[0], strides_bn[0],
+                        block_column * BLOCK_N, N, depths[0], box, targets, carried, num_targets,
                         BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, WORLD - 1, PIECE,
                     )  # fmt: skip
+                    acc = further_products(
+                        acc, lefts, offs_m, strides_am, rights, strides_bk, strides_bn, block_column * BLOCK_N, N,
+                        depths, box, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
+                    )  # fmt: skip
+                acc = plus_bias(acc, bias, block_column * BLOCK_N, N, BLOCK_N, HAS_BIAS)
                 publish_carried(
                     table, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, rank, slot, site,
                     epoch, WORLD, COUNTED,
@@ -294,11 +318,16 @@ def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: in
 
 
 def matmul_all_reduce(
-    node: MatmulAllReduce, launch: Launch, sizes: Geometry, a: torch.Tensor, b: torch.Tensor
+    node: MatmulAllReduce,
+    launch: Launch,
+    sizes: Geometry,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a [.., K], b [K, N]; returns [.., N]. See the module."""
-    out = a.new_empty([*a.shape[:-1], sizes.N])
-    a_rows = rows_of(a)
+    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns [.., N]. See the module."""
+    out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
+    lefts, rights = longest_first(a, b)
 
     def arguments() -> Arguments:
         chunk_tiles = launch.chunk_tiles(sizes.owned, RESULT_ROW.value)
@@ -307,10 +336,6 @@ def matmul_all_reduce(
             values=dict(
                 M=sizes.M,
                 N=sizes.N,
-                K=b.shape[0],
-                stride_am=a_rows.stride(0),
-                stride_bk=b.stride(0),
-                stride_bn=b.stride(1),
                 rank=launch.rank,
                 chunk_tiles=chunk_tiles,
                 part_tiles=sizes.part_tiles,
@@ -318,9 +343,11 @@ def matmul_all_reduce(
                 WORLD=node.world_size,
                 AVERAGE=node.reduce_op == "avg",
                 COUNTED=chunk_tiles > 1,
-                **launch.constants(sizes.config, a_rows, [b]),
+                **sum_sizes(lefts, rights),
+                **launch.sum_constants(sizes.config, lefts, rights, bias),
             ),
         )
 
-    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, {"a": a_rows, "b": b, "out": out})
+    tensors = {"lefts": lefts, "rights": rights, "bias": out if bias is None else bias.contiguous(), "out": out}
+    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, tensors)
     return out

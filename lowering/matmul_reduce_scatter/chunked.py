@@ -1,6 +1,8 @@
 """matmul_reduce_scatter, strategy `chunked`: library products for one owner after the other, then one reduction.
 
 Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K; rank r wants the r-th chunk of rows of the sum.
+There may be several products a_i @ b_i that are added up, and a row that is added to them: the library adds, chunk by
+chunk.
 Algorithm. The main stream multiplies the rows of rank + 1 first and the own ones last. The products go straight into
 the own slot, where their owners read them; a small kernel behind each tells them. Meanwhile the side stream copies the
 partial products for this rank from its peers, that of rank - 1 first, in the order in which they are made. The last
@@ -22,7 +24,7 @@ import torch
 from ditron_inductor.device.lanes import HERE
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, multiply, shaped
+from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, Operands, shaped
 from ditron_inductor.lowering.launch import Launch, round_up, rows_of
 from ditron_inductor.lowering.launcher import Bound
 from ditron_inductor.lowering.schedules import Reduction
@@ -82,32 +84,34 @@ def matmul_reduce_scatter(
     node: MatmulReduceScatter,
     launch: Launch,
     sizes: Geometry,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
     epilogue: Any = identity,
     extras: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """a [.., W*S, .., K] with W*S at `scatter_dim`, b [K, N]; returns [.., S, .., N]. See the module.
+    """a_i [.., W*S, .., K_i] with W*S at `scatter_dim`, b_i [K_i, N], bias [N]; returns [.., S, .., N]. See the module.
 
     epilogue: applied to the sum before it is rounded; see `transfers.identity`.
     """
-    shape = [*a.shape[:-1], sizes.N]
+    first = a[0]
+    shape = [*first.shape[:-1], sizes.N]
     shape[node.scatter_dim] //= node.world_size
-    out = a.new_empty(shape)
-    partials = a.new_empty(node.world_size * sizes.rows, sizes.N)
+    out = first.new_empty(shape)
+    partials = first.new_empty(node.world_size * sizes.rows, sizes.N)
     with launch.call(nbytes=sizes.nbytes) as call:
-        plan = call.kept((sizes, epilogue), lambda call: _plan(node, launch, sizes, call, a, epilogue))
-        lefts = plan.rows_of(rows_of(a))
+        plan = call.kept((sizes, epilogue), lambda call: _plan(node, launch, sizes, call, first, epilogue))
+        operands = Operands([plan.rows_of(rows_of(one)) for one in a], b, bias)
         base = partials.data_ptr()
         plan.open(call.stream)
         with call.fork() as lane:
             # In turns on two streams: a product begins while the last tiles of the one before it run.
             for turn, group in enumerate(plan.groups):
                 with lane.beside() if turn % 2 == 1 else HERE:
-                    done = group.send(lane, lefts, b)
+                    done = group.send(lane, operands)
                 group.receive(lane, done, base)
             with lane.beside() if len(plan.groups) % 2 == 1 else HERE:
-                multiply(lefts[plan.own], b, shaped(partials[plan.own_rows], plan.own_shape))
+                operands.multiply(plan.own, shaped(partials[plan.own_rows], plan.own_shape))
         # Never empty: an epilogue that wants nothing gets what it does not look at.
         plan.reduce(call.stream, partials, out, tuple(extras) or (out,))
     return out

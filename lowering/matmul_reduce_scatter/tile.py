@@ -1,10 +1,12 @@
-"""matmul_reduce_scatter, strategy `tile`: out = reduce_scatter(a @ b) in one launch.
+"""matmul_reduce_scatter, strategy `tile`: out = reduce_scatter(sum_i a_i @ b_i + bias) in one launch.
 
 Problem. Every rank holds a [M, K] and b [K, N] of its own slice of K; rank r wants the r-th chunk of rows of the sum.
+There may be several products a_i @ b_i that are added up, and a row that is added to them.
 Algorithm. One queue of work: the tiles of the product, those of rank + 1 first and the own ones last. A tile of another
 rank is carried into the slot of its owner while the next tile is computed. An own tile waits for the other ranks'
 parts, adds all of them in fp32 in rank order, and writes the output: by then they have nearly always come, as every
 rank computes its own tiles last. Partials are rounded to the output's dtype, as they are without fusion.
+The K loops of several products run one after the other into one accumulator; the first one, the longest, carries.
 Signal protocol. See lowering/partials.py. A push waits for the credits of all peers for the slot's previous use;
 the next launch gives those of this one. Every push precedes every flag wait in ticket order, and a program carries and
 publishes what it has before it waits for a flag.
@@ -14,6 +16,7 @@ Limits. The scattered dimension is not the last one, and the group's size divide
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +26,11 @@ import triton.language as tl
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import (
     carry,
+    further_products,
+    further_products_by_descriptors,
     matmul_steps_by_descriptors,
     matmul_tile,
+    plus_bias,
     rows_descriptor,
     weight_descriptor,
 )
@@ -43,7 +49,7 @@ from ditron_inductor.core.signals import (
     wait_credits,
 )
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
+from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
 from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.lowering.partials import publish_partial, put_in_outbox, reduced_slice
 from ditron_inductor.task.nodes import MatmulReduceScatter
@@ -51,17 +57,19 @@ from ditron_inductor.task.nodes import MatmulReduceScatter
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles"])
 def matmul_reduce_scatter_kernel(
-    a, b, out, table, ctl, counters,
-    rows, N, K, block, stride_am, stride_bk, stride_bn,
+    lefts, rights, bias, out, table, ctl, counters,
+    rows, N, depths, block, strides_am, strides_bk, strides_bn,
     rank, slot, site, chunk_tiles,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, COUNTED: tl.constexpr, INTERLEAVED: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
+    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """See the module. a [WORLD * rows, K] with contiguous K; out [rows, N] contiguous; block: see interleaved_row.
+    """See the module. lefts [WORLD * rows, K_i] with contiguous K, rights [K_i, N], depths (the K_i), strides: tuples
+    of NUM_PRODUCTS; bias [N], or anything; out [rows, N] contiguous; block: see interleaved_row.
 
-    DESCRIPTORS needs the rows of a tile to follow each other in a: `block` a multiple of BLOCK_M, or not INTERLEAVED.
+    DESCRIPTORS needs the rows of a tile to follow each other: `block` a multiple of BLOCK_M, or not INTERLEAVED.
     """
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
@@ -69,9 +77,16 @@ def matmul_reduce_scatter_kernel(
     num_n = tl.cdiv(N, BLOCK_N)
     tiles = num_m * num_n
     dtype: tl.constexpr = out.dtype.element_ty
+    a_descriptors = ()
+    b_descriptors = ()
     if DESCRIPTORS:
-        a_descriptor = rows_descriptor(a, WORLD * rows, K, stride_am, BLOCK_M, BLOCK_K)
-        b_descriptor = weight_descriptor(b, N, K, stride_bk, stride_bn, BLOCK_N, BLOCK_K, K_MAJOR)
+        for i in tl.static_range(NUM_PRODUCTS):
+            a_descriptor = rows_descriptor(lefts[i], WORLD * rows, depths[i], strides_am[i], BLOCK_M, BLOCK_K)
+            a_descriptors = a_descriptors + (a_descriptor,)  # type: ignore[assignment]
+            b_descriptor = weight_descriptor(
+                rights[i], N, depths[i], strides_bk[i], strides_bn[i], BLOCK_N, BLOCK_K, (K_MAJOR >> i) & 1
+            )
+            b_descriptors = b_descriptors + (b_descriptor,)  # type: ignore[assignment]
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
@@ -95,15 +110,16 @@ def matmul_reduce_scatter_kernel(
         column = block_column * BLOCK_N
         if DESCRIPTORS:
             row = interleaved_row(block_row * BLOCK_M, owner, rows, block, WORLD, INTERLEAVED)
-            steps = tl.cdiv(K, BLOCK_K)
+            steps = tl.cdiv(depths[0], BLOCK_K)
             head = steps
             if EARLY:
                 # At the end of their own tiles peers wait for what is carried: twice the fewest steps, and publish.
                 head = tl.where(owner == rank, tl.minimum(steps, 2 * BLOCK_WORDS // PIECE), steps)
             acc = matmul_steps_by_descriptors(
                 tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), 0, head,
-                a_descriptor, b_descriptor, row, column, outbox, (target,), carried, 1,
-                BLOCK_K, K_MAJOR, PRECISION, UPCAST, 1, PIECE,
+                a_descriptors[0], b_descriptors[0],  # type: ignore[misc]
+                row, column, outbox, (target,), carried, 1,
+                BLOCK_K, K_MAJOR & 1, PRECISION, UPCAST, 1, PIECE,
             )  # fmt: skip
             if EARLY:
                 if sent_owner != rank:
@@ -112,17 +128,27 @@ def matmul_reduce_scatter_kernel(
                     )  # fmt: skip
                     sent_owner = rank + 0
                 acc = matmul_steps_by_descriptors(
-                    acc, head, steps, a_descriptor, b_descriptor, row, column, outbox, (target,), 0, 0,
-                    BLOCK_K, K_MAJOR, PRECISION, UPCAST, 0, PIECE,
+                    acc, head, steps, a_descriptors[0], b_descriptors[0],  # type: ignore[misc]
+                    row, column, outbox, (target,), 0, 0,
+                    BLOCK_K, K_MAJOR & 1, PRECISION, UPCAST, 0, PIECE,
                 )  # fmt: skip
+            acc = further_products_by_descriptors(
+                acc, a_descriptors, b_descriptors, row, column, depths, outbox,
+                BLOCK_K, K_MAJOR, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
+            )  # fmt: skip
         else:
             inner_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), rows - 1)
             rows_m = interleaved_row(inner_m, owner, rows, block, WORLD, INTERLEAVED).to(tl.int64)
             acc = matmul_tile(
-                a + rows_m * stride_am, b, stride_bk, stride_bn, column, N, K,
+                lefts[0] + rows_m * strides_am[0], rights[0], strides_bk[0], strides_bn[0], column, N, depths[0],
                 outbox, (target,), carried, 1,
                 BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 1, PIECE,
             )  # fmt: skip
+            acc = further_products(
+                acc, lefts, rows_m, strides_am, rights, strides_bk, strides_bn, column, N, depths, outbox,
+                BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
+            )  # fmt: skip
+        acc = plus_bias(acc, bias, column, N, BLOCK_N, HAS_BIAS)
         if sent_owner != rank:
             publish_partial(
                 table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED
@@ -182,17 +208,24 @@ def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns
 
 
 def matmul_reduce_scatter(
-    node: MatmulReduceScatter, launch: Launch, sizes: Geometry, a: torch.Tensor, b: torch.Tensor
+    node: MatmulReduceScatter,
+    launch: Launch,
+    sizes: Geometry,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a [.., W*S, .., K] with W*S at `scatter_dim`, b [K, N]; returns [.., S, .., N]. See the module."""
-    shape = [*a.shape[:-1], sizes.N]
+    """a_i [.., W*S, .., K_i] with W*S at `scatter_dim`, b_i [K_i, N], bias [N]; returns [.., S, .., N]. See the
+    module.
+    """
+    shape = [*a[0].shape[:-1], sizes.N]
     shape[node.scatter_dim] //= node.world_size
-    out = a.new_empty(shape)
-    a_rows = rows_of(a)
+    out = a[0].new_empty(shape)
+    lefts, rights = longest_first(a, b)
 
     def arguments() -> Arguments:
         block = launch.shard_block(shape, node.scatter_dim)
-        constants = launch.constants(sizes.config, a_rows, [b])
+        constants = launch.sum_constants(sizes.config, lefts, rights, bias)
         constants["DESCRIPTORS"] &= block == sizes.rows or block % sizes.config.block_m == 0
         chunk_tiles = launch.chunk_tiles(sizes.tiles, MAX_CHUNKS.value)
         return Arguments(
@@ -200,11 +233,8 @@ def matmul_reduce_scatter(
             values=dict(
                 rows=sizes.rows,
                 N=sizes.N,
-                K=b.shape[0],
                 block=block,
-                stride_am=a_rows.stride(0),
-                stride_bk=b.stride(0),
-                stride_bn=b.stride(1),
+                **sum_sizes(lefts, rights),
                 rank=launch.rank,
                 chunk_tiles=chunk_tiles,
                 WORLD=node.world_size,
@@ -217,5 +247,6 @@ def matmul_reduce_scatter(
             ),
         )
 
-    launch.run(matmul_reduce_scatter_kernel, sizes.nbytes, arguments, {"a": a_rows, "b": b, "out": out})
+    tensors = {"lefts": lefts, "rights": rights, "bias": out if bias is None else bias.contiguous(), "out": out}
+    launch.run(matmul_reduce_scatter_kernel, sizes.nbytes, arguments, tensors)
     return out

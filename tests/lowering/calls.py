@@ -90,20 +90,41 @@ def all_gather_matmul(
     return torch.ops.ditron.all_gather_matmul(shard, list(weights), token, gather_dim, return_gathered, *site.args(ctx))
 
 
+Operands = torch.Tensor | Sequence[torch.Tensor]
+"""Of one product, or of several."""
+
+
+def listed(operands: Operands) -> list[torch.Tensor]:
+    """The operands of all products."""
+    return [operands] if isinstance(operands, torch.Tensor) else list(operands)
+
+
 def matmul_reduce_scatter(
-    ctx: RankContext, site: Site, a: torch.Tensor, b: torch.Tensor, scatter_dim: int = 0, reduce_op: str = "sum"
+    ctx: RankContext,
+    site: Site,
+    a: Operands,
+    b: Operands,
+    scatter_dim: int = 0,
+    reduce_op: str = "sum",
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The op's result without its token."""
     register()
-    return torch.ops.ditron.matmul_reduce_scatter(a, b, None, scatter_dim, reduce_op, *site.args(ctx))[0]
+    op = torch.ops.ditron.matmul_reduce_scatter
+    return op(listed(a), listed(b), bias, None, scatter_dim, reduce_op, *site.args(ctx))[0]
 
 
 def matmul_all_reduce(
-    ctx: RankContext, site: Site, a: torch.Tensor, b: torch.Tensor, reduce_op: str = "sum"
+    ctx: RankContext,
+    site: Site,
+    a: Operands,
+    b: Operands,
+    reduce_op: str = "sum",
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The op's result without its token."""
     register()
-    return torch.ops.ditron.matmul_all_reduce(a, b, None, reduce_op, *site.args(ctx))[0]
+    return torch.ops.ditron.matmul_all_reduce(listed(a), listed(b), bias, None, reduce_op, *site.args(ctx))[0]
 
 
 def reference_all_gather_matmul(
@@ -117,19 +138,37 @@ def reference_all_gather_matmul(
 
 
 def reference_matmul_reduce_scatter(
-    ctx: RankContext, site: Site, a: torch.Tensor, b: torch.Tensor, scatter_dim: int = 0, reduce_op: str = "sum"
+    ctx: RankContext,
+    site: Site,
+    a: Operands,
+    b: Operands,
+    scatter_dim: int = 0,
+    reduce_op: str = "sum",
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The result in fp64."""
     return reference.matmul_reduce_scatter(
-        a.double(), b.double(), scatter_dim=scatter_dim, reduce_op=reduce_op, **site.group(ctx)
+        *_doubled(a, b, bias), scatter_dim=scatter_dim, reduce_op=reduce_op, **site.group(ctx)
     )
 
 
 def reference_matmul_all_reduce(
-    ctx: RankContext, site: Site, a: torch.Tensor, b: torch.Tensor, reduce_op: str = "sum"
+    ctx: RankContext,
+    site: Site,
+    a: Operands,
+    b: Operands,
+    reduce_op: str = "sum",
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The result in fp64."""
-    return reference.matmul_all_reduce(a.double(), b.double(), reduce_op=reduce_op, **site.group(ctx))
+    return reference.matmul_all_reduce(*_doubled(a, b, bias), reduce_op=reduce_op, **site.group(ctx))
+
+
+def _doubled(
+    a: Operands, b: Operands, bias: torch.Tensor | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
+    lefts, rights = [one.double() for one in listed(a)], [one.double() for one in listed(b)]
+    return lefts, rights, None if bias is None else bias.double()
 
 
 def assert_replicated(ctx: RankContext, x: torch.Tensor, site: Site | None = None) -> None:

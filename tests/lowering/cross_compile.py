@@ -29,9 +29,10 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 NUM_WEIGHTS = 2
-TENSORS = ("shard", "gathered", "a", "b", "out")
-TUPLES = ("weights", "outs", "columns", "strides_bk", "strides_bn")
-"""One element for each weight."""
+TENSORS = ("shard", "gathered", "bias", "out")
+TUPLES_OF_TENSORS = ("weights", "outs", "lefts", "rights")
+TUPLES = (*TUPLES_OF_TENSORS, "columns", "depths", "strides_am", "strides_bk", "strides_bn")
+"""One element for each weight, or product."""
 WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32"}
 
 
@@ -39,7 +40,8 @@ WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32"}
 class Case:
     """A kernel for `target` in tiles of `config`.
 
-    descriptors: loads operands by TMA. even_k: K needs no mask. early: publishes in the middle of a product.
+    descriptors: loads operands by TMA. even_k: K needs no mask. early: publishes in the middle of a product. products:
+    that a reduction adds up; biased: a row too.
     """
 
     kernel: str
@@ -49,12 +51,24 @@ class Case:
     descriptors: bool = False
     even_k: bool = True
     early: bool = False
+    products: int = 1
+    biased: bool = False
 
     def __str__(self) -> str:
         tile = self.fitted
         sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}w{tile.num_warps}"
         ways = "descriptors" if self.descriptors else "pointers" if self.even_k else "ragged"
-        return f"{self.kernel}-{self.target}-{sizes}-{self.dtype}-{ways}{'-early' if self.early else ''}"
+        return f"{self.kernel}-{self.target}-{sizes}-{self.dtype}-{ways}{'-early' if self.early else ''}{self.terms}"
+
+    @property
+    def terms(self) -> str:
+        """What is added up, if it is more than one product."""
+        return (f"-{self.products}" if self.products > 1 else "") + ("-biased" if self.biased else "")
+
+    @property
+    def length(self) -> int:
+        """Of the kernel's tuples."""
+        return NUM_WEIGHTS if self.kernel == "all_gather_matmul" else self.products
 
     @property
     def fitted(self) -> Config:
@@ -66,9 +80,10 @@ class Case:
         """For each K loop in order, whether it takes finished data to peers."""
         if self.kernel == "all_gather_matmul":
             return [self.descriptors] * NUM_WEIGHTS
+        further = [False] * (self.products - 1)
         if self.kernel == "matmul_reduce_scatter" and self.descriptors and self.early:
-            return [True, False]
-        return [self.kernel != "one_shot"]
+            return [True, False, *further]
+        return [self.kernel != "one_shot", *further]
 
 
 @dataclass(frozen=True)
@@ -86,7 +101,7 @@ class Compiled:
 
 @functools.cache
 def compile_case(case: Case) -> Compiled:
-    """The kernel for 4 ranks and, where it takes several weights, two of them.
+    """The kernel for 4 ranks and, where it takes several weights side by side, two of them.
 
     Second operands have contiguous K, as a linear layer holds them, where they are loaded by descriptors and for a few
     rows; else contiguous N.
@@ -98,13 +113,15 @@ def compile_case(case: Case) -> Compiled:
     constants: dict[str, Any] = {
         "WORLD": 4,
         "NUM_WEIGHTS": NUM_WEIGHTS,
+        "NUM_PRODUCTS": case.products,
+        "HAS_BIAS": case.biased,
         "RETURN_GATHERED": True,
         "AVERAGE": True,
         "COUNTED": True,
         "EARLY": case.early,
         "DESCRIPTORS": case.descriptors,
         "INTERLEAVED": not case.descriptors,
-        "K_MAJOR": (1 << NUM_WEIGHTS) - 1 if k_major else 0,
+        "K_MAJOR": (1 << case.length) - 1 if k_major else 0,
         "THREADS": threads,
         "PIECE": 4 * threads,
         "BLOCK_M": fits.block_m,
@@ -116,7 +133,6 @@ def compile_case(case: Case) -> Compiled:
         "UPCAST": False,
         "SEND_BLOCK": 8192,
         "SEND_STEPS": 8,
-        "stride_bk" if k_major else "stride_bn": 1,
     }
     aligned = [["tt.divisibility", 16]]
     signature: dict[str, Any] = {}
@@ -128,11 +144,11 @@ def compile_case(case: Case) -> Compiled:
         if name in constants:
             signature[name], known[place,] = "constexpr", constants[name]
         elif name == ("strides_bk" if k_major else "strides_bn"):
-            signature[name] = ("constexpr",) * NUM_WEIGHTS
-            known |= {(place, i): 1 for i in range(NUM_WEIGHTS)}
+            signature[name] = ("constexpr",) * case.length
+            known |= {(place, i): 1 for i in range(case.length)}
         elif name in TUPLES:
-            signature[name] = (f"*{case.dtype}" if name in ("weights", "outs") else "i32",) * NUM_WEIGHTS
-            attributes |= {(place, i): aligned for i in range(NUM_WEIGHTS)}
+            signature[name] = (f"*{case.dtype}" if name in TUPLES_OF_TENSORS else "i32",) * case.length
+            attributes |= {(place, i): aligned for i in range(case.length)}
         else:
             signature[name] = f"*{case.dtype}" if name in TENSORS else WORDS.get(name, "i32")
             if not parameter.do_not_specialize:

@@ -48,7 +48,7 @@ def a_scatter(log: Log, shape: tuple[int, ...], scatter_dim: int, cut: Reduction
     sizes = scatter.geometry(node, launch, a, 24, shape[-1])
     if cut is not None:
         sizes = replace(sizes, cut=cut)
-    return lambda: scatter.matmul_reduce_scatter(node, launch, sizes, a, b)
+    return lambda: scatter.matmul_reduce_scatter(node, launch, sizes, [a], [b])
 
 
 def a_reduce(log: Log, rows: int, parts: int, groups: tuple[tuple[int, int], ...]) -> Call:
@@ -66,7 +66,7 @@ def a_reduce(log: Log, rows: int, parts: int, groups: tuple[tuple[int, int], ...
         results=parts * (WORLD - 1) * stride,
         nbytes=parts * WORLD * stride * 4,
     )
-    return lambda: reduce.matmul_all_reduce(node, launch, sizes, a, b)
+    return lambda: reduce.matmul_all_reduce(node, launch, sizes, [a], [b])
 
 
 def a_site(log: Log) -> Any:

@@ -31,6 +31,7 @@ from ditron_inductor.passes.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.passes.reasons import LEFT_ALONE
 from ditron_inductor.passes.try_forms import try_forms
+from ditron_inductor.task.reference import sum_of_products
 
 WORLD_SIZE = 4
 FUSIONS = (normalize_collectives, try_forms, all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
@@ -166,7 +167,9 @@ def _line(node: fx.Node) -> str:
 
 
 def run_ranks(
-    module: fx.GraphModule, inputs: list[list[torch.Tensor]], groups: Mapping[str, Sequence[Sequence[int]]] | None = None
+    module: fx.GraphModule,
+    inputs: list[list[torch.Tensor]],
+    groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
 ) -> list[Any]:
     """What every rank computes: `inputs[rank]` are its arguments. Collectives and fused ops take the values of all
     ranks of a group together; `groups` has the sets of ranks that a group's name stands for, where not all are in one.
@@ -228,13 +231,13 @@ def _run_all_gather_matmul(args: list[Any]) -> list[Any]:
 
 
 def _run_matmul_reduce_scatter(args: list[Any]) -> list[Any]:
-    dim, op = args[0][3], args[0][4]
-    chunks = _reduce([torch.matmul(arg[0], arg[1]) for arg in args], op).chunk(len(args), dim)
+    dim, op = args[0][4], args[0][5]
+    chunks = _reduce([sum_of_products(*arg[:3]) for arg in args], op).chunk(len(args), dim)
     return [(chunk, torch.empty(1)) for chunk in chunks]
 
 
 def _run_matmul_all_reduce(args: list[Any]) -> list[Any]:
-    total = _reduce([torch.matmul(arg[0], arg[1]) for arg in args], args[0][3])
+    total = _reduce([sum_of_products(*arg[:3]) for arg in args], args[0][4])
     return [(total, torch.empty(1)) for _ in args]
 
 

@@ -51,6 +51,23 @@ class FeedForward(nn.Module):
         return out
 
 
+class Mlp(FeedForward):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(16)
+        self.mlp = Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.mlp(self.norm(x))
+        return out
+
+
 def sequence_parallel(bias: bool = False) -> nn.Module:
     plan = {
         "norm": SequenceParallel(),
@@ -112,9 +129,9 @@ empty_1 [8, 16] = aten.empty.memory_format([8, 16], device=device(type='cpu'), p
 all_gather_matmul = ditron.all_gather_matmul(arg0_1, [arg1_1], None, 0, False, 4, '0', '', 'auto', 1073741824, 0.0)
 getitem [32, 24] = all_gather_matmul[0]
 relu [32, 24] = aten.relu(getitem)
-matmul_reduce_scatter = ditron.matmul_reduce_scatter(relu, arg2_1, None, 0, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([relu], [arg2_1], None, None, 0, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_1 [8, 16] = matmul_reduce_scatter[0]
-matmul_all_reduce = ditron.matmul_all_reduce(getitem_1, arg1_1, None, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
+matmul_all_reduce = ditron.matmul_all_reduce([getitem_1], [arg1_1], None, None, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_2 [8, 24] = matmul_all_reduce[0]
 return (getitem_2,)
 """,
@@ -142,9 +159,34 @@ return (getitem_2,)
         assert sites(forward) == ["ditron.matmul_all_reduce"]
         assert set(sites(backward)) == {"ditron.matmul_all_reduce"}
 
-    def test_dtensor_bias_is_left_alone_with_a_reason(self) -> None:
+    def test_dtensor_bias(self) -> None:
         forward, _ = compiled_graphs(sequence_parallel(bias=True), torch.randn(2, 4, 16, requires_grad=True))
-        assert sites(forward) == ["all_gather_into_tensor: bias", "reduce_scatter_tensor: bias"]
+        assert sites(forward) == ["all_gather_into_tensor: bias", "ditron.matmul_reduce_scatter"]
+
+    def test_dtensor_bias_of_an_all_reduce(self) -> None:
+        plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        module = parallelize_module(FeedForward(bias=True), init_device_mesh("cpu", (WORLD_SIZE,)), plan)
+        forward, _ = compiled_graphs(module, torch.randn(2, 8, 16, requires_grad=True))
+        assert sites(forward) == ["ditron.matmul_all_reduce"]
+        (call,) = [node for node in forward.graph.nodes if "matmul_all_reduce" in str(node.target)]
+        divided = call.args[2]
+        assert divided.target is torch.ops.aten.div.Tensor and divided.args[1] == WORLD_SIZE
+
+    def test_one_gather_for_gate_and_up(self) -> None:
+        """Its backward adds the gradients of both before it reduces."""
+        plan = {
+            "norm": SequenceParallel(),
+            "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+            "mlp.gate": ColwiseParallel(),
+            "mlp.up": ColwiseParallel(),
+            "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        module = parallelize_module(Block(), init_device_mesh("cpu", (WORLD_SIZE,)), plan)
+        forward, backward = compiled_graphs(module, torch.randn(2, 4, 16, requires_grad=True))
+        assert sites(forward) == ["ditron.all_gather_matmul", "ditron.matmul_reduce_scatter"]
+        assert sites(backward) == ["ditron.all_gather_matmul", "ditron.matmul_reduce_scatter"]
+        (call,) = [node for node in backward.graph.nodes if "matmul_reduce_scatter" in str(node.target)]
+        assert [len(call.args[0]), len(call.args[1]), call.args[2]] == [2, 2, None]
 
 
 class Uneven(nn.Module):
@@ -204,5 +246,5 @@ def test_two_groups_are_told_apart() -> None:
 
         (graph,) = compiled_graphs(fn, torch.randn(8, 16), torch.randn(16, 16))
         fuse(graph)
-        calls = [node.args[4:6] for node in graph.graph.nodes if "ditron" in str(node.target)]
+        calls = [node.args[5:7] for node in graph.graph.nodes if "ditron" in str(node.target)]
         assert calls == [(2, other.group_name), (WORLD_SIZE, group_name())]

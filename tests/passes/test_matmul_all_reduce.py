@@ -45,13 +45,16 @@ def test_finder_reads_the_product() -> None:
 def test_golden_two_dimensions() -> None:
     module = traced(plain, A, B)
     fuse(module)
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 a_1 [32, 16]
 b_1 [16, 24]
-matmul_all_reduce = ditron.matmul_all_reduce(a_1, b_1, None, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
+matmul_all_reduce = ditron.matmul_all_reduce([a_1], [b_1], None, None, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
 getitem [32, 24] = matmul_all_reduce[0]
 return getitem
-""")
+""",
+    )
 
 
 def test_golden_views_are_kept_behind_the_call() -> None:
@@ -60,11 +63,13 @@ def test_golden_views_are_kept_behind_the_call() -> None:
 
     module = traced(fn, A3, B)
     fuse(module)
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 a_1 [2, 32, 16]
 b_1 [16, 24]
 view [64, 16] = aten.view(a_1, [64, 16])
-matmul_all_reduce = ditron.matmul_all_reduce(view, b_1, None, 'avg', 4, '0', '', 'auto', 1073741824, 0.0)
+matmul_all_reduce = ditron.matmul_all_reduce([view], [b_1], None, None, 'avg', 4, '0', '', 'auto', 1073741824, 0.0)
 getitem [64, 24] = matmul_all_reduce[0]
 _unsafe_view [2, 32, 24] = aten.reshape(getitem, [2, 32, 24])
 view_1 [2, 32, 4, 6] = aten.reshape(_unsafe_view, [2, 32, 4, 6])
@@ -73,7 +78,8 @@ squeeze [2, 32, 4, 6] = aten.squeeze.dim(unsqueeze, 0)
 transpose [2, 4, 32, 6] = aten.transpose.int(squeeze, 1, 2)
 add [2, 4, 32, 6] = aten.add.Tensor(transpose, 1)
 return add
-""")
+""",
+    )
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
@@ -134,11 +140,8 @@ def view_used(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
 GUARDS: list[Any] = [
     pytest.param("intermediate_used", product_used, (A, B), id="product_used"),
     pytest.param("intermediate_used", view_used, (A, B), id="view_used"),
-    pytest.param("bias", lambda a, b, c: all_reduce(torch.addmm(c, a, b)), (A, B, BIAS), id="bias_addmm"),
-    pytest.param("bias", lambda a, b, c: all_reduce(a @ b + c), (A, B, BIAS), id="bias_add"),
     pytest.param("cast_between", lambda a, b: all_reduce((a @ b).bfloat16()), (A, B), id="cast"),
     pytest.param("cast_between", lambda a, b: all_reduce((a @ b).view(torch.int32)), (A, B), id="dtype_view"),
-    pytest.param("sum_of_matmuls", lambda a, b: all_reduce(a @ b + (a * 2) @ b), (A, B), id="sum"),
     pytest.param("batched_matmul", lambda a, b: all_reduce(torch.bmm(a, b)), (A3, torch.empty(2, 16, 5)), id="bmm"),
     pytest.param("layout", lambda a, b: all_reduce((a @ b).t()), (A, B), id="transposed"),
     pytest.param("pointwise_between", lambda a, b: all_reduce((a @ b).relu()), (A, B), id="pointwise"),

@@ -41,35 +41,42 @@ def test_finder_reads_the_product_and_the_scatter() -> None:
     (node,) = collectives(module.graph, REDUCE_SCATTER)
     match = find_matmul_reduce_scatter(node)
     assert isinstance(match, Match)
-    assert (match.scatter_dim, match.collective.reduce_op, match.lhs_sizes) == (1, "avg", None)
-    assert match.lhs.op == "placeholder"
+    assert (match.scatter_dim, match.collective.reduce_op) == (1, "avg")
+    ((lhs, sizes),) = match.lefts
+    assert lhs.op == "placeholder" and sizes is None
 
 
 def test_golden_dim_0() -> None:
     module = traced(lambda a, b: reduce_scatter(a @ b), A, B)
     fuse(module)
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 a_1 [32, 16]
 b_1 [16, 24]
-matmul_reduce_scatter = ditron.matmul_reduce_scatter(a_1, b_1, None, 0, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([a_1], [b_1], None, None, 0, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
 getitem [8, 24] = matmul_reduce_scatter[0]
 return getitem
-""")
+""",
+    )
 
 
 def test_golden_inner_dim_between_pointwise_ops() -> None:
     module = traced(lambda a, b: scatter_dim(torch.relu(a) @ b.t(), 1, "avg") + 1, A3, torch.empty(24, 16))
     fuse(module)
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 a_1 [2, 32, 16]
 b_1 [24, 16]
 relu [2, 32, 16] = aten.relu(a_1)
 t [16, 24] = aten.t(b_1)
-matmul_reduce_scatter = ditron.matmul_reduce_scatter(relu, t, None, 1, 'avg', 4, '0', '', 'auto', 1073741824, 0.0)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([relu], [t], None, None, 1, 'avg', 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_4 [2, 8, 24] = matmul_reduce_scatter[0]
 add [2, 8, 24] = aten.add.Tensor(getitem_4, 1)
 return add
-""")
+""",
+    )
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
@@ -124,7 +131,7 @@ def test_dynamic_shapes_in_slices_of_a_known_length() -> None:
     module = traced(fn, torch.empty(3, 8, 16), B, torch.empty(24), dynamic=True)
     with assert_no_new_guards(module):
         assert fuse(module) == 1
-    assert "matmul_reduce_scatter(relu, b_1, None, 1, 'sum'" in text(module.graph)
+    assert "matmul_reduce_scatter([relu], [b_1], None, None, 1, 'sum'" in text(module.graph)
 
 
 def test_is_idempotent() -> None:
@@ -181,7 +188,6 @@ def gathered_too(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return reduce_scatter(all_gather(a) @ b)
 
 
-BIAS = torch.empty(24)
 GUARDS: list[Any] = [
     pytest.param("chunks_permuted", chunks([1, 0, 2, 3]), (A3, B), id="permuted"),
     pytest.param("chunks_permuted", chunks([3, 2, 1, 0]), (A3, B), id="reversed"),
@@ -198,11 +204,7 @@ GUARDS: list[Any] = [
     pytest.param("intermediate_used", chunk_used, (A3, B), id="chunk_used"),
     pytest.param("intermediate_used", cat_used, (A3, B), id="cat_used"),
     pytest.param("uneven_shards", padded, (torch.empty(2, 30, 16), B), id="padded"),
-    pytest.param("bias", lambda a, b, c: reduce_scatter(torch.addmm(c, a, b)), (A, B, BIAS), id="bias_addmm"),
-    pytest.param("bias", lambda a, b, c: reduce_scatter(a @ b + c), (A, B, BIAS), id="bias_add"),
     pytest.param("cast_between", lambda a, b: reduce_scatter((a @ b).bfloat16()), (A, B), id="cast"),
-    pytest.param("sum_of_matmuls", lambda a, b: reduce_scatter(a @ b + (a * 2) @ b), (A, B), id="sum"),
-    pytest.param("sum_of_matmuls", lambda a, b: reduce_scatter(torch.addmm(a @ b, a, b)), (A, B), id="sum_addmm"),
     pytest.param(
         "batched_matmul",
         lambda a, b: reduce_scatter(torch.bmm(a, b)),

@@ -38,9 +38,9 @@ def implementations() -> Iterator[None]:
     ops.define()
     library: Any = torch.library.Library("ditron", "IMPL")
 
-    def matmul_all_reduce(a, b, token, reduce_op, world_size, group_name, *_):  # type: ignore[no-untyped-def]
-        out = reference.matmul_all_reduce(a, b, reduce_op=reduce_op, world_size=world_size, group_name=group_name)
-        return out, ops.new_token(a)
+    def matmul_all_reduce(a, b, bias, token, reduce_op, world_size, group_name, *_):  # type: ignore[no-untyped-def]
+        out = reference.matmul_all_reduce(a, b, bias, reduce_op=reduce_op, world_size=world_size, group_name=group_name)
+        return out, ops.new_token(a[0])
 
     library.impl("matmul_all_reduce", matmul_all_reduce, "CPU")
     library.impl("after", lambda x, token: torch.ops.aten.alias(x), "CPU")
@@ -53,7 +53,9 @@ def implementations() -> Iterator[None]:
 def task(a: torch.Tensor, b: torch.Tensor, *, group: str | None = None, site: str = "") -> torch.Tensor:
     """A Task node as a pass would write it, with no token yet."""
     name = dist.group.WORLD.group_name if group is None else group
-    out, _ = torch.ops.ditron.matmul_all_reduce(a, b, None, "sum", WORLD_SIZE, name, site, "library", 1 << 30, 0.0)
+    out, _ = torch.ops.ditron.matmul_all_reduce(
+        [a], [b], None, None, "sum", WORLD_SIZE, name, site, "library", 1 << 30, 0.0
+    )
     return out
 
 
@@ -250,7 +252,7 @@ def test_one_chain_across_groups_with_tasks(xw: tuple[torch.Tensor, ...]) -> Non
 
     def check(graph: fx.Graph) -> None:
         assert order(graph) == 2
-        tokens = [node.args[2] for node in graph.nodes if node.target is ops.overload("matmul_all_reduce")]
+        tokens = [node.args[3] for node in graph.nodes if node.target is ops.overload("matmul_all_reduce")]
         assert tokens[0] is None and all(token is not None for token in tokens[1:])
 
     trace(fn, check, *xw)
@@ -319,7 +321,7 @@ def test_collective_without_tensor_input_is_an_error() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.ones(8, 16)
-    args = (x, x, None, "sum", WORLD_SIZE, "0", "", "library", 0, 0.0)
+    args = ([x], [x], None, None, "sum", WORLD_SIZE, "0", "", "library", 0, 0.0)
     node = graph.call_function(ops.overload("matmul_all_reduce"), args)
     node.meta["val"] = (torch.ones(8, 16), torch.ones(1))
     gathered = graph.call_function(torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default, ([], 4, "0"))

@@ -78,7 +78,7 @@ x_1 [8, 16]
 w_1 [16, 24]
 y_1 [12, 5]
 add [12, 5] = aten.add.Tensor(y_1, 1)
-matmul_all_reduce = ditron.matmul_all_reduce(x_1, w_1, None, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
+matmul_all_reduce = ditron.matmul_all_reduce([x_1], [w_1], None, None, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_3 [8, 24] = matmul_all_reduce[0]
 all_reduce_coalesced = _c10d_functional.all_reduce_coalesced([add, y_1], 'sum', '0')
 getitem [12, 5] = all_reduce_coalesced[0]
@@ -149,7 +149,7 @@ def test_in_place_form() -> None:
 
 
 LEFT_ALONE: dict[str, tuple[str, Callable[..., Any]]] = {
-    "bias": ("bias", lambda x, w, y: reduced(y, x @ w + 1.0 * w[0])),
+    "bias": ("bias", lambda x, w, y: reduced(y, x @ w + x[:, :1])),
     "pointwise": ("pointwise_between", lambda x, w, y: reduced((x @ w).relu(), y)),
     "no_matmul": ("no_matmul", lambda x, w, y: gathered(x, y)),
     "used": ("intermediate_used", lambda x, w, y: [*reduced(p := x @ w, y), p]),

@@ -9,13 +9,20 @@ import expecttest
 import pytest
 
 from ditron_inductor.errors import InvalidTaskNode
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Policy, TaskNode
+from ditron_inductor.task.nodes import (
+    MAX_PRODUCTS,
+    AllGatherMatmul,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+    Policy,
+    TaskNode,
+)
 from ditron_inductor.task.ops import node_from_call, overload, site_args
 
 POLICY = Policy("tile", 1 << 20, 1.5)
 GATHER = AllGatherMatmul(1, 4, "0", True, "r/0", POLICY, 2)
 SCATTER = MatmulReduceScatter(0, "avg", 4, "0", "r/1", POLICY)
-REDUCE = MatmulAllReduce("sum", 4, "0", "r/2", POLICY)
+REDUCE = MatmulAllReduce("sum", 4, "0", "r/2", POLICY, num_products=3, has_bias=True)
 NODES = (GATHER, SCATTER, REDUCE)
 
 
@@ -26,10 +33,10 @@ def test_golden_text() -> None:
         """\
 all_gather_matmul(gather_dim=1, num_weights=2, return_gathered=True, world_size=4, group_name='0',
   site='r/0', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
-matmul_reduce_scatter(scatter_dim=0, reduce_op=avg, world_size=4, group_name='0', site='r/1',
-  strategy=tile, workspace_limit=1048576, timeout_s=1.5)
-matmul_all_reduce(reduce_op=sum, world_size=4, group_name='0', site='r/2', strategy=tile,
-  workspace_limit=1048576, timeout_s=1.5)
+matmul_reduce_scatter(scatter_dim=0, reduce_op=avg, num_products=1, has_bias=False, world_size=4,
+  group_name='0', site='r/1', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
+matmul_all_reduce(reduce_op=sum, num_products=3, has_bias=True, world_size=4, group_name='0',
+  site='r/2', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 """,
     )
 
@@ -53,6 +60,8 @@ def test_a_node_is_frozen_equal_by_value_and_legal(node: TaskNode) -> None:
         (SCATTER, "scatter_dim", -2),
         (SCATTER, "reduce_op", "max"),
         (SCATTER, "world_size", 0),
+        (SCATTER, "num_products", 0),
+        (REDUCE, "num_products", MAX_PRODUCTS + 1),
         (REDUCE, "reduce_op", "product"),
         (REDUCE, "group_name", ""),
     ],
@@ -72,5 +81,7 @@ def test_an_illegal_policy_is_named(node: TaskNode, policy: Policy) -> None:
 def test_a_call_reads_back_as_its_node() -> None:
     gather_args = ("shard", ["w0", "w1"], None, 1, True, *site_args(GATHER))
     assert node_from_call(overload(GATHER.kind), gather_args) == GATHER
-    assert node_from_call(overload(SCATTER.kind), ("a", "b", None, 0, "avg", *site_args(SCATTER))) == SCATTER
-    assert node_from_call(overload(REDUCE.kind), ("a", "b", None, "sum", *site_args(REDUCE))) == REDUCE
+    scatter_args = (["a"], ["b"], None, None, 0, "avg", *site_args(SCATTER))
+    assert node_from_call(overload(SCATTER.kind), scatter_args) == SCATTER
+    reduce_args = (["a", "c", "e"], ["b", "d", "f"], "bias", None, "sum", *site_args(REDUCE))
+    assert node_from_call(overload(REDUCE.kind), reduce_args) == REDUCE

@@ -37,11 +37,12 @@ def test_golden_schemas() -> None:
 ditron::all_gather_matmul(Tensor shard, Tensor[] weights, Tensor? token, int gather_dim, bool
   return_gathered, int world_size, str group_name, str site, str strategy, int workspace_limit,
   float timeout_s) -> Tensor[]
-ditron::matmul_reduce_scatter(Tensor a, Tensor b, Tensor? token, int scatter_dim, str reduce_op, int
+ditron::matmul_reduce_scatter(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int scatter_dim,
+  str reduce_op, int world_size, str group_name, str site, str strategy, int workspace_limit, float
+  timeout_s) -> (Tensor, Tensor)
+ditron::matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, str reduce_op, int
   world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
   (Tensor, Tensor)
-ditron::matmul_all_reduce(Tensor a, Tensor b, Tensor? token, str reduce_op, int world_size, str
-  group_name, str site, str strategy, int workspace_limit, float timeout_s) -> (Tensor, Tensor)
 ditron::after(Tensor(a) x, Tensor token) -> Tensor(a)
 ditron::after_(Tensor(a!) x, Tensor token) -> ()
 ditron::token_of(Tensor x) -> Tensor
@@ -76,7 +77,13 @@ def test_matmul_reduce_scatter(shape: tuple[int, ...], dim: int) -> None:
     expected = [*shape[:-1], 24]
     expected[dim] //= 4
     outputs = torch.ops.ditron.matmul_reduce_scatter(
-        torch.empty(shape, dtype=torch.bfloat16), torch.empty(16, 24, dtype=torch.bfloat16), None, dim, "sum", *SITE
+        [torch.empty(shape, dtype=torch.bfloat16), torch.empty((*shape[:-1], 5), dtype=torch.bfloat16)],
+        [torch.empty(16, 24, dtype=torch.bfloat16), torch.empty(5, 24, dtype=torch.bfloat16)],
+        torch.empty(24, dtype=torch.bfloat16),
+        None,
+        dim,
+        "sum",
+        *SITE,
     )
     assert shapes(outputs) == [expected, [1]]
     assert outputs[0].dtype == torch.bfloat16
@@ -84,14 +91,15 @@ def test_matmul_reduce_scatter(shape: tuple[int, ...], dim: int) -> None:
 
 @pytest.mark.parametrize("shape", [(32, 16), (2, 32, 16)])
 def test_matmul_all_reduce(shape: tuple[int, ...]) -> None:
-    outputs = torch.ops.ditron.matmul_all_reduce(torch.empty(shape), torch.empty(16, 24), None, "avg", *SITE)
+    operands = [torch.empty(shape)], [torch.empty(16, 24)], torch.empty(24)
+    outputs = torch.ops.ditron.matmul_all_reduce(*operands, None, "avg", *SITE)
     assert shapes(outputs) == [[*shape[:-1], 24], [1]]
 
 
 def test_a_token_orders_without_changing_anything() -> None:
     x = torch.empty(8, 16)
-    _, token = torch.ops.ditron.matmul_all_reduce(x, torch.empty(16, 24), None, "sum", *SITE)
-    torch.ops.ditron.matmul_all_reduce(x, torch.empty(16, 24), token, "sum", *SITE)
+    _, token = torch.ops.ditron.matmul_all_reduce([x], [torch.empty(16, 24)], None, None, "sum", *SITE)
+    torch.ops.ditron.matmul_all_reduce([x], [torch.empty(16, 24)], None, token, "sum", *SITE)
     assert torch.ops.ditron.after(x, token).shape == x.shape
     assert torch.ops.ditron.token_of(x).shape == (1,)
 
@@ -105,7 +113,7 @@ def test_dynamic_shapes_add_no_guard() -> None:
         weight = x.new_empty(x.shape[2], 24)
         before = len(shape_env.guards)
         outputs = torch.ops.ditron.all_gather_matmul(x, [weight], None, 1, True, *SITE)
-        torch.ops.ditron.matmul_all_reduce(x, weight, None, "sum", *SITE)
-        torch.ops.ditron.matmul_reduce_scatter(x, weight, None, 1, "sum", *SITE)
+        torch.ops.ditron.matmul_all_reduce([x, x], [weight, weight], weight[0], None, "sum", *SITE)
+        torch.ops.ditron.matmul_reduce_scatter([x], [weight], None, None, 1, "sum", *SITE)
     assert len(shape_env.guards) == before
     assert outputs[1].shape[1] == 4 * x.shape[1]

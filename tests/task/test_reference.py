@@ -15,9 +15,7 @@ SHAPES = [((8, 16), 0), ((2, 8, 16), 0), ((2, 8, 16), 1), ((1, 8, 16), 1), ((2, 
 def everyones(ctx: RankContext, *shape: int) -> list[torch.Tensor]:
     """A random fp64 tensor for each rank: the same list on all of them."""
     generator = torch.Generator().manual_seed(sum(shape))
-    return [
-        torch.randn(shape, dtype=torch.float64, generator=generator).to(ctx.device) for _ in range(ctx.world_size)
-    ]
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(ctx.device) for _ in range(ctx.world_size)]
 
 
 def _all_gather_matmul(ctx: RankContext, shape: tuple[int, ...], dim: int) -> None:
@@ -37,25 +35,32 @@ def _all_gather_matmul(ctx: RankContext, shape: tuple[int, ...], dim: int) -> No
     assert whole.is_contiguous()
 
 
-def _products(ctx: RankContext, shape: tuple[int, ...], op: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's operands, and the sum or average of all products."""
-    lhs, rhs = everyones(ctx, *shape), everyones(ctx, 16, 24)
-    total = torch.stack([a @ b for a, b in zip(lhs, rhs, strict=True)]).sum(0)
-    return lhs[ctx.rank], rhs[ctx.rank], total / (ctx.world_size if op == "avg" else 1)
+Operands = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]
 
 
-def _matmul_reduce_scatter(ctx: RankContext, shape: tuple[int, ...], dim: int, op: str) -> None:
+def _products(ctx: RankContext, shape: tuple[int, ...], op: str, count: int) -> tuple[Operands, torch.Tensor]:
+    """This rank's operands of `count` products, and of a bias if there are several, and the reduction of all."""
+    depths = [shape[-1] + 3 * index for index in range(count)]
+    lefts, rights = [everyones(ctx, *shape[:-1], k) for k in depths], [everyones(ctx, k, 24) for k in depths]
+    biases = everyones(ctx, 24)
+    total = torch.stack([a @ b for lhs, rhs in zip(lefts, rights, strict=True) for a, b in zip(lhs, rhs, strict=True)])
+    whole = total.sum(0) + (sum(biases) if count > 1 else 0)
+    mine = [one[ctx.rank] for one in lefts], [one[ctx.rank] for one in rights], biases[ctx.rank] if count > 1 else None
+    return mine, whole / (ctx.world_size if op == "avg" else 1)
+
+
+def _matmul_reduce_scatter(ctx: RankContext, shape: tuple[int, ...], dim: int, op: str, count: int) -> None:
     full = (*shape[:dim], shape[dim] * ctx.world_size, *shape[dim + 1 :])
-    a, b, total = _products(ctx, full, op)
+    operands, total = _products(ctx, full, op, count)
     out = reference.matmul_reduce_scatter(
-        a, b, scatter_dim=dim, reduce_op=op, world_size=ctx.world_size, group_name=ctx.group_name
+        *operands, scatter_dim=dim, reduce_op=op, world_size=ctx.world_size, group_name=ctx.group_name
     )
     torch.testing.assert_close(out, total.chunk(ctx.world_size, dim)[ctx.rank])
 
 
-def _matmul_all_reduce(ctx: RankContext, shape: tuple[int, ...], op: str) -> None:
-    a, b, total = _products(ctx, shape, op)
-    out = reference.matmul_all_reduce(a, b, reduce_op=op, world_size=ctx.world_size, group_name=ctx.group_name)
+def _matmul_all_reduce(ctx: RankContext, shape: tuple[int, ...], op: str, count: int) -> None:
+    operands, total = _products(ctx, shape, op, count)
+    out = reference.matmul_all_reduce(*operands, reduce_op=op, world_size=ctx.world_size, group_name=ctx.group_name)
     torch.testing.assert_close(out, total)
 
 
@@ -67,10 +72,12 @@ def test_all_gather_matmul(pool: RankPool, shape: tuple[int, ...], dim: int) -> 
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)
 def test_matmul_reduce_scatter(pool: RankPool, shape: tuple[int, ...], dim: int, op: str) -> None:
-    pool.run(_matmul_reduce_scatter, shape, dim, op)
+    for count in (1, 3):
+        pool.run(_matmul_reduce_scatter, shape, dim, op, count)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("shape", [(8, 16), (2, 8, 16)])
 def test_matmul_all_reduce(pool: RankPool, shape: tuple[int, ...], op: str) -> None:
-    pool.run(_matmul_all_reduce, shape, op)
+    for count in (1, 3):
+        pool.run(_matmul_all_reduce, shape, op, count)

@@ -27,7 +27,8 @@ def chain(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Two sites and a collective that is not fused, in one chain."""
     hidden, token = torch.ops.ditron.all_gather_matmul(x, [w], None, 0, False, *site("r/0"))
     other = torch.ops.ditron.token_of(torch.ops.ditron.after(x, token).sin())
-    out, _ = torch.ops.ditron.matmul_reduce_scatter(hidden, v, other, 0, "sum", *site("r/1"))
+    bias = v.sum(0)
+    out, _ = torch.ops.ditron.matmul_reduce_scatter([hidden, hidden], [v, v], bias, other, 0, "sum", *site("r/1"))
     return out
 
 
@@ -54,18 +55,33 @@ def wrong_weight(graph: fx.Graph) -> None:
     call.update_arg(1, [call.args[0]])
 
 
+def narrow_product(graph: fx.Graph) -> None:
+    call = task_calls(graph)[1][0]
+    call.update_arg(1, [call.args[1][0], task_calls(graph)[0][0].args[1][0]])
+
+
+def short_rows(graph: fx.Graph) -> None:
+    call = task_calls(graph)[1][0]
+    call.update_arg(0, [call.args[0][0], task_calls(graph)[0][0].args[0]])
+
+
+def bias_that_is_no_row(graph: fx.Graph) -> None:
+    call = task_calls(graph)[1][0]
+    call.update_arg(2, call.args[1][0])
+
+
 def lost_token(graph: fx.Graph) -> None:
-    task_calls(graph)[1][0].update_arg(2, None)
+    task_calls(graph)[1][0].update_arg(3, None)
 
 
 def shared_token(graph: fx.Graph) -> None:
-    token = task_calls(graph)[1][0].args[2]
+    token = task_calls(graph)[1][0].args[3]
     (output,) = graph.find_nodes(op="output")
     output.args = ((output.args[0], token),)
 
 
 def token_that_is_none(graph: fx.Graph) -> None:
-    task_calls(graph)[1][0].update_arg(2, next(iter(graph.nodes)))
+    task_calls(graph)[1][0].update_arg(3, next(iter(graph.nodes)))
 
 
 def whole_list_used(graph: fx.Graph) -> None:
@@ -77,6 +93,9 @@ def whole_list_used(graph: fx.Graph) -> None:
     ("change", "words"),
     [
         (wrong_weight, "do not fit"),
+        (narrow_product, "products of different shapes"),
+        (short_rows, "products of different shapes"),
+        (bias_that_is_no_row, "no row"),
         (lost_token, "no token"),
         (shared_token, "shares its token"),
         (token_that_is_none, "token that is none"),
@@ -84,8 +103,8 @@ def whole_list_used(graph: fx.Graph) -> None:
         (set_argument(7, ""), "no site name"),
         (set_argument(7, "r/1"), "shares its site name"),
         (set_argument(3, 1), "gathers dimension 1 of 2"),
-        (set_argument(3, 1, call=1), "scatters dimension 1 of 2"),
-        (set_argument(5, 3, call=1), "does not divide"),
+        (set_argument(4, 1, call=1), "scatters dimension 1 of 2"),
+        (set_argument(6, 3, call=1), "does not divide"),
     ],
 )
 def test_a_broken_rule_is_named(module: fx.GraphModule, change: Callable[[fx.Graph], None], words: str) -> None:
