@@ -73,7 +73,9 @@ class ExplainedSite:
 
 @dataclass(frozen=True)
 class Report:
-    """All collective sites of a function's graphs, in graph order; ``str()`` prints them as a table."""
+    """All collective sites of a function's graphs, in graph order; ``text()``, or ``str()``, prints them as a table,
+    and below it what stopped those that were left alone.
+    """
 
     sites: tuple[ExplainedSite, ...]
     graphs: tuple[GraphRecord, ...]
@@ -88,6 +90,10 @@ class Report:
         return tuple(site for site in self.sites if not site.record.fused)
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self) -> str:
+        """The table, the sites left alone with the node and the line of each, and a summary."""
         from tabulate import tabulate
 
         if not self.graphs:
@@ -105,7 +111,9 @@ class Report:
         notes = dict.fromkeys(note for site in self.sites if site.measured for note in site.measured.notes)
         missing = "".join(f"\nno time: {note}" for note in notes)
         summary = f"{len(self.fused)} of {len(self.sites)} collectives fused, in {graphs}{_changed(self.options)}"
-        return f"{table}{missing}\n{summary}"
+        alone = "".join(f"\n{site.record.stopped_text()}" for site in self.left_alone)
+        alone = f"\nleft alone:{alone}" if alone else ""
+        return f"{table}{missing}{alone}\n{summary}"
 
 
 def explain(

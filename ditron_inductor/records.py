@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.collectives import group_size
+from ditron_inductor.passes.culprits import describe
 from ditron_inductor.passes.name_sites import find_sites
 from ditron_inductor.passes.order_collectives import GROUP_ARGUMENT, is_task, launches_collective
 from ditron_inductor.passes.proofs import arguments
@@ -69,6 +70,7 @@ def _task_record(node: fx.Node) -> SiteRecord:
         rows=() if m is None or k is None else (*[size for size in rows if size is not None], k),
         columns=() if n is None else tuple(size for size in columns if size is not None),
         dim=_dim(task),
+        line=describe(node).line,
     )
 
 
@@ -134,6 +136,8 @@ def _collective_record(node: fx.Node) -> SiteRecord:
         text=node.format_node() or node.name,
         reason_code=reason.code if reason is not None else "no_pattern",
         reason=reason.text if reason is not None else f"no fusion takes {kind}",
+        line=describe(node).line,
+        culprit=reason.culprit if reason is not None else None,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes import proofs
-from ditron_inductor.passes.reasons import ReasonCode
+from ditron_inductor.passes.reasons import ReasonCode, Refused
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import KINDS
 
@@ -39,7 +39,7 @@ class Product:
         return node
 
 
-def find_product(node: fx.Node, users: Collection[fx.Node]) -> Product | ReasonCode:
+def find_product(node: fx.Node, users: Collection[fx.Node]) -> Product | Refused:
     """Proves that `node` is a matmul behind order-keeping views, none of which is used otherwise; or says what it is.
 
     `users` are the nodes that may use `node` itself.
@@ -48,9 +48,9 @@ def find_product(node: fx.Node, users: Collection[fx.Node]) -> Product | ReasonC
     mm = chain[-1]
     code = proofs.proved_mm(mm)
     if code is not None:
-        return classify(mm)
+        return classify(mm).at(mm)
     if any(proofs.sole_user(one) is None for one in chain[1:]) or any(user not in users for user in node.users):
-        return ReasonCode.INTERMEDIATE_USED
+        return ReasonCode.INTERMEDIATE_USED.at(proofs.other_user(chain, {*users, *chain}) or node)
     return Product(mm, tuple(chain[:-1]))
 
 

@@ -18,7 +18,7 @@ runs; then that rank is missing when the others meet, which is an error with nam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ditron_inductor.passes.reasons import ReasonCode
+from ditron_inductor.passes.reasons import ReasonCode, Refused
 
 aten = torch.ops.aten
 
@@ -162,6 +162,11 @@ def sole_user(node: fx.Node) -> fx.Node | None:
     return user if list(user.all_input_nodes).count(node) == 1 else None
 
 
+def other_user(nodes: Iterable[fx.Node], known: Collection[fx.Node]) -> fx.Node | None:
+    """The first node that uses one of `nodes` and is none of `known`."""
+    return next((user for node in nodes for user in node.users if user not in known), None)
+
+
 @dataclass(frozen=True)
 class Piece:
     """A node as the part [start, start + length) of dimension `dim` of `source`."""
@@ -222,7 +227,7 @@ class Regrouped:
     between: tuple[fx.Node, ...]
 
 
-def regrouped(cat: fx.Node, world_size: int) -> Regrouped | ReasonCode:
+def regrouped(cat: fx.Node, world_size: int) -> Regrouped | Refused:
     """Proves that `cat` concatenates the `world_size` equal chunks of one tensor, all of them, once, in order."""
     assert cat.target is aten.cat.default
     bound = arguments(cat)
@@ -248,9 +253,9 @@ def regrouped(cat: fx.Node, world_size: int) -> Regrouped | ReasonCode:
     if not all(known_equal(one.start, index * one.length) for index, one in enumerate(found)):
         return ReasonCode.CHUNKS_PERMUTED
     between = list(dict.fromkeys([*_splits(parts), *parts]))
-    allowed = {cat, *between}
-    if any(user not in allowed for node in between for user in node.users):
-        return ReasonCode.INTERMEDIATE_USED
+    other = other_user(between, {cat, *between})
+    if other is not None:
+        return ReasonCode.INTERMEDIATE_USED.at(other)
     return Regrouped(first.source, cat, first.dim, bound["dim"] % result.ndim, tuple(between))
 
 

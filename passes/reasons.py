@@ -1,14 +1,23 @@
 """Why a collective was left alone: one code per reason, each with a sentence that says what the user could change.
 
-A pass records the reason on the collective's node, `node.meta["ditron_left_alone"]`, where `explain` reads it.
+A function that is asked about one node returns the bare `ReasonCode`: that node is what it speaks of. One that looks
+further returns `code.at(node)`, a `Refusal`, which names the node that stopped the fusion. `refused` tells both from a
+match. A pass records the reason on the collective's node, `node.meta["ditron_left_alone"]`, where `explain` reads it.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import fx
+
+from ditron_inductor.passes.culprits import describe
+from ditron_inductor.sites import NodeRecord
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 LEFT_ALONE = "ditron_left_alone"
 # The reason that remained when batched matmuls beside the collective were tried as plain ones.
@@ -74,6 +83,30 @@ class ReasonCode(enum.StrEnum):
     """The group size in the graph is not that of the process group."""
     WORLD_SIZE_ONE = "world_size_one"
     """The group has one rank: there is nothing to overlap."""
+
+    def at(self, node: fx.Node) -> Refusal:
+        """This reason, with the node that gave it."""
+        return Refusal(self, node)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A reason, and the node that gave it: what stands in the way, or uses what it should not."""
+
+    code: ReasonCode
+    node: fx.Node
+
+    def at(self, node: fx.Node) -> Refusal:
+        """Itself: the node that was named first is nearer to the cause."""
+        return self
+
+
+Refused = ReasonCode | Refusal
+
+
+def refused(found: object) -> TypeIs[Refused]:
+    """Whether a search came back with a reason, and not with a match."""
+    return isinstance(found, (ReasonCode, Refusal))
 
 
 _TEXTS: dict[ReasonCode, str] = {
@@ -147,19 +180,23 @@ _TEXTS: dict[ReasonCode, str] = {
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a collective was left alone: the pattern that was tried, a `ReasonCode`, and a sentence for the user."""
+    """Why a collective was left alone: the pattern that was tried, a `ReasonCode`, a sentence for the user, and the
+    node that stopped it, as it was then.
+    """
 
     pattern: str
     code: str
     text: str
+    culprit: NodeRecord
 
 
-def reason(pattern: str, code: ReasonCode) -> Reason:
-    """The reason `code`, for a collective that did not match `pattern`."""
-    return Reason(pattern, code.value, _TEXTS[code])
-
-
-def leave_alone(collective: fx.Node, pattern: str, code: ReasonCode) -> None:
-    """Records on the collective's node why it was not fused."""
-    tried = collective.meta.get(TRIED) if code is ReasonCode.BATCHED_MATMUL else None
-    collective.meta[LEFT_ALONE] = reason(pattern, code) if tried is None else tried
+def leave_alone(collective: fx.Node, pattern: str, why: Refused) -> None:
+    """Records on the collective's node why it was not fused; a bare code speaks of the collective itself."""
+    refusal = why.at(collective)
+    reason = Reason(pattern, refusal.code.value, _TEXTS[refusal.code], describe(refusal.node))
+    tried = collective.meta.get(TRIED) if refusal.code is ReasonCode.BATCHED_MATMUL else None
+    if tried is not None:
+        # What was tried may have stopped at a node that only the copy has: here that is the batched matmul.
+        here = any(node.name == tried.culprit.name for node in collective.graph.nodes)
+        reason = tried if here else replace(tried, culprit=reason.culprit)
+    collective.meta[LEFT_ALONE] = reason
