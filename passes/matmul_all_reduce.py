@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes import rewriting
+from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.collectives import ALL_REDUCE, Collective, collectives, read_collective
 from ditron_inductor.passes.products import Product, find_product
 from ditron_inductor.passes.reasons import ReasonCode, Refused, leave_alone, refused
@@ -50,7 +50,9 @@ def find_matmul_all_reduce(node: fx.Node) -> Match | Refused:
     if isinstance(collective, ReasonCode):
         return collective
     product = find_product(collective.operand, (collective.node,))
-    return product if refused(product) else Match(collective, product)
+    if refused(product):
+        return product.at(proofs.views_up(collective.operand)[-1])
+    return Match(collective, product)
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:

@@ -75,7 +75,7 @@ def find_matmul_reduce_scatter(node: fx.Node) -> Match | Refused:
         scatter_dim, full, between = chunks.split_dim, chunks.source, (*chain, *chunks.between)
     product = find_product(full, between or (collective.node,))
     if refused(product):
-        return product
+        return product.at(proofs.views_up(full)[-1])
     code = _rejected_shape(collective, product, full, scatter_dim)
     if code is not None:
         return code.at(full)

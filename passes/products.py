@@ -91,7 +91,7 @@ def _is_product(node: object) -> bool:
     top = proofs.views_up(node)[-1]
     if top.target is aten.add.Tensor:
         return any(_is_product(source) for source in top.all_input_nodes)
-    return top.target in proofs.MATMULS or _is_task_output(top)
+    return proofs.is_matmul(top) or _is_task_output(top)
 
 
 def _is_task_output(node: fx.Node) -> bool:

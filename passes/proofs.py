@@ -27,6 +27,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ditron_inductor.passes.other_matmuls import other_matmul
 from ditron_inductor.passes.reasons import ReasonCode, Refused
 
 aten = torch.ops.aten
@@ -61,8 +62,7 @@ TRANSPOSES: frozenset[object] = frozenset({aten.permute.default, aten.transpose.
 MAY_KEEP_ORDER: frozenset[object] = ORDER_KEEPING | TRANSPOSES | {aten.expand.default, aten.slice.Tensor}
 SLICES: frozenset[object] = frozenset({aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, getitem})
 BATCHED: frozenset[object] = frozenset({aten.bmm.default, aten.baddbmm.default})
-QUANTIZED: frozenset[object] = frozenset({aten._scaled_mm.default, aten._int_mm.default})
-MATMULS: frozenset[object] = BATCHED | QUANTIZED | {aten.mm.default, aten.mm.dtype, aten.addmm.default}
+MATMULS: frozenset[object] = BATCHED | {aten.mm.default, aten.mm.dtype, aten.addmm.default}
 
 
 def known(condition: Any) -> bool:
@@ -276,10 +276,8 @@ def proved_mm(node: fx.Node) -> ReasonCode | None:
         return ReasonCode.BIAS
     if node.target in BATCHED:
         return ReasonCode.BATCHED_MATMUL
-    if node.target in QUANTIZED:
-        return ReasonCode.DTYPE
     if node.target is not aten.mm.default:
-        return ReasonCode.NO_MATMUL
+        return other_matmul(node) or ReasonCode.NO_MATMUL
     values = [tensor(node), tensor(node.args[0]), tensor(node.args[1])]
     dtypes = {None if value is None else value.dtype for value in values}
     if len(dtypes) != 1:
@@ -287,10 +285,15 @@ def proved_mm(node: fx.Node) -> ReasonCode | None:
     return None if dtypes <= set(MATMUL_DTYPES) else ReasonCode.DTYPE
 
 
+def is_matmul(node: fx.Node) -> bool:
+    """Whether a node is a matmul of any kind, also of one that no fusion takes."""
+    return node.target in MATMULS or other_matmul(node) is not None
+
+
 def feeds_matmul(node: fx.Node) -> bool:
     """Whether a matmul of any kind uses `node`, or an order-keeping or transposed view of it."""
     users = [user for view in views_down(node) for user in view.users]
-    return any(user.target in MATMULS or (user.target in TRANSPOSES and feeds_matmul(user)) for user in users)
+    return any(is_matmul(user) or (user.target in TRANSPOSES and feeds_matmul(user)) for user in users)
 
 
 def depends_on(node: fx.Node, sources: set[fx.Node]) -> bool:

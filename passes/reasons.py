@@ -43,8 +43,12 @@ class ReasonCode(enum.StrEnum):
     """The option `ditron.fusions` leaves this fusion out."""
     DTYPE = "dtype"
     """The dtype is none of bfloat16, float16 and float32."""
+    FP8_MATMUL = "fp8_matmul"
+    """The neighbour is a matmul of FP8 numbers and their scales."""
     GATHERED_WEIGHT = "gathered_weight"
     """The gathered tensor is the second operand of the matmul, as with sharded parameters."""
+    GROUPED_MATMUL = "grouped_matmul"
+    """The neighbour is a grouped matmul, as of a mixture of experts."""
     GROUP_UNKNOWN = "group_unknown"
     """The process group is not named in the graph, or no group of that name exists."""
     INTERMEDIATE_USED = "intermediate_used"
@@ -65,6 +69,8 @@ class ReasonCode(enum.StrEnum):
     """
     POINTWISE_BETWEEN = "pointwise_between"
     """A pointwise op lies between the matmul and the reduction."""
+    QUANTIZED_MATMUL = "quantized_matmul"
+    """The neighbour is a matmul of quantised numbers, or of what is dequantised in front of it."""
     REDUCE_OP = "reduce_op"
     """The reduction is neither sum nor avg."""
     SHAPE_UNPROVEN = "shape_unproven"
@@ -131,9 +137,11 @@ _TEXTS: dict[ReasonCode, str] = {
     ),
     ReasonCode.DISABLED: "the option ditron.fusions leaves this fusion out; add it there to have it",
     ReasonCode.DTYPE: "the dtype is not bfloat16, float16 or float32; use one of these for the matmul",
+    ReasonCode.FP8_MATMUL: "FP8 matmuls are not fused yet; keep that layer in bfloat16 to have it fused",
     ReasonCode.GATHERED_WEIGHT: (
         "the gathered tensor is the matmul's second operand, a sharded weight; only first operands are fused"
     ),
+    ReasonCode.GROUPED_MATMUL: "grouped matmuls are not fused yet; nothing to change",
     ReasonCode.GROUP_UNKNOWN: "this process knows no group of the name in the graph; pass a live process group",
     ReasonCode.INTERMEDIATE_USED: (
         "a tensor between it and the matmul is used elsewhere too; use the collective's result there instead"
@@ -154,6 +162,10 @@ _TEXTS: dict[ReasonCode, str] = {
     ),
     ReasonCode.POINTWISE_BETWEEN: (
         "an op on the elements stands between it and the matmul; apply it to an operand, or after the collective"
+    ),
+    ReasonCode.QUANTIZED_MATMUL: (
+        "quantised matmuls, and dequantisation in front of a matmul, are not fused yet; keep that layer in bfloat16 to "
+        "have it fused"
     ),
     ReasonCode.REDUCE_OP: "it reduces with an op other than sum and avg; only these two are fused",
     ReasonCode.SHAPE_UNPROVEN: (
