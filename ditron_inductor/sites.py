@@ -66,13 +66,13 @@ class SiteRecord:
     line: str = ""
     culprit: NodeRecord | None = None
 
-    def stopped_text(self) -> str:
-        """For a site left alone, two lines: the collective and where it is, the reason's code and what gave it."""
-        first = f"  {self.node}" + (f", {self.line}" if self.line else "")
-        if self.culprit is None or self.culprit.name == self.node:
-            return f"{first}\n    {self.reason_code}"
-        line = f", {self.culprit.line}" if self.culprit.line else ""
-        return f"{first}\n    {self.reason_code}: {self.culprit.text()}{line}"
+
+def stopped_text(node: str, line: str, reason_code: str, culprit: NodeRecord | None) -> str:
+    """Two lines on a site left alone: the collective `node` and its line, then the reason and the node that gave it."""
+    first = f"  {node}" + (f", {line}" if line else "")
+    if culprit is None or culprit.name == node:
+        return f"{first}\n    {reason_code}"
+    return f"{first}\n    {reason_code}: {culprit.text()}" + (f", {culprit.line}" if culprit.line else "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,9 +90,27 @@ class ReasonCode(enum.StrEnum):
     WORLD_SIZE_ONE = "world_size_one"
     """The group has one rank: there is nothing to overlap."""
 
+    @property
+    def changeable(self) -> bool:
+        """Whether the user could have the collective fused by a change: what the option `ditron.strict` raises for."""
+        return self not in _NOTHING_TO_CHANGE
+
     def at(self, node: fx.Node) -> Refusal:
         """This reason, with the node that gave it."""
         return Refusal(self, node)
+
+
+_NOTHING_TO_CHANGE = frozenset(
+    {
+        ReasonCode.ALREADY_FUSED,
+        ReasonCode.DISABLED,
+        ReasonCode.GATHERED_WEIGHT,
+        ReasonCode.GROUPED_MATMUL,
+        ReasonCode.NO_MATMUL,
+        ReasonCode.WEIGHT_GRADIENT_ONLY,
+        ReasonCode.WORLD_SIZE_ONE,
+    }
+)
 
 
 @dataclass(frozen=True)
