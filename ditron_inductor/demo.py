@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ditron_inductor.doctor import require
-from ditron_inductor.options import STRATEGIES
 from ditron_inductor.processes import Rank, device_for, failures_text, run_ranks
+from ditron_inductor.task.nodes import STRATEGIES
 
 if TYPE_CHECKING:
     import torch

@@ -43,6 +43,12 @@ class StrategyUnavailable(DitronError, ValueError):
     message = "strategy '{strategy}' is forced (option 'ditron.strategy') but cannot run at {site}: {reason}. {remedy}"
 
 
+class DitronNotFused(DitronError, ValueError):
+    """``sites`` names each collective, the node that stopped its fusion, the reason, and what to change."""
+
+    message = "{count} collectives beside matmuls are not fused, and the option 'ditron.strict' asks for it:{sites}"
+
+
 class DitronOptionsMismatch(DitronError, ValueError):
     """``differences`` names each option with the ranks that hold each value."""
 

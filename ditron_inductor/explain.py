@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ditron_inductor.options import Options
-from ditron_inductor.sites import GraphRecord, SiteRecord, collect_sites
+from ditron_inductor.sites import GraphRecord, SiteRecord, collect_sites, stopped_text
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,9 @@ class ExplainedSite:
 
 @dataclass(frozen=True)
 class Report:
-    """All collective sites of a function's graphs, in graph order; ``str()`` prints them as a table."""
+    """All collective sites of a function's graphs, in graph order; ``text()``, or ``str()``, prints them as a table,
+    and below it what stopped those that were left alone.
+    """
 
     sites: tuple[ExplainedSite, ...]
     graphs: tuple[GraphRecord, ...]
@@ -88,6 +90,10 @@ class Report:
         return tuple(site for site in self.sites if not site.record.fused)
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self) -> str:
+        """The table, the sites left alone with the node and the line of each, and a summary."""
         from tabulate import tabulate
 
         if not self.graphs:
@@ -105,7 +111,10 @@ class Report:
         notes = dict.fromkeys(note for site in self.sites if site.measured for note in site.measured.notes)
         missing = "".join(f"\nno time: {note}" for note in notes)
         summary = f"{len(self.fused)} of {len(self.sites)} collectives fused, in {graphs}{_changed(self.options)}"
-        return f"{table}{missing}\n{summary}"
+        records = [site.record for site in self.left_alone]
+        stopped = [stopped_text(one.node, one.line, one.reason_code, one.culprit) for one in records]
+        alone = "\n".join(["\nleft alone:", *stopped]) if stopped else ""
+        return f"{table}{missing}{alone}\n{summary}"
 
 
 def explain(
@@ -119,9 +128,9 @@ def explain(
     """``explain(fn)(*args, **kwargs)`` compiles and runs ``fn`` once with Ditron and reports on its collectives.
 
     It is collective: all ranks of the groups in ``fn`` have to call it. ``mode`` and ``options`` are those of
-    ``torch.compile``. The compiler's caches are off, since a hit has no reasons to show. Where the outputs need
-    gradients and ``backward`` is true, the backward pass runs too, without touching any ``.grad``. The state of the
-    random generators is restored; other side effects of ``fn`` are those of running it once.
+    ``torch.compile``, but ``ditron.strict`` is off. The compiler's caches are off too, since a hit has no reasons to
+    show. Where the outputs need gradients and ``backward`` is true, the backward pass runs too, without touching any
+    ``.grad``. The state of the random generators is restored; other side effects of ``fn`` are those of one run.
     ``measure`` times the strategies that can run at each site, one call alone on random data of the site's shapes,
     inside a CUDA graph if ``mode`` uses them.
     """
@@ -135,7 +144,7 @@ def explain(
 
         # A backend of its own: Dynamo would answer from an earlier compilation with an equal one.
         def fresh(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
-            return ditron(gm, example_inputs, mode=mode, options=dict(options or {}))
+            return ditron(gm, example_inputs, mode=mode, options={**(options or {}), "ditron.strict": False})
 
         args, kwargs = _cut_from_graph((args, kwargs))
         with collect_sites() as sink, without_caches(), _random_state_kept():

@@ -10,6 +10,7 @@ option                     environment               meaning
 ``ditron.timeout_s``       DITRON_TIMEOUT_S          seconds to wait for a peer; None: the group's own
 ``ditron.fusions``                                   the fusions to apply; all of them by default
 ``ditron.table``           DITRON_TABLE              file of measured choices, or ``shipped``; None: the user's
+``ditron.strict``          DITRON_STRICT             whether a site that could be fused, and is not, is an error
 =========================  ========================  ==================================================
 """
 
@@ -25,16 +26,18 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
+from ditron_inductor.task.nodes import KINDS, STRATEGIES
 
 PREFIX = "ditron."
-STRATEGIES = ("auto", "library", "chunked", "tile")
 SHIPPED = "shipped"
-FUSIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+FUSIONS = KINDS
+SWITCHES = {"1": True, "0": False, "true": True, "false": False, "on": True, "off": False}
 ENVIRONMENT = {
     "strategy": "DITRON_STRATEGY",
     "workspace_limit": "DITRON_WORKSPACE_LIMIT",
     "timeout_s": "DITRON_TIMEOUT_S",
     "table": "DITRON_TABLE",
+    "strict": "DITRON_STRICT",
 }
 
 
@@ -49,6 +52,7 @@ class Options:
     fusions: names out of ``FUSIONS``, kept in that order.
     table: path of a table of measured choices, or ``SHIPPED`` for the shipped tables alone; None takes the one that
     ``python -m ditron_inductor tune`` writes, if there is one.
+    strict: raise ``DitronNotFused`` where a collective beside a matmul is left alone and a change would have it fused.
     Raises ``InvalidOptionValue``.
     """
 
@@ -57,6 +61,7 @@ class Options:
     timeout_s: float | None = None
     fusions: tuple[str, ...] = FUSIONS
     table: str | None = None
+    strict: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -187,12 +192,19 @@ def _check_table(key: str, value: Any) -> str | None:
     return str(value)
 
 
+def _check_switch(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidOptionValue(key=key, value=value, allowed="True or False")
+    return value
+
+
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "strategy": _check_strategy,
     "workspace_limit": _check_workspace_limit,
     "timeout_s": _check_timeout_s,
     "fusions": _check_fusions,
     "table": _check_table,
+    "strict": _check_switch,
 }
 
 
@@ -206,9 +218,16 @@ def _number(kind: Callable[[str], Any], allowed: str) -> Callable[[str, str], An
     return parse
 
 
+def _switch(variable: str, text: str) -> bool:
+    if text.lower() not in SWITCHES:
+        raise InvalidOptionValue(key=variable, value=text, allowed=f"one of {', '.join(SWITCHES)}")
+    return SWITCHES[text.lower()]
+
+
 _FROM_TEXT: dict[str, Callable[[str, str], Any]] = {
     "strategy": lambda variable, text: text,
     "workspace_limit": _number(int, "a whole number of bytes"),
     "timeout_s": _number(float, "seconds"),
     "table": lambda variable, text: text,
+    "strict": _switch,
 }

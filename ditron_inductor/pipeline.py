@@ -32,6 +32,8 @@ from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
 from ditron_inductor.passes.name_sites import name_sites
 from ditron_inductor.passes.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.order_collectives import order_collectives
+from ditron_inductor.passes.require_fusions import require_fusions
+from ditron_inductor.passes.review_left_alone import review_left_alone
 from ditron_inductor.passes.try_forms import try_forms
 from ditron_inductor.passes.verify_tasks import verify_tasks
 from ditron_inductor.records import record_graph
@@ -58,6 +60,8 @@ PASSES: tuple[Pass, ...] = (
     all_gather_matmul,
     matmul_reduce_scatter,
     matmul_all_reduce,
+    review_left_alone,
+    require_fusions,
     order_collectives,
     name_sites,
     verify_tasks,

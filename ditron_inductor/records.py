@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.collectives import group_size
+from ditron_inductor.passes.culprits import describe
 from ditron_inductor.passes.name_sites import find_sites
 from ditron_inductor.passes.order_collectives import GROUP_ARGUMENT, is_task, launches_collective
 from ditron_inductor.passes.proofs import arguments
@@ -76,6 +77,7 @@ def _task_record(node: fx.Node) -> SiteRecord:
         dim=_dim(task),
         depths=() if k is None else tuple(size for size in depths if size is not None),
         bias=not isinstance(task, AllGatherMatmul) and task.has_bias,
+        line=describe(node).line,
     )
 
 
@@ -146,6 +148,8 @@ def _collective_record(node: fx.Node) -> SiteRecord:
         text=node.format_node() or node.name,
         reason_code=reason.code if reason is not None else "no_pattern",
         reason=reason.text if reason is not None else f"no fusion takes {kind}",
+        line=describe(node).line,
+        culprit=reason.culprit if reason is not None else None,
     )
 
 

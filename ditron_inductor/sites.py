@@ -13,6 +13,22 @@ from collections.abc import Iterator
 
 
 @dataclasses.dataclass(frozen=True)
+class NodeRecord:
+    """One node of a graph: `name`, `op` and `value` (`[8, s0] bfloat16`) as the graph prints them, and `line`, the line
+    of the user's program that it comes from (`model.py:12 in forward: x = self.down(x)`), empty where none is known.
+    """
+
+    name: str
+    op: str
+    value: str
+    line: str
+
+    def text(self) -> str:
+        """`addmm (aten.addmm.default, [8, 16] bfloat16)`."""
+        return f"{self.name} ({', '.join(part for part in (self.op, self.value) if part)})"
+
+
+@dataclasses.dataclass(frozen=True)
 class SiteRecord:
     """One collective site of one graph, fused or left alone, in graph order.
 
@@ -23,6 +39,8 @@ class SiteRecord:
     rank receives from its peers in one call. `rows` is the shape of a fused site's left operand on this rank, [.., k],
     `columns` those of its weights, as far as `m`, `n`, `k` are known; `dim` is the dimension that is gathered or
     scattered. `depths` are the k of the products of a reduction, and `bias` says whether a row is added to them.
+    `line` is the user's line as in `NodeRecord`; `culprit` the node that kept a site from being fused, the collective
+    itself where the reason is its own.
     """
 
     site: str
@@ -49,6 +67,16 @@ class SiteRecord:
     dim: int = 0
     depths: tuple[int, ...] = ()
     bias: bool = False
+    line: str = ""
+    culprit: NodeRecord | None = None
+
+
+def stopped_text(node: str, line: str, reason_code: str, culprit: NodeRecord | None) -> str:
+    """Two lines on a site left alone: the collective `node` and its line, then the reason and the node that gave it."""
+    first = f"  {node}" + (f", {line}" if line else "")
+    if culprit is None or culprit.name == node:
+        return f"{first}\n    {reason_code}"
+    return f"{first}\n    {reason_code}: {culprit.text()}" + (f", {culprit.line}" if culprit.line else "")
 
 
 @dataclasses.dataclass(frozen=True)

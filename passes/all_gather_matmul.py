@@ -43,7 +43,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, collectives, read_collective
-from ditron_inductor.passes.reasons import ReasonCode, leave_alone
+from ditron_inductor.passes.reasons import ReasonCode, Refusal, Refused, leave_alone, refused
 from ditron_inductor.task.nodes import AllGatherMatmul
 
 PATTERN = AllGatherMatmul.kind
@@ -72,7 +72,7 @@ class _Gathered:
     steps: tuple[fx.Node, ...]
 
 
-def find_all_gather_matmul(node: fx.Node) -> Match | ReasonCode:
+def find_all_gather_matmul(node: fx.Node) -> Match | Refused:
     """Proves that the all-gather `node` feeds matmuls as drawn above, or says why not."""
     collective = read_collective(node)
     if isinstance(collective, ReasonCode):
@@ -84,25 +84,26 @@ def find_all_gather_matmul(node: fx.Node) -> Match | ReasonCode:
     cats = _cats_of_pieces(collective.wait)
     if cats:
         inner = _inner_gathered(collective, cats)
-        return inner if isinstance(inner, ReasonCode) else _match(collective, inner)
-    partial = direct is ReasonCode.NO_MATMUL and any(map(proofs.feeds_matmul, _pieces_of(collective.wait)))
-    return ReasonCode.CHUNKS_PARTIAL if partial else direct
+        return inner if refused(inner) else _match(collective, inner)
+    partial = [piece for piece in _pieces_of(collective.wait) if proofs.feeds_matmul(piece)]
+    return ReasonCode.CHUNKS_PARTIAL.at(partial[0]) if direct is ReasonCode.NO_MATMUL and partial else direct
 
 
-def _inner_gathered(collective: Collective, cats: list[fx.Node]) -> _Gathered | ReasonCode:
+def _inner_gathered(collective: Collective, cats: list[fx.Node]) -> _Gathered | Refused:
     """The gathered tensor of a gather along an inner dimension, which `cats` put together from chunks."""
     if len(cats) > 1:
-        return ReasonCode.INTERMEDIATE_USED
+        return ReasonCode.INTERMEDIATE_USED.at(cats[1])
     chunks = proofs.regrouped(cats[0], collective.world_size)
-    if isinstance(chunks, ReasonCode):
+    if refused(chunks):
         unread = chunks is ReasonCode.NO_MATMUL and proofs.feeds_matmul(cats[0])
-        return ReasonCode.CHUNKS_PARTIAL if unread else chunks
+        return (ReasonCode.CHUNKS_PARTIAL if unread else chunks).at(cats[0])
     result, source = proofs.tensor(cats[0]), proofs.tensor(chunks.source)
     assert result is not None and source is not None
     if chunks.source is not collective.wait or chunks.split_dim != 0 or result.ndim != source.ndim:
-        return ReasonCode.CHUNKS_PARTIAL
-    if any(user not in chunks.between for user in collective.wait.users):
-        return ReasonCode.INTERMEDIATE_USED
+        return ReasonCode.CHUNKS_PARTIAL.at(cats[0])
+    other = proofs.other_user([collective.wait], chunks.between)
+    if other is not None:
+        return ReasonCode.INTERMEDIATE_USED.at(other)
     steps = (collective.node, collective.wait, *chunks.between, cats[0])
     return _Gathered(cats[0], chunks.cat_dim, steps)
 
@@ -119,19 +120,19 @@ def _cats_of_pieces(wait: fx.Node) -> list[fx.Node]:
     return [user for user in users if user.target is torch.ops.aten.cat.default]
 
 
-def _match(collective: Collective, gathered: _Gathered) -> Match | ReasonCode:
+def _match(collective: Collective, gathered: _Gathered) -> Match | Refused:
     """Collects the matmuls on views of the gathered tensor that can be proved."""
     value = proofs.tensor(gathered.node)
     assert value is not None
     views = list(proofs.views_down(gathered.node))
     uses = [(view, user) for view in views for user in view.users if user not in views]
-    codes: list[ReasonCode] = []
+    refusals: list[Refusal] = []
     candidates: list[fx.Node] = []
     order = {node: index for index, node in enumerate(collective.node.graph.nodes)}
     first_use = min(gathered.node.users, key=lambda one: order[one], default=None)
     for view, user in uses:
         code = _rejected(view, user, value, gathered)
-        codes += [] if code is None else [code]
+        refusals += [] if code is None else [code.at(user)]
         if code is None and user not in candidates:
             candidates.append(user)
     assert first_use is not None or not candidates
@@ -141,22 +142,22 @@ def _match(collective: Collective, gathered: _Gathered) -> Match | ReasonCode:
         weight = mm.args[1]
         assert isinstance(weight, fx.Node) and first_use is not None
         if proofs.depends_on(weight, {collective.wait}):
-            codes.append(ReasonCode.OPERAND_DEPENDS)
-        elif not rewriting.can_hoist(weight, first_use):
-            codes.append(ReasonCode.OPERAND_LATE)
+            refusals.append(ReasonCode.OPERAND_DEPENDS.at(weight))
+        elif (pinned := rewriting.pinned(weight, first_use)) is not None:
+            refusals.append(ReasonCode.OPERAND_LATE.at(pinned))
         else:
             matmuls.append(mm)
     if not matmuls:
-        return _strongest(codes)
+        return _strongest(refusals)
     fused = set(matmuls)
     return_gathered = any(user not in fused for _, user in uses)
     if return_gathered and not proofs.row_major(value):
-        return ReasonCode.INTERMEDIATE_USED
+        return ReasonCode.INTERMEDIATE_USED.at(next(user for _, user in uses if user not in fused))
     steps = tuple(dict.fromkeys([*gathered.steps, *views]))
     return Match(collective, gathered.node, gathered.dim, steps, tuple(matmuls), return_gathered)
 
 
-def _rejected(view: fx.Node, user: fx.Node, value: torch.Tensor, gathered: _Gathered) -> ReasonCode | None:
+def _rejected(view: fx.Node, user: fx.Node, value: torch.Tensor, gathered: _Gathered) -> Refused | None:
     """Why a use of the gathered tensor (`value`, seen through `view`) is no matmul that can be fused; None if
     it is one.
     """
@@ -190,7 +191,7 @@ def _rejected_operand(addmm: fx.Node, is_weight: bool) -> ReasonCode:
     return ReasonCode.GATHERED_WEIGHT if is_weight else ReasonCode.NO_MATMUL
 
 
-def _rejected_transposed(transpose: fx.Node) -> ReasonCode:
+def _rejected_transposed(transpose: fx.Node) -> Refused:
     """A transposed use: as first operand it is a weight gradient, as second one a sharded weight. With more than two
     dimensions it moves rows (batch and sequence change places).
     """
@@ -200,9 +201,10 @@ def _rejected_transposed(transpose: fx.Node) -> ReasonCode:
     views = list(proofs.views_down(transpose))
     for user in (user for view in views for user in view.users):
         if user.target is torch.ops.aten.mm.default:
-            return ReasonCode.WEIGHT_GRADIENT_ONLY if user.args[0] in views else ReasonCode.GATHERED_WEIGHT
+            is_gradient = user.args[0] in views
+            return (ReasonCode.WEIGHT_GRADIENT_ONLY if is_gradient else ReasonCode.GATHERED_WEIGHT).at(user)
         if user.target is torch.ops.aten.addmm.default and user.args[2] in views:
-            return ReasonCode.GATHERED_WEIGHT
+            return ReasonCode.GATHERED_WEIGHT.at(user)
     return ReasonCode.NO_MATMUL
 
 
@@ -218,11 +220,11 @@ def _rejected_slice(part: fx.Node) -> ReasonCode:
     return ReasonCode.UNEVEN_SHARDS if cut else ReasonCode.NO_MATMUL
 
 
-def _strongest(codes: list[ReasonCode]) -> ReasonCode:
+def _strongest(refusals: list[Refusal]) -> Refused:
     """The reason to report when every use was rejected: the first one that names a matmul, if any does."""
-    named = [code for code in codes if code is not ReasonCode.NO_MATMUL]
-    actionable = [code for code in named if code is not ReasonCode.WEIGHT_GRADIENT_ONLY]
-    return (actionable or named or [ReasonCode.NO_MATMUL])[0]
+    named = [one for one in refusals if one.code is not ReasonCode.NO_MATMUL]
+    actionable = [one for one in named if one.code is not ReasonCode.WEIGHT_GRADIENT_ONLY]
+    return next(iter(actionable or named), ReasonCode.NO_MATMUL)
 
 
 def merge_equal_gathers(graph: fx.Graph) -> int:
@@ -298,7 +300,7 @@ def all_gather_matmul(graph: fx.Graph, *, options: Options) -> int:
         match = find_all_gather_matmul(node)
         if isinstance(match, Match) and PATTERN not in options.fusions:
             match = ReasonCode.DISABLED
-        if isinstance(match, ReasonCode):
+        if refused(match):
             leave_alone(node, PATTERN, match)
             continue
         rewrite(graph, match, options)

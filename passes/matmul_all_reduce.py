@@ -33,10 +33,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes import rewriting
+from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.collectives import ALL_REDUCE, Collective, collectives, read_collective
 from ditron_inductor.passes.products import Product, find_product
-from ditron_inductor.passes.reasons import ReasonCode, leave_alone
+from ditron_inductor.passes.reasons import ReasonCode, Refused, leave_alone, refused
 from ditron_inductor.task.nodes import MatmulAllReduce
 
 PATTERN = MatmulAllReduce.kind
@@ -50,13 +50,15 @@ class Match:
     product: Product
 
 
-def find_matmul_all_reduce(node: fx.Node) -> Match | ReasonCode:
+def find_matmul_all_reduce(node: fx.Node) -> Match | Refused:
     """Proves that the all-reduce `node` reduces matmuls as drawn above, or says why not."""
     collective = read_collective(node)
     if isinstance(collective, ReasonCode):
         return collective
     product = find_product(collective.operand, (collective.node,))
-    return product if isinstance(product, ReasonCode) else Match(collective, product)
+    if refused(product):
+        return product.at(proofs.views_up(collective.operand)[-1])
+    return Match(collective, product)
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
@@ -105,7 +107,7 @@ def matmul_all_reduce(graph: fx.Graph, *, options: Options) -> int:
         match = find_matmul_all_reduce(node)
         if isinstance(match, Match) and PATTERN not in options.fusions:
             match = ReasonCode.DISABLED
-        if isinstance(match, ReasonCode):
+        if refused(match):
             leave_alone(node, PATTERN, match)
             continue
         rewrite(graph, match, options)

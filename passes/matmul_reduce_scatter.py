@@ -44,7 +44,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.collectives import REDUCE_SCATTER, Collective, collectives, read_collective
 from ditron_inductor.passes.products import Product, classify, find_product
-from ditron_inductor.passes.reasons import ReasonCode, leave_alone
+from ditron_inductor.passes.reasons import ReasonCode, Refused, leave_alone, refused
 from ditron_inductor.task.nodes import MatmulReduceScatter
 
 PATTERN = MatmulReduceScatter.kind
@@ -65,7 +65,7 @@ class Match:
     steps: tuple[fx.Node, ...]
 
 
-def find_matmul_reduce_scatter(node: fx.Node) -> Match | ReasonCode:
+def find_matmul_reduce_scatter(node: fx.Node) -> Match | Refused:
     """Proves that the reduce-scatter `node` reduces matmuls as drawn above, or says why not."""
     collective = read_collective(node)
     if isinstance(collective, ReasonCode):
@@ -75,32 +75,32 @@ def find_matmul_reduce_scatter(node: fx.Node) -> Match | ReasonCode:
     between: tuple[fx.Node, ...] = ()
     if chain[-1].target is torch.ops.aten.cat.default:
         chunks = _scattered_chunks(chain, collective)
-        if isinstance(chunks, ReasonCode):
-            return chunks
+        if refused(chunks):
+            return chunks.at(chain[-1])
         scatter_dim, full, between = chunks.split_dim, chunks.source, (*chain, *chunks.between)
     product = find_product(full, between or (collective.node,))
-    if isinstance(product, ReasonCode):
-        return product
+    if refused(product):
+        return product.at(proofs.views_up(full)[-1])
     code = _rejected_shape(collective, product, full, scatter_dim)
     if code is not None:
-        return code
+        return code.at(full)
     lefts = [_lhs_in_shape(factors.lhs, product, full) for factors in product.factors]
     proved = tuple(left for left in lefts if left is not None)
     if len(proved) < len(lefts):
-        return ReasonCode.SHAPE_UNPROVEN
+        return ReasonCode.SHAPE_UNPROVEN.at(full)
     steps = (*product.steps, *between, collective.node, collective.wait)
     return Match(collective, product, scatter_dim, proved, tuple(dict.fromkeys(steps)))
 
 
-def _scattered_chunks(chain: list[fx.Node], collective: Collective) -> proofs.Regrouped | ReasonCode:
+def _scattered_chunks(chain: list[fx.Node], collective: Collective) -> proofs.Regrouped | Refused:
     """Proves that the operand is the W chunks of an inner dimension, put one after the other along dimension 0."""
     chunks = proofs.regrouped(chain[-1], collective.world_size)
-    if isinstance(chunks, ReasonCode):
+    if refused(chunks):
         return _classify_cat(chain[-1]) if chunks is ReasonCode.NO_MATMUL else chunks
     operand, cat = proofs.tensor(chain[0]), proofs.tensor(chain[-1])
     assert operand is not None and cat is not None
     if any(proofs.sole_user(one) is None for one in chain):
-        return ReasonCode.INTERMEDIATE_USED
+        return ReasonCode.INTERMEDIATE_USED.at(proofs.other_user(chain, {collective.node, *chain}) or chain[-1])
     return chunks if chunks.cat_dim == 0 and proofs.same_shape(operand.shape, cat.shape) else ReasonCode.LAYOUT
 
 
@@ -204,7 +204,7 @@ def matmul_reduce_scatter(graph: fx.Graph, *, options: Options) -> int:
         match = find_matmul_reduce_scatter(node)
         if isinstance(match, Match) and PATTERN not in options.fusions:
             match = ReasonCode.DISABLED
-        if isinstance(match, ReasonCode):
+        if refused(match):
             leave_alone(node, PATTERN, match)
             continue
         rewrite(graph, match, options)

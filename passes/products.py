@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes import proofs
-from ditron_inductor.passes.reasons import ReasonCode
+from ditron_inductor.passes.reasons import ReasonCode, Refused
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import KINDS, MAX_PRODUCTS
 
@@ -53,20 +53,20 @@ class Product:
     steps: tuple[fx.Node, ...]
 
 
-def find_product(node: fx.Node, users: Collection[fx.Node]) -> Product | ReasonCode:
+def find_product(node: fx.Node, users: Collection[fx.Node]) -> Product | Refused:
     """Proves that `node` is a sum of products as above, of which nothing is used otherwise; or says what it is.
 
     `users` are the nodes that may use `node` itself.
     """
     product = _read(node)
     if isinstance(product, ReasonCode):
-        return product
+        return product.at(proofs.views_up(node)[-1])
     inner = [one for one in product.steps if one is not node]
     # A tensor that is added to itself is used twice by one node.
     twice = len(set(product.steps)) < len(product.steps)
     if twice or any(proofs.sole_user(one) is None for one in inner) or any(user not in users for user in node.users):
-        return ReasonCode.INTERMEDIATE_USED
-    return product if len(product.factors) <= MAX_PRODUCTS else ReasonCode.SUM_OF_MATMULS
+        return ReasonCode.INTERMEDIATE_USED.at(proofs.other_user(inner, {*users, *product.steps}) or node)
+    return product if len(product.factors) <= MAX_PRODUCTS else ReasonCode.SUM_OF_MATMULS.at(node)
 
 
 def _read(node: fx.Node) -> Product | ReasonCode:
@@ -203,7 +203,7 @@ def _is_product(node: object) -> bool:
     top = proofs.views_up(node)[-1]
     if top.target is aten.add.Tensor:
         return any(_is_product(source) for source in top.all_input_nodes)
-    return top.target in proofs.MATMULS or _is_task_output(top)
+    return proofs.is_matmul(top) or _is_task_output(top)
 
 
 def _is_task_output(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ runs; then that rank is missing when the others meet, which is an error with nam
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -27,7 +27,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ditron_inductor.passes.reasons import ReasonCode
+from ditron_inductor.passes.other_matmuls import other_matmul
+from ditron_inductor.passes.reasons import ReasonCode, Refused
 
 aten = torch.ops.aten
 
@@ -61,8 +62,7 @@ TRANSPOSES: frozenset[object] = frozenset({aten.permute.default, aten.transpose.
 MAY_KEEP_ORDER: frozenset[object] = ORDER_KEEPING | TRANSPOSES | {aten.expand.default, aten.slice.Tensor}
 SLICES: frozenset[object] = frozenset({aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, getitem})
 BATCHED: frozenset[object] = frozenset({aten.bmm.default, aten.baddbmm.default})
-QUANTIZED: frozenset[object] = frozenset({aten._scaled_mm.default, aten._int_mm.default})
-MATMULS: frozenset[object] = BATCHED | QUANTIZED | {aten.mm.default, aten.mm.dtype, aten.addmm.default}
+MATMULS: frozenset[object] = BATCHED | {aten.mm.default, aten.mm.dtype, aten.addmm.default}
 
 
 def known(condition: Any) -> bool:
@@ -162,6 +162,11 @@ def sole_user(node: fx.Node) -> fx.Node | None:
     return user if list(user.all_input_nodes).count(node) == 1 else None
 
 
+def other_user(nodes: Iterable[fx.Node], known: Collection[fx.Node]) -> fx.Node | None:
+    """The first node that uses one of `nodes` and is none of `known`."""
+    return next((user for node in nodes for user in node.users if user not in known), None)
+
+
 @dataclass(frozen=True)
 class Piece:
     """A node as the part [start, start + length) of dimension `dim` of `source`."""
@@ -222,7 +227,7 @@ class Regrouped:
     between: tuple[fx.Node, ...]
 
 
-def regrouped(cat: fx.Node, world_size: int) -> Regrouped | ReasonCode:
+def regrouped(cat: fx.Node, world_size: int) -> Regrouped | Refused:
     """Proves that `cat` concatenates the `world_size` equal chunks of one tensor, all of them, once, in order."""
     assert cat.target is aten.cat.default
     bound = arguments(cat)
@@ -248,9 +253,9 @@ def regrouped(cat: fx.Node, world_size: int) -> Regrouped | ReasonCode:
     if not all(known_equal(one.start, index * one.length) for index, one in enumerate(found)):
         return ReasonCode.CHUNKS_PERMUTED
     between = list(dict.fromkeys([*_splits(parts), *parts]))
-    allowed = {cat, *between}
-    if any(user not in allowed for node in between for user in node.users):
-        return ReasonCode.INTERMEDIATE_USED
+    other = other_user(between, {cat, *between})
+    if other is not None:
+        return ReasonCode.INTERMEDIATE_USED.at(other)
     return Regrouped(first.source, cat, first.dim, bound["dim"] % result.ndim, tuple(between))
 
 
@@ -271,10 +276,8 @@ def proved_mm(node: fx.Node) -> ReasonCode | None:
         return ReasonCode.BIAS
     if node.target in BATCHED:
         return ReasonCode.BATCHED_MATMUL
-    if node.target in QUANTIZED:
-        return ReasonCode.DTYPE
     if node.target is not aten.mm.default:
-        return ReasonCode.NO_MATMUL
+        return other_matmul(node) or ReasonCode.NO_MATMUL
     return rejected_dtypes([tensor(node), tensor(node.args[0]), tensor(node.args[1])])
 
 
@@ -286,10 +289,15 @@ def rejected_dtypes(values: Collection[torch.Tensor | None]) -> ReasonCode | Non
     return None if dtypes <= set(MATMUL_DTYPES) else ReasonCode.DTYPE
 
 
+def is_matmul(node: fx.Node) -> bool:
+    """Whether a node is a matmul of any kind, also of one that no fusion takes."""
+    return node.target in MATMULS or other_matmul(node) is not None
+
+
 def feeds_matmul(node: fx.Node) -> bool:
     """Whether a matmul of any kind uses `node`, or an order-keeping or transposed view of it."""
     users = [user for view in views_down(node) for user in view.users]
-    return any(user.target in MATMULS or (user.target in TRANSPOSES and feeds_matmul(user)) for user in users)
+    return any(is_matmul(user) or (user.target in TRANSPOSES and feeds_matmul(user)) for user in users)
 
 
 def depends_on(node: fx.Node, sources: set[fx.Node]) -> bool:

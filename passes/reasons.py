@@ -1,14 +1,23 @@
 """Why a collective was left alone: one code per reason, each with a sentence that says what the user could change.
 
-A pass records the reason on the collective's node, `node.meta["ditron_left_alone"]`, where `explain` reads it.
+A function that is asked about one node returns the bare `ReasonCode`: that node is what it speaks of. One that looks
+further returns `code.at(node)`, a `Refusal`, which names the node that stopped the fusion. `refused` tells both from a
+match. A pass records the reason on the collective's node, `node.meta["ditron_left_alone"]`, where `explain` reads it.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import fx
+
+from ditron_inductor.passes.culprits import describe
+from ditron_inductor.sites import NodeRecord
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 LEFT_ALONE = "ditron_left_alone"
 # The reason that remained when batched matmuls beside the collective were tried as plain ones.
@@ -36,8 +45,12 @@ class ReasonCode(enum.StrEnum):
     """The option `ditron.fusions` leaves this fusion out."""
     DTYPE = "dtype"
     """The dtype is none of bfloat16, float16 and float32."""
+    FP8_MATMUL = "fp8_matmul"
+    """The neighbour is a matmul of FP8 numbers and their scales."""
     GATHERED_WEIGHT = "gathered_weight"
     """The gathered tensor is the second operand of the matmul, as with sharded parameters."""
+    GROUPED_MATMUL = "grouped_matmul"
+    """The neighbour is a grouped matmul, as of a mixture of experts."""
     GROUP_UNKNOWN = "group_unknown"
     """The process group is not named in the graph, or no group of that name exists."""
     INTERMEDIATE_USED = "intermediate_used"
@@ -58,6 +71,8 @@ class ReasonCode(enum.StrEnum):
     """
     POINTWISE_BETWEEN = "pointwise_between"
     """A pointwise op lies between the matmul and the reduction."""
+    QUANTIZED_MATMUL = "quantized_matmul"
+    """The neighbour is a matmul of quantised numbers, or of what is dequantised in front of it."""
     REDUCE_OP = "reduce_op"
     """The reduction is neither sum nor avg."""
     SHAPE_UNPROVEN = "shape_unproven"
@@ -76,6 +91,48 @@ class ReasonCode(enum.StrEnum):
     """The group size in the graph is not that of the process group."""
     WORLD_SIZE_ONE = "world_size_one"
     """The group has one rank: there is nothing to overlap."""
+
+    @property
+    def changeable(self) -> bool:
+        """Whether the user could have the collective fused by a change: what the option `ditron.strict` raises for."""
+        return self not in _NOTHING_TO_CHANGE
+
+    def at(self, node: fx.Node) -> Refusal:
+        """This reason, with the node that gave it."""
+        return Refusal(self, node)
+
+
+_NOTHING_TO_CHANGE = frozenset(
+    {
+        ReasonCode.ALREADY_FUSED,
+        ReasonCode.DISABLED,
+        ReasonCode.GATHERED_WEIGHT,
+        ReasonCode.GROUPED_MATMUL,
+        ReasonCode.NO_MATMUL,
+        ReasonCode.WEIGHT_GRADIENT_ONLY,
+        ReasonCode.WORLD_SIZE_ONE,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A reason, and the node that gave it: what stands in the way, or uses what it should not."""
+
+    code: ReasonCode
+    node: fx.Node
+
+    def at(self, node: fx.Node) -> Refusal:
+        """Itself: the node that was named first is nearer to the cause."""
+        return self
+
+
+Refused = ReasonCode | Refusal
+
+
+def refused(found: object) -> TypeIs[Refused]:
+    """Whether a search came back with a reason, and not with a match."""
+    return isinstance(found, (ReasonCode, Refusal))
 
 
 _TEXTS: dict[ReasonCode, str] = {
@@ -100,9 +157,11 @@ _TEXTS: dict[ReasonCode, str] = {
     ),
     ReasonCode.DISABLED: "the option ditron.fusions leaves this fusion out; add it there to have it",
     ReasonCode.DTYPE: "the dtype is not bfloat16, float16 or float32; use one of these for the matmul",
+    ReasonCode.FP8_MATMUL: "FP8 matmuls are not fused yet; keep that layer in bfloat16 to have it fused",
     ReasonCode.GATHERED_WEIGHT: (
         "the gathered tensor is the matmul's second operand, a sharded weight; only first operands are fused"
     ),
+    ReasonCode.GROUPED_MATMUL: "grouped matmuls are not fused yet; nothing to change",
     ReasonCode.GROUP_UNKNOWN: "this process knows no group of the name in the graph; pass a live process group",
     ReasonCode.INTERMEDIATE_USED: (
         "a tensor between it and the matmul is used elsewhere too; use the collective's result there instead"
@@ -123,6 +182,10 @@ _TEXTS: dict[ReasonCode, str] = {
     ),
     ReasonCode.POINTWISE_BETWEEN: (
         "an op on the elements stands between it and the matmul; apply it to an operand, or after the collective"
+    ),
+    ReasonCode.QUANTIZED_MATMUL: (
+        "quantised matmuls, and dequantisation in front of a matmul, are not fused yet; keep that layer in bfloat16 to "
+        "have it fused"
     ),
     ReasonCode.REDUCE_OP: "it reduces with an op other than sum and avg; only these two are fused",
     ReasonCode.SHAPE_UNPROVEN: (
@@ -150,19 +213,23 @@ _TEXTS: dict[ReasonCode, str] = {
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a collective was left alone: the pattern that was tried, a `ReasonCode`, and a sentence for the user."""
+    """Why a collective was left alone: the pattern that was tried, a `ReasonCode`, a sentence for the user, and the
+    node that stopped it, as it was then.
+    """
 
     pattern: str
     code: str
     text: str
+    culprit: NodeRecord
 
 
-def reason(pattern: str, code: ReasonCode) -> Reason:
-    """The reason `code`, for a collective that did not match `pattern`."""
-    return Reason(pattern, code.value, _TEXTS[code])
-
-
-def leave_alone(collective: fx.Node, pattern: str, code: ReasonCode) -> None:
-    """Records on the collective's node why it was not fused."""
-    tried = collective.meta.get(TRIED) if code is ReasonCode.BATCHED_MATMUL else None
-    collective.meta[LEFT_ALONE] = reason(pattern, code) if tried is None else tried
+def leave_alone(collective: fx.Node, pattern: str, why: Refused) -> None:
+    """Records on the collective's node why it was not fused; a bare code speaks of the collective itself."""
+    refusal = why.at(collective)
+    reason = Reason(pattern, refusal.code.value, _TEXTS[refusal.code], describe(refusal.node))
+    tried = collective.meta.get(TRIED) if refusal.code is ReasonCode.BATCHED_MATMUL else None
+    if tried is not None:
+        # What was tried may have stopped at a node that only the copy has: here that is the batched matmul.
+        here = any(node.name == tried.culprit.name for node in collective.graph.nodes)
+        reason = tried if here else replace(tried, culprit=reason.culprit)
+    collective.meta[LEFT_ALONE] = reason

@@ -123,7 +123,12 @@ def hoist(node: fx.Node, before: fx.Node) -> None:
 
 def can_hoist(node: fx.Node, before: fx.Node) -> bool:
     """Whether `node` can be computed before `before`: nothing that it needs from there on has to stay where it is."""
-    return not any(_pinned(late) for late in _late(node, before))
+    return pinned(node, before) is None
+
+
+def pinned(node: fx.Node, before: fx.Node) -> fx.Node | None:
+    """The first op that has to stay behind `before`, and that `node` needs; None if there is none."""
+    return next((late for late in _late(node, before) if _pinned(late)), None)
 
 
 def _late(node: fx.Node, before: fx.Node) -> list[fx.Node]:

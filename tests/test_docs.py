@@ -10,7 +10,8 @@ import pytest
 
 from ditron_inductor import errors
 from ditron_inductor.explain import ExplainedSite
-from ditron_inductor.options import ENVIRONMENT, FUSIONS, STRATEGIES, Options
+from ditron_inductor.options import ENVIRONMENT, FUSIONS, Options
+from ditron_inductor.task.nodes import STRATEGIES
 from tests.test_explain import site
 
 ROOT = Path(__file__).parent.parent

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +18,7 @@ from ditron_inductor.errors import UnknownOption
 from ditron_inductor.explain import ExplainedSite, Report, bytes_text
 from ditron_inductor.measure import Timings
 from ditron_inductor.options import Options
-from ditron_inductor.sites import GraphRecord, SiteRecord
+from ditron_inductor.sites import GraphRecord, NodeRecord, SiteRecord
 from tests.ranks import RankContext, RankPools
 
 # The first compilation on a fresh machine precompiles Inductor's C++ headers, once for all tests.
@@ -54,13 +59,48 @@ def test_the_table_has_a_row_for_every_collective() -> None:
     fused = ExplainedSite("forward", site(), "tile", 12.4, "the plan's sentence", "model", predictions)
     alone = site(fused=False, kind="all_reduce", pattern="all_reduce", world_size=None, bytes_moved=None)
     text = str(report(fused, ExplainedSite("backward", alone, "-", None, "no matmul stands next to it")))
-    header, _, first, _, second, summary = text.splitlines()
+    header, _, first, _, second, *_, summary = text.splitlines()
     assert header.split() == "graph collective pattern shape dtype group strategy moved by predicted why".split()
     cells = ("forward", "matmul -> all_reduce(sum)", "[16, 32] [32, 8]", "0 (x4)", "tile", "1.5 KiB", "model")
     for cell in (*cells, "library 20, tile"):
         assert cell in first
     assert "no matmul stands next to it" in second
     assert summary == "1 of 2 collectives fused, in 1 graph"
+
+
+def test_what_stopped_a_site_is_below_the_table() -> None:
+    culprit = NodeRecord("addmm", "aten.addmm.default", "[8, 16] bfloat16", "model.py:12 in forward: x = self.down(x)")
+    own = NodeRecord("all_reduce", "_c10d_functional.all_reduce.default", "[8] float32", "")
+    one = site(fused=False, node="all_reduce", reason_code="bias", line="model.py:13 in forward: f(x)", culprit=culprit)
+    other = site(fused=False, node="all_reduce", reason_code="reduce_op", culprit=own)
+    result = report(*(ExplainedSite("forward", record, "-", None, "") for record in (one, other)))
+    assert result.text() == str(result)
+    assert result.text().splitlines()[-6:-1] == [
+        "left alone:",
+        "  all_reduce, model.py:13 in forward: f(x)",
+        "    bias: addmm (aten.addmm.default, [8, 16] bfloat16), model.py:12 in forward: x = self.down(x)",
+        "  all_reduce",
+        "    reduce_op",
+    ]
+
+
+def _example(ctx: RankContext, path: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(path)
+    return printed.getvalue()
+
+
+def test_the_example_of_the_documentation(rank_pools: RankPools, tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "explain.md").read_text()
+    program, wanted = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "text"))
+    assert program is not None and wanted is not None
+    path = tmp_path / "model.py"
+    path.write_text(program[1])
+    for printed in rank_pools.get("cpu", 2).run(_example, str(path), timeout=LIMIT_S):
+        printed = printed.replace(str(path), "model.py").replace("; ditron.table = shipped", "")
+        table, mark, rest = printed.partition("left alone:\n")
+        assert "all_gather_matmul" in table and mark + rest == wanted[1]
 
 
 def test_measured_times_have_a_column_and_what_has_none_a_note() -> None:

@@ -63,6 +63,7 @@ def test_an_unknown_key_is_named_with_the_valid_ones(key: Any, named: str) -> No
         ("ditron.fusions", [[]]),
         ("ditron.table", 7),
         ("ditron.table", ""),
+        ("ditron.strict", 1),
         ("max_autotune", "yes"),
     ],
 )
@@ -85,6 +86,11 @@ def test_environment_gives_defaults_and_options_win() -> None:
     options, _ = Options.parse({"ditron.strategy": "tile"}, environment)
     assert (options.strategy, options.workspace_limit) == ("tile", 4096)
     assert Options.from_environment({"DITRON_STRATEGY": ""}) == Options()
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("True", True), ("on", True), ("0", False), ("off", False)])
+def test_a_switch_in_the_environment(text: str, value: bool) -> None:
+    assert Options.from_environment({"DITRON_STRICT": text}).strict is value
 
 
 @pytest.mark.parametrize(("name", "variable"), [item for item in ENVIRONMENT.items() if item[0] != "table"])
@@ -112,6 +118,6 @@ def test_the_cache_folder_follows_the_platform() -> None:
 def test_text_shows_every_field_and_tells_options_apart() -> None:
     assert Options(timeout_s=3).text() == (
         "strategy='auto', workspace_limit=1073741824, timeout_s=3.0, "
-        "fusions=('all_gather_matmul', 'matmul_reduce_scatter', 'matmul_all_reduce')"
+        "fusions=('all_gather_matmul', 'matmul_reduce_scatter', 'matmul_all_reduce'), strict=False"
     )
     assert Options().text() != Options(fusions=()).text()

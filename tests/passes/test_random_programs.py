@@ -24,7 +24,7 @@ from ditron_inductor import pipeline
 from ditron_inductor.options import Options
 from ditron_inductor.passes import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, products, proofs
 from ditron_inductor.passes.collectives import read_collective
-from ditron_inductor.passes.reasons import ReasonCode
+from ditron_inductor.passes.reasons import ReasonCode, Refused
 from ditron_inductor.task.nodes import KINDS
 from tests.passes.graphs import WORLD_SIZE, fake_group, group_name, run_ranks, text
 from tests.passes.make_programs import make_program, seeded
@@ -119,7 +119,7 @@ Mistake = Callable[[pytest.MonkeyPatch, dict[str, tuple[str, int]]], None]
 
 
 def chunks_in_any_order(patch: pytest.MonkeyPatch, groups: dict[str, tuple[str, int]]) -> None:
-    def regrouped(cat: fx.Node, world_size: int) -> proofs.Regrouped | ReasonCode:
+    def regrouped(cat: fx.Node, world_size: int) -> proofs.Regrouped | Refused:
         found = proved(cat, world_size)
         if found is not ReasonCode.CHUNKS_PERMUTED:
             return found
@@ -134,7 +134,7 @@ def chunks_in_any_order(patch: pytest.MonkeyPatch, groups: dict[str, tuple[str, 
 
 
 def used_intermediates(patch: pytest.MonkeyPatch, groups: dict[str, tuple[str, int]]) -> None:
-    def find_product(node: fx.Node, users: Any) -> products.Product | ReasonCode:
+    def find_product(node: fx.Node, users: Any) -> products.Product | Refused:
         chain = proofs.views_up(node)
         return proofs.proved_mm(chain[-1]) or products.Product(chain[-1], tuple(chain[:-1]))
 

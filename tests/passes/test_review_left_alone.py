@@ -1,0 +1,148 @@
+"""Matmuls of kinds that no fusion takes yet are named as such, and reasons without a matmul say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.ao.quantization.fx._decomposed  # registers quantized_decomposed
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.other_matmuls import MATMULS, other_matmul
+from ditron_inductor.passes.reasons import LEFT_ALONE, Reason
+from ditron_inductor.passes.review_left_alone import review_left_alone
+from tests.passes.graphs import WORLD_SIZE, all_gather, all_reduce, c10d, fuse, group_name, reduce_scatter, traced
+
+pytestmark = pytest.mark.usefixtures("group")
+
+aten = torch.ops.aten
+decomposed: Any = torch.ops.quantized_decomposed
+FP8 = torch.float8_e4m3fn
+X = torch.empty(16, 32)
+A = torch.empty(64, 32)
+W = torch.empty(32, 48)
+ONE = torch.empty(())
+
+
+def left_alone(fn: Callable[..., Any], *args: torch.Tensor) -> list[Reason]:
+    """Why the collectives of `fn` are left alone, in graph order."""
+    module = traced(fn, *args)
+    assert fuse(module) == 0
+    review_left_alone(module.graph, options=Options())
+    return [node.meta[LEFT_ALONE] for node in module.graph.nodes if LEFT_ALONE in node.meta]
+
+
+def column_major(w: torch.Tensor, dtype: torch.dtype = FP8) -> torch.Tensor:
+    return w.t().to(dtype).contiguous().t()
+
+
+def fp8(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    one = a.new_ones((), dtype=torch.float32)
+    return aten._scaled_mm(a, w, one, one, out_dtype=torch.bfloat16)
+
+
+def gather_fp8(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return fp8(all_gather(x.to(FP8).view(torch.uint8)).view(FP8), column_major(w))
+
+
+def gather_then_fp8(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    gathered = all_gather(x).float()
+    return fp8((gathered * scale).clamp(-448, 448).to(FP8), column_major(w))
+
+
+def gathered_fp8_weight(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return fp8(x.to(FP8), all_gather(w.t().to(FP8).contiguous()).t())
+
+
+def normed_then_fp8(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    gathered = all_gather(x)
+    normed = gathered * scale * scale.exp()
+    return fp8(normed.to(FP8), column_major(w))
+
+
+def int8(a: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (aten._int_mm(a.to(torch.int8), w.to(torch.int8)).float() * scale * scale).bfloat16()
+
+
+def dequantized(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    quantized = decomposed.quantize_per_tensor(x, 0.1, 0, -128, 127, torch.int8)
+    return decomposed.dequantize_per_tensor(all_gather(quantized), 0.1, 0, -128, 127, torch.int8) @ w
+
+
+def dequantized_by_hand(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (all_gather(x.to(torch.int8)).float() * scale) @ w
+
+
+def grouped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    offsets = torch.arange(1, 3, device=x.device, dtype=torch.int32) * 32
+    return aten._grouped_mm(all_gather(x.bfloat16()), torch.stack([w, w]).bfloat16(), offsets)
+
+
+def to_all(x: torch.Tensor) -> torch.Tensor:
+    sizes = [x.shape[0] // WORLD_SIZE] * WORLD_SIZE
+    return c10d.wait_tensor(c10d.all_to_all_single(x, sizes, sizes, group_name()))
+
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str, str]] = {
+    "gather fp8": (gather_fp8, (X, W), "fp8_matmul", "_scaled_mm"),
+    "gather, then to fp8": (gather_then_fp8, (X, W, ONE), "fp8_matmul", "_scaled_mm"),
+    "gathered fp8 weight": (gathered_fp8_weight, (A, X.t().contiguous()), "fp8_matmul", "_scaled_mm"),
+    "scatter of fp8": (
+        lambda a, w: reduce_scatter(fp8(a.to(FP8), column_major(w))),
+        (A, W),
+        "fp8_matmul",
+        "_scaled_mm",
+    ),
+    "reduce of fp8": (lambda a, w: all_reduce(fp8(a.to(FP8), column_major(w))), (A, W), "fp8_matmul", "_scaled_mm"),
+    "a norm between": (normed_then_fp8, (X, W, ONE), "no_matmul", ""),
+    "reduce of int8": (lambda a, w, s: all_reduce(int8(a, w, s)), (A, W, ONE), "quantized_matmul", "_int_mm"),
+    "gather, then int8": (lambda x, w, s: int8(all_gather(x), w, s), (X, W, ONE), "quantized_matmul", "_int_mm"),
+    "dequantised": (dequantized, (X, W), "quantized_matmul", "dequantize_per_tensor"),
+    "dequantised by hand": (dequantized_by_hand, (X, W, ONE), "quantized_matmul", "_to_copy"),
+    "grouped": (grouped, (X, W), "grouped_matmul", "_grouped_mm"),
+    "max of a matmul": (lambda a, w: all_reduce(a @ w, "max"), (A, W), "reduce_op", "all_reduce"),
+    "max of a maximum": (lambda a, w: all_reduce((a @ w).amax(), "max"), (A, W), "no_matmul", ""),
+    "max, then a matmul": (lambda a, w: all_reduce(a.exp(), "max") @ w, (A, W), "no_matmul", ""),
+    "to all, then a matmul": (lambda a, w: to_all(a) @ w, (A, W), "unsupported_collective", "all_to_all_single"),
+    "matmul, then to all": (lambda a, w: to_all(a @ w), (A, W), "unsupported_collective", "all_to_all_single"),
+    "to all": (lambda a: to_all(a).sin(), (A,), "no_matmul", ""),
+}
+
+
+@pytest.mark.parametrize(("fn", "args", "code", "op"), CASES.values(), ids=CASES)
+def test_the_reason_and_its_node(fn: Callable[..., Any], args: tuple[torch.Tensor, ...], code: str, op: str) -> None:
+    (reason,) = left_alone(fn, *args)
+    assert reason.code == code, reason
+    assert not op or reason.culprit.op.split(".")[1] == op, reason.culprit
+
+
+def test_every_name_is_read() -> None:
+    """Where this torch has the op; a name that no version has would never be noticed."""
+    graph = fx.Graph()
+    known = {name: getattr(aten, name.removeprefix("aten::"), None) for name in MATMULS}
+    for name, packet in known.items():
+        assert packet is not None, name
+        for overload in packet.overloads():
+            assert other_matmul(graph.call_function(getattr(packet, overload))) is MATMULS[name]
+    assert other_matmul(graph.call_function(aten.mm.default)) is None
+    assert other_matmul(graph.placeholder("x")) is None
+
+
+def test_plain_matmuls_beside_one_keep_their_reason() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> list[torch.Tensor]:
+        batches = all_gather(x).view(4, 16, 32)
+        return [torch.bmm(batches, torch.stack([w] * 4)), int8(batches.view(64, 32), w, s)]
+
+    (reason,) = left_alone(fn, X, W, ONE)
+    assert reason.code == "batched_matmul"
+
+
+def test_a_dequantised_weight_is_an_operand_like_any_other() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return all_gather(x) @ (w.to(torch.int8).float() * scale)
+
+    module = traced(fn, X, W, ONE)
+    assert fuse(module) == 1

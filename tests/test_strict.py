@@ -1,0 +1,85 @@
+"""ditron.strict from outside: the error reaches the user of torch.compile on every rank, cached graphs or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import _functional_collectives as funcol
+
+import ditron_inductor
+import ditron_inductor.backend  # the name, where the package is not installed
+from tests.ranks import RankContext, RankPools
+
+# The first compilation on a fresh machine precompiles Inductor's C++ headers, once for all tests.
+pytestmark = pytest.mark.timeout(300)
+STRICT = {"ditron.strict": True}
+
+
+def _message(run: Callable[[], Any]) -> str:
+    """What a run raises, empty where it does not."""
+    try:
+        run()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def _forward(ctx: RankContext) -> list[str]:
+    def product_used(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        product = x @ w
+        return funcol.all_reduce(product, "sum", ctx.group_name), product
+
+    def fused(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return funcol.all_reduce(x @ w, "sum", ctx.group_name)
+
+    def compiled(fn: Callable[..., Any], options: dict[str, Any] | None = None) -> str:
+        # The graph is compiled anew, and may come from Inductor's cache.
+        torch._dynamo.reset()
+        return _message(lambda: torch.compile(fn, backend="ditron", options=options)(x, w))
+
+    x, w = torch.ones(4, 8), torch.ones(8, 6)
+    runs = [compiled(product_used), compiled(product_used, STRICT), compiled(product_used, STRICT)]
+    runs += [compiled(fused, STRICT), compiled(fused, STRICT), compiled(product_used)]
+    return [*runs, _message(lambda: ditron_inductor.explain(product_used, options=STRICT)(x, w))]
+
+
+def test_each_compilation_raises_and_no_other(rank_pools: RankPools) -> None:
+    first, second = rank_pools.get("cpu", 2).run(_forward, timeout=250.0)
+    assert first == second
+    assert [bool(message) for message in first] == [False, True, True, False, False, False, False]
+    for part in ("DitronNotFused", "'ditron.strict'", "all_reduce, ", "test_strict.py:", "intermediate_used"):
+        assert part in first[1]
+
+
+def _backward(ctx: RankContext) -> tuple[str, str]:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (funcol.all_gather_tensor_autograd(x.sin(), 0, ctx.group_name) @ w).sin()
+
+    class Squared(torch.autograd.Function):
+        """Its gradient stands between the matmul of the backward and its reduction."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad.square()
+
+    def squared(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (Squared.apply(funcol.all_gather_tensor_autograd(x, 0, ctx.group_name)) @ w).square()
+
+    def both(fn: Callable[..., Any]) -> str:
+        x, w = torch.ones(4, 8, requires_grad=True), torch.ones(8, 6, requires_grad=True)
+        return _message(lambda: torch.compile(fn, backend="ditron", options=STRICT)(x, w).sum().backward())
+
+    return both(fn), both(squared)
+
+
+def test_the_backward_graph_counts_too(rank_pools: RankPools) -> None:
+    for clean, found in rank_pools.get("cpu", 2).run(_backward, timeout=250.0):
+        assert clean == ""
+        assert "pointwise_between" in found and "reduce_scatter_tensor" in found
