@@ -227,10 +227,10 @@ def shaped(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, added: torch.Tensor | None = None) -> None:
-    """out = a @ b + added by the library. added: a row [N], `out` itself, or None.
+    """out = a @ b + added by the library. a [.., m, K], out [.., m, N] with the same leading dimensions, none or one;
+    b [K, N]; added: a row [N], `out` itself, or None.
 
-    a [.., m, K], out [.., m, N] with the same leading dimensions, none or one; b [K, N]. Any strides, with contiguous
-    rows in out: the product is written where it belongs.
+    Any strides, with contiguous rows in out: the product is written where it belongs.
     """
     if out.numel() == 0:
         return
