@@ -34,7 +34,6 @@ from ditron_inductor.task.epilogue import (
     Group,
     Number,
     Product,
-    is_biased,
     parse,
     products,
 )
@@ -234,15 +233,10 @@ class Finisher:
 
     def __init__(self, epilogue: Epilogue, like: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:
         """like: any tensor of the node's dtype and device."""
-        self.biases = {
-            product: extra
-            for product, extra in _biases(epilogue).items()
-            if extras[extra].dtype == like.dtype and extras[extra].is_contiguous()
-        }
-        outputs = [
-            Product(output.left.index) if is_biased(output) and output.left.index in self.biases else output  # type: ignore[union-attr]
-            for output in epilogue.outputs
-        ]
+        folded, self.biases = epilogue.folded(epilogue_torch.NAMES[like.dtype])
+        if any(extras[row].dtype != like.dtype or not extras[row].is_contiguous() for row in self.biases.values()):
+            folded, self.biases = epilogue, {}
+        outputs = folded.outputs
         self._outputs = outputs
         # What is left to compute: an output that is a product stays where it is.
         self._made = [index for index, output in enumerate(outputs) if not isinstance(output, Product)]
@@ -312,14 +306,3 @@ def _arguments(numel: int, columns: int, number: int, group: Group, function: An
 
 def _current_stream(x: torch.Tensor) -> int:
     return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-
-
-def _biases(epilogue: Epilogue) -> dict[int, int]:
-    """Extra tensors that are added to products, as rows, where that is all that becomes of the product."""
-    found = {}
-    for group in epilogue.groups():
-        output = epilogue.outputs[group.outputs[0]]
-        if len(group.outputs) == 1 and is_biased(output):
-            assert isinstance(output, Binary) and isinstance(output.right, Extra)
-            found[group.products[0]] = output.right.index
-    return found

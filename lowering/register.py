@@ -27,6 +27,7 @@ from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter_ch
 from ditron_inductor.lowering.matmul_reduce_scatter import tile as scatter_tile
 from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, form
 from ditron_inductor.task import ops, reference
+from ditron_inductor.task.epilogue_torch import NAMES
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Policy, TaskNode
 from ditron_inductor.task.plan import PlanRequest, choose
 
@@ -142,16 +143,16 @@ def _possible(
         tile_reason=capabilities.tile_reason,
         chunked_bytes=chunked_bytes,
         chunked_reason=chunked_reason,
-        epilogue_bytes=_epilogue_bytes(node, m, n, x.element_size()),
+        epilogue_bytes=_epilogue_bytes(node, m, n, x.dtype),
     )
     return request, runners
 
 
-def _epilogue_bytes(node: TaskNode, m: int, n: int, itemsize: int) -> int:
+def _epilogue_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
     """What the epilogue's own kernel would read and write, all weights taken as equally wide; equal on all ranks."""
     if not isinstance(node, AllGatherMatmul) or node.parsed is None:
         return 0
-    return m * n * itemsize * node.parsed.passes() // node.num_weights
+    return m * n * dtype.itemsize * node.parsed.passes(NAMES[dtype]) // node.num_weights
 
 
 def _prepare_all_gather_matmul(

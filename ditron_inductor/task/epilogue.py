@@ -21,6 +21,7 @@ epilogue: `parse(e.text()) == e`.
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -130,19 +131,27 @@ class Epilogue:
         """Whether the outputs of a group are its products themselves."""
         return all(isinstance(self.outputs[output], Product) for output in group.outputs)
 
-    def passes(self) -> int:
-        """How many tensors [rows, N] are read and written where the products are made first and the outputs of them:
-        by a kernel that the library does not need for products with a row added.
+    def passes(self, dtype: str) -> int:
+        """How many tensors [rows, N] are read and written where the products of a node of `dtype` are made first, with
+        their biases, and the outputs of them by another kernel.
         """
-        return sum(self._passes(group) for group in self.groups())
+        folded, _ = self.folded(dtype)
+        return sum(folded._passes(group) for group in folded.groups())
 
     def _passes(self, group: Group) -> int:
         made = [self.outputs[i] for i in group.outputs if not isinstance(self.outputs[i], Product)]
-        if not made or (len(group.outputs) == 1 and is_biased(made[0])):
-            return 0
         read = {one for output in made for one in walk(output) if isinstance(one, Product)}
         full = {one for output in made for one in walk(output) if isinstance(one, Extra) and one.kind == "full"}
         return len(read) + len(full) + len(made)
+
+    def folded(self, dtype: str) -> tuple[Epilogue, dict[int, int]]:
+        """The epilogue of products that have their biases already, in a node of `dtype`, and the extra tensors that are
+        biases, by product: rows that are added wherever the product is used, to be rounded to `dtype` at once.
+        """
+        uses = Counter(one.index for output in self.outputs for one in walk(output) if isinstance(one, Product))
+        sums = Counter(one for output in self.outputs for one in _biased(output, dtype, rounded=True))
+        biases = {product: row for (product, row), count in sums.items() if count == uses[product]}
+        return Epilogue(tuple(_unbiased(output, biases, dtype) for output in self.outputs)), biases
 
     def verify(self, num_weights: int, num_extras: int) -> None:
         """Raises `InvalidEpilogue` unless it fits a node with so many weights and extra tensors."""
@@ -194,12 +203,33 @@ def walk(expression: Expression) -> Iterator[Expression]:
             yield from walk(right)
 
 
-def is_biased(output: Expression) -> bool:
-    """Whether an output is a product plus a row: what the library's matmul computes by itself."""
-    match output:
-        case Binary("+", Product(), Extra("row", _)):
-            return True
-    return False
+def _biased(expression: Expression, dtype: str, *, rounded: bool) -> Iterator[tuple[int, int]]:
+    """(product, row) of the sums of both in an expression that are rounded to `dtype` at once; `rounded`: it is."""
+    match expression:
+        case Binary("+", Product(product), Extra("row", row)):
+            if rounded or dtype == "fp32":
+                yield product, row
+        case Cast(argument, to):
+            yield from _biased(argument, dtype, rounded=to == dtype)
+        case Function(_, argument):
+            yield from _biased(argument, dtype, rounded=False)
+        case Binary(_, left, right):
+            yield from _biased(left, dtype, rounded=False)
+            yield from _biased(right, dtype, rounded=False)
+
+
+def _unbiased(expression: Expression, biases: dict[int, int], dtype: str) -> Expression:
+    match expression:
+        case Binary("+", Product(product), Extra("row", row)) if biases.get(product) == row:
+            return Product(product)
+        case Cast(argument, to):
+            inner = _unbiased(argument, biases, dtype)
+            return inner if isinstance(inner, Product) and to == dtype else Cast(inner, to)
+        case Function(name, argument):
+            return Function(name, _unbiased(argument, biases, dtype))
+        case Binary(operator, left, right):
+            return Binary(operator, _unbiased(left, biases, dtype), _unbiased(right, biases, dtype))
+    return expression
 
 
 def products(expression: Expression) -> frozenset[int]:

@@ -139,6 +139,27 @@ def _with_tensors(expression: Expression, names: dict[str, object]) -> Expressio
     return expression
 
 
+@pytest.mark.parametrize(
+    ("source", "rest", "biases", "passes"),
+    [
+        ("mm0 + row(x0)", "mm0", {0: 0}, 0),
+        ("mm0 + row(x0); gelu(cast(mm0 + row(x0), bf16))", "mm0; gelu(mm0)", {0: 0}, 2),
+        ("cast(silu(mm0), bf16) * mm1", "cast(silu(mm0), bf16) * mm1", {}, 3),
+        # Used without it too, rounded later, another row, no row.
+        ("mm0 + row(x0); mm0", "mm0 + row(x0); mm0", {}, 2),
+        ("silu(mm0 + row(x0))", "silu(mm0 + row(x0))", {}, 2),
+        ("mm0 + row(x0); mm0 + row(x1)", "mm0 + row(x0); mm0 + row(x1)", {}, 3),
+        ("mm0 + full(x0)", "mm0 + full(x0)", {}, 3),
+    ],
+)
+def test_what_is_left_when_products_have_their_biases(
+    source: str, rest: str, biases: dict[int, int], passes: int
+) -> None:
+    folded, found = parse(source).folded("bf16")
+    assert (folded.text(), found) == (rest, biases)
+    assert parse(source).passes("bf16") == passes
+
+
 def test_rounding_is_where_the_text_says() -> None:
     mm = torch.tensor([[1.0 + 2**-7]], dtype=torch.bfloat16)
     once, twice = evaluate(parse("mm0 * mm0 * mm0; cast(mm0 * mm0, bf16) * mm0"), [mm], [])
