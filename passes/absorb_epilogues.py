@@ -12,8 +12,8 @@ A value between that something else uses too, such as a product that the backwar
 
 An absorbed op leaves Inductor's kernels, so it may only go where Inductor's kernel would have read the products from
 memory and ended: then `tile` saves that kernel and `library` runs one like it. It must not fire when
-* the result feeds anything that Inductor fuses with it (another pointwise op, a reduction, a copy): only matmuls,
-  attention, collectives, our ops and the graph's outputs end a chain;
+* the result, or a product, feeds anything that Inductor fuses with it (another pointwise op, a reduction, a copy): only
+  matmuls, attention, collectives, our ops and the graph's outputs end a chain;
 * another operand is not stored anyhow (a placeholder, a matmul's result, ..): Inductor computes it on the way;
 * another operand depends on the products, or cannot be computed before the node;
 * an op is not in `expressions.POINTWISE`, changes the shape by broadcasting, or its result is not contiguous;
@@ -106,6 +106,8 @@ def find_epilogue(call: fx.Node, task: AllGatherMatmul) -> Match | None:
         node: outputs[node] if node in chain.plain else expressions.as_output(outputs[node], _dtype(node), of_node)
         for node in ordered
     }
+    if {index for output in read.values() for index in products(output)} != set(range(task.num_weights)):
+        return None
     used = {number: None for output in read.values() for number in _extras(output)}
     numbers = {number: index for index, number in enumerate(used)}
     by_number = {number: node for (node, _), number in chain.extras.items()}
@@ -215,17 +217,17 @@ def _launches(node: object) -> bool:
 
 
 def _closed(chain: Chain) -> set[fx.Node]:
-    """The nodes of the chain that are left when no absorbed value feeds anything that Inductor would fuse with it."""
+    """The nodes of the chain that are left when neither an absorbed value nor its products feed anything that Inductor
+    would fuse with it.
+    """
     kept = set(chain.values)
     while True:
-        open_nodes = {
-            node
-            for node in kept
-            if node not in chain.plain and not all(user in kept or _ends(user) for user in node.users)
-        }
-        if not open_nodes:
+        is_open = {node for node in kept if not all(user in kept or _ends(user) for user in node.users)}
+        again = {chain.plain[node] for node in is_open if node in chain.plain}
+        lost = {node for node in kept - chain.plain.keys() if node in is_open or products(chain.values[node]) & again}
+        if not lost:
             return kept
-        kept -= open_nodes
+        kept -= lost
 
 
 def _ends(user: fx.Node) -> bool:

@@ -183,6 +183,7 @@ def late(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 GUARDS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "a reduction follows": (lambda x, w: F.silu(g(x, w)).sum(-1), (X, W)),
+    "a reduction reads the product too": (lambda x, w: (F.silu(p := g(x, w)), p.sum(-1)), (X, W)),
     "a pointwise op that has no text follows": (lambda x, w: torch.sin(F.silu(g(x, w))), (X, W)),
     "a norm follows": (lambda x, w, r: F.rms_norm(r + g(x, w), (24,)), (X, W, FULL)),
     "a copy follows": (lambda x, w: F.silu(g(x, w)).transpose(0, 1).contiguous(), (X, W)),
@@ -228,6 +229,19 @@ def test_dynamic_shapes_stay_dynamic() -> None:
     module = traced(lambda x, w, b, r: F.silu(F.linear(gather_dim(x, 1), w, b)) * r, X, W, B, FULL, dynamic=True)
     with assert_no_new_guards(module):
         assert absorb(module) == ["silu(mm0 + row(x0)) * full(x1)"]
+
+
+def test_a_product_that_nobody_uses() -> None:
+    module = traced(lambda x, w, v: g(x, w, v), X, W, V)
+    fuse(module)
+    (call,) = [call for call, _ in task_calls(module.graph)]
+    first, _ = (user for user in call.users if user.args[1] in (0, 1))
+    with module.graph.inserting_before(module.graph.output_node()):
+        relu = module.graph.call_function(aten.relu.default, (first,))
+    relu.meta["val"] = first.meta["val"]
+    module.graph.output_node().args = (relu,)
+    module.graph.eliminate_dead_code()
+    assert absorb_epilogues(module.graph, options=Options()) == 0
 
 
 def test_twice_is_once() -> None:
