@@ -73,7 +73,7 @@ class AllGatherMatmul:
             parsed = parse(self.epilogue)
             parsed.verify(self.num_weights, self.num_extras)
         except InvalidEpilogue as error:
-            raise InvalidTaskNode(node=self.kind, field="epilogue", problem=f": {error}") from error
+            raise InvalidTaskNode(node=self.kind, field="epilogue", problem=f"is wrong: {error}") from error
         return parsed
 
     @property

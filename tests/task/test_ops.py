@@ -72,6 +72,14 @@ def test_all_gather_matmul(shape: tuple[int, ...], dim: int, return_gathered: bo
     assert outputs[-1].dtype == torch.uint8
 
 
+def test_all_gather_matmul_with_an_epilogue() -> None:
+    x, weights = torch.empty(2, 8, 16, dtype=torch.bfloat16), [torch.empty(16, 24, dtype=torch.bfloat16)] * 2
+    text = "mm0 * mm1; cast(mm1, fp32); mm0 + row(x0)"
+    outputs = torch.ops.ditron.all_gather_matmul(x, weights, None, 1, True, *SITE, [torch.empty(24)], text)
+    assert shapes(outputs) == [[64, 24], [64, 24], [64, 24], [2, 32, 16], [1]]
+    assert [one.dtype for one in outputs[:3]] == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
 @pytest.mark.parametrize(("shape", "dim"), [((32, 16), 0), ((2, 32, 16), 1), ((4, 32, 16), 0)])
 def test_matmul_reduce_scatter(shape: tuple[int, ...], dim: int) -> None:
     expected = [*shape[:-1], 24]
