@@ -68,6 +68,10 @@ class InvalidTaskNode(DitronError, ValueError):
     message = "{node}: field '{field}' {problem}"
 
 
+class InvalidEpilogue(DitronError, ValueError):
+    message = "the epilogue '{text}' {problem}"
+
+
 class GraphVerificationError(DitronError, RuntimeError):
     message = "the graph is not valid after {where}: {problem}"
 

@@ -26,6 +26,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._logging import trace_structured
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
@@ -62,6 +63,7 @@ PASSES: tuple[Pass, ...] = (
     matmul_all_reduce,
     review_left_alone,
     require_fusions,
+    absorb_epilogues,
     order_collectives,
     name_sites,
     verify_tasks,

@@ -19,6 +19,7 @@ import torch
 from ditron_inductor.device import AgreedOptions, Workspace, workspaces
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather_chunked
 from ditron_inductor.lowering.all_gather_matmul import tile as gather_tile
+from ditron_inductor.lowering.epilogues import Finisher
 from ditron_inductor.lowering.launch import Launch
 from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
 from ditron_inductor.lowering.matmul_all_reduce import tile as reduce_tile
@@ -26,6 +27,7 @@ from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter_ch
 from ditron_inductor.lowering.matmul_reduce_scatter import tile as scatter_tile
 from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, form
 from ditron_inductor.task import ops, reference
+from ditron_inductor.task.epilogue_torch import NAMES
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Policy, TaskNode
 from ditron_inductor.task.plan import PlanRequest, choose
 
@@ -141,8 +143,16 @@ def _possible(
         tile_reason=capabilities.tile_reason,
         chunked_bytes=chunked_bytes,
         chunked_reason=chunked_reason,
+        epilogue_bytes=_epilogue_bytes(node, m, n, x.dtype),
     )
     return request, runners
+
+
+def _epilogue_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
+    """What the epilogue's own kernel would read and write, all weights taken as equally wide; equal on all ranks."""
+    if not isinstance(node, AllGatherMatmul) or node.parsed is None:
+        return 0
+    return m * n * dtype.itemsize * node.parsed.passes(NAMES[dtype]) // node.num_weights
 
 
 def _prepare_all_gather_matmul(
@@ -154,11 +164,16 @@ def _prepare_all_gather_matmul(
     world_size: int,
     group_name: str,
     site: str,
-    *policy: Any,
+    *rest: Any,
 ) -> Callable[..., Any]:
-    node = AllGatherMatmul(gather_dim, world_size, group_name, return_gathered, site, Policy(*policy), len(weights))
+    policy, (extras, epilogue) = Policy(*rest[:-2]), rest[-2:]
+    node = AllGatherMatmul(
+        gather_dim, world_size, group_name, return_gathered, site, policy, len(weights), len(extras), epilogue
+    )
+    parsed = node.parsed
     library = functools.partial(
         reference.all_gather_matmul,
+        multiply=None if parsed is None else Finisher(parsed, shard, extras).multiply,
         gather_dim=gather_dim,
         world_size=world_size,
         group_name=group_name,
@@ -237,6 +252,10 @@ def _prepare_matmul_all_reduce(
 _precision = torch.get_float32_matmul_precision
 
 
+SITE_ARGUMENTS = 8
+"""Those of all_gather_matmul without an epilogue, which come last and are left out where there is none."""
+
+
 def lookup(
     kind: str, site: tuple[Any, ...], operands: Sequence[torch.Tensor], bias: torch.Tensor | None = None
 ) -> tuple[Hashable, Callable[..., Any] | None]:
@@ -248,10 +267,17 @@ def lookup(
 def _all_gather_matmul(
     shard: torch.Tensor, weights: Sequence[torch.Tensor], token: torch.Tensor | None, *site: Any
 ) -> list[torch.Tensor]:
-    key, run = lookup(AllGatherMatmul.kind, site, (shard, *weights))
+    if len(site) <= SITE_ARGUMENTS:
+        key, run = lookup(AllGatherMatmul.kind, site, (shard, *weights))
+        extras: Sequence[torch.Tensor] = ()
+        epilogue = ""
+    else:
+        extras, epilogue = site[SITE_ARGUMENTS] or (), site[SITE_ARGUMENTS + 1]
+        site = site[:SITE_ARGUMENTS]
+        key, run = lookup(AllGatherMatmul.kind, (*site, epilogue), (shard, *weights, *extras))
     if run is None:
-        run = _prepare_all_gather_matmul(key, shard, weights, *site)
-    return [*run(shard, weights), ops.new_token(shard)]
+        run = _prepare_all_gather_matmul(key, shard, weights, *site, extras, epilogue)
+    return [*run(shard, weights, extras), ops.new_token(shard)]
 
 
 def _matmul_reduce_scatter(

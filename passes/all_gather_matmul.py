@@ -17,6 +17,8 @@ A view instead of split and cat (batch size 1) keeps row-major order, so it read
 
 Equal gathers of one tensor that all match become one gather first (inference graphs hold one per consumer).
 
+`addmm` with a row as its bias counts as mm: the bias is added behind the node (and absorbed, see absorb_epilogues).
+
 All matmuls of one gather go into one node if their weights are available before the gathered tensor is first
 used; ops that only prepare a weight (permute, cast) are moved up for that. A matmul whose weight cannot come so
 early uses the node's gathered output instead.
@@ -26,8 +28,8 @@ It must not fire when
 * the gather runs along the last dimension, or a view changes the last dimension before the matmul;
 * the gathered tensor is the matmul's second operand, or its first one transposed (a weight gradient contracts the
   gathered dimension), or the weight depends on it;
-* there is a bias (addmm), a cast, a matmul with a matrix for each batch, or a dtype other than bfloat16, float16
-  and float32;
+* there is a bias that is no row (addmm with a matrix, or with factors), a cast, a matmul with a matrix for each batch,
+  or a dtype other than bfloat16, float16 and float32;
 * the gathered tensor is cut (DTensor, where the dimension does not divide): only the last rank pads its shard, but
   the cut stands on every rank. Nothing here looks at how the shard was made, so all ranks leave such a site alone
   together.
@@ -42,6 +44,7 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
+from ditron_inductor.passes.biases import Matmul, read_matmul, with_bias
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, collectives, read_collective
 from ditron_inductor.passes.reasons import ReasonCode, Refusal, Refused, leave_alone, refused
 from ditron_inductor.task.nodes import AllGatherMatmul
@@ -139,8 +142,8 @@ def _match(collective: Collective, gathered: _Gathered) -> Match | Refused:
     candidates.sort(key=lambda one: order[one])
     matmuls: list[fx.Node] = []
     for mm in candidates:
-        weight = mm.args[1]
-        assert isinstance(weight, fx.Node) and first_use is not None
+        weight = _weight(mm)
+        assert first_use is not None
         if proofs.depends_on(weight, {collective.wait}):
             refusals.append(ReasonCode.OPERAND_DEPENDS.at(weight))
         elif (pinned := rewriting.pinned(weight, first_use)) is not None:
@@ -167,14 +170,14 @@ def _rejected(view: fx.Node, user: fx.Node, value: torch.Tensor, gathered: _Gath
         return _rejected_slice(user)
     if user.target in proofs.CASTS:
         return ReasonCode.CAST_BETWEEN if proofs.feeds_matmul(user) else ReasonCode.NO_MATMUL
-    code = proofs.proved_mm(user)
-    if code is ReasonCode.BIAS and user.args[1] is not view:
+    if user.target is torch.ops.aten.addmm.default and user.args[1] is not view:
         return _rejected_operand(user, user.args[2] is view)
-    if code is not None:
-        return code
-    if user.args[0] is not view:
+    matmul = read_matmul(user)
+    if isinstance(matmul, ReasonCode):
+        return matmul
+    if matmul.rows is not view:
         return ReasonCode.GATHERED_WEIGHT
-    if user.args[1] is view:
+    if matmul.weight is view:
         return ReasonCode.OPERAND_DEPENDS
     if gathered.dim == value.ndim - 1:
         return ReasonCode.LAST_DIM
@@ -220,6 +223,12 @@ def _rejected_slice(part: fx.Node) -> ReasonCode:
     return ReasonCode.UNEVEN_SHARDS if cut else ReasonCode.NO_MATMUL
 
 
+def _weight(mm: fx.Node) -> fx.Node:
+    matmul = read_matmul(mm)
+    assert isinstance(matmul, Matmul) and isinstance(matmul.weight, fx.Node)
+    return matmul.weight
+
+
 def _strongest(refusals: list[Refusal]) -> Refused:
     """The reason to report when every use was rejected: the first one that names a matmul, if any does."""
     named = [one for one in refusals if one.code is not ReasonCode.NO_MATMUL]
@@ -253,9 +262,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     collective = match.collective
     order = {node: index for index, node in enumerate(graph.nodes)}
     first_use = min(match.gathered.users, key=lambda one: order[one])
-    weights = [mm.args[1] for mm in match.matmuls]
+    weights = [_weight(mm) for mm in match.matmuls]
     for weight in weights:
-        assert isinstance(weight, fx.Node)
         rewriting.hoist(weight, first_use)
     task = AllGatherMatmul(
         gather_dim=match.gather_dim,
@@ -286,7 +294,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             gathered = rewriting.output(graph, call, len(weights), rewriting.copied_meta(match.gathered))
             match.gathered.replace_all_uses_with(gathered)
     for mm, product in zip(match.matmuls, products, strict=True):
-        mm.replace_all_uses_with(product)
+        mm.replace_all_uses_with(with_bias(product, mm))
     rewriting.erase_unused(graph, [*match.steps, *match.matmuls])
     return call
 

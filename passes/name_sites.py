@@ -70,7 +70,9 @@ def _facts(match: Match) -> str:
 def _task_facts(task: TaskNode) -> str:
     match task:
         case AllGatherMatmul():
+            # An epilogue decides, with the sizes, which strategy runs.
             own = f"{task.gather_dim} {task.num_weights} {task.return_gathered}"
+            own += f" {task.epilogue}" if task.epilogue else ""
         case MatmulReduceScatter():
             own = f"{task.scatter_dim} {task.reduce_op} {task.num_products} {task.has_bias}"
         case MatmulAllReduce():

@@ -65,6 +65,7 @@ def test_the_order_of_the_passes() -> None:
         "matmul_all_reduce",
         "review_left_alone",
         "require_fusions",
+        "absorb_epilogues",
         "order_collectives",
         "name_sites",
         "verify_tasks",

@@ -7,6 +7,8 @@ on one rank of W; `transfer` is bytes received / rate; P = 2 M N bytes / H for e
     library       = matmul + collective               collective = latency + protocol + bytes received / B
     chunked       = overlapped(matmul / chunk efficiency, transfer at C) + passes P + W chunk costs
     tile          = overlapped(matmul / tile efficiency, transfer at B) + passes P + signals
+    epilogue      = bytes that a kernel of its own reads and writes / H + launch, added to library and chunked; tile
+                    computes it in registers, for nothing
     overlapped    = the longer one + a chunk's share of the shorter one: a gather cannot start before the first chunk, a
                     scatter does not end before the last one; W chunks, and at least MIN_CHUNKS
 
@@ -46,6 +48,8 @@ HOST_US = {
     MatmulAllReduce.kind: {"library": 70.0, "chunked": 500.0, "tile": 36.0},
 }
 """What a call takes the host, by `python -m benchmarks.host`: in eager mode none takes less."""
+EPILOGUE_HOST_US = 12.0
+"""Of the launch of its kernel."""
 SMALL_HOST_US = 55.0
 """Of a small all-reduce by `chunked`; a large one runs in parts, with many launches each."""
 
@@ -146,7 +150,8 @@ KNOWN: tuple[Hardware, ...] = (H200, H100)
 @dataclass(frozen=True)
 class Problem:
     """One rank's share of a site: it multiplies [m, k] by [k, n]; m counts the rows of the whole gathered or
-    unscattered tensor. captured: inside a CUDA graph, where the host's time does not count.
+    unscattered tensor. captured: inside a CUDA graph, where the host's time does not count. epilogue_bytes: that a
+    kernel of its own reads and writes for the epilogue; 0 without one.
     """
 
     kind: str
@@ -156,6 +161,7 @@ class Problem:
     itemsize: int
     world_size: int
     captured: bool = True
+    epilogue_bytes: int = 0
 
 
 def hardware(device_name: str) -> Hardware:
@@ -173,6 +179,7 @@ def predict(problem: Problem, on: Hardware) -> dict[str, float]:
         "chunked": _chunked_us(problem, on),
         "tile": _tile_us(problem, on),
     }
+    device = {strategy: us + epilogue_us(problem, on, strategy) for strategy, us in device.items()}
     if problem.captured:
         return device
     return {strategy: max(us, host_us(problem, strategy)) for strategy, us in device.items()}
@@ -182,7 +189,15 @@ def host_us(problem: Problem, strategy: str) -> float:
     """Microseconds of the host for one eager call."""
     if strategy == "chunked" and _is_small_all_reduce(problem):
         return SMALL_HOST_US
-    return HOST_US[problem.kind][strategy]
+    own_kernel = problem.epilogue_bytes > 0 and strategy != "tile"
+    return HOST_US[problem.kind][strategy] + (EPILOGUE_HOST_US if own_kernel else 0.0)
+
+
+def epilogue_us(problem: Problem, on: Hardware, strategy: str) -> float:
+    """Microseconds of the epilogue on the GPU."""
+    if problem.epilogue_bytes == 0 or strategy == "tile":
+        return 0.0
+    return problem.epilogue_bytes / on.memory_bytes_per_s * MICRO + on.launch_us
 
 
 def _is_small_all_reduce(problem: Problem) -> bool:

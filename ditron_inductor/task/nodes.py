@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ditron_inductor.errors import InvalidTaskNode
+from ditron_inductor.errors import InvalidEpilogue, InvalidTaskNode
+from ditron_inductor.task.epilogue import Epilogue, parse
 
 STRATEGIES: tuple[str, ...] = ("auto", "library", "chunked", "tile")
 REDUCE_OPS: tuple[str, ...] = ("sum", "avg")
@@ -47,6 +48,9 @@ class AllGatherMatmul:
 
     shard is [.., S, .., K] with S at `gather_dim`, never the last dimension; the gathered tensor is [.., W*S,
     .., K] and each out_i is [rows, N_i] with all dimensions but the last one flattened into rows.
+
+    With an epilogue, the text of task/epilogue.py, the outputs are what it makes of these products and of `num_extras`
+    more tensors.
     """
 
     kind: ClassVar[str] = "all_gather_matmul"
@@ -57,16 +61,39 @@ class AllGatherMatmul:
     site: str
     policy: Policy
     num_weights: int
+    num_extras: int = 0
+    epilogue: str = ""
+
+    @property
+    def parsed(self) -> Epilogue | None:
+        """The epilogue, or None where the outputs are the products. Raises `InvalidTaskNode`."""
+        if not self.epilogue:
+            return None
+        try:
+            parsed = parse(self.epilogue)
+            parsed.verify(self.num_weights, self.num_extras)
+        except InvalidEpilogue as error:
+            raise InvalidTaskNode(node=self.kind, field="epilogue", problem=f"is wrong: {error}") from error
+        return parsed
+
+    @property
+    def num_products(self) -> int:
+        """Outputs, without the gathered tensor and the token."""
+        parsed = self.parsed
+        return self.num_weights if parsed is None else len(parsed.outputs)
 
     def verify(self) -> None:
         _check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
         _check(self.num_weights >= 1, self.kind, "num_weights", self.num_weights, "at least one weight")
+        unused = 0 if self.parsed is not None else self.num_extras
+        _check(unused == 0, self.kind, "num_extras", self.num_extras, "0, as there is no epilogue")
         _verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
+        epilogue = f"epilogue={self.epilogue!r}, " if self.epilogue else ""
         return (
             f"{self.kind}(gather_dim={self.gather_dim}, num_weights={self.num_weights}, "
-            f"return_gathered={self.return_gathered}, "
+            f"return_gathered={self.return_gathered}, {epilogue}"
             f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 

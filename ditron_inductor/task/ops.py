@@ -4,7 +4,8 @@
 
 `all_gather_matmul(shard, weights, token, ...) -> [out_0, .., out_{n-1}, (gathered,) token]`
     shard [.., S, .., K] with S at gather_dim (never the last dimension), weights [K, N_i] with any strides.
-    out_i [rows, N_i] contiguous, rows = the gathered tensor's dimensions but the last, flattened.
+    out_i [rows, N_i] contiguous, rows = the gathered tensor's dimensions but the last, flattened. With an epilogue the
+    outputs are those that its text names, made of the products and of the extra tensors (see task/epilogue.py).
     gathered [.., W*S, .., K], contiguous, present if and only if return_gathered.
 `matmul_reduce_scatter(a, b, bias, token, ...) -> (out, token)`
     a_i [.., W*S, .., K_i] with W*S at scatter_dim (never the last dimension), alike but for K_i; b_i [K_i, N]; bias [N]
@@ -36,6 +37,8 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from ditron_inductor.task.epilogue import parse, products
+from ditron_inductor.task.epilogue_torch import out_dtypes
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Policy, TaskNode
 
 NAMESPACE = "ditron"
@@ -44,7 +47,8 @@ _SITE = "int world_size, str group_name, str site, str strategy, int workspace_l
 _PRODUCTS = "Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token"
 SCHEMAS: dict[str, str] = {
     AllGatherMatmul.kind: (
-        f"(Tensor shard, Tensor[] weights, Tensor? token, int gather_dim, bool return_gathered, {_SITE}) -> Tensor[]"
+        f"(Tensor shard, Tensor[] weights, Tensor? token, int gather_dim, bool return_gathered, {_SITE}, "
+        "Tensor[]? extras=None, str epilogue='') -> Tensor[]"
     ),
     MatmulReduceScatter.kind: (f"({_PRODUCTS}, int scatter_dim, str reduce_op, {_SITE}) -> (Tensor, Tensor)"),
     MatmulAllReduce.kind: f"({_PRODUCTS}, str reduce_op, {_SITE}) -> (Tensor, Tensor)",
@@ -112,9 +116,11 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
     op = target
     assert isinstance(op, torch._ops.OpOverload) and op.namespace == NAMESPACE, f"not an op of ours: {target}"
     kind = op._opname
-    names = [argument.name for argument in op._schema.arguments]
-    assert len(names) == len(args), f"{kind} takes {len(names)} positional arguments, got {len(args)}"
-    value = dict(zip(names, args, strict=True))
+    arguments = op._schema.arguments
+    least = sum(not argument.has_default_value() for argument in arguments)
+    assert least <= len(args) <= len(arguments), f"{kind} takes {least} positional arguments or more, got {len(args)}"
+    value = {argument.name: argument.default_value for argument in arguments}
+    value.update(zip((argument.name for argument in arguments), args, strict=False))
 
     def as_int(name: str) -> int:
         item = value[name]
@@ -139,6 +145,8 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
             site=site,
             policy=policy,
             num_weights=len(as_list("weights")),
+            num_extras=len(as_list("extras")) if value["extras"] is not None else 0,
+            epilogue=str(value["epilogue"]),
         )
     num_products, has_bias = len(as_list("a")), value["bias"] is not None
     assert num_products == len(as_list("b")), f"{kind}: {num_products} first operands, {len(as_list('b'))} second ones"
@@ -177,11 +185,19 @@ def _fake_all_gather_matmul(
     strategy: str,
     workspace_limit: int,
     timeout_s: float,
+    extras: Sequence[torch.Tensor] | None = None,
+    epilogue: str = "",
 ) -> list[torch.Tensor]:
     gathered_shape = list(shard.shape)
     gathered_shape[gather_dim] = gathered_shape[gather_dim] * world_size
     rows = math.prod(gathered_shape[:-1])
     outputs = [shard.new_empty([rows, weight.shape[1]]) for weight in weights]
+    if epilogue:
+        parsed = parse(epilogue)
+        outputs = [
+            torch.empty_like(outputs[min(products(output))], dtype=dtype)
+            for output, dtype in zip(parsed.outputs, out_dtypes(parsed, shard.dtype), strict=True)
+        ]
     if return_gathered:
         outputs.append(shard.new_empty(gathered_shape))
     outputs.append(new_token(shard))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,7 +50,7 @@ class PlanRequest:
         workspace_bytes: symmetric memory that `tile` needs here. tile_available, tile_reason: whether every rank can
         run the tile kernels, and if not, why not.
         chunked_bytes: symmetric memory that `chunked` needs here. chunked_reason: why it cannot run, empty if it can.
-        captured: inside a CUDA graph.
+        captured: inside a CUDA graph. epilogue_bytes: see `cost.Problem`.
     """
 
     site: str
@@ -70,6 +70,7 @@ class PlanRequest:
     chunked_bytes: int
     chunked_reason: str
     captured: bool = False
+    epilogue_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
     if 0 in (request.m, request.n, request.k):
         return Choice("library", "there is nothing to compute", predicted, "obstacle")
     for source, known in (("your table", tables.parsed(table)), ("the shipped table", tables.shipped())):
-        best, reason = _best_measured(request, known, able, predicted)
+        best, reason = _best_measured(request, known, able)
         if best:
             return Choice(best, f"measured ({source}): {reason}", predicted, "table")
     if predicted is None:
@@ -126,9 +127,7 @@ def possible(request: PlanRequest) -> tuple[str, ...]:
     return tuple(strategy for strategy in OURS if _obstacle(request, strategy) is None)
 
 
-def _best_measured(
-    request: PlanRequest, known: tables.Table, able: tuple[str, ...], predicted: Mapping[str, float] | None
-) -> tuple[str, str]:
+def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, ...]) -> tuple[str, str]:
     """The best strategy that `known` vouches for and what it says; empty texts where it says nothing."""
     measured = known.lookup(
         gpu=request.device_name,
@@ -142,8 +141,13 @@ def _best_measured(
     )
     if measured is None or not any(strategy in measured.ratio for strategy in able):
         return "", ""
-    library_us = measured.library_us or (predicted["library"] if predicted else 1.0)
+    # The tables are of products alone.
+    plain = _predicted(replace(request, epilogue_bytes=0))
+    library_us = measured.library_us or (plain["library"] if plain else 1.0)
     us = {strategy: ratio * library_us for strategy, ratio in measured.ratio.items()}
+    if plain:
+        problem, on = _problem(request), cost.hardware(request.device_name)
+        us = {strategy: time + cost.epilogue_us(problem, on, strategy) for strategy, time in us.items()}
     return _best(request, us, able, 1.0 - (MARGIN if measured.exact else NEAR_MARGIN)), measured.text
 
 
@@ -164,7 +168,14 @@ def _predicted(request: PlanRequest) -> Mapping[str, float] | None:
 
 def _problem(request: PlanRequest) -> cost.Problem:
     return cost.Problem(
-        request.kind, request.m, request.n, request.k, request.dtype.itemsize, request.world_size, request.captured
+        request.kind,
+        request.m,
+        request.n,
+        request.k,
+        request.dtype.itemsize,
+        request.world_size,
+        request.captured,
+        request.epilogue_bytes,
     )
 
 

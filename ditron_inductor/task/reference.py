@@ -10,12 +10,15 @@ functional collectives go to a stream of their own, which costs two events for t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+Multiply = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
+"""A function of rows, weights and extra tensors: products with an epilogue."""
 
 
 def all_gather(shard: torch.Tensor, *, gather_dim: int, world_size: int, group_name: str) -> torch.Tensor:
@@ -55,18 +58,20 @@ def reduce_scatter(
 def all_gather_matmul(
     shard: torch.Tensor,
     weights: Sequence[torch.Tensor],
+    extras: Sequence[torch.Tensor] = (),
     *,
     gather_dim: int,
     world_size: int,
     group_name: str,
     return_gathered: bool,
+    multiply: Multiply | None = None,
 ) -> list[torch.Tensor]:
     """[gathered @ w for w in weights], each 2-D, followed by the gathered tensor if asked for. See `ops` for
-    the shapes.
+    the shapes. multiply: what the outputs are made by, of the rows, where they are not the products.
     """
     gathered = all_gather(shard, gather_dim=gather_dim, world_size=world_size, group_name=group_name)
     rows = gathered.flatten(0, -2)
-    outputs = [rows @ weight for weight in weights]
+    outputs = [rows @ weight for weight in weights] if multiply is None else multiply(rows, weights, extras)
     if return_gathered:
         outputs.append(gathered)
     return outputs

@@ -5,6 +5,7 @@ A violation is a mistake of a pass. It is found here, at compile time, and not a
 
 from __future__ import annotations
 
+import math
 from operator import getitem
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.task import ops
+from ditron_inductor.task.epilogue import Extra, products, walk
+from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.nodes import KINDS, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, TaskNode
 
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
@@ -67,6 +70,7 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _require(_possible(divides), call, "scatters a dimension that does not divide by the number of ranks")
     elif isinstance(task, AllGatherMatmul):
         _require(task.gather_dim < first.ndim - 1, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
+        _verify_epilogue(call, task, first, [weight.shape[1] for weight in weights])
     else:
         assert isinstance(task, MatmulAllReduce)
 
@@ -86,11 +90,33 @@ def _verify_sum(call: fx.Node, rows: list[torch.Tensor], weights: list[torch.Ten
         _require(value.device == rows[0].device, call, f"mixes {rows[0].device} and {value.device}")
 
 
+def _verify_epilogue(call: fx.Node, task: AllGatherMatmul, shard: torch.Tensor, widths: list[Any]) -> None:
+    """Widths of products that are combined, and the extra tensors' sizes."""
+    epilogue = task.parsed
+    if epilogue is None:
+        return
+    for group in epilogue.groups():
+        width = widths[group.products[0]]
+        for index in group.products:
+            _require(_possible(widths[index] == width), call, "combines products of different widths")
+    rows = task.world_size * math.prod(shard.shape[:-1])
+    given = call.args[-2]
+    assert isinstance(given, (list, tuple))
+    for output in epilogue.outputs:
+        shape = (rows, widths[min(products(output))])
+        for extra in (one for one in walk(output) if isinstance(one, Extra)):
+            value = _value(call, given[extra.index])
+            _require(value.device == shard.device, call, f"mixes {shard.device} and {value.device}")
+            _require(value.dtype in DTYPES, call, f"has an extra tensor of {value.dtype}")
+            fits: Any = value.numel() == math.prod(extra_shape(extra.kind, shape))
+            _require(_possible(fits), call, f"has an extra tensor that is no {extra.kind}: x{extra.index}")
+
+
 def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
     """The call is taken apart by getitem only, and its fake outputs are as many as the schema says."""
     count = 2
     if isinstance(task, AllGatherMatmul):
-        count = task.num_weights + int(task.return_gathered) + 1
+        count = task.num_products + int(task.return_gathered) + 1
     values = call.meta.get("val")
     _require(isinstance(values, (list, tuple)) and len(values) == count, call, f"does not return {count} tensors")
     for user in call.users:

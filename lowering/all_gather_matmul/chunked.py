@@ -4,7 +4,7 @@ Problem. Every rank holds a shard of the activations, rows [S, K] once flattened
 Algorithm. A small kernel puts the own shard into the own slot, where its peers read it. The main stream multiplies the
 own shard straight from the input. Meanwhile the side stream copies the other shards, that of rank + 1 first, into the
 gathered tensor; the main stream follows, product by product, each on as many rows as came together
-(lowering/schedules.py).
+(lowering/schedules.py). An epilogue is one more launch when all products are there; a bias comes with the products.
 Signal protocol. See lowering/transfers.py. One flag for each source, in row PIECE_ROWS: its whole shard is staged. The
 slot is only written with the credits of all peers, so nothing is ever revoked.
 Limits. K is the last dimension of the shard. Where the gathered dimension lies inside others, their sizes multiply to
@@ -23,11 +23,13 @@ import torch
 from ditron_inductor.device.lanes import HERE, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
+from ditron_inductor.lowering.epilogues import Finisher
 from ditron_inductor.lowering.exchange import Exchange, Kernels, multiply, shaped
 from ditron_inductor.lowering.launch import Launch, round_up
 from ditron_inductor.lowering.launcher import Bound
 from ditron_inductor.lowering.schedules import Piece
 from ditron_inductor.lowering.transfers import PIECE_ROWS
+from ditron_inductor.task.epilogue import products
 from ditron_inductor.task.nodes import AllGatherMatmul
 
 MAX_OUTER = 8
@@ -76,22 +78,28 @@ def geometry(node: AllGatherMatmul, launch: Launch, shard: torch.Tensor, columns
 
 
 def all_gather_matmul(
-    node: AllGatherMatmul, launch: Launch, sizes: Geometry, shard: torch.Tensor, weights: Sequence[torch.Tensor]
+    node: AllGatherMatmul,
+    launch: Launch,
+    sizes: Geometry,
+    shard: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """shard [.., S, .., K] with S at `gather_dim`, weights [K, N_i].
+    """shard [.., S, .., K] with S at `gather_dim`, weights [K, N_i], extras as the node's epilogue reads them.
 
-    Returns the products [rows, N_i], then the gathered tensor [.., W*S, .., K] if the node wants it. See the module.
+    Returns the outputs [rows, N_i], then the gathered tensor [.., W*S, .., K] if the node wants it. See the module.
     """
     shape = shard.shape
     shard = shard.contiguous()
     all_rows = node.world_size * sizes.rows
-    outs = [shard.new_empty(all_rows, weight.shape[1]) for weight in weights]
+    mm = [shard.new_empty(all_rows, weight.shape[1]) for weight in weights]
     # Where nobody else wants it, this is where the copies land, and the own part stays empty.
     gathered = shard.new_empty(all_rows, sizes.K)
     with launch.call(nbytes=sizes.nbytes) as call:
-        plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, shard, weights))
+        plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, shard, weights, extras))
         lefts = plan.rows_of(gathered)
-        products = [(weight, plan.rows_of(out)) for weight, out in zip(weights, outs, strict=True)]
+        biases = plan.biases(extras, len(weights))
+        parts = [(weight, plan.rows_of(out), bias) for weight, out, bias in zip(weights, mm, biases, strict=True)]
         with call.fork() as lane:
             plan.stage(lane.main, shard, lefts[plan.own] if plan.copied else shard)
             left = shaped(shard, plan.shard_shape)
@@ -99,8 +107,8 @@ def all_gather_matmul(
                 lefts[plan.own].copy_(left)
             # One wait for all shards, before the first product, which may leave no SM free.
             plan.wait_all(lane.side)
-            for weight, out in products:
-                multiply(left, weight, out[plan.own])
+            for weight, out, bias in parts:
+                multiply(left, weight, out[plan.own], bias)
             arrived = []
             base = gathered.data_ptr()
             for _, transfers in plan.groups:
@@ -111,8 +119,9 @@ def all_gather_matmul(
                 with lane.beside() if turn % 2 == 0 else HERE:
                     lane.wait(mark)
                     for place in places:
-                        for weight, out in products:
-                            multiply(lefts[place], weight, out[place])
+                        for weight, out, bias in parts:
+                            multiply(lefts[place], weight, out[place], bias)
+        outs = mm if plan.finisher is None else plan.finisher.finish(mm, extras)
         plan.close(call.stream, (*outs, gathered) if node.return_gathered else tuple(outs))
     if node.return_gathered:
         dim = node.gather_dim
@@ -127,7 +136,8 @@ class _Plan:
 
     lengths: of the runs of rows that are multiplied as one, in the order of the gathered tensor; None where a shard's
     rows do not lie together, and the runs are the ranks'. own: the place of the own run; copied: staging copies it to
-    the gathered tensor. groups: places of the runs to multiply, and what is copied there before.
+    the gathered tensor. finisher: of the node's epilogue. groups: places of the runs to multiply, and what is
+    copied there before.
     """
 
     stage: Bound
@@ -138,6 +148,7 @@ class _Plan:
     apart: tuple[int, int, int]
     own: int
     copied: bool
+    finisher: Finisher | None
     groups: list[tuple[list[int], list[Transfer]]]
 
     def rows_of(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -145,6 +156,13 @@ class _Plan:
         if self.lengths is not None:
             return x.split_with_sizes(self.lengths)
         return x.view(*self.apart, x.shape[1]).unbind(1)
+
+    def biases(self, extras: Sequence[torch.Tensor], num_weights: int) -> Sequence[torch.Tensor | None]:
+        """What is added to each product when it is made."""
+        if self.finisher is None or not self.finisher.biases:
+            return [None] * num_weights
+        found = self.finisher.biases
+        return [extras[found[i]].view(-1) if i in found else None for i in range(num_weights)]
 
 
 def _plan(
@@ -154,6 +172,7 @@ def _plan(
     call: Call,
     shard: torch.Tensor,
     weights: Sequence[torch.Tensor],
+    extras: Sequence[torch.Tensor],
 ) -> _Plan:
     world, rank, rows, K, outer = node.world_size, launch.rank, sizes.rows, sizes.K, sizes.outer
     exchange = Exchange(sizes.kernels, call)
@@ -180,7 +199,9 @@ def _plan(
     else:
         places = [[(rank + piece.step) % world for piece in group] for group in sizes.groups]
     copied = node.return_gathered and plain
-    numels = [world * rows * weight.shape[1] for weight in weights]
+    epilogue = node.parsed
+    sources = range(len(weights)) if epilogue is None else [min(products(output)) for output in epilogue.outputs]
+    numels = [world * rows * weights[source].shape[1] for source in sources]
     return _Plan(
         stage=exchange.stage(rows * K, copied=copied),
         wait_all=exchange.wait_all(PIECE_ROWS.value),
@@ -190,6 +211,7 @@ def _plan(
         apart=(outer, world, rows // outer),
         own=place[rank * rows] if plain else rank,
         copied=copied,
+        finisher=None if epilogue is None else Finisher(epilogue, shard, extras),
         groups=list(zip(places, transfers, strict=True)),
     )
 

@@ -1,4 +1,4 @@
-"""all_gather_matmul, strategy `tile`: out_i = all_gather(shard) @ weight_i in one launch.
+"""all_gather_matmul, strategy `tile`: out_i = all_gather(shard) @ weight_i, with its epilogue, in one launch.
 
 Problem. Every rank holds a shard of the activations, rows [S, K] once flattened, and its own weights [K, N_i].
 Algorithm. Two queues of work. The *send* queue pushes the own shard, chunk by chunk (a chunk is `group_m` block rows),
@@ -11,6 +11,7 @@ tickets copy it out of the slot.
 Signal protocol. Flag row `chunk`, written once per launch by the last program that pushed a piece of the chunk to that
 peer, read by every tile of the chunk. A push waits for the credits of all peers for the slot's previous use; the next
 launch gives those of this one.
+Epilogue. Products that an epilogue combines are computed in one tile, and its outputs made of them in registers.
 Limits. K is the last dimension of the shard and the gathered dimension another one.
 """
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import triton
@@ -26,6 +27,7 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_WORLD, SEND_TICKET, TILE_TICKET
 from ditron_inductor.core.matmul import matmul_tile, matmul_tile_by_descriptors, rows_descriptor, weight_descriptor
+from ditron_inductor.core.matmul_pair import matmul_pair, matmul_pair_by_descriptors
 from ditron_inductor.core.order import gather_order, grouped, interleaved_row
 from ditron_inductor.core.signals import (
     arrive,
@@ -45,6 +47,7 @@ from ditron_inductor.core.signals import (
     wait_credits,
 )
 from ditron_inductor.lowering.config import Config
+from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_outputs, unpacked
 from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
 from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.task.nodes import AllGatherMatmul
@@ -144,18 +147,22 @@ def copy_gathered(
 
 @triton.jit(do_not_specialize=["rows", "rank", "slot", "site", "senders", "num_chunks"])
 def all_gather_matmul_kernel(
-    shard, weights, outs, gathered, table, ctl, counters,
+    shard, weights, extras, outs, gathered, table, ctl, counters,
     rows, K, block, columns, strides_bk, strides_bn, slot_stride,
     rank, slot, site, senders, num_chunks,
     WORLD: tl.constexpr, NUM_WEIGHTS: tl.constexpr, RETURN_GATHERED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, FIRST_WEIGHTS: tl.constexpr, NUM_TOGETHER: tl.constexpr,
+    FIRST_OUTS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
     SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """See the module. shard [rows, K] contiguous; weights, outs, columns, strides_b*: tuples of NUM_WEIGHTS.
+    """See the module. shard [rows, K] contiguous; weights, columns, strides_b*: tuples of NUM_WEIGHTS.
 
-    DESCRIPTORS: then K is a multiple of 16 bytes.
+    Group g: NUM_TOGETHER[g] weights, 1 or 2, from weight FIRST_WEIGHTS[g] on, are multiplied in one tile, which makes
+    NUM_OUTS[g] of outs, from FIRST_OUTS[g] on; 8 bits for each g. EPILOGUE: how, see lowering/epilogues.py; None for
+    one weight and its product. DESCRIPTORS: then K is a multiple of 16 bytes.
     """
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
@@ -163,8 +170,9 @@ def all_gather_matmul_kernel(
     num_m = tl.cdiv(rows, BLOCK_M)
     shard_tiles = 0
     b_descriptors = ()
+    for g in tl.static_range(NUM_GROUPS):
+        shard_tiles += num_m * tl.cdiv(columns[unpacked(FIRST_WEIGHTS, g)], BLOCK_N)
     for i in tl.static_range(NUM_WEIGHTS):
-        shard_tiles += num_m * tl.cdiv(columns[i], BLOCK_N)
         if DESCRIPTORS:
             descriptor = weight_descriptor(
                 weights[i], columns[i], K, strides_bk[i], strides_bn[i], BLOCK_N, BLOCK_K, (K_MAJOR >> i) & 1
@@ -202,8 +210,9 @@ def all_gather_matmul_kernel(
         # The chunk of this source that was waited for last.
         ready = tl.full((), -1, tl.int32)
         first = step * shard_tiles
-        for i in tl.static_range(NUM_WEIGHTS):
-            weight_tiles = num_m * tl.cdiv(columns[i], BLOCK_N)
+        for g in tl.static_range(NUM_GROUPS):
+            N = columns[unpacked(FIRST_WEIGHTS, g)]
+            weight_tiles = num_m * tl.cdiv(N, BLOCK_N)
             while ticket < first + weight_tiles:
                 request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
                 if DESCRIPTORS:
@@ -219,7 +228,7 @@ def all_gather_matmul_kernel(
                     carries = carries & (credited > 0)
                     # In 32-bit words. K is a multiple of 16 bytes, and so is every piece.
                     carried = tl.multiple_of(tl.where(carries, carried, 0) * BITS // 32, 4)
-                block_row, block_column = grouped(ticket - first, num_m, tl.cdiv(columns[i], BLOCK_N), GROUP_M)
+                block_row, block_column = grouped(ticket - first, num_m, tl.cdiv(N, BLOCK_N), GROUP_M)
                 chunk = block_row // GROUP_M
                 if (source != rank) & (chunk != ready):
                     # Acquire: the whole chunk, which its source pushed before it published this flag.
@@ -229,28 +238,48 @@ def all_gather_matmul_kernel(
                     ready = chunk
                 column = block_column * BLOCK_N
                 offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
-                if DESCRIPTORS:
-                    acc = matmul_tile_by_descriptors(
-                        a_descriptor, b_descriptors[i], block_row * BLOCK_M, column, K, piece, (place,), carried, 1,
-                        BLOCK_M, BLOCK_N, BLOCK_K, (K_MAJOR >> i) & 1, PRECISION, UPCAST, 1, PIECE,
-                    )  # fmt: skip
+                a_rows = base + tl.minimum(offs_m, rows - 1).to(tl.int64) * K
+                if unpacked(NUM_TOGETHER, g) == 2:
+                    if DESCRIPTORS:
+                        accs = matmul_pair_by_descriptors(
+                            a_descriptor, b_descriptors[unpacked(FIRST_WEIGHTS, g)],
+                            b_descriptors[unpacked(FIRST_WEIGHTS, g) + 1],
+                            block_row * BLOCK_M, column, K, piece, (place,), carried, 1,
+                            BLOCK_M, BLOCK_N, BLOCK_K, (K_MAJOR >> unpacked(FIRST_WEIGHTS, g)) & 1,
+                            (K_MAJOR >> unpacked(FIRST_WEIGHTS, g) + 1) & 1, PRECISION, UPCAST, 1, PIECE,
+                        )  # fmt: skip
+                    else:
+                        accs = matmul_pair(
+                            a_rows, weights[unpacked(FIRST_WEIGHTS, g)], strides_bk[unpacked(FIRST_WEIGHTS, g)],
+                            strides_bn[unpacked(FIRST_WEIGHTS, g)], weights[unpacked(FIRST_WEIGHTS, g) + 1],
+                            strides_bk[unpacked(FIRST_WEIGHTS, g) + 1], strides_bn[unpacked(FIRST_WEIGHTS, g) + 1],
+                            column, N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST,
+                        )  # fmt: skip
+                elif DESCRIPTORS:
+                    accs = (matmul_tile_by_descriptors(
+                        a_descriptor, b_descriptors[unpacked(FIRST_WEIGHTS, g)],
+                        block_row * BLOCK_M, column, K, piece, (place,), carried, 1,
+                        BLOCK_M, BLOCK_N, BLOCK_K, (K_MAJOR >> unpacked(FIRST_WEIGHTS, g)) & 1, PRECISION, UPCAST, 1,
+                        PIECE,
+                    ),)  # fmt: skip
                 else:
-                    acc = matmul_tile(
-                        base + tl.minimum(offs_m, rows - 1).to(tl.int64) * K,
-                        weights[i], strides_bk[i], strides_bn[i], column, columns[i], K, base, (), 0, 0,
+                    accs = (matmul_tile(
+                        a_rows, weights[unpacked(FIRST_WEIGHTS, g)], strides_bk[unpacked(FIRST_WEIGHTS, g)],
+                        strides_bn[unpacked(FIRST_WEIGHTS, g)], column, N, K, base, (), 0, 0,
                         BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, PIECE,
-                    )  # fmt: skip
+                    ),)  # fmt: skip
                 if DESCRIPTORS:
                     if carries:
                         sent_piece(counters, table, target, sent_chunk, pieces, rank, slot, site, epoch)
                     if (step == 0) & (send_ticket < num_sends):
                         send_ticket = granted(send_request, THREADS)
-                acc = tl.where(ok != 0, acc, float("nan"))
-                result = acc.to(outs[i].dtype.element_ty)
                 offs_n = column + tl.arange(0, BLOCK_N)
                 to_rows = interleaved_row(offs_m, source, rows, block, WORLD, INTERLEAVED).to(tl.int64)
-                inside = (offs_m < rows)[:, None] & (offs_n < columns[i])[None, :]
-                tl.store(outs[i] + to_rows[:, None] * columns[i] + offs_n[None, :], result, mask=inside)
+                store_outputs(
+                    accs, ok, extras, outs, to_rows[:, None], offs_n[None, :], (offs_m < rows)[:, None],
+                    (offs_n < N)[None, :], N, g, unpacked(NUM_TOGETHER, g), unpacked(FIRST_OUTS, g),
+                    unpacked(NUM_OUTS, g), shard.dtype.element_ty, EPILOGUE,
+                )  # fmt: skip
                 ticket = granted(request, THREADS)
             first += weight_tiles
     if RETURN_GATHERED:
@@ -274,13 +303,18 @@ class Geometry:
     num_chunks: int
     slot_stride: int
     nbytes: int
+    arrangement: Arrangement = field(repr=False)
 
 
 def geometry(node: AllGatherMatmul, launch: Launch, shard: torch.Tensor, columns: int) -> Geometry:
     """columns: of all weights together, the largest on any rank. See Geometry."""
     K = shard.shape[-1]
     rows = math.prod(shard.shape[:-1])
+    arrangement = arrange(node.parsed, node.num_weights)
     config = launch.config(rows=rows, columns=columns, repeats=node.world_size, dtype=shard.dtype)
+    if arrangement.together > 1:
+        # As many products in a tile, of two weights.
+        config = replace(config, block_n=max(config.block_n // arrangement.together, 16)).validate()
     blocks = ceil_div(rows, config.block_m)
     if blocks > config.group_m * GATHER_CHUNKS:
         config = replace(config, group_m=1 << (ceil_div(blocks, GATHER_CHUNKS) - 1).bit_length())
@@ -292,20 +326,28 @@ def geometry(node: AllGatherMatmul, launch: Launch, shard: torch.Tensor, columns
         num_chunks=ceil_div(blocks, config.group_m),
         slot_stride=slot_stride,
         nbytes=node.world_size * slot_stride * shard.element_size(),
+        arrangement=arrangement,
     )
 
 
 def all_gather_matmul(
-    node: AllGatherMatmul, launch: Launch, sizes: Geometry, shard: torch.Tensor, weights: Sequence[torch.Tensor]
+    node: AllGatherMatmul,
+    launch: Launch,
+    sizes: Geometry,
+    shard: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """shard [.., S, .., K] with S at `gather_dim`, weights [K, N_i].
+    """shard [.., S, .., K] with S at `gather_dim`, weights [K, N_i], extras as the node's epilogue reads them.
 
-    Returns the products [rows, N_i], then the gathered tensor [.., W*S, .., K] if the node wants it. See the module.
+    Returns the outputs [rows, N_i], then the gathered tensor [.., W*S, .., K] if the node wants it. See the module.
     """
     shard = shard.contiguous()
     shape = list(shard.shape)
     config = sizes.config
-    outs = [shard.new_empty(node.world_size * sizes.rows, weight.shape[1]) for weight in weights]
+    arrangement = sizes.arrangement
+    outs = arrangement.new_outputs(shard, node.world_size * sizes.rows, weights)
+    weights = tuple(weights[index] for index in arrangement.weights)
     gathered = shard
     if node.return_gathered:
         gathered_shape = list(shape)
@@ -313,7 +355,8 @@ def all_gather_matmul(
         gathered = shard.new_empty(gathered_shape)
 
     def arguments() -> Arguments:
-        num_n = sum(ceil_div(weight.shape[1], config.block_n) for weight in weights)
+        firsts = [weights[first] for first in arrangement.first_weights]
+        num_n = sum(ceil_div(weight.shape[1], config.block_n) for weight in firsts)
         own_tiles = ceil_div(sizes.rows, config.block_m) * num_n
         block = launch.shard_block(shape, node.gather_dim)
         constants = launch.constants(config, shard, weights)
@@ -337,12 +380,20 @@ def all_gather_matmul(
                 NUM_WEIGHTS=len(weights),
                 RETURN_GATHERED=node.return_gathered,
                 INTERLEAVED=block != sizes.rows,
+                **arrangement.constants(),
                 **constants,
                 SEND_BLOCK=INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
                 SEND_STEPS=1 if launch.interpreted else SEND_STEPS,
             ),
         )
 
-    tensors = {"shard": shard, "weights": tuple(weights), "outs": tuple(outs), "gathered": gathered}
+    tensors = {
+        "shard": shard,
+        "weights": weights,
+        # Never empty: without any it gets what it does not look at.
+        "extras": tuple(extra.contiguous() for extra in extras) or (shard,),
+        "outs": tuple(outs[index] for index in arrangement.outputs),
+        "gathered": gathered,
+    }
     launch.run(all_gather_matmul_kernel, sizes.nbytes, arguments, tensors)
     return [*outs, gathered] if node.return_gathered else outs

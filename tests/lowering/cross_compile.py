@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton
@@ -12,8 +12,10 @@ from triton.compiler import ASTSource
 
 from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_kernel
 from ditron_inductor.lowering.config import Config
+from ditron_inductor.lowering.epilogues import Arrangement, arrange
 from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
 from ditron_inductor.lowering.matmul_reduce_scatter.tile import matmul_reduce_scatter_kernel
+from ditron_inductor.task.epilogue import parse
 from tests.lowering.assembly import Listing
 
 KERNELS: dict[str, Any] = {
@@ -30,9 +32,9 @@ TARGETS = {
 }
 NUM_WEIGHTS = 2
 TENSORS = ("shard", "gathered", "bias", "out")
-TUPLES_OF_TENSORS = ("weights", "outs", "lefts", "rights")
+TUPLES_OF_TENSORS = ("weights", "extras", "outs", "lefts", "rights")
 TUPLES = (*TUPLES_OF_TENSORS, "columns", "depths", "strides_am", "strides_bk", "strides_bn")
-"""One element for each weight, or product."""
+"""One element for each weight, or product; `outs` one for each output."""
 WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32"}
 
 
@@ -41,7 +43,7 @@ class Case:
     """A kernel for `target` in tiles of `config`.
 
     descriptors: loads operands by TMA. even_k: K needs no mask. early: publishes in the middle of a product. products:
-    that a reduction adds up; biased: a row too.
+    that a reduction adds up; biased: a row too. epilogue: of the products of two gathered weights, if there is one.
     """
 
     kernel: str
@@ -53,6 +55,7 @@ class Case:
     early: bool = False
     products: int = 1
     biased: bool = False
+    epilogue: str = ""
 
     def __str__(self) -> str:
         tile = self.fitted
@@ -62,8 +65,9 @@ class Case:
 
     @property
     def terms(self) -> str:
-        """What is added up, if it is more than one product."""
-        return (f"-{self.products}" if self.products > 1 else "") + ("-biased" if self.biased else "")
+        """What is added up, if it is more than one product, and the epilogue."""
+        added = (f"-{self.products}" if self.products > 1 else "") + ("-biased" if self.biased else "")
+        return added + (f"-{self.epilogue.replace(' ', '')}" if self.epilogue else "")
 
     @property
     def length(self) -> int:
@@ -73,13 +77,19 @@ class Case:
     @property
     def fitted(self) -> Config:
         """The tiles as the launcher takes them on this GPU."""
-        return self.config.for_arch(self.target)
+        config = self.config.for_arch(self.target)
+        together = self.arrangement.together
+        return replace(config, block_n=config.block_n // together) if together > 1 else config
+
+    @property
+    def arrangement(self) -> Arrangement:
+        return arrange(parse(self.epilogue) if self.epilogue else None, NUM_WEIGHTS)
 
     @property
     def carrying_loops(self) -> list[bool]:
         """For each K loop in order, whether it takes finished data to peers."""
         if self.kernel == "all_gather_matmul":
-            return [self.descriptors] * NUM_WEIGHTS
+            return [self.descriptors] * len(self.arrangement.groups)
         further = [False] * (self.products - 1)
         if self.kernel == "matmul_reduce_scatter" and self.descriptors and self.early:
             return [True, False, *further]
@@ -133,6 +143,7 @@ def compile_case(case: Case) -> Compiled:
         "UPCAST": False,
         "SEND_BLOCK": 8192,
         "SEND_STEPS": 8,
+        **case.arrangement.constants(),
     }
     aligned = [["tt.divisibility", 16]]
     signature: dict[str, Any] = {}
@@ -147,8 +158,9 @@ def compile_case(case: Case) -> Compiled:
             signature[name] = ("constexpr",) * case.length
             known |= {(place, i): 1 for i in range(case.length)}
         elif name in TUPLES:
-            signature[name] = (f"*{case.dtype}" if name in TUPLES_OF_TENSORS else "i32",) * case.length
-            attributes |= {(place, i): aligned for i in range(case.length)}
+            count = len(case.arrangement.outputs) if name == "outs" else case.length
+            signature[name] = (f"*{case.dtype}" if name in TUPLES_OF_TENSORS else "i32",) * count
+            attributes |= {(place, i): aligned for i in range(count)}
         else:
             signature[name] = f"*{case.dtype}" if name in TENSORS else WORDS.get(name, "i32")
             if not parameter.do_not_specialize:

@@ -31,6 +31,8 @@ from ditron_inductor.passes.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.passes.reasons import LEFT_ALONE
 from ditron_inductor.passes.try_forms import try_forms
+from ditron_inductor.task.epilogue import parse
+from ditron_inductor.task.epilogue_torch import evaluate
 from ditron_inductor.task.reference import sum_of_products
 
 WORLD_SIZE = 4
@@ -227,7 +229,13 @@ def _run_all_gather_matmul(args: list[Any]) -> list[Any]:
     dim, return_gathered = args[0][3], args[0][4]
     gathered = torch.cat([arg[0] for arg in args], dim)
     extra = [gathered] if return_gathered else []
-    return [[*[gathered.flatten(0, -2) @ weight for weight in arg[1]], *extra, torch.empty(1)] for arg in args]
+    results = []
+    for arg in args:
+        outputs = [gathered.flatten(0, -2) @ weight for weight in arg[1]]
+        if len(arg) > 11:
+            outputs = evaluate(parse(arg[12]), outputs, arg[11])
+        results.append([*outputs, *extra, torch.empty(1)])
+    return results
 
 
 def _run_matmul_reduce_scatter(args: list[Any]) -> list[Any]:

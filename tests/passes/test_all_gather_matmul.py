@@ -249,7 +249,7 @@ GUARDS: list[Any] = [
     ),
     pytest.param("weight_gradient_only", lambda x, w: all_gather(x).t() @ w, (X, torch.empty(32, 4)), id="gradient"),
     pytest.param("operand_depends", lambda x: (g := all_gather(x)) @ (g.t() * 2), (X,), id="depends"),
-    pytest.param("bias", lambda x, w, b: torch.addmm(b, all_gather(x), w), (X, W, torch.empty(24)), id="bias"),
+    pytest.param("bias", lambda x, w, b: torch.addmm(b, all_gather(x), w), (X, W, torch.empty(32, 24)), id="bias"),
     pytest.param("cast_between", lambda x, w: all_gather(x).bfloat16() @ w, (X, W.bfloat16()), id="cast"),
     pytest.param("batched_matmul", lambda x, w: torch.bmm(gather_dim(x, 1), w), (X3, torch.empty(2, 16, 3)), id="bmm"),
     pytest.param("dtype", lambda x, w: all_gather(x) @ w, (X.double(), W.double()), id="dtype"),

@@ -161,7 +161,7 @@ return (getitem_2,)
 
     def test_dtensor_bias(self) -> None:
         forward, _ = compiled_graphs(sequence_parallel(bias=True), torch.randn(2, 4, 16, requires_grad=True))
-        assert sites(forward) == ["all_gather_into_tensor: bias", "ditron.matmul_reduce_scatter"]
+        assert sites(forward) == ["ditron.all_gather_matmul", "ditron.matmul_reduce_scatter"]
 
     def test_dtensor_bias_of_an_all_reduce(self) -> None:
         plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}

@@ -56,6 +56,10 @@ def test_a_node_is_frozen_equal_by_value_and_legal(node: TaskNode) -> None:
         (GATHER, "gather_dim", -1),
         (GATHER, "num_weights", 0),
         (GATHER, "world_size", 1),
+        (GATHER, "epilogue", "mm0"),
+        (GATHER, "epilogue", "mm0 + full(x0); mm1"),
+        (GATHER, "epilogue", "mm0; eval(mm1)"),
+        (GATHER, "num_extras", 1),
         (GATHER, "group_name", ""),
         (SCATTER, "scatter_dim", -2),
         (SCATTER, "reduce_op", "max"),
@@ -85,3 +89,12 @@ def test_a_call_reads_back_as_its_node() -> None:
     assert node_from_call(overload(SCATTER.kind), scatter_args) == SCATTER
     reduce_args = (["a", "c", "e"], ["b", "d", "f"], "bias", None, "sum", *site_args(REDUCE))
     assert node_from_call(overload(REDUCE.kind), reduce_args) == REDUCE
+
+
+def test_an_epilogue_is_part_of_the_text_and_of_the_call() -> None:
+    node = dataclasses.replace(GATHER, epilogue="cast(silu(mm0), bf16) * mm1 + row(x0); mm1", num_extras=1)
+    node.verify()
+    assert "return_gathered=True, epilogue='cast(silu(mm0), bf16) * mm1 + row(x0); mm1', world_size=4" in node.text()
+    args = ("shard", ["w0", "w1"], None, 1, True, *site_args(node), ["bias"], node.epilogue)
+    assert node_from_call(overload(node.kind), args) == node
+    assert node.num_products == 2

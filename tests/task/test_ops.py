@@ -36,7 +36,7 @@ def test_golden_schemas() -> None:
         """\
 ditron::all_gather_matmul(Tensor shard, Tensor[] weights, Tensor? token, int gather_dim, bool
   return_gathered, int world_size, str group_name, str site, str strategy, int workspace_limit,
-  float timeout_s) -> Tensor[]
+  float timeout_s, Tensor[]? extras=None, str epilogue="") -> Tensor[]
 ditron::matmul_reduce_scatter(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int scatter_dim,
   str reduce_op, int world_size, str group_name, str site, str strategy, int workspace_limit, float
   timeout_s) -> (Tensor, Tensor)
@@ -70,6 +70,14 @@ def test_all_gather_matmul(shape: tuple[int, ...], dim: int, return_gathered: bo
     assert shapes(outputs) == [[rows, 24], [rows, 40], *([gathered] if return_gathered else []), [1]]
     assert all(output.is_contiguous() for output in outputs)
     assert outputs[-1].dtype == torch.uint8
+
+
+def test_all_gather_matmul_with_an_epilogue() -> None:
+    x, weights = torch.empty(2, 8, 16, dtype=torch.bfloat16), [torch.empty(16, 24, dtype=torch.bfloat16)] * 2
+    text = "mm0 * mm1; cast(mm1, fp32); mm0 + row(x0)"
+    outputs = torch.ops.ditron.all_gather_matmul(x, weights, None, 1, True, *SITE, [torch.empty(24)], text)
+    assert shapes(outputs) == [[64, 24], [64, 24], [64, 24], [2, 32, 16], [1]]
+    assert [one.dtype for one in outputs[:3]] == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((32, 16), 0), ((2, 32, 16), 1), ((4, 32, 16), 0)])

@@ -234,3 +234,24 @@ def test_the_model_alone_would_cost_nobody_time() -> None:
         ratios.append(entry.us[chosen] / entry.library_us)
     assert sum(ratios) / len(ratios) <= 1.0
     assert max(ratios) < 1.15
+
+
+def test_an_epilogue_counts_where_it_is_a_kernel_of_its_own() -> None:
+    problem = problem_of(row(m=4096, n=7168, k=4096))
+    with_epilogue = replace(problem, epilogue_bytes=3 * 4096 * 3584 * 2)
+    before, after = cost.predict(problem, cost.H200), cost.predict(with_epilogue, cost.H200)
+    assert after["tile"] == before["tile"]
+    added = after["library"] - before["library"]
+    assert added == pytest.approx(after["chunked"] - before["chunked"])
+    assert added == pytest.approx(with_epilogue.epilogue_bytes / cost.H200.memory_bytes_per_s * 1e6, abs=5.0)
+    # In eager mode the host launches it.
+    eager = [cost.host_us(one, "library") for one in (problem, with_epilogue)]
+    assert eager[1] - eager[0] == cost.EPILOGUE_HOST_US
+
+
+def test_an_epilogue_may_decide() -> None:
+    """`tile` loses a little to `library` by the table, and wins with what it saves."""
+    plain = replaced(m=2048, n=2048, k=2048, captured=True)
+    table = Table((row(m=2048, n=2048, k=2048, graph=1, library_us=100.0, chunked_us=200.0, tile_us=102.0),)).text()
+    assert choose(plain, table).strategy == "library"
+    assert choose(replace(plain, epilogue_bytes=1 << 27), table).strategy == "tile"

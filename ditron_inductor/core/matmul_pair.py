@@ -1,0 +1,93 @@
+"""One tile of two matrix products with the same rows: every block of A is loaded once for both. See core/matmul.py.
+
+Two accumulators of half the columns take the registers of one, and a step loads as much for as many products.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.matmul import begin_carrying, carry, carry_piece
+
+
+@triton.jit
+def weight_block(b, k, column, BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr, UPCAST: tl.constexpr):
+    """Block [BLOCK_K, BLOCK_N] number k, from `column` on, of a `weight_descriptor`."""
+    if K_MAJOR:
+        b_tile = b.load([column, k * BLOCK_K]).T
+    else:
+        b_tile = b.load([k * BLOCK_K, column])
+    if UPCAST:
+        b_tile = b_tile.to(tl.float32)
+    return b_tile
+
+
+@triton.jit
+def matmul_pair_by_descriptors(
+    a, b, other, row, column, K, source, targets, count, num_targets,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    K_MAJOR: tl.constexpr, OTHER_K_MAJOR: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """(A @ B, A @ other) as `matmul_tile_by_descriptors` computes one; carries as it does."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    other_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    steps = tl.cdiv(K, BLOCK_K)
+    if NUM_TARGETS > 0:
+        every, piece, first, left = begin_carrying(source, count, steps, PIECE)
+    for k in range(0, steps):
+        if NUM_TARGETS > 0:
+            piece, first, left = carry_piece(
+                source, targets, every, piece, first, left, count, num_targets, NUM_TARGETS, PIECE
+            )
+        a_tile = a.load([row, k * BLOCK_K])
+        if UPCAST:
+            a_tile = a_tile.to(tl.float32)
+        acc = tl.dot(a_tile, weight_block(b, k, column, BLOCK_K, K_MAJOR, UPCAST), acc, input_precision=PRECISION)
+        other_acc = tl.dot(
+            a_tile, weight_block(other, k, column, BLOCK_K, OTHER_K_MAJOR, UPCAST), other_acc, input_precision=PRECISION
+        )
+    if NUM_TARGETS > 0:
+        carry(source, targets, first, count, num_targets, NUM_TARGETS, PIECE)
+    return acc, other_acc
+
+
+@triton.jit
+def matmul_pair(
+    a_rows, b, stride_bk, stride_bn, other, other_stride_bk, other_stride_bn, column, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """(A @ B, A @ other) as `matmul_tile` computes one, without carrying."""
+    offs_n = column + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    in_n = (offs_n < N)[None, :]
+    a_ptrs = a_rows[:, None] + offs_k[None, :]
+    down, across = offs_k.to(tl.int64)[:, None], offs_n.to(tl.int64)[None, :]
+    b_ptrs = b + down * stride_bk + across * stride_bn
+    other_ptrs = other + down * other_stride_bk + across * other_stride_bn
+    step = tl.full((), BLOCK_K, tl.int64) * stride_bk
+    other_step = tl.full((), BLOCK_K, tl.int64) * other_stride_bk
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    other_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, tl.cdiv(K, BLOCK_K)):
+        if EVEN_K:
+            a = tl.load(a_ptrs)
+            b_tile = tl.load(b_ptrs, mask=in_n, other=0.0)
+            other_tile = tl.load(other_ptrs, mask=in_n, other=0.0)
+        else:
+            in_k = offs_k < K - k * BLOCK_K
+            a = tl.load(a_ptrs, mask=in_k[None, :], other=0.0)
+            b_tile = tl.load(b_ptrs, mask=in_k[:, None] & in_n, other=0.0)
+            other_tile = tl.load(other_ptrs, mask=in_k[:, None] & in_n, other=0.0)
+        if UPCAST:
+            a = a.to(tl.float32)
+            b_tile = b_tile.to(tl.float32)
+            other_tile = other_tile.to(tl.float32)
+        acc = tl.dot(a, b_tile, acc, input_precision=PRECISION)
+        other_acc = tl.dot(a, other_tile, other_acc, input_precision=PRECISION)
+        a_ptrs += BLOCK_K
+        b_ptrs += step
+        other_ptrs += other_step
+    return acc, other_acc

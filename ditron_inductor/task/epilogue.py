@@ -1,0 +1,288 @@
+"""Epilogues: what is computed from the products of a node, element by element, kept as text in the op's arguments.
+
+    "cast(silu(mm0), bf16) * mm1; mm0; mm1"
+
+Each part between semicolons is one output of the node, [rows, N], in the node's dtype, or in `T` where the whole part
+is `cast(.., T)`. Operands:
+
+    mm0, mm1, ..                          the product with weight 0, 1, .., rounded to the node's dtype
+    full(x0)                              extra tensor 0, an element for each element of the output
+    row(x0), column(x0), scalar(x0)       N elements, the same in every row; one for each row; one
+    0.5                                   a number
+
+Everything is computed in fp32 and rounded to the output's dtype at its end; `cast(e, bf16)` rounds in between, where
+eager rounds. Products of several weights in one part, or in parts that share a product, need equal widths: they are
+computed together, see `groups`.
+
+The text is parsed through a whitelist of Python's own syntax tree, never evaluated. `text()` is the only form of an
+epilogue: `parse(e.text()) == e`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ditron_inductor.errors import InvalidEpilogue
+
+KINDS: tuple[str, ...] = ("scalar", "row", "column", "full")
+FUNCTIONS: tuple[str, ...] = (
+    "neg", "relu", "square", "exp", "erf", "tanh", "sigmoid", "silu", "gelu", "gelu_tanh",
+)  # fmt: skip
+DTYPES: tuple[str, ...] = ("bf16", "fp16", "fp32")
+OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+MAX_TEXT = 8192
+MAX_TOGETHER = 2
+"""Products that are computed in one tile: more accumulators have no room in a program's registers."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """The product with weight `index`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Extra tensor `index`, read as `kind`, one of KINDS."""
+
+    kind: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Number:
+    value: float
+
+
+@dataclass(frozen=True)
+class Function:
+    """name(argument), one of FUNCTIONS."""
+
+    name: str
+    argument: Expression
+
+
+@dataclass(frozen=True)
+class Binary:
+    """left operator right, with one of the four operators."""
+
+    operator: str
+    left: Expression
+    right: Expression
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The argument rounded to `dtype`, one of DTYPES."""
+
+    argument: Expression
+    dtype: str
+
+
+Expression = Product | Extra | Number | Function | Binary | Cast
+
+
+@dataclass(frozen=True)
+class Group:
+    """Products that are computed together, and the outputs made of them: indices of both, ascending."""
+
+    products: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """One expression for each output of a node."""
+
+    outputs: tuple[Expression, ...]
+
+    def text(self) -> str:
+        return "; ".join(text(output) for output in self.outputs)
+
+    def groups(self) -> tuple[Group, ...]:
+        """The products in groups that share outputs, in the order of their first product."""
+        sets: list[set[int]] = []
+        for output in self.outputs:
+            used = set(products(output))
+            together = [one for one in sets if one & used]
+            sets = [one for one in sets if one not in together] + [used.union(*together)]
+        return tuple(
+            Group(
+                tuple(sorted(one)),
+                tuple(i for i, output in enumerate(self.outputs) if one & set(products(output))),
+            )
+            for one in sorted(sets, key=min)
+        )
+
+    def extras(self) -> tuple[Extra, ...]:
+        """The extra tensors, by index."""
+        found = {one for output in self.outputs for one in walk(output) if isinstance(one, Extra)}
+        return tuple(sorted(found, key=lambda one: (one.index, one.kind)))
+
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtype of every output; "" for the node's own."""
+        return tuple(output.dtype if isinstance(output, Cast) else "" for output in self.outputs)
+
+    def is_plain(self, group: Group) -> bool:
+        """Whether the outputs of a group are its products themselves."""
+        return all(isinstance(self.outputs[output], Product) for output in group.outputs)
+
+    def passes(self, dtype: str) -> int:
+        """How many tensors [rows, N] are read and written where the products of a node of `dtype` are made first, with
+        their biases, and the outputs of them by another kernel.
+        """
+        folded, _ = self.folded(dtype)
+        return sum(folded._passes(group) for group in folded.groups())
+
+    def _passes(self, group: Group) -> int:
+        made = [self.outputs[i] for i in group.outputs if not isinstance(self.outputs[i], Product)]
+        read = {one for output in made for one in walk(output) if isinstance(one, Product)}
+        full = {one for output in made for one in walk(output) if isinstance(one, Extra) and one.kind == "full"}
+        return len(read) + len(full) + len(made)
+
+    def folded(self, dtype: str) -> tuple[Epilogue, dict[int, int]]:
+        """The epilogue of products that have their biases already, in a node of `dtype`, and the extra tensors that are
+        biases, by product: rows that are added wherever the product is used, to be rounded to `dtype` at once.
+        """
+        uses = Counter(one.index for output in self.outputs for one in walk(output) if isinstance(one, Product))
+        sums = Counter(one for output in self.outputs for one in _biased(output, dtype, rounded=True))
+        biases = {product: row for (product, row), count in sums.items() if count == uses[product]}
+        return Epilogue(tuple(_unbiased(output, biases, dtype) for output in self.outputs)), biases
+
+    def verify(self, num_weights: int, num_extras: int) -> None:
+        """Raises `InvalidEpilogue` unless it fits a node with so many weights and extra tensors."""
+        _check(bool(self.outputs), self.text(), "has no output")
+        for output in self.outputs:
+            _check(bool(products(output)), self.text(), f"has an output without a product: {text(output)}")
+        used = {index for output in self.outputs for index in products(output)}
+        _check(used == set(range(num_weights)), self.text(), f"uses the products {sorted(used)} of {num_weights}")
+        indices = [one.index for one in self.extras()]
+        _check(indices == list(range(num_extras)), self.text(), f"uses the extra tensors {indices} of {num_extras}")
+        most = max(len(group.products) for group in self.groups())
+        _check(most <= MAX_TOGETHER, self.text(), f"combines {most} products, more than {MAX_TOGETHER}")
+
+
+def parse(source: str) -> Epilogue:
+    """The epilogue of a text. Raises `InvalidEpilogue` for anything that is not in the grammar."""
+    _check(len(source) <= MAX_TEXT, source[:80] + "..", f"is longer than {MAX_TEXT} characters")
+    return Epilogue(tuple(_parse_output(part.strip(), source) for part in source.split(";")))
+
+
+def text(expression: Expression) -> str:
+    """The one text of an expression."""
+    match expression:
+        case Product(index):
+            return f"mm{index}"
+        case Extra(kind, index):
+            return f"{kind}(x{index})"
+        case Number(value):
+            return repr(value)
+        case Function(name, argument):
+            return f"{name}({text(argument)})"
+        case Cast(argument, dtype):
+            return f"cast({text(argument)}, {dtype})"
+        case Binary(operator, left, right):
+            level = _level(expression)
+            first = f"({text(left)})" if _level(left) < level else text(left)
+            second = f"({text(right)})" if _level(right) <= level else text(right)
+            return f"{first} {operator} {second}"
+
+
+def walk(expression: Expression) -> Iterator[Expression]:
+    """The expression and all its parts."""
+    yield expression
+    match expression:
+        case Function(_, argument) | Cast(argument, _):
+            yield from walk(argument)
+        case Binary(_, left, right):
+            yield from walk(left)
+            yield from walk(right)
+
+
+def _biased(expression: Expression, dtype: str, *, rounded: bool) -> Iterator[tuple[int, int]]:
+    """(product, row) of the sums of both in an expression that are rounded to `dtype` at once; `rounded`: it is."""
+    match expression:
+        case Binary("+", Product(product), Extra("row", row)):
+            if rounded or dtype == "fp32":
+                yield product, row
+        case Cast(argument, to):
+            yield from _biased(argument, dtype, rounded=to == dtype)
+        case Function(_, argument):
+            yield from _biased(argument, dtype, rounded=False)
+        case Binary(_, left, right):
+            yield from _biased(left, dtype, rounded=False)
+            yield from _biased(right, dtype, rounded=False)
+
+
+def _unbiased(expression: Expression, biases: dict[int, int], dtype: str) -> Expression:
+    match expression:
+        case Binary("+", Product(product), Extra("row", row)) if biases.get(product) == row:
+            return Product(product)
+        case Cast(argument, to):
+            inner = _unbiased(argument, biases, dtype)
+            return inner if isinstance(inner, Product) and to == dtype else Cast(inner, to)
+        case Function(name, argument):
+            return Function(name, _unbiased(argument, biases, dtype))
+        case Binary(operator, left, right):
+            return Binary(operator, _unbiased(left, biases, dtype), _unbiased(right, biases, dtype))
+    return expression
+
+
+def products(expression: Expression) -> frozenset[int]:
+    """The indices of the products in an expression."""
+    return frozenset(one.index for one in walk(expression) if isinstance(one, Product))
+
+
+def _level(expression: Expression) -> int:
+    """How tightly an expression binds."""
+    if not isinstance(expression, Binary):
+        return 3
+    return 1 if expression.operator in "+-" else 2
+
+
+def _check(holds: bool, source: str, problem: str) -> None:
+    if not holds:
+        raise InvalidEpilogue(text=source, problem=problem)
+
+
+def _parse_output(part: str, source: str) -> Expression:
+    try:
+        body = ast.parse(part, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise InvalidEpilogue(text=source, problem=f"cannot be parsed at {part!r}") from error
+    return _read(body, source)
+
+
+def _read(node: ast.expr, source: str) -> Expression:
+    match node:
+        case ast.Name(id=name):
+            return Product(_index(name, "mm", source))
+        case ast.Constant(value=float(value)):
+            return _number(value, source)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=float(value))):
+            return _number(-value, source)
+        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in OPERATORS:
+            return Binary(OPERATORS[type(operator)], _read(left, source), _read(right, source))
+        case ast.Call(func=ast.Name(id=kind), args=[ast.Name(id=name)], keywords=[]) if kind in KINDS:
+            return Extra(kind, _index(name, "x", source))
+        case ast.Call(func=ast.Name(id="cast"), args=[argument, ast.Name(id=dtype)], keywords=[]) if dtype in DTYPES:
+            return Cast(_read(argument, source), dtype)
+        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
+            return Function(name, _read(argument, source))
+    raise InvalidEpilogue(text=source, problem=f"may not contain {ast.unparse(node)!r}")
+
+
+def _number(value: float, source: str) -> Number:
+    _check(abs(value) < float("inf"), source, "has a number that is not finite")
+    return Number(value)
+
+
+def _index(name: str, prefix: str, source: str) -> int:
+    digits = name.removeprefix(prefix)
+    plain = name.startswith(prefix) and digits.isascii() and digits.isdigit() and str(int(digits)) == digits
+    _check(plain, source, f"may not contain {name!r}")
+    return int(digits)

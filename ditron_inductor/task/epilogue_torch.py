@@ -1,0 +1,96 @@
+"""An epilogue evaluated by torch, op by op: what runs on the CPU, and what tests compare the kernels with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ditron_inductor.task.epilogue import Binary, Cast, Epilogue, Expression, Extra, Function, Number, Product
+from ditron_inductor.task.epilogue import products as product_indices
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+Tensor = torch.Tensor
+
+_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "neg": torch.neg,
+    "relu": torch.relu,
+    "square": torch.square,
+    "exp": torch.exp,
+    "erf": torch.erf,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+_OPERATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "+": torch.add,
+    "-": torch.sub,
+    "*": torch.mul,
+    "/": torch.div,
+}
+
+
+def out_dtypes(epilogue: Epilogue, dtype: torch.dtype) -> list[torch.dtype]:
+    """The dtype of every output of a node of `dtype`."""
+    return [TORCH_DTYPES.get(name, dtype) for name in epilogue.dtypes()]
+
+
+def evaluate(epilogue: Epilogue, products: Sequence[Tensor], extras: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs, each [rows, N]. products: by weight, [rows, N_i] in the node's dtype; extras: of any shape with the
+    elements that their kinds say.
+
+    Products in fp64 give the outputs in fp64, with nothing rounded in between: the exact values, for tests.
+    """
+    exact = products[0].dtype == torch.float64
+    known: dict[Expression, Tensor] = {}
+    outputs = []
+    for output, dtype in zip(epilogue.outputs, out_dtypes(epilogue, products[0].dtype), strict=True):
+        shape = products[min(product_indices(output))].shape
+        value = _value(output, products, extras, shape, torch.float64 if exact else torch.float32, known)
+        outputs.append(value if exact else value.to(dtype))
+    return outputs
+
+
+def _value(
+    expression: Expression,
+    products: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    shape: torch.Size,
+    compute: torch.dtype,
+    known: dict[Expression, Tensor],
+) -> Tensor:
+    if expression in known:
+        return known[expression]
+
+    def value(part: Expression) -> Tensor:
+        return _value(part, products, extras, shape, compute, known)
+
+    match expression:
+        case Product(index):
+            result = products[index].to(compute)
+        case Extra(kind, index):
+            result = extras[index].to(compute).reshape(extra_shape(kind, shape))
+        case Number(number):
+            result = torch.tensor(number, dtype=compute, device=products[0].device)
+        case Function(name, argument):
+            result = _FUNCTIONS[name](value(argument))
+        case Binary(operator, left, right):
+            result = _OPERATORS[operator](value(left), value(right))
+        case Cast(argument, dtype):
+            result = value(argument)
+            if compute == torch.float32:
+                result = result.to(TORCH_DTYPES[dtype]).to(compute)
+    known[expression] = result
+    return result
+
+
+def extra_shape(kind: str, shape: Sequence[Any]) -> tuple[Any, Any]:
+    """The shape of an extra tensor of `kind` beside outputs of `shape` [rows, N]."""
+    rows, columns = shape
+    return {"scalar": (1, 1), "row": (1, columns), "column": (rows, 1), "full": (rows, columns)}[kind]

@@ -1,0 +1,308 @@
+"""Epilogues as kernels: the `@triton.jit` function that is generated from a text, how a kernel's operands are arranged
+for it, and the elementwise kernel that applies it where the products were made by the library.
+
+A generated function computes the outputs of one group of products (see task/epilogue.py) for any block of elements, so
+the same one runs on a tile in registers and in the elementwise kernel. Triton wants the source of what it compiles; it
+finds it in Python's cache of source lines, where `generated` leaves it under a name that follows from the text.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_inductor.core import pointwise
+from ditron_inductor.lowering.launch import ceil_div
+from ditron_inductor.lowering.launcher import Arguments, Launcher
+from ditron_inductor.task import epilogue_torch
+from ditron_inductor.task.epilogue import (
+    FUNCTIONS,
+    Binary,
+    Cast,
+    Epilogue,
+    Expression,
+    Extra,
+    Function,
+    Group,
+    Number,
+    Product,
+    parse,
+    products,
+)
+
+PARAMETERS = "GROUP: tl.constexpr, mm, x, rows, columns, places, in_rows, in_columns, inside"
+TRITON_DTYPES = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
+PACKED_BITS = 8
+"""Of one number in the compile-time integers that stand for lists."""
+BLOCK = 2048
+WARPS = 8
+INT32 = 1 << 31
+
+
+@functools.cache
+def generated(text: str) -> Any:
+    """The epilogue `text` as a `@triton.jit` function of PARAMETERS.
+
+    It returns the outputs of group GROUP, in fp32, as a tuple. mm: the group's products, rounded, in fp32. x: pointers
+    to all extra tensors. rows, columns: of the elements in the outputs, places: rows * N + columns, and whether each of
+    them is inside; all broadcast to the products' shape.
+    """
+    source = _source(parse(text))
+    name = f"<ditron epilogue {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    namespace: dict[str, Any] = {function: getattr(pointwise, function) for function in FUNCTIONS}
+    namespace |= {"tl": tl, "__name__": __name__}
+    exec(compile(source, name, "exec"), namespace)
+    return triton.jit(namespace["epilogue"])
+
+
+def _source(epilogue: Epilogue) -> str:
+    lines = [f"def epilogue({PARAMETERS}):"]
+    groups = epilogue.groups()
+    for number, group in enumerate(groups):
+        if len(groups) > 1:
+            last = number == len(groups) - 1
+            lines.append("    else:" if last else f"    {'if' if number == 0 else 'elif'} GROUP == {number}:")
+        indent = "        " if len(groups) > 1 else "    "
+        names: dict[Expression, str] = {}
+        body: list[str] = []
+        results = [_line(epilogue.outputs[output], group, names, body) for output in group.outputs]
+        lines += [indent + line for line in [*body, f"return ({', '.join(results)},)"]]
+    return "\n".join(lines) + "\n"
+
+
+def _line(expression: Expression, group: Group, names: dict[Expression, str], body: list[str]) -> str:
+    """The name of the value of `expression`, after the lines of `body`; equal parts are computed once."""
+    if expression in names:
+        return names[expression]
+
+    def value(part: Expression) -> str:
+        return _line(part, group, names, body)
+
+    match expression:
+        case Product(index):
+            code = f"mm[{group.products.index(index)}]"
+        case Extra(kind, index):
+            place = {"scalar": "", "row": " + columns", "column": " + rows", "full": " + places"}[kind]
+            mask = {"scalar": "", "row": "in_columns", "column": "in_rows", "full": "inside"}[kind]
+            code = f"tl.load(x[{index}]{place}{f', mask={mask}, other=0.0' if mask else ''}).to(tl.float32)"
+        case Number(number):
+            code = f"tl.full((), {number!r}, tl.float32)"
+        case Function(name, argument):
+            code = f"{name}({value(argument)})"
+        case Binary(operator, left, right):
+            code = f"{value(left)} {operator} {value(right)}"
+        case Cast(argument, dtype):
+            code = f"{value(argument)}.to({TRITON_DTYPES[dtype]}).to(tl.float32)"
+    names[expression] = f"t{len(names)}"
+    body.append(f"{names[expression]} = {code}")
+    return names[expression]
+
+
+@dataclass(frozen=True, eq=False)
+class Arrangement:
+    """How a kernel sees the operands of an epilogue: weights and outputs ordered by group.
+
+    groups: see Epilogue.groups. weights, outputs: the node's indices in the kernel's order. sources: by output in the
+    node's order, a product of its size. dtypes: likewise, "" for the node's.
+    """
+
+    function: Any
+    groups: tuple[Group, ...]
+    weights: tuple[int, ...]
+    outputs: tuple[int, ...]
+    sources: tuple[int, ...]
+    dtypes: tuple[str, ...]
+
+    @property
+    def together(self) -> int:
+        """Most products in one tile."""
+        return max(len(group.products) for group in self.groups)
+
+    @property
+    def first_weights(self) -> list[int]:
+        """By group, in the kernel's order."""
+        return [sum(len(group.products) for group in self.groups[:i]) for i in range(len(self.groups))]
+
+    def constants(self) -> dict[str, Any]:
+        """Compile-time arguments: lists with a number for each group, see `packed`."""
+        outputs = [len(group.outputs) for group in self.groups]
+        return {
+            "NUM_GROUPS": len(self.groups),
+            "FIRST_WEIGHTS": packed(self.first_weights),
+            "NUM_TOGETHER": packed([len(group.products) for group in self.groups]),
+            "FIRST_OUTS": packed([sum(outputs[:i]) for i in range(len(outputs))]),
+            "NUM_OUTS": packed(outputs),
+            "EPILOGUE": self.function,
+        }
+
+    def new_outputs(self, shard: torch.Tensor, rows: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Memory for the outputs of `rows` rows, in the node's order."""
+        return [
+            shard.new_empty(rows, weights[source].shape[1], dtype=epilogue_torch.TORCH_DTYPES.get(dtype, shard.dtype))
+            for source, dtype in zip(self.sources, self.dtypes, strict=True)
+        ]
+
+
+def packed(numbers: Sequence[int]) -> int:
+    """The numbers as one integer, the first one lowest."""
+    assert all(number < 1 << PACKED_BITS for number in numbers)
+    return sum(number << (PACKED_BITS * i) for i, number in enumerate(numbers))
+
+
+def arrange(epilogue: Epilogue | None, num_weights: int) -> Arrangement:
+    """For a node with so many weights; without an epilogue each product is its own output."""
+    if epilogue is None:
+        order = tuple(range(num_weights))
+        return Arrangement(None, tuple(Group((i,), (i,)) for i in order), order, order, order, ("",) * num_weights)
+    groups = epilogue.groups()
+    return Arrangement(
+        function=generated(epilogue.text()),
+        groups=groups,
+        weights=tuple(index for group in groups for index in group.products),
+        outputs=tuple(index for group in groups for index in group.outputs),
+        sources=tuple(min(products(output)) for output in epilogue.outputs),
+        dtypes=epilogue.dtypes(),
+    )
+
+
+@triton.constexpr_function
+def unpacked(numbers, i):
+    """Number i of what `packed` made."""
+    return (numbers >> (8 * i)) & 255
+
+
+@triton.jit
+def store_outputs(
+    accs, ok, x, outs, rows, columns, in_rows, in_columns, N,
+    GROUP: tl.constexpr, NUM_PRODUCTS: tl.constexpr, FIRST_OUT: tl.constexpr, NUM_OUTS: tl.constexpr,
+    DTYPE: tl.constexpr, EPILOGUE: tl.constexpr,
+):  # fmt: skip
+    """Stores the outputs of group GROUP from FIRST_OUT on, made of a tile's accumulators; NaN unless `ok`.
+
+    rows [BLOCK_M, 1], columns [1, BLOCK_N]: of the tile in the outputs [.., N]. DTYPE: of the products.
+    """
+    places = rows * N + columns
+    inside = in_rows & in_columns
+    results = accs
+    if EPILOGUE is not None:
+        mm = ()
+        for i in tl.static_range(NUM_PRODUCTS):
+            mm = mm + (accs[i].to(DTYPE).to(tl.float32),)  # type: ignore[assignment]
+        results = EPILOGUE(GROUP, mm, x, rows, columns, places, in_rows, in_columns, inside)
+    for i in tl.static_range(NUM_OUTS):
+        out = outs[FIRST_OUT + i]
+        result = tl.where(ok != 0, results[i], float("nan")).to(out.dtype.element_ty)
+        tl.store(out + places, result, mask=inside)
+
+
+@triton.jit
+def apply_epilogue_kernel(
+    mm, x, outs, numel, N,
+    GROUP: tl.constexpr, EPILOGUE: tl.constexpr, NUM_PRODUCTS: tl.constexpr, NUM_OUTS: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """outs = EPILOGUE of group GROUP of the products mm, all of them contiguous [numel / N, N]. WIDE: 64-bit places."""
+    program = tl.program_id(0)
+    if WIDE:
+        program = program.to(tl.int64)
+    places = program * BLOCK + tl.arange(0, BLOCK)
+    inside = places < numel
+    values = ()
+    for i in tl.static_range(NUM_PRODUCTS):
+        values = values + (tl.load(mm[i] + places, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    results = EPILOGUE(GROUP, values, x, places // N, places % N, places, inside, inside, inside)
+    for i in tl.static_range(NUM_OUTS):
+        tl.store(outs[i] + places, results[i].to(outs[i].dtype.element_ty), mask=inside)
+
+
+class Finisher:
+    """Makes the outputs of a node from what the library computes: products, some with their bias, and one launch for
+    each group that has more of an epilogue. Its calls have operands of one form.
+
+    biases: the extra tensor that the library adds to a product, by the product's index. It rounds the sum only.
+    """
+
+    def __init__(self, epilogue: Epilogue, like: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:
+        """like: any tensor of the node's dtype and device."""
+        folded, self.biases = epilogue.folded(epilogue_torch.NAMES[like.dtype])
+        if any(extras[row].dtype != like.dtype or not extras[row].is_contiguous() for row in self.biases.values()):
+            folded, self.biases = epilogue, {}
+        outputs = folded.outputs
+        self._outputs = outputs
+        # What is left to compute: an output that is a product stays where it is.
+        self._made = [index for index, output in enumerate(outputs) if not isinstance(output, Product)]
+        self._rest = Epilogue(tuple(outputs[index] for index in self._made))
+        self._dtypes = epilogue_torch.out_dtypes(self._rest, like.dtype)
+        self._groups = self._rest.groups()
+        self._function = generated(self._rest.text()) if self._made else None
+        self._launchers = [Launcher(apply_epilogue_kernel, like.device, **_NOTHING_ELSE) for _ in self._groups]
+
+    def multiply(
+        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The outputs, in the node's order, of rows @ weight for every weight."""
+        mm = [
+            torch.addmm(extras[self.biases[i]].view(-1), rows, weight) if i in self.biases else rows @ weight
+            for i, weight in enumerate(weights)
+        ]
+        return self.finish(mm, extras)
+
+    def finish(self, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs, in the node's order. mm: contiguous, by weight, those with a bias after it; a plain output is
+        one of them.
+        """
+        made = []
+        if self._made:
+            made = self.launch(mm, extras) if mm[0].is_cuda else epilogue_torch.evaluate(self._rest, mm, extras)
+        outputs: list[Any] = [mm[output.index] if isinstance(output, Product) else None for output in self._outputs]
+        for index, output in zip(self._made, made, strict=True):
+            outputs[index] = output
+        return outputs
+
+    def launch(self, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs that are no products, by the kernel."""
+        sources = [mm[min(products(output))] for output in self._rest.outputs]
+        outs = [torch.empty_like(mm, dtype=dtype) for mm, dtype in zip(sources, self._dtypes, strict=True)]
+        x = tuple(extra.contiguous() for extra in extras) or (mm[0],)
+        for number, (group, launcher) in enumerate(zip(self._groups, self._launchers, strict=True)):
+            tensors = {
+                "mm": tuple(mm[index] for index in group.products),
+                "x": x,
+                "outs": tuple(outs[index] for index in group.outputs),
+            }
+            numel, columns = tensors["mm"][0].numel(), tensors["mm"][0].shape[1]
+            if numel > 0:
+                arguments = functools.partial(_arguments, numel, columns, number, group, self._function)
+                launcher(_current_stream(x[0]), arguments, (), (), tensors)
+        return outs
+
+
+_NOTHING_ELSE: dict[str, Any] = {"numbers": (), "words": (), "allocator": lambda size, alignment, stream: None}
+
+
+def _arguments(numel: int, columns: int, number: int, group: Group, function: Any) -> Arguments:
+    values = {
+        "numel": numel,
+        "N": columns,
+        "GROUP": number,
+        "EPILOGUE": function,
+        "NUM_PRODUCTS": len(group.products),
+        "NUM_OUTS": len(group.outputs),
+        "WIDE": numel + BLOCK >= INT32,
+        "BLOCK": BLOCK,
+        "num_warps": WARPS,
+    }
+    return Arguments(ceil_div(numel, BLOCK), values)
+
+
+def _current_stream(x: torch.Tensor) -> int:
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0

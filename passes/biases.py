@@ -1,0 +1,58 @@
+"""Matmuls with and without a bias, read alike: `mm(rows, weight)` and `addmm(bias, rows, weight)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.passes import proofs
+from ditron_inductor.passes.reasons import ReasonCode
+from ditron_inductor.passes.rewriting import copied_meta
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """rows @ weight, plus the row `bias` if there is one. rows, weight: whatever stands there, tensors or not."""
+
+    rows: Any
+    weight: Any
+    bias: fx.Node | None
+
+
+def read_matmul(node: fx.Node) -> Matmul | ReasonCode:
+    """A 2-D matmul with one dtype that kernels exist for, and at most a row that is added as it is; or why not."""
+    if node.target is not aten.addmm.default:
+        code = proofs.proved_mm(node)
+        return Matmul(node.args[0], node.args[1], None) if code is None else code
+    bound = proofs.arguments(node)
+    values = [proofs.tensor(one) for one in (node, bound["self"], bound["mat1"], bound["mat2"])]
+    dtypes = {None if value is None else value.dtype for value in values}
+    if len(dtypes) != 1:
+        return ReasonCode.MIXED_DTYPES
+    if not dtypes <= set(proofs.MATMUL_DTYPES):
+        return ReasonCode.DTYPE
+    result, bias = values[0], values[1]
+    assert result is not None and bias is not None
+    whole = proofs.known_equal(bound["beta"], 1) and proofs.known_equal(bound["alpha"], 1)
+    is_row = bias.ndim >= 1 and proofs.known_equal(bias.shape[-1], result.shape[1])
+    if not whole or not is_row or not all(proofs.known_equal(size, 1) for size in bias.shape[:-1]):
+        return ReasonCode.BIAS
+    return Matmul(bound["mat1"], bound["mat2"], bound["self"])
+
+
+def with_bias(product: fx.Node, matmul: fx.Node) -> fx.Node:
+    """What stands for `matmul` once its product is `product`: the product, or an add in front of `matmul`."""
+    read = read_matmul(matmul)
+    assert isinstance(read, Matmul)
+    if read.bias is None:
+        return product
+    graph = matmul.graph
+    with graph.inserting_before(matmul):
+        added = graph.create_node("call_function", aten.add.Tensor, (product, read.bias), name="biased")
+    added.meta.update(copied_meta(matmul))
+    return added
