@@ -38,7 +38,6 @@ aten = torch.ops.aten
 
 PATTERN = "normalize_collectives"
 COVERED: frozenset[object] = frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE})
-VIEWS: frozenset[object] = frozenset({aten.view.default, aten._unsafe_view.default})
 EMPTIES: frozenset[object] = frozenset(
     {aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.empty_like.default}
 )
@@ -146,7 +145,7 @@ def _ends(graph: fx.Graph, chain: set[fx.Node]) -> set[fx.Node]:
 
 def _views_to_reshapes(chain: set[fx.Node]) -> int:
     """A reshape says the same about the elements, and nothing about strides that a rewrite may change."""
-    views = [node for node in chain if node.target in VIEWS]
+    views = [node for node in chain if node.target in rewriting.VIEWS]
     for view in views:
         view.target = aten.reshape.default
         view.meta.pop("eager_input_vals", None)
