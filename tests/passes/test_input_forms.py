@@ -19,10 +19,12 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ditron_inductor.passes.collectives import is_collective
 from tests.passes.graphs import (
     WORLD_SIZE,
+    all_gather,
     all_reduce,
     compiled_graphs,
     fake_group,
@@ -165,6 +167,34 @@ return (getitem_2,)
 
         (graph,) = compiled_graphs(fn, torch.randn(8, 16), torch.randn(16, 24))
         assert sites(graph) == ["all_gather_into_tensor: chunks_permuted"]
+
+    def test_the_chunks_of_a_buffer(self) -> None:
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            whole = x.new_empty(WORLD_SIZE * x.shape[0], x.shape[1])
+            dist.all_gather(list(whole.chunk(WORLD_SIZE)), x)
+            return whole @ w
+
+        (graph,) = compiled_graphs(fn, torch.randn(8, 16), torch.randn(16, 24))
+        assert sites(graph) == ["ditron.all_gather_matmul"]
+        assert "slice_scatter" not in text(graph.graph)
+
+    @pytest.mark.parametrize("misuse", ["reversed", "gap", "read", "given"])
+    def test_a_buffer_that_is_filled_otherwise_is_left_alone(self, misuse: str) -> None:
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            whole = torch.zeros(32, 16) if misuse == "given" else torch.empty(32, 16)
+            parts = list(all_gather(x).chunk(4))
+            early = x.new_zeros(1)
+            for index, part in enumerate(parts[::-1] if misuse == "reversed" else parts):
+                if misuse == "gap" and index == 2:
+                    continue
+                if misuse == "read" and index == 2:
+                    early = whole.sum()
+                whole[8 * index : 8 * index + 8] = part
+            return whole @ w + early
+
+        module = make_fx(torch.func.functionalize(fn), tracing_mode="fake")(torch.empty(8, 16), torch.empty(16, 24))
+        module.graph.eliminate_dead_code()
+        assert sites(module)[0].startswith("all_gather_into_tensor: ")
 
     def test_a_chain_of_matmuls(self) -> None:
         def fn(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
