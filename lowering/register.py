@@ -3,7 +3,9 @@
 The first call of a site with operands of one form (see prepared.py) finds the group's workspace, asks the plan for a
 strategy, lays out the slot, and keeps all that; later calls look it up. Whatever the ranks must decide alike follows
 from sizes that all of them share; the one dimension that only the local weight has (columns of an all-gather's weights,
-K of a reduction, of all its products together) is replaced by its largest value on any rank.
+K of a reduction, of all its products together) is replaced by its largest value on any rank. Columns are agreed on
+once: where the gathered tensor is a weight they are this rank's tokens, which may change here alone, and no layout has
+to follow them.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ def _prepare(
     name = f"{node.site or node.kind} {node.kind}"
     launch = Launch(workspace, f"{name}[{'x'.join(map(str, sizes))}] {str(x.dtype).removeprefix('torch.')}")
     what = f"{local[0]} of {name} beside {shared} {x.dtype}"
-    largest = workspace.largest(what, local[1])
+    known = workspace.agreed(what) if local[0] == "columns" else None
+    largest = workspace.largest(what, local[1]) if known is None else known[1]
     n, k = (largest, shared) if local[0] == "columns" else (shared, largest)
     eager = captured = Chosen(library)
     # Whatever the local size is: with none of the others there is nothing to communicate.

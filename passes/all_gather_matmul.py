@@ -23,11 +23,22 @@ All matmuls of one gather go into one node if their weights are available before
 used; ops that only prepare a weight (permute, cast) are moved up for that. A matmul whose weight cannot come so
 early uses the node's gathered output instead.
 
+A gathered tensor that is the second operand (a sharded parameter) is fused as the transposed problem, where the matmul
+keeps the gathered dimension: it makes the columns of the product.
+
+    shard [N/W, K] -> all_gather -> wait -> permute [K, N] -> mm(x [M, K], permute) [M, N]
+    shard [K, N/W] -> all_gather -> wait -> split -> cat [K, N] -> mm(x, cat) [M, N]
+
+become
+
+    shard, [permute(x)] -> ditron.all_gather_matmul -> getitem 0 [N, M] -> permute [M, N]
+    permute(shard), [permute(x)] -> the same
+
 It must not fire when
 * the chunks are not all of the W equal chunks, once, in order, or any of them is used otherwise;
-* the gather runs along the last dimension, or a view changes the last dimension before the matmul;
-* the gathered tensor is the matmul's second operand, or its first one transposed (a weight gradient contracts the
-  gathered dimension), or the weight depends on it;
+* the matmul contracts the gathered dimension: a first operand that was gathered along its last one, or transposed (a
+  weight gradient), or a second operand gathered along its first one;
+* a view changes the last dimension before the matmul, or the other operand depends on the gathered tensor;
 * there is a bias that is no row (addmm with a matrix, or with factors), a cast, a matmul with a matrix for each batch,
   or a dtype other than bfloat16, float16 and float32;
 * the gathered tensor is cut (DTensor, where the dimension does not divide): only the last rank pads its shard, but
@@ -44,7 +55,7 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
-from ditron_inductor.passes.biases import Matmul, read_matmul, with_bias
+from ditron_inductor.passes.biases import read_matmul, with_bias
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, collectives, read_collective
 from ditron_inductor.passes.reasons import ReasonCode, Refusal, Refused, leave_alone, refused
 from ditron_inductor.task.nodes import AllGatherMatmul
@@ -53,23 +64,37 @@ PATTERN = AllGatherMatmul.kind
 
 
 @dataclass(frozen=True)
+class Matmul:
+    """`mm` as view of gathered @ `operand`; if `transposed`, as (view of gathered @ operand.T).T."""
+
+    mm: fx.Node
+    operand: fx.Node
+    transposed: bool
+
+
+@dataclass(frozen=True)
 class Match:
     """One gather and the matmuls that it feeds.
 
-    `gathered` is the node that holds the tensor gathered along `gather_dim`; `steps` all nodes from the
-    collective to it, and its views; `matmuls` the mm nodes in graph order, each `view of gathered @ weight`.
+    `gathered` is the node that holds the tensor gathered along `gather_dim`, which is read as its transpose if it is
+    `swapped` (gathered along the last dimension); `steps` all nodes from the collective to it, and its views; `matmuls`
+    in graph order. `first_use` is the first node that reads elements of it.
     """
 
     collective: Collective
     gathered: fx.Node
     gather_dim: int
+    swapped: bool
     steps: tuple[fx.Node, ...]
-    matmuls: tuple[fx.Node, ...]
+    matmuls: tuple[Matmul, ...]
+    first_use: fx.Node
     return_gathered: bool
 
 
 @dataclass(frozen=True)
-class _Gathered:
+class Gathered:
+    """The node that holds the tensor gathered along `dim`, and all nodes from the collective to it."""
+
     node: fx.Node
     dim: int
     steps: tuple[fx.Node, ...]
@@ -81,7 +106,7 @@ def find_all_gather_matmul(node: fx.Node) -> Match | Refused:
     if isinstance(collective, ReasonCode):
         return collective
     # Dimension 0 first: its matmuls use the waited-for tensor itself. If there are none, look behind split and cat.
-    direct = _match(collective, _Gathered(collective.wait, 0, (node, collective.wait)))
+    direct = _match(collective, Gathered(collective.wait, 0, (node, collective.wait)))
     if isinstance(direct, Match):
         return direct
     cats = _cats_of_pieces(collective.wait)
@@ -92,7 +117,15 @@ def find_all_gather_matmul(node: fx.Node) -> Match | Refused:
     return ReasonCode.CHUNKS_PARTIAL.at(partial[0]) if direct is ReasonCode.NO_MATMUL and partial else direct
 
 
-def _inner_gathered(collective: Collective, cats: list[fx.Node]) -> _Gathered | Refused:
+def gathered_tensor(collective: Collective) -> Gathered | Refused:
+    """The tensor gathered along an inner dimension if pieces of the waited-for tensor are put together, else that."""
+    cats = _cats_of_pieces(collective.wait)
+    if cats:
+        return _inner_gathered(collective, cats)
+    return Gathered(collective.wait, 0, (collective.node, collective.wait))
+
+
+def _inner_gathered(collective: Collective, cats: list[fx.Node]) -> Gathered | Refused:
     """The gathered tensor of a gather along an inner dimension, which `cats` put together from chunks."""
     if len(cats) > 1:
         return ReasonCode.INTERMEDIATE_USED.at(cats[1])
@@ -108,7 +141,7 @@ def _inner_gathered(collective: Collective, cats: list[fx.Node]) -> _Gathered | 
     if other is not None:
         return ReasonCode.INTERMEDIATE_USED.at(other)
     steps = (collective.node, collective.wait, *chunks.between, cats[0])
-    return _Gathered(cats[0], chunks.cat_dim, steps)
+    return Gathered(cats[0], chunks.cat_dim, steps)
 
 
 def _pieces_of(wait: fx.Node) -> list[fx.Node]:
@@ -123,92 +156,117 @@ def _cats_of_pieces(wait: fx.Node) -> list[fx.Node]:
     return [user for user in users if user.target is torch.ops.aten.cat.default]
 
 
-def _match(collective: Collective, gathered: _Gathered) -> Match | Refused:
+@dataclass(frozen=True)
+class _Use:
+    """`user` reads the gathered tensor through `view`, which holds its transpose if `transposed`."""
+
+    view: fx.Node
+    user: fx.Node
+    transposed: bool
+
+
+def _match(collective: Collective, gathered: Gathered) -> Match | Refused:
     """Collects the matmuls on views of the gathered tensor that can be proved."""
     value = proofs.tensor(gathered.node)
     assert value is not None
-    views = list(proofs.views_down(gathered.node))
-    uses = [(view, user) for view in views for user in view.users if user not in views]
-    refusals: list[Refusal] = []
-    candidates: list[fx.Node] = []
+    views, uses = _uses(gathered.node)
     order = {node: index for index, node in enumerate(collective.node.graph.nodes)}
-    first_use = min(gathered.node.users, key=lambda one: order[one], default=None)
-    for view, user in uses:
-        code = _rejected(view, user, value, gathered)
-        refusals += [] if code is None else [code.at(user)]
-        if code is None and user not in candidates:
-            candidates.append(user)
-    assert first_use is not None or not candidates
-    candidates.sort(key=lambda one: order[one])
-    matmuls: list[fx.Node] = []
-    for mm in candidates:
-        weight = _weight(mm)
-        assert first_use is not None
-        if proofs.depends_on(weight, {collective.wait}):
-            refusals.append(ReasonCode.OPERAND_DEPENDS.at(weight))
-        elif (pinned := rewriting.pinned(weight, first_use)) is not None:
+    swapped = value.ndim == 2 and gathered.dim == 1
+    refusals: list[Refusal] = []
+    candidates: dict[fx.Node, Matmul] = {}
+    for use in uses:
+        code = _rejected(use, value, gathered, swapped)
+        if code is None:
+            second = use.transposed != swapped
+            # addmm begins with what it adds.
+            operand = use.user.args[-2 if second else -1]
+            assert isinstance(operand, fx.Node)
+            candidates[use.user] = Matmul(use.user, operand, second)
+        else:
+            refusals.append(code.at(use.user))
+    if not candidates:
+        return _strongest(refusals)
+    first_use = min((use.user for use in uses), key=lambda one: order[one])
+    matmuls: list[Matmul] = []
+    for mm in sorted(candidates, key=lambda one: order[one]):
+        candidate = candidates[mm]
+        if proofs.depends_on(candidate.operand, {collective.wait}):
+            refusals.append(ReasonCode.OPERAND_DEPENDS.at(candidate.operand))
+        elif (pinned := rewriting.pinned(candidate.operand, first_use)) is not None:
             refusals.append(ReasonCode.OPERAND_LATE.at(pinned))
         else:
-            matmuls.append(mm)
+            matmuls.append(candidate)
     if not matmuls:
         return _strongest(refusals)
-    fused = set(matmuls)
-    return_gathered = any(user not in fused for _, user in uses)
+    fused = {one.mm for one in matmuls}
+    return_gathered = any(use.user not in fused for use in uses)
     if return_gathered and not proofs.row_major(value):
-        return ReasonCode.INTERMEDIATE_USED.at(next(user for _, user in uses if user not in fused))
+        return ReasonCode.INTERMEDIATE_USED.at(next(use.user for use in uses if use.user not in fused))
     steps = tuple(dict.fromkeys([*gathered.steps, *views]))
-    return Match(collective, gathered.node, gathered.dim, steps, tuple(matmuls), return_gathered)
+    dim = 0 if swapped else gathered.dim
+    return Match(collective, gathered.node, dim, swapped, steps, tuple(matmuls), first_use, return_gathered)
 
 
-def _rejected(view: fx.Node, user: fx.Node, value: torch.Tensor, gathered: _Gathered) -> Refused | None:
-    """Why a use of the gathered tensor (`value`, seen through `view`) is no matmul that can be fused; None if
-    it is one.
-    """
+def _uses(gathered: fx.Node) -> tuple[list[fx.Node], list[_Use]]:
+    """(views of the gathered tensor, also of transposed matrices, each before its own views; all other uses)."""
+    views, uses = list(proofs.views_down(gathered)), list[_Use]()
+    for view in list(views):
+        for user in view.users:
+            if user in views:
+                continue
+            if not _transposes_matrix(user):
+                uses.append(_Use(view, user, False))
+                continue
+            turned = list(proofs.views_down(user))
+            views += turned
+            uses += [_Use(one, last, True) for one in turned for last in one.users if last not in turned]
+    return views, uses
+
+
+def _transposes_matrix(node: fx.Node) -> bool:
+    value = proofs.tensor(node)
+    return node.target in proofs.TRANSPOSES and value is not None and value.ndim == 2
+
+
+def _rejected(use: _Use, value: torch.Tensor, gathered: Gathered, swapped: bool) -> ReasonCode | None:
+    """Why a use of the gathered tensor (`value`) is no matmul that can be fused; None if it is one."""
+    view, user = use.view, use.user
     if user.target in proofs.TRANSPOSES:
-        return _rejected_transposed(user)
+        # More than two dimensions: it moves rows (batch and sequence change places).
+        return ReasonCode.LAYOUT if proofs.feeds_matmul(user) else ReasonCode.NO_MATMUL
     if user.target in proofs.SLICES:
         return _rejected_slice(user)
     if user.target in proofs.CASTS:
         return ReasonCode.CAST_BETWEEN if proofs.feeds_matmul(user) else ReasonCode.NO_MATMUL
-    if user.target is torch.ops.aten.addmm.default and user.args[1] is not view:
-        return _rejected_operand(user, user.args[2] is view)
     matmul = read_matmul(user)
-    if isinstance(matmul, ReasonCode):
-        return matmul
-    if matmul.rows is not view:
-        return ReasonCode.GATHERED_WEIGHT
-    if matmul.weight is view:
+    code = matmul if isinstance(matmul, ReasonCode) else None
+    if code is not None and user.target is not torch.ops.aten.addmm.default:
+        return code
+    left, right = user.args[-2:]
+    if view not in (left, right):
+        return ReasonCode.NO_MATMUL  # it is what addmm adds
+    if left is right:
         return ReasonCode.OPERAND_DEPENDS
-    if gathered.dim == value.ndim - 1:
+    first = left is view
+    if first != (use.transposed == swapped):
+        return _contracted(first, gathered.dim == value.ndim - 1)
+    if gathered.dim == value.ndim - 1 and not swapped:
         return ReasonCode.LAST_DIM
+    if code is not None:
+        return code
     rows = proofs.tensor(view)
     assert rows is not None
-    if not proofs.known_equal(rows.shape[1], value.shape[-1]):
+    if not proofs.known_equal(rows.shape[0 if use.transposed else 1], value.shape[-1]):
         return ReasonCode.LAYOUT
     # Rows follow from the number of elements, unless there are none.
     return None if proofs.known(value.shape[-1] > 0) else ReasonCode.SHAPE_UNPROVEN
 
 
-def _rejected_operand(addmm: fx.Node, is_weight: bool) -> ReasonCode:
-    """A gathered tensor that addmm multiplies with, or adds."""
-    return ReasonCode.GATHERED_WEIGHT if is_weight else ReasonCode.NO_MATMUL
-
-
-def _rejected_transposed(transpose: fx.Node) -> Refused:
-    """A transposed use: as first operand it is a weight gradient, as second one a sharded weight. With more than two
-    dimensions it moves rows (batch and sequence change places).
-    """
-    value = proofs.tensor(transpose)
-    if value is not None and value.ndim > 2 and proofs.feeds_matmul(transpose):
-        return ReasonCode.LAYOUT
-    views = list(proofs.views_down(transpose))
-    for user in (user for view in views for user in view.users):
-        if user.target is torch.ops.aten.mm.default:
-            is_gradient = user.args[0] in views
-            return (ReasonCode.WEIGHT_GRADIENT_ONLY if is_gradient else ReasonCode.GATHERED_WEIGHT).at(user)
-        if user.target is torch.ops.aten.addmm.default and user.args[2] in views:
-            return ReasonCode.GATHERED_WEIGHT.at(user)
-    return ReasonCode.NO_MATMUL
+def _contracted(first: bool, last_dim: bool) -> ReasonCode:
+    """A matmul that contracts the gathered dimension: of a transposed first operand, or of a second one."""
+    if last_dim:
+        return ReasonCode.LAST_DIM
+    return ReasonCode.WEIGHT_GRADIENT_ONLY if first else ReasonCode.GATHERED_WEIGHT
 
 
 def _rejected_slice(part: fx.Node) -> ReasonCode:
@@ -221,12 +279,6 @@ def _rejected_slice(part: fx.Node) -> ReasonCode:
     start = 0 if bound["start"] is None else proofs.size(bound["start"])
     cut = bound["dim"] % value.ndim < value.ndim - 1 and proofs.known_equal(start, 0)
     return ReasonCode.UNEVEN_SHARDS if cut else ReasonCode.NO_MATMUL
-
-
-def _weight(mm: fx.Node) -> fx.Node:
-    matmul = read_matmul(mm)
-    assert isinstance(matmul, Matmul) and isinstance(matmul.weight, fx.Node)
-    return matmul.weight
 
 
 def _strongest(refusals: list[Refusal]) -> Refused:
@@ -247,10 +299,11 @@ def merge_equal_gathers(graph: fx.Graph) -> int:
     matches = [
         found for node in collectives(graph, ALL_GATHER) if isinstance(found := find_all_gather_matmul(node), Match)
     ]
-    kept: dict[tuple[fx.Node, int, str], Match] = {}
+    kept: dict[tuple[fx.Node, int, bool, str], Match] = {}
     for match in sorted(matches, key=lambda one: order[one.gathered]):
         collective = match.collective
-        first = kept.setdefault((collective.operand, match.gather_dim, collective.group_name), match)
+        key = (collective.operand, match.gather_dim, match.swapped, collective.group_name)
+        first = kept.setdefault(key, match)
         if first is not match:
             match.gathered.replace_all_uses_with(first.gathered)
             rewriting.erase_unused(graph, match.steps)
@@ -259,12 +312,9 @@ def merge_equal_gathers(graph: fx.Graph) -> int:
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
-    collective = match.collective
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    first_use = min(match.gathered.users, key=lambda one: order[one])
-    weights = [_weight(mm) for mm in match.matmuls]
-    for weight in weights:
-        rewriting.hoist(weight, first_use)
+    collective, first_use = match.collective, match.first_use
+    for one in match.matmuls:
+        rewriting.hoist(one.operand, first_use)
     task = AllGatherMatmul(
         gather_dim=match.gather_dim,
         world_size=collective.world_size,
@@ -272,31 +322,52 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         return_gathered=match.return_gathered,
         site=rewriting.UNNAMED_SITE,
         policy=rewriting.policy(options),
-        num_weights=len(weights),
+        num_weights=len(match.matmuls),
     )
     value = match.gathered.meta["val"]
-    values = [mm.meta["val"] for mm in match.matmuls]
-    values += [value] if match.return_gathered else []
-    values.append(rewriting.new_token(value))
     with graph.inserting_before(first_use):
+        shard = rewriting.transposed(graph, collective.operand) if match.swapped else collective.operand
+        weights = [rewriting.transposed(graph, one.operand) if one.transposed else one.operand for one in match.matmuls]
+        values = [_in_order(one.mm, one.transposed) for one in match.matmuls]
+        values += [_in_order(match.gathered, match.swapped)] if match.return_gathered else []
+        values.append(rewriting.new_token(value))
         call = rewriting.call_task(
             graph,
             task,
-            (collective.operand, weights),
+            (shard, weights),
             (match.gather_dim, match.return_gathered),
-            rewriting.copied_meta(match.matmuls[0]),
+            rewriting.copied_meta(match.matmuls[0].mm),
             values,
         )
         products = [
-            rewriting.output(graph, call, index, rewriting.copied_meta(mm)) for index, mm in enumerate(match.matmuls)
+            rewriting.output(graph, call, index, rewriting.copied_meta(one.mm))
+            for index, one in enumerate(match.matmuls)
         ]
         if match.return_gathered:
             gathered = rewriting.output(graph, call, len(weights), rewriting.copied_meta(match.gathered))
+            if match.swapped:
+                gathered = rewriting.transposed_back(graph, gathered, match.gathered)
             match.gathered.replace_all_uses_with(gathered)
-    for mm, product in zip(match.matmuls, products, strict=True):
-        mm.replace_all_uses_with(with_bias(product, mm))
-    rewriting.erase_unused(graph, [*match.steps, *match.matmuls])
+            # Views of it may stand before the call: all uses stand behind it.
+            for view in match.steps:
+                if view < call and view is not match.gathered and proofs.depends_on(view, {gathered}):
+                    first_use.prepend(view)
+    for one, product in zip(match.matmuls, products, strict=True):
+        if one.transposed:
+            with graph.inserting_before(one.mm):
+                product = rewriting.transposed_back(graph, product, one.mm)
+        one.mm.replace_all_uses_with(with_bias(product, one.mm))
+    turned = [one.operand for one in match.matmuls if one.operand.target in proofs.TRANSPOSES]
+    rewriting.erase_unused(graph, [*match.steps, *(one.mm for one in match.matmuls), *turned])
     return call
+
+
+def _in_order(node: fx.Node, transposed: bool) -> torch.Tensor:
+    """The fake value of what the op returns for a matmul or for the gathered tensor."""
+    value: torch.Tensor = node.meta["val"]
+    if not transposed:
+        return value
+    return rewriting.fake_like(value, (value.shape[1], value.shape[0]), (value.shape[0], 1))
 
 
 def all_gather_matmul(graph: fx.Graph, *, options: Options) -> int:

@@ -19,12 +19,17 @@ Of a sum of products all of them are operands, and so is a bias, a row:
 makes it from sizes that stand in the graph. The call stands where the collective stood, so the order of
 collectives does not change.
 
+A scatter along the last dimension is fused as the transposed problem, in two dimensions:
+
+    permute(b) [N, K], permute(a) [K, M] -> ditron.matmul_reduce_scatter -> getitem 0 [N/W, M]
+      -> permute [M, N/W] -> reshape [B, S, N/W]
+
 It must not fire when
 * the chunks are not all of the W equal chunks of the scattered dimension, once, in order (a permuted `cat` sends
   every chunk to another rank);
-* the scatter runs along the last dimension, or a view changes the last dimension in between;
+* a view changes the last dimension in between;
 * the product, or anything between it and the collective, is used otherwise: it has to be computed as a whole anyway;
-* something is added that is neither a product nor a row, see `products`;
+* something is added that is neither a product nor a row, see `products`, or a row where columns are scattered;
 * there is a cast, a batched matmul, an op on the elements, another reduction than sum and avg, or a dtype other than
   bfloat16, float16 and float32;
 * the chunks are padded (DTensor, where the dimension does not divide): only the last rank cuts its result, but the
@@ -55,13 +60,15 @@ class Match:
     """A product, or a sum of them, and the reduce-scatter of it.
 
     `lefts` are the first operands: each a node in the product's shape, or a node and the sizes to reshape it to for
-    that. `steps` are the nodes from the products to the result, all included.
+    that. Where the product's columns are scattered, `column_sizes` are the result's sizes, and there are no `lefts`.
+    `steps` are the nodes from the products to the result, all included.
     """
 
     collective: Collective
     product: Product
     scatter_dim: int
     lefts: tuple[tuple[fx.Node, tuple[Any, ...] | None], ...]
+    column_sizes: tuple[Any, ...] | None
     steps: tuple[fx.Node, ...]
 
 
@@ -84,12 +91,18 @@ def find_matmul_reduce_scatter(node: fx.Node) -> Match | Refused:
     code = _rejected_shape(collective, product, full, scatter_dim)
     if code is not None:
         return code.at(full)
+    steps = tuple(dict.fromkeys((*product.steps, *between, collective.node, collective.wait)))
+    shape = tuple(collective.wait.meta["val"].shape)
+    if scatter_dim == len(shape) - 1:
+        sizes = _sizes_in_graph(product, shape)
+        if product.bias is not None:
+            return ReasonCode.BIAS.at(product.bias)
+        return ReasonCode.SHAPE_UNPROVEN.at(full) if sizes is None else Match(collective, product, 0, (), sizes, steps)
     lefts = [_lhs_in_shape(factors.lhs, product, full) for factors in product.factors]
     proved = tuple(left for left in lefts if left is not None)
     if len(proved) < len(lefts):
         return ReasonCode.SHAPE_UNPROVEN.at(full)
-    steps = (*product.steps, *between, collective.node, collective.wait)
-    return Match(collective, product, scatter_dim, proved, tuple(dict.fromkeys(steps)))
+    return Match(collective, product, scatter_dim, proved, None, steps)
 
 
 def _scattered_chunks(chain: list[fx.Node], collective: Collective) -> proofs.Regrouped | Refused:
@@ -111,14 +124,12 @@ def _classify_cat(cat: fx.Node) -> ReasonCode:
 
 
 def _rejected_shape(collective: Collective, product: Product, full: fx.Node, scatter_dim: int) -> ReasonCode | None:
-    """Proves that scattering `full` along `scatter_dim` scatters rows of the product."""
+    """Proves that scattering `full` along `scatter_dim` scatters rows of the product, or its columns."""
     whole, rows, result = proofs.tensor(full), proofs.tensor(product.mm), proofs.tensor(collective.wait)
     assert whole is not None and rows is not None and result is not None
     if whole.dtype != result.dtype:
         return ReasonCode.MIXED_DTYPES
-    if scatter_dim == whole.ndim - 1:
-        return ReasonCode.LAST_DIM
-    if not proofs.known_equal(whole.shape[-1], rows.shape[-1]):
+    if whole.ndim < 2 or not proofs.known_equal(whole.shape[-1], rows.shape[-1]):
         return ReasonCode.LAYOUT
     expected = list(whole.shape)
     expected[scatter_dim] = result.shape[scatter_dim] if result.ndim == whole.ndim else 0
@@ -175,26 +186,48 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         num_products=len(product.factors),
         has_bias=product.bias is not None,
     )
-    whole = (product.views[0] if product.views else product.mm).meta["val"].shape[:-1]
     with graph.inserting_before(collective.node):
-        lefts = []
-        for lhs, sizes in match.lefts:
-            shape = (*whole, lhs.meta["val"].shape[-1])
-            lefts.append(lhs if sizes is None else rewriting.reshaped_rows(graph, lhs, sizes, shape))
-        values = (wait.meta["val"], rewriting.new_token(wait.meta["val"]))
+        lefts, rights, value = _operands(graph, match)
         call = rewriting.call_task(
             graph,
             task,
-            (lefts, [factors.rhs for factors in product.factors], rewriting.row(graph, product.bias)),
+            (lefts, rights, rewriting.row(graph, product.bias)),
             (match.scatter_dim, collective.reduce_op),
             rewriting.copied_meta(product.mm),
-            values,
+            (value, rewriting.new_token(value)),
         )
         scattered = rewriting.output(graph, call, 0, rewriting.copied_meta(wait))
+        if match.column_sizes is not None:
+            scattered = _rows_of_columns(graph, match.column_sizes, scattered, wait)
     wait.replace_all_uses_with(scattered)
     views = [view for factors in product.factors for view in proofs.views_up(factors.lhs)[:-1]]
-    rewriting.erase_unused(graph, [*match.steps, *views])
+    operands = [one for factors in product.factors for one in (factors.lhs, factors.rhs)]
+    turned = [one for one in operands if one.target in proofs.TRANSPOSES]
+    rewriting.erase_unused(graph, [*match.steps, *views, *turned])
     return call
+
+
+def _operands(graph: fx.Graph, match: Match) -> tuple[list[fx.Node], list[fx.Node], torch.Tensor]:
+    """The first and the second operands of the op, and the fake value of what it returns."""
+    product, value = match.product, match.collective.wait.meta["val"]
+    if match.column_sizes is not None:
+        lefts = [rewriting.transposed(graph, factors.rhs) for factors in product.factors]
+        rights = [rewriting.transposed(graph, factors.lhs) for factors in product.factors]
+        columns, rows = value.shape[-1], product.mm.meta["val"].shape[0]
+        return lefts, rights, rewriting.fake_like(value, (columns, rows), (rows, 1))
+    whole = (product.views[0] if product.views else product.mm).meta["val"].shape[:-1]
+    lefts = []
+    for lhs, sizes in match.lefts:
+        shape = (*whole, lhs.meta["val"].shape[-1])
+        lefts.append(lhs if sizes is None else rewriting.reshaped_rows(graph, lhs, sizes, shape))
+    return lefts, [factors.rhs for factors in product.factors], value
+
+
+def _rows_of_columns(graph: fx.Graph, sizes: tuple[Any, ...], scattered: fx.Node, wait: fx.Node) -> fx.Node:
+    """The result in its own shape, from scattered columns [N/W, M]."""
+    rows = rewriting.transposed_back(graph, scattered, wait)
+    shape = tuple(wait.meta["val"].shape)
+    return rows if len(shape) == 2 else rewriting.reshaped_rows(graph, rows, sizes, shape)
 
 
 def matmul_reduce_scatter(graph: fx.Graph, *, options: Options) -> int:

@@ -78,8 +78,8 @@ def _narrows(cast: fx.Node, dtype: torch.dtype) -> bool:
     return source.dtype == dtype and result.is_floating_point() and result.dtype.itemsize < dtype.itemsize
 
 
-def rewrite(graph: fx.Graph, match: Match) -> None:
-    """Casts the operand instead of the gathered tensor."""
+def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
+    """Casts the operand instead of the gathered tensor; returns the gather."""
     node, operand, cast = match.collective.node, match.collective.operand, match.casts[0]
     dtype = cast.meta["val"].dtype
     rest = (cast.target, cast.args[1:], cast.kwargs)
@@ -101,6 +101,7 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
         assert isinstance(source, fx.Node)
         one.replace_all_uses_with(source)
         graph.erase_node(one)
+    return node
 
 
 def _as_dtype(value: Any, dtype: torch.dtype) -> Any:

@@ -2,6 +2,7 @@
 
     _c10d_functional_autograd.X(..)                    -> _c10d_functional.X(..)
     X_out(x, .., out=empty(..)), buffer unused         -> X(x, ..)
+    a buffer that gathered pieces fill                 -> a cat of them, see `fill_buffers`
     keyword arguments of a collective                  -> positional arguments
     view / _unsafe_view behind or before a collective  -> reshape
     two equal views of one tensor (reshape, permute,   -> one (inference graphs hold one per consumer)
@@ -31,6 +32,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, c10d, is_collective
+from ditron_inductor.passes.fill_buffers import EMPTIES, fill_buffers
 from ditron_inductor.passes.reasons import ReasonCode, leave_alone
 from ditron_inductor.passes.sizes import read_elsewhere
 
@@ -38,10 +40,6 @@ aten = torch.ops.aten
 
 PATTERN = "normalize_collectives"
 COVERED: frozenset[object] = frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE})
-VIEWS: frozenset[object] = frozenset({aten.view.default, aten._unsafe_view.default})
-EMPTIES: frozenset[object] = frozenset(
-    {aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default, aten.empty_like.default}
-)
 SUMMED: frozenset[object] = proofs.MATMULS | proofs.ORDER_KEEPING | {aten.add.Tensor}
 CHAIN: frozenset[object] = proofs.MAY_KEEP_ORDER | proofs.SLICES | frozenset({aten.cat.default})
 
@@ -100,6 +98,7 @@ def normalize_collectives(graph: fx.Graph, *, options: Options) -> int:
             count += 1
         if node.target not in COVERED:
             leave_alone(node, PATTERN, ReasonCode.UNSUPPORTED_COLLECTIVE)
+    count += fill_buffers(graph)
     chain = _surroundings(graph)
     ends = _ends(graph, chain)
     count += read_elsewhere(graph, lambda node: node in chain or node in ends)
@@ -146,7 +145,7 @@ def _ends(graph: fx.Graph, chain: set[fx.Node]) -> set[fx.Node]:
 
 def _views_to_reshapes(chain: set[fx.Node]) -> int:
     """A reshape says the same about the elements, and nothing about strides that a rewrite may change."""
-    views = [node for node in chain if node.target in VIEWS]
+    views = [node for node in chain if node.target in rewriting.VIEWS]
     for view in views:
         view.target = aten.reshape.default
         view.meta.pop("eager_input_vals", None)

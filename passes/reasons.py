@@ -48,7 +48,7 @@ class ReasonCode(enum.StrEnum):
     FP8_MATMUL = "fp8_matmul"
     """The neighbour is a matmul of FP8 numbers and their scales."""
     GATHERED_WEIGHT = "gathered_weight"
-    """The gathered tensor is the second operand of the matmul, as with sharded parameters."""
+    """The gathered tensor is the second operand of a matmul that contracts the gathered dimension."""
     GROUPED_MATMUL = "grouped_matmul"
     """The neighbour is a grouped matmul, as of a mixture of experts."""
     GROUP_UNKNOWN = "group_unknown"
@@ -56,7 +56,7 @@ class ReasonCode(enum.StrEnum):
     INTERMEDIATE_USED = "intermediate_used"
     """A tensor between the matmul and the collective is used elsewhere too."""
     LAST_DIM = "last_dim"
-    """The gather or scatter is along the last dimension, which the matmul contracts or makes."""
+    """The gather is along the last dimension, which the matmul contracts."""
     LAYOUT = "layout"
     """A view between the matmul and the collective moves rows, or moves, splits or merges the last dimension."""
     MIXED_DTYPES = "mixed_dtypes"
@@ -159,14 +159,18 @@ _TEXTS: dict[ReasonCode, str] = {
     ReasonCode.DTYPE: "the dtype is not bfloat16, float16 or float32; use one of these for the matmul",
     ReasonCode.FP8_MATMUL: "FP8 matmuls are not fused yet; keep that layer in bfloat16 to have it fused",
     ReasonCode.GATHERED_WEIGHT: (
-        "the gathered tensor is the matmul's second operand, a sharded weight; only first operands are fused"
+        "the matmul contracts the dimension that its second operand was gathered along; shard a weight along the "
+        "dimension that makes the product's columns"
     ),
     ReasonCode.GROUPED_MATMUL: "grouped matmuls are not fused yet; nothing to change",
     ReasonCode.GROUP_UNKNOWN: "this process knows no group of the name in the graph; pass a live process group",
     ReasonCode.INTERMEDIATE_USED: (
         "a tensor between it and the matmul is used elsewhere too; use the collective's result there instead"
     ),
-    ReasonCode.LAST_DIM: "it works along the last dimension; gather or scatter the batch or sequence dimension instead",
+    ReasonCode.LAST_DIM: (
+        "the matmul contracts the last dimension, which it gathers; gather the batch or sequence dimension instead, or "
+        "multiply the shards and reduce the products"
+    ),
     ReasonCode.LAYOUT: (
         "a view between it and the matmul moves rows or changes the last dimension (a transpose, a split into heads); "
         "apply such views on the other side of the collective"

@@ -14,11 +14,33 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes import proofs
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import Policy, TaskNode
 
 # Written by a late pass, which sees all sites of the graph.
 UNNAMED_SITE = ""
+
+aten = torch.ops.aten
+
+VIEWS: frozenset[object] = frozenset({aten.view.default, aten._unsafe_view.default})
+MOVES: frozenset[object] = proofs.MAY_KEEP_ORDER | proofs.SLICES
+ANY_STRIDES: frozenset[object] = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.cat.default,
+        aten.sum.default,
+        aten.sum.dim_IntList,
+        aten.mean.dim,
+        aten.amax.default,
+        aten.var_mean.correction,
+        aten.sym_size.int,
+        torch.ops.prims.convert_element_type.default,
+    }
+)
 
 
 def policy(options: Options) -> Policy:
@@ -87,7 +109,7 @@ def reshaped_rows(graph: fx.Graph, source: fx.Node, sizes: tuple[Any, ...], shap
     strides = [value.stride(0), value.stride(1)]
     for length in reversed(shape[1:-1]):
         strides.insert(0, strides[0] * length)
-    node = graph.create_node("call_function", torch.ops.aten.reshape.default, (source, list(sizes)), name="rows")
+    node = graph.create_node("call_function", aten.reshape.default, (source, list(sizes)), name="rows")
     node.meta.update(copied_meta(source))
     node.meta["val"] = fake_like(value, shape, tuple(strides))
     return node
@@ -98,10 +120,64 @@ def row(graph: fx.Graph, bias: fx.Node | None) -> fx.Node | None:
     if bias is None or bias.meta["val"].ndim == 1:
         return bias
     value: torch.Tensor = bias.meta["val"]
-    node = graph.create_node("call_function", torch.ops.aten.reshape.default, (bias, [-1]), name="row")
+    node = graph.create_node("call_function", aten.reshape.default, (bias, [-1]), name="row")
     node.meta.update(copied_meta(bias))
     node.meta["val"] = fake_like(value, (value.shape[-1],), (value.stride(-1),))
     return node
+
+
+def transposed(graph: fx.Graph, source: fx.Node) -> fx.Node:
+    """Inserts the transpose of a matrix, a view; the matrix itself, if `source` is a transpose of one."""
+    if source.target in proofs.TRANSPOSES and proofs.permutation(source) == [1, 0]:
+        matrix = source.args[0]
+        assert isinstance(matrix, fx.Node)
+        return matrix
+    value: torch.Tensor = source.meta["val"]
+    node = graph.create_node("call_function", aten.permute.default, (source, [1, 0]), name="transposed")
+    node.meta.update(copied_meta(source))
+    node.meta["val"] = fake_like(value, (value.shape[1], value.shape[0]), (value.stride(1), value.stride(0)))
+    return node
+
+
+def transposed_back(graph: fx.Graph, source: fx.Node, replaced: fx.Node) -> fx.Node:
+    """Inserts the transpose of what a transposed problem gave, in the place of the matrix `replaced`.
+
+    A view, where whatever uses `replaced` takes any strides; else a copy with the strides that it had.
+    """
+    node = transposed(graph, source)
+    views: dict[fx.Node, None] = {replaced: None}
+    pending, takes_any = [replaced], True
+    while pending:
+        for user in pending.pop().users:
+            if user.target in MOVES and user not in views:
+                views[user] = None
+                pending.append(user)
+            elif user not in views:
+                takes_any &= _takes_any_strides(user)
+    if takes_any:
+        for view in views:
+            # A view asks for strides that fit, a reshape does not.
+            if view.target in VIEWS:
+                view.target = aten.reshape.default
+                view.meta.pop("eager_input_vals", None)
+        return node
+    value = node.meta["val"]
+    copy = graph.create_node(
+        "call_function", aten.clone.default, (node,), {"memory_format": torch.contiguous_format}, name="rows"
+    )
+    copy.meta.update(copied_meta(node))
+    copy.meta["val"] = fake_like(value, tuple(value.shape), (value.shape[1], 1))
+    return copy
+
+
+def _takes_any_strides(user: fx.Node) -> bool:
+    """Whether the compiler generates, or lays out, what the op reads; the output of a graph gets the strides it had."""
+    target = user.target
+    if user.op == "output" or target in ANY_STRIDES:
+        return True
+    return isinstance(target, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in target.tags or target.namespace == ops.NAMESPACE
+    )
 
 
 def erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:

@@ -3,6 +3,7 @@
     a collective of several tensors             -> single collectives, see `split_coalesced`
     a batched matmul with one matrix for all    -> a matmul, see `fold_batches`
     a gather, then a narrowing cast             -> the cast, then the gather, see `move_casts`
+    a gather, then views that hide its rows     -> the views, then the gather, see `move_views`
 
 A graph without such a form is not copied. On the copy all of them are rewritten and the fusions run; in the graph those
 are rewritten whose node a fusion took. The others stay as they were, and get the reason that the fusions found.
@@ -12,10 +13,13 @@ The fusions decide by facts that are equal on all ranks, so this does too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes import fold_batches, move_casts, split_coalesced
+from ditron_inductor.passes import fold_batches, move_casts, move_views, split_coalesced
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.collectives import is_collective
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
@@ -23,6 +27,11 @@ from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
 from ditron_inductor.passes.reasons import LEFT_ALONE, TRIED, Reason, ReasonCode
 
 FUSIONS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
+# In the order in which they are rewritten: the finder of each after the rewrite of those before it.
+GATHER_FORMS: tuple[tuple[Any, Callable[[fx.Node], Any]], ...] = (
+    (move_casts, move_casts.find_narrowed),
+    (move_views, move_views.find_moved),
+)
 
 
 def try_forms(graph: fx.Graph, *, options: Options) -> int:
@@ -30,14 +39,19 @@ def try_forms(graph: fx.Graph, *, options: Options) -> int:
     coalesced = [match for node in graph.nodes if (match := split_coalesced.find_coalesced(node)) is not None]
     folded = [node for node in graph.nodes if fold_batches.find_folded(node) is not None]
     starts = [node for node in graph.nodes if node.op == "call_function" and is_collective(node)]
-    narrowed = [node for node in starts if move_casts.find_narrowed(node) is not None]
-    if not coalesced and not narrowed and not (folded and starts):
+    if not coalesced and not any(map(_gathers_otherwise, starts)) and not (folded and starts):
         return 0
     copy, twins = _copied(graph)
     matmuls = [_fold(copy, twins[node]) for node in folded]
-    for node in narrowed:
-        _narrow(copy, twins[node])
-    singles = [_split(copy, twins[match.node]) for match in coalesced]
+    # The gathers of the copy, by what they are in the graph: a node, or a member of one.
+    copies: dict[tuple[fx.Node, int | None], fx.Node] = {(node, None): twins[node] for node in starts}
+    for match in coalesced:
+        del copies[match.node, None]
+        singles = _split(copy, twins[match.node])
+        copies |= {(match.node, index): single for index, single in singles.items()}
+    moved = {key: forms for key, node in copies.items() if (forms := _gathers_otherwise(node))}
+    for key, forms in moved.items():
+        copies[key] = _rewritten(copy, copies[key], forms)
     for fusion in FUSIONS:
         fusion(copy, options=options)
     remaining = set(copy.nodes)
@@ -46,22 +60,41 @@ def try_forms(graph: fx.Graph, *, options: Options) -> int:
         if mm not in remaining:
             _fold(graph, bmm)
             count += 1
-    for node in narrowed:
-        if twins[node] not in remaining:
-            _narrow(graph, node)
-            count += 1
     for node in starts:
-        if folded and twins[node] in remaining and LEFT_ALONE in twins[node].meta:
-            node.meta[TRIED] = twins[node].meta[LEFT_ALONE]
-    for match, tried in zip(coalesced, singles, strict=True):
-        taken = [index for index, single in tried.items() if single not in remaining]
-        alone = [single.meta[LEFT_ALONE] for single in tried.values() if single in remaining]
+        tried = copies.get((node, None))
+        if tried is not None and tried in remaining and folded and LEFT_ALONE in tried.meta:
+            node.meta[TRIED] = tried.meta[LEFT_ALONE]
+    taken = {key for key, node in copies.items() if node not in remaining}
+    originals = {key: key[0] for key in taken if key[1] is None}
+    for match in coalesced:
+        members = {key: node for key, node in copies.items() if key[0] is match.node}
+        alone = [node.meta[LEFT_ALONE] for node in members.values() if node in remaining]
         if alone:
             match.node.meta[LEFT_ALONE] = _strongest(alone)
-        if taken:
-            _split(graph, match.node, taken)
+        indices = [key[1] for key in members if key in taken and key[1] is not None]
+        if indices:
+            originals |= {(match.node, index): single for index, single in _split(graph, match.node, indices).items()}
+            count += 1
+    for key, forms in moved.items():
+        if key in taken:
+            _rewritten(graph, originals[key], forms)
             count += 1
     return count
+
+
+def _gathers_otherwise(node: fx.Node) -> tuple[Any, ...]:
+    """The forms (modules with a finder and a rewrite) in which a gather could stand otherwise."""
+    return tuple(form for form, find in GATHER_FORMS if find(node) is not None)
+
+
+def _rewritten(graph: fx.Graph, node: fx.Node, forms: tuple[Any, ...]) -> fx.Node:
+    """The gather `node` after all these forms."""
+    for form, find in GATHER_FORMS:
+        if form in forms:
+            match = find(node)
+            assert match is not None
+            node = form.rewrite(graph, match)
+    return node
 
 
 def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
@@ -75,12 +108,6 @@ def _fold(graph: fx.Graph, node: fx.Node) -> fx.Node:
     match = fold_batches.find_folded(node)
     assert match is not None
     return fold_batches.rewrite(graph, match)
-
-
-def _narrow(graph: fx.Graph, node: fx.Node) -> None:
-    match = move_casts.find_narrowed(node)
-    assert match is not None
-    move_casts.rewrite(graph, match)
 
 
 def _split(graph: fx.Graph, node: fx.Node, taken: list[int] | None = None) -> dict[int, fx.Node]:

@@ -69,6 +69,29 @@ def wrong_chunks(x: torch.Tensor, w: torch.Tensor) -> Tensors:
     return [*gathered, *(wait(launch("reduce_scatter_tensor", one, "sum", size)) for one in operands)]
 
 
+def lookalikes(x: torch.Tensor, w: torch.Tensor) -> Tensors:
+    """x [8, 16], w [16, 24]. Chunks that repeat, bits read as another dtype, operands of the gathered tensor's own, and
+    intermediates that are written to or returned.
+    """
+    size = dist.get_world_size()
+    whole, product = gather(x), x @ w
+    chunks, rows = whole.chunk(size), product.chunk(size)
+    bits = wait(launch("all_gather_into_tensor", x.bfloat16().view(torch.uint8), size))
+    doubled = gather(x).mul_(2)
+    scattered, returned = (x @ (w + 1)), (x @ (w + 2))
+    results = [
+        torch.cat([chunks[0]] * size) @ w,
+        wait(launch("reduce_scatter_tensor", torch.cat([rows[0]] * size), "sum", size)),
+        bits.view(torch.float16) @ w.half(),
+        whole @ (whole.t() @ whole),
+        doubled @ w,
+        scatter(scattered),
+        reduce(returned),
+        returned,
+    ]
+    return [*results, scattered.add_(1)]
+
+
 def reduce_ops(x: torch.Tensor, w: torch.Tensor) -> Tensors:
     """One fused reduction, and others beside it that Inductor runs in place."""
     return [reduce(x @ w, op) for op in ("max", "min", "sum")] + [reduce((x @ w) * 0.3, "product")]
@@ -148,6 +171,18 @@ def broken_graph(x: torch.Tensor, w: torch.Tensor) -> Tensors:
     return [b, scatter(gather(b) @ w)]
 
 
+def gathered_weights(w: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> Tensors:
+    """w [12, 16], v [16, 6], x [2, 5, 16]. Weights sharded along rows and along columns, one of them used twice."""
+    rows, columns = gather(w), gather(v, 1)
+    hidden = torch.tanh(x @ rows.t())
+    return [hidden, x[0] @ rows.t(), (x @ columns).flatten(), (hidden @ gather(w)).transpose(0, 1)]
+
+
+def scattered_columns(x: torch.Tensor, w: torch.Tensor) -> Tensors:
+    """x [2, 4, 16], w [16, 24]. The last dimension, of products of two and three dimensions."""
+    return [scatter(x @ w, 2), torch.relu(scatter(x[0] @ w, 1)) @ w[:, :12].t()]
+
+
 @dataclass(frozen=True)
 class Case:
     """A program, the shapes of its inputs, whether gradients are compared too, and what is fused forward."""
@@ -165,11 +200,14 @@ AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 XW = (8, 16), (16, 24)
 CASES = [
     Case(wrong_chunks, ((2, 4, 16), (16, 24))),
+    Case(lookalikes, XW),
     Case(reduce_ops, XW, fused=(AR,)),
     Case(late_waits, XW, fused=(AR, AR)),
     Case(mixed_order, (*XW, (24, 16)), fused=(AR, AG, RS, AR)),
     Case(written_inputs, XW, fused=(AG, AR)),
     Case(operands, XW, fused=(AG, AG, AG, AR, AR, RS)),
+    Case(gathered_weights, ((12, 16), (16, 6), (2, 5, 16)), grad=True, fused=(AG, AG)),
+    Case(scattered_columns, ((2, 4, 16), (16, 24)), fused=(RS, RS)),
     Case(gathered_returned, ((2, 4, 16), (16, 24)), grad=True, fused=(AG,)),
     Case(checkpointed, XW, grad=True, fused=(AG, RS, AG, RS)),
     Case(broken_graph, XW, grad=True, fused=(AG, RS, AG)),  # the last matmul is fused with its gather
@@ -227,6 +265,53 @@ def run_sizes(ctx: RankContext) -> None:
 @pytest.mark.timeout(100)
 def test_sizes_that_change(rank_pools: RankPools) -> None:
     rank_pools.get("cpu", 2).run(run_sizes, timeout=90)
+
+
+def run_one_compilation(ctx: RankContext) -> None:
+    """Every fusion in every token dimension, with sizes that change: one graph serves them all."""
+
+    def program(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Tensors:
+        hidden = gather(x, 1) @ w
+        return [
+            scatter(torch.relu(hidden) @ v, 1),
+            scatter(hidden.flatten(0, 1) @ v),
+            gather(x.flatten(0, 1)) @ w,
+            reduce(x @ w),
+            x @ gather(w.t()).t(),
+            scatter(x @ w, 2),
+        ]
+
+    torch._dynamo.reset()
+    with torch.no_grad(), without_caches(), collect_sites() as sink:
+        compiled = torch.compile(program, backend="ditron", options=TILE, dynamic=True)
+        for batch, length in ((2, 3), (4, 5), (3, 8)):
+            compare(ctx, program, compiled, ((batch, length, 16), (16, 24), (24, 16)), False)
+    fused = [Counter(site.kind for site in graph.sites if site.fused) for graph in sink.graphs]
+    assert fused == [Counter({AG: 3, RS: 3, AR: 1})], fused
+
+
+@pytest.mark.timeout(100)
+def test_one_compilation_serves_all_sizes(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 2).run(run_one_compilation, timeout=90)
+
+
+def run_tokens(ctx: RankContext) -> None:
+    """Each rank has its own tokens for one gathered weight, and as many as it likes, from call to call."""
+
+    def program(w: torch.Tensor, x: torch.Tensor) -> Tensors:
+        return [x @ gather(w).t()]
+
+    torch._dynamo.reset()
+    with without_caches(), collect_sites() as sink:
+        compiled = torch.compile(program, backend="ditron", options=TILE)
+        for tokens in ((3, 3), (3, 5), (4, 5), (4, 9), (6, 2)):
+            compare(ctx, program, compiled, ((12, 16), (tokens[ctx.rank], 16)), False)
+    assert all(site.fused for graph in sink.graphs for site in graph.sites)
+
+
+@pytest.mark.timeout(100)
+def test_tokens_of_a_gathered_weight_are_those_of_one_rank(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 2).run(run_tokens, timeout=90)
 
 
 def run_mesh(ctx: RankContext) -> None:

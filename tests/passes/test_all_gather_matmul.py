@@ -245,8 +245,18 @@ GUARDS: list[Any] = [
     pytest.param("layout", lambda x, w: all_gather(x).transpose(0, 1).reshape(-1, 16) @ w, (X3, W), id="rows_moved"),
     pytest.param("gathered_weight", lambda x, w: w.t() @ all_gather(x), (X, torch.empty(32, 8)), id="second_operand"),
     pytest.param(
-        "gathered_weight", lambda x, w: w @ all_gather(x).t(), (X, torch.empty(5, 16)), id="second_transposed"
+        "gathered_weight",
+        lambda x, w, b: torch.addmm(b, w, all_gather(x)),
+        (X, torch.empty(5, 32), torch.empty(16)),
+        id="second_operand_and_bias",
     ),
+    pytest.param(
+        "weight_gradient_only",
+        lambda x, w, b: torch.addmm(b, all_gather(x).t(), w),
+        (X, torch.empty(32, 4), torch.empty(4)),
+        id="gradient_added",
+    ),
+    pytest.param("no_matmul", lambda x, w, v: torch.addmm(all_gather(x), w, v), (X, torch.empty(32, 4), torch.empty(4, 16)), id="added"),
     pytest.param("weight_gradient_only", lambda x, w: all_gather(x).t() @ w, (X, torch.empty(32, 4)), id="gradient"),
     pytest.param("operand_depends", lambda x: (g := all_gather(x)) @ (g.t() * 2), (X,), id="depends"),
     pytest.param("bias", lambda x, w, b: torch.addmm(b, all_gather(x), w), (X, W, torch.empty(32, 24)), id="bias"),

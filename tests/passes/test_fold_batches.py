@@ -193,7 +193,6 @@ GUARDS: list[Any] = [
     ),
     # The reason that is left when the batches are folded.
     pytest.param("intermediate_used", lambda x, w: (all_reduce(p := expanded(x, w)), p), W, id="product_used"),
-    pytest.param("layout", lambda x, w: torch.einsum("bsk,kn->sbn", gather_dim(x, 1), w), W, id="rows_moved"),
     pytest.param("operand_depends", lambda x, w: expanded(g := gather_dim(x, 1), g[0, 0].diag()), W, id="depends"),
 ]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -19,9 +19,21 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ditron_inductor.passes.collectives import is_collective
-from tests.passes.graphs import WORLD_SIZE, compiled_graphs, fake_group, fuse, group_name, reasons, text
+from tests.passes.graphs import (
+    WORLD_SIZE,
+    all_gather,
+    all_reduce,
+    compiled_graphs,
+    fake_group,
+    fuse,
+    group_name,
+    reasons,
+    text,
+    traced,
+)
 
 
 def sites(module: fx.GraphModule) -> list[str]:
@@ -137,6 +149,93 @@ return (getitem_2,)
 """,
         )
 
+    @pytest.mark.parametrize("dim", [0, 1])
+    def test_lists_of_shards(self, dim: int) -> None:
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            shards = [torch.empty_like(x) for _ in range(WORLD_SIZE)]
+            dist.all_gather(shards, x)
+            return torch.cat(shards, dim) @ w
+
+        (graph,) = compiled_graphs(fn, torch.randn(2, 8, 16), torch.randn(16, 24))
+        assert sites(graph) == ["ditron.all_gather_matmul"]
+
+    def test_a_list_of_shards_in_another_order_is_left_alone(self) -> None:
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            shards = [torch.empty_like(x) for _ in range(WORLD_SIZE)]
+            dist.all_gather(shards, x)
+            return torch.cat(shards[::-1]) @ w
+
+        (graph,) = compiled_graphs(fn, torch.randn(8, 16), torch.randn(16, 24))
+        assert sites(graph) == ["all_gather_into_tensor: chunks_permuted"]
+
+    def test_the_chunks_of_a_buffer(self) -> None:
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            whole = x.new_empty(WORLD_SIZE * x.shape[0], x.shape[1])
+            dist.all_gather(list(whole.chunk(WORLD_SIZE)), x)
+            return whole @ w
+
+        (graph,) = compiled_graphs(fn, torch.randn(8, 16), torch.randn(16, 24))
+        assert sites(graph) == ["ditron.all_gather_matmul"]
+        assert "slice_scatter" not in text(graph.graph)
+
+    @pytest.mark.parametrize("misuse", ["reversed", "gap", "read", "given"])
+    def test_a_buffer_that_is_filled_otherwise_is_left_alone(self, misuse: str) -> None:
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            whole = torch.zeros(32, 16) if misuse == "given" else torch.empty(32, 16)
+            parts = list(all_gather(x).chunk(4))
+            early = x.new_zeros(1)
+            for index, part in enumerate(parts[::-1] if misuse == "reversed" else parts):
+                if misuse == "gap" and index == 2:
+                    continue
+                if misuse == "read" and index == 2:
+                    early = whole.sum()
+                whole[8 * index : 8 * index + 8] = part
+            return whole @ w + early
+
+        module = make_fx(torch.func.functionalize(fn), tracing_mode="fake")(torch.empty(8, 16), torch.empty(16, 24))
+        module.graph.eliminate_dead_code()
+        assert sites(module)[0].startswith("all_gather_into_tensor: ")
+
+    def test_a_chain_of_matmuls(self) -> None:
+        def fn(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            assert dist.group.WORLD is not None
+            hidden = funcol.all_gather_tensor_autograd(x, 1, dist.group.WORLD) @ w
+            return funcol.reduce_scatter_tensor_autograd(hidden @ v, "sum", 1, dist.group.WORLD)
+
+        args = [torch.randn(2, 8, 16), torch.randn(16, 24), torch.randn(24, 8)]
+        graphs = compiled_graphs(fn, *(arg.requires_grad_() for arg in args))
+        assert [sites(graph) for graph in graphs] == [["ditron.all_gather_matmul", "ditron.matmul_reduce_scatter"]] * 2
+
+    def test_gathered_weights_in_training(self) -> None:
+        """The gradient of the input reads the saved weight, that of the weight is scattered."""
+
+        def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            assert dist.group.WORLD is not None
+            return nn.functional.linear(x, funcol.all_gather_tensor_autograd(w, 0, dist.group.WORLD))
+
+        graphs = compiled_graphs(fn, torch.randn(6, 16).requires_grad_(), torch.randn(2, 5, 16).requires_grad_())
+        assert [sites(graph) for graph in graphs] == [["ditron.all_gather_matmul"], ["ditron.matmul_reduce_scatter"]]
+
+    def test_dtensor_weights_that_are_gathered(self) -> None:
+        """As FSDP shards them, written with DTensor."""
+        mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+        w = DTensor.from_local(torch.randn(6, 16), mesh, [Shard(0)], run_check=False).requires_grad_()
+
+        def fn(w: DTensor, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, w.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()]))
+
+        graphs = compiled_graphs(fn, w, torch.randn(2, 5, 16).requires_grad_())
+        assert [sites(graph) for graph in graphs] == [["ditron.all_gather_matmul"], ["ditron.matmul_reduce_scatter"]]
+
+    def test_an_all_to_all_of_shards_is_left_intact(self) -> None:
+        def fn(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            turned = torch.ops._dtensor.shard_dim_alltoall(x @ w, 0, 1, group_name())
+            return all_reduce(turned @ v)
+
+        module = traced(fn, torch.empty(8, 16), torch.empty(16, 24), torch.empty(6, 3))
+        assert sites(module) == ["ditron.matmul_all_reduce"]
+        assert "shard_dim_alltoall [32, 6] = _dtensor.shard_dim_alltoall(mm, 0, 1, '0')" in text(module.graph)
+
     def test_dtensor_sequence_parallel(self) -> None:
         forward, backward = compiled_graphs(sequence_parallel(), torch.randn(2, 4, 16, requires_grad=True))
         assert sites(forward) == ["ditron.all_gather_matmul", "ditron.matmul_reduce_scatter"]
@@ -233,6 +332,19 @@ def test_uneven_shards_are_left_alone_on_every_rank(shape: tuple[int, ...], dim:
             "all_gather_into_tensor: no_matmul",
         ],
     ]
+
+
+@pytest.mark.parametrize("rank", [0, WORLD_SIZE - 1])
+def test_a_shard_of_another_dimension_is_left_alone_on_every_rank(rank: int) -> None:
+    """Where a group has no all-to-all, DTensor gathers, and each rank takes its own part."""
+    with fake_group(rank=rank):
+        mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return DTensor.from_local(x, mesh, [Shard(0)], run_check=False).redistribute(mesh, [Shard(1)]).to_local() @ w
+
+        (graph,) = compiled_graphs(fn, torch.randn(8, 16), torch.randn(4, 24))
+        assert sites(graph) == ["all_gather_into_tensor: chunks_partial"]
 
 
 def test_two_groups_are_told_apart() -> None:

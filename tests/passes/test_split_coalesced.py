@@ -228,6 +228,16 @@ def test_training() -> None:
     assert (reasons(forward), reasons(backward)) == (["no_matmul"], ["no_matmul"])
 
 
+def test_a_member_that_is_narrowed_behind_the_gather() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second = gathered(x, y)
+        return first.bfloat16() @ w, second.bfloat16()
+
+    after = assert_same_on_all_ranks(fn, X, Y, W.bfloat16(), fused=1)
+    assert "_to_copy(x_1" in text(after.graph)  # and the other one is gathered as it was
+    assert "all_gather_into_tensor(y_1, 4" in text(after.graph)
+
+
 def test_functional_collectives() -> None:
     def fn(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         group = dist.group.WORLD
