@@ -31,6 +31,13 @@ def copied_meta(node: fx.Node) -> dict[str, Any]:
     return {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
 
 
+def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of the graph to try a rewrite on, and its nodes by those of the original."""
+    copy, twins = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy.output(copy.graph_copy(graph, twins))
+    return copy, twins
+
+
 def new_token(like: torch.Tensor) -> torch.Tensor:
     """The fake token of a site whose tensors are on the device of `like`, a fake tensor."""
     with _mode_of(like):

@@ -15,12 +15,13 @@ from __future__ import annotations
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes import fold_batches, move_casts, split_coalesced
+from ditron_inductor.passes import fold_batches, move_casts, rewriting, split_coalesced
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.collectives import is_collective
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
 from ditron_inductor.passes.reasons import LEFT_ALONE, TRIED, Reason, ReasonCode
+from ditron_inductor.passes.share_gathers import share_gathers
 
 FUSIONS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
 
@@ -33,7 +34,7 @@ def try_forms(graph: fx.Graph, *, options: Options) -> int:
     narrowed = [node for node in starts if move_casts.find_narrowed(node) is not None]
     if not coalesced and not narrowed and not (folded and starts):
         return 0
-    copy, twins = _copied(graph)
+    copy, twins = rewriting.copied(graph)
     matmuls = [_fold(copy, twins[node]) for node in folded]
     for node in narrowed:
         _narrow(copy, twins[node])
@@ -61,14 +62,9 @@ def try_forms(graph: fx.Graph, *, options: Options) -> int:
         if taken:
             _split(graph, match.node, taken)
             count += 1
+    if singles:  # one collective may have gathered a tensor twice
+        share_gathers(graph, options=options)
     return count
-
-
-def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy of the graph, and its nodes by those of the original."""
-    copy, twins = fx.Graph(), dict[fx.Node, fx.Node]()
-    copy.output(copy.graph_copy(graph, twins))
-    return copy, twins
 
 
 def _fold(graph: fx.Graph, node: fx.Node) -> fx.Node:
