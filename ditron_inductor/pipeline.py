@@ -35,6 +35,7 @@ from ditron_inductor.passes.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.order_collectives import order_collectives
 from ditron_inductor.passes.require_fusions import require_fusions
 from ditron_inductor.passes.review_left_alone import review_left_alone
+from ditron_inductor.passes.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.share_gathers import share_gathers
 from ditron_inductor.passes.try_forms import try_forms
 from ditron_inductor.passes.verify_tasks import verify_tasks
@@ -60,6 +61,7 @@ PASSES: tuple[Pass, ...] = (
     normalize_collectives,
     share_gathers,
     merge_reductions,
+    sequence_parallel,
     try_forms,
     all_gather_matmul,
     matmul_reduce_scatter,

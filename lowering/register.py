@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ditron_inductor.device import AgreedOptions, Workspace, workspaces
+from ditron_inductor.device.replicas import own_chunk, replicas
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather_chunked
 from ditron_inductor.lowering.all_gather_matmul import tile as gather_tile
 from ditron_inductor.lowering.launch import Launch
@@ -309,6 +310,8 @@ def register() -> None:
         "after": _after,
         "after_": ops.do_nothing,
         "token_of": ops.new_token,
+        "own_chunk": own_chunk,
+        "replicated": replicas.compared,
     }
     for name, implementation in implementations.items():
         library.impl(name, implementation, "CompositeExplicitAutograd")

@@ -5,7 +5,7 @@ it replaces.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import getitem
 from typing import Any
 
@@ -55,8 +55,34 @@ def fake_like(
         return like.new_empty_strided(shape, strides, dtype=dtype)
 
 
+def contiguous_strides(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The strides of a row-major tensor."""
+    strides: list[Any] = [1]
+    for length in reversed(shape[1:]):
+        strides.insert(0, strides[0] * length)
+    return tuple(strides[: len(shape)])
+
+
+def recompute(node: fx.Node) -> None:
+    """Brings the fake value of an op call up to date with those of its arguments, whose sizes are all known."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    target: Any = node.target
+    old = node.meta["val"]
+    with _mode_of(old[0] if isinstance(old, (list, tuple)) else old):
+        node.meta["val"] = target(*args, **kwargs)
+    node.meta.pop("eager_input_vals", None)
+
+
 def _mode_of(value: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext()
+
+
+def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
+    """Inserts an op call whose result has this shape, row-major, and the dtype, device and metadata of `origin`."""
+    node = graph.call_function(target, args)
+    node.meta.update(copied_meta(origin))
+    node.meta["val"] = fake_like(origin.meta["val"], shape, contiguous_strides(shape))
+    return node
 
 
 def call_task(
