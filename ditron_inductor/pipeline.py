@@ -30,6 +30,7 @@ from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
 from ditron_inductor.passes.merge_reductions import merge_reductions
+from ditron_inductor.passes.move_across import move_across
 from ditron_inductor.passes.name_sites import name_sites
 from ditron_inductor.passes.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.order_collectives import order_collectives
@@ -61,6 +62,7 @@ PASSES: tuple[Pass, ...] = (
     normalize_collectives,
     share_gathers,
     merge_reductions,
+    move_across,
     sequence_parallel,
     try_forms,
     all_gather_matmul,

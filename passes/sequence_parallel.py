@@ -202,9 +202,14 @@ def sequence_parallel(graph: fx.Graph, *, options: Options) -> int:
         return 0
     if any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")):
         return 0
-    matches = [
-        match for region in find_regions(graph) if (match := find_sequence_parallel(region, options)) is not None
-    ]
-    for match in matches:
+    count = 0
+    # Read anew after each: what a region reads may have been a member of another one.
+    while (match := _first_match(graph, options)) is not None:
+        count += len(match.region.reductions)
         rewrite(graph, match)
-    return sum(len(match.region.reductions) for match in matches)
+    return count
+
+
+def _first_match(graph: fx.Graph, options: Options) -> Match | None:
+    matches = (find_sequence_parallel(region, options) for region in find_regions(graph))
+    return next((match for match in matches if match is not None), None)

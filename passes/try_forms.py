@@ -3,6 +3,7 @@
     a collective of several tensors             -> single collectives, see `split_coalesced`
     a batched matmul with one matrix for all    -> a matmul, see `fold_batches`
     a gather, then a narrowing cast             -> the cast, then the gather, see `move_casts`
+    a factor or transpose, then a reduction     -> the reduction, then the factor or transpose, see `move_across`
 
 A graph without such a form is not copied. On the copy all of them are rewritten and the fusions run; in the graph those
 are rewritten whose node a fusion took. The others stay as they were, and get the reason that the fusions found.
@@ -15,7 +16,7 @@ from __future__ import annotations
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes import fold_batches, move_casts, rewriting, split_coalesced
+from ditron_inductor.passes import fold_batches, move_across, move_casts, rewriting, split_coalesced
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.collectives import is_collective
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
@@ -32,12 +33,15 @@ def try_forms(graph: fx.Graph, *, options: Options) -> int:
     folded = [node for node in graph.nodes if fold_batches.find_folded(node) is not None]
     starts = [node for node in graph.nodes if node.op == "call_function" and is_collective(node)]
     narrowed = [node for node in starts if move_casts.find_narrowed(node) is not None]
-    if not coalesced and not narrowed and not (folded and starts):
+    moved = [node for node in starts if move_across.find_moved(node) is not None]
+    if not coalesced and not narrowed and not moved and not (folded and starts):
         return 0
     copy, twins = rewriting.copied(graph)
     matmuls = [_fold(copy, twins[node]) for node in folded]
     for node in narrowed:
         _narrow(copy, twins[node])
+    for node in moved:
+        _move(copy, twins[node])
     singles = [_split(copy, twins[match.node]) for match in coalesced]
     for fusion in FUSIONS:
         fusion(copy, options=options)
@@ -50,6 +54,10 @@ def try_forms(graph: fx.Graph, *, options: Options) -> int:
     for node in narrowed:
         if twins[node] not in remaining:
             _narrow(graph, node)
+            count += 1
+    for node in moved:
+        if twins[node] not in remaining:
+            _move(graph, node)
             count += 1
     for node in starts:
         if folded and twins[node] in remaining and LEFT_ALONE in twins[node].meta:
@@ -77,6 +85,12 @@ def _narrow(graph: fx.Graph, node: fx.Node) -> None:
     match = move_casts.find_narrowed(node)
     assert match is not None
     move_casts.rewrite(graph, match)
+
+
+def _move(graph: fx.Graph, node: fx.Node) -> None:
+    match = move_across.find_moved(node)
+    assert match is not None
+    move_across.rewrite(graph, match)
 
 
 def _split(graph: fx.Graph, node: fx.Node, taken: list[int] | None = None) -> dict[int, fx.Node]:

@@ -61,6 +61,7 @@ def test_the_order_of_the_passes() -> None:
         "normalize_collectives",
         "share_gathers",
         "merge_reductions",
+        "move_across",
         "sequence_parallel",
         "try_forms",
         "all_gather_matmul",

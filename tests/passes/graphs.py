@@ -28,6 +28,7 @@ from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
 from ditron_inductor.passes.merge_reductions import merge_reductions
+from ditron_inductor.passes.move_across import move_across
 from ditron_inductor.passes.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.passes.reasons import LEFT_ALONE
@@ -37,7 +38,14 @@ from ditron_inductor.passes.try_forms import try_forms
 from ditron_inductor.task.reference import sum_of_products
 
 WORLD_SIZE = 4
-PREPARATIONS = (normalize_collectives, share_gathers, merge_reductions, sequence_parallel, try_forms)
+PREPARATIONS = (
+    normalize_collectives,
+    share_gathers,
+    merge_reductions,
+    move_across,
+    sequence_parallel,
+    try_forms,
+)
 FUSIONS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
 c10d: Any = torch.ops._c10d_functional
 
