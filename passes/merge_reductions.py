@@ -39,7 +39,7 @@ from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT, Collective, read_collective
 from ditron_inductor.passes.matmul_all_reduce import find_matmul_all_reduce
 from ditron_inductor.passes.matmul_reduce_scatter import find_matmul_reduce_scatter
-from ditron_inductor.passes.reasons import ReasonCode
+from ditron_inductor.passes.reasons import refused
 
 aten = torch.ops.aten
 
@@ -120,7 +120,7 @@ def _read(leaf: fx.Node, root: fx.Node) -> Reduction | None:
     if not isinstance(node, fx.Node) or node.target not in (ALL_REDUCE, REDUCE_SCATTER) or value is None:
         return None
     collective = read_collective(node)
-    if isinstance(collective, ReasonCode) or not proofs.same_shape(value.shape, root.meta["val"].shape):
+    if refused(collective) or not proofs.same_shape(value.shape, root.meta["val"].shape):
         return None
     if node.target is ALL_REDUCE:
         return Reduction(collective, leaf, collective.operand, 0, ())
@@ -133,7 +133,7 @@ def _read_scatter(collective: Collective, leaf: fx.Node) -> Reduction | None:
         unpadded = not proofs.padded(cat)
         return Reduction(collective, leaf, cat, 0, ()) if unpadded else None
     chunks = proofs.regrouped(cat, collective.world_size)
-    if isinstance(chunks, ReasonCode) or chunks.cat_dim != 0 or proofs.sole_user(cat) is None:
+    if refused(chunks) or chunks.cat_dim != 0 or proofs.sole_user(cat) is None:
         return None
     if proofs.padded(chunks.source):
         return None
@@ -191,7 +191,7 @@ def loses_fusion(graph: fx.Graph, match: Match) -> bool:
 
 def _is_fused(node: fx.Node) -> bool:
     find = find_matmul_all_reduce if node.target is ALL_REDUCE else find_matmul_reduce_scatter
-    return not isinstance(find(node), ReasonCode)
+    return not refused(find(node))
 
 
 def _sum(graph: fx.Graph, terms: Sequence[fx.Node], like: fx.Node) -> fx.Node:

@@ -43,7 +43,7 @@ from ditron_inductor.passes.collectives import (
     read_collective,
 )
 from ditron_inductor.passes.move_casts import CASTS, as_dtype
-from ditron_inductor.passes.reasons import ReasonCode
+from ditron_inductor.passes.reasons import refused
 from ditron_inductor.passes.share_gathers import Match as Gather
 from ditron_inductor.passes.share_gathers import find_whole_gather
 
@@ -68,12 +68,12 @@ def find_moved(node: fx.Node) -> Match | None:
     if node.op != "call_function" or node.target not in (ALL_REDUCE, REDUCE_SCATTER):
         return None
     collective = read_collective(node)
-    if isinstance(collective, ReasonCode):
+    if refused(collective):
         return None
     source, users = collective.operand, {node}
     if node.target is REDUCE_SCATTER and source.target is aten.cat.default:
         chunks = proofs.regrouped(source, collective.world_size)
-        if isinstance(chunks, ReasonCode) or proofs.sole_user(source) is None:
+        if refused(chunks) or proofs.sole_user(source) is None:
             return None
         source, users = chunks.source, set(chunks.between)
     chain, innermost = _chain_up(source, transposes=node.target is ALL_REDUCE)
@@ -164,7 +164,7 @@ def _rewrite_scatter(graph: fx.Graph, match: Match) -> None:
 def find_widened(node: fx.Node) -> Gather | None:
     """Proves that a gather's operand is a widening cast, which could stand behind it; None if it is not."""
     collective = read_collective(node)
-    if isinstance(collective, ReasonCode) or not isinstance(find_all_gather_matmul(node), ReasonCode):
+    if refused(collective) or not refused(find_all_gather_matmul(node)):
         return None
     cast = collective.operand
     if cast.target not in CASTS or set(cast.kwargs) - {"dtype"}:

@@ -44,6 +44,8 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.chunked_collectives import gathered, scattered
 from ditron_inductor.passes.collectives import Collective
+from ditron_inductor.passes.products import find_product
+from ditron_inductor.passes.reasons import refused
 from ditron_inductor.passes.row_regions import Region, find_regions
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulReduceScatter
@@ -88,7 +90,7 @@ def work(region: Region) -> Work:
     first = region.reductions[0]
     return Work(
         m=rows,
-        reduced=tuple(Reduced(n=_columns(one.wait), k=_contracted(one.operand)) for one in region.reductions),
+        reduced=tuple(Reduced(n=_columns(one.wait), k=_contracted(one)) for one in region.reductions),
         gathered=tuple(Gathered(n=_columns_behind(node, region), k=_columns(node)) for node in region.exits),
         itemsize=first.wait.meta["val"].dtype.itemsize,
         world_size=first.world_size,
@@ -101,16 +103,13 @@ def _columns(node: fx.Node) -> int:
     return length
 
 
-def _contracted(node: fx.Node) -> int:
-    """K of the matmul behind a reduction, of all where several are added; 0 if there is none of known size."""
-    top = proofs.views_up(node)[-1]
-    if top.target is aten.add.Tensor:
-        parts = [_contracted(source) for source in top.all_input_nodes]
-        return sum(parts) if all(parts) else 0
-    if proofs.proved_mm(top) is not None:
+def _contracted(start: Collective) -> int:
+    """K of the matmuls that are reduced, of all together; 0 if no fusion takes them, or a size is dynamic."""
+    product = find_product(start.operand, (start.node,))
+    if refused(product):
         return 0
-    length = top.args[0].meta["val"].shape[1]  # type: ignore[union-attr]
-    return length if isinstance(length, int) else 0
+    lengths = [factors.lhs.meta["val"].shape[1] for factors in product.factors]
+    return sum(lengths) if all(isinstance(length, int) for length in lengths) else 0
 
 
 def _columns_behind(node: fx.Node, region: Region) -> int:

@@ -28,7 +28,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, collectives, read_collective
-from ditron_inductor.passes.reasons import ReasonCode
+from ditron_inductor.passes.reasons import refused
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ class Match:
 def find_whole_gather(node: fx.Node) -> Match | None:
     """Proves that nobody takes a part of what `node` gathers, which means that no rank padded its shard; or None."""
     collective = read_collective(node)
-    if isinstance(collective, ReasonCode):
+    if refused(collective):
         return None
     wait = collective.wait
     match = Match(collective, wait, 0, (node, wait))
@@ -71,7 +71,7 @@ def _put_together(collective: Collective) -> proofs.Regrouped | None:
     if len(found) != 1:
         return None
     chunks = proofs.regrouped(found[0], collective.world_size)
-    if isinstance(chunks, ReasonCode) or chunks.source is not collective.wait or chunks.split_dim != 0:
+    if refused(chunks) or chunks.source is not collective.wait or chunks.split_dim != 0:
         return None
     return chunks if all(user in chunks.between for user in collective.wait.users) else None
 

@@ -123,7 +123,7 @@ v_1 [6, 16]
 w_1 [16, 12]
 g_1 [16]
 replicated_default [16] = ditron.replicated(g_1, [x_1, g_1], '0', 'sequence_parallel/f806c070')
-matmul_reduce_scatter = ditron.matmul_reduce_scatter(a_1, v_1, None, 0, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([a_1], [v_1], None, None, 0, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_1 [2, 16] = matmul_reduce_scatter[0]
 own_chunk_default [2, 16] = ditron.own_chunk(x_1, 0, 4, '0')
 add [2, 16] = aten.add.Tensor(own_chunk_default, getitem_1)
