@@ -22,8 +22,7 @@ at the first run, and raises where they differ.
 
 The result is that of eager mode up to rounding: a reduction may add in another order.
 
-Decided by sizes, shipped numbers (`task/sequence_cost.py`) and the option `ditron.sequence_parallel`. It must not
-fire
+Decided by sizes, shipped numbers (`task/sequence_cost.py`) and the option `ditron.sequence_parallel`. It must not fire
 * with dynamic sizes, or if no dimension of the rows divides by the number of ranks;
 * in a backward graph, or where what has to be gathered for others costs more than is saved: training graphs save
   what is replicated for the backward;

@@ -274,6 +274,14 @@ def test_another_groups_result_is_not_replicated() -> None:
     assert list(add.meta["val"].shape) == [8, 16]
 
 
+def test_a_region_that_reads_another_one() -> None:
+    """The exit of the first region is gathered before the second one, of another group, reduces it."""
+    fn = lambda a, x, v, w, g: other_group(all_reduce(a @ v).relu()).sin() @ w  # noqa: E731
+    count, module = cut(fn, *ARGS)
+    assert count == 2
+    assert_same(fn, module, *ARGS)
+
+
 LEFT: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "odd_rows": (block, (A[:7], X[:7], V, W, G)),
     "max": (lambda a, v: all_reduce(a @ v, "max").relu(), (A, V)),
