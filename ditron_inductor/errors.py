@@ -99,6 +99,16 @@ class DitronDiverged(DitronError, RuntimeError):
     )
 
 
+class DitronNotReplicated(DitronError, RuntimeError):
+    """``tensor`` describes the first tensor that differs."""
+
+    message = (
+        "rank {rank} of group '{group_name}' has another {tensor} than rank {peer} at {site}: the work between two "
+        "all-reduces was divided among the ranks, which takes its inputs to be the same on all of them. "
+        "Make them so, or compile with the option 'ditron.sequence_parallel' = 'off'"
+    )
+
+
 class DitronPoisoned(DitronError, RuntimeError):
     message = (
         "group '{group_name}' failed earlier ({cause}) and cannot be used "

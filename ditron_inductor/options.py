@@ -11,6 +11,7 @@ option                     environment               meaning
 ``ditron.fusions``                                   the fusions to apply; all of them by default
 ``ditron.table``           DITRON_TABLE              file of measured choices, or ``shipped``; None: the user's
 ``ditron.strict``          DITRON_STRICT             whether a site that could be fused, and is not, is an error
+``ditron.sequence_parallel``                         ``auto`` (where it pays), ``on`` or ``off``
 =========================  ========================  ==================================================
 """
 
@@ -29,6 +30,7 @@ from ditron_inductor.errors import InvalidOptionValue, UnknownOption
 from ditron_inductor.task.nodes import KINDS, STRATEGIES
 
 PREFIX = "ditron."
+SEQUENCE_PARALLEL = ("auto", "on", "off")
 SHIPPED = "shipped"
 FUSIONS = KINDS
 SWITCHES = {"1": True, "0": False, "true": True, "false": False, "on": True, "off": False}
@@ -53,6 +55,8 @@ class Options:
     table: path of a table of measured choices, or ``SHIPPED`` for the shipped tables alone; None takes the one that
     ``python -m ditron_inductor tune`` writes, if there is one.
     strict: raise ``DitronNotFused`` where a collective beside a matmul is left alone and a change would have it fused.
+    sequence_parallel: whether work between all-reduces is divided among the ranks: where it pays, wherever it is
+    possible, or never.
     Raises ``InvalidOptionValue``.
     """
 
@@ -62,6 +66,7 @@ class Options:
     fusions: tuple[str, ...] = FUSIONS
     table: str | None = None
     strict: bool = False
+    sequence_parallel: str = "auto"
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -198,6 +203,12 @@ def _check_switch(key: str, value: Any) -> bool:
     return value
 
 
+def _check_sequence_parallel(key: str, value: Any) -> str:
+    if value not in SEQUENCE_PARALLEL:
+        raise InvalidOptionValue(key=key, value=value, allowed=f"one of {', '.join(SEQUENCE_PARALLEL)}")
+    return str(value)
+
+
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "strategy": _check_strategy,
     "workspace_limit": _check_workspace_limit,
@@ -205,6 +216,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "fusions": _check_fusions,
     "table": _check_table,
     "strict": _check_switch,
+    "sequence_parallel": _check_sequence_parallel,
 }
 
 

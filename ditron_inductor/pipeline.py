@@ -30,11 +30,15 @@ from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
+from ditron_inductor.passes.merge_reductions import merge_reductions
+from ditron_inductor.passes.move_across import move_across
 from ditron_inductor.passes.name_sites import name_sites
 from ditron_inductor.passes.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.order_collectives import order_collectives
 from ditron_inductor.passes.require_fusions import require_fusions
 from ditron_inductor.passes.review_left_alone import review_left_alone
+from ditron_inductor.passes.sequence_parallel import sequence_parallel
+from ditron_inductor.passes.share_gathers import share_gathers
 from ditron_inductor.passes.try_forms import try_forms
 from ditron_inductor.passes.verify_tasks import verify_tasks
 from ditron_inductor.records import record_graph
@@ -57,6 +61,10 @@ class Pass(Protocol):
 
 PASSES: tuple[Pass, ...] = (
     normalize_collectives,
+    share_gathers,
+    merge_reductions,
+    move_across,
+    sequence_parallel,
     try_forms,
     all_gather_matmul,
     matmul_reduce_scatter,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ditron_inductor.device import AgreedOptions, Workspace, workspaces
+from ditron_inductor.device.replicas import own_chunk, replicas
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather_chunked
 from ditron_inductor.lowering.all_gather_matmul import tile as gather_tile
 from ditron_inductor.lowering.epilogues import Finisher
@@ -338,6 +339,8 @@ def register() -> None:
         "after": _after,
         "after_": ops.do_nothing,
         "token_of": ops.new_token,
+        "own_chunk": own_chunk,
+        "replicated": replicas.compared,
     }
     for name, implementation in implementations.items():
         library.impl(name, implementation, "CompositeExplicitAutograd")

@@ -15,8 +15,6 @@ After:
 
 A view instead of split and cat (batch size 1) keeps row-major order, so it reads as a gather along dimension 0.
 
-Equal gathers of one tensor that all match become one gather first (inference graphs hold one per consumer).
-
 `addmm` with a row as its bias counts as mm: the bias is added behind the node (and absorbed, see absorb_epilogues).
 
 All matmuls of one gather go into one node if their weights are available before the gathered tensor is first
@@ -288,28 +286,6 @@ def _strongest(refusals: list[Refusal]) -> Refused:
     return next(iter(actionable or named), ReasonCode.NO_MATMUL)
 
 
-def merge_equal_gathers(graph: fx.Graph) -> int:
-    """Makes one gather of several that match and gather the same tensor; returns how many went.
-
-    Inference graphs hold one gather per consumer. Only gathers that match are merged: a shard that is padded on
-    one rank is cut after the gather on all of them, and so does not match. That keeps the merge, which looks at
-    the operand, the same everywhere.
-    """
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    matches = [
-        found for node in collectives(graph, ALL_GATHER) if isinstance(found := find_all_gather_matmul(node), Match)
-    ]
-    kept: dict[tuple[fx.Node, int, bool, str], Match] = {}
-    for match in sorted(matches, key=lambda one: order[one.gathered]):
-        collective = match.collective
-        key = (collective.operand, match.gather_dim, match.swapped, collective.group_name)
-        first = kept.setdefault(key, match)
-        if first is not match:
-            match.gathered.replace_all_uses_with(first.gathered)
-            rewriting.erase_unused(graph, match.steps)
-    return len(matches) - len(kept)
-
-
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
     collective, first_use = match.collective, match.first_use
@@ -373,8 +349,6 @@ def _in_order(node: fx.Node, transposed: bool) -> torch.Tensor:
 def all_gather_matmul(graph: fx.Graph, *, options: Options) -> int:
     """Fuses every all-gather that provably feeds matmuls; returns how many were. The others get a reason."""
     count = 0
-    if PATTERN in options.fusions:
-        merge_equal_gathers(graph)
     for node in collectives(graph, ALL_GATHER):
         match = find_all_gather_matmul(node)
         if isinstance(match, Match) and PATTERN not in options.fusions:

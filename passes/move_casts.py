@@ -91,10 +91,10 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
         with graph.inserting_before(node):
             narrow = graph.call_function(cast.target, (operand, *cast.args[1:]), cast.kwargs)  # type: ignore[arg-type]
         narrow.meta.update(rewriting.copied_meta(cast))
-        narrow.meta["val"] = _as_dtype(operand.meta["val"], dtype)
+        narrow.meta["val"] = as_dtype(operand.meta["val"], dtype)
     node.update_arg(0, narrow)
     for one in match.between:
-        one.meta["val"] = _as_dtype(one.meta["val"], dtype)
+        one.meta["val"] = as_dtype(one.meta["val"], dtype)
         one.meta.pop("eager_input_vals", None)
     for one in match.casts:
         source = one.args[0]
@@ -104,8 +104,8 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
     return node
 
 
-def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
+def as_dtype(value: Any, dtype: torch.dtype) -> Any:
     """A fake tensor, or several, in another dtype."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_as_dtype(one, dtype) for one in value)
+        return type(value)(as_dtype(one, dtype) for one in value)
     return rewriting.fake_like(value, value.shape, value.stride(), dtype)

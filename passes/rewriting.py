@@ -5,7 +5,7 @@ it replaces.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import getitem
 from typing import Any
 
@@ -53,6 +53,13 @@ def copied_meta(node: fx.Node) -> dict[str, Any]:
     return {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
 
 
+def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of the graph to try a rewrite on, and its nodes by those of the original."""
+    copy, twins = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy.output(copy.graph_copy(graph, twins))
+    return copy, twins
+
+
 def new_token(like: torch.Tensor) -> torch.Tensor:
     """The fake token of a site whose tensors are on the device of `like`, a fake tensor."""
     with _mode_of(like):
@@ -70,8 +77,34 @@ def fake_like(
         return like.new_empty_strided(shape, strides, dtype=dtype)
 
 
+def contiguous_strides(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The strides of a row-major tensor."""
+    strides: list[Any] = [1]
+    for length in reversed(shape[1:]):
+        strides.insert(0, strides[0] * length)
+    return tuple(strides[: len(shape)])
+
+
+def recompute(node: fx.Node) -> None:
+    """Brings the fake value of an op call up to date with those of its arguments, whose sizes are all known."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    target: Any = node.target
+    old = node.meta["val"]
+    with _mode_of(old[0] if isinstance(old, (list, tuple)) else old):
+        node.meta["val"] = target(*args, **kwargs)
+    node.meta.pop("eager_input_vals", None)
+
+
 def _mode_of(value: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext()
+
+
+def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
+    """Inserts an op call whose result has this shape, row-major, and the dtype, device and metadata of `origin`."""
+    node = graph.call_function(target, args)
+    node.meta.update(copied_meta(origin))
+    node.meta["val"] = fake_like(origin.meta["val"], shape, contiguous_strides(shape))
+    return node
 
 
 def call_task(

@@ -4,6 +4,7 @@
     a batched matmul with one matrix for all    -> a matmul, see `fold_batches`
     a gather, then a narrowing cast             -> the cast, then the gather, see `move_casts`
     a gather, then views that hide its rows     -> the views, then the gather, see `move_views`
+    a factor or transpose, then a reduction     -> the reduction, then the factor or transpose, see `move_across`
 
 A graph without such a form is not copied. On the copy all of them are rewritten and the fusions run; in the graph those
 are rewritten whose node a fusion took. The others stay as they were, and get the reason that the fusions found.
@@ -19,12 +20,13 @@ from typing import Any
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes import fold_batches, move_casts, move_views, split_coalesced
+from ditron_inductor.passes import fold_batches, move_across, move_casts, move_views, rewriting, split_coalesced
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.collectives import is_collective
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
 from ditron_inductor.passes.reasons import LEFT_ALONE, TRIED, Reason, ReasonCode
+from ditron_inductor.passes.share_gathers import share_gathers
 
 FUSIONS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
 # In the order in which they are rewritten: the finder of each after the rewrite of those before it.
@@ -39,9 +41,10 @@ def try_forms(graph: fx.Graph, *, options: Options) -> int:
     coalesced = [match for node in graph.nodes if (match := split_coalesced.find_coalesced(node)) is not None]
     folded = [node for node in graph.nodes if fold_batches.find_folded(node) is not None]
     starts = [node for node in graph.nodes if node.op == "call_function" and is_collective(node)]
-    if not coalesced and not any(map(_gathers_otherwise, starts)) and not (folded and starts):
+    across = [node for node in starts if move_across.find_moved(node) is not None]
+    if not coalesced and not across and not any(map(_gathers_otherwise, starts)) and not (folded and starts):
         return 0
-    copy, twins = _copied(graph)
+    copy, twins = rewriting.copied(graph)
     matmuls = [_fold(copy, twins[node]) for node in folded]
     # The gathers of the copy, by what they are in the graph: a node, or a member of one.
     copies: dict[tuple[fx.Node, int | None], fx.Node] = {(node, None): twins[node] for node in starts}
@@ -52,6 +55,8 @@ def try_forms(graph: fx.Graph, *, options: Options) -> int:
     moved = {key: forms for key, node in copies.items() if (forms := _gathers_otherwise(node))}
     for key, forms in moved.items():
         copies[key] = _rewritten(copy, copies[key], forms)
+    for node in across:
+        _move(copy, twins[node])
     for fusion in FUSIONS:
         fusion(copy, options=options)
     remaining = set(copy.nodes)
@@ -59,6 +64,10 @@ def try_forms(graph: fx.Graph, *, options: Options) -> int:
     for bmm, mm in zip(folded, matmuls, strict=True):
         if mm not in remaining:
             _fold(graph, bmm)
+            count += 1
+    for node in across:
+        if twins[node] not in remaining:
+            _move(graph, node)
             count += 1
     for node in starts:
         tried = copies.get((node, None))
@@ -79,6 +88,8 @@ def try_forms(graph: fx.Graph, *, options: Options) -> int:
         if key in taken:
             _rewritten(graph, originals[key], forms)
             count += 1
+    if coalesced:  # one collective may have gathered a tensor twice
+        share_gathers(graph, options=options)
     return count
 
 
@@ -97,17 +108,16 @@ def _rewritten(graph: fx.Graph, node: fx.Node, forms: tuple[Any, ...]) -> fx.Nod
     return node
 
 
-def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy of the graph, and its nodes by those of the original."""
-    copy, twins = fx.Graph(), dict[fx.Node, fx.Node]()
-    copy.output(copy.graph_copy(graph, twins))
-    return copy, twins
-
-
 def _fold(graph: fx.Graph, node: fx.Node) -> fx.Node:
     match = fold_batches.find_folded(node)
     assert match is not None
     return fold_batches.rewrite(graph, match)
+
+
+def _move(graph: fx.Graph, node: fx.Node) -> None:
+    match = move_across.find_moved(node)
+    assert match is not None
+    move_across.rewrite(graph, match)
 
 
 def _split(graph: fx.Graph, node: fx.Node, taken: list[int] | None = None) -> dict[int, fx.Node]:

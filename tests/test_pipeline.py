@@ -59,6 +59,10 @@ def neg_to_abs(graph: fx.Graph, *, options: Options) -> int:
 def test_the_order_of_the_passes() -> None:
     assert [one.__name__ for one in PASSES] == [
         "normalize_collectives",
+        "share_gathers",
+        "merge_reductions",
+        "move_across",
+        "sequence_parallel",
         "try_forms",
         "all_gather_matmul",
         "matmul_reduce_scatter",

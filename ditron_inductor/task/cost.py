@@ -216,11 +216,20 @@ def received_bytes(problem: Problem) -> float:
     return 2 * scattered
 
 
-def _library_us(problem: Problem, on: Hardware) -> float:
+def collective_us(problem: Problem, on: Hardware) -> float:
+    """The library's collective alone."""
     nbytes = received_bytes(problem)
     protocol = on.protocol_us * nbytes / (nbytes + PROTOCOL_BYTES)
-    collective = on.collective_us + protocol + nbytes / _link_rate(problem, on) * MICRO
-    return _matmul_us(problem, on, efficiency=1.0) + collective
+    return on.collective_us + protocol + nbytes / _link_rate(problem, on) * MICRO
+
+
+def product_us(problem: Problem, on: Hardware) -> float:
+    """The library's matmul alone."""
+    return _matmul_us(problem, on, efficiency=1.0)
+
+
+def _library_us(problem: Problem, on: Hardware) -> float:
+    return product_us(problem, on) + collective_us(problem, on)
 
 
 def _chunked_us(problem: Problem, on: Hardware) -> float:

@@ -19,6 +19,10 @@
     the same for a collective that writes into x: x itself, declared as written, so that its memory has one owner.
 `token_of(x) -> token`
     a token ordered after the op that made x.
+`own_chunk(x, dim, world_size, group_name) -> chunk`
+    this rank's of the world_size equal chunks of x along dim, a copy; found by the rank at run time.
+`replicated(x, same, group_name, site) -> x`
+    an alias of x; at the first run of `site` the ranks compare samples of `same`, and raise where they differ.
 
 A token is `uint8[1]` and never read: it is only a dependency, which keeps the sites of a group in graph order
 through every reordering of the compiler. The first site of a chain gets None.
@@ -55,6 +59,8 @@ SCHEMAS: dict[str, str] = {
     "after": "(Tensor(a) x, Tensor token) -> Tensor(a)",
     "after_": "(Tensor(a!) x, Tensor token) -> ()",
     "token_of": "(Tensor x) -> Tensor",
+    "own_chunk": "(Tensor x, int dim, int world_size, str group_name) -> Tensor",
+    "replicated": "(Tensor(a) x, Tensor[] same, str group_name, str site) -> Tensor(a)",
 }
 
 
@@ -72,6 +78,8 @@ def define() -> Library:
         "after": _fake_after,
         "after_": do_nothing,
         "token_of": new_token,
+        "own_chunk": _fake_own_chunk,
+        "replicated": _fake_replicated,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
@@ -240,5 +248,16 @@ def _fake_matmul_all_reduce(
 
 
 def _fake_after(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    aliased: torch.Tensor = torch.ops.aten.alias.default(x)
+    return aliased
+
+
+def _fake_own_chunk(x: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] = shape[dim] // world_size
+    return x.new_empty(shape)
+
+
+def _fake_replicated(x: torch.Tensor, same: Sequence[torch.Tensor], group_name: str, site: str) -> torch.Tensor:
     aliased: torch.Tensor = torch.ops.aten.alias.default(x)
     return aliased

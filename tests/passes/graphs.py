@@ -27,16 +27,28 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
+from ditron_inductor.passes.merge_reductions import merge_reductions
+from ditron_inductor.passes.move_across import move_across
 from ditron_inductor.passes.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.passes.reasons import LEFT_ALONE
+from ditron_inductor.passes.sequence_parallel import sequence_parallel
+from ditron_inductor.passes.share_gathers import share_gathers
 from ditron_inductor.passes.try_forms import try_forms
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate
 from ditron_inductor.task.reference import sum_of_products
 
 WORLD_SIZE = 4
-FUSIONS = (normalize_collectives, try_forms, all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
+PREPARATIONS = (
+    normalize_collectives,
+    share_gathers,
+    merge_reductions,
+    move_across,
+    sequence_parallel,
+    try_forms,
+)
+FUSIONS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
 c10d: Any = torch.ops._c10d_functional
 
 
@@ -123,11 +135,11 @@ def compiled_graphs(fn: Callable[..., Any], *args: Any, dynamic: bool | None = N
 
 
 def fuse(module: fx.GraphModule, options: Options | None = None) -> int:
-    """Runs the normalisation, the trial of other forms and the three fusions; returns the number of sites that were fused."""
-    counts = [each(module.graph, options=options or Options()) for each in FUSIONS]
+    """Runs the passes up to the fusions, these included; returns the number of sites that were fused."""
+    counts = [each(module.graph, options=options or Options()) for each in (*PREPARATIONS, *FUSIONS)]
     module.graph.lint()
     module.recompile()
-    return sum(counts[2:])
+    return sum(counts[-len(FUSIONS) :])
 
 
 def reasons(module: fx.GraphModule) -> list[str]:
@@ -261,6 +273,8 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "_c10d_functional.all_reduce_coalesced_": lambda args: _members("all_reduce_", args),
     "_c10d_functional.all_gather_into_tensor_coalesced": lambda args: _members("all_gather_into_tensor", args),
     "_c10d_functional.reduce_scatter_tensor_coalesced": lambda args: _members("reduce_scatter_tensor", args),
+    "ditron.own_chunk": lambda args: [arg[0].chunk(arg[2], arg[1])[rank] for rank, arg in enumerate(args)],
+    "ditron.replicated": lambda args: [arg[0] for arg in args],
     "ditron.after": lambda args: [arg[0] for arg in args],
     "ditron.after_": lambda args: [None for _ in args],
     "ditron.token_of": lambda args: [torch.empty(1) for _ in args],

@@ -39,6 +39,7 @@ class Maker:
     steps: list[Step] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
     given: set[int] = field(default_factory=set)
+    phrases: Sequence[str] = ()
 
     def pick(self, options: Sequence[Any]) -> Any:
         return options[self.choose(len(options))]
@@ -202,6 +203,43 @@ class Maker:
         else:
             self.add(op, x, **({"by": self.pick([0.5, 2])} if op == "scale" else {}))
 
+    # What the algebra of collectives rewrites.
+
+    def sum_of_reductions(self) -> None:
+        x = self.recent(lambda one: True)
+        if x is None:
+            return
+        y = self.some(self.values[x].shape, self.values[x].dtype)
+        settings = {"group": self.group(), "reduce": self.pick(self.reduce_ops), "contiguous": False}
+        self.add("reduce", x, **settings)
+        first = len(self.values) - 1
+        self.add("reduce", y, **settings)
+        if self.rarely():
+            self.add("add", first, self.some(self.values[x].shape, self.values[x].dtype))
+            self.add("add", len(self.values) - 2 if self.rarely() else first, len(self.values) - 1)
+        else:
+            self.add("add", first, len(self.values) - 1)
+
+    def equal_gathers(self) -> None:
+        group = self.group()
+        x = self.recent(lambda one: one.ndim >= 2 and one.numel() * self.group_sizes[group] <= MAX_NUMEL)
+        if x is None:
+            return
+        dim = self.choose(2)
+        for _ in range(2):
+            self.add("gather", x, dim=dim, group=group, order="all", form=self.pick(FORMS), leak=self.leak(),
+                     contiguous=False)  # fmt: skip
+            if self.choose(2):
+                self.add("relu", len(self.values) - 1)
+
+    def residual_chain(self) -> None:
+        """A reduction, what is row-wise behind it, and a matmul."""
+        self.matmul()
+        self.reduce()
+        for _ in range(1 + self.choose(3)):
+            self.pointwise()
+        self.matmul()
+
     def write(self) -> None:
         x = self.pick(sorted(self.given)) if self.choose(2) else self.recent(lambda one: True)
         assert x is not None
@@ -213,7 +251,7 @@ class Maker:
     def program(self, max_phrases: int) -> Program:
         self.input(self.pick(INPUTS), self.pick(DTYPES))
         for phrase in range(1 + self.choose(max_phrases)):
-            getattr(self, self.pick(STEPS if phrase else STEPS[:2]))()
+            getattr(self, self.pick((*STEPS, *self.phrases) if phrase else STEPS[:2]))()
             count = 0
             # A step that no value was fit for ends the phrase.
             while count < len(self.steps) < MAX_STEPS and self.steps[-1].op in FOLLOWED and self.choose(6) < 5:
@@ -230,6 +268,8 @@ STEPS = (
     *["scatter", "reduce", "gather_bits", "transpose", "part", "rechunk", "cat", "cast"],
 )
 
+ALGEBRA = (*["sum_of_reductions", "equal_gathers", "residual_chain"] * 6,)
+
 # What can be fused comes often; anything else may come in between, and then it may still reach a reduction.
 REDUCTIONS = ("scatter", "reduce")
 BETWEEN = ("transpose", "reshape", "cast", "pointwise")
@@ -242,10 +282,15 @@ FOLLOWED = {
 
 
 def make_program(
-    choose: Choose, group_sizes: Mapping[str, int], *, reduce_ops: Sequence[str] = ("sum",), max_phrases: int = 5
+    choose: Choose,
+    group_sizes: Mapping[str, int],
+    *,
+    reduce_ops: Sequence[str] = ("sum",),
+    max_phrases: int = 5,
+    phrases: Sequence[str] = (),
 ) -> Program:
-    """A program over groups of these sizes, by the numbers of `choose`."""
-    return Maker(choose, group_sizes, reduce_ops).program(max_phrases)
+    """A program over groups of these sizes, by the numbers of `choose`; `phrases` come beside the usual ones."""
+    return Maker(choose, group_sizes, reduce_ops, phrases=phrases).program(max_phrases)
 
 
 def seeded(seed: int) -> Choose:

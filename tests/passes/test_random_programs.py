@@ -27,12 +27,13 @@ from ditron_inductor.passes.collectives import read_collective
 from ditron_inductor.passes.reasons import ReasonCode, Refused
 from ditron_inductor.task.nodes import KINDS
 from tests.passes.graphs import WORLD_SIZE, fake_group, group_name, run_ranks, text
-from tests.passes.make_programs import make_program, seeded
+from tests.passes.make_programs import ALGEBRA, make_program, seeded
 from tests.passes.programs import Program
 from tests.tolerances import relative_error
 
 EXAMPLES = 250
 DYNAMIC_EXAMPLES = 30
+ALGEBRA_EXAMPLES = 40
 GROUP_SIZES = {"world": 4, "row": 2, "column": 2}
 MEMBERS = {"world": [[0, 1, 2, 3]], "row": [[0, 1], [2, 3]], "column": [[0, 2], [1, 3]]}
 REDUCE_OPS = (*["sum"] * 6, "avg", "avg", "max")
@@ -57,21 +58,35 @@ def traced(fn: Callable[..., Any], args: Sequence[torch.Tensor], dynamic: bool) 
     return module
 
 
-def run_all(module: fx.GraphModule, program: Program, groups: dict[str, tuple[str, int]]) -> list[torch.Tensor]:
+def run_all(
+    module: fx.GraphModule, program: Program, groups: dict[str, tuple[str, int]], replicated: bool = False
+) -> list[torch.Tensor]:
     """The outputs of all ranks, and their inputs afterwards."""
-    inputs = [program.arguments(seed=rank) for rank in range(WORLD_SIZE)]
+    inputs = [program.arguments(seed=0 if replicated else rank) for rank in range(WORLD_SIZE)]
     outputs = run_ranks(module, inputs, {groups[name][0]: ranks for name, ranks in MEMBERS.items()})
     return [value for values in (*outputs, *inputs) for value in values]
 
 
-def check(program: Program, groups: dict[str, tuple[str, int]], dynamic: bool = False) -> Counter[str]:
-    """AssertionError unless the passes keep what the program computes and writes; how many sites of each kind."""
+def check(
+    program: Program,
+    groups: dict[str, tuple[str, int]],
+    dynamic: bool = False,
+    options: Options | None = None,
+    replicated: bool = False,
+    rewritten: Counter[str] | None = None,
+) -> Counter[str]:
+    """AssertionError unless the passes keep what the program computes and writes; how many sites of each kind.
+
+    replicated: all ranks get the same inputs. rewritten: counts what each pass did.
+    """
     module = traced(program.function(groups), program.arguments(0), dynamic)
-    before, wanted = text(module.graph), run_all(module, program, groups)
+    before, wanted = text(module.graph), run_all(module, program, groups, replicated)
     try:
-        pipeline.run(module.graph, Options(), pipeline.PASSES)
+        counts = pipeline.run(module.graph, options or Options(), pipeline.PASSES)
+        if rewritten is not None:
+            rewritten.update(counts)
         module.recompile()
-        got = run_all(module, program, groups)
+        got = run_all(module, program, groups, replicated)
         for one, other in zip(got, wanted, strict=True):
             assert one.shape == other.shape and one.dtype == other.dtype
             assert relative_error(one, other) < TOLERANCE, f"got {one}\nnot {other}"
@@ -111,6 +126,26 @@ def test_static_sizes(groups: dict[str, tuple[str, int]]) -> None:
 def test_dynamic_sizes(groups: dict[str, tuple[str, int]]) -> None:
     count, seen = check_many(groups, DYNAMIC_EXAMPLES, dynamic=True)
     assert seen["fused"] >= 0.1 * count, seen
+
+
+def algebraic(seed: int) -> Program:
+    return make_program(seeded(seed), GROUP_SIZES, reduce_ops=REDUCE_OPS, phrases=ALGEBRA)
+
+
+def test_algebra(groups: dict[str, tuple[str, int]]) -> None:
+    rewritten: Counter[str] = Counter()
+    for seed in range(ALGEBRA_EXAMPLES):
+        check(algebraic(seed), groups, rewritten=rewritten)
+    assert min(rewritten[name] for name in ("share_gathers", "merge_reductions")) >= 5, rewritten
+
+
+def test_sequence_parallel(groups: dict[str, tuple[str, int]]) -> None:
+    """Inputs that enter have to be the same on all ranks: here all are."""
+    rewritten: Counter[str] = Counter()
+    options = Options(sequence_parallel="on")
+    for seed in range(ALGEBRA_EXAMPLES):
+        check(algebraic(seed), groups, options=options, replicated=True, rewritten=rewritten)
+    assert rewritten["sequence_parallel"] >= 20, rewritten
 
 
 # What the check is worth: each of these mistakes has to be found.

@@ -46,6 +46,8 @@ ditron::matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, s
 ditron::after(Tensor(a) x, Tensor token) -> Tensor(a)
 ditron::after_(Tensor(a!) x, Tensor token) -> ()
 ditron::token_of(Tensor x) -> Tensor
+ditron::own_chunk(Tensor x, int dim, int world_size, str group_name) -> Tensor
+ditron::replicated(Tensor(a) x, Tensor[] same, str group_name, str site) -> Tensor(a)
 """,
     )
 

@@ -1,0 +1,76 @@
+"""Whether row-wise work between all-reduces is faster sharded: a pure function of sizes and shipped numbers.
+
+    replicated = each product with its all-reduce + each matmul of a result             + row-wise passes
+    sharded    = each product with its reduce-scatter + each gather with its matmuls    + row-wise passes / W
+
+each by the fastest strategy that the cost model predicts. A gather without matmuls is the library's collective, and so
+is a reduction without a product. With few rows the second round of launches and signals costs more than it saves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ditron_inductor.task import cost
+from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
+
+GAIN = 0.98
+"""The sharded form has to be predicted below this part of the replicated one, matmuls included, on every known GPU."""
+PASSES = 3
+"""Tensors that row-wise work reads and writes for one reduction: its result, and the residual twice."""
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """[m, k] @ [k, n], reduced over the ranks; k is 0 where what is reduced is no matmul."""
+
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A tensor [m, k] that leaves the region, times weights of n columns together; n is 0 where no matmul is fused."""
+
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """A region: m rows in all."""
+
+    m: int
+    reduced: tuple[Reduced, ...]
+    gathered: tuple[Gathered, ...]
+    itemsize: int
+    world_size: int
+
+
+def predict(work: Work, on: cost.Hardware) -> tuple[float, float]:
+    """Microseconds of the replicated and of the sharded form."""
+    replicated = sharded = 0.0
+    for one in work.reduced:
+        replicated += _best_us(work, MatmulAllReduce.kind, one.n, one.k, one.k > 0, on)
+        sharded += _best_us(work, MatmulReduceScatter.kind, one.n, one.k, one.k > 0, on)
+    for each in work.gathered:
+        if each.n:
+            replicated += cost.product_us(_problem(work, AllGatherMatmul.kind, each.n, each.k), on)
+        sharded += _best_us(work, AllGatherMatmul.kind, each.n, each.k, each.n > 0, on)
+    elements = sum(PASSES * work.m * one.n for one in work.reduced) + sum(work.m * each.k for each in work.gathered)
+    row_wise = elements * work.itemsize / on.memory_bytes_per_s * cost.MICRO
+    return replicated + row_wise, sharded + row_wise / work.world_size
+
+
+def pays(work: Work) -> bool:
+    """Whether the sharded form is predicted to gain on every GPU that is known: all ranks come to one answer."""
+    return all(sharded <= GAIN * replicated for replicated, sharded in (predict(work, on) for on in cost.KNOWN))
+
+
+def _best_us(work: Work, kind: str, n: int, k: int, has_matmul: bool, on: cost.Hardware) -> float:
+    problem = _problem(work, kind, n, k)
+    return min(cost.predict(problem, on).values()) if has_matmul else cost.collective_us(problem, on)
+
+
+def _problem(work: Work, kind: str, n: int, k: int) -> cost.Problem:
+    return cost.Problem(kind, work.m, n, k, work.itemsize, work.world_size)

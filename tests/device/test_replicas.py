@@ -1,0 +1,67 @@
+"""Comparing what every rank should have alike, and taking one's own part of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ditron_inductor.device.replicas import Replicas, near, own_chunk, samples
+from ditron_inductor.errors import DitronNotReplicated
+from tests.ranks import RankContext, RankPools
+
+
+def compare(ctx: RankContext, by: float) -> str:
+    """The error of a comparison of two tensors, of which the second one is `by` more on rank 1; empty without one."""
+    replicas = Replicas()
+    same = [torch.arange(6), torch.linspace(0, 1, 40).view(5, 8) + by * ctx.rank]
+    try:
+        alias = replicas.compared(same[1], same, ctx.group_name, f"site {by}")
+    except DitronNotReplicated as error:
+        return str(error)
+    # The second call compares nothing: one rank alone may make it.
+    if ctx.rank == 0:
+        replicas.compared(same[1], same, ctx.group_name, f"site {by}")
+    assert alias.data_ptr() == same[1].data_ptr()
+    return ""
+
+
+def chunks(ctx: RankContext) -> list[float]:
+    x = torch.arange(8.0).view(2, 4)
+    own = own_chunk(x, 1, ctx.world_size, ctx.group_name)
+    assert own.is_contiguous()
+    assert torch.equal(own, x.chunk(ctx.world_size, 1)[ctx.rank])
+    return own.flatten().tolist()
+
+
+def test_ranks_compare(rank_pools: RankPools) -> None:
+    pool = rank_pools.get("cpu", 2)
+    assert pool.run(compare, 0.0) == ["", ""]
+    assert pool.run(compare, 1.0e-7) == ["", ""]
+    for message in pool.run(compare, 0.1):
+        assert "rank 1 of group" in message and "float32[5, 8] than rank 0" in message
+        assert "'ditron.sequence_parallel' = 'off'" in message
+
+
+def test_own_chunk(rank_pools: RankPools) -> None:
+    assert rank_pools.get("cpu", 2).run(chunks) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (16,), (100,), (7, 11), (0, 3)])
+def test_samples(shape: tuple[int, ...]) -> None:
+    x = torch.arange(math.prod(shape)).view(shape)
+    found = samples(x)
+    assert len(found) == min(16, x.numel())
+    assert len(set(found)) == len(found) and set(found) <= set(x.flatten().tolist())
+    assert samples(x.t() if x.ndim == 2 else x) or not x.numel()
+
+
+def test_near() -> None:
+    nan = math.nan
+    assert near([1.0, nan, math.inf], [1.0, nan, math.inf], torch.float32)
+    assert not near([1.0], [nan], torch.float32)
+    assert not near([1.0], [1.0, 2.0], torch.float32)
+    assert near([1.0, 8.0], [1.06, 8.0], torch.bfloat16)
+    assert not near([1.0, 8.0], [1.06, 8.0], torch.float32)
+    assert not near([3], [4], torch.int64)

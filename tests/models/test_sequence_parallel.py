@@ -1,0 +1,86 @@
+"""A Llama in all-reduce form that the compiler makes sequence parallel: as in eager mode, with all sites fused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed._functional_collectives import all_reduce
+
+from ditron_inductor.demo_model import LlamaConfig
+from ditron_inductor.errors import DitronNotReplicated
+from ditron_inductor.explain import without_caches
+from ditron_inductor.sites import collect_sites
+from tests.models.llama import Setup, assert_matches, build, compiled, inputs, step
+from tests.ranks import RankContext, RankPools
+
+CONFIG = LlamaConfig(dim=16, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=32, max_seq_len=16)
+ON = {"ditron.strategy": "tile", "ditron.sequence_parallel": "on"}
+
+
+def setup(batch: int, seq_len: int, num_layers: int = 2) -> Setup:
+    config = replace(CONFIG, num_layers=num_layers)
+    return Setup(config, sequence_parallel=False, batch=batch, seq_len=seq_len, dtype=torch.float32, options=ON)
+
+
+def check_inference(ctx: RankContext, batch: int, seq_len: int) -> None:
+    torch._dynamo.reset()
+    given = setup(batch, seq_len)
+    model = build(ctx, given)
+    with torch.no_grad(), collect_sites() as sink, without_caches():
+        call = compiled(given, model)
+        for seed in (2, 3):
+            x = inputs(ctx, given, seed=seed)
+            wanted, got = model(x, seq_len), call(x, seq_len)
+            assert_matches({"output": got}, {"output": wanted}, given.dtype)
+            # Replicated: the same bits everywhere.
+            others = [torch.empty_like(got) for _ in range(ctx.world_size)]
+            torch.distributed.all_gather(others, got.contiguous())
+            assert all(torch.equal(got, other) for other in others)
+    (graph,) = sink.graphs
+    fused = Counter(site.kind for site in graph.sites if site.fused)
+    assert fused == Counter(matmul_reduce_scatter=4, all_gather_matmul=3)
+    # What the graph returns is gathered, with no matmul behind it.
+    assert [site.kind for site in graph.sites if not site.fused] == ["all_gather_into_tensor"]
+
+
+def check_training(ctx: RankContext) -> None:
+    """Forward in parts, backward as it was: the same gradients."""
+    torch._dynamo.reset()
+    given = setup(1, 6, num_layers=1)
+    model = build(ctx, given)
+    x = inputs(ctx, given)
+    with without_caches():
+        assert_matches(step(given, model, compiled(given, model), x), step(given, model, model, x), given.dtype)
+
+
+def check_different_inputs(ctx: RankContext) -> bool:
+    torch._dynamo.reset()
+
+    def block(a: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(a @ v, "sum", ctx.group_name) + x
+
+    operands = torch.randn(4, 6), torch.randn(6, 8), torch.full((4, 8), float(ctx.rank))
+    with without_caches():
+        try:
+            torch.compile(block, backend="ditron", options=ON)(*operands)
+        except DitronNotReplicated:
+            return True
+    return False
+
+
+@pytest.mark.timeout(200)
+def test_inference(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 2).run(check_inference, 3, 4, timeout=180)
+
+
+@pytest.mark.timeout(200)
+def test_training(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 2).run(check_training, timeout=180)
+
+
+@pytest.mark.timeout(200)
+def test_inputs_that_differ_are_an_error(rank_pools: RankPools) -> None:
+    assert rank_pools.get("cpu", 2).run(check_different_inputs, timeout=180) == [True, True]

@@ -1,0 +1,134 @@
+"""Equal gathers: shared wherever all of the gathered tensor is used, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.collectives import ALL_GATHER
+from ditron_inductor.passes.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.share_gathers import share_gathers
+from tests.passes.graphs import (
+    WORLD_SIZE,
+    all_gather,
+    assert_no_new_guards,
+    assert_same_on_all_ranks,
+    gather_dim,
+    group_name,
+    text,
+    traced,
+)
+
+pytestmark = pytest.mark.usefixtures("group")
+
+X = torch.empty(2, 8, 16)
+W = torch.empty(16, 24)
+
+
+def shared(fn: Callable[..., Any], *args: torch.Tensor, dynamic: bool = False) -> tuple[int, str, int]:
+    """How many gathers went, the graph, and how many gathers it holds now."""
+    module = traced(fn, *args, dynamic=dynamic)
+    normalize_collectives(module.graph, options=Options())
+    count = share_gathers(module.graph, options=Options())
+    module.graph.lint()
+    return count, text(module.graph), len(module.graph.find_nodes(op="call_function", target=ALL_GATHER))
+
+
+def test_golden() -> None:
+    _, graph, _ = shared(lambda x: (gather_dim(x, 1).sin(), gather_dim(x, 1).cos()), X)
+    expecttest.assert_expected_inline(
+        graph,
+        """\
+x_1 [2, 8, 16]
+all_gather_into_tensor [8, 8, 16] = _c10d_functional.all_gather_into_tensor(x_1, 4, '0')
+wait_tensor [8, 8, 16] = _c10d_functional.wait_tensor(all_gather_into_tensor)
+split = aten.split.Tensor(wait_tensor, 2)
+getitem [2, 8, 16] = split[0]
+getitem_1 [2, 8, 16] = split[1]
+getitem_2 [2, 8, 16] = split[2]
+getitem_3 [2, 8, 16] = split[3]
+cat [2, 32, 16] = aten.cat([getitem, getitem_1, getitem_2, getitem_3], 1)
+sin [2, 32, 16] = aten.sin(cat)
+cos [2, 32, 16] = aten.cos(cat)
+return (sin, cos)
+""",
+    )
+
+
+SHARED: dict[str, Callable[..., Any]] = {
+    "dim_0": lambda x, w: all_gather(x).sin() + all_gather(x).cos(),
+    "dim_1": lambda x, w: gather_dim(x, 1).sin() + gather_dim(x, 1).cos(),
+    "one_fused": lambda x, w: (gather_dim(x, 1) @ w, gather_dim(x, 1).sin()),
+    "viewed": lambda x, w: all_gather(x).view(64, 16).sin().sum() + all_gather(x).cos().sum(),
+    "one_returned": lambda x, w: (all_gather(x), all_gather(x).sin()),
+}
+
+
+@pytest.mark.parametrize("fn", SHARED.values(), ids=SHARED)
+def test_shared(fn: Callable[..., Any]) -> None:
+    count, _, left = shared(fn, X, W)
+    assert (count, left) == (1, 1)
+    assert_same_on_all_ranks(fn, X, W, fused=int(fn is SHARED["one_fused"]))
+
+
+def other_group(x: torch.Tensor) -> torch.Tensor:
+    name = torch.distributed.new_group(list(range(WORLD_SIZE))).group_name
+    return torch.ops._c10d_functional.wait_tensor(
+        torch.ops._c10d_functional.all_gather_into_tensor(x, WORLD_SIZE, name)
+    )
+
+
+def permuted(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat(torch.chunk(all_gather(x), WORLD_SIZE)[::-1], 1)
+
+
+def written_between(x: torch.Tensor) -> torch.Tensor:
+    first = all_gather(x)
+    torch.ops.aten.copy_(x, x * 2)
+    return first.sin() + all_gather(x).cos()
+
+
+LEFT: dict[str, Callable[..., Any]] = {
+    # What DTensor does where the dimension does not divide: the shard of one rank may be padded.
+    "cut": lambda x: all_gather(x)[:7].sin() + all_gather(x)[:7].cos(),
+    "inner_cut": lambda x: gather_dim(x, 1)[:, :31].sin() + gather_dim(x, 1)[:, :31].cos(),
+    "cut_behind_a_view": lambda x: all_gather(x).transpose(0, 1)[:, :7].sin() + all_gather(x)[:7].cos().transpose(0, 1),
+    "permuted": lambda x: permuted(x).sin() + permuted(x).cos(),
+    "partial": lambda x: torch.cat(all_gather(x).chunk(4)[1:]).sin() + torch.cat(all_gather(x).chunk(4)[1:]).cos(),
+    "both_returned": lambda x: (all_gather(x), all_gather(x)),
+    "views_returned": lambda x: (all_gather(x).view(64, 16), all_gather(x).transpose(0, 1)),
+    "other_dim": lambda x: all_gather(x).sum() + gather_dim(x, 1).sum(),
+    "other_tensor": lambda x: all_gather(x).sin() + all_gather(x + 1).cos(),
+    "other_group": lambda x: all_gather(x).sin() + other_group(x).cos(),
+    "written_between": written_between,
+}
+
+
+@pytest.mark.parametrize("fn", LEFT.values(), ids=LEFT)
+def test_left_alone(fn: Callable[..., Any]) -> None:
+    count, _, left = shared(fn, X)
+    assert (count, left) == (0, 2)
+
+
+def test_three_of_which_two_are_returned() -> None:
+    count, _, left = shared(lambda x: (all_gather(x), all_gather(x), all_gather(x).sin()), X)
+    assert (count, left) == (1, 2)
+
+
+def test_nothing_without_fusions() -> None:
+    module = traced(SHARED["dim_0"], X, W)
+    assert share_gathers(module.graph, options=Options(fusions=())) == 0
+
+
+def test_dynamic_shapes() -> None:
+    module = traced(SHARED["dim_1"], X, W, dynamic=True)
+    with assert_no_new_guards(module):
+        normalize_collectives(module.graph, options=Options())
+        assert share_gathers(module.graph, options=Options()) == 1
+    assert share_gathers(module.graph, options=Options()) == 0
+    assert group_name() in text(module.graph)
