@@ -61,7 +61,7 @@ def contest(setting: Setting, cell: Cell) -> Contest:
         # The library rounds after each product.
         num_partials=world_size * len(products),
     )
-    if cell.depths:
+    if setting.has_symmetric_memory and cell.depths:
         result.unable["async_tp"] = "takes one product"
     elif setting.has_symmetric_memory:
         fused = torch.ops.symm_mem.fused_matmul_reduce_scatter.default
