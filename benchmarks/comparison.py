@@ -42,6 +42,7 @@ class Comparison:
     graph: int
     gpu: str
     rows: Mapping[str, Row]
+    products: int = 1
 
     @property
     def hidden(self) -> int:
@@ -50,7 +51,7 @@ class Comparison:
 
     @property
     def shape(self) -> str:
-        return f"{self.M} x {self.N} x {self.K}"
+        return f"{self.M} x {self.N} x {self.K}" + (f" in {self.products}" if self.products > 1 else "")
 
     def us(self, name: str) -> float | None:
         """Microseconds of a contestant, None if it has none."""
@@ -82,8 +83,8 @@ def comparisons(rows: Iterable[Row]) -> list[Comparison]:
     for cell in cells.values():
         row = next(iter(cell.values()))
         sizes = {name: int(value) for name, value in (part.split("=") for part in row.shape.split(";"))}
-        M, N, K = sizes["M"], sizes["N"], sizes["K"]
-        found.append(Comparison(row.op, M, N, K, row.dtype, row.world, row.graph, row.gpu, cell))
+        M, N, K, products = sizes["M"], sizes["N"], sizes["K"], sizes.get("products", 1)
+        found.append(Comparison(row.op, M, N, K, row.dtype, row.world, row.graph, row.gpu, cell, products))
     return sorted(
         found, key=lambda c: (c.gpu, -c.world, KINDS.index(c.op), c.graph, -c.hidden, -c.N * c.K, -c.M, c.dtype)
     )

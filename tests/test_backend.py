@@ -230,7 +230,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 @pytest.mark.parametrize(
     ("problem", "backward", "fused"),
     [
-        (sequence_parallel, True, {"all_gather_matmul": 2, "matmul_reduce_scatter": 1}),
+        (sequence_parallel, True, {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}),
         (batched, True, {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}),
         (other_forms, True, {"try_forms": 5, "matmul_reduce_scatter": 2, "matmul_all_reduce": 1}),
         (inference, False, {"all_gather_matmul": 1, "matmul_all_reduce": 1}),

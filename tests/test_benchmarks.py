@@ -236,7 +236,7 @@ def test_a_run_on_the_cpu_device(tmp_path: Path, op: str) -> None:
 def test_a_run_without_time_says_what_it_skipped() -> None:
     done = run("--budget", "0")
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^no number: .*: all: skipped: \d+ s of 0 s are spent", done.stdout, re.MULTILINE)) == 3
+    assert len(re.findall(r"^no number: .*: all: skipped: \d+ s of 0 s are spent", done.stdout, re.MULTILINE)) == 4
 
 
 def test_bad_arguments_are_refused() -> None:

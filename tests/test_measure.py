@@ -72,6 +72,19 @@ def _real(ctx: RankContext, op: str) -> Timings:
     return measure(shape, group_name=ctx.group_name, device=ctx.device, rounds=1, **limits)  # type: ignore[arg-type]
 
 
+def _sum(ctx: RankContext) -> Timings:
+    import ditron_inductor.backend  # noqa: F401  (binds the ops)
+
+    shape = SiteShape("matmul_all_reduce", (8, 24), (8,), 0, torch.float32, ctx.world_size, (16, 8), True)
+    limits = {"workspace_limit": 1 << 30, "timeout_s": 30.0}
+    return measure(shape, group_name=ctx.group_name, device=ctx.device, rounds=1, **limits)  # type: ignore[arg-type]
+
+
+def test_a_sum_is_timed_with_its_products(rank_pools: RankPools) -> None:
+    first, _ = rank_pools.get("cpu", 2).run(_sum)
+    assert {"library", "tile"} <= set(first.us) and not first.notes, first.notes
+
+
 @pytest.mark.parametrize("op", KINDS)
 def test_every_op_is_timed_in_the_shape_it_has(rank_pools: RankPools, op: str) -> None:
     first, second = rank_pools.get("cpu", 2).run(_real, op)

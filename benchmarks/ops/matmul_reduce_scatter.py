@@ -1,6 +1,8 @@
-"""reduce_scatter(a @ b): [M, K] x [K, N], rank r keeps the r-th [M/W, N] of the sum."""
+"""reduce_scatter(a @ b): [M, K] x [K, N], rank r keeps the r-th [M/W, N] of the sum; or of a sum of such products."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -14,28 +16,36 @@ def contest(setting: Setting, cell: Cell) -> Contest:
     """See the module."""
     world_size = setting.world_size
     shard_rows = cell.M // world_size
-    rows, weights = operands(setting, cell, cell.M)
+    products = [
+        operands(setting, replace(cell, K=depth), cell.M, seed) for seed, depth in enumerate(cell.depths or (cell.K,))
+    ]
+    num = min(len(rows) for rows, _ in products)
+    # By call, and then by product.
+    lefts = [[rows[i] for rows, _ in products] for i in range(num)]
+    rights = [[weights[i] for _, weights in products] for i in range(num)]
     dtype = dtype_of(cell)
     product = torch.empty(cell.M, cell.N, dtype=dtype, device=setting.device)
     out = torch.empty(shard_rows, cell.N, dtype=dtype, device=setting.device)
-    num = len(rows)
-
-    def library(i: int) -> torch.Tensor:
-        torch.mm(rows[i % num], weights[i % num], out=product)
-        dist.reduce_scatter_tensor(out, product)
-        return out
 
     def gemm(i: int) -> torch.Tensor:
-        return torch.mm(rows[i % num], weights[i % num], out=product)
+        first, *others = zip(lefts[i % num], rights[i % num], strict=True)
+        torch.mm(*first, out=product)
+        for left, right in others:
+            product.addmm_(left, right)
+        return product
+
+    def library(i: int) -> torch.Tensor:
+        dist.reduce_scatter_tensor(out, gemm(i))
+        return out
 
     def ours(op: torch._ops.OpOverload, site: tuple[object, ...]) -> Call:
-        return lambda i: op([rows[i % num]], [weights[i % num]], None, None, 0, "sum", *site)[0]
+        return lambda i: op(lefts[i % num], rights[i % num], None, None, 0, "sum", *site)[0]
 
     def sample() -> tuple[torch.Tensor, torch.Tensor]:
         mine = sampled_rows(shard_rows, setting.device)
         expected = reference.matmul_reduce_scatter(
-            [rows[0][of_every_shard(mine, shard_rows, world_size)].float()],
-            [weights[0].float()],
+            [left[of_every_shard(mine, shard_rows, world_size)].float() for left in lefts[0]],
+            [right.float() for right in rights[0]],
             scatter_dim=0,
             reduce_op="sum",
             world_size=world_size,
@@ -48,13 +58,16 @@ def contest(setting: Setting, cell: Cell) -> Contest:
         library=library,
         sample=sample,
         link_bytes=(world_size - 1) * out.nbytes,
-        num_partials=world_size,
+        # The library rounds after each product.
+        num_partials=world_size * len(products),
     )
-    if setting.has_symmetric_memory:
+    if setting.has_symmetric_memory and cell.depths:
+        result.unable["async_tp"] = "takes one product"
+    elif setting.has_symmetric_memory:
         fused = torch.ops.symm_mem.fused_matmul_reduce_scatter.default
 
         def async_tp(i: int) -> torch.Tensor:
-            return fused(rows[i % num], weights[i % num], "sum", 0, setting.group_name)
+            return fused(lefts[i % num][0], rights[i % num][0], "sum", 0, setting.group_name)
 
         result.contestants["async_tp"] = async_tp
     result.contestants |= setting.ours(cell.op, ours)

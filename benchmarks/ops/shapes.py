@@ -29,7 +29,8 @@ LLAMAS = ("llama-70b", "llama-8b")
 class Cell:
     """One op on [M, K] x [K, N] over all ranks' rows; `graph`: timed inside a CUDA graph.
 
-    priority: cells of low ones come first. source: where the shape is from, for people.
+    priority: cells of low ones come first. source: where the shape is from, for people. depths: the K of products that
+    are added up, K in all; empty for one.
     """
 
     op: str
@@ -40,11 +41,13 @@ class Cell:
     dtype: str = "bfloat16"
     priority: int = field(default=0, compare=False)
     source: str = field(default="", compare=False)
+    depths: tuple[int, ...] = ()
 
     @property
     def shape(self) -> str:
         """As it stands in the results."""
-        return f"M={self.M};N={self.N};K={self.K}"
+        products = f";products={len(self.depths)}" if self.depths else ""
+        return f"M={self.M};N={self.N};K={self.K}{products}"
 
     @property
     def text(self) -> str:
@@ -118,9 +121,29 @@ def host(op: str, world_size: int) -> list[Cell]:
     return [Cell(op, 256, 256, 256, source="host cost")]
 
 
+def sums(op: str, world_size: int) -> list[Cell]:
+    """The input gradients of queries, keys and values, and of gate and up, added up and scattered."""
+    if op != "matmul_reduce_scatter":
+        return []
+    cells = []
+    for model in LLAMAS:
+        layer = MODELS[model]
+        parts = {
+            "attention": (layer.query_dim, layer.key_dim, layer.key_dim),
+            "mlp": (layer.hidden_dim, layer.hidden_dim),
+        }
+        for part, widths in parts.items():
+            depths = tuple(width // world_size for width in widths)
+            for tokens in PREFILL:
+                source = f"{model} {part} backward"
+                cells.append(Cell(op, tokens, layer.dim, sum(depths), source=source, depths=depths))
+    return cells
+
+
 def tiny(op: str, world_size: int) -> list[Cell]:
-    """A small shape, to try the program itself with, also on a CPU."""
-    return [Cell(op, 16 * world_size, 48, 40, source="tiny")]
+    """A small shape, to try the program itself with, also on a CPU; for a reduce-scatter also as a sum."""
+    one = Cell(op, 16 * world_size, 48, 40, source="tiny")
+    return [one, replace(one, depths=(24, 16))] if op == "matmul_reduce_scatter" else [one]
 
 
 SETS: dict[str, Callable[[str, int], list[Cell]]] = {
@@ -129,6 +152,7 @@ SETS: dict[str, Callable[[str, int], list[Cell]]] = {
     "sweep": sweep,
     "decode": decode,
     "host": host,
+    "sums": sums,
     "tiny": tiny,
 }
 GRAPH_MODES: dict[str, tuple[bool, ...]] = {"eager": (False,), "graph": (True,), "both": (False, True)}

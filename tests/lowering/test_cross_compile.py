@@ -76,7 +76,13 @@ def _early_cases() -> list[Case]:
     return [Case("matmul_reduce_scatter", target, tile, "bf16", descriptors=True, early=True) for target, tile in forms]
 
 
-CASES = [*(case for kernel in MANY_ROWS for case in _cases(kernel)), *_early_cases(), *_decode_cases()]
+SUMS = [
+    Case("matmul_reduce_scatter", "sm_90", config.LARGE, "bf16", descriptors=True, early=True, products=3, biased=True),
+    Case("matmul_reduce_scatter", "gfx942", config.LARGE, "bf16", products=2, biased=True),
+    Case("two_shot", "sm_90", config.LARGE, "bf16", descriptors=True, products=3),
+    Case("one_shot", "sm_90", config.FEW_ROWS[16], "bf16", products=3, biased=True),
+]
+CASES = [*(case for kernel in MANY_ROWS for case in _cases(kernel)), *_early_cases(), *_decode_cases(), *SUMS]
 NVIDIA_CASES = [case for case in CASES if case.target.startswith("sm_")]
 DESCRIPTOR_CASES = [case for case in CASES if case.descriptors]
 

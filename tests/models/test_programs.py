@@ -155,6 +155,13 @@ def gathered_returned(x: torch.Tensor, w: torch.Tensor) -> Tensors:
     return [g @ w, g.transpose(1, 2), g[:, -1]]
 
 
+def sums(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> Tensors:
+    """x [4, 16], w [16, 24], v [24, 16], bias [16]. Sums that are scattered, in both directions."""
+    g = gather(x)
+    gate, up = g @ w, g @ w.flip(0)
+    return [scatter(torch.addmm(bias, torch.tanh(gate) * up, v) + gate @ v.flip(1))]
+
+
 def checkpointed(x: torch.Tensor, w: torch.Tensor) -> Tensors:
     def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return scatter(torch.relu(gather(x) @ w) @ w.t())
@@ -209,6 +216,7 @@ CASES = [
     Case(gathered_weights, ((12, 16), (16, 6), (2, 5, 16)), grad=True, fused=(AG, AG)),
     Case(scattered_columns, ((2, 4, 16), (16, 24)), fused=(RS, RS)),
     Case(gathered_returned, ((2, 4, 16), (16, 24)), grad=True, fused=(AG,)),
+    Case(sums, ((4, 16), (16, 24), (24, 16), (16,)), grad=True, fused=(AG, RS)),
     Case(checkpointed, XW, grad=True, fused=(AG, RS, AG, RS)),
     Case(broken_graph, XW, grad=True, fused=(AG, RS, AG)),  # the last matmul is fused with its gather
 ]

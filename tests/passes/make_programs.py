@@ -151,11 +151,25 @@ class Maker:
             self.add("matmul_bias", x, w, self.some((columns,), dtype), form=self.pick(["linear", "addmm"]))
             return
         self.add("matmul", x, w, form=self.pick(MATMUL_FORMS))
-        if self.rarely():  # a second one of the same operand, and perhaps their sum
-            first = len(self.values) - 1
-            self.add("matmul", x, self.some((shape[-1], columns), dtype), form=self.pick(MATMUL_FORMS))
-            if self.choose(3):
-                self.add("add", first, len(self.values) - 1)
+        if self.choose(3) == 2:  # more of the same operand, rows, and perhaps their sum
+            for _ in range(1 + self.choose(3)):
+                self.term(x, columns)
+
+    def term(self, x: int, columns: int) -> None:
+        """Most often adds something to the last value, a product of x or a sum of them."""
+        shape, dtype, total = self.values[x].shape, self.values[x].dtype, len(self.values) - 1
+        kind = self.pick(["matmul", "matmul", "addmm", "row"])
+        if kind == "row":
+            self.add("add", total, self.some((columns,), dtype))
+            return
+        w = self.some((shape[-1], columns), dtype)
+        if kind == "addmm":
+            self.add("matmul_added", total, x, w)
+            return
+        self.add("matmul", x, w, form=self.pick(MATMUL_FORMS))
+        if self.choose(3):
+            pair = total, len(self.values) - 1
+            self.add("add", *(pair[::-1] if self.choose(2) else pair))
 
     def reshape(self) -> None:
         form = self.pick(["flat", "rows", "heads", "unsqueeze", "back"])
@@ -277,6 +291,7 @@ FOLLOWED = {
     "gather": (*["matmul"] * 16, *BETWEEN),
     "gather_bits": ("matmul",),
     "matmul": (*REDUCTIONS * 8, *BETWEEN),
+    "matmul_added": REDUCTIONS,
     **dict.fromkeys((*BETWEEN, "add", "scale", "relu"), ("gather", "matmul", "matmul", *REDUCTIONS)),
 }
 

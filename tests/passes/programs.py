@@ -176,6 +176,10 @@ def matmul_bias(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, form: str) ->
     return torch.addmm(b, x, w) if form == "addmm" and x.ndim == 2 else nn.linear(x, w.t(), b)
 
 
+def matmul_added(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(y, x, w) if x.ndim == 2 else y + x @ w
+
+
 def reshape(x: torch.Tensor, form: str) -> torch.Tensor:
     if form == "flat":
         return x.reshape(-1, x.shape[-1])
@@ -197,6 +201,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "gather_bits": gather_bits,
     "matmul": matmul,
     "matmul_bias": matmul_bias,
+    "matmul_added": matmul_added,
     "batched": torch.bmm,
     "reshape": reshape,
     "transpose": lambda x, dims: x.transpose(*dims),

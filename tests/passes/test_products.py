@@ -131,7 +131,9 @@ SUMS: dict[str, Callable[..., torch.Tensor]] = {
     "addmm_of_an_addmm": lambda a, b, c, d, row: torch.addmm(torch.addmm(row, a, b), c, d),
     "three": lambda a, b, c, d, row: (a @ b + c @ d) + (a * 2) @ b,
     "three_from_the_right": lambda a, b, c, d, row: a @ b + (c @ d + (a * 2) @ b + row),
-    "behind_views": lambda a, b, c, d, row: ((a @ b).view(2, 16, 24) + (c @ d).view(2, 16, 24)).view(1, 32, 24).squeeze(0),
+    "behind_views": lambda a, b, c, d, row: (
+        ((a @ b).view(2, 16, 24) + (c @ d).view(2, 16, 24)).view(1, 32, 24).squeeze(0)
+    ),
     "as_many_as_there_may_be": lambda a, b, c, d, row: many(a, b, MAX_PRODUCTS - 1) + c @ d,
 }
 

@@ -169,11 +169,15 @@ def chunks_in_any_order(patch: pytest.MonkeyPatch, groups: dict[str, tuple[str, 
 
 
 def used_intermediates(patch: pytest.MonkeyPatch, groups: dict[str, tuple[str, int]]) -> None:
-    def find_product(node: fx.Node, users: Any) -> products.Product | Refused:
-        chain = proofs.views_up(node)
-        return proofs.proved_mm(chain[-1]) or products.Product(chain[-1], tuple(chain[:-1]))
+    patch.setattr(matmul_all_reduce, "find_product", lambda node, users: products._read(node))
 
-    patch.setattr(matmul_all_reduce, "find_product", find_product)
+
+def lost_biases(patch: pytest.MonkeyPatch, groups: dict[str, tuple[str, int]]) -> None:
+    def find_product(node: fx.Node, users: Any) -> products.Product | Refused:
+        found = products.find_product(node, users)
+        return replace(found, bias=None) if isinstance(found, products.Product) else found
+
+    patch.setattr(matmul_reduce_scatter, "find_product", find_product)
 
 
 def averages_as_sums(patch: pytest.MonkeyPatch, groups: dict[str, tuple[str, int]]) -> None:
@@ -206,7 +210,7 @@ def lost_writes(patch: pytest.MonkeyPatch, groups: dict[str, tuple[str, int]]) -
 
 @pytest.mark.parametrize(
     "mistake",
-    [chunks_in_any_order, used_intermediates, averages_as_sums, rows_for_columns, lost_writes],
+    [chunks_in_any_order, used_intermediates, lost_biases, averages_as_sums, rows_for_columns, lost_writes],
 )
 def test_a_mistake_is_found(
     groups: dict[str, tuple[str, int]], monkeypatch: pytest.MonkeyPatch, mistake: Mistake
