@@ -11,6 +11,7 @@ option                     environment               meaning
 ``ditron.fusions``                                   the fusions to apply; all of them by default
 ``ditron.table``           DITRON_TABLE              file of measured choices, or ``shipped``; None: the user's
 ``ditron.strict``          DITRON_STRICT             whether a site that could be fused, and is not, is an error
+``ditron.summary``         DITRON_SUMMARY            whether a line says, once, what was fused
 =========================  ========================  ==================================================
 """
 
@@ -31,6 +32,8 @@ from ditron_inductor.task.nodes import KINDS, STRATEGIES
 PREFIX = "ditron."
 SHIPPED = "shipped"
 FUSIONS = KINDS
+# They act when the model runs, or on what is printed: a graph from a cache serves all their values.
+NOT_COMPILED = ("table", "summary")
 SWITCHES = {"1": True, "0": False, "true": True, "false": False, "on": True, "off": False}
 ENVIRONMENT = {
     "strategy": "DITRON_STRATEGY",
@@ -38,6 +41,7 @@ ENVIRONMENT = {
     "timeout_s": "DITRON_TIMEOUT_S",
     "table": "DITRON_TABLE",
     "strict": "DITRON_STRICT",
+    "summary": "DITRON_SUMMARY",
 }
 
 
@@ -53,6 +57,7 @@ class Options:
     table: path of a table of measured choices, or ``SHIPPED`` for the shipped tables alone; None takes the one that
     ``python -m ditron_inductor tune`` writes, if there is one.
     strict: raise ``DitronNotFused`` where a collective beside a matmul is left alone and a change would have it fused.
+    summary: log one line on what was fused when the first graph that holds collectives is compiled.
     Raises ``InvalidOptionValue``.
     """
 
@@ -62,6 +67,7 @@ class Options:
     fusions: tuple[str, ...] = FUSIONS
     table: str | None = None
     strict: bool = False
+    summary: bool = True
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -74,8 +80,8 @@ class Options:
         return 0.0 if self.timeout_s is None else self.timeout_s
 
     def text(self) -> str:
-        """One stable line with every field that a compiled graph depends on: part of cache keys. `table` is none."""
-        names = [field.name for field in fields(self) if field.name != "table"]
+        """One stable line with every field that a compiled graph depends on: part of cache keys."""
+        names = [field.name for field in fields(self) if field.name not in NOT_COMPILED]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     @staticmethod
@@ -205,6 +211,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "fusions": _check_fusions,
     "table": _check_table,
     "strict": _check_switch,
+    "summary": _check_switch,
 }
 
 
@@ -230,4 +237,5 @@ _FROM_TEXT: dict[str, Callable[[str, str], Any]] = {
     "timeout_s": _number(float, "seconds"),
     "table": lambda variable, text: text,
     "strict": _switch,
+    "summary": _switch,
 }

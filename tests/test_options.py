@@ -64,6 +64,7 @@ def test_an_unknown_key_is_named_with_the_valid_ones(key: Any, named: str) -> No
         ("ditron.table", 7),
         ("ditron.table", ""),
         ("ditron.strict", 1),
+        ("ditron.summary", None),
         ("max_autotune", "yes"),
     ],
 )
@@ -121,3 +122,4 @@ def test_text_shows_every_field_and_tells_options_apart() -> None:
         "fusions=('all_gather_matmul', 'matmul_reduce_scatter', 'matmul_all_reduce'), strict=False"
     )
     assert Options().text() != Options(fusions=()).text()
+    assert Options().text() == Options(summary=False).text()
