@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes import proofs
-from ditron_inductor.passes.reasons import ReasonCode, Refused
+from ditron_inductor.passes.reasons import ReasonCode, Refusal, Refused
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import KINDS, MAX_PRODUCTS
 
@@ -59,88 +59,86 @@ def find_product(node: fx.Node, users: Collection[fx.Node]) -> Product | Refused
     `users` are the nodes that may use `node` itself.
     """
     product = _read(node)
-    if isinstance(product, ReasonCode):
-        return product.at(proofs.views_up(node)[-1])
+    if isinstance(product, Refusal):
+        return product
     inner = [one for one in product.steps if one is not node]
     # A tensor that is added to itself is used twice by one node.
     twice = len(set(product.steps)) < len(product.steps)
     if twice or any(proofs.sole_user(one) is None for one in inner) or any(user not in users for user in node.users):
-        return ReasonCode.INTERMEDIATE_USED.at(proofs.other_user(inner, {*users, *product.steps}) or node)
+        return ReasonCode.INTERMEDIATE_USED.at(proofs.other_user(product.steps, {*users, *product.steps}) or node)
     return product if len(product.factors) <= MAX_PRODUCTS else ReasonCode.SUM_OF_MATMULS.at(node)
 
 
-def _read(node: fx.Node) -> Product | ReasonCode:
+def _read(node: fx.Node) -> Product | Refusal:
     chain = proofs.views_up(node)
     views, top = tuple(chain[:-1]), chain[-1]
     if top.target not in ADDS:
         code = proofs.proved_mm(top)
         if code is not None:
-            return classify(top)
+            return classify(top).at(top)
         return Product((_factors(top),), None, top, views, tuple(chain))
     total = _read_addmm(top) if top.target is aten.addmm.default else _read_add(top)
-    if isinstance(total, ReasonCode):
+    if isinstance(total, Refusal):
         return total
     return Product(total.factors, total.bias, total.mm, (*views, *total.views), (*chain, *total.steps))
 
 
-def _read_addmm(node: fx.Node) -> Product | ReasonCode:
+def _read_addmm(node: fx.Node) -> Product | Refusal:
     bound, value = proofs.arguments(node), proofs.tensor(node)
     if bound["beta"] != 1 or bound["alpha"] != 1:
-        return ReasonCode.POINTWISE_BETWEEN
+        return ReasonCode.POINTWISE_BETWEEN.at(node)
     factors = Factors(bound["mat1"], bound["mat2"])
     code = proofs.rejected_dtypes([value, *map(proofs.tensor, (factors.lhs, factors.rhs))])
     if code is not None:
-        return code
+        return code.at(node)
     # As if it were an mm of its own and an add; the add is what computes it.
     return _sum(node, bound["self"], Product((factors,), None, node, (), ()))
 
 
-def _read_add(node: fx.Node) -> Product | ReasonCode:
+def _read_add(node: fx.Node) -> Product | Refusal:
     bound = proofs.arguments(node)
     left, right = bound["self"], bound["other"]
-    products = [_read(one) if _same_shape(one, node) else ReasonCode.NO_MATMUL for one in (left, right)]
-    found = [one for one in products if isinstance(one, Product)]
-    if not found:
-        # What is named first is nearest to a matmul.
-        codes = [one for one in products if one is not ReasonCode.NO_MATMUL]
-        return codes[0] if codes else classify(node)  # type: ignore[return-value]
+    terms = [_read(one) if _same_shape(one, node) else ReasonCode.NO_MATMUL.at(node) for one in (left, right)]
+    products = [one for one in terms if isinstance(one, Product)]
+    if not products:
+        named = [one for one in terms if isinstance(one, Refusal) and one.code is not ReasonCode.NO_MATMUL]
+        return named[0] if named else classify(node).at(node)
     if bound["alpha"] != 1:
-        return ReasonCode.POINTWISE_BETWEEN
-    if len(found) == 2:
-        return _added(*found)
-    first = isinstance(products[0], Product)
-    return _sum(node, right if first else left, found[0])
+        return ReasonCode.POINTWISE_BETWEEN.at(node)
+    if len(products) == 2:
+        return _added(node, *products)
+    return _sum(node, right if isinstance(terms[0], Product) else left, products[0])
 
 
-def _sum(node: fx.Node, other: object, product: Product) -> Product | ReasonCode:
+def _sum(node: fx.Node, other: object, product: Product) -> Product | Refusal:
     """What `node` is, which adds `other`, a row or products before it, to `product`."""
     if _same_shape(other, node):
         before = _read(other)  # type: ignore[arg-type]
         if isinstance(before, Product):
-            return _added(before, product)
+            return _added(node, before, product)
         if not _is_row(other, node):
-            return ReasonCode.BIAS if before is ReasonCode.NO_MATMUL else before
+            return ReasonCode.BIAS.at(node) if before.code is ReasonCode.NO_MATMUL else before
     if not _is_row(other, node):
-        return ReasonCode.SUM_OF_MATMULS if _is_product(other) else ReasonCode.BIAS
+        return (ReasonCode.SUM_OF_MATMULS if _is_product(other) else ReasonCode.BIAS).at(node)
     value, rows = proofs.tensor(node), proofs.tensor(product.mm)
     assert isinstance(other, fx.Node) and value is not None and rows is not None
     if not proofs.known_equal(value.shape[-1], rows.shape[-1]):
-        return ReasonCode.LAYOUT
-    return _added(Product((), other, product.mm, (), ()), product)
+        return ReasonCode.LAYOUT.at(node)
+    return _added(node, Product((), other, product.mm, (), ()), product)
 
 
-def _added(left: Product, right: Product) -> Product | ReasonCode:
-    """left + right; of one of them there may be the bias alone."""
+def _added(node: fx.Node, left: Product, right: Product) -> Product | Refusal:
+    """What `node` is, left + right; of one of them there may be the bias alone."""
     one, other = proofs.tensor(left.mm), proofs.tensor(right.mm)
     assert one is not None and other is not None
     biases = [side.bias for side in (left, right) if side.bias is not None]
     dtypes = {value.dtype for value in (one, other, *map(proofs.tensor, biases)) if value is not None}
     if len(dtypes) > 1:
-        return ReasonCode.MIXED_DTYPES
+        return ReasonCode.MIXED_DTYPES.at(node)
     if not proofs.same_shape(one.shape, other.shape):
-        return ReasonCode.LAYOUT
+        return ReasonCode.LAYOUT.at(node)
     if len(biases) > 1:
-        return ReasonCode.BIAS
+        return ReasonCode.BIAS.at(node)
     path = left if left.factors else right
     factors, steps = (*left.factors, *right.factors), (*left.steps, *right.steps)
     return Product(factors, biases[0] if biases else None, path.mm, path.views, steps)

@@ -143,8 +143,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "its neighbour is a batched matmul; use one 2-D weight for all batches (nn.Linear, x @ w) instead of bmm"
     ),
     ReasonCode.BIAS: (
-        "something is added to the matmul's result: before a reduction that may be one bias [N] and other matmuls, and no "
-        "full tensor (a residual, another gradient) or column; add it after the collective"
+        "something is added to the matmul's result (a residual, another gradient, a column, a second bias; behind a "
+        "gather any bias); add it after the collective"
     ),
     ReasonCode.CAST_BETWEEN: (
         "a dtype conversion stands between it and the matmul; communicate in the matmul's dtype, cast outside"
@@ -192,8 +192,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "sizes that have to be equal could not be proved so; mark the dimensions static, or relate them by torch._check"
     ),
     ReasonCode.SUM_OF_MATMULS: (
-        "it reduces a sum of matmuls that are more than eight, or differ in shape; concatenate their operands along the "
-        "contracted dimension, or add before the matmul"
+        "it reduces a sum of more than eight matmuls, or of matmuls that differ in shape; concatenate their operands "
+        "along the contracted dimension"
     ),
     ReasonCode.UNEVEN_SHARDS: (
         "a part is cut off or padded, as where the sharded dimension does not divide by the number of ranks; pad that "
