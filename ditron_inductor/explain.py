@@ -269,7 +269,7 @@ def _explained(graph: GraphRecord, record: SiteRecord) -> ExplainedSite:
     # torch stays out of this module's imports.
     from ditron_inductor.task.plan import decisions
 
-    last = decisions.last(record.group_name, record.site)
+    last = decisions.last(record.group_name, record.site, (record.m, record.n, record.k))
     if last is None:
         reason = "it has not run: its tensors were empty, or nothing needed its result"
         return ExplainedSite(direction, record, LEFT_ALONE, None, reason)

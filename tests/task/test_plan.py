@@ -11,7 +11,7 @@ from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.task import cost
 from ditron_inductor.task.model_error import problem_of
 from ditron_inductor.task.nodes import KINDS
-from ditron_inductor.task.plan import Choice, PlanRequest, choose
+from ditron_inductor.task.plan import SIZES_KEPT, Choice, Decisions, PlanRequest, choose
 from ditron_inductor.task.table import Entry, Table, shipped
 
 REQUEST = PlanRequest(
@@ -234,3 +234,27 @@ def test_the_model_alone_would_cost_nobody_time() -> None:
         ratios.append(entry.us[chosen] / entry.library_us)
     assert sum(ratios) / len(ratios) <= 1.0
     assert max(ratios) < 1.15
+
+
+def test_sites_of_one_name_are_told_apart_by_their_sizes() -> None:
+    decisions = Decisions()
+    small, large = replaced(m=16), replaced(m=32)
+    first, second = Choice("tile", "", None, "model"), Choice("library", "", None, "model")
+    for _ in range(2):
+        decisions.note("0", small, first)
+        decisions.note("0", large, second)
+    name, rest = REQUEST.site, (REQUEST.n, REQUEST.k)
+    assert decisions.last("0", name, (16, *rest)) == (small, first)
+    # Without sizes, or of sizes that have not run, the last of all.
+    assert decisions.last("0", name) == decisions.last("0", name, (8, *rest)) == (large, second)
+    assert decisions.last("1", name) is None
+
+
+def test_few_sizes_of_a_site_are_kept() -> None:
+    decisions = Decisions()
+    choice = Choice("tile", "", None, "model")
+    requests = [replaced(m=m) for m in range(1, SIZES_KEPT + 3)]
+    for request in requests:
+        decisions.note("0", request, choice)
+    found = [decisions.last("0", REQUEST.site, (one.m, one.n, one.k)) for one in requests]
+    assert found == [(requests[-1], choice)] * 2 + [(one, choice) for one in requests[2:]]
