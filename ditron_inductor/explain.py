@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ditron_inductor.task.plan import PlanRequest
 
 LEFT_ALONE = "-"
+# A report is neither an error nor in need of a summary line.
+UNASKED = {"ditron.strict": False, "ditron.summary": False}
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def explain(
 
         # A backend of its own: Dynamo would answer from an earlier compilation with an equal one.
         def fresh(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
-            return ditron(gm, example_inputs, mode=mode, options={**(options or {}), "ditron.strict": False})
+            return ditron(gm, example_inputs, mode=mode, options={**(options or {}), **UNASKED})
 
         args, kwargs = _cut_from_graph((args, kwargs))
         with collect_sites() as sink, without_caches(), _random_state_kept():
@@ -267,7 +269,7 @@ def _explained(graph: GraphRecord, record: SiteRecord) -> ExplainedSite:
     # torch stays out of this module's imports.
     from ditron_inductor.task.plan import decisions
 
-    last = decisions.last(record.group_name, record.site)
+    last = decisions.last(record.group_name, record.site, (record.m, record.n, record.k))
     if last is None:
         reason = "it has not run: its tensors were empty, or nothing needed its result"
         return ExplainedSite(direction, record, LEFT_ALONE, None, reason)

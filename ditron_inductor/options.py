@@ -12,6 +12,7 @@ option                     environment               meaning
 ``ditron.table``           DITRON_TABLE              file of measured choices, or ``shipped``; None: the user's
 ``ditron.strict``          DITRON_STRICT             whether a site that could be fused, and is not, is an error
 ``ditron.sequence_parallel``                         ``auto`` (where it pays), ``on`` or ``off``
+``ditron.summary``         DITRON_SUMMARY            whether a line says, once, what was fused
 =========================  ========================  ==================================================
 """
 
@@ -33,6 +34,8 @@ PREFIX = "ditron."
 SEQUENCE_PARALLEL = ("auto", "on", "off")
 SHIPPED = "shipped"
 FUSIONS = KINDS
+# They act when the model runs, or on what is printed: a graph from a cache serves all their values.
+NOT_COMPILED = ("table", "summary")
 SWITCHES = {"1": True, "0": False, "true": True, "false": False, "on": True, "off": False}
 ENVIRONMENT = {
     "strategy": "DITRON_STRATEGY",
@@ -40,6 +43,7 @@ ENVIRONMENT = {
     "timeout_s": "DITRON_TIMEOUT_S",
     "table": "DITRON_TABLE",
     "strict": "DITRON_STRICT",
+    "summary": "DITRON_SUMMARY",
 }
 
 
@@ -57,6 +61,7 @@ class Options:
     strict: raise ``DitronNotFused`` where a collective beside a matmul is left alone and a change would have it fused.
     sequence_parallel: whether work between all-reduces is divided among the ranks: where it pays, wherever it is
     possible, or never.
+    summary: log one line on what was fused when the first graph that holds collectives is compiled.
     Raises ``InvalidOptionValue``.
     """
 
@@ -67,6 +72,7 @@ class Options:
     table: str | None = None
     strict: bool = False
     sequence_parallel: str = "auto"
+    summary: bool = True
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -79,8 +85,8 @@ class Options:
         return 0.0 if self.timeout_s is None else self.timeout_s
 
     def text(self) -> str:
-        """One stable line with every field that a compiled graph depends on: part of cache keys. `table` is none."""
-        names = [field.name for field in fields(self) if field.name != "table"]
+        """One stable line with every field that a compiled graph depends on: part of cache keys."""
+        names = [field.name for field in fields(self) if field.name not in NOT_COMPILED]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     @staticmethod
@@ -217,6 +223,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "table": _check_table,
     "strict": _check_switch,
     "sequence_parallel": _check_sequence_parallel,
+    "summary": _check_switch,
 }
 
 
@@ -242,4 +249,5 @@ _FROM_TEXT: dict[str, Callable[[str, str], Any]] = {
     "timeout_s": _number(float, "seconds"),
     "table": lambda variable, text: text,
     "strict": _switch,
+    "summary": _switch,
 }

@@ -6,7 +6,8 @@ pass that the user has set there himself.
 
 What can be read from outside: `TORCH_LOGS="+ditron_inductor"` prints what each pass did to the number of calls of
 each op; `torch._logging.trace_structured` gets the graph before the first pass and after each one (tlparse shows them);
-`torch._dynamo.utils.counters["ditron"]` counts what each pass rewrote; an open `collect_sites` block gets the sites.
+`torch._dynamo.utils.counters["ditron"]` counts what each pass rewrote, and `summary` logs a line on it; an
+open `collect_sites` block gets the sites.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from ditron_inductor.passes.try_forms import try_forms
 from ditron_inductor.passes.verify_tasks import verify_tasks
 from ditron_inductor.records import record_graph
 from ditron_inductor.sites import SiteSink, current_sink
+from ditron_inductor.summary import summary
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +135,8 @@ class DitronPipeline(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         before = graph_text(graph) if self.sink is not None else ""
         run(graph, self.options, self.passes)
+        if self.options.summary:
+            summary.add(graph)
         if self.sink is not None:
             self.sink.add(record_graph(graph, graph_before=before, graph_after=graph_text(graph)))
 

@@ -21,7 +21,9 @@ def describe(node: fx.Node) -> NodeRecord:
     """Name, op, value and source line of a node, in words that stay when the graph changes."""
     if node.op == "output":
         return NodeRecord(node.name, "the graph's output", "", "")
-    op = str(node.target) if node.op == "call_function" else node.op
+    # As a printed graph has it: `aten.addmm.default`, `operator.getitem`.
+    op = str(node._pretty_print_target(node.target)).removeprefix("torch.ops.")
+    op = op if node.op == "call_function" else node.op
     return NodeRecord(node.name, op, _value_text(node.meta.get("val")), user_line(node.meta.get("stack_trace") or ""))
 
 

@@ -4,6 +4,7 @@
     gather int8 -> dequantize -> mm         no_matmul, cast_between    -> quantized_matmul
     _int_mm -> * scale -> reduce_scatter    pointwise_between          -> quantized_matmul
     all_reduce(amax(x), "max")              reduce_op                  -> no_matmul
+    fused product -> relu -> all_reduce     pointwise_between          -> already_fused
 
 A fusion looks for the matmuls that it takes; what it says of a chain with another kind at its end misses the point. So
 the chain is followed here: from a reduction upwards through casts, views and scales, from a gather downwards through
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from operator import getitem
 
 import torch
 from torch import fx
@@ -25,6 +27,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs
 from ditron_inductor.passes.collectives import WAIT, is_collective
+from ditron_inductor.passes.order_collectives import is_task
 from ditron_inductor.passes.other_matmuls import dequantizes, other_matmul, quantizes
 from ditron_inductor.passes.reasons import LEFT_ALONE, Reason, ReasonCode, Refusal, leave_alone
 
@@ -170,4 +173,16 @@ def _better(node: fx.Node, given: Reason) -> ReasonCode | Refusal | None:
     code = ReasonCode(given.code)
     if code in OWN:
         return None if is_beside_matmul(node) else ReasonCode.NO_MATMUL
-    return find_other_matmul(node) if code in VAGUE else None
+    if code not in VAGUE:
+        return None
+    return find_other_matmul(node) or (_fused_product(node) if _reduces(node) else None)
+
+
+def _fused_product(reduction: fx.Node) -> Refusal | None:
+    """The output of a Task node from which one op makes what is reduced, where no other matmul does."""
+    (operand, *_) = reduction.all_input_nodes
+    sources = [proofs.views_up(source)[-1] for source in proofs.views_up(operand)[-1].all_input_nodes]
+    fused = [source for source in sources if source.target is getitem and is_task(source.all_input_nodes[0])]
+    if not fused or any(map(proofs.is_matmul, sources)):
+        return None
+    return ReasonCode.ALREADY_FUSED.at(fused[0])

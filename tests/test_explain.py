@@ -257,3 +257,20 @@ def _twice(ctx: RankContext) -> list[int]:
 
 def test_a_function_that_was_compiled_before_is_explained_each_time(rank_pools: RankPools) -> None:
     assert rank_pools.get("cpu", 2).run(_twice, timeout=LIMIT_S) == [[1, 1], [1, 1]]
+
+
+def _two_of_one_name(ctx: RankContext) -> Report:
+    from torch.distributed import _functional_collectives as funcol
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = funcol.all_reduce(x @ w, "sum", ctx.group_name)
+        torch._dynamo.graph_break()
+        return funcol.all_reduce(y[:2] @ w.t(), "sum", ctx.group_name)
+
+    return ditron_inductor.explain(fn)(torch.ones(4, 8), torch.ones(8, 6))
+
+
+def test_graphs_with_sites_of_one_name_are_told_apart(rank_pools: RankPools) -> None:
+    first, second = rank_pools.get("cpu", 2).run(_two_of_one_name, timeout=LIMIT_S)[0].fused
+    assert first.record.site == second.record.site and first.request is not None and second.request is not None
+    assert [(one.request.m, one.request.n) for one in (first, second) if one.request] == [(4, 6), (2, 8)]

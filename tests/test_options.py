@@ -65,6 +65,7 @@ def test_an_unknown_key_is_named_with_the_valid_ones(key: Any, named: str) -> No
         ("ditron.table", 7),
         ("ditron.table", ""),
         ("ditron.strict", 1),
+        ("ditron.summary", None),
         ("max_autotune", "yes"),
     ],
 )
@@ -123,3 +124,4 @@ def test_text_shows_every_field_and_tells_options_apart() -> None:
         "sequence_parallel='auto'"
     )
     assert Options().text() != Options(fusions=()).text()
+    assert Options().text() == Options(summary=False).text()

@@ -198,22 +198,42 @@ def _obstacle(request: PlanRequest, strategy: str) -> tuple[str, str] | None:
     return None
 
 
+Sizes = tuple[int | None, int | None, int | None]
+SIZES_KEPT = 16
+"""Of how many sizes a site's last choices are kept."""
+
+
 class Decisions:
     """The last choice of every site in this process, kept for `explain`: what ran, and from which request.
 
+    Two graphs with the same launches have sites of the same names, so a site's last choices of several sizes are kept.
     The only writer is the binding of the ops; nothing reads it to decide anything.
     """
 
     def __init__(self) -> None:
         self._last: dict[tuple[str, str], tuple[PlanRequest, Choice]] = {}
+        self._sized: dict[tuple[str, str], dict[Sizes, tuple[PlanRequest, Choice]]] = {}
 
     def note(self, group_name: str, request: PlanRequest, choice: Choice) -> None:
         """Remember `choice` as the last one of the request's site in a group."""
-        self._last[group_name, request.site] = (request, choice)
+        key = (group_name, request.site)
+        last = self._last.get(key)
+        # Every call of a model comes by: nearly always with what the call before it noted.
+        if last is not None and last[0] is request and last[1] is choice:
+            return
+        self._last[key] = (request, choice)
+        sized = self._sized.setdefault(key, {})
+        sizes = (request.m, request.n, request.k)
+        sized.pop(sizes, None)
+        sized[sizes] = (request, choice)
+        if len(sized) > SIZES_KEPT:
+            del sized[next(iter(sized))]
 
-    def last(self, group_name: str, site: str) -> tuple[PlanRequest, Choice] | None:
-        """The last request and choice of a site, or None if it never ran here."""
-        return self._last.get((group_name, site))
+    def last(self, group_name: str, site: str, sizes: Sizes | None = None) -> tuple[PlanRequest, Choice] | None:
+        """The last request and choice of a site, those of (m, n, k) `sizes` if it ran so; None if it never ran here."""
+        key = (group_name, site)
+        found = self._sized.get(key, {}).get(sizes) if sizes is not None else None
+        return found or self._last.get(key)
 
 
 decisions = Decisions()

@@ -51,6 +51,7 @@ def gathered_twice(x: torch.Tensor) -> torch.Tensor:
 CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], ReasonCode, str]] = {
     "cast in front": (lambda a, w: all_reduce((a @ w).half()), (A, W), ReasonCode.CAST_BETWEEN, "_to_copy"),
     "op in front": (lambda a, w: all_reduce((a @ w).sin()), (A, W), ReasonCode.POINTWISE_BETWEEN, "sin"),
+    "op in a sum": (lambda a, w: all_reduce((a @ w).sin() + a @ w), (A, W), ReasonCode.POINTWISE_BETWEEN, "sin"),
     "transpose in front": (lambda a, w: all_reduce((a @ w).t()), (A, W), ReasonCode.LAYOUT, "t"),
     "used elsewhere": (used_twice, (A, W), ReasonCode.INTERMEDIATE_USED, "exp"),
     "cast behind": (lambda x, w: all_gather(x).double() @ w.double(), (X, W), ReasonCode.CAST_BETWEEN, "_to_copy"),

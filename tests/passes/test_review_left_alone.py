@@ -31,6 +31,10 @@ def left_alone(fn: Callable[..., Any], *args: torch.Tensor) -> list[Reason]:
     """Why the collectives of `fn` are left alone, in graph order."""
     module = traced(fn, *args)
     assert fuse(module) == 0
+    return review(module)
+
+
+def review(module: fx.GraphModule) -> list[Reason]:
     review_left_alone(module.graph, options=Options())
     return [node.meta[LEFT_ALONE] for node in module.graph.nodes if LEFT_ALONE in node.meta]
 
@@ -138,6 +142,13 @@ def test_plain_matmuls_beside_one_keep_their_reason() -> None:
 
     (reason,) = left_alone(fn, X, W, ONE)
     assert reason.code == "batched_matmul"
+
+
+def test_a_matmul_that_is_fused_with_another_collective() -> None:
+    module = traced(lambda x, w: all_reduce((all_gather(x) @ w).sin()), X, W)
+    assert fuse(module) == 1
+    (reason,) = review(module)
+    assert (reason.code, reason.culprit.op) == ("already_fused", "operator.getitem")
 
 
 def test_a_dequantised_weight_is_an_operand_like_any_other() -> None:

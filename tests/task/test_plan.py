@@ -11,7 +11,7 @@ from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.task import cost
 from ditron_inductor.task.model_error import problem_of
 from ditron_inductor.task.nodes import KINDS
-from ditron_inductor.task.plan import Choice, PlanRequest, choose
+from ditron_inductor.task.plan import SIZES_KEPT, Choice, Decisions, PlanRequest, choose
 from ditron_inductor.task.table import Entry, Table, shipped
 
 REQUEST = PlanRequest(
@@ -255,3 +255,27 @@ def test_an_epilogue_may_decide() -> None:
     table = Table((row(m=2048, n=2048, k=2048, graph=1, library_us=100.0, chunked_us=200.0, tile_us=102.0),)).text()
     assert choose(plain, table).strategy == "library"
     assert choose(replace(plain, epilogue_bytes=1 << 27), table).strategy == "tile"
+
+
+def test_sites_of_one_name_are_told_apart_by_their_sizes() -> None:
+    decisions = Decisions()
+    small, large = replaced(m=16), replaced(m=32)
+    first, second = Choice("tile", "", None, "model"), Choice("library", "", None, "model")
+    for _ in range(2):
+        decisions.note("0", small, first)
+        decisions.note("0", large, second)
+    name, rest = REQUEST.site, (REQUEST.n, REQUEST.k)
+    assert decisions.last("0", name, (16, *rest)) == (small, first)
+    # Without sizes, or of sizes that have not run, the last of all.
+    assert decisions.last("0", name) == decisions.last("0", name, (8, *rest)) == (large, second)
+    assert decisions.last("1", name) is None
+
+
+def test_few_sizes_of_a_site_are_kept() -> None:
+    decisions = Decisions()
+    choice = Choice("tile", "", None, "model")
+    requests = [replaced(m=m) for m in range(1, SIZES_KEPT + 3)]
+    for request in requests:
+        decisions.note("0", request, choice)
+    found = [decisions.last("0", REQUEST.site, (one.m, one.n, one.k)) for one in requests]
+    assert found == [(requests[-1], choice)] * 2 + [(one, choice) for one in requests[2:]]
