@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
-from ditron_inductor.task.nodes import KINDS, STRATEGIES
+from ditron_inductor.task.nodes import KINDS, STRATEGIES, AllReduceRmsNorm
 
 PREFIX = "ditron."
 SHIPPED = "shipped"
-FUSIONS = KINDS
+FUSIONS = (*KINDS, AllReduceRmsNorm.kind)
 SWITCHES = {"1": True, "0": False, "true": True, "false": False, "on": True, "off": False}
 ENVIRONMENT = {
     "strategy": "DITRON_STRATEGY",
