@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -180,32 +181,56 @@ def _symmetric(cell: Cell, shared: Any, x: Any, product: Any, normalise: Any) ->
     return {name: bound(way) for name, way in ways.items()}
 
 
-def run_cell(rank: Rank, request: Request, cell: Cell, clock: Any, group_name: str, shared: Any) -> list[Row]:
-    """Check every contestant, time those that are right."""
+def attempt(name: str, act: Callable[[], Any], clock: Any, rank: Rank) -> Any:
+    """What `act` returns, or None, with a line on stderr, if it raises on any rank."""
+    result, problem = None, ""
+    try:
+        result = act()
+    except Exception as error:
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    problems = [text for text in clock.agree(problem) if text]
+    if problems and rank.rank == 0:
+        print(f"    {name}: {problems[0]}", file=sys.stderr, flush=True)
+    return None if problems else result
+
+
+def right_calls(rank: Rank, cell: Cell, clock: Any, group_name: str, shared: Any) -> dict[str, Any]:
+    """The contestants of a shape whose results are right."""
+    import torch
+
+    from tests.tolerances import assert_near
+
+    # A function of the same text is compiled for every shape, more often than the compiler allows.
+    torch._dynamo.reset()
+    calls, expected = contestants(rank, cell, clock.device, group_name, shared)
+
+    def checked(name: str) -> Any:
+        # The first call, whose operand in place nobody has reduced yet.
+        for got, want in zip(calls[name](0), expected, strict=True):
+            assert_near(got, want, num_partials=2 * rank.world_size, what=name)
+        return calls[name]
+
+    found = {name: attempt(name, functools.partial(checked, name), clock, rank) for name in calls}
+    return {name: call for name, call in found.items() if call is not None}
+
+
+def run_cell(rank: Rank, request: Request, cell: Cell, clock: Any, calls: Mapping[str, Any]) -> list[Row]:
+    """Times of the contestants, as rows."""
     import torch
     import torch.distributed as dist
     import triton
 
     from benchmarks.timing import interleaved
     from ditron_inductor.timing import captured
-    from tests.tolerances import assert_near
 
-    calls, expected = contestants(rank, cell, clock.device, group_name, shared)
-    ready: dict[str, Any] = {}
-    for name, call in calls.items():
-        problem = ""
-        try:
-            # One call, whose operand in place nobody has reduced yet.
-            for got, want in zip(call(0), expected, strict=True):
-                assert_near(got, want, num_partials=2 * rank.world_size, what=name)
-            ready[name] = captured(call, GRAPH_CALLS) if cell.graph else call
-        except Exception as error:
-            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        problems = [text for text in clock.agree(problem) if text]
-        if problems:
-            ready.pop(name, None)
-            if rank.rank == 0:
-                print(f"    {name}: {problems[0]}", file=sys.stderr, flush=True)
+    ready = dict(calls)
+    if cell.graph:
+        for name, call in calls.items():
+            replay = attempt(name, functools.partial(captured, call, GRAPH_CALLS), clock, rank)
+            if replay is None:
+                del ready[name]
+            else:
+                ready[name] = replay
     times = interleaved(clock, ready, GRAPH_CALLS if cell.graph else 1, request.rounds)
     for way in sorted((name for name in times if name.startswith("symm_mem")), key=lambda name: times[name].p50_us):
         times.setdefault("symm_mem", times[way])
@@ -278,8 +303,11 @@ def measure(rank: Rank, request: Request) -> bool:
     group_name = dist.group.WORLD.group_name
     clock, shared = Clock(device, dist.group.WORLD), SymmetricBuffer(group_name)
     rows: list[Row] = []
+    shape, calls = "", dict[str, Any]()
     for cell in request.cells:
-        rows += run_cell(rank, request, cell, clock, group_name, shared)
+        if cell.shape != shape:
+            shape, calls = cell.shape, right_calls(rank, cell, clock, group_name, shared)
+        rows += run_cell(rank, request, cell, clock, calls)
         if rank.rank == 0 and request.out:
             merge_csv(Path(request.out), rows)
     if rank.rank == 0:
@@ -291,6 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ops.all_reduce_rms_norm")
     parser.add_argument("--shapes", nargs="+", choices=sorted(SETS), default=["sweep", "decode"])
+    parser.add_argument("--n", nargs="+", type=int, default=[], help="only rows of these widths")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--graph", choices=("eager", "graph", "both"), default="both")
@@ -302,7 +331,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     modes = {"eager": (False,), "graph": (True,), "both": (True, False)}[options.graph]
     if options.device == "cpu":
         modes = (False,)
-    cells = [replace(cell, graph=graph) for graph in modes for name in options.shapes for cell in SETS[name]()]
+    shapes = [cell for name in options.shapes for cell in SETS[name]() if not options.n or cell.N in options.n]
+    # Both modes of a shape one after the other.
+    cells = [replace(cell, graph=graph) for cell in shapes for graph in modes]
     out = options.out if options.out is not None else (str(NORM) if options.device == "cuda" else "")
     request = Request(tuple(cells), options.device, options.rounds, out, options.commit or head_commit())
     os.environ.update(ENVIRONMENT)
