@@ -25,7 +25,6 @@ It must not fire when
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -80,11 +79,13 @@ class Match:
 def find_sum(rows: fx.Node) -> Sum | None:
     """What the rows are, if an all-reduce is what they come from."""
     *views_behind, total = _views(rows)
-    for reduced, steps in _candidates(total):
+    for way in _ways(total):
+        *between, reduced = way.nodes
+        between = [reduced, *between[:0:-1]] if between else []
         launch = reduced.args[0]
         assert isinstance(launch, fx.Node)
         bias = residual = None
-        for add, other in steps:
+        for add, other in way.steps:
             value, added = proofs.tensor(add), proofs.tensor(other)
             if value is None or added is None or added.dtype != value.dtype:
                 break
@@ -95,7 +96,6 @@ def find_sum(rows: fx.Node) -> Sum | None:
             else:
                 break
         else:
-            between = _between(reduced, total)
             views = [node for node in between[1:] if proofs.keeps_order(node)]
             return Sum(launch, reduced, bias, residual, total, tuple(between), tuple(views), tuple(views_behind[::-1]))
     return None
@@ -119,7 +119,7 @@ def prove(found: Sum, rsqrt: fx.Node) -> Match | ReasonCode:
     if not proofs.known(total.shape[-1] <= MOST_NORM_COLUMNS):
         return ReasonCode.NORM_WIDTH
     needed = [one for one in (found.bias, found.residual, norm.weight, norm.shift) if one is not None]
-    if any(proofs.depends_on(one, {found.launch}) for one in needed):
+    if any(found.launch < one and proofs.depends_on(one, {found.launch}) for one in needed):
         return ReasonCode.OPERAND_DEPENDS
     if found.between and any(proofs.sole_user(node) is None for node in found.between):
         return ReasonCode.INTERMEDIATE_USED
@@ -184,21 +184,30 @@ def all_reduce_rms_norm(graph: fx.Graph, *, options: Options) -> int:
     return count
 
 
-def _candidates(total: fx.Node) -> Iterator[tuple[fx.Node, list[tuple[fx.Node, fx.Node]]]]:
-    """(reduced tensor, the (sum, other term) on the way to it, the last sum first), the latest reduction first."""
-    found: list[tuple[fx.Node, list[tuple[fx.Node, fx.Node]]]] = []
-    pending: list[tuple[fx.Node, list[tuple[fx.Node, fx.Node]]]] = [(total, [])]
+@dataclass(frozen=True)
+class _Way:
+    """From a total up to `nodes[-1]`, the total first: steps are its (sum, other term), in this order."""
+
+    nodes: tuple[fx.Node, ...]
+    steps: tuple[tuple[fx.Node, fx.Node], ...] = ()
+
+
+def _ways(total: fx.Node) -> list[_Way]:
+    """All ways to a reduced tensor, through at most two sums; to the latest reduction first."""
+    found, pending = [], [_Way((total,))]
     while pending:
-        node, steps = pending.pop()
-        top = _views(node)[-1]
+        way = pending.pop()
+        nodes = (*way.nodes[:-1], *_views(way.nodes[-1]))
+        top = nodes[-1]
         if _is_reduced(top):
-            found.append((top, steps))
-        elif top.target is aten.add.Tensor and top.kwargs.get("alpha", 1) == 1 and len(steps) < 2:
+            found.append(_Way(nodes, way.steps))
+        elif top.target is aten.add.Tensor and top.kwargs.get("alpha", 1) == 1 and len(way.steps) < 2:
             left, right = top.args
             if isinstance(left, fx.Node) and isinstance(right, fx.Node) and left is not right:
-                pending += [(left, [*steps, (top, right)]), (right, [*steps, (top, left)])]
-    order = {node: index for index, node in enumerate(total.graph.nodes)}
-    yield from sorted(found, key=lambda one: order[one[0]], reverse=True)
+                pending.append(_Way((*nodes, left), (*way.steps, (top, right))))
+                pending.append(_Way((*nodes, right), (*way.steps, (top, left))))
+    order = {node: index for index, node in enumerate(total.graph.nodes)} if len(found) > 1 else {}
+    return sorted(found, key=lambda way: order.get(way.nodes[-1], 0), reverse=True)
 
 
 def _views(node: fx.Node) -> list[fx.Node]:
@@ -218,17 +227,6 @@ def _is_reduced(node: fx.Node) -> bool:
     if node.target is WAIT:
         return source.target is ALL_REDUCE
     return source.target is ops.overload(MatmulAllReduce.kind) and node.target is getitem and node.args[1:] == (0,)
-
-
-def _between(reduced: fx.Node, total: fx.Node) -> list[fx.Node]:
-    """The nodes on the way from the reduced tensor, the first one, to the total, without that."""
-    found: list[fx.Node] = []
-    node = total
-    while node is not reduced:
-        on_way = [one for one in node.all_input_nodes if one is reduced or proofs.depends_on(one, {reduced})]
-        node = on_way[0]
-        found.append(node)
-    return found[::-1]
 
 
 def _is_final(user: fx.Node) -> bool:
