@@ -73,9 +73,9 @@ def one_shot(
 ):  # fmt: skip
     """The rows of piece `ticket`, and `leave`. slots: pointers, of rank + 1, ..; each has places [source][row]."""
     cols = tl.arange(0, BLOCK)[None, :]
-    first = ticket * (TILES * ROWS) + tl.arange(0, ROWS)[:, None]
-    area = pieces * (TILES * ROWS) * pitch
-    at = first.to(tl.int64) * N + cols
+    first = (ticket * (TILES * ROWS) + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    area = (pieces * (TILES * ROWS)).to(tl.int64) * pitch
+    at = first * N + cols
     inside = (first < M) & (cols < N)
     mine = tl.load(x + at, mask=inside, other=0.0)
     loaded = extras(given[0], given[1], given[2], given[3], at, cols, inside, N, FORM)
@@ -87,7 +87,7 @@ def one_shot(
         for tile in range(1, TILES):
             rows = first + tile * ROWS
             there = (rows < M) & (cols < N)
-            more = tl.load(x + rows.to(tl.int64) * N + cols, mask=there, other=0.0)
+            more = tl.load(x + rows * N + cols, mask=there, other=0.0)
             for i in tl.static_range(WORLD - 1):
                 tl.store(slots[i] + rank * area + rows * pitch + cols, more, mask=there)
         publish_all(table, slot, ticket, rank, site, epoch, WORLD)
@@ -101,7 +101,7 @@ def one_shot(
     for tile in range(1, TILES):
         rows = first + tile * ROWS
         there = (rows < M) & (cols < N)
-        at = rows.to(tl.int64) * N + cols
+        at = rows * N + cols
         more = tl.load(x + at, mask=there, other=0.0)
         result = add_up(more, own, rows * pitch + cols, area, there, whole, rank, WORLD, AVERAGE).to(x.dtype.element_ty)
         loaded = extras(given[0], given[1], given[2], given[3], at, cols, there, N, FORM)
@@ -117,8 +117,8 @@ def two_shots(
 ):  # fmt: skip
     """The rows of piece `ticket` of every run, and `leave`. A slot has places [source][row], then sums [owner][row]."""
     cols = tl.arange(0, BLOCK)[None, :]
-    run = pieces * (TILES * ROWS)
-    first = ticket * (TILES * ROWS) + tl.arange(0, ROWS)[:, None]
+    run = (pieces * (TILES * ROWS)).to(tl.int64)
+    first = (ticket * (TILES * ROWS) + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     area = run * pitch
     sums = WORLD * area
     # Credits: nobody reads any more what the slot's previous use left there.
@@ -129,7 +129,7 @@ def two_shots(
             for i in tl.static_range(WORLD - 1):
                 theirs = (rank + 1 + i) % WORLD * run + rows
                 there = (theirs < M) & (cols < N)
-                piece = tl.load(x + theirs.to(tl.int64) * N + cols, mask=there, other=0.0)
+                piece = tl.load(x + theirs * N + cols, mask=there, other=0.0)
                 tl.store(slots[i] + rank * area + rows * pitch + cols, piece, mask=there)
         publish_all(table, slot, ticket, rank, site, epoch, WORLD)
     if ticket == 0:
@@ -141,7 +141,7 @@ def two_shots(
         rows = first + tile * ROWS
         ours = rank * run + rows
         there = (ours < M) & (cols < N)
-        mine = tl.load(x + ours.to(tl.int64) * N + cols, mask=there, other=0.0)
+        mine = tl.load(x + ours * N + cols, mask=there, other=0.0)
         result = add_up(mine, own, rows * pitch + cols, area, there, whole, rank, WORLD, AVERAGE)
         if whole != 0:
             for i in tl.static_range(WORLD - 1):
@@ -160,7 +160,7 @@ def two_shots(
             owner = (rank + i) % WORLD
             theirs = owner * run + rows
             there = (theirs < M) & (cols < N)
-            at = theirs.to(tl.int64) * N + cols
+            at = theirs * N + cols
             readable = there & ((known != 0) | (owner == rank))
             result = tl.load(own + sums + owner * area + rows * pitch + cols, mask=readable, other=float("nan"))
             loaded = extras(given[0], given[1], given[2], given[3], at, cols, there, N, FORM)
