@@ -238,6 +238,8 @@ TaskNode = MatmulNode | NormNode
 KINDS: tuple[str, ...] = (AllGatherMatmul.kind, MatmulReduceScatter.kind, MatmulAllReduce.kind)
 """The fusions of a collective with matmuls alone: what tables and benchmarks of matmuls know."""
 NORM_KINDS: tuple[str, ...] = (AllReduceRmsNorm.kind, MatmulAllReduceRmsNorm.kind)
+PLANNED_KINDS: tuple[str, ...] = (*KINDS, AllReduceRmsNorm.kind)
+"""Those with times of their own in tables. With a matmul, a norm costs all strategies the same."""
 TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS)
 """All of them."""
 

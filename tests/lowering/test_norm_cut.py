@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks.ops.all_reduce_rms_norm import SETS, Cell, table, verdict
-from benchmarks.records import Row
+from benchmarks.records import Row, merge_csv
 from ditron_inductor.core.layout import MAX_CHUNKS, MAX_WORLD, REVOKED_ROW
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.kernel import Cut, cut
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of
+from ditron_inductor.task.results import read_results
 
 H200 = {"programs": 132, "tile": kernel.TILE, "most_pieces": REVOKED_ROW.value, "round_bytes": kernel.ROUND_BYTES}
 
@@ -60,3 +62,11 @@ def test_benchmark_targets() -> None:
     assert verdict([replace(row, graph=0), replace(ours, p50_us=11.0, graph=0)]) == "1.55 PASS"
     assert verdict([row, ours, replace(row, contestant="symm_mem", p50_us=9.0)]) == "1.70 FAIL"
     assert "1.70 PASS" in table([row, ours])
+
+
+def test_benchmark_rows_become_a_table(tmp_path: Path) -> None:
+    row = Row("norm", "all_reduce_rms_norm", "ditron:library", Cell(4, 4096).shape, "bfloat16", 2, 1, *[17.0] * 3, 0.0,
+              None, "GPU", "2.11", "3.6", "abc", "2026-01-31")  # fmt: skip
+    merge_csv(tmp_path / "norm.csv", [row, replace(row, contestant="ditron:tile", p50_us=9.0)])
+    (entry,) = read_results((tmp_path / "norm.csv").read_text())
+    assert (entry.op, entry.m, entry.n, entry.k, entry.us) == (row.op, 4, 4096, 1, {"library": 17.0, "tile": 9.0})
