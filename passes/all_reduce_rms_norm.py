@@ -269,9 +269,8 @@ def _contiguous(like: torch.Tensor) -> torch.Tensor:
 def _replayed(graph: fx.Graph, node: fx.Node, views: tuple[fx.Node, ...]) -> fx.Node:
     """The same views of `node`, at the graph's insertion point."""
     for view in views:
-        source = view.args[0]
-        here = node
-        copy = graph.node_copy(view, lambda one, source=source, here=here: here if one is source else one)  # type: ignore[misc]
-        copy.meta = rewriting.copied_meta(view)
+        assert isinstance(view.target, torch._ops.OpOverload)
+        copy = graph.create_node("call_function", view.target, (node, *view.args[1:]), dict(view.kwargs), name="rows")
+        copy.meta.update(rewriting.copied_meta(view))
         node = copy
     return node

@@ -179,12 +179,12 @@ view [8, 16] = aten.reshape(arg0_1, [8, 16])
 matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view], [arg1_1], None, None, arg2_1, arg3_1, None, None, 'sum', 'rms', 1e-06, False, True, 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_1 [8, 32] = matmul_all_reduce_rms_norm[0]
 getitem_2 [8, 32] = matmul_all_reduce_rms_norm[1]
-view_5 [2, 4, 32] = aten.reshape(getitem_2, [2, 4, 32])
-view_4 [2, 4, 32] = aten.reshape(getitem_1, [2, 4, 32])
-view_2 [8, 32] = aten.reshape(view_4, [8, 32])
+rows_1 [2, 4, 32] = aten.reshape(getitem_2, [2, 4, 32])
+rows [2, 4, 32] = aten.reshape(getitem_1, [2, 4, 32])
+view_2 [8, 32] = aten.reshape(rows, [8, 32])
 mm_1 [8, 8] = aten.mm(view_2, arg4_1)
 view_3 [2, 4, 8] = aten.reshape(mm_1, [2, 4, 8])
-return (view_3, view_5)
+return (view_3, rows_1)
 """)
 
 
@@ -208,11 +208,11 @@ arg5_1 [32, 8]
 all_reduce_rms_norm = ditron.all_reduce_rms_norm(arg0_1, arg1_1, arg2_1, arg3_1, arg4_1, None, 'avg', 'layer', 1e-05, False, False, 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_2 [8, 32] = all_reduce_rms_norm[0]
 getitem_3 [8, 32] = all_reduce_rms_norm[1]
-view_4 [2, 4, 32] = aten.reshape(getitem_3, [2, 4, 32])
-view_2 [2, 4, 32] = aten.reshape(getitem_2, [2, 4, 32])
-view_3 [8, 32] = aten.reshape(view_2, [8, 32])
-mm [8, 8] = aten.mm(view_3, arg5_1)
-return (mm, view_4)
+rows_2 [2, 4, 32] = aten.reshape(getitem_3, [2, 4, 32])
+rows [2, 4, 32] = aten.reshape(getitem_2, [2, 4, 32])
+rows_1 [8, 32] = aten.reshape(rows, [8, 32])
+mm [8, 8] = aten.mm(rows_1, arg5_1)
+return (mm, rows_2)
 """)
 
 
@@ -240,20 +240,20 @@ matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view], [arg1_1],
 getitem_6 [1] = matmul_all_reduce_rms_norm[2]
 getitem_2 [8, 32] = matmul_all_reduce_rms_norm[0]
 getitem_3 [8, 32] = matmul_all_reduce_rms_norm[1]
-view_9 [2, 4, 32] = aten.reshape(getitem_3, [2, 4, 32])
-view_8 [2, 4, 32] = aten.reshape(getitem_2, [2, 4, 32])
-view_2 [8, 32] = aten.reshape(view_8, [8, 32])
+rows_1 [2, 4, 32] = aten.reshape(getitem_3, [2, 4, 32])
+rows [2, 4, 32] = aten.reshape(getitem_2, [2, 4, 32])
+view_2 [8, 32] = aten.reshape(rows, [8, 32])
 mm_1 [8, 8] = aten.mm(view_2, arg4_1)
 permute [8, 32] = aten.permute(arg4_1, [1, 0])
-matmul_all_reduce_rms_norm_1 = ditron.matmul_all_reduce_rms_norm([mm_1], [permute], None, None, view_9, arg3_1, None, getitem_6, 'sum', 'rms', 1e-06, False, False, 4, '0', '5e5bc8fc/1:matmul_all_reduce_rms_norm', 'auto', 1073741824, 0.0)
+matmul_all_reduce_rms_norm_1 = ditron.matmul_all_reduce_rms_norm([mm_1], [permute], None, None, rows_1, arg3_1, None, getitem_6, 'sum', 'rms', 1e-06, False, False, 4, '0', '5e5bc8fc/1:matmul_all_reduce_rms_norm', 'auto', 1073741824, 0.0)
 getitem_4 [8, 32] = matmul_all_reduce_rms_norm_1[0]
 getitem_5 [8, 32] = matmul_all_reduce_rms_norm_1[1]
-view_11 [2, 4, 32] = aten.reshape(getitem_5, [2, 4, 32])
-view_10 [2, 4, 32] = aten.reshape(getitem_4, [2, 4, 32])
-view_6 [8, 32] = aten.reshape(view_10, [8, 32])
+rows_3 [2, 4, 32] = aten.reshape(getitem_5, [2, 4, 32])
+rows_2 [2, 4, 32] = aten.reshape(getitem_4, [2, 4, 32])
+view_6 [8, 32] = aten.reshape(rows_2, [8, 32])
 mm_3 [8, 8] = aten.mm(view_6, arg4_1)
 view_7 [2, 4, 8] = aten.reshape(mm_3, [2, 4, 8])
-return (view_7, view_11)
+return (view_7, rows_3)
 """)
 
 
