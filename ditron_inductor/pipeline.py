@@ -29,6 +29,7 @@ from torch._logging import trace_structured
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
+from ditron_inductor.passes.all_reduce_rms_norm import all_reduce_rms_norm
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
 from ditron_inductor.passes.merge_reductions import merge_reductions
@@ -71,6 +72,7 @@ PASSES: tuple[Pass, ...] = (
     all_gather_matmul,
     matmul_reduce_scatter,
     matmul_all_reduce,
+    all_reduce_rms_norm,
     review_left_alone,
     require_fusions,
     absorb_epilogues,

@@ -16,7 +16,14 @@ from ditron_inductor.passes.order_collectives import GROUP_ARGUMENT, is_task, la
 from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.passes.reasons import LEFT_ALONE
 from ditron_inductor.sites import GraphRecord, SiteRecord
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, TaskNode
+from ditron_inductor.task.nodes import (
+    AllGatherMatmul,
+    AllReduceRmsNorm,
+    MatmulAllReduce,
+    MatmulAllReduceRmsNorm,
+    MatmulReduceScatter,
+    TaskNode,
+)
 from ditron_inductor.task.ops import node_from_call
 
 
@@ -40,15 +47,15 @@ def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> Gra
 def _task_record(node: fx.Node) -> SiteRecord:
     task = node_from_call(node.target, node.args)
     gathers = isinstance(task, AllGatherMatmul)
-    left, right = node.args[0], node.args[1]
+    left, right = node.args[0], [] if isinstance(task, AllReduceRmsNorm) else node.args[1]
     assert isinstance(right, (list, tuple))
-    lefts = [_value(one) for one in ([left] if gathers else left)]  # type: ignore[union-attr]
+    lefts = [_value(one) for one in (left if isinstance(left, (list, tuple)) else [left])]
     weights = [_value(weight) for weight in right]
     lhs = lefts[0]
     rows = [_hint(size) for size in lhs.shape[:-1]]
-    # The products of a reduction are added up, those of a gather lie side by side.
-    columns = [_hint(weight.shape[1]) for weight in (weights if gathers else weights[:1])]
-    depths = [_hint(one.shape[-1]) for one in lefts]
+    # The products of a reduction are added up, those of a gather lie side by side; without any, x has its own columns.
+    columns = [_hint(weight.shape[1]) for weight in (weights if gathers else weights[:1])] or [_hint(lhs.shape[-1])]
+    depths = [_hint(one.shape[-1]) for one in lefts] if weights else [1]
     m = None if None in rows else math.prod(size for size in rows if size is not None)
     if m is not None and gathers:
         m *= task.world_size
@@ -72,11 +79,11 @@ def _task_record(node: fx.Node) -> SiteRecord:
         strategy=task.policy.strategy,
         node=node.name,
         text=task.text(),
-        rows=() if m is None or k is None else (*[size for size in rows if size is not None], k),
+        rows=() if m is None or k is None or not weights else (*[size for size in rows if size is not None], k),
         columns=() if n is None else tuple(size for size in columns if size is not None),
         dim=_dim(task),
         depths=() if k is None else tuple(size for size in depths if size is not None),
-        bias=not isinstance(task, AllGatherMatmul) and task.has_bias,
+        bias=not isinstance(task, AllGatherMatmul | AllReduceRmsNorm) and task.has_bias,
         line=describe(node).line,
     )
 
@@ -99,11 +106,20 @@ def _pattern(task: TaskNode) -> str:
             return f"{_sum_text(task)} -> reduce_scatter({task.reduce_op}, dim {task.scatter_dim})"
         case MatmulAllReduce():
             return f"{_sum_text(task)} -> all_reduce({task.reduce_op})"
+        case AllReduceRmsNorm():
+            return f"all_reduce({task.reduce_op}){_extras(task)} -> {task.norm.form} norm"
+        case MatmulAllReduceRmsNorm():
+            return f"{_sum_text(task)} -> all_reduce({task.reduce_op}){_extras(task)} -> {task.norm.form} norm"
 
 
-def _sum_text(task: MatmulReduceScatter | MatmulAllReduce) -> str:
+def _sum_text(task: MatmulReduceScatter | MatmulAllReduce | MatmulAllReduceRmsNorm) -> str:
     matmuls = "matmul" if task.num_products == 1 else f"sum of {task.num_products} matmuls"
     return matmuls + " + bias" * task.has_bias
+
+
+def _extras(task: AllReduceRmsNorm | MatmulAllReduceRmsNorm) -> str:
+    """What is added between the reduction and the norm."""
+    return "".join(f" + {name}" for name in ("bias", "residual") if name in task.extras)
 
 
 def _task_bytes(task: TaskNode, m: int | None, n: int | None, k: int | None, itemsize: int) -> int | None:
@@ -115,7 +131,7 @@ def _task_bytes(task: TaskNode, m: int | None, n: int | None, k: int | None, ite
             return m // task.world_size * k * itemsize * peers
         case MatmulReduceScatter():
             return m // task.world_size * n * itemsize * peers
-        case MatmulAllReduce():
+        case MatmulAllReduce() | AllReduceRmsNorm() | MatmulAllReduceRmsNorm():
             return 2 * m * n * itemsize * peers // task.world_size
 
 

@@ -22,16 +22,31 @@ from ditron_inductor.device import AgreedOptions, Workspace, workspaces
 from ditron_inductor.device.replicas import own_chunk, replicas
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather_chunked
 from ditron_inductor.lowering.all_gather_matmul import tile as gather_tile
+from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
+from ditron_inductor.lowering.all_reduce_rms_norm import library as norm_library
 from ditron_inductor.lowering.epilogues import Finisher
 from ditron_inductor.lowering.launch import Launch
 from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
 from ditron_inductor.lowering.matmul_all_reduce import tile as reduce_tile
+from ditron_inductor.lowering.matmul_all_reduce_rms_norm import chunked as reduce_norm_chunked
+from ditron_inductor.lowering.matmul_all_reduce_rms_norm import tile as reduce_norm_tile
 from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter_chunked
 from ditron_inductor.lowering.matmul_reduce_scatter import tile as scatter_tile
 from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, form
 from ditron_inductor.task import ops, reference
 from ditron_inductor.task.epilogue_torch import NAMES
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Policy, TaskNode
+from ditron_inductor.task.nodes import (
+    EXTRAS,
+    AllGatherMatmul,
+    AllReduceRmsNorm,
+    MatmulAllReduce,
+    MatmulAllReduceRmsNorm,
+    MatmulReduceScatter,
+    Norm,
+    NormNode,
+    Policy,
+    TaskNode,
+)
 from ditron_inductor.task.plan import PlanRequest, choose
 
 Runner = Callable[..., Any]
@@ -41,6 +56,8 @@ TILE: Mapping[str, tuple[Callable[..., Any], Runner]] = {
     AllGatherMatmul.kind: (gather_tile.geometry, gather_tile.all_gather_matmul),
     MatmulReduceScatter.kind: (scatter_tile.geometry, scatter_tile.matmul_reduce_scatter),
     MatmulAllReduce.kind: (reduce_tile.geometry, reduce_tile.matmul_all_reduce),
+    AllReduceRmsNorm.kind: (norm_kernel.geometry, norm_kernel.all_reduce_rms_norm),
+    MatmulAllReduceRmsNorm.kind: (reduce_norm_tile.geometry, reduce_norm_tile.matmul_all_reduce_rms_norm),
 }
 CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
     AllGatherMatmul.kind: (gather_chunked.obstacle, gather_chunked.geometry, gather_chunked.all_gather_matmul),
@@ -50,7 +67,16 @@ CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
         scatter_chunked.matmul_reduce_scatter,
     ),
     MatmulAllReduce.kind: (reduce_chunked.obstacle, reduce_chunked.geometry, reduce_chunked.matmul_all_reduce),
+    # Without a product to cut, the same as `tile`.
+    AllReduceRmsNorm.kind: (norm_kernel.no_chunks, norm_kernel.chunked_geometry, norm_kernel.all_reduce_rms_norm),
+    MatmulAllReduceRmsNorm.kind: (
+        reduce_norm_chunked.obstacle,
+        reduce_norm_chunked.geometry,
+        reduce_norm_chunked.matmul_all_reduce_rms_norm,
+    ),
 }
+PLANNED_AS: Mapping[str, str] = {MatmulAllReduceRmsNorm.kind: MatmulAllReduce.kind}
+"""Kinds whose strategies are chosen as another's: a norm costs all of them the same."""
 
 calls = PreparedCalls()
 """Those of this process."""
@@ -119,12 +145,13 @@ def _possible(
     """What the plan has to know, and the strategies that it may choose, as functions of the operands."""
     workspace = launch.workspace
     capabilities = workspace.capabilities
+    tile_reason = capabilities.tile_reason or (norm_kernel.obstacle(n) if isinstance(node, NormNode) else "")
     geometry, runner = TILE[node.kind]
     tile = geometry(node, launch, x, n)
     runners: dict[str, Runner] = {"tile": functools.partial(runner, node, launch, tile)}
     obstacle, geometry, runner = CHUNKED[node.kind]
     # Its kernels want what those of `tile` want.
-    chunked_reason = capabilities.tile_reason or obstacle(node, x.shape)
+    chunked_reason = tile_reason or obstacle(node, x.shape)
     chunked_bytes = 0
     if not chunked_reason:
         chunked = geometry(node, launch, x, n, k)
@@ -132,7 +159,7 @@ def _possible(
         runners["chunked"] = functools.partial(runner, node, launch, chunked)
     request = PlanRequest(
         site=node.site,
-        kind=node.kind,
+        kind=PLANNED_AS.get(node.kind, node.kind),
         m=m,
         n=n,
         k=k,
@@ -143,8 +170,8 @@ def _possible(
         workspace_limit=node.policy.workspace_limit,
         device_type=capabilities.device_type,
         device_name=capabilities.device_name,
-        tile_available=capabilities.tile_available,
-        tile_reason=capabilities.tile_reason,
+        tile_available=capabilities.tile_available and not tile_reason,
+        tile_reason=tile_reason,
         chunked_bytes=chunked_bytes,
         chunked_reason=chunked_reason,
         epilogue_bytes=_epilogue_bytes(node, m, n, x.dtype),
@@ -251,6 +278,36 @@ def _prepare_matmul_all_reduce(
     return _prepare(key, node, a[0], library, sizes=(M, N), m=M, shared=N, local=local)
 
 
+def _prepare_norm(
+    key: Hashable,
+    x: torch.Tensor,
+    b: Sequence[torch.Tensor] | None,
+    product_bias: torch.Tensor | None,
+    given: tuple[torch.Tensor | None, ...],
+    reduce_op: str,
+    norm: str,
+    eps: float,
+    plus_one: bool,
+    round_first: bool,
+    world_size: int,
+    group_name: str,
+    site: str,
+    *policy: Any,
+) -> Callable[..., Any]:
+    """x: what is reduced, or (with b) the first of what it is a product of. given: see nodes.EXTRAS."""
+    extras = tuple(name for name, one in zip(EXTRAS, given, strict=True) if one is not None)
+    common = reduce_op, Norm(norm, eps, plus_one, round_first), extras, world_size, group_name, site, Policy(*policy)
+    node: NormNode
+    if b is None:
+        node, N, K = AllReduceRmsNorm(*common), x.shape[-1], 1
+    else:
+        node = MatmulAllReduceRmsNorm(*common, len(b), product_bias is not None)
+        N, K = b[0].shape[1], sum(one.shape[0] for one in b)
+    M = math.prod(x.shape[:-1])
+    library = norm_library.make(node, [*x.shape[:-1], N], x.device)
+    return _prepare(key, node, x, library, sizes=(M, N), m=M, shared=N, local=("K", K))
+
+
 # The ops themselves. The trailing arguments, `site`, are those of the schemas in task/ops.py, in their order. With the
 # operands' forms they are all that a call depends on, but for this:
 _precision = torch.get_float32_matmul_precision
@@ -261,10 +318,16 @@ SITE_ARGUMENTS = 8
 
 
 def lookup(
-    kind: str, site: tuple[Any, ...], operands: Sequence[torch.Tensor], bias: torch.Tensor | None = None
+    kind: str,
+    site: tuple[Any, ...],
+    operands: Sequence[torch.Tensor],
+    *others: torch.Tensor | None,
 ) -> tuple[Hashable, Callable[..., Any] | None]:
-    """The key of a call, and what runs it if that is known. operands: all of them, in the order of the schema."""
-    key = kind, site, _precision(), None if bias is None else form(bias), *[form(one) for one in operands]
+    """The key of a call, and what runs it if that is known. operands: all of them, in the order of the schema; others:
+    those that there may be.
+    """
+    rest = [None if other is None else form(other) for other in others]
+    key = kind, site, _precision(), *rest, *[form(one) for one in operands]
     return key, calls.find(key)
 
 
@@ -310,6 +373,24 @@ def _matmul_all_reduce(
     return run(a, b, bias), ops.new_token(a[0])
 
 
+def _all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    given, site = others[:4], others[5:]
+    key, run = lookup(AllReduceRmsNorm.kind, site, (x,), *given)
+    if run is None:
+        run = _prepare_norm(key, x, None, None, given, *site)
+    return *run(x, given), ops.new_token(x)
+
+
+def _matmul_all_reduce_rms_norm(
+    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: torch.Tensor | None, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    given, site = others[:4], others[5:]
+    key, run = lookup(MatmulAllReduceRmsNorm.kind, site, (*a, *b), bias, *given)
+    if run is None:
+        run = _prepare_norm(key, a[0], b, bias, given, *site)
+    return *run(a, b, bias, given), ops.new_token(a[0])
+
+
 def _on_device(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Run with the GPU of the first operand as the current one: kernels are launched there."""
 
@@ -336,6 +417,8 @@ def register() -> None:
         AllGatherMatmul.kind: _on_device(_all_gather_matmul),
         MatmulReduceScatter.kind: _on_device(_matmul_reduce_scatter),
         MatmulAllReduce.kind: _on_device(_matmul_all_reduce),
+        AllReduceRmsNorm.kind: _on_device(_all_reduce_rms_norm),
+        MatmulAllReduceRmsNorm.kind: _on_device(_matmul_all_reduce_rms_norm),
         "after": _after,
         "after_": ops.do_nothing,
         "token_of": ops.new_token,

@@ -19,7 +19,14 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes.order_collectives import Match, find_chain
 from ditron_inductor.passes.proofs import arguments
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, TaskNode
+from ditron_inductor.task.nodes import (
+    AllGatherMatmul,
+    AllReduceRmsNorm,
+    MatmulAllReduce,
+    MatmulAllReduceRmsNorm,
+    MatmulReduceScatter,
+    TaskNode,
+)
 from ditron_inductor.task.ops import node_from_call
 
 SITE_ARGUMENT = "site"
@@ -77,6 +84,11 @@ def _task_facts(task: TaskNode) -> str:
             own = f"{task.scatter_dim} {task.reduce_op} {task.num_products} {task.has_bias}"
         case MatmulAllReduce():
             own = f"{task.reduce_op} {task.num_products} {task.has_bias}"
+        case AllReduceRmsNorm():
+            own = f"{task.reduce_op} {task.norm.text()} {'+'.join(task.extras)}"
+        case MatmulAllReduceRmsNorm():
+            products = f"{task.num_products} {task.has_bias}"
+            own = f"{task.reduce_op} {products} {task.norm.text()} {'+'.join(task.extras)}"
     return f"{task.kind} {own} {task.world_size}"
 
 

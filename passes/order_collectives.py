@@ -37,7 +37,7 @@ from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.options import Options
 from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.task import ops
-from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.task.nodes import TASK_KINDS
 
 GROUP_ARGUMENT = "group_name"
 TOKEN_ARGUMENT = "token"
@@ -70,7 +70,9 @@ class Match:
 def is_task(node: fx.Node) -> bool:
     """Whether the node is a call of one of the Task ops."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == ops.NAMESPACE and target._opname in KINDS
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.namespace == ops.NAMESPACE and target._opname in TASK_KINDS
 
 
 def launches_collective(node: fx.Node) -> bool:

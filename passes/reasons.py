@@ -63,6 +63,14 @@ class ReasonCode(enum.StrEnum):
     """The operands or the result of the matmul differ in dtype."""
     NO_MATMUL = "no_matmul"
     """No matmul stands next to the collective."""
+    NORM_CONSUMER = "norm_consumer"
+    """The result of the norm is used by an op on elements, which the compiler computes together with the norm."""
+    NORM_FORM = "norm_form"
+    """What follows the reduction is close to a norm of its rows, and none that is known."""
+    NORM_USED = "norm_used"
+    """A value inside the norm is used elsewhere too, as by a backward pass."""
+    NORM_WIDTH = "norm_width"
+    """The rows of the norm are too long, or of a dynamic length."""
     OPERAND_DEPENDS = "operand_depends"
     """The other operand of the matmul is computed from the gathered tensor."""
     OPERAND_LATE = "operand_late"
@@ -109,6 +117,10 @@ _NOTHING_TO_CHANGE = frozenset(
         ReasonCode.GATHERED_WEIGHT,
         ReasonCode.GROUPED_MATMUL,
         ReasonCode.NO_MATMUL,
+        ReasonCode.NORM_CONSUMER,
+        ReasonCode.NORM_FORM,
+        ReasonCode.NORM_USED,
+        ReasonCode.NORM_WIDTH,
         ReasonCode.WEIGHT_GRADIENT_ONLY,
         ReasonCode.WORLD_SIZE_ONE,
     }
@@ -177,8 +189,21 @@ _TEXTS: dict[ReasonCode, str] = {
     ),
     ReasonCode.MIXED_DTYPES: "the matmul mixes dtypes; give both operands and the result the same dtype",
     ReasonCode.NO_MATMUL: "no matmul stands next to it; nothing to change unless one could be moved there",
+    ReasonCode.NORM_CONSUMER: (
+        "an op on the elements follows the norm behind it, and the compiler makes them one kernel; nothing to change"
+    ),
+    ReasonCode.NORM_FORM: (
+        "the norm behind it is not of a form that is known; use that of nn.RMSNorm, nn.LayerNorm, Llama or Gemma, "
+        "with a constant eps (it is none under dynamic=True; mark dimensions as dynamic instead)"
+    ),
+    ReasonCode.NORM_USED: (
+        "a value inside the norm behind it is used elsewhere, as by a backward pass; only norms of inference are fused"
+    ),
+    ReasonCode.NORM_WIDTH: (
+        "the rows of the norm behind it are longer than 16384 elements, or of a dynamic length; nothing to change"
+    ),
     ReasonCode.OPERAND_DEPENDS: (
-        "the matmul's other operand is computed from the gathered tensor; make it independent of the gather"
+        "another operand is computed from the collective's result; make it independent of that"
     ),
     ReasonCode.OPERAND_LATE: (
         "the matmul's other operand is computed after the gathered tensor is first used, behind an op that has to stay "

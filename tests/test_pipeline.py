@@ -67,6 +67,7 @@ def test_the_order_of_the_passes() -> None:
         "all_gather_matmul",
         "matmul_reduce_scatter",
         "matmul_all_reduce",
+        "all_reduce_rms_norm",
         "review_left_alone",
         "require_fusions",
         "absorb_epilogues",

@@ -16,6 +16,9 @@ on one rank of W; `transfer` is bytes received / rate; P = 2 M N bytes / H for e
 there. Two ranks have the links of one pair to themselves, and copy faster (`pair_gain`). An all-reduce sends its
 partial results like a scatter, and its results like a gather: two rounds of passes and signals.
 
+A norm behind an all-reduce without a product (n columns, k = 1) has, in place of the matmul, a launch and passes over
+what it reads and writes; in our kernel, `tile`, no launch more and one round of signals or two, whichever is faster.
+
 The numbers of the H200 are fitted to benchmarks/results/gemm_collectives.csv (bf16, no NVLink multicast) by
 `python -m benchmarks.plan`; `python -m ditron_inductor tune --model-error` shows the model's error.
 The model decides only where no table of measured times does, and the plan asks for a clear win (`GAIN`) then.
@@ -26,7 +29,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
+from ditron_inductor.task.nodes import AllGatherMatmul, AllReduceRmsNorm, MatmulAllReduce, MatmulReduceScatter
 
 MICRO = 1e6
 GAIN = 0.945
@@ -46,6 +49,7 @@ HOST_US = {
     AllGatherMatmul.kind: {"library": 75.0, "chunked": 150.0, "tile": 42.0},
     MatmulReduceScatter.kind: {"library": 75.0, "chunked": 210.0, "tile": 36.0},
     MatmulAllReduce.kind: {"library": 70.0, "chunked": 500.0, "tile": 36.0},
+    AllReduceRmsNorm.kind: {"library": 60.0, "chunked": 36.0, "tile": 36.0},
 }
 """What a call takes the host, by `python -m benchmarks.host`: in eager mode none takes less."""
 EPILOGUE_HOST_US = 12.0
@@ -174,15 +178,23 @@ def hardware(device_name: str) -> Hardware:
 
 def predict(problem: Problem, on: Hardware) -> dict[str, float]:
     """Predicted microseconds of one call, by strategy."""
+    if problem.kind == AllReduceRmsNorm.kind:
+        ours = _norm_tile_us(problem, on)
+        device = {"library": _norm_library_us(problem, on), "chunked": ours, "tile": ours}
+    else:
+        device = _matmul_kinds_us(problem, on)
+    if problem.captured:
+        return device
+    return {strategy: max(us, host_us(problem, strategy)) for strategy, us in device.items()}
+
+
+def _matmul_kinds_us(problem: Problem, on: Hardware) -> dict[str, float]:
     device = {
         "library": _library_us(problem, on),
         "chunked": _chunked_us(problem, on),
         "tile": _tile_us(problem, on),
     }
-    device = {strategy: us + epilogue_us(problem, on, strategy) for strategy, us in device.items()}
-    if problem.captured:
-        return device
-    return {strategy: max(us, host_us(problem, strategy)) for strategy, us in device.items()}
+    return {strategy: us + epilogue_us(problem, on, strategy) for strategy, us in device.items()}
 
 
 def host_us(problem: Problem, strategy: str) -> float:
@@ -212,8 +224,27 @@ def received_bytes(problem: Problem) -> float:
     scattered = problem.m * problem.n * problem.itemsize * peers / problem.world_size
     if problem.kind == MatmulReduceScatter.kind:
         return scattered
-    assert problem.kind == MatmulAllReduce.kind, f"not a kind: {problem.kind}"
+    assert problem.kind in (MatmulAllReduce.kind, AllReduceRmsNorm.kind), f"not a kind: {problem.kind}"
     return 2 * scattered
+
+
+NORM_PASSES = 4
+"""Over the sum: it is read with the residual, and written with its norm."""
+
+
+def _norm_library_us(problem: Problem, on: Hardware) -> float:
+    return collective_us(problem, on) + on.launch_us + _norm_passes_us(problem, on)
+
+
+def _norm_tile_us(problem: Problem, on: Hardware) -> float:
+    nbytes = problem.m * problem.n * problem.itemsize
+    one_shot = (problem.world_size - 1) * nbytes / _link_rate(problem, on) * MICRO
+    two_shots = received_bytes(problem) / _link_rate(problem, on) * MICRO + on.signal_us
+    return on.launch_us + on.signal_us + min(one_shot, two_shots) + _norm_passes_us(problem, on)
+
+
+def _norm_passes_us(problem: Problem, on: Hardware) -> float:
+    return NORM_PASSES * problem.m * problem.n * problem.itemsize / on.memory_bytes_per_s * MICRO
 
 
 def collective_us(problem: Problem, on: Hardware) -> float:
@@ -268,6 +299,7 @@ def _link_rate(problem: Problem, on: Hardware) -> float:
         AllGatherMatmul.kind: on.gather_bytes_per_s,
         MatmulReduceScatter.kind: on.scatter_bytes_per_s,
         MatmulAllReduce.kind: on.all_reduce_bytes_per_s,
+        AllReduceRmsNorm.kind: on.all_reduce_bytes_per_s,
     }
     return rates[problem.kind] * _pair_gain(problem, on)
 

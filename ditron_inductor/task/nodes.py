@@ -7,6 +7,7 @@ that never changes for equal nodes: tests and `explain` compare and print it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -157,8 +158,117 @@ class MatmulAllReduce:
         )
 
 
-TaskNode = AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce
+@dataclass(frozen=True)
+class Norm:
+    """A normalisation of rows [.., N], computed in fp32: scaled = (x - mean) / sqrt(variance + eps), as a `layer` norm
+    does, or x / sqrt(mean of x * x + eps) (`rms`); then scaled * weight + shift.
+
+    plus_one: the weight counts as 1 + weight. round_first: scaled is rounded to the dtype of x first, as in Llama.
+    """
+
+    form: str = "rms"
+    eps: float = 1e-6
+    plus_one: bool = False
+    round_first: bool = False
+
+    def verify(self, kind: str) -> None:
+        _check(self.form in NORMS, kind, "norm", self.form, f"one of {', '.join(NORMS)}")
+        _check(0.0 <= self.eps < math.inf, kind, "eps", self.eps, "a number, 0 or more")
+
+    def text(self) -> str:
+        flags = ", plus_one" * self.plus_one + ", round_first" * self.round_first
+        return f"{self.form}(eps={self.eps:g}{flags})"
+
+
+NORMS: tuple[str, ...] = ("rms", "layer")
+MOST_NORM_COLUMNS = 16384
+"""Of rows that are normalised in the registers of one program."""
+EXTRAS: tuple[str, ...] = ("bias", "residual", "weight", "shift")
+"""The tensors that a reduction with a norm may have besides its operands, in the order of its arguments."""
+
+
+@dataclass(frozen=True)
+class _ReductionWithNorm:
+    """What the two nodes with a norm have in common. extras: which of `EXTRAS` there are."""
+
+    kind: ClassVar[str]
+    reduce_op: str
+    norm: Norm
+    extras: tuple[str, ...]
+    world_size: int
+    group_name: str
+    site: str
+    policy: Policy
+
+    def verify(self) -> None:
+        _check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
+        self.norm.verify(self.kind)
+        in_order = self.extras == tuple(name for name in EXTRAS if name in self.extras)
+        _check(in_order, self.kind, "extras", self.extras, f"names out of {', '.join(EXTRAS)}, in this order")
+        _verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    def text(self) -> str:
+        return (
+            f"{self.kind}({self._reduction_text()}, norm={self.norm.text()}, extras={'+'.join(self.extras)}, "
+            f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
+        )
+
+    def _reduction_text(self) -> str:
+        return f"reduce_op={self.reduce_op}"
+
+
+@dataclass(frozen=True)
+class AllReduceRmsNorm(_ReductionWithNorm):
+    """total = all_reduce(x, reduce_op) + bias + residual, normed = norm(total); both bit-identical on every rank.
+
+    x and both outputs are [.., N], the residual has as many elements, bias, weight and shift have N. Every sum is
+    rounded to the dtype of x.
+    """
+
+    kind: ClassVar[str] = "all_reduce_rms_norm"
+
+
+@dataclass(frozen=True)
+class MatmulAllReduceRmsNorm(_ReductionWithNorm):
+    """As `AllReduceRmsNorm` with x = sum_i a_i @ b_i + product_bias: what `MatmulAllReduce` reduces. has_bias: whether
+    there is that row, which every rank adds before the reduction.
+    """
+
+    kind: ClassVar[str] = "matmul_all_reduce_rms_norm"
+    num_products: int = 1
+    has_bias: bool = False
+
+    @property
+    def reduction(self) -> MatmulAllReduce:
+        """The node without its norm."""
+        return MatmulAllReduce(
+            self.reduce_op,
+            self.world_size,
+            self.group_name,
+            self.site,
+            self.policy,
+            num_products=self.num_products,
+            has_bias=self.has_bias,
+        )
+
+    def verify(self) -> None:
+        super().verify()
+        _verify_reduction(self.kind, self.reduce_op, self.num_products)
+
+    def _reduction_text(self) -> str:
+        return _reduction_text(self.reduce_op, self.num_products, self.has_bias)
+
+
+MatmulNode = AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce
+NormNode = AllReduceRmsNorm | MatmulAllReduceRmsNorm
+TaskNode = MatmulNode | NormNode
 KINDS: tuple[str, ...] = (AllGatherMatmul.kind, MatmulReduceScatter.kind, MatmulAllReduce.kind)
+"""The fusions of a collective with matmuls alone: what tables and benchmarks of matmuls know."""
+NORM_KINDS: tuple[str, ...] = (AllReduceRmsNorm.kind, MatmulAllReduceRmsNorm.kind)
+PLANNED_KINDS: tuple[str, ...] = (*KINDS, AllReduceRmsNorm.kind)
+"""Those with times of their own in tables. With a matmul, a norm costs all strategies the same."""
+TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS)
+"""All of them."""
 
 
 def _check(holds: bool, kind: str, field: str, value: object, expected: str) -> None:

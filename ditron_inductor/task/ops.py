@@ -13,6 +13,12 @@
 `matmul_all_reduce(a, b, bias, token, ...) -> (out, token)`
     a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N] or None; out [.., N] contiguous, bit-identical on every
     rank.
+`all_reduce_rms_norm(x, bias, residual, weight, shift, token, ...) -> (normed, total, token)`
+    x [.., N]; residual as many elements, in any shape whose rows are N long; bias, weight and shift N elements, each of
+    them None where there is none. total = all_reduce(x) + bias + residual and normed = its norm: shape and dtype of x,
+    contiguous, bit-identical on every rank. See `nodes.Norm` for the arguments `norm` to `round_first`.
+`matmul_all_reduce_rms_norm(a, b, product_bias, bias, residual, weight, shift, token, ...) -> (normed, total, token)`
+    the same for x = sum_i a_i @ b_i + product_bias, the operands of `matmul_all_reduce`.
 `after(x, token) -> x`
     an alias of x that is ordered after token: puts a collective that was not fused into the order of its group.
 `after_(x, token)`
@@ -43,12 +49,27 @@ from torch.library import Library
 
 from ditron_inductor.task.epilogue import parse, products
 from ditron_inductor.task.epilogue_torch import out_dtypes
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Policy, TaskNode
+from ditron_inductor.task.nodes import (
+    EXTRAS,
+    NORM_KINDS,
+    AllGatherMatmul,
+    AllReduceRmsNorm,
+    MatmulAllReduce,
+    MatmulAllReduceRmsNorm,
+    MatmulReduceScatter,
+    Norm,
+    Policy,
+    TaskNode,
+)
 
 NAMESPACE = "ditron"
 
 _SITE = "int world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s"
 _PRODUCTS = "Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token"
+_NORM = (
+    "Tensor? bias, Tensor? residual, Tensor? weight, Tensor? shift, Tensor? token, "
+    f"str reduce_op, str norm, float eps, bool plus_one, bool round_first, {_SITE}"
+)
 SCHEMAS: dict[str, str] = {
     AllGatherMatmul.kind: (
         f"(Tensor shard, Tensor[] weights, Tensor? token, int gather_dim, bool return_gathered, {_SITE}, "
@@ -56,6 +77,10 @@ SCHEMAS: dict[str, str] = {
     ),
     MatmulReduceScatter.kind: (f"({_PRODUCTS}, int scatter_dim, str reduce_op, {_SITE}) -> (Tensor, Tensor)"),
     MatmulAllReduce.kind: f"({_PRODUCTS}, str reduce_op, {_SITE}) -> (Tensor, Tensor)",
+    AllReduceRmsNorm.kind: f"(Tensor x, {_NORM}) -> (Tensor, Tensor, Tensor)",
+    MatmulAllReduceRmsNorm.kind: (
+        f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}) -> (Tensor, Tensor, Tensor)"
+    ),
     "after": "(Tensor(a) x, Tensor token) -> Tensor(a)",
     "after_": "(Tensor(a!) x, Tensor token) -> ()",
     "token_of": "(Tensor x) -> Tensor",
@@ -75,6 +100,8 @@ def define() -> Library:
         AllGatherMatmul.kind: _fake_all_gather_matmul,
         MatmulReduceScatter.kind: _fake_matmul_reduce_scatter,
         MatmulAllReduce.kind: _fake_matmul_all_reduce,
+        AllReduceRmsNorm.kind: _fake_all_reduce_rms_norm,
+        MatmulAllReduceRmsNorm.kind: _fake_matmul_all_reduce_rms_norm,
         "after": _fake_after,
         "after_": do_nothing,
         "token_of": new_token,
@@ -116,8 +143,19 @@ def site_args(node: TaskNode) -> tuple[int, str, str, str, int, float]:
     )
 
 
+def norm_args(norm: Norm) -> tuple[str, float, bool, bool]:
+    """The arguments of a norm, in schema order."""
+    return norm.form, norm.eps, norm.plus_one, norm.round_first
+
+
+def argument_of(target: object, args: Sequence[object], name: str) -> Any:
+    """The argument `name` of a call of one of our ops, all of whose arguments are positional."""
+    assert isinstance(target, torch._ops.OpOverload)
+    return args[[argument.name for argument in target._schema.arguments].index(name)]
+
+
 def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
-    """The node that a call of one of the three ops (all arguments positional) stands for.
+    """The node that a call of one of the Task ops (all arguments positional) stands for.
 
     Raises AssertionError for any other target: only our own passes write these calls.
     """
@@ -156,7 +194,16 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
             num_extras=len(as_list("extras")) if value["extras"] is not None else 0,
             epilogue=str(value["epilogue"]),
         )
-    num_products, has_bias = len(as_list("a")), value["bias"] is not None
+    norm, extras = Norm(), tuple[str, ...]()
+    if kind in NORM_KINDS:
+        eps = value["eps"]
+        assert isinstance(eps, (int, float)), f"{kind}: eps is not a number: {eps!r}"
+        norm = Norm(str(value["norm"]), float(eps), bool(value["plus_one"]), bool(value["round_first"]))
+        extras = tuple(name for name in EXTRAS if value[name] is not None)
+    if kind == AllReduceRmsNorm.kind:
+        return AllReduceRmsNorm(str(value["reduce_op"]), norm, extras, world_size, group_name, site, policy)
+    num_products = len(as_list("a"))
+    has_bias = value["product_bias" if kind in NORM_KINDS else "bias"] is not None
     assert num_products == len(as_list("b")), f"{kind}: {num_products} first operands, {len(as_list('b'))} second ones"
     if kind == MatmulReduceScatter.kind:
         return MatmulReduceScatter(
@@ -168,6 +215,10 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
             policy=policy,
             num_products=num_products,
             has_bias=has_bias,
+        )
+    if kind == MatmulAllReduceRmsNorm.kind:
+        return MatmulAllReduceRmsNorm(
+            str(value["reduce_op"]), norm, extras, world_size, group_name, site, policy, num_products, has_bias
         )
     assert kind == MatmulAllReduce.kind, f"not a site: {kind}"
     return MatmulAllReduce(
@@ -245,6 +296,17 @@ def _fake_matmul_all_reduce(
     timeout_s: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return a[0].new_empty([*a[0].shape[:-1], b[0].shape[1]]), new_token(a[0])
+
+
+def _fake_all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape), new_token(x)
+
+
+def _fake_matmul_all_reduce_rms_norm(
+    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shape = [*a[0].shape[:-1], b[0].shape[1]]
+    return a[0].new_empty(shape), a[0].new_empty(shape), new_token(a[0])
 
 
 def _fake_after(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

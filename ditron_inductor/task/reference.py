@@ -1,4 +1,4 @@
-"""The three fusions in plain collectives and library matmuls, out of place: the strategy `library`, and what
+"""The fusions in plain collectives and library matmuls, out of place: the strategy `library`, and what
 tests compare with.
 
 Each function launches its collective and its matmul one after the other on the current stream, with no
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from ditron_inductor.task.nodes import Norm
 
 Multiply = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
 """A function of rows, weights and extra tensors: products with an epilogue."""
@@ -120,11 +122,51 @@ def matmul_all_reduce(
     group_name: str,
 ) -> torch.Tensor:
     """all_reduce(sum_i a_i @ b_i + bias), reduced in place on the sum. See `ops` for the shapes."""
-    group = _group(group_name)
     total = sum_of_products(a, b, bias)
-    native = reduce_op == "sum" or _averages(group, total.device)
-    dist.all_reduce(total, _reduce_op(reduce_op, native), group=group)
-    return total if native else total.div_(world_size)
+    return all_reduce_(total, reduce_op=reduce_op, world_size=world_size, group_name=group_name)
+
+
+def all_reduce_(x: torch.Tensor, *, reduce_op: str, world_size: int, group_name: str) -> torch.Tensor:
+    """The reduction of the contiguous x over the ranks, in its place."""
+    group = _group(group_name)
+    native = reduce_op == "sum" or _averages(group, x.device)
+    dist.all_reduce(x, _reduce_op(reduce_op, native), group=group)
+    return x if native else x.div_(world_size)
+
+
+def add_norm(
+    reduced: torch.Tensor, extras: Sequence[torch.Tensor | None], norm: Norm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed, total) of rows that have been reduced; extras: bias, residual, weight and shift. See `nodes`."""
+    bias, residual, weight, shift = extras
+    total = reduced if bias is None else reduced + bias.view(-1)
+    total = total if residual is None else total + residual.reshape(total.shape)
+    value = total.to(torch.promote_types(total.dtype, torch.float32))
+    if norm.form == "layer":
+        value = value - value.mean(-1, keepdim=True)
+    scaled = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + norm.eps)
+    if norm.round_first:
+        scaled = scaled.to(total.dtype).to(scaled.dtype)
+    if weight is not None:
+        factor = weight.view(-1).to(scaled.dtype)
+        scaled = scaled * (factor + 1.0 if norm.plus_one else factor)
+    if shift is not None:
+        scaled = scaled + shift.view(-1).to(scaled.dtype)
+    return scaled.to(total.dtype), total
+
+
+def all_reduce_rms_norm(
+    x: torch.Tensor,
+    extras: Sequence[torch.Tensor | None],
+    *,
+    norm: Norm,
+    reduce_op: str,
+    world_size: int,
+    group_name: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed, total) of all_reduce(x). See `ops` for the shapes."""
+    own = x.clone(memory_format=torch.contiguous_format)
+    return add_norm(all_reduce_(own, reduce_op=reduce_op, world_size=world_size, group_name=group_name), extras, norm)
 
 
 def _group(name: str) -> dist.ProcessGroup:

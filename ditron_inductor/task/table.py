@@ -1,9 +1,10 @@
 """Measured times of the strategies, as a table that people can read and ranks can exchange as text.
 
 A table is a CSV with one line per matmul and mode, columns `COLUMNS`; lines that begin with `#` are comments. `gpu`:
-the driver's name of the GPU. `m`, `n`, `k`: one rank's matmul [m, k] @ [k, n] as in a `PlanRequest`. `graph`: 1 where
-it was timed inside a CUDA graph. Times are microseconds of one call, the maximum over ranks of each rank's median,
-empty where a strategy could not run. All times of a line come from one interleaved run; only their ratios are used.
+the driver's name of the GPU. `m`, `n`, `k`: one rank's matmul [m, k] @ [k, n] as in a `PlanRequest`; k is 1 where
+nothing is multiplied. `graph`: 1 where it was timed inside a CUDA graph. Times are microseconds of one call, the
+maximum over ranks of each rank's median, empty where a strategy could not run. All times of a line come from one
+interleaved run; only their ratios are used.
 
 `Table.lookup` finds a shape that was measured, else one from its bucket or close to it:
 
@@ -26,7 +27,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ditron_inductor.errors import InvalidTable
-from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.task.nodes import PLANNED_KINDS
 
 MEASURED = ("library", "chunked", "tile")
 LAST_BUCKET = 28
@@ -58,8 +59,8 @@ class Entry:
     def __post_init__(self) -> None:
         if not self.gpu:
             raise ValueError("gpu is empty")
-        if self.op not in KINDS:
-            raise ValueError(f"op is '{self.op}', not one of {', '.join(KINDS)}")
+        if self.op not in PLANNED_KINDS:
+            raise ValueError(f"op is '{self.op}', not one of {', '.join(PLANNED_KINDS)}")
         if self.world < 2:
             raise ValueError(f"world is {self.world}, less than 2")
         if self.graph not in (0, 1):

@@ -17,14 +17,23 @@ from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.task import ops
 from ditron_inductor.task.epilogue import Extra, products, walk
 from ditron_inductor.task.epilogue_torch import extra_shape
-from ditron_inductor.task.nodes import KINDS, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, TaskNode
+from ditron_inductor.task.nodes import (
+    TASK_KINDS,
+    AllGatherMatmul,
+    AllReduceRmsNorm,
+    MatmulAllReduce,
+    MatmulAllReduceRmsNorm,
+    MatmulReduceScatter,
+    NormNode,
+    TaskNode,
+)
 
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def task_calls(graph: fx.Graph) -> list[tuple[fx.Node, TaskNode]]:
     """The calls of our fused ops in graph order, each with the node that it stands for."""
-    targets = {ops.overload(kind) for kind in KINDS}
+    targets = {ops.overload(kind) for kind in TASK_KINDS}
     calls = [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
     return [(call, ops.node_from_call(call.target, call.args)) for call in calls]
 
@@ -46,6 +55,12 @@ def verify_graph(graph: fx.Graph) -> None:
 
 def _verify_operands(call: fx.Node, task: TaskNode) -> None:
     """Shapes, dtypes and devices of the tensors, as far as they are known: unknown sizes are not an error."""
+    if isinstance(task, AllReduceRmsNorm):
+        x = _value(call, call.args[0])
+        _require(x.ndim >= 1, call, "reduces and normalises a scalar")
+        _require(x.dtype in DTYPES, call, f"has dtype {x.dtype}, which no kernel takes")
+        _verify_extras(call, task, x, x.shape[-1])
+        return
     left, right = call.args[0], call.args[1]
     assert isinstance(right, (list, tuple))
     weights = [_value(call, weight) for weight in right]
@@ -61,7 +76,8 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
     if isinstance(task, AllGatherMatmul):
         rows *= len(weights)
     else:
-        _verify_sum(call, rows, weights, _argument(call, "bias"))
+        bias = "product_bias" if isinstance(task, MatmulAllReduceRmsNorm) else "bias"
+        _verify_sum(call, rows, weights, ops.argument_of(call.target, call.args, bias))
     for value, weight in zip(rows, weights, strict=True):
         _require(_possible(weight.shape[0] == value.shape[-1]), call, "multiplies shapes that do not fit")
     if isinstance(task, MatmulReduceScatter):
@@ -71,6 +87,8 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
     elif isinstance(task, AllGatherMatmul):
         _require(task.gather_dim < first.ndim - 1, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
         _verify_epilogue(call, task, first, [weight.shape[1] for weight in weights])
+    elif isinstance(task, MatmulAllReduceRmsNorm):
+        _verify_extras(call, task, first, weights[0].shape[1])
     else:
         assert isinstance(task, MatmulAllReduce)
 
@@ -112,9 +130,22 @@ def _verify_epilogue(call: fx.Node, task: AllGatherMatmul, shard: torch.Tensor, 
             _require(_possible(fits), call, f"has an extra tensor that is no {extra.kind}: x{extra.index}")
 
 
+def _verify_extras(call: fx.Node, task: NormNode, first: torch.Tensor, columns: Any) -> None:
+    """Those of a norm over rows of so many `columns`."""
+    for name in task.extras:
+        value = _value(call, ops.argument_of(call.target, call.args, name))
+        _require(value.device == first.device, call, f"mixes {first.device} and {value.device}")
+        if name == "residual":
+            _require(value.dtype == first.dtype, call, f"mixes {first.dtype} and {value.dtype}")
+            _require(_possible(value.shape[-1] == columns), call, "adds a residual whose rows do not fit")
+        else:
+            _require(value.dtype in DTYPES, call, f"has dtype {value.dtype}, which no kernel takes")
+            _require(_possible(value.numel() == columns), call, f"has a {name} that does not fit")
+
+
 def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
     """The call is taken apart by getitem only, and its fake outputs are as many as the schema says."""
-    count = 2
+    count = 3 if isinstance(task, NormNode) else 2
     if isinstance(task, AllGatherMatmul):
         count = task.num_products + int(task.return_gathered) + 1
     values = call.meta.get("val")
@@ -128,7 +159,7 @@ def _verify_tokens(calls: list[tuple[fx.Node, TaskNode]]) -> None:
     """Every call but the first waits for the token of what stands before it; no token orders two things."""
     token_of = ops.overload("token_of")
     for index, (call, _) in enumerate(calls):
-        token = _argument(call, "token")
+        token = ops.argument_of(call.target, call.args, "token")
         if token is None:
             _require(index == 0, call, "has no token, though another site comes before it")
             continue
@@ -141,11 +172,6 @@ def _verify_tokens(calls: list[tuple[fx.Node, TaskNode]]) -> None:
         )
         _require(token.target is token_of or is_last_output, call, f"has a token that is none: {token.format_node()}")
         _require(len(token.users) == 1, call, f"shares its token {token} with another op")
-
-
-def _argument(call: fx.Node, name: str) -> object:
-    assert isinstance(call.target, torch._ops.OpOverload)
-    return call.args[[argument.name for argument in call.target._schema.arguments].index(name)]
 
 
 def _value(call: fx.Node, argument: object) -> torch.Tensor:

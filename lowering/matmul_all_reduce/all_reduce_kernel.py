@@ -67,18 +67,18 @@ INTERPRETED_PROGRAMS = 4
 
 
 @triton.jit
-def add_up(mine, own, first, stride, whole, rank, WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr):
-    """The sum of all ranks' pieces [PIECE], in rank order, in fp32; NaN unless `whole`.
+def add_up(mine, own, places, stride, inside, whole, rank, WORLD: tl.constexpr, AVERAGE: tl.constexpr):
+    """The sum of all ranks' elements, in rank order, in fp32; NaN unless `whole`.
 
-    mine: the own one. own: pointer to the own slot, where the piece of source s begins at element first + s * stride.
+    mine: the own ones. own: pointer to the own slot, where those of source s lie at `places` + s * stride. inside:
+    which of them there are; the others are anything.
     """
-    lanes = tl.arange(0, PIECE)
     theirs = ()
     for source in tl.static_range(WORLD):
-        there = (source != rank) & (whole != 0)
-        piece = tl.load(own + (first + source * stride) + lanes, mask=(lanes >= 0) & there, other=0.0)
+        there = inside & ((source != rank) & (whole != 0))
+        piece = tl.load(own + (places + source * stride), mask=there, other=0.0)
         theirs = theirs + (piece,)  # type: ignore[assignment]
-    total = tl.zeros((PIECE,), dtype=tl.float32)
+    total = tl.zeros(mine.shape, dtype=tl.float32)
     for source in tl.static_range(WORLD):
         total += tl.where(source == rank, mine, theirs[source]).to(tl.float32)
     if AVERAGE:
@@ -106,7 +106,7 @@ def one_shot(
     left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
     # Acquire: the piece of all peers.
     whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
-    total = add_up(mine, own, ticket * PIECE, pieces * PIECE, whole, rank, WORLD, AVERAGE, PIECE)
+    total = add_up(mine, own, ticket * PIECE + lanes, pieces * PIECE, lanes >= 0, whole, rank, WORLD, AVERAGE)
     tl.store(x + place, total.to(x.dtype.element_ty), mask=place < numel)
     return left
 
@@ -138,7 +138,7 @@ def two_shots(
     left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
     # Acquire: the own piece of all peers.
     whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
-    total = add_up(mine, own, ticket * PIECE, pieces * PIECE, whole, rank, WORLD, AVERAGE, PIECE)
+    total = add_up(mine, own, ticket * PIECE + lanes, pieces * PIECE, lanes >= 0, whole, rank, WORLD, AVERAGE)
     result = total.to(x.dtype.element_ty)
     sums = WORLD * pieces * PIECE
     if whole != 0:

@@ -7,8 +7,11 @@ Algorithm. A program computes a tile, puts it into the slot of every rank, the o
 It adds up a tile, in rank order and in fp32, once it has sent the next one, or has no further one: one signal is all
 that stands between the last tile and the result. Operands are loaded by pointers, which is the faster way for so few
 rows. Every rank adds the same rounded partials, so all hold the same bits.
+With a norm behind the sum (lowering/matmul_all_reduce_rms_norm), the program that adds up the last tile of this GPU
+does that for all rows, which are few.
 Signal protocol. Flag row `tile`, one word for each source. Before its first push a program waits for the credits of all
 peers. A program that waits for a tile has sent all the tiles that it took before, in ticket order.
+A local counter tells which tile is the last one; nobody waits for it.
 Limits. One flag for each tile: see `fits`.
 """
 
@@ -25,6 +28,7 @@ import triton.language as tl
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import matmul_tile_of_few_rows, plus_bias
 from ditron_inductor.core.signals import (
+    arrive,
     ask_to_send,
     close,
     current_epoch,
@@ -38,13 +42,19 @@ from ditron_inductor.core.signals import (
     settle,
     wait_all,
 )
+from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of, finish_all, form_of, pointers
 from ditron_inductor.lowering.config import Config, select_few_rows_config
 from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
 from ditron_inductor.lowering.launcher import Arguments
-from ditron_inductor.task.nodes import MatmulAllReduce
+from ditron_inductor.task.nodes import MatmulAllReduce, MatmulAllReduceRmsNorm
 
 MOST_ROWS = 64
 """Beyond this, sending every partial to every rank takes longer than a second round of signals."""
+
+MOST_NORM_ROWS = 8
+"""That one program normalises: more of them take it longer than another launch."""
+MOST_NORM_ELEMENTS = 64
+"""Of a row, in each thread of that program."""
 
 UNUSED = ("GROUP_M", "DESCRIPTORS", "K_MAJOR", "PIECE")
 """What other kernels of matrix products take: here nothing is loaded by descriptors, grouped or carried."""
@@ -55,18 +65,26 @@ def fits(rows: int, columns: int) -> bool:
     return 0 < rows <= MOST_ROWS and columns <= 16 * MAX_CHUNKS.value
 
 
+def takes_norm(sizes: Geometry) -> bool:
+    """Whether a norm is done in the same launch."""
+    return sizes.M <= MOST_NORM_ROWS and block_of(sizes.N) <= MOST_NORM_ELEMENTS * 32 * sizes.config.num_warps
+
+
 @triton.jit(do_not_specialize=["M", "rank", "slot", "site"])
 def matmul_all_reduce_kernel(
-    lefts, rights, bias, out, table, ctl, counters,
+    lefts, rights, bias, out, norm, table, ctl, counters,
     M, N, depths, strides_am, strides_bk, strides_bn,
     rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr,
     NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NORM: tl.constexpr, ROW: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """See the module. lefts [M, K_i] with contiguous K, M <= BLOCK_M, rights [K_i, N], depths (the K_i) and strides:
     tuples of NUM_PRODUCTS; bias [N], or anything; out [M, N] contiguous.
+
+    norm, where there is one (NORM): (bias, residual, weight, shift, normed) as by `rows.finish_all`, with ROW >= N.
     """
     # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
     request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
@@ -129,6 +147,10 @@ def matmul_all_reduce_kernel(
             offs_n = previous * BLOCK_N + tl.arange(0, BLOCK_N)
             inside = in_m & (offs_n < N)[None, :]
             tl.store(out + offs_m[:, None] * N + offs_n[None, :], total.to(dtype), mask=inside)
+            if NORM:
+                # For the last one all tiles are stored, and their stores are seen.
+                if arrive(counters, tiles):
+                    finish_all(out, norm[0], norm[1], norm[2], norm[3], norm[4], M, N, ROW, FORM, EPS)
         previous = current
     close(granted(left, THREADS), ctl, slot, epoch)
 
@@ -160,16 +182,25 @@ def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: in
 
 
 def matmul_all_reduce(
-    node: MatmulAllReduce,
+    node: MatmulAllReduce | MatmulAllReduceRmsNorm,
     launch: Launch,
     sizes: Geometry,
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns [.., N]. See the module."""
+    given: tuple[torch.Tensor | None, ...] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns (normed, total) [.., N], one tensor where there is no norm.
+
+    See the module. given: the tensors of the norm, see nodes.EXTRAS.
+    """
     out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
     lefts, rights = longest_first(a, b)
+    normed, norm, behind = out, None, {"NORM": False, "ROW": 16, "FORM": 0, "EPS": 0.0}
+    if isinstance(node, MatmulAllReduceRmsNorm):
+        normed = torch.empty_like(out)
+        norm = (*pointers(given, out).values(), normed)
+        behind = {"NORM": True, "ROW": block_of(sizes.N), "FORM": form_of(node), "EPS": node.norm.eps}
 
     def arguments() -> Arguments:
         constants = launch.sum_constants(sizes.config, lefts, rights, bias)
@@ -182,10 +213,12 @@ def matmul_all_reduce(
                 rank=launch.rank,
                 WORLD=node.world_size,
                 AVERAGE=node.reduce_op == "avg",
+                **({"norm": None} if norm is None else {}),
+                **behind,
                 **{name: value for name, value in constants.items() if name not in UNUSED},
             ),
         )
 
     tensors = {"lefts": lefts, "rights": rights, "bias": out if bias is None else bias.contiguous(), "out": out}
-    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, tensors)
-    return out
+    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, tensors | ({} if norm is None else {"norm": norm}))
+    return normed, out

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ditron_inductor.lowering.register import register
-from ditron_inductor.task import reference
+from ditron_inductor.task import ops, reference
+from ditron_inductor.task.nodes import Norm
 from tests.rank_process import RankContext
 
 WORKSPACE_LIMIT = 1 << 29
@@ -180,3 +181,20 @@ def assert_replicated(ctx: RankContext, x: torch.Tensor, site: Site | None = Non
     dist.all_gather(everyone, ours, group=group)
     different = [rank for rank, theirs in enumerate(everyone) if not torch.equal(theirs, everyone[0])]
     assert not different, f"ranks {different} hold other bytes than rank 0"
+
+
+def all_reduce_rms_norm(
+    ctx: RankContext,
+    site: Site,
+    operands: Sequence[torch.Tensor],
+    extras: Sequence[torch.Tensor | None],
+    norm: Norm,
+    reduce_op: str = "sum",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed, total) of the op; operands: x, or a and b, whose product x is. extras: see `nodes.EXTRAS`."""
+    register()
+    op, first = torch.ops.ditron.all_reduce_rms_norm, list[Any](operands)
+    if len(operands) == 2:
+        op, first = torch.ops.ditron.matmul_all_reduce_rms_norm, [[operands[0]], [operands[1]], None]
+    normed, total, _ = op(*first, *extras, None, reduce_op, *ops.norm_args(norm), *site.args(ctx))
+    return normed, total

@@ -11,6 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_kernel
+from ditron_inductor.lowering.all_reduce_rms_norm.rows import HAS_RESIDUAL, HAS_WEIGHT
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange
 from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
@@ -44,6 +45,7 @@ class Case:
 
     descriptors: loads operands by TMA. even_k: K needs no mask. early: publishes in the middle of a product. products:
     that a reduction adds up; biased: a row too. epilogue: of the products of two gathered weights, if there is one.
+    norm: ends with a norm.
     """
 
     kernel: str
@@ -56,6 +58,7 @@ class Case:
     products: int = 1
     biased: bool = False
     epilogue: str = ""
+    norm: bool = False
 
     def __str__(self) -> str:
         tile = self.fitted
@@ -65,9 +68,9 @@ class Case:
 
     @property
     def terms(self) -> str:
-        """What is added up, if it is more than one product, and the epilogue."""
+        """What is added up, if it is more than one product, and what follows."""
         added = (f"-{self.products}" if self.products > 1 else "") + ("-biased" if self.biased else "")
-        return added + (f"-{self.epilogue.replace(' ', '')}" if self.epilogue else "")
+        return added + ("-norm" if self.norm else "") + (f"-{self.epilogue.replace(' ', '')}" if self.epilogue else "")
 
     @property
     def length(self) -> int:
@@ -144,6 +147,11 @@ def compile_case(case: Case) -> Compiled:
         "SEND_BLOCK": 8192,
         "SEND_STEPS": 8,
         **case.arrangement.constants(),
+        "NORM": case.norm,
+        "ROW": 8192,
+        "FORM": (HAS_RESIDUAL.value | HAS_WEIGHT.value) if case.norm else 0,
+        "EPS": 1e-6,
+        **({} if case.norm else {"norm": None}),
     }
     aligned = [["tt.divisibility", 16]]
     signature: dict[str, Any] = {}
@@ -157,6 +165,9 @@ def compile_case(case: Case) -> Compiled:
         elif name == ("strides_bk" if k_major else "strides_bn"):
             signature[name] = ("constexpr",) * case.length
             known |= {(place, i): 1 for i in range(case.length)}
+        elif name == "norm":
+            signature[name] = (f"*{case.dtype}",) * 5
+            attributes |= {(place, i): aligned for i in range(5)}
         elif name in TUPLES:
             count = len(case.arrangement.outputs) if name == "outs" else case.length
             signature[name] = (f"*{case.dtype}" if name in TUPLES_OF_TENSORS else "i32",) * count

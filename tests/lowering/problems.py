@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.task import reference
+from ditron_inductor.task.nodes import KINDS, NORM_KINDS, Norm
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
@@ -16,7 +17,8 @@ from tests.tolerances import assert_near
 FEW_ROWS = "matmul_all_reduce of few rows"
 """An all-reduce that takes one shot."""
 TILE_KINDS = (*KINDS, FEW_ROWS)
-"""One for each of the tile kernels."""
+"""One for each of the tile kernels of matmuls."""
+NORM = Norm("rms", 1e-6)
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,16 @@ class Problem:
     ) -> None:
         self.ctx = ctx
         self.kind = "matmul_all_reduce" if kind == FEW_ROWS else kind
-        self.site = site or Site(name=f"stress/{TILE_KINDS.index(kind)}:{self.kind}")
+        self.site = site or Site(name=f"stress/{(*TILE_KINDS, *NORM_KINDS).index(kind)}:{self.kind}")
         world_size = self.site.world_size or ctx.world_size
         rows = size.rows if kind == "all_gather_matmul" else size.rows * world_size
-        if kind == FEW_ROWS:
+        if kind == FEW_ROWS or kind in NORM_KINDS:
             rows = 1 + size.rows % 5
-        self.left = calls.operand(ctx, [rows, size.k], dtype)
+        if kind in NORM_KINDS:
+            # The same on all ranks: what is added to a sum of all.
+            self.extras = [None, torch.ones(rows, size.n), torch.full([size.n], 0.5), None]
+            self.extras = [one if one is None else one.to(ctx.device, dtype) for one in self.extras]
+        self.left = calls.operand(ctx, [rows, size.n if kind == NORM_KINDS[0] else size.k], dtype)
         # A second weight makes one call fill the slot for several outputs.
         widths = [size.n, size.n // 2 + 1] if kind == "all_gather_matmul" else [size.n]
         self.weights = [calls.weight(ctx, size.k, n, dtype, "column") for n in widths]
@@ -57,6 +63,9 @@ class Problem:
             return calls.all_gather_matmul(self.ctx, self.site, self.left, self.weights, 0, True)[:-1]
         if self.kind == "matmul_reduce_scatter":
             return [calls.matmul_reduce_scatter(self.ctx, self.site, self.left, self.weights[0])]
+        if self.kind in NORM_KINDS:
+            operands = [self.left] if self.kind == NORM_KINDS[0] else [self.left, *self.weights]
+            return list(calls.all_reduce_rms_norm(self.ctx, self.site, operands, self.extras, NORM))
         return [calls.matmul_all_reduce(self.ctx, self.site, self.left, self.weights[0])]
 
     def refill(self) -> None:
@@ -74,6 +83,14 @@ class Problem:
             assert torch.equal(outputs[-1], gathered), f"{what}: the gathered tensor is not the shards' bits"
             return
         partials = site.world_size or ctx.world_size
+        if self.kind in NORM_KINDS:
+            x = left.double() if self.kind == NORM_KINDS[0] else left.double() @ weights[0].double()
+            extras = [one if one is None else one.double() for one in self.extras]
+            wanted = reference.all_reduce_rms_norm(x, extras, norm=NORM, reduce_op="sum", **site.group(ctx))
+            for got, want in zip(outputs, wanted, strict=True):
+                assert_near(got, want, num_partials=partials, what=what)
+                calls.assert_replicated(ctx, got, site)
+            return
         if self.kind == "matmul_reduce_scatter":
             want = calls.reference_matmul_reduce_scatter(ctx, site, left, weights[0])
             assert_near(outputs[0], want, num_partials=partials, what=what)

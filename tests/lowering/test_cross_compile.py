@@ -43,6 +43,7 @@ def _decode_cases() -> list[Case]:
     return [
         *(Case("one_shot", "sm_90", tile, "bf16") for tile in bf16),
         *(Case("one_shot", "sm_90", tile, "fp32") for tile in fp32),
+        *(Case("one_shot", target, bf16[0], "bf16", norm=True) for target in ("sm_90", "gfx942")),
         *(Case("one_shot", target, bf16[0], "bf16") for target in TARGETS if target != "sm_90"),
         *(Case("one_shot", target, bf16[-1], "bf16") for target in TARGETS if target != "sm_90"),
     ]

@@ -35,8 +35,10 @@ from ditron_inductor.passes.reasons import LEFT_ALONE
 from ditron_inductor.passes.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.share_gathers import share_gathers
 from ditron_inductor.passes.try_forms import try_forms
+from ditron_inductor.task import reference
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate
+from ditron_inductor.task.nodes import Norm
 from ditron_inductor.task.reference import sum_of_products
 
 WORLD_SIZE = 4
@@ -261,6 +263,15 @@ def _run_matmul_all_reduce(args: list[Any]) -> list[Any]:
     return [(total, torch.empty(1)) for _ in args]
 
 
+def _normalised(args: list[Any], reduced: torch.Tensor, first: int) -> list[Any]:
+    """first: place of the bias among the arguments; the token and the reduction stand before the norm's."""
+    found = []
+    for arg in args:
+        norm = Norm(*arg[first + 6 : first + 10])
+        found.append((*reference.add_norm(reduced, arg[first : first + 4], norm), torch.empty(1)))
+    return found
+
+
 _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "_c10d_functional.all_gather_into_tensor": lambda args: [torch.cat([arg[0] for arg in args])] * len(args),
     "_c10d_functional.reduce_scatter_tensor": lambda args: list(
@@ -281,6 +292,10 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "ditron.all_gather_matmul": _run_all_gather_matmul,
     "ditron.matmul_reduce_scatter": _run_matmul_reduce_scatter,
     "ditron.matmul_all_reduce": _run_matmul_all_reduce,
+    "ditron.all_reduce_rms_norm": lambda args: _normalised(args, _reduce([arg[0] for arg in args], args[0][6]), 1),
+    "ditron.matmul_all_reduce_rms_norm": lambda args: _normalised(
+        args, _reduce([sum_of_products(*arg[:3]) for arg in args], args[0][8]), 3
+    ),
 }
 
 

@@ -12,18 +12,24 @@ from ditron_inductor.errors import InvalidTaskNode
 from ditron_inductor.task.nodes import (
     MAX_PRODUCTS,
     AllGatherMatmul,
+    AllReduceRmsNorm,
     MatmulAllReduce,
+    MatmulAllReduceRmsNorm,
     MatmulReduceScatter,
+    Norm,
     Policy,
     TaskNode,
 )
-from ditron_inductor.task.ops import node_from_call, overload, site_args
+from ditron_inductor.task.ops import argument_of, node_from_call, norm_args, overload, site_args
 
 POLICY = Policy("tile", 1 << 20, 1.5)
 GATHER = AllGatherMatmul(1, 4, "0", True, "r/0", POLICY, 2)
 SCATTER = MatmulReduceScatter(0, "avg", 4, "0", "r/1", POLICY)
 REDUCE = MatmulAllReduce("sum", 4, "0", "r/2", POLICY, num_products=3, has_bias=True)
-NODES = (GATHER, SCATTER, REDUCE)
+NORM = Norm("rms", 1e-6, round_first=True)
+NORMED = AllReduceRmsNorm("sum", NORM, ("residual", "weight"), 4, "0", "r/3", POLICY)
+DECODED = MatmulAllReduceRmsNorm("avg", Norm("layer", 0.5), (), 4, "0", "r/4", POLICY, 2, True)
+NODES = (GATHER, SCATTER, REDUCE, NORMED, DECODED)
 
 
 def test_golden_text() -> None:
@@ -37,6 +43,11 @@ matmul_reduce_scatter(scatter_dim=0, reduce_op=avg, num_products=1, has_bias=Fal
   group_name='0', site='r/1', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 matmul_all_reduce(reduce_op=sum, num_products=3, has_bias=True, world_size=4, group_name='0',
   site='r/2', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
+all_reduce_rms_norm(reduce_op=sum, norm=rms(eps=1e-06, round_first), extras=residual+weight,
+  world_size=4, group_name='0', site='r/3', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
+matmul_all_reduce_rms_norm(reduce_op=avg, num_products=2, has_bias=True, norm=layer(eps=0.5),
+  extras=, world_size=4, group_name='0', site='r/4', strategy=tile, workspace_limit=1048576,
+  timeout_s=1.5)
 """,
     )
 
@@ -68,6 +79,10 @@ def test_a_node_is_frozen_equal_by_value_and_legal(node: TaskNode) -> None:
         (REDUCE, "num_products", MAX_PRODUCTS + 1),
         (REDUCE, "reduce_op", "product"),
         (REDUCE, "group_name", ""),
+        (NORMED, "reduce_op", "max"),
+        (NORMED, "extras", ("weight", "residual")),
+        (DECODED, "extras", ("scale",)),
+        (DECODED, "world_size", 1),
     ],
 )
 def test_an_illegal_field_is_named(node: TaskNode, field: str, value: object) -> None:
@@ -89,6 +104,11 @@ def test_a_call_reads_back_as_its_node() -> None:
     assert node_from_call(overload(SCATTER.kind), scatter_args) == SCATTER
     reduce_args = (["a", "c", "e"], ["b", "d", "f"], "bias", None, "sum", *site_args(REDUCE))
     assert node_from_call(overload(REDUCE.kind), reduce_args) == REDUCE
+    normed = ("x", None, "r", "w", None, None, "sum", *norm_args(NORM), *site_args(NORMED))
+    assert node_from_call(overload(NORMED.kind), normed) == NORMED
+    decoded = (["a", "c"], ["b", "d"], "bias", *[None] * 5, "avg", *norm_args(DECODED.norm), *site_args(DECODED))
+    assert node_from_call(overload(DECODED.kind), decoded) == DECODED
+    assert argument_of(overload(DECODED.kind), decoded, "reduce_op") == "avg"
 
 
 def test_an_epilogue_is_part_of_the_text_and_of_the_call() -> None:
@@ -98,3 +118,9 @@ def test_an_epilogue_is_part_of_the_text_and_of_the_call() -> None:
     args = ("shard", ["w0", "w1"], None, 1, True, *site_args(node), ["bias"], node.epilogue)
     assert node_from_call(overload(node.kind), args) == node
     assert node.num_products == 2
+
+
+@pytest.mark.parametrize("norm", [Norm("batch"), Norm(eps=-1.0), Norm(eps=float("inf"))])
+def test_an_illegal_norm_is_named(norm: Norm) -> None:
+    with pytest.raises(InvalidTaskNode, match="norm|eps"):
+        dataclasses.replace(NORMED, norm=norm).verify()

@@ -43,6 +43,14 @@ ditron::matmul_reduce_scatter(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? toke
 ditron::matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, str reduce_op, int
   world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
   (Tensor, Tensor)
+ditron::all_reduce_rms_norm(Tensor x, Tensor? bias, Tensor? residual, Tensor? weight, Tensor? shift,
+  Tensor? token, str reduce_op, str norm, float eps, bool plus_one, bool round_first, int
+  world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
+  (Tensor, Tensor, Tensor)
+ditron::matmul_all_reduce_rms_norm(Tensor[] a, Tensor[] b, Tensor? product_bias, Tensor? bias,
+  Tensor? residual, Tensor? weight, Tensor? shift, Tensor? token, str reduce_op, str norm, float
+  eps, bool plus_one, bool round_first, int world_size, str group_name, str site, str strategy, int
+  workspace_limit, float timeout_s) -> (Tensor, Tensor, Tensor)
 ditron::after(Tensor(a) x, Tensor token) -> Tensor(a)
 ditron::after_(Tensor(a!) x, Tensor token) -> ()
 ditron::token_of(Tensor x) -> Tensor
@@ -104,6 +112,17 @@ def test_matmul_all_reduce(shape: tuple[int, ...]) -> None:
     operands = [torch.empty(shape)], [torch.empty(16, 24)], torch.empty(24)
     outputs = torch.ops.ditron.matmul_all_reduce(*operands, None, "avg", *SITE)
     assert shapes(outputs) == [[*shape[:-1], 24], [1]]
+
+
+def test_reductions_with_a_norm() -> None:
+    norm = (None, "sum", "rms", 1e-6, False, True, *SITE)
+    x, row = torch.empty(2, 3, 24, dtype=torch.bfloat16), torch.empty(24, dtype=torch.bfloat16)
+    outputs = torch.ops.ditron.all_reduce_rms_norm(x, None, x.view(6, 24), row, None, *norm)
+    assert shapes(outputs) == [[2, 3, 24], [2, 3, 24], [1]] and outputs[1].dtype == torch.bfloat16
+    outputs = torch.ops.ditron.matmul_all_reduce_rms_norm(
+        [torch.empty(2, 3, 16)], [torch.empty(16, 24)], None, row, None, row, row, *norm
+    )
+    assert shapes(outputs) == [[2, 3, 24], [2, 3, 24], [1]]
 
 
 def test_a_token_orders_without_changing_anything() -> None:

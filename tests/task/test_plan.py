@@ -192,7 +192,7 @@ def test_nothing_to_compute(empty: str) -> None:
 
 
 @pytest.mark.parametrize("device_name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "some GPU"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "all_reduce_rms_norm"])
 def test_predictions_grow_with_the_problem(kind: str, device_name: str) -> None:
     on = cost.hardware(device_name)
     problems = [cost.Problem(kind, m, 8192, 4096, 2, 4) for m in (1, 128, 2048, 8192)]
@@ -222,6 +222,11 @@ def test_transfers_are_counted_once_per_peer() -> None:
     assert cost.received_bytes(cost.Problem("all_gather_matmul", 8, 5, 3, 2, 4)) == 8 * 3 * 2 * 3 / 4
     assert cost.received_bytes(cost.Problem("matmul_reduce_scatter", 8, 5, 3, 2, 4)) == 8 * 5 * 2 * 3 / 4
     assert cost.received_bytes(cost.Problem("matmul_all_reduce", 8, 5, 3, 2, 4)) == 2 * 8 * 5 * 2 * 3 / 4
+
+
+def test_a_norm_is_ours_while_launches_and_rounds_count() -> None:
+    few, many = (cost.predict(cost.Problem("all_reduce_rms_norm", m, 8192, 1, 2, 4), cost.H200) for m in (16, 8192))
+    assert few["tile"] < 0.6 * few["library"] and many["tile"] == pytest.approx(many["library"], rel=0.2)
 
 
 def test_the_model_alone_would_cost_nobody_time() -> None:

@@ -1,0 +1,350 @@
+"""`python -m benchmarks.ops.all_reduce_rms_norm`: all-reduce, residual and RMS norm, against NCCL and torch's own.
+
+    all_reduce_rms_norm           normed, total = norm(all_reduce(x) + residual), of x [M, N]
+    matmul_all_reduce_rms_norm    the same for x = [M, K] @ [K, N], as when decoding
+
+Contestants, all of a shape in one interleaved run:
+
+    nccl        (matmul,) NCCL's all-reduce in place, the residual sum and the norm as one kernel of Inductor's
+    symm_mem    the same with torch's all-reduce in symmetric memory, one-shot or two-shot, whichever is faster
+    ditron:split    with a matmul: our matmul_all_reduce, then Inductor's kernel: what there was without this node
+    ditron, ditron:tile, ditron:chunked, ditron:library     the op, as the plan chooses, and forced
+
+All write into memory of their own; x is not kept by NCCL and the two-shot kernel, which saves them a copy. A contestant
+is timed only if both of its results are right on all ranks. Rows go into benchmarks/results/norm.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from benchmarks.launch import ENVIRONMENT
+from benchmarks.ops.__main__ import head_commit
+from benchmarks.records import RESULTS, Row, merge_csv
+from ditron_inductor.processes import Rank, failures_text, run_ranks
+
+NORM = RESULTS / "norm.csv"
+EPS = 1e-6
+ONE_SHOT_MAX_BYTES = 8 << 20
+LINK_BYTES_PER_S = 450e9
+GRAPH_CALLS = 20
+LEAST_GAIN = 1.6
+"""Of ours over NCCL and the norm, inside CUDA graphs, up to GAIN_BYTES."""
+GAIN_BYTES = 256 << 10
+SLOWER = 1.02
+"""What ours may be slower than the better baseline."""
+
+WIDTHS = (4096, 5120, 8192)
+BYTES = (10 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
+DECODE = ((8192, 7168), (4096, 3584), (5120, 6400))
+"""(N, K) of the projections behind attention and feed-forward of a few models, over a few ranks."""
+DECODE_ROWS = (1, 4, 16, 64)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """K 0: without a matmul."""
+
+    M: int
+    N: int
+    K: int = 0
+    graph: bool = False
+
+    @property
+    def op(self) -> str:
+        return "matmul_all_reduce_rms_norm" if self.K else "all_reduce_rms_norm"
+
+    @property
+    def shape(self) -> str:
+        return f"M={self.M};N={self.N}" + (f";K={self.K}" if self.K else "")
+
+
+def sweep() -> list[Cell]:
+    """10 KB to 16 MB of bfloat16, in rows of the widths of a few models."""
+    cells = [Cell(max(1, nbytes // (2 * n)), n) for nbytes in BYTES for n in WIDTHS]
+    return list(dict.fromkeys(cells))
+
+
+def decode() -> list[Cell]:
+    return [Cell(m, n, k) for n, k in DECODE for m in DECODE_ROWS]
+
+
+SETS: dict[str, Callable[[], list[Cell]]] = {
+    "sweep": sweep,
+    "decode": decode,
+    "few": lambda: [Cell(m, n) for m, n in ((1, 5120), (4, 8192), (32, 4096), (128, 8192), (2048, 4096))],
+    "tiny": lambda: [Cell(3, 40), Cell(3, 40, 24)],
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One run; only: contestants, all if empty."""
+
+    cells: tuple[Cell, ...]
+    device: str
+    rounds: int
+    out: str
+    commit: str
+
+
+def contestants(rank: Rank, cell: Cell, device: Any, group_name: str, shared: Any) -> tuple[dict[str, Any], Any]:
+    """(calls by name, each of which returns (normed, total) of the i-th operands; the expected results)."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT
+    from ditron_inductor.task import ops, reference
+    from ditron_inductor.task.nodes import Norm
+
+    generator = torch.Generator(device).manual_seed(1 + rank.rank)
+    same = torch.Generator(device).manual_seed(0)
+    norm = Norm("rms", EPS, round_first=True)
+
+    def draw(*shape: int, of: Any = generator) -> torch.Tensor:
+        return torch.randn(shape, generator=of, device=device).to(torch.bfloat16)
+
+    nbytes = (cell.K + 1) * cell.N * 2
+    copies = max(1, min(4, (256 << 20) // nbytes)) if cell.K else 2
+    left = [draw(cell.M, cell.K or cell.N) for _ in range(copies)]
+    right = [draw(cell.N, cell.K).mul_(cell.K**-0.5).t() for _ in range(copies)] if cell.K else []
+    residual, weight = draw(cell.M, cell.N, of=same), draw(cell.N, of=same)
+    extras = (None, residual, weight, None)
+
+    def add_norm(reduced: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference.add_norm(reduced, extras, norm)
+
+    inductor_norm: Any = torch.compile(add_norm, dynamic=False) if device.type == "cuda" else add_norm
+    buffer = left[0].clone() if not cell.K else draw(cell.M, cell.N)
+
+    def product(i: int, out: torch.Tensor) -> torch.Tensor:
+        return torch.mm(left[i % copies], right[i % copies], out=out) if cell.K else out
+
+    def library(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        reduced = product(i, buffer)
+        dist.all_reduce(reduced)
+        return inductor_norm(reduced)
+
+    found: dict[str, Any] = {"nccl" if device.type == "cuda" else "gloo": library}
+    if device.type == "cuda":
+        found |= _symmetric(cell, shared.get((cell.M, cell.N), torch.bfloat16, device), left[0], product, inductor_norm)
+
+    def site(name: str, strategy: str) -> tuple[Any, ...]:
+        return rank.world_size, group_name, f"benchmark/0:{name}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
+
+    def ours(strategy: str) -> Any:
+        args = (*extras, None, "sum", *ops.norm_args(norm), *site(f"{cell.op}:{strategy}", strategy))
+        op = ops.overload(cell.op)
+        if cell.K:
+            return lambda i: op([left[i % copies]], [right[i % copies]], None, *args)[:2]
+        return lambda i: op(left[0], *args)[:2]
+
+    strategies = ("tile", "chunked", "library") if cell.K else ("tile", "library")
+    if cell.K:
+        split = ops.overload("matmul_all_reduce")
+        own = (None, "sum", *site("split", "auto"))
+        found["ditron:split"] = lambda i: inductor_norm(split([left[i % copies]], [right[i % copies]], None, *own)[0])
+    found |= {"ditron": ours("auto")} | {f"ditron:{strategy}": ours(strategy) for strategy in strategies}
+    x = (left[0].double() @ right[0].double()) if cell.K else left[0].double()
+    exact = [one if one is None else one.double() for one in extras]
+    group = {"reduce_op": "sum", "world_size": rank.world_size, "group_name": group_name}
+    expected = reference.all_reduce_rms_norm(x, exact, norm=replace(norm, round_first=False), **group)
+    return found, expected
+
+
+def _symmetric(cell: Cell, shared: Any, x: Any, product: Any, normalise: Any) -> dict[str, Any]:
+    """torch's all-reduces, which take their operand from symmetric memory."""
+    import torch
+    import torch.distributed as dist
+
+    assert dist.group.WORLD is not None
+    group_name = dist.group.WORLD.group_name
+    shared.copy_(x) if not cell.K else None
+    ways: dict[str, Any] = {"symm_mem:two_shot": torch.ops.symm_mem.two_shot_all_reduce_.default}
+    if cell.M * cell.N * 2 <= ONE_SHOT_MAX_BYTES:
+        # First: it leaves its operand as it is.
+        ways = {"symm_mem:one_shot": torch.ops.symm_mem.one_shot_all_reduce.default, **ways}
+
+    def bound(way: Any) -> Any:
+        return lambda i: normalise(way(product(i, shared), "sum", group_name))
+
+    return {name: bound(way) for name, way in ways.items()}
+
+
+def attempt(name: str, act: Callable[[], Any], clock: Any, rank: Rank) -> Any:
+    """What `act` returns, or None, with a line on stderr, if it raises on any rank."""
+    result, problem = None, ""
+    try:
+        result = act()
+    except Exception as error:
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    problems = [text for text in clock.agree(problem) if text]
+    if problems and rank.rank == 0:
+        print(f"    {name}: {problems[0]}", file=sys.stderr, flush=True)
+    return None if problems else result
+
+
+def right_calls(rank: Rank, cell: Cell, clock: Any, group_name: str, shared: Any) -> dict[str, Any]:
+    """The contestants of a shape whose results are right."""
+    import torch
+
+    from tests.tolerances import assert_near
+
+    # A function of the same text is compiled for every shape, more often than the compiler allows.
+    torch._dynamo.reset()
+    calls, expected = contestants(rank, cell, clock.device, group_name, shared)
+
+    def checked(name: str) -> Any:
+        # The first call, whose operand in place nobody has reduced yet.
+        for got, want in zip(calls[name](0), expected, strict=True):
+            assert_near(got, want, num_partials=2 * rank.world_size, what=name)
+        return calls[name]
+
+    found = {name: attempt(name, functools.partial(checked, name), clock, rank) for name in calls}
+    return {name: call for name, call in found.items() if call is not None}
+
+
+def run_cell(rank: Rank, request: Request, cell: Cell, clock: Any, calls: Mapping[str, Any]) -> list[Row]:
+    """Times of the contestants, as rows."""
+    import torch
+    import torch.distributed as dist
+    import triton
+
+    from benchmarks.timing import interleaved
+    from ditron_inductor.timing import captured
+
+    ready = dict(calls)
+    if cell.graph:
+        for name, call in calls.items():
+            replay = attempt(name, functools.partial(captured, call, GRAPH_CALLS), clock, rank)
+            if replay is None:
+                del ready[name]
+            else:
+                ready[name] = replay
+    times = interleaved(clock, ready, GRAPH_CALLS if cell.graph else 1, request.rounds)
+    for way in sorted((name for name in times if name.startswith("symm_mem")), key=lambda name: times[name].p50_us):
+        times.setdefault("symm_mem", times[way])
+        del times[way]
+    received = 2 * (rank.world_size - 1) * cell.M * cell.N * 2 / rank.world_size
+    dist.barrier()
+    on_gpu = clock.device.type == "cuda"
+    return [
+        Row(
+            bench="norm",
+            op=cell.op,
+            contestant=name,
+            shape=cell.shape,
+            dtype="bfloat16",
+            world=rank.world_size,
+            graph=int(cell.graph),
+            p20_us=each.p20_us,
+            p50_us=each.p50_us,
+            p80_us=each.p80_us,
+            skew_pct=each.skew_pct,
+            limit_us=received / LINK_BYTES_PER_S * 1e6 if on_gpu else None,
+            gpu=torch.cuda.get_device_name() if on_gpu else "cpu",
+            torch=torch.__version__,
+            triton=triton.__version__,
+            commit=request.commit,
+            date=datetime.date.today().isoformat(),
+        )
+        for name, each in times.items()
+    ]
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Whether the rows of one cell reach the targets of this op; empty without a baseline."""
+    us = {row.contestant: row.p50_us for row in rows if row.p50_us}
+    if "ditron" not in us or "nccl" not in us:
+        return ""
+    sizes = dict(part.split("=") for part in rows[0].shape.split(";"))
+    gain = us["nccl"] / us["ditron"]
+    best = min(us[name] for name in ("nccl", "symm_mem") if name in us)
+    needed = rows[0].graph and "K" not in sizes and int(sizes["M"]) * int(sizes["N"]) * 2 <= GAIN_BYTES
+    holds = us["ditron"] <= SLOWER * best and (not needed or gain >= LEAST_GAIN)
+    return f"{gain:.2f} {'PASS' if holds else 'FAIL'}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Microseconds, one line for each cell; the gain is that of `ditron` over `nccl`."""
+    cells: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        cells.setdefault(row.cell, []).append(row)
+    names = list(dict.fromkeys(row.contestant for row in rows))
+    lines = []
+    for group in cells.values():
+        us = {row.contestant: f"{row.p50_us:.1f}" for row in group}
+        mode = "graph" if group[0].graph else "eager"
+        lines.append([group[0].op, group[0].shape, mode, *[us.get(name, "-") for name in names], verdict(group)])
+    return tabulate(lines, ["op", "shape", "mode", *names, "gain"], disable_numparse=True)
+
+
+def measure(rank: Rank, request: Request) -> bool:
+    """All cells, on one rank."""
+    import torch.distributed as dist
+
+    from benchmarks.ops.contest import SymmetricBuffer
+    from ditron_inductor.lowering.register import register
+    from ditron_inductor.timing import Clock
+
+    device = rank.join()
+    register()
+    assert dist.group.WORLD is not None
+    group_name = dist.group.WORLD.group_name
+    clock, shared = Clock(device, dist.group.WORLD), SymmetricBuffer(group_name)
+    rows: list[Row] = []
+    shape, calls = "", dict[str, Any]()
+    for cell in request.cells:
+        if cell.shape != shape:
+            shape, calls = cell.shape, right_calls(rank, cell, clock, group_name, shared)
+        rows += run_cell(rank, request, cell, clock, calls)
+        if rank.rank == 0 and request.out:
+            merge_csv(Path(request.out), rows)
+    if rank.rank == 0:
+        print(table(rows), flush=True)
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops.all_reduce_rms_norm")
+    parser.add_argument("--shapes", nargs="+", choices=sorted(SETS), default=["sweep", "decode"])
+    parser.add_argument("--n", nargs="+", type=int, default=[], help="only rows of these widths")
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--graph", choices=("eager", "graph", "both"), default="both")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds, after which the ranks are ended")
+    parser.add_argument("--out", default=None, help="CSV to merge the rows into, '' for none; the committed results")
+    parser.add_argument("--commit", default="")
+    options = parser.parse_args(arguments)
+    modes = {"eager": (False,), "graph": (True,), "both": (True, False)}[options.graph]
+    if options.device == "cpu":
+        modes = (False,)
+    shapes = [cell for name in options.shapes for cell in SETS[name]() if not options.n or cell.N in options.n]
+    # Both modes of a shape one after the other.
+    cells = [replace(cell, graph=graph) for cell in shapes for graph in modes]
+    out = options.out if options.out is not None else (str(NORM) if options.device == "cuda" else "")
+    request = Request(tuple(cells), options.device, options.rounds, out, options.commit or head_commit())
+    os.environ.update(ENVIRONMENT)
+    codes = run_ranks(
+        measure, request, world_size=options.world, device_type=options.device, limit_s=options.limit
+    )
+    if any(code != 0 for code in codes):
+        print(f"benchmarks.ops.all_reduce_rms_norm: {failures_text(codes)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,321 @@
+"""all_reduce_rms_norm by one kernel: whole rows are exchanged, added up and normalised in registers.
+
+Problem. Every rank holds x [M, N] and wants total = all_reduce(x) + bias + residual and normed = norm(total). For a few
+rows what counts is launches and rounds of signals, for more of them how often they are read and written.
+Algorithm. As in matmul_all_reduce/all_reduce_kernel.py, but pieces are whole rows, in tiles of a few that stay in
+registers. In *one shot* a program puts its rows into the slot of every peer, and adds up what all have sent. In *two
+shots* the rows are dealt to the ranks in equal runs, and a program takes one piece of every run: it sends each to its
+owner, adds up the own one, and sends the rounded sum to every peer. What follows the sum is done by every rank for all
+rows: to send its results would double what is sent. Sums are in rank order, in fp32, and rounded once; either all ranks
+add the same values, or the owner's sum is what all have. So all of them normalise the same bits, by the same program.
+Signal protocol. That of all_reduce_kernel.py: flag row `ticket` for rows, sent when the credits of all peers have come;
+RESULT_ROW + ticket for sums. A program takes one ticket and waits only for what peers send under the same one.
+A piece without credits is not sent, and never published, nor is a sum whose rows are not all there.
+Limits. nodes.MOST_NORM_COLUMNS columns; one flag for each piece, so many tiles share one where there are many rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.layout import DATA_OFFSET, RESULT_ROW, REVOKED_ROW, TILE_TICKET
+from ditron_inductor.core.signals import (
+    ask_to_send,
+    close,
+    current_epoch,
+    granted,
+    last_use,
+    leave,
+    may_send,
+    peer,
+    publish_all,
+    request_ticket,
+    settle,
+    slot_ctl,
+    wait_all,
+)
+from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import Outputs
+from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
+    block_of,
+    extras,
+    finish,
+    form_of,
+    pointers,
+    warps_of,
+)
+from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
+from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up
+from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, NormNode
+
+ROUND_BYTES = 800 << 10
+"""What a rank can send in the time of one more round of signals."""
+TILE = 4096
+"""Elements of a tile, as long as a row is no longer."""
+
+INTERPRETED_ROUND_BYTES = 512
+INTERPRETED_TILE = 64
+INTERPRETED_PIECES = 4
+"""So that small problems have all there is: two shots, several rows in a tile, several tiles in a piece."""
+
+
+@triton.jit
+def one_shot(
+    x, given, normed, total, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site, epoch,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """The rows of piece `ticket`, and `leave`. slots: pointers, of rank + 1, ..; each has places [source][row]."""
+    cols = tl.arange(0, BLOCK)[None, :]
+    first = (ticket * (TILES * ROWS) + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    area = (pieces * (TILES * ROWS)).to(tl.int64) * pitch
+    at = first * N + cols
+    inside = (first < M) & (cols < N)
+    mine = tl.load(x + at, mask=inside, other=0.0)
+    loaded = extras(given[0], given[1], given[2], given[3], at, cols, inside, N, FORM)
+    # Credits: nobody reads any more what the slot's previous use left there.
+    ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+    if ok != 0:
+        for i in tl.static_range(WORLD - 1):
+            tl.store(slots[i] + rank * area + first * pitch + cols, mine, mask=inside)
+        for tile in range(1, TILES):
+            rows = first + tile * ROWS
+            there = (rows < M) & (cols < N)
+            more = tl.load(x + rows * N + cols, mask=there, other=0.0)
+            for i in tl.static_range(WORLD - 1):
+                tl.store(slots[i] + rank * area + rows * pitch + cols, more, mask=there)
+        publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+    if ticket == 0:
+        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
+    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+    # Acquire: the rows of all peers.
+    whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
+    result = add_up(mine, own, first * pitch + cols, area, inside, whole, rank, WORLD, AVERAGE).to(x.dtype.element_ty)
+    finish(result, loaded[0], loaded[1], loaded[2], loaded[3], normed, total, at, inside, N, FORM, EPS)
+    for tile in range(1, TILES):
+        rows = first + tile * ROWS
+        there = (rows < M) & (cols < N)
+        at = rows * N + cols
+        more = tl.load(x + at, mask=there, other=0.0)
+        result = add_up(more, own, rows * pitch + cols, area, there, whole, rank, WORLD, AVERAGE).to(x.dtype.element_ty)
+        loaded = extras(given[0], given[1], given[2], given[3], at, cols, there, N, FORM)
+        finish(result, loaded[0], loaded[1], loaded[2], loaded[3], normed, total, at, there, N, FORM, EPS)
+    return left
+
+
+@triton.jit
+def two_shots(
+    x, given, normed, total, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site, epoch,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """The rows of piece `ticket` of every run, and `leave`. A slot has places [source][row], then sums [owner][row]."""
+    cols = tl.arange(0, BLOCK)[None, :]
+    run = (pieces * (TILES * ROWS)).to(tl.int64)
+    first = (ticket * (TILES * ROWS) + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    area = run * pitch
+    sums = WORLD * area
+    # Credits: nobody reads any more what the slot's previous use left there.
+    ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+    if ok != 0:
+        for tile in range(TILES):
+            rows = first + tile * ROWS
+            for i in tl.static_range(WORLD - 1):
+                theirs = (rank + 1 + i) % WORLD * run + rows
+                there = (theirs < M) & (cols < N)
+                piece = tl.load(x + theirs * N + cols, mask=there, other=0.0)
+                tl.store(slots[i] + rank * area + rows * pitch + cols, piece, mask=there)
+        publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+    if ticket == 0:
+        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
+    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+    # Acquire: the own rows of all peers.
+    whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
+    for tile in range(TILES):
+        rows = first + tile * ROWS
+        ours = rank * run + rows
+        there = (ours < M) & (cols < N)
+        mine = tl.load(x + ours * N + cols, mask=there, other=0.0)
+        result = add_up(mine, own, rows * pitch + cols, area, there, whole, rank, WORLD, AVERAGE)
+        if whole != 0:
+            for i in tl.static_range(WORLD - 1):
+                tl.store(slots[i] + sums + rank * area + rows * pitch + cols, result.to(x.dtype.element_ty), mask=there)
+        # For this rank too: nobody else writes there.
+        tl.store(own + sums + rank * area + rows * pitch + cols, result.to(x.dtype.element_ty), mask=there)
+    # Other threads may read the own sums than wrote them.
+    tl.debug_barrier()
+    if whole != 0:
+        publish_all(table, slot, RESULT_ROW + ticket, rank, site, epoch, WORLD)
+    # Acquire: the sums of all peers.
+    known = ok & wait_all(table, ctl, rank, slot, RESULT_ROW + ticket, site, epoch, WORLD)
+    for tile in range(TILES):
+        rows = first + tile * ROWS
+        for i in tl.static_range(WORLD):
+            owner = (rank + i) % WORLD
+            theirs = owner * run + rows
+            there = (theirs < M) & (cols < N)
+            at = theirs * N + cols
+            readable = there & ((known != 0) | (owner == rank))
+            result = tl.load(own + sums + owner * area + rows * pitch + cols, mask=readable, other=float("nan"))
+            loaded = extras(given[0], given[1], given[2], given[3], at, cols, there, N, FORM)
+            finish(result, loaded[0], loaded[1], loaded[2], loaded[3], normed, total, at, there, N, FORM, EPS)
+    return left
+
+
+@triton.jit(do_not_specialize=["M", "pieces", "rank", "slot", "site"])
+def all_reduce_rms_norm_kernel(
+    x, bias, residual, weight, shift, normed, total, table, ctl, counters,
+    M, N, pitch, pieces, rank, slot, site,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, ONE_SHOT: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """See the module. x, normed, total [M, N], contiguous; total may be x. One program for each of `pieces`."""
+    # All questions before the first answer: one after the other they would take as long as a signal.
+    request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+    epoch = current_epoch(ctl, slot)
+    offset = tl.load(slot_ctl(ctl, slot) + DATA_OFFSET)
+    dtype: tl.constexpr = x.dtype.element_ty
+    own = peer(table, rank, offset, dtype)
+    slots = ()
+    for i in tl.static_range(1, WORLD):
+        slots = slots + (peer(table, (rank + i) % WORLD, offset, dtype),)  # type: ignore[assignment]
+    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
+    due = last_use(ctl)
+    ticket = granted(request, THREADS)
+    given = (bias, residual, weight, shift)
+    if ONE_SHOT:
+        left = one_shot(
+            x, given, normed, total, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site,
+            epoch, WORLD, AVERAGE, ROWS, TILES, BLOCK, FORM, EPS, THREADS,
+        )  # fmt: skip
+    else:
+        left = two_shots(
+            x, given, normed, total, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site,
+            epoch, WORLD, AVERAGE, ROWS, TILES, BLOCK, FORM, EPS, THREADS,
+        )  # fmt: skip
+    close(granted(left, THREADS), ctl, slot, epoch)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How rows are cut: `pieces` of `tiles` tiles of `rows` rows, in one shot of all of them, in two of every run."""
+
+    one_shot: bool
+    rows: int
+    tiles: int
+    pieces: int
+
+
+def cut(
+    M: int, N: int, itemsize: int, world_size: int, *, programs: int, tile: int, most_pieces: int, round_bytes: int
+) -> Cut:
+    """Tiles of at most `tile` elements, or one row, and at least one piece for each program, if there are the rows.
+
+    round_bytes: two shots are chosen where they save a rank more than that. In one shot it sends all rows to each of
+    its W - 1 peers, in two shots 2 / W of them.
+    """
+    saved = (world_size - 1) * (world_size - 2) * M * N * itemsize // world_size
+    one = saved <= round_bytes
+    length = M if one else ceil_div(M, world_size)
+    rows = max(1, tile // block_of(N))
+    while rows > 1 and ceil_div(length, rows) < programs:
+        rows //= 2
+    tiles = ceil_div(ceil_div(length, rows), min(most_pieces, REVOKED_ROW.value - (0 if one else RESULT_ROW.value)))
+    return Cut(one, rows, tiles, ceil_div(length, rows * tiles))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes that all ranks share: the output [M, N], how it is cut, elements of a row in the slot, the slot's bytes."""
+
+    M: int
+    N: int
+    cut: Cut
+    pitch: int
+    nbytes: int
+
+
+def obstacle(columns: int) -> str:
+    """Why the kernel cannot run for so many columns, empty if it can."""
+    return "" if columns <= MOST_NORM_COLUMNS else f"rows of {columns} elements do not fit into one program"
+
+
+def no_chunks(node: NormNode, shape: Sequence[int]) -> str:
+    """Why a plan does not choose between this and itself."""
+    forced = node.policy.strategy == "chunked"
+    return "" if forced else "a tensor that is reduced as it is has no product to be cut: `tile` is all there is"
+
+
+def geometry(node: NormNode, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
+    """For x [rows of a, columns]: a is x, or what x is a product of. See Geometry."""
+    rows, itemsize = math.prod(a.shape[:-1]), a.element_size()
+    chosen = cut(
+        rows,
+        columns,
+        itemsize,
+        node.world_size,
+        programs=INTERPRETED_PIECES if launch.interpreted else launch.num_sms,
+        tile=INTERPRETED_TILE if launch.interpreted else TILE,
+        most_pieces=INTERPRETED_PIECES if launch.interpreted else REVOKED_ROW.value,
+        round_bytes=INTERPRETED_ROUND_BYTES if launch.interpreted else ROUND_BYTES,
+    )
+    # A row begins at a multiple of 16 elements, so that it can be moved 16 bytes at a time.
+    pitch = round_up(columns, 16)
+    areas = node.world_size * (1 if chosen.one_shot else 2)
+    run = chosen.pieces * chosen.tiles * chosen.rows
+    return Geometry(M=rows, N=columns, cut=chosen, pitch=pitch, nbytes=areas * run * pitch * itemsize)
+
+
+def chunked_geometry(node: NormNode, launch: Launch, x: torch.Tensor, columns: int, k: int) -> Geometry:
+    """As `geometry`."""
+    return geometry(node, launch, x, columns)
+
+
+def all_reduce_rms_norm(
+    node: NormNode,
+    launch: Launch,
+    sizes: Geometry,
+    x: torch.Tensor,
+    given: tuple[torch.Tensor | None, ...],
+    total: torch.Tensor | None = None,
+) -> Outputs:
+    """x [.., N]; returns (normed, total), of its shape. See the module. total: where to put that, may be x."""
+    x = x.contiguous()
+    normed = torch.empty_like(x)
+    if total is None:
+        total = torch.empty_like(x)
+
+    def arguments() -> Arguments:
+        block = block_of(sizes.N)
+        num_warps = warps_of(sizes.cut.rows * block)
+        return Arguments(
+            programs=sizes.cut.pieces,
+            values=dict(
+                M=sizes.M,
+                N=sizes.N,
+                pitch=sizes.pitch,
+                pieces=sizes.cut.pieces,
+                rank=launch.rank,
+                WORLD=node.world_size,
+                AVERAGE=node.reduce_op == "avg",
+                ONE_SHOT=sizes.cut.one_shot,
+                ROWS=sizes.cut.rows,
+                TILES=sizes.cut.tiles,
+                BLOCK=block,
+                FORM=form_of(node),
+                EPS=node.norm.eps,
+                THREADS=32 * num_warps,
+                num_warps=num_warps,
+            ),
+        )
+
+    tensors = {"x": x, **pointers(given, x), "normed": normed, "total": total}
+    launch.run(all_reduce_rms_norm_kernel, sizes.nbytes, arguments, tensors)
+    return normed, total

@@ -1,0 +1,41 @@
+"""all_reduce_rms_norm and matmul_all_reduce_rms_norm, strategy `library`: the library's all-reduce, then one kernel.
+
+On the CPU device, and for rows that are too long for the kernel, torch's own operations take its place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import Outputs, make_add_norm
+from ditron_inductor.task import reference
+from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, AllReduceRmsNorm, NormNode
+
+
+def make(node: NormNode, shape: list[int], device: torch.device) -> Callable[..., Outputs]:
+    """(x, extras) or (a, b, bias, extras) -> (normed, total) of this shape [.., N]."""
+    normalise: Callable[..., Outputs] = functools.partial(reference.add_norm, norm=node.norm)
+    if device.type == "cuda" and shape[-1] <= MOST_NORM_COLUMNS:
+        normalise = make_add_norm(node, shape, device)
+    reduction: dict[str, Any] = {
+        "reduce_op": node.reduce_op,
+        "world_size": node.world_size,
+        "group_name": node.group_name,
+    }
+
+    def all_reduce_rms_norm(x: torch.Tensor, given: tuple[torch.Tensor | None, ...]) -> Outputs:
+        return normalise(reference.all_reduce_(x.clone(memory_format=torch.contiguous_format), **reduction), given)
+
+    def matmul_all_reduce_rms_norm(
+        a: Sequence[torch.Tensor],
+        b: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        given: tuple[torch.Tensor | None, ...],
+    ) -> Outputs:
+        return normalise(reference.matmul_all_reduce(a, b, bias, **reduction), given)
+
+    return all_reduce_rms_norm if isinstance(node, AllReduceRmsNorm) else matmul_all_reduce_rms_norm

@@ -1,0 +1,1 @@
+"""matmul_all_reduce_rms_norm: out = norm(all_reduce(a @ b) + residual), and the sum. One module for each strategy."""

@@ -1,0 +1,65 @@
+"""matmul_all_reduce_rms_norm, strategy `chunked`: a library product and one kernel, or parts and one kernel behind.
+
+Small products are reduced and normalised by the kernel of all_reduce_rms_norm. Others run as matmul_all_reduce does,
+in parts, and then the sums and the norm in one launch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ditron_inductor.lowering.all_reduce_rms_norm import kernel
+from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import AddNorm, Outputs, make_add_norm
+from ditron_inductor.lowering.exchange import Operands
+from ditron_inductor.lowering.launch import Launch, rows_of
+from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel, chunked
+from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
+
+
+def obstacle(node: MatmulAllReduceRmsNorm, shape: Sequence[int]) -> str:
+    """Why the strategy cannot run a left operand of `shape` [.., K]."""
+    return chunked.obstacle(node.reduction, shape)
+
+
+@dataclass(frozen=True, eq=False)
+class InParts:
+    """Sizes that all ranks share: those of the reduced product, and the kernel behind it."""
+
+    product: chunked.Parts
+    add_norm: AddNorm
+
+    @property
+    def nbytes(self) -> int:
+        return self.product.nbytes
+
+
+Geometry = InParts | kernel.Geometry
+
+
+def geometry(node: MatmulAllReduceRmsNorm, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
+    """a [.., K]; columns: N; k: the largest K on any rank. Equal on all ranks."""
+    if all_reduce_kernel.fits(launch, math.prod(a.shape[:-1]) * columns, a.element_size()):
+        return kernel.geometry(node, launch, a, columns)
+    parts = chunked.parts_geometry(node.reduction, launch, a, columns, k)
+    return InParts(parts, make_add_norm(node, [*a.shape[:-1], columns], a.device))
+
+
+def matmul_all_reduce_rms_norm(
+    node: MatmulAllReduceRmsNorm,
+    launch: Launch,
+    sizes: Geometry,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    given: tuple[torch.Tensor | None, ...],
+) -> Outputs:
+    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns (normed, total) [.., N], the same bits on every rank."""
+    if isinstance(sizes, InParts):
+        return sizes.add_norm(chunked.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias), given)
+    product = a[0].new_empty([*a[0].shape[:-1], sizes.N])
+    Operands([[rows_of(one)] for one in a], b, bias).multiply(0, product.view(sizes.M, sizes.N))
+    return kernel.all_reduce_rms_norm(node, launch, sizes, product, given, product)

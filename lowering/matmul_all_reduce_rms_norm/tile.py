@@ -1,0 +1,52 @@
+"""matmul_all_reduce_rms_norm, strategy `tile`: matmul_all_reduce in one launch, then the sums and the norm in one.
+
+For the few rows of decoding all of it is one launch, see lowering/matmul_all_reduce/one_shot.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import AddNorm, Outputs, make_add_norm
+from ditron_inductor.lowering.launch import Launch
+from ditron_inductor.lowering.matmul_all_reduce import one_shot, tile
+from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes that all ranks share: those of the reduced product, and the kernel behind it, None if that is in one."""
+
+    product: tile.Geometry
+    add_norm: AddNorm | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.product.nbytes
+
+
+def geometry(node: MatmulAllReduceRmsNorm, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
+    """a [.., K]; columns: N. Equal on all ranks."""
+    product = tile.geometry(node.reduction, launch, a, columns)
+    if isinstance(product, one_shot.Geometry) and one_shot.takes_norm(product):
+        return Geometry(product, None)
+    return Geometry(product, make_add_norm(node, [*a.shape[:-1], columns], a.device))
+
+
+def matmul_all_reduce_rms_norm(
+    node: MatmulAllReduceRmsNorm,
+    launch: Launch,
+    sizes: Geometry,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    given: tuple[torch.Tensor | None, ...],
+) -> Outputs:
+    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns (normed, total) [.., N], the same bits on every rank."""
+    if sizes.add_norm is None:
+        assert isinstance(sizes.product, one_shot.Geometry)
+        return one_shot.matmul_all_reduce(node, launch, sizes.product, a, b, bias, given)
+    return sizes.add_norm(tile.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias), given)

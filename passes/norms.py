@@ -1,0 +1,258 @@
+"""Reads an RMS norm or a layer norm off a graph, as Inductor's decompositions leave it, from its `rsqrt`; proved.
+
+    x -> convert fp32 -> pow 2 -> mean last dim -> + eps -> rsqrt -> * (converted x)                          RMS norm
+    x -> convert fp32 -> var_mean last dim -> variance + eps -> rsqrt -> * (converted x - mean)              layer norm
+
+and then, each at most once, in eager's order: a conversion back to the dtype of x, `* weight`, `+ shift`. In fp32 there
+are no conversions. `nn.RMSNorm`, `nn.LayerNorm` and the norms of Llama, Gemma and their relatives arrive like this, in
+torch 2.11 and 2.13. Weights are rows [N] that lie in memory; `1 + weight` in fp32 is understood.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.passes import proofs
+from ditron_inductor.passes.collectives import WAIT
+from ditron_inductor.passes.reasons import ReasonCode
+from ditron_inductor.task.nodes import Norm
+
+aten = torch.ops.aten
+
+ADDS: frozenset[object] = frozenset({aten.add.Tensor, aten.add.Scalar})
+
+
+@dataclass(frozen=True)
+class FoundNorm:
+    """`result` = norm(x), of one shape and dtype. wide: x in fp32, which others may use too. inner: the nodes from
+    there to the result, which is the last.
+    """
+
+    norm: Norm
+    x: fx.Node
+    wide: fx.Node
+    weight: fx.Node | None
+    shift: fx.Node | None
+    inner: tuple[fx.Node, ...]
+
+    @property
+    def result(self) -> fx.Node:
+        return self.inner[-1]
+
+
+@dataclass(frozen=True)
+class _Statistics:
+    """What an rsqrt is of: wide is x in fp32; mean is what a layer norm subtracts from it. eps: a number if fixed."""
+
+    form: str
+    eps: object
+    wide: fx.Node
+    inner: tuple[fx.Node, ...]
+    mean: fx.Node | None
+
+
+def normalised(rsqrt: fx.Node) -> fx.Node | None:
+    """What is normalised if `rsqrt` belongs to a norm over the last dimension, whether all of that is proved or not."""
+    statistics = _statistics(rsqrt)
+    return None if statistics is None else _narrow(statistics.wide)
+
+
+def find_norm(rsqrt: fx.Node) -> FoundNorm | ReasonCode:
+    """Proves that `rsqrt` is part of a norm as drawn above, whose inner values nobody else uses; or says why not."""
+    statistics = _statistics(rsqrt)
+    if statistics is None:
+        return ReasonCode.NORM_FORM
+    x, eps = _narrow(statistics.wide), statistics.eps
+    inner = [*statistics.inner, rsqrt]
+    value = proofs.tensor(x)
+    assert value is not None
+    if value.dtype not in proofs.MATMUL_DTYPES:
+        return ReasonCode.DTYPE
+    # A number may be a tensor of the graph where everything is dynamic.
+    if not isinstance(eps, (int, float)) or not 0.0 <= eps < float("inf"):
+        return ReasonCode.NORM_FORM
+    scaled = proofs.sole_user(rsqrt)
+    if scaled is None:
+        return ReasonCode.NORM_USED
+    centred = _other_factor(scaled, rsqrt)
+    if centred is None:
+        return ReasonCode.NORM_FORM
+    if statistics.mean is not None:
+        if centred.target is not aten.sub.Tensor or centred.args != (statistics.wide, statistics.mean):
+            return ReasonCode.NORM_FORM
+        if centred.kwargs.get("alpha", 1) != 1:
+            return ReasonCode.NORM_FORM
+        inner.append(centred)
+    elif centred not in (statistics.wide, x):
+        return ReasonCode.NORM_FORM
+    tail = _Tail(scaled, value.dtype, value.shape[-1])
+    tail.follow()
+    inner += tail.nodes
+    found = proofs.tensor(inner[-1])
+    if found is None or found.dtype != value.dtype or not proofs.same_shape(found.shape, value.shape):
+        return ReasonCode.NORM_FORM
+    if any(user not in inner for node in inner[:-1] for user in node.users):
+        return ReasonCode.NORM_USED
+    norm = Norm(statistics.form, float(eps), tail.plus_one, tail.round_first)
+    return FoundNorm(norm, x, statistics.wide, tail.weight, tail.shift, tuple(inner))
+
+
+class _Tail:
+    """What follows the scaled rows [.., N], node by node: conversion, weight, shift."""
+
+    def __init__(self, scaled: fx.Node, dtype: torch.dtype, columns: Any) -> None:
+        self.nodes = [scaled]
+        self.weight: fx.Node | None = None
+        self.shift: fx.Node | None = None
+        self.plus_one = False
+        self.round_first = False
+        self._rounded = dtype == torch.float32
+        self._dtype = dtype
+        self._columns = columns
+
+    def follow(self) -> None:
+        """Take nodes as long as they belong to the norm."""
+        while (user := proofs.sole_user(self.nodes[-1])) is not None and self._takes(user):
+            self.nodes.append(user)
+
+    def _takes(self, user: fx.Node) -> bool:
+        if user.target in proofs.CASTS:
+            fits = not self._rounded and user.args[0] is self.nodes[-1] and _converts(user, self._dtype)
+            self._rounded |= fits
+            return fits
+        # In 16 bits: with a weight the result has been rounded once more, and a shift would be a third time.
+        narrow = self._rounded and self._dtype != torch.float32
+        if user.target is aten.mul.Tensor and self.weight is None and self.shift is None:
+            row, plus_one = self._weight(_other_factor(user, self.nodes[-1]))
+            if row is None or (narrow and (plus_one or not _has_dtype(row, self._dtype))):
+                return False
+            self.weight, self.plus_one, self.round_first = row, plus_one, narrow
+            return True
+        if user.target is aten.add.Tensor and self.shift is None and not narrow:
+            row = self._row(_other_term(user, self.nodes[-1]))
+            self.shift = row
+            return row is not None
+        return False
+
+    def _weight(self, factor: fx.Node | None) -> tuple[fx.Node | None, bool]:
+        """(the weight, whether one is added to it) of a factor."""
+        if factor is not None and factor.target in ADDS:
+            source, one = factor.args[0], factor.args[1]
+            added = isinstance(source, fx.Node) and one == 1.0 and factor.kwargs.get("alpha", 1) == 1
+            # In 16 bits the sum would be rounded.
+            if added and _has_dtype(factor, torch.float32):
+                return self._row(source), True
+            return None, False
+        return self._row(factor), False
+
+    def _row(self, node: object) -> fx.Node | None:
+        """A row of N elements that lies in memory: `node`, or what it is a widening conversion of."""
+        if not isinstance(node, fx.Node):
+            return None
+        node = _narrow(node)
+        value, top = proofs.tensor(node), proofs.views_up(node)[-1]
+        if value is None or value.dtype not in proofs.MATMUL_DTYPES:
+            return None
+        # Anything else would be a kernel of its own.
+        in_memory = top.op in ("placeholder", "get_attr") or top.target is WAIT
+        return node if in_memory and is_row(value, self._columns) else None
+
+
+def is_row(value: torch.Tensor, columns: Any) -> bool:
+    """Whether a tensor is certain to hold one row of so many `columns`."""
+    if value.ndim == 0 or not proofs.known_equal(value.shape[-1], columns):
+        return False
+    return all(proofs.known_equal(size, 1) for size in value.shape[:-1])
+
+
+def _statistics(rsqrt: fx.Node) -> _Statistics | None:
+    summed = rsqrt.args[0]
+    if not isinstance(summed, fx.Node) or summed.target not in ADDS or summed.kwargs.get("alpha", 1) != 1:
+        return None
+    mean, eps = summed.args[0], summed.args[1]
+    if not isinstance(mean, fx.Node):
+        return None
+    if mean.target is aten.mean.dim:
+        bound = proofs.arguments(mean)
+        square = bound["self"]
+        wide = _squared(square)
+        if wide is None or bound["dtype"] is not None or not _over_last(bound["dim"], bound["keepdim"], square):
+            return None
+        return _Statistics("rms", eps, wide, (square, mean, summed), None)
+    if mean.target is getitem and mean.args[1] == 0 and isinstance(mean.args[0], fx.Node):
+        both = mean.args[0]
+        if both.target is not aten.var_mean.correction:
+            return None
+        bound = proofs.arguments(both)
+        wide = bound["self"]
+        over_rows = _over_last(bound["dim"], bound["keepdim"], wide)
+        others = [user for user in both.users if user.args[1] == 1]
+        if bound["correction"] != 0 or not over_rows or len(others) != 1 or not _has_dtype(wide, torch.float32):
+            return None
+        return _Statistics("layer", eps, wide, (both, mean, others[0], summed), others[0])
+    return None
+
+
+def _squared(node: object) -> fx.Node | None:
+    """x, in fp32, of x * x."""
+    if not isinstance(node, fx.Node) or not _has_dtype(node, torch.float32):
+        return None
+    x = node.args[0] if node.args else None
+    power = node.target is aten.pow.Tensor_Scalar and node.args[1] == 2
+    product = node.target is aten.mul.Tensor and node.args[0] is node.args[1]
+    found = isinstance(x, fx.Node) and (power or product) and _has_dtype(x, torch.float32)
+    return x if found and isinstance(x, fx.Node) else None
+
+
+def _over_last(dims: Any, keepdim: Any, node: fx.Node) -> bool:
+    value = proofs.tensor(node)
+    if value is None or not keepdim or not isinstance(dims, (list, tuple)) or len(dims) != 1:
+        return False
+    return value.ndim > 0 and dims[0] % value.ndim == value.ndim - 1
+
+
+def _narrow(node: fx.Node) -> fx.Node:
+    """What `node` is a conversion to fp32 of, or itself."""
+    source = node.args[0] if node.args else None
+    if node.target in proofs.CASTS and _converts(node, torch.float32) and isinstance(source, fx.Node):
+        value = proofs.tensor(source)
+        if value is not None and value.dtype in (torch.bfloat16, torch.float16):
+            return source
+    return node
+
+
+def _converts(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a conversion is one of the values, not of the bits, to `dtype`."""
+    source, result = proofs.tensor(node.args[0]), proofs.tensor(node)
+    if node.target is aten.view.dtype or source is None or result is None:
+        return False
+    return result.dtype == dtype and source.is_floating_point() and source.device == result.device
+
+
+def _has_dtype(node: fx.Node, dtype: torch.dtype) -> bool:
+    value = proofs.tensor(node)
+    return value is not None and value.dtype == dtype
+
+
+def _other_factor(node: fx.Node, factor: fx.Node) -> fx.Node | None:
+    """The other operand of a product."""
+    if node.target is not aten.mul.Tensor:
+        return None
+    return _other(node, factor)
+
+
+def _other_term(node: fx.Node, term: fx.Node) -> fx.Node | None:
+    """The other operand of a plain sum."""
+    if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
+        return None
+    return _other(node, term)
+
+
+def _other(node: fx.Node, operand: fx.Node) -> fx.Node | None:
+    others = [one for one in node.args if one is not operand]
+    return others[0] if len(others) == 1 and isinstance(others[0], fx.Node) else None

@@ -1,0 +1,110 @@
+"""The kernels of whole rows for GPUs that are not there: every wait, release and barrier, wide accesses."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import triton
+from triton.compiler import ASTSource
+
+from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import add_norm_kernel
+from ditron_inductor.lowering.all_reduce_rms_norm.kernel import all_reduce_rms_norm_kernel
+from ditron_inductor.lowering.all_reduce_rms_norm.rows import HAS_RESIDUAL, HAS_WEIGHT, LAYER, block_of, warps_of
+from tests.lowering.assembly import NVIDIA, Listing, dialect_of, resources
+from tests.lowering.cross_compile import TARGETS, WORDS
+
+POINTERS = ("x", "bias", "residual", "weight", "shift", "normed", "total")
+LEAST_WAITS = {True: 2, False: 3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tiles of `rows` rows of n elements, `tiles` of them in a piece."""
+
+    target: str
+    one_shot: bool
+    n: int
+    dtype: str = "bf16"
+    rows: int = 1
+    tiles: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.target}-{1 if self.one_shot else 2}-{self.tiles}x{self.rows}x{self.n}-{self.dtype}"
+
+
+CASES = (
+    Case("sm_90", True, 4096),
+    Case("sm_90", False, 5120, tiles=2),
+    Case("sm_90", True, 1024, "fp32", rows=4),
+    Case("gfx942", False, 8192, tiles=2),
+)
+
+
+@functools.cache
+def compiled(kernel: Any, case: Case) -> Any:
+    """The kernel for 4 ranks."""
+    block = block_of(case.n)
+    num_warps = warps_of(case.rows * block)
+    constants: dict[str, Any] = {
+        "WORLD": 4,
+        "AVERAGE": False,
+        "ONE_SHOT": case.one_shot,
+        "ROWS": case.rows,
+        "TILES": case.tiles,
+        "BLOCK": block,
+        "FORM": HAS_RESIDUAL.value | HAS_WEIGHT.value | LAYER.value,
+        "EPS": 1e-6,
+        "THREADS": 32 * num_warps,
+    }
+    signature: dict[str, str] = {}
+    known: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for place, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in constants:
+            signature[name], known[place,] = "constexpr", constants[name]
+            continue
+        signature[name] = f"*{case.dtype}" if name in POINTERS else WORDS.get(name, "i32")
+        if not parameter.do_not_specialize:
+            attributes[place,] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, known, attributes)
+    return triton.compile(source, target=TARGETS[case.target], options={"num_warps": num_warps})
+
+
+def assembly(kernel: Any, case: Case) -> str:
+    text: str = compiled(kernel, case).asm["ptx" if case.target.startswith("sm_") else "amdgcn"]
+    return text
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_waits_and_releases_are_there(case: Case) -> None:
+    listing, dialect = Listing(assembly(all_reduce_rms_norm_kernel, case)), dialect_of(case.target)
+    releases = listing.places(dialect.release)
+    # A wait is two reads: the first, and the one in the loop.
+    assert len(listing.places(dialect.acquire)) >= 2 * LEAST_WAITS[case.one_shot]
+    assert len(releases) >= LEAST_WAITS[case.one_shot]
+    for place in releases:
+        assert listing.has_barrier_before(place, dialect.barrier, dialect.store), (place, listing.lines[place])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.target == "sm_90"], ids=str)
+def test_rows_are_moved_16_bytes_at_a_time(case: Case) -> None:
+    text = assembly(all_reduce_rms_norm_kernel, case)
+    stores = re.findall(r"\bst\.global\.[\w.]+", text)
+    # Single words are the protocol's.
+    assert any(re.search(NVIDIA.wide_store, store) for store in stores)
+    assert all(re.search(f"{NVIDIA.wide_store}|st.global.b64", store) for store in stores)
+    needed = resources(text)
+    assert needed.spilled_bytes <= 32
+    # More than one program of an SM hides the waits of the other.
+    assert needed.registers * 32 * warps_of(case.rows * block_of(case.n)) <= 65536
+
+
+def test_the_norm_alone() -> None:
+    text = assembly(add_norm_kernel, CASES[0])
+    assert resources(text).spilled_bytes == 0 and re.search(NVIDIA.wide_load, text)
+    assert assembly(add_norm_kernel, Case("gfx942", True, 4096))
