@@ -33,7 +33,7 @@ from ditron_inductor.task.nodes import KINDS, STRATEGIES, AllReduceRmsNorm
 PREFIX = "ditron."
 SEQUENCE_PARALLEL = ("auto", "on", "off")
 SHIPPED = "shipped"
-FUSIONS = (*KINDS, AllReduceRmsNorm.kind)
+FUSIONS = (*KINDS, AllReduceRmsNorm.kind, "projections")
 # They act when the model runs, or on what is printed: a graph from a cache serves all their values.
 NOT_COMPILED = ("table", "summary")
 SWITCHES = {"1": True, "0": False, "true": True, "false": False, "on": True, "off": False}

@@ -29,6 +29,8 @@
     this rank's of the world_size equal chunks of x along dim, a copy; found by the rank at run time.
 `replicated(x, same, group_name, site) -> x`
     an alias of x; at the first run of `site` the ranks compare samples of `same`, and raise where they differ.
+`projections(x, weights) -> [out_0, .., out_{n-1}]`
+    x [M, K] contiguous, weights [K, N_i], out_i = x @ weight_i [M, N_i] contiguous. No site: nothing is communicated.
 
 A token is `uint8[1]` and never read: it is only a dependency, which keeps the sites of a group in graph order
 through every reordering of the compiler. The first site of a chain gets None.
@@ -86,6 +88,7 @@ SCHEMAS: dict[str, str] = {
     "token_of": "(Tensor x) -> Tensor",
     "own_chunk": "(Tensor x, int dim, int world_size, str group_name) -> Tensor",
     "replicated": "(Tensor(a) x, Tensor[] same, str group_name, str site) -> Tensor(a)",
+    "projections": "(Tensor x, Tensor[] weights) -> Tensor[]",
 }
 
 
@@ -107,6 +110,7 @@ def define() -> Library:
         "token_of": new_token,
         "own_chunk": _fake_own_chunk,
         "replicated": _fake_replicated,
+        "projections": _fake_projections,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
@@ -307,6 +311,10 @@ def _fake_matmul_all_reduce_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = [*a[0].shape[:-1], b[0].shape[1]]
     return a[0].new_empty(shape), a[0].new_empty(shape), new_token(a[0])
+
+
+def _fake_projections(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [x.new_empty([x.shape[0], weight.shape[1]]) for weight in weights]
 
 
 def _fake_after(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -296,6 +296,7 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "ditron.matmul_all_reduce_rms_norm": lambda args: _normalised(
         args, _reduce([sum_of_products(*arg[:3]) for arg in args], args[0][8]), 3
     ),
+    "ditron.projections": lambda args: [[arg[0] @ weight for weight in arg[1]] for arg in args],
 }
 
 
