@@ -13,6 +13,9 @@ After:
 With few rows a matmul takes as long as reading its weight, and a weight that is one rank's part of a projection is
 small: each launch ends before it has filled the GPU. One launch reads them all. See lowering/projections.py.
 
+A bias (`addmm`) is added behind the call, where it may become part of the call's epilogue (absorb_epilogues.py), as the
+gate and up projections' silu(gate) * up does.
+
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no collective of ours: it is no tensor-parallel model's, and all of it is Inductor's;
 * the number of rows is dynamic, or more than `MOST_ROWS`;
@@ -31,10 +34,13 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
+from ditron_inductor.passes.biases import Matmul, read_matmul, with_bias
 from ditron_inductor.passes.order_collectives import is_task
 from ditron_inductor.task import ops
+from ditron_inductor.task.nodes import Projections
 
-PATTERN = "projections"
+PATTERN = Projections.kind
+MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 MOST_ROWS = 64
 """As many as one tile of the kernel has."""
 
@@ -47,29 +53,35 @@ class Match:
 
     @property
     def x(self) -> fx.Node:
-        node = self.matmuls[0].args[0]
-        assert isinstance(node, fx.Node)
-        return node
+        return _operands(self.matmuls[0])[0]
 
     @property
     def weights(self) -> list[fx.Node]:
-        weights = [mm.args[1] for mm in self.matmuls]
-        return [weight for weight in weights if isinstance(weight, fx.Node)]
+        return [_operands(mm)[1] for mm in self.matmuls]
 
 
 def find_projections(graph: fx.Graph) -> list[Match]:
     """The groups of two and more matmuls that share their first operand and may be computed together."""
     groups: dict[fx.Node, list[fx.Node]] = {}
-    for mm in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
-        if _is_candidate(mm):
-            groups.setdefault(proofs.views_up(mm.args[0])[-1], []).append(mm)
+    for mm in graph.nodes:
+        if mm.target in MATMULS and _is_candidate(mm):
+            groups.setdefault(proofs.views_up(_operands(mm)[0])[-1], []).append(mm)
     return [Match(tuple(group)) for found in groups.values() for group in _together(found) if len(group) > 1]
 
 
+def _operands(mm: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """(rows, weight) of a matmul that was proved."""
+    matmul = read_matmul(mm)
+    assert isinstance(matmul, Matmul) and isinstance(matmul.rows, fx.Node) and isinstance(matmul.weight, fx.Node)
+    return matmul.rows, matmul.weight
+
+
 def _is_candidate(mm: fx.Node) -> bool:
-    x, weight = proofs.tensor(mm.args[0]), proofs.tensor(mm.args[1])
-    if proofs.proved_mm(mm) is not None or x is None or weight is None:
+    matmul = read_matmul(mm)
+    if not isinstance(matmul, Matmul):
         return False
+    x, weight = proofs.tensor(matmul.rows), proofs.tensor(matmul.weight)
+    assert x is not None and weight is not None
     few = isinstance(x.shape[0], int) and 0 < x.shape[0] <= MOST_ROWS
     return few and proofs.known_equal(weight.stride(0), 1) and proofs.row_major(x)
 
@@ -78,12 +90,14 @@ def _together(matmuls: list[fx.Node]) -> Iterator[list[fx.Node]]:
     """The matmuls of one source in groups of one shape whose weights are there when the first one runs."""
     left = matmuls
     while left:
-        first, group, others = left[0], [left[0]], []
-        operand = proofs.tensor(first.args[0])
+        first, group = left[0], [left[0]]
+        others: list[fx.Node] = []
+        operand = proofs.tensor(_operands(first)[0])
         assert operand is not None
         for mm in left[1:]:
-            value, weight = proofs.tensor(mm.args[0]), mm.args[1]
-            assert value is not None and isinstance(weight, fx.Node)
+            rows, weight = _operands(mm)
+            value = proofs.tensor(rows)
+            assert value is not None
             # `first` cannot be hoisted before itself, so a weight computed from a product is late, too.
             fits = proofs.same_shape(value.shape, operand.shape) and not proofs.depends_on(weight, set(group))
             (group if fits and rewriting.can_hoist(weight, first) else others).append(mm)
@@ -103,9 +117,9 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
         outputs = [
             rewriting.output(graph, call, index, rewriting.copied_meta(mm)) for index, mm in enumerate(match.matmuls)
         ]
-    views = [view for mm in match.matmuls for view in proofs.views_up(mm.args[0])[:-1]]
+    views = [view for mm in match.matmuls for view in proofs.views_up(_operands(mm)[0])[:-1]]
     for mm, output in zip(match.matmuls, outputs, strict=True):
-        mm.replace_all_uses_with(output)
+        mm.replace_all_uses_with(with_bias(output, mm))
     rewriting.erase_unused(graph, [*match.matmuls, *views])
     return call
 

@@ -9,8 +9,10 @@ import expecttest
 import pytest
 import torch
 from torch import fx
+from torch.nn.functional import silu
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
 from ditron_inductor.passes.projections import MOST_ROWS, projections
 from tests.passes.graphs import all_reduce, compiled_graphs, fuse, run_ranks, text, traced
 
@@ -32,6 +34,7 @@ def layer(x: torch.Tensor, wq: torch.Tensor, wk: torch.Tensor, wv: torch.Tensor,
 def put_together(module: fx.GraphModule, options: Options | None = None) -> int:
     fuse(module, options)
     count = projections(module.graph, options=options or Options())
+    absorb_epilogues(module.graph, options=options or Options())
     module.graph.lint()
     module.recompile()
     return count
@@ -83,6 +86,63 @@ def same_results(fn: Callable[..., Any], *args: torch.Tensor, calls: int, option
 
 def test_computes_the_same() -> None:
     same_results(layer, X, WQ, WK, WV, WO, calls=1)
+
+
+def mlp(x: torch.Tensor, w1: torch.Tensor, w3: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    return all_reduce((silu(x @ w1.t()) * (x @ w3.t())) @ w2.t())
+
+
+def test_golden_gate_and_up() -> None:
+    (module,) = compiled_graphs(mlp, *(arg.bfloat16() for arg in (X, WQ, WQ.clone(), WO)))
+    assert put_together(module) == 1
+    expecttest.assert_expected_inline(text(module.graph), """\
+arg0_1 [32, 32]
+arg1_1 [2, 1, 32]
+arg2_1 [32, 32]
+arg3_1 [32, 32]
+view [2, 32] = aten.reshape(arg1_1, [2, 32])
+permute [32, 32] = aten.permute(arg0_1, [1, 0])
+permute_1 [32, 32] = aten.permute(arg2_1, [1, 0])
+projections_1 = ditron.projections(view, [permute, permute_1], [], 'cast(silu(mm0), bf16) * mm1')
+getitem_3 [2, 32] = projections_1[0]
+reshape_default [2, 1, 32] = aten.reshape(getitem_3, [2, 1, 32])
+view_4 [2, 32] = aten.reshape(reshape_default, [2, 32])
+permute_2 [32, 32] = aten.permute(arg3_1, [1, 0])
+matmul_all_reduce = ditron.matmul_all_reduce(view_4, permute_2, None, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
+getitem [2, 32] = matmul_all_reduce[0]
+view_5 [2, 1, 32] = aten.reshape(getitem, [2, 1, 32])
+return (view_5,)
+""")
+
+
+def test_golden_biases() -> None:
+    def fn(x: torch.Tensor, wq: torch.Tensor, bq: torch.Tensor, wk: torch.Tensor, wo: torch.Tensor) -> torch.Tensor:
+        q, k = torch.addmm(bq, x.view(2, 32), wq.t()), x.view(2, 32) @ wk.t()
+        return all_reduce(torch.cat([q, k], -1) @ wo.t())
+
+    args = X, WQ, torch.empty(32), WK, torch.empty(32, 48)
+    module = traced(fn, *args)
+    assert put_together(module) == 1
+    expecttest.assert_expected_inline(text(module.graph), """\
+x_1 [2, 1, 32]
+wq_1 [32, 32]
+bq_1 [32]
+wk_1 [16, 32]
+wo_1 [32, 48]
+view [2, 32] = aten.view(x_1, [2, 32])
+t [32, 32] = aten.t(wq_1)
+t_1 [32, 16] = aten.t(wk_1)
+projections = ditron.projections(view, [t, t_1])
+getitem_1 [2, 32] = projections[0]
+getitem_2 [2, 16] = projections[1]
+biased [2, 32] = aten.add.Tensor(getitem_1, bq_1)
+cat [2, 48] = aten.cat([biased, getitem_2], -1)
+t_2 [48, 32] = aten.t(wo_1)
+matmul_all_reduce = ditron.matmul_all_reduce(cat, t_2, None, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
+getitem [2, 32] = matmul_all_reduce[0]
+return getitem
+""")
+    same_results(fn, *args, calls=1)
 
 
 def test_products_of_different_tensors_stay_apart() -> None:
