@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,8 +67,8 @@ def projections_kernel(
                 )  # fmt: skip
             else:
                 accs = (matmul_tile_of_few_rows(
-                    x, K, M, weights[FIRST], strides_bk[FIRST], strides_bn[FIRST], column, N, K,
-                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST,
+                    (x,), (K,), M, (weights[FIRST],), (strides_bk[FIRST],), (strides_bn[FIRST],), column, N, (K,),
+                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 1,
                 ),)  # fmt: skip
             offs_n = column + tl.arange(0, BLOCK_N)
             store_outputs(

@@ -32,8 +32,8 @@ from ditron_inductor.lowering.matmul_all_reduce_rms_norm import chunked as reduc
 from ditron_inductor.lowering.matmul_all_reduce_rms_norm import tile as reduce_norm_tile
 from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter_chunked
 from ditron_inductor.lowering.matmul_reduce_scatter import tile as scatter_tile
-from ditron_inductor.lowering.projections import projections
 from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, form
+from ditron_inductor.lowering.projections import projections
 from ditron_inductor.task import ops, reference
 from ditron_inductor.task.epilogue_torch import NAMES
 from ditron_inductor.task.nodes import (

@@ -35,6 +35,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes import expressions, proofs, rewriting
 from ditron_inductor.passes.order_collectives import launches_collective
+from ditron_inductor.task import ops
 from ditron_inductor.task.epilogue import (
     MAX_TOGETHER,
     Binary,
@@ -47,7 +48,6 @@ from ditron_inductor.task.epilogue import (
     products,
     walk,
 )
-from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import AllGatherMatmul, Projections
 from ditron_inductor.task.verify import task_calls
 
