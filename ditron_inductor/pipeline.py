@@ -37,6 +37,7 @@ from ditron_inductor.passes.move_across import move_across
 from ditron_inductor.passes.name_sites import name_sites
 from ditron_inductor.passes.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.order_collectives import order_collectives
+from ditron_inductor.passes.projections import projections
 from ditron_inductor.passes.require_fusions import require_fusions
 from ditron_inductor.passes.review_left_alone import review_left_alone
 from ditron_inductor.passes.sequence_parallel import sequence_parallel
@@ -75,6 +76,7 @@ PASSES: tuple[Pass, ...] = (
     all_reduce_rms_norm,
     review_left_alone,
     require_fusions,
+    projections,
     absorb_epilogues,
     order_collectives,
     name_sites,

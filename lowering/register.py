@@ -33,6 +33,7 @@ from ditron_inductor.lowering.matmul_all_reduce_rms_norm import tile as reduce_n
 from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter_chunked
 from ditron_inductor.lowering.matmul_reduce_scatter import tile as scatter_tile
 from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, form
+from ditron_inductor.lowering.projections import projections
 from ditron_inductor.task import ops, reference
 from ditron_inductor.task.epilogue_torch import NAMES
 from ditron_inductor.task.nodes import (
@@ -424,6 +425,7 @@ def register() -> None:
         "token_of": ops.new_token,
         "own_chunk": own_chunk,
         "replicated": replicas.compared,
+        "projections": _on_device(projections),
     }
     for name, implementation in implementations.items():
         library.impl(name, implementation, "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""Pointwise ops behind an `all_gather_matmul` become its epilogue.
+"""Pointwise ops behind an `all_gather_matmul`, or behind `projections`, become its epilogue.
 
 Before:
 
@@ -34,7 +34,8 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes import expressions, proofs, rewriting
-from ditron_inductor.passes.order_collectives import is_task, launches_collective
+from ditron_inductor.passes.order_collectives import launches_collective
+from ditron_inductor.task import ops
 from ditron_inductor.task.epilogue import (
     MAX_TOGETHER,
     Binary,
@@ -47,7 +48,7 @@ from ditron_inductor.task.epilogue import (
     products,
     walk,
 )
-from ditron_inductor.task.nodes import AllGatherMatmul
+from ditron_inductor.task.nodes import AllGatherMatmul, Projections
 from ditron_inductor.task.verify import task_calls
 
 aten = torch.ops.aten
@@ -85,7 +86,7 @@ class Match:
     covered: frozenset[fx.Node]
 
 
-def find_epilogue(call: fx.Node, task: AllGatherMatmul) -> Match | None:
+def find_epilogue(call: fx.Node, task: AllGatherMatmul | Projections) -> Match | None:
     """What can be absorbed into `call` with a gain, as drawn above; None if there is nothing."""
     if task.epilogue:
         return None
@@ -119,7 +120,7 @@ def find_epilogue(call: fx.Node, task: AllGatherMatmul) -> Match | None:
     )
 
 
-def _read_chain(call: fx.Node, task: AllGatherMatmul) -> Chain:
+def _read_chain(call: fx.Node, task: AllGatherMatmul | Projections) -> Chain:
     """Everything behind the products that an epilogue can compute."""
     plain = {
         user: int(user.args[1])  # type: ignore[arg-type]
@@ -211,9 +212,9 @@ def _launches(node: object) -> bool:
     """Whether a node runs a kernel that is not Inductor's."""
     if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    waits = node.target.namespace == "_c10d_functional"
+    waits = node.target.namespace in ("_c10d_functional", ops.NAMESPACE)
     attends = node.target._opname.startswith(ATTENTION)
-    return waits or attends or is_task(node) or launches_collective(node) or node.target in proofs.MATMULS
+    return waits or attends or launches_collective(node) or node.target in proofs.MATMULS
 
 
 def _closed(chain: Chain) -> set[fx.Node]:
@@ -271,7 +272,7 @@ def _renumbered(expression: Expression, numbers: dict[int, int]) -> Expression:
     return expression
 
 
-def rewrite(graph: fx.Graph, match: Match, task: AllGatherMatmul) -> fx.Node:
+def rewrite(graph: fx.Graph, match: Match, task: AllGatherMatmul | Projections) -> fx.Node:
     """Replaces the call by one with the epilogue, and returns that."""
     call = match.call
     for extra in match.extras:
@@ -331,10 +332,24 @@ def _viewed(graph: fx.Graph, node: fx.Node, output: fx.Node, match: Match) -> fx
 def absorb_epilogues(graph: fx.Graph, *, options: Options) -> int:
     """Gives every `all_gather_matmul` the epilogue that provably follows it; returns how many got one."""
     count = 0
-    for call, task in task_calls(graph):
-        if isinstance(task, AllGatherMatmul):
-            match = find_epilogue(call, task)
-            if match is not None:
-                rewrite(graph, match, task)
-                count += 1
+    for call, task in _calls(graph):
+        match = find_epilogue(call, task)
+        if match is not None:
+            rewrite(graph, match, task)
+            count += 1
     return count
+
+
+def _calls(graph: fx.Graph) -> list[tuple[fx.Node, AllGatherMatmul | Projections]]:
+    """Everything that may have an epilogue."""
+    gathers = [(call, task) for call, task in task_calls(graph) if isinstance(task, AllGatherMatmul)]
+    local = graph.find_nodes(op="call_function", target=ops.overload(Projections.kind))
+    return [*gathers, *((call, _projections(call)) for call in local)]
+
+
+def _projections(call: fx.Node) -> Projections:
+    weights, epilogue = call.args[1], call.args[3] if len(call.args) > 3 else ""
+    assert isinstance(weights, (list, tuple)) and isinstance(epilogue, str)
+    extras = call.args[2] if len(call.args) > 2 else ()
+    assert isinstance(extras, (list, tuple))
+    return Projections(len(weights), len(extras), epilogue)

@@ -120,8 +120,8 @@ def test_the_cache_folder_follows_the_platform() -> None:
 def test_text_shows_every_field_and_tells_options_apart() -> None:
     assert Options(timeout_s=3).text() == (
         "strategy='auto', workspace_limit=1073741824, timeout_s=3.0, "
-        "fusions=('all_gather_matmul', 'matmul_reduce_scatter', 'matmul_all_reduce', 'all_reduce_rms_norm'), "
-        "strict=False, sequence_parallel='auto'"
+        "fusions=('all_gather_matmul', 'matmul_reduce_scatter', 'matmul_all_reduce', 'all_reduce_rms_norm', "
+        "'projections'), strict=False, sequence_parallel='auto'"
     )
     assert Options().text() != Options(fusions=()).text()
     assert Options().text() == Options(summary=False).text()

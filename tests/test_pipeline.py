@@ -70,6 +70,7 @@ def test_the_order_of_the_passes() -> None:
         "all_reduce_rms_norm",
         "review_left_alone",
         "require_fusions",
+        "projections",
         "absorb_epilogues",
         "order_collectives",
         "name_sites",

@@ -91,3 +91,44 @@ def matmul_pair(
         b_ptrs += step
         other_ptrs += other_step
     return acc, other_acc
+
+
+@triton.jit
+def matmul_pair_of_few_rows(
+    a, stride_am, M, b, stride_bk, stride_bn, other, other_stride_bk, other_stride_bn, column, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """(A @ B, A @ other) as `matmul_tile_of_few_rows` computes one."""
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = (column + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+    offs_k = tl.arange(0, BLOCK_K)
+    in_m = (offs_m < M)[None, :]
+    in_n = offs_n < N
+    a_ptrs = a + offs_m.to(tl.int64)[None, :] * stride_am + offs_k[:, None]
+    b_ptrs = b + offs_n * stride_bn + offs_k.to(tl.int64)[None, :] * stride_bk
+    other_ptrs = other + offs_n * other_stride_bn + offs_k.to(tl.int64)[None, :] * other_stride_bk
+    step = tl.full((), BLOCK_K, tl.int64) * stride_bk
+    other_step = tl.full((), BLOCK_K, tl.int64) * other_stride_bk
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    other_acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for k in range(0, tl.cdiv(K, BLOCK_K)):
+        if EVEN_K:
+            b_tile = tl.load(b_ptrs, mask=in_n, other=0.0)
+            other_tile = tl.load(other_ptrs, mask=in_n, other=0.0)
+            a_tile = tl.load(a_ptrs, mask=in_m, other=0.0)
+        else:
+            in_k = offs_k < K - k * BLOCK_K
+            b_tile = tl.load(b_ptrs, mask=in_n & in_k[None, :], other=0.0)
+            other_tile = tl.load(other_ptrs, mask=in_n & in_k[None, :], other=0.0)
+            a_tile = tl.load(a_ptrs, mask=in_m & in_k[:, None], other=0.0)
+        if UPCAST:
+            b_tile = b_tile.to(tl.float32)
+            other_tile = other_tile.to(tl.float32)
+            a_tile = a_tile.to(tl.float32)
+        acc = tl.dot(b_tile, a_tile, acc, input_precision=PRECISION)
+        other_acc = tl.dot(other_tile, a_tile, other_acc, input_precision=PRECISION)
+        a_ptrs += BLOCK_K
+        b_ptrs += step
+        other_ptrs += other_step
+    return acc.T, other_acc.T

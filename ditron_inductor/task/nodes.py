@@ -43,8 +43,54 @@ class Policy:
         return f"strategy={self.strategy}, workspace_limit={self.workspace_limit}, timeout_s={self.timeout_s:g}"
 
 
+class WithEpilogue:
+    """A node of several products of one tensor, and of what an epilogue makes of them."""
+
+    kind: ClassVar[str]
+    num_weights: int
+    num_extras: int
+    epilogue: str
+
+    @property
+    def parsed(self) -> Epilogue | None:
+        """The epilogue, or None where the outputs are the products. Raises `InvalidTaskNode`."""
+        if not self.epilogue:
+            return None
+        try:
+            parsed = parse(self.epilogue)
+            parsed.verify(self.num_weights, self.num_extras)
+        except InvalidEpilogue as error:
+            raise InvalidTaskNode(node=self.kind, field="epilogue", problem=f"is wrong: {error}") from error
+        return parsed
+
+    @property
+    def num_products(self) -> int:
+        """Outputs, without the gathered tensor and the token."""
+        parsed = self.parsed
+        return self.num_weights if parsed is None else len(parsed.outputs)
+
+    def verify_epilogue(self) -> None:
+        """Raises `InvalidTaskNode`."""
+        _check(self.num_weights >= 1, self.kind, "num_weights", self.num_weights, "at least one weight")
+        unused = 0 if self.parsed is not None else self.num_extras
+        _check(unused == 0, self.kind, "num_extras", self.num_extras, "0, as there is no epilogue")
+
+
 @dataclass(frozen=True)
-class AllGatherMatmul:
+class Projections(WithEpilogue):
+    """out_i = x @ weight_i, for every weight i, or what an epilogue makes of them. Nothing is communicated: no site.
+
+    x is [M, K], each out_i [M, N_i].
+    """
+
+    kind: ClassVar[str] = "projections"
+    num_weights: int
+    num_extras: int = 0
+    epilogue: str = ""
+
+
+@dataclass(frozen=True)
+class AllGatherMatmul(WithEpilogue):
     """out_i = all_gather(shard, gather_dim) @ weight_i, for every weight i; one gather feeds them all.
 
     shard is [.., S, .., K] with S at `gather_dim`, never the last dimension; the gathered tensor is [.., W*S,
@@ -65,29 +111,9 @@ class AllGatherMatmul:
     num_extras: int = 0
     epilogue: str = ""
 
-    @property
-    def parsed(self) -> Epilogue | None:
-        """The epilogue, or None where the outputs are the products. Raises `InvalidTaskNode`."""
-        if not self.epilogue:
-            return None
-        try:
-            parsed = parse(self.epilogue)
-            parsed.verify(self.num_weights, self.num_extras)
-        except InvalidEpilogue as error:
-            raise InvalidTaskNode(node=self.kind, field="epilogue", problem=f"is wrong: {error}") from error
-        return parsed
-
-    @property
-    def num_products(self) -> int:
-        """Outputs, without the gathered tensor and the token."""
-        parsed = self.parsed
-        return self.num_weights if parsed is None else len(parsed.outputs)
-
     def verify(self) -> None:
         _check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
-        _check(self.num_weights >= 1, self.kind, "num_weights", self.num_weights, "at least one weight")
-        unused = 0 if self.parsed is not None else self.num_extras
-        _check(unused == 0, self.kind, "num_extras", self.num_extras, "0, as there is no epilogue")
+        self.verify_epilogue()
         _verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:

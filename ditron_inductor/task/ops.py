@@ -29,6 +29,9 @@
     this rank's of the world_size equal chunks of x along dim, a copy; found by the rank at run time.
 `replicated(x, same, group_name, site) -> x`
     an alias of x; at the first run of `site` the ranks compare samples of `same`, and raise where they differ.
+`projections(x, weights, extras, epilogue) -> [out_0, .., out_{n-1}]`
+    x [M, K] contiguous, weights [K, N_i], out_i = x @ weight_i [M, N_i] contiguous, or what the epilogue makes of them.
+    No site and no token: nothing is communicated.
 
 A token is `uint8[1]` and never read: it is only a dependency, which keeps the sites of a group in graph order
 through every reordering of the compiler. The first site of a chain gets None.
@@ -59,6 +62,7 @@ from ditron_inductor.task.nodes import (
     MatmulReduceScatter,
     Norm,
     Policy,
+    Projections,
     TaskNode,
 )
 
@@ -86,6 +90,7 @@ SCHEMAS: dict[str, str] = {
     "token_of": "(Tensor x) -> Tensor",
     "own_chunk": "(Tensor x, int dim, int world_size, str group_name) -> Tensor",
     "replicated": "(Tensor(a) x, Tensor[] same, str group_name, str site) -> Tensor(a)",
+    Projections.kind: "(Tensor x, Tensor[] weights, Tensor[]? extras=None, str epilogue='') -> Tensor[]",
 }
 
 
@@ -107,6 +112,7 @@ def define() -> Library:
         "token_of": new_token,
         "own_chunk": _fake_own_chunk,
         "replicated": _fake_replicated,
+        Projections.kind: _fake_projections,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
@@ -250,13 +256,7 @@ def _fake_all_gather_matmul(
     gathered_shape = list(shard.shape)
     gathered_shape[gather_dim] = gathered_shape[gather_dim] * world_size
     rows = math.prod(gathered_shape[:-1])
-    outputs = [shard.new_empty([rows, weight.shape[1]]) for weight in weights]
-    if epilogue:
-        parsed = parse(epilogue)
-        outputs = [
-            torch.empty_like(outputs[min(products(output))], dtype=dtype)
-            for output, dtype in zip(parsed.outputs, out_dtypes(parsed, shard.dtype), strict=True)
-        ]
+    outputs = _after_epilogue([shard.new_empty([rows, weight.shape[1]]) for weight in weights], epilogue)
     if return_gathered:
         outputs.append(shard.new_empty(gathered_shape))
     outputs.append(new_token(shard))
@@ -307,6 +307,23 @@ def _fake_matmul_all_reduce_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = [*a[0].shape[:-1], b[0].shape[1]]
     return a[0].new_empty(shape), a[0].new_empty(shape), new_token(a[0])
+
+
+def _fake_projections(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor] | None = None, epilogue: str = ""
+) -> list[torch.Tensor]:
+    return _after_epilogue([x.new_empty([x.shape[0], weight.shape[1]]) for weight in weights], epilogue)
+
+
+def _after_epilogue(given: list[torch.Tensor], epilogue: str) -> list[torch.Tensor]:
+    """The fake outputs of products with these."""
+    if not epilogue:
+        return given
+    parsed = parse(epilogue)
+    return [
+        torch.empty_like(given[min(products(output))], dtype=dtype)
+        for output, dtype in zip(parsed.outputs, out_dtypes(parsed, given[0].dtype), strict=True)
+    ]
 
 
 def _fake_after(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -252,6 +252,11 @@ def _run_all_gather_matmul(args: list[Any]) -> list[Any]:
     return results
 
 
+def _run_projections(x: torch.Tensor, weights: Any, extras: Any = (), epilogue: str = "") -> list[torch.Tensor]:
+    outputs = [x @ weight for weight in weights]
+    return evaluate(parse(epilogue), outputs, extras) if epilogue else outputs
+
+
 def _run_matmul_reduce_scatter(args: list[Any]) -> list[Any]:
     dim, op = args[0][4], args[0][5]
     chunks = _reduce([sum_of_products(*arg[:3]) for arg in args], op).chunk(len(args), dim)
@@ -296,6 +301,7 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "ditron.matmul_all_reduce_rms_norm": lambda args: _normalised(
         args, _reduce([sum_of_products(*arg[:3]) for arg in args], args[0][8]), 3
     ),
+    "ditron.projections": lambda args: [_run_projections(*arg) for arg in args],
 }
 
 

@@ -1,0 +1,136 @@
+"""projections: near the fp64 reference by the kernel and by the library, with and without an epilogue."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from ditron_inductor.lowering import projections as lowering
+from ditron_inductor.task.epilogue import parse
+from ditron_inductor.task.epilogue_torch import evaluate
+from ditron_inductor.task.nodes import Projections
+from tests.rank_process import RankContext
+from tests.ranks import RankPools
+from tests.tolerances import assert_near
+
+SWIGLU = "cast(silu(mm0), bf16) * mm1"
+
+
+@dataclass(frozen=True)
+class Case:
+    """x [rows, k] times weights [k, n] for each of `columns`."""
+
+    rows: int
+    k: int
+    columns: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+    epilogue: str = ""
+
+    def __str__(self) -> str:
+        widths = "-".join(map(str, self.columns))
+        return f"{self.rows}x{self.k}-{widths}-{str(self.dtype)[6:]}{'-epilogue' if self.epilogue else ''}"
+
+    def widths_of_extras(self) -> list[int]:
+        return [self.columns[-1]] if "row(x0)" in self.epilogue else []
+
+
+CASES = (
+    Case(1, 64, (32, 16, 16)),
+    Case(3, 70, (33, 17, 5), torch.float16),
+    Case(17, 41, (64, 1), torch.float32),
+    Case(64, 96, (40, 40)),
+    Case(2, 64, (48, 48), epilogue=SWIGLU),
+    Case(5, 33, (50, 50, 17), epilogue=f"{SWIGLU}; mm2 + row(x0)"),
+    # More rows than a tile has: by the library.
+    Case(65, 48, (32, 32), epilogue=SWIGLU),
+)
+# As wide as a model's, and odd.
+LARGE_CASES = (
+    Case(1, 4096, (2048, 512, 512)),
+    Case(16, 8192, (1024, 256, 256)),
+    Case(64, 4096, (7168, 7168), epilogue=SWIGLU),
+    Case(7, 1000, (333, 333, 77), epilogue=f"{SWIGLU}; mm2 + row(x0)"),
+    Case(33, 2048, (640, 640), torch.float16),
+    Case(9, 512, (384, 40), torch.float32),
+)
+
+
+def operands(case: Case, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(device, case.dtype)
+
+    weights = [draw(n, case.k, scale=case.k**-0.5).t() for n in case.columns]
+    return draw(case.rows, case.k), weights, [draw(n) for n in case.widths_of_extras()]
+
+
+def wanted(
+    case: Case, x: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    products = [x.double() @ weight.double() for weight in weights]
+    if not case.epilogue:
+        return products
+    return evaluate(parse(case.epilogue), [one.to(case.dtype) for one in products], extras)
+
+
+def check(case: Case, device: torch.device) -> None:
+    x, weights, extras = operands(case, device)
+    node = Projections(len(weights), len(extras), case.epilogue)
+    by_kernel = lowering.prepare(node, x, weights, extras)
+    for run in (by_kernel, by_kernel, lowering.by_library(node, x, extras)):
+        outs = run(x, weights, extras)
+        for out, value in zip(outs, wanted(case, x, weights, extras), strict=True):
+            # Two roundings where an epilogue follows the product.
+            assert_near(out, value, num_partials=3 if case.epilogue else 1, what=str(case))
+
+
+def _check_in_rank(ctx: RankContext, case: Case) -> None:
+    check(case, ctx.device)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_near_the_reference_in_the_interpreter(rank_pools: RankPools, case: Case) -> None:
+    rank_pools.get("cpu", 2).run(_check_in_rank, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", (*CASES, *LARGE_CASES), ids=str)
+def test_near_the_reference_on_a_gpu(case: Case) -> None:
+    check(case, torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
+def test_in_a_graph_it_follows_its_operands() -> None:
+    case = LARGE_CASES[0]
+    x, weights, _ = operands(case, torch.device("cuda", 0))
+    lowering.projections(x, weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = lowering.projections(x, weights)
+    x.mul_(2.0)
+    graph.replay()
+    for out, weight in zip(outs, weights, strict=True):
+        assert_near(out, x.double() @ weight.double(), num_partials=2)
+
+
+def test_other_layouts_and_many_rows_go_to_the_library() -> None:
+    x, weights, _ = operands(Case(2, 16, (8, 8)), torch.device("cpu"))
+    outs = lowering.projections(x, [weights[0].contiguous(), weights[1]])
+    for out, weight in zip(outs, weights, strict=True):
+        assert_near(out, x.double() @ weight.double())
+    assert [out.shape for out in lowering.projections(x[:0], weights)] == [(0, 8), (0, 8)]
+
+
+def test_operands_are_not_kept_alive() -> None:
+    x, weights, _ = operands(Case(2, 16, (8, 8)), torch.device("cpu"))
+    lowering.projections(x, weights)
+    kept = [weakref.ref(one) for one in (x, *weights)]
+    del x, weights
+    gc.collect()
+    assert not any(one() is not None for one in kept)
