@@ -9,7 +9,7 @@ An `Architecture` names the parts of a model that a plan cuts; `cut` cuts a mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,35 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.models.plain import PlainConfig, PlainModel
 from tests.rank_process import RankContext
 
 FORMS = ("hf", "tp", "sp")
-HIDDEN, HEADS, KV_HEADS, INNER, VOCABULARY, LONGEST = 64, 4, 2, 128, 96, 64
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What every family has."""
+
+    hidden: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    inner: int = 128
+    vocabulary: int = 96
+    longest: int = 64
+    dtype: torch.dtype = torch.float32
+
+    def config(self, num_layers: int) -> dict[str, Any]:
+        """As `transformers` names them."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.longest,
+        }
 
 
 @dataclass(frozen=True)
@@ -41,7 +66,8 @@ class Architecture:
     in `keywords` gets it as `hidden_states=`. columns, rows: the linear layers that split their output or input.
     norms: those of a layer. positions: an embedding that is added to the tokens'. flat: columns, rows and norms of a
     layer that work on [tokens, hidden] and hold their part of the tokens, not of the sequence. own_plan: whether the
-    model has a `tp_plan`; one without columns has no other.
+    model has a `tp_plan`; one without columns has no other. plain: it is one of `plain.py`. from_sizes: config values
+    that depend on the sizes.
     """
 
     model_type: str
@@ -57,32 +83,33 @@ class Architecture:
     positions: str = ""
     flat: tuple[str, ...] = ()
     own_plan: bool = True
+    plain: bool = False
+    from_sizes: Mapping[str, Callable[[Sizes], int]] = field(default_factory=dict)
 
     def has(self, form: str) -> bool:
         """Whether the model can be cut in this form."""
         return self.own_plan if form == "hf" else bool(self.columns)
 
-    def make(self, num_layers: int) -> Any:
+    def make(self, num_layers: int, sizes: Sizes, device: torch.device) -> Any:
         """The model with random weights, the same on all ranks, its biases and norm weights random too."""
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        sizes = dict(
-            hidden_size=HIDDEN,
-            intermediate_size=INNER,
-            num_hidden_layers=num_layers,
-            num_attention_heads=HEADS,
-            num_key_value_heads=KV_HEADS,
-            vocab_size=VOCABULARY,
-            max_position_embeddings=LONGEST,
-            use_cache=False,
-        )
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(self.model_type, **(sizes | self.config)))
+        config = sizes.config(num_layers) | self.config
+        model = (PlainModel(PlainConfig(**config)) if self.plain else self._transformers_model(config, sizes)).to(
+            device
+        )
         # Fresh models have biases of 0 and norm weights of 0 or 1: a form that loses them would go unseen.
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.data.add_(torch.randn_like(parameter) * 0.1)
-        return model
+        return model.to(sizes.dtype)
+
+    def _transformers_model(self, config: Mapping[str, Any], sizes: Sizes) -> Any:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        own = {name: value(sizes) for name, value in self.from_sizes.items()}
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(self.model_type, use_cache=False, **(config | own))
+        )
 
     def cut(self, model: Any, ctx: RankContext, form: str) -> Any:
         """`model` in the form `hf`, `tp` or `sp`, cut in place over all ranks."""
@@ -91,6 +118,7 @@ class Architecture:
         mesh = init_device_mesh(ctx.device.type, (ctx.world_size,))
         plan = self._layer_plan(form == "sp")
         base = model.get_submodule(self.base)
+        tied = model.lm_head.weight is base.get_submodule(self.embedding).weight
         for layer in base.layers:
             parallelize_module(layer, mesh, plan)
             for part in layer.modules():
@@ -98,7 +126,8 @@ class Architecture:
                 if isinstance(getattr(part, "num_heads", None), int):
                     part.num_heads //= ctx.world_size
         parallelize_module(model, mesh, self._outer_plan(form == "sp"))
-        model.tie_weights()
+        if tied:
+            model.lm_head.weight = base.get_submodule(self.embedding).weight
         return model
 
     def _layer_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
@@ -159,24 +188,47 @@ def _own_plan(model: Any, ctx: RankContext) -> Any:
 
 
 LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
-LLAMA_COLUMNS = (
-    *(f"self_attn.{name}_proj" for name in "qkv"),
-    "mlp.gate_proj",
-    "mlp.up_proj",
-)
+QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
+LLAMA_COLUMNS = (*QKV, "mlp.gate_proj", "mlp.up_proj")
 LLAMA_ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
-def _like_llama(model_type: str, norms: tuple[str, ...] = LLAMA_NORMS, **config: Any) -> Architecture:
-    return Architecture(model_type, LLAMA_COLUMNS, LLAMA_ROWS, norms, ("self_attn", "mlp"), ("self_attn",), config)
+def _like_llama(model_type: str, norms: tuple[str, ...] = LLAMA_NORMS, **from_sizes: Any) -> Architecture:
+    return Architecture(
+        model_type,
+        columns=LLAMA_COLUMNS,
+        rows=LLAMA_ROWS,
+        norms=norms,
+        blocks=("self_attn", "mlp"),
+        keywords=("self_attn",),
+        from_sizes=from_sizes,
+    )
+
+
+def _plain(columns: tuple[str, ...], norms: tuple[str, ...] = LLAMA_NORMS, **config: Any) -> Architecture:
+    return Architecture(
+        "",
+        columns=columns,
+        rows=LLAMA_ROWS,
+        norms=norms,
+        blocks=("self_attn", "mlp"),
+        keywords=("self_attn",),
+        config=config,
+        own_plan=False,
+        plain=True,
+    )
+
+
+def _head_dim(sizes: Sizes) -> int:
+    return sizes.hidden // sizes.heads
 
 
 GEMMA3_NORMS = (*LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 ARCHITECTURES = {
     "llama": _like_llama("llama"),
-    "qwen3": _like_llama("qwen3", head_dim=16),
-    "gemma": _like_llama("gemma", head_dim=16),
-    "gemma3": _like_llama("gemma3_text", GEMMA3_NORMS, head_dim=16),
+    "qwen3": _like_llama("qwen3", head_dim=_head_dim),
+    "gemma": _like_llama("gemma", head_dim=_head_dim),
+    "gemma3": _like_llama("gemma3_text", GEMMA3_NORMS, head_dim=_head_dim),
     "gpt_neox": Architecture(
         "gpt_neox",
         columns=("attention.query_key_value", "mlp.dense_h_to_4h"),
@@ -189,12 +241,13 @@ ARCHITECTURES = {
     ),
     "opt": Architecture(
         "opt",
-        columns=(*(f"self_attn.{name}_proj" for name in "qkv"), "fc1"),
+        columns=(*QKV, "fc1"),
         rows=("self_attn.out_proj", "fc2"),
         norms=("self_attn_layer_norm", "final_layer_norm"),
         blocks=("self_attn",),
         keywords=("self_attn",),
-        config={"ffn_dim": INNER, "word_embed_proj_dim": HIDDEN, "dropout": 0.0},
+        config={"dropout": 0.0},
+        from_sizes={"ffn_dim": lambda sizes: sizes.inner, "word_embed_proj_dim": lambda sizes: sizes.hidden},
         base="model.decoder",
         norm="final_layer_norm",
         positions="embed_positions",
@@ -203,7 +256,7 @@ ARCHITECTURES = {
     ),
     "phi": Architecture(
         "phi",
-        columns=(*(f"self_attn.{name}_proj" for name in "qkv"), "mlp.fc1"),
+        columns=(*QKV, "mlp.fc1"),
         rows=("self_attn.dense", "mlp.fc2"),
         norms=("input_layernorm",),
         blocks=("self_attn", "mlp"),
@@ -211,4 +264,18 @@ ARCHITECTURES = {
         norm="final_layernorm",
     ),
     "phi3": Architecture("phi3", (), (), LLAMA_NORMS, (), config={"pad_token_id": 0}),
+    "plain_llama": _plain(LLAMA_COLUMNS),
+    "plain_neox": _plain(
+        ("self_attn.qkv_proj", "mlp.up_proj"), activation="gelu", bias=True, gated=False, packed=True, parallel=True
+    ),
+    "plain_opt": _plain((*QKV, "mlp.up_proj"), activation="relu", bias=True, gated=False),
+    "plain_phi": _plain(
+        (*QKV, "mlp.up_proj"),
+        ("input_layernorm",),
+        activation="gelu_tanh",
+        bias=True,
+        gated=False,
+        parallel=True,
+        shared=True,
+    ),
 }

@@ -79,7 +79,7 @@ def main() -> None:
     finally:
         pool.close()
     rows = [(*where, text(counts, two_layers[where])) for where, counts in one_layer.items()]
-    PATH.write_text("".join(f"{name:8} {form} {graph:9} {sites}\n" for name, form, graph, sites in rows))
+    PATH.write_text("".join(f"{name:11} {form} {graph:9} {sites}\n" for name, form, graph, sites in rows))
 
 
 if __name__ == "__main__":

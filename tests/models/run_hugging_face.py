@@ -13,13 +13,11 @@ from torch.distributed.tensor import DTensor
 from ditron_inductor.backend import ditron
 from ditron_inductor.explain import without_caches
 from ditron_inductor.sites import GraphRecord, collect_sites
-from tests.models.hugging_face import ARCHITECTURES, VOCABULARY
+from tests.models.hugging_face import ARCHITECTURES, Sizes
 from tests.models.interpreted import interpreted
 from tests.rank_process import RankContext
 from tests.tolerances import MODEL_TOLERANCES
 
-BATCH, SEQ_LEN = 2, 8
-TOLERANCE = MODEL_TOLERANCES[torch.float32]
 # A gradient that is zero but for rounding (a key's bias shifts all of a query's scores alike) is compared with this
 # part of the largest one.
 FLOOR = 1e-3
@@ -40,6 +38,9 @@ class Setup:
     dynamic: bool = False
     inductor: bool = False
     strategy: str = "tile"
+    sizes: Sizes = Sizes()
+    batch: int = 2
+    seq_len: int = 8
 
     def __str__(self) -> str:
         extra = "-dynamic" * self.dynamic + "-inductor" * self.inductor
@@ -54,17 +55,19 @@ def run_model(ctx: RankContext, setup: Setup) -> dict[str, Counter[str]]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     architecture = ARCHITECTURES[setup.name]
-    whole = architecture.make(setup.num_layers)
-    model = architecture.cut(architecture.make(setup.num_layers), ctx, setup.form)
+    whole, part = (architecture.make(setup.num_layers, setup.sizes, ctx.device) for _ in range(2))
+    model = architecture.cut(part, ctx, setup.form)
     with collect_sites() as sink, without_caches(), torch.set_grad_enabled(setup.train):
         call = _compiled(setup, model)
         for index in range(3 if setup.dynamic else 2):
-            given = _inputs(setup, index)
+            given = _inputs(ctx, setup, index)
             with torch._dynamo.config.patch(error_on_recompile=index > 0):
                 wanted, got = _step(setup, model, model, given), _step(setup, model, call, given)
-            _assert_near(got, wanted, "compiled against eager")
-            if index == 0:
-                _assert_near({"logits": wanted["logits"]}, {"logits": whole(**given).logits}, "the plan itself")
+            _assert_near(got, wanted, setup.sizes.dtype, "compiled against eager")
+            # In a narrow dtype the two round differently, layer after layer.
+            if index == 0 and setup.sizes.dtype is torch.float32:
+                uncut = {"logits": whole(**given).logits}
+                _assert_near({"logits": wanted["logits"]}, uncut, setup.sizes.dtype, "cut against whole")
     counts = _site_counts(sink.graphs)
     fused = Counter(site.kind for graph in sink.graphs for site in graph.sites if site.fused)
     counters = torch._dynamo.utils.counters["ditron"]
@@ -80,17 +83,22 @@ def _compiled(setup: Setup, model: Any) -> Callable[..., Any]:
     return torch.compile(model, backend=interpreted(options), fullgraph=True, dynamic=dynamic)
 
 
-def _inputs(setup: Setup, index: int) -> dict[str, Any]:
+def _inputs(ctx: RankContext, setup: Setup, index: int) -> dict[str, Any]:
     """The arguments of call number `index`, the same on all ranks."""
-    batch, seq_len = (BATCH + 2 * index, SEQ_LEN + 4 * index) if setup.dynamic else (BATCH, SEQ_LEN)
+    batch, seq_len = setup.batch, setup.seq_len
+    if setup.dynamic:
+        # DTensor itself wants sizes that are multiples of the number of ranks.
+        batch, seq_len = batch + ctx.world_size * index, seq_len + 2 * ctx.world_size * index
     generator = torch.Generator().manual_seed(index)
-    given: dict[str, Any] = {"input_ids": torch.randint(0, VOCABULARY, (batch, seq_len), generator=generator)}
+    tokens = torch.randint(0, setup.sizes.vocabulary, (batch, seq_len), generator=generator).to(ctx.device)
+    given: dict[str, Any] = {"input_ids": tokens}
     if setup.train:
-        given["labels"] = given["input_ids"]
-    if setup.form == "sp":
+        given["labels"] = tokens
+    if setup.form == "sp" and not ARCHITECTURES[setup.name].plain:
         # The models would take both from the hidden states, of which a rank holds only a part.
-        given["position_ids"] = torch.arange(seq_len)[None]
-        given["attention_mask"] = torch.ones(batch, 1, seq_len, seq_len, dtype=torch.bool).tril()
+        given["position_ids"] = torch.arange(seq_len, device=ctx.device)[None]
+        mask = torch.ones(batch, 1, seq_len, seq_len, dtype=torch.bool, device=ctx.device)
+        given["attention_mask"] = mask.tril()
     return given
 
 
@@ -110,14 +118,15 @@ def _step(setup: Setup, model: Any, call: Callable[..., Any], given: dict[str, A
     return values
 
 
-def _assert_near(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], what: str) -> None:
+def _assert_near(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], dtype: torch.dtype, what: str) -> None:
     """AssertionError naming every tensor of `got` that is too far from `wanted`."""
+    tolerance = MODEL_TOLERANCES[dtype]
     floor = FLOOR * max(float(value.norm()) for value in wanted.values())
     errors = {
         name: float((got[name] - value).norm()) / max(float(value.norm()), floor) for name, value in wanted.items()
     }
-    wrong = {name: f"{error:.1e}" for name, error in errors.items() if not error <= TOLERANCE}
-    assert not wrong, f"{what}: relative errors above {TOLERANCE:.0e}: {wrong}"
+    wrong = {name: f"{error:.1e}" for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, f"{what}: relative errors above {tolerance:.0e}: {wrong}"
 
 
 def _site_counts(graphs: list[GraphRecord]) -> dict[str, Counter[str]]:
