@@ -65,7 +65,7 @@ def kept_values(place: Place) -> dict[str, Callable[[int], bool]]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-cases", action="store_true", help="run every kernel case at every place, not samples")
+    parser.addoption("--all-cases", action="store_true", help="run every case at every place, not samples")
     parser.addoption("--share-gpus", action="store_true", help="run 4 ranks on fewer than 4 GPUs too: right, but slow")
 
 
@@ -84,6 +84,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         spec = getattr(item, "callspec", None)
         places = [value for value in spec.params.values() if isinstance(value, Place)] if spec else []
+        if item.get_closest_marker("all_cases") and not config.option.all_cases:
+            dropped.append(item)
+            continue
         if spec and places and not config.option.all_cases:
             assert isinstance(item, pytest.Function)
             kept = True

@@ -1,0 +1,45 @@
+"""Ditron without Inductor's code generation: for tests of large models, whose graphs take seconds to compile for a CPU.
+
+Dynamo, autograd, decompositions, the partitioner, Inductor's passes and all of ours are the real ones, and our ops run
+their kernels. Only what Inductor does with the finished graph, its lowering, scheduling and C++, is left out: the
+graph's ops are called one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._inductor.config
+from functorch.compile import make_boxed_func
+from torch import fx
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.fx_passes import post_grad
+from torch._inductor.virtualized import V
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from ditron_inductor.options import Options
+from ditron_inductor.pipeline import DitronPipeline
+
+
+def interpreted(options: dict[str, Any]) -> Callable[..., Any]:
+    """A backend for `torch.compile` that runs the graphs which `backend="ditron"` with `options` hands to Inductor."""
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        patches = {"post_grad_custom_pre_pass": DitronPipeline(Options.parse(options)[0])}
+        return compile_fx(gm, example_inputs, inner_compile=_run_passes, config_patches=patches)
+
+    return backend
+
+
+def _run_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+    post_grad.view_to_reshape(gm)
+    fake_mode = torch._guards.detect_fake_mode(example_inputs)
+    assert fake_mode is not None
+    with torch.no_grad():
+        FakeTensorProp(gm, mode=fake_mode).propagate_dont_convert_inputs(*example_inputs)
+    with V.set_fake_mode(fake_mode):
+        post_grad.post_grad_passes(gm, bool(options.get("is_inference")))
+    gm.recompile()
+    return make_boxed_func(gm.forward)
