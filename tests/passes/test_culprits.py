@@ -14,7 +14,7 @@ from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.culprits import user_line
 from ditron_inductor.passes.reasons import LEFT_ALONE, Reason, ReasonCode, Refusal, refused
 from ditron_inductor.records import record_graph
-from tests.passes.graphs import WORLD_SIZE, all_gather, all_reduce, compiled_graphs, fuse, traced
+from tests.passes.graphs import WORLD_SIZE, all_gather, all_reduce, compiled_graphs, fuse, reduce_scatter, traced
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -52,7 +52,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], ReasonCode,
     "cast in front": (lambda a, w: all_reduce((a @ w).half()), (A, W), ReasonCode.CAST_BETWEEN, "_to_copy"),
     "op in front": (lambda a, w: all_reduce((a @ w).sin()), (A, W), ReasonCode.POINTWISE_BETWEEN, "sin"),
     "op in a sum": (lambda a, w: all_reduce((a @ w).sin() + a @ w), (A, W), ReasonCode.POINTWISE_BETWEEN, "sin"),
-    "transpose in front": (lambda a, w: all_reduce((a @ w).t()), (A, W), ReasonCode.LAYOUT, "t"),
+    "transpose in front": (lambda a, w: reduce_scatter((a @ w).t()), (A, W), ReasonCode.LAYOUT, "t"),
     "used elsewhere": (used_twice, (A, W), ReasonCode.INTERMEDIATE_USED, "exp"),
     "cast behind": (lambda x, w: all_gather(x).double() @ w.double(), (X, W), ReasonCode.CAST_BETWEEN, "_to_copy"),
     "not a float": (lambda x, w: all_gather(x.int()) @ w.int(), (X, W), ReasonCode.DTYPE, "mm"),
