@@ -47,7 +47,7 @@ class Comparison:
     @property
     def hidden(self) -> int:
         """The width that the ranks have in common: what the layer's input or output is wide."""
-        return self.K if self.op == "all_gather_matmul" else self.N
+        return self.K if self.op in ("all_gather_matmul", "matmul_all_gather") else self.N
 
     @property
     def shape(self) -> str:

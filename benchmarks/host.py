@@ -1,6 +1,6 @@
 """`python -m benchmarks.host`: what one fused op costs the host, stage by stage, and beside its baselines.
 
-On GPUs: the three ops at 256 x 256 x 256, eager, issued back to back. `wall` is the time per call until the last one
+On GPUs: the ops at 256 x 256 x 256, eager, issued back to back. `wall` is the time per call until the last one
 has run, `issue` until it was issued; medians of interleaved rounds, of the slowest rank. Without GPUs (`--device cpu`)
 the compiled kernels are stand-ins that do nothing: the Python part of the path, without the driver.
 
@@ -69,7 +69,7 @@ class Bench:
 
 
 def benches(device: Any, rank: int, world_size: int) -> list[Bench]:
-    """The three ops, the whole product SIZE x SIZE x SIZE on each rank."""
+    """The ops, the whole product SIZE x SIZE x SIZE on each rank."""
     import torch
     import torch.distributed as dist
 
@@ -95,6 +95,11 @@ def benches(device: Any, rank: int, world_size: int) -> list[Bench]:
         out = a @ b
         dist.all_reduce(out)
         return out
+
+    def product_gathered() -> torch.Tensor:
+        whole = a.new_empty(world_size * SIZE, SIZE)
+        dist.all_gather_into_tensor(whole, a @ b)
+        return torch.cat(whole.chunk(world_size), 1)
 
     fused: dict[str, Call] = {}
     if device.type == "cuda":
@@ -124,6 +129,7 @@ def benches(device: Any, rank: int, world_size: int) -> list[Bench]:
             | ({"async_tp": fused["scatter"]} if fused else {}),
         ),
         Bench("matmul_all_reduce", a, b, ([a], [b], None), ("sum", world_size, name), {"library": reduced_matmul}),
+        Bench("matmul_all_gather", a, b, ([a], [b], None), (1, world_size, name), {"library": product_gathered}),
     ]
 
 

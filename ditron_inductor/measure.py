@@ -18,9 +18,10 @@ import torch
 from ditron_inductor.device import groups
 from ditron_inductor.device.reset import reset
 from ditron_inductor.errors import StrategyUnavailable
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
+from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllGather, MatmulAllReduce, MatmulReduceScatter
 from ditron_inductor.task.table import MEASURED
 from ditron_inductor.timing import GRAPH_CALLS, ROUNDS, Call, Clock, captured, interleaved
+from ditron_inductor.tune_shapes import WHOLE_ROWS
 
 Result = TypeVar("Result")
 _UNAVAILABLE = "it cannot run here: "
@@ -52,10 +53,11 @@ class SiteShape:
     @staticmethod
     def of_matmul(op: str, m: int, n: int, k: int, dtype: torch.dtype, world_size: int) -> SiteShape:
         """The plainest call whose matmul is [m, k] @ [k, n]. ValueError where m rows do not divide over the ranks."""
-        if op != MatmulAllReduce.kind and m % world_size:
+        if op not in WHOLE_ROWS and m % world_size:
             raise ValueError(f"{op}: {m} rows do not divide over {world_size} ranks")
         rows = m // world_size if op == AllGatherMatmul.kind else m
-        return SiteShape(op, (rows, k), (n,), 0, dtype, world_size)
+        # A product is gathered by columns, as a column-parallel layer's is.
+        return SiteShape(op, (rows, k), (n,), int(op == MatmulAllGather.kind), dtype, world_size)
 
     @property
     def m(self) -> int:
@@ -166,6 +168,8 @@ def _calls(
             return lambda i: ops.matmul_reduce_scatter(
                 left[i % copies], right[i % copies], bias, None, shape.dim, "sum", *site
             )[0]
+        if shape.op == MatmulAllGather.kind:
+            return lambda i: ops.matmul_all_gather(left[i % copies], right[i % copies], bias, None, shape.dim, *site)[0]
         assert shape.op == MatmulAllReduce.kind, f"not a kind: {shape.op}"
         return lambda i: ops.matmul_all_reduce(left[i % copies], right[i % copies], bias, None, "sum", *site)[0]
 

@@ -19,6 +19,7 @@ from ditron_inductor.sites import GraphRecord, SiteRecord
 from ditron_inductor.task.nodes import (
     AllGatherMatmul,
     AllReduceRmsNorm,
+    MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
     MatmulReduceScatter,
@@ -53,7 +54,7 @@ def _task_record(node: fx.Node) -> SiteRecord:
     weights = [_value(weight) for weight in right]
     lhs = lefts[0]
     rows = [_hint(size) for size in lhs.shape[:-1]]
-    # The products of a reduction are added up, those of a gather lie side by side; without any, x has its own columns.
+    # The products that a gather feeds lie side by side, all others are added up; without any, x has its own columns.
     columns = [_hint(weight.shape[1]) for weight in (weights if gathers else weights[:1])] or [_hint(lhs.shape[-1])]
     depths = [_hint(one.shape[-1]) for one in lefts] if weights else [1]
     m = None if None in rows else math.prod(size for size in rows if size is not None)
@@ -90,7 +91,7 @@ def _task_record(node: fx.Node) -> SiteRecord:
 
 def _dim(task: TaskNode) -> int:
     match task:
-        case AllGatherMatmul():
+        case AllGatherMatmul() | MatmulAllGather():
             return task.gather_dim
         case MatmulReduceScatter():
             return task.scatter_dim
@@ -110,9 +111,11 @@ def _pattern(task: TaskNode) -> str:
             return f"all_reduce({task.reduce_op}){_extras(task)} -> {task.norm.form} norm"
         case MatmulAllReduceRmsNorm():
             return f"{_sum_text(task)} -> all_reduce({task.reduce_op}){_extras(task)} -> {task.norm.form} norm"
+        case MatmulAllGather():
+            return f"{_sum_text(task)} -> all_gather(dim {task.gather_dim})"
 
 
-def _sum_text(task: MatmulReduceScatter | MatmulAllReduce | MatmulAllReduceRmsNorm) -> str:
+def _sum_text(task: MatmulReduceScatter | MatmulAllReduce | MatmulAllReduceRmsNorm | MatmulAllGather) -> str:
     matmuls = "matmul" if task.num_products == 1 else f"sum of {task.num_products} matmuls"
     return matmuls + " + bias" * task.has_bias
 
@@ -133,6 +136,8 @@ def _task_bytes(task: TaskNode, m: int | None, n: int | None, k: int | None, ite
             return m // task.world_size * n * itemsize * peers
         case MatmulAllReduce() | AllReduceRmsNorm() | MatmulAllReduceRmsNorm():
             return 2 * m * n * itemsize * peers // task.world_size
+        case MatmulAllGather():
+            return m * n * itemsize * peers
 
 
 def _collective_record(node: fx.Node) -> SiteRecord:

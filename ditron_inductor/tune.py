@@ -150,7 +150,7 @@ def add_entries(path: Path, entries: Iterable[Entry]) -> Table:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to measure")
     what.add_argument("--model", nargs="+", choices=sorted(MODELS), default=[], help="the sites of a model's layer")
-    what.add_argument("--op", nargs="+", choices=KINDS, default=list(KINDS), help="all three by default")
+    what.add_argument("--op", nargs="+", choices=KINDS, default=list(KINDS), help="all by default")
     what.add_argument(
         "--m", nargs="+", type=int, default=list(TOKENS), help=f"rows (default {' '.join(map(str, TOKENS))})"
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce
+from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllGather, MatmulAllReduce
 
 TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 8192)
 """Rows that are measured by default: decoding, and prefill of a few sizes."""
+WHOLE_ROWS = (MatmulAllReduce.kind, MatmulAllGather.kind)
+"""Ops whose rows all ranks have, any number of them."""
 # Fewer rows are not gathered or scattered in sequence parallelism.
 LEAST_SCATTERED = 128
 
@@ -25,19 +27,23 @@ class Shape:
 
 @dataclass(frozen=True)
 class Layer:
-    """The widths of a transformer's layer: of the model, all queries, all keys (or values), and the feed-forward."""
+    """The widths of a transformer: of the model, all queries, all keys (or values), feed-forward, vocabulary."""
 
     dim: int
     query_dim: int
     key_dim: int
     hidden_dim: int
+    vocabulary: int
 
     def widths(self, op: str, part: str, world_size: int) -> tuple[int, int]:
         """(N, K) of one rank's matmul; `part` is one of `PARTS`.
 
         All-gathers feed the projections of attention (queries, keys and values in one) and of the feed-forward (gate
-        and up in one); the matmuls behind these are reduced.
+        and up in one); the matmuls behind these are reduced. What is gathered behind a matmul are the logits, whatever
+        the part.
         """
+        if op == MatmulAllGather.kind:
+            return self.vocabulary // world_size, self.dim
         if op == AllGatherMatmul.kind:
             wide = 2 * self.hidden_dim if part == "mlp" else self.query_dim + 2 * self.key_dim
             return wide // world_size, self.dim
@@ -46,10 +52,10 @@ class Layer:
 
 PARTS = ("attention", "mlp")
 MODELS: dict[str, Layer] = {
-    "llama-70b": Layer(8192, 8192, 1024, 28672),
-    "llama-8b": Layer(4096, 4096, 1024, 14336),
-    "qwen3-32b": Layer(5120, 8192, 1024, 25600),
-    "llama-405b": Layer(16384, 16384, 1024, 53248),
+    "llama-70b": Layer(8192, 8192, 1024, 28672, 128256),
+    "llama-8b": Layer(4096, 4096, 1024, 14336, 128256),
+    "qwen3-32b": Layer(5120, 8192, 1024, 25600, 151936),
+    "llama-405b": Layer(16384, 16384, 1024, 53248, 128256),
 }
 """By name, in the order in which benchmarks measure them."""
 
@@ -60,23 +66,24 @@ def model_shapes(model: str, ops: Sequence[str], tokens: Sequence[int], world_si
     ValueError where a width does not divide over the ranks.
     """
     layer = MODELS[model]
-    divided = (layer.query_dim, layer.key_dim, layer.hidden_dim)
+    divided = (layer.query_dim, layer.key_dim, layer.hidden_dim, layer.vocabulary)
     if any(width % world_size for width in divided):
         raise ValueError(f"the widths {divided} of {model} do not divide over {world_size} ranks")
-    return [
+    shapes = (
         Shape(op, m, n, k)
         for op in ops
         for n, k in (layer.widths(op, part, world_size) for part in PARTS)
         for m in tokens
-        if op == MatmulAllReduce.kind or (m >= LEAST_SCATTERED and m % world_size == 0)
-    ]
+        if op in WHOLE_ROWS or (m >= LEAST_SCATTERED and m % world_size == 0)
+    )
+    return list(dict.fromkeys(shapes))
 
 
 def given_shapes(
     ops: Sequence[str], tokens: Sequence[int], columns: Sequence[int], depths: Sequence[int], world_size: int
 ) -> list[Shape]:
     """Every op at every m of `tokens` with every pair (n, k) of `columns` and `depths`; an m that does not divide over
-    the ranks for all-reduces only.
+    the ranks for ops of `WHOLE_ROWS` only.
 
     ValueError where the two lists are not of one length, or a size is not positive.
     """
@@ -89,5 +96,5 @@ def given_shapes(
         for op in ops
         for n, k in zip(columns, depths, strict=True)
         for m in tokens
-        if op == MatmulAllReduce.kind or m % world_size == 0
+        if op in WHOLE_ROWS or m % world_size == 0
     ]

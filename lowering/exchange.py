@@ -195,9 +195,10 @@ class Operands:
 
 @dataclass(frozen=True)
 class Group:
-    """Pieces of a reduction that are multiplied as one, and the peers' pieces that come with them.
+    """Pieces of a product that are multiplied as one, and the peers' pieces that come with them.
 
-    products: which of the left operands, and where in the own slot its product goes. transfers: to the partials.
+    products: which of the left operands, and where in the own slot its product goes. transfers: to the partials, or to
+    what is gathered.
     """
 
     products: list[tuple[int, torch.Tensor]]
@@ -206,7 +207,7 @@ class Group:
     transfers: list[Transfer]
 
     def send(self, lane: Lane, operands: Operands) -> torch.cuda.Event | None:
-        """Multiply, and tell the owners; returns a mark of where the products have ended."""
+        """Multiply, and tell the readers; returns a mark of where the products have ended."""
         for place, product in self.products:
             operands.multiply(place, product)
         done = lane.here()
@@ -214,7 +215,7 @@ class Group:
         return done
 
     def receive(self, lane: Lane, done: torch.cuda.Event | None, partials: int) -> None:
-        """Copy the peers' pieces to the partials at this address; `done` as `send` returned it."""
+        """Copy the peers' pieces to the tensor at this address; `done` as `send` returned it."""
         # Not behind the telling: the wait is to have its SM before the next product takes them all.
         lane.follow(done)
         self.wait(lane.side)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_WORLD
-from ditron_inductor.core.signals import arrive, data, publish
+from ditron_inductor.core.signals import arrive, data, publish, publish_all
 
 
 @triton.jit
@@ -53,6 +53,24 @@ def publish_partial(
             publish(table, owner, slot, chunk, rank, site, epoch)
     else:
         publish(table, owner, slot, chunk, rank, site, epoch)
+
+
+@triton.jit
+def publish_to_all(
+    table, counters, row, tile, tiles, chunk_tiles, rank, slot, site, epoch,
+    WORLD: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Tell all peers that tile `tile` of `tiles`, carried there by this program, is in their slots.
+
+    row: the first flag row of such tiles. COUNTED: chunk_tiles > 1.
+    """
+    chunk = tile // chunk_tiles
+    if COUNTED:
+        total = tl.minimum(chunk_tiles, tiles - chunk * chunk_tiles)
+        if arrive(counters + (row + chunk) * MAX_WORLD, total):
+            publish_all(table, slot, row + chunk, rank, site, epoch, WORLD)
+    else:
+        publish_all(table, slot, row + chunk, rank, site, epoch, WORLD)
 
 
 @triton.jit

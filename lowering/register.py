@@ -3,7 +3,7 @@
 The first call of a site with operands of one form (see prepared.py) finds the group's workspace, asks the plan for a
 strategy, lays out the slot, and keeps all that; later calls look it up. Whatever the ranks must decide alike follows
 from sizes that all of them share; the one dimension that only the local weight has (columns of an all-gather's weights,
-K of a reduction, of all its products together) is replaced by its largest value on any rank. Columns are agreed on
+K of what is summed up, of all products together) is replaced by its largest value on any rank. Columns are agreed on
 once: where the gathered tensor is a weight they are this rank's tokens, which may change here alone, and no layout has
 to follow them.
 """
@@ -26,6 +26,8 @@ from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm import library as norm_library
 from ditron_inductor.lowering.epilogues import Finisher
 from ditron_inductor.lowering.launch import Launch
+from ditron_inductor.lowering.matmul_all_gather import chunked as product_chunked
+from ditron_inductor.lowering.matmul_all_gather import tile as product_tile
 from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
 from ditron_inductor.lowering.matmul_all_reduce import tile as reduce_tile
 from ditron_inductor.lowering.matmul_all_reduce_rms_norm import chunked as reduce_norm_chunked
@@ -40,6 +42,7 @@ from ditron_inductor.task.nodes import (
     EXTRAS,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
     MatmulReduceScatter,
@@ -59,6 +62,7 @@ TILE: Mapping[str, tuple[Callable[..., Any], Runner]] = {
     MatmulAllReduce.kind: (reduce_tile.geometry, reduce_tile.matmul_all_reduce),
     AllReduceRmsNorm.kind: (norm_kernel.geometry, norm_kernel.all_reduce_rms_norm),
     MatmulAllReduceRmsNorm.kind: (reduce_norm_tile.geometry, reduce_norm_tile.matmul_all_reduce_rms_norm),
+    MatmulAllGather.kind: (product_tile.geometry, product_tile.matmul_all_gather),
 }
 CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
     AllGatherMatmul.kind: (gather_chunked.obstacle, gather_chunked.geometry, gather_chunked.all_gather_matmul),
@@ -75,6 +79,7 @@ CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
         reduce_norm_chunked.geometry,
         reduce_norm_chunked.matmul_all_reduce_rms_norm,
     ),
+    MatmulAllGather.kind: (product_chunked.obstacle, product_chunked.geometry, product_chunked.matmul_all_gather),
 }
 PLANNED_AS: Mapping[str, str] = {MatmulAllReduceRmsNorm.kind: MatmulAllReduce.kind}
 """Kinds whose strategies are chosen as another's: a norm costs all of them the same."""
@@ -309,6 +314,26 @@ def _prepare_norm(
     return _prepare(key, node, x, library, sizes=(M, N), m=M, shared=N, local=("K", K))
 
 
+def _prepare_matmul_all_gather(
+    key: Hashable,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    gather_dim: int,
+    world_size: int,
+    group_name: str,
+    site: str,
+    *policy: Any,
+) -> Callable[..., Any]:
+    node = MatmulAllGather(gather_dim, world_size, group_name, site, Policy(*policy), len(a), bias is not None)
+    library = functools.partial(
+        reference.matmul_all_gather, gather_dim=gather_dim, world_size=world_size, group_name=group_name
+    )
+    leading, N = a[0].shape[:-1], b[0].shape[1]
+    local = "K", sum(one.shape[0] for one in b)
+    return _prepare(key, node, a[0], library, sizes=(*leading, N), m=math.prod(leading), shared=N, local=local)
+
+
 # The ops themselves. The trailing arguments, `site`, are those of the schemas in task/ops.py, in their order. With the
 # operands' forms they are all that a call depends on, but for this:
 _precision = torch.get_float32_matmul_precision
@@ -392,6 +417,19 @@ def _matmul_all_reduce_rms_norm(
     return *run(a, b, bias, given), ops.new_token(a[0])
 
 
+def _matmul_all_gather(
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    token: torch.Tensor | None,
+    *site: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    key, run = lookup(MatmulAllGather.kind, site, (*a, *b), bias)
+    if run is None:
+        run = _prepare_matmul_all_gather(key, a, b, bias, *site)
+    return run(a, b, bias), ops.new_token(a[0])
+
+
 def _on_device(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Run with the GPU of the first operand as the current one: kernels are launched there."""
 
@@ -420,6 +458,7 @@ def register() -> None:
         MatmulAllReduce.kind: _on_device(_matmul_all_reduce),
         AllReduceRmsNorm.kind: _on_device(_all_reduce_rms_norm),
         MatmulAllReduceRmsNorm.kind: _on_device(_matmul_all_reduce_rms_norm),
+        MatmulAllGather.kind: _on_device(_matmul_all_gather),
         "after": _after,
         "after_": ops.do_nothing,
         "token_of": ops.new_token,

@@ -98,7 +98,7 @@ def find_matmul_reduce_scatter(node: fx.Node) -> Match | Refused:
         if product.bias is not None:
             return ReasonCode.BIAS.at(product.bias)
         return ReasonCode.SHAPE_UNPROVEN.at(full) if sizes is None else Match(collective, product, 0, (), sizes, steps)
-    lefts = [_lhs_in_shape(factors.lhs, product, full) for factors in product.factors]
+    lefts = [lhs_in_shape(factors.lhs, product, tuple(full.meta["val"].shape)) for factors in product.factors]
     proved = tuple(left for left in lefts if left is not None)
     if len(proved) < len(lefts):
         return ReasonCode.SHAPE_UNPROVEN.at(full)
@@ -138,13 +138,15 @@ def _rejected_shape(collective: Collective, product: Product, full: fx.Node, sca
     return None if same and proofs.known(rows.shape[-1] > 0) else ReasonCode.SHAPE_UNPROVEN
 
 
-def _lhs_in_shape(operand: fx.Node, product: Product, full: fx.Node) -> tuple[fx.Node, tuple[Any, ...] | None] | None:
-    """A first operand in the shape of `full` (but for the last dimension): a node, or a node and the sizes to
+def lhs_in_shape(
+    operand: fx.Node, product: Product, shape: tuple[Any, ...]
+) -> tuple[fx.Node, tuple[Any, ...] | None] | None:
+    """A first operand in the product's `shape` (but for the last dimension): a node, or a node and the sizes to
     reshape it to.
     """
-    whole, lhs = proofs.tensor(full), proofs.tensor(operand)
-    assert whole is not None and lhs is not None
-    wanted = (*whole.shape[:-1], lhs.shape[-1])
+    lhs = proofs.tensor(operand)
+    assert lhs is not None
+    wanted = (*shape[:-1], lhs.shape[-1])
     for view in proofs.views_up(operand):
         value = proofs.tensor(view)
         if value is not None and proofs.same_shape(value.shape, wanted):

@@ -22,6 +22,7 @@ from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.task.nodes import (
     AllGatherMatmul,
     AllReduceRmsNorm,
+    MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
     MatmulReduceScatter,
@@ -89,6 +90,8 @@ def _task_facts(task: TaskNode) -> str:
         case MatmulAllReduceRmsNorm():
             products = f"{task.num_products} {task.has_bias}"
             own = f"{task.reduce_op} {products} {task.norm.text()} {'+'.join(task.extras)}"
+        case MatmulAllGather():
+            own = f"{task.gather_dim} {task.num_products} {task.has_bias}"
     return f"{task.kind} {own} {task.world_size}"
 
 

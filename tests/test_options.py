@@ -58,7 +58,7 @@ def test_an_unknown_key_is_named_with_the_valid_ones(key: Any, named: str) -> No
         ("ditron.timeout_s", float("nan")),
         ("ditron.timeout_s", float("inf")),
         ("ditron.timeout_s", "10"),
-        ("ditron.fusions", ["matmul_all_gather"]),
+        ("ditron.fusions", ["matmul_broadcast"]),
         ("ditron.fusions", 7),
         ("ditron.fusions", [[]]),
         ("ditron.sequence_parallel", True),
@@ -120,8 +120,8 @@ def test_the_cache_folder_follows_the_platform() -> None:
 def test_text_shows_every_field_and_tells_options_apart() -> None:
     assert Options(timeout_s=3).text() == (
         "strategy='auto', workspace_limit=1073741824, timeout_s=3.0, "
-        "fusions=('all_gather_matmul', 'matmul_reduce_scatter', 'matmul_all_reduce', 'all_reduce_rms_norm', "
-        "'projections'), strict=False, sequence_parallel='auto'"
+        "fusions=('all_gather_matmul', 'matmul_reduce_scatter', 'matmul_all_reduce', 'matmul_all_gather', "
+        "'all_reduce_rms_norm', 'projections'), strict=False, sequence_parallel='auto'"
     )
     assert Options().text() != Options(fusions=()).text()
     assert Options().text() == Options(summary=False).text()

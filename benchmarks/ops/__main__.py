@@ -1,4 +1,4 @@
-"""`python -m benchmarks.ops`: the three fused ops against NCCL + cuBLAS and torch's own, on the GPUs of this machine.
+"""`python -m benchmarks.ops`: the fused ops against NCCL + cuBLAS and torch's own, on the GPUs of this machine.
 
 Starts one process per GPU, unless it runs under `torch.distributed.run` already. The tables go to stdout, progress to
 stderr, rows into benchmarks/results/gemm_collectives.csv. `--list` says what would run and about how long it takes.

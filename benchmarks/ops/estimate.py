@@ -31,6 +31,9 @@ def call_us(cell: Cell, world_size: int) -> float:
     width = cell.K if cell.op == "all_gather_matmul" else cell.N
     passes = 2 if cell.op == "matmul_all_reduce" else 1
     transfer = passes * 2.0 * cell.M * width * (world_size - 1) / world_size / LINK_BYTES_PER_S
+    if cell.op == "matmul_all_gather":
+        # A rank's own columns are as wide as those of each peer, and all of them are copied to their place.
+        transfer = transfer * world_size + 4.0 * cell.M * cell.N * world_size / MEMORY_BYTES_PER_S
     return FIXED_US + 1e6 * (max(compute, memory) + transfer)
 
 
@@ -46,8 +49,8 @@ def cells_seconds(request: Request, cells: Sequence[Cell], world_size: int) -> l
 
 
 def _cell_seconds(request: Request, cell: Cell, world_size: int, names: Sequence[str]) -> float:
-    elsewhere = "async_tp" if cell.op == "matmul_all_reduce" else "symm_mem"
-    number = sum(not name.startswith(elsewhere) for name in names)
+    elsewhere = {"matmul_all_reduce": ("async_tp",), "matmul_all_gather": ("async_tp", "symm_mem")}
+    number = sum(not name.startswith(elsewhere.get(cell.op, ("symm_mem",))) for name in names)
     call_ms = call_us(cell, world_size) / 1e3
     if cell.graph:
         call_ms *= graph_calls(cell, world_size)

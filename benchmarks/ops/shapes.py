@@ -5,6 +5,7 @@ The widths are those of tensor-parallel layers over `world_size` ranks (`Layer.w
     all_gather_matmul            [M, hidden] x [hidden, N]   N: gate and up in one, or queries, keys and values in one
     matmul_reduce_scatter        [M, K] x [K, hidden]        K: the down projection's input, or the attention's output
     matmul_all_reduce            the same
+    matmul_all_gather            [M, hidden] x [hidden, N]   N: the vocabulary
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from ditron_inductor.task.nodes import KINDS
-from ditron_inductor.tune_shapes import MODELS
+from ditron_inductor.tune_shapes import MODELS, WHOLE_ROWS
 
 PREFILL = (8192, 4096, 2048)
 DECODE = (1, 16, 64, 128, 256)
+LOGITS = ((1, True), (16, True), (64, True), (512, False), (2048, False))
+"""(tokens, inside a CUDA graph) of the anchors of `matmul_all_gather`."""
 GRAPH_ROW = (2048, 4096)
 """(tokens, hidden size) of the anchor that is measured inside a CUDA graph as well: in eager mode the host counts."""
 LARGEST_GRAPH_M = 2048
@@ -63,7 +66,11 @@ def _cell(
 
 
 def anchors(op: str, world_size: int) -> list[Cell]:
-    """The MLPs of two Llama models: six rows of prefill, the smallest also in a graph, and (all-reduce) decode."""
+    """The MLPs of two Llama models: six rows of prefill, the smallest also in a graph, and (all-reduce) decode; their
+    logits for a few tokens and for some.
+    """
+    if op == "matmul_all_gather":
+        return _logits(world_size)
     reduces = op == "matmul_all_reduce"
     cells = []
     for model in LLAMAS:
@@ -84,8 +91,19 @@ def _decode(world_size: int, tokens: Iterable[int]) -> list[Cell]:
     ]
 
 
+def _logits(world_size: int) -> list[Cell]:
+    op = "matmul_all_gather"
+    return [
+        _cell(op, model, "logits", world_size, tokens, graph=graph, priority=2 * place)
+        for place, model in enumerate(LLAMAS)
+        for tokens, graph in LOGITS
+    ]
+
+
 def decode(op: str, world_size: int) -> list[Cell]:
-    """All-reduce of a few tokens, inside CUDA graphs; nothing for the other ops."""
+    """All-reduce of a few tokens, and their logits, inside CUDA graphs; nothing for the other ops."""
+    if op == "matmul_all_gather":
+        return [cell for cell in _logits(world_size) if cell.graph]
     return _decode(world_size, (1, 2, 4, 8, 16, 32, 64, 128, 256)) if op == "matmul_all_reduce" else []
 
 
@@ -94,7 +112,7 @@ def zoo(op: str, world_size: int) -> list[Cell]:
     known = set(anchors(op, world_size))
     cells = []
     for model in MODELS:
-        for part in ("mlp", "attention"):
+        for part in ("logits",) if op == "matmul_all_gather" else ("mlp", "attention"):
             for tokens in (8192, 2048):
                 cells.append(_cell(op, model, part, world_size, tokens, priority=int(tokens == 2048)))
             if op == "matmul_all_reduce":
@@ -104,7 +122,7 @@ def zoo(op: str, world_size: int) -> list[Cell]:
 
 def sweep(op: str, world_size: int) -> list[Cell]:
     """M from 1 (or one row a rank) to 16384 by powers of two for the MLPs of two models, coarse steps first."""
-    smallest = 1 if op == "matmul_all_reduce" else world_size
+    smallest = 1 if op in WHOLE_ROWS else world_size
     cells = []
     for step in range(15):
         tokens = 1 << step

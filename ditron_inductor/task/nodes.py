@@ -285,10 +285,44 @@ class MatmulAllReduceRmsNorm(_ReductionWithNorm):
         return _reduction_text(self.reduce_op, self.num_products, self.has_bias)
 
 
-MatmulNode = AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce
+@dataclass(frozen=True)
+class MatmulAllGather:
+    """out = all_gather(sum_i a_i @ b_i + bias, gather_dim): what all ranks compute, in rank order, along `gather_dim`.
+
+    a_i is [.., K_i], b_i is [K_i, N], bias is a row [N] where there is one; the sum [.., N] has the same shape on every
+    rank, and `gather_dim` is any of its dimensions.
+    """
+
+    kind: ClassVar[str] = "matmul_all_gather"
+    gather_dim: int
+    world_size: int
+    group_name: str
+    site: str
+    policy: Policy
+    num_products: int = 1
+    has_bias: bool = False
+
+    def verify(self) -> None:
+        _check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
+        _verify_products(self.kind, self.num_products)
+        _verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    def text(self) -> str:
+        return (
+            f"{self.kind}(gather_dim={self.gather_dim}, num_products={self.num_products}, has_bias={self.has_bias}, "
+            f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
+        )
+
+
+MatmulNode = AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce | MatmulAllGather
 NormNode = AllReduceRmsNorm | MatmulAllReduceRmsNorm
 TaskNode = MatmulNode | NormNode
-KINDS: tuple[str, ...] = (AllGatherMatmul.kind, MatmulReduceScatter.kind, MatmulAllReduce.kind)
+KINDS: tuple[str, ...] = (
+    AllGatherMatmul.kind,
+    MatmulReduceScatter.kind,
+    MatmulAllReduce.kind,
+    MatmulAllGather.kind,
+)
 """The fusions of a collective with matmuls alone: what tables and benchmarks of matmuls know."""
 NORM_KINDS: tuple[str, ...] = (AllReduceRmsNorm.kind, MatmulAllReduceRmsNorm.kind)
 PLANNED_KINDS: tuple[str, ...] = (*KINDS, AllReduceRmsNorm.kind)
@@ -304,6 +338,10 @@ def _check(holds: bool, kind: str, field: str, value: object, expected: str) -> 
 
 def _verify_reduction(kind: str, reduce_op: str, num_products: int) -> None:
     _check(reduce_op in REDUCE_OPS, kind, "reduce_op", reduce_op, f"one of {', '.join(REDUCE_OPS)}")
+    _verify_products(kind, num_products)
+
+
+def _verify_products(kind: str, num_products: int) -> None:
     within = 1 <= num_products <= MAX_PRODUCTS
     _check(within, kind, "num_products", num_products, f"at least one matmul, and at most {MAX_PRODUCTS}")
 

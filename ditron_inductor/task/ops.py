@@ -19,6 +19,9 @@
     contiguous, bit-identical on every rank. See `nodes.Norm` for the arguments `norm` to `round_first`.
 `matmul_all_reduce_rms_norm(a, b, product_bias, bias, residual, weight, shift, token, ...) -> (normed, total, token)`
     the same for x = sum_i a_i @ b_i + product_bias, the operands of `matmul_all_reduce`.
+`matmul_all_gather(a, b, bias, token, ...) -> (out, token)`
+    a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N] or None; out is the sum [.., N] with gather_dim W times as
+    long, contiguous.
 `after(x, token) -> x`
     an alias of x that is ordered after token: puts a collective that was not fused into the order of its group.
 `after_(x, token)`
@@ -57,6 +60,7 @@ from ditron_inductor.task.nodes import (
     NORM_KINDS,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
     MatmulReduceScatter,
@@ -85,6 +89,7 @@ SCHEMAS: dict[str, str] = {
     MatmulAllReduceRmsNorm.kind: (
         f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}) -> (Tensor, Tensor, Tensor)"
     ),
+    MatmulAllGather.kind: f"({_PRODUCTS}, int gather_dim, {_SITE}) -> (Tensor, Tensor)",
     "after": "(Tensor(a) x, Tensor token) -> Tensor(a)",
     "after_": "(Tensor(a!) x, Tensor token) -> ()",
     "token_of": "(Tensor x) -> Tensor",
@@ -107,6 +112,7 @@ def define() -> Library:
         MatmulAllReduce.kind: _fake_matmul_all_reduce,
         AllReduceRmsNorm.kind: _fake_all_reduce_rms_norm,
         MatmulAllReduceRmsNorm.kind: _fake_matmul_all_reduce_rms_norm,
+        MatmulAllGather.kind: _fake_matmul_all_gather,
         "after": _fake_after,
         "after_": do_nothing,
         "token_of": new_token,
@@ -226,6 +232,16 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
         return MatmulAllReduceRmsNorm(
             str(value["reduce_op"]), norm, extras, world_size, group_name, site, policy, num_products, has_bias
         )
+    if kind == MatmulAllGather.kind:
+        return MatmulAllGather(
+            gather_dim=as_int("gather_dim"),
+            world_size=world_size,
+            group_name=group_name,
+            site=site,
+            policy=policy,
+            num_products=num_products,
+            has_bias=has_bias,
+        )
     assert kind == MatmulAllReduce.kind, f"not a site: {kind}"
     return MatmulAllReduce(
         reduce_op=str(value["reduce_op"]),
@@ -324,6 +340,24 @@ def _after_epilogue(given: list[torch.Tensor], epilogue: str) -> list[torch.Tens
         torch.empty_like(given[min(products(output))], dtype=dtype)
         for output, dtype in zip(parsed.outputs, out_dtypes(parsed, given[0].dtype), strict=True)
     ]
+
+
+def _fake_matmul_all_gather(
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    token: torch.Tensor | None,
+    gather_dim: int,
+    world_size: int,
+    group_name: str,
+    site: str,
+    strategy: str,
+    workspace_limit: int,
+    timeout_s: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = [*a[0].shape[:-1], b[0].shape[1]]
+    shape[gather_dim] = shape[gather_dim] * world_size
+    return a[0].new_empty(shape), new_token(a[0])
 
 
 def _fake_after(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

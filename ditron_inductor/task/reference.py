@@ -169,6 +169,20 @@ def all_reduce_rms_norm(
     return add_norm(all_reduce_(own, reduce_op=reduce_op, world_size=world_size, group_name=group_name), extras, norm)
 
 
+def matmul_all_gather(
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
+    *,
+    gather_dim: int,
+    world_size: int,
+    group_name: str,
+) -> torch.Tensor:
+    """all_gather(sum_i a_i @ b_i + bias). See `ops` for the shapes."""
+    total = sum_of_products(a, b, bias)
+    return all_gather(total, gather_dim=gather_dim, world_size=world_size, group_name=group_name)
+
+
 def _group(name: str) -> dist.ProcessGroup:
     return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 

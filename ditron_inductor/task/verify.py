@@ -21,6 +21,7 @@ from ditron_inductor.task.nodes import (
     TASK_KINDS,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
     MatmulReduceScatter,
@@ -89,6 +90,8 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _verify_epilogue(call, task, first, [weight.shape[1] for weight in weights])
     elif isinstance(task, MatmulAllReduceRmsNorm):
         _verify_extras(call, task, first, weights[0].shape[1])
+    elif isinstance(task, MatmulAllGather):
+        _require(task.gather_dim < first.ndim, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
     else:
         assert isinstance(task, MatmulAllReduce)
 

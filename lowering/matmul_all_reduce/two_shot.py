@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.layout import MAX_WORLD, RESULT_ROW, TILE_TICKET
+from ditron_inductor.core.layout import RESULT_ROW, TILE_TICKET
 from ditron_inductor.core.matmul import (
     carry,
     further_products,
@@ -36,14 +36,12 @@ from ditron_inductor.core.matmul import (
 )
 from ditron_inductor.core.order import grouped, scatter_order
 from ditron_inductor.core.signals import (
-    arrive,
     credits_due,
     current_epoch,
     data,
     finish,
     granted,
     healthy,
-    publish_all,
     request_ticket,
     settle,
     take_tile,
@@ -54,7 +52,13 @@ from ditron_inductor.core.signals import (
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
 from ditron_inductor.lowering.launcher import Arguments
-from ditron_inductor.lowering.partials import block_offsets, publish_partial, put_in_outbox, reduced_slice
+from ditron_inductor.lowering.partials import (
+    block_offsets,
+    publish_partial,
+    publish_to_all,
+    put_in_outbox,
+    reduced_slice,
+)
 from ditron_inductor.task.nodes import MatmulAllReduce
 
 PARTS = 8
@@ -71,21 +75,6 @@ def store_tile(acc, out, tile, num_m, num_n, M, N, BLOCK_M: tl.constexpr, BLOCK_
     offs_n = block_column * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     tl.store(out + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :], acc, mask=inside)
-
-
-@triton.jit
-def publish_result(
-    table, counters, tile, owner_tiles, chunk_tiles, rank, slot, site, epoch,
-    WORLD: tl.constexpr, COUNTED: tl.constexpr,
-):  # fmt: skip
-    """Tell all peers that own result tile `tile`, carried there by this program, is in their slots."""
-    chunk = tile // chunk_tiles
-    if COUNTED:
-        total = tl.minimum(chunk_tiles, owner_tiles - chunk * chunk_tiles)
-        if arrive(counters + (RESULT_ROW + chunk) * MAX_WORLD, total):
-            publish_all(table, slot, RESULT_ROW + chunk, rank, site, epoch, WORLD)
-    else:
-        publish_all(table, slot, RESULT_ROW + chunk, rank, site, epoch, WORLD)
 
 
 @triton.jit
@@ -115,7 +104,9 @@ def publish_carried(
     """Tell of the tile that this program carried last: a partial of `owner`, a result if that is the rank, none: -1."""
     owner_tiles = tl.minimum(tiles_per_owner, tiles - owner * tiles_per_owner)
     if owner == rank:
-        publish_result(table, counters, tile, owner_tiles, chunk_tiles, rank, slot, site, epoch, WORLD, COUNTED)
+        publish_to_all(
+            table, counters, RESULT_ROW, tile, owner_tiles, chunk_tiles, rank, slot, site, epoch, WORLD, COUNTED
+        )  # fmt: skip
     elif owner >= 0:
         publish_partial(table, counters, owner, tile, owner_tiles, chunk_tiles, rank, slot, site, epoch, COUNTED)
 

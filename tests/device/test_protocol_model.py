@@ -21,6 +21,7 @@ from ditron_inductor.device.protocol_model import (
 GATHER, SCATTER, REDUCE, PUSH = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "push"
 KINDS = [GATHER, SCATTER, REDUCE, PUSH]
 ONE_SHOT, TWO_SHOTS = "one_shot", "two_shots"
+PRODUCT, FEW_ROWS = "matmul_all_gather", "few_rows"
 """Those of small products, whose programs send, wait and add in one work item."""
 PULL_GATHER, PULL_SCATTER, PULL_REDUCE = "pull_gather", "pull_scatter", "pull_reduce"
 P = Protection
@@ -83,6 +84,9 @@ HEALTHY = {
     "all-reduce-w3-p2-one-slot": replace(same(3, *[Call(REDUCE, "A", slot=0)] * 2), programs=2),
     **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (ONE_SHOT, TWO_SHOTS)},
     **{f"{k}-w3-p1": same(3, *[Call(k, "A")] * 3) for k in (ONE_SHOT, TWO_SHOTS)},
+    **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (PRODUCT, FEW_ROWS)},
+    **{f"{k}-w3-p1": same(3, *[Call(k, "A", slot=0)] * 3) for k in (PRODUCT, FEW_ROWS)},
+    "products-among-others-w2": same(2, *twice_replayed(PRODUCT, REDUCE)),
     "shots-among-others-w2": replace(same(2, *alternating(TWO_SHOTS, PULL_REDUCE, 6)), programs=2),
     "shots-among-others-w3": same(3, Call(PULL_GATHER, "B", slot=0), *[Call(TWO_SHOTS, "A", slot=0)] * 2),
     "shots-replayed-w2": replace(same(2, *twice_replayed(ONE_SHOT, TWO_SHOTS)), programs=2),
@@ -124,7 +128,7 @@ def test_failure_half_way_then_reset(first: str, second: str, world: int, progra
     assert found.endings and all(any(ending) for ending in found.endings)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, ONE_SHOT, TWO_SHOTS])
+@pytest.mark.parametrize("kind", [*KINDS, ONE_SHOT, TWO_SHOTS, PRODUCT, FEW_ROWS])
 @pytest.mark.parametrize("world", [2, 3])
 def test_rank_that_never_arrives(kind: str, world: int) -> None:
     call = Call(kind, "A", may_fail=True)
@@ -135,7 +139,7 @@ def test_rank_that_never_arrives(kind: str, world: int) -> None:
         assert any(record is not None and record[0] == "timeout" and record[2] == 0 for record in ending)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, ONE_SHOT, TWO_SHOTS])
+@pytest.mark.parametrize("kind", [*KINDS, ONE_SHOT, TWO_SHOTS, PRODUCT, FEW_ROWS])
 @pytest.mark.parametrize("world", [2, 3])
 def test_rank_that_dies_at_any_moment(kind: str, world: int) -> None:
     scenario = replace(same(world, *[Call(kind, "A", may_fail=True)] * 2), mortal=0, fine=world == 2)

@@ -128,6 +128,20 @@ def matmul_all_reduce(
     return torch.ops.ditron.matmul_all_reduce(listed(a), listed(b), bias, None, reduce_op, *site.args(ctx))[0]
 
 
+def matmul_all_gather(
+    ctx: RankContext,
+    site: Site,
+    a: Operands,
+    b: Operands,
+    bias: torch.Tensor | None = None,
+    gather_dim: int = -1,
+) -> torch.Tensor:
+    """The op's result without its token."""
+    register()
+    dim = gather_dim % listed(a)[0].dim()
+    return torch.ops.ditron.matmul_all_gather(listed(a), listed(b), bias, None, dim, *site.args(ctx))[0]
+
+
 def reference_all_gather_matmul(
     ctx: RankContext, site: Site, shard: torch.Tensor, weights: Sequence[torch.Tensor], gather_dim: int = 0
 ) -> list[torch.Tensor]:
@@ -170,6 +184,19 @@ def _doubled(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
     lefts, rights = [one.double() for one in listed(a)], [one.double() for one in listed(b)]
     return lefts, rights, None if bias is None else bias.double()
+
+
+def reference_matmul_all_gather(
+    ctx: RankContext,
+    site: Site,
+    a: Operands,
+    b: Operands,
+    bias: torch.Tensor | None = None,
+    gather_dim: int = -1,
+) -> torch.Tensor:
+    """The result in fp64."""
+    dim = gather_dim % listed(a)[0].dim()
+    return reference.matmul_all_gather(*_doubled(a, b, bias), gather_dim=dim, **site.group(ctx))
 
 
 def assert_replicated(ctx: RankContext, x: torch.Tensor, site: Site | None = None) -> None:

@@ -14,6 +14,7 @@ from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_ke
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import HAS_RESIDUAL, HAS_WEIGHT
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange
+from ditron_inductor.lowering.matmul_all_gather import few_rows, many_rows
 from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
 from ditron_inductor.lowering.matmul_reduce_scatter.tile import matmul_reduce_scatter_kernel
 from ditron_inductor.task.epilogue import parse
@@ -24,7 +25,10 @@ KERNELS: dict[str, Any] = {
     "matmul_reduce_scatter": matmul_reduce_scatter_kernel,
     "two_shot": two_shot.matmul_all_reduce_kernel,
     "one_shot": one_shot.matmul_all_reduce_kernel,
+    "gathered": many_rows.matmul_all_gather_kernel,
+    "gathered_few": few_rows.matmul_all_gather_kernel,
 }
+OF_FEW_ROWS = ("one_shot", "gathered_few")
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
@@ -96,7 +100,7 @@ class Case:
         further = [False] * (self.products - 1)
         if self.kernel == "matmul_reduce_scatter" and self.descriptors and self.early:
             return [True, False, *further]
-        return [self.kernel != "one_shot", *further]
+        return [self.kernel not in OF_FEW_ROWS, *further]
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ def compile_case(case: Case) -> Compiled:
     fn = KERNELS[case.kernel]
     fits = case.fitted
     threads = fits.num_warps * TARGETS[case.target].warp_size
-    k_major = case.descriptors or case.kernel == "one_shot"
+    k_major = case.descriptors or case.kernel in OF_FEW_ROWS
     constants: dict[str, Any] = {
         "WORLD": 4,
         "NUM_WEIGHTS": NUM_WEIGHTS,
@@ -152,6 +156,8 @@ def compile_case(case: Case) -> Compiled:
         "FORM": (HAS_RESIDUAL.value | HAS_WEIGHT.value) if case.norm else 0,
         "EPS": 1e-6,
         **({} if case.norm else {"norm": None}),
+        "COPY_ROWS": few_rows.COPY_ROWS,
+        "COPY_COLUMNS": 128,
     }
     aligned = [["tt.divisibility", 16]]
     signature: dict[str, Any] = {}

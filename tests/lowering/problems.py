@@ -16,7 +16,9 @@ from tests.tolerances import assert_near
 
 FEW_ROWS = "matmul_all_reduce of few rows"
 """An all-reduce that takes one shot."""
-TILE_KINDS = (*KINDS, FEW_ROWS)
+FEW_ROWS_GATHERED = "matmul_all_gather of few rows"
+"""A gather of a product that is made in one tile of rows."""
+TILE_KINDS = (*KINDS, FEW_ROWS, FEW_ROWS_GATHERED)
 """One for each of the tile kernels of matmuls."""
 NORM = Norm("rms", 1e-6)
 
@@ -42,11 +44,11 @@ class Problem:
         self, ctx: RankContext, kind: str, size: Size, *, site: Site | None = None, dtype: torch.dtype = torch.bfloat16
     ) -> None:
         self.ctx = ctx
-        self.kind = "matmul_all_reduce" if kind == FEW_ROWS else kind
+        self.kind = kind.removesuffix(" of few rows")
         self.site = site or Site(name=f"stress/{(*TILE_KINDS, *NORM_KINDS).index(kind)}:{self.kind}")
         world_size = self.site.world_size or ctx.world_size
         rows = size.rows if kind == "all_gather_matmul" else size.rows * world_size
-        if kind == FEW_ROWS or kind in NORM_KINDS:
+        if kind in (FEW_ROWS, FEW_ROWS_GATHERED, *NORM_KINDS):
             rows = 1 + size.rows % 5
         if kind in NORM_KINDS:
             # The same on all ranks: what is added to a sum of all.
@@ -66,6 +68,8 @@ class Problem:
         if self.kind in NORM_KINDS:
             operands = [self.left] if self.kind == NORM_KINDS[0] else [self.left, *self.weights]
             return list(calls.all_reduce_rms_norm(self.ctx, self.site, operands, self.extras, NORM))
+        if self.kind == "matmul_all_gather":
+            return [calls.matmul_all_gather(self.ctx, self.site, self.left, self.weights[0])]
         return [calls.matmul_all_reduce(self.ctx, self.site, self.left, self.weights[0])]
 
     def refill(self) -> None:
@@ -94,6 +98,11 @@ class Problem:
         if self.kind == "matmul_reduce_scatter":
             want = calls.reference_matmul_reduce_scatter(ctx, site, left, weights[0])
             assert_near(outputs[0], want, num_partials=partials, what=what)
+            return
+        if self.kind == "matmul_all_gather":
+            want = calls.reference_matmul_all_gather(ctx, site, left, weights[0])
+            assert_near(outputs[0], want, what=what)
+            calls.assert_replicated(ctx, outputs[0], site)
             return
         want = calls.reference_matmul_all_reduce(ctx, site, left, weights[0])
         assert_near(outputs[0], want, num_partials=partials, what=what)

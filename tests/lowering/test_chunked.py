@@ -11,6 +11,7 @@ import torch
 
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather
+from ditron_inductor.lowering.matmul_all_gather import chunked as product
 from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce
 from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter
 from ditron_inductor.lowering.schedules import Piece, Reduction
@@ -75,7 +76,12 @@ def test_three_ranks(three: RankPool) -> None:
 
 def _cut(ctx: RankContext, kind: str, parts: int, together: int, rows: int) -> None:
     """Every way to cut, whatever the schedule would choose for this size."""
-    modules = {"all_gather_matmul": gather, "matmul_reduce_scatter": scatter, "matmul_all_reduce": reduce}
+    modules: dict[str, Any] = {
+        "all_gather_matmul": gather,
+        "matmul_reduce_scatter": scatter,
+        "matmul_all_reduce": reduce,
+        "matmul_all_gather": product,
+    }
     original = modules[kind].geometry if kind != "matmul_all_reduce" else reduce.parts_geometry
     world = ctx.world_size
 
@@ -87,6 +93,8 @@ def _cut(ctx: RankContext, kind: str, parts: int, together: int, rows: int) -> N
             pieces = [Piece(step, *run) for step in range(1, world) for run in runs]
             together_at = range(0, len(pieces), together)
             return replace(sizes, groups=tuple(tuple(pieces[i : i + together]) for i in together_at))
+        if kind == "matmul_all_gather":
+            return replace(sizes, parts=parts)
         steps = (world - 1) * (parts if kind == "matmul_reduce_scatter" else 1)
         groups = tuple((first, min(together, steps - first)) for first in range(0, steps, together))
         if kind == "matmul_reduce_scatter":

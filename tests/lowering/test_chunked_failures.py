@@ -26,12 +26,16 @@ SHORT_S = 1.0
 on_cpu = pytest.mark.parametrize("fragile_place", CPU_PLACES[:1], indirect=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# A gathered product waits and closes as a reduction does.
+STOPPED = [kind for kind in KINDS if kind != "matmul_all_gather"]
+
+
+@pytest.mark.parametrize("kind", STOPPED)
 def test_a_stopped_rank(fragile_pool: RankPool, kind: str) -> None:
     stop_a_rank(fragile_pool, kind, "chunked")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", STOPPED)
 def test_a_rank_at_another_site(fragile_pool: RankPool, kind: str) -> None:
     diverge(fragile_pool, kind, "chunked")
 

@@ -14,8 +14,9 @@ import torch
 from ditron_inductor.core.layout import EPOCH_MASK
 from ditron_inductor.lowering import config
 from ditron_inductor.lowering.config import Config, select_few_rows_config
+from ditron_inductor.lowering.matmul_all_gather import few_rows
 from tests.lowering.assembly import AMD, NVIDIA, Listing, dialect_of, resources
-from tests.lowering.cross_compile import KERNELS, NUM_WEIGHTS, TARGETS, Case, Compiled, compile_case
+from tests.lowering.cross_compile import KERNELS, NUM_WEIGHTS, OF_FEW_ROWS, TARGETS, Case, Compiled, compile_case
 
 SHARED_LIMIT = {"sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx950": 163840}
 SM_SHARED_BYTES = 233472
@@ -23,8 +24,8 @@ SM_SHARED_BYTES = 233472
 SM_REGISTERS = 65536
 
 # Reading one kernel: waits for credits and for each phase's flags, releases of flags and credits.
-LEAST_WAITS = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2, "two_shot": 3, "one_shot": 2}
-LEAST_RELEASES = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2, "two_shot": 3, "one_shot": 2}
+LEAST_WAITS = {kernel: 3 if kernel == "two_shot" else 2 for kernel in KERNELS}
+LEAST_RELEASES = LEAST_WAITS
 
 TILES = [
     config.LARGE,
@@ -83,7 +84,30 @@ SUMS = [
     Case("two_shot", "sm_90", config.LARGE, "bf16", descriptors=True, products=3),
     Case("one_shot", "sm_90", config.FEW_ROWS[16], "bf16", products=3, biased=True),
 ]
-CASES = [*(case for kernel in MANY_ROWS for case in _cases(kernel)), *_early_cases(), *_decode_cases(), *SUMS]
+
+
+def _gathered_cases() -> list[Case]:
+    """What differs from the other kernels: stores to every peer, and copies."""
+
+    def few_tiles(rows: int) -> Config:
+        return few_rows.select_tiles(rows=rows, dtype=torch.bfloat16, interpreted=False)
+
+    return [
+        Case("gathered", "sm_90", config.LARGE, "bf16", descriptors=True, biased=True),
+        Case("gathered", "sm_90", config.FP32, "fp32", descriptors=True),
+        *(Case("gathered", target, config.LARGE, "bf16", biased=True) for target in ("sm_90", "gfx942")),
+        *(Case("gathered_few", target, few_tiles(64), "bf16", biased=True) for target in ("sm_90", "gfx942")),
+        Case("gathered_few", "sm_90", few_tiles(16), "bf16"),
+    ]
+
+
+CASES = [
+    *(case for kernel in MANY_ROWS for case in _cases(kernel)),
+    *_early_cases(),
+    *_decode_cases(),
+    *SUMS,
+    *_gathered_cases(),
+]
 NVIDIA_CASES = [case for case in CASES if case.target.startswith("sm_")]
 DESCRIPTOR_CASES = [case for case in CASES if case.descriptors]
 
@@ -196,7 +220,7 @@ def test_a_proxy_fence_follows_the_wait(case: Case) -> None:
     assert len(re.findall(r"fence\.proxy\.async;", compiled.assembly)) >= NUM_WEIGHTS
 
 
-@pytest.mark.parametrize("case", [case for case in NVIDIA_CASES if case.kernel == "one_shot"], ids=str)
+@pytest.mark.parametrize("case", [case for case in NVIDIA_CASES if case.kernel in OF_FEW_ROWS], ids=str)
 def test_leaving_early_takes_the_epoch_of_every_thread(case: Case) -> None:
     """What is always true of a value can be left out by the compiler, and then nothing waits for its load."""
     listing = compile_case(case).listing

@@ -14,7 +14,8 @@ from tests.rank_process import RankContext
 from tests.ranks import RankPool
 
 
-@pytest.mark.parametrize("kind", TILE_KINDS)
+# Of many rows a gather ends as a reduction does.
+@pytest.mark.parametrize("kind", [kind for kind in TILE_KINDS if kind != "matmul_all_gather"])
 def test_a_stopped_rank(fragile_pool: RankPool, kind: str) -> None:
     stop_a_rank(fragile_pool, kind, "tile")
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
+from ditron_inductor.passes.matmul_all_gather import matmul_all_gather
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
 from ditron_inductor.passes.merge_reductions import merge_reductions
@@ -50,7 +51,7 @@ PREPARATIONS = (
     sequence_parallel,
     try_forms,
 )
-FUSIONS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
+FUSIONS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, matmul_all_gather)
 c10d: Any = torch.ops._c10d_functional
 
 
@@ -277,6 +278,11 @@ def _normalised(args: list[Any], reduced: torch.Tensor, first: int) -> list[Any]
     return found
 
 
+def _run_matmul_all_gather(args: list[Any]) -> list[Any]:
+    gathered = torch.cat([sum_of_products(*arg[:3]) for arg in args], args[0][4])
+    return [(gathered, torch.empty(1)) for _ in args]
+
+
 _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "_c10d_functional.all_gather_into_tensor": lambda args: [torch.cat([arg[0] for arg in args])] * len(args),
     "_c10d_functional.reduce_scatter_tensor": lambda args: list(
@@ -302,6 +308,7 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
         args, _reduce([sum_of_products(*arg[:3]) for arg in args], args[0][8]), 3
     ),
     "ditron.projections": lambda args: [_run_projections(*arg) for arg in args],
+    "ditron.matmul_all_gather": _run_matmul_all_gather,
 }
 
 

@@ -13,6 +13,7 @@ from ditron_inductor.task.nodes import (
     MAX_PRODUCTS,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
     MatmulReduceScatter,
@@ -29,7 +30,8 @@ REDUCE = MatmulAllReduce("sum", 4, "0", "r/2", POLICY, num_products=3, has_bias=
 NORM = Norm("rms", 1e-6, round_first=True)
 NORMED = AllReduceRmsNorm("sum", NORM, ("residual", "weight"), 4, "0", "r/3", POLICY)
 DECODED = MatmulAllReduceRmsNorm("avg", Norm("layer", 0.5), (), 4, "0", "r/4", POLICY, 2, True)
-NODES = (GATHER, SCATTER, REDUCE, NORMED, DECODED)
+GATHERED = MatmulAllGather(2, 4, "0", "r/3", POLICY, num_products=2, has_bias=True)
+NODES = (GATHER, SCATTER, REDUCE, NORMED, DECODED, GATHERED)
 
 
 def test_golden_text() -> None:
@@ -48,6 +50,8 @@ all_reduce_rms_norm(reduce_op=sum, norm=rms(eps=1e-06, round_first), extras=resi
 matmul_all_reduce_rms_norm(reduce_op=avg, num_products=2, has_bias=True, norm=layer(eps=0.5),
   extras=, world_size=4, group_name='0', site='r/4', strategy=tile, workspace_limit=1048576,
   timeout_s=1.5)
+matmul_all_gather(gather_dim=2, num_products=2, has_bias=True, world_size=4, group_name='0',
+  site='r/3', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 """,
     )
 
@@ -83,6 +87,9 @@ def test_a_node_is_frozen_equal_by_value_and_legal(node: TaskNode) -> None:
         (NORMED, "extras", ("weight", "residual")),
         (DECODED, "extras", ("scale",)),
         (DECODED, "world_size", 1),
+        (GATHERED, "gather_dim", -1),
+        (GATHERED, "num_products", 0),
+        (GATHERED, "world_size", 1),
     ],
 )
 def test_an_illegal_field_is_named(node: TaskNode, field: str, value: object) -> None:
@@ -104,6 +111,8 @@ def test_a_call_reads_back_as_its_node() -> None:
     assert node_from_call(overload(SCATTER.kind), scatter_args) == SCATTER
     reduce_args = (["a", "c", "e"], ["b", "d", "f"], "bias", None, "sum", *site_args(REDUCE))
     assert node_from_call(overload(REDUCE.kind), reduce_args) == REDUCE
+    gathered_args = (["a", "c"], ["b", "d"], "bias", None, 2, *site_args(GATHERED))
+    assert node_from_call(overload(GATHERED.kind), gathered_args) == GATHERED
     normed = ("x", None, "r", "w", None, None, "sum", *norm_args(NORM), *site_args(NORMED))
     assert node_from_call(overload(NORMED.kind), normed) == NORMED
     decoded = (["a", "c"], ["b", "d"], "bias", *[None] * 5, "avg", *norm_args(DECODED.norm), *site_args(DECODED))

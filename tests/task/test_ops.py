@@ -51,6 +51,9 @@ ditron::matmul_all_reduce_rms_norm(Tensor[] a, Tensor[] b, Tensor? product_bias,
   Tensor? residual, Tensor? weight, Tensor? shift, Tensor? token, str reduce_op, str norm, float
   eps, bool plus_one, bool round_first, int world_size, str group_name, str site, str strategy, int
   workspace_limit, float timeout_s) -> (Tensor, Tensor, Tensor)
+ditron::matmul_all_gather(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int gather_dim, int
+  world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
+  (Tensor, Tensor)
 ditron::after(Tensor(a) x, Tensor token) -> Tensor(a)
 ditron::after_(Tensor(a!) x, Tensor token) -> ()
 ditron::token_of(Tensor x) -> Tensor
@@ -125,6 +128,15 @@ def test_reductions_with_a_norm() -> None:
     assert shapes(outputs) == [[2, 3, 24], [2, 3, 24], [1]]
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((32, 16), 0), ((32, 16), 1), ((2, 32, 16), 1), ((2, 32, 16), 2)])
+def test_matmul_all_gather(shape: tuple[int, ...], dim: int) -> None:
+    expected = [*shape[:-1], 24]
+    expected[dim] *= 4
+    for bias in (None, torch.empty(24)):
+        operands = [torch.empty(shape)], [torch.empty(16, 24)], bias, None
+        assert shapes(torch.ops.ditron.matmul_all_gather(*operands, dim, *SITE)) == [expected, [1]]
+
+
 def test_a_token_orders_without_changing_anything() -> None:
     x = torch.empty(8, 16)
     _, token = torch.ops.ditron.matmul_all_reduce([x], [torch.empty(16, 24)], None, None, "sum", *SITE)
@@ -144,5 +156,6 @@ def test_dynamic_shapes_add_no_guard() -> None:
         outputs = torch.ops.ditron.all_gather_matmul(x, [weight], None, 1, True, *SITE)
         torch.ops.ditron.matmul_all_reduce([x, x], [weight, weight], weight[0], None, "sum", *SITE)
         torch.ops.ditron.matmul_reduce_scatter([x], [weight], None, None, 1, "sum", *SITE)
+        torch.ops.ditron.matmul_all_gather([x], [weight], None, None, 2, *SITE)
     assert len(shape_env.guards) == before
     assert outputs[1].shape[1] == 4 * x.shape[1]

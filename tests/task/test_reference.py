@@ -64,6 +64,26 @@ def _matmul_all_reduce(ctx: RankContext, shape: tuple[int, ...], op: str, count:
     torch.testing.assert_close(out, total)
 
 
+def _matmul_all_gather(ctx: RankContext, shape: tuple[int, ...], dim: int) -> None:
+    lhs, rhs, bias = everyones(ctx, *shape), everyones(ctx, 16, 24), everyones(ctx, 24)
+    for biases in (bias, None):
+        products = [a @ b + (0 if biases is None else c) for a, b, c in zip(lhs, rhs, bias, strict=True)]
+        out = reference.matmul_all_gather(
+            [lhs[ctx.rank]],
+            [rhs[ctx.rank]],
+            None if biases is None else biases[ctx.rank],
+            gather_dim=dim,
+            world_size=ctx.world_size,
+            group_name=ctx.group_name,
+        )
+        torch.testing.assert_close(out, torch.cat(products, dim))
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((8, 16), 0), ((8, 16), 1), ((2, 3, 16), 2), ((1, 1, 16), 2)])
+def test_matmul_all_gather(pool: RankPool, shape: tuple[int, ...], dim: int) -> None:
+    pool.run(_matmul_all_gather, shape, dim)
+
+
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)
 def test_all_gather_matmul(pool: RankPool, shape: tuple[int, ...], dim: int) -> None:
     pool.run(_all_gather_matmul, shape, dim)

@@ -98,6 +98,8 @@ def items(kind: str, me: int, world: int, without: Without) -> tuple[Item, ...]:
         "all_gather_matmul": _all_gather_matmul,
         "matmul_reduce_scatter": _matmul_reduce_scatter,
         "matmul_all_reduce": _matmul_all_reduce,
+        "matmul_all_gather": _matmul_all_gather,
+        "few_rows": _few_rows,
         "push": _push,
         "one_shot": _one_shot,
         "two_shots": _two_shots,
@@ -198,6 +200,25 @@ def _matmul_all_reduce(me: int, world: int, others: list[int], without: Without)
     return [partials, [reduce], [_reads(RESULT, RESULT, [owner]) for owner in (*others, me)]]
 
 
+def _matmul_all_gather(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+    """TILES tiles, each pushed to all peers; then the copies of theirs."""
+    sends = [_send_all(me, world, tile, others, without) for tile in range(TILES)]
+    return [sends, [_reads(tile, tile, [p]) for tile in range(TILES) for p in others]]
+
+
+def _few_rows(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+    """The same of a few rows: a run of tiles is pushed to all peers, and theirs copied, by one program."""
+    runs = []
+    for run in range(TILES):
+        sends, reads = _send_all(me, world, run, others, without), _reads(run, run, others)
+        runs.append((*reads, *sends) if Protection.SENDS_FIRST in without else (*sends, *reads))
+    return [runs]
+
+
+def _send_all(me: int, world: int, region: int, others: list[int], without: Without) -> Item:
+    return tuple(op for dst in others for op in _send(me, world, dst, region, without, credit=dst == others[0]))
+
+
 def _one_shot(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
     """Two pieces, each pushed to all peers and added up by the program that has sent it."""
     return [[_piece(region, me, world, others, without) for region in (CHUNK, TILE)]]
@@ -210,7 +231,7 @@ def _two_shots(me: int, world: int, others: list[int], without: Without) -> list
 
 
 def _piece(region: int, me: int, world: int, others: list[int], without: Without) -> Item:
-    sends = tuple(op for dst in others for op in _send(me, world, dst, region, without, credit=dst == others[0]))
+    sends = _send_all(me, world, region, others, without)
     first = me if Protection.RANK_ORDER in without else 0
     reads: list[Op] = []
     for source in [(first + i) % world for i in range(world)]:

@@ -1,0 +1,1 @@
+"""Strategies of `matmul_all_gather`: one file each."""

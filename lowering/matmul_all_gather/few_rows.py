@@ -1,0 +1,226 @@
+"""matmul_all_gather, strategy `tile` for a few rows: out = all_gather(a @ b + bias) in one launch.
+
+Problem. Every rank holds a [M, K], b [K, N] of its own columns, and wants the products of all ranks: the logits, when
+decoding. The product takes as long as reading the weight does, and what is gathered is small.
+Algorithm. Every program takes one run of neighbouring tiles. It computes them one after the other, and stores each into
+the output, and into the slot of every peer, where nothing waits for these stores. Behind its last tile it tells all
+peers, once. Then it waits for the same run of all peers, and copies it from the slot into the output: signal and copy
+come once for each program, not once for each tile, which would cost a tenth of the product.
+Signal protocol. Flag row `run`, one word for each source. Before its first push a program waits for the credits of all
+peers. A program takes one ticket and waits only for what peers send under the same one, before they wait themselves. So
+the first ticket that some rank has not finished goes on: one resident program is enough.
+A run without credits is not sent, and never published, nor is any tile of it in the own output.
+Limits. One flag for each run: see `geometry`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
+from ditron_inductor.core.matmul import matmul_tile_of_few_rows, plus_bias
+from ditron_inductor.core.order import interleaved_row
+from ditron_inductor.core.signals import (
+    ask_to_send,
+    close,
+    current_epoch,
+    data,
+    granted,
+    last_use,
+    leave,
+    may_send,
+    publish_all,
+    request_ticket,
+    settle,
+    wait_all,
+)
+from ditron_inductor.lowering.config import Config, select_few_rows_config
+from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
+from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.matmul_all_gather.parts import gathered_like, place_of
+from ditron_inductor.task.nodes import MatmulAllGather
+
+MOST_ROWS = 64
+"""Beyond this the tensor cores need larger tiles than all rows of some columns."""
+INTERPRETED_MOST_ROWS = 16
+
+STAGES = {16: 5, 32: 4, 64: 3}
+"""By rows of a tile: as many as leave memory for a second program on an SM, which reads the weight while the first one
+is between two tiles.
+"""
+COPY_ROWS = 16
+COPY_BYTES = 256
+"""Of a run, to one thread at a time, from all peers together: all of it is under way at once."""
+
+UNUSED = ("GROUP_M", "DESCRIPTORS", "K_MAJOR", "PIECE")
+"""What other kernels of matrix products take: here nothing is loaded by descriptors, grouped or carried."""
+
+
+def fits(launch: Launch, rows: int) -> bool:
+    """Whether a product of so many rows is a few."""
+    return 0 < rows <= (INTERPRETED_MOST_ROWS if launch.interpreted else MOST_ROWS)
+
+
+def select_tiles(*, rows: int, dtype: torch.dtype, interpreted: bool) -> Config:
+    """The tile shape for a few rows; equal on all ranks."""
+    config = select_few_rows_config(rows=rows, dtype=dtype, interpreted=interpreted)
+    return replace(config, num_stages=STAGES[config.block_m], programs_per_sm=2)
+
+
+@triton.jit(do_not_specialize=["M", "rank", "slot", "site", "run_tiles"])
+def matmul_all_gather_kernel(
+    lefts, rights, bias, out, table, ctl, counters,
+    M, N, depths, block, pitch, strides_am, strides_bk, strides_bn,
+    rank, slot, site, run_tiles,
+    WORLD: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr,
+    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """See the module. lefts [M, K_i] with contiguous K, M <= BLOCK_M, rights [K_i, N], depths (the K_i) and strides:
+    tuples of NUM_PRODUCTS; bias [N], or anything; out [WORLD * M, N], its rows as in interleaved_row.
+
+    A slot has places [peer][M][pitch], pitch a multiple of BLOCK_N. One program for each run of run_tiles tiles.
+    """
+    # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
+    request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
+    epoch = current_epoch(ctl, slot)
+    due = last_use(ctl)
+    run = granted(request, THREADS)
+    dtype: tl.constexpr = out.dtype.element_ty
+    own = data(table, ctl, rank, slot, dtype)
+    slots = ()
+    for i in tl.static_range(1, WORLD):
+        target = (rank + i) % WORLD
+        place = place_of(rank, target, WORLD).to(tl.int64) * M * pitch
+        slots = slots + (data(table, ctl, target, slot, dtype) + place,)  # type: ignore[assignment]
+    offs_m = tl.arange(0, BLOCK_M)
+    in_m = (offs_m < M)[:, None]
+    own_rows = interleaved_row(offs_m, rank, M, block, WORLD, True).to(tl.int64)[:, None] * N
+    # -1 as long as the answers have not been looked at.
+    ok = tl.full((), -1, tl.int32)
+    tile = run * run_tiles
+    last_tile = tl.minimum(tile + run_tiles, tl.cdiv(N, BLOCK_N))
+    while tile < last_tile:
+        acc = matmul_tile_of_few_rows(
+            lefts, strides_am, M, rights, strides_bk, strides_bn, tile * BLOCK_N, N, depths,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, NUM_PRODUCTS,
+        )  # fmt: skip
+        offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        if ok < 0:
+            # Credits: nobody reads any more what the slot's previous use left there.
+            ok = may_send(asked, tl.where(run == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+        acc = plus_bias(acc, bias, tile * BLOCK_N, N, BLOCK_N, HAS_BIAS)
+        result = tl.where(ok != 0, acc, float("nan")).to(dtype)
+        if ok != 0:
+            in_slot = offs_m[:, None] * pitch + offs_n[None, :]
+            for i in tl.static_range(WORLD - 1):
+                tl.store(slots[i] + in_slot, result, mask=in_m & (in_slot >= 0))
+        tl.store(out + own_rows + offs_n[None, :], result, mask=in_m & (offs_n < N)[None, :])
+        tile += 1
+    if ok != 0:
+        # The run lies in every peer's slot. A run without credits is not sent, and never published.
+        publish_all(table, slot, run, rank, site, epoch, WORLD)
+    if run == 0:
+        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
+    left = leave(ctl, slot, run, epoch, due, THREADS, True)
+    # Acquire: the same run of all peers.
+    whole = ok & wait_all(table, ctl, rank, slot, run, site, epoch, WORLD)
+    for first in range(run * run_tiles * BLOCK_N, last_tile * BLOCK_N, COPY_COLUMNS):
+        columns = first + tl.arange(0, COPY_COLUMNS)
+        for i in tl.static_range(BLOCK_M // COPY_ROWS):
+            rows = i * COPY_ROWS + tl.arange(0, COPY_ROWS)
+            in_run = (rows < M)[:, None] & (columns < last_tile * BLOCK_N)[None, :]
+            parts = ()
+            for step in tl.static_range(1, WORLD):
+                source = place_of((rank + step) % WORLD, rank, WORLD).to(tl.int64) * M * pitch
+                at = own + source + rows[:, None] * pitch + columns[None, :]
+                part = tl.load(at, mask=in_run & (whole != 0), other=float("nan"))
+                parts = parts + (part,)  # type: ignore[assignment]
+            inside = in_run & (columns < N)[None, :]
+            for step in tl.static_range(1, WORLD):
+                to_rows = interleaved_row(rows, (rank + step) % WORLD, M, block, WORLD, True).to(tl.int64)
+                tl.store(out + to_rows[:, None] * N + columns[None, :], parts[step - 1], mask=inside)
+    close(granted(left, THREADS), ctl, slot, epoch)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes that all ranks share: the product [M, N] of a rank, tile shape, tiles of a run, runs, the slot's bytes."""
+
+    M: int
+    N: int
+    config: Config
+    run_tiles: int
+    runs: int
+    nbytes: int
+
+
+def geometry(node: MatmulAllGather, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
+    """a [.., K]; columns: N. See Geometry."""
+    M = math.prod(a.shape[:-1])
+    config = select_tiles(rows=M, dtype=a.dtype, interpreted=launch.interpreted)
+    config = config.for_arch(launch.workspace.capabilities.arch)
+    tiles = ceil_div(columns, config.block_n)
+    run_tiles = ceil_div(tiles, min(launch.programs(tiles, config), MAX_CHUNKS.value))
+    return Geometry(
+        M=M,
+        N=columns,
+        config=config,
+        run_tiles=run_tiles,
+        runs=ceil_div(tiles, run_tiles),
+        nbytes=(node.world_size - 1) * M * tiles * config.block_n * a.element_size(),
+    )
+
+
+def copy_columns(sizes: Geometry, world_size: int, itemsize: int) -> int:
+    """Columns that a program copies at once, a power of two: a run's, or as many as its threads have registers for."""
+    threads = 32 * sizes.config.num_warps
+    most = threads * COPY_BYTES // (COPY_ROWS * (world_size - 1) * itemsize)
+    wanted = 1 << (sizes.run_tiles * sizes.config.block_n - 1).bit_length()
+    return min(wanted, 1 << (max(most, 16).bit_length() - 1))
+
+
+def matmul_all_gather(
+    node: MatmulAllGather,
+    launch: Launch,
+    sizes: Geometry,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns what all ranks compute along the node's dimension. See the
+    module.
+    """
+    out = gathered_like(node, a[0], sizes.N)
+    lefts, rights = longest_first(a, b)
+
+    def arguments() -> Arguments:
+        constants = launch.sum_constants(sizes.config, lefts, rights, bias)
+        return Arguments(
+            programs=sizes.runs,
+            values=dict(
+                M=sizes.M,
+                N=sizes.N,
+                **sum_sizes(lefts, rights),
+                block=launch.shard_block([*a[0].shape[:-1], sizes.N], node.gather_dim),
+                pitch=ceil_div(sizes.N, sizes.config.block_n) * sizes.config.block_n,
+                rank=launch.rank,
+                run_tiles=sizes.run_tiles,
+                WORLD=node.world_size,
+                COPY_ROWS=COPY_ROWS,
+                COPY_COLUMNS=copy_columns(sizes, node.world_size, a[0].element_size()),
+                **{name: value for name, value in constants.items() if name not in UNUSED},
+            ),
+        )
+
+    tensors = {"lefts": lefts, "rights": rights, "bias": out if bias is None else bias.contiguous(), "out": out}
+    launch.run(matmul_all_gather_kernel, sizes.nbytes, arguments, tensors)
+    return out

@@ -1,0 +1,241 @@
+"""matmul_all_gather, strategy `tile` for many rows: out = all_gather(a @ b + bias) in one launch.
+
+Problem. Every rank holds a [M, K], b [K, N] of its own columns (or a of its own rows), and wants the products of all.
+Algorithm. One queue of work: the tiles of the own product, then copies of the peers' tiles, in the order in which they
+are made. A finished tile goes into the output, and into the program's outbox, from where the K loop of its next tile
+carries it into the slots of all peers. Then it is published. By the time of the copies the links have been at work as
+long as the tensor cores, and only the last tiles are still on their way.
+Signal protocol. Flag row `tile // chunk_tiles`, one word for each source. A push waits for the credits of all peers for
+the slot's previous use; the next launch gives those of this one. Every push precedes every flag wait in ticket order,
+and a program carries and publishes what it has before it waits for a flag.
+Limits. None on M, N, K: edge tiles are masked where they meet the output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
+from ditron_inductor.core.matmul import (
+    carry,
+    further_products,
+    further_products_by_descriptors,
+    matmul_steps,
+    matmul_steps_by_descriptors,
+    plus_bias,
+    rows_descriptor,
+    weight_descriptor,
+)
+from ditron_inductor.core.order import grouped, interleaved_row
+from ditron_inductor.core.signals import (
+    credits_due,
+    current_epoch,
+    data,
+    finish,
+    granted,
+    healthy,
+    request_ticket,
+    settle,
+    take_tile,
+    wait,
+    wait_credits,
+)
+from ditron_inductor.lowering.config import Config
+from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
+from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.matmul_all_gather.parts import gathered_like, place_of
+from ditron_inductor.lowering.partials import block_offsets, publish_to_all, put_in_outbox
+from ditron_inductor.task.nodes import MatmulAllGather
+
+
+@triton.jit
+def destinations(table, ctl, tile, tiles, rank, slot, dtype: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers to the blocks of own tile `tile` in the slots of all peers."""
+    targets = ()
+    for i in tl.static_range(1, WORLD):
+        target = (rank + i) % WORLD
+        place = (place_of(rank, target, WORLD) * tiles + tile).to(tl.int64) * BLOCK
+        targets = targets + (data(table, ctl, target, slot, dtype) + place,)  # type: ignore[assignment]
+    return targets
+
+
+@triton.jit
+def store_part(
+    result, out, tile, source, num_m, num_n, M, N, block,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """Write tile `tile` of the product of `source` to its place in out, without what lies beyond its edges."""
+    block_row, block_column = grouped(tile, num_m, num_n, GROUP_M)
+    offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = block_column * BLOCK_N + tl.arange(0, BLOCK_N)
+    to_rows = interleaved_row(offs_m, source, M, block, WORLD, True).to(tl.int64)
+    inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    tl.store(out + to_rows[:, None] * N + offs_n[None, :], result, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles"])
+def matmul_all_gather_kernel(
+    lefts, rights, bias, out, table, ctl, counters,
+    M, N, depths, block, strides_am, strides_bk, strides_bn,
+    rank, slot, site, chunk_tiles,
+    WORLD: tl.constexpr, COUNTED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
+    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """See the module. lefts [M, K_i] with contiguous K, rights [K_i, N], depths (the K_i) and strides: tuples of
+    NUM_PRODUCTS; bias [N], or anything; out [WORLD * M, N] contiguous, its rows as in interleaved_row.
+
+    A slot has places [peer][tile], and an outbox for each program.
+    """
+    epoch = current_epoch(ctl, slot)
+    alive = healthy(ctl)
+    num_m = tl.cdiv(M, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    tiles = num_m * num_n
+    dtype: tl.constexpr = out.dtype.element_ty
+    a_descriptors = ()
+    b_descriptors = ()
+    if DESCRIPTORS:
+        for i in tl.static_range(NUM_PRODUCTS):
+            a_descriptor = rows_descriptor(lefts[i], M, depths[i], strides_am[i], BLOCK_M, BLOCK_K)
+            a_descriptors = a_descriptors + (a_descriptor,)  # type: ignore[assignment]
+            b_descriptor = weight_descriptor(
+                rights[i], N, depths[i], strides_bk[i], strides_bn[i], BLOCK_N, BLOCK_K, (K_MAJOR >> i) & 1
+            )
+            b_descriptors = b_descriptors + (b_descriptor,)  # type: ignore[assignment]
+    BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
+    # In 32-bit words, as it is carried.
+    BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
+    own = data(table, ctl, rank, slot, dtype)
+    outbox = own + ((WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
+    # Whether the credits have come, and the tile that waits in the outbox, -1 if there is none.
+    credited = tl.full((), 0, tl.int32)
+    ok = alive
+    sent = tl.full((), -1, tl.int32)
+    ticket = take_tile(ctl, slot)
+    if ticket == 0:
+        settle(credits_due(ctl, alive), table, rank, site, WORLD)
+    while ticket < tiles:
+        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        block_row, block_column = grouped(ticket, num_m, num_n, GROUP_M)
+        targets = destinations(table, ctl, tl.maximum(sent, 0), tiles, rank, slot, dtype, WORLD, BLOCK)
+        carried = tl.where(sent < 0, 0, BLOCK_WORDS)
+        row, column = block_row * BLOCK_M, block_column * BLOCK_N
+        # The bias first: behind the product there are no registers left for it.
+        acc = plus_bias(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), bias, column, N, BLOCK_N, HAS_BIAS)
+        if DESCRIPTORS:
+            acc = matmul_steps_by_descriptors(
+                acc, 0, tl.cdiv(depths[0], BLOCK_K), a_descriptors[0], b_descriptors[0],  # type: ignore[misc]
+                row, column, outbox, targets, carried, WORLD - 1,
+                BLOCK_K, K_MAJOR & 1, PRECISION, UPCAST, WORLD - 1, PIECE,
+            )  # fmt: skip
+            acc = further_products_by_descriptors(
+                acc, a_descriptors, b_descriptors, row, column, depths, outbox,
+                BLOCK_K, K_MAJOR, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
+            )  # fmt: skip
+        else:
+            rows_m = tl.minimum(row + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
+            acc = matmul_steps(
+                acc, lefts[0] + rows_m * strides_am[0], rights[0], strides_bk[0], strides_bn[0], column, N, depths[0],
+                outbox, targets, carried, WORLD - 1,
+                BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, WORLD - 1, PIECE,
+            )  # fmt: skip
+            acc = further_products(
+                acc, lefts, rows_m, strides_am, rights, strides_bk, strides_bn, column, N, depths, outbox,
+                BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
+            )  # fmt: skip
+        if sent >= 0:
+            publish_to_all(table, counters, 0, sent, tiles, chunk_tiles, rank, slot, site, epoch, WORLD, COUNTED)
+        sent = tl.full((), -1, tl.int32)
+        if credited == 0:
+            # Credits: nobody reads any more what the slot's previous use left there.
+            ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+            credited += 1
+        result = tl.where(ok != 0, acc, float("nan")).to(dtype)
+        if ok != 0:
+            put_in_outbox(outbox, result, BLOCK_M, BLOCK_N)
+            sent = ticket
+        store_part(result, out, ticket, rank, num_m, num_n, M, N, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
+        ticket = granted(request, THREADS)
+    # Sends before waits: what is left in the outbox goes now.
+    targets = destinations(table, ctl, tl.maximum(sent, 0), tiles, rank, slot, dtype, WORLD, BLOCK)
+    carry(outbox, targets, 0, tl.where(sent < 0, 0, BLOCK_WORDS), WORLD - 1, WORLD - 1, PIECE)
+    if sent >= 0:
+        publish_to_all(table, counters, 0, sent, tiles, chunk_tiles, rank, slot, site, epoch, WORLD, COUNTED)
+    while ticket < WORLD * tiles:
+        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        tile = (ticket - tiles) // (WORLD - 1)
+        source = (rank + 1 + (ticket - tiles) % (WORLD - 1)) % WORLD
+        # Acquire: all tiles of the chunk, which the source pushed before it published this flag.
+        whole = alive & wait(table, ctl, rank, slot, tile // chunk_tiles, source, site, epoch)
+        offsets = block_offsets(place_of(source, rank, WORLD) * tiles + tile, BLOCK_M, BLOCK_N)
+        result = tl.load(own + offsets, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
+        store_part(result, out, tile, source, num_m, num_n, M, N, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
+        ticket = granted(request, THREADS)
+    finish(ctl, slot, epoch)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes that all ranks share: the product [M, N] of a rank, tile shape, its tiles, programs, the slot's bytes."""
+
+    M: int
+    N: int
+    config: Config
+    tiles: int
+    programs: int
+    nbytes: int
+
+
+def geometry(node: MatmulAllGather, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
+    """a [.., K]; columns: N. See Geometry."""
+    M = math.prod(a.shape[:-1])
+    config = launch.config(rows=M, columns=columns, repeats=1, dtype=a.dtype)
+    tiles = ceil_div(M, config.block_m) * ceil_div(columns, config.block_n)
+    programs = launch.programs(tiles, config)
+    nbytes = ((node.world_size - 1) * tiles + programs) * config.block_m * config.block_n * a.element_size()
+    return Geometry(M=M, N=columns, config=config, tiles=tiles, programs=programs, nbytes=nbytes)
+
+
+def matmul_all_gather(
+    node: MatmulAllGather,
+    launch: Launch,
+    sizes: Geometry,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns what all ranks compute along the node's dimension. See the
+    module.
+    """
+    out = gathered_like(node, a[0], sizes.N)
+    lefts, rights = longest_first(a, b)
+
+    def arguments() -> Arguments:
+        chunk_tiles = launch.chunk_tiles(sizes.tiles, MAX_CHUNKS.value)
+        return Arguments(
+            programs=sizes.programs,
+            values=dict(
+                M=sizes.M,
+                N=sizes.N,
+                **sum_sizes(lefts, rights),
+                block=launch.shard_block([*a[0].shape[:-1], sizes.N], node.gather_dim),
+                rank=launch.rank,
+                chunk_tiles=chunk_tiles,
+                WORLD=node.world_size,
+                COUNTED=chunk_tiles > 1,
+                **launch.sum_constants(sizes.config, lefts, rights, bias),
+            ),
+        )
+
+    tensors = {"lefts": lefts, "rights": rights, "bias": out if bias is None else bias.contiguous(), "out": out}
+    launch.run(matmul_all_gather_kernel, sizes.nbytes, arguments, tensors)
+    return out
