@@ -87,10 +87,14 @@ def problem_of(device: torch.device) -> str:
 
 
 def prepare(
-    node: Projections, x: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
+    node: Projections, x: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor], strategy: str
 ) -> Runner:
-    """What computes the outputs for operands of these forms."""
+    """What computes the outputs for operands of these forms: the kernel where it can. In the interpreter, which is slow,
+    only if `tile` is forced.
+    """
     M, K = x.shape
+    if x.device.type == "cpu" and strategy != "tile":
+        return by_library(node, x, extras)
     fits = 0 < M <= MOST_ROWS and K > 0 and x.dtype in DTYPES and x.is_contiguous()
     if not fits or any(weight.stride(0) != 1 for weight in weights) or problem_of(x.device):
         return by_library(node, x, extras)
@@ -157,16 +161,27 @@ class PreparedProjections:
         self._known: dict[Hashable, Runner] = {}
 
     def find(
-        self, x: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor], epilogue: str
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        strategy: str,
+        extras: Sequence[torch.Tensor],
+        epilogue: str,
     ) -> Runner:
         tensors = (x, *weights, *extras)
-        key = torch.get_float32_matmul_precision(), len(weights), epilogue, *[form(tensor) for tensor in tensors]
+        key = (
+            torch.get_float32_matmul_precision(),
+            strategy,
+            len(weights),
+            epilogue,
+            *[form(tensor) for tensor in tensors],
+        )
         run = self._known.get(key)
         if run is None:
             if len(self._known) >= MOST_CALLS:
                 self._known.clear()
             node = Projections(len(weights), len(extras), epilogue)
-            run = self._known[key] = prepare(node, x, weights, extras)
+            run = self._known[key] = prepare(node, x, weights, extras, strategy)
         return run
 
 
@@ -175,10 +190,14 @@ calls = PreparedProjections()
 
 
 def projections(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor] | None = None, epilogue: str = ""
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    strategy: str,
+    extras: Sequence[torch.Tensor] | None = None,
+    epilogue: str = "",
 ) -> list[torch.Tensor]:
     """[x @ weight for weight in weights], or what the epilogue makes of these products and of the extra tensors.
 
-    x [M, K], weights [K, N_i], results [M, N_i] contiguous. Raises `InvalidTaskNode` for an epilogue that does not fit.
+    x [M, K], weights [K, N_i], results [M, N_i] contiguous. strategy: as forced by the options, or `auto`. Raises `InvalidTaskNode` for an epilogue that does not fit.
     """
-    return calls.find(x, weights, extras or (), epilogue)(x, weights, extras or ())
+    return calls.find(x, weights, strategy, extras or (), epilogue)(x, weights, extras or ())

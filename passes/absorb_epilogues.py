@@ -348,8 +348,8 @@ def _calls(graph: fx.Graph) -> list[tuple[fx.Node, AllGatherMatmul | Projections
 
 
 def _projections(call: fx.Node) -> Projections:
-    weights, epilogue = call.args[1], call.args[3] if len(call.args) > 3 else ""
-    assert isinstance(weights, (list, tuple)) and isinstance(epilogue, str)
-    extras = call.args[2] if len(call.args) > 2 else ()
-    assert isinstance(extras, (list, tuple))
+    weights, extras, epilogue = call.args[1], (), ""
+    if len(call.args) > 3:
+        extras, epilogue = call.args[3:]  # type: ignore[assignment]
+    assert isinstance(weights, (list, tuple)) and isinstance(extras, (list, tuple)) and isinstance(epilogue, str)
     return Projections(len(weights), len(extras), epilogue)

@@ -105,13 +105,14 @@ def _together(matmuls: list[fx.Node]) -> Iterator[list[fx.Node]]:
         left = others
 
 
-def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the matmuls by one op call at the first of them, and returns that call."""
     first = match.matmuls[0]
     for weight in match.weights:
         rewriting.hoist(weight, first)
+    args = (match.x, match.weights, options.strategy)
     with graph.inserting_before(first):
-        call = graph.create_node("call_function", ops.overload(PATTERN), (match.x, match.weights), {}, name=PATTERN)
+        call = graph.create_node("call_function", ops.overload(PATTERN), args, {}, name=PATTERN)
         call.meta.update(rewriting.copied_meta(first))
         call.meta["val"] = [mm.meta["val"] for mm in match.matmuls]
         outputs = [
@@ -134,6 +135,6 @@ def projections(graph: fx.Graph, *, options: Options) -> int:
     for match in find_projections(graph):
         # A weight may be computed from the products of another match, which stay where that one's call is.
         if all(rewriting.can_hoist(weight, match.matmuls[0]) for weight in match.weights):
-            rewrite(graph, match)
+            rewrite(graph, match, options)
             count += 1
     return count

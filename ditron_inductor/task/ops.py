@@ -32,7 +32,7 @@
     this rank's of the world_size equal chunks of x along dim, a copy; found by the rank at run time.
 `replicated(x, same, group_name, site) -> x`
     an alias of x; at the first run of `site` the ranks compare samples of `same`, and raise where they differ.
-`projections(x, weights, extras, epilogue) -> [out_0, .., out_{n-1}]`
+`projections(x, weights, strategy, extras, epilogue) -> [out_0, .., out_{n-1}]`
     x [M, K] contiguous, weights [K, N_i], out_i = x @ weight_i [M, N_i] contiguous, or what the epilogue makes of them.
     No site and no token: nothing is communicated.
 
@@ -95,7 +95,7 @@ SCHEMAS: dict[str, str] = {
     "token_of": "(Tensor x) -> Tensor",
     "own_chunk": "(Tensor x, int dim, int world_size, str group_name) -> Tensor",
     "replicated": "(Tensor(a) x, Tensor[] same, str group_name, str site) -> Tensor(a)",
-    Projections.kind: "(Tensor x, Tensor[] weights, Tensor[]? extras=None, str epilogue='') -> Tensor[]",
+    Projections.kind: "(Tensor x, Tensor[] weights, str strategy, Tensor[]? extras=None, str epilogue='') -> Tensor[]",
 }
 
 
@@ -326,7 +326,11 @@ def _fake_matmul_all_reduce_rms_norm(
 
 
 def _fake_projections(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor] | None = None, epilogue: str = ""
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    strategy: str,
+    extras: Sequence[torch.Tensor] | None = None,
+    epilogue: str = "",
 ) -> list[torch.Tensor]:
     return _after_epilogue([x.new_empty([x.shape[0], weight.shape[1]]) for weight in weights], epilogue)
 

@@ -82,7 +82,7 @@ def wanted(
 def check(case: Case, device: torch.device) -> None:
     x, weights, extras = operands(case, device)
     node = Projections(len(weights), len(extras), case.epilogue)
-    by_kernel = lowering.prepare(node, x, weights, extras)
+    by_kernel = lowering.prepare(node, x, weights, extras, "tile")
     for run in (by_kernel, by_kernel, lowering.by_library(node, x, extras)):
         outs = run(x, weights, extras)
         for out, value in zip(outs, wanted(case, x, weights, extras), strict=True):
@@ -109,10 +109,10 @@ def test_near_the_reference_on_a_gpu(case: Case) -> None:
 def test_in_a_graph_it_follows_its_operands() -> None:
     case = LARGE_CASES[0]
     x, weights, _ = operands(case, torch.device("cuda", 0))
-    lowering.projections(x, weights)
+    lowering.projections(x, weights, "auto")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outs = lowering.projections(x, weights)
+        outs = lowering.projections(x, weights, "auto")
     x.mul_(2.0)
     graph.replay()
     for out, weight in zip(outs, weights, strict=True):
@@ -121,15 +121,15 @@ def test_in_a_graph_it_follows_its_operands() -> None:
 
 def test_other_layouts_and_many_rows_go_to_the_library() -> None:
     x, weights, _ = operands(Case(2, 16, (8, 8)), torch.device("cpu"))
-    outs = lowering.projections(x, [weights[0].contiguous(), weights[1]])
+    outs = lowering.projections(x, [weights[0].contiguous(), weights[1]], "tile")
     for out, weight in zip(outs, weights, strict=True):
         assert_near(out, x.double() @ weight.double())
-    assert [out.shape for out in lowering.projections(x[:0], weights)] == [(0, 8), (0, 8)]
+    assert [out.shape for out in lowering.projections(x[:0], weights, "tile")] == [(0, 8), (0, 8)]
 
 
 def test_operands_are_not_kept_alive() -> None:
     x, weights, _ = operands(Case(2, 16, (8, 8)), torch.device("cpu"))
-    lowering.projections(x, weights)
+    lowering.projections(x, weights, "auto")
     kept = [weakref.ref(one) for one in (x, *weights)]
     del x, weights
     gc.collect()

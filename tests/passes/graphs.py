@@ -253,7 +253,7 @@ def _run_all_gather_matmul(args: list[Any]) -> list[Any]:
     return results
 
 
-def _run_projections(x: torch.Tensor, weights: Any, extras: Any = (), epilogue: str = "") -> list[torch.Tensor]:
+def _run_projections(x: torch.Tensor, weights: Any, _: str, extras: Any = (), epilogue: str = "") -> list[torch.Tensor]:
     outputs = [x @ weight for weight in weights]
     return evaluate(parse(epilogue), outputs, extras) if epilogue else outputs
 

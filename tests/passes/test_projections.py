@@ -53,7 +53,7 @@ t [32, 32] = aten.t(wq_1)
 view [2, 32] = aten.view(x_1, [2, 32])
 t_1 [32, 16] = aten.t(wk_1)
 t_2 [32, 16] = aten.t(wv_1)
-projections = ditron.projections(view, [t, t_1, t_2])
+projections = ditron.projections(view, [t, t_1, t_2], 'auto')
 getitem_1 [2, 32] = projections[0]
 getitem_2 [2, 16] = projections[1]
 getitem_3 [2, 16] = projections[2]
@@ -103,7 +103,7 @@ arg3_1 [32, 32]
 view [2, 32] = aten.reshape(arg1_1, [2, 32])
 permute [32, 32] = aten.permute(arg0_1, [1, 0])
 permute_1 [32, 32] = aten.permute(arg2_1, [1, 0])
-projections_1 = ditron.projections(view, [permute, permute_1], [], 'cast(silu(mm0), bf16) * mm1')
+projections_1 = ditron.projections(view, [permute, permute_1], 'auto', [], 'cast(silu(mm0), bf16) * mm1')
 getitem_3 [2, 32] = projections_1[0]
 reshape_default [2, 1, 32] = aten.reshape(getitem_3, [2, 1, 32])
 view_4 [2, 32] = aten.reshape(reshape_default, [2, 32])
@@ -132,7 +132,7 @@ wo_1 [32, 48]
 view [2, 32] = aten.view(x_1, [2, 32])
 t [32, 32] = aten.t(wq_1)
 t_1 [32, 16] = aten.t(wk_1)
-projections = ditron.projections(view, [t, t_1])
+projections = ditron.projections(view, [t, t_1], 'auto')
 getitem_1 [2, 32] = projections[0]
 getitem_2 [2, 16] = projections[1]
 biased [2, 32] = aten.add.Tensor(getitem_1, bq_1)
