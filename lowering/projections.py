@@ -54,20 +54,21 @@ def projections_kernel(
     tile = tl.program_id(0)
     offs_m = tl.arange(0, BLOCK_M)
     for g in tl.static_range(NUM_GROUPS):
-        FIRST: tl.constexpr = unpacked(FIRST_WEIGHTS, g)
-        N = columns[FIRST]
+        N = columns[unpacked(FIRST_WEIGHTS, g)]
         tiles = tl.cdiv(N, BLOCK_N)
         if (tile >= 0) & (tile < tiles):
             column = tile * BLOCK_N
             if unpacked(NUM_TOGETHER, g) == 2:
                 accs = matmul_pair_of_few_rows(
-                    x, K, M, weights[FIRST], strides_bk[FIRST], strides_bn[FIRST],
-                    weights[FIRST + 1], strides_bk[FIRST + 1], strides_bn[FIRST + 1], column, N, K,
-                    BLOCK_M, BLOCK_N, PAIR_K, EVEN_K, PRECISION, UPCAST,
+                    x, K, M, weights[unpacked(FIRST_WEIGHTS, g)], strides_bk[unpacked(FIRST_WEIGHTS, g)],
+                    strides_bn[unpacked(FIRST_WEIGHTS, g)], weights[unpacked(FIRST_WEIGHTS, g) + 1],
+                    strides_bk[unpacked(FIRST_WEIGHTS, g) + 1], strides_bn[unpacked(FIRST_WEIGHTS, g) + 1],
+                    column, N, K, BLOCK_M, BLOCK_N, PAIR_K, EVEN_K, PRECISION, UPCAST,
                 )  # fmt: skip
             else:
                 accs = (matmul_tile_of_few_rows(
-                    (x,), (K,), M, (weights[FIRST],), (strides_bk[FIRST],), (strides_bn[FIRST],), column, N, (K,),
+                    (x,), (K,), M, (weights[unpacked(FIRST_WEIGHTS, g)],), (strides_bk[unpacked(FIRST_WEIGHTS, g)],),
+                    (strides_bn[unpacked(FIRST_WEIGHTS, g)],), column, N, (K,),
                     BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 1,
                 ),)  # fmt: skip
             offs_n = column + tl.arange(0, BLOCK_N)
@@ -89,8 +90,8 @@ def problem_of(device: torch.device) -> str:
 def prepare(
     node: Projections, x: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor], strategy: str
 ) -> Runner:
-    """What computes the outputs for operands of these forms: the kernel where it can. In the interpreter, which is slow,
-    only if `tile` is forced.
+    """What computes the outputs for operands of these forms: the kernel where it can run. In the interpreter, which is
+    slow, only if `tile` is forced.
     """
     M, K = x.shape
     if x.device.type == "cpu" and strategy != "tile":
@@ -198,6 +199,7 @@ def projections(
 ) -> list[torch.Tensor]:
     """[x @ weight for weight in weights], or what the epilogue makes of these products and of the extra tensors.
 
-    x [M, K], weights [K, N_i], results [M, N_i] contiguous. strategy: as forced by the options, or `auto`. Raises `InvalidTaskNode` for an epilogue that does not fit.
+    x [M, K], weights [K, N_i], results [M, N_i] contiguous. strategy: what the options force, or `auto`.
+    Raises `InvalidTaskNode` for an epilogue that does not fit.
     """
     return calls.find(x, weights, strategy, extras or (), epilogue)(x, weights, extras or ())

@@ -17,6 +17,7 @@ from ditron_inductor.lowering.epilogues import Arrangement, arrange
 from ditron_inductor.lowering.matmul_all_gather import few_rows, many_rows
 from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
 from ditron_inductor.lowering.matmul_reduce_scatter.tile import matmul_reduce_scatter_kernel
+from ditron_inductor.lowering.projections import projections_kernel
 from ditron_inductor.task.epilogue import parse
 from tests.lowering.assembly import Listing
 
@@ -28,7 +29,9 @@ KERNELS: dict[str, Any] = {
     "gathered": many_rows.matmul_all_gather_kernel,
     "gathered_few": few_rows.matmul_all_gather_kernel,
 }
-OF_FEW_ROWS = ("one_shot", "gathered_few")
+LOCAL_KERNELS: dict[str, Any] = {"projections": projections_kernel}
+"""They send nothing: no waits, no signals."""
+OF_FEW_ROWS = ("one_shot", "gathered_few", "projections")
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
@@ -36,7 +39,7 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 NUM_WEIGHTS = 2
-TENSORS = ("shard", "gathered", "bias", "out")
+TENSORS = ("shard", "gathered", "bias", "out", "x")
 TUPLES_OF_TENSORS = ("weights", "extras", "outs", "lefts", "rights")
 TUPLES = (*TUPLES_OF_TENSORS, "columns", "depths", "strides_am", "strides_bk", "strides_bn")
 """One element for each weight, or product; `outs` one for each output."""
@@ -79,13 +82,14 @@ class Case:
     @property
     def length(self) -> int:
         """Of the kernel's tuples."""
-        return NUM_WEIGHTS if self.kernel == "all_gather_matmul" else self.products
+        return NUM_WEIGHTS if self.kernel in ("all_gather_matmul", "projections") else self.products
 
     @property
     def fitted(self) -> Config:
         """The tiles as the launcher takes them on this GPU."""
         config = self.config.for_arch(self.target)
-        together = self.arrangement.together
+        # The other kernel of several weights halves the steps instead.
+        together = self.arrangement.together if self.kernel == "all_gather_matmul" else 1
         return replace(config, block_n=config.block_n // together) if together > 1 else config
 
     @property
@@ -123,7 +127,7 @@ def compile_case(case: Case) -> Compiled:
     Second operands have contiguous K, as a linear layer holds them, where they are loaded by descriptors and for a few
     rows; else contiguous N.
     """
-    fn = KERNELS[case.kernel]
+    fn = (KERNELS | LOCAL_KERNELS)[case.kernel]
     fits = case.fitted
     threads = fits.num_warps * TARGETS[case.target].warp_size
     k_major = case.descriptors or case.kernel in OF_FEW_ROWS
@@ -144,6 +148,7 @@ def compile_case(case: Case) -> Compiled:
         "BLOCK_M": fits.block_m,
         "BLOCK_N": fits.block_n,
         "BLOCK_K": fits.block_k,
+        "PAIR_K": fits.block_k // 2,
         "GROUP_M": fits.group_m,
         "EVEN_K": case.even_k,
         "PRECISION": "tf32" if case.dtype == "fp32" and case.target.startswith("sm_") else "ieee",

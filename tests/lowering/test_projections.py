@@ -10,10 +10,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from ditron_inductor.lowering import config
 from ditron_inductor.lowering import projections as lowering
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate
 from ditron_inductor.task.nodes import Projections
+from tests.lowering.assembly import dialect_of, resources
+from tests.lowering.cross_compile import NUM_WEIGHTS, compile_case
+from tests.lowering.cross_compile import Case as Compilation
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 from tests.tolerances import assert_near
@@ -125,6 +129,19 @@ def test_other_layouts_and_many_rows_go_to_the_library() -> None:
     for out, weight in zip(outs, weights, strict=True):
         assert_near(out, x.double() @ weight.double())
     assert [out.shape for out in lowering.projections(x[:0], weights, "tile")] == [(0, 8), (0, 8)]
+
+
+@pytest.mark.parametrize("epilogue", ["", SWIGLU], ids=["plain", "epilogue"])
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_compiles_for_gpus(target: str, epilogue: str) -> None:
+    for tile in (config.FEW_ROWS[16], config.FEW_ROWS[64]):
+        compiled = compile_case(Compilation("projections", target, tile, "bf16", epilogue=epilogue))
+        # Some compilers split a loop.
+        assert len(compiled.listing.loops(dialect_of(target).dot)) >= (1 if epilogue else NUM_WEIGHTS)
+        if target == "sm_90":
+            # Several steps of K under way at once, and nothing in memory of its own.
+            assert compiled.shared_bytes > 3 * tile.block_k * (tile.block_m + tile.block_n) * 2
+            assert resources(compiled.assembly).spilled_bytes == 0
 
 
 def test_operands_are_not_kept_alive() -> None:
