@@ -11,14 +11,14 @@ the parts of a gathered product that are put in their place:
     epilogue      = bytes that a kernel of its own reads and writes / H + launch, added to library and chunked; tile
                     computes it in registers, for nothing
     overlapped    = the longer one + a chunk's share of the shorter one: a gather cannot start before the first chunk, a
-                    scatter does not end before the last one; W chunks, and at least MIN_CHUNKS
+                    scatter does not end before the last one; W chunks, and at least MIN_CHUNKS (`chunked` of a gathered
+                    product: one for PART_ROWS rows, and at most MIN_CHUNKS)
 
 `protocol` is what a collective of some megabytes costs over one of some kilobytes: the library changes its protocol
 there. Two ranks have the links of one pair to themselves, and copy faster (`pair_gain`). An all-reduce sends its
 partial results like a scatter, and its results like a gather: two rounds of passes and signals. The product of a
 `matmul_all_gather` is copied out of the slots (W - 1 passes; `chunked` copies all W parts), and `library` copies what
-it gathered into columns (W passes and a launch). Nothing of it has been measured yet: all its strategies are given one
-rate of the links, that of a scatter, which the library reaches easily, and ours some `CAUTION`.
+it gathered into columns (W passes and a launch). It receives whole products, and as fast as an all-reduce does.
 
 A norm behind an all-reduce without a product (n columns, k = 1) has, in place of the matmul, a launch and passes over
 what it reads and writes; in our kernel, `tile`, no launch more and one round of signals or two, whichever is faster.
@@ -60,7 +60,7 @@ HOST_US = {
     MatmulReduceScatter.kind: {"library": 75.0, "chunked": 210.0, "tile": 36.0},
     MatmulAllReduce.kind: {"library": 70.0, "chunked": 500.0, "tile": 36.0},
     AllReduceRmsNorm.kind: {"library": 60.0, "chunked": 36.0, "tile": 36.0},
-    # Not measured: those of the kinds with as many launches.
+    # Those of the kinds with as many launches.
     MatmulAllGather.kind: {"library": 80.0, "chunked": 210.0, "tile": 42.0},
 }
 """What a call takes the host, by `python -m benchmarks.host`: in eager mode none takes less."""
@@ -69,13 +69,18 @@ EPILOGUE_HOST_US = 12.0
 SMALL_HOST_US = 55.0
 """Of a small all-reduce by `chunked`; a large one runs in parts, with many launches each."""
 
-CAUTION = 1.15
-"""On what is predicted for our strategies of a kind whose results are not among those that the model was fitted to."""
-
-
+PART_ROWS = 512
+"""A part of a gathered product has at least so many rows by `chunked`."""
+PORT_BYTES_PER_S = 450e9
+"""No GPU receives more by NVLink. Copies of a gathered product can outweigh it, and must not count as faster."""
 MIDDLE_ROWS = range(33, 1024)
 MIDDLE_EFFICIENCY = 0.5
 """Speed of `tile` with so many rows, in that with others: large tiles are too few, small ones read the rows again."""
+FEW_ROWS = 64
+WIDE_COLUMNS = 16384
+"""Up to so many rows a gathered product has tiles that read the weight once; from so many columns on, as those of
+logits, it has enough large ones.
+"""
 
 
 @dataclass(frozen=True)
@@ -209,8 +214,6 @@ def _matmul_kinds_us(problem: Problem, on: Hardware) -> dict[str, float]:
         "chunked": _chunked_us(problem, on),
         "tile": _tile_us(problem, on),
     }
-    if problem.kind == MatmulAllGather.kind:
-        device = {strategy: us * (1.0 if strategy == "library" else CAUTION) for strategy, us in device.items()}
     return {strategy: us + epilogue_us(problem, on, strategy) for strategy, us in device.items()}
 
 
@@ -290,26 +293,31 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
         return SMALL_ALL_REDUCE * _library_us(problem, on)
     matmul = _matmul_us(problem, on, efficiency=on.chunk_efficiency)
     rate = on.copy_bytes_per_s * _pair_gain(problem, on)
+    chunks, passes_us = _chunks(problem), _partials_us(problem, on)
     if problem.kind == MatmulAllGather.kind:
-        rate = min(rate, _link_rate(problem, on))
+        rate = min(rate, PORT_BYTES_PER_S)
+        chunks, passes_us = max(1, min(problem.m // PART_ROWS, MIN_CHUNKS)), _passes_us(problem, on, problem.world_size)
     transfer = received_bytes(problem) / rate * MICRO
-    chunks = _rounds(problem) * problem.world_size * on.chunk_us
-    passes = _partials_us(problem, on)
-    if problem.kind == MatmulAllGather.kind:
-        passes = _passes_us(problem, on, problem.world_size)
-    return _overlapped(problem, matmul, transfer) + passes + chunks
+    chunks_us = _rounds(problem) * problem.world_size * on.chunk_us
+    return _overlapped(matmul, transfer, chunks) + passes_us + chunks_us
 
 
 def _tile_us(problem: Problem, on: Hardware) -> float:
     matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * _fill(problem))
-    if problem.m in MIDDLE_ROWS:
+    fast = problem.m <= FEW_ROWS or problem.n >= WIDE_COLUMNS
+    if problem.m in MIDDLE_ROWS and not (fast and problem.kind == MatmulAllGather.kind):
         matmul /= MIDDLE_EFFICIENCY
     transfer = received_bytes(problem) / _link_rate(problem, on) * MICRO
-    return _overlapped(problem, matmul, transfer) + _partials_us(problem, on) + _rounds(problem) * on.signal_us
+    overlapped = _overlapped(matmul, transfer, _chunks(problem))
+    return overlapped + _partials_us(problem, on) + _rounds(problem) * on.signal_us
 
 
-def _overlapped(problem: Problem, matmul: float, transfer: float) -> float:
-    return max(matmul, transfer) + min(matmul, transfer) / max(problem.world_size, MIN_CHUNKS)
+def _overlapped(matmul: float, transfer: float, chunks: int) -> float:
+    return max(matmul, transfer) + min(matmul, transfer) / chunks
+
+
+def _chunks(problem: Problem) -> int:
+    return max(problem.world_size, MIN_CHUNKS)
 
 
 def _partials_us(problem: Problem, on: Hardware) -> float:
@@ -335,7 +343,7 @@ def _link_rate(problem: Problem, on: Hardware) -> float:
         MatmulReduceScatter.kind: on.scatter_bytes_per_s,
         MatmulAllReduce.kind: on.all_reduce_bytes_per_s,
         AllReduceRmsNorm.kind: on.all_reduce_bytes_per_s,
-        MatmulAllGather.kind: on.scatter_bytes_per_s,
+        MatmulAllGather.kind: on.all_reduce_bytes_per_s,
     }
     return rates[problem.kind] * _pair_gain(problem, on)
 

@@ -79,7 +79,9 @@ def _check(ctx: RankContext, case: Case, strategy: str) -> None:
     before = [one.clone() for one in (*a, *b)]
     out = calls.matmul_all_gather(ctx, site, a, b, bias, case.dim)
     assert out.dtype == case.dtype and out.is_contiguous()
-    assert_near(out, calls.reference_matmul_all_gather(ctx, site, a, b, bias, case.dim), num_partials=len(depths))
+    # The library may round a product before it adds the next one, or the bias.
+    partials = len(depths) + (bias is not None)
+    assert_near(out, calls.reference_matmul_all_gather(ctx, site, a, b, bias, case.dim), num_partials=partials)
     calls.assert_replicated(ctx, out)
     assert all(map(torch.equal, (*a, *b), before)), "an input changed"
     # What is gathered are the bits of the rank's own product, wherever they went.
@@ -111,8 +113,6 @@ GPU_CASES = (
 @pytest.mark.parametrize("large_case", GPU_CASES, ids=str)
 def test_matches_reference_at_size(gpu_pool: RankPool, large_case: Case, strategy: str) -> None:
     gpu_pool.run(_check, large_case, strategy)
-
-
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8, 16])
