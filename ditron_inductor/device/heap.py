@@ -8,9 +8,11 @@ process that maps it, however that process ends.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
@@ -75,7 +77,8 @@ class RendezvousCount:
         while self.done < target:
             assert self.alone is not None
             self.done += 1
-            _SymmetricMemory.rendezvous(private_cuda_bytes(device, 16), self.alone.group_name)
+            memory, name = private_cuda_bytes(device, 16), self.alone.group_name
+            outside_pools(device, functools.partial(_SymmetricMemory.rendezvous, memory, name))
 
 
 RENDEZVOUS = RendezvousCount()
@@ -102,7 +105,9 @@ class CudaHeap:
         process_group = group.process_group()
         assert process_group is not None
         RENDEZVOUS.done += 1
-        handle = symm_mem.rendezvous(self.local, process_group)
+        handle = outside_pools(
+            self.local.device, functools.partial(symm_mem.rendezvous, self.local, process_group)
+        )
         assert handle.rank == group.rank and handle.world_size == group.world_size
         self.addresses = tuple(handle.buffer_ptrs)
         assert self.addresses[group.rank] == self.local.data_ptr()
@@ -126,6 +131,21 @@ def private_cuda_bytes(device: torch.device, nbytes: int) -> torch.Tensor:
     memory.zero_()
     torch.cuda.synchronize(device)
     return memory
+
+
+def outside_pools(device: torch.device, act: Callable[[], Any]) -> Any:
+    """What `act` returns, run by a thread of its own with `device` as its current one.
+
+    What a thread allocates while it warms up a CUDA graph goes into the graph's pool, where nothing may stay; and
+    torch's rendezvous keeps two small tables for good.
+    """
+
+    def run() -> Any:
+        with torch.cuda.device(device):
+            return act()
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(run).result()
 
 
 class CpuHeap:
