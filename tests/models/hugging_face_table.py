@@ -11,9 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import torch
+
 from tests.models.hugging_face import ARCHITECTURES, FORMS
-from tests.models.run_hugging_face import Setup, run_model
-from tests.ranks import RankPool
+from tests.models.run_hugging_face import Setup, count_sites
+from tests.passes.graphs import fake_group
+from tests.rank_process import RankContext
 
 PATH = Path(__file__).with_name("hugging_face_sites.txt")
 WORLD_SIZE = 2
@@ -63,21 +66,18 @@ def text(one_layer: Mapping[str, int], two_layers: Mapping[str, int]) -> str:
     return ", ".join(parts)
 
 
-def measure(pool: RankPool, setups: Iterable[Setup]) -> dict[Key, Counter[str]]:
-    """The sites of every graph of the runs."""
+def measure(setups: Iterable[Setup]) -> dict[Key, Counter[str]]:
+    """The sites of every graph, from this process alone: what is fused is the same on all ranks."""
     found: dict[Key, Counter[str]] = {}
-    for setup in setups:
-        counts = pool.run(run_model, setup, timeout=300)[0]
-        found |= {key(setup, direction): sites for direction, sites in counts.items()}
+    with fake_group(WORLD_SIZE):
+        ctx = RankContext(0, WORLD_SIZE, torch.device("cpu"), seed=0)
+        for setup in setups:
+            found |= {key(setup, direction): sites for direction, sites in count_sites(ctx, setup).items()}
     return found
 
 
 def main() -> None:
-    pool = RankPool(WORLD_SIZE)
-    try:
-        one_layer, two_layers = measure(pool, cases(1)), measure(pool, cases(2))
-    finally:
-        pool.close()
+    one_layer, two_layers = measure(cases(1)), measure(cases(2))
     rows = [(*where, text(counts, two_layers[where])) for where, counts in one_layer.items()]
     PATH.write_text("".join(f"{name:11} {form} {graph:9} {sites}\n" for name, form, graph, sites in rows))
 

@@ -7,6 +7,7 @@ graph's ops are called one after another.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,23 +24,30 @@ from ditron_inductor.options import Options
 from ditron_inductor.pipeline import DitronPipeline
 
 
-def interpreted(options: dict[str, Any]) -> Callable[..., Any]:
-    """A backend for `torch.compile` that runs the graphs which `backend="ditron"` with `options` hands to Inductor."""
+def interpreted(options: dict[str, Any], *, run_fused: bool = True) -> Callable[..., Any]:
+    """A backend for `torch.compile` that runs the graphs which `backend="ditron"` with `options` hands to Inductor.
+
+    Without `run_fused` it makes them too, and runs what they were before: for a process group without other ranks.
+    """
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        inner_compile = functools.partial(_run_passes, run_fused)
         patches = {"post_grad_custom_pre_pass": DitronPipeline(Options.parse(options)[0])}
-        return compile_fx(gm, example_inputs, inner_compile=_run_passes, config_patches=patches)
+        return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
 
     return backend
 
 
-def _run_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+def _run_passes(run_fused: bool, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
     post_grad.view_to_reshape(gm)
     fake_mode = torch._guards.detect_fake_mode(example_inputs)
     assert fake_mode is not None
     with torch.no_grad():
         FakeTensorProp(gm, mode=fake_mode).propagate_dont_convert_inputs(*example_inputs)
+    before = fx.Graph()
+    before.output(before.graph_copy(gm.graph, {}))
+    unfused = fx.GraphModule(gm, before)
     with V.set_fake_mode(fake_mode):
         post_grad.post_grad_passes(gm, bool(options.get("is_inference")))
     gm.recompile()
-    return make_boxed_func(gm.forward)
+    return make_boxed_func(gm.forward if run_fused else unfused.forward)

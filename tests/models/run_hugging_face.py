@@ -68,11 +68,19 @@ def run_model(ctx: RankContext, setup: Setup) -> dict[str, Counter[str]]:
             if index == 0 and setup.sizes.dtype is torch.float32:
                 uncut = {"logits": whole(**given).logits}
                 _assert_near({"logits": wanted["logits"]}, uncut, setup.sizes.dtype, "cut against whole")
-    counts = _site_counts(sink.graphs)
-    fused = Counter(site.kind for graph in sink.graphs for site in graph.sites if site.fused)
-    counters = torch._dynamo.utils.counters["ditron"]
-    assert {kind: counters[kind] for kind in fused} == dict(fused), f"{dict(counters)} against {dict(fused)}"
-    return counts
+    return _site_counts(sink.graphs)
+
+
+def count_sites(ctx: RankContext, setup: Setup) -> dict[str, Counter[str]]:
+    """As `run_model` returns them, computing nothing: `ctx` may be a rank of a group of which no other exists."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    architecture = ARCHITECTURES[setup.name]
+    model = architecture.cut(architecture.make(setup.num_layers, setup.sizes, ctx.device), ctx, setup.form)
+    with collect_sites() as sink, without_caches(), torch.set_grad_enabled(setup.train):
+        call = torch.compile(model, backend=interpreted({}, run_fused=False), fullgraph=True)
+        _step(setup, model, call, _inputs(ctx, setup, 0))
+    return _site_counts(sink.graphs)
 
 
 def _compiled(setup: Setup, model: Any) -> Callable[..., Any]:
@@ -130,6 +138,10 @@ def _assert_near(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], 
 
 
 def _site_counts(graphs: list[GraphRecord]) -> dict[str, Counter[str]]:
+    """By direction; AssertionError where torch's counters say otherwise."""
+    fused = sum(site.fused for graph in graphs for site in graph.sites)
+    counters = torch._dynamo.utils.counters["ditron"]
+    assert counters["name_sites"] == fused, f"{dict(counters)} against {fused}"
     counts: dict[str, Counter[str]] = {}
     for graph in graphs:
         direction = "backward" if graph.is_backward else "forward"
