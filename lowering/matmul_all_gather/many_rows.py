@@ -170,6 +170,8 @@ def matmul_all_gather_kernel(
     carry(outbox, targets, 0, tl.where(sent < 0, 0, BLOCK_WORDS), WORLD - 1, WORLD - 1, PIECE)
     if sent >= 0:
         publish_to_all(table, counters, 0, sent, tiles, chunk_tiles, rank, slot, site, epoch, WORLD, COUNTED)
+    # Looked up again: no register holds it while tiles are computed.
+    own = data(table, ctl, rank, slot, dtype)
     while ticket < WORLD * tiles:
         request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
         tile = (ticket - tiles) // (WORLD - 1)
