@@ -136,7 +136,7 @@ def test_algebra(groups: dict[str, tuple[str, int]]) -> None:
     rewritten: Counter[str] = Counter()
     for seed in range(ALGEBRA_EXAMPLES):
         check(algebraic(seed), groups, rewritten=rewritten)
-    assert min(rewritten[name] for name in ("share_gathers", "merge_reductions")) >= 5, rewritten
+    assert min(rewritten[name] for name in ("share_gathers", "merge_reductions")) >= 3, rewritten
 
 
 def test_sequence_parallel(groups: dict[str, tuple[str, int]]) -> None:
