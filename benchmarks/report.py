@@ -2,6 +2,7 @@
 
     benchmarks/results/gemm_collectives.md   every cell, with ratios and targets
     docs/when_it_pays.md                     the part between its two markers
+    docs/models.md                           likewise, from models.csv
 
 `--merge FILE...` first merges rows that were measured elsewhere into the results. `--check` writes nothing and fails
 if a page differs from what it would write.
@@ -27,13 +28,15 @@ from benchmarks.comparison import (
     times_table,
 )
 from benchmarks.figures import picture_path
+from benchmarks.models.tables import docs_part as models_part
 from benchmarks.ops import targets
-from benchmarks.records import GEMM_COLLECTIVES, Row, merge_csv, read_csv
+from benchmarks.records import GEMM_COLLECTIVES, MODELS, Row, merge_csv, read_csv
 from ditron_inductor.task.nodes import KINDS
 
 COMMAND = "python -m benchmarks.report"
 ROOT = Path(__file__).parents[1]
 DOCS_PAGE = ROOT / "docs" / "when_it_pays.md"
+MODELS_PAGE = ROOT / "docs" / "models.md"
 BEGIN = f"<!-- begin: {COMMAND} -->"
 END = f"<!-- end: {COMMAND} -->"
 FIRST_COLUMNS = ("gemm", "nccl", "async_tp", "symm_mem:two_shot", "ditron", "ditron:tile", "ditron:chunked")
@@ -150,9 +153,12 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
     """Every generated page and its text."""
     rows = read_csv(results)
     pictures = [path for path in (picture_path(results, op) for op in KINDS) if path.exists()]
+    models = read_csv(MODELS)
+    part = f"{conditions(models)}.\n\n{models_part(models)}"
     return {
         results.with_suffix(".md"): results_page(rows, pictures),
         docs_page: with_part(docs_page.read_text(), docs_part(rows)),
+        MODELS_PAGE: with_part(MODELS_PAGE.read_text(), part),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,13 +26,30 @@ def report(
     return "\n".join([*parts, *(f"no number: {note}" for note in notes), phases])
 
 
-def times_table(rows: Sequence[Row], style: str = "simple") -> str:
-    """One line per cell: every contestant in milliseconds, and the best other one's time over Ditron's."""
+def docs_part(rows: Sequence[Row]) -> str:
+    """The table for the docs, and the geometric means of Inductor's times over Ditron's, by ranks, phase and model."""
+    ratios: dict[str, list[float]] = {}
+    for found in _cells(rows):
+        first = next(iter(found.values()))
+        ours, theirs = (found[name].p50_us if name in found else None for name in ("ditron", "inductor"))
+        if ours and theirs:
+            model = dict(part.split("=") for part in first.shape.split(";"))["model"]
+            ratios.setdefault(f"{first.op}, {model}, {first.world} ranks", []).append(theirs / ours)
+    means = [f"* {name}: {statistics.geometric_mean(values):.2f}" for name, values in ratios.items()]
+    return "\n".join([times_table(rows, "github"), "", "Inductor / Ditron, geometric means:", "", *means])
+
+
+def _cells(rows: Sequence[Row]) -> list[dict[str, Row]]:
     cells: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
         cells.setdefault(row.cell, {})[row.contestant] = row
+    return list(cells.values())
+
+
+def times_table(rows: Sequence[Row], style: str = "simple") -> str:
+    """One line per cell: every contestant in milliseconds, and the best other one's time over Ditron's."""
     lines = []
-    for found in cells.values():
+    for found in _cells(rows):
         first = next(iter(found.values()))
         sizes = dict(part.split("=") for part in first.shape.split(";"))
         times = {name: row.p50_us for name, row in found.items() if row.p50_us is not None}
@@ -43,9 +61,10 @@ def times_table(rows: Sequence[Row], style: str = "simple") -> str:
                 f"{sizes['model']} x {sizes['layers']}",
                 sizes["form"],
                 f"{sizes['batch']} x {sizes['tokens']}",
+                str(first.world),
                 *(f"{times[name] / 1e3:.3f}" if name in times else "-" for name in CONTESTANTS),
                 gain,
             ]
         )
-    headers = ["phase", "model", "form", "tokens", *CONTESTANTS, "best other / ditron"]
+    headers = ["phase", "model", "form", "tokens", "ranks", *CONTESTANTS, "best other / ditron"]
     return tabulate(lines, headers, style, disable_numparse=True)

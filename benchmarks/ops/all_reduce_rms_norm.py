@@ -337,9 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out if options.out is not None else (str(NORM) if options.device == "cuda" else "")
     request = Request(tuple(cells), options.device, options.rounds, out, options.commit or head_commit())
     os.environ.update(ENVIRONMENT)
-    codes = run_ranks(
-        measure, request, world_size=options.world, device_type=options.device, limit_s=options.limit
-    )
+    codes = run_ranks(measure, request, world_size=options.world, device_type=options.device, limit_s=options.limit)
     if any(code != 0 for code in codes):
         print(f"benchmarks.ops.all_reduce_rms_norm: {failures_text(codes)}", file=sys.stderr)
         return 1

@@ -130,9 +130,7 @@ def dtype_of(cell: Cell) -> torch.dtype:
     return dtype
 
 
-def operands(
-    setting: Setting, cell: Cell, rows: int, seed: int = 0
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def operands(setting: Setting, cell: Cell, rows: int, seed: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Random rows [rows, K] and weights [K, N] with contiguous K, as nn.Linear holds them; several of each."""
     generator = torch.Generator(setting.device).manual_seed(1 + setting.rank + setting.world_size * seed)
     dtype = dtype_of(cell)
