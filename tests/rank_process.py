@@ -83,6 +83,8 @@ def _join(setup: RankSetup) -> RankContext:
     device = torch.device("cpu")
     if setup.device_type == "cuda":
         device = torch.device("cuda", setup.rank % torch.cuda.device_count())
+        # As torchrun does: libraries look it up.
+        os.environ["LOCAL_RANK"] = str(device.index)
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     store = dist.FileStore(setup.store_path, setup.world_size)
