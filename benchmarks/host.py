@@ -64,6 +64,11 @@ class Bench:
         operands, arguments = self.operands, self.arguments(strategy)
         return lambda: op(*operands, None, *arguments)
 
+    @property
+    def others(self) -> tuple[None, ...]:
+        """What there may be besides: reductions, and gathers of a product, may have a bias."""
+        return () if self.kind == "all_gather_matmul" else (None,)
+
     def arguments(self, strategy: str) -> tuple[Any, ...]:
         return *self.site, f"host/0:{self.kind}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
 
@@ -165,7 +170,7 @@ def stages(bench: Bench) -> dict[str, float]:
     nothing.impl(bench.kind, lambda *args: answer, "CompositeExplicitAutograd")
     empty_op = getattr(torch.ops.ditron_host, bench.kind).default
     multiplied = x, bench.w
-    _, found = register.lookup(bench.kind, arguments, multiplied)
+    _, found = register.lookup(bench.kind, arguments, multiplied, *bench.others)
     assert found is not None
     node, launch, _ = found.args  # type: ignore[attr-defined]
     assert node.kind == bench.kind
@@ -213,7 +218,7 @@ def chunked_stages(bench: Bench) -> dict[str, dict[str, float]]:
     x, w, operands, arguments = bench.x, bench.w, bench.operands, bench.arguments("chunked")
     whole = bench.op("chunked")
     whole()
-    _, found = register.lookup(bench.kind, arguments, (x, w))
+    _, found = register.lookup(bench.kind, arguments, (x, w), *bench.others)
     assert found is not None
     node, launch, sizes = found.args  # type: ignore[attr-defined]
     issued = measure_issue(whole, launch.workspace.shared.synchronize, CHUNKED_CALLS)

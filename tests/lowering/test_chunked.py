@@ -163,6 +163,8 @@ def _modes(ctx: RankContext) -> None:
 
 
 def test_modes_of_autograd_in_turns(pool: RankPool) -> None:
+    if pool.device_type == "cpu" and pool.world_size > 2:
+        pytest.skip("two ranks show it")
     pool.run(_modes)
 
 

@@ -15,9 +15,9 @@ from tests.ranks import RankPool
 
 
 # Of many rows a gather ends as a reduction does.
-@pytest.mark.parametrize("kind", [kind for kind in TILE_KINDS if kind != "matmul_all_gather"])
-def test_a_stopped_rank(fragile_pool: RankPool, kind: str) -> None:
-    stop_a_rank(fragile_pool, kind, "tile")
+@pytest.mark.parametrize("stopped_kind", [kind for kind in TILE_KINDS if kind != "matmul_all_gather"])
+def test_a_stopped_rank(fragile_pool: RankPool, stopped_kind: str) -> None:
+    stop_a_rank(fragile_pool, stopped_kind, "tile")
 
 
 # The ranks meet on the host at a site's first call; later calls meet in the kernel.
