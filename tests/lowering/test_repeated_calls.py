@@ -62,6 +62,8 @@ def _sites_and_sizes(ctx: RankContext) -> None:
 
 
 def test_alternating_sites_and_growing_sizes(pool: RankPool) -> None:
+    if pool.device_type == "cpu" and pool.world_size == 2:
+        pytest.skip("four ranks show it")
     pool.run(_sites_and_sizes)
 
 
