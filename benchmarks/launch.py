@@ -59,13 +59,52 @@ def _start(rank: Rank, asked: tuple[str, Request]) -> bool:
     return main_of(module)(request, rank.join(), begun)
 
 
+def num_ranks(program: str, wanted: int, device_type: str) -> int:
+    """Ranks of a run: as many as were asked for, else one for each GPU; 0, with a word on stderr, where that is one."""
+    if not wanted:
+        import torch
+
+        wanted = torch.cuda.device_count() if device_type == "cuda" else 2
+    if wanted < 2:
+        print(f"{program} needs at least two ranks: two GPUs, --world, or --device cpu", file=sys.stderr)
+        return 0
+    return wanted
+
+
+def command(module: str, request: Request, wanted: int) -> int:
+    """The exit code of a benchmark's command: `main` of `module` on ranks, those of the environment or new ones."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        held = rank_process(module, request)
+        # Not the interpreter's own end: torch would destroy the process group, which can hang.
+        os._exit(0 if held else 1)
+    world_size = num_ranks(module.rpartition(".")[0], wanted, request.device)
+    if not world_size:
+        return 2
+    if not request.out:
+        print("rows are printed only; --out takes a file for them", file=sys.stderr)
+    return start_ranks(module, request, world_size)
+
+
 def start_ranks(module: str, request: Request, world_size: int) -> int:
     """Run `main` of `module` in new rank processes; the exit code, 1 if one of them failed or the time was over."""
-    os.environ.update(ENVIRONMENT)
+    kept = f"; rows so far are in {request.out}" if request.out else ""
     limit_s = request.budget_s + GRACE_S
-    codes = run_ranks(_start, (module, request), world_size=world_size, device_type=request.device, limit_s=limit_s)
+    return to_the_end(module, _start, (module, request), world_size, request.device, limit_s, kept)
+
+
+def to_the_end(
+    program: str,
+    target: Callable[[Rank, Any], bool],
+    argument: Any,
+    world_size: int,
+    device_type: str,
+    limit_s: float,
+    kept: str = "",
+) -> int:
+    """Run `target(rank, argument)` in new rank processes; the exit code as of `start_ranks`. kept: said on failure."""
+    os.environ.update(ENVIRONMENT)
+    codes = run_ranks(target, argument, world_size=world_size, device_type=device_type, limit_s=limit_s)
     if any(code != 0 for code in codes):
-        kept = f"; rows so far are in {request.out}" if request.out else ""
-        print(f"{module}: {failures_text(codes)}{kept}", file=sys.stderr)
+        print(f"{program}: {failures_text(codes)}{kept}", file=sys.stderr)
         return 1
     return 0

@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core import pointwise
+from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.launch import ceil_div
-from ditron_inductor.lowering.launcher import Arguments, Launcher
+from ditron_inductor.lowering.launcher import Arguments, local_launcher
 from ditron_inductor.task import epilogue_torch
 from ditron_inductor.task.epilogue import (
     FUNCTIONS,
@@ -244,7 +245,7 @@ class Finisher:
         self._dtypes = epilogue_torch.out_dtypes(self._rest, like.dtype)
         self._groups = self._rest.groups()
         self._function = generated(self._rest.text()) if self._made else None
-        self._launchers = [Launcher(apply_epilogue_kernel, like.device, **_NOTHING_ELSE) for _ in self._groups]
+        self._launchers = [local_launcher(apply_epilogue_kernel, like.device) for _ in self._groups]
 
     def multiply(
         self, rows: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
@@ -282,11 +283,8 @@ class Finisher:
             numel, columns = tensors["mm"][0].numel(), tensors["mm"][0].shape[1]
             if numel > 0:
                 arguments = functools.partial(_arguments, numel, columns, number, group, self._function)
-                launcher(_current_stream(x[0]), arguments, (), (), tensors)
+                launcher(handle_for(x[0]), arguments, (), (), tensors)
         return outs
-
-
-_NOTHING_ELSE: dict[str, Any] = {"numbers": (), "words": (), "allocator": lambda size, alignment, stream: None}
 
 
 def _arguments(numel: int, columns: int, number: int, group: Group, function: Any) -> Arguments:
@@ -302,7 +300,3 @@ def _arguments(numel: int, columns: int, number: int, group: Group, function: An
         "num_warps": WARPS,
     }
     return Arguments(ceil_div(numel, BLOCK), values)
-
-
-def _current_stream(x: torch.Tensor) -> int:
-    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0

@@ -249,6 +249,18 @@ class Launcher:
         )
 
 
+def local_launcher(kernel: Any, device: torch.device) -> Launcher:
+    """Of a kernel that uses no workspace: it has neither the protocol's words nor scratch memory.
+
+    Called as `launcher(stream, arguments, (), (), tensors)`.
+    """
+    return Launcher(kernel, device, numbers=(), words=(), allocator=_no_scratch)
+
+
+def _no_scratch(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
+    raise AssertionError("the kernel takes no scratch memory")
+
+
 class Bound:
     """Launches of a launcher that have all but some tensors in common: numbers and words too.
 

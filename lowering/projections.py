@@ -21,18 +21,15 @@ import triton.language as tl
 
 from ditron_inductor.core.matmul import matmul_tile_of_few_rows
 from ditron_inductor.core.matmul_pair import matmul_pair_of_few_rows
-from ditron_inductor.device.capabilities import probe
-from ditron_inductor.device.scratch import Scratch
-from ditron_inductor.device.streams import current_handle
-from ditron_inductor.lowering.config import FEW_ROWS, Config, select_few_rows_config
+from ditron_inductor.device.capabilities import RankFacts, probe
+from ditron_inductor.device.streams import handle_for
+from ditron_inductor.lowering.config import Config, select_few_rows_config
 from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, store_outputs, unpacked
 from ditron_inductor.lowering.launch import ceil_div, dot_precision
-from ditron_inductor.lowering.launcher import Arguments, Launcher
+from ditron_inductor.lowering.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.prepared import MOST_CALLS, form
-from ditron_inductor.task.nodes import Projections
+from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, Projections
 
-MOST_ROWS = max(FEW_ROWS)
-"""In one tile."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 Runner = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -82,9 +79,9 @@ def projections_kernel(
 
 
 @functools.cache
-def problem_of(device: torch.device) -> str:
-    """Why kernels cannot run on a device of this process, or an empty string."""
-    return probe(device).tile_problem
+def facts_of(device: torch.device) -> RankFacts:
+    """What a device of this process is, and why kernels cannot run on it if they cannot."""
+    return probe(device)
 
 
 def prepare(
@@ -96,14 +93,14 @@ def prepare(
     M, K = x.shape
     if x.device.type == "cpu" and strategy != "tile":
         return by_library(node, x, extras)
-    fits = 0 < M <= MOST_ROWS and K > 0 and x.dtype in DTYPES and x.is_contiguous()
-    if not fits or any(weight.stride(0) != 1 for weight in weights) or problem_of(x.device):
+    fits = 0 < M <= MOST_PROJECTED_ROWS and K > 0 and x.dtype in DTYPES and x.is_contiguous()
+    if not fits or any(weight.stride(0) != 1 for weight in weights) or facts_of(x.device).tile_problem:
         return by_library(node, x, extras)
     interpreted = x.device.type == "cpu"
     config = select_few_rows_config(rows=M, dtype=x.dtype, interpreted=interpreted)
-    config = config.for_arch(probe(x.device).arch)
+    config = config.for_arch(facts_of(x.device).arch)
     arrangement = arrange(node.parsed, node.num_weights)
-    launcher = Launcher(projections_kernel, x.device, numbers=(), words=(), allocator=Scratch(x.device))
+    launcher = local_launcher(projections_kernel, x.device)
     # Now: later they would keep these operands alive.
     arguments = _arguments(x, [weights[index] for index in arrangement.weights], arrangement, config)
 
@@ -116,7 +113,7 @@ def prepare(
             "extras": tuple(extra.contiguous() for extra in extras) or (x,),
             "outs": tuple(outs[index] for index in arrangement.outputs),
         }
-        launcher(0 if interpreted else current_handle(x.get_device()), lambda: arguments, (), (), tensors)
+        launcher(handle_for(x), lambda: arguments, (), (), tensors)
         return outs
 
     return run

@@ -373,30 +373,22 @@ def _all_gather_matmul(
     return [*run(shard, weights, extras), ops.new_token(shard)]
 
 
-def _matmul_reduce_scatter(
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    bias: torch.Tensor | None,
-    token: torch.Tensor | None,
-    *site: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    key, run = lookup(MatmulReduceScatter.kind, site, (*a, *b), bias)
-    if run is None:
-        run = _prepare_matmul_reduce_scatter(key, a, b, bias, *site)
-    return run(a, b, bias), ops.new_token(a[0])
+def _of_products(kind: str, prepare: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+    """The op of a kind whose operands are a sum of products and a bias."""
 
+    def op(
+        a: Sequence[torch.Tensor],
+        b: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        token: torch.Tensor | None,
+        *site: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key, run = lookup(kind, site, (*a, *b), bias)
+        if run is None:
+            run = prepare(key, a, b, bias, *site)
+        return run(a, b, bias), ops.new_token(a[0])
 
-def _matmul_all_reduce(
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    bias: torch.Tensor | None,
-    token: torch.Tensor | None,
-    *site: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    key, run = lookup(MatmulAllReduce.kind, site, (*a, *b), bias)
-    if run is None:
-        run = _prepare_matmul_all_reduce(key, a, b, bias, *site)
-    return run(a, b, bias), ops.new_token(a[0])
+    return op
 
 
 def _all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -415,19 +407,6 @@ def _matmul_all_reduce_rms_norm(
     if run is None:
         run = _prepare_norm(key, a[0], b, bias, given, *site)
     return *run(a, b, bias, given), ops.new_token(a[0])
-
-
-def _matmul_all_gather(
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    bias: torch.Tensor | None,
-    token: torch.Tensor | None,
-    *site: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    key, run = lookup(MatmulAllGather.kind, site, (*a, *b), bias)
-    if run is None:
-        run = _prepare_matmul_all_gather(key, a, b, bias, *site)
-    return run(a, b, bias), ops.new_token(a[0])
 
 
 def _on_device(implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -454,11 +433,11 @@ def register() -> None:
     library: Any = ops.define()
     implementations: dict[str, Callable[..., object]] = {
         AllGatherMatmul.kind: _on_device(_all_gather_matmul),
-        MatmulReduceScatter.kind: _on_device(_matmul_reduce_scatter),
-        MatmulAllReduce.kind: _on_device(_matmul_all_reduce),
+        MatmulReduceScatter.kind: _on_device(_of_products(MatmulReduceScatter.kind, _prepare_matmul_reduce_scatter)),
+        MatmulAllReduce.kind: _on_device(_of_products(MatmulAllReduce.kind, _prepare_matmul_all_reduce)),
         AllReduceRmsNorm.kind: _on_device(_all_reduce_rms_norm),
         MatmulAllReduceRmsNorm.kind: _on_device(_matmul_all_reduce_rms_norm),
-        MatmulAllGather.kind: _on_device(_matmul_all_gather),
+        MatmulAllGather.kind: _on_device(_of_products(MatmulAllGather.kind, _prepare_matmul_all_gather)),
         "after": _after,
         "after_": ops.do_nothing,
         "token_of": ops.new_token,

@@ -35,7 +35,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.collectives import ALL_REDUCE, WAIT, is_collective, read_collective
-from ditron_inductor.passes.norms import FoundNorm, find_norm, is_row, normalised
+from ditron_inductor.passes.norms import FoundNorm, find_norm, normalised
 from ditron_inductor.passes.order_collectives import is_task
 from ditron_inductor.passes.reasons import ReasonCode, leave_alone
 from ditron_inductor.task import ops
@@ -91,7 +91,7 @@ def find_sum(rows: fx.Node) -> Sum | None:
                 break
             if proofs.same_shape(added.shape, value.shape) and residual is None and bias is None:
                 residual = other
-            elif is_row(added, value.shape[-1]) and bias is None:
+            elif proofs.is_row(added, value.shape[-1]) and bias is None:
                 bias = other
             else:
                 break

@@ -31,16 +31,13 @@ def read_matmul(node: fx.Node) -> Matmul | ReasonCode:
         return Matmul(node.args[0], node.args[1], None) if code is None else code
     bound = proofs.arguments(node)
     values = [proofs.tensor(one) for one in (node, bound["self"], bound["mat1"], bound["mat2"])]
-    dtypes = {None if value is None else value.dtype for value in values}
-    if len(dtypes) != 1:
-        return ReasonCode.MIXED_DTYPES
-    if not dtypes <= set(proofs.MATMUL_DTYPES):
-        return ReasonCode.DTYPE
+    code = proofs.rejected_dtypes(values)
+    if code is not None:
+        return code
     result, bias = values[0], values[1]
     assert result is not None and bias is not None
     whole = proofs.known_equal(bound["beta"], 1) and proofs.known_equal(bound["alpha"], 1)
-    is_row = bias.ndim >= 1 and proofs.known_equal(bias.shape[-1], result.shape[1])
-    if not whole or not is_row or not all(proofs.known_equal(size, 1) for size in bias.shape[:-1]):
+    if not whole or not proofs.is_row(bias, result.shape[1]):
         return ReasonCode.BIAS
     return Matmul(bound["mat1"], bound["mat2"], bound["self"])
 

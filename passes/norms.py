@@ -160,14 +160,7 @@ class _Tail:
             return None
         # Anything else would be a kernel of its own.
         in_memory = top.op in ("placeholder", "get_attr") or top.target is WAIT
-        return node if in_memory and is_row(value, self._columns) else None
-
-
-def is_row(value: torch.Tensor, columns: Any) -> bool:
-    """Whether a tensor is certain to hold one row of so many `columns`."""
-    if value.ndim == 0 or not proofs.known_equal(value.shape[-1], columns):
-        return False
-    return all(proofs.known_equal(size, 1) for size in value.shape[:-1])
+        return node if in_memory and proofs.is_row(value, self._columns) else None
 
 
 def _statistics(rsqrt: fx.Node) -> _Statistics | None:

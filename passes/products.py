@@ -158,10 +158,9 @@ def _same_shape(one: object, node: fx.Node) -> bool:
 def _is_row(one: object, node: fx.Node) -> bool:
     """Whether `one` is added to every row of `node` alike: as long as a row, and 1 in all other dimensions."""
     value, result = proofs.tensor(one), proofs.tensor(node)
-    if value is None or result is None or not 1 <= value.ndim <= result.ndim:
+    if value is None or result is None or value.ndim > result.ndim:
         return False
-    ones = all(proofs.known_equal(size, 1) for size in value.shape[:-1])
-    return ones and proofs.known_equal(value.shape[-1], result.shape[-1])
+    return proofs.is_row(value, result.shape[-1])
 
 
 def classify(node: fx.Node) -> ReasonCode:

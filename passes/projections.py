@@ -18,7 +18,7 @@ gate and up projections' silu(gate) * up does.
 
 Nothing is communicated, so ranks need not agree on it. It must not fire when
 * the graph holds no collective of ours: it is no tensor-parallel model's, and all of it is Inductor's;
-* the number of rows is dynamic, or more than `MOST_ROWS`;
+* the number of rows is dynamic, or more than `MOST_PROJECTED_ROWS`;
 * a weight does not lie as `nn.Linear` holds it, with the contracted dimension contiguous;
 * a weight cannot be computed before the first of the products, or is computed from one of them;
 * the dtype is none of bfloat16, float16 and float32.
@@ -37,12 +37,10 @@ from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.biases import Matmul, read_matmul, with_bias
 from ditron_inductor.passes.order_collectives import is_task
 from ditron_inductor.task import ops
-from ditron_inductor.task.nodes import Projections
+from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, Projections
 
 PATTERN = Projections.kind
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-MOST_ROWS = 64
-"""As many as one tile of the kernel has."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def _is_candidate(mm: fx.Node) -> bool:
         return False
     x, weight = proofs.tensor(matmul.rows), proofs.tensor(matmul.weight)
     assert x is not None and weight is not None
-    few = isinstance(x.shape[0], int) and 0 < x.shape[0] <= MOST_ROWS
+    few = isinstance(x.shape[0], int) and 0 < x.shape[0] <= MOST_PROJECTED_ROWS
     return few and proofs.known_equal(weight.stride(0), 1) and proofs.row_major(x)
 
 

@@ -318,6 +318,13 @@ def ancestors(node: fx.Node) -> Iterator[fx.Node]:
                 pending.append(source)
 
 
+def is_row(value: torch.Tensor, columns: Any) -> bool:
+    """Whether a tensor is certain to hold one row of so many `columns`: 1 in all dimensions but the last."""
+    if value.ndim == 0 or not known_equal(value.shape[-1], columns):
+        return False
+    return all(known_equal(size, 1) for size in value.shape[:-1])
+
+
 def row_major(value: torch.Tensor) -> bool:
     """Whether a tensor is certain to be contiguous."""
     expected: Any = 1

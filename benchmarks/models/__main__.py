@@ -7,11 +7,10 @@ stderr, rows into benchmarks/results/models.csv. `--device cpu` runs a tiny mode
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
-from benchmarks.launch import rank_process, start_ranks
+from benchmarks.launch import command
 from benchmarks.models.request import CONTESTANTS, Request
 from benchmarks.models.zoo import FORMS, MODELS, PHASES, cells
 from benchmarks.records import MODELS as RESULTS
@@ -58,22 +57,7 @@ def request_of(options: argparse.Namespace) -> Request:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     options = parser().parse_args(arguments)
-    request = request_of(options)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        held = rank_process("benchmarks.models.run", request)
-        # Not the interpreter's own end: torch would destroy the process group, which can hang.
-        os._exit(0 if held else 1)
-    world_size = options.world
-    if not world_size:
-        import torch
-
-        world_size = torch.cuda.device_count() if options.device == "cuda" else 2
-    if world_size < 2:
-        print("benchmarks.models needs at least two ranks: two GPUs, --world, or --device cpu", file=sys.stderr)
-        return 2
-    if not request.out:
-        print("rows are printed only; --out takes a file for them", file=sys.stderr)
-    return start_ranks("benchmarks.models.run", request, world_size)
+    return command("benchmarks.models.run", request_of(options), options.world)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,12 @@ stderr, rows into benchmarks/results/gemm_collectives.csv. `--list` says what wo
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from benchmarks.launch import rank_process, start_ranks
+from benchmarks.launch import command, num_ranks
 from benchmarks.ops.request import Request
 from benchmarks.ops.shapes import GRAPH_MODES, SETS, Selection
 from benchmarks.records import GEMM_COLLECTIVES, head_commit
@@ -103,24 +102,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     options = parser().parse_args(arguments)
     request = request_of(options)
-    if not options.list and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        held = rank_process("benchmarks.ops.run", request)
-        # Not the interpreter's own end: torch would destroy the process group, which can hang.
-        os._exit(0 if held else 1)
-    world_size = options.world
+    if not options.list:
+        return command("benchmarks.ops.run", request, options.world)
+    world_size = num_ranks("benchmarks.ops", options.world, options.device)
     if not world_size:
-        import torch
-
-        world_size = torch.cuda.device_count() if options.device == "cuda" else 2
-    if world_size < 2:
-        print("benchmarks.ops needs at least two ranks: two GPUs, --world, or --device cpu", file=sys.stderr)
         return 2
-    if options.list:
-        print(listing(request, world_size))
-        return 0
-    if not request.out:
-        print("rows are printed only; --out takes a file for them", file=sys.stderr)
-    return start_ranks("benchmarks.ops.run", request, world_size)
+    print(listing(request, world_size))
+    return 0
 
 
 if __name__ == "__main__":

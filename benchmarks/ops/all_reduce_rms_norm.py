@@ -17,21 +17,22 @@ is timed only if both of its results are right on all ranks. Rows go into benchm
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from benchmarks.launch import ENVIRONMENT
-from benchmarks.ops.__main__ import head_commit
-from benchmarks.records import RESULTS, Row, merge_csv
-from ditron_inductor.processes import Rank, failures_text, run_ranks
+from benchmarks.launch import to_the_end
+from benchmarks.records import RESULTS, Row, head_commit, merge_csv
+from ditron_inductor.processes import Rank
+
+if TYPE_CHECKING:
+    from benchmarks.session import Session
 
 NORM = RESULTS / "norm.csv"
 EPS = 1e-6
@@ -98,7 +99,7 @@ class Request:
     commit: str
 
 
-def contestants(rank: Rank, cell: Cell, device: Any, group_name: str, shared: Any) -> tuple[dict[str, Any], Any]:
+def contestants(session: Session, cell: Cell, device: Any, group_name: str, shared: Any) -> tuple[dict[str, Any], Any]:
     """(calls by name, each of which returns (normed, total) of the i-th operands; the expected results)."""
     import torch
     import torch.distributed as dist
@@ -107,7 +108,7 @@ def contestants(rank: Rank, cell: Cell, device: Any, group_name: str, shared: An
     from ditron_inductor.task import ops, reference
     from ditron_inductor.task.nodes import Norm
 
-    generator = torch.Generator(device).manual_seed(1 + rank.rank)
+    generator = torch.Generator(device).manual_seed(1 + session.rank)
     same = torch.Generator(device).manual_seed(0)
     norm = Norm("rms", EPS, round_first=True)
 
@@ -140,7 +141,7 @@ def contestants(rank: Rank, cell: Cell, device: Any, group_name: str, shared: An
         found |= _symmetric(cell, shared.get((cell.M, cell.N), torch.bfloat16, device), left[0], product, inductor_norm)
 
     def site(name: str, strategy: str) -> tuple[Any, ...]:
-        return rank.world_size, group_name, f"benchmark/0:{name}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
+        return session.world_size, group_name, f"benchmark/0:{name}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
 
     def ours(strategy: str) -> Any:
         args = (*extras, None, "sum", *ops.norm_args(norm), *site(f"{cell.op}:{strategy}", strategy))
@@ -157,7 +158,7 @@ def contestants(rank: Rank, cell: Cell, device: Any, group_name: str, shared: An
     found |= {"ditron": ours("auto")} | {f"ditron:{strategy}": ours(strategy) for strategy in strategies}
     x = (left[0].double() @ right[0].double()) if cell.K else left[0].double()
     exact = [one if one is None else one.double() for one in extras]
-    group = {"reduce_op": "sum", "world_size": rank.world_size, "group_name": group_name}
+    group = {"reduce_op": "sum", "world_size": session.world_size, "group_name": group_name}
     expected = reference.all_reduce_rms_norm(x, exact, norm=replace(norm, round_first=False), **group)
     return found, expected
 
@@ -181,20 +182,15 @@ def _symmetric(cell: Cell, shared: Any, x: Any, product: Any, normalise: Any) ->
     return {name: bound(way) for name, way in ways.items()}
 
 
-def attempt(name: str, act: Callable[[], Any], clock: Any, rank: Rank) -> Any:
+def attempt(session: Session, name: str, act: Callable[[], Any]) -> Any:
     """What `act` returns, or None, with a line on stderr, if it raises on any rank."""
-    result, problem = None, ""
-    try:
-        result = act()
-    except Exception as error:
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    problems = [text for text in clock.agree(problem) if text]
-    if problems and rank.rank == 0:
-        print(f"    {name}: {problems[0]}", file=sys.stderr, flush=True)
-    return None if problems else result
+    result, problem = session.attempt(name, act)
+    if problem:
+        session.say(f"    {name}: {problem}")
+    return None if problem else result
 
 
-def right_calls(rank: Rank, cell: Cell, clock: Any, group_name: str, shared: Any) -> dict[str, Any]:
+def right_calls(session: Session, cell: Cell, group_name: str, shared: Any) -> dict[str, Any]:
     """The contestants of a shape whose results are right."""
     import torch
 
@@ -202,23 +198,21 @@ def right_calls(rank: Rank, cell: Cell, clock: Any, group_name: str, shared: Any
 
     # A function of the same text is compiled for every shape, more often than the compiler allows.
     torch._dynamo.reset()
-    calls, expected = contestants(rank, cell, clock.device, group_name, shared)
+    calls, expected = contestants(session, cell, session.clock.device, group_name, shared)
 
     def checked(name: str) -> Any:
         # The first call, whose operand in place nobody has reduced yet.
         for got, want in zip(calls[name](0), expected, strict=True):
-            assert_near(got, want, num_partials=2 * rank.world_size, what=name)
+            assert_near(got, want, num_partials=2 * session.world_size, what=name)
         return calls[name]
 
-    found = {name: attempt(name, functools.partial(checked, name), clock, rank) for name in calls}
+    found = {name: attempt(session, name, functools.partial(checked, name)) for name in calls}
     return {name: call for name, call in found.items() if call is not None}
 
 
-def run_cell(rank: Rank, request: Request, cell: Cell, clock: Any, calls: Mapping[str, Any]) -> list[Row]:
+def run_cell(session: Session, request: Request, cell: Cell, calls: Mapping[str, Any]) -> list[Row]:
     """Times of the contestants, as rows."""
-    import torch
     import torch.distributed as dist
-    import triton
 
     from benchmarks.timing import interleaved
     from ditron_inductor.timing import captured
@@ -226,37 +220,29 @@ def run_cell(rank: Rank, request: Request, cell: Cell, clock: Any, calls: Mappin
     ready = dict(calls)
     if cell.graph:
         for name, call in calls.items():
-            replay = attempt(name, functools.partial(captured, call, GRAPH_CALLS), clock, rank)
+            replay = attempt(session, name, functools.partial(captured, call, GRAPH_CALLS))
             if replay is None:
                 del ready[name]
             else:
                 ready[name] = replay
-    times = interleaved(clock, ready, GRAPH_CALLS if cell.graph else 1, request.rounds)
+    times = interleaved(session.clock, ready, GRAPH_CALLS if cell.graph else 1, request.rounds)
     for way in sorted((name for name in times if name.startswith("symm_mem")), key=lambda name: times[name].p50_us):
         times.setdefault("symm_mem", times[way])
         del times[way]
-    received = 2 * (rank.world_size - 1) * cell.M * cell.N * 2 / rank.world_size
+    received = 2 * (session.world_size - 1) * cell.M * cell.N * 2 / session.world_size
     dist.barrier()
-    on_gpu = clock.device.type == "cuda"
+    limit_us = received / LINK_BYTES_PER_S * 1e6 if session.clock.device.type == "cuda" else None
     return [
-        Row(
+        session.row(
             bench="norm",
             op=cell.op,
             contestant=name,
             shape=cell.shape,
             dtype="bfloat16",
-            world=rank.world_size,
-            graph=int(cell.graph),
-            p20_us=each.p20_us,
-            p50_us=each.p50_us,
-            p80_us=each.p80_us,
-            skew_pct=each.skew_pct,
-            limit_us=received / LINK_BYTES_PER_S * 1e6 if on_gpu else None,
-            gpu=torch.cuda.get_device_name() if on_gpu else "cpu",
-            torch=torch.__version__,
-            triton=triton.__version__,
+            graph=cell.graph,
+            measured=each,
+            limit_us=limit_us,
             commit=request.commit,
-            date=datetime.date.today().isoformat(),
         )
         for name, each in times.items()
     ]
@@ -294,20 +280,20 @@ def measure(rank: Rank, request: Request) -> bool:
     import torch.distributed as dist
 
     from benchmarks.ops.contest import SymmetricBuffer
+    from benchmarks.session import Session
     from ditron_inductor.lowering.register import register
-    from ditron_inductor.timing import Clock
 
     device = rank.join()
     register()
     assert dist.group.WORLD is not None
     group_name = dist.group.WORLD.group_name
-    clock, shared = Clock(device, dist.group.WORLD), SymmetricBuffer(group_name)
+    session, shared = Session(device, time.monotonic()), SymmetricBuffer(group_name)
     rows: list[Row] = []
     shape, calls = "", dict[str, Any]()
     for cell in request.cells:
         if cell.shape != shape:
-            shape, calls = cell.shape, right_calls(rank, cell, clock, group_name, shared)
-        rows += run_cell(rank, request, cell, clock, calls)
+            shape, calls = cell.shape, right_calls(session, cell, group_name, shared)
+        rows += run_cell(session, request, cell, calls)
         if rank.rank == 0 and request.out:
             merge_csv(Path(request.out), rows)
     if rank.rank == 0:
@@ -336,12 +322,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells = [replace(cell, graph=graph) for cell in shapes for graph in modes]
     out = options.out if options.out is not None else (str(NORM) if options.device == "cuda" else "")
     request = Request(tuple(cells), options.device, options.rounds, out, options.commit or head_commit())
-    os.environ.update(ENVIRONMENT)
-    codes = run_ranks(measure, request, world_size=options.world, device_type=options.device, limit_s=options.limit)
-    if any(code != 0 for code in codes):
-        print(f"benchmarks.ops.all_reduce_rms_norm: {failures_text(codes)}", file=sys.stderr)
-        return 1
-    return 0
+    program = "benchmarks.ops.all_reduce_rms_norm"
+    return to_the_end(program, measure, request, options.world, options.device, options.limit)
 
 
 if __name__ == "__main__":

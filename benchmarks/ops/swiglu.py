@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -19,8 +18,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tabulate import tabulate
 
+from benchmarks.launch import to_the_end
 from ditron_inductor.lowering.register import register
-from ditron_inductor.processes import Rank, failures_text, run_ranks
+from ditron_inductor.processes import Rank
 from ditron_inductor.task import ops
 from ditron_inductor.task.plan import decisions
 from ditron_inductor.timing import GRAPH_CALLS, Clock, captured, interleaved
@@ -31,7 +31,6 @@ WORKSPACE_LIMIT = 1 << 30
 TIMEOUT_S = 30.0
 ROTATED_BYTES = 400 << 20
 """So many bytes of weights are used in turns, so that none stay in the cache."""
-ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
 STRATEGIES = ("auto", "tile", "chunked", "library")
 EPILOGUES = {
     "inference": "cast(silu(mm0), bf16) * mm1",
@@ -143,12 +142,7 @@ def table(times: dict[str, float], graph: dict[str, float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     options = parser().parse_args(arguments)
-    os.environ.update(ENVIRONMENT)
-    codes = run_ranks(run, options, world_size=options.world, device_type=options.device, limit_s=LIMIT_S)
-    if any(code != 0 for code in codes):
-        print(f"benchmarks.ops.swiglu: {failures_text(codes)}", file=sys.stderr)
-        return 1
-    return 0
+    return to_the_end("benchmarks.ops.swiglu", run, options, options.world, options.device, LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ compare samples of them when a site first runs: a mistake becomes an error with 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,7 +35,7 @@ class Replicas:
     """The comparisons that were made: each site of each group compares once in the life of a group."""
 
     def __init__(self) -> None:
-        self._compared: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+        self._compared: WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = WeakKeyDictionary()
 
     def compared(self, x: torch.Tensor, same: Sequence[torch.Tensor], group_name: str, site: str) -> torch.Tensor:
         """An alias of x. Collective at the first call of a site outside of a CUDA graph's capture.
@@ -44,7 +44,7 @@ class Replicas:
         does not come.
         """
         known = self._compared.setdefault(groups.find(group_name), set())
-        key = f"{site} {[tuple(one.shape) for one in same]}"
+        key = (site, *[one.shape for one in same])
         if key not in known and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             _compare(same, group_name, site)
             known.add(key)

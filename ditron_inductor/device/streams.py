@@ -147,6 +147,11 @@ def current_handle(device_index: int) -> int:
     return handle
 
 
+def handle_for(x: torch.Tensor) -> int:
+    """`current_handle` of the device of x; 0 on the CPU."""
+    return current_handle(x.get_device()) if x.is_cuda else 0
+
+
 def is_foreign(stream: torch.cuda.Stream) -> bool:
     """Whether torch only borrows `stream`: it numbers its own ones, and knows others by their handle."""
     return stream.cuda_stream != 0 and stream.stream_id == stream.cuda_stream

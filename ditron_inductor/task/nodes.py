@@ -207,6 +207,8 @@ class Norm:
 
 
 NORMS: tuple[str, ...] = ("rms", "layer")
+MOST_PROJECTED_ROWS = 64
+"""Of the tensor of `Projections`: as many as one tile of its kernel has."""
 MOST_NORM_COLUMNS = 16384
 """Of rows that are normalised in the registers of one program."""
 EXTRAS: tuple[str, ...] = ("bias", "residual", "weight", "shift")

@@ -279,6 +279,11 @@ def _fake_all_gather_matmul(
     return outputs
 
 
+def _sum_shape(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> list[int]:
+    """The shape of sum_i a_i @ b_i."""
+    return [*a[0].shape[:-1], b[0].shape[1]]
+
+
 def _fake_matmul_reduce_scatter(
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
@@ -287,31 +292,31 @@ def _fake_matmul_reduce_scatter(
     scatter_dim: int,
     reduce_op: str,
     world_size: int,
-    group_name: str,
-    site: str,
-    strategy: str,
-    workspace_limit: int,
-    timeout_s: float,
+    *others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = [*a[0].shape[:-1], b[0].shape[1]]
+    shape = _sum_shape(a, b)
     shape[scatter_dim] = shape[scatter_dim] // world_size
     return a[0].new_empty(shape), new_token(a[0])
 
 
 def _fake_matmul_all_reduce(
+    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return a[0].new_empty(_sum_shape(a, b)), new_token(a[0])
+
+
+def _fake_matmul_all_gather(
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
     token: torch.Tensor | None,
-    reduce_op: str,
+    gather_dim: int,
     world_size: int,
-    group_name: str,
-    site: str,
-    strategy: str,
-    workspace_limit: int,
-    timeout_s: float,
+    *others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return a[0].new_empty([*a[0].shape[:-1], b[0].shape[1]]), new_token(a[0])
+    shape = _sum_shape(a, b)
+    shape[gather_dim] = shape[gather_dim] * world_size
+    return a[0].new_empty(shape), new_token(a[0])
 
 
 def _fake_all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -321,7 +326,7 @@ def _fake_all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> tuple[torch.Tens
 def _fake_matmul_all_reduce_rms_norm(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    shape = [*a[0].shape[:-1], b[0].shape[1]]
+    shape = _sum_shape(a, b)
     return a[0].new_empty(shape), a[0].new_empty(shape), new_token(a[0])
 
 
@@ -344,24 +349,6 @@ def _after_epilogue(given: list[torch.Tensor], epilogue: str) -> list[torch.Tens
         torch.empty_like(given[min(products(output))], dtype=dtype)
         for output, dtype in zip(parsed.outputs, out_dtypes(parsed, given[0].dtype), strict=True)
     ]
-
-
-def _fake_matmul_all_gather(
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    bias: torch.Tensor | None,
-    token: torch.Tensor | None,
-    gather_dim: int,
-    world_size: int,
-    group_name: str,
-    site: str,
-    strategy: str,
-    workspace_limit: int,
-    timeout_s: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = [*a[0].shape[:-1], b[0].shape[1]]
-    shape[gather_dim] = shape[gather_dim] * world_size
-    return a[0].new_empty(shape), new_token(a[0])
 
 
 def _fake_after(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

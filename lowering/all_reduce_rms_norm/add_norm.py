@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.device.streams import current_handle
+from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of, extras, finish, form_of, pointers, warps_of
 from ditron_inductor.lowering.launch import ceil_div
-from ditron_inductor.lowering.launcher import Arguments, Launcher
+from ditron_inductor.lowering.launcher import Arguments, Launcher, local_launcher
 from ditron_inductor.task.nodes import NormNode
 
 TILE = 4096
@@ -57,8 +57,7 @@ class AddNorm:
         normed = torch.empty_like(reduced)
         if reduced.numel():
             tensors = {"total": reduced, **pointers(given, reduced), "normed": normed}
-            stream = current_handle(reduced.get_device()) if reduced.is_cuda else 0
-            self.launcher(stream, self._arguments, (), (), tensors)
+            self.launcher(handle_for(reduced), self._arguments, (), (), tensors)
         return normed, reduced
 
     def _arguments(self) -> Arguments:
@@ -80,9 +79,4 @@ class AddNorm:
 
 def make_add_norm(node: NormNode, shape: torch.Size | list[int], device: torch.device) -> AddNorm:
     """The kernel for a node whose outputs have this shape [.., N]."""
-    launcher = Launcher(add_norm_kernel, device, numbers=(), words=(), allocator=_no_scratch)
-    return AddNorm(node, math.prod(shape[:-1]), shape[-1], launcher)
-
-
-def _no_scratch(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
-    raise AssertionError("the kernel takes no scratch memory")
+    return AddNorm(node, math.prod(shape[:-1]), shape[-1], local_launcher(add_norm_kernel, device))

@@ -13,7 +13,8 @@ from torch.nn.functional import silu
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
-from ditron_inductor.passes.projections import MOST_ROWS, projections
+from ditron_inductor.passes.projections import projections
+from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS
 from tests.passes.graphs import all_reduce, compiled_graphs, fuse, run_ranks, text, traced
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -179,9 +180,9 @@ def test_a_weight_computed_from_another_groups_product_stays_behind_it() -> None
     same_results(fn, X, X.clone(), WQ, WO, calls=2)
 
 
-@pytest.mark.parametrize("rows", [MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [MOST_PROJECTED_ROWS, MOST_PROJECTED_ROWS + 1])
 def test_rows_are_few(rows: int) -> None:
-    same_results(layer, torch.empty(rows, 1, 32), WQ, WK, WV, WO, calls=int(rows <= MOST_ROWS))
+    same_results(layer, torch.empty(rows, 1, 32), WQ, WK, WV, WO, calls=int(rows <= MOST_PROJECTED_ROWS))
 
 
 def test_dynamic_rows_are_left() -> None:
