@@ -34,6 +34,7 @@ import math
 from dataclasses import dataclass
 
 from ditron_inductor.task.nodes import (
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     MatmulAllGather,
@@ -62,6 +63,7 @@ HOST_US = {
     AllReduceRmsNorm.kind: {"library": 60.0, "chunked": 36.0, "tile": 36.0},
     # Those of the kinds with as many launches.
     MatmulAllGather.kind: {"library": 80.0, "chunked": 210.0, "tile": 42.0},
+    AllGatherContract.kind: {"library": 80.0, "chunked": 210.0, "tile": 42.0},
 }
 """What a call takes the host, by `python -m benchmarks.host`: in eager mode none takes less."""
 EPILOGUE_HOST_US = 12.0
@@ -239,7 +241,7 @@ def _is_small_all_reduce(problem: Problem) -> bool:
 def received_bytes(problem: Problem) -> float:
     """What one rank receives from its peers in one call."""
     peers = problem.world_size - 1
-    if problem.kind == AllGatherMatmul.kind:
+    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind):
         return problem.m * problem.k * problem.itemsize * peers / problem.world_size
     if problem.kind == MatmulAllGather.kind:
         return problem.m * problem.n * problem.itemsize * peers
@@ -322,7 +324,7 @@ def _chunks(problem: Problem) -> int:
 
 def _partials_us(problem: Problem, on: Hardware) -> float:
     """Partial results are written and read again, and so are the results of an all-reduce, and gathered products."""
-    if problem.kind == AllGatherMatmul.kind:
+    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind):
         return 0.0
     gathered = problem.kind == MatmulAllGather.kind
     return _passes_us(problem, on, problem.world_size - 1 if gathered else _rounds(problem))
@@ -344,6 +346,7 @@ def _link_rate(problem: Problem, on: Hardware) -> float:
         MatmulAllReduce.kind: on.all_reduce_bytes_per_s,
         AllReduceRmsNorm.kind: on.all_reduce_bytes_per_s,
         MatmulAllGather.kind: on.all_reduce_bytes_per_s,
+        AllGatherContract.kind: on.gather_bytes_per_s,
     }
     return rates[problem.kind] * _pair_gain(problem, on)
 
