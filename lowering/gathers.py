@@ -1,4 +1,4 @@
-"""What the `tile` kernels that push the own shard to all peers share: pieces of the send queue, and where shards lie."""
+"""What the `tile` kernels of gathers share: pieces of the send queue, and where the shards lie."""
 
 from __future__ import annotations
 

@@ -85,7 +85,11 @@ CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
         reduce_norm_chunked.matmul_all_reduce_rms_norm,
     ),
     MatmulAllGather.kind: (product_chunked.obstacle, product_chunked.geometry, product_chunked.matmul_all_gather),
-    AllGatherContract.kind: (contract_chunked.obstacle, contract_chunked.geometry, contract_chunked.all_gather_contract),
+    AllGatherContract.kind: (
+        contract_chunked.obstacle,
+        contract_chunked.geometry,
+        contract_chunked.all_gather_contract,
+    ),
 }
 PLANNED_AS: Mapping[str, str] = {MatmulAllReduceRmsNorm.kind: MatmulAllReduce.kind}
 """Kinds whose strategies are chosen as another's: a norm costs all of them the same."""

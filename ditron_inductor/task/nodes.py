@@ -128,8 +128,7 @@ class AllGatherMatmul(WithEpilogue):
 
 @dataclass(frozen=True)
 class AllGatherContract:
-    """out_i = G.T @ factor_i, or factor_i @ G if not `gathered_first`: one gather, whose gathered dimension every product
-    contracts.
+    """out_i = G.T @ factor_i, or factor_i @ G if not `gathered_first`: all products contract what one gather gathers.
 
     shard is [.., S, ..] with S at `gather_dim`. G [W*K, C] is the gathered tensor with all dimensions but the last one
     flattened, the rows contracted; or, where `gather_dim` is the last dimension, its transpose. factor_i is [W*K, N_i],

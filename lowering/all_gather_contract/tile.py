@@ -140,8 +140,8 @@ def all_gather_contract_kernel(
     ready = tl.full((), -1, tl.int32)
     first = senders
     for i in tl.static_range(NUM_FACTORS):
-        O = columns[i]
-        num_o = tl.cdiv(O, BLOCK_O)
+        N = columns[i]
+        num_o = tl.cdiv(N, BLOCK_O)
         while ticket < first + num_c * num_o:
             block_c, block_o = grouped(ticket - first, num_c, num_o, GROUP_M)
             chunk = block_c // GROUP_M
@@ -152,28 +152,28 @@ def all_gather_contract_kernel(
                 if (source != rank) & (chunk != ready):
                     # Acquire: the whole chunk, which its source pushed before it published this flag.
                     ok = ok & wait(table, ctl, rank, slot, chunk, source, site, epoch)
-                base = shard_of(shard, table, ctl, source + rank * 0, rank, slot, slot_stride)
+                base = shard_of(shard, table, ctl, source, rank, slot, slot_stride)
                 for j in range(runs):
                     g = base + (j * block).to(tl.int64) * stride_gk
                     f = factors[i] + ((j * WORLD + source) * block).to(tl.int64) * strides_fk[i]
                     if GATHERED_FIRST:
                         acc = matmul_steps_strided(
-                            acc, g, stride_gc, stride_gk, offs_c, C, f, strides_fk[i], strides_fn[i], offs_o, O, block,
+                            acc, g, stride_gc, stride_gk, offs_c, C, f, strides_fk[i], strides_fn[i], offs_o, N, block,
                             BLOCK_K, EVEN_K, PRECISION, UPCAST,
                         )  # fmt: skip
                     else:
                         acc = matmul_steps_strided(
-                            acc, f, strides_fn[i], strides_fk[i], offs_o, O, g, stride_gk, stride_gc, offs_c, C, block,
+                            acc, f, strides_fn[i], strides_fk[i], offs_o, N, g, stride_gk, stride_gc, offs_c, C, block,
                             BLOCK_K, EVEN_K, PRECISION, UPCAST,
                         )  # fmt: skip
             ready = chunk
             result = tl.where(ok != 0, acc, float("nan")).to(shard.dtype.element_ty)
             if GATHERED_FIRST:
-                places = offs_c.to(tl.int64)[:, None] * O + offs_o[None, :]
-                inside = (offs_c < C)[:, None] & (offs_o < O)[None, :]
+                places = offs_c.to(tl.int64)[:, None] * N + offs_o[None, :]
+                inside = (offs_c < C)[:, None] & (offs_o < N)[None, :]
             else:
                 places = offs_o.to(tl.int64)[:, None] * C + offs_c[None, :]
-                inside = (offs_o < O)[:, None] & (offs_c < C)[None, :]
+                inside = (offs_o < N)[:, None] & (offs_c < C)[None, :]
             tl.store(outs[i] + places, result, mask=inside)
             ticket = take_tile(ctl, slot)
         first += num_c * num_o
