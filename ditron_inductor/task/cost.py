@@ -71,6 +71,10 @@ EPILOGUE_HOST_US = 12.0
 SMALL_HOST_US = 55.0
 """Of a small all-reduce by `chunked`; a large one runs in parts, with many launches each."""
 
+CONTRACT_EFFICIENCY = 0.8
+"""Speed of `tile` where the gathered dimension is contracted, in that of the other kernels: it loads by pointers. A
+guess on the careful side, as nobody has measured it yet.
+"""
 PART_ROWS = 512
 """A part of a gathered product has at least so many rows by `chunked`."""
 PORT_BYTES_PER_S = 450e9
@@ -299,13 +303,17 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
     if problem.kind == MatmulAllGather.kind:
         rate = min(rate, PORT_BYTES_PER_S)
         chunks, passes_us = max(1, min(problem.m // PART_ROWS, MIN_CHUNKS)), _passes_us(problem, on, problem.world_size)
+    if problem.kind == AllGatherContract.kind:
+        # As many parts of the kept dimension as have tiles for half of the GPU.
+        chunks = max(1, min(math.ceil(problem.m / 128) * math.ceil(problem.n / 256) // 66, MIN_CHUNKS))
     transfer = received_bytes(problem) / rate * MICRO
     chunks_us = _rounds(problem) * problem.world_size * on.chunk_us
     return _overlapped(matmul, transfer, chunks) + passes_us + chunks_us
 
 
 def _tile_us(problem: Problem, on: Hardware) -> float:
-    matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * _fill(problem))
+    contracted = CONTRACT_EFFICIENCY if problem.kind == AllGatherContract.kind else 1.0
+    matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * contracted * _fill(problem))
     fast = problem.m <= FEW_ROWS or problem.n >= WIDE_COLUMNS
     if problem.m in MIDDLE_ROWS and not (fast and problem.kind == MatmulAllGather.kind):
         matmul /= MIDDLE_EFFICIENCY
