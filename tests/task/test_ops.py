@@ -90,6 +90,18 @@ def test_all_gather_matmul(shape: tuple[int, ...], dim: int, return_gathered: bo
     assert outputs[-1].dtype == torch.uint8
 
 
+@pytest.mark.parametrize(("shape", "dim", "kept"), [((8, 16), 0, 16), ((2, 8, 16), 1, 16), ((2, 8, 16), 2, 16)])
+@pytest.mark.parametrize("first", [True, False])
+def test_all_gather_contract(shape: tuple[int, ...], dim: int, kept: int, first: bool) -> None:
+    shard, whole = torch.empty(shape), list(shape)
+    whole[dim] *= 4
+    depth = 4 * shard.numel() // kept
+    factor = torch.empty(depth, 24) if first else torch.empty(24, depth)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        outputs = torch.ops.ditron.all_gather_contract(shard, [factor], None, dim, first, True, *SITE)
+        assert shapes(outputs) == [[kept, 24] if first else [24, kept], whole, [1]]
+
+
 def test_all_gather_matmul_with_an_epilogue() -> None:
     x, weights = torch.empty(2, 8, 16, dtype=torch.bfloat16), [torch.empty(16, 24, dtype=torch.bfloat16)] * 2
     text = "mm0 * mm1; cast(mm1, fp32); mm0 + row(x0)"
