@@ -148,7 +148,9 @@ def all_gather_contract_kernel(
             offs_c = block_c * BLOCK_C + tl.arange(0, BLOCK_C)
             offs_o = block_o * BLOCK_O + tl.arange(0, BLOCK_O)
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-            for source in range(WORLD):
+            for step in range(WORLD):
+                # A tensor, also where the interpreter counts with Python's numbers.
+                source = tl.full((), 0, tl.int32) + step
                 if (source != rank) & (chunk != ready):
                     # Acquire: the whole chunk, which its source pushed before it published this flag.
                     ok = ok & wait(table, ctl, rank, slot, chunk, source, site, epoch)
