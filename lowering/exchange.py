@@ -11,6 +11,7 @@ import torch
 from ditron_inductor.device.lanes import Lane, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import transfers
+from ditron_inductor.lowering.epilogues import PLAIN_SUM, Arrangement
 from ditron_inductor.lowering.launch import Launch, ceil_div
 from ditron_inductor.lowering.launcher import Arguments, Bound, Launcher
 
@@ -105,11 +106,11 @@ class Exchange:
         *,
         stride: int,
         average: bool,
-        epilogue: Any,
+        arrangement: Arrangement = PLAIN_SUM,
         result: int | None = None,
         row: int = 0,
     ) -> Bound:
-        """(partials, out, extras): out [rows, columns] = the epilogue of the sum of partials [W, rows, columns], which
+        """(partials, extras, outs): the outputs [rows, columns] made of the sum of partials [W, rows, columns], which
         lie `stride` elements apart; see `transfers.reduce_partials`. extras is never empty.
 
         result: where in the own slot it goes too, and `row` its flag; without it this ends the call.
@@ -124,13 +125,13 @@ class Exchange:
                 "result": result or 0,
                 "AVERAGE": average,
                 "SHARE": result is not None,
-                "EPILOGUE": epilogue,
+                **arrangement.constants_of_sum(),
                 "BLOCK": block,
             }
             return self._arguments(self._programs(numel, block), COPY_WARPS, values)
 
-        key = "reduce", rows, result, epilogue
-        tensors = ("partials", "out", "extras")
+        key = "reduce", rows, result, arrangement.function
+        tensors = ("partials", "extras", "outs")
         return self._bound(key, transfers.reduce_partials, arguments, ("row",), (row,), tensors, counted=True)
 
     def close(self, numels: tuple[int, ...]) -> Bound:

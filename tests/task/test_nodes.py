@@ -126,7 +126,7 @@ def test_an_epilogue_is_part_of_the_text_and_of_the_call() -> None:
     assert "return_gathered=True, epilogue='cast(silu(mm0), bf16) * mm1 + row(x0); mm1', world_size=4" in node.text()
     args = ("shard", ["w0", "w1"], None, 1, True, *site_args(node), ["bias"], node.epilogue)
     assert node_from_call(overload(node.kind), args) == node
-    assert node.num_products == 2
+    assert node.num_outputs == 2
 
 
 @pytest.mark.parametrize("norm", [Norm("batch"), Norm(eps=-1.0), Norm(eps=float("inf"))])
