@@ -70,19 +70,13 @@ PART_WAVES = 2
 
 
 @triton.jit
-def store_tile(
-    result, ok, extras, outs, tile, num_m, num_n, M, N,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
-    NUM_OUTS: tl.constexpr, DTYPE: tl.constexpr, EPILOGUE: tl.constexpr,
-):  # fmt: skip
-    """Write what is made of tile `tile` of the sum to outs [M, N] contiguous, without what lies beyond its edges."""
+def store_tile(acc, out, tile, num_m, num_n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Write tile `tile` of out [M, N] contiguous, without what lies beyond its edges."""
     block_row, block_column = grouped(tile, num_m, num_n, GROUP_M)
     offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = block_column * BLOCK_N + tl.arange(0, BLOCK_N)
-    store_sum(
-        result.to(tl.float32), ok, extras, outs, offs_m.to(tl.int64)[:, None], offs_n[None, :],
-        (offs_m < M)[:, None], (offs_n < N)[None, :], N, NUM_OUTS, DTYPE, EPILOGUE,
-    )  # fmt: skip
+    inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    tl.store(out + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :], acc, mask=inside)
 
 
 @triton.jit
@@ -214,10 +208,7 @@ def matmul_all_reduce_kernel(
                     offsets = block_offsets((WORLD + owner) * tiles_per_owner + tile, BLOCK_M, BLOCK_N)
                     source = data(table, ctl, rank, slot, dtype) + offsets
                     result = tl.load(source, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
-                    store_tile(
-                        result, whole, extras, outs, first + tile, num_m, num_n, M, N,
-                        BLOCK_M, BLOCK_N, GROUP_M, NUM_OUTS, dtype, EPILOGUE,
-                    )  # fmt: skip
+                    store_tile(result, outs[0], first + tile, num_m, num_n, M, N, BLOCK_M, BLOCK_N, GROUP_M)
             else:
                 block_row, block_column = grouped(first + tile, num_m, num_n, GROUP_M)
                 if DESCRIPTORS:
@@ -282,15 +273,18 @@ def matmul_all_reduce_kernel(
                 if is_copy | (owner == rank):
                     block = data(table, ctl, rank, slot, dtype)
                     block += ((WORLD + owner) * tiles_per_owner + tile).to(tl.int64) * BLOCK
-                    source = tl.where(is_copy, block, results)
-                    offsets = block_offsets(tl.full((), 0, tl.int32), BLOCK_M, BLOCK_N)
-                    result = tl.load(
-                        tl.multiple_of(source, 16) + offsets, mask=(offsets >= 0) & (whole != 0), other=float("nan")
-                    )
-                    store_tile(
-                        result, whole, extras, outs, first + tile, num_m, num_n, M, N,
-                        BLOCK_M, BLOCK_N, GROUP_M, NUM_OUTS, dtype, EPILOGUE,
-                    )  # fmt: skip
+                    source = tl.multiple_of(tl.where(is_copy, block, results), 16)
+                    tile_row, tile_column = grouped(first + tile, num_m, num_n, GROUP_M)
+                    tile_n = tile_column * BLOCK_N + tl.arange(0, BLOCK_N)
+                    for i in tl.static_range(BLOCK_M // SLICE):
+                        tile_m = tile_row * BLOCK_M + i * SLICE + tl.arange(0, SLICE)
+                        places = (i * SLICE + tl.arange(0, SLICE))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                        # What was not sent is not read: whatever the slot holds, NaN is stored.
+                        reduced = tl.load(source + places).to(tl.float32)
+                        store_sum(
+                            reduced, whole, extras, outs, tile_m.to(tl.int64)[:, None], tile_n[None, :],
+                            (tile_m < M)[:, None], (tile_n < N)[None, :], N, NUM_OUTS, dtype, EPILOGUE,
+                        )  # fmt: skip
         ticket = granted(request, THREADS)
     targets, num_targets = destinations(
         table, ctl, sent_owner, sent_tile, tiles_per_owner, rank, slot, dtype, WORLD, BLOCK

@@ -93,7 +93,8 @@ def matmul_reduce_scatter_kernel(
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * lefts[0].dtype.element_ty.primitive_bitwidth // 32
-    SLICE: tl.constexpr = min(BLOCK_M, 64 * THREADS // BLOCK_N)
+    # Elements of a thread: what an epilogue reads takes registers too.
+    SLICE: tl.constexpr = min(BLOCK_M, (64 if EPILOGUE is None else 32) * THREADS // BLOCK_N)
     outbox = data(table, ctl, rank, slot, dtype) + (WORLD * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
     # Whether the credits have come, and the tile that waits in the outbox: of no owner if it is the rank.
     credited = tl.full((), 0, tl.int32)
