@@ -179,16 +179,16 @@ class Operands:
     """Of sum_i a_i @ b_i + bias, with the a_i cut into runs of rows.
 
     lefts[i][place]: a run of a_i, [m, K_i] or, where its rows do not lie together, [outer, m, K_i]. rights: the b_i
-    [K_i, N]. bias: [N] or None.
+    [K_i, N]. bias: [N], or a column [m, 1] for each run, or None.
     """
 
     lefts: Sequence[Sequence[torch.Tensor]]
     rights: Sequence[torch.Tensor]
-    bias: torch.Tensor | None
+    bias: torch.Tensor | Sequence[torch.Tensor] | None
 
     def multiply(self, place: int, out: torch.Tensor) -> None:
         """out = the run `place` of the sum, by the library: every product but the first is added to it, and rounds."""
-        added = self.bias
+        added = self.bias if self.bias is None or isinstance(self.bias, torch.Tensor) else self.bias[place]
         for runs, right in zip(self.lefts, self.rights, strict=True):
             multiply(runs[place], right, out, added)
             added = out
@@ -230,7 +230,7 @@ def shaped(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, added: torch.Tensor | None = None) -> None:
     """out = a @ b + added by the library. a [.., m, K], out [.., m, N] with the same leading dimensions, none or one;
-    b [K, N]; added: a row [N], `out` itself, or None.
+    b [K, N]; added: a row [N], a column [m, 1] where a is [m, K], `out` itself, or None.
 
     Any strides, with contiguous rows in out: the product is written where it belongs.
     """

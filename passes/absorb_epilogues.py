@@ -1,4 +1,4 @@
-"""Pointwise ops behind an `all_gather_matmul`, or behind `projections`, become its epilogue.
+"""Pointwise ops behind an `all_gather_matmul`, a reduction of matmuls, or `projections`, become its epilogue.
 
 Before:
 
@@ -7,6 +7,11 @@ Before:
 After:
 
     shard, [gate, up] -> ditron.all_gather_matmul(.., epilogue="cast(silu(mm0), bf16) * mm1") -> getitem 0 -> reshape
+
+and likewise, of the sum after its reduction:
+
+    a, b -> ditron.matmul_reduce_scatter -> getitem 0 -> add(residual, that)
+    a, b -> ditron.matmul_reduce_scatter(.., extras=[residual], epilogue="full(x0) + mm0") -> getitem 0
 
 A value between that something else uses too, such as a product that the backward wants, becomes one more output.
 
@@ -18,6 +23,8 @@ memory and ended: then `tile` saves that kernel and `library` runs one like it. 
 * another operand depends on the products, or cannot be computed before the node;
 * an op is not in `expressions.POINTWISE`, changes the shape by broadcasting, or its result is not contiguous;
 * products of more than two weights, or of different widths, would be combined.
+
+It runs behind all_reduce_rms_norm: a residual sum that a norm reads is that node's, or Inductor's with the norm.
 
 Only the ops and shapes on the gathered side are looked at, which are equal on all ranks. The width of a weight is not,
 but whether two are equal is.

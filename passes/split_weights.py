@@ -211,7 +211,7 @@ def _shaped(graph: fx.Graph, half: fx.Node, view: fx.Node, part: fx.Node) -> fx.
 def _combines(views: tuple[fx.Node, ...]) -> bool:
     """Whether one epilogue makes something of the products with all of these weights."""
     for call in views[0].users:
-        if call.target not in map(ops.overload, (AllGatherMatmul.kind, Projections.kind)):
+        if call.target not in (ops.overload(AllGatherMatmul.kind), ops.overload(Projections.kind)):
             continue
         weights: Any = call.args[1]
         text = call.args[-1] if isinstance(call.args[-2], (list, tuple)) else ""

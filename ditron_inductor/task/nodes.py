@@ -144,7 +144,7 @@ class MatmulReduceScatter(WithEpilogue):
     """out = reduce_scatter(sum_i a_i @ b_i + bias): rank r keeps the r-th of W equal chunks of `scatter_dim`.
 
     a_i is [.., W*S, .., K_i], b_i is [K_i, N], out is [.., S, .., N]; `scatter_dim` is never the last dimension. bias,
-    where there is one, is a row [N]; every rank adds its own before the reduction.
+    where there is one, is a row [N], or of matrices a column [W*S, 1]; every rank adds its own before the reduction.
 
     With an epilogue the outputs are what it makes of `mm0`, which is out, rounded, and of `num_extras` more tensors.
     """

@@ -8,9 +8,10 @@
     outputs are those that its text names, made of the products and of the extra tensors (see task/epilogue.py).
     gathered [.., W*S, .., K], contiguous, present if and only if return_gathered.
 `matmul_reduce_scatter(a, b, bias, token, ..., extras, epilogue) -> [out, .., token]`
-    a_i [.., W*S, .., K_i] with W*S at scatter_dim (never the last dimension), alike but for K_i; b_i [K_i, N]; bias [N]
-    or None, added on every rank before the reduction; out [.., S, .., N] contiguous. With an epilogue the outputs are
-    those that its text names, made of out as `mm0` and of the extra tensors, each in its shape.
+    a_i [.., W*S, .., K_i] with W*S at scatter_dim (never the last dimension), alike but for K_i; b_i [K_i, N]; bias a
+    row [N], None, or of matrices a column [W*S, 1], added on every rank before the reduction; out [.., S, .., N]
+    contiguous. With an epilogue the outputs are those that its text names, made of out as `mm0` and of the extra
+    tensors, each in its shape.
 `matmul_all_reduce(a, b, bias, token, ..., extras, epilogue) -> [out, .., token]`
     a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N] or None; out [.., N] contiguous, bit-identical on every
     rank. Epilogues as above.

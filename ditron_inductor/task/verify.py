@@ -110,7 +110,10 @@ def _verify_sum(call: fx.Node, rows: list[torch.Tensor], weights: list[torch.Ten
         _require(alike, call, "adds products of different shapes")
     if bias is not None:
         value = _value(call, bias)
-        _require(value.ndim == 1 and _possible(value.shape[0] == columns), call, "has a bias that is no row")
+        is_row = value.ndim == 1 and _possible(value.shape[0] == columns)
+        is_column = value.ndim == 2 and value.shape[1] == 1 and _possible(value.shape[0] == leading[0])
+        of_matrix = call.target is ops.overload(MatmulReduceScatter.kind) and rows[0].ndim == 2
+        _require(is_row or (of_matrix and is_column), call, "has a bias that is no row")
         _require(value.dtype == rows[0].dtype, call, f"mixes {rows[0].dtype} and {value.dtype}")
         _require(value.device == rows[0].device, call, f"mixes {rows[0].device} and {value.device}")
 

@@ -92,8 +92,8 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """a_i [.., W*S, .., K_i] with W*S at `scatter_dim`, b_i [K_i, N], bias [N], extras as the node's epilogue reads
-    them; returns the outputs [.., S, .., N]. See the module.
+    """a_i [.., W*S, .., K_i] with W*S at `scatter_dim`, b_i [K_i, N], bias [N] or [M, 1], extras as the node's epilogue
+    reads them; returns the outputs [.., S, .., N]. See the module.
     """
     first = a[0]
     shape = [*first.shape[:-1], sizes.N]
@@ -104,7 +104,8 @@ def matmul_reduce_scatter(
     partials = first.new_empty(node.world_size * sizes.rows, sizes.N)
     with launch.call(nbytes=sizes.nbytes) as call:
         plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, first))
-        operands = Operands([plan.rows_of(rows_of(one)) for one in a], b, bias)
+        added = bias if bias is None or bias.dim() == 1 else plan.rows_of(bias)
+        operands = Operands([plan.rows_of(rows_of(one)) for one in a], b, added)
         base = partials.data_ptr()
         plan.open(call.stream)
         with call.fork() as lane:

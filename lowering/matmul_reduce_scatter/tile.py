@@ -32,6 +32,7 @@ from ditron_inductor.core.matmul import (
     matmul_steps_by_descriptors,
     matmul_tile,
     plus_bias,
+    plus_column,
     rows_descriptor,
     weight_descriptor,
 )
@@ -69,8 +70,8 @@ def matmul_reduce_scatter_kernel(
     NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
     """See the module. lefts [WORLD * rows, K_i] with contiguous K, rights [K_i, N], depths (the K_i), strides: tuples
-    of NUM_PRODUCTS; bias [N], or anything; extras, outs: tuples, of what EPILOGUE takes and makes of the sum; outs
-    [rows, N] contiguous; block: see interleaved_row.
+    of NUM_PRODUCTS; bias [N], [WORLD * rows, 1] if not INTERLEAVED, or anything; extras, outs: tuples, of what EPILOGUE
+    takes and makes of the sum; outs [rows, N] contiguous; block: see interleaved_row.
 
     DESCRIPTORS needs the rows of a tile to follow each other: `block` a multiple of BLOCK_M, or not INTERLEAVED.
     """
@@ -153,6 +154,7 @@ def matmul_reduce_scatter_kernel(
                 BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
             )  # fmt: skip
         acc = plus_bias(acc, bias, column, N, BLOCK_N, HAS_BIAS)
+        acc = plus_column(acc, bias, owner * rows + block_row * BLOCK_M, (owner + 1) * rows - 1, BLOCK_M, HAS_BIAS)
         if sent_owner != rank:
             publish_partial(
                 table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED
@@ -233,8 +235,8 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     extras: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    """a_i [.., W*S, .., K_i] with W*S at `scatter_dim`, b_i [K_i, N], bias [N], extras as the node's epilogue reads
-    them; returns the outputs [.., S, .., N]. See the module.
+    """a_i [.., W*S, .., K_i] with W*S at `scatter_dim`, b_i [K_i, N], bias [N] or [M, 1], extras as the node's epilogue
+    reads them; returns the outputs [.., S, .., N]. See the module.
     """
     shape = [*a[0].shape[:-1], sizes.N]
     shape[node.scatter_dim] //= node.world_size
