@@ -105,7 +105,6 @@ GATED, EVERY_KIND = "cast(silu(mm0), bf16) * mm1 + row(x0); mm1", "full(x0) + mm
 FINISHED = (
     SiteShape("all_gather_matmul", (2, 4, 16), (8, 8), 1, torch.float32, 2, epilogue=GATED),
     SiteShape("matmul_reduce_scatter", (2, 8, 16), (8,), 1, torch.float32, 2, epilogue=EVERY_KIND),
-    SiteShape("matmul_all_reduce", (8, 16), (8,), 0, torch.float32, 2, epilogue=EVERY_KIND),
 )
 
 

@@ -162,6 +162,7 @@ def two_shots(
     if EPILOGUE is not None:
         # The same instructions for all runs, whoever owns them: ranks compute the same bits.
         tl.debug_barrier()
+        known = known & whole
         for owner in range(WORLD):
             place = (owner * pieces + ticket) * PIECE + lanes
             total = tl.load(x + place, mask=place < numel, other=0.0).to(tl.float32)

@@ -74,7 +74,7 @@ def test_waits_and_releases_are_there(name: str, target: str) -> None:
             assert listing.has_barrier_before(place, dialect.barrier, dialect.store), (place, listing.lines[place])
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("name", ["reduce_partials", "one_shot", "two_shots"])
 def test_an_epilogue_moves_wide_pieces_too(name: str, target: str) -> None:
     _, _, _, waits, _ = KERNELS[name]
