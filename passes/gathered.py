@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes import proofs, rewriting
-from ditron_inductor.passes.biases import read_matmul, with_bias
+from ditron_inductor.passes.biases import read_matmul, with_bias, with_bias_column
 from ditron_inductor.passes.collectives import Collective
 from ditron_inductor.passes.reasons import ReasonCode, Refusal, Refused, refused
 from ditron_inductor.task.nodes import TaskNode
@@ -305,9 +305,12 @@ def replace(
                     first_use.prepend(view)
     for one, product in zip(feeds.matmuls, products, strict=True):
         if one.transposed:
+            product = with_bias_column(product, one.mm)
             with graph.inserting_before(one.mm):
                 product = rewriting.transposed_back(graph, product, one.mm)
-        one.mm.replace_all_uses_with(with_bias(product, one.mm))
+        else:
+            product = with_bias(product, one.mm)
+        one.mm.replace_all_uses_with(product)
     turned = [one.operand for one in feeds.matmuls if one.operand.target in proofs.TRANSPOSES]
     rewriting.erase_unused(graph, [*feeds.steps, *(one.mm for one in feeds.matmuls), *turned])
     return call
