@@ -71,6 +71,7 @@ def test_the_order_of_the_passes() -> None:
         "matmul_all_gather",
         "review_left_alone",
         "require_fusions",
+        "split_weights",
         "projections",
         "absorb_epilogues",
         "order_collectives",
