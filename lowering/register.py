@@ -20,6 +20,8 @@ import torch
 
 from ditron_inductor.device import AgreedOptions, Workspace, workspaces
 from ditron_inductor.device.replicas import own_chunk, replicas
+from ditron_inductor.lowering.all_gather_contract import chunked as contract_chunked
+from ditron_inductor.lowering.all_gather_contract import tile as contract_tile
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather_chunked
 from ditron_inductor.lowering.all_gather_matmul import tile as gather_tile
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
@@ -40,8 +42,10 @@ from ditron_inductor.task import ops, reference
 from ditron_inductor.task.epilogue_torch import NAMES
 from ditron_inductor.task.nodes import (
     EXTRAS,
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    Contraction,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
@@ -64,6 +68,7 @@ TILE: Mapping[str, tuple[Callable[..., Any], Runner]] = {
     AllReduceRmsNorm.kind: (norm_kernel.geometry, norm_kernel.all_reduce_rms_norm),
     MatmulAllReduceRmsNorm.kind: (reduce_norm_tile.geometry, reduce_norm_tile.matmul_all_reduce_rms_norm),
     MatmulAllGather.kind: (product_tile.geometry, product_tile.matmul_all_gather),
+    AllGatherContract.kind: (contract_tile.geometry, contract_tile.all_gather_contract),
 }
 CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
     AllGatherMatmul.kind: (gather_chunked.obstacle, gather_chunked.geometry, gather_chunked.all_gather_matmul),
@@ -81,6 +86,11 @@ CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
         reduce_norm_chunked.matmul_all_reduce_rms_norm,
     ),
     MatmulAllGather.kind: (product_chunked.obstacle, product_chunked.geometry, product_chunked.matmul_all_gather),
+    AllGatherContract.kind: (
+        contract_chunked.obstacle,
+        contract_chunked.geometry,
+        contract_chunked.all_gather_contract,
+    ),
 }
 PLANNED_AS: Mapping[str, str] = {MatmulAllReduceRmsNorm.kind: MatmulAllReduce.kind}
 """Kinds whose strategies are chosen as another's: a norm costs all of them the same."""
@@ -358,6 +368,42 @@ def _prepare_matmul_all_gather(
     return _prepare(key, node, a[0], library, sizes=(*leading, N), m=math.prod(leading), shared=N, local=local)
 
 
+def _prepare_all_gather_contract(
+    key: Hashable,
+    shard: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+    gather_dim: int,
+    gathered_first: bool,
+    return_gathered: bool,
+    world_size: int,
+    group_name: str,
+    site: str,
+    *policy: Any,
+) -> Callable[..., Any]:
+    node = AllGatherContract(
+        gather_dim, gathered_first, world_size, group_name, return_gathered, site, Policy(*policy), len(factors)
+    )
+    library = functools.partial(
+        reference.all_gather_contract,
+        gather_dim=gather_dim,
+        gathered_first=gathered_first,
+        world_size=world_size,
+        group_name=group_name,
+        return_gathered=return_gathered,
+    )
+    sizes = Contraction.of(shard.shape, gather_dim)
+    return _prepare(
+        key,
+        node,
+        shard,
+        library,
+        sizes=shard.shape,
+        m=sizes.kept,
+        shared=world_size * sizes.depth,
+        local=("columns", sum(one.shape[1 if gathered_first else 0] for one in factors)),
+    )
+
+
 # The ops themselves. The trailing arguments, `site`, are those of the schemas in task/ops.py, in their order. With the
 # operands' forms they are all that a call depends on, but for this:
 _precision = torch.get_float32_matmul_precision
@@ -397,6 +443,15 @@ def _all_gather_matmul(
     if run is None:
         run = _prepare_all_gather_matmul(key, shard, weights, *site, extras, epilogue)
     return [*run(shard, weights, extras), ops.new_token(shard)]
+
+
+def _all_gather_contract(
+    shard: torch.Tensor, factors: Sequence[torch.Tensor], token: torch.Tensor | None, *site: Any
+) -> list[torch.Tensor]:
+    key, run = lookup(AllGatherContract.kind, site, (shard, *factors))
+    if run is None:
+        run = _prepare_all_gather_contract(key, shard, factors, *site)
+    return [*run(shard, factors), ops.new_token(shard)]
 
 
 def _reduction(kind: str, prepare: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
@@ -478,6 +533,7 @@ def register() -> None:
         AllReduceRmsNorm.kind: _on_device(_all_reduce_rms_norm),
         MatmulAllReduceRmsNorm.kind: _on_device(_matmul_all_reduce_rms_norm),
         MatmulAllGather.kind: _on_device(_matmul_all_gather),
+        AllGatherContract.kind: _on_device(_all_gather_contract),
         "after": _after,
         "after_": ops.do_nothing,
         "token_of": ops.new_token,

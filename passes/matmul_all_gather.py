@@ -42,8 +42,8 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
-from ditron_inductor.passes.all_gather_matmul import gathered_tensor
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, collectives, read_collective
+from ditron_inductor.passes.gathered import gathered_tensor
 from ditron_inductor.passes.matmul_reduce_scatter import lhs_in_shape
 from ditron_inductor.passes.products import Product, find_product
 from ditron_inductor.passes.reasons import LEFT_ALONE, ReasonCode, Refused, leave_alone, refused

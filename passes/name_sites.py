@@ -20,6 +20,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.order_collectives import Match, find_chain
 from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.task.nodes import (
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     MatmulAllGather,
@@ -92,6 +93,8 @@ def _task_facts(task: TaskNode) -> str:
             own = f"{task.reduce_op} {products} {task.norm.text()} {'+'.join(task.extras)}"
         case MatmulAllGather():
             own = f"{task.gather_dim} {task.num_products} {task.has_bias}"
+        case AllGatherContract():
+            own = f"{task.gather_dim} {task.gathered_first} {task.num_factors} {task.return_gathered}"
     return f"{task.kind} {own} {task.world_size}"
 
 

@@ -8,6 +8,7 @@ that never changes for equal nodes: tests and `explain` compare and print it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -137,6 +138,59 @@ class AllGatherMatmul(WithEpilogue):
             f"return_gathered={self.return_gathered}, {self._epilogue_text()}"
             f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
+
+
+@dataclass(frozen=True)
+class AllGatherContract:
+    """out_i = G.T @ factor_i, or factor_i @ G if not `gathered_first`: all products contract what one gather gathers.
+
+    shard is [.., S, ..] with S at `gather_dim`. G [W*K, C] is the gathered tensor with all dimensions but the last one
+    flattened, the rows contracted; or, where `gather_dim` is the last dimension, its transpose. factor_i is [W*K, N_i],
+    or [N_i, W*K], and out_i [C, N_i], or [N_i, C].
+    """
+
+    kind: ClassVar[str] = "all_gather_contract"
+    gather_dim: int
+    gathered_first: bool
+    world_size: int
+    group_name: str
+    return_gathered: bool
+    site: str
+    policy: Policy
+    num_factors: int = 1
+
+    def verify(self) -> None:
+        _check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
+        _check(self.num_factors >= 1, self.kind, "num_factors", self.num_factors, "at least one factor")
+        _verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    def text(self) -> str:
+        return (
+            f"{self.kind}(gather_dim={self.gather_dim}, gathered_first={self.gathered_first}, "
+            f"num_factors={self.num_factors}, return_gathered={self.return_gathered}, "
+            f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
+        )
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """The sizes of an `AllGatherContract` on one rank.
+
+    kept: C; depth: what one rank contributes of the contracted dimension, K, in runs of `block` consecutive elements
+    that the gathered tensor keeps apart. last: the gathered dimension is the last one.
+    """
+
+    kept: int
+    depth: int
+    block: int
+    last: bool
+
+    @staticmethod
+    def of(shape: Sequence[int], gather_dim: int) -> Contraction:
+        """Of shards of this shape; sizes may be symbolic."""
+        if gather_dim == len(shape) - 1:
+            return Contraction(math.prod(shape[:-1]), shape[-1], shape[-1], True)
+        return Contraction(shape[-1], math.prod(shape[:-1]), math.prod(shape[gather_dim:-1]), False)
 
 
 @dataclass(frozen=True)
@@ -341,7 +395,7 @@ class MatmulAllGather:
         )
 
 
-MatmulNode = AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce | MatmulAllGather
+MatmulNode = AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce | MatmulAllGather | AllGatherContract
 NormNode = AllReduceRmsNorm | MatmulAllReduceRmsNorm
 TaskNode = MatmulNode | NormNode
 KINDS: tuple[str, ...] = (
@@ -349,6 +403,7 @@ KINDS: tuple[str, ...] = (
     MatmulReduceScatter.kind,
     MatmulAllReduce.kind,
     MatmulAllGather.kind,
+    AllGatherContract.kind,
 )
 """The fusions of a collective with matmuls alone: what tables and benchmarks of matmuls know."""
 NORM_KINDS: tuple[str, ...] = (AllReduceRmsNorm.kind, MatmulAllReduceRmsNorm.kind)

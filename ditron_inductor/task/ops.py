@@ -24,6 +24,11 @@
 `matmul_all_gather(a, b, bias, token, ...) -> (out, token)`
     a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N] or None; out is the sum [.., N] with gather_dim W times as
     long, contiguous.
+`all_gather_contract(shard, factors, token, ...) -> [out_0, .., out_{n-1}, (gathered,) token]`
+    shard [.., S, ..] with S at gather_dim, factors [K, N_i] with any strides, [N_i, K] if not gathered_first; K is the
+    gathered tensor's last dimension if gather_dim is that, else all of its dimensions but the last, flattened. out_i
+    [C, N_i], or [N_i, C], contiguous, C the gathered tensor's other dimensions. gathered [.., W*S, ..], contiguous,
+    present if and only if return_gathered.
 `after(x, token) -> x`
     an alias of x that is ordered after token: puts a collective that was not fused into the order of its group.
 `after_(x, token)`
@@ -60,8 +65,10 @@ from ditron_inductor.task.epilogue_torch import out_dtypes
 from ditron_inductor.task.nodes import (
     EXTRAS,
     NORM_KINDS,
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    Contraction,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
@@ -93,6 +100,10 @@ SCHEMAS: dict[str, str] = {
         f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}) -> (Tensor, Tensor, Tensor)"
     ),
     MatmulAllGather.kind: f"({_PRODUCTS}, int gather_dim, {_SITE}) -> (Tensor, Tensor)",
+    AllGatherContract.kind: (
+        "(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool gathered_first, bool return_gathered, "
+        f"{_SITE}) -> Tensor[]"
+    ),
     "after": "(Tensor(a) x, Tensor token) -> Tensor(a)",
     "after_": "(Tensor(a!) x, Tensor token) -> ()",
     "token_of": "(Tensor x) -> Tensor",
@@ -116,6 +127,7 @@ def define() -> Library:
         AllReduceRmsNorm.kind: _fake_all_reduce_rms_norm,
         MatmulAllReduceRmsNorm.kind: _fake_matmul_all_reduce_rms_norm,
         MatmulAllGather.kind: _fake_matmul_all_gather,
+        AllGatherContract.kind: _fake_all_gather_contract,
         "after": _fake_after,
         "after_": do_nothing,
         "token_of": new_token,
@@ -211,6 +223,17 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
             num_extras=num_extras,
             epilogue=epilogue,
         )
+    if kind == AllGatherContract.kind:
+        return AllGatherContract(
+            gather_dim=as_int("gather_dim"),
+            gathered_first=bool(value["gathered_first"]),
+            world_size=world_size,
+            group_name=group_name,
+            return_gathered=bool(value["return_gathered"]),
+            site=site,
+            policy=policy,
+            num_factors=len(as_list("factors")),
+        )
     norm, extras = Norm(), tuple[str, ...]()
     if kind in NORM_KINDS:
         eps = value["eps"]
@@ -286,6 +309,26 @@ def _fake_all_gather_matmul(
         outputs.append(shard.new_empty(gathered_shape))
     outputs.append(new_token(shard))
     return outputs
+
+
+def _fake_all_gather_contract(
+    shard: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+    token: torch.Tensor | None,
+    gather_dim: int,
+    gathered_first: bool,
+    return_gathered: bool,
+    world_size: int,
+    *others: Any,
+) -> list[torch.Tensor]:
+    kept = Contraction.of(shard.shape, gather_dim).kept
+    shapes = ([kept, one.shape[1]] if gathered_first else [one.shape[0], kept] for one in factors)
+    outputs = [shard.new_empty(shape) for shape in shapes]
+    if return_gathered:
+        gathered_shape = list(shard.shape)
+        gathered_shape[gather_dim] = gathered_shape[gather_dim] * world_size
+        outputs.append(shard.new_empty(gathered_shape))
+    return [*outputs, new_token(shard)]
 
 
 def _sum_shape(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> list[int]:

@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes.all_gather_contract import all_gather_contract
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.matmul_all_gather import matmul_all_gather
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
@@ -51,7 +52,7 @@ PREPARATIONS = (
     sequence_parallel,
     try_forms,
 )
-FUSIONS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, matmul_all_gather)
+FUSIONS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, matmul_all_gather, all_gather_contract)
 c10d: Any = torch.ops._c10d_functional
 
 
@@ -253,6 +254,19 @@ def _run_all_gather_matmul(args: list[Any]) -> list[Any]:
     return results
 
 
+def _run_all_gather_contract(args: list[Any]) -> list[Any]:
+    dim, gathered_first, return_gathered = args[0][3:6]
+    gathered = torch.cat([arg[0] for arg in args], dim)
+    rows = gathered.flatten(0, -2)
+    contracted_first = rows.t() if dim == gathered.ndim - 1 else rows
+    extra = [gathered] if return_gathered else []
+    results = []
+    for arg in args:
+        outputs = [contracted_first.t() @ one if gathered_first else one @ contracted_first for one in arg[1]]
+        results.append([*outputs, *extra, torch.empty(1)])
+    return results
+
+
 def _run_projections(x: torch.Tensor, weights: Any, _: str, extras: Any = (), epilogue: str = "") -> list[torch.Tensor]:
     outputs = [x @ weight for weight in weights]
     return evaluate(parse(epilogue), outputs, extras) if epilogue else outputs
@@ -309,6 +323,7 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "ditron.after_": lambda args: [None for _ in args],
     "ditron.token_of": lambda args: [torch.empty(1) for _ in args],
     "ditron.all_gather_matmul": _run_all_gather_matmul,
+    "ditron.all_gather_contract": _run_all_gather_contract,
     "ditron.matmul_reduce_scatter": _run_matmul_reduce_scatter,
     "ditron.matmul_all_reduce": _run_matmul_all_reduce,
     "ditron.all_reduce_rms_norm": lambda args: _normalised(args, _reduce([arg[0] for arg in args], args[0][6]), 1),

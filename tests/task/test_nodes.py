@@ -11,6 +11,7 @@ import pytest
 from ditron_inductor.errors import InvalidTaskNode
 from ditron_inductor.task.nodes import (
     MAX_PRODUCTS,
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     MatmulAllGather,
@@ -31,7 +32,8 @@ NORM = Norm("rms", 1e-6, round_first=True)
 NORMED = AllReduceRmsNorm("sum", NORM, ("residual", "weight"), 4, "0", "r/3", POLICY)
 DECODED = MatmulAllReduceRmsNorm("avg", Norm("layer", 0.5), (), 4, "0", "r/4", POLICY, 2, True)
 GATHERED = MatmulAllGather(2, 4, "0", "r/3", POLICY, num_products=2, has_bias=True)
-NODES = (GATHER, SCATTER, REDUCE, NORMED, DECODED, GATHERED)
+CONTRACTED = AllGatherContract(1, False, 4, "0", True, "r/5", POLICY, 2)
+NODES = (GATHER, SCATTER, REDUCE, NORMED, DECODED, GATHERED, CONTRACTED)
 
 
 def test_golden_text() -> None:
@@ -52,6 +54,8 @@ matmul_all_reduce_rms_norm(reduce_op=avg, num_products=2, has_bias=True, norm=la
   timeout_s=1.5)
 matmul_all_gather(gather_dim=2, num_products=2, has_bias=True, world_size=4, group_name='0',
   site='r/3', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
+all_gather_contract(gather_dim=1, gathered_first=False, num_factors=2, return_gathered=True,
+  world_size=4, group_name='0', site='r/5', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 """,
     )
 

@@ -54,6 +54,9 @@ ditron::matmul_all_reduce_rms_norm(Tensor[] a, Tensor[] b, Tensor? product_bias,
 ditron::matmul_all_gather(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int gather_dim, int
   world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
   (Tensor, Tensor)
+ditron::all_gather_contract(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool
+  gathered_first, bool return_gathered, int world_size, str group_name, str site, str strategy, int
+  workspace_limit, float timeout_s) -> Tensor[]
 ditron::after(Tensor(a) x, Tensor token) -> Tensor(a)
 ditron::after_(Tensor(a!) x, Tensor token) -> ()
 ditron::token_of(Tensor x) -> Tensor
@@ -85,6 +88,18 @@ def test_all_gather_matmul(shape: tuple[int, ...], dim: int, return_gathered: bo
     assert shapes(outputs) == [[rows, 24], [rows, 40], *([gathered] if return_gathered else []), [1]]
     assert all(output.is_contiguous() for output in outputs)
     assert outputs[-1].dtype == torch.uint8
+
+
+@pytest.mark.parametrize(("shape", "dim", "kept"), [((8, 16), 0, 16), ((2, 8, 16), 1, 16), ((2, 8, 16), 2, 16)])
+@pytest.mark.parametrize("first", [True, False])
+def test_all_gather_contract(shape: tuple[int, ...], dim: int, kept: int, first: bool) -> None:
+    shard, whole = torch.empty(shape), list(shape)
+    whole[dim] *= 4
+    depth = 4 * shard.numel() // kept
+    factor = torch.empty(depth, 24) if first else torch.empty(24, depth)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        outputs = torch.ops.ditron.all_gather_contract(shard, [factor], None, dim, first, True, *SITE)
+        assert shapes(outputs) == [[kept, 24] if first else [24, kept], whole, [1]]
 
 
 def test_all_gather_matmul_with_an_epilogue() -> None:
