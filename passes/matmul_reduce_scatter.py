@@ -95,8 +95,8 @@ def find_matmul_reduce_scatter(node: fx.Node) -> Match | Refused:
     shape = tuple(collective.wait.meta["val"].shape)
     if scatter_dim == len(shape) - 1:
         sizes = _sizes_in_graph(product, shape)
-        if product.bias is not None:
-            return ReasonCode.BIAS.at(product.bias)
+        if product.biases:
+            return ReasonCode.BIAS.at(product.biases[0])
         return ReasonCode.SHAPE_UNPROVEN.at(full) if sizes is None else Match(collective, product, 0, (), sizes, steps)
     lefts = [lhs_in_shape(factors.lhs, product, tuple(full.meta["val"].shape)) for factors in product.factors]
     proved = tuple(left for left in lefts if left is not None)
@@ -186,14 +186,14 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         site=rewriting.UNNAMED_SITE,
         policy=rewriting.policy(options),
         num_products=len(product.factors),
-        has_bias=product.bias is not None,
+        has_bias=bool(product.biases),
     )
     with graph.inserting_before(collective.node):
         lefts, rights, value = _operands(graph, match)
         call = rewriting.call_task(
             graph,
             task,
-            (lefts, rights, rewriting.row(graph, product.bias)),
+            (lefts, rights, rewriting.bias_row(graph, product.biases)),
             (match.scatter_dim, collective.reduce_op),
             rewriting.copied_meta(product.mm),
             (value, rewriting.new_token(value)),

@@ -18,8 +18,9 @@ Limits. One flag for each tile: see `fits`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -42,7 +43,14 @@ from ditron_inductor.core.signals import (
     settle,
     wait_all,
 )
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of, finish_all, form_of, pointers
+from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
+    all_outputs,
+    block_of,
+    constants_of,
+    finish_all,
+    pointers,
+    reduced_outputs,
+)
 from ditron_inductor.lowering.config import Config, select_few_rows_config
 from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
 from ditron_inductor.lowering.launcher import Arguments
@@ -72,19 +80,19 @@ def takes_norm(sizes: Geometry) -> bool:
 
 @triton.jit(do_not_specialize=["M", "rank", "slot", "site"])
 def matmul_all_reduce_kernel(
-    lefts, rights, bias, out, norm, table, ctl, counters,
+    lefts, rights, bias, out, given, outputs, table, ctl, counters,
     M, N, depths, strides_am, strides_bk, strides_bn,
     rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr,
     NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    NORM: tl.constexpr, ROW: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr,
+    NORM: tl.constexpr, ROW: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr,
 ):  # fmt: skip
     """See the module. lefts [M, K_i] with contiguous K, M <= BLOCK_M, rights [K_i, N], depths (the K_i) and strides:
     tuples of NUM_PRODUCTS; bias [N], or anything; out [M, N] contiguous.
 
-    norm, where there is one (NORM): (bias, residual, weight, shift, normed) as by `rows.finish_all`, with ROW >= N.
+    given, outputs, where there is a norm (NORM): as by `rows.finish_all`, with ROW >= N.
     """
     # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
     request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
@@ -150,7 +158,7 @@ def matmul_all_reduce_kernel(
             if NORM:
                 # For the last one all tiles are stored, and their stores are seen.
                 if arrive(counters, tiles):
-                    finish_all(out, norm[0], norm[1], norm[2], norm[3], norm[4], M, N, ROW, FORM, EPS)
+                    finish_all(out, given, outputs, M, N, ROW, FORM, EPS, POST_EPS)
         previous = current
     close(granted(left, THREADS), ctl, slot, epoch)
 
@@ -182,25 +190,50 @@ def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: in
 
 
 def matmul_all_reduce(
-    node: MatmulAllReduce | MatmulAllReduceRmsNorm,
+    node: MatmulAllReduce,
     launch: Launch,
     sizes: Geometry,
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
-    given: tuple[torch.Tensor | None, ...] = (),
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns (normed, total) [.., N], one tensor where there is no norm.
-
-    See the module. given: the tensors of the norm, see nodes.EXTRAS.
-    """
+) -> torch.Tensor:
+    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns [.., N]. See the module."""
     out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
+    behind = {"NORM": False, "ROW": 16, "FORM": 0, "EPS": 0.0, "POST_EPS": 0.0, "given": None, "outputs": None}
+    _run(node, launch, sizes, a, b, bias, out, behind, {})
+    return out
+
+
+def matmul_all_reduce_rms_norm(
+    node: MatmulAllReduceRmsNorm,
+    launch: Launch,
+    sizes: Geometry,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    given: tuple[torch.Tensor | None, ...],
+) -> tuple[torch.Tensor, ...]:
+    """The same with a norm; returns (normed, total), and what is saved. given: see nodes.EXTRAS."""
+    out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
+    outputs = reduced_outputs(node, out)
+    behind = {"NORM": True, "ROW": block_of(sizes.N), **constants_of(node, stores_reduced=False)}
+    tensors = {"given": pointers(given, out), "outputs": all_outputs(node, outputs)}
+    _run(node, launch, sizes, a, b, bias, out, behind, tensors)
+    return outputs
+
+
+def _run(
+    node: MatmulAllReduce | MatmulAllReduceRmsNorm,
+    launch: Launch,
+    sizes: Geometry,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    behind: Mapping[str, Any],
+    others: Mapping[str, Any],
+) -> None:
     lefts, rights = longest_first(a, b)
-    normed, norm, behind = out, None, {"NORM": False, "ROW": 16, "FORM": 0, "EPS": 0.0}
-    if isinstance(node, MatmulAllReduceRmsNorm):
-        normed = torch.empty_like(out)
-        norm = (*pointers(given, out).values(), normed)
-        behind = {"NORM": True, "ROW": block_of(sizes.N), "FORM": form_of(node), "EPS": node.norm.eps}
 
     def arguments() -> Arguments:
         constants = launch.sum_constants(sizes.config, lefts, rights, bias)
@@ -213,12 +246,10 @@ def matmul_all_reduce(
                 rank=launch.rank,
                 WORLD=node.world_size,
                 AVERAGE=node.reduce_op == "avg",
-                **({"norm": None} if norm is None else {}),
                 **behind,
                 **{name: value for name, value in constants.items() if name not in UNUSED},
             ),
         )
 
     tensors = {"lefts": lefts, "rights": rights, "bias": out if bias is None else bias.contiguous(), "out": out}
-    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, tensors | ({} if norm is None else {"norm": norm}))
-    return normed, out
+    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, tensors | others)

@@ -32,5 +32,5 @@ def matmul_all_reduce(
 ) -> torch.Tensor:
     """a_i [.., K_i], b_i [K_i, N], bias [N]; returns [.., N], the same bits on every rank."""
     if isinstance(sizes, one_shot.Geometry):
-        return one_shot.matmul_all_reduce(node, launch, sizes, a, b, bias)[1]
+        return one_shot.matmul_all_reduce(node, launch, sizes, a, b, bias)
     return two_shot.matmul_all_reduce(node, launch, sizes, a, b, bias)
