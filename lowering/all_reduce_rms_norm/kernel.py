@@ -178,8 +178,8 @@ def all_reduce_rms_norm_kernel(
     ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
     FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """See the module. x [M, N], contiguous; may be the total. given, outputs: as by `rows.extras` and `rows.finish`. One
-    program for each of `pieces`.
+    """See the module. x [M, N], contiguous; may be the total. given, outputs: as by `rows.extras` and `rows.finish`.
+    One program for each of `pieces`.
     """
     # All questions before the first answer: one after the other they would take as long as a signal.
     request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)

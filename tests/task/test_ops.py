@@ -44,14 +44,16 @@ ditron::matmul_reduce_scatter(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? toke
 ditron::matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, str reduce_op, int
   world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
   (Tensor, Tensor)
-ditron::all_reduce_rms_norm(Tensor x, Tensor? bias, Tensor? residual, Tensor? weight, Tensor? shift,
-  Tensor? token, str reduce_op, str norm, float eps, bool plus_one, bool round_first, int
-  world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
-  (Tensor, Tensor, Tensor)
+ditron::all_reduce_rms_norm(Tensor x, Tensor? bias, Tensor? second_bias, Tensor? post_weight,
+  Tensor? post_shift, Tensor? residual, Tensor? weight, Tensor? shift, Tensor? token, str reduce_op,
+  str norm, float eps, bool plus_one, bool round_first, str post, float post_eps, bool
+  post_plus_one, bool post_round_first, str saved, int world_size, str group_name, str site, str
+  strategy, int workspace_limit, float timeout_s) -> Tensor[]
 ditron::matmul_all_reduce_rms_norm(Tensor[] a, Tensor[] b, Tensor? product_bias, Tensor? bias,
-  Tensor? residual, Tensor? weight, Tensor? shift, Tensor? token, str reduce_op, str norm, float
-  eps, bool plus_one, bool round_first, int world_size, str group_name, str site, str strategy, int
-  workspace_limit, float timeout_s) -> (Tensor, Tensor, Tensor)
+  Tensor? second_bias, Tensor? post_weight, Tensor? post_shift, Tensor? residual, Tensor? weight,
+  Tensor? shift, Tensor? token, str reduce_op, str norm, float eps, bool plus_one, bool round_first,
+  str post, float post_eps, bool post_plus_one, bool post_round_first, str saved, int world_size,
+  str group_name, str site, str strategy, int workspace_limit, float timeout_s) -> Tensor[]
 ditron::matmul_all_gather(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int gather_dim, int
   world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
   (Tensor, Tensor)
