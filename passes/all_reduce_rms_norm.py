@@ -392,8 +392,9 @@ def _rows_shape(found: Sum, node: fx.Node) -> list[Any] | None:
     reshaped = views[-1].target in rewriting.VIEWS or views[-1].target is aten.reshape.default
     if not reshaped or last is None or not proofs.same_shape(value.shape[:-1], last.shape[:-1]):
         return None
-    *sizes, _ = views[-1].args[1]  # type: ignore[misc]
-    return [*sizes, value.shape[-1]] if isinstance(value.shape[-1], int) else None
+    sizes = views[-1].args[1]
+    assert isinstance(sizes, (list, tuple))
+    return [*sizes[:-1], value.shape[-1]] if isinstance(value.shape[-1], int) else None
 
 
 def _as_rows(graph: fx.Graph, source: fx.Node, like: fx.Node, sizes: list[Any] | None) -> fx.Node:

@@ -252,4 +252,4 @@ def _run(
         )
 
     tensors = {"lefts": lefts, "rights": rights, "bias": out if bias is None else bias.contiguous(), "out": out}
-    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, tensors | others)
+    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, {**tensors, **others})
