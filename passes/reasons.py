@@ -197,8 +197,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "with a constant eps (it is none under dynamic=True; mark dimensions as dynamic instead)"
     ),
     ReasonCode.NORM_USED: (
-        "a value of whole rows inside the norm behind it is used elsewhere, which a kernel of its own would compute anew; "
-        "of a backward pass the reduced tensor, the scaled rows, their means and inverse deviations may be"
+        "a value of whole rows inside the norm behind it is used elsewhere, and a kernel of its own would compute it "
+        "anew; a backward may use the reduced tensor, the scaled rows, their means and inverse deviations"
     ),
     ReasonCode.NORM_WIDTH: (
         "the rows of the norm behind it are longer than 16384 elements, or of a dynamic length; nothing to change"
