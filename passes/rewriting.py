@@ -152,7 +152,7 @@ def bias_row(graph: fx.Graph, biases: Sequence[fx.Node]) -> fx.Node | None:
     """The sum of biases [1, .., 1, N] as [N]: None of none, one itself, or what is inserted."""
     total: fx.Node | None = None
     for bias in biases:
-        one = _row(graph, bias)
+        one = row(graph, bias)
         if total is None:
             total = one
             continue
@@ -164,7 +164,7 @@ def bias_row(graph: fx.Graph, biases: Sequence[fx.Node]) -> fx.Node | None:
     return total
 
 
-def _row(graph: fx.Graph, bias: fx.Node) -> fx.Node:
+def row(graph: fx.Graph, bias: fx.Node) -> fx.Node:
     """A bias [1, .., 1, N] as [N]: itself, or a reshape that is inserted; a view where it is contiguous."""
     if bias.meta["val"].ndim == 1:
         return bias
@@ -172,6 +172,15 @@ def _row(graph: fx.Graph, bias: fx.Node) -> fx.Node:
     node = graph.create_node("call_function", aten.reshape.default, (bias, [-1]), name="row")
     node.meta.update(copied_meta(bias))
     node.meta["val"] = fake_like(value, (value.shape[-1],), (value.stride(-1),))
+    return node
+
+
+def column(graph: fx.Graph, row: fx.Node) -> fx.Node:
+    """Inserts a view of a row [N] as [N, 1]."""
+    value: torch.Tensor = row.meta["val"]
+    node = graph.create_node("call_function", aten.unsqueeze.default, (row, 1), name="column")
+    node.meta.update(copied_meta(row))
+    node.meta["val"] = fake_like(value, (value.shape[0], 1), (value.stride(0), 1))
     return node
 
 

@@ -61,7 +61,8 @@ def matmul_all_reduce_rms_norm(
     saved.
     """
     if isinstance(sizes, InParts):
-        return sizes.add_norm(chunked.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias), given)
+        (reduced,) = chunked.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias)
+        return sizes.add_norm(reduced, given)
     product = a[0].new_empty([*a[0].shape[:-1], sizes.N])
     Operands([[rows_of(one)] for one in a], b, bias).multiply(0, product.view(sizes.M, sizes.N))
     return kernel.all_reduce_rms_norm(node, launch, sizes, product, given, in_place=True)

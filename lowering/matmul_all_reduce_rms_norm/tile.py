@@ -51,4 +51,5 @@ def matmul_all_reduce_rms_norm(
     if sizes.add_norm is None:
         assert isinstance(sizes.product, one_shot.Geometry)
         return one_shot.matmul_all_reduce_rms_norm(node, launch, sizes.product, a, b, bias, given)
-    return sizes.add_norm(tile.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias), given)
+    (reduced,) = tile.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias)
+    return sizes.add_norm(reduced, given)
