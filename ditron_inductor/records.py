@@ -124,9 +124,9 @@ def _pattern(task: TaskNode) -> str:
         case MatmulAllReduce():
             return f"{_sum_text(task)} -> all_reduce({task.reduce_op})"
         case AllReduceRmsNorm():
-            return f"all_reduce({task.reduce_op}){_extras(task)} -> {task.norm.form} norm"
+            return _norm_text(task)
         case MatmulAllReduceRmsNorm():
-            return f"{_sum_text(task)} -> all_reduce({task.reduce_op}){_extras(task)} -> {task.norm.form} norm"
+            return f"{_sum_text(task)} -> {_norm_text(task)}"
         case MatmulAllGather():
             return f"{_sum_text(task)} -> all_gather(dim {task.gather_dim})"
         case AllGatherContract():
@@ -140,9 +140,12 @@ def _sum_text(task: MatmulReduceScatter | MatmulAllReduce | MatmulAllReduceRmsNo
     return matmuls + " + bias" * task.has_bias
 
 
-def _extras(task: AllReduceRmsNorm | MatmulAllReduceRmsNorm) -> str:
-    """What is added between the reduction and the norm."""
-    return "".join(f" + {name}" for name in ("bias", "residual") if name in task.extras)
+def _norm_text(task: AllReduceRmsNorm | MatmulAllReduceRmsNorm) -> str:
+    """The reduction, what is added to it, and the norms."""
+    biases = " + bias" * sum(name in task.extras for name in ("bias", "second_bias"))
+    post = "" if task.post is None else f" -> {task.post.form} norm"
+    residual = " + residual" * ("residual" in task.extras)
+    return f"all_reduce({task.reduce_op}){biases}{post}{residual} -> {task.norm.form} norm"
 
 
 def _task_bytes(task: TaskNode, m: int | None, n: int | None, k: int | None, itemsize: int) -> int | None:

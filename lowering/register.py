@@ -50,7 +50,6 @@ from ditron_inductor.task.nodes import (
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
     MatmulReduceScatter,
-    Norm,
     NormNode,
     Policy,
     TaskNode,
@@ -325,18 +324,13 @@ def _prepare_norm(
     product_bias: torch.Tensor | None,
     given: tuple[torch.Tensor | None, ...],
     reduce_op: str,
-    norm: str,
-    eps: float,
-    plus_one: bool,
-    round_first: bool,
-    world_size: int,
-    group_name: str,
-    site: str,
-    *policy: Any,
+    *rest: Any,
 ) -> Callable[..., Any]:
     """x: what is reduced, or (with b) the first of what it is a product of. given: see nodes.EXTRAS."""
+    norm, post, saved = ops.norms_of(rest)
+    world_size, group_name, site, *policy = rest[ops.NUM_NORM_ARGS :]
     extras = tuple(name for name, one in zip(EXTRAS, given, strict=True) if one is not None)
-    common = reduce_op, Norm(norm, eps, plus_one, round_first), extras, world_size, group_name, site, Policy(*policy)
+    common = reduce_op, norm, extras, world_size, group_name, site, Policy(*policy), post, saved
     node: NormNode
     if b is None:
         node, N, K = AllReduceRmsNorm(*common), x.shape[-1], 1
@@ -486,22 +480,22 @@ def _matmul_all_gather(
     return run(a, b, bias), ops.new_token(a[0])
 
 
-def _all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    given, site = others[:4], others[5:]
+def _all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> list[torch.Tensor]:
+    given, site = others[: len(EXTRAS)], others[len(EXTRAS) + 1 :]
     key, run = lookup(AllReduceRmsNorm.kind, site, (x,), *given)
     if run is None:
         run = _prepare_norm(key, x, None, None, given, *site)
-    return *run(x, given), ops.new_token(x)
+    return [*run(x, given), ops.new_token(x)]
 
 
 def _matmul_all_reduce_rms_norm(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: torch.Tensor | None, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    given, site = others[:4], others[5:]
+) -> list[torch.Tensor]:
+    given, site = others[: len(EXTRAS)], others[len(EXTRAS) + 1 :]
     key, run = lookup(MatmulAllReduceRmsNorm.kind, site, (*a, *b), bias, *given)
     if run is None:
         run = _prepare_norm(key, a[0], b, bias, given, *site)
-    return *run(a, b, bias, given), ops.new_token(a[0])
+    return [*run(a, b, bias, given), ops.new_token(a[0])]
 
 
 def _on_device(implementation: Callable[..., Any]) -> Callable[..., Any]:

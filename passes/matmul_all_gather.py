@@ -195,7 +195,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         site=rewriting.UNNAMED_SITE,
         policy=rewriting.policy(options),
         num_products=len(product.factors),
-        has_bias=product.bias is not None,
+        has_bias=bool(product.biases),
     )
     shape = list(gathered.shape)
     shape[gathered.dim] = shape[gathered.dim] * collective.world_size
@@ -208,7 +208,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         call = rewriting.call_task(
             graph,
             task,
-            (lefts, [factors.rhs for factors in product.factors], rewriting.row(graph, product.bias)),
+            (lefts, [factors.rhs for factors in product.factors], rewriting.bias_row(graph, product.biases)),
             (gathered.dim,),
             rewriting.copied_meta(product.mm),
             values,

@@ -152,7 +152,7 @@ _TEXTS: dict[ReasonCode, str] = {
         "its neighbour is a batched matmul; use one 2-D weight for all batches (nn.Linear, x @ w) instead of bmm"
     ),
     ReasonCode.BIAS: (
-        "something is added to the matmul's result (a residual, another gradient, a column, a second bias; behind a "
+        "something is added to the matmul's result (a residual, another gradient, a column; behind a "
         "gather any bias); add it after the collective"
     ),
     ReasonCode.CAST_BETWEEN: (
@@ -191,7 +191,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "with a constant eps (it is none under dynamic=True; mark dimensions as dynamic instead)"
     ),
     ReasonCode.NORM_USED: (
-        "a value inside the norm behind it is used elsewhere, as by a backward pass; only norms of inference are fused"
+        "a value of whole rows inside the norm behind it is used elsewhere, and a kernel of its own would compute it "
+        "anew; a backward may use the reduced tensor, the scaled rows, their means and inverse deviations"
     ),
     ReasonCode.NORM_WIDTH: (
         "the rows of the norm behind it are longer than 16384 elements, or of a dynamic length; nothing to change"

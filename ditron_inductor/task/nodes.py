@@ -290,13 +290,19 @@ MOST_PROJECTED_ROWS = 64
 """Of the tensor of `Projections`: as many as one tile of its kernel has."""
 MOST_NORM_COLUMNS = 16384
 """Of rows that are normalised in the registers of one program."""
-EXTRAS: tuple[str, ...] = ("bias", "residual", "weight", "shift")
+EXTRAS: tuple[str, ...] = ("bias", "second_bias", "post_weight", "post_shift", "residual", "weight", "shift")
 """The tensors that a reduction with a norm may have besides its operands, in the order of its arguments."""
+SAVED: tuple[str, ...] = ("reduced", "post_mean", "post_rstd", "mean", "rstd", "scaled")
+"""What a backward may want of it, in the order of its outputs."""
 
 
 @dataclass(frozen=True)
 class _ReductionWithNorm:
-    """What the two nodes with a norm have in common. extras: which of `EXTRAS` there are."""
+    """What the two nodes with a norm have in common.
+
+    extras: which of `EXTRAS` there are. post: a norm of the reduced rows alone, before the residual is added. saved:
+    which of `SAVED` are outputs too.
+    """
 
     kind: ClassVar[str]
     reduce_op: str
@@ -306,18 +312,27 @@ class _ReductionWithNorm:
     group_name: str
     site: str
     policy: Policy
+    post: Norm | None = None
+    saved: tuple[str, ...] = ()
 
     def verify(self) -> None:
         _check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
         self.norm.verify(self.kind)
-        in_order = self.extras == tuple(name for name in EXTRAS if name in self.extras)
-        _check(in_order, self.kind, "extras", self.extras, f"names out of {', '.join(EXTRAS)}, in this order")
+        if self.post is not None:
+            self.post.verify(self.kind)
+        for field, names, known in (("extras", self.extras, EXTRAS), ("saved", self.saved, SAVED)):
+            in_order = names == tuple(name for name in known if name in names)
+            _check(in_order, self.kind, field, names, f"names out of {', '.join(known)}, in this order")
+            no_post = self.post is not None or not any(name.startswith("post_") for name in names)
+            _check(no_post, self.kind, field, names, "without names of a norm before the residual, as there is none")
         _verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
+        post = "" if self.post is None else f"post={self.post.text()}, "
+        saved = f"saved={'+'.join(self.saved)}, " if self.saved else ""
         return (
-            f"{self.kind}({self._reduction_text()}, norm={self.norm.text()}, extras={'+'.join(self.extras)}, "
-            f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
+            f"{self.kind}({self._reduction_text()}, {post}norm={self.norm.text()}, extras={'+'.join(self.extras)}, "
+            f"{saved}{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
     def _reduction_text(self) -> str:
@@ -326,10 +341,12 @@ class _ReductionWithNorm:
 
 @dataclass(frozen=True)
 class AllReduceRmsNorm(_ReductionWithNorm):
-    """total = all_reduce(x, reduce_op) + bias + residual, normed = norm(total); both bit-identical on every rank.
+    """reduced = all_reduce(x, reduce_op), total = post(reduced + bias + second_bias) + residual, normed = norm(total);
+    all bit-identical on every rank.
 
-    x and both outputs are [.., N], the residual has as many elements, bias, weight and shift have N. Every sum is
-    rounded to the dtype of x.
+    x and these outputs are [.., N], the residual has as many elements, biases, weights and shifts have N. Every sum,
+    and the result of `post`, is rounded to the dtype of x. What else is saved is fp32: mean and rstd, 1 / sqrt(variance
+    + eps), [.., 1], and scaled, [.., N], see `Norm`; with `post_` in front those of `post`.
     """
 
     kind: ClassVar[str] = "all_reduce_rms_norm"

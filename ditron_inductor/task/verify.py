@@ -163,7 +163,7 @@ def _verify_extras(call: fx.Node, task: NormNode, first: torch.Tensor, columns: 
 
 def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
     """The call is taken apart by getitem only, and its fake outputs are as many as the schema says."""
-    count = 3 if isinstance(task, NormNode) else 2
+    count = 3 + len(task.saved) if isinstance(task, NormNode) else 2
     if isinstance(task, WithEpilogue):
         gathered = isinstance(task, AllGatherMatmul) and task.return_gathered
         count = task.num_outputs + int(gathered) + 1

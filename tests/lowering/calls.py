@@ -252,11 +252,16 @@ def all_reduce_rms_norm(
     extras: Sequence[torch.Tensor | None],
     norm: Norm,
     reduce_op: str = "sum",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(normed, total) of the op; operands: x, or a and b, whose product x is. extras: see `nodes.EXTRAS`."""
+    post: Norm | None = None,
+    saved: Sequence[str] = (),
+) -> list[torch.Tensor]:
+    """[normed, total, and what is saved] of the op; operands: x, or a and b, whose product x is. extras: see
+    `nodes.EXTRAS`.
+    """
     register()
     op, first = torch.ops.ditron.all_reduce_rms_norm, list[Any](operands)
     if len(operands) == 2:
         op, first = torch.ops.ditron.matmul_all_reduce_rms_norm, [[operands[0]], [operands[1]], None]
-    normed, total, _ = op(*first, *extras, None, reduce_op, *ops.norm_args(norm), *site.args(ctx))
-    return normed, total
+    norms = *ops.norm_args(norm), *ops.norm_args(post), "+".join(saved)
+    outputs: list[torch.Tensor] = op(*first, *extras, None, reduce_op, *norms, *site.args(ctx))
+    return outputs[:-1]

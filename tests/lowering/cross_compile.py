@@ -20,6 +20,7 @@ from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
 from ditron_inductor.lowering.matmul_reduce_scatter.tile import matmul_reduce_scatter_kernel
 from ditron_inductor.lowering.projections import projections_kernel
 from ditron_inductor.task.epilogue import parse
+from ditron_inductor.task.nodes import EXTRAS, SAVED
 from tests.lowering.assembly import Listing
 
 KERNELS: dict[str, Any] = {
@@ -170,7 +171,8 @@ def compile_case(case: Case) -> Compiled:
         "ROW": 8192,
         "FORM": (HAS_RESIDUAL.value | HAS_WEIGHT.value) if case.norm else 0,
         "EPS": 1e-6,
-        **({} if case.norm else {"norm": None}),
+        "POST_EPS": 1e-6,
+        **({} if case.norm else {"given": None, "norm_outs": None}),
         "COPY_ROWS": few_rows.COPY_ROWS,
         "COPY_COLUMNS": 128,
     }
@@ -188,9 +190,9 @@ def compile_case(case: Case) -> Compiled:
         elif name in ("strides_fn", "strides_bk" if k_major else "strides_bn"):
             signature[name] = ("constexpr",) * case.length
             known |= {(place, i): 1 for i in range(case.length)}
-        elif name == "norm":
-            signature[name] = (f"*{case.dtype}",) * 5
-            attributes |= {(place, i): aligned for i in range(5)}
+        elif name in ("given", "norm_outs"):
+            signature[name] = (f"*{case.dtype}",) * len(EXTRAS if name == "given" else ("", "", *SAVED))
+            attributes |= {(place, i): aligned for i in range(len(signature[name]))}
         elif name in TUPLES:
             count = len(case.arrangement.outputs) if name == "outs" else case.length
             signature[name] = (f"*{case.dtype}" if name in TUPLES_OF_TENSORS else "i32",) * count

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ditron_inductor.task import reference
-from ditron_inductor.task.nodes import KINDS, NORM_KINDS, Norm
+from ditron_inductor.task.nodes import EXTRAS, KINDS, NORM_KINDS, Norm
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
@@ -52,8 +52,8 @@ class Problem:
             rows = 1 + size.rows % 5
         if kind in NORM_KINDS:
             # The same on all ranks: what is added to a sum of all.
-            self.extras = [None, torch.ones(rows, size.n), torch.full([size.n], 0.5), None]
-            self.extras = [one if one is None else one.to(ctx.device, dtype) for one in self.extras]
+            given = {"residual": torch.ones(rows, size.n), "weight": torch.full([size.n], 0.5)}
+            self.extras = [given[name].to(ctx.device, dtype) if name in given else None for name in EXTRAS]
         self.left = calls.operand(ctx, [rows, size.n if kind == NORM_KINDS[0] else size.k], dtype)
         # A second weight makes one call fill the slot for several outputs.
         widths = [size.n, size.n // 2 + 1] if kind.startswith("all_gather") else [size.n]
@@ -70,7 +70,7 @@ class Problem:
             return [calls.matmul_reduce_scatter(self.ctx, self.site, self.left, self.weights[0])]
         if self.kind in NORM_KINDS:
             operands = [self.left] if self.kind == NORM_KINDS[0] else [self.left, *self.weights]
-            return list(calls.all_reduce_rms_norm(self.ctx, self.site, operands, self.extras, NORM))
+            return calls.all_reduce_rms_norm(self.ctx, self.site, operands, self.extras, NORM)
         if self.kind == "matmul_all_gather":
             return [calls.matmul_all_gather(self.ctx, self.site, self.left, self.weights[0])]
         return [calls.matmul_all_reduce(self.ctx, self.site, self.left, self.weights[0])]

@@ -40,7 +40,8 @@ from ditron_inductor.passes.try_forms import try_forms
 from ditron_inductor.task import reference
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate
-from ditron_inductor.task.nodes import Norm
+from ditron_inductor.task.nodes import EXTRAS
+from ditron_inductor.task.ops import norms_of
 from ditron_inductor.task.reference import sum_of_products
 
 WORLD_SIZE = 4
@@ -292,11 +293,12 @@ def _finished(reduced: torch.Tensor, arg: Any, first: int) -> list[torch.Tensor]
 
 
 def _normalised(args: list[Any], reduced: torch.Tensor, first: int) -> list[Any]:
-    """first: place of the bias among the arguments; the token and the reduction stand before the norm's."""
+    """first: place of the bias among the arguments; the token and the reduction stand before the norms'."""
     found = []
     for arg in args:
-        norm = Norm(*arg[first + 6 : first + 10])
-        found.append((*reference.add_norm(reduced, arg[first : first + 4], norm), torch.empty(1)))
+        behind = first + len(EXTRAS)
+        given, (norm, post, saved) = arg[first:behind], norms_of(arg[behind + 2 :])
+        found.append((*reference.add_norm(reduced, given, norm, post, saved), torch.empty(1)))
     return found
 
 
@@ -326,9 +328,9 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "ditron.all_gather_contract": _run_all_gather_contract,
     "ditron.matmul_reduce_scatter": _run_matmul_reduce_scatter,
     "ditron.matmul_all_reduce": _run_matmul_all_reduce,
-    "ditron.all_reduce_rms_norm": lambda args: _normalised(args, _reduce([arg[0] for arg in args], args[0][6]), 1),
+    "ditron.all_reduce_rms_norm": lambda args: _normalised(args, _reduce([arg[0] for arg in args], args[0][9]), 1),
     "ditron.matmul_all_reduce_rms_norm": lambda args: _normalised(
-        args, _reduce([sum_of_products(*arg[:3]) for arg in args], args[0][8]), 3
+        args, _reduce([sum_of_products(*arg[:3]) for arg in args], args[0][11]), 3
     ),
     "ditron.projections": lambda args: [_run_projections(*arg) for arg in args],
     "ditron.matmul_all_gather": _run_matmul_all_gather,
