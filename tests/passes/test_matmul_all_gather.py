@@ -55,7 +55,7 @@ def test_finder_reads_the_product_and_its_gather() -> None:
     assert isinstance(match, Match)
     assert (match.gathered.dim, match.gathered.shape) == (2, (2, 3, 8))
     assert [(lhs.name, sizes) for lhs, sizes in match.lefts] == [("x_1", None)]
-    assert match.gathered.result.target is aten.cat.default and match.product.bias is None
+    assert match.gathered.result.target is aten.cat.default and match.product.biases == ()
 
 
 def test_golden_last_dim() -> None:
