@@ -19,9 +19,11 @@ from ditron_inductor.sites import GraphRecord, SiteRecord
 from ditron_inductor.task.nodes import (
     AllGatherMatmul,
     AllReduceRmsNorm,
+    AllToAllMatmul,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
+    MatmulAllToAll,
     MatmulReduceScatter,
     TaskNode,
 )
@@ -49,7 +51,7 @@ def _task_record(node: fx.Node) -> SiteRecord:
     task = node_from_call(node.target, node.args)
     gathers = isinstance(task, AllGatherMatmul)
     left, right = node.args[0], [] if isinstance(task, AllReduceRmsNorm) else node.args[1]
-    assert isinstance(right, (list, tuple))
+    right = right if isinstance(right, (list, tuple)) else [right]
     lefts = [_value(one) for one in (left if isinstance(left, (list, tuple)) else [left])]
     weights = [_value(weight) for weight in right]
     lhs = lefts[0]
@@ -62,6 +64,11 @@ def _task_record(node: fx.Node) -> SiteRecord:
         m *= task.world_size
     n = None if None in columns else sum(size for size in columns if size is not None)
     k = None if None in depths else sum(size for size in depths if size is not None)
+    if isinstance(task, AllToAllMatmul):
+        # What is multiplied: a part of the rows, with the columns of all ranks.
+        m = None if m is None else m // task.world_size
+        k = None if k is None else k * task.world_size
+    unmeasured = isinstance(task, AllReduceRmsNorm | MatmulAllToAll | AllToAllMatmul)
     return SiteRecord(
         site=task.site,
         kind=task.kind,
@@ -80,20 +87,20 @@ def _task_record(node: fx.Node) -> SiteRecord:
         strategy=task.policy.strategy,
         node=node.name,
         text=task.text(),
-        rows=() if m is None or k is None or not weights else (*[size for size in rows if size is not None], k),
+        rows=() if m is None or k is None or unmeasured else (*[size for size in rows if size is not None], k),
         columns=() if n is None else tuple(size for size in columns if size is not None),
         dim=_dim(task),
         depths=() if k is None else tuple(size for size in depths if size is not None),
-        bias=not isinstance(task, AllGatherMatmul | AllReduceRmsNorm) and task.has_bias,
+        bias=not isinstance(task, AllGatherMatmul | AllReduceRmsNorm | AllToAllMatmul) and task.has_bias,
         line=describe(node).line,
     )
 
 
 def _dim(task: TaskNode) -> int:
     match task:
-        case AllGatherMatmul() | MatmulAllGather():
+        case AllGatherMatmul() | MatmulAllGather() | MatmulAllToAll():
             return task.gather_dim
-        case MatmulReduceScatter():
+        case MatmulReduceScatter() | AllToAllMatmul():
             return task.scatter_dim
     return 0
 
@@ -113,9 +120,16 @@ def _pattern(task: TaskNode) -> str:
             return f"{_sum_text(task)} -> all_reduce({task.reduce_op}){_extras(task)} -> {task.norm.form} norm"
         case MatmulAllGather():
             return f"{_sum_text(task)} -> all_gather(dim {task.gather_dim})"
+        case MatmulAllToAll():
+            return f"{_sum_text(task)} -> all_to_all(columns to dim {task.gather_dim})"
+        case AllToAllMatmul():
+            received = ", received used" * task.return_received
+            return f"all_to_all(dim {task.scatter_dim} to columns) -> matmul{received}"
 
 
-def _sum_text(task: MatmulReduceScatter | MatmulAllReduce | MatmulAllReduceRmsNorm | MatmulAllGather) -> str:
+def _sum_text(
+    task: MatmulReduceScatter | MatmulAllReduce | MatmulAllReduceRmsNorm | MatmulAllGather | MatmulAllToAll,
+) -> str:
     matmuls = "matmul" if task.num_products == 1 else f"sum of {task.num_products} matmuls"
     return matmuls + " + bias" * task.has_bias
 
@@ -138,6 +152,10 @@ def _task_bytes(task: TaskNode, m: int | None, n: int | None, k: int | None, ite
             return 2 * m * n * itemsize * peers // task.world_size
         case MatmulAllGather():
             return m * n * itemsize * peers
+        case MatmulAllToAll():
+            return m * n * itemsize * peers // task.world_size
+        case AllToAllMatmul():
+            return m * k * itemsize * peers // task.world_size
 
 
 def _collective_record(node: fx.Node) -> SiteRecord:

@@ -24,6 +24,8 @@ from ditron_inductor.lowering.all_gather_matmul import chunked as gather_chunked
 from ditron_inductor.lowering.all_gather_matmul import tile as gather_tile
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm import library as norm_library
+from ditron_inductor.lowering.all_to_all_matmul import chunked as received_chunked
+from ditron_inductor.lowering.all_to_all_matmul import tile as received_tile
 from ditron_inductor.lowering.epilogues import Finisher
 from ditron_inductor.lowering.launch import Launch
 from ditron_inductor.lowering.matmul_all_gather import chunked as product_chunked
@@ -32,19 +34,23 @@ from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
 from ditron_inductor.lowering.matmul_all_reduce import tile as reduce_tile
 from ditron_inductor.lowering.matmul_all_reduce_rms_norm import chunked as reduce_norm_chunked
 from ditron_inductor.lowering.matmul_all_reduce_rms_norm import tile as reduce_norm_tile
+from ditron_inductor.lowering.matmul_all_to_all import chunked as columns_chunked
+from ditron_inductor.lowering.matmul_all_to_all import tile as columns_tile
 from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter_chunked
 from ditron_inductor.lowering.matmul_reduce_scatter import tile as scatter_tile
 from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, form
 from ditron_inductor.lowering.projections import projections
-from ditron_inductor.task import ops, reference
+from ditron_inductor.task import ops, reference, ulysses
 from ditron_inductor.task.epilogue_torch import NAMES
 from ditron_inductor.task.nodes import (
     EXTRAS,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    AllToAllMatmul,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
+    MatmulAllToAll,
     MatmulReduceScatter,
     Norm,
     NormNode,
@@ -63,6 +69,8 @@ TILE: Mapping[str, tuple[Callable[..., Any], Runner]] = {
     AllReduceRmsNorm.kind: (norm_kernel.geometry, norm_kernel.all_reduce_rms_norm),
     MatmulAllReduceRmsNorm.kind: (reduce_norm_tile.geometry, reduce_norm_tile.matmul_all_reduce_rms_norm),
     MatmulAllGather.kind: (product_tile.geometry, product_tile.matmul_all_gather),
+    MatmulAllToAll.kind: (columns_tile.geometry, columns_tile.matmul_all_to_all),
+    AllToAllMatmul.kind: (received_tile.geometry, received_tile.all_to_all_matmul),
 }
 CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
     AllGatherMatmul.kind: (gather_chunked.obstacle, gather_chunked.geometry, gather_chunked.all_gather_matmul),
@@ -80,6 +88,8 @@ CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
         reduce_norm_chunked.matmul_all_reduce_rms_norm,
     ),
     MatmulAllGather.kind: (product_chunked.obstacle, product_chunked.geometry, product_chunked.matmul_all_gather),
+    MatmulAllToAll.kind: (columns_chunked.obstacle, columns_chunked.geometry, columns_chunked.matmul_all_to_all),
+    AllToAllMatmul.kind: (received_chunked.obstacle, received_chunked.geometry, received_chunked.all_to_all_matmul),
 }
 PLANNED_AS: Mapping[str, str] = {MatmulAllReduceRmsNorm.kind: MatmulAllReduce.kind}
 """Kinds whose strategies are chosen as another's: a norm costs all of them the same."""
@@ -334,6 +344,52 @@ def _prepare_matmul_all_gather(
     return _prepare(key, node, a[0], library, sizes=(*leading, N), m=math.prod(leading), shared=N, local=local)
 
 
+def _prepare_matmul_all_to_all(
+    key: Hashable,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    gather_dim: int,
+    parts: int,
+    world_size: int,
+    group_name: str,
+    site: str,
+    *policy: Any,
+) -> Callable[..., Any]:
+    node = MatmulAllToAll(gather_dim, parts, world_size, group_name, site, Policy(*policy), len(a), bias is not None)
+    library = functools.partial(
+        reference.matmul_all_to_all, gather_dim=gather_dim, parts=parts, world_size=world_size, group_name=group_name
+    )
+    leading, N = a[0].shape[:-1], b[0].shape[1]
+    local = "K", sum(one.shape[0] for one in b)
+    return _prepare(key, node, a[0], library, sizes=(*leading, N), m=math.prod(leading), shared=N, local=local)
+
+
+def _prepare_all_to_all_matmul(
+    key: Hashable,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scatter_dim: int,
+    parts: int,
+    return_received: bool,
+    world_size: int,
+    group_name: str,
+    site: str,
+    *policy: Any,
+) -> Callable[..., Any]:
+    node = AllToAllMatmul(scatter_dim, parts, return_received, world_size, group_name, site, Policy(*policy))
+    library = functools.partial(
+        ulysses.all_to_all_matmul,
+        scatter_dim=scatter_dim,
+        parts=parts,
+        world_size=world_size,
+        group_name=group_name,
+        return_received=return_received,
+    )
+    m, local = math.prod(x.shape[:-1]) // world_size, ("columns", weight.shape[1])
+    return _prepare(key, node, x, library, sizes=x.shape, m=m, shared=world_size * x.shape[-1], local=local)
+
+
 # The ops themselves. The trailing arguments, `site`, are those of the schemas in task/ops.py, in their order. With the
 # operands' forms they are all that a call depends on, but for this:
 _precision = torch.get_float32_matmul_precision
@@ -391,6 +447,15 @@ def _of_products(kind: str, prepare: Callable[..., Callable[..., Any]]) -> Calla
     return op
 
 
+def _all_to_all_matmul(
+    x: torch.Tensor, weight: torch.Tensor, token: torch.Tensor | None, *site: Any
+) -> list[torch.Tensor]:
+    key, run = lookup(AllToAllMatmul.kind, site, (x, weight))
+    if run is None:
+        run = _prepare_all_to_all_matmul(key, x, weight, *site)
+    return [*run(x, weight), ops.new_token(x)]
+
+
 def _all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     given, site = others[:4], others[5:]
     key, run = lookup(AllReduceRmsNorm.kind, site, (x,), *given)
@@ -438,6 +503,8 @@ def register() -> None:
         AllReduceRmsNorm.kind: _on_device(_all_reduce_rms_norm),
         MatmulAllReduceRmsNorm.kind: _on_device(_matmul_all_reduce_rms_norm),
         MatmulAllGather.kind: _on_device(_of_products(MatmulAllGather.kind, _prepare_matmul_all_gather)),
+        MatmulAllToAll.kind: _on_device(_of_products(MatmulAllToAll.kind, _prepare_matmul_all_to_all)),
+        AllToAllMatmul.kind: _on_device(_all_to_all_matmul),
         "after": _after,
         "after_": ops.do_nothing,
         "token_of": ops.new_token,

@@ -22,9 +22,11 @@ from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.task.nodes import (
     AllGatherMatmul,
     AllReduceRmsNorm,
+    AllToAllMatmul,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
+    MatmulAllToAll,
     MatmulReduceScatter,
     TaskNode,
 )
@@ -92,6 +94,10 @@ def _task_facts(task: TaskNode) -> str:
             own = f"{task.reduce_op} {products} {task.norm.text()} {'+'.join(task.extras)}"
         case MatmulAllGather():
             own = f"{task.gather_dim} {task.num_products} {task.has_bias}"
+        case MatmulAllToAll():
+            own = f"{task.gather_dim} {task.parts} {task.num_products} {task.has_bias}"
+        case AllToAllMatmul():
+            own = f"{task.scatter_dim} {task.parts} {task.return_received}"
     return f"{task.kind} {own} {task.world_size}"
 
 

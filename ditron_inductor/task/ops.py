@@ -22,6 +22,13 @@
 `matmul_all_gather(a, b, bias, token, ...) -> (out, token)`
     a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N] or None; out is the sum [.., N] with gather_dim W times as
     long, contiguous.
+`matmul_all_to_all(a, b, bias, token, gather_dim, parts, ...) -> (out, token)`
+    a_i [.., S, .., K_i] with S at gather_dim (never the last dimension), alike but for K_i; b_i [K_i, N] with N a multiple
+    of parts * W; bias [N] or None; out [.., W*S, .., N / W] contiguous. See task/ulysses.py.
+`all_to_all_matmul(x, weight, token, scatter_dim, parts, return_received, ...) -> [out, (received,) token]`
+    x [.., W*S, .., C] with W*S at scatter_dim (never the last dimension), C a multiple of parts; weight [W*C, N]; out
+    [rows, N] contiguous, rows = received's dimensions but the last, flattened. received [.., S, .., W*C], contiguous,
+    present if and only if return_received. See task/ulysses.py.
 `after(x, token) -> x`
     an alias of x that is ordered after token: puts a collective that was not fused into the order of its group.
 `after_(x, token)`
@@ -53,11 +60,13 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from ditron_inductor.task import ulysses
 from ditron_inductor.task.epilogue import parse, products
 from ditron_inductor.task.epilogue_torch import out_dtypes
 from ditron_inductor.task.nodes import (
     EXTRAS,
     NORM_KINDS,
+    ULYSSES_KINDS,
     AllGatherMatmul,
     AllReduceRmsNorm,
     MatmulAllGather,
@@ -90,6 +99,7 @@ SCHEMAS: dict[str, str] = {
         f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}) -> (Tensor, Tensor, Tensor)"
     ),
     MatmulAllGather.kind: f"({_PRODUCTS}, int gather_dim, {_SITE}) -> (Tensor, Tensor)",
+    **ulysses.schemas(_SITE),
     "after": "(Tensor(a) x, Tensor token) -> Tensor(a)",
     "after_": "(Tensor(a!) x, Tensor token) -> ()",
     "token_of": "(Tensor x) -> Tensor",
@@ -113,6 +123,7 @@ def define() -> Library:
         AllReduceRmsNorm.kind: _fake_all_reduce_rms_norm,
         MatmulAllReduceRmsNorm.kind: _fake_matmul_all_reduce_rms_norm,
         MatmulAllGather.kind: _fake_matmul_all_gather,
+        **ulysses.fakes(new_token),
         "after": _fake_after,
         "after_": do_nothing,
         "token_of": new_token,
@@ -206,6 +217,9 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
             num_extras=len(as_list("extras")) if value["extras"] is not None else 0,
             epilogue=str(value["epilogue"]),
         )
+    if kind in ULYSSES_KINDS:
+        node: TaskNode = ulysses.node_of(kind, value, world_size, group_name, site, policy)
+        return node
     norm, extras = Norm(), tuple[str, ...]()
     if kind in NORM_KINDS:
         eps = value["eps"]

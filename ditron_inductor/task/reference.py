@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ditron_inductor.task import ulysses
 from ditron_inductor.task.nodes import Norm
 
 Multiply = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -181,6 +182,23 @@ def matmul_all_gather(
     """all_gather(sum_i a_i @ b_i + bias). See `ops` for the shapes."""
     total = sum_of_products(a, b, bias)
     return all_gather(total, gather_dim=gather_dim, world_size=world_size, group_name=group_name)
+
+
+def matmul_all_to_all(
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
+    *,
+    gather_dim: int,
+    parts: int,
+    world_size: int,
+    group_name: str,
+) -> torch.Tensor:
+    """all_to_all(sum_i a_i @ b_i + bias). See task/ulysses.py, where the other of the pair is."""
+    total = sum_of_products(a, b, bias)
+    return ulysses.exchange_columns(
+        total, gather_dim=gather_dim, parts=parts, world_size=world_size, group_name=group_name
+    )
 
 
 def _group(name: str) -> dist.ProcessGroup:
