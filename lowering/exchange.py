@@ -205,8 +205,8 @@ class Products(Protocol):
 class Group:
     """Pieces of a product that are multiplied as one, and the peers' pieces that come with them.
 
-    products: which of the products, as in `Operands`, and where in the own slot it goes. transfers: to the partials, or to
-    what is gathered.
+    products: which of the products, as in `Operands`, and where in the own slot it goes. transfers: to the partials, or
+    to what is gathered.
     """
 
     products: list[tuple[int, torch.Tensor]]

@@ -40,7 +40,7 @@ from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter_ch
 from ditron_inductor.lowering.matmul_reduce_scatter import tile as scatter_tile
 from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, form
 from ditron_inductor.lowering.projections import projections
-from ditron_inductor.task import ops, reference, ulysses
+from ditron_inductor.task import ops, reference
 from ditron_inductor.task.epilogue_torch import NAMES
 from ditron_inductor.task.nodes import (
     EXTRAS,
@@ -379,7 +379,7 @@ def _prepare_all_to_all_matmul(
 ) -> Callable[..., Any]:
     node = AllToAllMatmul(scatter_dim, parts, return_received, world_size, group_name, site, Policy(*policy))
     library = functools.partial(
-        ulysses.all_to_all_matmul,
+        reference.all_to_all_matmul,
         scatter_dim=scatter_dim,
         parts=parts,
         world_size=world_size,

@@ -23,8 +23,8 @@
     a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N] or None; out is the sum [.., N] with gather_dim W times as
     long, contiguous.
 `matmul_all_to_all(a, b, bias, token, gather_dim, parts, ...) -> (out, token)`
-    a_i [.., S, .., K_i] with S at gather_dim (never the last dimension), alike but for K_i; b_i [K_i, N] with N a multiple
-    of parts * W; bias [N] or None; out [.., W*S, .., N / W] contiguous. See task/ulysses.py.
+    a_i [.., S, .., K_i] with S at gather_dim (never the last dimension), alike but for K_i; b_i [K_i, N] with N a
+    multiple of parts * W; bias [N] or None; out [.., W*S, .., N / W] contiguous. See task/ulysses.py.
 `all_to_all_matmul(x, weight, token, scatter_dim, parts, return_received, ...) -> [out, (received,) token]`
     x [.., W*S, .., C] with W*S at scatter_dim (never the last dimension), C a multiple of parts; weight [W*C, N]; out
     [rows, N] contiguous, rows = received's dimensions but the last, flattened. received [.., S, .., W*C], contiguous,

@@ -1,16 +1,16 @@
 """The projections around attention whose heads and sequence change places between ranks (Ulysses): two node kinds.
 
-Outside of the attention every rank holds a part of the sequence and all heads, inside of it the whole sequence and a part
-of the heads. An all-to-all changes one into the other, with the same number of rows and of columns for every rank:
+Outside of the attention every rank holds a part of the sequence and all heads, inside of it the whole sequence and a
+part of the heads. An all-to-all changes one into the other, with the same number of rows and of columns for every rank:
 
     matmul_all_to_all    product [P, S, parts, W, C]  ->  out [P, W, S, parts, C]           columns scattered
     all_to_all_matmul    x [P, W, S, parts, C]  ->  received [P, S, parts, W, C], times w   rows scattered
 
 The dimension W is that of the ranks: before, which rank an element goes to; after, which it came from. Each tensor has
-its rows [P, S], or [P, W, S], in its dimensions but the last one, and [parts, W, C], or [parts, C], in the last. parts is
-1, or 3 where queries, keys and values lie side by side and each of them has its own heads.
+its rows [P, S], or [P, W, S], in its dimensions but the last one, and [parts, W, C], or [parts, C], in the last. parts
+is 1, or 3 where queries, keys and values lie side by side and each of them has its own heads.
 
-Besides the nodes, here are their ops in words of torch: schemas, fake implementations, and both in plain collectives.
+Besides the nodes, here are their ops: schemas and fake implementations.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ditron_inductor.task.policy import Policy, check, common_text, verify_common
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_SUMMED = 8
 """Products that are added up, as in a reduction."""
@@ -157,54 +156,8 @@ def node_of(kind: str, value: dict[str, Any], world_size: int, group_name: str, 
     common = world_size, group_name, site, policy
     if kind == AllToAllMatmul.kind:
         return AllToAllMatmul(int(value["scatter_dim"]), int(value["parts"]), bool(value["return_received"]), *common)
-    assert len(value["a"]) == len(value["b"]), f"{kind}: {len(value['a'])} first operands, {len(value['b'])} second ones"
+    assert len(value["a"]) == len(value["b"]), (
+        f"{kind}: {len(value['a'])} first operands, {len(value['b'])} second ones"
+    )
     has_bias = value["bias"] is not None
     return MatmulAllToAll(int(value["gather_dim"]), int(value["parts"]), *common, len(value["a"]), has_bias)
-
-
-def exchange_columns(
-    product: torch.Tensor, *, gather_dim: int, parts: int, world_size: int, group_name: str
-) -> torch.Tensor:
-    """[.., S, .., N] -> [.., W*S, .., N / W], contiguous: see `MatmulAllToAll`."""
-    shape = product.shape
-    outer, rows = math.prod(shape[:gather_dim]), math.prod(shape[gather_dim:-1])
-    columns = shape[-1] // (parts * world_size)
-    runs = product.reshape(outer, rows, parts, world_size, columns).permute(3, 0, 1, 2, 4)
-    received = _all_to_all(runs, group_name)
-    out = received if outer == 1 else received.transpose(0, 1)
-    return out.reshape(gathered_shape(shape, shape[-1], gather_dim, world_size))
-
-
-def exchange_rows(x: torch.Tensor, *, scatter_dim: int, parts: int, world_size: int, group_name: str) -> torch.Tensor:
-    """[.., W*S, .., C'] -> [.., S, .., W * C'], contiguous: see `AllToAllMatmul`."""
-    shape = x.shape
-    outer, rows = math.prod(shape[:scatter_dim]), math.prod(shape[scatter_dim:-1]) // world_size
-    runs = x.reshape(outer, world_size, rows, parts, shape[-1] // parts).transpose(0, 1)
-    received = _all_to_all(runs, group_name)
-    return received.permute(1, 2, 3, 0, 4).reshape(received_shape(shape, scatter_dim, world_size))
-
-
-def all_to_all_matmul(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    scatter_dim: int,
-    parts: int,
-    world_size: int,
-    group_name: str,
-    return_received: bool,
-) -> list[torch.Tensor]:
-    """[received @ weight], followed by what was received if asked for. See `AllToAllMatmul` for the shapes."""
-    received = exchange_rows(x, scatter_dim=scatter_dim, parts=parts, world_size=world_size, group_name=group_name)
-    outputs = [received.flatten(0, -2) @ weight]
-    return [*outputs, received] if return_received else outputs
-
-
-def _all_to_all(runs: torch.Tensor, group_name: str) -> torch.Tensor:
-    """What all ranks have for this one, in rank order: runs [W, ..], one for each rank, as [W, ..]."""
-    sent = runs.contiguous()
-    received = torch.empty_like(sent)
-    group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
-    # The synchronous one, see reference.py.
-    dist.all_to_all_single(received, sent, group=group)
-    return received

@@ -1,14 +1,14 @@
 """all_to_all_matmul, strategy `chunked`: library products on what has come from one rank after the other, added up.
 
-Problem. Every rank holds x, the rows of all ranks with columns of its own; rank r wants its rows of every rank's x, side
-by side in rank order, times its weight [K, N].
+Problem. Every rank holds x, the rows of all ranks with columns of its own; rank r wants its rows of every rank's x,
+side by side in rank order, times its weight [K, N].
 Algorithm. A small kernel puts x into the own slot, where its peers read it. The main stream multiplies the own piece
 [rows, K/W] by its rows of the weight, straight from the input. Meanwhile the side stream copies the peers' pieces, that
-of rank + 1 first; the main stream adds their products to the output, piece by piece. Every sum but the last is rounded to
-the output's dtype, as in a chain of matmuls that are added. Where the received tensor is wanted elsewhere too, one copy
-at the end puts the pieces side by side.
-Signal protocol. See lowering/transfers.py. One flag for each source, in row PIECE_ROWS: all of its x is staged. The slot
-is only written with the credits of all peers, so nothing is ever revoked.
+of rank + 1 first; the main stream adds their products to the output, piece by piece. Every sum but the last is rounded
+to the output's dtype, as in a chain of matmuls that are added. Where the received tensor is wanted elsewhere too, one
+copy at the end puts the pieces side by side.
+Signal protocol. See lowering/transfers.py. One flag for each source, in row PIECE_ROWS: all of its x is staged. The
+slot is only written with the credits of all peers, so nothing is ever revoked.
 Limits. Where the scattered dimension lies inside others, x is copied first, so that each rank's rows lie together.
 """
 

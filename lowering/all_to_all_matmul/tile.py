@@ -1,18 +1,18 @@
 """all_to_all_matmul, strategy `tile`: out = received @ weight, received = all_to_all(x), in one launch.
 
-Problem. Every rank holds x, the rows of all ranks with columns of its own; rank r wants its rows of every rank's x, side
-by side in rank order, times its weight [K, N]. So each output tile contracts pieces that come from all ranks.
-Algorithm. Two queues of work. The *send* queue pushes the rows of every peer into its slot, chunk by chunk (a chunk is a
-run of block rows), a chunk to every peer before the next one. The first tickets of the *tile* queue stand for senders:
-whoever takes one pushes until the send queue is empty. All others compute output tiles: the own piece first, which needs
-no wait, while the peers' pieces come, then those of rank + 1, rank + 2, ..., with one wait for each source before its K
-loop; the fp32 accumulator is kept from one to the next. Where the received tensor is wanted elsewhere too, the last
-tickets copy it out of the slot.
+Problem. Every rank holds x, the rows of all ranks with columns of its own; rank r wants its rows of every rank's x,
+side by side in rank order, times its weight [K, N]. So each output tile contracts pieces that come from all ranks.
+Algorithm. Two queues of work. The *send* queue pushes the rows of every peer into its slot, chunk by chunk (a chunk is
+a run of block rows), a chunk to every peer before the next one. The first tickets of the *tile* queue stand for
+senders: whoever takes one pushes until the send queue is empty. All others compute output tiles: the own piece first,
+which needs no wait, while the peers' pieces come, then those of rank + 1, rank + 2, ..., with one wait for each source
+before its K loop; the fp32 accumulator is kept from one to the next. Where the received tensor is wanted elsewhere too,
+the last tickets copy it out of the slot.
 Signal protocol. Flag row `chunk`, written once per launch by the last program that pushed a piece of the chunk to that
 peer, read by every tile of the chunk, once for each source. A push waits for the credits of all peers for the slot's
-previous use; the next launch gives those of this one. Every wait for a flag belongs to a ticket behind the senders', and
-these wait for credits only: a launch completes even with one resident program. All ranks send as much as they receive,
-so none runs ahead.
+previous use; the next launch gives those of this one. Every wait for a flag belongs to a ticket behind the senders',
+and these wait for credits only: a launch completes even with one resident program. All ranks send as much as they
+receive, so none runs ahead.
 Limits. The scattered dimension is not the last one. Where it lies inside others, the launcher copies x first, so that
 each rank's rows lie together.
 """
@@ -72,7 +72,8 @@ def drain_sends(
     ticket, x, table, ctl, counters, numel, chunk_numel, num_sends, rank, slot, site, epoch,
     WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Push piece `ticket` of what peers get of x to its peer, take the next one from the send queue, until none is left.
+    """Push piece `ticket` of what peers get of x to its peer, take the next one from the send queue, until none is
+    left.
 
     numel: elements for each rank, which lie together in x and in the slot of the rank.
     """
@@ -132,9 +133,9 @@ def all_to_all_matmul_kernel(
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
     SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """See the module. x [WORLD * rows, parts * C] contiguous, by the rank that the rows are for; weight [parts * WORLD *
-    C, N]; out [rows, N] and received [rows, parts * WORLD * C] contiguous. A slot has rows [WORLD * rows, parts * C], by
-    the rank that they are from.
+    """See the module. x [WORLD * rows, parts * C] contiguous, by the rank that the rows are for; weight [parts * WORLD
+    * C, N]; out [rows, N] and received [rows, parts * WORLD * C] contiguous. A slot has rows [WORLD * rows, parts * C],
+    by the rank that they are from.
 
     DESCRIPTORS: then C is a multiple of BLOCK_K, and rows of x of 16 bytes. EVEN_K: C is a multiple of BLOCK_K.
     """
@@ -162,9 +163,7 @@ def all_to_all_matmul_kernel(
     if DESCRIPTORS:
         own_descriptor = rows_descriptor(own_rows, rows, width, width, BLOCK_M, BLOCK_K)
         slot_descriptor = rows_descriptor(slot_data, WORLD * rows, width, width, BLOCK_M, BLOCK_K)
-        b_descriptor = weight_descriptor(
-            weight, N, WORLD * width, stride_bk, stride_bn, BLOCK_N, BLOCK_K, K_MAJOR
-        )
+        b_descriptor = weight_descriptor(weight, N, WORLD * width, stride_bk, stride_bn, BLOCK_N, BLOCK_K, K_MAJOR)
     ok = alive
     # The chunk of all sources that was waited for last.
     ready = tl.full((), -1, tl.int32)
@@ -256,7 +255,9 @@ def geometry(node: AllToAllMatmul, launch: Launch, x: torch.Tensor, columns: int
 
 
 def by_rank(node: AllToAllMatmul, x: torch.Tensor) -> torch.Tensor:
-    """x [.., W*S, .., C'] as [W * rows, C'], the rows for each rank together; itself, where they lie so, else a copy."""
+    """x [.., W*S, .., C'] as [W * rows, C'], the rows for each rank together; itself, where they lie so, else a
+    copy.
+    """
     outer, rows = math.prod(x.shape[: node.scatter_dim]), math.prod(x.shape[node.scatter_dim : -1]) // node.world_size
     if outer == 1:
         return x.contiguous().view(node.world_size * rows, x.shape[-1])

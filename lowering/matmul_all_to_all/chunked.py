@@ -2,10 +2,11 @@
 
 Problem. Every rank holds its rows a [M, K] and b [K, N]; rank r wants, of all rows of all ranks, its own columns of the
 product: of each of `parts` parts the r-th of W runs of C columns.
-Algorithm. The main stream multiplies by the columns for rank + 1 first and by the own ones last. The products go straight
-into the own slot, where their readers find them; a small kernel behind each tells them. Meanwhile the side stream copies
-what the peers have for this rank into the output, that of rank - 1 first, in the order in which they are made. The own
-product hides the last copy. With one peer the rows are cut in two, so that it hides no more than half of the transfer.
+Algorithm. The main stream multiplies by the columns for rank + 1 first and by the own ones last. The products go
+straight into the own slot, where their readers find them; a small kernel behind each tells them. Meanwhile the side
+stream copies what the peers have for this rank into the output, that of rank - 1 first, in the order in which they are
+made. The own product hides the last copy. With one peer the rows are cut in two, so that it hides no more than half of
+the transfer.
 Signal protocol. See lowering/transfers.py. A flag for each run of rows, from row PIECE_ROWS on.
 Limits. The gathered dimension is not the last one. Where it lies inside others, their sizes multiply to MAX_OUTER at
 most: so many copies from each rank.
@@ -42,8 +43,9 @@ def obstacle(node: MatmulAllToAll, shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """Sizes that all ranks share: rows M of a rank, `outer` runs of which the output keeps apart, C columns in each run of
-    columns; `cuts`, the runs of rows that are multiplied as one; `stride` elements of the slot for each reader, its bytes.
+    """Sizes that all ranks share: rows M of a rank, `outer` runs of which the output keeps apart, C columns in each run
+    of columns; `cuts`, the runs of rows that are multiplied as one; `stride` elements of the slot for each reader, its
+    bytes.
     """
 
     M: int
@@ -75,7 +77,9 @@ def geometry(node: MatmulAllToAll, launch: Launch, a: torch.Tensor, columns: int
 
 @dataclass(frozen=True)
 class _Columns:
-    """The operands of sum_i a_i @ b_i + bias, of which each product takes a run of rows and the columns for one rank."""
+    """The operands of sum_i a_i @ b_i + bias, of which each product takes a run of rows and the columns for one
+    rank.
+    """
 
     lefts: Sequence[torch.Tensor]
     rights: Sequence[torch.Tensor]
@@ -105,7 +109,9 @@ def matmul_all_to_all(
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a_i [.., S, .., K_i] with S at `gather_dim`, b_i [K_i, N], bias [N]; returns [.., W*S, .., N / W]. See the module."""
+    """a_i [.., S, .., K_i] with S at `gather_dim`, b_i [K_i, N], bias [N]; returns [.., W*S, .., N / W]. See the
+    module.
+    """
     world, M, width = node.world_size, sizes.M, node.parts * sizes.C
     out = a[0].new_empty(gathered_shape(a[0].shape, b[0].shape[1], node.gather_dim, world))
     columns = _Columns([rows_of(one) for one in a], b, bias, node.parts, sizes.C, world, sizes.cuts)

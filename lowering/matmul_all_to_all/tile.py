@@ -5,11 +5,11 @@ product: of each of `parts` parts the r-th of W runs of C columns. Nothing is ad
 Algorithm. One queue of work: the tiles of the product, those for rank + 1 first and the own ones last, then copies of
 what peers have sent. A tile lies in one run of columns. A finished one for a peer goes into the program's outbox, from
 where the K loop of its next tile carries it into the peer's slot; an own one goes straight into the output. The last
-tickets copy the peers' tiles from the slot into the output, those of rank - 1 first, in the order in which they are made:
-by then only the last of them are still on their way.
+tickets copy the peers' tiles from the slot into the output, those of rank - 1 first, in the order in which they are
+made: by then only the last of them are still on their way.
 Signal protocol. Flag row `tile // chunk_tiles` of a peer, one word for each source. A push waits for the credits of all
-peers for the slot's previous use; the next launch gives those of this one. Every push precedes every flag wait in ticket
-order, and a program carries and publishes what it has before it waits for a flag. All ranks send as much as they
+peers for the slot's previous use; the next launch gives those of this one. Every push precedes every flag wait in
+ticket order, and a program carries and publishes what it has before it waits for a flag. All ranks send as much as they
 receive, so none runs ahead.
 Limits. The gathered dimension is not the last one, and the group's size times `parts` divides N.
 """
@@ -228,7 +228,9 @@ def matmul_all_to_all(
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a_i [.., S, .., K_i] with S at `gather_dim`, b_i [K_i, N], bias [N]; returns [.., W*S, .., N / W]. See the module."""
+    """a_i [.., S, .., K_i] with S at `gather_dim`, b_i [K_i, N], bias [N]; returns [.., W*S, .., N / W]. See the
+    module.
+    """
     out = a[0].new_empty(gathered_shape(a[0].shape, b[0].shape[1], node.gather_dim, node.world_size))
     lefts, rights = longest_first(a, b)
 

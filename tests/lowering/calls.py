@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_inductor.lowering.register import register
-from ditron_inductor.task import ops, reference, ulysses
+from ditron_inductor.task import ops, reference
 from ditron_inductor.task.nodes import Norm
 from tests.rank_process import RankContext
 
@@ -248,8 +248,8 @@ def reference_all_to_all_matmul(
 ) -> list[torch.Tensor]:
     """The output in fp64, then what was received in the dtype of x, bit for bit."""
     how: dict[str, Any] = {"scatter_dim": scatter_dim, "parts": parts, **site.group(ctx)}
-    (out,) = ulysses.all_to_all_matmul(x.double(), weight.double(), return_received=False, **how)
-    return [out, ulysses.exchange_rows(x, **how)]
+    (out,) = reference.all_to_all_matmul(x.double(), weight.double(), return_received=False, **how)
+    return [out, reference.exchange_rows(x, **how)]
 
 
 def assert_replicated(ctx: RankContext, x: torch.Tensor, site: Site | None = None) -> None:

@@ -10,7 +10,7 @@ import torch
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
-from tests.ranks import RankPool
+from tests.ranks import RankPool, RankPools
 from tests.tolerances import assert_near
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -89,8 +89,8 @@ def _check_runs(ctx: RankContext, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["library", "tile", "chunked"])
-def test_every_element_has_its_place(cpu_pool: RankPool, strategy: str) -> None:
-    cpu_pool.run(_check_runs, strategy)
+def test_every_element_has_its_place(rank_pools: RankPools, strategy: str) -> None:
+    rank_pools.get("cpu", 2).run(_check_runs, strategy)
 
 
 GPU_CASES = (

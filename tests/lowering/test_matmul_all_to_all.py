@@ -1,4 +1,6 @@
-"""matmul_all_to_all, our strategies: near the fp64 reference, every rank's columns of every rank's rows in their place."""
+"""matmul_all_to_all, our strategies: near the fp64 reference, every rank's columns of every rank's rows in their
+place.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
-from tests.ranks import RankPool
+from tests.ranks import RankPool, RankPools
 from tests.tolerances import assert_near
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -18,7 +20,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @dataclass(frozen=True)
 class Case:
-    """a [.., K] times b [K, parts * W * c], plus a second product of so many K, plus a bias; rows gathered along dim."""
+    """a [.., K] times b [K, parts * W * c], plus a second product of so many K, plus a bias; rows gathered along
+    dim.
+    """
 
     a: tuple[int, ...]
     c: int
@@ -79,7 +83,9 @@ def test_matches_reference(pool: RankPool, case: Case, strategy: str) -> None:
 
 
 def _check_runs(ctx: RankContext, strategy: str) -> None:
-    """The identity as the product: element (row, column) of rank s is a number of its own, so every place is checked."""
+    """The identity as the product: element (row, column) of rank s is a number of its own, so every place is
+    checked.
+    """
     world, rank, parts, c, batches, rows = ctx.world_size, ctx.rank, 3, 5, 2, 7
     n = parts * world * c
     numbers = torch.arange(world * batches * rows * n, dtype=torch.float32).view(world, batches, rows, parts, world, c)
@@ -91,8 +97,8 @@ def _check_runs(ctx: RankContext, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["library", "tile", "chunked"])
-def test_every_element_has_its_place(cpu_pool: RankPool, strategy: str) -> None:
-    cpu_pool.run(_check_runs, strategy)
+def test_every_element_has_its_place(rank_pools: RankPools, strategy: str) -> None:
+    rank_pools.get("cpu", 2).run(_check_runs, strategy)
 
 
 GPU_CASES = (
