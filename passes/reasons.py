@@ -87,6 +87,8 @@ class ReasonCode(enum.StrEnum):
     """Sizes could not be proved equal, for example with unrelated dynamic dimensions."""
     SUM_OF_MATMULS = "sum_of_matmuls"
     """Several matmuls are added before the reduction, too many of them, or of different shapes."""
+    UNEQUAL_SPLITS = "unequal_splits"
+    """An all-to-all sends or receives more from one rank than from another, or that could not be ruled out."""
     UNEVEN_SHARDS = "uneven_shards"
     """The sharded dimension does not divide by the group size: shards are padded and the padding is cut off."""
     UNSUPPORTED_COLLECTIVE = "unsupported_collective"
@@ -223,6 +225,9 @@ _TEXTS: dict[ReasonCode, str] = {
     ReasonCode.SUM_OF_MATMULS: (
         "it reduces a sum of more than eight matmuls, or of matmuls that differ in shape; concatenate their operands "
         "along the contracted dimension"
+    ),
+    ReasonCode.UNEQUAL_SPLITS: (
+        "its splits are not proved to be equal; send as much to every rank, and leave the split sizes out"
     ),
     ReasonCode.UNEVEN_SHARDS: (
         "a part is cut off or padded, as where the sharded dimension does not divide by the number of ranks; pad that "
