@@ -151,7 +151,8 @@ def _no_matmul(uses: list[fx.Node]) -> Refused:
         if user.target in proofs.SLICES and proofs.feeds_matmul(user):
             return ReasonCode.CHUNKS_PARTIAL.at(user)
         if user.target in proofs.TRANSPOSES and proofs.feeds_matmul(user):
-            return ReasonCode.INTERMEDIATE_USED.at(user)
+            matrix = user.meta["val"].ndim == 2
+            return (ReasonCode.WEIGHT_GRADIENT_ONLY if matrix else ReasonCode.INTERMEDIATE_USED).at(user)
     return ReasonCode.NO_MATMUL
 
 
