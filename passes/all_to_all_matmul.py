@@ -107,7 +107,8 @@ def find_all_to_all_matmul(node: fx.Node) -> Match | Refused:
     ranks, came, _ = exchange
     rows, columns = (list(axes.leaves(dim)) for dim in use.layout)
     if not any(one is came for one in columns):
-        return ReasonCode.LAYOUT.at(use.mm)
+        turned = matmul.rows.target in proofs.TRANSPOSES
+        return (ReasonCode.WEIGHT_GRADIENT_ONLY if turned else ReasonCode.LAYOUT).at(use.mm)
     outer, inner = all_to_all.split_at(columns, came)
     parts = all_to_all.concrete(axes.size_of(outer))
     found = _operand(front, ranks, rows, [*outer, *inner])
