@@ -108,7 +108,7 @@ def find_all_to_all_matmul(node: fx.Node) -> Match | Refused:
     rows, columns = (list(axes.leaves(dim)) for dim in use.layout)
     if not any(one is came for one in columns):
         turned = matmul.rows.target in proofs.TRANSPOSES
-        return (ReasonCode.WEIGHT_GRADIENT_ONLY if turned else ReasonCode.LAYOUT).at(use.mm)
+        return (ReasonCode.WEIGHT_GRADIENT_ONLY if turned else ReasonCode.ROWS_EXCHANGED).at(use.mm)
     outer, inner = all_to_all.split_at(columns, came)
     parts = all_to_all.concrete(axes.size_of(outer))
     found = _operand(front, ranks, rows, [*outer, *inner])
@@ -157,9 +157,7 @@ def _no_matmul(uses: list[fx.Node]) -> Refused:
     return ReasonCode.NO_MATMUL
 
 
-def _use(
-    down: all_to_all.Chain, views: list[fx.Node], mm: fx.Node, matmul: Matmul, came: Layout
-) -> _Use | None:
+def _use(down: all_to_all.Chain, views: list[fx.Node], mm: fx.Node, matmul: Matmul, came: Layout) -> _Use | None:
     """The matmul with the layout of its first operand, [rows, columns]; None where that is not certain."""
     behind = list(down.layouts(came))
     value = proofs.tensor(matmul.rows)

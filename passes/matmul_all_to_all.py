@@ -102,7 +102,7 @@ def find_matmul_all_to_all(node: fx.Node) -> Match | Refused:
     behind = list(down.layouts(layout))
     of_rows, of_columns = list(axes.leaves([rows])), list(axes.leaves([columns]))
     if not any(one is ranks for one in of_columns):
-        return ReasonCode.LAYOUT.at(collective.operand)
+        return ReasonCode.ROWS_EXCHANGED.at(product.mm)
     outer, inner = all_to_all.split_at(of_columns, ranks)
     parts = all_to_all.concrete(axes.size_of(outer))
     found = None if parts is None else _result(behind, came, of_rows, [*outer, *inner])

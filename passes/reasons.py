@@ -83,6 +83,8 @@ class ReasonCode(enum.StrEnum):
     """The neighbour is a matmul of quantised numbers, or of what is dequantised in front of it."""
     REDUCE_OP = "reduce_op"
     """The reduction is neither sum nor avg."""
+    ROWS_EXCHANGED = "rows_exchanged"
+    """An all-to-all exchanges rows of the matmul, and not columns for rows."""
     SHAPE_UNPROVEN = "shape_unproven"
     """Sizes could not be proved equal, for example with unrelated dynamic dimensions."""
     SUM_OF_MATMULS = "sum_of_matmuls"
@@ -123,6 +125,7 @@ _NOTHING_TO_CHANGE = frozenset(
         ReasonCode.NORM_FORM,
         ReasonCode.NORM_USED,
         ReasonCode.NORM_WIDTH,
+        ReasonCode.ROWS_EXCHANGED,
         ReasonCode.WEIGHT_GRADIENT_ONLY,
         ReasonCode.WORLD_SIZE_ONE,
     }
@@ -219,6 +222,9 @@ _TEXTS: dict[ReasonCode, str] = {
         "have it fused"
     ),
     ReasonCode.REDUCE_OP: "it reduces with an op other than sum and avg; only these two are fused",
+    ReasonCode.ROWS_EXCHANGED: (
+        "it exchanges rows of the matmul (as tokens for experts), and not columns for rows; nothing to change"
+    ),
     ReasonCode.SHAPE_UNPROVEN: (
         "sizes that have to be equal could not be proved so; mark the dimensions static, or relate them by torch._check"
     ),

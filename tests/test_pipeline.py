@@ -69,6 +69,8 @@ def test_the_order_of_the_passes() -> None:
         "matmul_all_reduce",
         "all_reduce_rms_norm",
         "matmul_all_gather",
+        "matmul_all_to_all",
+        "all_to_all_matmul",
         "review_left_alone",
         "require_fusions",
         "projections",

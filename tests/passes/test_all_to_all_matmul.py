@@ -16,7 +16,6 @@ from tests.passes.exchanges import (
     TO_HEADS,
     TO_ROWS,
     Form,
-    heads_sequence_first,
     rows_batch_first,
     rows_sequence_first,
 )
@@ -25,7 +24,6 @@ from tests.passes.graphs import (
     assert_same_on_all_ranks,
     compiled_graphs,
     fuse,
-    group_name,
     reasons,
     text,
     traced,
@@ -143,17 +141,19 @@ def test_reads_an_attention_output() -> None:
     assert text(after.graph).count("aten.clone(") == 1
 
 
-@pytest.mark.parametrize("to_heads", TO_HEADS, ids=lambda form: form.__name__)
-def test_fuses_both_sides_of_an_attention_and_their_gradients(to_heads: Form) -> None:
+# shard_dim_alltoall has no backward of its own.
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("to_heads", TO_HEADS[:-1], ids=lambda form: form.__name__)
+def test_fuses_both_sides_of_an_attention_and_their_gradients(to_heads: Form, dynamic: bool) -> None:
     """Forward and backward of one projection, an op on the heads, and a second projection."""
-    if to_heads is TO_HEADS[-1]:
-        pytest.skip("shard_dim_alltoall has no backward of its own; DTensor's is another one")
 
     def fn(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        heads = to_heads((x @ w).view(2, 3, 8, 5))
+        heads = to_heads((x @ w).view(2, x.shape[1], 8, 5))
         return rows_sequence_first(heads.sin()).flatten(-2) @ v
 
     arguments = [torch.randn(shape, requires_grad=True) for shape in ((2, 3, 16), (16, 40), (40, 16))]
+    if dynamic:
+        torch._dynamo.mark_dynamic(arguments[0], 1)
     graphs = compiled_graphs(fn, *arguments)
     assert len(graphs) == 2
     assert [fuse(graph) for graph in graphs] == [2, 2]
@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "cast": (lambda x, w: rows_batch_first(x).flatten(-2).half().view(6, 40) @ w.half(), "cast_between"),
     "part": (lambda x, w: half(x).reshape(6, 20) @ w[:20], "chunks_partial"),
     "second operand": (lambda x, w: w.t()[:, :6] @ rows_batch_first(x).view(6, 40), "gathered_weight"),
-    "rows of ranks": (lambda x, w: all_to_all(x.transpose(0, 1).reshape(12, 20)) @ w[:20], "layout"),
+    "rows of ranks": (lambda x, w: all_to_all(x.transpose(0, 1).reshape(12, 20)) @ w[:20], "rows_exchanged"),
     "gradient alone": (lambda x, w: rows_batch_first(x).view(6, 40).t() @ w[:6], "weight_gradient_only"),
     "used before": (
         lambda x, w: (lambda came: (came.relu(), came.permute(1, 2, 0, 3, 4).reshape(6, 40) @ w))(
