@@ -18,7 +18,14 @@ import torch
 from ditron_inductor.device import groups
 from ditron_inductor.device.reset import reset
 from ditron_inductor.errors import StrategyUnavailable
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllGather, MatmulAllReduce, MatmulReduceScatter
+from ditron_inductor.task.nodes import (
+    AllGatherMatmul,
+    AllToAllMatmul,
+    MatmulAllGather,
+    MatmulAllReduce,
+    MatmulAllToAll,
+    MatmulReduceScatter,
+)
 from ditron_inductor.task.table import MEASURED
 from ditron_inductor.timing import GRAPH_CALLS, ROUNDS, Call, Clock, captured, interleaved
 from ditron_inductor.tune_shapes import WHOLE_ROWS
@@ -38,7 +45,8 @@ class SiteShape:
 
     rows: shape of the left operand [.., K], the shard for an all-gather. columns: of each weight [K, N_i]. dim: the
     gathered or scattered dimension, 0 for an all-reduce. depths: of a reduction's products, K_i that add up to K; empty
-    for one. bias: whether a reduction adds a row. m, n, k: as in a `PlanRequest`.
+    for one. bias: whether a reduction adds a row. parts: of the columns that an all-to-all exchanges. m, n, k: as in a
+    `PlanRequest`.
     """
 
     op: str
@@ -49,6 +57,7 @@ class SiteShape:
     world_size: int
     depths: tuple[int, ...] = ()
     bias: bool = False
+    parts: int = 1
 
     @staticmethod
     def of_matmul(op: str, m: int, n: int, k: int, dtype: torch.dtype, world_size: int) -> SiteShape:
@@ -62,7 +71,8 @@ class SiteShape:
     @property
     def m(self) -> int:
         gathered = self.world_size if self.op == AllGatherMatmul.kind else 1
-        return gathered * math.prod(self.rows[:-1])
+        scattered = self.world_size if self.op == AllToAllMatmul.kind else 1
+        return gathered * math.prod(self.rows[:-1]) // scattered
 
     @property
     def n(self) -> int:
@@ -70,7 +80,7 @@ class SiteShape:
 
     @property
     def k(self) -> int:
-        return self.rows[-1]
+        return self.rows[-1] * (self.world_size if self.op == AllToAllMatmul.kind else 1)
 
     @property
     def text(self) -> str:
@@ -151,9 +161,11 @@ def _calls(
         return draw(wide, deep).div_(math.sqrt(shape.k)).t()
 
     gathers = shape.op == AllGatherMatmul.kind
-    depths = shape.depths or (shape.k,)
+    depths = shape.depths or (shape.rows[-1],)
     left = [[draw(*shape.rows[:-1], deep) for deep in depths] for _ in range(copies)]
-    sizes = [(shape.k, wide) for wide in shape.columns] if gathers else [(deep, shape.n) for deep in depths]
+    sizes = [(deep, shape.n) for deep in depths]
+    if gathers or shape.op == AllToAllMatmul.kind:
+        sizes = [(shape.k, wide) for wide in shape.columns]
     right = [[weight(*size) for size in sizes] for _ in range(copies)]
     bias = draw(shape.n) if shape.bias else None
 
@@ -170,6 +182,14 @@ def _calls(
             )[0]
         if shape.op == MatmulAllGather.kind:
             return lambda i: ops.matmul_all_gather(left[i % copies], right[i % copies], bias, None, shape.dim, *site)[0]
+        if shape.op == MatmulAllToAll.kind:
+            exchange = shape.dim, shape.parts
+            return lambda i: ops.matmul_all_to_all(left[i % copies], right[i % copies], bias, None, *exchange, *site)[0]
+        if shape.op == AllToAllMatmul.kind:
+            exchange = shape.dim, shape.parts
+            return lambda i: ops.all_to_all_matmul(
+                left[i % copies][0], right[i % copies][0], None, *exchange, False, *site
+            )[0]
         assert shape.op == MatmulAllReduce.kind, f"not a kind: {shape.op}"
         return lambda i: ops.matmul_all_reduce(left[i % copies], right[i % copies], bias, None, "sum", *site)[0]
 

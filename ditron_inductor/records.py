@@ -68,7 +68,7 @@ def _task_record(node: fx.Node) -> SiteRecord:
         # What is multiplied: a part of the rows, with the columns of all ranks.
         m = None if m is None else m // task.world_size
         k = None if k is None else k * task.world_size
-    unmeasured = isinstance(task, AllReduceRmsNorm | MatmulAllToAll | AllToAllMatmul)
+    own_k = k // task.world_size if k is not None and isinstance(task, AllToAllMatmul) else k
     return SiteRecord(
         site=task.site,
         kind=task.kind,
@@ -87,11 +87,12 @@ def _task_record(node: fx.Node) -> SiteRecord:
         strategy=task.policy.strategy,
         node=node.name,
         text=task.text(),
-        rows=() if m is None or k is None or unmeasured else (*[size for size in rows if size is not None], k),
+        rows=() if m is None or own_k is None or not weights else (*[one for one in rows if one is not None], own_k),
         columns=() if n is None else tuple(size for size in columns if size is not None),
         dim=_dim(task),
         depths=() if k is None else tuple(size for size in depths if size is not None),
         bias=not isinstance(task, AllGatherMatmul | AllReduceRmsNorm | AllToAllMatmul) and task.has_bias,
+        parts=task.parts if isinstance(task, MatmulAllToAll | AllToAllMatmul) else 1,
         line=describe(node).line,
     )
 

@@ -38,9 +38,9 @@ class SiteRecord:
     compiler's hint; None where a size is not known (a site left alone, an unbacked symbol). `bytes_moved` is what one
     rank receives from its peers in one call. `rows` is the shape of a fused site's left operand on this rank, [.., k],
     `columns` those of its weights, as far as `m`, `n`, `k` are known; `dim` is the dimension that is gathered or
-    scattered. `depths` are the k of the products of a reduction, and `bias` says whether a row is added to them.
-    `line` is the user's line as in `NodeRecord`; `culprit` the node that kept a site from being fused, the collective
-    itself where the reason is its own.
+    scattered, `parts` those of the columns that an all-to-all exchanges. `depths` are the k of the products of a
+    reduction, and `bias` says whether a row is added to them. `line` is the user's line as in `NodeRecord`; `culprit`
+    the node that kept a site from being fused, the collective itself where the reason is its own.
     """
 
     site: str
@@ -67,6 +67,7 @@ class SiteRecord:
     dim: int = 0
     depths: tuple[int, ...] = ()
     bias: bool = False
+    parts: int = 1
     line: str = ""
     culprit: NodeRecord | None = None
 

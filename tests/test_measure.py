@@ -11,7 +11,7 @@ import torch
 from ditron_inductor import measure as module
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.measure import SiteShape, Timings, measure
-from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.task.nodes import KINDS, ULYSSES_KINDS
 from tests.ranks import RankContext, RankPools
 
 
@@ -85,7 +85,7 @@ def test_a_sum_is_timed_with_its_products(rank_pools: RankPools) -> None:
     assert {"library", "tile"} <= set(first.us) and not first.notes, first.notes
 
 
-@pytest.mark.parametrize("op", KINDS)
+@pytest.mark.parametrize("op", [*KINDS, *ULYSSES_KINDS])
 def test_every_op_is_timed_in_the_shape_it_has(rank_pools: RankPools, op: str) -> None:
     first, second = rank_pools.get("cpu", 2).run(_real, op)
     assert first == second
