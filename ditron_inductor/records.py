@@ -26,6 +26,7 @@ from ditron_inductor.task.nodes import (
     MatmulAllToAll,
     MatmulReduceScatter,
     TaskNode,
+    WithEpilogue,
 )
 from ditron_inductor.task.ops import node_from_call
 
@@ -93,6 +94,7 @@ def _task_record(node: fx.Node) -> SiteRecord:
         depths=() if k is None else tuple(size for size in depths if size is not None),
         bias=not isinstance(task, AllGatherMatmul | AllReduceRmsNorm | AllToAllMatmul) and task.has_bias,
         parts=task.parts if isinstance(task, MatmulAllToAll | AllToAllMatmul) else 1,
+        epilogue=task.epilogue if isinstance(task, WithEpilogue) else "",
         line=describe(node).line,
     )
 

@@ -73,6 +73,7 @@ def test_the_order_of_the_passes() -> None:
         "all_to_all_matmul",
         "review_left_alone",
         "require_fusions",
+        "split_weights",
         "projections",
         "absorb_epilogues",
         "order_collectives",

@@ -35,6 +35,7 @@ KERNELS: dict[str, Any] = {
 }
 LOCAL_KERNELS: dict[str, Any] = {"projections": projections_kernel}
 """They send nothing: no waits, no signals."""
+OF_WEIGHTS = ("all_gather_matmul", "projections")
 OF_FEW_ROWS = ("one_shot", "gathered_few", "projections")
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -55,7 +56,7 @@ class Case:
     """A kernel for `target` in tiles of `config`.
 
     descriptors: loads operands by TMA. even_k: K needs no mask. early: publishes in the middle of a product. products:
-    that a reduction adds up; biased: a row too. epilogue: of the products of two gathered weights, if there is one.
+    that a reduction adds up; biased: a row too. epilogue: of the products of two gathered weights, or of a reduced sum.
     norm: ends with a norm.
     """
 
@@ -86,7 +87,7 @@ class Case:
     @property
     def length(self) -> int:
         """Of the kernel's tuples."""
-        return NUM_WEIGHTS if self.kernel in ("all_gather_matmul", "projections") else self.products
+        return NUM_WEIGHTS if self.kernel in OF_WEIGHTS else self.products
 
     @property
     def fitted(self) -> Config:
@@ -98,7 +99,7 @@ class Case:
 
     @property
     def arrangement(self) -> Arrangement:
-        return arrange(parse(self.epilogue) if self.epilogue else None, NUM_WEIGHTS)
+        return arrange(parse(self.epilogue) if self.epilogue else None, NUM_WEIGHTS if self.kernel in OF_WEIGHTS else 1)
 
     @property
     def carrying_loops(self) -> list[bool]:
@@ -163,7 +164,7 @@ def compile_case(case: Case) -> Compiled:
         "UPCAST": False,
         "SEND_BLOCK": 8192,
         "SEND_STEPS": 8,
-        **case.arrangement.constants(),
+        **(case.arrangement.constants() if case.kernel in OF_WEIGHTS else case.arrangement.constants_of_sum()),
         "NORM": case.norm,
         "ROW": 8192,
         "FORM": (HAS_RESIDUAL.value | HAS_WEIGHT.value) if case.norm else 0,
