@@ -108,7 +108,7 @@ def find_all_to_all_matmul(node: fx.Node) -> Match | Refused:
     rows, columns = (list(axes.leaves(dim)) for dim in use.layout)
     if not any(one is came for one in columns):
         turned = matmul.rows.target in proofs.TRANSPOSES
-        return (ReasonCode.WEIGHT_GRADIENT_ONLY if turned else ReasonCode.ROWS_EXCHANGED).at(use.mm)
+        return (ReasonCode.ROWS_CONTRACTED if turned else ReasonCode.ROWS_EXCHANGED).at(use.mm)
     outer, inner = all_to_all.split_at(columns, came)
     parts = all_to_all.concrete(axes.size_of(outer))
     found = _operand(front, ranks, rows, [*outer, *inner])
@@ -146,14 +146,14 @@ def _no_matmul(uses: list[fx.Node]) -> Refused:
     """Why none of the uses of what comes is a matmul with it as first operand."""
     for user in uses:
         if proofs.is_matmul(user):
-            return ReasonCode.GATHERED_WEIGHT.at(user)
+            return ReasonCode.ROWS_CONTRACTED.at(user)
         if user.target in proofs.CASTS and proofs.feeds_matmul(user):
             return ReasonCode.CAST_BETWEEN.at(user)
         if user.target in proofs.SLICES and proofs.feeds_matmul(user):
             return ReasonCode.CHUNKS_PARTIAL.at(user)
         if user.target in proofs.TRANSPOSES and proofs.feeds_matmul(user):
             matrix = user.meta["val"].ndim == 2
-            return (ReasonCode.WEIGHT_GRADIENT_ONLY if matrix else ReasonCode.INTERMEDIATE_USED).at(user)
+            return (ReasonCode.ROWS_CONTRACTED if matrix else ReasonCode.INTERMEDIATE_USED).at(user)
     return ReasonCode.NO_MATMUL
 
 

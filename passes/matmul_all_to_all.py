@@ -181,7 +181,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         site=rewriting.UNNAMED_SITE,
         policy=rewriting.policy(options),
         num_products=len(product.factors),
-        has_bias=product.bias is not None,
+        has_bias=bool(product.biases),
     )
     columns = product.mm.meta["val"].shape[1] // world_size
     shape = all_to_all.shape_of(first, world_size * second, columns)
@@ -196,7 +196,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         call = rewriting.call_task(
             graph,
             task,
-            (lefts, [factors.rhs for factors in product.factors], rewriting.row(graph, product.bias)),
+            (lefts, [factors.rhs for factors in product.factors], rewriting.bias_row(graph, product.biases)),
             (task.gather_dim, task.parts),
             rewriting.copied_meta(product.mm),
             values,

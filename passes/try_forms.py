@@ -21,6 +21,7 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes import fold_batches, move_across, move_casts, move_views, rewriting, split_coalesced
+from ditron_inductor.passes.all_gather_contract import all_gather_contract
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.all_to_all_matmul import all_to_all_matmul
 from ditron_inductor.passes.collectives import is_collective
@@ -36,6 +37,7 @@ FUSIONS = (
     matmul_reduce_scatter,
     matmul_all_reduce,
     matmul_all_gather,
+    all_gather_contract,
     matmul_all_to_all,
     all_to_all_matmul,
 )

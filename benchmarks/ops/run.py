@@ -15,6 +15,7 @@ import ditron_inductor
 import ditron_inductor.errors
 from benchmarks.comparison import comparisons, ratios_table, times_table
 from benchmarks.ops import (
+    all_gather_contract,
     all_gather_matmul,
     all_to_all_matmul,
     matmul_all_gather,
@@ -50,6 +51,7 @@ CONTESTS: dict[str, Callable[[Setting, Cell], Contest]] = {
     "matmul_reduce_scatter": matmul_reduce_scatter.contest,
     "matmul_all_reduce": matmul_all_reduce.contest,
     "matmul_all_gather": matmul_all_gather.contest,
+    "all_gather_contract": all_gather_contract.contest,
     "matmul_all_to_all": matmul_all_to_all.contest,
     "all_to_all_matmul": all_to_all_matmul.contest,
 }

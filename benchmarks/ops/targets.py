@@ -97,7 +97,7 @@ def row_targets(cell: Comparison) -> list[Target]:
 
 def _of_anchor(cell: Comparison) -> list[Target]:
     row = (cell.M, cell.hidden)
-    if cell.op == "matmul_all_gather":
+    if cell.op in ("matmul_all_gather", "all_gather_contract"):
         return []
     if cell.op in ULYSSES_KINDS:
         return [Target("NCCL + cuBLAS / auto", cell.ratio("nccl", "ditron"), ULYSSES_OVER_NCCL, at_least=True)]

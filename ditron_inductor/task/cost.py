@@ -39,6 +39,7 @@ from dataclasses import dataclass
 
 from ditron_inductor.task.nodes import (
     ULYSSES_KINDS,
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
@@ -69,6 +70,7 @@ HOST_US = {
     AllReduceRmsNorm.kind: {"library": 60.0, "chunked": 36.0, "tile": 36.0},
     # Those of the kinds with as many launches.
     MatmulAllGather.kind: {"library": 80.0, "chunked": 210.0, "tile": 42.0},
+    AllGatherContract.kind: {"library": 80.0, "chunked": 210.0, "tile": 42.0},
     MatmulAllToAll.kind: {"library": 90.0, "chunked": 210.0, "tile": 42.0},
     AllToAllMatmul.kind: {"library": 90.0, "chunked": 210.0, "tile": 42.0},
 }
@@ -78,6 +80,10 @@ EPILOGUE_HOST_US = 12.0
 SMALL_HOST_US = 55.0
 """Of a small all-reduce by `chunked`; a large one runs in parts, with many launches each."""
 
+CONTRACT_EFFICIENCY = 0.8
+"""Speed of `tile` where the gathered dimension is contracted, in that of the other kernels: it loads by pointers. A
+guess on the careful side, as nobody has measured it yet.
+"""
 PART_ROWS = 512
 """A part of a gathered product has at least so many rows by `chunked`."""
 PORT_BYTES_PER_S = 450e9
@@ -255,7 +261,7 @@ def _is_small_all_reduce(problem: Problem) -> bool:
 def received_bytes(problem: Problem) -> float:
     """What one rank receives from its peers in one call."""
     peers = problem.world_size - 1
-    if problem.kind == AllGatherMatmul.kind:
+    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind):
         return problem.m * problem.k * problem.itemsize * peers / problem.world_size
     if problem.kind == MatmulAllGather.kind:
         return problem.m * problem.n * problem.itemsize * peers
@@ -317,13 +323,17 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
     if problem.kind == MatmulAllGather.kind:
         rate = min(rate, PORT_BYTES_PER_S)
         chunks, passes_us = max(1, min(problem.m // PART_ROWS, MIN_CHUNKS)), _passes_us(problem, on, problem.world_size)
+    if problem.kind == AllGatherContract.kind:
+        # As many parts of the kept dimension as have tiles for half of the GPU.
+        chunks = max(1, min(math.ceil(problem.m / 128) * math.ceil(problem.n / 256) // 66, MIN_CHUNKS))
     transfer = received_bytes(problem) / rate * MICRO
     chunks_us = _rounds(problem) * problem.world_size * on.chunk_us
     return _overlapped(matmul, transfer, chunks) + passes_us + chunks_us
 
 
 def _tile_us(problem: Problem, on: Hardware) -> float:
-    matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * _fill(problem))
+    contracted = CONTRACT_EFFICIENCY if problem.kind == AllGatherContract.kind else 1.0
+    matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * contracted * _fill(problem))
     fast = problem.m <= FEW_ROWS or problem.n >= WIDE_COLUMNS
     if problem.m in MIDDLE_ROWS and not (fast and problem.kind == MatmulAllGather.kind):
         matmul /= MIDDLE_EFFICIENCY
@@ -342,7 +352,7 @@ def _chunks(problem: Problem) -> int:
 
 def _partials_us(problem: Problem, on: Hardware) -> float:
     """Partial results are written and read again, and so are the results of an all-reduce, and gathered products."""
-    if problem.kind in (AllGatherMatmul.kind, AllToAllMatmul.kind):
+    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind, AllToAllMatmul.kind):
         return 0.0
     if problem.kind == MatmulAllToAll.kind:
         return _moved_us(problem, on)
@@ -372,6 +382,7 @@ def _link_rate(problem: Problem, on: Hardware) -> float:
         MatmulAllReduce.kind: on.all_reduce_bytes_per_s,
         AllReduceRmsNorm.kind: on.all_reduce_bytes_per_s,
         MatmulAllGather.kind: on.all_reduce_bytes_per_s,
+        AllGatherContract.kind: on.gather_bytes_per_s,
         MatmulAllToAll.kind: on.scatter_bytes_per_s,
         AllToAllMatmul.kind: on.scatter_bytes_per_s,
     }

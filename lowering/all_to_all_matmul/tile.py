@@ -49,14 +49,8 @@ from ditron_inductor.core.signals import (
     wait,
     wait_credits,
 )
-from ditron_inductor.lowering.all_gather_matmul.tile import (
-    INTERPRETED_SEND_BLOCK,
-    SEND_BLOCK,
-    SEND_STEPS,
-    SENDERS,
-    sent_piece,
-)
 from ditron_inductor.lowering.config import Config
+from ditron_inductor.lowering.gathers import INTERPRETED_SEND_BLOCK, SEND_BLOCK, SEND_STEPS, SENDERS, sent_piece
 from ditron_inductor.lowering.launch import Launch, ceil_div
 from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.task.nodes import AllToAllMatmul

@@ -105,6 +105,16 @@ def _gathered_cases() -> list[Case]:
     ]
 
 
+def _contract_cases() -> list[Case]:
+    """Weight gradients: both operands of the first form lie with contiguous rows, not with a contiguous K."""
+    forms = [
+        ("sm_90", config.LARGE, "bf16", False),
+        ("sm_90", config.LARGE, "bf16", True),
+        ("gfx942", config.LARGE, "bf16", False),
+    ]
+    return [Case("all_gather_contract", *form, second=second) for *form, second in forms]
+
+
 def _scattered_cases() -> list[Case]:
     return [
         Case("scattered_columns", "sm_90", config.LARGE, "bf16", descriptors=True, biased=True),
@@ -120,6 +130,7 @@ CASES = [
     *_decode_cases(),
     *SUMS,
     *_gathered_cases(),
+    *_contract_cases(),
     *_scattered_cases(),
 ]
 NVIDIA_CASES = [case for case in CASES if case.target.startswith("sm_")]

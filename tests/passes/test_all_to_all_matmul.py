@@ -168,9 +168,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "no matmul": (lambda x, w: rows_batch_first(x).relu(), "no_matmul"),
     "cast": (lambda x, w: rows_batch_first(x).flatten(-2).half().view(6, 40) @ w.half(), "cast_between"),
     "part": (lambda x, w: half(x).reshape(6, 20) @ w[:20], "chunks_partial"),
-    "second operand": (lambda x, w: w.t()[:, :6] @ rows_batch_first(x).view(6, 40), "gathered_weight"),
+    "second operand": (lambda x, w: w.t()[:, :6] @ rows_batch_first(x).view(6, 40), "rows_contracted"),
     "rows of ranks": (lambda x, w: all_to_all(x.transpose(0, 1).reshape(12, 20)) @ w[:20], "rows_exchanged"),
-    "gradient alone": (lambda x, w: rows_batch_first(x).view(6, 40).t() @ w[:6], "weight_gradient_only"),
+    "gradient alone": (lambda x, w: rows_batch_first(x).view(6, 40).t() @ w[:6], "rows_contracted"),
     "used before": (
         lambda x, w: (lambda came: (came.relu(), came.permute(1, 2, 0, 3, 4).reshape(6, 40) @ w))(
             all_to_all(x.view(2, 4, 3, 2, 5).transpose(0, 1).contiguous())
