@@ -31,8 +31,10 @@ from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
 from ditron_inductor.passes.all_gather_contract import all_gather_contract
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.all_reduce_rms_norm import all_reduce_rms_norm
+from ditron_inductor.passes.all_to_all_matmul import all_to_all_matmul
 from ditron_inductor.passes.matmul_all_gather import matmul_all_gather
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
+from ditron_inductor.passes.matmul_all_to_all import matmul_all_to_all
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
 from ditron_inductor.passes.merge_reductions import merge_reductions
 from ditron_inductor.passes.move_across import move_across
@@ -79,6 +81,8 @@ PASSES: tuple[Pass, ...] = (
     all_reduce_rms_norm,
     matmul_all_gather,
     all_gather_contract,
+    matmul_all_to_all,
+    all_to_all_matmul,
     review_left_alone,
     require_fusions,
     split_weights,

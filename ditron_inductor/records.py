@@ -20,10 +20,12 @@ from ditron_inductor.task.nodes import (
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    AllToAllMatmul,
     Contraction,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
+    MatmulAllToAll,
     MatmulReduceScatter,
     TaskNode,
     WithEpilogue,
@@ -52,7 +54,7 @@ def _task_record(node: fx.Node) -> SiteRecord:
     task = node_from_call(node.target, node.args)
     gathers = isinstance(task, AllGatherMatmul | AllGatherContract)
     left, right = node.args[0], [] if isinstance(task, AllReduceRmsNorm) else node.args[1]
-    assert isinstance(right, (list, tuple))
+    right = right if isinstance(right, (list, tuple)) else [right]
     lefts = [_value(one) for one in (left if isinstance(left, (list, tuple)) else [left])]
     weights = [_value(weight) for weight in right]
     lhs = lefts[0]
@@ -71,6 +73,10 @@ def _task_record(node: fx.Node) -> SiteRecord:
         depths = [None if unknown else task.world_size * sizes.depth]
     n = None if None in columns else sum(size for size in columns if size is not None)
     k = None if None in depths else sum(size for size in depths if size is not None)
+    if isinstance(task, AllToAllMatmul):
+        # What is multiplied: a part of the rows, with the columns of all ranks.
+        m = None if m is None else m // task.world_size
+        k = None if k is None else k * task.world_size
     return SiteRecord(
         site=task.site,
         kind=task.kind,
@@ -93,7 +99,8 @@ def _task_record(node: fx.Node) -> SiteRecord:
         columns=() if n is None else tuple(size for size in columns if size is not None),
         dim=_dim(task),
         depths=() if k is None else tuple(size for size in depths if size is not None),
-        bias=not isinstance(task, AllGatherMatmul | AllGatherContract | AllReduceRmsNorm) and task.has_bias,
+        bias=bool(getattr(task, "has_bias", False)),
+        parts=task.parts if isinstance(task, MatmulAllToAll | AllToAllMatmul) else 1,
         epilogue=task.epilogue if isinstance(task, WithEpilogue) else "",
         line=describe(node).line,
     )
@@ -102,14 +109,14 @@ def _task_record(node: fx.Node) -> SiteRecord:
 def _rows(task: TaskNode, lhs: torch.Tensor, k: int) -> tuple[int, ...]:
     """The shape of the left operand, or shard, whose sizes are known; K is that of all products that are added up."""
     sizes = [size for size in map(_hint, lhs.shape) if size is not None]
-    return tuple(sizes) if isinstance(task, AllGatherContract) else (*sizes[:-1], k)
+    return tuple(sizes) if isinstance(task, AllGatherContract | AllToAllMatmul) else (*sizes[:-1], k)
 
 
 def _dim(task: TaskNode) -> int:
     match task:
-        case AllGatherMatmul() | MatmulAllGather() | AllGatherContract():
+        case AllGatherMatmul() | MatmulAllGather() | AllGatherContract() | MatmulAllToAll():
             return task.gather_dim
-        case MatmulReduceScatter():
+        case MatmulReduceScatter() | AllToAllMatmul():
             return task.scatter_dim
     return 0
 
@@ -133,9 +140,16 @@ def _pattern(task: TaskNode) -> str:
             matmuls = "matmul" if task.num_factors == 1 else f"{task.num_factors} matmuls"
             used = ", gathered used" * task.return_gathered
             return f"all_gather(dim {task.gather_dim}) -> {matmuls} contracting it{used}"
+        case MatmulAllToAll():
+            return f"{_sum_text(task)} -> all_to_all(columns to dim {task.gather_dim})"
+        case AllToAllMatmul():
+            received = ", received used" * task.return_received
+            return f"all_to_all(dim {task.scatter_dim} to columns) -> matmul{received}"
 
 
-def _sum_text(task: MatmulReduceScatter | MatmulAllReduce | MatmulAllReduceRmsNorm | MatmulAllGather) -> str:
+def _sum_text(
+    task: MatmulReduceScatter | MatmulAllReduce | MatmulAllReduceRmsNorm | MatmulAllGather | MatmulAllToAll,
+) -> str:
     matmuls = "matmul" if task.num_products == 1 else f"sum of {task.num_products} matmuls"
     return matmuls + " + bias" * task.has_bias
 
@@ -161,6 +175,10 @@ def _task_bytes(task: TaskNode, m: int | None, n: int | None, k: int | None, ite
             return 2 * m * n * itemsize * peers // task.world_size
         case MatmulAllGather():
             return m * n * itemsize * peers
+        case MatmulAllToAll():
+            return m * n * itemsize * peers // task.world_size
+        case AllToAllMatmul():
+            return m * k * itemsize * peers // task.world_size
 
 
 def _collective_record(node: fx.Node) -> SiteRecord:

@@ -20,24 +20,13 @@ import torch
 
 from ditron_inductor.device import AgreedOptions, Workspace, workspaces
 from ditron_inductor.device.replicas import own_chunk, replicas
-from ditron_inductor.lowering.all_gather_contract import chunked as contract_chunked
-from ditron_inductor.lowering.all_gather_contract import tile as contract_tile
-from ditron_inductor.lowering.all_gather_matmul import chunked as gather_chunked
-from ditron_inductor.lowering.all_gather_matmul import tile as gather_tile
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm import library as norm_library
 from ditron_inductor.lowering.epilogues import Finisher, finisher_of_sum
 from ditron_inductor.lowering.launch import Launch
-from ditron_inductor.lowering.matmul_all_gather import chunked as product_chunked
-from ditron_inductor.lowering.matmul_all_gather import tile as product_tile
-from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
-from ditron_inductor.lowering.matmul_all_reduce import tile as reduce_tile
-from ditron_inductor.lowering.matmul_all_reduce_rms_norm import chunked as reduce_norm_chunked
-from ditron_inductor.lowering.matmul_all_reduce_rms_norm import tile as reduce_norm_tile
-from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter_chunked
-from ditron_inductor.lowering.matmul_reduce_scatter import tile as scatter_tile
 from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, form
 from ditron_inductor.lowering.projections import projections
+from ditron_inductor.lowering.strategies import CHUNKED, PLANNED_AS, TILE, Runner
 from ditron_inductor.task import ops, reference
 from ditron_inductor.task.epilogue_torch import NAMES
 from ditron_inductor.task.nodes import (
@@ -45,10 +34,12 @@ from ditron_inductor.task.nodes import (
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    AllToAllMatmul,
     Contraction,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
+    MatmulAllToAll,
     MatmulReduceScatter,
     NormNode,
     Policy,
@@ -56,43 +47,6 @@ from ditron_inductor.task.nodes import (
     WithEpilogue,
 )
 from ditron_inductor.task.plan import PlanRequest, choose
-
-Runner = Callable[..., Any]
-"""A function of (node, launch, its own geometry, the op's tensors)."""
-
-TILE: Mapping[str, tuple[Callable[..., Any], Runner]] = {
-    AllGatherMatmul.kind: (gather_tile.geometry, gather_tile.all_gather_matmul),
-    MatmulReduceScatter.kind: (scatter_tile.geometry, scatter_tile.matmul_reduce_scatter),
-    MatmulAllReduce.kind: (reduce_tile.geometry, reduce_tile.matmul_all_reduce),
-    AllReduceRmsNorm.kind: (norm_kernel.geometry, norm_kernel.all_reduce_rms_norm),
-    MatmulAllReduceRmsNorm.kind: (reduce_norm_tile.geometry, reduce_norm_tile.matmul_all_reduce_rms_norm),
-    MatmulAllGather.kind: (product_tile.geometry, product_tile.matmul_all_gather),
-    AllGatherContract.kind: (contract_tile.geometry, contract_tile.all_gather_contract),
-}
-CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
-    AllGatherMatmul.kind: (gather_chunked.obstacle, gather_chunked.geometry, gather_chunked.all_gather_matmul),
-    MatmulReduceScatter.kind: (
-        scatter_chunked.obstacle,
-        scatter_chunked.geometry,
-        scatter_chunked.matmul_reduce_scatter,
-    ),
-    MatmulAllReduce.kind: (reduce_chunked.obstacle, reduce_chunked.geometry, reduce_chunked.matmul_all_reduce),
-    # Without a product to cut, the same as `tile`.
-    AllReduceRmsNorm.kind: (norm_kernel.no_chunks, norm_kernel.chunked_geometry, norm_kernel.all_reduce_rms_norm),
-    MatmulAllReduceRmsNorm.kind: (
-        reduce_norm_chunked.obstacle,
-        reduce_norm_chunked.geometry,
-        reduce_norm_chunked.matmul_all_reduce_rms_norm,
-    ),
-    MatmulAllGather.kind: (product_chunked.obstacle, product_chunked.geometry, product_chunked.matmul_all_gather),
-    AllGatherContract.kind: (
-        contract_chunked.obstacle,
-        contract_chunked.geometry,
-        contract_chunked.all_gather_contract,
-    ),
-}
-PLANNED_AS: Mapping[str, str] = {MatmulAllReduceRmsNorm.kind: MatmulAllReduce.kind}
-"""Kinds whose strategies are chosen as another's: a norm costs all of them the same."""
 
 calls = PreparedCalls()
 """Those of this process."""
@@ -398,6 +352,52 @@ def _prepare_all_gather_contract(
     )
 
 
+def _prepare_matmul_all_to_all(
+    key: Hashable,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    gather_dim: int,
+    parts: int,
+    world_size: int,
+    group_name: str,
+    site: str,
+    *policy: Any,
+) -> Callable[..., Any]:
+    node = MatmulAllToAll(gather_dim, parts, world_size, group_name, site, Policy(*policy), len(a), bias is not None)
+    library = functools.partial(
+        reference.matmul_all_to_all, gather_dim=gather_dim, parts=parts, world_size=world_size, group_name=group_name
+    )
+    leading, N = a[0].shape[:-1], b[0].shape[1]
+    local = "K", sum(one.shape[0] for one in b)
+    return _prepare(key, node, a[0], library, sizes=(*leading, N), m=math.prod(leading), shared=N, local=local)
+
+
+def _prepare_all_to_all_matmul(
+    key: Hashable,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scatter_dim: int,
+    parts: int,
+    return_received: bool,
+    world_size: int,
+    group_name: str,
+    site: str,
+    *policy: Any,
+) -> Callable[..., Any]:
+    node = AllToAllMatmul(scatter_dim, parts, return_received, world_size, group_name, site, Policy(*policy))
+    library = functools.partial(
+        reference.all_to_all_matmul,
+        scatter_dim=scatter_dim,
+        parts=parts,
+        world_size=world_size,
+        group_name=group_name,
+        return_received=return_received,
+    )
+    m, local = math.prod(x.shape[:-1]) // world_size, ("columns", weight.shape[1])
+    return _prepare(key, node, x, library, sizes=x.shape, m=m, shared=world_size * x.shape[-1], local=local)
+
+
 # The ops themselves. The trailing arguments, `site`, are those of the schemas in task/ops.py, in their order. With the
 # operands' forms they are all that a call depends on, but for this:
 _precision = torch.get_float32_matmul_precision
@@ -467,17 +467,31 @@ def _reduction(kind: str, prepare: Callable[..., Callable[..., Any]]) -> Callabl
     return op
 
 
-def _matmul_all_gather(
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    bias: torch.Tensor | None,
-    token: torch.Tensor | None,
-    *site: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    key, run = lookup(MatmulAllGather.kind, site, (*a, *b), bias)
+def _of_products(kind: str, prepare: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+    """The op of a kind whose operands are a sum of products and a bias, without an epilogue."""
+
+    def op(
+        a: Sequence[torch.Tensor],
+        b: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        token: torch.Tensor | None,
+        *site: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key, run = lookup(kind, site, (*a, *b), bias)
+        if run is None:
+            run = prepare(key, a, b, bias, *site)
+        return run(a, b, bias), ops.new_token(a[0])
+
+    return op
+
+
+def _all_to_all_matmul(
+    x: torch.Tensor, weight: torch.Tensor, token: torch.Tensor | None, *site: Any
+) -> list[torch.Tensor]:
+    key, run = lookup(AllToAllMatmul.kind, site, (x, weight))
     if run is None:
-        run = _prepare_matmul_all_gather(key, a, b, bias, *site)
-    return run(a, b, bias), ops.new_token(a[0])
+        run = _prepare_all_to_all_matmul(key, x, weight, *site)
+    return [*run(x, weight), ops.new_token(x)]
 
 
 def _all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> list[torch.Tensor]:
@@ -526,7 +540,9 @@ def register() -> None:
         MatmulAllReduce.kind: _on_device(_reduction(MatmulAllReduce.kind, _prepare_matmul_all_reduce)),
         AllReduceRmsNorm.kind: _on_device(_all_reduce_rms_norm),
         MatmulAllReduceRmsNorm.kind: _on_device(_matmul_all_reduce_rms_norm),
-        MatmulAllGather.kind: _on_device(_matmul_all_gather),
+        MatmulAllGather.kind: _on_device(_of_products(MatmulAllGather.kind, _prepare_matmul_all_gather)),
+        MatmulAllToAll.kind: _on_device(_of_products(MatmulAllToAll.kind, _prepare_matmul_all_to_all)),
+        AllToAllMatmul.kind: _on_device(_all_to_all_matmul),
         AllGatherContract.kind: _on_device(_all_gather_contract),
         "after": _after,
         "after_": ops.do_nothing,

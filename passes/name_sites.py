@@ -23,9 +23,11 @@ from ditron_inductor.task.nodes import (
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    AllToAllMatmul,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
+    MatmulAllToAll,
     MatmulReduceScatter,
     NormNode,
     TaskNode,
@@ -96,6 +98,10 @@ def _task_facts(task: TaskNode) -> str:
             own = f"{task.gather_dim} {task.num_products} {task.has_bias}"
         case AllGatherContract():
             own = f"{task.gather_dim} {task.gathered_first} {task.num_factors} {task.return_gathered}"
+        case MatmulAllToAll():
+            own = f"{task.gather_dim} {task.parts} {task.num_products} {task.has_bias}"
+        case AllToAllMatmul():
+            own = f"{task.scatter_dim} {task.parts} {task.return_received}"
     return f"{task.kind} {own} {task.world_size}"
 
 

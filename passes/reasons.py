@@ -83,10 +83,16 @@ class ReasonCode(enum.StrEnum):
     """The neighbour is a matmul of quantised numbers, or of what is dequantised in front of it."""
     REDUCE_OP = "reduce_op"
     """The reduction is neither sum nor avg."""
+    ROWS_CONTRACTED = "rows_contracted"
+    """What an all-to-all brings is only the second operand of matmuls, or transposed, as for a weight's gradient."""
+    ROWS_EXCHANGED = "rows_exchanged"
+    """An all-to-all exchanges rows of the matmul, and not columns for rows."""
     SHAPE_UNPROVEN = "shape_unproven"
     """Sizes could not be proved equal, for example with unrelated dynamic dimensions."""
     SUM_OF_MATMULS = "sum_of_matmuls"
     """Several matmuls are added before the reduction, too many of them, or of different shapes."""
+    UNEQUAL_SPLITS = "unequal_splits"
+    """An all-to-all sends or receives more from one rank than from another, or that could not be ruled out."""
     UNEVEN_SHARDS = "uneven_shards"
     """The sharded dimension does not divide by the group size: shards are padded and the padding is cut off."""
     UNSUPPORTED_COLLECTIVE = "unsupported_collective"
@@ -119,6 +125,8 @@ _NOTHING_TO_CHANGE = frozenset(
         ReasonCode.NORM_FORM,
         ReasonCode.NORM_USED,
         ReasonCode.NORM_WIDTH,
+        ReasonCode.ROWS_CONTRACTED,
+        ReasonCode.ROWS_EXCHANGED,
         ReasonCode.WORLD_SIZE_ONE,
     }
 )
@@ -212,12 +220,21 @@ _TEXTS: dict[ReasonCode, str] = {
         "have it fused"
     ),
     ReasonCode.REDUCE_OP: "it reduces with an op other than sum and avg; only these two are fused",
+    ReasonCode.ROWS_CONTRACTED: (
+        "what it brings is the second operand of a matmul, or transposed (a weight's gradient alone); nothing to change"
+    ),
+    ReasonCode.ROWS_EXCHANGED: (
+        "it exchanges rows of the matmul (as tokens for experts), and not columns for rows; nothing to change"
+    ),
     ReasonCode.SHAPE_UNPROVEN: (
         "sizes that have to be equal could not be proved so; mark the dimensions static, or relate them by torch._check"
     ),
     ReasonCode.SUM_OF_MATMULS: (
         "it reduces a sum of more than eight matmuls, or of matmuls that differ in shape; concatenate their operands "
         "along the contracted dimension"
+    ),
+    ReasonCode.UNEQUAL_SPLITS: (
+        "its splits are not proved to be equal; send as much to every rank, and leave the split sizes out"
     ),
     ReasonCode.UNEVEN_SHARDS: (
         "a part is cut off or padded, as where the sharded dimension does not divide by the number of ranks; pad that "

@@ -21,6 +21,9 @@ partial results like a scatter, and its results like a gather: two rounds of pas
 `matmul_all_gather` is copied out of the slots (W - 1 passes; `chunked` copies all W parts), and `library` copies what
 it gathered into columns (W passes and a launch). It receives whole products, and as fast as an all-reduce does.
 
+An all-to-all is as fast as a reduce-scatter; `library` copies what it moves once, so that it lies together, and so does
+our kernel behind a product (`matmul_all_to_all`), out of its slot.
+
 A norm behind an all-reduce without a product (n columns, k = 1) has, in place of the matmul, a launch and passes over
 what it reads and writes; in our kernel, `tile`, no launch more and one round of signals or two, whichever is faster.
 
@@ -35,11 +38,14 @@ import math
 from dataclasses import dataclass
 
 from ditron_inductor.task.nodes import (
+    ULYSSES_KINDS,
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    AllToAllMatmul,
     MatmulAllGather,
     MatmulAllReduce,
+    MatmulAllToAll,
     MatmulReduceScatter,
 )
 
@@ -66,6 +72,8 @@ HOST_US = {
     MatmulAllGather.kind: {"library": 80.0, "chunked": 210.0, "tile": 42.0},
     # In the measure of the others, on a slower host: by `chunked` it has twice their products.
     AllGatherContract.kind: {"library": 80.0, "chunked": 480.0, "tile": 42.0},
+    MatmulAllToAll.kind: {"library": 90.0, "chunked": 210.0, "tile": 42.0},
+    AllToAllMatmul.kind: {"library": 90.0, "chunked": 210.0, "tile": 42.0},
 }
 """What a call takes the host, by `python -m benchmarks.host`: in eager mode none takes less."""
 EPILOGUE_HOST_US = 12.0
@@ -257,8 +265,10 @@ def received_bytes(problem: Problem) -> float:
     if problem.kind == MatmulAllGather.kind:
         return problem.m * problem.n * problem.itemsize * peers
     scattered = problem.m * problem.n * problem.itemsize * peers / problem.world_size
-    if problem.kind == MatmulReduceScatter.kind:
+    if problem.kind in (MatmulReduceScatter.kind, MatmulAllToAll.kind):
         return scattered
+    if problem.kind == AllToAllMatmul.kind:
+        return problem.m * problem.k * problem.itemsize * peers / problem.world_size
     assert problem.kind in (MatmulAllReduce.kind, AllReduceRmsNorm.kind), f"not a kind: {problem.kind}"
     return 2 * scattered
 
@@ -298,6 +308,8 @@ def _library_us(problem: Problem, on: Hardware) -> float:
     columns = 0.0
     if problem.kind == MatmulAllGather.kind:
         columns = on.launch_us + _passes_us(problem, on, problem.world_size)
+    if problem.kind in ULYSSES_KINDS:
+        columns = on.launch_us + _moved_us(problem, on)
     return product_us(problem, on) + collective_us(problem, on) + columns
 
 
@@ -339,10 +351,18 @@ def _chunks(problem: Problem) -> int:
 
 def _partials_us(problem: Problem, on: Hardware) -> float:
     """Partial results are written and read again, and so are the results of an all-reduce, and gathered products."""
-    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind):
+    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind, AllToAllMatmul.kind):
         return 0.0
+    if problem.kind == MatmulAllToAll.kind:
+        return _moved_us(problem, on)
     gathered = problem.kind == MatmulAllGather.kind
     return _passes_us(problem, on, problem.world_size - 1 if gathered else _rounds(problem))
+
+
+def _moved_us(problem: Problem, on: Hardware) -> float:
+    """What an all-to-all moves is read and written once, to lie together for each rank, or to be put in its place."""
+    width = problem.n if problem.kind == MatmulAllToAll.kind else problem.k
+    return 2.0 * problem.m * width * problem.itemsize / on.memory_bytes_per_s * MICRO
 
 
 def _passes_us(problem: Problem, on: Hardware, passes: int) -> float:
@@ -362,6 +382,8 @@ def _link_rate(problem: Problem, on: Hardware) -> float:
         AllReduceRmsNorm.kind: on.all_reduce_bytes_per_s,
         MatmulAllGather.kind: on.all_reduce_bytes_per_s,
         AllGatherContract.kind: on.gather_bytes_per_s,
+        MatmulAllToAll.kind: on.scatter_bytes_per_s,
+        AllToAllMatmul.kind: on.scatter_bytes_per_s,
     }
     return rates[problem.kind] * _pair_gain(problem, on)
 

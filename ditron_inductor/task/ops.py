@@ -31,6 +31,13 @@
     gathered tensor's last dimension if gather_dim is that, else all of its dimensions but the last, flattened. out_i
     [C, N_i], or [N_i, C], contiguous, C the gathered tensor's other dimensions. gathered [.., W*S, ..], contiguous,
     present if and only if return_gathered.
+`matmul_all_to_all(a, b, bias, token, gather_dim, parts, ...) -> (out, token)`
+    a_i [.., S, .., K_i] with S at gather_dim (never the last dimension), alike but for K_i; b_i [K_i, N] with N a
+    multiple of parts * W; bias [N] or None; out [.., W*S, .., N / W] contiguous. See task/ulysses.py.
+`all_to_all_matmul(x, weight, token, scatter_dim, parts, return_received, ...) -> [out, (received,) token]`
+    x [.., W*S, .., C] with W*S at scatter_dim (never the last dimension), C a multiple of parts; weight [W*C, N]; out
+    [rows, N] contiguous, rows = received's dimensions but the last, flattened. received [.., S, .., W*C], contiguous,
+    present if and only if return_received. See task/ulysses.py.
 `after(x, token) -> x`
     an alias of x that is ordered after token: puts a collective that was not fused into the order of its group.
 `after_(x, token)`
@@ -62,11 +69,13 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from ditron_inductor.task import ulysses
 from ditron_inductor.task.epilogue import parse, products
 from ditron_inductor.task.epilogue_torch import out_dtypes
 from ditron_inductor.task.nodes import (
     EXTRAS,
     NORM_KINDS,
+    ULYSSES_KINDS,
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
@@ -105,6 +114,7 @@ SCHEMAS: dict[str, str] = {
         "(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool gathered_first, bool return_gathered, "
         f"{_SITE}) -> Tensor[]"
     ),
+    **ulysses.schemas(_SITE),
     "after": "(Tensor(a) x, Tensor token) -> Tensor(a)",
     "after_": "(Tensor(a!) x, Tensor token) -> ()",
     "token_of": "(Tensor x) -> Tensor",
@@ -129,6 +139,7 @@ def define() -> Library:
         MatmulAllReduceRmsNorm.kind: _fake_matmul_all_reduce_rms_norm,
         MatmulAllGather.kind: _fake_matmul_all_gather,
         AllGatherContract.kind: _fake_all_gather_contract,
+        **ulysses.fakes(new_token),
         "after": _fake_after,
         "after_": do_nothing,
         "token_of": new_token,
@@ -241,6 +252,9 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
             num_extras=num_extras,
             epilogue=epilogue,
         )
+    if kind in ULYSSES_KINDS:
+        node: TaskNode = ulysses.node_of(kind, value, world_size, group_name, site, policy)
+        return node
     if kind == AllGatherContract.kind:
         return AllGatherContract(
             gather_dim=as_int("gather_dim"),

@@ -22,10 +22,12 @@ from ditron_inductor.task.nodes import (
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    AllToAllMatmul,
     Contraction,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
+    MatmulAllToAll,
     MatmulReduceScatter,
     NormNode,
     TaskNode,
@@ -66,8 +68,7 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _verify_extras(call, task, x, x.shape[-1])
         return
     left, right = call.args[0], call.args[1]
-    assert isinstance(right, (list, tuple))
-    weights = [_value(call, weight) for weight in right]
+    weights = [_value(call, weight) for weight in (right if isinstance(right, (list, tuple)) else [right])]
     rows = [_value(call, one) for one in (left if isinstance(left, (list, tuple)) else [left])]
     first = rows[0]
     _require(first.ndim >= 2, call, f"has a first operand with {first.ndim} dimensions, not 2 or more")
@@ -83,6 +84,9 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         for value in weights:
             fits = _possible(value.shape[0 if task.gathered_first else 1] == depth)
             _require(fits, call, "multiplies shapes that do not fit")
+        return
+    if isinstance(task, AllToAllMatmul):
+        _verify_scattered(call, task, first, weights[0])
         return
     if isinstance(task, AllGatherMatmul):
         rows *= len(weights)
@@ -104,9 +108,23 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _verify_extras(call, task, first, weights[0].shape[1])
     elif isinstance(task, MatmulAllGather):
         _require(task.gather_dim < first.ndim, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
+    elif isinstance(task, MatmulAllToAll):
+        _require(task.gather_dim < first.ndim - 1, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
+        whole: Any = weights[0].shape[1] % (task.parts * task.world_size) == 0
+        _require(_possible(whole), call, "scatters columns that do not divide by the number of ranks")
     else:
         assert isinstance(task, MatmulAllReduce)
         _verify_epilogue(call, task, first, math.prod(first.shape[:-1]), [weights[0].shape[1]])
+
+
+def _verify_scattered(call: fx.Node, task: AllToAllMatmul, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """The sizes of an all-to-all in front of a matmul."""
+    _require(task.scatter_dim < x.ndim - 1, call, f"scatters dimension {task.scatter_dim} of {x.ndim}")
+    divides: Any = x.shape[task.scatter_dim] % task.world_size == 0
+    _require(_possible(divides), call, "scatters a dimension that does not divide by the number of ranks")
+    _require(_possible(x.shape[-1] % task.parts == 0), call, f"has columns that do not divide into {task.parts} parts")
+    fits: Any = weight.shape[0] == x.shape[-1] * task.world_size
+    _require(_possible(fits), call, "multiplies shapes that do not fit")
 
 
 def _verify_sum(call: fx.Node, rows: list[torch.Tensor], weights: list[torch.Tensor], bias: object) -> None:
@@ -169,6 +187,8 @@ def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
         count = task.num_outputs + int(gathered) + 1
     if isinstance(task, AllGatherContract):
         count = task.num_factors + int(task.return_gathered) + 1
+    if isinstance(task, AllToAllMatmul):
+        count += int(task.return_received)
     values = call.meta.get("val")
     _require(isinstance(values, (list, tuple)) and len(values) == count, call, f"does not return {count} tensors")
     for user in call.users:

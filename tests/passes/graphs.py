@@ -26,8 +26,10 @@ from torch.utils._pytree import tree_map
 from ditron_inductor.options import Options
 from ditron_inductor.passes.all_gather_contract import all_gather_contract
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
+from ditron_inductor.passes.all_to_all_matmul import all_to_all_matmul
 from ditron_inductor.passes.matmul_all_gather import matmul_all_gather
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
+from ditron_inductor.passes.matmul_all_to_all import matmul_all_to_all
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
 from ditron_inductor.passes.merge_reductions import merge_reductions
 from ditron_inductor.passes.move_across import move_across
@@ -53,7 +55,15 @@ PREPARATIONS = (
     sequence_parallel,
     try_forms,
 )
-FUSIONS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, matmul_all_gather, all_gather_contract)
+FUSIONS = (
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    matmul_all_reduce,
+    matmul_all_gather,
+    all_gather_contract,
+    matmul_all_to_all,
+    all_to_all_matmul,
+)
 c10d: Any = torch.ops._c10d_functional
 
 
@@ -86,6 +96,13 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
     out: torch.Tensor = c10d.wait_tensor(c10d.all_reduce(x, op, group_name()))
+    return out
+
+
+def all_to_all(x: torch.Tensor) -> torch.Tensor:
+    """Chunk i of dimension 0 goes to rank i, one functional collective with equal splits and its wait."""
+    splits = [x.shape[0] // WORLD_SIZE] * WORLD_SIZE
+    out: torch.Tensor = c10d.wait_tensor(c10d.all_to_all_single(x, splits, splits, group_name()))
     return out
 
 
@@ -307,6 +324,35 @@ def _run_matmul_all_gather(args: list[Any]) -> list[Any]:
     return [(gathered, torch.empty(1)) for _ in args]
 
 
+def _run_all_to_all(args: list[Any]) -> list[Any]:
+    """Of any splits: a rank's chunks of what each rank sends."""
+    sent = [arg[0].split(list(arg[2])) for arg in args]
+    return [torch.cat([chunks[rank] for chunks in sent]) for rank in range(len(args))]
+
+
+def _run_shard_dim(args: list[Any]) -> list[Any]:
+    _, gathered, sharded, _ = args[0]
+    sent = [arg[0].chunk(len(args), sharded) for arg in args]
+    return [torch.cat([chunks[rank] for chunks in sent], gathered) for rank in range(len(args))]
+
+
+def _run_matmul_all_to_all(args: list[Any]) -> list[Any]:
+    dim, parts = args[0][4:6]
+    runs = [sum_of_products(*arg[:3]).unflatten(-1, (parts, len(args), -1)) for arg in args]
+    return [(torch.cat([one[..., rank, :].flatten(-2) for one in runs], dim), torch.empty(1)) for rank in range(len(args))]
+
+
+def _run_all_to_all_matmul(args: list[Any]) -> list[Any]:
+    _, _, _, dim, parts, return_received, *_ = args[0]
+    sent = [arg[0].unflatten(-1, (parts, -1)).chunk(len(args), dim) for arg in args]
+    results = []
+    for rank, arg in enumerate(args):
+        received = torch.stack([chunks[rank] for chunks in sent], -2).flatten(-3)
+        out = received.flatten(0, -2) @ arg[1]
+        results.append([out, *([received] if return_received else []), torch.empty(1)])
+    return results
+
+
 _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "_c10d_functional.all_gather_into_tensor": lambda args: [torch.cat([arg[0] for arg in args])] * len(args),
     "_c10d_functional.reduce_scatter_tensor": lambda args: list(
@@ -314,6 +360,10 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     ),
     "_c10d_functional.all_reduce": lambda args: [_reduce([arg[0] for arg in args], args[0][1])] * len(args),
     "_c10d_functional.all_reduce_": lambda args: [_reduce([one[0] for one in args], args[0][1]) for _ in args],
+    "_c10d_functional.all_to_all_single": _run_all_to_all,
+    "_dtensor.shard_dim_alltoall": _run_shard_dim,
+    "ditron.matmul_all_to_all": _run_matmul_all_to_all,
+    "ditron.all_to_all_matmul": _run_all_to_all_matmul,
     "_c10d_functional.wait_tensor": lambda args: [arg[0] for arg in args],
     "_c10d_functional.all_reduce_coalesced": lambda args: _members("all_reduce", args),
     "_c10d_functional.all_reduce_coalesced_": lambda args: _members("all_reduce_", args),
