@@ -144,7 +144,8 @@ def contestants(session: Session, cell: Cell, device: Any, group_name: str, shar
         return session.world_size, group_name, f"benchmark/0:{name}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
 
     def ours(strategy: str) -> Any:
-        args = (*extras, None, "sum", *ops.norm_args(norm), *ops.norm_args(None), "", *site(f"{cell.op}:{strategy}", strategy))
+        norms = *ops.norm_args(norm), *ops.norm_args(None), ""
+        args = (*extras, None, "sum", *norms, *site(f"{cell.op}:{strategy}", strategy))
         op = ops.overload(cell.op)
         if cell.K:
             return lambda i: op([left[i % copies]], [right[i % copies]], None, *args)[:2]
