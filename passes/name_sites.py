@@ -22,6 +22,7 @@ from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.task.nodes import (
     AllGatherMatmul,
     AllReduceRmsNorm,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
@@ -92,6 +93,8 @@ def _task_facts(task: TaskNode) -> str:
             own = f"{task.reduce_op} {products} {task.norm.text()} {'+'.join(task.extras)}"
         case MatmulAllGather():
             own = f"{task.gather_dim} {task.num_products} {task.has_bias}"
+        case FlashDecode():
+            own = f"{task.scale} {task.softcap} {task.paged}"
     return f"{task.kind} {own} {task.world_size}"
 
 

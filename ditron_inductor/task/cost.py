@@ -23,6 +23,9 @@ it gathered into columns (W passes and a launch). It receives whole products, an
 A norm behind an all-reduce without a product (n columns, k = 1) has, in place of the matmul, a launch and passes over
 what it reads and writes; in our kernel, `tile`, no launch more and one round of signals or two, whichever is faster.
 
+`flash_decode` (m query heads of n elements, k = 1) has no matmul here: what is compared is what follows the attention,
+launches, a round of signals or a collective, and the parts that each rank receives.
+
 The numbers of the H200 are fitted to benchmarks/results/gemm_collectives.csv (bf16, no NVLink multicast) by
 `python -m benchmarks.plan`; `python -m ditron_inductor tune --model-error` shows the model's error.
 The model decides only where no table of measured times does, and the plan asks for a clear win (`GAIN`) then.
@@ -36,6 +39,7 @@ from dataclasses import dataclass
 from ditron_inductor.task.nodes import (
     AllGatherMatmul,
     AllReduceRmsNorm,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulReduceScatter,
@@ -60,6 +64,7 @@ HOST_US = {
     MatmulReduceScatter.kind: {"library": 75.0, "chunked": 210.0, "tile": 36.0},
     MatmulAllReduce.kind: {"library": 70.0, "chunked": 500.0, "tile": 36.0},
     AllReduceRmsNorm.kind: {"library": 60.0, "chunked": 36.0, "tile": 36.0},
+    FlashDecode.kind: {"library": 80.0, "chunked": 36.0, "tile": 36.0},
     # Those of the kinds with as many launches.
     MatmulAllGather.kind: {"library": 80.0, "chunked": 210.0, "tile": 42.0},
 }
@@ -201,6 +206,9 @@ def predict(problem: Problem, on: Hardware) -> dict[str, float]:
     if problem.kind == AllReduceRmsNorm.kind:
         ours = _norm_tile_us(problem, on)
         device = {"library": _norm_library_us(problem, on), "chunked": ours, "tile": ours}
+    elif problem.kind == FlashDecode.kind:
+        ours = _decode_tile_us(problem, on)
+        device = {"library": _decode_library_us(problem, on), "chunked": ours, "tile": ours}
     else:
         device = _matmul_kinds_us(problem, on)
     if problem.captured:
@@ -243,11 +251,28 @@ def received_bytes(problem: Problem) -> float:
         return problem.m * problem.k * problem.itemsize * peers / problem.world_size
     if problem.kind == MatmulAllGather.kind:
         return problem.m * problem.n * problem.itemsize * peers
+    if problem.kind == FlashDecode.kind:
+        return problem.m * (problem.n + 1) * PART_BYTES * peers
     scattered = problem.m * problem.n * problem.itemsize * peers / problem.world_size
     if problem.kind == MatmulReduceScatter.kind:
         return scattered
     assert problem.kind in (MatmulAllReduce.kind, AllReduceRmsNorm.kind), f"not a kind: {problem.kind}"
     return 2 * scattered
+
+
+PART_BYTES = 4
+"""Of an element of a rank's part of an attention: fp32."""
+
+
+def _decode_library_us(problem: Problem, on: Hardware) -> float:
+    """Two kernels and a collective. Attention itself, the same for all strategies, is left out: nobody here knows how
+    long the sequences are.
+    """
+    return 2 * on.launch_us + collective_us(problem, on)
+
+
+def _decode_tile_us(problem: Problem, on: Hardware) -> float:
+    return on.launch_us + on.signal_us + received_bytes(problem) / _link_rate(problem, on) * MICRO
 
 
 NORM_PASSES = 4
@@ -344,6 +369,7 @@ def _link_rate(problem: Problem, on: Hardware) -> float:
         MatmulAllReduce.kind: on.all_reduce_bytes_per_s,
         AllReduceRmsNorm.kind: on.all_reduce_bytes_per_s,
         MatmulAllGather.kind: on.all_reduce_bytes_per_s,
+        FlashDecode.kind: on.gather_bytes_per_s,
     }
     return rates[problem.kind] * _pair_gain(problem, on)
 

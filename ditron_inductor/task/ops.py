@@ -22,6 +22,8 @@
 `matmul_all_gather(a, b, bias, token, ...) -> (out, token)`
     a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N] or None; out is the sum [.., N] with gather_dim W times as
     long, contiguous.
+`flash_decode(q, k, v, lengths, block_table, token, scale, softcap, ...) -> (out, token)`
+    see task/flash_decode.py.
 `after(x, token) -> x`
     an alias of x that is ordered after token: puts a collective that was not fused into the order of its group.
 `after_(x, token)`
@@ -55,11 +57,13 @@ from torch.library import Library
 
 from ditron_inductor.task.epilogue import parse, products
 from ditron_inductor.task.epilogue_torch import out_dtypes
+from ditron_inductor.task.flash_decode import ARGUMENTS as FLASH_DECODE_ARGUMENTS
 from ditron_inductor.task.nodes import (
     EXTRAS,
     NORM_KINDS,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
@@ -90,6 +94,7 @@ SCHEMAS: dict[str, str] = {
         f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}) -> (Tensor, Tensor, Tensor)"
     ),
     MatmulAllGather.kind: f"({_PRODUCTS}, int gather_dim, {_SITE}) -> (Tensor, Tensor)",
+    FlashDecode.kind: f"({FLASH_DECODE_ARGUMENTS}, {_SITE}) -> (Tensor, Tensor)",
     "after": "(Tensor(a) x, Tensor token) -> Tensor(a)",
     "after_": "(Tensor(a!) x, Tensor token) -> ()",
     "token_of": "(Tensor x) -> Tensor",
@@ -113,6 +118,7 @@ def define() -> Library:
         AllReduceRmsNorm.kind: _fake_all_reduce_rms_norm,
         MatmulAllReduceRmsNorm.kind: _fake_matmul_all_reduce_rms_norm,
         MatmulAllGather.kind: _fake_matmul_all_gather,
+        FlashDecode.kind: _fake_flash_decode,
         "after": _fake_after,
         "after_": do_nothing,
         "token_of": new_token,
@@ -206,6 +212,11 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
             num_extras=len(as_list("extras")) if value["extras"] is not None else 0,
             epilogue=str(value["epilogue"]),
         )
+    if kind == FlashDecode.kind:
+        scale, softcap = value["scale"], value["softcap"]
+        assert isinstance(scale, (int, float)) and isinstance(softcap, (int, float)), f"{kind}: {scale!r}, {softcap!r}"
+        paged = value["block_table"] is not None
+        return FlashDecode(float(scale), float(softcap), world_size, group_name, site, policy, paged)
     norm, extras = Norm(), tuple[str, ...]()
     if kind in NORM_KINDS:
         eps = value["eps"]
@@ -328,6 +339,10 @@ def _fake_matmul_all_reduce_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = _sum_shape(a, b)
     return a[0].new_empty(shape), a[0].new_empty(shape), new_token(a[0])
+
+
+def _fake_flash_decode(q: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), new_token(q)
 
 
 def _fake_projections(
