@@ -93,9 +93,8 @@ def flash_decode(
 def _named(group: dist.ProcessGroup | str | None) -> tuple[str, int]:
     """(the name of a group, its size)."""
     if isinstance(group, str):
-        found = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-        return group, found.size()
-    found = group or dist.group.WORLD
+        return group, dist.distributed_c10d._resolve_process_group(group).size()  # type: ignore[arg-type]
+    found: dist.ProcessGroup | None = dist.group.WORLD if group is None else group
     if found is None:
         raise ValueError(f"{task.OP}: no group is given, and torch.distributed is not initialised")
     return str(found.group_name), found.size()

@@ -16,14 +16,17 @@ from ditron_inductor.passes.order_collectives import GROUP_ARGUMENT, is_task, la
 from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.passes.reasons import LEFT_ALONE
 from ditron_inductor.sites import GraphRecord, SiteRecord
+from ditron_inductor.task.cost import part_bytes
 from ditron_inductor.task.nodes import (
     AllGatherMatmul,
     AllReduceRmsNorm,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
+    MatmulNode,
     MatmulReduceScatter,
-    TaskNode,
+    NormNode,
 )
 from ditron_inductor.task.ops import node_from_call
 
@@ -47,6 +50,8 @@ def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> Gra
 
 def _task_record(node: fx.Node) -> SiteRecord:
     task = node_from_call(node.target, node.args)
+    if isinstance(task, FlashDecode):
+        return _decode_record(node, task)
     gathers = isinstance(task, AllGatherMatmul)
     left, right = node.args[0], [] if isinstance(task, AllReduceRmsNorm) else node.args[1]
     assert isinstance(right, (list, tuple))
@@ -89,7 +94,33 @@ def _task_record(node: fx.Node) -> SiteRecord:
     )
 
 
-def _dim(task: TaskNode) -> int:
+def _decode_record(node: fx.Node, task: FlashDecode) -> SiteRecord:
+    """m: query heads of all sequences, of n elements each. There is no product to be timed: no rows, no columns."""
+    q, k, v = (_value(one) for one in node.args[:3])
+    m, n = _hint(q.shape[0] * q.shape[1]), _hint(q.shape[2])
+    return SiteRecord(
+        site=task.site,
+        kind=task.kind,
+        fused=True,
+        pattern=f"{'paged ' * task.paged}decode attention -> all_gather of parts -> merge",
+        group_name=task.group_name,
+        world_size=task.world_size,
+        dtype=str(q.dtype).removeprefix("torch."),
+        device_type=q.device.type,
+        shapes=tuple(shape_text(value.shape) for value in (q, k, v)),
+        m=m,
+        n=n,
+        k=1,
+        itemsize=q.dtype.itemsize,
+        bytes_moved=None if m is None or n is None else part_bytes(m, n) * (task.world_size - 1),
+        strategy=task.policy.strategy,
+        node=node.name,
+        text=task.text(),
+        line=describe(node).line,
+    )
+
+
+def _dim(task: MatmulNode | NormNode) -> int:
     match task:
         case AllGatherMatmul() | MatmulAllGather():
             return task.gather_dim
@@ -98,7 +129,7 @@ def _dim(task: TaskNode) -> int:
     return 0
 
 
-def _pattern(task: TaskNode) -> str:
+def _pattern(task: MatmulNode | NormNode) -> str:
     match task:
         case AllGatherMatmul():
             matmuls = "matmul" if task.num_weights == 1 else f"{task.num_weights} matmuls"
@@ -125,7 +156,7 @@ def _extras(task: AllReduceRmsNorm | MatmulAllReduceRmsNorm) -> str:
     return "".join(f" + {name}" for name in ("bias", "residual") if name in task.extras)
 
 
-def _task_bytes(task: TaskNode, m: int | None, n: int | None, k: int | None, itemsize: int) -> int | None:
+def _task_bytes(task: MatmulNode | NormNode, m: int | None, n: int | None, k: int | None, itemsize: int) -> int | None:
     if m is None or n is None or k is None:
         return None
     peers = task.world_size - 1

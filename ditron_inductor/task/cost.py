@@ -252,7 +252,7 @@ def received_bytes(problem: Problem) -> float:
     if problem.kind == MatmulAllGather.kind:
         return problem.m * problem.n * problem.itemsize * peers
     if problem.kind == FlashDecode.kind:
-        return problem.m * (problem.n + 1) * PART_BYTES * peers
+        return part_bytes(problem.m, problem.n) * peers
     scattered = problem.m * problem.n * problem.itemsize * peers / problem.world_size
     if problem.kind == MatmulReduceScatter.kind:
         return scattered
@@ -260,8 +260,9 @@ def received_bytes(problem: Problem) -> float:
     return 2 * scattered
 
 
-PART_BYTES = 4
-"""Of an element of a rank's part of an attention: fp32."""
+def part_bytes(heads: int, head_dim: int) -> int:
+    """Of a rank's part of an attention: output and log-sum-exp, fp32."""
+    return 4 * heads * (head_dim + 1)
 
 
 def _decode_library_us(problem: Problem, on: Hardware) -> float:

@@ -198,7 +198,7 @@ def merge_ranks(
         base = parts + source * area.to(tl.int64)
         lses = lses + (tl.load(base + lse_at, mask=there & (whole != 0), other=missing),)  # type: ignore[assignment]
         os = os + (tl.load(base + at, mask=inside & (whole != 0), other=missing),)  # type: ignore[assignment]
-    most = lses[0]
+    most = lses[0]  # type: ignore[misc]
     for source in tl.static_range(1, WORLD):
         most = tl.maximum(most, lses[source])
     known = tl.where(most == float("-inf"), 0.0, most)

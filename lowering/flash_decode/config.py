@@ -53,12 +53,12 @@ INTERPRETED_SPLITS = 12
 """What the splits of the interpreter are cut for."""
 
 BY_HEAD_DIM = {
-    most: Config(block_n=block_n, num_warps=4, num_stages=3).validate()
+    most: Config(block_n=block_n, num_warps=4, num_stages=4).validate()
     for most, block_n in ((64, 128), (128, 64), (256, 32))
 }
-"""By most elements of a head: two programs of an SM have 128 KB of keys and values under way together."""
+"""By most elements of a head: two programs of an SM have 192 KB of keys and values in shared memory together."""
 WIDE = {
-    most: Config(block_n=block_n, num_warps=4, num_stages=2).validate()
+    most: Config(block_n=block_n, num_warps=4, num_stages=3).validate()
     for most, block_n in ((64, 64), (128, 32), (256, 16))
 }
 """The same for fp32."""
@@ -67,12 +67,14 @@ CONFIGS = (*BY_HEAD_DIM.values(), *WIDE.values(), INTERPRETER)
 """Every one that a kernel is launched with, all of them compiled by the tests."""
 
 
-def select_config(*, head_dim: int, dtype: torch.dtype, interpreted: bool) -> Config:
-    """The blocks for heads of `head_dim` elements; equal on all ranks, as it depends on nothing else."""
+def select_config(*, head_dim: int, dtype: torch.dtype, paged: bool, interpreted: bool) -> Config:
+    """The blocks for heads of `head_dim` elements."""
     if interpreted:
         return INTERPRETER
     known = WIDE if dtype == torch.float32 else BY_HEAD_DIM
-    return known[min(most for most in known if most >= head_dim)]
+    config = known[min(most for most in known if most >= head_dim)]
+    # Loads by a block table wait for it: with so many stages as many blocks are under way.
+    return replace(config, num_stages=2 * config.num_stages - 1) if paged else config
 
 
 @dataclass(frozen=True)

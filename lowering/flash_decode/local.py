@@ -104,7 +104,9 @@ class Shape:
         return self.batch * self.query_heads
 
     def config(self, interpreted: bool) -> Config:
-        return select_config(head_dim=self.head_dim, dtype=self.dtype, interpreted=interpreted)
+        return select_config(
+            head_dim=self.head_dim, dtype=self.dtype, paged=self.page > 0, interpreted=interpreted
+        )
 
     def splits(self, config: Config, interpreted: bool) -> int:
         """Of every head."""
@@ -210,7 +212,7 @@ class LocalAttention:
     """The kernels without an exchange, for operands of one form on one device."""
 
     shape: Shape
-    arch: str
+    config: Config
     interpreted: bool
     attention: Launcher
     merge: Launcher
@@ -223,15 +225,14 @@ class LocalAttention:
     def part(self, given: Operands, counters: torch.Tensor | None = None) -> torch.Tensor:
         """The local tokens' part, fp32 [area]. counters: int32 zeros, one for each head, which are zeros afterwards."""
         q, shape = given.q, self.shape
-        config = shape.config(self.interpreted).for_arch(self.arch)
-        splits = shape.splits(config, self.interpreted)
+        splits = shape.splits(self.config, self.interpreted)
         part = torch.empty(self.area, dtype=torch.float32, device=q.device)
         if counters is None:
             counters = torch.zeros(shape.heads.heads, dtype=torch.int32, device=q.device)
         partials = shape.new_partials(q, splits)
 
         def arguments() -> Arguments:
-            values = shape.constants(config, splits, self.interpreted)
+            values = shape.constants(self.config, splits, self.interpreted)
             return Arguments(programs=shape.heads.heads * splits, values=values)
 
         tensors = {**given.tensors(), "part": part, "partials": partials, "counters": counters}
@@ -259,8 +260,10 @@ class LocalAttention:
         return out
 
 
-def make_local(shape: Shape, device: torch.device, arch: str) -> LocalAttention:
-    """For a shape without a problem, on a device of `arch`."""
+def make_local(shape: Shape, device: torch.device, arch: str, config: Config | None = None) -> LocalAttention:
+    """For a shape without a problem, on a device of `arch`. config: in place of the one that is chosen by default."""
+    interpreted = device.type == "cpu"
+    config = (config or shape.config(interpreted)).for_arch(arch)
     attention = local_launcher(local_attention_kernel, device)
     merge = local_launcher(merge_ranks_kernel, device)
-    return LocalAttention(shape, arch, device.type == "cpu", attention, merge)
+    return LocalAttention(shape, config, interpreted, attention, merge)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 import triton
 from triton.compiler import ASTSource
 
-from ditron_inductor.lowering.flash_decode.config import BY_HEAD_DIM, CONFIGS, WIDE, Config, deal, merged_splits
+from ditron_inductor.lowering.flash_decode.config import CONFIGS, Config, deal, merged_splits, select_config
 from ditron_inductor.lowering.flash_decode.local import local_attention_kernel, merge_ranks_kernel
 from ditron_inductor.lowering.flash_decode.tile import flash_decode_kernel
 from tests.lowering.assembly import Listing, dialect_of, resources
@@ -41,7 +42,9 @@ class Case:
 
     @property
     def config(self) -> Config:
-        return (WIDE if self.dtype == "fp32" else BY_HEAD_DIM)[self.head_dim].for_arch(self.target)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype]
+        config = select_config(head_dim=self.head_dim, dtype=dtype, paged=self.page > 0, interpreted=False)
+        return config.for_arch(self.target)
 
 
 CASES = (
