@@ -30,6 +30,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.all_reduce_rms_norm import all_reduce_rms_norm
+from ditron_inductor.passes.flash_decode import flash_decode
 from ditron_inductor.passes.matmul_all_gather import matmul_all_gather
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
@@ -76,6 +77,7 @@ PASSES: tuple[Pass, ...] = (
     matmul_all_reduce,
     all_reduce_rms_norm,
     matmul_all_gather,
+    flash_decode,
     review_left_alone,
     require_fusions,
     projections,

@@ -1,4 +1,4 @@
-"""flash_decode: near fp64, the same bytes on every rank; lengths that change, ranks that are late, launches that fail."""
+"""flash_decode: near fp64, the same bytes on every rank; other lengths, late ranks, launches that fail."""
 
 from __future__ import annotations
 
