@@ -15,7 +15,10 @@ over the axis of x give: Z = sum exp(c x) and N = sum exp(c x) v. The rules are 
     max of log a over the axis                    m, a new symbol: whatever it is, it has to cancel
     sum of exp(c x + rest) over the axis          exp(rest) * Z, where rest does not depend on the axis
     sum of exp(c x + rest) * v over the axis      exp(rest) * N
-    any op on the elements of values like m       a new symbol again
+    any op on the elements of values like m       a new symbol m again
+    any other op on the elements                  j, which depends on the axis and stands in the way of a sum
+    whether j holds for any index, or for all     a new symbol m
+    where(m, a, b), equal but for such symbols    the same, with a new symbol m
 
 A softmax-weighted sum is what comes out as N / Z, whatever the way. Casts between floating-point types count as
 nothing: they round. The axes of a tensor are followed too, through views, as lists of *atoms*, see `Atoms`: two values
@@ -37,10 +40,13 @@ from ditron_inductor.passes import proofs
 aten = torch.ops.aten
 
 Symbol = tuple[Any, ...]
-"""("x", origin), ("v", origin), ("m", node), ("Z", c, origin of x), ("N", c, origin of x, origin of v)."""
+"""("x", origin), ("v", origin), ("m", node), ("j", origin of x, node), ("Z", c, origin of x), ("N", c, origin of x,
+origin of v).
+"""
 Axes = tuple[tuple[int, ...], ...]
 """Of every dimension the atoms that it runs over, the slowest first; none where its size is 1."""
 
+TESTS = (aten.any.dim, aten.any.dims, aten.all.dim, aten.all.dims)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -179,6 +185,8 @@ class Algebra:
         v = [symbol for symbol in value.power if symbol[0] == "v"]
         if value.is_log or len(x) != 1 or len(v) > 1 or any(value.power[symbol] != 1.0 for symbol in v):
             raise Unknown(node)
+        if any(symbol[0] == "j" for symbol in value.power):
+            raise Unknown(node)
         count = value.power[x[0]]
         summed: Symbol = ("N", count, x[0][1], v[0][1]) if v else ("Z", count, x[0][1])
         rest = {symbol: times for symbol, times in value.power.items() if symbol not in (*x, *v)}
@@ -188,7 +196,7 @@ class Algebra:
         """The axes that are left when `dims` are reduced, which have to be those of x, and nothing else."""
         axes = self.atoms.of(value.axes)
         dims = [dim % len(axes) for dim in dims]
-        x = next((symbol for symbol in value.power if symbol[0] == "x"), None)
+        x = next((symbol for symbol in value.power if symbol[0] in ("x", "j")), None)
         reduced = sum((axes[dim] for dim in sorted(dims)), ())
         if x is None or reduced != self.atoms.flat((x[1].atom,)):
             raise Unknown(node)
@@ -214,8 +222,11 @@ class Algebra:
         if target is aten.permute.default or target is aten.transpose.int:
             value = self.value(node.args[0])
             return Value(tuple(value.axes[dim] for dim in proofs.permutation(node)), value.power, value.is_log)
-        if target in proofs.ORDER_KEEPING:
+        if target in proofs.ORDER_KEEPING or (target is aten.expand.default and proofs.keeps_order(node)):
             return self._reshaped(node)
+        if target in TESTS and bound["dim"] is not None:
+            dims = bound["dim"] if isinstance(bound["dim"], (list, tuple)) else [bound["dim"]]
+            return self._opaque(node, bound["self"], dims, bound["keepdim"])
         if target is aten.sum.dim_IntList and bound["dtype"] in (None, *FLOATS) and bound["dim"]:
             return self.total(self.value(node.args[0]), bound["dim"], node, bound["keepdim"])
         if target is aten.amax.default and bound["dim"]:
@@ -241,10 +252,13 @@ class Algebra:
         return Value(axes, value.power, value.is_log)
 
     def _maximum(self, node: fx.Node, source: object, dims: Sequence[int], keepdim: bool) -> Value:
-        value = self.value(source)
-        if not value.is_log or any(symbol[0] == "v" for symbol in value.power):
+        if not self.value(source).is_log:
             raise Unknown(node)
-        return Value(self._without(value, dims, node, keepdim), {("m", node): 1.0}, True)
+        return self._opaque(node, source, dims, keepdim)
+
+    def _opaque(self, node: fx.Node, source: object, dims: Sequence[int], keepdim: bool) -> Value:
+        """What is known of a whole axis at once."""
+        return Value(self._without(self.value(source), dims, node, keepdim), {("m", node): 1.0}, True)
 
     def _pointwise(self, node: fx.Node, target: torch._ops.OpOverload, bound: Mapping[str, Any]) -> Value:
         left, right = bound.get("self"), bound.get("other")
@@ -263,14 +277,31 @@ class Algebra:
                 return Value(axes, combined(one.power, other.power, sign), adds)
         if target is aten.full.default and not bound["size"]:
             return Value((), {("m", node): 1.0}, True)
+        if target is aten.where.self:
+            chosen = self._chosen(node)
+            if chosen is not None:
+                return chosen
         if torch.Tag.pointwise in target.tags:
             values = [self.value(given) for given in node.all_input_nodes]
-            if values and all(value.is_opaque() for value in values):
+            if values:
                 axes = values[0].axes
                 for value in values[1:]:
                     axes = self.broadcast(node, axes, value.axes)
-                return Value(axes, {("m", node): 1.0}, True)
+                indexed = [symbol for value in values for symbol in value.power if symbol[0] in ("x", "v", "j")]
+                if not indexed and all(value.is_opaque() for value in values):
+                    return Value(axes, {("m", node): 1.0}, True)
+                if indexed and all(symbol[1] == indexed[0][1] for symbol in indexed):
+                    return Value(axes, {("j", indexed[0][1], node): 1.0}, True)
         raise Unknown(node)
+
+    def _chosen(self, node: fx.Node) -> Value | None:
+        """`where` between values that differ by maxima only; None for any other."""
+        condition, left, right = (self.value(given) for given in node.args)
+        rest = [{one: count for one, count in value.power.items() if one[0] != "m"} for value in (left, right)]
+        if not condition.is_opaque() or left.is_log is not right.is_log or rest[0] != rest[1]:
+            return None
+        axes = self.broadcast(node, condition.axes, self.broadcast(node, left.axes, right.axes))
+        return Value(axes, combined(rest[0], {("m", node): 1.0}, 1.0), left.is_log)
 
     def broadcast(self, node: fx.Node, left: Axes, right: Axes) -> Axes:
         """The axes of an op on the elements. Raises Unknown where they differ, but for dimensions of size 1."""

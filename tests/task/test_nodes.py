@@ -13,6 +13,7 @@ from ditron_inductor.task.nodes import (
     MAX_PRODUCTS,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
@@ -31,7 +32,8 @@ NORM = Norm("rms", 1e-6, round_first=True)
 NORMED = AllReduceRmsNorm("sum", NORM, ("residual", "weight"), 4, "0", "r/3", POLICY)
 DECODED = MatmulAllReduceRmsNorm("avg", Norm("layer", 0.5), (), 4, "0", "r/4", POLICY, 2, True)
 GATHERED = MatmulAllGather(2, 4, "0", "r/3", POLICY, num_products=2, has_bias=True)
-NODES = (GATHER, SCATTER, REDUCE, NORMED, DECODED, GATHERED)
+ATTENDED = FlashDecode(0.125, 30.0, 4, "0", "r/5", POLICY, True)
+NODES = (GATHER, SCATTER, REDUCE, NORMED, DECODED, GATHERED, ATTENDED)
 
 
 def test_golden_text() -> None:
@@ -52,6 +54,8 @@ matmul_all_reduce_rms_norm(reduce_op=avg, num_products=2, has_bias=True, norm=la
   timeout_s=1.5)
 matmul_all_gather(gather_dim=2, num_products=2, has_bias=True, world_size=4, group_name='0',
   site='r/3', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
+flash_decode(scale=0.125, softcap=30, paged=True, world_size=4, group_name='0', site='r/5',
+  strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 """,
     )
 
@@ -90,6 +94,9 @@ def test_a_node_is_frozen_equal_by_value_and_legal(node: TaskNode) -> None:
         (GATHERED, "gather_dim", -1),
         (GATHERED, "num_products", 0),
         (GATHERED, "world_size", 1),
+        (ATTENDED, "scale", 0.0),
+        (ATTENDED, "softcap", -1.0),
+        (ATTENDED, "group_name", ""),
     ],
 )
 def test_an_illegal_field_is_named(node: TaskNode, field: str, value: object) -> None:
@@ -117,6 +124,8 @@ def test_a_call_reads_back_as_its_node() -> None:
     assert node_from_call(overload(NORMED.kind), normed) == NORMED
     decoded = (["a", "c"], ["b", "d"], "bias", *[None] * 5, "avg", *norm_args(DECODED.norm), *site_args(DECODED))
     assert node_from_call(overload(DECODED.kind), decoded) == DECODED
+    attended = ("q", "k", "v", "lengths", "block_table", None, 0.125, 30.0, *site_args(ATTENDED))
+    assert node_from_call(overload(ATTENDED.kind), attended) == ATTENDED
     assert argument_of(overload(DECODED.kind), decoded, "reduce_op") == "avg"
 
 

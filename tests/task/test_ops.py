@@ -54,6 +54,9 @@ ditron::matmul_all_reduce_rms_norm(Tensor[] a, Tensor[] b, Tensor? product_bias,
 ditron::matmul_all_gather(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int gather_dim, int
   world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
   (Tensor, Tensor)
+ditron::flash_decode(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor? block_table, Tensor?
+  token, float scale, float softcap, int world_size, str group_name, str site, str strategy, int
+  workspace_limit, float timeout_s) -> (Tensor, Tensor)
 ditron::after(Tensor(a) x, Tensor token) -> Tensor(a)
 ditron::after_(Tensor(a!) x, Tensor token) -> ()
 ditron::token_of(Tensor x) -> Tensor
