@@ -48,11 +48,9 @@ class Case:
 
 
 CASES = (
-    Case("sm_90", 64, group=8),
     Case("sm_90", 128),
-    Case("sm_90", 256, dtype="fp16", page=16),
-    Case("sm_90", 128, group=8, page=64, shared_flags=True),
-    Case("sm_90", 128, group=1, dtype="fp32"),
+    Case("sm_90", 256, group=8, dtype="fp16", page=16, shared_flags=True),
+    Case("sm_90", 64, group=1, dtype="fp32"),
     Case("gfx942", 128, shared_flags=True),
 )
 
@@ -131,9 +129,8 @@ def test_caches_are_read_16_bytes_at_a_time_in_a_pipeline(case: Case) -> None:
 
 
 def test_the_kernels_without_an_exchange() -> None:
-    for case in (CASES[1], CASES[-1]):
-        assert assembly(local_attention_kernel, case) and assembly(merge_ranks_kernel, case)
-    assert resources(assembly(local_attention_kernel, CASES[1])).spilled_bytes == 0
+    assert resources(assembly(local_attention_kernel, CASES[0])).spilled_bytes == 0
+    assert resources(assembly(merge_ranks_kernel, CASES[0])).spilled_bytes == 0
 
 
 @pytest.mark.parametrize("field", ["block_n", "num_warps", "num_stages"])

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from ditron_inductor.core.layout import POISON
 from ditron_inductor.device import workspaces
 from ditron_inductor.errors import InvalidOperands, InvalidTaskNode
-from ditron_inductor.lowering.flash_decode.config import BY_HEAD_DIM, count_splits, deal
 from ditron_inductor.ops import flash_decode
 from ditron_inductor.task import flash_decode as task
 from tests.conftest import Place
@@ -25,7 +24,7 @@ from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-TIMEOUT_S = 2.0
+TIMEOUT_S = 3.0
 
 CASES = {
     "cpu": (
@@ -76,7 +75,7 @@ def _among_others(ctx: RankContext, count: int) -> None:
 
 
 def test_among_other_launches(rank_pools: RankPools) -> None:
-    rank_pools.get("cpu", 2).run(_among_others, 6, timeout=100)
+    rank_pools.get("cpu", 2).run(_among_others, 4, timeout=100)
 
 
 def test_among_other_launches_on_gpus(gpu_pool: RankPool) -> None:
@@ -106,9 +105,7 @@ def test_poisoned_buffers_on_gpus(gpu_pool: RankPool) -> None:
 
 def _no_tokens(ctx: RankContext) -> None:
     for index, strategy in enumerate(("tile", "library")):
-        problem = DecodeProblem(
-            ctx, CASES[ctx.device.type][0], site=Site(f"empty/{index}:decode", strategy)
-        )
+        problem = DecodeProblem(ctx, CASES[ctx.device.type][0], site=Site(f"empty/{index}:decode", strategy))
         problem.lengths.zero_()
         assert (problem()[0] == 0).all()
         # Of a length that the cache does not have, all that it has.
@@ -120,8 +117,12 @@ def _no_tokens(ctx: RankContext) -> None:
         assert (problem()[0] == 0).all()
 
 
-def test_lengths_beyond_the_cache(pool: RankPool) -> None:
-    pool.run(_no_tokens)
+def test_lengths_beyond_the_cache(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 2).run(_no_tokens)
+
+
+def test_lengths_beyond_the_cache_on_gpus(gpu_pool: RankPool) -> None:
+    gpu_pool.run(_no_tokens)
 
 
 def _poisoned_launch(ctx: RankContext) -> bool:
@@ -215,22 +216,3 @@ def test_parts_merge_to_the_whole() -> None:
         padded = [torch.cat([x[:, begin:end], torch.full([2, 3, 2, 16], torch.nan)], 1) for x in (k, v)]
         parts.append(task.local_attention(q, *padded, lengths, scale=0.25))
     torch.testing.assert_close(task.merge(*zip(*parts, strict=True)), whole)
-
-
-@pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "expected"),
-    [(1, 32, 8, (8, 4, 1)), (64, 64, 8, (512, 8, 1)), (2, 128, 1, (4, 64, 2)), (1, 67, 1, (67, 1, 67))],
-)
-def test_heads_are_dealt(batch: int, heads: int, kv_heads: int, expected: tuple[int, int, int]) -> None:
-    found = deal(batch, heads, kv_heads)
-    assert (found.heads, found.rows, found.parts) == expected
-    assert found.heads * found.rows == batch * heads and found.block_rows >= found.merged_rows >= found.rows
-
-
-def test_splits_fill_the_gpu() -> None:
-    config, programs = BY_HEAD_DIM[128], 264
-    assert count_splits(8, 1 << 20, programs, config) == 33
-    assert count_splits(8, 4096, programs, config) * 8 <= programs
-    # There are as many pieces of heads as there is room for twice: nothing is gained by splits.
-    assert count_splits(512, 4096, programs, config) == 1
-    assert count_splits(8, 1, programs, config) == 1
