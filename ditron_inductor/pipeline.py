@@ -44,6 +44,7 @@ from ditron_inductor.passes.require_fusions import require_fusions
 from ditron_inductor.passes.review_left_alone import review_left_alone
 from ditron_inductor.passes.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.share_gathers import share_gathers
+from ditron_inductor.passes.split_weights import split_weights
 from ditron_inductor.passes.try_forms import try_forms
 from ditron_inductor.passes.verify_tasks import verify_tasks
 from ditron_inductor.records import record_graph
@@ -80,6 +81,7 @@ PASSES: tuple[Pass, ...] = (
     flash_decode,
     review_left_alone,
     require_fusions,
+    split_weights,
     projections,
     absorb_epilogues,
     order_collectives,

@@ -27,6 +27,7 @@ from ditron_inductor.task.nodes import (
     MatmulNode,
     MatmulReduceScatter,
     NormNode,
+    WithEpilogue,
 )
 from ditron_inductor.task.ops import node_from_call
 
@@ -90,6 +91,7 @@ def _task_record(node: fx.Node) -> SiteRecord:
         dim=_dim(task),
         depths=() if k is None else tuple(size for size in depths if size is not None),
         bias=not isinstance(task, AllGatherMatmul | AllReduceRmsNorm) and task.has_bias,
+        epilogue=task.epilogue if isinstance(task, WithEpilogue) else "",
         line=describe(node).line,
     )
 

@@ -23,7 +23,7 @@ from ditron_inductor.lowering.all_gather_matmul import chunked as gather_chunked
 from ditron_inductor.lowering.all_gather_matmul import tile as gather_tile
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm import library as norm_library
-from ditron_inductor.lowering.epilogues import Finisher
+from ditron_inductor.lowering.epilogues import Finisher, finisher_of_sum
 from ditron_inductor.lowering.flash_decode.op import FlashDecodeOp
 from ditron_inductor.lowering.launch import Launch
 from ditron_inductor.lowering.matmul_all_gather import chunked as product_chunked
@@ -51,6 +51,7 @@ from ditron_inductor.task.nodes import (
     NormNode,
     Policy,
     TaskNode,
+    WithEpilogue,
 )
 from ditron_inductor.task.plan import PlanRequest
 
@@ -171,9 +172,14 @@ def _possible(
 
 def _epilogue_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
     """What the epilogue's own kernel would read and write, all weights taken as equally wide; equal on all ranks."""
-    if not isinstance(node, AllGatherMatmul) or node.parsed is None:
+    epilogue = node.parsed if isinstance(node, WithEpilogue) else None
+    if epilogue is None:
         return 0
-    return m * n * dtype.itemsize * node.parsed.passes(NAMES[dtype]) // node.num_weights
+    if isinstance(node, AllGatherMatmul):
+        return m * n * dtype.itemsize * epilogue.passes(NAMES[dtype]) // node.num_weights
+    # After the reduction no matmul adds a bias.
+    rows = m // node.world_size if isinstance(node, MatmulReduceScatter) else m
+    return rows * n * dtype.itemsize * epilogue.passes(NAMES[dtype], biases=False)
 
 
 def _prepare_all_gather_matmul(
@@ -222,19 +228,19 @@ def _prepare_matmul_reduce_scatter(
     world_size: int,
     group_name: str,
     site: str,
-    *policy: Any,
+    *rest: Any,
 ) -> Callable[..., Any]:
-    products, has_bias = len(a), bias is not None
-    node = MatmulReduceScatter(
-        scatter_dim, reduce_op, world_size, group_name, site, Policy(*policy), products, has_bias
-    )
-    library = functools.partial(
+    policy, (extras, epilogue) = Policy(*rest[:-2]), rest[-2:]
+    terms = len(a), bias is not None, len(extras), epilogue
+    node = MatmulReduceScatter(scatter_dim, reduce_op, world_size, group_name, site, policy, *terms)
+    reduce = functools.partial(
         reference.matmul_reduce_scatter,
         scatter_dim=scatter_dim,
         reduce_op=reduce_op,
         world_size=world_size,
         group_name=group_name,
     )
+    library = _finished(reduce, finisher_of_sum(node, a[0]))
     leading, N = a[0].shape[:-1], b[0].shape[1]
     return _prepare(
         key,
@@ -248,6 +254,21 @@ def _prepare_matmul_reduce_scatter(
     )
 
 
+def _finished(reduce: Callable[..., torch.Tensor], finisher: Finisher | None) -> Callable[..., list[torch.Tensor]]:
+    """The outputs of a reduction: its sum, or what is made of that."""
+
+    def library(
+        a: Sequence[torch.Tensor],
+        b: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        extras: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        total = reduce(a, b, bias)
+        return [total] if finisher is None else finisher.finish_sum(total, extras)
+
+    return library
+
+
 def _prepare_matmul_all_reduce(
     key: Hashable,
     a: Sequence[torch.Tensor],
@@ -257,12 +278,15 @@ def _prepare_matmul_all_reduce(
     world_size: int,
     group_name: str,
     site: str,
-    *policy: Any,
+    *rest: Any,
 ) -> Callable[..., Any]:
-    node = MatmulAllReduce(reduce_op, world_size, group_name, site, Policy(*policy), len(a), bias is not None)
-    library = functools.partial(
+    policy, (extras, epilogue) = Policy(*rest[:-2]), rest[-2:]
+    terms = len(a), bias is not None, len(extras), epilogue
+    node = MatmulAllReduce(reduce_op, world_size, group_name, site, policy, *terms)
+    reduce = functools.partial(
         reference.matmul_all_reduce, reduce_op=reduce_op, world_size=world_size, group_name=group_name
     )
+    library = _finished(reduce, finisher_of_sum(node, a[0]))
     M, N = math.prod(a[0].shape[:-1]), b[0].shape[1]
     local = "K", sum(one.shape[0] for one in b)
     return _prepare(key, node, a[0], library, sizes=(M, N), m=M, shared=N, local=local)
@@ -323,8 +347,16 @@ def _prepare_matmul_all_gather(
 _precision = torch.get_float32_matmul_precision
 
 
-SITE_ARGUMENTS = 8
-"""Those of all_gather_matmul without an epilogue, which come last and are left out where there is none."""
+SITE_ARGUMENTS: Mapping[str, int] = {AllGatherMatmul.kind: 8, MatmulReduceScatter.kind: 8, MatmulAllReduce.kind: 7}
+"""Those behind the token without an epilogue's, which come last and are left out where there is none."""
+
+
+def _split_epilogue(kind: str, site: tuple[Any, ...]) -> tuple[tuple[Any, ...], Sequence[torch.Tensor], str]:
+    """(the other arguments, extra tensors, the epilogue's text)."""
+    count = SITE_ARGUMENTS[kind]
+    if len(site) <= count:
+        return site, (), ""
+    return site[:count], site[count] or (), site[count + 1]
 
 
 def lookup(
@@ -344,21 +376,15 @@ def lookup(
 def _all_gather_matmul(
     shard: torch.Tensor, weights: Sequence[torch.Tensor], token: torch.Tensor | None, *site: Any
 ) -> list[torch.Tensor]:
-    if len(site) <= SITE_ARGUMENTS:
-        key, run = lookup(AllGatherMatmul.kind, site, (shard, *weights))
-        extras: Sequence[torch.Tensor] = ()
-        epilogue = ""
-    else:
-        extras, epilogue = site[SITE_ARGUMENTS] or (), site[SITE_ARGUMENTS + 1]
-        site = site[:SITE_ARGUMENTS]
-        key, run = lookup(AllGatherMatmul.kind, (*site, epilogue), (shard, *weights, *extras))
+    site, extras, epilogue = _split_epilogue(AllGatherMatmul.kind, site)
+    key, run = lookup(AllGatherMatmul.kind, (*site, epilogue), (shard, *weights, *extras))
     if run is None:
         run = _prepare_all_gather_matmul(key, shard, weights, *site, extras, epilogue)
     return [*run(shard, weights, extras), ops.new_token(shard)]
 
 
-def _of_products(kind: str, prepare: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
-    """The op of a kind whose operands are a sum of products and a bias."""
+def _reduction(kind: str, prepare: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+    """The op of a kind that reduces a sum of products and a bias."""
 
     def op(
         a: Sequence[torch.Tensor],
@@ -366,13 +392,27 @@ def _of_products(kind: str, prepare: Callable[..., Callable[..., Any]]) -> Calla
         bias: torch.Tensor | None,
         token: torch.Tensor | None,
         *site: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        key, run = lookup(kind, site, (*a, *b), bias)
+    ) -> list[torch.Tensor]:
+        site, extras, epilogue = _split_epilogue(kind, site)
+        key, run = lookup(kind, (*site, epilogue), (*a, *b, *extras), bias)
         if run is None:
-            run = prepare(key, a, b, bias, *site)
-        return run(a, b, bias), ops.new_token(a[0])
+            run = prepare(key, a, b, bias, *site, extras, epilogue)
+        return [*run(a, b, bias, extras), ops.new_token(a[0])]
 
     return op
+
+
+def _matmul_all_gather(
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    token: torch.Tensor | None,
+    *site: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    key, run = lookup(MatmulAllGather.kind, site, (*a, *b), bias)
+    if run is None:
+        run = _prepare_matmul_all_gather(key, a, b, bias, *site)
+    return run(a, b, bias), ops.new_token(a[0])
 
 
 def _all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -417,11 +457,11 @@ def register() -> None:
     library: Any = ops.define()
     implementations: dict[str, Callable[..., object]] = {
         AllGatherMatmul.kind: _on_device(_all_gather_matmul),
-        MatmulReduceScatter.kind: _on_device(_of_products(MatmulReduceScatter.kind, _prepare_matmul_reduce_scatter)),
-        MatmulAllReduce.kind: _on_device(_of_products(MatmulAllReduce.kind, _prepare_matmul_all_reduce)),
+        MatmulReduceScatter.kind: _on_device(_reduction(MatmulReduceScatter.kind, _prepare_matmul_reduce_scatter)),
+        MatmulAllReduce.kind: _on_device(_reduction(MatmulAllReduce.kind, _prepare_matmul_all_reduce)),
         AllReduceRmsNorm.kind: _on_device(_all_reduce_rms_norm),
         MatmulAllReduceRmsNorm.kind: _on_device(_matmul_all_reduce_rms_norm),
-        MatmulAllGather.kind: _on_device(_of_products(MatmulAllGather.kind, _prepare_matmul_all_gather)),
+        MatmulAllGather.kind: _on_device(_matmul_all_gather),
         FlashDecode.kind: _on_device(FlashDecodeOp(calls)),
         "after": _after,
         "after_": ops.do_nothing,

@@ -53,7 +53,7 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
-from ditron_inductor.passes.biases import read_matmul, with_bias
+from ditron_inductor.passes.biases import read_matmul, with_bias, with_bias_column
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, collectives, read_collective
 from ditron_inductor.passes.reasons import ReasonCode, Refusal, Refused, leave_alone, refused
 from ditron_inductor.task.nodes import AllGatherMatmul
@@ -330,9 +330,12 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
                     first_use.prepend(view)
     for one, product in zip(match.matmuls, products, strict=True):
         if one.transposed:
+            product = with_bias_column(product, one.mm)
             with graph.inserting_before(one.mm):
                 product = rewriting.transposed_back(graph, product, one.mm)
-        one.mm.replace_all_uses_with(with_bias(product, one.mm))
+        else:
+            product = with_bias(product, one.mm)
+        one.mm.replace_all_uses_with(product)
     turned = [one.operand for one in match.matmuls if one.operand.target in proofs.TRANSPOSES]
     rewriting.erase_unused(graph, [*match.steps, *(one.mm for one in match.matmuls), *turned])
     return call

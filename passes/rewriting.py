@@ -159,6 +159,15 @@ def row(graph: fx.Graph, bias: fx.Node | None) -> fx.Node | None:
     return node
 
 
+def column(graph: fx.Graph, row: fx.Node) -> fx.Node:
+    """Inserts a view of a row [N] as [N, 1]."""
+    value: torch.Tensor = row.meta["val"]
+    node = graph.create_node("call_function", aten.unsqueeze.default, (row, 1), name="column")
+    node.meta.update(copied_meta(row))
+    node.meta["val"] = fake_like(value, (value.shape[0], 1), (value.stride(0), 1))
+    return node
+
+
 def transposed(graph: fx.Graph, source: fx.Node) -> fx.Node:
     """Inserts the transpose of a matrix, a view; the matrix itself, if `source` is a transpose of one."""
     if source.target in proofs.TRANSPOSES and proofs.permutation(source) == [1, 0]:

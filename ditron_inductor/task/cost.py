@@ -9,7 +9,8 @@ the parts of a gathered product that are put in their place:
     chunked       = overlapped(matmul / chunk efficiency, transfer at C) + passes P + W chunk costs
     tile          = overlapped(matmul / tile efficiency, transfer at B) + passes P + signals
     epilogue      = bytes that a kernel of its own reads and writes / H + launch, added to library and chunked; tile
-                    computes it in registers, for nothing
+                    computes it in registers, for nothing, and so does the last kernel of chunked reductions, but for
+                    all-reduces in parts
     overlapped    = the longer one + a chunk's share of the shorter one: a gather cannot start before the first chunk, a
                     scatter does not end before the last one; W chunks, and at least MIN_CHUNKS (`chunked` of a gathered
                     product: one for PART_ROWS rows, and at most MIN_CHUNKS)
@@ -229,15 +230,22 @@ def host_us(problem: Problem, strategy: str) -> float:
     """Microseconds of the host for one eager call."""
     if strategy == "chunked" and _is_small_all_reduce(problem):
         return SMALL_HOST_US
-    own_kernel = problem.epilogue_bytes > 0 and strategy != "tile"
-    return HOST_US[problem.kind][strategy] + (EPILOGUE_HOST_US if own_kernel else 0.0)
+    return HOST_US[problem.kind][strategy] + (EPILOGUE_HOST_US if _has_epilogue_kernel(problem, strategy) else 0.0)
 
 
 def epilogue_us(problem: Problem, on: Hardware, strategy: str) -> float:
     """Microseconds of the epilogue on the GPU."""
-    if problem.epilogue_bytes == 0 or strategy == "tile":
+    if not _has_epilogue_kernel(problem, strategy):
         return 0.0
     return problem.epilogue_bytes / on.memory_bytes_per_s * MICRO + on.launch_us
+
+
+def _has_epilogue_kernel(problem: Problem, strategy: str) -> bool:
+    """Whether the epilogue is a launch of its own."""
+    if problem.epilogue_bytes == 0 or strategy == "tile":
+        return False
+    ends_with_it = problem.kind == MatmulReduceScatter.kind or _is_small_all_reduce(problem)
+    return strategy == "library" or not ends_with_it
 
 
 def _is_small_all_reduce(problem: Problem) -> bool:

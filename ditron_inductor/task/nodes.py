@@ -44,12 +44,16 @@ class Policy:
 
 
 class WithEpilogue:
-    """A node of several products of one tensor, and of what an epilogue makes of them."""
+    """A node whose outputs are products, or what an epilogue makes of them."""
 
     kind: ClassVar[str]
-    num_weights: int
     num_extras: int
     epilogue: str
+
+    @property
+    def num_operands(self) -> int:
+        """How many products an epilogue can name: of a reduction one, the reduced sum."""
+        return 1
 
     @property
     def parsed(self) -> Epilogue | None:
@@ -58,22 +62,25 @@ class WithEpilogue:
             return None
         try:
             parsed = parse(self.epilogue)
-            parsed.verify(self.num_weights, self.num_extras)
+            parsed.verify(self.num_operands, self.num_extras)
         except InvalidEpilogue as error:
             raise InvalidTaskNode(node=self.kind, field="epilogue", problem=f"is wrong: {error}") from error
         return parsed
 
     @property
-    def num_products(self) -> int:
-        """Outputs, without the gathered tensor and the token."""
+    def num_outputs(self) -> int:
+        """Without the gathered tensor and the token."""
         parsed = self.parsed
-        return self.num_weights if parsed is None else len(parsed.outputs)
+        return self.num_operands if parsed is None else len(parsed.outputs)
 
     def verify_epilogue(self) -> None:
         """Raises `InvalidTaskNode`."""
-        _check(self.num_weights >= 1, self.kind, "num_weights", self.num_weights, "at least one weight")
+        _check(self.num_operands >= 1, self.kind, "num_weights", self.num_operands, "at least one weight")
         unused = 0 if self.parsed is not None else self.num_extras
         _check(unused == 0, self.kind, "num_extras", self.num_extras, "0, as there is no epilogue")
+
+    def _epilogue_text(self) -> str:
+        return f"epilogue={self.epilogue!r}, " if self.epilogue else ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,10 @@ class Projections(WithEpilogue):
     num_weights: int
     num_extras: int = 0
     epilogue: str = ""
+
+    @property
+    def num_operands(self) -> int:
+        return self.num_weights
 
 
 @dataclass(frozen=True)
@@ -111,26 +122,31 @@ class AllGatherMatmul(WithEpilogue):
     num_extras: int = 0
     epilogue: str = ""
 
+    @property
+    def num_operands(self) -> int:
+        return self.num_weights
+
     def verify(self) -> None:
         _check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
         self.verify_epilogue()
         _verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
-        epilogue = f"epilogue={self.epilogue!r}, " if self.epilogue else ""
         return (
             f"{self.kind}(gather_dim={self.gather_dim}, num_weights={self.num_weights}, "
-            f"return_gathered={self.return_gathered}, {epilogue}"
+            f"return_gathered={self.return_gathered}, {self._epilogue_text()}"
             f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
 
 @dataclass(frozen=True)
-class MatmulReduceScatter:
+class MatmulReduceScatter(WithEpilogue):
     """out = reduce_scatter(sum_i a_i @ b_i + bias): rank r keeps the r-th of W equal chunks of `scatter_dim`.
 
     a_i is [.., W*S, .., K_i], b_i is [K_i, N], out is [.., S, .., N]; `scatter_dim` is never the last dimension. bias,
-    where there is one, is a row [N]; every rank adds its own before the reduction.
+    where there is one, is a row [N], or of matrices a column [W*S, 1]; every rank adds its own before the reduction.
+
+    With an epilogue the outputs are what it makes of `mm0`, which is out, rounded, and of `num_extras` more tensors.
     """
 
     kind: ClassVar[str] = "matmul_reduce_scatter"
@@ -142,26 +158,32 @@ class MatmulReduceScatter:
     policy: Policy
     num_products: int = 1
     has_bias: bool = False
+    num_extras: int = 0
+    epilogue: str = ""
 
     def verify(self) -> None:
         _check(self.scatter_dim >= 0, self.kind, "scatter_dim", self.scatter_dim, "a dimension, 0 or more")
         _verify_reduction(self.kind, self.reduce_op, self.num_products)
+        self.verify_epilogue()
         _verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
         return (
             f"{self.kind}(scatter_dim={self.scatter_dim}, "
-            f"{_reduction_text(self.reduce_op, self.num_products, self.has_bias)}, "
+            f"{_reduction_text(self.reduce_op, self.num_products, self.has_bias)}, {self._epilogue_text()}"
             f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
 
 @dataclass(frozen=True)
-class MatmulAllReduce:
+class MatmulAllReduce(WithEpilogue):
     """out = all_reduce(sum_i a_i @ b_i + bias), bit-identical on every rank.
 
     a_i is [.., K_i], b_i is [K_i, N], out is [.., N]. bias, where there is one, is a row [N]; every rank adds its own
     before the reduction.
+
+    With an epilogue the outputs are what it makes of `mm0`, which is out, rounded, and of `num_extras` more tensors:
+    bit-identical wherever these are.
     """
 
     kind: ClassVar[str] = "matmul_all_reduce"
@@ -172,14 +194,17 @@ class MatmulAllReduce:
     policy: Policy
     num_products: int = 1
     has_bias: bool = False
+    num_extras: int = 0
+    epilogue: str = ""
 
     def verify(self) -> None:
         _verify_reduction(self.kind, self.reduce_op, self.num_products)
+        self.verify_epilogue()
         _verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
         return (
-            f"{self.kind}({_reduction_text(self.reduce_op, self.num_products, self.has_bias)}, "
+            f"{self.kind}({_reduction_text(self.reduce_op, self.num_products, self.has_bias)}, {self._epilogue_text()}"
             f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 

@@ -7,12 +7,14 @@
     out_i [rows, N_i] contiguous, rows = the gathered tensor's dimensions but the last, flattened. With an epilogue the
     outputs are those that its text names, made of the products and of the extra tensors (see task/epilogue.py).
     gathered [.., W*S, .., K], contiguous, present if and only if return_gathered.
-`matmul_reduce_scatter(a, b, bias, token, ...) -> (out, token)`
-    a_i [.., W*S, .., K_i] with W*S at scatter_dim (never the last dimension), alike but for K_i; b_i [K_i, N]; bias [N]
-    or None, added on every rank before the reduction; out [.., S, .., N] contiguous.
-`matmul_all_reduce(a, b, bias, token, ...) -> (out, token)`
+`matmul_reduce_scatter(a, b, bias, token, ..., extras, epilogue) -> [out, .., token]`
+    a_i [.., W*S, .., K_i] with W*S at scatter_dim (never the last dimension), alike but for K_i; b_i [K_i, N]; bias a
+    row [N], None, or of matrices a column [W*S, 1], added on every rank before the reduction; out [.., S, .., N]
+    contiguous. With an epilogue the outputs are those that its text names, made of out as `mm0` and of the extra
+    tensors, each in its shape.
+`matmul_all_reduce(a, b, bias, token, ..., extras, epilogue) -> [out, .., token]`
     a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N] or None; out [.., N] contiguous, bit-identical on every
-    rank.
+    rank. Epilogues as above.
 `all_reduce_rms_norm(x, bias, residual, weight, shift, token, ...) -> (normed, total, token)`
     x [.., N]; residual as many elements, in any shape whose rows are N long; bias, weight and shift N elements, each of
     them None where there is none. total = all_reduce(x) + bias + residual and normed = its norm: shape and dtype of x,
@@ -78,6 +80,7 @@ NAMESPACE = "ditron"
 
 _SITE = "int world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s"
 _PRODUCTS = "Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token"
+_EPILOGUE = "Tensor[]? extras=None, str epilogue=''"
 _NORM = (
     "Tensor? bias, Tensor? residual, Tensor? weight, Tensor? shift, Tensor? token, "
     f"str reduce_op, str norm, float eps, bool plus_one, bool round_first, {_SITE}"
@@ -85,10 +88,10 @@ _NORM = (
 SCHEMAS: dict[str, str] = {
     AllGatherMatmul.kind: (
         f"(Tensor shard, Tensor[] weights, Tensor? token, int gather_dim, bool return_gathered, {_SITE}, "
-        "Tensor[]? extras=None, str epilogue='') -> Tensor[]"
+        f"{_EPILOGUE}) -> Tensor[]"
     ),
-    MatmulReduceScatter.kind: (f"({_PRODUCTS}, int scatter_dim, str reduce_op, {_SITE}) -> (Tensor, Tensor)"),
-    MatmulAllReduce.kind: f"({_PRODUCTS}, str reduce_op, {_SITE}) -> (Tensor, Tensor)",
+    MatmulReduceScatter.kind: f"({_PRODUCTS}, int scatter_dim, str reduce_op, {_SITE}, {_EPILOGUE}) -> Tensor[]",
+    MatmulAllReduce.kind: f"({_PRODUCTS}, str reduce_op, {_SITE}, {_EPILOGUE}) -> Tensor[]",
     AllReduceRmsNorm.kind: f"(Tensor x, {_NORM}) -> (Tensor, Tensor, Tensor)",
     MatmulAllReduceRmsNorm.kind: (
         f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}) -> (Tensor, Tensor, Tensor)"
@@ -100,7 +103,7 @@ SCHEMAS: dict[str, str] = {
     "token_of": "(Tensor x) -> Tensor",
     "own_chunk": "(Tensor x, int dim, int world_size, str group_name) -> Tensor",
     "replicated": "(Tensor(a) x, Tensor[] same, str group_name, str site) -> Tensor(a)",
-    Projections.kind: "(Tensor x, Tensor[] weights, str strategy, Tensor[]? extras=None, str epilogue='') -> Tensor[]",
+    Projections.kind: f"(Tensor x, Tensor[] weights, str strategy, {_EPILOGUE}) -> Tensor[]",
 }
 
 
@@ -200,6 +203,8 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
     assert isinstance(timeout_s, (int, float)), f"{kind}: timeout_s is not a number: {timeout_s!r}"
     policy = Policy(str(value["strategy"]), as_int("workspace_limit"), float(timeout_s))
     world_size, group_name, site = as_int("world_size"), str(value["group_name"]), str(value["site"])
+    num_extras = len(as_list("extras")) if value.get("extras") is not None else 0
+    epilogue = str(value.get("epilogue", ""))
     if kind == AllGatherMatmul.kind:
         return AllGatherMatmul(
             gather_dim=as_int("gather_dim"),
@@ -209,8 +214,8 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
             site=site,
             policy=policy,
             num_weights=len(as_list("weights")),
-            num_extras=len(as_list("extras")) if value["extras"] is not None else 0,
-            epilogue=str(value["epilogue"]),
+            num_extras=num_extras,
+            epilogue=epilogue,
         )
     if kind == FlashDecode.kind:
         scale, softcap = value["scale"], value["softcap"]
@@ -238,6 +243,8 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
             policy=policy,
             num_products=num_products,
             has_bias=has_bias,
+            num_extras=num_extras,
+            epilogue=epilogue,
         )
     if kind == MatmulAllReduceRmsNorm.kind:
         return MatmulAllReduceRmsNorm(
@@ -262,6 +269,8 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
         policy=policy,
         num_products=num_products,
         has_bias=has_bias,
+        num_extras=num_extras,
+        epilogue=epilogue,
     )
 
 
@@ -303,17 +312,35 @@ def _fake_matmul_reduce_scatter(
     scatter_dim: int,
     reduce_op: str,
     world_size: int,
-    *others: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    group_name: str,
+    site: str,
+    strategy: str,
+    workspace_limit: int,
+    timeout_s: float,
+    extras: Sequence[torch.Tensor] | None = None,
+    epilogue: str = "",
+) -> list[torch.Tensor]:
     shape = _sum_shape(a, b)
     shape[scatter_dim] = shape[scatter_dim] // world_size
-    return a[0].new_empty(shape), new_token(a[0])
+    return [*_after_epilogue([a[0].new_empty(shape)], epilogue), new_token(a[0])]
 
 
 def _fake_matmul_all_reduce(
-    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], *others: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return a[0].new_empty(_sum_shape(a, b)), new_token(a[0])
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    token: torch.Tensor | None,
+    reduce_op: str,
+    world_size: int,
+    group_name: str,
+    site: str,
+    strategy: str,
+    workspace_limit: int,
+    timeout_s: float,
+    extras: Sequence[torch.Tensor] | None = None,
+    epilogue: str = "",
+) -> list[torch.Tensor]:
+    return [*_after_epilogue([a[0].new_empty(_sum_shape(a, b))], epilogue), new_token(a[0])]
 
 
 def _fake_matmul_all_gather(

@@ -82,7 +82,8 @@ def all_gather_matmul(
 def sum_of_products(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """sum_i a_i @ b_i + bias: a_i [.., K_i], alike but for K_i, b_i [K_i, N], bias [N]; [.., N], contiguous.
+    """sum_i a_i @ b_i + bias: a_i [.., K_i], alike but for K_i, b_i [K_i, N], bias [N], or [M, 1] beside matrices;
+    [.., N], contiguous.
 
     In one buffer: every matmul but the first adds to it, and rounds.
     """

@@ -48,5 +48,7 @@ def matmul_all_reduce_rms_norm(
     """a_i [.., K_i], b_i [K_i, N], bias [N]; returns (normed, total) [.., N], the same bits on every rank."""
     if sizes.add_norm is None:
         assert isinstance(sizes.product, one_shot.Geometry)
-        return one_shot.matmul_all_reduce(node, launch, sizes.product, a, b, bias, given)
-    return sizes.add_norm(tile.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias), given)
+        normed, total = one_shot.matmul_all_reduce(node, launch, sizes.product, a, b, bias, given=given)
+        return normed, total
+    (reduced,) = tile.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias)
+    return sizes.add_norm(reduced, given)

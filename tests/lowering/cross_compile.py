@@ -31,6 +31,7 @@ KERNELS: dict[str, Any] = {
 }
 LOCAL_KERNELS: dict[str, Any] = {"projections": projections_kernel}
 """They send nothing: no waits, no signals."""
+OF_WEIGHTS = ("all_gather_matmul", "projections")
 OF_FEW_ROWS = ("one_shot", "gathered_few", "projections")
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -51,7 +52,7 @@ class Case:
     """A kernel for `target` in tiles of `config`.
 
     descriptors: loads operands by TMA. even_k: K needs no mask. early: publishes in the middle of a product. products:
-    that a reduction adds up; biased: a row too. epilogue: of the products of two gathered weights, if there is one.
+    that a reduction adds up; biased: a row too. epilogue: of the products of two gathered weights, or of a reduced sum.
     norm: ends with a norm.
     """
 
@@ -82,7 +83,7 @@ class Case:
     @property
     def length(self) -> int:
         """Of the kernel's tuples."""
-        return NUM_WEIGHTS if self.kernel in ("all_gather_matmul", "projections") else self.products
+        return NUM_WEIGHTS if self.kernel in OF_WEIGHTS else self.products
 
     @property
     def fitted(self) -> Config:
@@ -94,7 +95,7 @@ class Case:
 
     @property
     def arrangement(self) -> Arrangement:
-        return arrange(parse(self.epilogue) if self.epilogue else None, NUM_WEIGHTS)
+        return arrange(parse(self.epilogue) if self.epilogue else None, NUM_WEIGHTS if self.kernel in OF_WEIGHTS else 1)
 
     @property
     def carrying_loops(self) -> list[bool]:
@@ -155,7 +156,7 @@ def compile_case(case: Case) -> Compiled:
         "UPCAST": False,
         "SEND_BLOCK": 8192,
         "SEND_STEPS": 8,
-        **case.arrangement.constants(),
+        **(case.arrangement.constants() if case.kernel in OF_WEIGHTS else case.arrangement.constants_of_sum()),
         "NORM": case.norm,
         "ROW": 8192,
         "FORM": (HAS_RESIDUAL.value | HAS_WEIGHT.value) if case.norm else 0,

@@ -187,8 +187,8 @@ def _refused(ctx: RankContext) -> list[str]:
         ((q, k, k, lengths.long()), {}),
         ((q, k[:1], k[:1], lengths), {}),
         ((q, k, k, lengths), {"block_table": pages[:1]}),
-        ((q.requires_grad_(), k, k, lengths), {}),
-        ((q.detach(), k, k, lengths), {"scale": -1.0}),
+        ((q.clone().requires_grad_(), k, k, lengths), {}),
+        ((q, k, k, lengths), {"scale": -1.0}),
     ):
         with pytest.raises((InvalidOperands, InvalidTaskNode)) as error:
             flash_decode(*args, **more)  # type: ignore[arg-type]

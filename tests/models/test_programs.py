@@ -190,14 +190,26 @@ def scattered_columns(x: torch.Tensor, w: torch.Tensor) -> Tensors:
     return [scatter(x @ w, 2), torch.relu(scatter(x[0] @ w, 1)) @ w[:, :12].t()]
 
 
+def finished(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> Tensors:
+    """x [4, 16], w [16, 48], v [24, 16], bias [16]. Gate and up in one weight; what follows reductions."""
+    gate, up = (gather(x) @ w).chunk(2, -1)
+    hidden = torch.nn.functional.silu(gate) * up
+    scattered = x + scatter(hidden @ v)
+    reduced = torch.relu(reduce(hidden @ v.flip(0)) + bias)
+    return [scattered, reduced @ w]
+
+
 @dataclass(frozen=True)
 class Case:
-    """A program, the shapes of its inputs, whether gradients are compared too, and what is fused forward."""
+    """A program, the shapes of its inputs, whether gradients are compared too, what is fused forward, and the epilogues
+    that are absorbed there.
+    """
 
     program: Program
     shapes: tuple[tuple[int, ...], ...]
     grad: bool = False
     fused: tuple[str, ...] = ()
+    epilogues: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return self.program.__name__
@@ -205,6 +217,7 @@ class Case:
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 XW = (8, 16), (16, 24)
+FINISHED = frozenset({"silu(mm0) * mm1", "full(x0) + mm0", "relu(mm0 + row(x0))"})
 CASES = [
     Case(wrong_chunks, ((2, 4, 16), (16, 24))),
     Case(lookalikes, XW),
@@ -217,6 +230,7 @@ CASES = [
     Case(operands, XW, fused=(AG, AG, AG, AR, AR, AR, RS)),
     Case(gathered_returned, ((2, 4, 16), (16, 24)), grad=True, fused=(AG,)),
     Case(sums, ((4, 16), (16, 24), (24, 16), (16,)), grad=True, fused=(AG, RS)),
+    Case(finished, ((4, 16), (16, 48), (24, 16), (16,)), fused=(AG, RS, AR), epilogues=FINISHED),
     Case(checkpointed, XW, grad=True, fused=(AG, RS, AG, RS)),
     Case(broken_graph, XW, grad=True, fused=(AG, RS, AG)),  # the last matmul is fused with its gather
 ]
@@ -245,6 +259,7 @@ def run_case(ctx: RankContext, case: Case) -> None:
             compare(ctx, case.program, compiled, case.shapes, case.grad)
     fused = [site.kind for graph in sink.graphs if not graph.is_backward for site in graph.sites if site.fused]
     assert Counter(fused) == Counter(case.fused), fused
+    assert {site.epilogue for graph in sink.graphs for site in graph.sites} >= case.epilogues
 
 
 @pytest.mark.timeout(100)

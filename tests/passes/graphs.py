@@ -262,12 +262,20 @@ def _run_projections(x: torch.Tensor, weights: Any, _: str, extras: Any = (), ep
 def _run_matmul_reduce_scatter(args: list[Any]) -> list[Any]:
     dim, op = args[0][4], args[0][5]
     chunks = _reduce([sum_of_products(*arg[:3]) for arg in args], op).chunk(len(args), dim)
-    return [(chunk, torch.empty(1)) for chunk in chunks]
+    return [[*_finished(chunk, arg, 12), torch.empty(1)] for chunk, arg in zip(chunks, args, strict=True)]
 
 
 def _run_matmul_all_reduce(args: list[Any]) -> list[Any]:
     total = _reduce([sum_of_products(*arg[:3]) for arg in args], args[0][4])
-    return [(total, torch.empty(1)) for _ in args]
+    return [[*_finished(total, arg, 11), torch.empty(1)] for arg in args]
+
+
+def _finished(reduced: torch.Tensor, arg: Any, first: int) -> list[torch.Tensor]:
+    """The outputs of a reduction. first: place of an epilogue's extra tensors among the arguments, if it has one."""
+    if len(arg) <= first:
+        return [reduced]
+    outputs = evaluate(parse(arg[first + 1]), [reduced.flatten(0, -2)], arg[first])
+    return [output.view(reduced.shape) for output in outputs]
 
 
 def _normalised(args: list[Any], reduced: torch.Tensor, first: int) -> list[Any]:

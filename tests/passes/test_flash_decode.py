@@ -128,18 +128,17 @@ def test_computes_the_same(form: str) -> None:
     assert not any("all_gather" in str(node.target) for node in after.graph.nodes)
     inputs = [[args[0], *(one if not one.is_floating_point() else torch.randn_like(one) for one in args[1:])]
               for _ in range(WORLD_SIZE)]  # fmt: skip
-    names = [node.target for node in before.graph.nodes if node.op == "placeholder"]
-    assert len(names) == len(args)
-    # In the order of the graph, which is that of their use.
+    assert_same(before, after, inputs, 1e-5 if args[0].dtype == torch.float32 else 2e-2)
+
+
+def assert_same(before: fx.GraphModule, after: fx.GraphModule, inputs: list[list[Tensor]], tolerance: float) -> None:
+    """All ranks compute the same by both graphs, of the inputs of a program; a graph has them in the order of their
+    use. Keys and values have one shape: both graphs get the keys for both.
+    """
     shapes = [node.meta["val"].shape for node in before.graph.nodes if node.op == "placeholder"]
-    ordered = [[_take(list(given), shape) for shape in shapes] for given in inputs]
-    tolerance = 1e-5 if args[0].dtype == torch.float32 else 2e-2
+    assert len(shapes) == len(inputs[0])
+    ordered = [[next(one for one in given if one.shape == shape) for shape in shapes] for given in inputs]
     torch.testing.assert_close(run_ranks(after, ordered), run_ranks(before, ordered), rtol=tolerance, atol=tolerance)
-
-
-def _take(given: list[Tensor], shape: torch.Size) -> Tensor:
-    """The first of these shape. Keys and values have one: which is which does not matter, if it is always the same."""
-    return next(one for one in given if one.shape == shape)
 
 
 def test_golden_masked() -> None:
@@ -324,8 +323,7 @@ def test_values_of_another_order_are_operands() -> None:
     args = operands()
     module, before = (graph_of(attended_by(_turned_round), args) for _ in range(2))
     assert fused(module) == 1 and "prims.rev" in text(module.graph)
-    inputs = [list(args) for _ in range(WORLD_SIZE)]
-    torch.testing.assert_close(run_ranks(module, inputs), run_ranks(before, inputs), rtol=2e-2, atol=2e-2)
+    assert_same(before, module, [[args[0], *operands()[1:]] for _ in range(WORLD_SIZE)], 2e-2)
 
 
 def test_dynamic_sizes_are_left_alone() -> None:

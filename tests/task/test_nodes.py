@@ -135,7 +135,23 @@ def test_an_epilogue_is_part_of_the_text_and_of_the_call() -> None:
     assert "return_gathered=True, epilogue='cast(silu(mm0), bf16) * mm1 + row(x0); mm1', world_size=4" in node.text()
     args = ("shard", ["w0", "w1"], None, 1, True, *site_args(node), ["bias"], node.epilogue)
     assert node_from_call(overload(node.kind), args) == node
-    assert node.num_products == 2
+    assert node.num_outputs == 2
+
+
+def test_a_reduction_has_one_product_for_its_epilogue() -> None:
+    for node in (SCATTER, REDUCE):
+        finished = dataclasses.replace(node, epilogue="relu(mm0 + row(x0)); mm0", num_extras=1)
+        finished.verify()
+        assert "epilogue='relu(mm0 + row(x0)); mm0'" in finished.text() and finished.num_outputs == 2
+        dims = (0,) if node is SCATTER else ()
+        a, b = (["x"] * node.num_products for _ in range(2))
+        bias = "bias" if node.has_bias else None
+        args = (a, b, bias, None, *dims, node.reduce_op, *site_args(node), ["row"], finished.epilogue)
+        assert node_from_call(overload(node.kind), args) == finished
+        with pytest.raises(InvalidTaskNode, match="epilogue"):
+            dataclasses.replace(node, epilogue="mm0 * mm1").verify()
+        with pytest.raises(InvalidTaskNode, match="num_extras"):
+            dataclasses.replace(node, num_extras=1).verify()
 
 
 @pytest.mark.parametrize("norm", [Norm("batch"), Norm(eps=-1.0), Norm(eps=float("inf"))])

@@ -39,10 +39,10 @@ ditron::all_gather_matmul(Tensor shard, Tensor[] weights, Tensor? token, int gat
   float timeout_s, Tensor[]? extras=None, str epilogue="") -> Tensor[]
 ditron::matmul_reduce_scatter(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int scatter_dim,
   str reduce_op, int world_size, str group_name, str site, str strategy, int workspace_limit, float
-  timeout_s) -> (Tensor, Tensor)
+  timeout_s, Tensor[]? extras=None, str epilogue="") -> Tensor[]
 ditron::matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, str reduce_op, int
-  world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
-  (Tensor, Tensor)
+  world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s,
+  Tensor[]? extras=None, str epilogue="") -> Tensor[]
 ditron::all_reduce_rms_norm(Tensor x, Tensor? bias, Tensor? residual, Tensor? weight, Tensor? shift,
   Tensor? token, str reduce_op, str norm, float eps, bool plus_one, bool round_first, int
   world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->

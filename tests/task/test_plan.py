@@ -255,6 +255,22 @@ def test_an_epilogue_counts_where_it_is_a_kernel_of_its_own() -> None:
     assert eager[1] - eager[0] == cost.EPILOGUE_HOST_US
 
 
+@pytest.mark.parametrize(
+    ("kind", "m", "free"),
+    [
+        ("matmul_reduce_scatter", 4096, {"tile", "chunked"}),
+        ("matmul_all_reduce", 512, {"tile", "chunked"}),
+        # In parts: the results come by copies.
+        ("matmul_all_reduce", 8192, {"tile"}),
+    ],
+)
+def test_an_epilogue_of_a_reduction_is_computed_where_it_ends(kind: str, m: int, free: set[str]) -> None:
+    problem = cost.Problem(kind, m, 4096, 3584, 2, 4)
+    finished = replace(problem, epilogue_bytes=3 * m * 4096 * 2)
+    before, after = cost.predict(problem, cost.H200), cost.predict(finished, cost.H200)
+    assert {strategy for strategy in after if after[strategy] == before[strategy]} == free
+
+
 def test_an_epilogue_may_decide() -> None:
     """`tile` loses a little to `library` by the table, and wins with what it saves."""
     plain = replaced(m=2048, n=2048, k=2048, captured=True)
