@@ -21,6 +21,9 @@ from ditron_inductor.task.ops import overload
 __all__ = ["flash_decode"]
 
 register()
+_FLASH_DECODE = overload(task.OP)
+DEFAULTS = Options.from_environment()
+"""When this module is imported: a function that is being compiled cannot look."""
 
 
 def flash_decode(
@@ -52,7 +55,7 @@ def flash_decode(
     block_table: int32 [B, most blocks]: block_table[b, i] is the block with tokens i * tokens, .. of sequence b.
     scale: 1 / sqrt(D) by default. softcap: 0 for none.
     options: of which strategy, workspace_limit and timeout_s are used, the same on all ranks; by default those of the
-        environment. site: a name for error messages; the same on all ranks.
+        environment when this module was imported. site: a name for error messages; the same on all ranks.
 
     Returns [B, Hq, D], contiguous, of the dtype of q, bit-identical on every rank; zeros for a sequence that has no
     tokens anywhere. Nothing is differentiable. D 16, 32, 64, 128 and 256 run by our kernels, others by torch.
@@ -67,11 +70,10 @@ def flash_decode(
             found="part of a graph of gradients",
             expected="differentiable here: call it under torch.no_grad()",
         )
-    task.check_operands(q, k_cache, v_cache, lengths, block_table)
     name, world_size = _named(group)
-    chosen = Options.from_environment() if options is None else options
+    chosen = DEFAULTS if options is None else options
     out: torch.Tensor
-    out, _ = overload(task.OP)(
+    out, _ = _FLASH_DECODE(
         q,
         k_cache,
         v_cache,

@@ -34,8 +34,9 @@ def _generate(ctx: RankContext) -> int:
     wanted = generate(layer, first, STEPS, 0, 1, whole)
     compiled = torch.compile(plain_attention, backend=ditron, fullgraph=True, options={"ditron.strategy": "tile"})
     function = functools.partial(ops.flash_decode, options=Options(strategy="tile"))
+    inside = torch.compile(function, backend=ditron, fullgraph=True)
     with torch.no_grad():
-        for attend in (compiled, function):
+        for attend in (compiled, function, inside):
             # From the first step on, where all ranks but one have no token yet.
             found = generate(layer, first, STEPS, ctx.rank, ctx.world_size, attend)
             assert torch.equal(found, wanted), (found, wanted)
