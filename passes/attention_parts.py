@@ -63,6 +63,17 @@ class Ranks:
     atom: int
 
 
+@dataclass(frozen=True)
+class Parts:
+    """A rank's output and log-sum-exp, and what gathers them: one collective each, or one for both, side by side in the
+    last dimension.
+    """
+
+    output: fx.Node
+    logsum: fx.Node
+    gathers: tuple[Collective, ...]
+
+
 class Attention:
     """The seeds of the algebra for the part of a rank, and for the merging of two gathered tensors."""
 
@@ -70,18 +81,54 @@ class Attention:
         self.atoms = Atoms()
         self.algebra = Algebra(self.atoms, self._seed)
         self._gathered: dict[fx.Node, Value] = {}
+        self._joined: dict[fx.Node, tuple[Axes, tuple[int, ...], Ranks]] = {}
         self._calls: dict[fx.Node, Axes] = {}
 
-    def gather(self, o: Collective, lse: Collective) -> Ranks:
-        """Let the results of these be v and x."""
-        ranks = Ranks(self.atoms.atom(o.world_size))
-        for gather, symbol in ((o, ("v", ranks)), (lse, ("x", ranks))):
-            axes = self.algebra.value(gather.operand).axes
-            if not axes:
-                raise Unknown(gather.node)
-            axes = ((ranks.atom, *axes[0]), *axes[1:])
-            self._gathered[gather.wait] = Value(axes, {symbol: 1.0}, is_log=symbol[0] == "x")
+    def gather(self, parts: Parts) -> Ranks:
+        """Let the gathered outputs and log-sum-exps be v and x."""
+        ranks = Ranks(self.atoms.atom(parts.gathers[0].world_size))
+        places = [self.algebra.value(part).axes for part in (parts.output, parts.logsum)]
+        if not all(places):
+            raise Unknown(parts.output)
+        axes = [((ranks.atom, *place[0]), *place[1:]) for place in places]
+        if len(parts.gathers) == 1:
+            if self.atoms.of(axes[0][:-1]) != self.atoms.of(axes[1][:-1]):
+                raise Unknown(parts.logsum)
+            both = self.atoms.new((static_shape(parts.gathers[0].wait)[-1],))
+            self._joined[parts.gathers[0].wait] = (*axes[0][:-1], *both), self.atoms.flat(axes[0][-1]), ranks
+            return ranks
+        for gather, place, symbol in zip(parts.gathers, axes, (("v", ranks), ("x", ranks)), strict=True):
+            self._gathered[gather.wait] = Value(place, {symbol: 1.0}, is_log=symbol[0] == "x")
         return ranks
+
+    def _taken_apart(self, node: fx.Node) -> Value | None:
+        """One of the two that were gathered side by side; None if that is not what `node` is."""
+        cut = _cut(node)
+        if cut is None:
+            return None
+        source, dim, start, length, kept = cut
+        chain = [source]
+        while chain[-1] not in self._joined and chain[-1].target in VIEWS and chain[-1].args:
+            above = chain[-1].args[0]
+            assert isinstance(above, fx.Node)
+            chain.append(above)
+        if chain[-1] not in self._joined:
+            return None
+        axes, wide, ranks = self._joined[chain[-1]]
+        both = axes[-1]
+        for view in reversed(chain[:-1]):
+            if view.target is aten.expand.default:
+                raise Unknown(view)
+            axes = self._viewed(view, axes)
+        dim %= len(axes)
+        size = math.prod(self.atoms.size(atom) for atom in wide)
+        if axes[dim] != both:
+            raise Unknown(node)
+        if (start, length) == (0, size) and kept:
+            return Value((*axes[:dim], wide, *axes[dim + 1 :]), {("v", ranks): 1.0}, is_log=False)
+        if (start, length) != (size, 1):
+            raise Unknown(node)
+        return Value((*axes[:dim], *[()] * kept, *axes[dim + 1 :]), {("x", ranks): 1.0}, is_log=True)
 
     def _seed(self, node: fx.Node) -> Value | None:
         if node in self._gathered:
@@ -94,7 +141,7 @@ class Attention:
             return self._masked(node)
         if node.target is getitem and isinstance(node.args[0], fx.Node) and node.args[0].target in SDPA:
             return self._sdpa(node, node.args[0])
-        return None
+        return self._taken_apart(node) if self._joined else None
 
     def _product(self, node: fx.Node) -> Value:
         """Scores, or their exponentials times values."""
@@ -235,6 +282,41 @@ _COMPARISONS: dict[object, tuple[bool, bool]] = {
     aten.ge.Tensor: (False, True),
 }
 """(whether the left operand is the smaller one, whether they may be equal)."""
+
+
+def _cut(node: fx.Node) -> tuple[fx.Node, int, int, int, bool] | None:
+    """(source, dimension, start, length, whether the dimension is kept) of a piece of a tensor of static size."""
+    target, source = node.target, node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if target is aten.select.int:
+        dim, index = node.args[1:]
+        value = proofs.tensor(source)
+        if not isinstance(dim, int) or not isinstance(index, int) or value is None:
+            return None
+        size = value.shape[dim]
+        return (source, dim, index % size, 1, False) if isinstance(size, int) else None
+    if target is aten.slice.Tensor:
+        bound, value, result = proofs.arguments(node), proofs.tensor(source), proofs.tensor(node)
+        dim, start = bound["dim"], bound["start"] or 0
+        if bound["step"] != 1 or not isinstance(start, int) or value is None or result is None:
+            return None
+        size, length = value.shape[dim], result.shape[dim]
+        if not isinstance(size, int) or not isinstance(length, int):
+            return None
+        return source, dim, start + size if start < 0 else start, length, True
+    if target is getitem and source.target is aten.split_with_sizes.default:
+        whole, sizes, *dims = source.args
+        index = node.args[1]
+        if not isinstance(whole, fx.Node) or not isinstance(sizes, (list, tuple)) or not isinstance(index, int):
+            return None
+        if not all(isinstance(size, int) for size in sizes):
+            return None
+        known = [size for size in sizes if isinstance(size, int)]
+        dim = dims[0] if dims else 0
+        assert isinstance(dim, int)
+        return whole, dim, sum(known[:index]), known[index], True
+    return None
 
 
 def _widens(node: fx.Node) -> bool:

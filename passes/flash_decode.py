@@ -8,7 +8,8 @@ Before, for one query per sequence and a cache that is sharded along the tokens,
     o -> all_gather_into_tensor, lse -> all_gather_into_tensor
       -> softmax of all ranks' lse, * all ranks' o -> sum over the ranks = out [B, Hq, D]
 
-or with o and lse from one of torch's attention ops (flash, cuDNN, flash for the CPU). After:
+or with one gather of cat([o, lse], -1), or with o and lse from one of torch's attention ops (flash, cuDNN, flash for
+the CPU). After:
 
     q, k, v, lengths -> ditron.flash_decode -> getitem 0 = out
 
@@ -37,7 +38,7 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
-from ditron_inductor.passes.attention_parts import Attention, Ranks, Root, Scores
+from ditron_inductor.passes.attention_parts import Attention, Parts, Ranks, Root, Scores
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, collectives, read_collective
 from ditron_inductor.passes.reasons import ReasonCode, Refused, leave_alone, refused
 from ditron_inductor.passes.softmax_algebra import Axes, Symbol, Unknown
@@ -52,10 +53,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Match:
     """Operands as [B, Hq, D] and [B, S, Hkv, D], see `_Operand`. merged: the result, of which the call takes the place.
 
-    gathers: of o and of lse.
+    gathers: of o and of lse, or of both.
     """
 
-    gathers: tuple[Collective, Collective]
+    gathers: tuple[Collective, ...]
     merged: fx.Node
     q: _Operand
     k: _Operand
@@ -73,38 +74,70 @@ class _Operand:
     shape: tuple[int, ...]
 
 
-def find_parts(attention: Attention, gathers: Sequence[Collective]) -> list[tuple[Collective, Collective]]:
-    """The gathers of o and lse of the same attention."""
-    outputs: list[tuple[Symbol, Collective]] = []
-    sums: dict[Symbol, Collective] = {}
+def find_parts(attention: Attention, gathers: Sequence[Collective]) -> list[Parts]:
+    """What gathers o and lse of the same attention."""
+    outputs: list[tuple[Symbol, fx.Node, Collective]] = []
+    sums: dict[Symbol, tuple[fx.Node, Collective]] = {}
+    found: list[Parts] = []
     for gather in gathers:
-        try:
-            value = attention.algebra.value(gather.operand)
-        except Unknown:
+        members = _joined(gather.operand)
+        read = [_read_part(attention, member) for member in members or [gather.operand]]
+        if members is not None:
+            if read[0] == (True, read[1][1]) and read[1][0] is False and read[1][1] is not None:
+                found.append(Parts(members[0], members[1], (gather,)))
             continue
-        powers = dict(value.power)
-        total = next((symbol for symbol in powers if symbol[0] == "Z"), None)
-        if total is not None and value.is_log and powers == {total: 1.0}:
-            sums[total] = gather
-        output = next((symbol for symbol in powers if symbol[0] == "N"), None)
-        if total is not None and output is not None and not value.is_log and total[1:] == output[1:3]:
-            if powers == {output: 1.0, total: -1.0}:
-                outputs.append((total, gather))
-    return [(gather, sums[total]) for total, gather in outputs if total in sums]
+        ((is_output, total),) = read
+        if total is not None and is_output:
+            outputs.append((total, gather.operand, gather))
+        elif total is not None:
+            sums[total] = gather.operand, gather
+    for total, output, gather in outputs:
+        if total in sums:
+            logsum, other = sums[total]
+            found.append(Parts(output, logsum, (gather, other)))
+    return found
 
 
-def prove(attention: Attention, o: Collective, lse: Collective) -> Match | Refused:
-    """The match of two gathers, or why there is none."""
-    if (o.group_name, o.world_size) != (lse.group_name, lse.world_size):
+def _joined(node: fx.Node) -> list[fx.Node] | None:
+    """Two tensors side by side in the last dimension, the second one a column; None for any other node."""
+    if node.target is not aten.cat.default:
+        return None
+    bound, value = proofs.arguments(node), proofs.tensor(node)
+    members = bound["tensors"]
+    if value is None or value.ndim < 2 or bound["dim"] % value.ndim != value.ndim - 1 or len(members) != 2:
+        return None
+    column = proofs.tensor(members[1])
+    return list(members) if column is not None and proofs.known_equal(column.shape[-1], 1) else None
+
+
+def _read_part(attention: Attention, node: fx.Node) -> tuple[bool, Symbol | None]:
+    """(whether a tensor is the output of an attention, not its log-sum-exp; the sum of its weights, if it is any)."""
+    try:
+        value = attention.algebra.value(node)
+    except Unknown:
+        return False, None
+    powers = dict(value.power)
+    total = next((symbol for symbol in powers if symbol[0] == "Z"), None)
+    if total is None:
+        return False, None
+    if value.is_log:
+        return False, total if powers == {total: 1.0} else None
+    output = next((symbol for symbol in powers if symbol[0] == "N" and symbol[1:3] == total[1:]), None)
+    return True, total if output is not None and powers == {output: 1.0, total: -1.0} else None
+
+
+def prove(attention: Attention, parts: Parts) -> Match | Refused:
+    """The match of gathered parts, or why there is none."""
+    if len({(gather.group_name, gather.world_size) for gather in parts.gathers}) > 1:
         return ReasonCode.ATTENTION_MERGE
     try:
-        ranks = attention.gather(o, lse)
+        ranks = attention.gather(parts)
     except Unknown as unknown:
         return ReasonCode.ATTENTION_FORM.at(unknown.node)
-    merged = _find_merged(attention, ranks, o, lse)
+    merged = _find_merged(attention, ranks, parts)
     if refused(merged):
         return merged
-    operands = _operands(attention, o, merged)
+    operands = _operands(attention, parts, merged)
     if operands is None:
         return ReasonCode.ATTENTION_FORM
     q, k, v, lengths, scale = operands
@@ -116,20 +149,20 @@ def prove(attention: Attention, o: Collective, lse: Collective) -> Match | Refus
         return ReasonCode.DTYPE
     if not _wanted_in(merged, dtype):
         return ReasonCode.CAST_BETWEEN.at(merged)
-    launch = _first(o, lse)
+    launch = _first(parts.gathers)
     needed = [one.node for one in (q, k, v)] + ([lengths[0]] if lengths else [])
     if not all(rewriting.can_hoist(one, launch) for one in needed):
         return ReasonCode.OPERAND_LATE
-    return Match((o, lse), merged, q, k, v, lengths, scale)
+    return Match(parts.gathers, merged, q, k, v, lengths, scale)
 
 
-def _find_merged(attention: Attention, ranks: Ranks, o: Collective, lse: Collective) -> fx.Node | Refused:
+def _find_merged(attention: Attention, ranks: Ranks, parts: Parts) -> fx.Node | Refused:
     """The node that is the merging of all parts, which nothing but it uses."""
     total: Symbol = ("Z", 1.0, ranks)
     wanted = {("N", 1.0, ranks, ranks): 1.0, total: -1.0}
-    reached: set[fx.Node] = {o.wait, lse.wait}
+    reached = {gather.wait for gather in parts.gathers}
     merged: fx.Node | None = None
-    for node in o.node.graph.nodes:
+    for node in parts.output.graph.nodes:
         if node in reached or not reached.intersection(node.all_input_nodes):
             continue
         if merged is None:
@@ -149,11 +182,11 @@ def _find_merged(attention: Attention, ranks: Ranks, o: Collective, lse: Collect
 
 
 def _operands(
-    attention: Attention, o: Collective, merged: fx.Node
+    attention: Attention, parts: Parts, merged: fx.Node
 ) -> tuple[_Operand, _Operand, _Operand, tuple[fx.Node, int] | None, float] | None:
     """q, k, v, lengths and scale, if every dimension has its role."""
     atoms = attention.atoms
-    part = attention.algebra.value(o.operand)
+    part = attention.algebra.value(parts.output)
     _, scale, origin, values = next(symbol for symbol in part.power if symbol[0] == "N")
     assert isinstance(origin, Scores) and isinstance(values, Root)
     query, dim = sum(atoms.of(origin.query.axes), ()), atoms.flat(origin.dim)
@@ -212,20 +245,18 @@ def _wanted_in(merged: fx.Node, dtype: torch.dtype) -> bool:
     return len(results) == len(users) > 0 and all(one is not None and one.dtype == dtype for one in results)
 
 
-def _first(o: Collective, lse: Collective) -> fx.Node:
-    return min(o.node, lse.node)
+def _first(gathers: Sequence[Collective]) -> fx.Node:
+    return min(gather.node for gather in gathers)
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
-    o, lse = match.gathers
-    launch = _first(o, lse)
+    group, launch = match.gathers[0], _first(match.gathers)
     for one in (match.q.node, match.k.node, match.v.node, *((match.lengths[0],) if match.lengths else ())):
         rewriting.hoist(one, launch)
     B = match.q.shape[0]
-    task = FlashDecode(
-        match.scale, 0.0, o.world_size, o.group_name, rewriting.UNNAMED_SITE, rewriting.policy(options)
-    )
+    site, policy = rewriting.UNNAMED_SITE, rewriting.policy(options)
+    task = FlashDecode(match.scale, 0.0, group.world_size, group.group_name, site, policy)
     like: torch.Tensor = match.q.node.meta["val"]
     out = rewriting.fake_like(like, match.q.shape, rewriting.contiguous_strides(match.q.shape))
     with graph.inserting_before(launch):
@@ -292,12 +323,12 @@ def flash_decode(graph: fx.Graph, *, options: Options) -> int:
     gathers = [read_collective(node) for node in collectives(graph, ALL_GATHER)]
     attention = Attention()
     count = 0
-    for o, lse in find_parts(attention, [gather for gather in gathers if isinstance(gather, Collective)]):
-        match = prove(attention, o, lse)
+    for parts in find_parts(attention, [gather for gather in gathers if isinstance(gather, Collective)]):
+        match = prove(attention, parts)
         if not refused(match) and PATTERN not in options.fusions:
             match = ReasonCode.DISABLED
         if refused(match):
-            for gather in (o, lse):
+            for gather in parts.gathers:
                 leave_alone(gather.node, PATTERN, match)
             continue
         rewrite(graph, match, options)

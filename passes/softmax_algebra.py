@@ -46,6 +46,8 @@ origin of v).
 Axes = tuple[tuple[int, ...], ...]
 """Of every dimension the atoms that it runs over, the slowest first; none where its size is 1."""
 
+MOST_STEPS = 60
+"""From a value up to where its chain begins: twice as many as any form takes, and few of a deep model's."""
 TESTS = (aten.any.dim, aten.any.dims, aten.all.dim, aten.all.dims)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -169,14 +171,22 @@ class Algebra:
         self.atoms = atoms
         self._seed = seed
         self._known: dict[fx.Node, Value] = {}
+        self._depth = 0
 
     def value(self, node: object) -> Value:
         """What a node is. Raises Unknown."""
         assert isinstance(node, fx.Node)
         found = self._known.get(node)
-        if found is None:
+        if found is not None:
+            return found
+        if self._depth >= MOST_STEPS:
+            raise Unknown(node)
+        self._depth += 1
+        try:
             found = self._seed(node) or self._read(node)
-            self._known[node] = found
+        finally:
+            self._depth -= 1
+        self._known[node] = found
         return found
 
     def total(self, value: Value, dims: Sequence[int], node: fx.Node, keepdim: bool) -> Value:

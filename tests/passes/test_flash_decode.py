@@ -15,7 +15,7 @@ from torch.distributed import _functional_collectives as functional
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.flash_decode import flash_decode
-from tests.passes.graphs import WORLD_SIZE, compiled_graphs, fake_group, reasons, run_ranks, text
+from tests.passes.graphs import WORLD_SIZE, compiled_graphs, fake_group, reasons, run_ranks, text, traced
 
 B, HQ, HKV, S, D = 2, 6, 2, 40, 16
 aten = torch.ops.aten
@@ -93,6 +93,20 @@ def heads_first(q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
     return by_maximum(gathered(o), gathered(lse)).view(q.shape)
 
 
+def joined(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """One gather for both."""
+    o, lse = parts(q, k, v, below(lengths))
+    both = gathered(torch.cat([o.float(), lse[..., None]], -1))
+    return by_maximum(both[..., :D], both[..., D]).to(q.dtype).view(q.shape)
+
+
+def split(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same, with another way to take them apart."""
+    o, lse = parts(q, k, v, None)
+    os, lses = gathered(torch.cat([o.float(), lse[..., None]], -1)).split([D, 1], -1)
+    return (torch.softmax(lses, 0) * os).sum(0).to(q.dtype)
+
+
 def operands(dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(B, HQ, D).to(dtype), torch.randn(B, S, HKV, D).to(dtype), torch.randn(B, S, HKV, D).to(dtype)
 
@@ -101,6 +115,8 @@ LENGTHS = torch.tensor([7, S], dtype=torch.int32)
 FORMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "masked": (masked, (*operands(), LENGTHS)),
     "whole": (whole, operands(torch.bfloat16)),
+    "joined": (joined, (*operands(), LENGTHS)),
+    "split": (split, operands()),
     "of_torch": (of_torch, operands(torch.float32)),
     "heads_first": (heads_first, (*(x.transpose(1, 2) if x.dim() == 4 else x for x in operands(torch.float32)),
                                   LENGTHS.long())),
@@ -239,6 +255,26 @@ def _other_heads(os: Tensor, lses: Tensor) -> Tensor:
     return (torch.softmax(lses, 2)[..., None] * os).sum(2).half()
 
 
+def _joined_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The column is taken for an output too."""
+    o, lse = parts(q, k, v, None)
+    both = gathered(torch.cat([o.float(), lse[..., None]], -1))
+    return by_softmax(both[..., 1:], both[..., D]).to(q.dtype)
+
+
+def _other_column(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The logarithms beside the outputs of other sequences, and heads."""
+    o, lse = parts(q, k, v, None)
+    both = gathered(torch.cat([o.float(), lse.transpose(0, 1)[..., None]], -1))
+    return by_softmax(both[..., :D], both[..., D]).to(q.dtype)
+
+
+@pytest.mark.parametrize(("fn", "code"), [(_joined_twice, "attention_merge"), (_other_column, "attention_form")])
+def test_what_was_joined_otherwise_is_left_alone(fn: Callable[..., Any], code: str) -> None:
+    module = graph_of(fn, operands())
+    assert fused(module) == 0 and reasons(module) == [code]
+
+
 MERGES: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "mean": (lambda os, lses: os.mean(0).half() + lses.mean(), ["attention_merge"] * 2),
     "base 2": (lambda os, lses: (torch.exp2(lses - lses.amax(0))[..., None] * os).sum(0), ["attention_merge"] * 2),
@@ -338,6 +374,18 @@ def test_dynamic_sizes_are_left_alone() -> None:
     # Heads, or sequences, alone.
     module = graph_of(fn, args)
     assert fused(module) == 1 and "[4, 3, 16]" in text(module.graph)
+
+
+def test_a_deep_graph() -> None:
+    """Of a model whose residual stream is gathered."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        for _ in range(600):
+            x = torch.relu(x) * y
+        return gathered(x).sum(0)
+
+    module = traced(fn, torch.randn(4, 4), torch.randn(4, 4))
+    assert fused(module) == 0 and reasons(module) == []
 
 
 def test_the_option_leaves_it_out() -> None:
