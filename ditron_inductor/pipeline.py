@@ -28,6 +28,7 @@ from torch._logging import trace_structured
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
+from ditron_inductor.passes.all_gather_contract import all_gather_contract
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.all_reduce_rms_norm import all_reduce_rms_norm
 from ditron_inductor.passes.flash_decode import flash_decode
@@ -79,6 +80,7 @@ PASSES: tuple[Pass, ...] = (
     all_reduce_rms_norm,
     matmul_all_gather,
     flash_decode,
+    all_gather_contract,
     review_left_alone,
     require_fusions,
     split_weights,

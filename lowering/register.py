@@ -19,6 +19,8 @@ import torch
 
 from ditron_inductor.device import AgreedOptions, workspaces
 from ditron_inductor.device.replicas import own_chunk, replicas
+from ditron_inductor.lowering.all_gather_contract import chunked as contract_chunked
+from ditron_inductor.lowering.all_gather_contract import tile as contract_tile
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather_chunked
 from ditron_inductor.lowering.all_gather_matmul import tile as gather_tile
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
@@ -40,14 +42,15 @@ from ditron_inductor.task import ops, reference
 from ditron_inductor.task.epilogue_torch import NAMES
 from ditron_inductor.task.nodes import (
     EXTRAS,
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    Contraction,
     FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
     MatmulReduceScatter,
-    Norm,
     NormNode,
     Policy,
     TaskNode,
@@ -65,6 +68,7 @@ TILE: Mapping[str, tuple[Callable[..., Any], Runner]] = {
     AllReduceRmsNorm.kind: (norm_kernel.geometry, norm_kernel.all_reduce_rms_norm),
     MatmulAllReduceRmsNorm.kind: (reduce_norm_tile.geometry, reduce_norm_tile.matmul_all_reduce_rms_norm),
     MatmulAllGather.kind: (product_tile.geometry, product_tile.matmul_all_gather),
+    AllGatherContract.kind: (contract_tile.geometry, contract_tile.all_gather_contract),
 }
 CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
     AllGatherMatmul.kind: (gather_chunked.obstacle, gather_chunked.geometry, gather_chunked.all_gather_matmul),
@@ -82,6 +86,11 @@ CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
         reduce_norm_chunked.matmul_all_reduce_rms_norm,
     ),
     MatmulAllGather.kind: (product_chunked.obstacle, product_chunked.geometry, product_chunked.matmul_all_gather),
+    AllGatherContract.kind: (
+        contract_chunked.obstacle,
+        contract_chunked.geometry,
+        contract_chunked.all_gather_contract,
+    ),
 }
 PLANNED_AS: Mapping[str, str] = {MatmulAllReduceRmsNorm.kind: MatmulAllReduce.kind}
 """Kinds whose strategies are chosen as another's: a norm costs all of them the same."""
@@ -299,18 +308,13 @@ def _prepare_norm(
     product_bias: torch.Tensor | None,
     given: tuple[torch.Tensor | None, ...],
     reduce_op: str,
-    norm: str,
-    eps: float,
-    plus_one: bool,
-    round_first: bool,
-    world_size: int,
-    group_name: str,
-    site: str,
-    *policy: Any,
+    *rest: Any,
 ) -> Callable[..., Any]:
     """x: what is reduced, or (with b) the first of what it is a product of. given: see nodes.EXTRAS."""
+    norm, post, saved = ops.norms_of(rest)
+    world_size, group_name, site, *policy = rest[ops.NUM_NORM_ARGS :]
     extras = tuple(name for name, one in zip(EXTRAS, given, strict=True) if one is not None)
-    common = reduce_op, Norm(norm, eps, plus_one, round_first), extras, world_size, group_name, site, Policy(*policy)
+    common = reduce_op, norm, extras, world_size, group_name, site, Policy(*policy), post, saved
     node: NormNode
     if b is None:
         node, N, K = AllReduceRmsNorm(*common), x.shape[-1], 1
@@ -340,6 +344,42 @@ def _prepare_matmul_all_gather(
     leading, N = a[0].shape[:-1], b[0].shape[1]
     local = "K", sum(one.shape[0] for one in b)
     return _prepare(key, node, a[0], library, sizes=(*leading, N), m=math.prod(leading), shared=N, local=local)
+
+
+def _prepare_all_gather_contract(
+    key: Hashable,
+    shard: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+    gather_dim: int,
+    gathered_first: bool,
+    return_gathered: bool,
+    world_size: int,
+    group_name: str,
+    site: str,
+    *policy: Any,
+) -> Callable[..., Any]:
+    node = AllGatherContract(
+        gather_dim, gathered_first, world_size, group_name, return_gathered, site, Policy(*policy), len(factors)
+    )
+    library = functools.partial(
+        reference.all_gather_contract,
+        gather_dim=gather_dim,
+        gathered_first=gathered_first,
+        world_size=world_size,
+        group_name=group_name,
+        return_gathered=return_gathered,
+    )
+    sizes = Contraction.of(shard.shape, gather_dim)
+    return _prepare(
+        key,
+        node,
+        shard,
+        library,
+        sizes=shard.shape,
+        m=sizes.kept,
+        shared=world_size * sizes.depth,
+        local=("columns", sum(one.shape[1 if gathered_first else 0] for one in factors)),
+    )
 
 
 # The ops themselves. The trailing arguments, `site`, are those of the schemas in task/ops.py, in their order. With the
@@ -383,6 +423,15 @@ def _all_gather_matmul(
     return [*run(shard, weights, extras), ops.new_token(shard)]
 
 
+def _all_gather_contract(
+    shard: torch.Tensor, factors: Sequence[torch.Tensor], token: torch.Tensor | None, *site: Any
+) -> list[torch.Tensor]:
+    key, run = lookup(AllGatherContract.kind, site, (shard, *factors))
+    if run is None:
+        run = _prepare_all_gather_contract(key, shard, factors, *site)
+    return [*run(shard, factors), ops.new_token(shard)]
+
+
 def _reduction(kind: str, prepare: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
     """The op of a kind that reduces a sum of products and a bias."""
 
@@ -415,22 +464,22 @@ def _matmul_all_gather(
     return run(a, b, bias), ops.new_token(a[0])
 
 
-def _all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    given, site = others[:4], others[5:]
+def _all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> list[torch.Tensor]:
+    given, site = others[: len(EXTRAS)], others[len(EXTRAS) + 1 :]
     key, run = lookup(AllReduceRmsNorm.kind, site, (x,), *given)
     if run is None:
         run = _prepare_norm(key, x, None, None, given, *site)
-    return *run(x, given), ops.new_token(x)
+    return [*run(x, given), ops.new_token(x)]
 
 
 def _matmul_all_reduce_rms_norm(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: torch.Tensor | None, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    given, site = others[:4], others[5:]
+) -> list[torch.Tensor]:
+    given, site = others[: len(EXTRAS)], others[len(EXTRAS) + 1 :]
     key, run = lookup(MatmulAllReduceRmsNorm.kind, site, (*a, *b), bias, *given)
     if run is None:
         run = _prepare_norm(key, a[0], b, bias, given, *site)
-    return *run(a, b, bias, given), ops.new_token(a[0])
+    return [*run(a, b, bias, given), ops.new_token(a[0])]
 
 
 def _on_device(implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -463,6 +512,7 @@ def register() -> None:
         MatmulAllReduceRmsNorm.kind: _on_device(_matmul_all_reduce_rms_norm),
         MatmulAllGather.kind: _on_device(_matmul_all_gather),
         FlashDecode.kind: _on_device(FlashDecodeOp(calls)),
+        AllGatherContract.kind: _on_device(_all_gather_contract),
         "after": _after,
         "after_": ops.do_nothing,
         "token_of": ops.new_token,

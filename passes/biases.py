@@ -50,7 +50,6 @@ def with_bias_column(product: fx.Node, matmul: fx.Node) -> fx.Node:
     graph = matmul.graph
     with graph.inserting_before(matmul):
         bias = rewriting.row(graph, read.bias)
-        assert bias is not None
         column = rewriting.column(graph, bias)
         added = graph.create_node("call_function", aten.add.Tensor, (product, column), name="biased")
     added.meta.update(rewriting.copied_meta(product))

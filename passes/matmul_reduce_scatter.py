@@ -186,7 +186,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         site=rewriting.UNNAMED_SITE,
         policy=rewriting.policy(options),
         num_products=len(product.factors),
-        has_bias=product.bias is not None,
+        has_bias=bool(product.biases),
     )
     with graph.inserting_before(collective.node):
         lefts, rights, value = _operands(graph, match)
@@ -227,7 +227,7 @@ def _operands(graph: fx.Graph, match: Match) -> tuple[list[fx.Node], list[fx.Nod
 
 def _bias(graph: fx.Graph, match: Match) -> fx.Node | None:
     """What every rank adds to its product: a row of it, a column of the transposed one."""
-    bias = rewriting.row(graph, match.product.bias)
+    bias = rewriting.bias_row(graph, match.product.biases)
     return bias if bias is None or match.column_sizes is None else rewriting.column(graph, bias)
 
 

@@ -38,6 +38,7 @@ import math
 from dataclasses import dataclass
 
 from ditron_inductor.task.nodes import (
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     FlashDecode,
@@ -68,6 +69,7 @@ HOST_US = {
     FlashDecode.kind: {"library": 80.0, "chunked": 36.0, "tile": 36.0},
     # Those of the kinds with as many launches.
     MatmulAllGather.kind: {"library": 80.0, "chunked": 210.0, "tile": 42.0},
+    AllGatherContract.kind: {"library": 80.0, "chunked": 210.0, "tile": 42.0},
 }
 """What a call takes the host, by `python -m benchmarks.host`: in eager mode none takes less."""
 EPILOGUE_HOST_US = 12.0
@@ -75,6 +77,10 @@ EPILOGUE_HOST_US = 12.0
 SMALL_HOST_US = 55.0
 """Of a small all-reduce by `chunked`; a large one runs in parts, with many launches each."""
 
+CONTRACT_EFFICIENCY = 0.8
+"""Speed of `tile` where the gathered dimension is contracted, in that of the other kernels: it loads by pointers. A
+guess on the careful side, as nobody has measured it yet.
+"""
 PART_ROWS = 512
 """A part of a gathered product has at least so many rows by `chunked`."""
 PORT_BYTES_PER_S = 450e9
@@ -255,7 +261,7 @@ def _is_small_all_reduce(problem: Problem) -> bool:
 def received_bytes(problem: Problem) -> float:
     """What one rank receives from its peers in one call."""
     peers = problem.world_size - 1
-    if problem.kind == AllGatherMatmul.kind:
+    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind):
         return problem.m * problem.k * problem.itemsize * peers / problem.world_size
     if problem.kind == MatmulAllGather.kind:
         return problem.m * problem.n * problem.itemsize * peers
@@ -331,13 +337,17 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
     if problem.kind == MatmulAllGather.kind:
         rate = min(rate, PORT_BYTES_PER_S)
         chunks, passes_us = max(1, min(problem.m // PART_ROWS, MIN_CHUNKS)), _passes_us(problem, on, problem.world_size)
+    if problem.kind == AllGatherContract.kind:
+        # As many parts of the kept dimension as have tiles for half of the GPU.
+        chunks = max(1, min(math.ceil(problem.m / 128) * math.ceil(problem.n / 256) // 66, MIN_CHUNKS))
     transfer = received_bytes(problem) / rate * MICRO
     chunks_us = _rounds(problem) * problem.world_size * on.chunk_us
     return _overlapped(matmul, transfer, chunks) + passes_us + chunks_us
 
 
 def _tile_us(problem: Problem, on: Hardware) -> float:
-    matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * _fill(problem))
+    contracted = CONTRACT_EFFICIENCY if problem.kind == AllGatherContract.kind else 1.0
+    matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * contracted * _fill(problem))
     fast = problem.m <= FEW_ROWS or problem.n >= WIDE_COLUMNS
     if problem.m in MIDDLE_ROWS and not (fast and problem.kind == MatmulAllGather.kind):
         matmul /= MIDDLE_EFFICIENCY
@@ -356,7 +366,7 @@ def _chunks(problem: Problem) -> int:
 
 def _partials_us(problem: Problem, on: Hardware) -> float:
     """Partial results are written and read again, and so are the results of an all-reduce, and gathered products."""
-    if problem.kind == AllGatherMatmul.kind:
+    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind):
         return 0.0
     gathered = problem.kind == MatmulAllGather.kind
     return _passes_us(problem, on, problem.world_size - 1 if gathered else _rounds(problem))
@@ -379,6 +389,7 @@ def _link_rate(problem: Problem, on: Hardware) -> float:
         AllReduceRmsNorm.kind: on.all_reduce_bytes_per_s,
         MatmulAllGather.kind: on.all_reduce_bytes_per_s,
         FlashDecode.kind: on.gather_bytes_per_s,
+        AllGatherContract.kind: on.gather_bytes_per_s,
     }
     return rates[problem.kind] * _pair_gain(problem, on)
 

@@ -8,6 +8,7 @@ that never changes for equal nodes: tests and `explain` compare and print it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -140,6 +141,59 @@ class AllGatherMatmul(WithEpilogue):
 
 
 @dataclass(frozen=True)
+class AllGatherContract:
+    """out_i = G.T @ factor_i, or factor_i @ G if not `gathered_first`: all products contract what one gather gathers.
+
+    shard is [.., S, ..] with S at `gather_dim`. G [W*K, C] is the gathered tensor with all dimensions but the last one
+    flattened, the rows contracted; or, where `gather_dim` is the last dimension, its transpose. factor_i is [W*K, N_i],
+    or [N_i, W*K], and out_i [C, N_i], or [N_i, C].
+    """
+
+    kind: ClassVar[str] = "all_gather_contract"
+    gather_dim: int
+    gathered_first: bool
+    world_size: int
+    group_name: str
+    return_gathered: bool
+    site: str
+    policy: Policy
+    num_factors: int = 1
+
+    def verify(self) -> None:
+        _check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
+        _check(self.num_factors >= 1, self.kind, "num_factors", self.num_factors, "at least one factor")
+        _verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    def text(self) -> str:
+        return (
+            f"{self.kind}(gather_dim={self.gather_dim}, gathered_first={self.gathered_first}, "
+            f"num_factors={self.num_factors}, return_gathered={self.return_gathered}, "
+            f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
+        )
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """The sizes of an `AllGatherContract` on one rank.
+
+    kept: C; depth: what one rank contributes of the contracted dimension, K, in runs of `block` consecutive elements
+    that the gathered tensor keeps apart. last: the gathered dimension is the last one.
+    """
+
+    kept: int
+    depth: int
+    block: int
+    last: bool
+
+    @staticmethod
+    def of(shape: Sequence[int], gather_dim: int) -> Contraction:
+        """Of shards of this shape; sizes may be symbolic."""
+        if gather_dim == len(shape) - 1:
+            return Contraction(math.prod(shape[:-1]), shape[-1], shape[-1], True)
+        return Contraction(shape[-1], math.prod(shape[:-1]), math.prod(shape[gather_dim:-1]), False)
+
+
+@dataclass(frozen=True)
 class MatmulReduceScatter(WithEpilogue):
     """out = reduce_scatter(sum_i a_i @ b_i + bias): rank r keeps the r-th of W equal chunks of `scatter_dim`.
 
@@ -236,13 +290,19 @@ MOST_PROJECTED_ROWS = 64
 """Of the tensor of `Projections`: as many as one tile of its kernel has."""
 MOST_NORM_COLUMNS = 16384
 """Of rows that are normalised in the registers of one program."""
-EXTRAS: tuple[str, ...] = ("bias", "residual", "weight", "shift")
+EXTRAS: tuple[str, ...] = ("bias", "second_bias", "post_weight", "post_shift", "residual", "weight", "shift")
 """The tensors that a reduction with a norm may have besides its operands, in the order of its arguments."""
+SAVED: tuple[str, ...] = ("reduced", "post_mean", "post_rstd", "mean", "rstd", "scaled")
+"""What a backward may want of it, in the order of its outputs."""
 
 
 @dataclass(frozen=True)
 class _ReductionWithNorm:
-    """What the two nodes with a norm have in common. extras: which of `EXTRAS` there are."""
+    """What the two nodes with a norm have in common.
+
+    extras: which of `EXTRAS` there are. post: a norm of the reduced rows alone, before the residual is added. saved:
+    which of `SAVED` are outputs too.
+    """
 
     kind: ClassVar[str]
     reduce_op: str
@@ -252,18 +312,27 @@ class _ReductionWithNorm:
     group_name: str
     site: str
     policy: Policy
+    post: Norm | None = None
+    saved: tuple[str, ...] = ()
 
     def verify(self) -> None:
         _check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
         self.norm.verify(self.kind)
-        in_order = self.extras == tuple(name for name in EXTRAS if name in self.extras)
-        _check(in_order, self.kind, "extras", self.extras, f"names out of {', '.join(EXTRAS)}, in this order")
+        if self.post is not None:
+            self.post.verify(self.kind)
+        for field, names, known in (("extras", self.extras, EXTRAS), ("saved", self.saved, SAVED)):
+            in_order = names == tuple(name for name in known if name in names)
+            _check(in_order, self.kind, field, names, f"names out of {', '.join(known)}, in this order")
+            no_post = self.post is not None or not any(name.startswith("post_") for name in names)
+            _check(no_post, self.kind, field, names, "without names of a norm before the residual, as there is none")
         _verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
+        post = "" if self.post is None else f"post={self.post.text()}, "
+        saved = f"saved={'+'.join(self.saved)}, " if self.saved else ""
         return (
-            f"{self.kind}({self._reduction_text()}, norm={self.norm.text()}, extras={'+'.join(self.extras)}, "
-            f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
+            f"{self.kind}({self._reduction_text()}, {post}norm={self.norm.text()}, extras={'+'.join(self.extras)}, "
+            f"{saved}{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
     def _reduction_text(self) -> str:
@@ -272,10 +341,12 @@ class _ReductionWithNorm:
 
 @dataclass(frozen=True)
 class AllReduceRmsNorm(_ReductionWithNorm):
-    """total = all_reduce(x, reduce_op) + bias + residual, normed = norm(total); both bit-identical on every rank.
+    """reduced = all_reduce(x, reduce_op), total = post(reduced + bias + second_bias) + residual, normed = norm(total);
+    all bit-identical on every rank.
 
-    x and both outputs are [.., N], the residual has as many elements, bias, weight and shift have N. Every sum is
-    rounded to the dtype of x.
+    x and these outputs are [.., N], the residual has as many elements, biases, weights and shifts have N. Every sum,
+    and the result of `post`, is rounded to the dtype of x. What else is saved is fp32: mean and rstd, 1 / sqrt(variance
+    + eps), [.., 1], and scaled, [.., N], see `Norm`; with `post_` in front those of `post`.
     """
 
     kind: ClassVar[str] = "all_reduce_rms_norm"
@@ -371,7 +442,7 @@ class FlashDecode:
         )
 
 
-MatmulNode = AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce | MatmulAllGather
+MatmulNode = AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce | MatmulAllGather | AllGatherContract
 NormNode = AllReduceRmsNorm | MatmulAllReduceRmsNorm
 TaskNode = MatmulNode | NormNode | FlashDecode
 KINDS: tuple[str, ...] = (
@@ -379,6 +450,7 @@ KINDS: tuple[str, ...] = (
     MatmulReduceScatter.kind,
     MatmulAllReduce.kind,
     MatmulAllGather.kind,
+    AllGatherContract.kind,
 )
 """The fusions of a collective with matmuls alone: what tables and benchmarks of matmuls know."""
 NORM_KINDS: tuple[str, ...] = (AllReduceRmsNorm.kind, MatmulAllReduceRmsNorm.kind)

@@ -15,17 +15,24 @@
 `matmul_all_reduce(a, b, bias, token, ..., extras, epilogue) -> [out, .., token]`
     a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N] or None; out [.., N] contiguous, bit-identical on every
     rank. Epilogues as above.
-`all_reduce_rms_norm(x, bias, residual, weight, shift, token, ...) -> (normed, total, token)`
-    x [.., N]; residual as many elements, in any shape whose rows are N long; bias, weight and shift N elements, each of
-    them None where there is none. total = all_reduce(x) + bias + residual and normed = its norm: shape and dtype of x,
-    contiguous, bit-identical on every rank. See `nodes.Norm` for the arguments `norm` to `round_first`.
-`matmul_all_reduce_rms_norm(a, b, product_bias, bias, residual, weight, shift, token, ...) -> (normed, total, token)`
+`all_reduce_rms_norm(x, <extras>, token, ...) -> [normed, total, <saved>, token]`
+    x [.., N]. <extras>, the names of `nodes.EXTRAS`: residual as many elements, in any shape whose rows are N long; the
+    others N elements; each of them None where there is none. total = post(all_reduce(x) + bias + second_bias) +
+    residual and normed = norm(total): shape and dtype of x, contiguous, bit-identical on every rank. See `nodes.Norm`
+    for the arguments `norm` to `round_first`, and `post` (empty: there is none) to `post_round_first`. saved: names of
+    `nodes.SAVED`, joined by `+`; these are returned too, contiguous, mean and rstd as fp32 [.., 1], scaled as fp32.
+`matmul_all_reduce_rms_norm(a, b, product_bias, <extras>, token, ...) -> [normed, total, <saved>, token]`
     the same for x = sum_i a_i @ b_i + product_bias, the operands of `matmul_all_reduce`.
 `matmul_all_gather(a, b, bias, token, ...) -> (out, token)`
     a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N] or None; out is the sum [.., N] with gather_dim W times as
     long, contiguous.
 `flash_decode(q, k, v, lengths, block_table, token, scale, softcap, ...) -> (out, token)`
     see task/flash_decode.py.
+`all_gather_contract(shard, factors, token, ...) -> [out_0, .., out_{n-1}, (gathered,) token]`
+    shard [.., S, ..] with S at gather_dim, factors [K, N_i] with any strides, [N_i, K] if not gathered_first; K is the
+    gathered tensor's last dimension if gather_dim is that, else all of its dimensions but the last, flattened. out_i
+    [C, N_i], or [N_i, C], contiguous, C the gathered tensor's other dimensions. gathered [.., W*S, ..], contiguous,
+    present if and only if return_gathered.
 `after(x, token) -> x`
     an alias of x that is ordered after token: puts a collective that was not fused into the order of its group.
 `after_(x, token)`
@@ -63,8 +70,10 @@ from ditron_inductor.task.flash_decode import ARGUMENTS as FLASH_DECODE_ARGUMENT
 from ditron_inductor.task.nodes import (
     EXTRAS,
     NORM_KINDS,
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    Contraction,
     FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
@@ -82,8 +91,9 @@ _SITE = "int world_size, str group_name, str site, str strategy, int workspace_l
 _PRODUCTS = "Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token"
 _EPILOGUE = "Tensor[]? extras=None, str epilogue=''"
 _NORM = (
-    "Tensor? bias, Tensor? residual, Tensor? weight, Tensor? shift, Tensor? token, "
-    f"str reduce_op, str norm, float eps, bool plus_one, bool round_first, {_SITE}"
+    f"{', '.join(f'Tensor? {name}' for name in EXTRAS)}, Tensor? token, str reduce_op, "
+    "str norm, float eps, bool plus_one, bool round_first, "
+    f"str post, float post_eps, bool post_plus_one, bool post_round_first, str saved, {_SITE}"
 )
 SCHEMAS: dict[str, str] = {
     AllGatherMatmul.kind: (
@@ -92,12 +102,14 @@ SCHEMAS: dict[str, str] = {
     ),
     MatmulReduceScatter.kind: f"({_PRODUCTS}, int scatter_dim, str reduce_op, {_SITE}, {_EPILOGUE}) -> Tensor[]",
     MatmulAllReduce.kind: f"({_PRODUCTS}, str reduce_op, {_SITE}, {_EPILOGUE}) -> Tensor[]",
-    AllReduceRmsNorm.kind: f"(Tensor x, {_NORM}) -> (Tensor, Tensor, Tensor)",
-    MatmulAllReduceRmsNorm.kind: (
-        f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}) -> (Tensor, Tensor, Tensor)"
-    ),
+    AllReduceRmsNorm.kind: f"(Tensor x, {_NORM}) -> Tensor[]",
+    MatmulAllReduceRmsNorm.kind: f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}) -> Tensor[]",
     MatmulAllGather.kind: f"({_PRODUCTS}, int gather_dim, {_SITE}) -> (Tensor, Tensor)",
     FlashDecode.kind: f"({FLASH_DECODE_ARGUMENTS}, {_SITE}) -> (Tensor, Tensor)",
+    AllGatherContract.kind: (
+        "(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool gathered_first, bool return_gathered, "
+        f"{_SITE}) -> Tensor[]"
+    ),
     "after": "(Tensor(a) x, Tensor token) -> Tensor(a)",
     "after_": "(Tensor(a!) x, Tensor token) -> ()",
     "token_of": "(Tensor x) -> Tensor",
@@ -122,6 +134,7 @@ def define() -> Library:
         MatmulAllReduceRmsNorm.kind: _fake_matmul_all_reduce_rms_norm,
         MatmulAllGather.kind: _fake_matmul_all_gather,
         FlashDecode.kind: _fake_flash_decode,
+        AllGatherContract.kind: _fake_all_gather_contract,
         "after": _fake_after,
         "after_": do_nothing,
         "token_of": new_token,
@@ -164,9 +177,26 @@ def site_args(node: TaskNode) -> tuple[int, str, str, str, int, float]:
     )
 
 
-def norm_args(norm: Norm) -> tuple[str, float, bool, bool]:
+NormArgs = tuple[str, float, bool, bool]
+
+
+def norm_args(norm: Norm | None) -> NormArgs:
     """The arguments of a norm, in schema order."""
-    return norm.form, norm.eps, norm.plus_one, norm.round_first
+    return ("", 0.0, False, False) if norm is None else (norm.form, norm.eps, norm.plus_one, norm.round_first)
+
+
+def saved_names(saved: str) -> tuple[str, ...]:
+    """The names that the argument `saved` holds."""
+    return tuple(saved.split("+")) if saved else ()
+
+
+def norms_of(args: Sequence[Any]) -> tuple[Norm, Norm | None, tuple[str, ...]]:
+    """(norm, post, saved) of the arguments `norm` to `saved`."""
+    return Norm(*args[:4]), Norm(*args[4:8]) if args[4] else None, saved_names(args[8])
+
+
+NUM_NORM_ARGS = 9
+"""Those that `norms_of` reads."""
 
 
 def argument_of(target: object, args: Sequence[object], name: str) -> Any:
@@ -222,14 +252,27 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
         assert isinstance(scale, (int, float)) and isinstance(softcap, (int, float)), f"{kind}: {scale!r}, {softcap!r}"
         paged = value["block_table"] is not None
         return FlashDecode(float(scale), float(softcap), world_size, group_name, site, policy, paged)
-    norm, extras = Norm(), tuple[str, ...]()
+    if kind == AllGatherContract.kind:
+        return AllGatherContract(
+            gather_dim=as_int("gather_dim"),
+            gathered_first=bool(value["gathered_first"]),
+            world_size=world_size,
+            group_name=group_name,
+            return_gathered=bool(value["return_gathered"]),
+            site=site,
+            policy=policy,
+            num_factors=len(as_list("factors")),
+        )
+    with_norm: dict[str, Any] = {}
     if kind in NORM_KINDS:
-        eps = value["eps"]
-        assert isinstance(eps, (int, float)), f"{kind}: eps is not a number: {eps!r}"
-        norm = Norm(str(value["norm"]), float(eps), bool(value["plus_one"]), bool(value["round_first"]))
+        names = list(value)
+        first = names.index("norm")
+        norm, post, saved = norms_of([value[name] for name in names[first : first + NUM_NORM_ARGS]])
         extras = tuple(name for name in EXTRAS if value[name] is not None)
+        with_norm = dict(reduce_op=str(value["reduce_op"]), norm=norm, extras=extras, post=post, saved=saved)
+        with_norm |= dict(world_size=world_size, group_name=group_name, site=site, policy=policy)
     if kind == AllReduceRmsNorm.kind:
-        return AllReduceRmsNorm(str(value["reduce_op"]), norm, extras, world_size, group_name, site, policy)
+        return AllReduceRmsNorm(**with_norm)
     num_products = len(as_list("a"))
     has_bias = value["product_bias" if kind in NORM_KINDS else "bias"] is not None
     assert num_products == len(as_list("b")), f"{kind}: {num_products} first operands, {len(as_list('b'))} second ones"
@@ -247,9 +290,7 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
             epilogue=epilogue,
         )
     if kind == MatmulAllReduceRmsNorm.kind:
-        return MatmulAllReduceRmsNorm(
-            str(value["reduce_op"]), norm, extras, world_size, group_name, site, policy, num_products, has_bias
-        )
+        return MatmulAllReduceRmsNorm(**with_norm, num_products=num_products, has_bias=has_bias)
     if kind == MatmulAllGather.kind:
         return MatmulAllGather(
             gather_dim=as_int("gather_dim"),
@@ -297,6 +338,26 @@ def _fake_all_gather_matmul(
         outputs.append(shard.new_empty(gathered_shape))
     outputs.append(new_token(shard))
     return outputs
+
+
+def _fake_all_gather_contract(
+    shard: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+    token: torch.Tensor | None,
+    gather_dim: int,
+    gathered_first: bool,
+    return_gathered: bool,
+    world_size: int,
+    *others: Any,
+) -> list[torch.Tensor]:
+    kept = Contraction.of(shard.shape, gather_dim).kept
+    shapes = ([kept, one.shape[1]] if gathered_first else [one.shape[0], kept] for one in factors)
+    outputs = [shard.new_empty(shape) for shape in shapes]
+    if return_gathered:
+        gathered_shape = list(shard.shape)
+        gathered_shape[gather_dim] = gathered_shape[gather_dim] * world_size
+        outputs.append(shard.new_empty(gathered_shape))
+    return [*outputs, new_token(shard)]
 
 
 def _sum_shape(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> list[int]:
@@ -357,15 +418,30 @@ def _fake_matmul_all_gather(
     return a[0].new_empty(shape), new_token(a[0])
 
 
-def _fake_all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape), new_token(x)
+def _fake_all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> list[torch.Tensor]:
+    return [*norm_outputs(x, list(x.shape), saved_names(others[_SAVED_PLACE])), new_token(x)]
 
 
 def _fake_matmul_all_reduce_rms_norm(
-    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    shape = _sum_shape(a, b)
-    return a[0].new_empty(shape), a[0].new_empty(shape), new_token(a[0])
+    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: torch.Tensor | None, *others: Any
+) -> list[torch.Tensor]:
+    return [*norm_outputs(a[0], _sum_shape(a, b), saved_names(others[_SAVED_PLACE])), new_token(a[0])]
+
+
+_SAVED_PLACE = len(EXTRAS) + 1 + NUM_NORM_ARGS
+"""Of the argument `saved` behind the operands: the extras, the token and the reduction stand before the norms."""
+
+
+def norm_outputs(x: torch.Tensor, shape: Sequence[Any], saved: Sequence[str]) -> list[torch.Tensor]:
+    """Memory for normed, total and what is saved, for sums of this shape [.., N] beside x."""
+    return [norm_output(x, shape, name) for name in ("normed", "total", *saved)]
+
+
+def norm_output(x: torch.Tensor, shape: Sequence[Any], name: str) -> torch.Tensor:
+    """Memory for one of them."""
+    if name in ("normed", "total", "reduced"):
+        return x.new_empty(shape)
+    return x.new_empty(shape if name == "scaled" else [*shape[:-1], 1], dtype=torch.float32)
 
 
 def _fake_flash_decode(q: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:

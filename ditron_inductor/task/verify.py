@@ -19,8 +19,10 @@ from ditron_inductor.task.epilogue import Extra, products, walk
 from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.nodes import (
     TASK_KINDS,
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    Contraction,
     FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
@@ -79,6 +81,13 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _require(value.device == first.device, call, f"mixes {first.device} and {value.device}")
     for value in weights:
         _require(value.ndim == 2, call, f"has a weight with {value.ndim} dimensions, not 2")
+    if isinstance(task, AllGatherContract):
+        _require(task.gather_dim < first.ndim, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
+        depth: Any = task.world_size * Contraction.of(first.shape, task.gather_dim).depth
+        for value in weights:
+            fits = _possible(value.shape[0 if task.gathered_first else 1] == depth)
+            _require(fits, call, "multiplies shapes that do not fit")
+        return
     if isinstance(task, AllGatherMatmul):
         rows *= len(weights)
     else:
@@ -175,10 +184,12 @@ def _verify_extras(call: fx.Node, task: NormNode, first: torch.Tensor, columns: 
 
 def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
     """The call is taken apart by getitem only, and its fake outputs are as many as the schema says."""
-    count = 3 if isinstance(task, NormNode) else 2
+    count = 3 + len(task.saved) if isinstance(task, NormNode) else 2
     if isinstance(task, WithEpilogue):
         gathered = isinstance(task, AllGatherMatmul) and task.return_gathered
         count = task.num_outputs + int(gathered) + 1
+    if isinstance(task, AllGatherContract):
+        count = task.num_factors + int(task.return_gathered) + 1
     values = call.meta.get("val")
     _require(isinstance(values, (list, tuple)) and len(values) == count, call, f"does not return {count} tensors")
     for user in call.users:

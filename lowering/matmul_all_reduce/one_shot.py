@@ -19,7 +19,7 @@ Limits. One flag for each tile: see `fits`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,14 @@ from ditron_inductor.core.signals import (
     settle,
     wait_all,
 )
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of, finish_all, form_of, pointers
+from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
+    all_outputs,
+    block_of,
+    constants_of,
+    finish_all,
+    pointers,
+    reduced_outputs,
+)
 from ditron_inductor.lowering.config import Config, select_few_rows_config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_sum
 from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
@@ -75,21 +82,20 @@ def takes_norm(sizes: Geometry) -> bool:
 
 @triton.jit(do_not_specialize=["M", "rank", "slot", "site"])
 def matmul_all_reduce_kernel(
-    lefts, rights, bias, extras, outs, norm, table, ctl, counters,
+    lefts, rights, bias, extras, outs, given, norm_outs, table, ctl, counters,
     M, N, depths, strides_am, strides_bk, strides_bn,
     rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr,
     NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
-    NORM: tl.constexpr, ROW: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr,
+    NORM: tl.constexpr, ROW: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr,
 ):  # fmt: skip
     """See the module. lefts [M, K_i] with contiguous K, M <= BLOCK_M, rights [K_i, N], depths (the K_i) and strides:
     tuples of NUM_PRODUCTS; bias [N], or anything; extras, outs: tuples, of what EPILOGUE takes and makes of the sum;
     outs [M, N] contiguous.
 
-    norm, where there is one (NORM): (bias, residual, weight, shift, normed) as by `rows.finish_all`, with ROW >= N; no
-    EPILOGUE then.
+    given, norm_outs, where there is a norm (NORM): as by `rows.finish_all`, with ROW >= N; no EPILOGUE then.
     """
     # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
     request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
@@ -157,7 +163,7 @@ def matmul_all_reduce_kernel(
             if NORM:
                 # For the last one all tiles are stored, and their stores are seen.
                 if arrive(counters, tiles):
-                    finish_all(outs[0], norm[0], norm[1], norm[2], norm[3], norm[4], M, N, ROW, FORM, EPS)
+                    finish_all(outs[0], given, norm_outs, M, N, ROW, FORM, EPS, POST_EPS)
         previous = current
     close(granted(left, THREADS), ctl, slot, epoch)
 
@@ -191,30 +197,54 @@ def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: in
 
 
 def matmul_all_reduce(
-    node: MatmulAllReduce | MatmulAllReduceRmsNorm,
+    node: MatmulAllReduce,
     launch: Launch,
     sizes: Geometry,
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
     extras: Sequence[torch.Tensor] = (),
-    given: tuple[torch.Tensor | None, ...] = (),
 ) -> list[torch.Tensor]:
-    """a_i [.., K_i], b_i [K_i, N], bias [N], extras as the node's epilogue reads them; returns the outputs [.., N], or
-    normed and total where there is a norm.
-
-    See the module. given: the tensors of the norm, see nodes.EXTRAS.
+    """a_i [.., K_i], b_i [K_i, N], bias [N], extras as the node's epilogue reads them; returns the outputs [.., N]. See
+    the module.
     """
-    arrangement = sizes.arrangement
-    outs = arrangement.new_outputs_of_sum(a[0], [*a[0].shape[:-1], sizes.N])
-    out = outs[0]
+    outs = sizes.arrangement.new_outputs_of_sum(a[0], [*a[0].shape[:-1], sizes.N])
+    behind = {"NORM": False, "ROW": 16, "FORM": 0, "EPS": 0.0, "POST_EPS": 0.0, "given": None, "norm_outs": None}
+    _run(node, launch, sizes, a, b, bias, extras, outs, behind, {})
+    return outs
+
+
+def matmul_all_reduce_rms_norm(
+    node: MatmulAllReduceRmsNorm,
+    launch: Launch,
+    sizes: Geometry,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    given: tuple[torch.Tensor | None, ...],
+) -> tuple[torch.Tensor, ...]:
+    """The same with a norm; returns (normed, total), and what is saved. given: see nodes.EXTRAS."""
+    out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
+    outputs = reduced_outputs(node, out)
+    behind = {"NORM": True, "ROW": block_of(sizes.N), **constants_of(node, stores_reduced=False)}
+    tensors = {"given": pointers(given, out), "norm_outs": all_outputs(node, outputs)}
+    _run(node, launch, sizes, a, b, bias, (), [out], behind, tensors)
+    return outputs
+
+
+def _run(
+    node: MatmulAllReduce | MatmulAllReduceRmsNorm,
+    launch: Launch,
+    sizes: Geometry,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    extras: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    behind: Mapping[str, Any],
+    others: Mapping[str, Any],
+) -> None:
     lefts, rights = longest_first(a, b)
-    results, norm, behind = outs, None, {"NORM": False, "ROW": 16, "FORM": 0, "EPS": 0.0}
-    if isinstance(node, MatmulAllReduceRmsNorm):
-        normed = torch.empty_like(out)
-        norm = (*pointers(given, out).values(), normed)
-        results = [normed, out]
-        behind = {"NORM": True, "ROW": block_of(sizes.N), "FORM": form_of(node), "EPS": node.norm.eps}
 
     def arguments() -> Arguments:
         constants = launch.sum_constants(sizes.config, lefts, rights, bias)
@@ -227,9 +257,8 @@ def matmul_all_reduce(
                 rank=launch.rank,
                 WORLD=node.world_size,
                 AVERAGE=node.reduce_op == "avg",
-                **({"norm": None} if norm is None else {}),
                 **behind,
-                **arrangement.constants_of_sum(),
+                **sizes.arrangement.constants_of_sum(),
                 **{name: value for name, value in constants.items() if name not in UNUSED},
             ),
         )
@@ -237,10 +266,9 @@ def matmul_all_reduce(
     tensors: dict[str, Any] = {
         "lefts": lefts,
         "rights": rights,
-        "bias": out if bias is None else bias.contiguous(),
+        "bias": outs[0] if bias is None else bias.contiguous(),
         # Never empty: without any it gets what it does not look at.
-        "extras": tuple(extra.contiguous() for extra in extras) or (out,),
+        "extras": tuple(extra.contiguous() for extra in extras) or (outs[0],),
         "outs": tuple(outs),
     }
-    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, tensors | ({} if norm is None else {"norm": norm}))
-    return results
+    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, tensors | dict(others))

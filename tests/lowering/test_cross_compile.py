@@ -105,12 +105,23 @@ def _gathered_cases() -> list[Case]:
     ]
 
 
+def _contract_cases() -> list[Case]:
+    """Weight gradients: both operands of the first form lie with contiguous rows, not with a contiguous K."""
+    forms = [
+        ("sm_90", config.LARGE, "bf16", False),
+        ("sm_90", config.LARGE, "bf16", True),
+        ("gfx942", config.LARGE, "bf16", False),
+    ]
+    return [Case("all_gather_contract", *form, second=second) for *form, second in forms]
+
+
 CASES = [
     *(case for kernel in MANY_ROWS for case in _cases(kernel)),
     *_early_cases(),
     *_decode_cases(),
     *SUMS,
     *_gathered_cases(),
+    *_contract_cases(),
 ]
 NVIDIA_CASES = [case for case in CASES if case.target.startswith("sm_")]
 DESCRIPTOR_CASES = [case for case in CASES if case.descriptors]

@@ -267,11 +267,6 @@ GUARDS: list[Any] = [
     pytest.param("chunks_permuted", columns_in([1, 0, 2, 3]), (COLUMNS, X), id="columns_permuted"),
     pytest.param("chunks_permuted", columns_in([0, 0, 2, 3]), (COLUMNS, X), id="columns_repeated"),
     pytest.param("chunks_partial", columns_in([0, 1, 2]), (COLUMNS, X), id="columns_partial"),
-    pytest.param("last_dim", lambda w, x: gather_dim(w, 1) @ x, (COLUMNS, torch.empty(32, 3)), id="contracts_columns"),
-    pytest.param(
-        "last_dim", lambda w, x: x @ gather_dim(w, 1).t(), (COLUMNS, torch.empty(3, 32)), id="contracts_transposed"
-    ),
-    pytest.param("gathered_weight", lambda w, x: x @ all_gather(w), (SHARD, torch.empty(3, 32)), id="contracts_rows"),
     pytest.param(
         "layout", lambda w, x: x @ all_gather(w).reshape(16, 32).t(), (SHARD, torch.empty(3, 32)), id="other_rows"
     ),

@@ -11,6 +11,7 @@ import pytest
 from ditron_inductor.errors import InvalidTaskNode
 from ditron_inductor.task.nodes import (
     MAX_PRODUCTS,
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     FlashDecode,
@@ -30,10 +31,13 @@ SCATTER = MatmulReduceScatter(0, "avg", 4, "0", "r/1", POLICY)
 REDUCE = MatmulAllReduce("sum", 4, "0", "r/2", POLICY, num_products=3, has_bias=True)
 NORM = Norm("rms", 1e-6, round_first=True)
 NORMED = AllReduceRmsNorm("sum", NORM, ("residual", "weight"), 4, "0", "r/3", POLICY)
-DECODED = MatmulAllReduceRmsNorm("avg", Norm("layer", 0.5), (), 4, "0", "r/4", POLICY, 2, True)
+DECODED = MatmulAllReduceRmsNorm(
+    "avg", Norm("layer", 0.5), ("post_weight",), 4, "0", "r/4", POLICY, NORM, ("reduced", "post_rstd", "mean"), 2, True
+)
 GATHERED = MatmulAllGather(2, 4, "0", "r/3", POLICY, num_products=2, has_bias=True)
 ATTENDED = FlashDecode(0.125, 30.0, 4, "0", "r/5", POLICY, True)
-NODES = (GATHER, SCATTER, REDUCE, NORMED, DECODED, GATHERED, ATTENDED)
+CONTRACTED = AllGatherContract(1, False, 4, "0", True, "r/5", POLICY, 2)
+NODES = (GATHER, SCATTER, REDUCE, NORMED, DECODED, GATHERED, CONTRACTED, ATTENDED)
 
 
 def test_golden_text() -> None:
@@ -49,11 +53,13 @@ matmul_all_reduce(reduce_op=sum, num_products=3, has_bias=True, world_size=4, gr
   site='r/2', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 all_reduce_rms_norm(reduce_op=sum, norm=rms(eps=1e-06, round_first), extras=residual+weight,
   world_size=4, group_name='0', site='r/3', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
-matmul_all_reduce_rms_norm(reduce_op=avg, num_products=2, has_bias=True, norm=layer(eps=0.5),
-  extras=, world_size=4, group_name='0', site='r/4', strategy=tile, workspace_limit=1048576,
-  timeout_s=1.5)
+matmul_all_reduce_rms_norm(reduce_op=avg, num_products=2, has_bias=True, post=rms(eps=1e-06,
+  round_first), norm=layer(eps=0.5), extras=post_weight, saved=reduced+post_rstd+mean, world_size=4,
+  group_name='0', site='r/4', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 matmul_all_gather(gather_dim=2, num_products=2, has_bias=True, world_size=4, group_name='0',
   site='r/3', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
+all_gather_contract(gather_dim=1, gathered_first=False, num_factors=2, return_gathered=True,
+  world_size=4, group_name='0', site='r/5', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 flash_decode(scale=0.125, softcap=30, paged=True, world_size=4, group_name='0', site='r/5',
   strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 """,
@@ -89,7 +95,11 @@ def test_a_node_is_frozen_equal_by_value_and_legal(node: TaskNode) -> None:
         (REDUCE, "group_name", ""),
         (NORMED, "reduce_op", "max"),
         (NORMED, "extras", ("weight", "residual")),
+        (NORMED, "saved", ("rstd", "mean")),
+        (NORMED, "saved", ("post_rstd",)),
+        (NORMED, "extras", ("post_weight", "weight")),
         (DECODED, "extras", ("scale",)),
+        (DECODED, "saved", ("variance",)),
         (DECODED, "world_size", 1),
         (GATHERED, "gather_dim", -1),
         (GATHERED, "num_products", 0),
@@ -120,9 +130,12 @@ def test_a_call_reads_back_as_its_node() -> None:
     assert node_from_call(overload(REDUCE.kind), reduce_args) == REDUCE
     gathered_args = (["a", "c"], ["b", "d"], "bias", None, 2, *site_args(GATHERED))
     assert node_from_call(overload(GATHERED.kind), gathered_args) == GATHERED
-    normed = ("x", None, "r", "w", None, None, "sum", *norm_args(NORM), *site_args(NORMED))
+    norms = *norm_args(NORM), *norm_args(None), ""
+    normed = ("x", *[None] * 4, "r", "w", None, None, "sum", *norms, *site_args(NORMED))
     assert node_from_call(overload(NORMED.kind), normed) == NORMED
-    decoded = (["a", "c"], ["b", "d"], "bias", *[None] * 5, "avg", *norm_args(DECODED.norm), *site_args(DECODED))
+    given = (["a", "c"], ["b", "d"], "bias", None, None, "w", *[None] * 5)
+    norms = *norm_args(DECODED.norm), *norm_args(NORM), "reduced+post_rstd+mean"
+    decoded = (*given, "avg", *norms, *site_args(DECODED))
     assert node_from_call(overload(DECODED.kind), decoded) == DECODED
     attended = ("q", "k", "v", "lengths", "block_table", None, 0.125, 30.0, *site_args(ATTENDED))
     assert node_from_call(overload(ATTENDED.kind), attended) == ATTENDED
