@@ -22,7 +22,8 @@ START_BLOCKS = 2
 class Config:
     """block_n tokens in one step, num_stages of them under way; a split has at least `least_blocks` of them.
 
-    programs_per_sm: programs of a persistent grid for each SM.
+    programs_per_sm: programs of a persistent grid for each SM, where there are more heads than SMs. Then one program
+    reads while the other exchanges; else one that reads longer is faster than two whose parts have to be merged.
     """
 
     block_n: int
@@ -30,6 +31,10 @@ class Config:
     num_stages: int
     least_blocks: int = 2
     programs_per_sm: int = 2
+
+    def programs(self, heads: int, num_sms: int) -> int:
+        """That run together, for so many pieces of heads."""
+        return num_sms * (self.programs_per_sm if heads > num_sms else 1)
 
     def for_arch(self, arch: str) -> Config:
         """The same blocks with as many stages as `arch` ("sm_90", "gfx942") has shared memory for."""

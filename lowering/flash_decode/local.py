@@ -110,7 +110,7 @@ class Shape:
 
     def splits(self, config: Config, interpreted: bool) -> int:
         """Of every head."""
-        programs = INTERPRETED_SPLITS if interpreted else config.programs_per_sm * self.num_sms
+        programs = INTERPRETED_SPLITS if interpreted else config.programs(self.heads.heads, self.num_sms)
         return count_splits(self.heads.heads, self.capacity, programs, config)
 
     def new_partials(self, x: torch.Tensor, splits: int) -> torch.Tensor:

@@ -165,7 +165,7 @@ def flash_decode(node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shap
     """[B, Hq, D]. See the module."""
     config = shape.config(launch.interpreted).for_arch(launch.workspace.capabilities.arch)
     # Of this device: how its cache is cut is nobody else's business.
-    programs = INTERPRETED_PROGRAMS if launch.interpreted else config.programs_per_sm * shape.num_sms
+    programs = INTERPRETED_PROGRAMS if launch.interpreted else config.programs(shape.heads.heads, shape.num_sms)
     splits = shape.splits(config, launch.interpreted)
     out = torch.empty_like(given.q, memory_format=torch.contiguous_format)
     partials = shape.new_partials(given.q, splits)
