@@ -186,8 +186,8 @@ def local_attention_kernel(
 ):  # fmt: skip
     """part: this rank's o [heads * ROWS, HEAD_DIM], then lse [heads * ROWS]. One program for each ticket."""
     head, used, last = attend_ticket(
-        tl.program_id(0), q, k, v, lengths, block_table, partials, counters, heads, kv_heads, splits, capacity,
-        strides_q, strides_k, strides_v, stride_pages,
+        tl.program_id(0), tl.load(lengths), q, k, v, lengths, block_table, partials, counters, heads, kv_heads,
+        splits, capacity, strides_q, strides_k, strides_v, stride_pages,
         ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
     )  # fmt: skip
     if last != 0:

@@ -70,6 +70,7 @@ def flash_decode_kernel(
     asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
     epoch = current_epoch(ctl, slot)
     due = last_use(ctl)
+    first_length = tl.load(lengths)
     own = data(table, ctl, rank, slot, tl.float32)
     slots = ()
     for i in tl.static_range(WORLD):
@@ -88,8 +89,8 @@ def flash_decode_kernel(
         if ticket < tickets:
             request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
             head, used, last = attend_ticket(
-                ticket, q, k, v, lengths, block_table, partials, counters, heads, kv_heads, splits, capacity,
-                strides_q, strides_k, strides_v, stride_pages,
+                ticket, first_length, q, k, v, lengths, block_table, partials, counters, heads, kv_heads, splits,
+                capacity, strides_q, strides_k, strides_v, stride_pages,
                 ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
             )  # fmt: skip
             if last != 0:
