@@ -32,6 +32,7 @@ from ditron_inductor.passes.all_gather_contract import all_gather_contract
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.all_reduce_rms_norm import all_reduce_rms_norm
 from ditron_inductor.passes.all_to_all_matmul import all_to_all_matmul
+from ditron_inductor.passes.flash_decode import flash_decode
 from ditron_inductor.passes.matmul_all_gather import matmul_all_gather
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
 from ditron_inductor.passes.matmul_all_to_all import matmul_all_to_all
@@ -80,6 +81,7 @@ PASSES: tuple[Pass, ...] = (
     matmul_all_reduce,
     all_reduce_rms_norm,
     matmul_all_gather,
+    flash_decode,
     all_gather_contract,
     matmul_all_to_all,
     all_to_all_matmul,

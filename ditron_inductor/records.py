@@ -16,18 +16,22 @@ from ditron_inductor.passes.order_collectives import GROUP_ARGUMENT, is_task, la
 from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.passes.reasons import LEFT_ALONE
 from ditron_inductor.sites import GraphRecord, SiteRecord
+from ditron_inductor.task.cost import part_bytes
 from ditron_inductor.task.nodes import (
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
     Contraction,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
     MatmulAllToAll,
+    MatmulNode,
     MatmulReduceScatter,
-    TaskNode,
+    NormNode,
+    UlyssesNode,
     WithEpilogue,
 )
 from ditron_inductor.task.ops import node_from_call
@@ -52,6 +56,8 @@ def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> Gra
 
 def _task_record(node: fx.Node) -> SiteRecord:
     task = node_from_call(node.target, node.args)
+    if isinstance(task, FlashDecode):
+        return _decode_record(node, task)
     gathers = isinstance(task, AllGatherMatmul | AllGatherContract)
     left, right = node.args[0], [] if isinstance(task, AllReduceRmsNorm) else node.args[1]
     right = right if isinstance(right, (list, tuple)) else [right]
@@ -106,13 +112,39 @@ def _task_record(node: fx.Node) -> SiteRecord:
     )
 
 
-def _rows(task: TaskNode, lhs: torch.Tensor, k: int) -> tuple[int, ...]:
+def _decode_record(node: fx.Node, task: FlashDecode) -> SiteRecord:
+    """m: query heads of all sequences, of n elements each. There is no product to be timed: no rows, no columns."""
+    q, k, v = (_value(one) for one in node.args[:3])
+    m, n = _hint(q.shape[0] * q.shape[1]), _hint(q.shape[2])
+    return SiteRecord(
+        site=task.site,
+        kind=task.kind,
+        fused=True,
+        pattern=f"{'paged ' * task.paged}decode attention -> all_gather of parts -> merge",
+        group_name=task.group_name,
+        world_size=task.world_size,
+        dtype=str(q.dtype).removeprefix("torch."),
+        device_type=q.device.type,
+        shapes=tuple(shape_text(value.shape) for value in (q, k, v)),
+        m=m,
+        n=n,
+        k=1,
+        itemsize=q.dtype.itemsize,
+        bytes_moved=None if m is None or n is None else part_bytes(m, n) * (task.world_size - 1),
+        strategy=task.policy.strategy,
+        node=node.name,
+        text=task.text(),
+        line=describe(node).line,
+    )
+
+
+def _rows(task: MatmulNode | NormNode | UlyssesNode, lhs: torch.Tensor, k: int) -> tuple[int, ...]:
     """The shape of the left operand, or shard, whose sizes are known; K is that of all products that are added up."""
     sizes = [size for size in map(_hint, lhs.shape) if size is not None]
     return tuple(sizes) if isinstance(task, AllGatherContract | AllToAllMatmul) else (*sizes[:-1], k)
 
 
-def _dim(task: TaskNode) -> int:
+def _dim(task: MatmulNode | NormNode | UlyssesNode) -> int:
     match task:
         case AllGatherMatmul() | MatmulAllGather() | AllGatherContract() | MatmulAllToAll():
             return task.gather_dim
@@ -121,7 +153,7 @@ def _dim(task: TaskNode) -> int:
     return 0
 
 
-def _pattern(task: TaskNode) -> str:
+def _pattern(task: MatmulNode | NormNode | UlyssesNode) -> str:
     match task:
         case AllGatherMatmul():
             matmuls = "matmul" if task.num_weights == 1 else f"{task.num_weights} matmuls"
@@ -162,7 +194,9 @@ def _norm_text(task: AllReduceRmsNorm | MatmulAllReduceRmsNorm) -> str:
     return f"all_reduce({task.reduce_op}){biases}{post}{residual} -> {task.norm.form} norm"
 
 
-def _task_bytes(task: TaskNode, m: int | None, n: int | None, k: int | None, itemsize: int) -> int | None:
+def _task_bytes(
+    task: MatmulNode | NormNode | UlyssesNode, m: int | None, n: int | None, k: int | None, itemsize: int
+) -> int | None:
     if m is None or n is None or k is None:
         return None
     peers = task.world_size - 1

@@ -13,18 +13,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ditron_inductor.device import AgreedOptions, Workspace, workspaces
+from ditron_inductor.device import AgreedOptions, workspaces
 from ditron_inductor.device.replicas import own_chunk, replicas
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm import library as norm_library
 from ditron_inductor.lowering.epilogues import Finisher, finisher_of_sum
+from ditron_inductor.lowering.flash_decode.op import FlashDecodeOp
 from ditron_inductor.lowering.launch import Launch
-from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, form
+from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, choose_both, form
 from ditron_inductor.lowering.projections import projections
 from ditron_inductor.lowering.strategies import CHUNKED, PLANNED_AS, TILE, Runner
 from ditron_inductor.task import ops, reference
@@ -36,6 +36,7 @@ from ditron_inductor.task.nodes import (
     AllReduceRmsNorm,
     AllToAllMatmul,
     Contraction,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
@@ -46,7 +47,7 @@ from ditron_inductor.task.nodes import (
     TaskNode,
     WithEpilogue,
 )
-from ditron_inductor.task.plan import PlanRequest, choose
+from ditron_inductor.task.plan import PlanRequest
 
 calls = PreparedCalls()
 """Those of this process."""
@@ -83,30 +84,13 @@ def _prepare(
     # Whatever the local size is: with none of the others there is nothing to communicate.
     if m * shared > 0:
         request, runners = _possible(node, launch, x, m, n, k)
-        eager, captured = _chosen(node, workspace, request, {"library": library, **runners})
+        eager, captured = choose_both(node.group_name, workspace.table, request, {"library": library, **runners})
     prepared = Prepared(workspace, eager, captured, what, workspace.agreed(what))
     calls.keep(key, prepared)
     if eager is not captured and workspace.shared.is_first(launch.site_text):
         # Makes what a capture needs and cannot make: memory, compiled kernels. The same call on all ranks.
         return captured.noted()
     return prepared.now().noted()
-
-
-def _chosen(
-    node: TaskNode, workspace: Workspace, request: PlanRequest, runners: Mapping[str, Runner]
-) -> tuple[Chosen, Chosen]:
-    """What runs outside and inside CUDA graphs; one object if that is the same."""
-    captured = choose(replace(request, captured=True), workspace.table)
-    eager = choose(request, workspace.table)
-    if eager.strategy == captured.strategy:
-        chosen = Chosen(runners[eager.strategy], (node.group_name, request, eager))
-        return chosen, chosen
-    eager = replace(eager, reason=f"{eager.reason}; inside CUDA graphs {captured.strategy}")
-    captured = replace(captured, reason=f"inside CUDA graphs: {captured.reason}")
-    return (
-        Chosen(runners[eager.strategy], (node.group_name, request, eager)),
-        Chosen(runners[captured.strategy], (node.group_name, replace(request, captured=True), captured)),
-    )
 
 
 def _possible(
@@ -543,6 +527,7 @@ def register() -> None:
         MatmulAllGather.kind: _on_device(_of_products(MatmulAllGather.kind, _prepare_matmul_all_gather)),
         MatmulAllToAll.kind: _on_device(_of_products(MatmulAllToAll.kind, _prepare_matmul_all_to_all)),
         AllToAllMatmul.kind: _on_device(_all_to_all_matmul),
+        FlashDecode.kind: _on_device(FlashDecodeOp(calls)),
         AllGatherContract.kind: _on_device(_all_gather_contract),
         "after": _after,
         "after_": ops.do_nothing,

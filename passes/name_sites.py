@@ -24,6 +24,7 @@ from ditron_inductor.task.nodes import (
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
@@ -96,6 +97,8 @@ def _task_facts(task: TaskNode) -> str:
             own = f"{task.reduce_op} {products} {_norm_facts(task)}"
         case MatmulAllGather():
             own = f"{task.gather_dim} {task.num_products} {task.has_bias}"
+        case FlashDecode():
+            own = f"{task.scale} {task.softcap} {task.paged}"
         case AllGatherContract():
             own = f"{task.gather_dim} {task.gathered_first} {task.num_factors} {task.return_gathered}"
         case MatmulAllToAll():

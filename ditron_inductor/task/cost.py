@@ -27,6 +27,9 @@ our kernel behind a product (`matmul_all_to_all`), out of its slot.
 A norm behind an all-reduce without a product (n columns, k = 1) has, in place of the matmul, a launch and passes over
 what it reads and writes; in our kernel, `tile`, no launch more and one round of signals or two, whichever is faster.
 
+`flash_decode` (m query heads of n elements, k = 1) has no matmul here: what is compared is what follows the attention,
+launches, a round of signals or a collective, and the parts that each rank receives.
+
 The numbers of the H200 are fitted to benchmarks/results/gemm_collectives.csv (bf16, no NVLink multicast) by
 `python -m benchmarks.plan`; `python -m ditron_inductor tune --model-error` shows the model's error.
 The model decides only where no table of measured times does, and the plan asks for a clear win (`GAIN`) then.
@@ -43,6 +46,7 @@ from ditron_inductor.task.nodes import (
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllToAll,
@@ -68,6 +72,7 @@ HOST_US = {
     MatmulReduceScatter.kind: {"library": 75.0, "chunked": 210.0, "tile": 36.0},
     MatmulAllReduce.kind: {"library": 70.0, "chunked": 500.0, "tile": 36.0},
     AllReduceRmsNorm.kind: {"library": 60.0, "chunked": 36.0, "tile": 36.0},
+    FlashDecode.kind: {"library": 80.0, "chunked": 36.0, "tile": 36.0},
     # Those of the kinds with as many launches.
     MatmulAllGather.kind: {"library": 80.0, "chunked": 210.0, "tile": 42.0},
     # In the measure of the others, on a slower host: by `chunked` it has twice their products.
@@ -215,6 +220,9 @@ def predict(problem: Problem, on: Hardware) -> dict[str, float]:
     if problem.kind == AllReduceRmsNorm.kind:
         ours = _norm_tile_us(problem, on)
         device = {"library": _norm_library_us(problem, on), "chunked": ours, "tile": ours}
+    elif problem.kind == FlashDecode.kind:
+        ours = _decode_tile_us(problem, on)
+        device = {"library": _decode_library_us(problem, on), "chunked": ours, "tile": ours}
     else:
         device = _matmul_kinds_us(problem, on)
     if problem.captured:
@@ -264,6 +272,8 @@ def received_bytes(problem: Problem) -> float:
         return problem.m * problem.k * problem.itemsize * peers / problem.world_size
     if problem.kind == MatmulAllGather.kind:
         return problem.m * problem.n * problem.itemsize * peers
+    if problem.kind == FlashDecode.kind:
+        return part_bytes(problem.m, problem.n) * peers
     scattered = problem.m * problem.n * problem.itemsize * peers / problem.world_size
     if problem.kind in (MatmulReduceScatter.kind, MatmulAllToAll.kind):
         return scattered
@@ -271,6 +281,22 @@ def received_bytes(problem: Problem) -> float:
         return problem.m * problem.k * problem.itemsize * peers / problem.world_size
     assert problem.kind in (MatmulAllReduce.kind, AllReduceRmsNorm.kind), f"not a kind: {problem.kind}"
     return 2 * scattered
+
+
+def part_bytes(heads: int, head_dim: int) -> int:
+    """Of a rank's part of an attention: output and log-sum-exp, fp32."""
+    return 4 * heads * (head_dim + 1)
+
+
+def _decode_library_us(problem: Problem, on: Hardware) -> float:
+    """Two kernels and a collective. Attention itself, the same for all strategies, is left out: nobody here knows how
+    long the sequences are.
+    """
+    return 2 * on.launch_us + collective_us(problem, on)
+
+
+def _decode_tile_us(problem: Problem, on: Hardware) -> float:
+    return on.launch_us + on.signal_us + received_bytes(problem) / _link_rate(problem, on) * MICRO
 
 
 NORM_PASSES = 4
@@ -381,6 +407,7 @@ def _link_rate(problem: Problem, on: Hardware) -> float:
         MatmulAllReduce.kind: on.all_reduce_bytes_per_s,
         AllReduceRmsNorm.kind: on.all_reduce_bytes_per_s,
         MatmulAllGather.kind: on.all_reduce_bytes_per_s,
+        FlashDecode.kind: on.gather_bytes_per_s,
         AllGatherContract.kind: on.gather_bytes_per_s,
         MatmulAllToAll.kind: on.scatter_bytes_per_s,
         AllToAllMatmul.kind: on.scatter_bytes_per_s,

@@ -392,10 +392,40 @@ class MatmulAllGather:
         )
 
 
+@dataclass(frozen=True)
+class FlashDecode:
+    """out = attention of one query per sequence over the tokens of all ranks, bit-identical on every rank.
+
+    q and out are [B, Hq, D]; each rank holds some tokens of every sequence: caches [B, S, Hkv, D], or (paged) blocks
+    [blocks, tokens, Hkv, D]. Scores are q . k * scale, then (softcap > 0) softcap * tanh(scores / softcap).
+    """
+
+    kind: ClassVar[str] = "flash_decode"
+    scale: float
+    softcap: float
+    world_size: int
+    group_name: str
+    site: str
+    policy: Policy
+    paged: bool = False
+
+    def verify(self) -> None:
+        check(0.0 < self.scale < math.inf, self.kind, "scale", self.scale, "a number above 0")
+        check(0.0 <= self.softcap < math.inf, self.kind, "softcap", self.softcap, "a number, 0 for none")
+        verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    def text(self) -> str:
+        softcap = f"softcap={self.softcap:g}, " if self.softcap else ""
+        return (
+            f"{self.kind}(scale={self.scale:g}, {softcap}paged={self.paged}, "
+            f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
+        )
+
+
 MatmulNode = AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce | MatmulAllGather | AllGatherContract
 NormNode = AllReduceRmsNorm | MatmulAllReduceRmsNorm
 UlyssesNode = MatmulAllToAll | AllToAllMatmul
-TaskNode = MatmulNode | NormNode | UlyssesNode
+TaskNode = MatmulNode | NormNode | UlyssesNode | FlashDecode
 KINDS: tuple[str, ...] = (
     AllGatherMatmul.kind,
     MatmulReduceScatter.kind,
@@ -408,7 +438,7 @@ NORM_KINDS: tuple[str, ...] = (AllReduceRmsNorm.kind, MatmulAllReduceRmsNorm.kin
 ULYSSES_KINDS: tuple[str, ...] = (MatmulAllToAll.kind, AllToAllMatmul.kind)
 PLANNED_KINDS: tuple[str, ...] = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS)
 """Those with times of their own in tables. With a matmul, a norm costs all strategies the same."""
-TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS, *ULYSSES_KINDS)
+TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS, *ULYSSES_KINDS, FlashDecode.kind)
 """All of them."""
 
 

@@ -26,6 +26,8 @@
 `matmul_all_gather(a, b, bias, token, ...) -> (out, token)`
     a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N] or None; out is the sum [.., N] with gather_dim W times as
     long, contiguous.
+`flash_decode(q, k, v, lengths, block_table, token, scale, softcap, ...) -> (out, token)`
+    see task/flash_decode.py.
 `all_gather_contract(shard, factors, token, ...) -> [out_0, .., out_{n-1}, (gathered,) token]`
     shard [.., S, ..] with S at gather_dim, factors [K, N_i] with any strides, [N_i, K] if not gathered_first; K is the
     gathered tensor's last dimension if gather_dim is that, else all of its dimensions but the last, flattened. out_i
@@ -72,6 +74,7 @@ from torch.library import Library
 from ditron_inductor.task import ulysses
 from ditron_inductor.task.epilogue import parse, products
 from ditron_inductor.task.epilogue_torch import out_dtypes
+from ditron_inductor.task.flash_decode import ARGUMENTS as FLASH_DECODE_ARGUMENTS
 from ditron_inductor.task.nodes import (
     EXTRAS,
     NORM_KINDS,
@@ -80,6 +83,7 @@ from ditron_inductor.task.nodes import (
     AllGatherMatmul,
     AllReduceRmsNorm,
     Contraction,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
@@ -110,6 +114,7 @@ SCHEMAS: dict[str, str] = {
     AllReduceRmsNorm.kind: f"(Tensor x, {_NORM}) -> Tensor[]",
     MatmulAllReduceRmsNorm.kind: f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}) -> Tensor[]",
     MatmulAllGather.kind: f"({_PRODUCTS}, int gather_dim, {_SITE}) -> (Tensor, Tensor)",
+    FlashDecode.kind: f"({FLASH_DECODE_ARGUMENTS}, {_SITE}) -> (Tensor, Tensor)",
     AllGatherContract.kind: (
         "(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool gathered_first, bool return_gathered, "
         f"{_SITE}) -> Tensor[]"
@@ -138,6 +143,7 @@ def define() -> Library:
         AllReduceRmsNorm.kind: _fake_all_reduce_rms_norm,
         MatmulAllReduceRmsNorm.kind: _fake_matmul_all_reduce_rms_norm,
         MatmulAllGather.kind: _fake_matmul_all_gather,
+        FlashDecode.kind: _fake_flash_decode,
         AllGatherContract.kind: _fake_all_gather_contract,
         **ulysses.fakes(new_token),
         "after": _fake_after,
@@ -255,6 +261,11 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
     if kind in ULYSSES_KINDS:
         node: TaskNode = ulysses.node_of(kind, value, world_size, group_name, site, policy)
         return node
+    if kind == FlashDecode.kind:
+        scale, softcap = value["scale"], value["softcap"]
+        assert isinstance(scale, (int, float)) and isinstance(softcap, (int, float)), f"{kind}: {scale!r}, {softcap!r}"
+        paged = value["block_table"] is not None
+        return FlashDecode(float(scale), float(softcap), world_size, group_name, site, policy, paged)
     if kind == AllGatherContract.kind:
         return AllGatherContract(
             gather_dim=as_int("gather_dim"),
@@ -445,6 +456,10 @@ def norm_output(x: torch.Tensor, shape: Sequence[Any], name: str) -> torch.Tenso
     if name in ("normed", "total", "reduced"):
         return x.new_empty(shape)
     return x.new_empty(shape if name == "scaled" else [*shape[:-1], 1], dtype=torch.float32)
+
+
+def _fake_flash_decode(q: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), new_token(q)
 
 
 def _fake_projections(

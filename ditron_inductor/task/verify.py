@@ -24,6 +24,7 @@ from ditron_inductor.task.nodes import (
     AllReduceRmsNorm,
     AllToAllMatmul,
     Contraction,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
@@ -66,6 +67,9 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _require(x.ndim >= 1, call, "reduces and normalises a scalar")
         _require(x.dtype in DTYPES, call, f"has dtype {x.dtype}, which no kernel takes")
         _verify_extras(call, task, x, x.shape[-1])
+        return
+    if isinstance(task, FlashDecode):
+        _verify_attention(call, task)
         return
     left, right = call.args[0], call.args[1]
     weights = [_value(call, weight) for weight in (right if isinstance(right, (list, tuple)) else [right])]
@@ -125,6 +129,23 @@ def _verify_scattered(call: fx.Node, task: AllToAllMatmul, x: torch.Tensor, weig
     _require(_possible(x.shape[-1] % task.parts == 0), call, f"has columns that do not divide into {task.parts} parts")
     fits: Any = weight.shape[0] == x.shape[-1] * task.world_size
     _require(_possible(fits), call, "multiplies shapes that do not fit")
+
+
+def _verify_attention(call: fx.Node, task: FlashDecode) -> None:
+    q, k, v, lengths = (_value(call, argument) for argument in call.args[:4])
+    _require(q.ndim == 3 and k.ndim == 4 and v.ndim == 4, call, "has a query or a cache of other dimensions")
+    _require(q.dtype in DTYPES, call, f"has dtype {q.dtype}, which no kernel takes")
+    for value in (k, v):
+        _require(value.dtype == q.dtype, call, f"mixes {q.dtype} and {value.dtype}")
+        _require(_possible(value.shape[3] == q.shape[2]), call, "has keys or values of another head size")
+    for value in (k, v, lengths):
+        _require(value.device == q.device, call, f"mixes {q.device} and {value.device}")
+    divides: Any = q.shape[1] % k.shape[2] == 0
+    _require(_possible(divides), call, "has heads that cannot share the keys evenly")
+    _require(lengths.dtype == torch.int32 and lengths.ndim == 1, call, "has lengths that are no int32 vector")
+    _require(_possible(lengths.shape[0] == q.shape[0]), call, "has lengths of another number of sequences")
+    if not task.paged:
+        _require(_possible(k.shape[0] == q.shape[0]), call, "has a cache of another number of sequences")
 
 
 def _verify_sum(call: fx.Node, rows: list[torch.Tensor], weights: list[torch.Tensor], bias: object) -> None:

@@ -39,6 +39,7 @@ from ditron_inductor.passes.reasons import LEFT_ALONE
 from ditron_inductor.passes.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.share_gathers import share_gathers
 from ditron_inductor.passes.try_forms import try_forms
+from ditron_inductor.task import flash_decode as attention
 from ditron_inductor.task import reference
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate
@@ -353,6 +354,12 @@ def _run_all_to_all_matmul(args: list[Any]) -> list[Any]:
     return results
 
 
+def _run_flash_decode(args: list[Any]) -> list[Any]:
+    parts = [attention.local_attention(*arg[:5], scale=arg[6], softcap=arg[7]) for arg in args]
+    merged = attention.merge(*zip(*parts, strict=True)).to(args[0][0].dtype)
+    return [(merged, torch.empty(1)) for _ in args]
+
+
 _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "_c10d_functional.all_gather_into_tensor": lambda args: [torch.cat([arg[0] for arg in args])] * len(args),
     "_c10d_functional.reduce_scatter_tensor": lambda args: list(
@@ -384,6 +391,7 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     ),
     "ditron.projections": lambda args: [_run_projections(*arg) for arg in args],
     "ditron.matmul_all_gather": _run_matmul_all_gather,
+    "ditron.flash_decode": _run_flash_decode,
 }
 
 

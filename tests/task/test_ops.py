@@ -57,6 +57,9 @@ ditron::matmul_all_reduce_rms_norm(Tensor[] a, Tensor[] b, Tensor? product_bias,
 ditron::matmul_all_gather(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int gather_dim, int
   world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
   (Tensor, Tensor)
+ditron::flash_decode(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor? block_table, Tensor?
+  token, float scale, float softcap, int world_size, str group_name, str site, str strategy, int
+  workspace_limit, float timeout_s) -> (Tensor, Tensor)
 ditron::all_gather_contract(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool
   gathered_first, bool return_gathered, int world_size, str group_name, str site, str strategy, int
   workspace_limit, float timeout_s) -> Tensor[]
