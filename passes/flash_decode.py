@@ -129,17 +129,17 @@ def _read_part(attention: Attention, node: fx.Node) -> tuple[bool, Symbol | None
 def prove(attention: Attention, parts: Parts) -> Match | Refused:
     """The match of gathered parts, or why there is none."""
     if len({(gather.group_name, gather.world_size) for gather in parts.gathers}) > 1:
-        return ReasonCode.ATTENTION_MERGE
+        return ReasonCode.DECODE_MERGE
     try:
         ranks = attention.gather(parts)
     except Unknown as unknown:
-        return ReasonCode.ATTENTION_FORM.at(unknown.node)
+        return ReasonCode.DECODE_FORM.at(unknown.node)
     merged = _find_merged(attention, ranks, parts)
     if refused(merged):
         return merged
     operands = _operands(attention, parts, merged)
     if operands is None:
-        return ReasonCode.ATTENTION_FORM
+        return ReasonCode.DECODE_FORM
     q, k, v, lengths, scale = operands
     dtypes = {proofs.tensor(one.node).dtype for one in (q, k, v)}  # type: ignore[union-attr]
     if len(dtypes) > 1:
@@ -175,10 +175,10 @@ def _find_merged(attention: Attention, ranks: Ranks, parts: Parts) -> fx.Node | 
                 continue
         reached.add(node)
     if merged is None:
-        return ReasonCode.ATTENTION_MERGE
+        return ReasonCode.DECODE_MERGE
     needed = set(proofs.ancestors(merged))
     other = next((node for node in reached if node not in needed), None)
-    return merged if other is None else ReasonCode.ATTENTION_MERGE.at(other)
+    return merged if other is None else ReasonCode.DECODE_MERGE.at(other)
 
 
 def _operands(

@@ -29,9 +29,9 @@ class ReasonCode(enum.StrEnum):
 
     ALREADY_FUSED = "already_fused"
     """The matmul beside the collective was fused with another collective."""
-    ATTENTION_FORM = "attention_form"
+    DECODE_FORM = "decode_form"
     """It gathers a part of an attention, whose operands or mask the kernel does not take."""
-    ATTENTION_MERGE = "attention_merge"
+    DECODE_MERGE = "decode_merge"
     """It gathers a part of an attention, and what follows is not proved to merge the parts of all ranks."""
     BATCHED_MATMUL = "batched_matmul"
     """The neighbour is baddbmm, or a bmm whose batches have different matrices."""
@@ -160,12 +160,12 @@ _TEXTS: dict[ReasonCode, str] = {
     ReasonCode.ALREADY_FUSED: (
         "the matmul beside it is fused with another collective already; nothing to change: a matmul overlaps one"
     ),
-    ReasonCode.ATTENTION_FORM: (
+    ReasonCode.DECODE_FORM: (
         "it gathers a part of an attention that is not of the form of flash_decode: one query per sequence over caches "
         "of keys and values of its dtype, static sizes, and no mask but arange(tokens) < lengths; write it so, or call "
         "ditron_inductor.ops.flash_decode"
     ),
-    ReasonCode.ATTENTION_MERGE: (
+    ReasonCode.DECODE_MERGE: (
         "it gathers a part of an attention, and what follows is not proved to merge the outputs of all ranks by the "
         "weights exp(log-sum-exp), or uses the parts otherwise; gather both along the first dimension, and use the "
         "parts for softmax(lse) * o, summed over the ranks, alone"

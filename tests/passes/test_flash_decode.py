@@ -269,21 +269,21 @@ def _other_column(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return by_softmax(both[..., :D], both[..., D]).to(q.dtype)
 
 
-@pytest.mark.parametrize(("fn", "code"), [(_joined_twice, "attention_merge"), (_other_column, "attention_form")])
+@pytest.mark.parametrize(("fn", "code"), [(_joined_twice, "decode_merge"), (_other_column, "decode_form")])
 def test_what_was_joined_otherwise_is_left_alone(fn: Callable[..., Any], code: str) -> None:
     module = graph_of(fn, operands())
     assert fused(module) == 0 and reasons(module) == [code]
 
 
 MERGES: dict[str, tuple[Callable[..., Any], list[str]]] = {
-    "mean": (lambda os, lses: os.mean(0).half() + lses.mean(), ["attention_merge"] * 2),
-    "base 2": (lambda os, lses: (torch.exp2(lses - lses.amax(0))[..., None] * os).sum(0), ["attention_merge"] * 2),
-    "twice the lse": (lambda os, lses: by_softmax(os, 2 * lses).half(), ["attention_merge"] * 2),
-    "not divided": (lambda os, lses: (torch.exp(lses)[..., None] * os).sum(0).half(), ["attention_merge"] * 2),
-    "order of ranks": (_flipped, ["attention_merge"] * 2),
-    "heads": (_other_heads, ["attention_merge"] * 2),
-    "lse wanted": (_lse_kept, ["attention_merge"] * 2),
-    "some ranks": (lambda os, lses: by_softmax(os[:2], lses[:2]).half(), ["attention_merge"] * 2),
+    "mean": (lambda os, lses: os.mean(0).half() + lses.mean(), ["decode_merge"] * 2),
+    "base 2": (lambda os, lses: (torch.exp2(lses - lses.amax(0))[..., None] * os).sum(0), ["decode_merge"] * 2),
+    "twice the lse": (lambda os, lses: by_softmax(os, 2 * lses).half(), ["decode_merge"] * 2),
+    "not divided": (lambda os, lses: (torch.exp(lses)[..., None] * os).sum(0).half(), ["decode_merge"] * 2),
+    "order of ranks": (_flipped, ["decode_merge"] * 2),
+    "heads": (_other_heads, ["decode_merge"] * 2),
+    "lse wanted": (_lse_kept, ["decode_merge"] * 2),
+    "some ranks": (lambda os, lses: by_softmax(os[:2], lses[:2]).half(), ["decode_merge"] * 2),
     "fp32 wanted": (lambda os, lses: by_softmax(os, lses), ["cast_between"] * 2),
 }
 
@@ -343,7 +343,7 @@ PARTS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "other mask for lse": (_mask_of_one, []),
     "bias": (_biased, []),
     "causal": (_causal, []),
-    "reinterpreted": (_reinterpreted, ["attention_form"] * 2),
+    "reinterpreted": (_reinterpreted, ["decode_form"] * 2),
 }
 
 
