@@ -20,6 +20,7 @@ import torch
 
 from ditron_inductor.device import AgreedOptions, Workspace, workspaces
 from ditron_inductor.device.replicas import own_chunk, replicas
+from ditron_inductor.lowering.all_gather_attention import binding as attention
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather_chunked
 from ditron_inductor.lowering.all_gather_matmul import tile as gather_tile
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
@@ -55,6 +56,9 @@ from ditron_inductor.task.plan import PlanRequest, choose
 
 Runner = Callable[..., Any]
 """A function of (node, launch, its own geometry, the op's tensors)."""
+
+Possible = Callable[[Any, Launch, torch.Tensor, int, int, int], tuple[PlanRequest, dict[str, Runner]]]
+"""A function of the node, the launch, the tensor that is communicated, and m, n, k."""
 
 TILE: Mapping[str, tuple[Callable[..., Any], Runner]] = {
     AllGatherMatmul.kind: (gather_tile.geometry, gather_tile.all_gather_matmul),
@@ -98,12 +102,13 @@ def _prepare(
     m: int,
     shared: int,
     local: tuple[str, int],
+    possible: Possible | None = None,
 ) -> Callable[..., Any]:
     """What runs a call, kept under `key`. Collective where the ranks have to agree on something first.
 
     x: the tensor that is communicated, or multiplied before it is. sizes: those that every rank must have alike, by
     which peers name the site. m: rows of the whole product. shared: its dimension n or k that all ranks have alike;
-    local: the other one, "columns" or "K", and its size on this rank.
+    local: the other one, "columns" or "K", and its size on this rank. possible: as `_possible`, which it is for matmuls.
     """
     node.verify()
     policy = node.policy
@@ -118,7 +123,7 @@ def _prepare(
     eager = captured = Chosen(library)
     # Whatever the local size is: with none of the others there is nothing to communicate.
     if m * shared > 0:
-        request, runners = _possible(node, launch, x, m, n, k)
+        request, runners = (possible or _possible)(node, launch, x, m, n, k)
         eager, captured = _chosen(node, workspace, request, {"library": library, **runners})
     prepared = Prepared(workspace, eager, captured, what, workspace.agreed(what))
     calls.keep(key, prepared)
@@ -444,6 +449,7 @@ def register() -> None:
         "own_chunk": own_chunk,
         "replicated": replicas.compared,
         "projections": _on_device(projections),
+        **{kind: _on_device(op) for kind, op in attention.make_ops(lookup, _prepare).items()},
     }
     for name, implementation in implementations.items():
         library.impl(name, implementation, "CompositeExplicitAutograd")

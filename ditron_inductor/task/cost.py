@@ -33,7 +33,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.nodes import (
+    ATTENTION_KINDS,
     AllGatherMatmul,
     AllReduceRmsNorm,
     MatmulAllGather,
@@ -62,6 +64,8 @@ HOST_US = {
     AllReduceRmsNorm.kind: {"library": 60.0, "chunked": 36.0, "tile": 36.0},
     # Those of the kinds with as many launches.
     MatmulAllGather.kind: {"library": 80.0, "chunked": 210.0, "tile": 42.0},
+    AllGatherAttention.kind: {"library": 200.0, "chunked": 300.0, "tile": 50.0},
+    AttentionReduceScatter.kind: {"library": 250.0, "chunked": 400.0, "tile": 400.0},
 }
 """What a call takes the host, by `python -m benchmarks.host`: in eager mode none takes less."""
 EPILOGUE_HOST_US = 12.0
@@ -239,7 +243,7 @@ def _is_small_all_reduce(problem: Problem) -> bool:
 def received_bytes(problem: Problem) -> float:
     """What one rank receives from its peers in one call."""
     peers = problem.world_size - 1
-    if problem.kind == AllGatherMatmul.kind:
+    if problem.kind in (AllGatherMatmul.kind, *ATTENTION_KINDS):
         return problem.m * problem.k * problem.itemsize * peers / problem.world_size
     if problem.kind == MatmulAllGather.kind:
         return problem.m * problem.n * problem.itemsize * peers
@@ -322,7 +326,7 @@ def _chunks(problem: Problem) -> int:
 
 def _partials_us(problem: Problem, on: Hardware) -> float:
     """Partial results are written and read again, and so are the results of an all-reduce, and gathered products."""
-    if problem.kind == AllGatherMatmul.kind:
+    if problem.kind in (AllGatherMatmul.kind, *ATTENTION_KINDS):
         return 0.0
     gathered = problem.kind == MatmulAllGather.kind
     return _passes_us(problem, on, problem.world_size - 1 if gathered else _rounds(problem))
@@ -344,6 +348,8 @@ def _link_rate(problem: Problem, on: Hardware) -> float:
         MatmulAllReduce.kind: on.all_reduce_bytes_per_s,
         AllReduceRmsNorm.kind: on.all_reduce_bytes_per_s,
         MatmulAllGather.kind: on.all_reduce_bytes_per_s,
+        AllGatherAttention.kind: on.gather_bytes_per_s,
+        AttentionReduceScatter.kind: on.scatter_bytes_per_s,
     }
     return rates[problem.kind] * _pair_gain(problem, on)
 

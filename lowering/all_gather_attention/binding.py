@@ -1,0 +1,123 @@
+"""Binds the ops of attention to their strategies; see lowering/register.py, which hands in what all kinds share."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from ditron_inductor.lowering.all_gather_attention import chunked, library, tile
+from ditron_inductor.lowering.launch import Launch
+from ditron_inductor.task import ops
+from ditron_inductor.task.all_gather_attention import (
+    AllGatherAttention,
+    mask_problem,
+    visible_part,
+)
+from ditron_inductor.task.plan import PlanRequest
+from ditron_inductor.task.policy import Policy
+
+Lookup = Callable[..., tuple[Hashable, Callable[..., Any] | None]]
+Prepare = Callable[..., Callable[..., Any]]
+
+
+def make_ops(lookup: Lookup, prepare: Prepare) -> dict[str, Callable[..., Any]]:
+    """The implementations by kind. lookup, prepare: of lowering/register.py."""
+
+    def all_gather_attention(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: torch.Tensor | None, *site: Any
+    ) -> list[torch.Tensor]:
+        key, run = lookup(AllGatherAttention.kind, site, (q, k, v))
+        if run is None:
+            run = _prepare_forward(prepare, key, q, k, v, *site)
+        return [*run(q, k, v), ops.new_token(q)]
+
+    return {AllGatherAttention.kind: all_gather_attention}
+
+
+def _prepare_forward(
+    prepare: Prepare,
+    key: Hashable,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: str,
+    scale: float,
+    return_gathered: bool,
+    world_size: int,
+    group_name: str,
+    site: str,
+    *policy: Any,
+) -> Callable[..., Any]:
+    node = AllGatherAttention(mask, scale, world_size, group_name, site, Policy(*policy), return_gathered)
+    _check_operands(node, q, k, v)
+    B, heads, queries, D = q.shape
+    key_heads, keys = k.shape[1], k.shape[2]
+
+    def possible(
+        node: AllGatherAttention, launch: Launch, x: torch.Tensor, m: int, n: int, k_size: int
+    ) -> tuple[PlanRequest, dict[str, Any]]:
+        workspace = launch.workspace
+        capabilities = workspace.capabilities
+        tiles, chunks = tile.geometry(node, launch, q, k, v), chunked.geometry(node, launch, q, k, v)
+        tile_reason = capabilities.tile_reason or tile.obstacle(node, q)
+        request = PlanRequest(
+            site=node.site,
+            kind=node.kind,
+            m=m,
+            n=n,
+            k=k_size,
+            dtype=x.dtype,
+            world_size=node.world_size,
+            strategy=node.policy.strategy,
+            workspace_bytes=workspace.footprint(tiles.nbytes),
+            workspace_limit=node.policy.workspace_limit,
+            device_type=capabilities.device_type,
+            device_name=capabilities.device_name,
+            tile_available=capabilities.tile_available and not tile_reason,
+            tile_reason=tile_reason,
+            chunked_bytes=workspace.footprint(chunks.nbytes),
+            # Its kernels want what those of `tile` want.
+            chunked_reason=capabilities.tile_reason,
+        )
+        runners = {
+            "tile": functools.partial(tile.all_gather_attention, node, launch, tiles),
+            "chunked": functools.partial(chunked.all_gather_attention, node, launch, chunks),
+        }
+        return request, runners
+
+    part = visible_part(mask, world_size, queries, keys)
+    return prepare(
+        key,
+        node,
+        k,
+        library.make(node, q, k, v),
+        sizes=k.shape,
+        m=world_size * B * keys,
+        shared=2 * key_heads * D,
+        # As a matmul of as many operations: the queries of all heads of one key head that a key is compared with.
+        local=("columns", math.ceil(part * queries * heads / max(key_heads, 1))),
+        possible=possible,
+    )
+
+
+def _check_operands(node: AllGatherAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises ValueError naming the operand that does not fit, and how."""
+    where = f"all_gather_attention at site '{node.site}'"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{where}: {name} has {x.dim()} dimensions, not 4: [batch, heads, sequence, head size]")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{where}: {name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}")
+    if k.shape != v.shape:
+        raise ValueError(f"{where}: k is {list(k.shape)} and v is {list(v.shape)}; they have to be alike")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"{where}: q is {list(q.shape)} and k is {list(k.shape)}: batch and head size have to be alike")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{where}: {q.shape[1]} heads of queries cannot share {k.shape[1]} heads of keys evenly")
+    problem = mask_problem(node.mask, q.shape[2], k.shape[2])
+    if problem:
+        raise ValueError(f"{where}: {problem}")
