@@ -16,16 +16,18 @@ from ditron_inductor.passes.order_collectives import GROUP_ARGUMENT, is_task, la
 from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.passes.reasons import LEFT_ALONE
 from ditron_inductor.sites import GraphRecord, SiteRecord
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, attention_sizes
 from ditron_inductor.task.nodes import (
     AllGatherMatmul,
     AllReduceRmsNorm,
+    AttentionNode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
     MatmulReduceScatter,
     TaskNode,
 )
-from ditron_inductor.task.ops import node_from_call
+from ditron_inductor.task.ops import argument_of, node_from_call
 
 
 def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> GraphRecord:
@@ -47,6 +49,8 @@ def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> Gra
 
 def _task_record(node: fx.Node) -> SiteRecord:
     task = node_from_call(node.target, node.args)
+    if isinstance(task, AttentionNode):
+        return _attention_record(node, task)
     gathers = isinstance(task, AllGatherMatmul)
     left, right = node.args[0], [] if isinstance(task, AllReduceRmsNorm) else node.args[1]
     assert isinstance(right, (list, tuple))
@@ -89,6 +93,38 @@ def _task_record(node: fx.Node) -> SiteRecord:
     )
 
 
+def _attention_record(node: fx.Node, task: AttentionNode) -> SiteRecord:
+    """Its sizes are those of a matmul with as many operations; see `attention_sizes`."""
+    q, k = (_value(argument_of(node.target, node.args, name)) for name in ("q", "k"))
+    hints = [_hint(size) for size in (*q.shape, *k.shape[1:3])]
+    sizes: tuple[int | None, int | None, int | None] = None, None, None
+    if None not in hints:
+        B, heads, queries, D, key_heads, keys = (hint for hint in hints if hint is not None)
+        keys //= task.world_size if isinstance(task, AttentionReduceScatter) else 1
+        sizes = attention_sizes(task.mask, task.world_size, B, heads, queries, D, key_heads, keys)
+    m, n, k_size = sizes
+    return SiteRecord(
+        site=task.site,
+        kind=task.kind,
+        fused=True,
+        pattern=_pattern(task),
+        group_name=task.group_name,
+        world_size=task.world_size,
+        dtype=str(q.dtype).removeprefix("torch."),
+        device_type=q.device.type,
+        shapes=tuple(shape_text(value.shape) for value in (q, k)),
+        m=m,
+        n=n,
+        k=k_size,
+        itemsize=q.dtype.itemsize,
+        bytes_moved=_task_bytes(task, m, n, k_size, q.dtype.itemsize),
+        strategy=task.policy.strategy,
+        node=node.name,
+        text=task.text(),
+        line=describe(node).line,
+    )
+
+
 def _dim(task: TaskNode) -> int:
     match task:
         case AllGatherMatmul() | MatmulAllGather():
@@ -113,6 +149,10 @@ def _pattern(task: TaskNode) -> str:
             return f"{_sum_text(task)} -> all_reduce({task.reduce_op}){_extras(task)} -> {task.norm.form} norm"
         case MatmulAllGather():
             return f"{_sum_text(task)} -> all_gather(dim {task.gather_dim})"
+        case AllGatherAttention():
+            return f"all_gather(keys, values) -> attention({task.mask})" + ", gathered used" * task.return_gathered
+        case AttentionReduceScatter():
+            return f"attention backward({task.mask}) -> reduce_scatter(keys, values)"
 
 
 def _sum_text(task: MatmulReduceScatter | MatmulAllReduce | MatmulAllReduceRmsNorm | MatmulAllGather) -> str:
@@ -138,6 +178,8 @@ def _task_bytes(task: TaskNode, m: int | None, n: int | None, k: int | None, ite
             return 2 * m * n * itemsize * peers // task.world_size
         case MatmulAllGather():
             return m * n * itemsize * peers
+        case AllGatherAttention() | AttentionReduceScatter():
+            return m // task.world_size * k * itemsize * peers
 
 
 def _collective_record(node: fx.Node) -> SiteRecord:

@@ -108,7 +108,8 @@ def _prepare(
 
     x: the tensor that is communicated, or multiplied before it is. sizes: those that every rank must have alike, by
     which peers name the site. m: rows of the whole product. shared: its dimension n or k that all ranks have alike;
-    local: the other one, "columns" or "K", and its size on this rank. possible: as `_possible`, which it is for matmuls.
+    local: the other one, "columns" or "K", and its size on this rank. possible: as `_possible`, which it is for
+    matmuls.
     """
     node.verify()
     policy = node.policy

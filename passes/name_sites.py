@@ -19,6 +19,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes.order_collectives import Match, find_chain
 from ditron_inductor.passes.proofs import arguments
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.nodes import (
     AllGatherMatmul,
     AllReduceRmsNorm,
@@ -92,6 +93,10 @@ def _task_facts(task: TaskNode) -> str:
             own = f"{task.reduce_op} {products} {task.norm.text()} {'+'.join(task.extras)}"
         case MatmulAllGather():
             own = f"{task.gather_dim} {task.num_products} {task.has_bias}"
+        case AllGatherAttention():
+            own = f"{task.mask} {task.scale:g} {task.return_gathered}"
+        case AttentionReduceScatter():
+            own = f"{task.mask} {task.scale:g}"
     return f"{task.kind} {own} {task.world_size}"
 
 

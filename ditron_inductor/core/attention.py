@@ -20,8 +20,8 @@ def attend(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The state after keys begin, .., end - 1. q [BLOCK_M, BLOCK_D]; k, v: pointers to the first key and value, `stride`
-    elements from one to the next. scale: log2(e) times that of the softmax, positive.
+    """The state after keys begin, .., end - 1. q [BLOCK_M, BLOCK_D]; k, v: pointers to the first key and value,
+    `stride` elements from one to the next. scale: log2(e) times that of the softmax, positive.
 
     MASKED: row i sees keys below seen[i] only; else all, and end - begin is a multiple of BLOCK_N.
     """

@@ -1,6 +1,7 @@
 """Attention to keys and values that are sharded along the sequence: the two node kinds, and which keys a row sees.
 
-The keys and values of all ranks stand one after the other in rank order. What a row of the queries sees of them is one of
+The keys and values of all ranks stand one after the other in rank order. What a row of the queries sees of them is
+one of
 `MASKS`; the rank is found at run time, so it is never part of a graph:
 
     full            every key
@@ -56,8 +57,8 @@ class _AttentionNode:
 class AllGatherAttention(_AttentionNode):
     """out = softmax(scale * q @ all_gather(k)^T, masked) @ all_gather(v), and lse, the logarithms of its sums.
 
-    q, out are [B, Hq, Sq, D], k and v [B, Hkv, S, D] of every rank, gathered along the sequence; Hkv divides Hq, and head
-    h attends to head h * Hkv // Hq. lse is [B, Hq, Sq] in fp32.
+    q, out are [B, Hq, Sq, D], k and v [B, Hkv, S, D] of every rank, gathered along the sequence; Hkv divides Hq, and
+    head h attends to head h * Hkv // Hq. lse is [B, Hq, Sq] in fp32.
     """
 
     kind: ClassVar[str] = "all_gather_attention"
@@ -80,8 +81,9 @@ class AttentionReduceScatter(_AttentionNode):
 
 @dataclass(frozen=True)
 class Block:
-    """Rows first_row .. last_row of the queries and the keys first_key .. last_key of rank `source`, ends excluded: all of
-    them see each other, or (causal) row i sees keys up to i, counted from the block's corner. Causal blocks are square.
+    """Rows first_row .. last_row of the queries and the keys first_key .. last_key of rank `source`, ends excluded:
+    all of them see each other, or (causal) row i sees keys up to i, counted from the block's corner. Causal blocks
+    are square.
     """
 
     source: int
@@ -150,13 +152,29 @@ def visible_part(mask: str, world_size: int, queries: int, keys: int) -> float:
     return max(pairs) / everything
 
 
+def attention_sizes(
+    mask: str, world_size: int, batch: int, heads: int, queries: int, head_dim: int, key_heads: int, keys: int
+) -> tuple[int, int, int]:
+    """(m, n, k) of the matmul that has as many operations, and gathers as much: `keys` of W ranks, m, with so many
+    columns of keys and values, k, each of which n rows of queries see: those of all heads of one key head.
+    """
+    seen = visible_part(mask, world_size, queries, keys)
+    return world_size * batch * keys, math.ceil(seen * queries * heads / max(key_heads, 1)), 2 * key_heads * head_dim
+
+
 def visible(
-    mask: str, rank: int, world_size: int, queries: int, keys: int, device: torch.device
+    mask: str,
+    rank: int,
+    world_size: int,
+    queries: int,
+    keys: int,
+    device: torch.device,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """bool [queries, W * keys], which keys every row sees; None where it sees all."""
+    """bool [queries, W * keys], which keys every row sees, or each of `rows`; None where it sees all."""
     if mask == "full":
         return None
-    row = torch.arange(queries, device=device)
+    row = torch.arange(queries, device=device) if rows is None else rows
     key = torch.arange(world_size * keys, device=device)
     if mask == "causal_offset":
         row = row + rank * queries

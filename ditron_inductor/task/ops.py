@@ -37,8 +37,8 @@
     [B, Sq, Hq, D], lse [B, Hq, Sq] contiguous, fp32; gathered_k, gathered_v [B, Hkv, W*S, D] with the memory of a
     contiguous [B, W*S, Hkv, D], present if and only if return_gathered. Masks: see task/all_gather_attention.py.
 `attention_reduce_scatter(grad_out, q, k, v, out, lse, token, ...) -> (grad_q, grad_k, grad_v, token)`
-    its backward, from the gathered k and v [B, Hkv, W*S, D]; grad_q [B, Hq, Sq, D] and this rank's part of the sums over
-    the ranks, grad_k and grad_v [B, Hkv, S, D], with the memory of a contiguous [B, S, H, D].
+    its backward, from the gathered k and v [B, Hkv, W*S, D]; grad_q [B, Hq, Sq, D] and this rank's part of the sums
+    over the ranks, grad_k and grad_v [B, Hkv, S, D], with the memory of a contiguous [B, S, H, D].
 `projections(x, weights, strategy, extras, epilogue) -> [out_0, .., out_{n-1}]`
     x [M, K] contiguous, weights [K, N_i], out_i = x @ weight_i [M, N_i] contiguous, or what the epilogue makes of them.
     No site and no token: nothing is communicated.
@@ -60,9 +60,9 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.epilogue import parse, products
 from ditron_inductor.task.epilogue_torch import out_dtypes
-from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.nodes import (
     ATTENTION_KINDS,
     EXTRAS,

@@ -15,12 +15,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.task import ops
+from ditron_inductor.task.all_gather_attention import ALIGNED, AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.epilogue import Extra, products, walk
 from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.nodes import (
     TASK_KINDS,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    AttentionNode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
@@ -62,6 +64,9 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _require(x.dtype in DTYPES, call, f"has dtype {x.dtype}, which no kernel takes")
         _verify_extras(call, task, x, x.shape[-1])
         return
+    if isinstance(task, AttentionNode):
+        _verify_attention(call, task)
+        return
     left, right = call.args[0], call.args[1]
     assert isinstance(right, (list, tuple))
     weights = [_value(call, weight) for weight in right]
@@ -94,6 +99,30 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _require(task.gather_dim < first.ndim, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
     else:
         assert isinstance(task, MatmulAllReduce)
+
+
+def _verify_attention(call: fx.Node, task: AttentionNode) -> None:
+    """Queries, keys and values fit together; what is gathered already divides by the number of ranks."""
+    names = ("q", "k", "v") if isinstance(task, AllGatherAttention) else ("q", "k", "v", "grad_out", "out")
+    q, k, *others = (_value(call, ops.argument_of(call.target, call.args, name)) for name in names)
+    for value in (q, k, *others):
+        _require(value.ndim == 4, call, f"has an operand with {value.ndim} dimensions, not 4")
+        _require(value.dtype in DTYPES, call, f"has dtype {value.dtype}, which no kernel takes")
+        _require(value.dtype == q.dtype, call, f"mixes {q.dtype} and {value.dtype}")
+        _require(value.device == q.device, call, f"mixes {q.device} and {value.device}")
+    for value, like in zip(others, (k, q, q), strict=False):
+        alike = all(_possible(size == other) for size, other in zip(value.shape, like.shape, strict=True))
+        _require(alike, call, "has keys and values, or queries and their gradients, of different shapes")
+    _require(_possible(q.shape[0] == k.shape[0]) and _possible(q.shape[3] == k.shape[3]), call, "does not fit")
+    shared: Any = q.shape[1] % k.shape[1] == 0
+    _require(_possible(shared), call, "has heads of queries that do not divide among those of keys")
+    queries, keys = q.shape[2], k.shape[2]
+    if isinstance(task, AttentionReduceScatter):
+        divides: Any = keys % task.world_size == 0
+        _require(_possible(divides), call, "scatters keys that do not divide by the number of ranks")
+        keys = keys // task.world_size
+    if task.mask in ALIGNED:
+        _require(_possible(queries == keys), call, f"has the mask '{task.mask}', but not as many queries as keys")
 
 
 def _verify_sum(call: fx.Node, rows: list[torch.Tensor], weights: list[torch.Tensor], bias: object) -> None:
@@ -148,7 +177,9 @@ def _verify_extras(call: fx.Node, task: NormNode, first: torch.Tensor, columns: 
 
 def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
     """The call is taken apart by getitem only, and its fake outputs are as many as the schema says."""
-    count = 3 if isinstance(task, NormNode) else 2
+    count = 3 if isinstance(task, NormNode) else 4 if isinstance(task, AttentionReduceScatter) else 2
+    if isinstance(task, AllGatherAttention):
+        count = 5 if task.return_gathered else 3
     if isinstance(task, AllGatherMatmul):
         count = task.num_products + int(task.return_gathered) + 1
     values = call.meta.get("val")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -14,8 +13,8 @@ from ditron_inductor.lowering.launch import Launch
 from ditron_inductor.task import ops
 from ditron_inductor.task.all_gather_attention import (
     AllGatherAttention,
+    attention_sizes,
     mask_problem,
-    visible_part,
 )
 from ditron_inductor.task.plan import PlanRequest
 from ditron_inductor.task.policy import Policy
@@ -89,17 +88,16 @@ def _prepare_forward(
         }
         return request, runners
 
-    part = visible_part(mask, world_size, queries, keys)
+    m, n, shared = attention_sizes(mask, world_size, B, heads, queries, D, key_heads, keys)
     return prepare(
         key,
         node,
         k,
         library.make(node, q, k, v),
         sizes=k.shape,
-        m=world_size * B * keys,
-        shared=2 * key_heads * D,
-        # As a matmul of as many operations: the queries of all heads of one key head that a key is compared with.
-        local=("columns", math.ceil(part * queries * heads / max(key_heads, 1))),
+        m=m,
+        shared=shared,
+        local=("columns", n),
         possible=possible,
     )
 
@@ -115,7 +113,9 @@ def _check_operands(node: AllGatherAttention, q: torch.Tensor, k: torch.Tensor, 
     if k.shape != v.shape:
         raise ValueError(f"{where}: k is {list(k.shape)} and v is {list(v.shape)}; they have to be alike")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"{where}: q is {list(q.shape)} and k is {list(k.shape)}: batch and head size have to be alike")
+        raise ValueError(
+            f"{where}: q is {list(q.shape)} and k is {list(k.shape)}: batch and head size have to be alike"
+        )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{where}: {q.shape[1]} heads of queries cannot share {k.shape[1]} heads of keys evenly")
     problem = mask_problem(node.mask, q.shape[2], k.shape[2])

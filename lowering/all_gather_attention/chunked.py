@@ -2,12 +2,13 @@
 
 Problem. Every rank holds queries, and keys and values of a part of the sequence, that all ranks' queries attend to.
 Algorithm. A small kernel puts the own keys and values into the own slot, where the peers read them. The main stream
-attends to the own ones straight from the input. Meanwhile the side stream copies those of rank - 1, rank - 2, ...; the main
-stream follows, source by source, or with several neighbouring sources in one call (see `groups`), and skips what the mask
-hides. Each call returns the logarithms of its sums, by which one kernel merges all of them, in a fixed order.
-Signal protocol. See lowering/transfers.py. One flag for each source, in row PIECE_ROWS: its keys and values are staged. The
-slot is only written with the credits of all peers, so nothing is ever revoked; a rank whose mask hides a source reads
-nothing of it and waits for nothing, and is held back by the credits alone.
+attends to the own ones straight from the input. Meanwhile the side stream copies those of rank - 1, rank - 2, ...;
+the main stream follows, source by source, or with several neighbouring sources in one call (see `groups`), and skips
+what the mask hides. Each call returns the logarithms of its sums, by which one kernel merges all of them, in a fixed
+order.
+Signal protocol. See lowering/transfers.py. One flag for each source, in row PIECE_ROWS: its keys and values are
+staged. The slot is only written with the credits of all peers, so nothing is ever revoked; a rank whose mask hides a
+source reads nothing of it and waits for nothing, and is held back by the credits alone.
 Limits. Keys and values have the same head size.
 """
 
@@ -31,16 +32,17 @@ from ditron_inductor.lowering.transfers import PIECE_ROWS
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, blocks
 
 JOINED_ROWS = 4096
-"""Neighbouring sources are attended to in one call from so many rows of queries for each key head on: attention to one of
-them then takes longer than the copy of the next, by the rates of an H200 (230 GB/s, 600 TFLOP/s), and waits for none."""
+"""Neighbouring sources are attended to in one call from so many rows of queries for each key head on: attention to
+one of them then takes longer than the copy of the next, by the rates of an H200 (230 GB/s, 600 TFLOP/s), and waits
+for none."""
 
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """What calls with operands of one form share. shape: of a rank's keys and values stacked, [2, B, S, Hkv, D], `nbytes`
-    in the slot. own, remote: the calls of the library, those of each group after the copies from its sources.
-    spare: sources that the mask hides, but that are gathered for somebody else. numels: of the outputs. run: the library's
-    attention.
+    """What calls with operands of one form share. shape: of a rank's keys and values stacked, [2, B, S, Hkv, D],
+    `nbytes` in the slot. own, remote: the calls of the library, those of each group after the copies from its
+    sources. spare: sources that the mask hides, but that are gathered for somebody else. numels: of the outputs.
+    run: the library's attention.
     """
 
     shape: tuple[int, ...]
@@ -54,9 +56,7 @@ class Geometry:
     kernels: Kernels = field(repr=False)
 
 
-def geometry(
-    node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> Geometry:
+def geometry(node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Geometry:
     """See Geometry. `nbytes` alone has to be equal on all ranks, and follows from k."""
     world, rank = node.world_size, launch.rank
     found = blocks(node.mask, rank, world, q.shape[2], k.shape[2])
@@ -140,7 +140,9 @@ def all_gather_attention(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What calls with one slot have in common: launches, and the copies of each group of sources; spare ones come last."""
+    """What calls with one slot have in common: launches, and the copies of each group of sources; spare ones come
+    last.
+    """
 
     stage: Bound
     wait: Bound | None

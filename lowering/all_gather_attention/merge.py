@@ -1,4 +1,5 @@
-"""Merges attention to parts of the keys: out = sum_i exp(lse_i - lse) out_i, lse = log(sum_i exp(lse_i)), in one kernel.
+"""Merges attention to parts of the keys: out = sum_i exp(lse_i - lse) out_i, lse = log(sum_i exp(lse_i)), in one
+kernel.
 
 Partial i covers rows first_i .. last_i of the queries, ends excluded. The sums are in fp32 and in the order of the
 partials, whatever order they came in. A row that no partial covers, or whose lse are all -inf, becomes 0 and -inf.
@@ -18,7 +19,8 @@ from ditron_inductor.lowering.launcher import Arguments, local_launcher
 from ditron_inductor.task.ops import sequence_first
 
 MERGE_ROWS = 32
-"""Rows of one program. A rank has as many programs as heads times this many rows: enough to fill a GPU's memory pipes."""
+"""Rows of one program. A rank has as many programs as heads times this many rows: enough to fill a GPU's memory
+pipes."""
 MERGE_WARPS = 4
 
 

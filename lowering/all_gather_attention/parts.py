@@ -1,4 +1,5 @@
-"""What the strategies share: keys and values of all ranks as they lie in memory, and the calls of the library on them."""
+"""What the strategies share: keys and values of all ranks as they lie in memory, and the calls of the library on
+them."""
 
 from __future__ import annotations
 
@@ -48,14 +49,12 @@ def own_keys(span: Span, k: torch.Tensor) -> torch.Tensor:
 
 def single(block: Block) -> Span:
     """A block as a call."""
-    return Span(
-        block.source, 1, block.first_row, block.last_row, block.first_key, block.last_key, block.causal
-    )
+    return Span(block.source, 1, block.first_row, block.last_row, block.first_key, block.last_key, block.causal)
 
 
 def joined(blocks: Sequence[Block]) -> list[Span]:
-    """The blocks as calls, those of neighbouring sources with the same rows and keys as one. In the order of the blocks'
-    first appearance.
+    """The blocks as calls, those of neighbouring sources with the same rows and keys as one. In the order of the
+    blocks' first appearance.
     """
     found: list[Span] = []
     for block in blocks:
@@ -75,9 +74,7 @@ def joined(blocks: Sequence[Block]) -> list[Span]:
 
 
 def _longer(span: Span, source: int) -> Span:
-    return Span(
-        source, span.count + 1, span.first_row, span.last_row, span.first_key, span.last_key, span.causal
-    )
+    return Span(source, span.count + 1, span.first_row, span.last_row, span.first_key, span.last_key, span.causal)
 
 
 def stacked(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

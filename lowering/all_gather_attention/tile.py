@@ -3,21 +3,20 @@
 Problem. Every rank holds queries, and keys and values of a part of the sequence, that all ranks' queries attend to.
 Algorithm. Two queues of work. The *send* queue pushes the own keys, and the own values, piece by piece into the slot of
 every peer whose mask shows them: rank + 1 first, since that rank comes to them first. SENDERS programs start on it. The
-*tile* queue has a block of queries of one head for each ticket, those with most keys first. A tile attends to the own keys,
-which need no wait, then to those of rank - 1, rank - 2, ..., without what the mask hides, by online softmax in registers.
-A program that comes to a remote source first helps to empty the send queue, so every send precedes every wait and a launch
-completes even with one resident program. Where the gathered tensors are wanted elsewhere too, the last tickets copy them out
-of the slot.
-Signal protocol. Flag rows KEYS and VALUES, each written once per launch by the last program that pushed a piece of it to that
-peer; a program waits for both once for each source. A push waits for the credits of all peers for the slot's previous use;
-the next launch gives those of this one. A rank whose mask hides a source waits for nothing of it: it is held back by the
-credits alone.
+*tile* queue has a block of queries of one head for each ticket, those with most keys first. A tile attends to the
+own keys, which need no wait, then to those of rank - 1, rank - 2, ..., without what the mask hides, by online
+softmax in registers. A program that comes to a remote source first helps to empty the send queue, so every send
+precedes every wait and a launch completes even with one resident program. Where the gathered tensors are wanted
+elsewhere too, the last tickets copy them out of the slot.
+Signal protocol. Flag rows KEYS and VALUES, each written once per launch by the last program that pushed a piece of
+it to that peer; a program waits for both once for each source. A push waits for the credits of all peers for the
+slot's previous use; the next launch gives those of this one. A rank whose mask hides a source waits for nothing of
+it: it is held back by the credits alone.
 Limits. Keys and values have the same head size, 256 at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,7 +109,9 @@ def push_pieces(
 
 @triton.jit
 def source_of(kv, table, ctl, source, rank, slot, numel):
-    """Pointer to the keys of `source`, which its values follow: the own ones where they are, a peer's in the own slot."""
+    """Pointer to the keys of `source`, which its values follow: the own ones where they are, a peer's in the own
+    slot.
+    """
     received = data(table, ctl, rank, slot, kv.dtype.element_ty) + source.to(tl.int64) * 2 * numel
     return tl.where(source == rank, kv, received)
 
@@ -292,9 +293,7 @@ def obstacle(node: AllGatherAttention, q: torch.Tensor) -> str:
     return ""
 
 
-def geometry(
-    node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> Geometry:
+def geometry(node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Geometry:
     """See Geometry."""
     B, heads, queries, D = q.shape
     tiles = B * heads * ceil_div(queries, 128)
