@@ -121,8 +121,7 @@ def make_problem(session: Session, cell: Cell, device: Any, group_name: str) -> 
     import torch
 
     from benchmarks.ops.contest import sampled_rows
-    from ditron_inductor.task import all_gather_attention as task
-    from ditron_inductor.task import reference
+    from ditron_inductor.task import reference, reference_attention
 
     world, rank = session.world_size, session.rank
     length = cell.tokens // world
@@ -136,8 +135,8 @@ def make_problem(session: Session, cell: Cell, device: Any, group_name: str) -> 
     group = {"gather_dim": 2, "world_size": world, "group_name": group_name}
     keys, values = (reference.all_gather(one.contiguous(), **group).float() for one in (k, v))
     rows = sampled_rows(length, device)[:: 1 if length < SAMPLED_ROWS else 2]
-    seen = task.visible(cell.mask, rank, world, length, length, device, rows)
-    expected, _ = task.attend(q[:, :, rows].float(), keys, values, seen=seen, scale=cell.head_dim**-0.5)
+    seen = reference_attention.visible(cell.mask, rank, world, length, length, device, rows)
+    expected, _ = reference_attention.attend(q[:, :, rows].float(), keys, values, seen=seen, scale=cell.head_dim**-0.5)
     return Problem(cell, q, k, v, rows, expected)
 
 
@@ -147,10 +146,10 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
 
     from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT
     from ditron_inductor.lowering.all_gather_attention import library, local
-    from ditron_inductor.lowering.all_gather_attention.merge import make_merge
+    from ditron_inductor.lowering.all_gather_attention.merge import Merge
     from ditron_inductor.lowering.all_gather_attention.parts import canonical, joined
     from ditron_inductor.task import all_gather_attention as task
-    from ditron_inductor.task import ops
+    from ditron_inductor.task import ops, reference_attention
     from ditron_inductor.task.policy import Policy
 
     cell, q, k, v, scale = problem.cell, problem.q, problem.k, problem.v, problem.scale
@@ -162,7 +161,7 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
     gathered = library.gather(k, v, group)
     if cuda:
         spans = joined(sorted(task.blocks(cell.mask, rank, world, q.shape[2], k.shape[2]), key=lambda one: one.source))
-        merge, run = make_merge(q, [span.rows for span in spans]), local.choose(q, k, v)
+        merge, run = Merge(q, [span.rows for span in spans]), local.choose(q, k, v)
 
         def attention(i: int) -> torch.Tensor:
             partials = [
@@ -176,9 +175,9 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
             found["sdpa:aligned"] = _aligned(q, k, v, scale, rank, group)
         found |= _rings(problem, group)
     else:
-        seen = task.visible(cell.mask, rank, world, q.shape[2], k.shape[2], q.device)
+        seen = reference_attention.visible(cell.mask, rank, world, q.shape[2], k.shape[2], q.device)
         keys, values = canonical(gathered[0]), canonical(gathered[1])
-        found["local"] = lambda i: task.attend(q, keys, values, seen=seen, scale=scale)[0].to(q.dtype)
+        found["local"] = lambda i: reference_attention.attend(q, keys, values, seen=seen, scale=scale)[0].to(q.dtype)
 
     op = ops.overload(node.kind)
 

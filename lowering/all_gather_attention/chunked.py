@@ -23,7 +23,7 @@ from ditron_inductor.device.lanes import Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering.all_gather_attention import local
 from ditron_inductor.lowering.all_gather_attention.local import Local
-from ditron_inductor.lowering.all_gather_attention.merge import Merge, Partial, make_merge
+from ditron_inductor.lowering.all_gather_attention.merge import Merge, Partial
 from ditron_inductor.lowering.all_gather_attention.parts import Span, canonical, joined, own_keys, single, stacked
 from ditron_inductor.lowering.exchange import Exchange, Kernels
 from ditron_inductor.lowering.launch import Launch, round_up
@@ -77,7 +77,7 @@ def geometry(node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch
         spare=[source for source in others if source not in sources] if node.return_gathered else [],
         numels=(q.numel(), q.shape[:-1].numel(), *(2 * [world * k.numel()] if node.return_gathered else [])),
         run=local.choose(q, k, v),
-        merge=make_merge(q, [span.rows for span in spans]),
+        merge=Merge(q, [span.rows for span in spans]),
         kernels=Kernels(launch),
     )
 

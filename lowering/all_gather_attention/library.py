@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ditron_inductor.lowering.all_gather_attention import local
-from ditron_inductor.lowering.all_gather_attention.merge import in_order, make_merge
+from ditron_inductor.lowering.all_gather_attention.merge import Merge, in_order
 from ditron_inductor.lowering.all_gather_attention.parts import canonical, joined, stacked
-from ditron_inductor.task import all_gather_attention as task
-from ditron_inductor.task.all_gather_attention import AllGatherAttention, blocks, visible
+from ditron_inductor.task import reference_attention
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, blocks
 
 Outputs = list[torch.Tensor]
 
@@ -47,12 +47,13 @@ def make(
     def by_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
         gathered = gather(k, v, group)
         keys, values = canonical(gathered[0]), canonical(gathered[1])
-        out, lse = task.attend(q, keys, values, seen=visible(*sizes, q.device), scale=node.scale)
+        seen = reference_attention.visible(*sizes, q.device)
+        out, lse = reference_attention.attend(q, keys, values, seen=seen, scale=node.scale)
         outputs = [in_order(out.to(q.dtype)), lse.float()]
         return [*outputs, keys, values] if node.return_gathered else outputs
 
     spans = joined(sorted(blocks(*sizes), key=lambda block: block.source))
-    merge = make_merge(q, [span.rows for span in spans])
+    merge = Merge(q, [span.rows for span in spans])
 
     def by_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
         gathered = gather(k, v, group)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.backends.cuda import SDPAParams
 
-from ditron_inductor.task import all_gather_attention as task
+from ditron_inductor.task import reference_attention
 
 aten = torch.ops.aten
 
@@ -43,7 +43,7 @@ def _seen(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor | None
 def _math(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = task.attend(q, k, v, seen=_seen(q, k, causal), scale=scale)
+    out, lse = reference_attention.attend(q, k, v, seen=_seen(q, k, causal), scale=scale)
     return out.to(q.dtype), lse.float()
 
 
@@ -57,7 +57,7 @@ def _math_backward(
     causal: bool,
     scale: float,
 ) -> Gradients:
-    grads = task.attend_backward(grad_out, q, k, v, out, lse, seen=_seen(q, k, causal), scale=scale)
+    grads = reference_attention.attend_backward(grad_out, q, k, v, out, lse, seen=_seen(q, k, causal), scale=scale)
     return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
 
 

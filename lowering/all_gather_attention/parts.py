@@ -40,6 +40,13 @@ class Span:
         # A view for one sequence with all its keys.
         return part.transpose(0, 1).reshape(B, -1, H, D).transpose(1, 2)
 
+    def among(self, x: torch.Tensor, keys: int) -> torch.Tensor:
+        """Its keys out of those of all ranks, x [B, H, W * keys, D]: a view. Whole keys of every source, or of one
+        only.
+        """
+        first = self.source * keys
+        return x[:, :, first + self.first_key : first + (self.count - 1) * keys + self.last_key]
+
 
 def own_keys(span: Span, k: torch.Tensor) -> torch.Tensor:
     """The keys of a span of this rank's own k [B, H, S, D]."""
@@ -52,7 +59,7 @@ def single(block: Block) -> Span:
     return Span(block.source, 1, block.first_row, block.last_row, block.first_key, block.last_key, block.causal)
 
 
-def joined(blocks: Sequence[Block]) -> list[Span]:
+def joined(blocks: Sequence[Block], whole: int | None = None) -> list[Span]:
     """The blocks as calls, those of neighbouring sources with the same rows and keys as one. In the order of the
     blocks' first appearance.
     """
@@ -61,7 +68,7 @@ def joined(blocks: Sequence[Block]) -> list[Span]:
         span = single(block)
         for place, other in enumerate(found):
             alike = (other.rows, other.first_key, other.last_key) == (span.rows, span.first_key, span.last_key)
-            if alike and not (other.causal or span.causal):
+            if alike and not (other.causal or span.causal) and whole in (None, block.keys):
                 if span.source == other.source - 1:
                     found[place] = _longer(other, span.source)
                     break
