@@ -51,7 +51,7 @@ SEND_BLOCK = 8192
 SEND_STEPS = 8
 SENDERS = 16
 """Programs that start on the send queue: enough to fill the links, few enough not to be missed by the attention."""
-INTERPRETED_SEND_BLOCK = 512
+INTERPRETED_SEND_BLOCK = 1024
 MAX_HEAD_DIM = 256
 
 KEYS = tl.constexpr(0)
@@ -253,7 +253,7 @@ class Config:
         return replace(self, block_n=min(self.block_n, 32), num_stages=1) if arch.startswith("gfx") else self
 
 
-INTERPRETER = Config(16, 16, 4, 1)
+INTERPRETER = Config(32, 32, 4, 1)
 CONFIGS = {
     64: Config(128, 128, 8, 3),
     128: Config(128, 128, 8, 2),
