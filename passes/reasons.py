@@ -29,6 +29,14 @@ class ReasonCode(enum.StrEnum):
 
     ALREADY_FUSED = "already_fused"
     """The matmul beside the collective was fused with another collective."""
+    ATTENTION_DROPOUT = "attention_dropout"
+    """The attention beside the collective has dropout."""
+    ATTENTION_FORM = "attention_form"
+    """The attention beside the collective is of a form that is not known, or only its keys or its values are
+    gathered.
+    """
+    ATTENTION_MASK = "attention_mask"
+    """The attention beside the collective has a tensor as its mask or bias."""
     BATCHED_MATMUL = "batched_matmul"
     """The neighbour is baddbmm, or a bmm whose batches have different matrices."""
     BIAS = "bias"
@@ -151,6 +159,18 @@ _TEXTS: dict[ReasonCode, str] = {
     ReasonCode.ALREADY_FUSED: (
         "the matmul beside it is fused with another collective already; nothing to change: a matmul overlaps one"
     ),
+    ReasonCode.ATTENTION_DROPOUT: (
+        "the attention beside it has dropout, whose random numbers would fall on other keys; use none to have it fused"
+    ),
+    ReasonCode.ATTENTION_FORM: (
+        "the attention beside it is of a form that is not known: gather keys and values of one group, both along the "
+        "sequence, with heads of one size, into scaled_dot_product_attention; or use "
+        "ditron_inductor.ops.all_gather_attention"
+    ),
+    ReasonCode.ATTENTION_MASK: (
+        "the attention beside it has a tensor as its mask, which other ranks' graphs need not have; use is_causal, or "
+        "ditron_inductor.ops.all_gather_attention with the mask's name"
+    ),
     ReasonCode.BATCHED_MATMUL: (
         "its neighbour is a batched matmul; use one 2-D weight for all batches (nn.Linear, x @ w) instead of bmm"
     ),
@@ -255,6 +275,10 @@ class Reason:
 def leave_alone(collective: fx.Node, pattern: str, why: Refused) -> None:
     """Records on the collective's node why it was not fused; a bare code speaks of the collective itself."""
     refusal = why.at(collective)
+    known = collective.meta.get(LEFT_ALONE)
+    if refusal.code is ReasonCode.NO_MATMUL and known is not None and known.code.startswith("attention_"):
+        # That says more than that no matmul is there.
+        return
     reason = Reason(pattern, refusal.code.value, _TEXTS[refusal.code], describe(refusal.node))
     tried = collective.meta.get(TRIED) if refusal.code is ReasonCode.BATCHED_MATMUL else None
     if tried is not None:

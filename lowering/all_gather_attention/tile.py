@@ -124,7 +124,7 @@ def received_all(table, ctl, rank, slot, source, site, epoch):
     return ok & wait(table, ctl, rank, slot, VALUES, source, site, epoch)
 
 
-@triton.jit(do_not_specialize=["rank", "slot", "site", "senders", "num_targets", "queries", "keys"])
+@triton.jit(do_not_specialize=["rank", "slot", "site", "senders", "num_targets", "batches", "queries", "keys"])
 def all_gather_attention_kernel(
     q, kv, out, lse, gathered, table, ctl, counters,
     batches, queries, keys, stride_qb, stride_qh, stride_qm, scale,
