@@ -257,13 +257,13 @@ INTERPRETER = Config(32, 32, 4, 1)
 CONFIGS = {
     64: Config(128, 128, 8, 3),
     128: Config(128, 128, 8, 2),
-    256: Config(128, 64, 8, 2),
+    256: Config(128, 32, 8, 2),
 }
 """By the head size, rounded up to a power of two."""
 FEW_ROWS = 64
-FEW = {64: Config(64, 128, 4, 3), 128: Config(64, 64, 4, 3), 256: Config(64, 32, 4, 2)}
+FEW = {64: Config(64, 128, 4, 3), 128: Config(64, 64, 4, 3), 256: Config(64, 32, 8, 3)}
 """Where there are so few queries that larger tiles would leave SMs without one."""
-FP32 = {64: Config(64, 32, 8, 2), 128: Config(64, 32, 8, 2), 256: Config(32, 32, 8, 1)}
+FP32 = {64: Config(64, 32, 8, 2), 128: Config(32, 32, 4, 2), 256: Config(32, 32, 8, 1)}
 
 
 def select_config(head_dim: int, tiles: int, dtype: torch.dtype, num_sms: int, *, interpreted: bool) -> Config:
