@@ -175,11 +175,11 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         for user in [user for user in node.users if user.target is getitem]:
             user.replace_all_uses_with(_output(graph, call, attention, user))
             graph.erase_node(user)
-        graph.erase_node(node)
         if match.return_gathered:
             for index, source in enumerate((keys, values), 2):
-                _hand_on(graph, call, index, source)
-    rewriting.erase_unused(graph, [*keys.steps, *values.steps])
+                _hand_on(graph, call, index, source, node)
+    # What follows stands where it does: only now.
+    rewriting.erase_unused(graph, [*keys.steps, *values.steps, node])
     return call
 
 
@@ -198,21 +198,23 @@ def _output(graph: fx.Graph, call: fx.Node, attention: Attention, old: fx.Node) 
     return new
 
 
-def _hand_on(graph: fx.Graph, call: fx.Node, index: int, source: Source) -> None:
-    """Gives what still uses the gathered keys or values those that the call returns."""
+def _hand_on(graph: fx.Graph, call: fx.Node, index: int, source: Source, attention: fx.Node) -> None:
+    """Gives what else uses the gathered keys or values those that the call returns."""
     operand, first = source.operand, source.chain[0]
-    if not operand.users and not first.users:
+    known = (attention, call, *source.steps)
+    of_operand, of_first = ([user for user in one.users if user not in known] for one in (operand, first))
+    if not of_operand and not of_first:
         return
     whole = rewriting.output(graph, call, index, rewriting.copied_meta(operand))
-    if first is not operand:
-        rest = [user for user in first.users if user is not operand and user not in source.steps]
-        if rest:
-            swapped = graph.call_function(aten.permute.default, (whole, SWAPPED))
-            swapped.meta.update(rewriting.copied_meta(first))
-            swapped.meta["val"] = whole.meta["val"].permute(SWAPPED)
-            for user in rest:
-                user.replace_input_with(first, swapped)
-    operand.replace_all_uses_with(whole)
+    for user in of_operand:
+        user.replace_input_with(operand, whole)
+    if first is operand or not of_first:
+        return
+    swapped = graph.call_function(aten.permute.default, (whole, SWAPPED))
+    swapped.meta.update(rewriting.copied_meta(first))
+    swapped.meta["val"] = whole.meta["val"].permute(SWAPPED)
+    for user in of_first:
+        user.replace_input_with(first, swapped)
 
 
 def all_gather_attention(graph: fx.Graph, *, options: Options) -> int:

@@ -132,6 +132,17 @@ def test_training_is_fused_and_right(form: Callable[..., torch.Tensor]) -> None:
         torch.testing.assert_close(run_ranks(new, inputs), run_ranks(old, inputs))
 
 
+def test_two_layers_in_training() -> None:
+    def form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return sequence_first(heads_first(q, k, v).view(q.shape), k, v)
+
+    given = tuple(one.requires_grad_() for one in operands())
+    before, after = compiled_graphs(form, *given)[0], compiled_graphs(form, *given)[0]
+    assert fuse_attention(after) == 2
+    inputs = of_all_ranks(tuple(node.meta["val"] for node in after.graph.nodes if node.op == "placeholder"))
+    torch.testing.assert_close(run_ranks(after, inputs), run_ranks(before, inputs))
+
+
 def test_a_forward() -> None:
     (module,) = compiled_graphs(sequence_first, *operands())
     assert fuse_attention(module) == 1
