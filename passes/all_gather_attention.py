@@ -131,7 +131,8 @@ def find_source(operand: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathe
     collective, gathered = gathers[chain[0]]
     world = collective.world_size
     if follow(chain, gathered.dim, world) != SEQUENCE:
-        return ReasonCode.LAYOUT.at(operand)
+        parts = [view for view in chain[1:] if view.target in proofs.SLICES]
+        return ReasonCode.ATTENTION_PARTS.at(parts[0]) if parts else ReasonCode.LAYOUT.at(operand)
     if not replayable(chain, gathered.dim, world):
         return ReasonCode.SHAPE_UNPROVEN.at(operand)
     return Source(collective, gathered, tuple(chain))

@@ -15,6 +15,7 @@ from torch import fx
 
 from ditron_inductor.passes.culprits import describe
 from ditron_inductor.sites import NodeRecord
+from ditron_inductor.task.nodes import ATTENTION_KINDS
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -37,6 +38,8 @@ class ReasonCode(enum.StrEnum):
     """
     ATTENTION_MASK = "attention_mask"
     """The attention beside the collective has a tensor as its mask or bias."""
+    ATTENTION_PARTS = "attention_parts"
+    """Attention reads a part of what is gathered, as ring attention does."""
     BATCHED_MATMUL = "batched_matmul"
     """The neighbour is baddbmm, or a bmm whose batches have different matrices."""
     BIAS = "bias"
@@ -171,6 +174,10 @@ _TEXTS: dict[ReasonCode, str] = {
         "the attention beside it has a tensor as its mask, which other ranks' graphs need not have; use is_causal, or "
         "ditron_inductor.ops.all_gather_attention with the mask's name"
     ),
+    ReasonCode.ATTENTION_PARTS: (
+        "attention reads parts of it, one rank's after the other, and not as many on every rank (ring attention); "
+        "attend to the whole of it, or use ditron_inductor.ops.all_gather_attention"
+    ),
     ReasonCode.BATCHED_MATMUL: (
         "its neighbour is a batched matmul; use one 2-D weight for all batches (nn.Linear, x @ w) instead of bmm"
     ),
@@ -276,7 +283,7 @@ def leave_alone(collective: fx.Node, pattern: str, why: Refused) -> None:
     """Records on the collective's node why it was not fused; a bare code speaks of the collective itself."""
     refusal = why.at(collective)
     known = collective.meta.get(LEFT_ALONE)
-    if refusal.code is ReasonCode.NO_MATMUL and known is not None and known.code.startswith("attention_"):
+    if refusal.code is ReasonCode.NO_MATMUL and known is not None and known.pattern in ATTENTION_KINDS:
         # That says more than that no matmul is there.
         return
     reason = Reason(pattern, refusal.code.value, _TEXTS[refusal.code], describe(refusal.node))

@@ -94,8 +94,10 @@ def check(ctx: RankContext, mask: str, strategy: str, batch: int, length: int, g
             call: Any = torch.compile(model, backend=ditron, fullgraph=True, options=options)
         else:
             call = torch.compile(model, backend=interpreted(options), fullgraph=True)
-        with torch.no_grad():
-            alone = call(x[:, mine])
+        alone = None
+        if not generated:
+            with torch.no_grad():
+                alone = call(x[:, mine])
         got = step(model, call, x[:, mine], gradient[:, mine])
     for name in wanted:
         value = got[name]
@@ -105,7 +107,7 @@ def check(ctx: RankContext, mask: str, strategy: str, batch: int, length: int, g
             # Every rank has the part of its tokens.
             dist.all_reduce(value)
         assert relative_error(value, wanted[name]) <= MODEL_TOLERANCES[torch.float32], (name, mask, strategy)
-    assert relative_error(alone, wanted["output"]) <= MODEL_TOLERANCES[torch.float32]
+    assert alone is None or relative_error(alone, wanted["output"]) <= MODEL_TOLERANCES[torch.float32]
     sites = [site for graph in sink.graphs for site in graph.sites]
     assert all(site.fused for site in sites), [site.reason for site in sites]
     return Counter(site.kind for site in sites)
