@@ -47,6 +47,8 @@ class Comparison:
     @property
     def hidden(self) -> int:
         """The width that the ranks have in common: what the layer's input or output is wide."""
+        if self.op == "all_gather_contract":
+            return self.M
         return self.K if self.op in ("all_gather_matmul", "matmul_all_gather") else self.N
 
     @property

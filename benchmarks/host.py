@@ -67,7 +67,7 @@ class Bench:
     @property
     def others(self) -> tuple[None, ...]:
         """What there may be besides: reductions, and gathers of a product, may have a bias."""
-        return () if self.kind == "all_gather_matmul" else (None,)
+        return () if self.kind.startswith("all_gather") else (None,)
 
     def arguments(self, strategy: str) -> tuple[Any, ...]:
         return *self.site, f"host/0:{self.kind}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
@@ -100,6 +100,11 @@ def benches(device: Any, rank: int, world_size: int) -> list[Bench]:
         out = a @ b
         dist.all_reduce(out)
         return out
+
+    def gathered_contract() -> torch.Tensor:
+        whole = shard.new_empty(SIZE, SIZE)
+        dist.all_gather_into_tensor(whole, shard)
+        return whole.t() @ b
 
     def product_gathered() -> torch.Tensor:
         whole = a.new_empty(world_size * SIZE, SIZE)
@@ -135,6 +140,14 @@ def benches(device: Any, rank: int, world_size: int) -> list[Bench]:
         ),
         Bench("matmul_all_reduce", a, b, ([a], [b], None), ("sum", world_size, name), {"library": reduced_matmul}),
         Bench("matmul_all_gather", a, b, ([a], [b], None), (1, world_size, name), {"library": product_gathered}),
+        Bench(
+            "all_gather_contract",
+            shard,
+            b,
+            (shard, [b]),
+            (0, True, False, world_size, name),
+            {"library": gathered_contract},
+        ),
     ]
 
 

@@ -18,10 +18,19 @@ import torch
 from ditron_inductor.device import groups
 from ditron_inductor.device.reset import reset
 from ditron_inductor.errors import StrategyUnavailable
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllGather, MatmulAllReduce, MatmulReduceScatter
+from ditron_inductor.task.epilogue import Extra, parse, products, walk
+from ditron_inductor.task.epilogue_torch import extra_shape
+from ditron_inductor.task.nodes import (
+    AllGatherContract,
+    AllGatherMatmul,
+    Contraction,
+    MatmulAllGather,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+)
 from ditron_inductor.task.table import MEASURED
 from ditron_inductor.timing import GRAPH_CALLS, ROUNDS, Call, Clock, captured, interleaved
-from ditron_inductor.tune_shapes import WHOLE_ROWS
+from ditron_inductor.tune_shapes import divides
 
 Result = TypeVar("Result")
 _UNAVAILABLE = "it cannot run here: "
@@ -38,7 +47,8 @@ class SiteShape:
 
     rows: shape of the left operand [.., K], the shard for an all-gather. columns: of each weight [K, N_i]. dim: the
     gathered or scattered dimension, 0 for an all-reduce. depths: of a reduction's products, K_i that add up to K; empty
-    for one. bias: whether a reduction adds a row. m, n, k: as in a `PlanRequest`.
+    for one. bias: whether a reduction adds a row. epilogue: its text, see task/epilogue.py. m, n, k: as in a
+    `PlanRequest`.
     """
 
     op: str
@@ -49,18 +59,29 @@ class SiteShape:
     world_size: int
     depths: tuple[int, ...] = ()
     bias: bool = False
+    epilogue: str = ""
 
     @staticmethod
     def of_matmul(op: str, m: int, n: int, k: int, dtype: torch.dtype, world_size: int) -> SiteShape:
         """The plainest call whose matmul is [m, k] @ [k, n]. ValueError where m rows do not divide over the ranks."""
-        if op not in WHOLE_ROWS and m % world_size:
-            raise ValueError(f"{op}: {m} rows do not divide over {world_size} ranks")
+        if not divides(op, m, k, world_size):
+            tokens = k if op == AllGatherContract.kind else m
+            raise ValueError(f"{op}: {tokens} rows do not divide over {world_size} ranks")
+        if op == AllGatherContract.kind:
+            return SiteShape(op, (k // world_size, m), (n,), 0, dtype, world_size)
         rows = m // world_size if op == AllGatherMatmul.kind else m
         # A product is gathered by columns, as a column-parallel layer's is.
         return SiteShape(op, (rows, k), (n,), int(op == MatmulAllGather.kind), dtype, world_size)
 
     @property
+    def contraction(self) -> Contraction | None:
+        """Of a gather whose gathered dimension is contracted."""
+        return Contraction.of(self.rows, self.dim) if self.op == AllGatherContract.kind else None
+
+    @property
     def m(self) -> int:
+        if self.contraction is not None:
+            return self.contraction.kept
         gathered = self.world_size if self.op == AllGatherMatmul.kind else 1
         return gathered * math.prod(self.rows[:-1])
 
@@ -70,7 +91,26 @@ class SiteShape:
 
     @property
     def k(self) -> int:
+        if self.contraction is not None:
+            return self.world_size * self.contraction.depth
         return self.rows[-1]
+
+    @property
+    def out_rows(self) -> int:
+        """Of the output, all dimensions but the last as one."""
+        return self.m // self.world_size if self.op == MatmulReduceScatter.kind else self.m
+
+    def extras(self) -> list[tuple[int, int]]:
+        """The shapes of the epilogue's extra tensors."""
+        if not self.epilogue:
+            return []
+        shapes: dict[int, tuple[int, int]] = {}
+        for output in parse(self.epilogue).outputs:
+            wide = self.columns[min(products(output))]
+            for one in walk(output):
+                if isinstance(one, Extra):
+                    shapes[one.index] = extra_shape(one.kind, (self.out_rows, wide))
+        return [shapes[index] for index in sorted(shapes)]
 
     @property
     def text(self) -> str:
@@ -150,28 +190,35 @@ def _calls(
         # With contiguous K, as nn.Linear holds it.
         return draw(wide, deep).div_(math.sqrt(shape.k)).t()
 
-    gathers = shape.op == AllGatherMatmul.kind
-    depths = shape.depths or (shape.k,)
+    gathers = shape.op in (AllGatherMatmul.kind, AllGatherContract.kind)
+    depths = shape.depths or (shape.rows[-1],)
     left = [[draw(*shape.rows[:-1], deep) for deep in depths] for _ in range(copies)]
     sizes = [(shape.k, wide) for wide in shape.columns] if gathers else [(deep, shape.n) for deep in depths]
     right = [[weight(*size) for size in sizes] for _ in range(copies)]
     bias = draw(shape.n) if shape.bias else None
+    behind = ([draw(*size) for size in shape.extras()], shape.epilogue) if shape.epilogue else ()
 
     def call(strategy: str) -> Callable[[int], torch.Tensor]:
         site = (shape.world_size, group_name, f"measure/0:{shape.op}", strategy, workspace_limit, timeout_s)
         ops = torch.ops.ditron
+        if shape.op == AllGatherContract.kind:
+            return lambda i: ops.all_gather_contract(
+                left[i % copies][0], right[i % copies], None, shape.dim, True, False, *site
+            )[0]
         if gathers:
             return lambda i: ops.all_gather_matmul(
-                left[i % copies][0], right[i % copies], None, shape.dim, False, *site
+                left[i % copies][0], right[i % copies], None, shape.dim, False, *site, *behind
             )[0]
         if shape.op == MatmulReduceScatter.kind:
             return lambda i: ops.matmul_reduce_scatter(
-                left[i % copies], right[i % copies], bias, None, shape.dim, "sum", *site
+                left[i % copies], right[i % copies], bias, None, shape.dim, "sum", *site, *behind
             )[0]
         if shape.op == MatmulAllGather.kind:
             return lambda i: ops.matmul_all_gather(left[i % copies], right[i % copies], bias, None, shape.dim, *site)[0]
         assert shape.op == MatmulAllReduce.kind, f"not a kind: {shape.op}"
-        return lambda i: ops.matmul_all_reduce(left[i % copies], right[i % copies], bias, None, "sum", *site)[0]
+        return lambda i: ops.matmul_all_reduce(left[i % copies], right[i % copies], bias, None, "sum", *site, *behind)[
+            0
+        ]
 
     return {strategy: call(strategy) for strategy in strategies}
 

@@ -29,6 +29,7 @@ from torch._logging import trace_structured
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
 from ditron_inductor.passes.all_gather_attention import all_gather_attention
+from ditron_inductor.passes.all_gather_contract import all_gather_contract
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.all_reduce_rms_norm import all_reduce_rms_norm
 from ditron_inductor.passes.attention_reduce_scatter import attention_reduce_scatter
@@ -45,6 +46,7 @@ from ditron_inductor.passes.require_fusions import require_fusions
 from ditron_inductor.passes.review_left_alone import review_left_alone
 from ditron_inductor.passes.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.share_gathers import share_gathers
+from ditron_inductor.passes.split_weights import split_weights
 from ditron_inductor.passes.try_forms import try_forms
 from ditron_inductor.passes.verify_tasks import verify_tasks
 from ditron_inductor.records import record_graph
@@ -80,8 +82,10 @@ PASSES: tuple[Pass, ...] = (
     matmul_all_reduce,
     all_reduce_rms_norm,
     matmul_all_gather,
+    all_gather_contract,
     review_left_alone,
     require_fusions,
+    split_weights,
     projections,
     absorb_epilogues,
     order_collectives,

@@ -18,14 +18,17 @@ from ditron_inductor.passes.reasons import LEFT_ALONE
 from ditron_inductor.sites import GraphRecord, SiteRecord
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, attention_sizes
 from ditron_inductor.task.nodes import (
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     AttentionNode,
+    Contraction,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
     MatmulReduceScatter,
     TaskNode,
+    WithEpilogue,
 )
 from ditron_inductor.task.ops import argument_of, node_from_call
 
@@ -51,7 +54,7 @@ def _task_record(node: fx.Node) -> SiteRecord:
     task = node_from_call(node.target, node.args)
     if isinstance(task, AttentionNode):
         return _attention_record(node, task)
-    gathers = isinstance(task, AllGatherMatmul)
+    gathers = isinstance(task, AllGatherMatmul | AllGatherContract)
     left, right = node.args[0], [] if isinstance(task, AllReduceRmsNorm) else node.args[1]
     assert isinstance(right, (list, tuple))
     lefts = [_value(one) for one in (left if isinstance(left, (list, tuple)) else [left])]
@@ -59,11 +62,17 @@ def _task_record(node: fx.Node) -> SiteRecord:
     lhs = lefts[0]
     rows = [_hint(size) for size in lhs.shape[:-1]]
     # The products that a gather feeds lie side by side, all others are added up; without any, x has its own columns.
-    columns = [_hint(weight.shape[1]) for weight in (weights if gathers else weights[:1])] or [_hint(lhs.shape[-1])]
+    wide = 0 if isinstance(task, AllGatherContract) and not task.gathered_first else 1
+    columns = [_hint(weight.shape[wide]) for weight in (weights if gathers else weights[:1])] or [_hint(lhs.shape[-1])]
     depths = [_hint(one.shape[-1]) for one in lefts] if weights else [1]
     m = None if None in rows else math.prod(size for size in rows if size is not None)
     if m is not None and gathers:
         m *= task.world_size
+    if isinstance(task, AllGatherContract):
+        sizes = Contraction.of([*[size or 0 for size in rows], depths[0] or 0], task.gather_dim)
+        unknown = None in rows or None in depths
+        m = None if unknown else sizes.kept
+        depths = [None if unknown else task.world_size * sizes.depth]
     n = None if None in columns else sum(size for size in columns if size is not None)
     k = None if None in depths else sum(size for size in depths if size is not None)
     return SiteRecord(
@@ -84,11 +93,12 @@ def _task_record(node: fx.Node) -> SiteRecord:
         strategy=task.policy.strategy,
         node=node.name,
         text=task.text(),
-        rows=() if m is None or k is None or not weights else (*[size for size in rows if size is not None], k),
+        rows=() if m is None or k is None or not weights else _rows(task, lhs, k),
         columns=() if n is None else tuple(size for size in columns if size is not None),
         dim=_dim(task),
         depths=() if k is None else tuple(size for size in depths if size is not None),
-        bias=not isinstance(task, AllGatherMatmul | AllReduceRmsNorm) and task.has_bias,
+        bias=not isinstance(task, AllGatherMatmul | AllGatherContract | AllReduceRmsNorm) and task.has_bias,
+        epilogue=task.epilogue if isinstance(task, WithEpilogue) else "",
         line=describe(node).line,
     )
 
@@ -125,9 +135,15 @@ def _attention_record(node: fx.Node, task: AttentionNode) -> SiteRecord:
     )
 
 
+def _rows(task: TaskNode, lhs: torch.Tensor, k: int) -> tuple[int, ...]:
+    """The shape of the left operand, or shard, whose sizes are known; K is that of all products that are added up."""
+    sizes = [size for size in map(_hint, lhs.shape) if size is not None]
+    return tuple(sizes) if isinstance(task, AllGatherContract) else (*sizes[:-1], k)
+
+
 def _dim(task: TaskNode) -> int:
     match task:
-        case AllGatherMatmul() | MatmulAllGather():
+        case AllGatherMatmul() | MatmulAllGather() | AllGatherContract():
             return task.gather_dim
         case MatmulReduceScatter():
             return task.scatter_dim
@@ -144,15 +160,19 @@ def _pattern(task: TaskNode) -> str:
         case MatmulAllReduce():
             return f"{_sum_text(task)} -> all_reduce({task.reduce_op})"
         case AllReduceRmsNorm():
-            return f"all_reduce({task.reduce_op}){_extras(task)} -> {task.norm.form} norm"
+            return _norm_text(task)
         case MatmulAllReduceRmsNorm():
-            return f"{_sum_text(task)} -> all_reduce({task.reduce_op}){_extras(task)} -> {task.norm.form} norm"
+            return f"{_sum_text(task)} -> {_norm_text(task)}"
         case MatmulAllGather():
             return f"{_sum_text(task)} -> all_gather(dim {task.gather_dim})"
         case AllGatherAttention():
             return f"all_gather(keys, values) -> attention({task.mask})" + ", gathered used" * task.return_gathered
         case AttentionReduceScatter():
             return f"attention backward({task.mask}) -> reduce_scatter(keys, values)"
+        case AllGatherContract():
+            matmuls = "matmul" if task.num_factors == 1 else f"{task.num_factors} matmuls"
+            used = ", gathered used" * task.return_gathered
+            return f"all_gather(dim {task.gather_dim}) -> {matmuls} contracting it{used}"
 
 
 def _sum_text(task: MatmulReduceScatter | MatmulAllReduce | MatmulAllReduceRmsNorm | MatmulAllGather) -> str:
@@ -160,9 +180,12 @@ def _sum_text(task: MatmulReduceScatter | MatmulAllReduce | MatmulAllReduceRmsNo
     return matmuls + " + bias" * task.has_bias
 
 
-def _extras(task: AllReduceRmsNorm | MatmulAllReduceRmsNorm) -> str:
-    """What is added between the reduction and the norm."""
-    return "".join(f" + {name}" for name in ("bias", "residual") if name in task.extras)
+def _norm_text(task: AllReduceRmsNorm | MatmulAllReduceRmsNorm) -> str:
+    """The reduction, what is added to it, and the norms."""
+    biases = " + bias" * sum(name in task.extras for name in ("bias", "second_bias"))
+    post = "" if task.post is None else f" -> {task.post.form} norm"
+    residual = " + residual" * ("residual" in task.extras)
+    return f"all_reduce({task.reduce_op}){biases}{post}{residual} -> {task.norm.form} norm"
 
 
 def _task_bytes(task: TaskNode, m: int | None, n: int | None, k: int | None, itemsize: int) -> int | None:
@@ -170,8 +193,8 @@ def _task_bytes(task: TaskNode, m: int | None, n: int | None, k: int | None, ite
         return None
     peers = task.world_size - 1
     match task:
-        case AllGatherMatmul():
-            return m // task.world_size * k * itemsize * peers
+        case AllGatherMatmul() | AllGatherContract():
+            return m * k // task.world_size * itemsize * peers
         case MatmulReduceScatter():
             return m // task.world_size * n * itemsize * peers
         case MatmulAllReduce() | AllReduceRmsNorm() | MatmulAllReduceRmsNorm():

@@ -5,24 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllGather, MatmulAllReduce
+from ditron_inductor.task.nodes import AllGatherContract, AllGatherMatmul, MatmulAllGather, MatmulAllReduce
 
 TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 8192)
 """Rows that are measured by default: decoding, and prefill of a few sizes."""
 WHOLE_ROWS = (MatmulAllReduce.kind, MatmulAllGather.kind)
 """Ops whose rows all ranks have, any number of them."""
+PROJECTED = (AllGatherMatmul.kind, AllGatherContract.kind)
+"""Ops of the tokens that a layer's projections read: forward, and for their weight gradients."""
 # Fewer rows are not gathered or scattered in sequence parallelism.
 LEAST_SCATTERED = 128
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One op on one rank's matmul [m, k] @ [k, n]; m counts all gathered or unscattered rows."""
+    """One op on one rank's matmul [m, k] @ [k, n]; m counts all gathered or unscattered rows, k all contracted ones."""
 
     op: str
     m: int
     n: int
     k: int
+
+
+def sizes(op: str, tokens: int, columns: int, width: int) -> tuple[int, int, int]:
+    """(m, n, k) of an op on so many tokens, `width` elements each: a weight gradient contracts the tokens."""
+    return (width, columns, tokens) if op == AllGatherContract.kind else (tokens, columns, width)
+
+
+def divides(op: str, m: int, k: int, world_size: int) -> bool:
+    """Whether what the ranks have parts of divides over them."""
+    return op in WHOLE_ROWS or (k if op == AllGatherContract.kind else m) % world_size == 0
 
 
 @dataclass(frozen=True)
@@ -39,12 +51,12 @@ class Layer:
         """(N, K) of one rank's matmul; `part` is one of `PARTS`.
 
         All-gathers feed the projections of attention (queries, keys and values in one) and of the feed-forward (gate
-        and up in one); the matmuls behind these are reduced. What is gathered behind a matmul are the logits, whatever
-        the part.
+        and up in one), and their weight gradients; the matmuls behind these are reduced. What is gathered behind a
+        matmul are the logits, whatever the part.
         """
         if op == MatmulAllGather.kind:
             return self.vocabulary // world_size, self.dim
-        if op == AllGatherMatmul.kind:
+        if op in PROJECTED:
             wide = 2 * self.hidden_dim if part == "mlp" else self.query_dim + 2 * self.key_dim
             return wide // world_size, self.dim
         return self.dim, (self.hidden_dim if part == "mlp" else self.query_dim) // world_size
@@ -70,7 +82,7 @@ def model_shapes(model: str, ops: Sequence[str], tokens: Sequence[int], world_si
     if any(width % world_size for width in divided):
         raise ValueError(f"the widths {divided} of {model} do not divide over {world_size} ranks")
     shapes = (
-        Shape(op, m, n, k)
+        Shape(op, *sizes(op, m, n, k))
         for op in ops
         for n, k in (layer.widths(op, part, world_size) for part in PARTS)
         for m in tokens
@@ -82,8 +94,8 @@ def model_shapes(model: str, ops: Sequence[str], tokens: Sequence[int], world_si
 def given_shapes(
     ops: Sequence[str], tokens: Sequence[int], columns: Sequence[int], depths: Sequence[int], world_size: int
 ) -> list[Shape]:
-    """Every op at every m of `tokens` with every pair (n, k) of `columns` and `depths`; an m that does not divide over
-    the ranks for ops of `WHOLE_ROWS` only.
+    """Every op at every m of `tokens` with every pair (n, k) of `columns` and `depths`; without those whose
+    tokens do not divide over the ranks.
 
     ValueError where the two lists are not of one length, or a size is not positive.
     """
@@ -96,5 +108,5 @@ def given_shapes(
         for op in ops
         for n, k in zip(columns, depths, strict=True)
         for m in tokens
-        if op in WHOLE_ROWS or m % world_size == 0
+        if divides(op, m, k, world_size)
     ]

@@ -38,6 +38,7 @@ from ditron_inductor.task.epilogue import (
     parse,
     products,
 )
+from ditron_inductor.task.nodes import WithEpilogue
 
 PARAMETERS = "GROUP: tl.constexpr, mm, x, rows, columns, places, in_rows, in_columns, inside"
 TRITON_DTYPES = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
@@ -145,6 +146,16 @@ class Arrangement:
             "EPILOGUE": self.function,
         }
 
+    def constants_of_sum(self) -> dict[str, Any]:
+        """Those of a kernel with one product, a reduced sum."""
+        return {"EPILOGUE": self.function, "NUM_OUTS": len(self.outputs)}
+
+    def new_outputs_of_sum(self, like: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
+        """Memory for the outputs, of `shape` each, of a node with the dtype of `like`."""
+        return [
+            like.new_empty(shape, dtype=epilogue_torch.TORCH_DTYPES.get(dtype, like.dtype)) for dtype in self.dtypes
+        ]
+
     def new_outputs(self, shard: torch.Tensor, rows: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Memory for the outputs of `rows` rows, in the node's order."""
         return [
@@ -175,6 +186,10 @@ def arrange(epilogue: Epilogue | None, num_weights: int) -> Arrangement:
     )
 
 
+PLAIN_SUM = arrange(None, 1)
+"""That of a reduction without an epilogue."""
+
+
 @triton.constexpr_function
 def unpacked(numbers, i):
     """Number i of what `packed` made."""
@@ -191,8 +206,19 @@ def store_outputs(
 
     rows [BLOCK_M, 1], columns [1, BLOCK_N]: of the tile in the outputs [.., N]. DTYPE: of the products.
     """
-    places = rows * N + columns
-    inside = in_rows & in_columns
+    store_values(
+        accs, ok, x, outs, rows, columns, rows * N + columns, in_rows, in_columns, in_rows & in_columns,
+        GROUP, NUM_PRODUCTS, FIRST_OUT, NUM_OUTS, DTYPE, EPILOGUE,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_values(
+    accs, ok, x, outs, rows, columns, places, in_rows, in_columns, inside,
+    GROUP: tl.constexpr, NUM_PRODUCTS: tl.constexpr, FIRST_OUT: tl.constexpr, NUM_OUTS: tl.constexpr,
+    DTYPE: tl.constexpr, EPILOGUE: tl.constexpr,
+):  # fmt: skip
+    """`store_outputs` for elements in any arrangement, at `places`; see `generated`."""
     results = accs
     if EPILOGUE is not None:
         mm = ()
@@ -203,6 +229,29 @@ def store_outputs(
         out = outs[FIRST_OUT + i]
         result = tl.where(ok != 0, results[i], float("nan")).to(out.dtype.element_ty)
         tl.store(out + places, result, mask=inside)
+
+
+@triton.jit
+def store_sum(
+    total, ok, x, outs, rows, columns, in_rows, in_columns, N,
+    NUM_OUTS: tl.constexpr, DTYPE: tl.constexpr, EPILOGUE: tl.constexpr,
+):  # fmt: skip
+    """`store_outputs` of a tile of a reduced sum, fp32."""
+    store_outputs(
+        (total,), ok, x, outs, rows, columns, in_rows, in_columns, N, 0, 1, 0, NUM_OUTS, DTYPE, EPILOGUE
+    )  # fmt: skip
+
+
+@triton.jit
+def store_flat_sum(
+    total, ok, x, outs, places, inside, N,
+    NUM_OUTS: tl.constexpr, DTYPE: tl.constexpr, EPILOGUE: tl.constexpr,
+):  # fmt: skip
+    """`store_outputs` of elements of a reduced sum [.., N], fp32, that follow each other."""
+    store_values(
+        (total,), ok, x, outs, places // N, places % N, places, inside, inside, inside,
+        0, 1, 0, NUM_OUTS, DTYPE, EPILOGUE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -232,9 +281,11 @@ class Finisher:
     biases: the extra tensor that the library adds to a product, by the product's index. It rounds the sum only.
     """
 
-    def __init__(self, epilogue: Epilogue, like: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:
-        """like: any tensor of the node's dtype and device."""
-        folded, self.biases = epilogue.folded(epilogue_torch.NAMES[like.dtype])
+    def __init__(
+        self, epilogue: Epilogue, like: torch.Tensor, extras: Sequence[torch.Tensor], *, reduced: bool = False
+    ) -> None:
+        """like: any tensor of the node's dtype and device. reduced: the product is a sum that no library adds to."""
+        folded, self.biases = (epilogue, {}) if reduced else epilogue.folded(epilogue_torch.NAMES[like.dtype])
         if any(extras[row].dtype != like.dtype or not extras[row].is_contiguous() for row in self.biases.values()):
             folded, self.biases = epilogue, {}
         outputs = folded.outputs
@@ -269,6 +320,13 @@ class Finisher:
             outputs[index] = output
         return outputs
 
+    def finish_sum(self, total: torch.Tensor, extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs made of a reduced sum [.., N], contiguous, each in its shape."""
+        if total.dim() == 2:
+            return self.finish([total], extras)
+        outputs = self.finish([total.view(-1, total.shape[-1]) if total.numel() else total.flatten(0, -2)], extras)
+        return [output.view(total.shape) for output in outputs]
+
     def launch(self, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs that are no products, by the kernel."""
         sources = [mm[min(products(output))] for output in self._rest.outputs]
@@ -285,6 +343,12 @@ class Finisher:
                 arguments = functools.partial(_arguments, numel, columns, number, group, self._function)
                 launcher(handle_for(x[0]), arguments, (), (), tensors)
         return outs
+
+
+def finisher_of_sum(node: WithEpilogue, like: torch.Tensor) -> Finisher | None:
+    """What makes the outputs of a reduction of its sum; None where that is the output."""
+    epilogue = node.parsed
+    return None if epilogue is None else Finisher(epilogue, like, (), reduced=True)
 
 
 def _arguments(numel: int, columns: int, number: int, group: Group, function: Any) -> Arguments:

@@ -11,6 +11,7 @@ import torch
 from ditron_inductor.device.lanes import Lane, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import transfers
+from ditron_inductor.lowering.epilogues import PLAIN_SUM, Arrangement
 from ditron_inductor.lowering.launch import Launch, ceil_div
 from ditron_inductor.lowering.launcher import Arguments, Bound, Launcher
 
@@ -105,11 +106,11 @@ class Exchange:
         *,
         stride: int,
         average: bool,
-        epilogue: Any,
+        arrangement: Arrangement = PLAIN_SUM,
         result: int | None = None,
         row: int = 0,
     ) -> Bound:
-        """(partials, out, extras): out [rows, columns] = the epilogue of the sum of partials [W, rows, columns], which
+        """(partials, extras, outs): the outputs [rows, columns] made of the sum of partials [W, rows, columns], which
         lie `stride` elements apart; see `transfers.reduce_partials`. extras is never empty.
 
         result: where in the own slot it goes too, and `row` its flag; without it this ends the call.
@@ -124,13 +125,13 @@ class Exchange:
                 "result": result or 0,
                 "AVERAGE": average,
                 "SHARE": result is not None,
-                "EPILOGUE": epilogue,
+                **arrangement.constants_of_sum(),
                 "BLOCK": block,
             }
             return self._arguments(self._programs(numel, block), COPY_WARPS, values)
 
-        key = "reduce", rows, result, epilogue
-        tensors = ("partials", "out", "extras")
+        key = "reduce", rows, result, arrangement.function
+        tensors = ("partials", "extras", "outs")
         return self._bound(key, transfers.reduce_partials, arguments, ("row",), (row,), tensors, counted=True)
 
     def close(self, numels: tuple[int, ...]) -> Bound:
@@ -178,16 +179,16 @@ class Operands:
     """Of sum_i a_i @ b_i + bias, with the a_i cut into runs of rows.
 
     lefts[i][place]: a run of a_i, [m, K_i] or, where its rows do not lie together, [outer, m, K_i]. rights: the b_i
-    [K_i, N]. bias: [N] or None.
+    [K_i, N]. bias: [N], or a column [m, 1] for each run, or None.
     """
 
     lefts: Sequence[Sequence[torch.Tensor]]
     rights: Sequence[torch.Tensor]
-    bias: torch.Tensor | None
+    bias: torch.Tensor | Sequence[torch.Tensor] | None
 
     def multiply(self, place: int, out: torch.Tensor) -> None:
         """out = the run `place` of the sum, by the library: every product but the first is added to it, and rounds."""
-        added = self.bias
+        added = self.bias if self.bias is None or isinstance(self.bias, torch.Tensor) else self.bias[place]
         for runs, right in zip(self.lefts, self.rights, strict=True):
             multiply(runs[place], right, out, added)
             added = out
@@ -229,7 +230,7 @@ def shaped(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, added: torch.Tensor | None = None) -> None:
     """out = a @ b + added by the library. a [.., m, K], out [.., m, N] with the same leading dimensions, none or one;
-    b [K, N]; added: a row [N], `out` itself, or None.
+    b [K, N]; added: a row [N], a column [m, 1] where a is [m, K], `out` itself, or None.
 
     Any strides, with contiguous rows in out: the product is written where it belongs.
     """

@@ -142,11 +142,13 @@ class Launch:
     def sum_constants(
         self, config: Config, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], bias: torch.Tensor | None
     ) -> dict[str, Any]:
-        """`constants` of a kernel that adds up products of rows [M, K_i] with weights [K_i, N], and a bias."""
+        """`constants` of a kernel that adds up products of rows [M, K_i] with weights [K_i, N], and a bias: a row [N]
+        (HAS_BIAS is 1) or a column [M, 1] (2).
+        """
         constants = self.constants(config, lefts[0], rights)
         constants["DESCRIPTORS"] &= all(self.loads_by_descriptor(left, ()) for left in lefts[1:])
         constants["EVEN_K"] = all(right.shape[0] % config.block_k == 0 for right in rights)
-        return {**constants, "NUM_PRODUCTS": len(lefts), "HAS_BIAS": bias is not None}
+        return {**constants, "NUM_PRODUCTS": len(lefts), "HAS_BIAS": 0 if bias is None else bias.dim()}
 
     def loads_by_descriptor(self, a: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
         """Whether the copy unit can fetch blocks of these operands: on NVIDIA GPUs since Hopper, 16-byte aligned."""

@@ -21,11 +21,13 @@ import torch
 from ditron_inductor.device import AgreedOptions, Workspace, workspaces
 from ditron_inductor.device.replicas import own_chunk, replicas
 from ditron_inductor.lowering.all_gather_attention import binding as attention
+from ditron_inductor.lowering.all_gather_contract import chunked as contract_chunked
+from ditron_inductor.lowering.all_gather_contract import tile as contract_tile
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather_chunked
 from ditron_inductor.lowering.all_gather_matmul import tile as gather_tile
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm import library as norm_library
-from ditron_inductor.lowering.epilogues import Finisher
+from ditron_inductor.lowering.epilogues import Finisher, finisher_of_sum
 from ditron_inductor.lowering.launch import Launch
 from ditron_inductor.lowering.matmul_all_gather import chunked as product_chunked
 from ditron_inductor.lowering.matmul_all_gather import tile as product_tile
@@ -41,16 +43,18 @@ from ditron_inductor.task import ops, reference
 from ditron_inductor.task.epilogue_torch import NAMES
 from ditron_inductor.task.nodes import (
     EXTRAS,
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    Contraction,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
     MatmulReduceScatter,
-    Norm,
     NormNode,
     Policy,
     TaskNode,
+    WithEpilogue,
 )
 from ditron_inductor.task.plan import PlanRequest, choose
 
@@ -67,6 +71,7 @@ TILE: Mapping[str, tuple[Callable[..., Any], Runner]] = {
     AllReduceRmsNorm.kind: (norm_kernel.geometry, norm_kernel.all_reduce_rms_norm),
     MatmulAllReduceRmsNorm.kind: (reduce_norm_tile.geometry, reduce_norm_tile.matmul_all_reduce_rms_norm),
     MatmulAllGather.kind: (product_tile.geometry, product_tile.matmul_all_gather),
+    AllGatherContract.kind: (contract_tile.geometry, contract_tile.all_gather_contract),
 }
 CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
     AllGatherMatmul.kind: (gather_chunked.obstacle, gather_chunked.geometry, gather_chunked.all_gather_matmul),
@@ -84,6 +89,11 @@ CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
         reduce_norm_chunked.matmul_all_reduce_rms_norm,
     ),
     MatmulAllGather.kind: (product_chunked.obstacle, product_chunked.geometry, product_chunked.matmul_all_gather),
+    AllGatherContract.kind: (
+        contract_chunked.obstacle,
+        contract_chunked.geometry,
+        contract_chunked.all_gather_contract,
+    ),
 }
 PLANNED_AS: Mapping[str, str] = {MatmulAllReduceRmsNorm.kind: MatmulAllReduce.kind}
 """Kinds whose strategies are chosen as another's: a norm costs all of them the same."""
@@ -118,6 +128,9 @@ def _prepare(
     name = f"{node.site or node.kind} {node.kind}"
     launch = Launch(workspace, f"{name}[{'x'.join(map(str, sizes))}] {str(x.dtype).removeprefix('torch.')}")
     what = f"{local[0]} of {name} beside {shared} {x.dtype}"
+    if possible is not None:
+        # Rows of queries grow with the sequence, and the calls of one function may be of many lengths.
+        what += f", {m} rows"
     known = workspace.agreed(what) if local[0] == "columns" else None
     largest = workspace.largest(what, local[1]) if known is None else known[1]
     n, k = (largest, shared) if local[0] == "columns" else (shared, largest)
@@ -193,9 +206,14 @@ def _possible(
 
 def _epilogue_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
     """What the epilogue's own kernel would read and write, all weights taken as equally wide; equal on all ranks."""
-    if not isinstance(node, AllGatherMatmul) or node.parsed is None:
+    epilogue = node.parsed if isinstance(node, WithEpilogue) else None
+    if epilogue is None:
         return 0
-    return m * n * dtype.itemsize * node.parsed.passes(NAMES[dtype]) // node.num_weights
+    if isinstance(node, AllGatherMatmul):
+        return m * n * dtype.itemsize * epilogue.passes(NAMES[dtype]) // node.num_weights
+    # After the reduction no matmul adds a bias.
+    rows = m // node.world_size if isinstance(node, MatmulReduceScatter) else m
+    return rows * n * dtype.itemsize * epilogue.passes(NAMES[dtype], biases=False)
 
 
 def _prepare_all_gather_matmul(
@@ -244,19 +262,19 @@ def _prepare_matmul_reduce_scatter(
     world_size: int,
     group_name: str,
     site: str,
-    *policy: Any,
+    *rest: Any,
 ) -> Callable[..., Any]:
-    products, has_bias = len(a), bias is not None
-    node = MatmulReduceScatter(
-        scatter_dim, reduce_op, world_size, group_name, site, Policy(*policy), products, has_bias
-    )
-    library = functools.partial(
+    policy, (extras, epilogue) = Policy(*rest[:-2]), rest[-2:]
+    terms = len(a), bias is not None, len(extras), epilogue
+    node = MatmulReduceScatter(scatter_dim, reduce_op, world_size, group_name, site, policy, *terms)
+    reduce = functools.partial(
         reference.matmul_reduce_scatter,
         scatter_dim=scatter_dim,
         reduce_op=reduce_op,
         world_size=world_size,
         group_name=group_name,
     )
+    library = _finished(reduce, finisher_of_sum(node, a[0]))
     leading, N = a[0].shape[:-1], b[0].shape[1]
     return _prepare(
         key,
@@ -270,6 +288,21 @@ def _prepare_matmul_reduce_scatter(
     )
 
 
+def _finished(reduce: Callable[..., torch.Tensor], finisher: Finisher | None) -> Callable[..., list[torch.Tensor]]:
+    """The outputs of a reduction: its sum, or what is made of that."""
+
+    def library(
+        a: Sequence[torch.Tensor],
+        b: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        extras: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        total = reduce(a, b, bias)
+        return [total] if finisher is None else finisher.finish_sum(total, extras)
+
+    return library
+
+
 def _prepare_matmul_all_reduce(
     key: Hashable,
     a: Sequence[torch.Tensor],
@@ -279,12 +312,15 @@ def _prepare_matmul_all_reduce(
     world_size: int,
     group_name: str,
     site: str,
-    *policy: Any,
+    *rest: Any,
 ) -> Callable[..., Any]:
-    node = MatmulAllReduce(reduce_op, world_size, group_name, site, Policy(*policy), len(a), bias is not None)
-    library = functools.partial(
+    policy, (extras, epilogue) = Policy(*rest[:-2]), rest[-2:]
+    terms = len(a), bias is not None, len(extras), epilogue
+    node = MatmulAllReduce(reduce_op, world_size, group_name, site, policy, *terms)
+    reduce = functools.partial(
         reference.matmul_all_reduce, reduce_op=reduce_op, world_size=world_size, group_name=group_name
     )
+    library = _finished(reduce, finisher_of_sum(node, a[0]))
     M, N = math.prod(a[0].shape[:-1]), b[0].shape[1]
     local = "K", sum(one.shape[0] for one in b)
     return _prepare(key, node, a[0], library, sizes=(M, N), m=M, shared=N, local=local)
@@ -297,18 +333,13 @@ def _prepare_norm(
     product_bias: torch.Tensor | None,
     given: tuple[torch.Tensor | None, ...],
     reduce_op: str,
-    norm: str,
-    eps: float,
-    plus_one: bool,
-    round_first: bool,
-    world_size: int,
-    group_name: str,
-    site: str,
-    *policy: Any,
+    *rest: Any,
 ) -> Callable[..., Any]:
     """x: what is reduced, or (with b) the first of what it is a product of. given: see nodes.EXTRAS."""
+    norm, post, saved = ops.norms_of(rest)
+    world_size, group_name, site, *policy = rest[ops.NUM_NORM_ARGS :]
     extras = tuple(name for name, one in zip(EXTRAS, given, strict=True) if one is not None)
-    common = reduce_op, Norm(norm, eps, plus_one, round_first), extras, world_size, group_name, site, Policy(*policy)
+    common = reduce_op, norm, extras, world_size, group_name, site, Policy(*policy), post, saved
     node: NormNode
     if b is None:
         node, N, K = AllReduceRmsNorm(*common), x.shape[-1], 1
@@ -340,13 +371,57 @@ def _prepare_matmul_all_gather(
     return _prepare(key, node, a[0], library, sizes=(*leading, N), m=math.prod(leading), shared=N, local=local)
 
 
+def _prepare_all_gather_contract(
+    key: Hashable,
+    shard: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+    gather_dim: int,
+    gathered_first: bool,
+    return_gathered: bool,
+    world_size: int,
+    group_name: str,
+    site: str,
+    *policy: Any,
+) -> Callable[..., Any]:
+    node = AllGatherContract(
+        gather_dim, gathered_first, world_size, group_name, return_gathered, site, Policy(*policy), len(factors)
+    )
+    library = functools.partial(
+        reference.all_gather_contract,
+        gather_dim=gather_dim,
+        gathered_first=gathered_first,
+        world_size=world_size,
+        group_name=group_name,
+        return_gathered=return_gathered,
+    )
+    sizes = Contraction.of(shard.shape, gather_dim)
+    return _prepare(
+        key,
+        node,
+        shard,
+        library,
+        sizes=shard.shape,
+        m=sizes.kept,
+        shared=world_size * sizes.depth,
+        local=("columns", sum(one.shape[1 if gathered_first else 0] for one in factors)),
+    )
+
+
 # The ops themselves. The trailing arguments, `site`, are those of the schemas in task/ops.py, in their order. With the
 # operands' forms they are all that a call depends on, but for this:
 _precision = torch.get_float32_matmul_precision
 
 
-SITE_ARGUMENTS = 8
-"""Those of all_gather_matmul without an epilogue, which come last and are left out where there is none."""
+SITE_ARGUMENTS: Mapping[str, int] = {AllGatherMatmul.kind: 8, MatmulReduceScatter.kind: 8, MatmulAllReduce.kind: 7}
+"""Those behind the token without an epilogue's, which come last and are left out where there is none."""
+
+
+def _split_epilogue(kind: str, site: tuple[Any, ...]) -> tuple[tuple[Any, ...], Sequence[torch.Tensor], str]:
+    """(the other arguments, extra tensors, the epilogue's text)."""
+    count = SITE_ARGUMENTS[kind]
+    if len(site) <= count:
+        return site, (), ""
+    return site[:count], site[count] or (), site[count + 1]
 
 
 def lookup(
@@ -366,21 +441,24 @@ def lookup(
 def _all_gather_matmul(
     shard: torch.Tensor, weights: Sequence[torch.Tensor], token: torch.Tensor | None, *site: Any
 ) -> list[torch.Tensor]:
-    if len(site) <= SITE_ARGUMENTS:
-        key, run = lookup(AllGatherMatmul.kind, site, (shard, *weights))
-        extras: Sequence[torch.Tensor] = ()
-        epilogue = ""
-    else:
-        extras, epilogue = site[SITE_ARGUMENTS] or (), site[SITE_ARGUMENTS + 1]
-        site = site[:SITE_ARGUMENTS]
-        key, run = lookup(AllGatherMatmul.kind, (*site, epilogue), (shard, *weights, *extras))
+    site, extras, epilogue = _split_epilogue(AllGatherMatmul.kind, site)
+    key, run = lookup(AllGatherMatmul.kind, (*site, epilogue), (shard, *weights, *extras))
     if run is None:
         run = _prepare_all_gather_matmul(key, shard, weights, *site, extras, epilogue)
     return [*run(shard, weights, extras), ops.new_token(shard)]
 
 
-def _of_products(kind: str, prepare: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
-    """The op of a kind whose operands are a sum of products and a bias."""
+def _all_gather_contract(
+    shard: torch.Tensor, factors: Sequence[torch.Tensor], token: torch.Tensor | None, *site: Any
+) -> list[torch.Tensor]:
+    key, run = lookup(AllGatherContract.kind, site, (shard, *factors))
+    if run is None:
+        run = _prepare_all_gather_contract(key, shard, factors, *site)
+    return [*run(shard, factors), ops.new_token(shard)]
+
+
+def _reduction(kind: str, prepare: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+    """The op of a kind that reduces a sum of products and a bias."""
 
     def op(
         a: Sequence[torch.Tensor],
@@ -388,31 +466,45 @@ def _of_products(kind: str, prepare: Callable[..., Callable[..., Any]]) -> Calla
         bias: torch.Tensor | None,
         token: torch.Tensor | None,
         *site: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        key, run = lookup(kind, site, (*a, *b), bias)
+    ) -> list[torch.Tensor]:
+        site, extras, epilogue = _split_epilogue(kind, site)
+        key, run = lookup(kind, (*site, epilogue), (*a, *b, *extras), bias)
         if run is None:
-            run = prepare(key, a, b, bias, *site)
-        return run(a, b, bias), ops.new_token(a[0])
+            run = prepare(key, a, b, bias, *site, extras, epilogue)
+        return [*run(a, b, bias, extras), ops.new_token(a[0])]
 
     return op
 
 
-def _all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    given, site = others[:4], others[5:]
+def _matmul_all_gather(
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    token: torch.Tensor | None,
+    *site: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    key, run = lookup(MatmulAllGather.kind, site, (*a, *b), bias)
+    if run is None:
+        run = _prepare_matmul_all_gather(key, a, b, bias, *site)
+    return run(a, b, bias), ops.new_token(a[0])
+
+
+def _all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> list[torch.Tensor]:
+    given, site = others[: len(EXTRAS)], others[len(EXTRAS) + 1 :]
     key, run = lookup(AllReduceRmsNorm.kind, site, (x,), *given)
     if run is None:
         run = _prepare_norm(key, x, None, None, given, *site)
-    return *run(x, given), ops.new_token(x)
+    return [*run(x, given), ops.new_token(x)]
 
 
 def _matmul_all_reduce_rms_norm(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: torch.Tensor | None, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    given, site = others[:4], others[5:]
+) -> list[torch.Tensor]:
+    given, site = others[: len(EXTRAS)], others[len(EXTRAS) + 1 :]
     key, run = lookup(MatmulAllReduceRmsNorm.kind, site, (*a, *b), bias, *given)
     if run is None:
         run = _prepare_norm(key, a[0], b, bias, given, *site)
-    return *run(a, b, bias, given), ops.new_token(a[0])
+    return [*run(a, b, bias, given), ops.new_token(a[0])]
 
 
 def _on_device(implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -439,11 +531,12 @@ def register() -> None:
     library: Any = ops.define()
     implementations: dict[str, Callable[..., object]] = {
         AllGatherMatmul.kind: _on_device(_all_gather_matmul),
-        MatmulReduceScatter.kind: _on_device(_of_products(MatmulReduceScatter.kind, _prepare_matmul_reduce_scatter)),
-        MatmulAllReduce.kind: _on_device(_of_products(MatmulAllReduce.kind, _prepare_matmul_all_reduce)),
+        MatmulReduceScatter.kind: _on_device(_reduction(MatmulReduceScatter.kind, _prepare_matmul_reduce_scatter)),
+        MatmulAllReduce.kind: _on_device(_reduction(MatmulAllReduce.kind, _prepare_matmul_all_reduce)),
         AllReduceRmsNorm.kind: _on_device(_all_reduce_rms_norm),
         MatmulAllReduceRmsNorm.kind: _on_device(_matmul_all_reduce_rms_norm),
-        MatmulAllGather.kind: _on_device(_of_products(MatmulAllGather.kind, _prepare_matmul_all_gather)),
+        MatmulAllGather.kind: _on_device(_matmul_all_gather),
+        AllGatherContract.kind: _on_device(_all_gather_contract),
         "after": _after,
         "after_": ops.do_nothing,
         "token_of": ops.new_token,

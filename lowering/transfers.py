@@ -41,6 +41,7 @@ from ditron_inductor.core.signals import (
     wait_credits,
     word,
 )
+from ditron_inductor.lowering.epilogues import store_flat_sum
 
 PIECE_ROWS = tl.constexpr(0)
 RESULT_ROWS = tl.constexpr(16)
@@ -144,28 +145,25 @@ def await_all(table, ctl, rank, slot, site, row, WORLD: tl.constexpr):
     wait_all(table, ctl, rank, slot, row, site, current_epoch(ctl, slot), WORLD)
 
 
-@triton.jit
-def identity(total, row, column, extras):
-    """The epilogue that changes nothing. total: fp32 [BLOCK], the elements at (row, column) [BLOCK] of the output."""
-    return total
-
-
 @triton.jit(do_not_specialize=["rank", "slot", "site", "row"])
 def reduce_partials(
-    partials, out, extras, table, ctl, counters, numel, N, stride, result, rank, slot, site, row,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, SHARE: tl.constexpr, EPILOGUE: tl.constexpr, BLOCK: tl.constexpr,
+    partials, extras, outs, table, ctl, counters, numel, N, stride, result, rank, slot, site, row,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, SHARE: tl.constexpr,
+    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[i] = EPILOGUE(sum over sources 0..W-1 of partials[source, i], `stride` elements apart), NaN after a failure.
+    """The sum over sources 0..W-1 of partials[source, i], `stride` elements apart, or what EPILOGUE makes of it; NaN
+    after a failure.
 
-    Added in rank order, in fp32, and rounded once. out [numel / N, N] contiguous; extras: pointers for the epilogue.
-    SHARE: store the results in the own slot too, from element `result` on, and publish row `row` to all peers; else
-    this ends the use of the slot. Every copy of this use has ended, or SHARE, and later ones are of results only.
+    Added in rank order, in fp32, and rounded once. outs: a tuple of NUM_OUTS [numel / N, N] contiguous; extras: a tuple
+    of pointers for the epilogue. SHARE: store the sum in the own slot too, from element `result` on, and publish row
+    `row` to all peers; else this ends the use of the slot. Every copy of this use has ended, or SHARE, and later ones
+    are of results only.
     """
     epoch = current_epoch(ctl, slot)
     ok = sound(table, ctl, rank, slot, site, epoch, WORLD)
     if SHARE:
         ok = ok & (tl.load(slot_ctl(ctl, slot) + OPENED) == epoch).to(tl.int32)
-    dtype: tl.constexpr = out.dtype.element_ty
+    dtype: tl.constexpr = partials.dtype.element_ty
     mine = data(table, ctl, rank, slot, dtype) + result
     step = tl.num_programs(0) * BLOCK
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -180,11 +178,9 @@ def reduce_partials(
             partial += stride
         if AVERAGE:
             total = total / WORLD
-        total = EPILOGUE(total, offsets // N, offsets % N, extras)
-        rounded = tl.where(ok != 0, total, float("nan")).to(dtype)
-        tl.store(out + offsets, rounded, mask=inside)
+        store_flat_sum(total, ok, extras, outs, offsets, inside, N, NUM_OUTS, dtype, EPILOGUE)
         if SHARE:
-            tl.store(mine + offsets, rounded, mask=inside & (ok != 0))
+            tl.store(mine + offsets, total.to(dtype), mask=inside & (ok != 0))
     if SHARE:
         if ok != 0:
             # A program that has found a failure does not arrive, so rows that were not added up are never published.

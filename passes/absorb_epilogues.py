@@ -1,4 +1,4 @@
-"""Pointwise ops behind an `all_gather_matmul`, or behind `projections`, become its epilogue.
+"""Pointwise ops behind an `all_gather_matmul`, a reduction of matmuls, or `projections`, become its epilogue.
 
 Before:
 
@@ -7,6 +7,11 @@ Before:
 After:
 
     shard, [gate, up] -> ditron.all_gather_matmul(.., epilogue="cast(silu(mm0), bf16) * mm1") -> getitem 0 -> reshape
+
+and likewise, of the sum after its reduction:
+
+    a, b -> ditron.matmul_reduce_scatter -> getitem 0 -> add(residual, that)
+    a, b -> ditron.matmul_reduce_scatter(.., extras=[residual], epilogue="full(x0) + mm0") -> getitem 0
 
 A value between that something else uses too, such as a product that the backward wants, becomes one more output.
 
@@ -18,6 +23,8 @@ memory and ended: then `tile` saves that kernel and `library` runs one like it. 
 * another operand depends on the products, or cannot be computed before the node;
 * an op is not in `expressions.POINTWISE`, changes the shape by broadcasting, or its result is not contiguous;
 * products of more than two weights, or of different widths, would be combined.
+
+It runs behind all_reduce_rms_norm: a residual sum that a norm reads is that node's, or Inductor's with the norm.
 
 Only the ops and shapes on the gathered side are looked at, which are equal on all ranks. The width of a weight is not,
 but whether two are equal is.
@@ -48,7 +55,7 @@ from ditron_inductor.task.epilogue import (
     products,
     walk,
 )
-from ditron_inductor.task.nodes import AllGatherMatmul, Projections
+from ditron_inductor.task.nodes import Projections, WithEpilogue
 from ditron_inductor.task.verify import task_calls
 
 aten = torch.ops.aten
@@ -86,7 +93,7 @@ class Match:
     covered: frozenset[fx.Node]
 
 
-def find_epilogue(call: fx.Node, task: AllGatherMatmul | Projections) -> Match | None:
+def find_epilogue(call: fx.Node, task: WithEpilogue) -> Match | None:
     """What can be absorbed into `call` with a gain, as drawn above; None if there is nothing."""
     if task.epilogue:
         return None
@@ -107,7 +114,7 @@ def find_epilogue(call: fx.Node, task: AllGatherMatmul | Projections) -> Match |
         node: outputs[node] if node in chain.plain else expressions.as_output(outputs[node], _dtype(node), of_node)
         for node in ordered
     }
-    if {index for output in read.values() for index in products(output)} != set(range(task.num_weights)):
+    if {index for output in read.values() for index in products(output)} != set(range(task.num_operands)):
         return None
     used = {number: None for output in read.values() for number in _extras(output)}
     numbers = {number: index for index, number in enumerate(used)}
@@ -120,12 +127,12 @@ def find_epilogue(call: fx.Node, task: AllGatherMatmul | Projections) -> Match |
     )
 
 
-def _read_chain(call: fx.Node, task: AllGatherMatmul | Projections) -> Chain:
+def _read_chain(call: fx.Node, task: WithEpilogue) -> Chain:
     """Everything behind the products that an epilogue can compute."""
     plain = {
         user: int(user.args[1])  # type: ignore[arg-type]
         for user in call.users
-        if user.target is getitem and user.args[1] in range(task.num_weights)
+        if user.target is getitem and user.args[1] in range(task.num_operands)
     }
     chain = Chain(call, plain, {node: Product(index) for node, index in plain.items()}, [])
     for node in call.graph.nodes:
@@ -248,7 +255,7 @@ def _is_needed(node: fx.Node, kept: set[fx.Node], chain: Chain) -> bool:
 
 
 def _width(chain: Chain, index: int) -> Any:
-    return chain.call.meta["val"][index].shape[1]
+    return chain.call.meta["val"][index].shape[-1]
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
@@ -272,19 +279,19 @@ def _renumbered(expression: Expression, numbers: dict[int, int]) -> Expression:
     return expression
 
 
-def rewrite(graph: fx.Graph, match: Match, task: AllGatherMatmul | Projections) -> fx.Node:
+def rewrite(graph: fx.Graph, match: Match, task: WithEpilogue) -> fx.Node:
     """Replaces the call by one with the epilogue, and returns that."""
     call = match.call
     for extra in match.extras:
         rewriting.hoist(extra, call)
     epilogue = Epilogue(tuple(match.outputs.values()))
-    epilogue.verify(task.num_weights, len(match.extras))
+    epilogue.verify(task.num_operands, len(match.extras))
     old = call.meta["val"]
     values = []
     for node, made in match.outputs.items():
         like = old[min(products(made))]
-        values.append(rewriting.fake_like(like, tuple(like.shape), (like.shape[1], 1), _dtype(node)))
-    values += old[task.num_weights :]
+        values.append(rewriting.fake_like(like, tuple(like.shape), tuple(like.stride()), _dtype(node)))
+    values += old[task.num_operands :]
     with graph.inserting_before(call):
         args = (*call.args, list(match.extras), epilogue.text())
         new = graph.create_node("call_function", call.target, args, {}, name=task.kind)
@@ -297,7 +304,7 @@ def rewrite(graph: fx.Graph, match: Match, task: AllGatherMatmul | Projections) 
             # The gathered tensor.
             if user not in match.covered:
                 assert isinstance(user.args[1], int)
-                index = user.args[1] - task.num_weights + len(outputs)
+                index = user.args[1] - task.num_operands + len(outputs)
                 user.replace_all_uses_with(rewriting.output(graph, new, index, rewriting.copied_meta(user)))
     # All of them before any is used: the ways to them lead through each other.
     viewed = [_viewed(graph, node, output, match) for node, output in zip(match.outputs, outputs, strict=True)]
@@ -330,7 +337,7 @@ def _viewed(graph: fx.Graph, node: fx.Node, output: fx.Node, match: Match) -> fx
 
 
 def absorb_epilogues(graph: fx.Graph, *, options: Options) -> int:
-    """Gives every `all_gather_matmul` the epilogue that provably follows it; returns how many got one."""
+    """Gives every call the epilogue that provably follows it; returns how many got one."""
     count = 0
     for call, task in _calls(graph):
         match = find_epilogue(call, task)
@@ -340,11 +347,11 @@ def absorb_epilogues(graph: fx.Graph, *, options: Options) -> int:
     return count
 
 
-def _calls(graph: fx.Graph) -> list[tuple[fx.Node, AllGatherMatmul | Projections]]:
+def _calls(graph: fx.Graph) -> list[tuple[fx.Node, WithEpilogue]]:
     """Everything that may have an epilogue."""
-    gathers = [(call, task) for call, task in task_calls(graph) if isinstance(task, AllGatherMatmul)]
+    sites = [(call, task) for call, task in task_calls(graph) if isinstance(task, WithEpilogue)]
     local = graph.find_nodes(op="call_function", target=ops.overload(Projections.kind))
-    return [*gathers, *((call, _projections(call)) for call in local)]
+    return [*sites, *((call, _projections(call)) for call in local)]
 
 
 def _projections(call: fx.Node) -> Projections:

@@ -37,7 +37,6 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
-from ditron_inductor.passes.all_gather_matmul import Gathered, gathered_tensor
 from ditron_inductor.passes.attention import (
     FORWARD,
     SEQUENCE,
@@ -50,6 +49,7 @@ from ditron_inductor.passes.attention import (
     views_above,
 )
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, collectives, read_collective
+from ditron_inductor.passes.gathered import Gathered, gathered_tensor
 from ditron_inductor.passes.reasons import ReasonCode, Refused, leave_alone, refused
 from ditron_inductor.task import ops
 from ditron_inductor.task.all_gather_attention import AllGatherAttention

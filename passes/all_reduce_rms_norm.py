@@ -11,14 +11,18 @@ After, with the same views behind the call:
     a, b, bias, residual, weight, shift -> ditron.matmul_all_reduce_rms_norm -> getitem 0 -> mm, ..
                                                                                 getitem 1 -> ..
 
+There may be a second bias, as parallel attention and MLP blocks have (see `merge_reductions`), and a norm of its own in
+front of the residual (Gemma 2 and 3): `post`. What the backward saves of all this is returned too: the reduced tensor,
+means and inverse deviations of the rows, and scaled rows.
+
 Runs behind `matmul_all_reduce`, so what has become of the all-reduce is known: one that is still there gives the node
 without a matmul. The call stands where that stood, and what it needs in addition is moved in front of it; the
 order of collectives does not change. The norm may be of the RMS or the layer kind: see `norms`.
 
 It must not fire when
 * something that the call needs is computed from the sum, or cannot be moved in front of it;
-* the reduced tensor is used before bias and residual are added, or a value inside the norm is used elsewhere, as when a
-  backward wants it: the compiler would compute it once more;
+* the reduced tensor is used before bias and residual are added, by an op on elements; a sum before the last, or a
+  value of whole rows inside the norm, is used elsewhere: the compiler would compute it once more;
 * the norm feeds an op on elements: the compiler computes the two together, and the node would make them two;
 * the rows of the norm are not those of the reduced tensor, or are longer than one program takes.
 """
@@ -41,6 +45,7 @@ from ditron_inductor.passes.reasons import ReasonCode, leave_alone
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import (
     MOST_NORM_COLUMNS,
+    SAVED,
     AllReduceRmsNorm,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
@@ -54,18 +59,24 @@ PATTERN = AllReduceRmsNorm.kind
 
 @dataclass(frozen=True)
 class Sum:
-    """`total` = reduced + bias + residual. launch: what reduces. between: from `reduced` to the total, without it,
-    each used by the next only if there is a next. views: those among them, and behind the total up to `rows`.
+    """`total` = post(reduced + bias + second_bias) + residual. launch: what reduces. between: from `reduced` to the
+    total, without it. views: those among them, and behind the total up to `rows`.
     """
 
     launch: fx.Node
     reduced: fx.Node
-    bias: fx.Node | None
+    biases: tuple[fx.Node, ...]
+    post: FoundNorm | None
     residual: fx.Node | None
     total: fx.Node
     between: tuple[fx.Node, ...]
     views: tuple[fx.Node, ...]
     views_behind: tuple[fx.Node, ...]
+
+    @property
+    def kept(self) -> int:
+        """How many of `between` may be used elsewhere too: the reduced tensor and views of it."""
+        return next((i for i, node in enumerate(self.between) if i and node not in self.views), len(self.between))
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,30 @@ class Match:
 
     sum: Sum
     norm: FoundNorm
+
+    @property
+    def extras(self) -> dict[str, fx.Node | None]:
+        """By their names in `nodes.EXTRAS`."""
+        post, (bias, second_bias) = self.sum.post, (*self.sum.biases, None, None)[:2]
+        return {
+            "bias": bias,
+            "second_bias": second_bias,
+            "post_weight": None if post is None else post.weight,
+            "post_shift": None if post is None else post.shift,
+            "residual": self.sum.residual,
+            "weight": self.norm.weight,
+            "shift": self.norm.shift,
+        }
+
+    @property
+    def saved(self) -> dict[str, fx.Node]:
+        """What others use too, by the names in `nodes.SAVED`, in their order."""
+        found, post = self.sum, self.sum.post
+        nodes = dict(self.norm.saved)
+        nodes |= {} if post is None else {f"post_{name}": node for name, node in post.saved.items()}
+        if any(_others(found, node) for node in found.between[: found.kept]):
+            nodes["reduced"] = found.reduced
+        return {name: nodes[name] for name in SAVED if name in nodes}
 
 
 def find_sum(rows: fx.Node) -> Sum | None:
@@ -84,21 +119,33 @@ def find_sum(rows: fx.Node) -> Sum | None:
         between = [reduced, *between[:0:-1]] if between else []
         launch = reduced.args[0]
         assert isinstance(launch, fx.Node)
-        bias = residual = None
-        for add, other in way.steps:
-            value, added = proofs.tensor(add), proofs.tensor(other)
-            if value is None or added is None or added.dtype != value.dtype:
-                break
-            if proofs.same_shape(added.shape, value.shape) and residual is None and bias is None:
-                residual = other
-            elif proofs.is_row(added, value.shape[-1]) and bias is None:
-                bias = other
-            else:
-                break
-        else:
+        terms = _terms(way)
+        if terms is not None:
             views = [node for node in between[1:] if proofs.keeps_order(node)]
-            return Sum(launch, reduced, bias, residual, total, tuple(between), tuple(views), tuple(views_behind[::-1]))
+            biases, residual = terms
+            tail = total, tuple(between), tuple(views), tuple(views_behind[::-1])
+            return Sum(launch, reduced, biases, way.post, residual, *tail)
     return None
+
+
+def _terms(way: _Way) -> tuple[tuple[fx.Node, ...], fx.Node | None] | None:
+    """(the biases in the order in which they are added, the residual), if a node can add what the way adds."""
+    biases, residual = list[fx.Node](), None
+    for add, other in way.steps:
+        value, added = proofs.tensor(add), proofs.tensor(other)
+        if value is None or added is None or added.dtype != value.dtype:
+            return None
+        # A norm stands between the biases and the residual.
+        behind = way.post is not None and way.post.result < add
+        if proofs.same_shape(added.shape, value.shape) and residual is None and not biases:
+            if way.post is not None and not behind:
+                return None
+            residual = other
+        elif proofs.is_row(added, value.shape[-1]) and len(biases) < 2 and not behind:
+            biases.insert(0, other)
+        else:
+            return None
+    return tuple(biases), residual
 
 
 def prove(found: Sum, rsqrt: fx.Node) -> Match | ReasonCode:
@@ -118,47 +165,65 @@ def prove(found: Sum, rsqrt: fx.Node) -> Match | ReasonCode:
         return ReasonCode.CAST_BETWEEN
     if not proofs.known(total.shape[-1] <= MOST_NORM_COLUMNS):
         return ReasonCode.NORM_WIDTH
-    needed = [one for one in (found.bias, found.residual, norm.weight, norm.shift) if one is not None]
+    match = Match(found, norm)
+    needed = [one for one in match.extras.values() if one is not None]
     if any(found.launch < one and proofs.depends_on(one, {found.launch}) for one in needed):
         return ReasonCode.OPERAND_DEPENDS
-    if found.between and any(proofs.sole_user(node) is None for node in found.between):
-        return ReasonCode.INTERMEDIATE_USED
+    for index, node in enumerate(found.between):
+        others = _others(found, node)
+        if others and (index >= found.kept or not all(map(_is_kept, others))):
+            return ReasonCode.INTERMEDIATE_USED
+    if any(one is not found.reduced and _rows_shape(found, one) is None for one in match.saved.values()):
+        return ReasonCode.SHAPE_UNPROVEN
     if any(not _is_final(user) for view in proofs.views_down(norm.result) for user in view.users):
         return ReasonCode.NORM_CONSUMER
     if not all(rewriting.can_hoist(one, found.launch) for one in needed):
         return ReasonCode.OPERAND_LATE
-    return Match(found, norm)
+    return match
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
     found, norm = match.sum, match.norm
-    launch = found.launch
-    extras = (found.bias, found.residual, norm.weight, norm.shift)
+    launch, saved = found.launch, match.saved
+    extras = tuple(match.extras.values())
     for one in extras:
         if one is not None:
             rewriting.hoist(one, launch)
     task, operands = _task(match, options)
     like: torch.Tensor = found.reduced.meta["val"]
-    values = (_contiguous(like), _contiguous(like), rewriting.new_token(like))
+    outputs = [_contiguous(like, name) for name in ("normed", "total", *saved)]
     with graph.inserting_before(launch):
         call = rewriting.call_task(
             graph,
             task,
             (*operands, *extras),
-            (task.reduce_op, *ops.norm_args(norm.norm)),
+            (task.reduce_op, *ops.norm_args(norm.norm), *ops.norm_args(task.post), "+".join(task.saved)),
             rewriting.copied_meta(launch),
-            values,
+            [*outputs, rewriting.new_token(like)],
         )
         normed = rewriting.output(graph, call, 0, rewriting.copied_meta(norm.result))
         total = rewriting.output(graph, call, 1, rewriting.copied_meta(found.reduced))
+        kept = {
+            name: rewriting.output(graph, call, 2 + index, rewriting.copied_meta(node))
+            for index, (name, node) in enumerate(saved.items())
+        }
+    shapes = {name: _rows_shape(found, node) for name, node in saved.items() if node is not found.reduced}
     result = norm.result
     with graph.inserting_before(result):
         result.replace_all_uses_with(_replayed(graph, normed, (*found.views, *found.views_behind)))
     with graph.inserting_before(found.total if found.between else launch):
         found.total.replace_all_uses_with(_replayed(graph, total, found.views))
-    replaced = [*norm.inner, norm.wide, *found.views_behind, found.total, *found.between, found.reduced, launch]
-    rewriting.erase_unused(graph, replaced)
+    inner = {*norm.inner, *(() if found.post is None else found.post.inner)}
+    for name, node in saved.items():
+        if name == "reduced":
+            node.replace_all_uses_with(kept[name])
+            continue
+        with graph.inserting_before(node):
+            rows = _as_rows(graph, kept[name], node, shapes[name])
+        for user in [user for user in node.users if user not in inner]:
+            user.replace_input_with(node, rows)
+    rewriting.erase_unused(graph, _replaced(match))
     return call
 
 
@@ -186,26 +251,31 @@ def all_reduce_rms_norm(graph: fx.Graph, *, options: Options) -> int:
 
 @dataclass(frozen=True)
 class _Way:
-    """From a total up to `nodes[-1]`, the total first: steps are its (sum, other term), in this order."""
+    """From a total up to `nodes[-1]`, the total first: steps are its (sum, other term), in this order. post: a norm on
+    it, of which only the result is among the nodes.
+    """
 
     nodes: tuple[fx.Node, ...]
     steps: tuple[tuple[fx.Node, fx.Node], ...] = ()
+    post: FoundNorm | None = None
 
 
 def _ways(total: fx.Node) -> list[_Way]:
-    """All ways to a reduced tensor, through at most two sums; to the latest reduction first."""
+    """All ways to a reduced tensor, through at most three sums and a norm; to the latest reduction first."""
     found, pending = [], [_Way((total,))]
     while pending:
         way = pending.pop()
         nodes = (*way.nodes[:-1], *_views(way.nodes[-1]))
         top = nodes[-1]
         if _is_reduced(top):
-            found.append(_Way(nodes, way.steps))
-        elif top.target is aten.add.Tensor and top.kwargs.get("alpha", 1) == 1 and len(way.steps) < 2:
+            found.append(_Way(nodes, way.steps, way.post))
+        elif way.post is None and way.steps and (post := _norm_up(top)) is not None:
+            pending.append(_Way((*nodes, post.x), way.steps, post))
+        elif top.target is aten.add.Tensor and top.kwargs.get("alpha", 1) == 1 and len(way.steps) < 3:
             left, right = top.args
             if isinstance(left, fx.Node) and isinstance(right, fx.Node) and left is not right:
-                pending.append(_Way((*nodes, left), (*way.steps, (top, right))))
-                pending.append(_Way((*nodes, right), (*way.steps, (top, left))))
+                pending.append(_Way((*nodes, left), (*way.steps, (top, right)), way.post))
+                pending.append(_Way((*nodes, right), (*way.steps, (top, left)), way.post))
     order = {node: index for index, node in enumerate(total.graph.nodes)} if len(found) > 1 else {}
     return sorted(found, key=lambda way: order.get(way.nodes[-1], 0), reverse=True)
 
@@ -229,6 +299,44 @@ def _is_reduced(node: fx.Node) -> bool:
     return source.target is ops.overload(MatmulAllReduce.kind) and node.target is getitem and node.args[1:] == (0,)
 
 
+def _norm_up(result: fx.Node) -> FoundNorm | None:
+    """The norm whose result a node is; its last op is a conversion, a product, or a sum with a row."""
+    node, steps = result, 0
+    while node.target in LAST_OF_NORMS and steps < len(LAST_OF_NORMS):
+        rsqrt = next((one for one in node.all_input_nodes if one.target is aten.rsqrt.default), None)
+        if rsqrt is not None:
+            norm = find_norm(rsqrt)
+            return norm if isinstance(norm, FoundNorm) and norm.result is result else None
+        sources = [one for one in node.all_input_nodes if one.op == "call_function" and _same_rows(one, node)]
+        if len(sources) != 1:
+            return None
+        node, steps = sources[0], steps + 1
+    return None
+
+
+LAST_OF_NORMS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.mul.Tensor, aten.add.Tensor)
+"""What may follow the inverse deviation, each at most once."""
+
+
+def _same_rows(one: fx.Node, other: fx.Node) -> bool:
+    left, right = proofs.tensor(one), proofs.tensor(other)
+    return left is not None and right is not None and proofs.same_shape(left.shape, right.shape)
+
+
+def _others(found: Sum, node: fx.Node) -> list[fx.Node]:
+    """Who uses one of `between` besides what is fused."""
+    fused = {*found.between, found.total}
+    if found.post is not None:
+        fused |= {*found.post.inner}
+        fused |= {found.post.wide} if fused.issuperset(found.post.wide.users) else set()
+    return [user for user in node.users if user not in fused]
+
+
+def _is_kept(user: fx.Node) -> bool:
+    """Whether what uses the reduced tensor too takes it from memory, or is a view."""
+    return all(map(_is_kept, user.users)) if proofs.keeps_order(user) else _is_final(user)
+
+
 def _is_final(user: fx.Node) -> bool:
     """Whether the compiler computes `user` apart from what it reads."""
     if user.op == "output" or user.target in proofs.MATMULS or is_task(user):
@@ -241,29 +349,72 @@ def _is_final(user: fx.Node) -> bool:
 def _task(match: Match, options: Options) -> tuple[NormNode, tuple[Any, ...]]:
     """The node, and its operands."""
     found, norm = match.sum, match.norm
-    given = {"bias": found.bias, "residual": found.residual, "weight": norm.weight, "shift": norm.shift}
-    extras = tuple(name for name, one in given.items() if one is not None)
+    extras = tuple(name for name, one in match.extras.items() if one is not None)
+    behind = None if found.post is None else found.post.norm, tuple(match.saved)
     policy, site = rewriting.policy(options), rewriting.UNNAMED_SITE
     if found.launch.target is ALL_REDUCE:
         collective = read_collective(found.launch)
         assert not isinstance(collective, ReasonCode) and collective.reduce_op is not None
         group = collective.world_size, collective.group_name
-        return AllReduceRmsNorm(collective.reduce_op, norm.norm, extras, *group, site, policy), (collective.operand,)
+        return AllReduceRmsNorm(collective.reduce_op, norm.norm, extras, *group, site, policy, *behind), (
+            collective.operand,
+        )
     reduction = ops.node_from_call(found.launch.target, found.launch.args)
     assert isinstance(reduction, MatmulAllReduce)
     group = reduction.world_size, reduction.group_name
     products = reduction.num_products, reduction.has_bias
-    task = MatmulAllReduceRmsNorm(reduction.reduce_op, norm.norm, extras, *group, site, policy, *products)
+    task = MatmulAllReduceRmsNorm(reduction.reduce_op, norm.norm, extras, *group, site, policy, *behind, *products)
     return task, tuple(ops.argument_of(found.launch.target, found.launch.args, name) for name in ("a", "b", "bias"))
 
 
-def _contiguous(like: torch.Tensor) -> torch.Tensor:
-    strides: list[Any] = []
-    expected: Any = 1
-    for length in reversed(like.shape):
-        strides.insert(0, expected)
-        expected = expected * length
-    return rewriting.fake_like(like, tuple(like.shape), tuple(strides))
+def _contiguous(like: torch.Tensor, name: str) -> torch.Tensor:
+    """The fake value of an output, for reduced rows like these; see `ops.norm_output`."""
+    shape = tuple(like.shape)
+    dtype = None if name in ("normed", "total", "reduced") else torch.float32
+    if dtype is not None and name != "scaled":
+        shape = (*shape[:-1], 1)
+    return rewriting.fake_like(like, shape, rewriting.contiguous_strides(shape), dtype)
+
+
+def _rows_shape(found: Sum, node: fx.Node) -> list[Any] | None:
+    """The shape of what is saved as arguments of a reshape of the node's output; None if that is not known.
+
+    Dynamic sizes are taken from the last view on the way, which has the same but for the last dimension.
+    """
+    value, reduced = proofs.tensor(node), proofs.tensor(found.reduced)
+    assert value is not None and reduced is not None
+    if all(isinstance(length, int) for length in value.shape):
+        return list(value.shape)
+    views = [*found.views, *found.views_behind]
+    if not views:
+        return [] if proofs.same_shape(value.shape[:-1], reduced.shape[:-1]) else None
+    last = proofs.tensor(views[-1])
+    reshaped = views[-1].target in rewriting.VIEWS or views[-1].target is aten.reshape.default
+    if not reshaped or last is None or not proofs.same_shape(value.shape[:-1], last.shape[:-1]):
+        return None
+    sizes = views[-1].args[1]
+    assert isinstance(sizes, (list, tuple))
+    return [*sizes[:-1], value.shape[-1]] if isinstance(value.shape[-1], int) else None
+
+
+def _as_rows(graph: fx.Graph, source: fx.Node, like: fx.Node, sizes: list[Any] | None) -> fx.Node:
+    """What is saved, in the shape that it had."""
+    assert sizes is not None
+    value, wanted = source.meta["val"], like.meta["val"]
+    if not sizes or proofs.same_shape(value.shape, wanted.shape):
+        return source
+    node = graph.create_node("call_function", aten.reshape.default, (source, sizes), name="saved")
+    node.meta.update(rewriting.copied_meta(like))
+    shape = tuple(wanted.shape)
+    node.meta["val"] = rewriting.fake_like(value, shape, rewriting.contiguous_strides(shape))
+    return node
+
+
+def _replaced(match: Match) -> list[fx.Node]:
+    """All nodes of the match, which go where nobody else uses them."""
+    found, norm = match.sum, match.norm
+    nodes = [*norm.inner, norm.wide, *found.views_behind, found.total, *found.between, found.reduced, found.launch]
+    return nodes if found.post is None else [*nodes, *found.post.inner, found.post.wide]
 
 
 def _replayed(graph: fx.Graph, node: fx.Node, views: tuple[fx.Node, ...]) -> fx.Node:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ditron_inductor.passes import proofs
+from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.reasons import ReasonCode
-from ditron_inductor.passes.rewriting import copied_meta
 
 aten = torch.ops.aten
 
@@ -42,6 +41,21 @@ def read_matmul(node: fx.Node) -> Matmul | ReasonCode:
     return Matmul(bound["mat1"], bound["mat2"], bound["self"])
 
 
+def with_bias_column(product: fx.Node, matmul: fx.Node) -> fx.Node:
+    """What stands for the transpose of `matmul` once its product's transpose is `product`; as `with_bias`."""
+    read = read_matmul(matmul)
+    assert isinstance(read, Matmul)
+    if read.bias is None:
+        return product
+    graph = matmul.graph
+    with graph.inserting_before(matmul):
+        bias = rewriting.row(graph, read.bias)
+        column = rewriting.column(graph, bias)
+        added = graph.create_node("call_function", aten.add.Tensor, (product, column), name="biased")
+    added.meta.update(rewriting.copied_meta(product))
+    return added
+
+
 def with_bias(product: fx.Node, matmul: fx.Node) -> fx.Node:
     """What stands for `matmul` once its product is `product`: the product, or an add in front of `matmul`."""
     read = read_matmul(matmul)
@@ -51,5 +65,5 @@ def with_bias(product: fx.Node, matmul: fx.Node) -> fx.Node:
     graph = matmul.graph
     with graph.inserting_before(matmul):
         added = graph.create_node("call_function", aten.add.Tensor, (product, read.bias), name="biased")
-    added.meta.update(copied_meta(matmul))
+    added.meta.update(rewriting.copied_meta(matmul))
     return added

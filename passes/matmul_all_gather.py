@@ -42,8 +42,8 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
-from ditron_inductor.passes.all_gather_matmul import gathered_tensor
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, collectives, read_collective
+from ditron_inductor.passes.gathered import gathered_tensor
 from ditron_inductor.passes.matmul_reduce_scatter import lhs_in_shape
 from ditron_inductor.passes.products import Product, find_product
 from ditron_inductor.passes.reasons import LEFT_ALONE, ReasonCode, Refused, leave_alone, refused
@@ -195,7 +195,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         site=rewriting.UNNAMED_SITE,
         policy=rewriting.policy(options),
         num_products=len(product.factors),
-        has_bias=product.bias is not None,
+        has_bias=bool(product.biases),
     )
     shape = list(gathered.shape)
     shape[gathered.dim] = shape[gathered.dim] * collective.world_size
@@ -208,7 +208,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         call = rewriting.call_task(
             graph,
             task,
-            (lefts, [factors.rhs for factors in product.factors], rewriting.row(graph, product.bias)),
+            (lefts, [factors.rhs for factors in product.factors], rewriting.bias_row(graph, product.biases)),
             (gathered.dim,),
             rewriting.copied_meta(product.mm),
             values,

@@ -72,7 +72,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         site=rewriting.UNNAMED_SITE,
         policy=rewriting.policy(options),
         num_products=len(product.factors),
-        has_bias=product.bias is not None,
+        has_bias=bool(product.biases),
     )
     with graph.inserting_before(collective.node):
         values = (mm.meta["val"], rewriting.new_token(mm.meta["val"]))
@@ -82,7 +82,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             (
                 [factors.lhs for factors in product.factors],
                 [factors.rhs for factors in product.factors],
-                rewriting.row(graph, product.bias),
+                rewriting.bias_row(graph, product.biases),
             ),
             (collective.reduce_op,),
             rewriting.copied_meta(mm),

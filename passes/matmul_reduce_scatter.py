@@ -24,12 +24,14 @@ A scatter along the last dimension is fused as the transposed problem, in two di
     permute(b) [N, K], permute(a) [K, M] -> ditron.matmul_reduce_scatter -> getitem 0 [N/W, M]
       -> permute [M, N/W] -> reshape [B, S, N/W]
 
+and a bias is a column [N, 1] there.
+
 It must not fire when
 * the chunks are not all of the W equal chunks of the scattered dimension, once, in order (a permuted `cat` sends
   every chunk to another rank);
 * a view changes the last dimension in between;
 * the product, or anything between it and the collective, is used otherwise: it has to be computed as a whole anyway;
-* something is added that is neither a product nor a row, see `products`, or a row where columns are scattered;
+* something is added that is neither a product nor a row, see `products`;
 * there is a cast, a batched matmul, an op on the elements, another reduction than sum and avg, or a dtype other than
   bfloat16, float16 and float32;
 * the chunks are padded (DTensor, where the dimension does not divide): only the last rank cuts its result, but the
@@ -95,8 +97,6 @@ def find_matmul_reduce_scatter(node: fx.Node) -> Match | Refused:
     shape = tuple(collective.wait.meta["val"].shape)
     if scatter_dim == len(shape) - 1:
         sizes = _sizes_in_graph(product, shape)
-        if product.bias is not None:
-            return ReasonCode.BIAS.at(product.bias)
         return ReasonCode.SHAPE_UNPROVEN.at(full) if sizes is None else Match(collective, product, 0, (), sizes, steps)
     lefts = [lhs_in_shape(factors.lhs, product, tuple(full.meta["val"].shape)) for factors in product.factors]
     proved = tuple(left for left in lefts if left is not None)
@@ -186,14 +186,14 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         site=rewriting.UNNAMED_SITE,
         policy=rewriting.policy(options),
         num_products=len(product.factors),
-        has_bias=product.bias is not None,
+        has_bias=bool(product.biases),
     )
     with graph.inserting_before(collective.node):
         lefts, rights, value = _operands(graph, match)
         call = rewriting.call_task(
             graph,
             task,
-            (lefts, rights, rewriting.row(graph, product.bias)),
+            (lefts, rights, _bias(graph, match)),
             (match.scatter_dim, collective.reduce_op),
             rewriting.copied_meta(product.mm),
             (value, rewriting.new_token(value)),
@@ -223,6 +223,12 @@ def _operands(graph: fx.Graph, match: Match) -> tuple[list[fx.Node], list[fx.Nod
         shape = (*whole, lhs.meta["val"].shape[-1])
         lefts.append(lhs if sizes is None else rewriting.reshaped_rows(graph, lhs, sizes, shape))
     return lefts, [factors.rhs for factors in product.factors], value
+
+
+def _bias(graph: fx.Graph, match: Match) -> fx.Node | None:
+    """What every rank adds to its product: a row of it, a column of the transposed one."""
+    bias = rewriting.bias_row(graph, match.product.biases)
+    return bias if bias is None or match.column_sizes is None else rewriting.column(graph, bias)
 
 
 def _rows_of_columns(graph: fx.Graph, sizes: tuple[Any, ...], scattered: fx.Node, wait: fx.Node) -> fx.Node:

@@ -29,8 +29,8 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes import proofs, rewriting
-from ditron_inductor.passes.all_gather_matmul import Gathered, gathered_tensor
 from ditron_inductor.passes.collectives import ALL_GATHER, WAIT, Collective, read_collective
+from ditron_inductor.passes.gathered import Gathered, gathered_tensor
 
 aten = torch.ops.aten
 

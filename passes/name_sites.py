@@ -21,12 +21,14 @@ from ditron_inductor.passes.order_collectives import Match, find_chain
 from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.nodes import (
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
     MatmulReduceScatter,
+    NormNode,
     TaskNode,
 )
 from ditron_inductor.task.ops import node_from_call
@@ -87,17 +89,25 @@ def _task_facts(task: TaskNode) -> str:
         case MatmulAllReduce():
             own = f"{task.reduce_op} {task.num_products} {task.has_bias}"
         case AllReduceRmsNorm():
-            own = f"{task.reduce_op} {task.norm.text()} {'+'.join(task.extras)}"
+            own = f"{task.reduce_op} {_norm_facts(task)}"
         case MatmulAllReduceRmsNorm():
             products = f"{task.num_products} {task.has_bias}"
-            own = f"{task.reduce_op} {products} {task.norm.text()} {'+'.join(task.extras)}"
+            own = f"{task.reduce_op} {products} {_norm_facts(task)}"
         case MatmulAllGather():
             own = f"{task.gather_dim} {task.num_products} {task.has_bias}"
         case AllGatherAttention():
             own = f"{task.mask} {task.scale:g} {task.return_gathered}"
         case AttentionReduceScatter():
             own = f"{task.mask} {task.scale:g}"
+        case AllGatherContract():
+            own = f"{task.gather_dim} {task.gathered_first} {task.num_factors} {task.return_gathered}"
     return f"{task.kind} {own} {task.world_size}"
+
+
+def _norm_facts(task: NormNode) -> str:
+    """Without what is saved, which concerns no other rank."""
+    post = "" if task.post is None else f" {task.post.text()}"
+    return f"{task.norm.text()}{post} {'+'.join(task.extras)}"
 
 
 def _dtype(node: fx.Node) -> str:

@@ -10,6 +10,7 @@ torch 2.11 and 2.13. Weights are rows [N] that lie in memory; `1 + weight` in fp
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -30,7 +31,7 @@ ADDS: frozenset[object] = frozenset({aten.add.Tensor, aten.add.Scalar})
 @dataclass(frozen=True)
 class FoundNorm:
     """`result` = norm(x), of one shape and dtype. wide: x in fp32, which others may use too. inner: the nodes from
-    there to the result, which is the last.
+    there to the result, which is the last. saved: those of them that others use too, by their names in `nodes.SAVED`.
     """
 
     norm: Norm
@@ -39,6 +40,7 @@ class FoundNorm:
     weight: fx.Node | None
     shift: fx.Node | None
     inner: tuple[fx.Node, ...]
+    saved: Mapping[str, fx.Node]
 
     @property
     def result(self) -> fx.Node:
@@ -63,7 +65,9 @@ def normalised(rsqrt: fx.Node) -> fx.Node | None:
 
 
 def find_norm(rsqrt: fx.Node) -> FoundNorm | ReasonCode:
-    """Proves that `rsqrt` is part of a norm as drawn above, whose inner values nobody else uses; or says why not."""
+    """Proves that `rsqrt` is part of a norm as drawn above, whose inner values nobody else uses, but for those that a
+    node can return (see `_saved`); or says why not.
+    """
     statistics = _statistics(rsqrt)
     if statistics is None:
         return ReasonCode.NORM_FORM
@@ -76,30 +80,63 @@ def find_norm(rsqrt: fx.Node) -> FoundNorm | ReasonCode:
     # A number may be a tensor of the graph where everything is dynamic.
     if not isinstance(eps, (int, float)) or not 0.0 <= eps < float("inf"):
         return ReasonCode.NORM_FORM
-    scaled = proofs.sole_user(rsqrt)
-    if scaled is None:
-        return ReasonCode.NORM_USED
-    centred = _other_factor(scaled, rsqrt)
-    if centred is None:
-        return ReasonCode.NORM_FORM
+    scaling = [(user, centred) for user in rsqrt.users if (centred := _centred(user, rsqrt, statistics)) is not None]
+    if len(scaling) != 1:
+        return ReasonCode.NORM_USED if scaling else ReasonCode.NORM_FORM
+    scaled, centred = scaling[0]
     if statistics.mean is not None:
-        if centred.target is not aten.sub.Tensor or centred.args != (statistics.wide, statistics.mean):
-            return ReasonCode.NORM_FORM
-        if centred.kwargs.get("alpha", 1) != 1:
-            return ReasonCode.NORM_FORM
         inner.append(centred)
-    elif centred not in (statistics.wide, x):
-        return ReasonCode.NORM_FORM
     tail = _Tail(scaled, value.dtype, value.shape[-1])
     tail.follow()
     inner += tail.nodes
     found = proofs.tensor(inner[-1])
     if found is None or found.dtype != value.dtype or not proofs.same_shape(found.shape, value.shape):
         return ReasonCode.NORM_FORM
-    if any(user not in inner for node in inner[:-1] for user in node.users):
+    names = {"mean": statistics.mean, "rstd": rsqrt, "scaled": scaled}
+    saved = _saved({name: node for name, node in names.items() if node is not None and node is not inner[-1]}, inner)
+    if saved is None:
         return ReasonCode.NORM_USED
     norm = Norm(statistics.form, float(eps), tail.plus_one, tail.round_first)
-    return FoundNorm(norm, x, statistics.wide, tail.weight, tail.shift, tuple(inner))
+    return FoundNorm(norm, x, statistics.wide, tail.weight, tail.shift, tuple(inner), saved)
+
+
+def _centred(scaled: fx.Node, rsqrt: fx.Node, statistics: _Statistics) -> fx.Node | None:
+    """What `rsqrt` scales: x, or for a layer norm what lies between x and its mean; None if it is neither."""
+    centred = _other_factor(scaled, rsqrt)
+    if centred is None:
+        return None
+    if statistics.mean is None:
+        return centred if centred in (statistics.wide, _narrow(statistics.wide)) else None
+    is_difference = centred.target is aten.sub.Tensor and centred.args == (statistics.wide, statistics.mean)
+    return centred if is_difference and centred.kwargs.get("alpha", 1) == 1 else None
+
+
+def _saved(names: Mapping[str, fx.Node], inner: Sequence[fx.Node]) -> dict[str, fx.Node] | None:
+    """Of the inner nodes before the last, those that others use too, if a node can return them all.
+
+    That are the mean and the inverse deviation of each row, for others with one element in a row; and scaled rows, for
+    the backward: anything else of whole rows would be computed from these anew, by a kernel of its own.
+    """
+    inside, saved = set(inner), dict[str, fx.Node]()
+    known = {node: name for name, node in names.items()}
+    for node in inner[:-1]:
+        others = [user for user in node.users if user not in inside]
+        if not others:
+            continue
+        name = known.get(node)
+        if name is None or not all(user.op == "output" or (name != "scaled" and _of_rows(user)) for user in others):
+            return None
+        # It is computed in fp32, whatever the operands are.
+        if not _has_dtype(node, torch.float32):
+            return None
+        saved[name] = node
+    return saved
+
+
+def _of_rows(node: fx.Node) -> bool:
+    """Whether a node has one element for each row."""
+    value = proofs.tensor(node)
+    return value is not None and value.ndim > 0 and proofs.known_equal(value.shape[-1], 1)
 
 
 class _Tail:
@@ -117,8 +154,14 @@ class _Tail:
 
     def follow(self) -> None:
         """Take nodes as long as they belong to the norm."""
-        while (user := proofs.sole_user(self.nodes[-1])) is not None and self._takes(user):
+        while (user := self._next()) is not None and self._takes(user):
             self.nodes.append(user)
+
+    def _next(self) -> fx.Node | None:
+        """The user of the last node; what is scaled may be saved for the backward too."""
+        last = self.nodes[-1]
+        users = [user for user in last.users if len(self.nodes) > 1 or user.op != "output"]
+        return users[0] if len(users) == 1 else None
 
     def _takes(self, user: fx.Node) -> bool:
         if user.target in proofs.CASTS:

@@ -6,7 +6,8 @@ instead.
     add(p, row), add(row, p), addmm(row, a, b)    p plus a bias: a row [N] of the product, or [1, .., 1, N]
 
 All of it behind views that keep the order of elements, at one dtype, with products of one shape and each tensor in
-between used once. At most one bias: two would have to be added first.
+between used once. Of several biases, as of parallel attention and MLP blocks, the sum is taken first: it rounds once
+more or once less.
 
 Which nodes these are is the same on all ranks, and so is the order of the products.
 """
@@ -40,14 +41,14 @@ class Factors:
 
 @dataclass(frozen=True)
 class Product:
-    """Views of the sum of one product or several, and perhaps of a bias.
+    """Views of the sum of one product or several, and perhaps of biases.
 
     mm: the node that computes the first one, [M, N]. views: what lies between it and the result but for the adds,
-    [outermost, .., innermost]. steps: all nodes that compute the result, views and adds included; without the bias.
+    [outermost, .., innermost]. steps: all nodes that compute the result, views and adds included; without the biases.
     """
 
     factors: tuple[Factors, ...]
-    bias: fx.Node | None
+    biases: tuple[fx.Node, ...]
     mm: fx.Node
     views: tuple[fx.Node, ...]
     steps: tuple[fx.Node, ...]
@@ -76,11 +77,11 @@ def _read(node: fx.Node) -> Product | Refusal:
         code = proofs.proved_mm(top)
         if code is not None:
             return classify(top).at(top)
-        return Product((_factors(top),), None, top, views, tuple(chain))
+        return Product((_factors(top),), (), top, views, tuple(chain))
     total = _read_addmm(top) if top.target is aten.addmm.default else _read_add(top)
     if isinstance(total, Refusal):
         return total
-    return Product(total.factors, total.bias, total.mm, (*views, *total.views), (*chain, *total.steps))
+    return Product(total.factors, total.biases, total.mm, (*views, *total.views), (*chain, *total.steps))
 
 
 def _read_addmm(node: fx.Node) -> Product | Refusal:
@@ -92,7 +93,7 @@ def _read_addmm(node: fx.Node) -> Product | Refusal:
     if code is not None:
         return code.at(node)
     # As if it were an mm of its own and an add; the add is what computes it.
-    return _sum(node, bound["self"], Product((factors,), None, node, (), ()))
+    return _sum(node, bound["self"], Product((factors,), (), node, (), ()))
 
 
 def _read_add(node: fx.Node) -> Product | Refusal:
@@ -124,24 +125,22 @@ def _sum(node: fx.Node, other: object, product: Product) -> Product | Refusal:
     assert isinstance(other, fx.Node) and value is not None and rows is not None
     if not proofs.known_equal(value.shape[-1], rows.shape[-1]):
         return ReasonCode.LAYOUT.at(node)
-    return _added(node, Product((), other, product.mm, (), ()), product)
+    return _added(node, Product((), (other,), product.mm, (), ()), product)
 
 
 def _added(node: fx.Node, left: Product, right: Product) -> Product | Refusal:
     """What `node` is, left + right; of one of them there may be the bias alone."""
     one, other = proofs.tensor(left.mm), proofs.tensor(right.mm)
     assert one is not None and other is not None
-    biases = [side.bias for side in (left, right) if side.bias is not None]
+    biases = (*left.biases, *right.biases)
     dtypes = {value.dtype for value in (one, other, *map(proofs.tensor, biases)) if value is not None}
     if len(dtypes) > 1:
         return ReasonCode.MIXED_DTYPES.at(node)
     if not proofs.same_shape(one.shape, other.shape):
         return ReasonCode.LAYOUT.at(node)
-    if len(biases) > 1:
-        return ReasonCode.BIAS.at(node)
     path = left if left.factors else right
     factors, steps = (*left.factors, *right.factors), (*left.steps, *right.steps)
-    return Product(factors, biases[0] if biases else None, path.mm, path.views, steps)
+    return Product(factors, biases, path.mm, path.views, steps)
 
 
 def _factors(mm: fx.Node) -> Factors:

@@ -52,14 +52,14 @@ class ReasonCode(enum.StrEnum):
     """The chunks that are concatenated do not cover the tensor, or are not one per rank and of equal size."""
     CHUNKS_PERMUTED = "chunks_permuted"
     """The chunks are concatenated in another order than that of the ranks."""
+    CONTRACTED = "contracted"
+    """The matmul contracts the gathered dimension: what `all_gather_matmul` says before another fusion takes it."""
     DISABLED = "disabled"
     """The option `ditron.fusions` leaves this fusion out."""
     DTYPE = "dtype"
     """The dtype is none of bfloat16, float16 and float32."""
     FP8_MATMUL = "fp8_matmul"
     """The neighbour is a matmul of FP8 numbers and their scales."""
-    GATHERED_WEIGHT = "gathered_weight"
-    """The gathered tensor is the second operand of a matmul that contracts the gathered dimension."""
     GROUPED_MATMUL = "grouped_matmul"
     """The neighbour is a grouped matmul, as of a mixture of experts."""
     GROUP_UNKNOWN = "group_unknown"
@@ -67,7 +67,7 @@ class ReasonCode(enum.StrEnum):
     INTERMEDIATE_USED = "intermediate_used"
     """A tensor between the matmul and the collective is used elsewhere too."""
     LAST_DIM = "last_dim"
-    """The gather is along the last dimension, which the matmul contracts."""
+    """The gather is along the last of several dimensions, which a matmul keeps as columns, or rows, of its product."""
     LAYOUT = "layout"
     """A view between the matmul and the collective moves rows, or moves, splits or merges the last dimension."""
     MIXED_DTYPES = "mixed_dtypes"
@@ -104,8 +104,6 @@ class ReasonCode(enum.StrEnum):
     """A collective, or a form of it, that no fusion covers."""
     WAIT_FORM = "wait_form"
     """The result of the collective is not waited for exactly once."""
-    WEIGHT_GRADIENT_ONLY = "weight_gradient_only"
-    """The gathered tensor is used by weight gradients only: they contract the gathered dimension."""
     WORLD_SIZE = "world_size"
     """The group size in the graph is not that of the process group."""
     WORLD_SIZE_ONE = "world_size_one"
@@ -124,15 +122,14 @@ class ReasonCode(enum.StrEnum):
 _NOTHING_TO_CHANGE = frozenset(
     {
         ReasonCode.ALREADY_FUSED,
+        ReasonCode.CONTRACTED,
         ReasonCode.DISABLED,
-        ReasonCode.GATHERED_WEIGHT,
         ReasonCode.GROUPED_MATMUL,
         ReasonCode.NO_MATMUL,
         ReasonCode.NORM_CONSUMER,
         ReasonCode.NORM_FORM,
         ReasonCode.NORM_USED,
         ReasonCode.NORM_WIDTH,
-        ReasonCode.WEIGHT_GRADIENT_ONLY,
         ReasonCode.WORLD_SIZE_ONE,
     }
 )
@@ -182,7 +179,7 @@ _TEXTS: dict[ReasonCode, str] = {
         "its neighbour is a batched matmul; use one 2-D weight for all batches (nn.Linear, x @ w) instead of bmm"
     ),
     ReasonCode.BIAS: (
-        "something is added to the matmul's result (a residual, another gradient, a column, a second bias; behind a "
+        "something is added to the matmul's result (a residual, another gradient, a column; behind a "
         "gather any bias); add it after the collective"
     ),
     ReasonCode.CAST_BETWEEN: (
@@ -194,21 +191,18 @@ _TEXTS: dict[ReasonCode, str] = {
     ReasonCode.CHUNKS_PERMUTED: (
         "the chunks around it are not in the order of the ranks; keep that order, and permute the result if need be"
     ),
+    ReasonCode.CONTRACTED: "the matmul contracts the gathered dimension; nothing to change",
     ReasonCode.DISABLED: "the option ditron.fusions leaves this fusion out; add it there to have it",
     ReasonCode.DTYPE: "the dtype is not bfloat16, float16 or float32; use one of these for the matmul",
     ReasonCode.FP8_MATMUL: "FP8 matmuls are not fused yet; keep that layer in bfloat16 to have it fused",
-    ReasonCode.GATHERED_WEIGHT: (
-        "the matmul contracts the dimension that its second operand was gathered along; shard a weight along the "
-        "dimension that makes the product's columns"
-    ),
     ReasonCode.GROUPED_MATMUL: "grouped matmuls are not fused yet; nothing to change",
     ReasonCode.GROUP_UNKNOWN: "this process knows no group of the name in the graph; pass a live process group",
     ReasonCode.INTERMEDIATE_USED: (
         "a tensor between it and the matmul is used elsewhere too; use the collective's result there instead"
     ),
     ReasonCode.LAST_DIM: (
-        "the matmul contracts the last dimension, which it gathers; gather the batch or sequence dimension instead, or "
-        "multiply the shards and reduce the products"
+        "the matmul keeps the last dimension, which it gathers, and contracts several others; give it a matrix, or "
+        "gather one of the others"
     ),
     ReasonCode.LAYOUT: (
         "a view between it and the matmul moves rows or changes the last dimension (a transpose, a split into heads); "
@@ -224,7 +218,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "with a constant eps (it is none under dynamic=True; mark dimensions as dynamic instead)"
     ),
     ReasonCode.NORM_USED: (
-        "a value inside the norm behind it is used elsewhere, as by a backward pass; only norms of inference are fused"
+        "a value of whole rows inside the norm behind it is used elsewhere, and a kernel of its own would compute it "
+        "anew; a backward may use the reduced tensor, the scaled rows, their means and inverse deviations"
     ),
     ReasonCode.NORM_WIDTH: (
         "the rows of the norm behind it are longer than 16384 elements, or of a dynamic length; nothing to change"
@@ -259,9 +254,6 @@ _TEXTS: dict[ReasonCode, str] = {
         "no fusion covers it; use all_gather_into_tensor, reduce_scatter_tensor or all_reduce on one tensor"
     ),
     ReasonCode.WAIT_FORM: "its result is not waited for exactly once; wait for it once, where it is first used",
-    ReasonCode.WEIGHT_GRADIENT_ONLY: (
-        "only weight gradients use the gathered tensor, and they contract the gathered dimension; nothing to change"
-    ),
     ReasonCode.WORLD_SIZE: "the graph has another group size than the process group; compile again for this group",
     ReasonCode.WORLD_SIZE_ONE: "its group has one rank, so nothing is sent; nothing to change",
 }

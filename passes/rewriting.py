@@ -148,14 +148,39 @@ def reshaped_rows(graph: fx.Graph, source: fx.Node, sizes: tuple[Any, ...], shap
     return node
 
 
-def row(graph: fx.Graph, bias: fx.Node | None) -> fx.Node | None:
+def bias_row(graph: fx.Graph, biases: Sequence[fx.Node]) -> fx.Node | None:
+    """The sum of biases [1, .., 1, N] as [N]: None of none, one itself, or what is inserted."""
+    total: fx.Node | None = None
+    for bias in biases:
+        one = row(graph, bias)
+        if total is None:
+            total = one
+            continue
+        summed = graph.create_node("call_function", aten.add.Tensor, (total, one), name="biases")
+        summed.meta.update(copied_meta(one))
+        value: torch.Tensor = one.meta["val"]
+        summed.meta["val"] = fake_like(value, tuple(value.shape), (1,))
+        total = summed
+    return total
+
+
+def row(graph: fx.Graph, bias: fx.Node) -> fx.Node:
     """A bias [1, .., 1, N] as [N]: itself, or a reshape that is inserted; a view where it is contiguous."""
-    if bias is None or bias.meta["val"].ndim == 1:
+    if bias.meta["val"].ndim == 1:
         return bias
     value: torch.Tensor = bias.meta["val"]
     node = graph.create_node("call_function", aten.reshape.default, (bias, [-1]), name="row")
     node.meta.update(copied_meta(bias))
     node.meta["val"] = fake_like(value, (value.shape[-1],), (value.stride(-1),))
+    return node
+
+
+def column(graph: fx.Graph, row: fx.Node) -> fx.Node:
+    """Inserts a view of a row [N] as [N, 1]."""
+    value: torch.Tensor = row.meta["val"]
+    node = graph.create_node("call_function", aten.unsqueeze.default, (row, 1), name="column")
+    node.meta.update(copied_meta(row))
+    node.meta["val"] = fake_like(value, (value.shape[0], 1), (value.stride(0), 1))
     return node
 
 

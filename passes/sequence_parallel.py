@@ -41,13 +41,15 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
+from ditron_inductor.passes.all_reduce_rms_norm import find_sum, prove
 from ditron_inductor.passes.chunked_collectives import gathered, scattered
 from ditron_inductor.passes.collectives import Collective
+from ditron_inductor.passes.norms import normalised
 from ditron_inductor.passes.products import find_product
-from ditron_inductor.passes.reasons import refused
+from ditron_inductor.passes.reasons import ReasonCode, refused
 from ditron_inductor.passes.row_regions import Region, find_regions
 from ditron_inductor.task import ops
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulReduceScatter
+from ditron_inductor.task.nodes import AllGatherMatmul, AllReduceRmsNorm, MatmulAllReduce, MatmulReduceScatter
 from ditron_inductor.task.sequence_cost import Gathered, Reduced, Work, pays
 
 aten = torch.ops.aten
@@ -78,22 +80,36 @@ def find_sequence_parallel(region: Region, options: Options) -> Match | None:
     if options.sequence_parallel == "on":
         return Match(region, dims[0])
     fuses = {AllGatherMatmul.kind, MatmulReduceScatter.kind} <= set(options.fusions)
-    return Match(region, dims[0]) if fuses and pays(work(region)) else None
+    return Match(region, dims[0]) if fuses and pays(work(region, options)) else None
 
 
-def work(region: Region) -> Work:
+def work(region: Region, options: Options) -> Work:
     """What the cost model has to know of a region."""
     rows = 1
     for length in region.rows:
         rows *= length
     first = region.reductions[0]
+    normed = _with_norm(region) if {MatmulAllReduce.kind, AllReduceRmsNorm.kind} <= set(options.fusions) else ()
     return Work(
         m=rows,
-        reduced=tuple(Reduced(n=_columns(one.wait), k=_contracted(one)) for one in region.reductions),
+        reduced=tuple(
+            Reduced(n=_columns(one.wait), k=_contracted(one), has_norm=one.node in normed) for one in region.reductions
+        ),
         gathered=tuple(Gathered(n=_columns_behind(node, region), k=_columns(node)) for node in region.exits),
         itemsize=first.wait.meta["val"].dtype.itemsize,
         world_size=first.world_size,
     )
+
+
+def _with_norm(region: Region) -> set[fx.Node]:
+    """The all-reduces that would be one node with a norm behind them, if nothing were divided."""
+    found = set()
+    for rsqrt in region.members:
+        rows = normalised(rsqrt) if rsqrt.target is aten.rsqrt.default else None
+        total = None if rows is None else find_sum(rows)
+        if total is not None and not isinstance(prove(total, rsqrt), ReasonCode):
+            found.add(total.launch)
+    return found
 
 
 def _columns(node: fx.Node) -> int:

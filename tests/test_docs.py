@@ -11,6 +11,7 @@ import pytest
 from ditron_inductor import errors
 from ditron_inductor.explain import ExplainedSite
 from ditron_inductor.options import ENVIRONMENT, FUSIONS, Options
+from ditron_inductor.pipeline import PASSES
 from ditron_inductor.task.nodes import STRATEGIES
 from tests.test_explain import site
 
@@ -63,6 +64,18 @@ def test_kernel_pages_have_the_same_headings() -> None:
     pages = {page.stem: re.findall(r"^## (.*)", page.read_text(), re.MULTILINE) for page in KERNELS.glob("*.md")}
     assert set(pages) == set(FUSIONS)
     assert all(headings == HEADINGS for headings in pages.values())
+
+
+def test_every_pass_has_its_section() -> None:
+    """With the same headings: what it does, the graph before and after, when it fires and when not, when it pays."""
+    pages = [(DOCS / name).read_text() for name in ("fusions.md", "algebra.md")]
+    sections = [part.split("\n", 1) for page in pages for part in page.split("\n## ")[1:]]
+    for name in (one.__name__ for one in PASSES):
+        (text,) = [body for heading, body in sections if heading == name]
+        for heading in ("What", "Graph", "Fires", "Does not fire", "Pays"):
+            assert len(re.findall(rf"\*\*{heading}\.?\*\*", text)) == 1, (name, heading)
+        assert re.search(r"\*\*Graph\.\*\*[^*]*\n\n    \S", text), f"{name} draws no graph"
+        assert f"[{name}](" in pages[0]
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -85,6 +85,37 @@ def test_a_sum_is_timed_with_its_products(rank_pools: RankPools) -> None:
     assert {"library", "tile"} <= set(first.us) and not first.notes, first.notes
 
 
+def _finished(ctx: RankContext, shape: SiteShape) -> tuple[Timings, list[str]]:
+    """The times, and the texts with which the op was called."""
+    import ditron_inductor.backend  # noqa: F401  (binds the ops)
+    from ditron_inductor.lowering import epilogues
+
+    texts = []
+    with pytest.MonkeyPatch.context() as patch:
+        parse = epilogues.epilogue_torch.evaluate
+        patch.setattr(
+            epilogues.epilogue_torch, "evaluate", lambda one, *args: texts.append(one.text()) or parse(one, *args)
+        )
+        limits = {"workspace_limit": 1 << 30, "timeout_s": 30.0}
+        timings = measure(shape, group_name=ctx.group_name, device=ctx.device, rounds=1, **limits)  # type: ignore[arg-type]
+    return timings, texts
+
+
+GATED, EVERY_KIND = "cast(silu(mm0), bf16) * mm1 + row(x0); mm1", "full(x0) + mm0 * column(x1) + row(x2) + scalar(x3)"
+FINISHED = (
+    SiteShape("all_gather_matmul", (2, 4, 16), (8, 8), 1, torch.float32, 2, epilogue=GATED),
+    SiteShape("matmul_reduce_scatter", (2, 8, 16), (8,), 1, torch.float32, 2, epilogue=EVERY_KIND),
+)
+
+
+@pytest.mark.parametrize("shape", FINISHED, ids=lambda shape: shape.op)
+def test_an_epilogue_is_timed_with_its_op(rank_pools: RankPools, shape: SiteShape) -> None:
+    (timings, texts), _ = rank_pools.get("cpu", 2).run(_finished, shape)
+    assert {"library", "tile"} <= set(timings.us) and not timings.notes, timings.notes
+    # `library` computes it by torch on the CPU.
+    assert shape.epilogue.partition(";")[0] in texts[0]
+
+
 @pytest.mark.parametrize("op", KINDS)
 def test_every_op_is_timed_in_the_shape_it_has(rank_pools: RankPools, op: str) -> None:
     first, second = rank_pools.get("cpu", 2).run(_real, op)

@@ -71,8 +71,10 @@ def test_the_order_of_the_passes() -> None:
         "matmul_all_reduce",
         "all_reduce_rms_norm",
         "matmul_all_gather",
+        "all_gather_contract",
         "review_left_alone",
         "require_fusions",
+        "split_weights",
         "projections",
         "absorb_epilogues",
         "order_collectives",
@@ -98,7 +100,7 @@ def test_counters_have_one_entry_a_site() -> None:
     counters.clear()
     pipeline.run(module().graph, Options())
     fused = {kind: counters["ditron"][kind] for kind in KINDS}
-    assert fused == {"all_gather_matmul": 1, "matmul_reduce_scatter": 0, "matmul_all_reduce": 1, "matmul_all_gather": 0}
+    assert fused == dict.fromkeys(KINDS, 0) | {"all_gather_matmul": 1, "matmul_all_reduce": 1}
 
 
 def test_graphs_before_and_after_each_pass_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def call_us(cell: Cell, world_size: int) -> float:
     """One call, as NCCL + cuBLAS on an H200 would take."""
     compute = 2.0 * cell.M * cell.N * cell.K / FLOPS
     memory = 2.0 * (cell.M * cell.K + cell.K * cell.N + cell.M * cell.N) / MEMORY_BYTES_PER_S
-    width = cell.K if cell.op == "all_gather_matmul" else cell.N
+    width = cell.K if cell.op in ("all_gather_matmul", "all_gather_contract") else cell.N
     passes = 2 if cell.op == "matmul_all_reduce" else 1
     transfer = passes * 2.0 * cell.M * width * (world_size - 1) / world_size / LINK_BYTES_PER_S
     if cell.op == "matmul_all_gather":
@@ -49,7 +49,11 @@ def cells_seconds(request: Request, cells: Sequence[Cell], world_size: int) -> l
 
 
 def _cell_seconds(request: Request, cell: Cell, world_size: int, names: Sequence[str]) -> float:
-    elsewhere = {"matmul_all_reduce": ("async_tp",), "matmul_all_gather": ("async_tp", "symm_mem")}
+    elsewhere = {
+        "matmul_all_reduce": ("async_tp",),
+        "matmul_all_gather": ("async_tp", "symm_mem"),
+        "all_gather_contract": ("async_tp", "symm_mem"),
+    }
     number = sum(not name.startswith(elsewhere.get(cell.op, ("symm_mem",))) for name in names)
     call_ms = call_us(cell, world_size) / 1e3
     if cell.graph:

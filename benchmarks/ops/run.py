@@ -14,7 +14,14 @@ import torch.distributed as dist
 import ditron_inductor
 import ditron_inductor.errors
 from benchmarks.comparison import comparisons, ratios_table, times_table
-from benchmarks.ops import all_gather_matmul, matmul_all_gather, matmul_all_reduce, matmul_reduce_scatter, targets
+from benchmarks.ops import (
+    all_gather_contract,
+    all_gather_matmul,
+    matmul_all_gather,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    targets,
+)
 from benchmarks.ops.check import Check
 from benchmarks.ops.contest import (
     CONTESTANTS,
@@ -42,6 +49,7 @@ CONTESTS: dict[str, Callable[[Setting, Cell], Contest]] = {
     "matmul_reduce_scatter": matmul_reduce_scatter.contest,
     "matmul_all_reduce": matmul_all_reduce.contest,
     "matmul_all_gather": matmul_all_gather.contest,
+    "all_gather_contract": all_gather_contract.contest,
 }
 Ready = dict[str, Call]
 

@@ -6,6 +6,7 @@ The widths are those of tensor-parallel layers over `world_size` ranks (`Layer.w
     matmul_reduce_scatter        [M, K] x [K, hidden]        K: the down projection's input, or the attention's output
     matmul_all_reduce            the same
     matmul_all_gather            [M, hidden] x [hidden, N]   N: the vocabulary
+    all_gather_contract          [hidden, K] x [K, N]        weight gradients of the same layers: K tokens
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from ditron_inductor.task.nodes import KINDS
-from ditron_inductor.tune_shapes import MODELS, WHOLE_ROWS
+from ditron_inductor.tune_shapes import MODELS, WHOLE_ROWS, sizes
 
 PREFILL = (8192, 4096, 2048)
 DECODE = (1, 16, 64, 128, 256)
@@ -62,7 +63,7 @@ def _cell(
     op: str, model: str, part: str, world_size: int, tokens: int, *, graph: bool = False, priority: int = 0
 ) -> Cell:
     N, K = MODELS[model].widths(op, part, world_size)
-    return Cell(op, tokens, N, K, graph, priority=priority, source=f"{model} {part}")
+    return Cell(op, *sizes(op, tokens, N, K), graph, priority=priority, source=f"{model} {part}")
 
 
 def anchors(op: str, world_size: int) -> list[Cell]:

@@ -96,7 +96,7 @@ def row_targets(cell: Comparison) -> list[Target]:
 
 def _of_anchor(cell: Comparison) -> list[Target]:
     row = (cell.M, cell.hidden)
-    if cell.op == "matmul_all_gather":
+    if cell.op in ("matmul_all_gather", "all_gather_contract"):
         return []
     if cell.op in LIMIT:
         if bool(cell.graph) != (row == GRAPH_ROW):

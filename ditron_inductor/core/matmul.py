@@ -238,10 +238,19 @@ def further_products(
 
 @triton.jit
 def plus_bias(acc, bias, column, N, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """acc [BLOCK_M, BLOCK_N] plus the row bias[column + n]; acc itself without a bias."""
-    if HAS_BIAS:
+    """acc [BLOCK_M, BLOCK_N] plus the row bias[column + n]; acc itself unless HAS_BIAS is 1."""
+    if HAS_BIAS == 1:
         offs_n = column + tl.arange(0, BLOCK_N)
         acc += tl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def plus_column(acc, bias, row, last, BLOCK_M: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """acc [BLOCK_M, BLOCK_N] plus the column bias[row + m], of rows up to `last`; acc itself unless HAS_BIAS is 2."""
+    if HAS_BIAS == 2:
+        offs_m = row + tl.arange(0, BLOCK_M)
+        acc += tl.load(bias + offs_m, mask=offs_m <= last, other=0.0).to(tl.float32)[:, None]
     return acc
 
 

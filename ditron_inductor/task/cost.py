@@ -9,7 +9,8 @@ the parts of a gathered product that are put in their place:
     chunked       = overlapped(matmul / chunk efficiency, transfer at C) + passes P + W chunk costs
     tile          = overlapped(matmul / tile efficiency, transfer at B) + passes P + signals
     epilogue      = bytes that a kernel of its own reads and writes / H + launch, added to library and chunked; tile
-                    computes it in registers, for nothing
+                    computes it in registers, for nothing, and so does the last kernel of chunked reductions, but for
+                    all-reduces in parts
     overlapped    = the longer one + a chunk's share of the shorter one: a gather cannot start before the first chunk, a
                     scatter does not end before the last one; W chunks, and at least MIN_CHUNKS (`chunked` of a gathered
                     product: one for PART_ROWS rows, and at most MIN_CHUNKS)
@@ -36,6 +37,7 @@ from dataclasses import dataclass
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.nodes import (
     ATTENTION_KINDS,
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     MatmulAllGather,
@@ -66,6 +68,7 @@ HOST_US = {
     MatmulAllGather.kind: {"library": 80.0, "chunked": 210.0, "tile": 42.0},
     AllGatherAttention.kind: {"library": 200.0, "chunked": 300.0, "tile": 50.0},
     AttentionReduceScatter.kind: {"library": 250.0, "chunked": 400.0, "tile": 400.0},
+    AllGatherContract.kind: {"library": 80.0, "chunked": 210.0, "tile": 42.0},
 }
 """What a call takes the host, by `python -m benchmarks.host`: in eager mode none takes less."""
 EPILOGUE_HOST_US = 12.0
@@ -73,6 +76,10 @@ EPILOGUE_HOST_US = 12.0
 SMALL_HOST_US = 55.0
 """Of a small all-reduce by `chunked`; a large one runs in parts, with many launches each."""
 
+CONTRACT_EFFICIENCY = 0.8
+"""Speed of `tile` where the gathered dimension is contracted, in that of the other kernels: it loads by pointers. A
+guess on the careful side, as nobody has measured it yet.
+"""
 PART_ROWS = 512
 """A part of a gathered product has at least so many rows by `chunked`."""
 PORT_BYTES_PER_S = 450e9
@@ -225,15 +232,22 @@ def host_us(problem: Problem, strategy: str) -> float:
     """Microseconds of the host for one eager call."""
     if strategy == "chunked" and _is_small_all_reduce(problem):
         return SMALL_HOST_US
-    own_kernel = problem.epilogue_bytes > 0 and strategy != "tile"
-    return HOST_US[problem.kind][strategy] + (EPILOGUE_HOST_US if own_kernel else 0.0)
+    return HOST_US[problem.kind][strategy] + (EPILOGUE_HOST_US if _has_epilogue_kernel(problem, strategy) else 0.0)
 
 
 def epilogue_us(problem: Problem, on: Hardware, strategy: str) -> float:
     """Microseconds of the epilogue on the GPU."""
-    if problem.epilogue_bytes == 0 or strategy == "tile":
+    if not _has_epilogue_kernel(problem, strategy):
         return 0.0
     return problem.epilogue_bytes / on.memory_bytes_per_s * MICRO + on.launch_us
+
+
+def _has_epilogue_kernel(problem: Problem, strategy: str) -> bool:
+    """Whether the epilogue is a launch of its own."""
+    if problem.epilogue_bytes == 0 or strategy == "tile":
+        return False
+    ends_with_it = problem.kind == MatmulReduceScatter.kind or _is_small_all_reduce(problem)
+    return strategy == "library" or not ends_with_it
 
 
 def _is_small_all_reduce(problem: Problem) -> bool:
@@ -243,7 +257,7 @@ def _is_small_all_reduce(problem: Problem) -> bool:
 def received_bytes(problem: Problem) -> float:
     """What one rank receives from its peers in one call."""
     peers = problem.world_size - 1
-    if problem.kind in (AllGatherMatmul.kind, *ATTENTION_KINDS):
+    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind, *ATTENTION_KINDS):
         return problem.m * problem.k * problem.itemsize * peers / problem.world_size
     if problem.kind == MatmulAllGather.kind:
         return problem.m * problem.n * problem.itemsize * peers
@@ -301,13 +315,17 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
     if problem.kind == MatmulAllGather.kind:
         rate = min(rate, PORT_BYTES_PER_S)
         chunks, passes_us = max(1, min(problem.m // PART_ROWS, MIN_CHUNKS)), _passes_us(problem, on, problem.world_size)
+    if problem.kind == AllGatherContract.kind:
+        # As many parts of the kept dimension as have tiles for half of the GPU.
+        chunks = max(1, min(math.ceil(problem.m / 128) * math.ceil(problem.n / 256) // 66, MIN_CHUNKS))
     transfer = received_bytes(problem) / rate * MICRO
     chunks_us = _rounds(problem) * problem.world_size * on.chunk_us
     return _overlapped(matmul, transfer, chunks) + passes_us + chunks_us
 
 
 def _tile_us(problem: Problem, on: Hardware) -> float:
-    matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * _fill(problem))
+    contracted = CONTRACT_EFFICIENCY if problem.kind == AllGatherContract.kind else 1.0
+    matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * contracted * _fill(problem))
     fast = problem.m <= FEW_ROWS or problem.n >= WIDE_COLUMNS
     if problem.m in MIDDLE_ROWS and not (fast and problem.kind == MatmulAllGather.kind):
         matmul /= MIDDLE_EFFICIENCY
@@ -326,7 +344,7 @@ def _chunks(problem: Problem) -> int:
 
 def _partials_us(problem: Problem, on: Hardware) -> float:
     """Partial results are written and read again, and so are the results of an all-reduce, and gathered products."""
-    if problem.kind in (AllGatherMatmul.kind, *ATTENTION_KINDS):
+    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind, *ATTENTION_KINDS):
         return 0.0
     gathered = problem.kind == MatmulAllGather.kind
     return _passes_us(problem, on, problem.world_size - 1 if gathered else _rounds(problem))
@@ -350,6 +368,7 @@ def _link_rate(problem: Problem, on: Hardware) -> float:
         MatmulAllGather.kind: on.all_reduce_bytes_per_s,
         AllGatherAttention.kind: on.gather_bytes_per_s,
         AttentionReduceScatter.kind: on.scatter_bytes_per_s,
+        AllGatherContract.kind: on.gather_bytes_per_s,
     }
     return rates[problem.kind] * _pair_gain(problem, on)
 

@@ -5,7 +5,8 @@
 Each part between semicolons is one output of the node, [rows, N], in the node's dtype, or in `T` where the whole part
 is `cast(.., T)`. Operands:
 
-    mm0, mm1, ..                          the product with weight 0, 1, .., rounded to the node's dtype
+    mm0, mm1, ..                          the product with weight 0, 1, .., rounded to the node's dtype; of a reduction
+                                          mm0, the reduced sum
     full(x0)                              extra tensor 0, an element for each element of the output
     row(x0), column(x0), scalar(x0)       N elements, the same in every row; one for each row; one
     0.5                                   a number
@@ -131,11 +132,11 @@ class Epilogue:
         """Whether the outputs of a group are its products themselves."""
         return all(isinstance(self.outputs[output], Product) for output in group.outputs)
 
-    def passes(self, dtype: str) -> int:
+    def passes(self, dtype: str, *, biases: bool = True) -> int:
         """How many tensors [rows, N] are read and written where the products of a node of `dtype` are made first, with
-        their biases, and the outputs of them by another kernel.
+        their `biases`, and the outputs of them by another kernel.
         """
-        folded, _ = self.folded(dtype)
+        folded = self.folded(dtype)[0] if biases else self
         return sum(folded._passes(group) for group in folded.groups())
 
     def _passes(self, group: Group) -> int:

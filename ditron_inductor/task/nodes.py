@@ -8,6 +8,7 @@ that never changes for equal nodes: tests and `explain` compare and print it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,12 +25,16 @@ MAX_PRODUCTS = 8
 
 
 class WithEpilogue:
-    """A node of several products of one tensor, and of what an epilogue makes of them."""
+    """A node whose outputs are products, or what an epilogue makes of them."""
 
     kind: ClassVar[str]
-    num_weights: int
     num_extras: int
     epilogue: str
+
+    @property
+    def num_operands(self) -> int:
+        """How many products an epilogue can name: of a reduction one, the reduced sum."""
+        return 1
 
     @property
     def parsed(self) -> Epilogue | None:
@@ -38,22 +43,25 @@ class WithEpilogue:
             return None
         try:
             parsed = parse(self.epilogue)
-            parsed.verify(self.num_weights, self.num_extras)
+            parsed.verify(self.num_operands, self.num_extras)
         except InvalidEpilogue as error:
             raise InvalidTaskNode(node=self.kind, field="epilogue", problem=f"is wrong: {error}") from error
         return parsed
 
     @property
-    def num_products(self) -> int:
-        """Outputs, without the gathered tensor and the token."""
+    def num_outputs(self) -> int:
+        """Without the gathered tensor and the token."""
         parsed = self.parsed
-        return self.num_weights if parsed is None else len(parsed.outputs)
+        return self.num_operands if parsed is None else len(parsed.outputs)
 
     def verify_epilogue(self) -> None:
         """Raises `InvalidTaskNode`."""
-        check(self.num_weights >= 1, self.kind, "num_weights", self.num_weights, "at least one weight")
+        check(self.num_operands >= 1, self.kind, "num_weights", self.num_operands, "at least one weight")
         unused = 0 if self.parsed is not None else self.num_extras
         check(unused == 0, self.kind, "num_extras", self.num_extras, "0, as there is no epilogue")
+
+    def _epilogue_text(self) -> str:
+        return f"epilogue={self.epilogue!r}, " if self.epilogue else ""
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,10 @@ class Projections(WithEpilogue):
     num_weights: int
     num_extras: int = 0
     epilogue: str = ""
+
+    @property
+    def num_operands(self) -> int:
+        return self.num_weights
 
 
 @dataclass(frozen=True)
@@ -91,26 +103,84 @@ class AllGatherMatmul(WithEpilogue):
     num_extras: int = 0
     epilogue: str = ""
 
+    @property
+    def num_operands(self) -> int:
+        return self.num_weights
+
     def verify(self) -> None:
         check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
         self.verify_epilogue()
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
-        epilogue = f"epilogue={self.epilogue!r}, " if self.epilogue else ""
         return (
             f"{self.kind}(gather_dim={self.gather_dim}, num_weights={self.num_weights}, "
-            f"return_gathered={self.return_gathered}, {epilogue}"
+            f"return_gathered={self.return_gathered}, {self._epilogue_text()}"
             f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
 
 @dataclass(frozen=True)
-class MatmulReduceScatter:
+class AllGatherContract:
+    """out_i = G.T @ factor_i, or factor_i @ G if not `gathered_first`: all products contract what one gather gathers.
+
+    shard is [.., S, ..] with S at `gather_dim`. G [W*K, C] is the gathered tensor with all dimensions but the last one
+    flattened, the rows contracted; or, where `gather_dim` is the last dimension, its transpose. factor_i is [W*K, N_i],
+    or [N_i, W*K], and out_i [C, N_i], or [N_i, C].
+    """
+
+    kind: ClassVar[str] = "all_gather_contract"
+    gather_dim: int
+    gathered_first: bool
+    world_size: int
+    group_name: str
+    return_gathered: bool
+    site: str
+    policy: Policy
+    num_factors: int = 1
+
+    def verify(self) -> None:
+        check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
+        check(self.num_factors >= 1, self.kind, "num_factors", self.num_factors, "at least one factor")
+        verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    def text(self) -> str:
+        return (
+            f"{self.kind}(gather_dim={self.gather_dim}, gathered_first={self.gathered_first}, "
+            f"num_factors={self.num_factors}, return_gathered={self.return_gathered}, "
+            f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
+        )
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """The sizes of an `AllGatherContract` on one rank.
+
+    kept: C; depth: what one rank contributes of the contracted dimension, K, in runs of `block` consecutive elements
+    that the gathered tensor keeps apart. last: the gathered dimension is the last one.
+    """
+
+    kept: int
+    depth: int
+    block: int
+    last: bool
+
+    @staticmethod
+    def of(shape: Sequence[int], gather_dim: int) -> Contraction:
+        """Of shards of this shape; sizes may be symbolic."""
+        if gather_dim == len(shape) - 1:
+            return Contraction(math.prod(shape[:-1]), shape[-1], shape[-1], True)
+        return Contraction(shape[-1], math.prod(shape[:-1]), math.prod(shape[gather_dim:-1]), False)
+
+
+@dataclass(frozen=True)
+class MatmulReduceScatter(WithEpilogue):
     """out = reduce_scatter(sum_i a_i @ b_i + bias): rank r keeps the r-th of W equal chunks of `scatter_dim`.
 
     a_i is [.., W*S, .., K_i], b_i is [K_i, N], out is [.., S, .., N]; `scatter_dim` is never the last dimension. bias,
-    where there is one, is a row [N]; every rank adds its own before the reduction.
+    where there is one, is a row [N], or of matrices a column [W*S, 1]; every rank adds its own before the reduction.
+
+    With an epilogue the outputs are what it makes of `mm0`, which is out, rounded, and of `num_extras` more tensors.
     """
 
     kind: ClassVar[str] = "matmul_reduce_scatter"
@@ -122,26 +192,32 @@ class MatmulReduceScatter:
     policy: Policy
     num_products: int = 1
     has_bias: bool = False
+    num_extras: int = 0
+    epilogue: str = ""
 
     def verify(self) -> None:
         check(self.scatter_dim >= 0, self.kind, "scatter_dim", self.scatter_dim, "a dimension, 0 or more")
         _verify_reduction(self.kind, self.reduce_op, self.num_products)
+        self.verify_epilogue()
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
         return (
             f"{self.kind}(scatter_dim={self.scatter_dim}, "
-            f"{_reduction_text(self.reduce_op, self.num_products, self.has_bias)}, "
+            f"{_reduction_text(self.reduce_op, self.num_products, self.has_bias)}, {self._epilogue_text()}"
             f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
 
 @dataclass(frozen=True)
-class MatmulAllReduce:
+class MatmulAllReduce(WithEpilogue):
     """out = all_reduce(sum_i a_i @ b_i + bias), bit-identical on every rank.
 
     a_i is [.., K_i], b_i is [K_i, N], out is [.., N]. bias, where there is one, is a row [N]; every rank adds its own
     before the reduction.
+
+    With an epilogue the outputs are what it makes of `mm0`, which is out, rounded, and of `num_extras` more tensors:
+    bit-identical wherever these are.
     """
 
     kind: ClassVar[str] = "matmul_all_reduce"
@@ -152,14 +228,17 @@ class MatmulAllReduce:
     policy: Policy
     num_products: int = 1
     has_bias: bool = False
+    num_extras: int = 0
+    epilogue: str = ""
 
     def verify(self) -> None:
         _verify_reduction(self.kind, self.reduce_op, self.num_products)
+        self.verify_epilogue()
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
         return (
-            f"{self.kind}({_reduction_text(self.reduce_op, self.num_products, self.has_bias)}, "
+            f"{self.kind}({_reduction_text(self.reduce_op, self.num_products, self.has_bias)}, {self._epilogue_text()}"
             f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
@@ -191,13 +270,19 @@ MOST_PROJECTED_ROWS = 64
 """Of the tensor of `Projections`: as many as one tile of its kernel has."""
 MOST_NORM_COLUMNS = 16384
 """Of rows that are normalised in the registers of one program."""
-EXTRAS: tuple[str, ...] = ("bias", "residual", "weight", "shift")
+EXTRAS: tuple[str, ...] = ("bias", "second_bias", "post_weight", "post_shift", "residual", "weight", "shift")
 """The tensors that a reduction with a norm may have besides its operands, in the order of its arguments."""
+SAVED: tuple[str, ...] = ("reduced", "post_mean", "post_rstd", "mean", "rstd", "scaled")
+"""What a backward may want of it, in the order of its outputs."""
 
 
 @dataclass(frozen=True)
 class _ReductionWithNorm:
-    """What the two nodes with a norm have in common. extras: which of `EXTRAS` there are."""
+    """What the two nodes with a norm have in common.
+
+    extras: which of `EXTRAS` there are. post: a norm of the reduced rows alone, before the residual is added. saved:
+    which of `SAVED` are outputs too.
+    """
 
     kind: ClassVar[str]
     reduce_op: str
@@ -207,18 +292,27 @@ class _ReductionWithNorm:
     group_name: str
     site: str
     policy: Policy
+    post: Norm | None = None
+    saved: tuple[str, ...] = ()
 
     def verify(self) -> None:
         check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
         self.norm.verify(self.kind)
-        in_order = self.extras == tuple(name for name in EXTRAS if name in self.extras)
-        check(in_order, self.kind, "extras", self.extras, f"names out of {', '.join(EXTRAS)}, in this order")
+        if self.post is not None:
+            self.post.verify(self.kind)
+        for field, names, known in (("extras", self.extras, EXTRAS), ("saved", self.saved, SAVED)):
+            in_order = names == tuple(name for name in known if name in names)
+            check(in_order, self.kind, field, names, f"names out of {', '.join(known)}, in this order")
+            no_post = self.post is not None or not any(name.startswith("post_") for name in names)
+            check(no_post, self.kind, field, names, "without names of a norm before the residual, as there is none")
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
+        post = "" if self.post is None else f"post={self.post.text()}, "
+        saved = f"saved={'+'.join(self.saved)}, " if self.saved else ""
         return (
-            f"{self.kind}({self._reduction_text()}, norm={self.norm.text()}, extras={'+'.join(self.extras)}, "
-            f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
+            f"{self.kind}({self._reduction_text()}, {post}norm={self.norm.text()}, extras={'+'.join(self.extras)}, "
+            f"{saved}{common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
     def _reduction_text(self) -> str:
@@ -227,10 +321,12 @@ class _ReductionWithNorm:
 
 @dataclass(frozen=True)
 class AllReduceRmsNorm(_ReductionWithNorm):
-    """total = all_reduce(x, reduce_op) + bias + residual, normed = norm(total); both bit-identical on every rank.
+    """reduced = all_reduce(x, reduce_op), total = post(reduced + bias + second_bias) + residual, normed = norm(total);
+    all bit-identical on every rank.
 
-    x and both outputs are [.., N], the residual has as many elements, bias, weight and shift have N. Every sum is
-    rounded to the dtype of x.
+    x and these outputs are [.., N], the residual has as many elements, biases, weights and shifts have N. Every sum,
+    and the result of `post`, is rounded to the dtype of x. What else is saved is fp32: mean and rstd, 1 / sqrt(variance
+    + eps), [.., 1], and scaled, [.., N], see `Norm`; with `post_` in front those of `post`.
     """
 
     kind: ClassVar[str] = "all_reduce_rms_norm"
@@ -296,7 +392,7 @@ class MatmulAllGather:
         )
 
 
-MatmulNode = AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce | MatmulAllGather
+MatmulNode = AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce | MatmulAllGather | AllGatherContract
 NormNode = AllReduceRmsNorm | MatmulAllReduceRmsNorm
 AttentionNode = AllGatherAttention | AttentionReduceScatter
 TaskNode = MatmulNode | NormNode | AttentionNode
@@ -305,6 +401,7 @@ KINDS: tuple[str, ...] = (
     MatmulReduceScatter.kind,
     MatmulAllReduce.kind,
     MatmulAllGather.kind,
+    AllGatherContract.kind,
 )
 """The fusions of a collective with matmuls alone: what tables and benchmarks of matmuls know."""
 NORM_KINDS: tuple[str, ...] = (AllReduceRmsNorm.kind, MatmulAllReduceRmsNorm.kind)

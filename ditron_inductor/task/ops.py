@@ -7,21 +7,30 @@
     out_i [rows, N_i] contiguous, rows = the gathered tensor's dimensions but the last, flattened. With an epilogue the
     outputs are those that its text names, made of the products and of the extra tensors (see task/epilogue.py).
     gathered [.., W*S, .., K], contiguous, present if and only if return_gathered.
-`matmul_reduce_scatter(a, b, bias, token, ...) -> (out, token)`
-    a_i [.., W*S, .., K_i] with W*S at scatter_dim (never the last dimension), alike but for K_i; b_i [K_i, N]; bias [N]
-    or None, added on every rank before the reduction; out [.., S, .., N] contiguous.
-`matmul_all_reduce(a, b, bias, token, ...) -> (out, token)`
+`matmul_reduce_scatter(a, b, bias, token, ..., extras, epilogue) -> [out, .., token]`
+    a_i [.., W*S, .., K_i] with W*S at scatter_dim (never the last dimension), alike but for K_i; b_i [K_i, N]; bias a
+    row [N], None, or of matrices a column [W*S, 1], added on every rank before the reduction; out [.., S, .., N]
+    contiguous. With an epilogue the outputs are those that its text names, made of out as `mm0` and of the extra
+    tensors, each in its shape.
+`matmul_all_reduce(a, b, bias, token, ..., extras, epilogue) -> [out, .., token]`
     a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N] or None; out [.., N] contiguous, bit-identical on every
-    rank.
-`all_reduce_rms_norm(x, bias, residual, weight, shift, token, ...) -> (normed, total, token)`
-    x [.., N]; residual as many elements, in any shape whose rows are N long; bias, weight and shift N elements, each of
-    them None where there is none. total = all_reduce(x) + bias + residual and normed = its norm: shape and dtype of x,
-    contiguous, bit-identical on every rank. See `nodes.Norm` for the arguments `norm` to `round_first`.
-`matmul_all_reduce_rms_norm(a, b, product_bias, bias, residual, weight, shift, token, ...) -> (normed, total, token)`
+    rank. Epilogues as above.
+`all_reduce_rms_norm(x, <extras>, token, ...) -> [normed, total, <saved>, token]`
+    x [.., N]. <extras>, the names of `nodes.EXTRAS`: residual as many elements, in any shape whose rows are N long; the
+    others N elements; each of them None where there is none. total = post(all_reduce(x) + bias + second_bias) +
+    residual and normed = norm(total): shape and dtype of x, contiguous, bit-identical on every rank. See `nodes.Norm`
+    for the arguments `norm` to `round_first`, and `post` (empty: there is none) to `post_round_first`. saved: names of
+    `nodes.SAVED`, joined by `+`; these are returned too, contiguous, mean and rstd as fp32 [.., 1], scaled as fp32.
+`matmul_all_reduce_rms_norm(a, b, product_bias, <extras>, token, ...) -> [normed, total, <saved>, token]`
     the same for x = sum_i a_i @ b_i + product_bias, the operands of `matmul_all_reduce`.
 `matmul_all_gather(a, b, bias, token, ...) -> (out, token)`
     a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N] or None; out is the sum [.., N] with gather_dim W times as
     long, contiguous.
+`all_gather_contract(shard, factors, token, ...) -> [out_0, .., out_{n-1}, (gathered,) token]`
+    shard [.., S, ..] with S at gather_dim, factors [K, N_i] with any strides, [N_i, K] if not gathered_first; K is the
+    gathered tensor's last dimension if gather_dim is that, else all of its dimensions but the last, flattened. out_i
+    [C, N_i], or [N_i, C], contiguous, C the gathered tensor's other dimensions. gathered [.., W*S, ..], contiguous,
+    present if and only if return_gathered.
 `after(x, token) -> x`
     an alias of x that is ordered after token: puts a collective that was not fused into the order of its group.
 `after_(x, token)`
@@ -67,8 +76,10 @@ from ditron_inductor.task.nodes import (
     ATTENTION_KINDS,
     EXTRAS,
     NORM_KINDS,
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    Contraction,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
@@ -83,21 +94,21 @@ NAMESPACE = "ditron"
 
 _SITE = "int world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s"
 _PRODUCTS = "Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token"
+_EPILOGUE = "Tensor[]? extras=None, str epilogue=''"
 _NORM = (
-    "Tensor? bias, Tensor? residual, Tensor? weight, Tensor? shift, Tensor? token, "
-    f"str reduce_op, str norm, float eps, bool plus_one, bool round_first, {_SITE}"
+    f"{', '.join(f'Tensor? {name}' for name in EXTRAS)}, Tensor? token, str reduce_op, "
+    "str norm, float eps, bool plus_one, bool round_first, "
+    f"str post, float post_eps, bool post_plus_one, bool post_round_first, str saved, {_SITE}"
 )
 SCHEMAS: dict[str, str] = {
     AllGatherMatmul.kind: (
         f"(Tensor shard, Tensor[] weights, Tensor? token, int gather_dim, bool return_gathered, {_SITE}, "
-        "Tensor[]? extras=None, str epilogue='') -> Tensor[]"
+        f"{_EPILOGUE}) -> Tensor[]"
     ),
-    MatmulReduceScatter.kind: (f"({_PRODUCTS}, int scatter_dim, str reduce_op, {_SITE}) -> (Tensor, Tensor)"),
-    MatmulAllReduce.kind: f"({_PRODUCTS}, str reduce_op, {_SITE}) -> (Tensor, Tensor)",
-    AllReduceRmsNorm.kind: f"(Tensor x, {_NORM}) -> (Tensor, Tensor, Tensor)",
-    MatmulAllReduceRmsNorm.kind: (
-        f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}) -> (Tensor, Tensor, Tensor)"
-    ),
+    MatmulReduceScatter.kind: f"({_PRODUCTS}, int scatter_dim, str reduce_op, {_SITE}, {_EPILOGUE}) -> Tensor[]",
+    MatmulAllReduce.kind: f"({_PRODUCTS}, str reduce_op, {_SITE}, {_EPILOGUE}) -> Tensor[]",
+    AllReduceRmsNorm.kind: f"(Tensor x, {_NORM}) -> Tensor[]",
+    MatmulAllReduceRmsNorm.kind: f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}) -> Tensor[]",
     MatmulAllGather.kind: f"({_PRODUCTS}, int gather_dim, {_SITE}) -> (Tensor, Tensor)",
     AllGatherAttention.kind: (
         "(Tensor q, Tensor k, Tensor v, Tensor? token, str mask, float scale, bool return_gathered, "
@@ -107,12 +118,16 @@ SCHEMAS: dict[str, str] = {
         "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? token, str mask, float scale, "
         f"{_SITE}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
+    AllGatherContract.kind: (
+        "(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool gathered_first, bool return_gathered, "
+        f"{_SITE}) -> Tensor[]"
+    ),
     "after": "(Tensor(a) x, Tensor token) -> Tensor(a)",
     "after_": "(Tensor(a!) x, Tensor token) -> ()",
     "token_of": "(Tensor x) -> Tensor",
     "own_chunk": "(Tensor x, int dim, int world_size, str group_name) -> Tensor",
     "replicated": "(Tensor(a) x, Tensor[] same, str group_name, str site) -> Tensor(a)",
-    Projections.kind: "(Tensor x, Tensor[] weights, str strategy, Tensor[]? extras=None, str epilogue='') -> Tensor[]",
+    Projections.kind: f"(Tensor x, Tensor[] weights, str strategy, {_EPILOGUE}) -> Tensor[]",
 }
 
 
@@ -132,6 +147,7 @@ def define() -> Library:
         MatmulAllGather.kind: _fake_matmul_all_gather,
         AllGatherAttention.kind: _fake_all_gather_attention,
         AttentionReduceScatter.kind: _fake_attention_reduce_scatter,
+        AllGatherContract.kind: _fake_all_gather_contract,
         "after": _fake_after,
         "after_": do_nothing,
         "token_of": new_token,
@@ -174,9 +190,26 @@ def site_args(node: TaskNode) -> tuple[int, str, str, str, int, float]:
     )
 
 
-def norm_args(norm: Norm) -> tuple[str, float, bool, bool]:
+NormArgs = tuple[str, float, bool, bool]
+
+
+def norm_args(norm: Norm | None) -> NormArgs:
     """The arguments of a norm, in schema order."""
-    return norm.form, norm.eps, norm.plus_one, norm.round_first
+    return ("", 0.0, False, False) if norm is None else (norm.form, norm.eps, norm.plus_one, norm.round_first)
+
+
+def saved_names(saved: str) -> tuple[str, ...]:
+    """The names that the argument `saved` holds."""
+    return tuple(saved.split("+")) if saved else ()
+
+
+def norms_of(args: Sequence[Any]) -> tuple[Norm, Norm | None, tuple[str, ...]]:
+    """(norm, post, saved) of the arguments `norm` to `saved`."""
+    return Norm(*args[:4]), Norm(*args[4:8]) if args[4] else None, saved_names(args[8])
+
+
+NUM_NORM_ARGS = 9
+"""Those that `norms_of` reads."""
 
 
 def argument_of(target: object, args: Sequence[object], name: str) -> Any:
@@ -213,6 +246,8 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
     assert isinstance(timeout_s, (int, float)), f"{kind}: timeout_s is not a number: {timeout_s!r}"
     policy = Policy(str(value["strategy"]), as_int("workspace_limit"), float(timeout_s))
     world_size, group_name, site = as_int("world_size"), str(value["group_name"]), str(value["site"])
+    num_extras = len(as_list("extras")) if value.get("extras") is not None else 0
+    epilogue = str(value.get("epilogue", ""))
     if kind == AllGatherMatmul.kind:
         return AllGatherMatmul(
             gather_dim=as_int("gather_dim"),
@@ -222,8 +257,8 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
             site=site,
             policy=policy,
             num_weights=len(as_list("weights")),
-            num_extras=len(as_list("extras")) if value["extras"] is not None else 0,
-            epilogue=str(value["epilogue"]),
+            num_extras=num_extras,
+            epilogue=epilogue,
         )
     if kind in ATTENTION_KINDS:
         scale = value["scale"]
@@ -232,14 +267,27 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
         if kind == AttentionReduceScatter.kind:
             return AttentionReduceScatter(*common)
         return AllGatherAttention(*common, return_gathered=bool(value["return_gathered"]))
-    norm, extras = Norm(), tuple[str, ...]()
+    if kind == AllGatherContract.kind:
+        return AllGatherContract(
+            gather_dim=as_int("gather_dim"),
+            gathered_first=bool(value["gathered_first"]),
+            world_size=world_size,
+            group_name=group_name,
+            return_gathered=bool(value["return_gathered"]),
+            site=site,
+            policy=policy,
+            num_factors=len(as_list("factors")),
+        )
+    with_norm: dict[str, Any] = {}
     if kind in NORM_KINDS:
-        eps = value["eps"]
-        assert isinstance(eps, (int, float)), f"{kind}: eps is not a number: {eps!r}"
-        norm = Norm(str(value["norm"]), float(eps), bool(value["plus_one"]), bool(value["round_first"]))
+        names = list(value)
+        first = names.index("norm")
+        norm, post, saved = norms_of([value[name] for name in names[first : first + NUM_NORM_ARGS]])
         extras = tuple(name for name in EXTRAS if value[name] is not None)
+        with_norm = dict(reduce_op=str(value["reduce_op"]), norm=norm, extras=extras, post=post, saved=saved)
+        with_norm |= dict(world_size=world_size, group_name=group_name, site=site, policy=policy)
     if kind == AllReduceRmsNorm.kind:
-        return AllReduceRmsNorm(str(value["reduce_op"]), norm, extras, world_size, group_name, site, policy)
+        return AllReduceRmsNorm(**with_norm)
     num_products = len(as_list("a"))
     has_bias = value["product_bias" if kind in NORM_KINDS else "bias"] is not None
     assert num_products == len(as_list("b")), f"{kind}: {num_products} first operands, {len(as_list('b'))} second ones"
@@ -253,11 +301,11 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
             policy=policy,
             num_products=num_products,
             has_bias=has_bias,
+            num_extras=num_extras,
+            epilogue=epilogue,
         )
     if kind == MatmulAllReduceRmsNorm.kind:
-        return MatmulAllReduceRmsNorm(
-            str(value["reduce_op"]), norm, extras, world_size, group_name, site, policy, num_products, has_bias
-        )
+        return MatmulAllReduceRmsNorm(**with_norm, num_products=num_products, has_bias=has_bias)
     if kind == MatmulAllGather.kind:
         return MatmulAllGather(
             gather_dim=as_int("gather_dim"),
@@ -277,6 +325,8 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
         policy=policy,
         num_products=num_products,
         has_bias=has_bias,
+        num_extras=num_extras,
+        epilogue=epilogue,
     )
 
 
@@ -305,6 +355,26 @@ def _fake_all_gather_matmul(
     return outputs
 
 
+def _fake_all_gather_contract(
+    shard: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+    token: torch.Tensor | None,
+    gather_dim: int,
+    gathered_first: bool,
+    return_gathered: bool,
+    world_size: int,
+    *others: Any,
+) -> list[torch.Tensor]:
+    kept = Contraction.of(shard.shape, gather_dim).kept
+    shapes = ([kept, one.shape[1]] if gathered_first else [one.shape[0], kept] for one in factors)
+    outputs = [shard.new_empty(shape) for shape in shapes]
+    if return_gathered:
+        gathered_shape = list(shard.shape)
+        gathered_shape[gather_dim] = gathered_shape[gather_dim] * world_size
+        outputs.append(shard.new_empty(gathered_shape))
+    return [*outputs, new_token(shard)]
+
+
 def _sum_shape(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> list[int]:
     """The shape of sum_i a_i @ b_i."""
     return [*a[0].shape[:-1], b[0].shape[1]]
@@ -318,17 +388,35 @@ def _fake_matmul_reduce_scatter(
     scatter_dim: int,
     reduce_op: str,
     world_size: int,
-    *others: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    group_name: str,
+    site: str,
+    strategy: str,
+    workspace_limit: int,
+    timeout_s: float,
+    extras: Sequence[torch.Tensor] | None = None,
+    epilogue: str = "",
+) -> list[torch.Tensor]:
     shape = _sum_shape(a, b)
     shape[scatter_dim] = shape[scatter_dim] // world_size
-    return a[0].new_empty(shape), new_token(a[0])
+    return [*_after_epilogue([a[0].new_empty(shape)], epilogue), new_token(a[0])]
 
 
 def _fake_matmul_all_reduce(
-    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], *others: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return a[0].new_empty(_sum_shape(a, b)), new_token(a[0])
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    token: torch.Tensor | None,
+    reduce_op: str,
+    world_size: int,
+    group_name: str,
+    site: str,
+    strategy: str,
+    workspace_limit: int,
+    timeout_s: float,
+    extras: Sequence[torch.Tensor] | None = None,
+    epilogue: str = "",
+) -> list[torch.Tensor]:
+    return [*_after_epilogue([a[0].new_empty(_sum_shape(a, b))], epilogue), new_token(a[0])]
 
 
 def _fake_matmul_all_gather(
@@ -384,15 +472,30 @@ def _fake_attention_reduce_scatter(
     return sequence_first(q, q.shape[1], q.shape[2]), parts[0], parts[1], new_token(q)
 
 
-def _fake_all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape), new_token(x)
+def _fake_all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> list[torch.Tensor]:
+    return [*norm_outputs(x, list(x.shape), saved_names(others[_SAVED_PLACE])), new_token(x)]
 
 
 def _fake_matmul_all_reduce_rms_norm(
-    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    shape = _sum_shape(a, b)
-    return a[0].new_empty(shape), a[0].new_empty(shape), new_token(a[0])
+    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: torch.Tensor | None, *others: Any
+) -> list[torch.Tensor]:
+    return [*norm_outputs(a[0], _sum_shape(a, b), saved_names(others[_SAVED_PLACE])), new_token(a[0])]
+
+
+_SAVED_PLACE = len(EXTRAS) + 1 + NUM_NORM_ARGS
+"""Of the argument `saved` behind the operands: the extras, the token and the reduction stand before the norms."""
+
+
+def norm_outputs(x: torch.Tensor, shape: Sequence[Any], saved: Sequence[str]) -> list[torch.Tensor]:
+    """Memory for normed, total and what is saved, for sums of this shape [.., N] beside x."""
+    return [norm_output(x, shape, name) for name in ("normed", "total", *saved)]
+
+
+def norm_output(x: torch.Tensor, shape: Sequence[Any], name: str) -> torch.Tensor:
+    """Memory for one of them."""
+    if name in ("normed", "total", "reduced"):
+        return x.new_empty(shape)
+    return x.new_empty(shape if name == "scaled" else [*shape[:-1], 1], dtype=torch.float32)
 
 
 def _fake_projections(

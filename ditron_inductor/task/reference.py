@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ditron_inductor.task.nodes import Norm
+from ditron_inductor.task.nodes import EXTRAS, Norm
 
 Multiply = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
 """A function of rows, weights and extra tensors: products with an epilogue."""
@@ -79,10 +79,33 @@ def all_gather_matmul(
     return outputs
 
 
+def all_gather_contract(
+    shard: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+    *,
+    gather_dim: int,
+    gathered_first: bool,
+    world_size: int,
+    group_name: str,
+    return_gathered: bool,
+) -> list[torch.Tensor]:
+    """[G.T @ one for one in factors], or [one @ G for ..], G the gathered tensor with its contracted dimension first;
+    followed by the gathered tensor if asked for. See `ops` for the shapes.
+    """
+    gathered = all_gather(shard, gather_dim=gather_dim, world_size=world_size, group_name=group_name)
+    rows = gathered.flatten(0, -2)
+    G = rows.t() if gather_dim == shard.dim() - 1 else rows
+    outputs = [G.t() @ one if gathered_first else one @ G for one in factors]
+    if return_gathered:
+        outputs.append(gathered)
+    return outputs
+
+
 def sum_of_products(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """sum_i a_i @ b_i + bias: a_i [.., K_i], alike but for K_i, b_i [K_i, N], bias [N]; [.., N], contiguous.
+    """sum_i a_i @ b_i + bias: a_i [.., K_i], alike but for K_i, b_i [K_i, N], bias [N], or [M, 1] beside matrices;
+    [.., N], contiguous.
 
     In one buffer: every matmul but the first adds to it, and rounds.
     """
@@ -135,24 +158,46 @@ def all_reduce_(x: torch.Tensor, *, reduce_op: str, world_size: int, group_name:
 
 
 def add_norm(
-    reduced: torch.Tensor, extras: Sequence[torch.Tensor | None], norm: Norm
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(normed, total) of rows that have been reduced; extras: bias, residual, weight and shift. See `nodes`."""
-    bias, residual, weight, shift = extras
-    total = reduced if bias is None else reduced + bias.view(-1)
-    total = total if residual is None else total + residual.reshape(total.shape)
-    value = total.to(torch.promote_types(total.dtype, torch.float32))
+    reduced: torch.Tensor,
+    extras: Sequence[torch.Tensor | None],
+    norm: Norm,
+    post: Norm | None = None,
+    saved: Sequence[str] = (),
+) -> tuple[torch.Tensor, ...]:
+    """(normed, total, and what is saved) of rows that have been reduced; extras: see `nodes.EXTRAS`."""
+    given = dict(zip(EXTRAS, extras, strict=True))
+    values = {"reduced": reduced}
+    total = reduced
+    for name in ("bias", "second_bias"):
+        total = total if (row := given[name]) is None else total + row.view(-1)
+    if post is not None:
+        total, *statistics = _normalised(total, post, given["post_weight"], given["post_shift"])
+        values |= dict(zip(("post_mean", "post_rstd"), statistics, strict=False))
+    if (residual := given["residual"]) is not None:
+        total = total + residual.reshape(total.shape)
+    normed, *statistics = _normalised(total, norm, given["weight"], given["shift"])
+    values |= dict(zip(("mean", "rstd", "scaled"), statistics, strict=True))
+    return normed, total, *(values[name] for name in saved)
+
+
+def _normalised(
+    x: torch.Tensor, norm: Norm, weight: torch.Tensor | None, shift: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(norm(x), mean, rstd, scaled), the last three in fp32 or wider."""
+    value = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = value.mean(-1, keepdim=True)
     if norm.form == "layer":
-        value = value - value.mean(-1, keepdim=True)
-    scaled = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + norm.eps)
+        value = value - mean
+    rstd = torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + norm.eps)
+    scaled = result = value * rstd
     if norm.round_first:
-        scaled = scaled.to(total.dtype).to(scaled.dtype)
+        result = result.to(x.dtype).to(scaled.dtype)
     if weight is not None:
         factor = weight.view(-1).to(scaled.dtype)
-        scaled = scaled * (factor + 1.0 if norm.plus_one else factor)
+        result = result * (factor + 1.0 if norm.plus_one else factor)
     if shift is not None:
-        scaled = scaled + shift.view(-1).to(scaled.dtype)
-    return scaled.to(total.dtype), total
+        result = result + shift.view(-1).to(scaled.dtype)
+    return result.to(x.dtype), mean, rstd, scaled
 
 
 def all_reduce_rms_norm(
@@ -163,10 +208,13 @@ def all_reduce_rms_norm(
     reduce_op: str,
     world_size: int,
     group_name: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(normed, total) of all_reduce(x). See `ops` for the shapes."""
+    post: Norm | None = None,
+    saved: Sequence[str] = (),
+) -> tuple[torch.Tensor, ...]:
+    """(normed, total, and what is saved) of all_reduce(x). See `ops` for the shapes."""
     own = x.clone(memory_format=torch.contiguous_format)
-    return add_norm(all_reduce_(own, reduce_op=reduce_op, world_size=world_size, group_name=group_name), extras, norm)
+    reduced = all_reduce_(own, reduce_op=reduce_op, world_size=world_size, group_name=group_name)
+    return add_norm(reduced, extras, norm, post, saved)
 
 
 def matmul_all_gather(

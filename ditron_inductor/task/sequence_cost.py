@@ -3,8 +3,10 @@
     replicated = each product with its all-reduce + each matmul of a result             + row-wise passes
     sharded    = each product with its reduce-scatter + each gather with its matmuls    + row-wise passes / W
 
-each by the fastest strategy that the cost model predicts. A gather without matmuls is the library's collective, and so
-is a reduction without a product. With few rows the second round of launches and signals costs more than it saves.
+each by the fastest strategy that the cost model predicts; where one kernel reduces and normalises (up to
+`cost.SMALL_BYTES`), without the launch of the norm, and without writing and reading the sum in between. A gather
+without matmuls is the library's collective, and so is a reduction without a product. With few rows the second round of
+launches and signals costs more than it saves.
 """
 
 from __future__ import annotations
@@ -16,16 +18,24 @@ from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulR
 
 GAIN = 0.98
 """The sharded form has to be predicted below this part of the replicated one, matmuls included, on every known GPU."""
+NORM_LAUNCH = 0.7
+"""Of a launch, what a norm in the kernel of its reduction takes less than one behind it: 2.1 us of 3 are measured (the
+median of `ditron:split` less `ditron` in benchmarks/results/norm.csv, 12 shapes of up to 1 MB).
+"""
 PASSES = 3
 """Tensors that row-wise work reads and writes for one reduction: its result, and the residual twice."""
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """[m, k] @ [k, n], reduced over the ranks; k is 0 where what is reduced is no matmul."""
+    """[m, k] @ [k, n], reduced over the ranks; k is 0 where what is reduced is no matmul.
+
+    has_norm: the replicated form has one node for it and the norm behind it.
+    """
 
     n: int
     k: int
+    has_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ def predict(work: Work, on: cost.Hardware) -> tuple[float, float]:
     """Microseconds of the replicated and of the sharded form."""
     replicated = sharded = 0.0
     for one in work.reduced:
-        replicated += _best_us(work, MatmulAllReduce.kind, one.n, one.k, one.k > 0, on)
+        replicated += _best_us(work, MatmulAllReduce.kind, one.n, one.k, one.k > 0, on) - _norm_gain_us(work, one, on)
         sharded += _best_us(work, MatmulReduceScatter.kind, one.n, one.k, one.k > 0, on)
     for each in work.gathered:
         if each.n:
@@ -65,6 +75,14 @@ def predict(work: Work, on: cost.Hardware) -> tuple[float, float]:
 def pays(work: Work) -> bool:
     """Whether the sharded form is predicted to gain on every GPU that is known: all ranks come to one answer."""
     return all(sharded <= GAIN * replicated for replicated, sharded in (predict(work, on) for on in cost.KNOWN))
+
+
+def _norm_gain_us(work: Work, one: Reduced, on: cost.Hardware) -> float:
+    """What one node for a reduction and its norm takes less than two kernels."""
+    nbytes = work.m * one.n * work.itemsize
+    if not one.has_norm or nbytes > cost.SMALL_BYTES:
+        return 0.0
+    return NORM_LAUNCH * on.launch_us + 2 * nbytes / on.memory_bytes_per_s * cost.MICRO
 
 
 def _best_us(work: Work, kind: str, n: int, k: int, has_matmul: bool, on: cost.Hardware) -> float:

@@ -20,15 +20,18 @@ from ditron_inductor.task.epilogue import Extra, products, walk
 from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.nodes import (
     TASK_KINDS,
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     AttentionNode,
+    Contraction,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
     MatmulReduceScatter,
     NormNode,
     TaskNode,
+    WithEpilogue,
 )
 
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
@@ -79,6 +82,13 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _require(value.device == first.device, call, f"mixes {first.device} and {value.device}")
     for value in weights:
         _require(value.ndim == 2, call, f"has a weight with {value.ndim} dimensions, not 2")
+    if isinstance(task, AllGatherContract):
+        _require(task.gather_dim < first.ndim, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
+        depth: Any = task.world_size * Contraction.of(first.shape, task.gather_dim).depth
+        for value in weights:
+            fits = _possible(value.shape[0 if task.gathered_first else 1] == depth)
+            _require(fits, call, "multiplies shapes that do not fit")
+        return
     if isinstance(task, AllGatherMatmul):
         rows *= len(weights)
     else:
@@ -90,15 +100,18 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _require(task.scatter_dim < first.ndim - 1, call, f"scatters dimension {task.scatter_dim} of {first.ndim}")
         divides: Any = first.shape[task.scatter_dim] % task.world_size == 0
         _require(_possible(divides), call, "scatters a dimension that does not divide by the number of ranks")
+        _verify_epilogue(call, task, first, math.prod(first.shape[:-1]) // task.world_size, [weights[0].shape[1]])
     elif isinstance(task, AllGatherMatmul):
         _require(task.gather_dim < first.ndim - 1, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
-        _verify_epilogue(call, task, first, [weight.shape[1] for weight in weights])
+        gathered = task.world_size * math.prod(first.shape[:-1])
+        _verify_epilogue(call, task, first, gathered, [weight.shape[1] for weight in weights])
     elif isinstance(task, MatmulAllReduceRmsNorm):
         _verify_extras(call, task, first, weights[0].shape[1])
     elif isinstance(task, MatmulAllGather):
         _require(task.gather_dim < first.ndim, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
     else:
         assert isinstance(task, MatmulAllReduce)
+        _verify_epilogue(call, task, first, math.prod(first.shape[:-1]), [weights[0].shape[1]])
 
 
 def _verify_attention(call: fx.Node, task: AttentionNode) -> None:
@@ -135,13 +148,16 @@ def _verify_sum(call: fx.Node, rows: list[torch.Tensor], weights: list[torch.Ten
         _require(alike, call, "adds products of different shapes")
     if bias is not None:
         value = _value(call, bias)
-        _require(value.ndim == 1 and _possible(value.shape[0] == columns), call, "has a bias that is no row")
+        is_row = value.ndim == 1 and _possible(value.shape[0] == columns)
+        is_column = value.ndim == 2 and value.shape[1] == 1 and _possible(value.shape[0] == leading[0])
+        of_matrix = call.target is ops.overload(MatmulReduceScatter.kind) and rows[0].ndim == 2
+        _require(is_row or (of_matrix and is_column), call, "has a bias that is no row")
         _require(value.dtype == rows[0].dtype, call, f"mixes {rows[0].dtype} and {value.dtype}")
         _require(value.device == rows[0].device, call, f"mixes {rows[0].device} and {value.device}")
 
 
-def _verify_epilogue(call: fx.Node, task: AllGatherMatmul, shard: torch.Tensor, widths: list[Any]) -> None:
-    """Widths of products that are combined, and the extra tensors' sizes."""
+def _verify_epilogue(call: fx.Node, task: WithEpilogue, first: torch.Tensor, rows: Any, widths: list[Any]) -> None:
+    """Widths of products that are combined, and the sizes of the extra tensors beside so many `rows`."""
     epilogue = task.parsed
     if epilogue is None:
         return
@@ -149,14 +165,13 @@ def _verify_epilogue(call: fx.Node, task: AllGatherMatmul, shard: torch.Tensor, 
         width = widths[group.products[0]]
         for index in group.products:
             _require(_possible(widths[index] == width), call, "combines products of different widths")
-    rows = task.world_size * math.prod(shard.shape[:-1])
     given = call.args[-2]
     assert isinstance(given, (list, tuple))
     for output in epilogue.outputs:
         shape = (rows, widths[min(products(output))])
         for extra in (one for one in walk(output) if isinstance(one, Extra)):
             value = _value(call, given[extra.index])
-            _require(value.device == shard.device, call, f"mixes {shard.device} and {value.device}")
+            _require(value.device == first.device, call, f"mixes {first.device} and {value.device}")
             _require(value.dtype in DTYPES, call, f"has an extra tensor of {value.dtype}")
             fits: Any = value.numel() == math.prod(extra_shape(extra.kind, shape))
             _require(_possible(fits), call, f"has an extra tensor that is no {extra.kind}: x{extra.index}")
@@ -177,11 +192,16 @@ def _verify_extras(call: fx.Node, task: NormNode, first: torch.Tensor, columns: 
 
 def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
     """The call is taken apart by getitem only, and its fake outputs are as many as the schema says."""
-    count = 3 if isinstance(task, NormNode) else 4 if isinstance(task, AttentionReduceScatter) else 2
+    count = 3 + len(task.saved) if isinstance(task, NormNode) else 2
+    if isinstance(task, WithEpilogue):
+        gathered = isinstance(task, AllGatherMatmul) and task.return_gathered
+        count = task.num_outputs + int(gathered) + 1
+    if isinstance(task, AllGatherContract):
+        count = task.num_factors + int(task.return_gathered) + 1
+    if isinstance(task, AttentionReduceScatter):
+        count = 4
     if isinstance(task, AllGatherAttention):
         count = 5 if task.return_gathered else 3
-    if isinstance(task, AllGatherMatmul):
-        count = task.num_products + int(task.return_gathered) + 1
     values = call.meta.get("val")
     _require(isinstance(values, (list, tuple)) and len(values) == count, call, f"does not return {count} tensors")
     for user in call.users:

@@ -25,12 +25,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.layout import MAX_WORLD, SEND_TICKET, TILE_TICKET
+from ditron_inductor.core.layout import SEND_TICKET, TILE_TICKET
 from ditron_inductor.core.matmul import matmul_tile, matmul_tile_by_descriptors, rows_descriptor, weight_descriptor
 from ditron_inductor.core.matmul_pair import matmul_pair, matmul_pair_by_descriptors
 from ditron_inductor.core.order import gather_order, grouped, interleaved_row
 from ditron_inductor.core.signals import (
-    arrive,
     credits_due,
     current_epoch,
     data,
@@ -38,7 +37,6 @@ from ditron_inductor.core.signals import (
     granted,
     healthy,
     proxy_fence,
-    publish,
     request_ticket,
     settle,
     take_send,
@@ -48,16 +46,18 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_outputs, unpacked
+from ditron_inductor.lowering.gathers import (
+    INTERPRETED_SEND_BLOCK,
+    SEND_BLOCK,
+    SEND_STEPS,
+    SENDERS,
+    sent_piece,
+    shard_of,
+)
 from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
 from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.task.nodes import AllGatherMatmul
 
-SEND_BLOCK = 8192
-"""Elements that a program copies in one step; SEND_STEPS of them are one piece of the send queue."""
-SEND_STEPS = 8
-SENDERS = 16
-"""Programs that start on the send queue: enough to fill the links, few enough not to be missed by the matmul."""
-INTERPRETED_SEND_BLOCK = 512
 GATHER_CHUNKS = 64
 """Most chunks of a shard. A flag for each block row would cost more than the earlier start gains."""
 
@@ -82,15 +82,6 @@ def send_piece(
 
 
 @triton.jit
-def sent_piece(counters, table, target, chunk, pieces, rank, slot, site, epoch):
-    """Count a piece that was sent; the last one of a chunk publishes it."""
-    # A piece without its credit does not come here, so its chunk is never published.
-    if arrive(counters + chunk * MAX_WORLD + target, pieces):
-        # Every piece of the chunk lies in the target's slot: its tiles of this chunk may start.
-        publish(table, target, slot, chunk, rank, site, epoch)
-
-
-@triton.jit
 def drain_sends(
     ticket, shard, table, ctl, counters, numel, chunk_numel, num_chunks, slot_stride, num_sends,
     rank, slot, site, epoch, WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
@@ -112,14 +103,6 @@ def drain_sends(
                 tl.store(place + offsets, tl.load(source + offsets, mask=inside), mask=inside)
             sent_piece(counters, table, target, chunk, pieces, rank, slot, site, epoch)
         ticket = take_send(ctl, slot)
-
-
-@triton.jit
-def shard_of(shard, table, ctl, source, rank, slot, slot_stride):
-    """Pointer to the rows of `source`: the own shard where it is, a peer's in this rank's slot."""
-    received = data(table, ctl, rank, slot, shard.dtype.element_ty) + source.to(tl.int64) * slot_stride
-    # The hint is true of both only where descriptors are used, which is the only place that needs it.
-    return tl.where(source == rank, shard, received)
 
 
 @triton.jit

@@ -16,7 +16,16 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.device.streams import handle_for
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of, extras, finish, form_of, pointers, warps_of
+from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
+    all_outputs,
+    block_of,
+    constants_of,
+    extras,
+    finish,
+    pointers,
+    reduced_outputs,
+    warps_of,
+)
 from ditron_inductor.lowering.launch import ceil_div
 from ditron_inductor.lowering.launcher import Arguments, Launcher, local_launcher
 from ditron_inductor.task.nodes import NormNode
@@ -24,23 +33,23 @@ from ditron_inductor.task.nodes import NormNode
 TILE = 4096
 """Elements of a program's tile, as long as a row is no longer."""
 
-Outputs = tuple[torch.Tensor, torch.Tensor]
-"""(normed, total)."""
+Outputs = tuple[torch.Tensor, ...]
+"""(normed, total), and what is saved."""
 
 
 @triton.jit(do_not_specialize=["M"])
 def add_norm_kernel(
-    total, bias, residual, weight, shift, normed, M, N,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr,
+    reduced, given, outputs, M, N,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr,
 ):  # fmt: skip
-    """total [M, N], contiguous: the reduced rows, then the sums. normed [M, N]."""
+    """reduced [M, N], contiguous; may be the total. given, outputs: as by `extras` and `finish`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     inside = (rows < M) & (cols < N)
     at = rows.to(tl.int64) * N + cols
-    reduced = tl.load(total + at, mask=inside, other=0.0)
-    bias_row, residual_rows, weight_row, shift_row = extras(bias, residual, weight, shift, at, cols, inside, N, FORM)
-    finish(reduced, bias_row, residual_rows, weight_row, shift_row, normed, total, at, inside, N, FORM, EPS)
+    value = tl.load(reduced + at, mask=inside, other=0.0)
+    loaded = extras(given, at, cols, inside, N, FORM)
+    finish(value, loaded, outputs, rows, at, inside, M, N, FORM, EPS, POST_EPS)
 
 
 @dataclass(frozen=True)
@@ -53,12 +62,12 @@ class AddNorm:
     launcher: Launcher
 
     def __call__(self, reduced: torch.Tensor, given: tuple[torch.Tensor | None, ...]) -> Outputs:
-        """reduced [.., N], contiguous, becomes the second output. given: the node's tensors, see `nodes.EXTRAS`."""
-        normed = torch.empty_like(reduced)
+        """reduced [.., N], contiguous, becomes one of the outputs. given: the node's tensors, see `nodes.EXTRAS`."""
+        outputs = reduced_outputs(self.node, reduced)
         if reduced.numel():
-            tensors = {"total": reduced, **pointers(given, reduced), "normed": normed}
-            self.launcher(handle_for(reduced), self._arguments, (), (), tensors)
-        return normed, reduced
+            others = {"given": pointers(given, reduced), "outputs": all_outputs(self.node, outputs)}
+            self.launcher(handle_for(reduced), self._arguments, (), (), {"reduced": reduced, **others})
+        return outputs
 
     def _arguments(self) -> Arguments:
         block = block_of(self.columns)
@@ -70,8 +79,7 @@ class AddNorm:
                 N=self.columns,
                 ROWS=rows,
                 BLOCK=block,
-                FORM=form_of(self.node),
-                EPS=self.node.norm.eps,
+                **constants_of(self.node, stores_reduced=False),
                 num_warps=warps_of(rows * block),
             ),
         )

@@ -42,10 +42,12 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import Outputs
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
+    all_outputs,
+    allocate,
     block_of,
+    constants_of,
     extras,
     finish,
-    form_of,
     pointers,
     warps_of,
 )
@@ -67,9 +69,9 @@ INTERPRETED_PIECES = 4
 
 @triton.jit
 def one_shot(
-    x, given, normed, total, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site, epoch,
+    x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, THREADS: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """The rows of piece `ticket`, and `leave`. slots: pointers, of rank + 1, ..; each has places [source][row]."""
     cols = tl.arange(0, BLOCK)[None, :]
@@ -78,7 +80,7 @@ def one_shot(
     at = first * N + cols
     inside = (first < M) & (cols < N)
     mine = tl.load(x + at, mask=inside, other=0.0)
-    loaded = extras(given[0], given[1], given[2], given[3], at, cols, inside, N, FORM)
+    loaded = extras(given, at, cols, inside, N, FORM)
     # Credits: nobody reads any more what the slot's previous use left there.
     ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
     if ok != 0:
@@ -97,23 +99,23 @@ def one_shot(
     # Acquire: the rows of all peers.
     whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
     result = add_up(mine, own, first * pitch + cols, area, inside, whole, rank, WORLD, AVERAGE).to(x.dtype.element_ty)
-    finish(result, loaded[0], loaded[1], loaded[2], loaded[3], normed, total, at, inside, N, FORM, EPS)
+    finish(result, loaded, outputs, first, at, inside, M, N, FORM, EPS, POST_EPS)
     for tile in range(1, TILES):
         rows = first + tile * ROWS
         there = (rows < M) & (cols < N)
         at = rows * N + cols
         more = tl.load(x + at, mask=there, other=0.0)
         result = add_up(more, own, rows * pitch + cols, area, there, whole, rank, WORLD, AVERAGE).to(x.dtype.element_ty)
-        loaded = extras(given[0], given[1], given[2], given[3], at, cols, there, N, FORM)
-        finish(result, loaded[0], loaded[1], loaded[2], loaded[3], normed, total, at, there, N, FORM, EPS)
+        loaded = extras(given, at, cols, there, N, FORM)
+        finish(result, loaded, outputs, rows, at, there, M, N, FORM, EPS, POST_EPS)
     return left
 
 
 @triton.jit
 def two_shots(
-    x, given, normed, total, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site, epoch,
+    x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, THREADS: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """The rows of piece `ticket` of every run, and `leave`. A slot has places [source][row], then sums [owner][row]."""
     cols = tl.arange(0, BLOCK)[None, :]
@@ -163,20 +165,22 @@ def two_shots(
             at = theirs * N + cols
             readable = there & ((known != 0) | (owner == rank))
             result = tl.load(own + sums + owner * area + rows * pitch + cols, mask=readable, other=float("nan"))
-            loaded = extras(given[0], given[1], given[2], given[3], at, cols, there, N, FORM)
-            finish(result, loaded[0], loaded[1], loaded[2], loaded[3], normed, total, at, there, N, FORM, EPS)
+            loaded = extras(given, at, cols, there, N, FORM)
+            finish(result, loaded, outputs, theirs, at, there, M, N, FORM, EPS, POST_EPS)
     return left
 
 
 @triton.jit(do_not_specialize=["M", "pieces", "rank", "slot", "site"])
 def all_reduce_rms_norm_kernel(
-    x, bias, residual, weight, shift, normed, total, table, ctl, counters,
+    x, given, outputs, table, ctl, counters,
     M, N, pitch, pieces, rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ONE_SHOT: tl.constexpr,
     ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, THREADS: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """See the module. x, normed, total [M, N], contiguous; total may be x. One program for each of `pieces`."""
+    """See the module. x [M, N], contiguous; may be the total. given, outputs: as by `rows.extras` and `rows.finish`.
+    One program for each of `pieces`.
+    """
     # All questions before the first answer: one after the other they would take as long as a signal.
     request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
     epoch = current_epoch(ctl, slot)
@@ -189,16 +193,15 @@ def all_reduce_rms_norm_kernel(
     asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
     due = last_use(ctl)
     ticket = granted(request, THREADS)
-    given = (bias, residual, weight, shift)
     if ONE_SHOT:
         left = one_shot(
-            x, given, normed, total, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site,
-            epoch, WORLD, AVERAGE, ROWS, TILES, BLOCK, FORM, EPS, THREADS,
+            x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site,
+            epoch, WORLD, AVERAGE, ROWS, TILES, BLOCK, FORM, EPS, POST_EPS, THREADS,
         )  # fmt: skip
     else:
         left = two_shots(
-            x, given, normed, total, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site,
-            epoch, WORLD, AVERAGE, ROWS, TILES, BLOCK, FORM, EPS, THREADS,
+            x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site,
+            epoch, WORLD, AVERAGE, ROWS, TILES, BLOCK, FORM, EPS, POST_EPS, THREADS,
         )  # fmt: skip
     close(granted(left, THREADS), ctl, slot, epoch)
 
@@ -284,13 +287,13 @@ def all_reduce_rms_norm(
     sizes: Geometry,
     x: torch.Tensor,
     given: tuple[torch.Tensor | None, ...],
-    total: torch.Tensor | None = None,
+    in_place: bool = False,
 ) -> Outputs:
-    """x [.., N]; returns (normed, total), of its shape. See the module. total: where to put that, may be x."""
+    """x [.., N]; returns (normed, total), of its shape, and what is saved. See the module. in_place: x becomes the
+    total.
+    """
     x = x.contiguous()
-    normed = torch.empty_like(x)
-    if total is None:
-        total = torch.empty_like(x)
+    outputs = allocate(node, x, {"total": x} if in_place else {})
 
     def arguments() -> Arguments:
         block = block_of(sizes.N)
@@ -309,13 +312,12 @@ def all_reduce_rms_norm(
                 ROWS=sizes.cut.rows,
                 TILES=sizes.cut.tiles,
                 BLOCK=block,
-                FORM=form_of(node),
-                EPS=node.norm.eps,
+                **constants_of(node, stores_reduced=True),
                 THREADS=32 * num_warps,
                 num_warps=num_warps,
             ),
         )
 
-    tensors = {"x": x, **pointers(given, x), "normed": normed, "total": total}
+    tensors = {"x": x, "given": pointers(given, x), "outputs": all_outputs(node, outputs)}
     launch.run(all_reduce_rms_norm_kernel, sizes.nbytes, arguments, tensors)
-    return normed, total
+    return outputs

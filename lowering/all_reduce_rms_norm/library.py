@@ -17,8 +17,10 @@ from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, AllReduceRmsNorm, Norm
 
 
 def make(node: NormNode, shape: list[int], device: torch.device) -> Callable[..., Outputs]:
-    """(x, extras) or (a, b, bias, extras) -> (normed, total) of this shape [.., N]."""
-    normalise: Callable[..., Outputs] = functools.partial(reference.add_norm, norm=node.norm)
+    """(x, extras) or (a, b, bias, extras) -> (normed, total) of this shape [.., N], and what is saved."""
+    normalise: Callable[..., Outputs] = functools.partial(
+        reference.add_norm, norm=node.norm, post=node.post, saved=node.saved
+    )
     if device.type == "cuda" and shape[-1] <= MOST_NORM_COLUMNS:
         normalise = make_add_norm(node, shape, device)
     reduction: dict[str, Any] = {

@@ -1,8 +1,10 @@
 """What is done with whole rows that have been added up: bias, residual and norm, in registers, rounded as eager does.
 
-    total = round(round(reduced + bias) + residual)
+    total = round(post(round(round(reduced + bias) + second bias)) + residual)
     scaled = (total - mean) * rsqrt(variance + eps), in fp32            (mean: 0 for an RMS norm)
     normed = round(round?(scaled) * weight + shift)
+
+`post`, a norm like the other, is the rows themselves where there is none.
 
 Every kernel with a norm calls the two functions here: `extras` before it waits for anything, `finish` after.
 """
@@ -16,7 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.task.nodes import EXTRAS, NormNode
+from ditron_inductor.task.nodes import SAVED, Norm, NormNode
+from ditron_inductor.task.ops import norm_output
 
 HAS_BIAS = tl.constexpr(1)
 HAS_RESIDUAL = tl.constexpr(2)
@@ -25,96 +28,200 @@ HAS_SHIFT = tl.constexpr(8)
 LAYER = tl.constexpr(16)
 PLUS_ONE = tl.constexpr(32)
 ROUND_FIRST = tl.constexpr(64)
+HAS_SECOND_BIAS = tl.constexpr(1 << 7)
+POST = tl.constexpr(1 << 8)
+HAS_POST_WEIGHT = tl.constexpr(1 << 9)
+HAS_POST_SHIFT = tl.constexpr(1 << 10)
+POST_LAYER = tl.constexpr(1 << 11)
+POST_PLUS_ONE = tl.constexpr(1 << 12)
+POST_ROUND_FIRST = tl.constexpr(1 << 13)
+SAVES_REDUCED = tl.constexpr(1 << 14)
+SAVES_POST_MEAN = tl.constexpr(1 << 15)
+SAVES_POST_RSTD = tl.constexpr(1 << 16)
+SAVES_MEAN = tl.constexpr(1 << 17)
+SAVES_RSTD = tl.constexpr(1 << 18)
+SAVES_SCALED = tl.constexpr(1 << 19)
 """The bits of FORM."""
+
+FORM_OF_EXTRAS: Mapping[str, int] = {
+    "bias": HAS_BIAS.value,
+    "second_bias": HAS_SECOND_BIAS.value,
+    "post_weight": HAS_POST_WEIGHT.value,
+    "post_shift": HAS_POST_SHIFT.value,
+    "residual": HAS_RESIDUAL.value,
+    "weight": HAS_WEIGHT.value,
+    "shift": HAS_SHIFT.value,
+}
+FORM_OF_SAVED: Mapping[str, int] = {
+    "reduced": SAVES_REDUCED.value,
+    "post_mean": SAVES_POST_MEAN.value,
+    "post_rstd": SAVES_POST_RSTD.value,
+    "mean": SAVES_MEAN.value,
+    "rstd": SAVES_RSTD.value,
+    "scaled": SAVES_SCALED.value,
+}
 
 
 @triton.jit
-def extras(bias, residual, weight, shift, at, cols, inside, N, FORM: tl.constexpr):
-    """(bias, residual, weight, shift) as they lie in memory: the residual [ROWS, BLOCK], the others [1, BLOCK].
+def row_of(pointer, cols, N, PRESENT: tl.constexpr):
+    """[1, BLOCK] of a tensor [N]; anything if it is not PRESENT."""
+    row = cols
+    if PRESENT:
+        row = tl.load(pointer + cols, mask=cols < N, other=0.0)
+    return row
 
-    at, inside: places of the rows' elements in a tensor of rows of N, and which of them there are. cols [1, BLOCK].
-    What FORM has not is anything, and is not looked at.
+
+@triton.jit
+def extras(given, at, cols, inside, N, FORM: tl.constexpr):
+    """What a node has besides its operands, as it lies in memory: the residual [ROWS, BLOCK], the others [1, BLOCK].
+
+    given: pointers in the order of nodes.EXTRAS. at, inside: places of the rows' elements in a tensor of rows of N, and
+    which of them there are. cols [1, BLOCK]. What FORM has not is anything, and is not looked at.
     """
-    bias_row = cols
-    if HAS_BIAS & FORM:
-        bias_row = tl.load(bias + cols, mask=cols < N, other=0.0)
     residual_rows = cols
     if HAS_RESIDUAL & FORM:
-        residual_rows = tl.load(residual + at, mask=inside, other=0.0)
-    weight_row = cols
-    if HAS_WEIGHT & FORM:
-        weight_row = tl.load(weight + cols, mask=cols < N, other=0.0)
-    shift_row = cols
-    if HAS_SHIFT & FORM:
-        shift_row = tl.load(shift + cols, mask=cols < N, other=0.0)
-    return bias_row, residual_rows, weight_row, shift_row
+        residual_rows = tl.load(given[4] + at, mask=inside, other=0.0)
+    return (
+        row_of(given[0], cols, N, HAS_BIAS & FORM),
+        row_of(given[1], cols, N, HAS_SECOND_BIAS & FORM),
+        row_of(given[2], cols, N, HAS_POST_WEIGHT & FORM),
+        row_of(given[3], cols, N, HAS_POST_SHIFT & FORM),
+        residual_rows,
+        row_of(given[5], cols, N, HAS_WEIGHT & FORM),
+        row_of(given[6], cols, N, HAS_SHIFT & FORM),
+    )
+
+
+@triton.jit
+def scale(value, inside, N, IS_LAYER: tl.constexpr, EPS: tl.constexpr):
+    """(scaled, mean, rstd) of whole rows in fp32: [ROWS, BLOCK], [ROWS], [ROWS]. Of no use for an RMS norm: mean."""
+    value = tl.where(inside, value, 0.0)
+    mean = tl.sum(value, axis=1) / N
+    if IS_LAYER:
+        value = tl.where(inside, value - mean[:, None], 0.0)
+    variance = tl.sum(value * value, axis=1) / N
+    rstd = tl.rsqrt(variance + EPS)
+    return value * rstd[:, None], mean, rstd
+
+
+@triton.jit
+def weigh(
+    scaled, weight_row, shift_row, dtype: tl.constexpr,
+    ROUND: tl.constexpr, HAS_FACTOR: tl.constexpr, ONE_MORE: tl.constexpr, HAS_TERM: tl.constexpr,
+):  # fmt: skip
+    """round?(scaled) * weight + shift, in `dtype`."""
+    if ROUND:
+        scaled = scaled.to(dtype).to(tl.float32)
+    if HAS_FACTOR:
+        factor = weight_row.to(tl.float32)
+        if ONE_MORE:
+            factor = factor + 1.0
+        scaled = scaled * factor
+    if HAS_TERM:
+        scaled = scaled + shift_row.to(tl.float32)
+    return scaled.to(dtype)
 
 
 @triton.jit
 def finish(
-    reduced, bias_row, residual_rows, weight_row, shift_row, normed, total, at, inside, N,
-    FORM: tl.constexpr, EPS: tl.constexpr,
-):  # fmt: skip
-    """Stores the sum and the norm of whole rows. reduced [ROWS, BLOCK], in their dtype; the rest as by `extras`."""
+    reduced, loaded, outputs, rows, at, inside, M, N, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr
+):
+    """Stores the sum and the norm of whole rows, and what is saved of them.
+
+    reduced [ROWS, BLOCK], in their dtype. loaded: by `extras`. outputs: pointers to normed and total, then in the order
+    of nodes.SAVED. rows [ROWS, 1]: their numbers, of which there are M. at, inside: as by `extras`.
+    """
     dtype: tl.constexpr = reduced.dtype
+    if SAVES_REDUCED & FORM:
+        tl.store(outputs[2] + at, reduced, mask=inside)
     value = reduced.to(tl.float32)
     if HAS_BIAS & FORM:
-        value = (value + bias_row.to(tl.float32)).to(dtype).to(tl.float32)
+        value = (value + loaded[0].to(tl.float32)).to(dtype).to(tl.float32)
+    if HAS_SECOND_BIAS & FORM:
+        value = (value + loaded[1].to(tl.float32)).to(dtype).to(tl.float32)
+    if POST & FORM:
+        scaled, mean, rstd = scale(value, inside, N, POST_LAYER & FORM, POST_EPS)
+        if SAVES_POST_MEAN & FORM:
+            tl.store(outputs[3] + rows, mean[:, None], mask=rows < M)
+        if SAVES_POST_RSTD & FORM:
+            tl.store(outputs[4] + rows, rstd[:, None], mask=rows < M)
+        value = weigh(
+            scaled, loaded[2], loaded[3], dtype,
+            POST_ROUND_FIRST & FORM, HAS_POST_WEIGHT & FORM, POST_PLUS_ONE & FORM, HAS_POST_SHIFT & FORM,
+        ).to(tl.float32)  # fmt: skip
     if HAS_RESIDUAL & FORM:
-        value = (value + residual_rows.to(tl.float32)).to(dtype).to(tl.float32)
-    tl.store(total + at, value.to(dtype), mask=inside)
-    value = tl.where(inside, value, 0.0)
-    if LAYER & FORM:
-        mean = tl.sum(value, axis=1) / N
-        value = tl.where(inside, value - mean[:, None], 0.0)
-    variance = tl.sum(value * value, axis=1) / N
-    scaled = value * tl.rsqrt(variance + EPS)[:, None]
-    if ROUND_FIRST & FORM:
-        scaled = scaled.to(dtype).to(tl.float32)
-    if HAS_WEIGHT & FORM:
-        factor = weight_row.to(tl.float32)
-        if PLUS_ONE & FORM:
-            factor = factor + 1.0
-        scaled = scaled * factor
-    if HAS_SHIFT & FORM:
-        scaled = scaled + shift_row.to(tl.float32)
-    tl.store(normed + at, scaled.to(dtype), mask=inside)
+        value = (value + loaded[4].to(tl.float32)).to(dtype).to(tl.float32)
+    tl.store(outputs[1] + at, value.to(dtype), mask=inside)
+    scaled, mean, rstd = scale(value, inside, N, LAYER & FORM, EPS)
+    if SAVES_MEAN & FORM:
+        tl.store(outputs[5] + rows, mean[:, None], mask=rows < M)
+    if SAVES_RSTD & FORM:
+        tl.store(outputs[6] + rows, rstd[:, None], mask=rows < M)
+    if SAVES_SCALED & FORM:
+        tl.store(outputs[7] + at, scaled, mask=inside)
+    normed = weigh(
+        scaled, loaded[5], loaded[6], dtype,
+        ROUND_FIRST & FORM, HAS_WEIGHT & FORM, PLUS_ONE & FORM, HAS_SHIFT & FORM,
+    )  # fmt: skip
+    tl.store(outputs[0] + at, normed, mask=inside)
 
 
 @triton.jit
 def finish_all(
-    total, bias, residual, weight, shift, normed, M, N, BLOCK: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr
+    reduced, given, outputs, M, N, BLOCK: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr
 ):
-    """`finish`, by one program, for M rows of N that lie reduced in `total`, one after the other."""
+    """`finish`, by one program, for M rows of N that lie in `reduced`, which may be the total, one after the other."""
     cols = tl.arange(0, BLOCK)[None, :]
     for row in range(M):
+        rows = row + tl.arange(0, 1)[:, None]
         at = cols + row * N
         inside = cols < N
-        reduced = tl.load(total + at, mask=inside, other=0.0)
-        bias_row, residual_rows, weight_row, shift_row = extras(
-            bias, residual, weight, shift, at, cols, inside, N, FORM
-        )
-        finish(reduced, bias_row, residual_rows, weight_row, shift_row, normed, total, at, inside, N, FORM, EPS)
+        value = tl.load(reduced + at, mask=inside, other=0.0)
+        loaded = extras(given, at, cols, inside, N, FORM)
+        finish(value, loaded, outputs, rows, at, inside, M, N, FORM, EPS, POST_EPS)
 
 
-def form_of(node: NormNode) -> int:
-    """FORM of a node."""
-    norm = node.norm
-    bits = {
-        "bias": HAS_BIAS,
-        "residual": HAS_RESIDUAL,
-        "weight": HAS_WEIGHT,
-        "shift": HAS_SHIFT,
-    }
-    form = sum(bits[name].value for name in node.extras)
-    form += LAYER.value if norm.form == "layer" else 0
-    return form + norm.plus_one * PLUS_ONE.value + norm.round_first * ROUND_FIRST.value
+def form_of(node: NormNode, *, stores_reduced: bool) -> int:
+    """FORM of a node. stores_reduced: whether the reduced rows, where they are saved, are still to be stored."""
+    form = sum(FORM_OF_EXTRAS[name] for name in node.extras)
+    form += sum(FORM_OF_SAVED[name] for name in node.saved if stores_reduced or name != "reduced")
+    form += _norm_bits(node.norm, LAYER.value, PLUS_ONE.value, ROUND_FIRST.value)
+    if node.post is not None:
+        form += POST.value + _norm_bits(node.post, POST_LAYER.value, POST_PLUS_ONE.value, POST_ROUND_FIRST.value)
+    return form
 
 
-def pointers(given: tuple[torch.Tensor | None, ...], other: torch.Tensor) -> Mapping[str, Any]:
-    """The tensors of a node by name, `other` for those that it has not; their elements lie as a kernel wants them."""
-    found = {name: one for name, one in zip(EXTRAS, given, strict=True)}
-    return {name: other if one is None else one.contiguous() for name, one in found.items()}
+def _norm_bits(norm: Norm, layer: int, plus_one: int, round_first: int) -> int:
+    return layer * (norm.form == "layer") + plus_one * norm.plus_one + round_first * norm.round_first
+
+
+def constants_of(node: NormNode, *, stores_reduced: bool) -> dict[str, Any]:
+    """FORM and what goes with it, of a kernel. See `form_of`."""
+    post_eps = 0.0 if node.post is None else node.post.eps
+    return {"FORM": form_of(node, stores_reduced=stores_reduced), "EPS": node.norm.eps, "POST_EPS": post_eps}
+
+
+def allocate(node: NormNode, x: torch.Tensor, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Memory for normed, total and what is saved, of rows like x. given: what of it there is already, by name."""
+    names = ("normed", "total", *node.saved)
+    return tuple(given[name] if name in given else norm_output(x, x.shape, name) for name in names)
+
+
+def reduced_outputs(node: NormNode, reduced: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As `allocate`; the rows that have been reduced become the total, if they are not saved themselves."""
+    return allocate(node, reduced, {"reduced" if "reduced" in node.saved else "total": reduced})
+
+
+def pointers(given: tuple[torch.Tensor | None, ...], other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors of a node, `other` for those that it has not; their elements lie as a kernel wants them."""
+    return tuple(other if one is None else one.contiguous() for one in given)
+
+
+def all_outputs(node: NormNode, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The outputs as `finish` takes them: total stands for what is not saved."""
+    normed, total, *rest = outputs
+    saved = dict(zip(node.saved, rest, strict=True))
+    return normed, total, *(saved.get(name, total) for name in SAVED)
 
 
 def block_of(columns: int) -> int:

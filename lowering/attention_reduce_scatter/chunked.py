@@ -29,7 +29,7 @@ from ditron_inductor.lowering.attention_reduce_scatter.library import Operands, 
 from ditron_inductor.lowering.exchange import Exchange, Kernels
 from ditron_inductor.lowering.launch import Launch, round_up
 from ditron_inductor.lowering.launcher import Bound
-from ditron_inductor.lowering.transfers import PIECE_ROWS, identity
+from ditron_inductor.lowering.transfers import PIECE_ROWS
 from ditron_inductor.task.all_gather_attention import AttentionReduceScatter, blocks
 
 
@@ -122,7 +122,8 @@ def attention_reduce_scatter(
                     lane.copy(step.transfers, base)
             compute(sizes.spans[-1][1], partials[launch.rank])
             grad_q = sizes.merge.add(lane.main, grads_q, q)
-        plan.reduce(call.stream, partials, mine, (mine,))
+        # No epilogue looks at what it gets besides the sum.
+        plan.reduce(call.stream, partials, (mine,), (mine,))
     return grad_q, mine[0].transpose(1, 2), mine[1].transpose(1, 2)
 
 
@@ -172,7 +173,7 @@ def _plan(node: AttentionReduceScatter, launch: Launch, sizes: Geometry, call: C
         open=exchange.open(),
         steps=steps,
         silent=silent,
-        reduce=exchange.reduce(numel // D, D, stride=numel, average=False, epilogue=identity),
+        reduce=exchange.reduce(numel // D, D, stride=numel, average=False),
     )
 
 

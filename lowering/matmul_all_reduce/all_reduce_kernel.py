@@ -7,7 +7,7 @@ and adds up what all have sent. In *two shots* the pieces are dealt to the ranks
 piece of every run: it sends each to its owner, adds up the own one, sends the rounded sum to every peer, and copies
 what the peers have sent. One shot has one round of signals, two shots send less: see `cut`. Sums are in rank order, in
 fp32, and rounded once; either all ranks add the same values, or the owner's sum is what all have. The result takes the
-product's place: nobody but the piece's program reads or writes there.
+product's place: nobody but the piece's program reads or writes there. An epilogue is computed of it by that program.
 Signal protocol. Flag row `ticket`: this rank's pieces for all peers, which a program sends when the credits of all
 peers have come. RESULT_ROW + ticket: its sum, which needs no credit, since the peers' pieces, which it waited for, show
 that their slots are in their new use. A program takes one ticket and waits only for what peers send under the same one,
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -43,6 +43,7 @@ from ditron_inductor.core.signals import (
     slot_ctl,
     wait_all,
 )
+from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_flat_sum
 from ditron_inductor.lowering.exchange import Operands
 from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
 from ditron_inductor.lowering.launcher import Arguments
@@ -88,8 +89,9 @@ def add_up(mine, own, places, stride, inside, whole, rank, WORLD: tl.constexpr, 
 
 @triton.jit
 def one_shot(
-    x, own, slots, asked, due, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
+    x, extras, outs, own, slots, asked, due, table, ctl, numel, N, pieces, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
+    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
     """Reduce piece `ticket`, and `leave`. slots: pointers, of rank + 1, ..; each has a place [source][piece]."""
     lanes = tl.arange(0, PIECE)
@@ -107,14 +109,15 @@ def one_shot(
     # Acquire: the piece of all peers.
     whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
     total = add_up(mine, own, ticket * PIECE + lanes, pieces * PIECE, lanes >= 0, whole, rank, WORLD, AVERAGE)
-    tl.store(x + place, total.to(x.dtype.element_ty), mask=place < numel)
+    store_flat_sum(total, whole, extras, outs, place, place < numel, N, NUM_OUTS, x.dtype.element_ty, EPILOGUE)
     return left
 
 
 @triton.jit
 def two_shots(
-    x, own, slots, asked, due, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
+    x, extras, outs, own, slots, asked, due, table, ctl, numel, N, pieces, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
+    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
     """Reduce piece `ticket` of every run of `pieces`, and `leave`.
 
@@ -156,15 +159,27 @@ def two_shots(
     for i in tl.static_range(1, WORLD):
         place = ((rank + i) % WORLD * pieces + ticket) * PIECE + lanes
         tl.store(x + place, results[i - 1], mask=place < numel)
+    if EPILOGUE is not None:
+        # The same instructions for all runs, whoever owns them: ranks compute the same bits.
+        tl.debug_barrier()
+        known = known & whole
+        for owner in range(WORLD):
+            place = (owner * pieces + ticket) * PIECE + lanes
+            total = tl.load(x + place, mask=place < numel, other=0.0).to(tl.float32)
+            store_flat_sum(total, known, extras, outs, place, place < numel, N, NUM_OUTS, x.dtype.element_ty, EPILOGUE)
     return left
 
 
 @triton.jit(do_not_specialize=["pieces", "rank", "slot", "site"])
 def all_reduce_kernel(
-    x, table, ctl, counters, numel, pieces, rank, slot, site,
+    x, extras, outs, table, ctl, counters, numel, N, pieces, rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ONE_SHOT: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
+    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
-    """x [numel], contiguous: every rank's product, then the sum. One program for each of `pieces`."""
+    """x [numel / N, N], contiguous: every rank's product, then the sum. One program for each of `pieces`.
+
+    extras, outs: tuples, of what EPILOGUE takes and makes of the sum; without it outs is x.
+    """
     # All questions before the first answer: one after the other they would take as long as a signal.
     request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
     epoch = current_epoch(ctl, slot)
@@ -179,13 +194,13 @@ def all_reduce_kernel(
     ticket = granted(request, THREADS)
     if ONE_SHOT:
         left = one_shot(
-            x, own, slots, asked, due, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
-            WORLD, AVERAGE, PIECE, THREADS,
+            x, extras, outs, own, slots, asked, due, table, ctl, numel, N, pieces, ticket, rank, slot, site, epoch,
+            WORLD, AVERAGE, PIECE, THREADS, NUM_OUTS, EPILOGUE,
         )  # fmt: skip
     else:
         left = two_shots(
-            x, own, slots, asked, due, table, ctl, numel, pieces, ticket, rank, slot, site, epoch,
-            WORLD, AVERAGE, PIECE, THREADS,
+            x, extras, outs, own, slots, asked, due, table, ctl, numel, N, pieces, ticket, rank, slot, site, epoch,
+            WORLD, AVERAGE, PIECE, THREADS, NUM_OUTS, EPILOGUE,
         )  # fmt: skip
     close(granted(left, THREADS), ctl, slot, epoch)
 
@@ -216,13 +231,16 @@ def cut(numel: int, itemsize: int, world_size: int, *, programs: int, least_piec
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that all ranks share: the output [M, N], how it is cut, warps of a program, the slot's bytes."""
+    """Sizes that all ranks share: the output [M, N], how it is cut, warps of a program, the slot's bytes; and the
+    epilogue.
+    """
 
     M: int
     N: int
     cut: Cut
     num_warps: int
     nbytes: int
+    arrangement: Arrangement = field(repr=False)
 
 
 def fits(launch: Launch, numel: int, itemsize: int) -> bool:
@@ -250,6 +268,7 @@ def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: in
         cut=chosen,
         num_warps=max(1, min(chosen.piece * itemsize // (32 * THREAD_BYTES), MOST_WARPS)),
         nbytes=areas * chosen.pieces * chosen.piece * itemsize,
+        arrangement=arrange(node.parsed, 1),
     )
 
 
@@ -260,8 +279,12 @@ def matmul_all_reduce(
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns [.., N]. See the module."""
+    extras: Sequence[torch.Tensor] = (),
+) -> list[torch.Tensor]:
+    """a_i [.., K_i], b_i [K_i, N], bias [N], extras as the node's epilogue reads them; returns the outputs [.., N]. See
+    the module.
+    """
+    arrangement = sizes.arrangement
     out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
     Operands([[rows_of(one)] for one in a], b, bias).multiply(0, out.view(sizes.M, sizes.N))
 
@@ -270,6 +293,7 @@ def matmul_all_reduce(
             programs=sizes.cut.pieces,
             values=dict(
                 numel=sizes.M * sizes.N,
+                N=sizes.N,
                 pieces=sizes.cut.pieces,
                 rank=launch.rank,
                 WORLD=node.world_size,
@@ -278,8 +302,12 @@ def matmul_all_reduce(
                 PIECE=sizes.cut.piece,
                 THREADS=32 * sizes.num_warps,
                 num_warps=sizes.num_warps,
+                **arrangement.constants_of_sum(),
             ),
         )
 
-    launch.run(all_reduce_kernel, sizes.nbytes, arguments, {"x": out})
-    return out
+    outs = [out] if arrangement.function is None else arrangement.new_outputs_of_sum(out, out.shape)
+    # Never empty: without any it gets what it does not look at.
+    tensors = {"x": out, "extras": tuple(extra.contiguous() for extra in extras) or (out,), "outs": tuple(outs)}
+    launch.run(all_reduce_kernel, sizes.nbytes, arguments, tensors)
+    return outs

@@ -7,7 +7,8 @@ and each part into one run of rows for every rank, its owner. The main stream mu
 of rank + 1 first and the own ones last, straight into the own slot. The side stream copies the partial products for
 this rank from its peers, adds them up in rank order, in fp32, rounds once, and stores the result in the output and in
 the own slot. From there the peers copy it to their outputs, while the next part is being multiplied. So every rank has
-the bits of the owner's one addition.
+the bits of the owner's one addition. An epilogue is a kernel of its own behind: its other operands need not be the
+same on all ranks, so an owner cannot compute it for them.
 Signal protocol. See lowering/transfers.py. Flag row PIECE_ROWS + part: the partial products of a part for its owner;
 RESULT_ROWS + part: the owner's results, which are not written before the slot is free either.
 Limits. None on M, N, K; runs may be empty.
@@ -18,18 +19,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from ditron_inductor.device.lanes import Lane, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
+from ditron_inductor.lowering.epilogues import Finisher, finisher_of_sum
 from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, Operands
 from ditron_inductor.lowering.launch import Launch, ceil_div, round_up, rows_of
 from ditron_inductor.lowering.launcher import Bound
 from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel
-from ditron_inductor.lowering.transfers import PIECE_ROWS, RESULT_ROWS, identity
+from ditron_inductor.lowering.transfers import PIECE_ROWS, RESULT_ROWS
 from ditron_inductor.task.nodes import MatmulAllReduce
 
 
@@ -43,7 +44,7 @@ class Parts:
     """Sizes that all ranks share: the output [M, N], `parts` of it with `length` rows for each rank.
 
     groups: (first, count) of the steps from the own rank whose products are made as one. `stride` elements lie between
-    two partials in the slot; the results begin at element `results`.
+    two partials in the slot; the results begin at element `results`. finisher: of the epilogue, None without one.
     """
 
     M: int
@@ -55,6 +56,7 @@ class Parts:
     results: int
     nbytes: int
     kernels: Kernels = field(repr=False)
+    finisher: Finisher | None = field(repr=False)
 
     def run(self, part: int, owner: int, world_size: int) -> tuple[int, int]:
         """(first row, last row) of the output that `owner` adds up in a part."""
@@ -91,6 +93,7 @@ def parts_geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, colum
         results=results,
         nbytes=(results + parts * stride) * itemsize,
         kernels=Kernels(launch),
+        finisher=finisher_of_sum(node, a),
     )
 
 
@@ -101,25 +104,19 @@ def matmul_all_reduce(
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
-    epilogue: Any = identity,
     extras: Sequence[torch.Tensor] = (),
-) -> torch.Tensor:
-    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns [.., N]. See the module.
-
-    epilogue: of products in parts, applied to the sum before it is rounded, by the owner; see `transfers.identity`. Its
-    rows are the owner's.
+) -> list[torch.Tensor]:
+    """a_i [.., K_i], b_i [K_i, N], bias [N], extras as the node's epilogue reads them; returns the outputs [.., N]. See
+    the module.
     """
     if isinstance(sizes, all_reduce_kernel.Geometry):
-        assert epilogue is identity
-        return all_reduce_kernel.matmul_all_reduce(node, launch, sizes, a, b, bias)
+        return all_reduce_kernel.matmul_all_reduce(node, launch, sizes, a, b, bias, extras)
     first = a[0]
     out = first.new_empty([*first.shape[:-1], sizes.N])
     whole = out if out.dim() == 2 else out.view(sizes.M, sizes.N)
     partials = first.new_empty(sizes.parts * node.world_size * sizes.length, sizes.N)
-    # Never empty: an epilogue that wants nothing gets what it does not look at.
-    extras = tuple(extras) or (out,)
     with launch.call(nbytes=sizes.nbytes) as call:
-        plan = call.kept((sizes, epilogue), lambda call: _plan(node, launch, sizes, call, first, epilogue))
+        plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, first))
         operands = Operands([rows_of(one).split_with_sizes(plan.lengths) for one in a], b, bias)
         result, arrived = out.data_ptr(), partials.data_ptr()
         plan.open(call.stream)
@@ -133,12 +130,13 @@ def matmul_all_reduce(
                 lane.follow(lane.here())
                 if before is not None:
                     before.gather(lane, result)
-                part.reduce(lane.side, partials[part.partials], whole[part.rows], extras)
+                part.reduce(lane.side, partials[part.partials], (out,), (whole[part.rows],))
                 before = part
             assert before is not None
             before.gather(lane, result)
-        plan.close(call.stream, (out,))
-    return out
+        outs = [out] if sizes.finisher is None else sizes.finisher.finish_sum(out, extras)
+        plan.close(call.stream, tuple(outs))
+    return outs
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,7 @@ class _Plan:
     lengths: list[int]
 
 
-def _plan(node: MatmulAllReduce, launch: Launch, sizes: Parts, call: Call, a: torch.Tensor, epilogue: Any) -> _Plan:
+def _plan(node: MatmulAllReduce, launch: Launch, sizes: Parts, call: Call, a: torch.Tensor) -> _Plan:
     world, rank = node.world_size, launch.rank
     exchange = Exchange(sizes.kernels, call)
     found = [[products(part, *group, rank, world, sizes) for group in sizes.groups] for part in range(sizes.parts)]
@@ -195,7 +193,6 @@ def _plan(node: MatmulAllReduce, launch: Launch, sizes: Parts, call: Call, a: to
             sizes.N,
             stride=sizes.length * sizes.N,
             average=node.reduce_op == "avg",
-            epilogue=epilogue,
             result=result,
             row=RESULT_ROWS.value + part,
         )
@@ -216,7 +213,8 @@ def _plan(node: MatmulAllReduce, launch: Launch, sizes: Parts, call: Call, a: to
                 results=[one for one in results if one[2] > 0],
             )
         )
-    return _Plan(open=exchange.open(), parts=parts, close=exchange.close((sizes.M * sizes.N,)), lengths=lengths)
+    close = exchange.close((sizes.M * sizes.N,) * node.num_outputs)
+    return _Plan(open=exchange.open(), parts=parts, close=close, lengths=lengths)
 
 
 def _group(

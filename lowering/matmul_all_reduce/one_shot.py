@@ -6,7 +6,8 @@ reduced is small, and what counts after the last tile is the number of signals o
 Algorithm. A program computes a tile, puts it into the slot of every rank, the own one too, and tells all peers at once.
 It adds up a tile, in rank order and in fp32, once it has sent the next one, or has no further one: one signal is all
 that stands between the last tile and the result. Operands are loaded by pointers, which is the faster way for so few
-rows. Every rank adds the same rounded partials, so all hold the same bits.
+rows. Every rank adds the same rounded partials, so all hold the same bits. An epilogue is computed of
+the sum before it is written.
 With a norm behind the sum (lowering/matmul_all_reduce_rms_norm), the program that adds up the last tile of this GPU
 does that for all rows, which are few.
 Signal protocol. Flag row `tile`, one word for each source. Before its first push a program waits for the credits of all
@@ -18,8 +19,9 @@ Limits. One flag for each tile: see `fits`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import triton
@@ -42,8 +44,16 @@ from ditron_inductor.core.signals import (
     settle,
     wait_all,
 )
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of, finish_all, form_of, pointers
+from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
+    all_outputs,
+    block_of,
+    constants_of,
+    finish_all,
+    pointers,
+    reduced_outputs,
+)
 from ditron_inductor.lowering.config import Config, select_few_rows_config
+from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_sum
 from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
 from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.task.nodes import MatmulAllReduce, MatmulAllReduceRmsNorm
@@ -72,19 +82,20 @@ def takes_norm(sizes: Geometry) -> bool:
 
 @triton.jit(do_not_specialize=["M", "rank", "slot", "site"])
 def matmul_all_reduce_kernel(
-    lefts, rights, bias, out, norm, table, ctl, counters,
+    lefts, rights, bias, extras, outs, given, norm_outs, table, ctl, counters,
     M, N, depths, strides_am, strides_bk, strides_bn,
     rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    NORM: tl.constexpr, ROW: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr,
+    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
+    NORM: tl.constexpr, ROW: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr,
 ):  # fmt: skip
     """See the module. lefts [M, K_i] with contiguous K, M <= BLOCK_M, rights [K_i, N], depths (the K_i) and strides:
-    tuples of NUM_PRODUCTS; bias [N], or anything; out [M, N] contiguous.
+    tuples of NUM_PRODUCTS; bias [N], or anything; extras, outs: tuples, of what EPILOGUE takes and makes of the sum;
+    outs [M, N] contiguous.
 
-    norm, where there is one (NORM): (bias, residual, weight, shift, normed) as by `rows.finish_all`, with ROW >= N.
+    given, norm_outs, where there is a norm (NORM): as by `rows.finish_all`, with ROW >= N; no EPILOGUE then.
     """
     # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
     request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
@@ -93,7 +104,7 @@ def matmul_all_reduce_kernel(
     due = last_use(ctl)
     ticket = granted(request, THREADS)
     tiles = tl.cdiv(N, BLOCK_N)
-    dtype: tl.constexpr = out.dtype.element_ty
+    dtype: tl.constexpr = lefts[0].dtype.element_ty
     own = data(table, ctl, rank, slot, dtype)
     slots = ()
     for i in tl.static_range(WORLD):
@@ -145,25 +156,28 @@ def matmul_all_reduce_kernel(
             if AVERAGE:
                 total = total / WORLD
             offs_n = previous * BLOCK_N + tl.arange(0, BLOCK_N)
-            inside = in_m & (offs_n < N)[None, :]
-            tl.store(out + offs_m[:, None] * N + offs_n[None, :], total.to(dtype), mask=inside)
+            store_sum(
+                total, whole, extras, outs, offs_m[:, None], offs_n[None, :], (offs_m < M)[:, None],
+                (offs_n < N)[None, :], N, NUM_OUTS, dtype, EPILOGUE,
+            )  # fmt: skip
             if NORM:
                 # For the last one all tiles are stored, and their stores are seen.
                 if arrive(counters, tiles):
-                    finish_all(out, norm[0], norm[1], norm[2], norm[3], norm[4], M, N, ROW, FORM, EPS)
+                    finish_all(outs[0], given, norm_outs, M, N, ROW, FORM, EPS, POST_EPS)
         previous = current
     close(granted(left, THREADS), ctl, slot, epoch)
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that all ranks share: the output [M, N], the tile shape, programs, the slot's bytes."""
+    """Sizes that all ranks share: the output [M, N], the tile shape, programs, the slot's bytes; the epilogue."""
 
     M: int
     N: int
     config: Config
     programs: int
     nbytes: int
+    arrangement: Arrangement = field(repr=False)
 
 
 def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
@@ -178,29 +192,59 @@ def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: in
         config=config,
         programs=launch.programs(tiles, config),
         nbytes=node.world_size * tiles * config.block_m * config.block_n * a.element_size(),
+        arrangement=arrange(node.parsed, 1),
     )
 
 
 def matmul_all_reduce(
-    node: MatmulAllReduce | MatmulAllReduceRmsNorm,
+    node: MatmulAllReduce,
     launch: Launch,
     sizes: Geometry,
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
-    given: tuple[torch.Tensor | None, ...] = (),
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns (normed, total) [.., N], one tensor where there is no norm.
-
-    See the module. given: the tensors of the norm, see nodes.EXTRAS.
+    extras: Sequence[torch.Tensor] = (),
+) -> list[torch.Tensor]:
+    """a_i [.., K_i], b_i [K_i, N], bias [N], extras as the node's epilogue reads them; returns the outputs [.., N]. See
+    the module.
     """
+    outs = sizes.arrangement.new_outputs_of_sum(a[0], [*a[0].shape[:-1], sizes.N])
+    behind = {"NORM": False, "ROW": 16, "FORM": 0, "EPS": 0.0, "POST_EPS": 0.0, "given": None, "norm_outs": None}
+    _run(node, launch, sizes, a, b, bias, extras, outs, behind, {})
+    return outs
+
+
+def matmul_all_reduce_rms_norm(
+    node: MatmulAllReduceRmsNorm,
+    launch: Launch,
+    sizes: Geometry,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    given: tuple[torch.Tensor | None, ...],
+) -> tuple[torch.Tensor, ...]:
+    """The same with a norm; returns (normed, total), and what is saved. given: see nodes.EXTRAS."""
     out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
+    outputs = reduced_outputs(node, out)
+    behind = {"NORM": True, "ROW": block_of(sizes.N), **constants_of(node, stores_reduced=False)}
+    tensors = {"given": pointers(given, out), "norm_outs": all_outputs(node, outputs)}
+    _run(node, launch, sizes, a, b, bias, (), [out], behind, tensors)
+    return outputs
+
+
+def _run(
+    node: MatmulAllReduce | MatmulAllReduceRmsNorm,
+    launch: Launch,
+    sizes: Geometry,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    extras: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    behind: Mapping[str, Any],
+    others: Mapping[str, Any],
+) -> None:
     lefts, rights = longest_first(a, b)
-    normed, norm, behind = out, None, {"NORM": False, "ROW": 16, "FORM": 0, "EPS": 0.0}
-    if isinstance(node, MatmulAllReduceRmsNorm):
-        normed = torch.empty_like(out)
-        norm = (*pointers(given, out).values(), normed)
-        behind = {"NORM": True, "ROW": block_of(sizes.N), "FORM": form_of(node), "EPS": node.norm.eps}
 
     def arguments() -> Arguments:
         constants = launch.sum_constants(sizes.config, lefts, rights, bias)
@@ -213,12 +257,18 @@ def matmul_all_reduce(
                 rank=launch.rank,
                 WORLD=node.world_size,
                 AVERAGE=node.reduce_op == "avg",
-                **({"norm": None} if norm is None else {}),
                 **behind,
+                **sizes.arrangement.constants_of_sum(),
                 **{name: value for name, value in constants.items() if name not in UNUSED},
             ),
         )
 
-    tensors = {"lefts": lefts, "rights": rights, "bias": out if bias is None else bias.contiguous(), "out": out}
-    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, tensors | ({} if norm is None else {"norm": norm}))
-    return normed, out
+    tensors: dict[str, Any] = {
+        "lefts": lefts,
+        "rights": rights,
+        "bias": outs[0] if bias is None else bias.contiguous(),
+        # Never empty: without any it gets what it does not look at.
+        "extras": tuple(extra.contiguous() for extra in extras) or (outs[0],),
+        "outs": tuple(outs),
+    }
+    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, tensors | dict(others))

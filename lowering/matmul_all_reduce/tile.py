@@ -29,8 +29,11 @@ def matmul_all_reduce(
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns [.., N], the same bits on every rank."""
+    extras: Sequence[torch.Tensor] = (),
+) -> list[torch.Tensor]:
+    """a_i [.., K_i], b_i [K_i, N], bias [N], extras as the node's epilogue reads them; returns the outputs [.., N], the
+    same bits on every rank that has the same extras.
+    """
     if isinstance(sizes, one_shot.Geometry):
-        return one_shot.matmul_all_reduce(node, launch, sizes, a, b, bias)[1]
-    return two_shot.matmul_all_reduce(node, launch, sizes, a, b, bias)
+        return one_shot.matmul_all_reduce(node, launch, sizes, a, b, bias, extras)
+    return two_shot.matmul_all_reduce(node, launch, sizes, a, b, bias, extras)

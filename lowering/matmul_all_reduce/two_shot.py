@@ -6,7 +6,8 @@ Algorithm. Tiles of the output are dealt out to owners in equal runs, and a run 
 a part that others own go into their slots, each carried while the next tile is computed. *Own*: an own tile waits for
 the other ranks' parts, adds them all in fp32, and goes to the output and, carried likewise, into every peer's slot.
 *Copy*: the peers' results come out of the slot. The parts run as a pipeline, part p pushed, p - 1 summed up, p - 2
-copied, so the links work while the tensor cores do. Only the owner adds, so all ranks hold the same bits.
+copied, so the links work while the tensor cores do. Only the owner adds, so all ranks hold the same bits. An
+epilogue is computed by each rank, where a result is written: its other operands need not be the same on all ranks.
 Signal protocol. Partials: see lowering/partials.py. Results: flag row RESULT_ROW + chunk, written by the owner to all
 peers at once, read by the copies of the chunk. In ticket order a wait depends on earlier sends only. The push of a
 result needs no credit: the partials of the peer, which it waited for, show that the slot is in its new use there.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -50,6 +51,7 @@ from ditron_inductor.core.signals import (
     wait_credits,
 )
 from ditron_inductor.lowering.config import Config
+from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_sum
 from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
 from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.lowering.partials import (
@@ -133,17 +135,18 @@ def schedule(ticket, tiles_per_owner, part_tiles, rank, WORLD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles", "part_tiles", "num_parts"])
 def matmul_all_reduce_kernel(
-    lefts, rights, bias, out, table, ctl, counters,
+    lefts, rights, bias, extras, outs, table, ctl, counters,
     M, N, depths, strides_am, strides_bk, strides_bn,
     rank, slot, site, chunk_tiles, part_tiles, num_parts,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, COUNTED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
     """See the module. lefts [M, K_i] with contiguous K, rights [K_i, N], depths (the K_i) and strides: tuples of
-    NUM_PRODUCTS; bias [N], or anything; out [M, N] contiguous.
+    NUM_PRODUCTS; bias [N], or anything; extras, outs: tuples, of what EPILOGUE takes and makes of the sum; outs [M, N]
+    contiguous.
     """
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
@@ -151,7 +154,7 @@ def matmul_all_reduce_kernel(
     num_n = tl.cdiv(N, BLOCK_N)
     tiles = num_m * num_n
     tiles_per_owner = tl.cdiv(tiles, WORLD)
-    dtype: tl.constexpr = out.dtype.element_ty
+    dtype: tl.constexpr = lefts[0].dtype.element_ty
     a_descriptors = ()
     b_descriptors = ()
     if DESCRIPTORS:
@@ -164,7 +167,7 @@ def matmul_all_reduce_kernel(
             b_descriptors = b_descriptors + (b_descriptor,)  # type: ignore[assignment]
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
-    BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
+    BLOCK_WORDS: tl.constexpr = BLOCK * lefts[0].dtype.element_ty.primitive_bitwidth // 32
     SLICE: tl.constexpr = min(BLOCK_M, 64 * THREADS // BLOCK_N)
     outbox = data(table, ctl, rank, slot, dtype)
     outbox += (2 * WORLD * tiles_per_owner + 2 * tl.program_id(0)).to(tl.int64) * BLOCK
@@ -189,6 +192,7 @@ def matmul_all_reduce_kernel(
                 table, ctl, sent_owner, sent_tile, tiles_per_owner, rank, slot, dtype, WORLD, BLOCK
             )
             carried = tl.where(sent_owner < 0, 0, BLOCK_WORDS)
+            whole = alive
             box = tl.where(sent_owner == rank, results, outbox)
             if is_copy:
                 # Before a wait, deliver what is there.
@@ -200,10 +204,11 @@ def matmul_all_reduce_kernel(
                 sent_owner = tl.full((), -1, tl.int32)
                 # Acquire: the owner's results of the chunk, which it pushed before it published this flag.
                 whole = alive & wait(table, ctl, rank, slot, RESULT_ROW + tile // chunk_tiles, owner, site, epoch)
-                offsets = block_offsets((WORLD + owner) * tiles_per_owner + tile, BLOCK_M, BLOCK_N)
-                source = data(table, ctl, rank, slot, dtype) + offsets
-                result = tl.load(source, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
-                store_tile(result, out, first + tile, num_m, num_n, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+                if EPILOGUE is None:
+                    offsets = block_offsets((WORLD + owner) * tiles_per_owner + tile, BLOCK_M, BLOCK_N)
+                    source = data(table, ctl, rank, slot, dtype) + offsets
+                    result = tl.load(source, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
+                    store_tile(result, outs[0], first + tile, num_m, num_n, M, N, BLOCK_M, BLOCK_N, GROUP_M)
             else:
                 block_row, block_column = grouped(first + tile, num_m, num_n, GROUP_M)
                 if DESCRIPTORS:
@@ -253,15 +258,33 @@ def matmul_all_reduce_kernel(
                             dtype, WORLD, AVERAGE, SLICE, BLOCK_M, BLOCK_N,
                         )  # fmt: skip
                         result = total.to(dtype)
-                        slice_m = block_row * BLOCK_M + i * SLICE + tl.arange(0, SLICE)
-                        inside = (slice_m < M)[:, None] & (offs_n < N)[None, :]
-                        tl.store(out + slice_m.to(tl.int64)[:, None] * N + offs_n[None, :], result, mask=inside)
+                        if EPILOGUE is None:
+                            slice_m = block_row * BLOCK_M + i * SLICE + tl.arange(0, SLICE)
+                            inside = (slice_m < M)[:, None] & (offs_n < N)[None, :]
+                            tl.store(outs[0] + slice_m.to(tl.int64)[:, None] * N + offs_n[None, :], result, mask=inside)
                         in_block = (i * SLICE + tl.arange(0, SLICE))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
                         tl.store(results + in_block, result)
                     if whole != 0:
                         sent_owner = rank + 0
                         sent_tile = tile
                     tl.debug_barrier()
+            if EPILOGUE is not None:
+                # The same instructions for own tiles and copies: ranks compute the same bits of both.
+                if is_copy | (owner == rank):
+                    block = data(table, ctl, rank, slot, dtype)
+                    block += ((WORLD + owner) * tiles_per_owner + tile).to(tl.int64) * BLOCK
+                    source = tl.multiple_of(tl.where(is_copy, block, results), 16)
+                    tile_row, tile_column = grouped(first + tile, num_m, num_n, GROUP_M)
+                    tile_n = tile_column * BLOCK_N + tl.arange(0, BLOCK_N)
+                    for i in tl.static_range(BLOCK_M // SLICE):
+                        tile_m = tile_row * BLOCK_M + i * SLICE + tl.arange(0, SLICE)
+                        places = (i * SLICE + tl.arange(0, SLICE))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                        # What was not sent is not read: whatever the slot holds, NaN is stored.
+                        reduced = tl.load(source + places).to(tl.float32)
+                        store_sum(
+                            reduced, whole, extras, outs, tile_m.to(tl.int64)[:, None], tile_n[None, :],
+                            (tile_m < M)[:, None], (tile_n < N)[None, :], N, NUM_OUTS, dtype, EPILOGUE,
+                        )  # fmt: skip
         ticket = granted(request, THREADS)
     targets, num_targets = destinations(
         table, ctl, sent_owner, sent_tile, tiles_per_owner, rank, slot, dtype, WORLD, BLOCK
@@ -277,7 +300,9 @@ def matmul_all_reduce_kernel(
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that all ranks share: output [M, N], tile shape, tiles of an owner, of a part, programs, slot's bytes."""
+    """Sizes that all ranks share: output [M, N], tile shape, tiles of an owner, of a part, programs, slot's bytes; the
+    epilogue.
+    """
 
     M: int
     N: int
@@ -286,6 +311,7 @@ class Geometry:
     part_tiles: int
     programs: int
     nbytes: int
+    arrangement: Arrangement = field(repr=False)
 
 
 def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
@@ -305,6 +331,7 @@ def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: in
         part_tiles=ceil_div(owned, parts),
         programs=programs,
         nbytes=blocks * config.block_m * config.block_n * a.element_size(),
+        arrangement=arrange(node.parsed, 1),
     )
 
 
@@ -315,9 +342,13 @@ def matmul_all_reduce(
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns [.., N]. See the module."""
-    out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
+    extras: Sequence[torch.Tensor] = (),
+) -> list[torch.Tensor]:
+    """a_i [.., K_i], b_i [K_i, N], bias [N], extras as the node's epilogue reads them; returns the outputs [.., N]. See
+    the module.
+    """
+    arrangement = sizes.arrangement
+    outs = arrangement.new_outputs_of_sum(a[0], [*a[0].shape[:-1], sizes.N])
     lefts, rights = longest_first(a, b)
 
     def arguments() -> Arguments:
@@ -335,10 +366,18 @@ def matmul_all_reduce(
                 AVERAGE=node.reduce_op == "avg",
                 COUNTED=chunk_tiles > 1,
                 **sum_sizes(lefts, rights),
+                **arrangement.constants_of_sum(),
                 **launch.sum_constants(sizes.config, lefts, rights, bias),
             ),
         )
 
-    tensors = {"lefts": lefts, "rights": rights, "bias": out if bias is None else bias.contiguous(), "out": out}
+    tensors = {
+        "lefts": lefts,
+        "rights": rights,
+        "bias": outs[0] if bias is None else bias.contiguous(),
+        # Never empty: without any it gets what it does not look at.
+        "extras": tuple(extra.contiguous() for extra in extras) or (outs[0],),
+        "outs": tuple(outs),
+    }
     launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, tensors)
-    return out
+    return outs

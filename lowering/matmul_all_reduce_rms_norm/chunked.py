@@ -57,9 +57,12 @@ def matmul_all_reduce_rms_norm(
     bias: torch.Tensor | None,
     given: tuple[torch.Tensor | None, ...],
 ) -> Outputs:
-    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns (normed, total) [.., N], the same bits on every rank."""
+    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns (normed, total) [.., N], the same bits on every rank, and what is
+    saved.
+    """
     if isinstance(sizes, InParts):
-        return sizes.add_norm(chunked.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias), given)
+        (reduced,) = chunked.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias)
+        return sizes.add_norm(reduced, given)
     product = a[0].new_empty([*a[0].shape[:-1], sizes.N])
     Operands([[rows_of(one)] for one in a], b, bias).multiply(0, product.view(sizes.M, sizes.N))
-    return kernel.all_reduce_rms_norm(node, launch, sizes, product, given, product)
+    return kernel.all_reduce_rms_norm(node, launch, sizes, product, given, in_place=True)

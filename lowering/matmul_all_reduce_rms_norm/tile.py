@@ -45,8 +45,11 @@ def matmul_all_reduce_rms_norm(
     bias: torch.Tensor | None,
     given: tuple[torch.Tensor | None, ...],
 ) -> Outputs:
-    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns (normed, total) [.., N], the same bits on every rank."""
+    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns (normed, total) [.., N], the same bits on every rank, and what is
+    saved.
+    """
     if sizes.add_norm is None:
         assert isinstance(sizes.product, one_shot.Geometry)
-        return one_shot.matmul_all_reduce(node, launch, sizes.product, a, b, bias, given)
-    return sizes.add_norm(tile.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias), given)
+        return one_shot.matmul_all_reduce_rms_norm(node, launch, sizes.product, a, b, bias, given)
+    (reduced,) = tile.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias)
+    return sizes.add_norm(reduced, given)

@@ -6,7 +6,8 @@ chunk.
 Algorithm. The main stream multiplies the rows of rank + 1 first and the own ones last. The products go straight into
 the own slot, where their owners read them; a small kernel behind each tells them. Meanwhile the side stream copies the
 partial products for this rank from its peers, that of rank - 1 first, in the order in which they are made. The last
-product hides the last copy. One kernel adds up the W partials in rank order, in fp32, and rounds once.
+product hides the last copy. One kernel adds up the W partials in rank order, in fp32, and rounds once; an
+epilogue is computed by it too.
 Signal protocol. See lowering/transfers.py. A flag for each part of an owner's rows, from row PIECE_ROWS on.
 Limits. The scattered dimension is not the last one, and the group's size divides it. Where it lies inside others, their
 sizes multiply to MAX_OUTER at most.
@@ -17,18 +18,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from ditron_inductor.device.lanes import HERE
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
+from ditron_inductor.lowering.epilogues import Arrangement, arrange
 from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, Operands, shaped
 from ditron_inductor.lowering.launch import Launch, round_up, rows_of
 from ditron_inductor.lowering.launcher import Bound
 from ditron_inductor.lowering.schedules import Reduction
-from ditron_inductor.lowering.transfers import PIECE_ROWS, identity
+from ditron_inductor.lowering.transfers import PIECE_ROWS
 from ditron_inductor.task.nodes import MatmulReduceScatter
 
 MAX_OUTER = 8
@@ -47,7 +48,7 @@ class Geometry:
     """Sizes that all ranks share.
 
     The output is [rows, N], its rows `outer` runs of the product's; `cut` says how an owner's rows are cut and grouped;
-    `stride` elements lie between two owners' partials in the slot, of `nbytes`.
+    `stride` elements lie between two owners' partials in the slot, of `nbytes`. arrangement: of the epilogue.
     """
 
     rows: int
@@ -57,6 +58,7 @@ class Geometry:
     stride: int
     nbytes: int
     kernels: Kernels = field(repr=False)
+    arrangement: Arrangement = field(repr=False)
 
 
 def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
@@ -77,6 +79,7 @@ def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns
         stride=stride,
         nbytes=(world - 1) * stride * itemsize,
         kernels=Kernels(launch),
+        arrangement=arrange(node.parsed, 1),
     )
 
 
@@ -87,21 +90,22 @@ def matmul_reduce_scatter(
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
-    epilogue: Any = identity,
     extras: Sequence[torch.Tensor] = (),
-) -> torch.Tensor:
-    """a_i [.., W*S, .., K_i] with W*S at `scatter_dim`, b_i [K_i, N], bias [N]; returns [.., S, .., N]. See the module.
-
-    epilogue: applied to the sum before it is rounded; see `transfers.identity`.
+) -> list[torch.Tensor]:
+    """a_i [.., W*S, .., K_i] with W*S at `scatter_dim`, b_i [K_i, N], bias [N] or [M, 1], extras as the node's epilogue
+    reads them; returns the outputs [.., S, .., N]. See the module.
     """
     first = a[0]
     shape = [*first.shape[:-1], sizes.N]
     shape[node.scatter_dim] //= node.world_size
-    out = first.new_empty(shape)
+    outs = sizes.arrangement.new_outputs_of_sum(first, shape)
+    # Never empty: an epilogue that wants nothing gets what it does not look at.
+    x = tuple(extra.contiguous() for extra in extras) or (outs[0],)
     partials = first.new_empty(node.world_size * sizes.rows, sizes.N)
     with launch.call(nbytes=sizes.nbytes) as call:
-        plan = call.kept((sizes, epilogue), lambda call: _plan(node, launch, sizes, call, first, epilogue))
-        operands = Operands([plan.rows_of(rows_of(one)) for one in a], b, bias)
+        plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, first))
+        added = bias if bias is None or bias.dim() == 1 else plan.rows_of(bias)
+        operands = Operands([plan.rows_of(rows_of(one)) for one in a], b, added)
         base = partials.data_ptr()
         plan.open(call.stream)
         with call.fork() as lane:
@@ -112,9 +116,8 @@ def matmul_reduce_scatter(
                 group.receive(lane, done, base)
             with lane.beside() if len(plan.groups) % 2 == 1 else HERE:
                 operands.multiply(plan.own, shaped(partials[plan.own_rows], plan.own_shape))
-        # Never empty: an epilogue that wants nothing gets what it does not look at.
-        plan.reduce(call.stream, partials, out, tuple(extras) or (out,))
-    return out
+        plan.reduce(call.stream, partials, x, tuple(outs))
+    return outs
 
 
 @dataclass(frozen=True)
@@ -142,9 +145,7 @@ class _Plan:
         return a.unflatten(0, self.apart).unbind(1)
 
 
-def _plan(
-    node: MatmulReduceScatter, launch: Launch, sizes: Geometry, call: Call, a: torch.Tensor, epilogue: Any
-) -> _Plan:
+def _plan(node: MatmulReduceScatter, launch: Launch, sizes: Geometry, call: Call, a: torch.Tensor) -> _Plan:
     world, rank, rows, N, parts = node.world_size, launch.rank, sizes.rows, sizes.N, sizes.cut.parts
     exchange = Exchange(sizes.kernels, call)
     slot, itemsize = call.data(rank, a.dtype), a.element_size()
@@ -170,7 +171,9 @@ def _plan(
     return _Plan(
         open=exchange.open(),
         groups=groups,
-        reduce=exchange.reduce(rows, N, stride=rows * N, average=node.reduce_op == "avg", epilogue=epilogue),
+        reduce=exchange.reduce(
+            rows, N, stride=rows * N, average=node.reduce_op == "avg", arrangement=sizes.arrangement
+        ),
         lengths=lengths if plain else None,
         apart=(sizes.outer, world, rows // sizes.outer),
         own=place_of[rank * rows] if plain else rank,

@@ -5,7 +5,8 @@ There may be several products a_i @ b_i that are added up, and a row that is add
 Algorithm. One queue of work: the tiles of the product, those of rank + 1 first and the own ones last. A tile of another
 rank is carried into the slot of its owner while the next tile is computed. An own tile waits for the other ranks'
 parts, adds all of them in fp32 in rank order, and writes the output: by then they have nearly always come, as every
-rank computes its own tiles last. Partials are rounded to the output's dtype, as they are without fusion.
+rank computes its own tiles last. Partials are rounded to the output's dtype, as they are without fusion. An epilogue is
+computed of the sum, rounded likewise, before it is written.
 The K loops of several products run one after the other into one accumulator; the first one, the longest, carries.
 Signal protocol. See lowering/partials.py. A push waits for the credits of all peers for the slot's previous use;
 the next launch gives those of this one. Every push precedes every flag wait in ticket order, and a program carries and
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -31,6 +32,7 @@ from ditron_inductor.core.matmul import (
     matmul_steps_by_descriptors,
     matmul_tile,
     plus_bias,
+    plus_column,
     rows_descriptor,
     weight_descriptor,
 )
@@ -49,6 +51,7 @@ from ditron_inductor.core.signals import (
     wait_credits,
 )
 from ditron_inductor.lowering.config import Config
+from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_sum
 from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
 from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.lowering.partials import publish_partial, put_in_outbox, reduced_slice
@@ -57,17 +60,18 @@ from ditron_inductor.task.nodes import MatmulReduceScatter
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles"])
 def matmul_reduce_scatter_kernel(
-    lefts, rights, bias, out, table, ctl, counters,
+    lefts, rights, bias, extras, outs, table, ctl, counters,
     rows, N, depths, block, strides_am, strides_bk, strides_bn,
     rank, slot, site, chunk_tiles,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, COUNTED: tl.constexpr, INTERLEAVED: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
     """See the module. lefts [WORLD * rows, K_i] with contiguous K, rights [K_i, N], depths (the K_i), strides: tuples
-    of NUM_PRODUCTS; bias [N], or anything; out [rows, N] contiguous; block: see interleaved_row.
+    of NUM_PRODUCTS; bias [N], [WORLD * rows, 1] if not INTERLEAVED, or anything; extras, outs: tuples, of what EPILOGUE
+    takes and makes of the sum; outs [rows, N] contiguous; block: see interleaved_row.
 
     DESCRIPTORS needs the rows of a tile to follow each other: `block` a multiple of BLOCK_M, or not INTERLEAVED.
     """
@@ -76,7 +80,7 @@ def matmul_reduce_scatter_kernel(
     num_m = tl.cdiv(rows, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     tiles = num_m * num_n
-    dtype: tl.constexpr = out.dtype.element_ty
+    dtype: tl.constexpr = lefts[0].dtype.element_ty
     a_descriptors = ()
     b_descriptors = ()
     if DESCRIPTORS:
@@ -89,8 +93,9 @@ def matmul_reduce_scatter_kernel(
             b_descriptors = b_descriptors + (b_descriptor,)  # type: ignore[assignment]
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
-    BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
-    SLICE: tl.constexpr = min(BLOCK_M, 64 * THREADS // BLOCK_N)
+    BLOCK_WORDS: tl.constexpr = BLOCK * lefts[0].dtype.element_ty.primitive_bitwidth // 32
+    # Elements of a thread: what an epilogue reads takes registers too.
+    SLICE: tl.constexpr = min(BLOCK_M, (64 if EPILOGUE is None else 32) * THREADS // BLOCK_N)
     outbox = data(table, ctl, rank, slot, dtype) + (WORLD * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
     # Whether the credits have come, and the tile that waits in the outbox: of no owner if it is the rank.
     credited = tl.full((), 0, tl.int32)
@@ -149,6 +154,7 @@ def matmul_reduce_scatter_kernel(
                 BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
             )  # fmt: skip
         acc = plus_bias(acc, bias, column, N, BLOCK_N, HAS_BIAS)
+        acc = plus_column(acc, bias, owner * rows + block_row * BLOCK_M, (owner + 1) * rows - 1, BLOCK_M, HAS_BIAS)
         if sent_owner != rank:
             publish_partial(
                 table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED
@@ -165,8 +171,10 @@ def matmul_reduce_scatter_kernel(
                     dtype, WORLD, AVERAGE, SLICE, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 slice_m = block_row * BLOCK_M + i * SLICE + tl.arange(0, SLICE)
-                inside = (slice_m < rows)[:, None] & (offs_n < N)[None, :]
-                tl.store(out + slice_m.to(tl.int64)[:, None] * N + offs_n[None, :], total.to(dtype), mask=inside)
+                store_sum(
+                    total, whole, extras, outs, slice_m.to(tl.int64)[:, None], offs_n[None, :],
+                    (slice_m < rows)[:, None], (offs_n < N)[None, :], N, NUM_OUTS, dtype, EPILOGUE,
+                )  # fmt: skip
         else:
             if credited == 0:
                 # Credits: nobody reads any more what the slot's previous use left there.
@@ -186,7 +194,9 @@ def matmul_reduce_scatter_kernel(
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that all ranks share: the output [rows, N], tile shape, tiles of one output, programs, the slot's bytes."""
+    """Sizes that all ranks share: the output [rows, N], tile shape, tiles of one output, programs, the slot's bytes;
+    and the epilogue.
+    """
 
     rows: int
     N: int
@@ -194,6 +204,7 @@ class Geometry:
     tiles: int
     programs: int
     nbytes: int
+    arrangement: Arrangement = field(repr=False)
 
 
 def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
@@ -204,7 +215,15 @@ def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns
     programs = launch.programs(node.world_size * tiles, config)
     # A block for each partial tile, and one for each outbox.
     nbytes = (node.world_size * tiles + programs) * config.block_m * config.block_n * a.element_size()
-    return Geometry(rows=rows, N=columns, config=config, tiles=tiles, programs=programs, nbytes=nbytes)
+    return Geometry(
+        rows=rows,
+        N=columns,
+        config=config,
+        tiles=tiles,
+        programs=programs,
+        nbytes=nbytes,
+        arrangement=arrange(node.parsed, 1),
+    )
 
 
 def matmul_reduce_scatter(
@@ -214,13 +233,15 @@ def matmul_reduce_scatter(
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """a_i [.., W*S, .., K_i] with W*S at `scatter_dim`, b_i [K_i, N], bias [N]; returns [.., S, .., N]. See the
-    module.
+    extras: Sequence[torch.Tensor] = (),
+) -> list[torch.Tensor]:
+    """a_i [.., W*S, .., K_i] with W*S at `scatter_dim`, b_i [K_i, N], bias [N] or [M, 1], extras as the node's epilogue
+    reads them; returns the outputs [.., S, .., N]. See the module.
     """
     shape = [*a[0].shape[:-1], sizes.N]
     shape[node.scatter_dim] //= node.world_size
-    out = a[0].new_empty(shape)
+    arrangement = sizes.arrangement
+    outs = arrangement.new_outputs_of_sum(a[0], shape)
     lefts, rights = longest_first(a, b)
 
     def arguments() -> Arguments:
@@ -243,10 +264,18 @@ def matmul_reduce_scatter(
                 INTERLEAVED=block != sizes.rows,
                 # With few tiles of its own a program has no other one to publish after.
                 EARLY=sizes.tiles <= 2 * sizes.programs,
+                **arrangement.constants_of_sum(),
                 **constants,
             ),
         )
 
-    tensors = {"lefts": lefts, "rights": rights, "bias": out if bias is None else bias.contiguous(), "out": out}
+    tensors = {
+        "lefts": lefts,
+        "rights": rights,
+        "bias": outs[0] if bias is None else bias.contiguous(),
+        # Never empty: without any it gets what it does not look at.
+        "extras": tuple(extra.contiguous() for extra in extras) or (outs[0],),
+        "outs": tuple(outs),
+    }
     launch.run(matmul_reduce_scatter_kernel, sizes.nbytes, arguments, tensors)
-    return out
+    return outs

@@ -21,7 +21,7 @@ from ditron_inductor.device.protocol_model import (
 GATHER, SCATTER, REDUCE, PUSH = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "push"
 KINDS = [GATHER, SCATTER, REDUCE, PUSH]
 ONE_SHOT, TWO_SHOTS = "one_shot", "two_shots"
-PRODUCT, FEW_ROWS = "matmul_all_gather", "few_rows"
+PRODUCT, FEW_ROWS, CONTRACT = "matmul_all_gather", "few_rows", "all_gather_contract"
 """Those of small products, whose programs send, wait and add in one work item."""
 PULL_GATHER, PULL_SCATTER, PULL_REDUCE = "pull_gather", "pull_scatter", "pull_reduce"
 P = Protection
@@ -84,7 +84,7 @@ HEALTHY = {
     "all-reduce-w3-p2-one-slot": replace(same(3, *[Call(REDUCE, "A", slot=0)] * 2), programs=2),
     **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (ONE_SHOT, TWO_SHOTS)},
     **{f"{k}-w3-p1": same(3, *[Call(k, "A")] * 3) for k in (ONE_SHOT, TWO_SHOTS)},
-    **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (PRODUCT, FEW_ROWS)},
+    **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (PRODUCT, FEW_ROWS, CONTRACT)},
     **{f"{k}-w3-p1": same(3, *[Call(k, "A", slot=0)] * 3) for k in (PRODUCT, FEW_ROWS)},
     "products-among-others-w2": same(2, *twice_replayed(PRODUCT, REDUCE)),
     "shots-among-others-w2": replace(same(2, *alternating(TWO_SHOTS, PULL_REDUCE, 6)), programs=2),

@@ -199,6 +199,41 @@ def reference_matmul_all_gather(
     return reference.matmul_all_gather(*_doubled(a, b, bias), gather_dim=dim, **site.group(ctx))
 
 
+def all_gather_contract(
+    ctx: RankContext,
+    site: Site,
+    shard: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+    gather_dim: int = 0,
+    gathered_first: bool = True,
+    return_gathered: bool = False,
+) -> list[torch.Tensor]:
+    """[out_0, .., (gathered,) token] of the op."""
+    register()
+    op = torch.ops.ditron.all_gather_contract
+    return op(shard, list(factors), None, gather_dim, gathered_first, return_gathered, *site.args(ctx))
+
+
+def reference_all_gather_contract(
+    ctx: RankContext,
+    site: Site,
+    shard: torch.Tensor,
+    factors: Sequence[torch.Tensor],
+    gather_dim: int = 0,
+    gathered_first: bool = True,
+) -> list[torch.Tensor]:
+    """The outputs in fp64, then the gathered tensor in the shard's own dtype, bit for bit."""
+    outputs = reference.all_gather_contract(
+        shard.double(),
+        [one.double() for one in factors],
+        gather_dim=gather_dim,
+        gathered_first=gathered_first,
+        return_gathered=False,
+        **site.group(ctx),
+    )
+    return [*outputs, reference.all_gather(shard, gather_dim=gather_dim, **site.group(ctx))]
+
+
 def assert_replicated(ctx: RankContext, x: torch.Tensor, site: Site | None = None) -> None:
     """AssertionError unless the bytes of x are the same on every rank of the site's group."""
     name = (site or Site()).group_name or ctx.group_name
@@ -217,11 +252,16 @@ def all_reduce_rms_norm(
     extras: Sequence[torch.Tensor | None],
     norm: Norm,
     reduce_op: str = "sum",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(normed, total) of the op; operands: x, or a and b, whose product x is. extras: see `nodes.EXTRAS`."""
+    post: Norm | None = None,
+    saved: Sequence[str] = (),
+) -> list[torch.Tensor]:
+    """[normed, total, and what is saved] of the op; operands: x, or a and b, whose product x is. extras: see
+    `nodes.EXTRAS`.
+    """
     register()
     op, first = torch.ops.ditron.all_reduce_rms_norm, list[Any](operands)
     if len(operands) == 2:
         op, first = torch.ops.ditron.matmul_all_reduce_rms_norm, [[operands[0]], [operands[1]], None]
-    normed, total, _ = op(*first, *extras, None, reduce_op, *ops.norm_args(norm), *site.args(ctx))
-    return normed, total
+    norms = *ops.norm_args(norm), *ops.norm_args(post), "+".join(saved)
+    outputs: list[torch.Tensor] = op(*first, *extras, None, reduce_op, *norms, *site.args(ctx))
+    return outputs[:-1]

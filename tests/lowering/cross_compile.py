@@ -10,6 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ditron_inductor.lowering.all_gather_contract.tile import all_gather_contract_kernel
 from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import HAS_RESIDUAL, HAS_WEIGHT
 from ditron_inductor.lowering.config import Config
@@ -19,6 +20,7 @@ from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
 from ditron_inductor.lowering.matmul_reduce_scatter.tile import matmul_reduce_scatter_kernel
 from ditron_inductor.lowering.projections import projections_kernel
 from ditron_inductor.task.epilogue import parse
+from ditron_inductor.task.nodes import EXTRAS, SAVED
 from tests.lowering.assembly import Listing
 
 KERNELS: dict[str, Any] = {
@@ -28,9 +30,12 @@ KERNELS: dict[str, Any] = {
     "one_shot": one_shot.matmul_all_reduce_kernel,
     "gathered": many_rows.matmul_all_gather_kernel,
     "gathered_few": few_rows.matmul_all_gather_kernel,
+    "all_gather_contract": all_gather_contract_kernel,
 }
 LOCAL_KERNELS: dict[str, Any] = {"projections": projections_kernel}
 """They send nothing: no waits, no signals."""
+OF_WEIGHTS = ("all_gather_matmul", "all_gather_contract", "projections")
+"""Kernels of several products that are not added up."""
 OF_FEW_ROWS = ("one_shot", "gathered_few", "projections")
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -40,8 +45,8 @@ TARGETS = {
 }
 NUM_WEIGHTS = 2
 TENSORS = ("shard", "gathered", "bias", "out", "x")
-TUPLES_OF_TENSORS = ("weights", "extras", "outs", "lefts", "rights")
-TUPLES = (*TUPLES_OF_TENSORS, "columns", "depths", "strides_am", "strides_bk", "strides_bn")
+TUPLES_OF_TENSORS = ("weights", "factors", "extras", "outs", "lefts", "rights")
+TUPLES = (*TUPLES_OF_TENSORS, "columns", "depths", "strides_am", "strides_bk", "strides_bn", "strides_fk", "strides_fn")
 """One element for each weight, or product; `outs` one for each output."""
 WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32"}
 
@@ -51,8 +56,8 @@ class Case:
     """A kernel for `target` in tiles of `config`.
 
     descriptors: loads operands by TMA. even_k: K needs no mask. early: publishes in the middle of a product. products:
-    that a reduction adds up; biased: a row too. epilogue: of the products of two gathered weights, if there is one.
-    norm: ends with a norm.
+    that a reduction adds up; biased: a row too. epilogue: of the products of two gathered weights, or of a reduced sum.
+    norm: ends with a norm. second: the gathered operand stands second.
     """
 
     kernel: str
@@ -66,6 +71,7 @@ class Case:
     biased: bool = False
     epilogue: str = ""
     norm: bool = False
+    second: bool = False
 
     def __str__(self) -> str:
         tile = self.fitted
@@ -77,12 +83,13 @@ class Case:
     def terms(self) -> str:
         """What is added up, if it is more than one product, and what follows."""
         added = (f"-{self.products}" if self.products > 1 else "") + ("-biased" if self.biased else "")
+        added += "-second" if self.second else ""
         return added + ("-norm" if self.norm else "") + (f"-{self.epilogue.replace(' ', '')}" if self.epilogue else "")
 
     @property
     def length(self) -> int:
         """Of the kernel's tuples."""
-        return NUM_WEIGHTS if self.kernel in ("all_gather_matmul", "projections") else self.products
+        return NUM_WEIGHTS if self.kernel in OF_WEIGHTS else self.products
 
     @property
     def fitted(self) -> Config:
@@ -94,13 +101,15 @@ class Case:
 
     @property
     def arrangement(self) -> Arrangement:
-        return arrange(parse(self.epilogue) if self.epilogue else None, NUM_WEIGHTS)
+        return arrange(parse(self.epilogue) if self.epilogue else None, NUM_WEIGHTS if self.kernel in OF_WEIGHTS else 1)
 
     @property
     def carrying_loops(self) -> list[bool]:
         """For each K loop in order, whether it takes finished data to peers."""
         if self.kernel == "all_gather_matmul":
             return [self.descriptors] * len(self.arrangement.groups)
+        if self.kernel == "all_gather_contract":
+            return [False] * NUM_WEIGHTS
         further = [False] * (self.products - 1)
         if self.kernel == "matmul_reduce_scatter" and self.descriptors and self.early:
             return [True, False, *further]
@@ -134,6 +143,8 @@ def compile_case(case: Case) -> Compiled:
     constants: dict[str, Any] = {
         "WORLD": 4,
         "NUM_WEIGHTS": NUM_WEIGHTS,
+        "NUM_FACTORS": NUM_WEIGHTS,
+        "GATHERED_FIRST": not case.second,
         "NUM_PRODUCTS": case.products,
         "HAS_BIAS": case.biased,
         "RETURN_GATHERED": True,
@@ -155,12 +166,13 @@ def compile_case(case: Case) -> Compiled:
         "UPCAST": False,
         "SEND_BLOCK": 8192,
         "SEND_STEPS": 8,
-        **case.arrangement.constants(),
+        **(case.arrangement.constants() if case.kernel in OF_WEIGHTS else case.arrangement.constants_of_sum()),
         "NORM": case.norm,
         "ROW": 8192,
         "FORM": (HAS_RESIDUAL.value | HAS_WEIGHT.value) if case.norm else 0,
         "EPS": 1e-6,
-        **({} if case.norm else {"norm": None}),
+        "POST_EPS": 1e-6,
+        **({} if case.norm else {"given": None, "norm_outs": None}),
         "COPY_ROWS": few_rows.COPY_ROWS,
         "COPY_COLUMNS": 128,
     }
@@ -173,12 +185,14 @@ def compile_case(case: Case) -> Compiled:
         assert name in constants or not parameter.is_constexpr, name
         if name in constants:
             signature[name], known[place,] = "constexpr", constants[name]
-        elif name == ("strides_bk" if k_major else "strides_bn"):
+        elif name == "stride_gc":
+            signature[name], known[place,] = "constexpr", 1
+        elif name in ("strides_fn", "strides_bk" if k_major else "strides_bn"):
             signature[name] = ("constexpr",) * case.length
             known |= {(place, i): 1 for i in range(case.length)}
-        elif name == "norm":
-            signature[name] = (f"*{case.dtype}",) * 5
-            attributes |= {(place, i): aligned for i in range(5)}
+        elif name in ("given", "norm_outs"):
+            signature[name] = (f"*{case.dtype}",) * len(EXTRAS if name == "given" else ("", "", *SAVED))
+            attributes |= {(place, i): aligned for i in range(len(signature[name]))}
         elif name in TUPLES:
             count = len(case.arrangement.outputs) if name == "outs" else case.length
             signature[name] = (f"*{case.dtype}" if name in TUPLES_OF_TENSORS else "i32",) * count

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ditron_inductor.task import reference
-from ditron_inductor.task.nodes import KINDS, NORM_KINDS, Norm
+from ditron_inductor.task.nodes import EXTRAS, KINDS, NORM_KINDS, Norm
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
@@ -47,27 +47,30 @@ class Problem:
         self.kind = kind.removesuffix(" of few rows")
         self.site = site or Site(name=f"stress/{(*TILE_KINDS, *NORM_KINDS).index(kind)}:{self.kind}")
         world_size = self.site.world_size or ctx.world_size
-        rows = size.rows if kind == "all_gather_matmul" else size.rows * world_size
+        rows = size.rows if kind.startswith("all_gather") else size.rows * world_size
         if kind in (FEW_ROWS, FEW_ROWS_GATHERED, *NORM_KINDS):
             rows = 1 + size.rows % 5
         if kind in NORM_KINDS:
             # The same on all ranks: what is added to a sum of all.
-            self.extras = [None, torch.ones(rows, size.n), torch.full([size.n], 0.5), None]
-            self.extras = [one if one is None else one.to(ctx.device, dtype) for one in self.extras]
+            given = {"residual": torch.ones(rows, size.n), "weight": torch.full([size.n], 0.5)}
+            self.extras = [given[name].to(ctx.device, dtype) if name in given else None for name in EXTRAS]
         self.left = calls.operand(ctx, [rows, size.n if kind == NORM_KINDS[0] else size.k], dtype)
         # A second weight makes one call fill the slot for several outputs.
-        widths = [size.n, size.n // 2 + 1] if kind == "all_gather_matmul" else [size.n]
-        self.weights = [calls.weight(ctx, size.k, n, dtype, "column") for n in widths]
+        widths = [size.n, size.n // 2 + 1] if kind.startswith("all_gather") else [size.n]
+        deep = rows * world_size if kind == "all_gather_contract" else size.k
+        self.weights = [calls.weight(ctx, deep, n, dtype, "column") for n in widths]
 
     def __call__(self) -> list[torch.Tensor]:
         """The op's outputs: products, for the gather also the gathered tensor."""
         if self.kind == "all_gather_matmul":
             return calls.all_gather_matmul(self.ctx, self.site, self.left, self.weights, 0, True)[:-1]
+        if self.kind == "all_gather_contract":
+            return calls.all_gather_contract(self.ctx, self.site, self.left, self.weights, return_gathered=True)[:-1]
         if self.kind == "matmul_reduce_scatter":
             return [calls.matmul_reduce_scatter(self.ctx, self.site, self.left, self.weights[0])]
         if self.kind in NORM_KINDS:
             operands = [self.left] if self.kind == NORM_KINDS[0] else [self.left, *self.weights]
-            return list(calls.all_reduce_rms_norm(self.ctx, self.site, operands, self.extras, NORM))
+            return calls.all_reduce_rms_norm(self.ctx, self.site, operands, self.extras, NORM)
         if self.kind == "matmul_all_gather":
             return [calls.matmul_all_gather(self.ctx, self.site, self.left, self.weights[0])]
         return [calls.matmul_all_reduce(self.ctx, self.site, self.left, self.weights[0])]
@@ -80,8 +83,10 @@ class Problem:
         """AssertionError unless outputs are right; a replicated result is also compared between ranks. Collective."""
         ctx, site, left, weights = self.ctx, self.site, self.left, self.weights
         what = f"{what} {self.kind}"
-        if self.kind == "all_gather_matmul":
-            *products, gathered = calls.reference_all_gather_matmul(ctx, site, left, weights)
+        if self.kind.startswith("all_gather"):
+            contracts = self.kind == "all_gather_contract"
+            wanted_of = calls.reference_all_gather_contract if contracts else calls.reference_all_gather_matmul
+            *products, gathered = wanted_of(ctx, site, left, weights)
             for got, want in zip(outputs[:-1], products, strict=True):
                 assert_near(got, want, what=what)
             assert torch.equal(outputs[-1], gathered), f"{what}: the gathered tensor is not the shards' bits"

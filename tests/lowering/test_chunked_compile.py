@@ -11,10 +11,13 @@ import triton
 from triton.compiler import ASTSource
 
 from ditron_inductor.lowering import transfers
+from ditron_inductor.lowering.epilogues import arrange
 from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import all_reduce_kernel
+from ditron_inductor.task.epilogue import parse
 from tests.lowering.assembly import Listing, dialect_of
 from tests.lowering.cross_compile import TARGETS
 
+EPILOGUE = "full(x0) + cast(silu(cast(mm0 + row(x1), bf16)), bf16); mm0"
 # By kernel: (kernel, warps, compile-time arguments, waits, releases). A wait is two reads: the first and the loop's.
 KERNELS: dict[str, tuple[Any, int, dict[str, Any], int, int]] = {
     "stage": (transfers.stage, 8, {"COPY": True, "BLOCK": 8192}, 2, 1),
@@ -28,27 +31,27 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], int, int]] = {
     "one_shot": (all_reduce_kernel, 4, {"ONE_SHOT": True, "PIECE": 1024, "THREADS": 128}, 4, 2),
     "two_shots": (all_reduce_kernel, 8, {"ONE_SHOT": False, "PIECE": 4096, "THREADS": 256}, 6, 3),
 }
-TENSORS = ("shard", "copy", "partials", "out", "x")
+TENSORS = ("shard", "copy", "partials", "x")
 WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32", "numel": "i64"}
 ALIGNED = (*TENSORS, "table", "ctl", "counters", "numel", "N", "stride", "result")
 
 
 @functools.cache
-def compiled(name: str, target: str, dtype: str = "bf16") -> tuple[str, int]:
+def compiled(name: str, target: str, dtype: str = "bf16", epilogue: str = "") -> tuple[str, int]:
     """(the GPU's assembly, bytes of shared memory) of a kernel for 4 ranks, specialised as on aligned operands."""
+    sums = arrange(parse(epilogue) if epilogue else None, 1)
     kernel, warps, constants, _, _ = KERNELS[name]
-    constants = {"WORLD": 4, "AVERAGE": True, "EPILOGUE": transfers.identity} | constants
+    constants = {"WORLD": 4, "AVERAGE": True, **sums.constants_of_sum()} | constants
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
     for place, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument], known[place,] = "constexpr", constants[argument]
-        elif argument in ("outs", "numels"):
-            signature[argument] = (f"*{dtype}" if argument == "outs" else "i64",) * 2
-            attributes |= {(place, i): [["tt.divisibility", 16]] for i in range(2)}
-        elif argument == "extras":
-            signature[argument] = ()
+        elif argument in ("outs", "numels", "extras"):
+            count = constants["NUM_OUTS"] if argument == "outs" else 2
+            signature[argument] = ("i64" if argument == "numels" else f"*{dtype}",) * count
+            attributes |= {(place, i): [["tt.divisibility", 16]] for i in range(count)}
         else:
             signature[argument] = f"*{dtype}" if argument in TENSORS else WORDS.get(argument, "i32")
             if argument in ALIGNED:
@@ -69,6 +72,17 @@ def test_waits_and_releases_are_there(name: str, target: str) -> None:
     if KERNELS[name][1] > 1:
         for place in places:
             assert listing.has_barrier_before(place, dialect.barrier, dialect.store), (place, listing.lines[place])
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("name", ["reduce_partials", "one_shot", "two_shots"])
+def test_an_epilogue_moves_wide_pieces_too(name: str, target: str) -> None:
+    _, _, _, waits, _ = KERNELS[name]
+    text, _ = compiled(name, target, epilogue=EPILOGUE)
+    assert len(Listing(text).places(dialect_of(target).acquire)) >= waits
+    if target.startswith("sm_"):
+        assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
+        assert not re.search(r"st\.global\.(b16|b32)\b", text)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -78,11 +78,15 @@ def _early_cases() -> list[Case]:
     return [Case("matmul_reduce_scatter", target, tile, "bf16", descriptors=True, early=True) for target, tile in forms]
 
 
+# Behind the reductions.
+RESIDUAL, SAVED = "full(x0) + mm0", "gelu_tanh(cast(mm0 + row(x0), bf16)); cast(mm0 + row(x0), bf16); mm0"
 SUMS = [
     Case("matmul_reduce_scatter", "sm_90", config.LARGE, "bf16", descriptors=True, early=True, products=3, biased=True),
-    Case("matmul_reduce_scatter", "gfx942", config.LARGE, "bf16", products=2, biased=True),
-    Case("two_shot", "sm_90", config.LARGE, "bf16", descriptors=True, products=3),
-    Case("one_shot", "sm_90", config.FEW_ROWS[16], "bf16", products=3, biased=True),
+    Case("matmul_reduce_scatter", "sm_90", config.MIDDLE, "bf16", descriptors=True, epilogue=RESIDUAL),
+    Case("matmul_reduce_scatter", "gfx942", config.LARGE, "bf16", products=2, biased=True, epilogue=RESIDUAL),
+    Case("two_shot", "sm_90", config.LARGE, "bf16", descriptors=True, products=3, epilogue=RESIDUAL),
+    Case("one_shot", "sm_90", config.FEW_ROWS[16], "bf16", products=3, biased=True, epilogue=SAVED),
+    Case("two_shot", "gfx942", config.LARGE, "bf16", epilogue=RESIDUAL),
 ]
 
 
@@ -101,12 +105,23 @@ def _gathered_cases() -> list[Case]:
     ]
 
 
+def _contract_cases() -> list[Case]:
+    """Weight gradients: both operands of the first form lie with contiguous rows, not with a contiguous K."""
+    forms = [
+        ("sm_90", config.LARGE, "bf16", False),
+        ("sm_90", config.LARGE, "bf16", True),
+        ("gfx942", config.LARGE, "bf16", False),
+    ]
+    return [Case("all_gather_contract", *form, second=second) for *form, second in forms]
+
+
 CASES = [
     *(case for kernel in MANY_ROWS for case in _cases(kernel)),
     *_early_cases(),
     *_decode_cases(),
     *SUMS,
     *_gathered_cases(),
+    *_contract_cases(),
 ]
 NVIDIA_CASES = [case for case in CASES if case.target.startswith("sm_")]
 DESCRIPTOR_CASES = [case for case in CASES if case.descriptors]

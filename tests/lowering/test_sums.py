@@ -161,3 +161,21 @@ def _rounded_once(ctx: RankContext) -> None:
 
 def test_a_sum_is_rounded_once(pool: RankPool) -> None:
     pool.run(_rounded_once)
+
+
+def _columns(ctx: RankContext) -> None:
+    """A bias that is a column, as in the transposed problem of a scatter of columns."""
+    for strategy in STRATEGIES:
+        site = Site(strategy=strategy, name=f"sums/3:{strategy}")
+        for rows, depths, n in ((33, (24,), 20), (40, (16, 32), 64)):
+            a = [calls.operand(ctx, (rows * ctx.world_size, k), BF16) for k in depths]
+            b = [calls.weight(ctx, k, n, BF16, "column") for k in depths]
+            bias = calls.operand(ctx, (rows * ctx.world_size, 1), BF16)
+            want = calls.reference_matmul_reduce_scatter(ctx, site, a, b, bias=bias)
+            got = calls.matmul_reduce_scatter(ctx, site, a, b, bias=bias)
+            assert_near(got, want, num_partials=3 * ctx.world_size, what=strategy)
+
+
+def test_a_bias_may_be_a_column(pool: RankPool) -> None:
+    if pool.device_type == "cuda" or pool.world_size == 2:
+        pool.run(_columns)

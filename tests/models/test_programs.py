@@ -190,21 +190,42 @@ def scattered_columns(x: torch.Tensor, w: torch.Tensor) -> Tensors:
     return [scatter(x @ w, 2), torch.relu(scatter(x[0] @ w, 1)) @ w[:, :12].t()]
 
 
+def contracted(x: torch.Tensor, g: torch.Tensor) -> Tensors:
+    """x [2, 4, 16], g [2, 8, 24]. Gathered rows and gathered columns that matmuls contract, with gradients."""
+    rows, columns = gather(x, 1), gather(g, 2)
+    flat = g.flatten(0, 1)
+    return [rows.flatten(0, 1).t() @ flat, columns @ flat.repeat(3, 1), rows.sin()]
+
+
+def finished(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> Tensors:
+    """x [4, 16], w [16, 48], v [24, 16], bias [16]. Gate and up in one weight; what follows reductions."""
+    gate, up = (gather(x) @ w).chunk(2, -1)
+    hidden = torch.nn.functional.silu(gate) * up
+    scattered = x + scatter(hidden @ v)
+    reduced = torch.relu(reduce(hidden @ v.flip(0)) + bias)
+    return [scattered, reduced @ w]
+
+
 @dataclass(frozen=True)
 class Case:
-    """A program, the shapes of its inputs, whether gradients are compared too, and what is fused forward."""
+    """A program, the shapes of its inputs, whether gradients are compared too, what is fused forward, and the epilogues
+    that are absorbed there.
+    """
 
     program: Program
     shapes: tuple[tuple[int, ...], ...]
     grad: bool = False
     fused: tuple[str, ...] = ()
+    epilogues: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return self.program.__name__
 
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+AC = "all_gather_contract"
 XW = (8, 16), (16, 24)
+FINISHED = frozenset({"silu(mm0) * mm1", "full(x0) + mm0", "relu(mm0 + row(x0))"})
 CASES = [
     Case(wrong_chunks, ((2, 4, 16), (16, 24))),
     Case(lookalikes, XW),
@@ -216,7 +237,9 @@ CASES = [
     Case(scattered_columns, ((2, 4, 16), (16, 24)), fused=(RS, RS)),
     Case(operands, XW, fused=(AG, AG, AG, AR, AR, AR, RS)),
     Case(gathered_returned, ((2, 4, 16), (16, 24)), grad=True, fused=(AG,)),
+    Case(contracted, ((2, 4, 16), (2, 8, 24)), grad=True, fused=(AC, AC)),
     Case(sums, ((4, 16), (16, 24), (24, 16), (16,)), grad=True, fused=(AG, RS)),
+    Case(finished, ((4, 16), (16, 48), (24, 16), (16,)), fused=(AG, RS, AR), epilogues=FINISHED),
     Case(checkpointed, XW, grad=True, fused=(AG, RS, AG, RS)),
     Case(broken_graph, XW, grad=True, fused=(AG, RS, AG)),  # the last matmul is fused with its gather
 ]
@@ -245,6 +268,7 @@ def run_case(ctx: RankContext, case: Case) -> None:
             compare(ctx, case.program, compiled, case.shapes, case.grad)
     fused = [site.kind for graph in sink.graphs if not graph.is_backward for site in graph.sites if site.fused]
     assert Counter(fused) == Counter(case.fused), fused
+    assert {site.epilogue for graph in sink.graphs for site in graph.sites} >= case.epilogues
 
 
 @pytest.mark.timeout(100)

@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes.all_gather_contract import all_gather_contract
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.matmul_all_gather import matmul_all_gather
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
@@ -39,7 +40,8 @@ from ditron_inductor.passes.try_forms import try_forms
 from ditron_inductor.task import reference, reference_attention
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate
-from ditron_inductor.task.nodes import Norm
+from ditron_inductor.task.nodes import EXTRAS
+from ditron_inductor.task.ops import norms_of
 from ditron_inductor.task.reference import sum_of_products
 
 WORLD_SIZE = 4
@@ -51,7 +53,7 @@ PREPARATIONS = (
     sequence_parallel,
     try_forms,
 )
-FUSIONS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, matmul_all_gather)
+FUSIONS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, matmul_all_gather, all_gather_contract)
 c10d: Any = torch.ops._c10d_functional
 
 
@@ -253,6 +255,19 @@ def _run_all_gather_matmul(args: list[Any]) -> list[Any]:
     return results
 
 
+def _run_all_gather_contract(args: list[Any]) -> list[Any]:
+    dim, gathered_first, return_gathered = args[0][3:6]
+    gathered = torch.cat([arg[0] for arg in args], dim)
+    rows = gathered.flatten(0, -2)
+    contracted_first = rows.t() if dim == gathered.ndim - 1 else rows
+    extra = [gathered] if return_gathered else []
+    results = []
+    for arg in args:
+        outputs = [contracted_first.t() @ one if gathered_first else one @ contracted_first for one in arg[1]]
+        results.append([*outputs, *extra, torch.empty(1)])
+    return results
+
+
 def _run_projections(x: torch.Tensor, weights: Any, _: str, extras: Any = (), epilogue: str = "") -> list[torch.Tensor]:
     outputs = [x @ weight for weight in weights]
     return evaluate(parse(epilogue), outputs, extras) if epilogue else outputs
@@ -261,20 +276,29 @@ def _run_projections(x: torch.Tensor, weights: Any, _: str, extras: Any = (), ep
 def _run_matmul_reduce_scatter(args: list[Any]) -> list[Any]:
     dim, op = args[0][4], args[0][5]
     chunks = _reduce([sum_of_products(*arg[:3]) for arg in args], op).chunk(len(args), dim)
-    return [(chunk, torch.empty(1)) for chunk in chunks]
+    return [[*_finished(chunk, arg, 12), torch.empty(1)] for chunk, arg in zip(chunks, args, strict=True)]
 
 
 def _run_matmul_all_reduce(args: list[Any]) -> list[Any]:
     total = _reduce([sum_of_products(*arg[:3]) for arg in args], args[0][4])
-    return [(total, torch.empty(1)) for _ in args]
+    return [[*_finished(total, arg, 11), torch.empty(1)] for arg in args]
+
+
+def _finished(reduced: torch.Tensor, arg: Any, first: int) -> list[torch.Tensor]:
+    """The outputs of a reduction. first: place of an epilogue's extra tensors among the arguments, if it has one."""
+    if len(arg) <= first:
+        return [reduced]
+    outputs = evaluate(parse(arg[first + 1]), [reduced.flatten(0, -2)], arg[first])
+    return [output.view(reduced.shape) for output in outputs]
 
 
 def _normalised(args: list[Any], reduced: torch.Tensor, first: int) -> list[Any]:
-    """first: place of the bias among the arguments; the token and the reduction stand before the norm's."""
+    """first: place of the bias among the arguments; the token and the reduction stand before the norms'."""
     found = []
     for arg in args:
-        norm = Norm(*arg[first + 6 : first + 10])
-        found.append((*reference.add_norm(reduced, arg[first : first + 4], norm), torch.empty(1)))
+        behind = first + len(EXTRAS)
+        given, (norm, post, saved) = arg[first:behind], norms_of(arg[behind + 2 :])
+        found.append((*reference.add_norm(reduced, given, norm, post, saved), torch.empty(1)))
     return found
 
 
@@ -321,11 +345,12 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "ditron.after_": lambda args: [None for _ in args],
     "ditron.token_of": lambda args: [torch.empty(1) for _ in args],
     "ditron.all_gather_matmul": _run_all_gather_matmul,
+    "ditron.all_gather_contract": _run_all_gather_contract,
     "ditron.matmul_reduce_scatter": _run_matmul_reduce_scatter,
     "ditron.matmul_all_reduce": _run_matmul_all_reduce,
-    "ditron.all_reduce_rms_norm": lambda args: _normalised(args, _reduce([arg[0] for arg in args], args[0][6]), 1),
+    "ditron.all_reduce_rms_norm": lambda args: _normalised(args, _reduce([arg[0] for arg in args], args[0][9]), 1),
     "ditron.matmul_all_reduce_rms_norm": lambda args: _normalised(
-        args, _reduce([sum_of_products(*arg[:3]) for arg in args], args[0][8]), 3
+        args, _reduce([sum_of_products(*arg[:3]) for arg in args], args[0][11]), 3
     ),
     "ditron.projections": lambda args: [_run_projections(*arg) for arg in args],
     "ditron.matmul_all_gather": _run_matmul_all_gather,

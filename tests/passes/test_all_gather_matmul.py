@@ -42,7 +42,7 @@ def test_finder_reads_the_gather_and_its_matmuls() -> None:
     (node,) = collectives(module.graph, ALL_GATHER)
     match = find_all_gather_matmul(node)
     assert isinstance(match, Match)
-    assert (match.gather_dim, len(match.matmuls), match.return_gathered) == (1, 2, True)
+    assert (match.gather_dim, len(match.feeds.matmuls), match.feeds.return_gathered) == (1, 2, True)
     assert match.gathered.target is aten.cat.default
     assert (match.collective.world_size, match.collective.group_name) == (4, graphs.group_name())
 
@@ -178,9 +178,9 @@ def test_a_weight_behind_another_collective_is_left_out() -> None:
         gathered = all_gather(x)
         return gathered @ w, gathered @ all_gather(v)
 
-    after = assert_same_on_all_ranks(fn, X, W, torch.empty(4, 24), fused=1)
+    after = assert_same_on_all_ranks(fn, X, W, torch.empty(4, 24), fused=2)
     assert "[w_1], None, 0, True" in text(after.graph)
-    assert reasons(after) == ["gathered_weight"]
+    assert "all_gather_contract(v_1, [getitem_1]" in text(after.graph)
 
 
 def test_dynamic_shapes_are_fused_without_a_guard() -> None:
@@ -239,25 +239,25 @@ GUARDS: list[Any] = [
     pytest.param("chunks_partial", unequal, (X3, W), id="unequal"),
     pytest.param("intermediate_used", chunk_used, (X3, W), id="chunk_used"),
     pytest.param("intermediate_used", raw_used, (X3, W), id="raw_gather_used"),
-    pytest.param("last_dim", lambda x, w: gather_dim(x, 1) @ w, (torch.empty(8, 4), W), id="last_dim"),
-    pytest.param("last_dim", lambda x, w: gather_dim(x, 2) @ w, (torch.empty(2, 8, 4), W), id="last_dim_of_three"),
+    pytest.param("contracted", lambda x, w: gather_dim(x, 1) @ w, (torch.empty(8, 4), W), id="last_dim"),
+    pytest.param("contracted", lambda x, w: gather_dim(x, 2) @ w, (torch.empty(2, 8, 4), W), id="last_dim_of_three"),
     pytest.param("layout", lambda x, w: all_gather(x).reshape(64, 8) @ w, (X, torch.empty(8, 4)), id="layout"),
     pytest.param("layout", lambda x, w: all_gather(x).transpose(0, 1).reshape(-1, 16) @ w, (X3, W), id="rows_moved"),
-    pytest.param("gathered_weight", lambda x, w: w.t() @ all_gather(x), (X, torch.empty(32, 8)), id="second_operand"),
+    pytest.param("contracted", lambda x, w: w.t() @ all_gather(x), (X, torch.empty(32, 8)), id="second_operand"),
     pytest.param(
-        "gathered_weight",
+        "contracted",
         lambda x, w, b: torch.addmm(b, w, all_gather(x)),
         (X, torch.empty(5, 32), torch.empty(16)),
         id="second_operand_and_bias",
     ),
     pytest.param(
-        "weight_gradient_only",
+        "contracted",
         lambda x, w, b: torch.addmm(b, all_gather(x).t(), w),
         (X, torch.empty(32, 4), torch.empty(4)),
         id="gradient_added",
     ),
     pytest.param("no_matmul", lambda x, w, v: torch.addmm(all_gather(x), w, v), (X, torch.empty(32, 4), torch.empty(4, 16)), id="added"),
-    pytest.param("weight_gradient_only", lambda x, w: all_gather(x).t() @ w, (X, torch.empty(32, 4)), id="gradient"),
+    pytest.param("contracted", lambda x, w: all_gather(x).t() @ w, (X, torch.empty(32, 4)), id="gradient"),
     pytest.param("operand_depends", lambda x: (g := all_gather(x)) @ (g.t() * 2), (X,), id="depends"),
     pytest.param("bias", lambda x, w, b: torch.addmm(b, all_gather(x), w), (X, W, torch.empty(32, 24)), id="bias"),
     pytest.param("cast_between", lambda x, w: all_gather(x).bfloat16() @ w, (X, W.bfloat16()), id="cast"),

@@ -155,12 +155,7 @@ def test_reads_every_form(form: str) -> None:
 def test_computes_the_same(form: str) -> None:
     make, norm, extras = FORMS[form]
     module = graph_of(block(frozen(make, FP32)), *tensors(FP32))
-    generator = torch.Generator().manual_seed(1)
-    values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    inputs = [[torch.randn(value.shape, generator=generator) for value in values] for _ in range(WORLD_SIZE)]
-    before = run_ranks(module, inputs)
-    assert fused(module) == 1
-    torch.testing.assert_close(run_ranks(module, inputs), before)
+    assert_same_when_fused(module)
     (node,) = nodes_of(module)
     # Nothing is rounded first.
     assert node.norm == dataclasses.replace(norm, round_first=False) and node.extras == tuple(extras.split())
@@ -176,7 +171,7 @@ arg2_1 [2, 4, 32]
 arg3_1 [32]
 arg4_1 [32, 8]
 view [8, 16] = aten.reshape(arg0_1, [8, 16])
-matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view], [arg1_1], None, None, arg2_1, arg3_1, None, None, 'sum', 'rms', 1e-06, False, True, 4, '0', '', 'auto', 1073741824, 0.0)
+matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view], [arg1_1], None, None, None, None, None, arg2_1, arg3_1, None, None, 'sum', 'rms', 1e-06, False, True, '', 0.0, False, False, '', 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_1 [8, 32] = matmul_all_reduce_rms_norm[0]
 getitem_2 [8, 32] = matmul_all_reduce_rms_norm[1]
 rows_1 [2, 4, 32] = aten.reshape(getitem_2, [2, 4, 32])
@@ -205,7 +200,7 @@ arg2_1 [2, 4, 32]
 arg3_1 [32]
 arg4_1 [32]
 arg5_1 [32, 8]
-all_reduce_rms_norm = ditron.all_reduce_rms_norm(arg0_1, arg1_1, arg2_1, arg3_1, arg4_1, None, 'avg', 'layer', 1e-05, False, False, 4, '0', '', 'auto', 1073741824, 0.0)
+all_reduce_rms_norm = ditron.all_reduce_rms_norm(arg0_1, arg1_1, None, None, None, arg2_1, arg3_1, arg4_1, None, 'avg', 'layer', 1e-05, False, False, '', 0.0, False, False, '', 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_2 [8, 32] = all_reduce_rms_norm[0]
 getitem_3 [8, 32] = all_reduce_rms_norm[1]
 rows_2 [2, 4, 32] = aten.reshape(getitem_3, [2, 4, 32])
@@ -236,7 +231,7 @@ arg2_1 [2, 4, 32]
 arg3_1 [32]
 arg4_1 [32, 8]
 view [8, 16] = aten.reshape(arg0_1, [8, 16])
-matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view], [arg1_1], None, None, arg2_1, arg3_1, None, None, 'sum', 'rms', 1e-06, False, False, 4, '0', '5e5bc8fc/0:matmul_all_reduce_rms_norm', 'auto', 1073741824, 0.0)
+matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view], [arg1_1], None, None, None, None, None, arg2_1, arg3_1, None, None, 'sum', 'rms', 1e-06, False, False, '', 0.0, False, False, '', 4, '0', '5e5bc8fc/0:matmul_all_reduce_rms_norm', 'auto', 1073741824, 0.0)
 getitem_6 [1] = matmul_all_reduce_rms_norm[2]
 getitem_2 [8, 32] = matmul_all_reduce_rms_norm[0]
 getitem_3 [8, 32] = matmul_all_reduce_rms_norm[1]
@@ -245,7 +240,7 @@ rows [2, 4, 32] = aten.reshape(getitem_2, [2, 4, 32])
 view_2 [8, 32] = aten.reshape(rows, [8, 32])
 mm_1 [8, 8] = aten.mm(view_2, arg4_1)
 permute [8, 32] = aten.permute(arg4_1, [1, 0])
-matmul_all_reduce_rms_norm_1 = ditron.matmul_all_reduce_rms_norm([mm_1], [permute], None, None, rows_1, arg3_1, None, getitem_6, 'sum', 'rms', 1e-06, False, False, 4, '0', '5e5bc8fc/1:matmul_all_reduce_rms_norm', 'auto', 1073741824, 0.0)
+matmul_all_reduce_rms_norm_1 = ditron.matmul_all_reduce_rms_norm([mm_1], [permute], None, None, None, None, None, rows_1, arg3_1, None, getitem_6, 'sum', 'rms', 1e-06, False, False, '', 0.0, False, False, '', 4, '0', '5e5bc8fc/1:matmul_all_reduce_rms_norm', 'auto', 1073741824, 0.0)
 getitem_4 [8, 32] = matmul_all_reduce_rms_norm_1[0]
 getitem_5 [8, 32] = matmul_all_reduce_rms_norm_1[1]
 rows_3 [2, 4, 32] = aten.reshape(getitem_5, [2, 4, 32])
@@ -300,6 +295,173 @@ def test_two_norms_of_one_sum() -> None:
     assert fused(graph_of(fn, *tensors())) == 1
 
 
+def sandwich(post: nn.Module, norm: nn.Module) -> Callable[..., Any]:
+    """As in Gemma 2 and 3: a norm in front of the residual, and one behind."""
+
+    def fn(a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
+        x = residual + post(all_reduce(a @ b))
+        return norm(x) @ out, x
+
+    return fn
+
+
+def assert_same_when_fused(module: fx.GraphModule) -> None:
+    """What all ranks compute before and after one norm has been fused."""
+    generator = torch.Generator().manual_seed(1)
+    values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    inputs = [[torch.randn(value.shape, generator=generator) for value in values] for _ in range(WORLD_SIZE)]
+    before = run_ranks(module, inputs)
+    assert fused(module) == 1
+    torch.testing.assert_close(run_ranks(module, inputs), before)
+
+
+@pytest.mark.parametrize(("post", "norm"), [("gemma", "gemma"), ("layer", "llama")])
+def test_a_norm_in_front_of_the_residual(post: str, norm: str) -> None:
+    module = graph_of(sandwich(frozen(FORMS[post][0], FP32), frozen(FORMS[norm][0], FP32)), *tensors(FP32))
+    assert_same_when_fused(module)
+    (node,) = nodes_of(module)
+    assert node.post == FORMS[post][1] and node.norm.form == "rms"
+    assert set(node.extras) >= {"post_weight", "residual", "weight"} and ("post_shift" in node.extras) == (
+        post == "layer"
+    )
+
+
+def test_golden_norm_in_front_of_the_residual() -> None:
+    module = graph_of(sandwich(frozen(GemmaNorm, BF16), frozen(LlamaNorm, BF16)), *tensors())
+    assert fused(module) == 1
+    expecttest.assert_expected_inline(text(module.graph), """\
+arg0_1 [2, 4, 16]
+arg1_1 [16, 32]
+arg2_1 [32]
+arg3_1 [2, 4, 32]
+arg4_1 [32]
+arg5_1 [32, 8]
+view [8, 16] = aten.reshape(arg0_1, [8, 16])
+matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view], [arg1_1], None, None, None, arg2_1, None, arg3_1, arg4_1, None, None, 'sum', 'rms', 1e-06, False, True, 'rms', 1e-06, True, False, '', 4, '0', '', 'auto', 1073741824, 0.0)
+getitem_1 [8, 32] = matmul_all_reduce_rms_norm[0]
+getitem_2 [8, 32] = matmul_all_reduce_rms_norm[1]
+convert_element_type_3 [32] = prims.convert_element_type(arg2_1, torch.float32)
+add_1 [32] = aten.add.Tensor(convert_element_type_3, 1.0)
+rows_1 [2, 4, 32] = aten.reshape(getitem_2, [2, 4, 32])
+rows [2, 4, 32] = aten.reshape(getitem_1, [2, 4, 32])
+view_2 [8, 32] = aten.reshape(rows, [8, 32])
+mm_1 [8, 8] = aten.mm(view_2, arg5_1)
+view_3 [2, 4, 8] = aten.reshape(mm_1, [2, 4, 8])
+return (view_3, rows_1)
+""")
+
+
+def test_second_bias() -> None:
+    norm = frozen(LlamaNorm, FP32)
+
+    def fn(a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor, one: torch.Tensor, two: torch.Tensor) -> Any:
+        x = (all_reduce(a @ b) + one) + two + residual
+        return norm(x) @ b.t(), x
+
+    first, second = torch.ones(N), torch.full([N], 2.0)
+    module = graph_of(fn, *tensors(FP32)[:3], first, second)
+    assert_same_when_fused(module)
+    (node,) = nodes_of(module)
+    assert node.extras == ("bias", "second_bias", "residual", "weight")
+    module = graph_of(lambda *args: norm(fn(*args)[1] + first.sin()), *tensors(FP32)[:3], first, second)
+    assert fused(module) == 0
+
+
+def training(fn: Callable[..., Any], dtype: torch.dtype, dynamic: bool = False) -> fx.GraphModule:
+    """The forward graph of training; fn returns several tensors."""
+    args = tensors(dtype)
+    for index in (0, 2):
+        args[index].requires_grad_()
+        if dynamic:
+            torch._dynamo.mark_dynamic(args[index], 1)
+    graphs = compiled_graphs(lambda *given: sum(one.float().sum() for one in fn(*given)), *args)
+    assert len(graphs) == 2
+    return graphs[0]
+
+
+@pytest.mark.parametrize("form", ["llama", "t5", "rms", "layer"])
+def test_training_computes_the_same(form: str) -> None:
+    module = training(block(FORMS[form][0](FP32)), FP32)
+    assert_same_when_fused(module)
+    (node,) = nodes_of(module)
+    assert {"rstd"} <= set(node.saved) <= {"reduced", "rstd", "scaled"}
+
+
+def test_training_with_a_norm_in_front_of_the_residual() -> None:
+    module = training(sandwich(GemmaNorm(FP32), GemmaNorm(FP32)), FP32)
+    assert_same_when_fused(module)
+    (node,) = nodes_of(module)
+    assert node.saved == ("reduced", "post_rstd", "rstd")
+
+
+def test_golden_training() -> None:
+    module = training(block(LlamaNorm(BF16).requires_grad_(True)), BF16)
+    assert fused(module) == 1
+    expecttest.assert_expected_inline(text(module.graph), """\
+primals_1 [2, 4, 16]
+primals_2 [16, 32]
+primals_3 [2, 4, 32]
+primals_4 [32]
+primals_5 [32, 8]
+view [8, 16] = aten.reshape(primals_1, [8, 16])
+matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view], [primals_2], None, None, None, None, None, primals_3, primals_4, None, None, 'sum', 'rms', 1e-06, False, True, '', 0.0, False, False, 'rstd', 4, '0', '', 'auto', 1073741824, 0.0)
+getitem_1 [8, 32] = matmul_all_reduce_rms_norm[0]
+getitem_2 [8, 32] = matmul_all_reduce_rms_norm[1]
+getitem_3 [8, 1] = matmul_all_reduce_rms_norm[2]
+rows_1 [2, 4, 32] = aten.reshape(getitem_2, [2, 4, 32])
+convert_element_type_2 [2, 4, 32] = prims.convert_element_type(rows_1, torch.float32)
+saved [2, 4, 1] = aten.reshape(getitem_3, [2, 4, 1])
+rows [2, 4, 32] = aten.reshape(getitem_1, [2, 4, 32])
+view_2 [8, 32] = aten.reshape(rows, [8, 32])
+mm_1 [8, 8] = aten.mm(view_2, primals_5)
+view_3 [2, 4, 8] = aten.reshape(mm_1, [2, 4, 8])
+convert_element_type_6 [2, 4, 8] = prims.convert_element_type(view_3, torch.float32)
+sum_1 [] = aten.sum(convert_element_type_6)
+add_2 [] = aten.add.Tensor(sum_1, 0)
+sum_2 [] = aten.sum(convert_element_type_2)
+add_3 [] = aten.add.Tensor(add_2, sum_2)
+permute [8, 32] = aten.permute(primals_5, [1, 0])
+permute_1 [32, 16] = aten.permute(primals_2, [1, 0])
+return (add_3, primals_4, rows_1, saved, permute, permute_1)
+""")
+
+
+def test_dynamic_rows_in_training() -> None:
+    module = training(block(LlamaNorm(BF16).requires_grad_(True)), BF16, dynamic=True)
+    with assert_no_new_guards(module):
+        assert fused(module) == 1
+
+
+def _post_used(norm: nn.Module) -> Callable[..., Any]:
+    def fn(a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
+        y = norm(all_reduce(a @ b))
+        return norm(y + residual) @ out, y
+
+    return fn
+
+
+def _bias_behind_post(norm: nn.Module) -> Callable[..., Any]:
+    def fn(a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
+        return norm((norm(all_reduce(a @ b)) + b[0]) + residual) @ out
+
+    return fn
+
+
+def _residual_in_front_of_post(norm: nn.Module) -> Callable[..., Any]:
+    def fn(a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
+        return norm(norm(all_reduce(a @ b) + residual) + residual) @ out
+
+    return fn
+
+
+def _partial_sum_used(norm: nn.Module) -> Callable[..., Any]:
+    def fn(a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
+        y = all_reduce(a @ b) + b[0]
+        return norm(y + residual) @ out, y
+
+    return fn
+
+
 def _elements(norm: nn.Module) -> Callable[..., Any]:
     return lambda a, b, residual, out: (torch.relu(norm(all_reduce(a @ b) + residual)) @ out,)
 
@@ -307,7 +469,7 @@ def _elements(norm: nn.Module) -> Callable[..., Any]:
 def _reduced_used(norm: nn.Module) -> Callable[..., Any]:
     def fn(a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
         reduced = all_reduce(a @ b)
-        return norm(reduced + residual) @ out, reduced
+        return norm(reduced + residual) @ out, reduced.relu()
 
     return fn
 
@@ -323,8 +485,8 @@ def _depends(norm: nn.Module) -> Callable[..., Any]:
 def _saved(norm: nn.Module) -> Callable[..., Any]:
     def fn(a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
         x = (all_reduce(a @ b) + residual).float()
-        inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return (x * inverse).to(a.dtype) @ out, inverse
+        mean = x.pow(2).mean(-1, keepdim=True)
+        return (x * torch.rsqrt(mean + 1e-6)).to(a.dtype) @ out, mean
 
     return fn
 
@@ -366,6 +528,10 @@ def _largest(norm: nn.Module) -> Callable[..., Any]:
         (_depends, ["operand_depends"]),
         (_saved, ["norm_used"]),
         (_other_numerator, ["norm_form"]),
+        (_post_used, ["norm_consumer", "intermediate_used"]),
+        (_bias_behind_post, ["norm_consumer"]),
+        (_residual_in_front_of_post, ["norm_consumer"]),
+        (_partial_sum_used, ["intermediate_used"]),
         (_largest, ["reduce_op"]),
         # Nothing that looks like a norm of the sum.
         (_other_dim, []),
@@ -393,13 +559,14 @@ def test_a_reduction_without_a_matmul_gets_a_reason() -> None:
     assert fused(module, Options(fusions=())) == 0 and reasons(module) == ["disabled"]
 
 
-def test_training_keeps_what_the_backward_needs() -> None:
-    norm = LlamaNorm(BF16).requires_grad_(True)
-    args = tensors()
-    args[0].requires_grad_()
+def test_what_is_used_elsewhere_is_returned() -> None:
+    norm = frozen(LlamaNorm, BF16)
 
-    def fn(*given: torch.Tensor) -> torch.Tensor:
-        return block(norm)(*given)[0]
+    def fn(a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
+        reduced = all_reduce(a @ b)
+        return norm(reduced + residual) @ out, reduced
 
-    forward, _ = compiled_graphs(fn, *args)
-    assert fused(forward) == 0
+    module = graph_of(fn, *tensors())
+    assert fused(module) == 1
+    (node,) = nodes_of(module)
+    assert node.saved == ("reduced",)

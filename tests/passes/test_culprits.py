@@ -56,7 +56,6 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], ReasonCode,
     "used elsewhere": (used_twice, (A, W), ReasonCode.INTERMEDIATE_USED, "exp"),
     "cast behind": (lambda x, w: all_gather(x).double() @ w.double(), (X, W), ReasonCode.CAST_BETWEEN, "_to_copy"),
     "not a float": (lambda x, w: all_gather(x.int()) @ w.int(), (X, W), ReasonCode.DTYPE, "mm"),
-    "weight gradient": (lambda x, g: all_gather(x).t() @ g, (X, A), ReasonCode.WEIGHT_GRADIENT_ONLY, "mm"),
     "late operand": (random_weight, (X, W), ReasonCode.OPERAND_LATE, "rand_like"),
     "dependent operand": (gathered_twice, (X,), ReasonCode.OPERAND_DEPENDS, "t"),
     "other chunks": (

@@ -127,6 +127,21 @@ def test_three_and_two_kinds() -> None:
     assert len(module.graph.find_nodes(op="call_function", target=ALL_REDUCE)) == 2
 
 
+@pytest.mark.parametrize("reduced", [all_reduce, reduce_scatter])
+def test_two_biased_products_are_fused_as_one(reduced: Callable[..., torch.Tensor]) -> None:
+    """Parallel blocks of DTensor plans: the sum of the biases belongs to the product."""
+    args = (torch.empty(8, 6), torch.empty(6, 16), torch.empty(8, 5), torch.empty(5, 16), torch.empty(16), torch.empty(16))
+
+    def fn(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor, e: torch.Tensor, f: torch.Tensor) -> Any:
+        return reduced(torch.addmm(e / 4, a, b)) + reduced(torch.addmm(f / 4, c, d))
+
+    _, module = merged(fn, *args)
+    assert fuse(module) == 1
+    generator = torch.Generator().manual_seed(0)
+    inputs = [[torch.randn(arg.shape, generator=generator) for arg in args] for _ in range(WORLD_SIZE)]
+    torch.testing.assert_close(run_ranks(module, inputs), run_ranks(traced(fn, *args), inputs))
+
+
 def two_sums(a: torch.Tensor, b: torch.Tensor) -> Any:
     one = all_reduce(a) + b
     return one + all_reduce(b), one.sin()

@@ -198,6 +198,20 @@ def test_a_row_of_any_origin(reduced: Callable[..., torch.Tensor]) -> None:
     assert_same_on_all_ranks(lambda a, b, c, d: reduced(a @ b + c[:1] @ d), A, B, C, D, fused=1)
 
 
+def test_two_biases() -> None:
+    """Of parallel blocks; their sum is added."""
+    after = assert_same_on_all_ranks(
+        lambda a, b, c, d, row, col: all_reduce(torch.addmm(row, a, b) + torch.addmm(row.sin(), c, d)),
+        *(A, B, C, D, ROW, COLUMN),
+        fused=1,
+    )
+    assert "[b_1, d_1], biases, None, 'sum'" in text(after.graph)
+    other = torch.empty(1, 24)
+    assert_same_on_all_ranks(
+        lambda a, b, row, other: reduce_scatter(torch.addmm(row, a, b) + other), A, B, ROW, other, fused=1
+    )
+
+
 def test_a_bias_may_be_used_elsewhere() -> None:
     after = assert_same_on_all_ranks(
         lambda a, b, row: (all_reduce(torch.addmm(r := row.relu(), a, b)), r + 1), A, B, ROW, fused=1
@@ -242,7 +256,6 @@ GUARDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "residual": ("bias", lambda r, a, b, c, d, row, col: r(a @ b + (col * row))),
     "residual_in_addmm": ("bias", lambda r, a, b, c, d, row, col: r(torch.addmm(col * row, a, b))),
     "residual_of_a_sum": ("bias", lambda r, a, b, c, d, row, col: r(a @ b + c @ d + (col * row))),
-    "two_rows": ("bias", lambda r, a, b, c, d, row, col: r(torch.addmm(row, a, b) + torch.addmm(row, c, d))),
     "broadcast_product": ("sum_of_matmuls", lambda r, a, b, c, d, row, col: r(a @ b + c @ d[:, :1])),
     "too_many": (
         "sum_of_matmuls",

@@ -155,7 +155,6 @@ LEFT_ALONE: dict[str, tuple[str, Callable[..., Any]]] = {
     "used": ("intermediate_used", lambda x, w, y: [*reduced(p := x @ w, y), p]),
     "twice": ("intermediate_used", lambda x, w, y: reduced(p := x @ w, p)),
     "reduce_op": ("reduce_op", lambda x, w, y: reduced(x @ w, y, op="max")),
-    "weight": ("gathered_weight", lambda x, w, y: x @ gathered(y, w.view(2, 8, 24)[0, :4])[1]),
 }
 
 

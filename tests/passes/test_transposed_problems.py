@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
 from ditron_inductor.passes.collectives import ALL_GATHER, REDUCE_SCATTER, collectives
 from ditron_inductor.passes.normalize_collectives import normalize_collectives
 from tests.passes.graphs import (
@@ -214,29 +215,67 @@ def scattered_bias(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.T
     return scatter_dim(torch.addmm(c, a, b), 1)
 
 
-def test_a_bias_is_added_behind_the_permute() -> None:
-    def fn(w: torch.Tensor, x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(b, x, all_gather(w).t())
+def gathered_bias(w: torch.Tensor, x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(b, x, all_gather(w).t())
 
-    assert_same_on_all_ranks(fn, SHARD, X, torch.empty(32), fused=1)
+
+def test_golden_a_bias_of_a_gathered_weight_is_a_column() -> None:
+    module = assert_same_on_all_ranks(gathered_bias, SHARD, X, torch.empty(32), fused=1)
+    assert absorb_epilogues(module.graph, options=Options()) == 1
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
+w_1 [8, 16]
+x_1 [5, 16]
+b_1 [32]
+transposed [16, 5] = aten.permute(x_1, [1, 0])
+column [32, 1] = aten.unsqueeze(b_1, 1)
+all_gather_matmul_1 = ditron.all_gather_matmul(w_1, [transposed], None, 0, False, 4, '0', '', 'auto', 1073741824, 0.0, [column], 'mm0 + column(x0)')
+getitem_1 [32, 5] = all_gather_matmul_1[0]
+transposed_1 [5, 32] = aten.permute(getitem_1, [1, 0])
+return transposed_1
+""",
+    )
+
+
+@pytest.mark.parametrize("bias", [torch.empty(24), torch.empty(1, 24)], ids=["row", "matrix"])
+def test_a_bias_of_scattered_columns_is_a_column(bias: torch.Tensor) -> None:
+    assert_same_on_all_ranks(scattered_bias, X, B, bias, fused=1)
+
+
+def test_golden_a_bias_of_scattered_columns() -> None:
+    module = traced(scattered_bias, X, B, torch.empty(24))
+    fuse(module)
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
+a_1 [5, 16]
+b_1 [16, 24]
+c_1 [24]
+transposed [24, 16] = aten.permute(b_1, [1, 0])
+transposed_1 [16, 5] = aten.permute(a_1, [1, 0])
+column [24, 1] = aten.unsqueeze(c_1, 1)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([transposed], [transposed_1], column, None, 0, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
+getitem_4 [6, 5] = matmul_reduce_scatter[0]
+transposed_2 [5, 6] = aten.permute(getitem_4, [1, 0])
+return transposed_2
+""",
+    )
 
 
 GUARDS: list[Any] = [
     pytest.param("chunks_permuted", columns_in([1, 0, 2, 3]), (COLUMNS, X), id="columns_permuted"),
     pytest.param("chunks_permuted", columns_in([0, 0, 2, 3]), (COLUMNS, X), id="columns_repeated"),
     pytest.param("chunks_partial", columns_in([0, 1, 2]), (COLUMNS, X), id="columns_partial"),
-    pytest.param("last_dim", lambda w, x: gather_dim(w, 1) @ x, (COLUMNS, torch.empty(32, 3)), id="contracts_columns"),
-    pytest.param(
-        "last_dim", lambda w, x: x @ gather_dim(w, 1).t(), (COLUMNS, torch.empty(3, 32)), id="contracts_transposed"
-    ),
-    pytest.param("gathered_weight", lambda w, x: x @ all_gather(w), (SHARD, torch.empty(3, 32)), id="contracts_rows"),
     pytest.param(
         "layout", lambda w, x: x @ all_gather(w).reshape(16, 32).t(), (SHARD, torch.empty(3, 32)), id="other_rows"
     ),
     pytest.param("uneven_shards", lambda w, x: x @ all_gather(w)[:30].t(), (SHARD, X), id="uneven"),
     pytest.param("cast_between", lambda w, x: x @ all_gather(w).float().t(), (SHARD.bfloat16(), X), id="widening_cast"),
     pytest.param("operand_depends", lambda w: (g := all_gather(w)) @ g.t(), (SHARD,), id="depends"),
-    pytest.param("bias", scattered_bias, (X, B, torch.empty(24)), id="scatter_of_bias"),
+    pytest.param(
+        "bias", lambda a, b, c: scatter_dim(torch.addmm(c, a, b), 1), (X, B, torch.empty(len(X), 24)), id="matrix_added"
+    ),
     pytest.param("chunks_permuted", scattered_in([1, 0, 2, 3]), (X, B), id="scatter_permuted"),
     pytest.param("chunks_permuted", scattered_in([0, 0, 2, 3]), (X, B), id="scatter_repeated"),
     pytest.param(

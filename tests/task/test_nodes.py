@@ -11,6 +11,7 @@ import pytest
 from ditron_inductor.errors import InvalidTaskNode
 from ditron_inductor.task.nodes import (
     MAX_PRODUCTS,
+    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     MatmulAllGather,
@@ -29,9 +30,12 @@ SCATTER = MatmulReduceScatter(0, "avg", 4, "0", "r/1", POLICY)
 REDUCE = MatmulAllReduce("sum", 4, "0", "r/2", POLICY, num_products=3, has_bias=True)
 NORM = Norm("rms", 1e-6, round_first=True)
 NORMED = AllReduceRmsNorm("sum", NORM, ("residual", "weight"), 4, "0", "r/3", POLICY)
-DECODED = MatmulAllReduceRmsNorm("avg", Norm("layer", 0.5), (), 4, "0", "r/4", POLICY, 2, True)
+DECODED = MatmulAllReduceRmsNorm(
+    "avg", Norm("layer", 0.5), ("post_weight",), 4, "0", "r/4", POLICY, NORM, ("reduced", "post_rstd", "mean"), 2, True
+)
 GATHERED = MatmulAllGather(2, 4, "0", "r/3", POLICY, num_products=2, has_bias=True)
-NODES = (GATHER, SCATTER, REDUCE, NORMED, DECODED, GATHERED)
+CONTRACTED = AllGatherContract(1, False, 4, "0", True, "r/5", POLICY, 2)
+NODES = (GATHER, SCATTER, REDUCE, NORMED, DECODED, GATHERED, CONTRACTED)
 
 
 def test_golden_text() -> None:
@@ -47,11 +51,13 @@ matmul_all_reduce(reduce_op=sum, num_products=3, has_bias=True, world_size=4, gr
   site='r/2', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 all_reduce_rms_norm(reduce_op=sum, norm=rms(eps=1e-06, round_first), extras=residual+weight,
   world_size=4, group_name='0', site='r/3', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
-matmul_all_reduce_rms_norm(reduce_op=avg, num_products=2, has_bias=True, norm=layer(eps=0.5),
-  extras=, world_size=4, group_name='0', site='r/4', strategy=tile, workspace_limit=1048576,
-  timeout_s=1.5)
+matmul_all_reduce_rms_norm(reduce_op=avg, num_products=2, has_bias=True, post=rms(eps=1e-06,
+  round_first), norm=layer(eps=0.5), extras=post_weight, saved=reduced+post_rstd+mean, world_size=4,
+  group_name='0', site='r/4', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 matmul_all_gather(gather_dim=2, num_products=2, has_bias=True, world_size=4, group_name='0',
   site='r/3', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
+all_gather_contract(gather_dim=1, gathered_first=False, num_factors=2, return_gathered=True,
+  world_size=4, group_name='0', site='r/5', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 """,
     )
 
@@ -85,7 +91,11 @@ def test_a_node_is_frozen_equal_by_value_and_legal(node: TaskNode) -> None:
         (REDUCE, "group_name", ""),
         (NORMED, "reduce_op", "max"),
         (NORMED, "extras", ("weight", "residual")),
+        (NORMED, "saved", ("rstd", "mean")),
+        (NORMED, "saved", ("post_rstd",)),
+        (NORMED, "extras", ("post_weight", "weight")),
         (DECODED, "extras", ("scale",)),
+        (DECODED, "saved", ("variance",)),
         (DECODED, "world_size", 1),
         (GATHERED, "gather_dim", -1),
         (GATHERED, "num_products", 0),
@@ -113,9 +123,12 @@ def test_a_call_reads_back_as_its_node() -> None:
     assert node_from_call(overload(REDUCE.kind), reduce_args) == REDUCE
     gathered_args = (["a", "c"], ["b", "d"], "bias", None, 2, *site_args(GATHERED))
     assert node_from_call(overload(GATHERED.kind), gathered_args) == GATHERED
-    normed = ("x", None, "r", "w", None, None, "sum", *norm_args(NORM), *site_args(NORMED))
+    norms = *norm_args(NORM), *norm_args(None), ""
+    normed = ("x", *[None] * 4, "r", "w", None, None, "sum", *norms, *site_args(NORMED))
     assert node_from_call(overload(NORMED.kind), normed) == NORMED
-    decoded = (["a", "c"], ["b", "d"], "bias", *[None] * 5, "avg", *norm_args(DECODED.norm), *site_args(DECODED))
+    given = (["a", "c"], ["b", "d"], "bias", None, None, "w", *[None] * 5)
+    norms = *norm_args(DECODED.norm), *norm_args(NORM), "reduced+post_rstd+mean"
+    decoded = (*given, "avg", *norms, *site_args(DECODED))
     assert node_from_call(overload(DECODED.kind), decoded) == DECODED
     assert argument_of(overload(DECODED.kind), decoded, "reduce_op") == "avg"
 
@@ -126,7 +139,23 @@ def test_an_epilogue_is_part_of_the_text_and_of_the_call() -> None:
     assert "return_gathered=True, epilogue='cast(silu(mm0), bf16) * mm1 + row(x0); mm1', world_size=4" in node.text()
     args = ("shard", ["w0", "w1"], None, 1, True, *site_args(node), ["bias"], node.epilogue)
     assert node_from_call(overload(node.kind), args) == node
-    assert node.num_products == 2
+    assert node.num_outputs == 2
+
+
+def test_a_reduction_has_one_product_for_its_epilogue() -> None:
+    for node in (SCATTER, REDUCE):
+        finished = dataclasses.replace(node, epilogue="relu(mm0 + row(x0)); mm0", num_extras=1)
+        finished.verify()
+        assert "epilogue='relu(mm0 + row(x0)); mm0'" in finished.text() and finished.num_outputs == 2
+        dims = (0,) if node is SCATTER else ()
+        a, b = (["x"] * node.num_products for _ in range(2))
+        bias = "bias" if node.has_bias else None
+        args = (a, b, bias, None, *dims, node.reduce_op, *site_args(node), ["row"], finished.epilogue)
+        assert node_from_call(overload(node.kind), args) == finished
+        with pytest.raises(InvalidTaskNode, match="epilogue"):
+            dataclasses.replace(node, epilogue="mm0 * mm1").verify()
+        with pytest.raises(InvalidTaskNode, match="num_extras"):
+            dataclasses.replace(node, num_extras=1).verify()
 
 
 @pytest.mark.parametrize("norm", [Norm("batch"), Norm(eps=-1.0), Norm(eps=float("inf"))])

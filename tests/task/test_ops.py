@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ditron_inductor.task import ops
+from ditron_inductor.task.nodes import Norm
 
 SITE = (4, "0", "r/0", "auto", 1 << 30, 0.0)
 
@@ -39,18 +40,20 @@ ditron::all_gather_matmul(Tensor shard, Tensor[] weights, Tensor? token, int gat
   float timeout_s, Tensor[]? extras=None, str epilogue="") -> Tensor[]
 ditron::matmul_reduce_scatter(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int scatter_dim,
   str reduce_op, int world_size, str group_name, str site, str strategy, int workspace_limit, float
-  timeout_s) -> (Tensor, Tensor)
+  timeout_s, Tensor[]? extras=None, str epilogue="") -> Tensor[]
 ditron::matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, str reduce_op, int
-  world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
-  (Tensor, Tensor)
-ditron::all_reduce_rms_norm(Tensor x, Tensor? bias, Tensor? residual, Tensor? weight, Tensor? shift,
-  Tensor? token, str reduce_op, str norm, float eps, bool plus_one, bool round_first, int
-  world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
-  (Tensor, Tensor, Tensor)
+  world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s,
+  Tensor[]? extras=None, str epilogue="") -> Tensor[]
+ditron::all_reduce_rms_norm(Tensor x, Tensor? bias, Tensor? second_bias, Tensor? post_weight,
+  Tensor? post_shift, Tensor? residual, Tensor? weight, Tensor? shift, Tensor? token, str reduce_op,
+  str norm, float eps, bool plus_one, bool round_first, str post, float post_eps, bool
+  post_plus_one, bool post_round_first, str saved, int world_size, str group_name, str site, str
+  strategy, int workspace_limit, float timeout_s) -> Tensor[]
 ditron::matmul_all_reduce_rms_norm(Tensor[] a, Tensor[] b, Tensor? product_bias, Tensor? bias,
-  Tensor? residual, Tensor? weight, Tensor? shift, Tensor? token, str reduce_op, str norm, float
-  eps, bool plus_one, bool round_first, int world_size, str group_name, str site, str strategy, int
-  workspace_limit, float timeout_s) -> (Tensor, Tensor, Tensor)
+  Tensor? second_bias, Tensor? post_weight, Tensor? post_shift, Tensor? residual, Tensor? weight,
+  Tensor? shift, Tensor? token, str reduce_op, str norm, float eps, bool plus_one, bool round_first,
+  str post, float post_eps, bool post_plus_one, bool post_round_first, str saved, int world_size,
+  str group_name, str site, str strategy, int workspace_limit, float timeout_s) -> Tensor[]
 ditron::matmul_all_gather(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int gather_dim, int
   world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
   (Tensor, Tensor)
@@ -60,6 +63,9 @@ ditron::all_gather_attention(Tensor q, Tensor k, Tensor v, Tensor? token, str ma
 ditron::attention_reduce_scatter(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor
   lse, Tensor? token, str mask, float scale, int world_size, str group_name, str site, str strategy,
   int workspace_limit, float timeout_s) -> (Tensor, Tensor, Tensor, Tensor)
+ditron::all_gather_contract(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool
+  gathered_first, bool return_gathered, int world_size, str group_name, str site, str strategy, int
+  workspace_limit, float timeout_s) -> Tensor[]
 ditron::after(Tensor(a) x, Tensor token) -> Tensor(a)
 ditron::after_(Tensor(a!) x, Tensor token) -> ()
 ditron::token_of(Tensor x) -> Tensor
@@ -91,6 +97,18 @@ def test_all_gather_matmul(shape: tuple[int, ...], dim: int, return_gathered: bo
     assert shapes(outputs) == [[rows, 24], [rows, 40], *([gathered] if return_gathered else []), [1]]
     assert all(output.is_contiguous() for output in outputs)
     assert outputs[-1].dtype == torch.uint8
+
+
+@pytest.mark.parametrize(("shape", "dim", "kept"), [((8, 16), 0, 16), ((2, 8, 16), 1, 16), ((2, 8, 16), 2, 16)])
+@pytest.mark.parametrize("first", [True, False])
+def test_all_gather_contract(shape: tuple[int, ...], dim: int, kept: int, first: bool) -> None:
+    shard, whole = torch.empty(shape), list(shape)
+    whole[dim] *= 4
+    depth = 4 * shard.numel() // kept
+    factor = torch.empty(depth, 24) if first else torch.empty(24, depth)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        outputs = torch.ops.ditron.all_gather_contract(shard, [factor], None, dim, first, True, *SITE)
+        assert shapes(outputs) == [[kept, 24] if first else [24, kept], whole, [1]]
 
 
 def test_all_gather_matmul_with_an_epilogue() -> None:
@@ -126,14 +144,19 @@ def test_matmul_all_reduce(shape: tuple[int, ...]) -> None:
 
 
 def test_reductions_with_a_norm() -> None:
-    norm = (None, "sum", "rms", 1e-6, False, True, *SITE)
+    norms = (None, "sum", *ops.norm_args(Norm("rms", 1e-6, round_first=True)))
+    norm = (*norms, *ops.norm_args(None), "", *SITE)
+    saving = (*norms, *ops.norm_args(Norm("layer")), "reduced+post_mean+rstd+scaled", *SITE)
     x, row = torch.empty(2, 3, 24, dtype=torch.bfloat16), torch.empty(24, dtype=torch.bfloat16)
-    outputs = torch.ops.ditron.all_reduce_rms_norm(x, None, x.view(6, 24), row, None, *norm)
+    outputs = torch.ops.ditron.all_reduce_rms_norm(x, None, None, None, None, x.view(6, 24), row, None, *norm)
     assert shapes(outputs) == [[2, 3, 24], [2, 3, 24], [1]] and outputs[1].dtype == torch.bfloat16
     outputs = torch.ops.ditron.matmul_all_reduce_rms_norm(
-        [torch.empty(2, 3, 16)], [torch.empty(16, 24)], None, row, None, row, row, *norm
+        [torch.empty(2, 3, 16)], [torch.empty(16, 24)], None, row, row, None, None, None, row, row, *norm
     )
     assert shapes(outputs) == [[2, 3, 24], [2, 3, 24], [1]]
+    outputs = torch.ops.ditron.all_reduce_rms_norm(x, None, None, row, row, x, None, None, *saving)
+    assert shapes(outputs) == [[2, 3, 24], [2, 3, 24], [2, 3, 24], [2, 3, 1], [2, 3, 1], [2, 3, 24], [1]]
+    assert [one.dtype for one in outputs[2:-1]] == [torch.bfloat16, *[torch.float32] * 3]
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((32, 16), 0), ((32, 16), 1), ((2, 32, 16), 1), ((2, 32, 16), 2)])

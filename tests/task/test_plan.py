@@ -223,6 +223,7 @@ def test_transfers_are_counted_once_per_peer() -> None:
     assert cost.received_bytes(cost.Problem("matmul_reduce_scatter", 8, 5, 3, 2, 4)) == 8 * 5 * 2 * 3 / 4
     assert cost.received_bytes(cost.Problem("matmul_all_reduce", 8, 5, 3, 2, 4)) == 2 * 8 * 5 * 2 * 3 / 4
     assert cost.received_bytes(cost.Problem("matmul_all_gather", 8, 5, 3, 2, 4)) == 8 * 5 * 2 * 3
+    assert cost.received_bytes(cost.Problem("all_gather_contract", 8, 5, 3, 2, 4)) == 8 * 3 * 2 * 3 / 4
 
 
 def test_a_norm_is_ours_while_launches_and_rounds_count() -> None:
@@ -253,6 +254,22 @@ def test_an_epilogue_counts_where_it_is_a_kernel_of_its_own() -> None:
     # In eager mode the host launches it.
     eager = [cost.host_us(one, "library") for one in (problem, with_epilogue)]
     assert eager[1] - eager[0] == cost.EPILOGUE_HOST_US
+
+
+@pytest.mark.parametrize(
+    ("kind", "m", "free"),
+    [
+        ("matmul_reduce_scatter", 4096, {"tile", "chunked"}),
+        ("matmul_all_reduce", 512, {"tile", "chunked"}),
+        # In parts: the results come by copies.
+        ("matmul_all_reduce", 8192, {"tile"}),
+    ],
+)
+def test_an_epilogue_of_a_reduction_is_computed_where_it_ends(kind: str, m: int, free: set[str]) -> None:
+    problem = cost.Problem(kind, m, 4096, 3584, 2, 4)
+    finished = replace(problem, epilogue_bytes=3 * m * 4096 * 2)
+    before, after = cost.predict(problem, cost.H200), cost.predict(finished, cost.H200)
+    assert {strategy for strategy in after if after[strategy] == before[strategy]} == free
 
 
 def test_an_epilogue_may_decide() -> None:

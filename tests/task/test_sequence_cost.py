@@ -43,6 +43,16 @@ def test_without_matmuls_both_forms_send_the_same() -> None:
     assert replicated < 1.5 * sharded and sharded < 1.5 * replicated
 
 
+def test_a_norm_in_the_kernel_of_its_reduction() -> None:
+    """It saves the replicated form a launch, and passes over the sum; where both are small, it decides."""
+    work = llama(1024, 4096, 14336, 6144, 4)
+    normed = replace(work, reduced=tuple(replace(one, has_norm=True) for one in work.reduced))
+    (without, sharded), (with_norms, same) = predict(work, cost.H200), predict(normed, cost.H200)
+    assert same == sharded and 4.0 < without - with_norms < 12.0
+    many = replace(normed, m=8192)
+    assert predict(many, cost.H200) == predict(replace(work, m=8192), cost.H200)
+
+
 def test_every_known_gpu_has_to_gain() -> None:
     work = llama(8192, 4096, 14336, 6144, 2)
     gains = [sharded / replicated for replicated, sharded in (predict(work, on) for on in cost.KNOWN)]

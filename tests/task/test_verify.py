@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +111,20 @@ def whole_list_used(graph: fx.Graph) -> None:
 def test_a_broken_rule_is_named(module: fx.GraphModule, change: Callable[[fx.Graph], None], words: str) -> None:
     change(module.graph)
     with pytest.raises(GraphVerificationError, match=words):
+        verify_graph(module.graph)
+
+
+@pytest.mark.parametrize(("epilogue", "legal"), [("mm0 + row(x0)", True), ("mm0 + full(x0)", False)])
+def test_extra_tensors_of_a_reduction_fit_its_output(epilogue: str, legal: bool) -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        out, _ = torch.ops.ditron.matmul_reduce_scatter(
+            [x], [w], None, None, 0, "sum", *site("r/0"), [row], epilogue
+        )
+        return out
+
+    ops.define()
+    module = traced(fn, X, W, torch.empty(24))
+    with contextlib.nullcontext() if legal else pytest.raises(GraphVerificationError, match="no full: x0"):
         verify_graph(module.graph)
 
 

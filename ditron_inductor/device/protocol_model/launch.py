@@ -99,6 +99,7 @@ def items(kind: str, me: int, world: int, without: Without) -> tuple[Item, ...]:
         "matmul_reduce_scatter": _matmul_reduce_scatter,
         "matmul_all_reduce": _matmul_all_reduce,
         "matmul_all_gather": _matmul_all_gather,
+        "all_gather_contract": _all_gather_contract,
         "few_rows": _few_rows,
         "push": _push,
         "one_shot": _one_shot,
@@ -204,6 +205,12 @@ def _matmul_all_gather(me: int, world: int, others: list[int], without: Without)
     """TILES tiles, each pushed to all peers; then the copies of theirs."""
     sends = [_send_all(me, world, tile, others, without) for tile in range(TILES)]
     return [sends, [_reads(tile, tile, [p]) for tile in range(TILES) for p in others]]
+
+
+def _all_gather_contract(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+    """TILES chunks of the own shard to every peer by one sender; then a tile for each chunk, of all shards."""
+    sends = [op for tile in range(TILES) for p in others for op in _send(me, world, p, tile, without)]
+    return [[tuple(sends)], [_reads(tile, tile, others) for tile in range(TILES)]]
 
 
 def _few_rows(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:

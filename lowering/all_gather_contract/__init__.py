@@ -1,0 +1,1 @@
+"""Strategies of `all_gather_contract`: one file each."""
