@@ -2,7 +2,7 @@
 
 Problem. Every rank holds queries, and keys and values of a part of the sequence, that all ranks' queries attend to.
 Algorithm. A small kernel puts the own keys and values into the own slot, where the peers read them. The main stream
-attends to the own ones straight from the input. Meanwhile the side stream copies those of rank - 1, rank - 2, ...;
+attends to the own ones without waiting. Meanwhile the side stream copies those of rank - 1, rank - 2, ...;
 the main stream follows, source by source, or with several neighbouring sources in one call (see `groups`), and skips
 what the mask hides. Each call returns the logarithms of its sums, by which one kernel merges all of them, in a fixed
 order.
@@ -24,7 +24,7 @@ from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering.all_gather_attention import local
 from ditron_inductor.lowering.all_gather_attention.local import Local
 from ditron_inductor.lowering.all_gather_attention.merge import Merge, Partial
-from ditron_inductor.lowering.all_gather_attention.parts import Span, canonical, joined, own_keys, single, stacked
+from ditron_inductor.lowering.all_gather_attention.parts import Span, canonical, joined, single, stacked, with_rows
 from ditron_inductor.lowering.exchange import Exchange, Kernels
 from ditron_inductor.lowering.launch import Launch, round_up
 from ditron_inductor.lowering.launcher import Bound
@@ -103,7 +103,7 @@ def all_gather_attention(
     v: torch.Tensor,
 ) -> list[torch.Tensor]:
     """q [B, Hq, Sq, D], k and v [B, Hkv, S, D]; returns [out, lse, (gathered k, gathered v)]. See the module."""
-    own = stacked(k, v)
+    q, own = with_rows(q), stacked(k, v)
     gathered = own.new_empty(2, node.world_size, *sizes.shape[1:])
     run, scale = sizes.run, node.scale
     with launch.call(nbytes=sizes.nbytes) as call:
@@ -120,7 +120,7 @@ def all_gather_attention(
                 lane.copy(transfers, base)
                 arrived.append(lane.mark())
             for span in sizes.own:
-                keys, values = own_keys(span, k), own_keys(span, v)
+                keys, values = span.of_own(own[0]), span.of_own(own[1])
                 partials.append(run.forward(span.queries(q), keys, values, span.causal, scale))
             if node.return_gathered:
                 gathered[:, launch.rank].copy_(own)

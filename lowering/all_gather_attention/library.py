@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from ditron_inductor.lowering.all_gather_attention import local
 from ditron_inductor.lowering.all_gather_attention.merge import Merge, in_order
-from ditron_inductor.lowering.all_gather_attention.parts import canonical, joined, stacked
+from ditron_inductor.lowering.all_gather_attention.parts import canonical, joined, stacked, with_rows
 from ditron_inductor.task import reference_attention
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, blocks
 
@@ -56,7 +56,7 @@ def make(
     merge = Merge(q, [span.rows for span in spans])
 
     def by_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
-        gathered = gather(k, v, group)
+        q, gathered = with_rows(q), gather(k, v, group)
         partials = []
         for span in spans:
             keys, values = span.of(gathered[0]), span.of(gathered[1])

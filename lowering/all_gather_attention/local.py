@@ -123,7 +123,8 @@ def choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Local:
 
     cuDNN's, where it can, was measured faster than FlashAttention-2 on Hopper at every size.
     """
-    if not q.is_cuda:
+    # The library pads other heads before it calls these.
+    if not q.is_cuda or q.shape[3] % 8 != 0:
         return MATH
     params = SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
     if torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.can_use_cudnn_attention(params):

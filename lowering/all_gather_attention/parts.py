@@ -33,12 +33,16 @@ class Span:
 
     def of(self, gathered: torch.Tensor) -> torch.Tensor:
         """Its keys out of those of all ranks, [W, B, S, H, D], as [B, H, keys, D]."""
-        W, B, S, H, D = gathered.shape
+        _, B, _, H, D = gathered.shape
         if self.count == 1:
-            return gathered[self.source, :, self.first_key : self.last_key].transpose(1, 2)
+            return self.of_own(gathered[self.source])
         part = gathered[self.source : self.source + self.count, :, self.first_key : self.last_key]
         # A view for one sequence with all its keys.
         return part.transpose(0, 1).reshape(B, -1, H, D).transpose(1, 2)
+
+    def of_own(self, own: torch.Tensor) -> torch.Tensor:
+        """Its keys out of one rank's own, [B, S, H, D], as [B, H, keys, D]."""
+        return own[:, self.first_key : self.last_key].transpose(1, 2)
 
     def among(self, x: torch.Tensor, keys: int) -> torch.Tensor:
         """Its keys out of those of all ranks, x [B, H, W * keys, D]: a view. Whole keys of every source, or of one
@@ -46,12 +50,6 @@ class Span:
         """
         first = self.source * keys
         return x[:, :, first + self.first_key : first + (self.count - 1) * keys + self.last_key]
-
-
-def own_keys(span: Span, k: torch.Tensor) -> torch.Tensor:
-    """The keys of a span of this rank's own k [B, H, S, D]."""
-    whole = span.first_key == 0 and span.last_key == k.shape[2]
-    return k if whole else k[:, :, span.first_key : span.last_key]
 
 
 def single(block: Block) -> Span:
@@ -82,6 +80,11 @@ def joined(blocks: Sequence[Block], whole: int | None = None) -> list[Span]:
 
 def _longer(span: Span, source: int) -> Span:
     return Span(source, span.count + 1, span.first_row, span.last_row, span.first_key, span.last_key, span.causal)
+
+
+def with_rows(q: torch.Tensor) -> torch.Tensor:
+    """q [B, H, S, D] with contiguous D, as kernels want it."""
+    return q if q.stride(3) == 1 else q.contiguous()
 
 
 def stacked(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ from ditron_inductor.core.signals import (
     wait,
     wait_credits,
 )
-from ditron_inductor.lowering.all_gather_attention.parts import stacked
+from ditron_inductor.lowering.all_gather_attention.parts import stacked, with_rows
 from ditron_inductor.lowering.launch import Launch, ceil_div, dot_precision, round_up
 from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.task.all_gather_attention import AllGatherAttention
@@ -311,7 +311,7 @@ def all_gather_attention(
     v: torch.Tensor,
 ) -> list[torch.Tensor]:
     """q [B, Hq, Sq, D], k and v [B, Hkv, S, D]; returns [out, lse, (gathered k, gathered v)]. See the module."""
-    q = q if q.stride(3) == 1 else q.contiguous()
+    q = with_rows(q)
     B, heads, queries, D = q.shape
     key_heads, keys = k.shape[1], k.shape[2]
     world, config = node.world_size, sizes.config

@@ -24,7 +24,7 @@ from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering.all_gather_attention import local
 from ditron_inductor.lowering.all_gather_attention.local import Local
 from ditron_inductor.lowering.all_gather_attention.merge import Merge
-from ditron_inductor.lowering.all_gather_attention.parts import Span, single
+from ditron_inductor.lowering.all_gather_attention.parts import Span, single, with_rows
 from ditron_inductor.lowering.attention_reduce_scatter.library import Operands, Outputs, gradients
 from ditron_inductor.lowering.exchange import Exchange, Kernels
 from ditron_inductor.lowering.launch import Launch, round_up
@@ -83,7 +83,8 @@ def attention_reduce_scatter(
     """grad_out, q [B, Hq, Sq, D], k and v [B, Hkv, W*S, D], out, lse; returns (grad_q, grad_k, grad_v). See the
     module.
     """
-    grad_out, q, k, v, out, lse = operands
+    grad_out, q, k, v, out = (with_rows(one) for one in operands[:5])
+    lse = operands[5]
     mine = k.new_empty(sizes.shape)
     partials = k.new_empty(node.world_size, *sizes.shape)
     grads_q: list[torch.Tensor] = []

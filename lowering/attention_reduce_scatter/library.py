@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from ditron_inductor.lowering.all_gather_attention import local
 from ditron_inductor.lowering.all_gather_attention.merge import Merge, in_order
-from ditron_inductor.lowering.all_gather_attention.parts import Span, joined
+from ditron_inductor.lowering.all_gather_attention.parts import Span, joined, with_rows
 from ditron_inductor.task import reference_attention
 from ditron_inductor.task.all_gather_attention import AttentionReduceScatter, blocks
 
@@ -63,13 +63,14 @@ def make(node: AttentionReduceScatter, operands: Operands) -> Callable[..., Outp
         return mine[0].transpose(1, 2), mine[1].transpose(1, 2)
 
     def by_blocks(*given: torch.Tensor) -> Outputs:
-        q, k = given[1], given[2]
+        grad_out, q, k, v, out = (with_rows(one) for one in given[:5])
+        operands = grad_out, q, k, v, out, given[5]
         B, heads, _, D = k.shape
         # Not all of it may be seen.
         parts = k.new_zeros(world, 2, B, keys, heads, D)
         partials = []
         for span in spans:
-            grad_q, *grads = gradients(run, span, given, keys, node.scale)  # type: ignore[arg-type]
+            grad_q, *grads = gradients(run, span, operands, keys, node.scale)
             partials.append(grad_q)
             for which, grad in enumerate(grads):
                 mine = parts[span.source : span.source + span.count, which, :, span.first_key : span.last_key]

@@ -188,6 +188,31 @@ def test_a_rank_is_late_and_calls_repeat(pool: RankPool, strategy: str, late_ran
     pool.run(_repeat, strategy, late_rank, 2 if pool.device_type == "cpu" else 20)
 
 
+def _replay(ctx: RankContext, strategy: str) -> None:
+    """A captured call reads new operands in the same memory, every time, between calls that are not captured."""
+    site = Site(strategy=strategy, name=f"attention/5:{strategy}")
+    case = Case("causal_offset", 256, 256, D=64)
+    operands = case.operands(ctx)
+    for _ in range(2):
+        forward(ctx, site, case, operands)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = forward(ctx, site, case, operands)[0]
+    for turn in range(6):
+        for one in operands:
+            one.normal_()
+        graph.replay()
+        wanted = expected(ctx, site, case, operands)[0]
+        assert_close(out, wanted, 3, f"replay {turn}")
+        assert_close(forward(ctx, site, case, operands)[0], wanted, 3, f"call {turn}")
+
+
+@pytest.mark.parametrize("strategy", ["tile", "chunked"])
+def test_captured_calls_are_replayed(gpu_pool: RankPool, strategy: str) -> None:
+    gpu_pool.run(_replay, strategy)
+
+
 def _refuse(ctx: RankContext) -> None:
     site = Site(name="attention/3")
     q, k, v = Case("full", 4, 4).operands(ctx)
