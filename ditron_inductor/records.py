@@ -16,12 +16,14 @@ from ditron_inductor.passes.order_collectives import GROUP_ARGUMENT, is_task, la
 from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.passes.reasons import LEFT_ALONE
 from ditron_inductor.sites import GraphRecord, SiteRecord
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, attention_sizes
 from ditron_inductor.task.cost import part_bytes
 from ditron_inductor.task.nodes import (
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
+    AttentionNode,
     Contraction,
     FlashDecode,
     MatmulAllGather,
@@ -34,7 +36,7 @@ from ditron_inductor.task.nodes import (
     UlyssesNode,
     WithEpilogue,
 )
-from ditron_inductor.task.ops import node_from_call
+from ditron_inductor.task.ops import argument_of, node_from_call
 
 
 def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> GraphRecord:
@@ -58,6 +60,8 @@ def _task_record(node: fx.Node) -> SiteRecord:
     task = node_from_call(node.target, node.args)
     if isinstance(task, FlashDecode):
         return _decode_record(node, task)
+    if isinstance(task, AttentionNode):
+        return _attention_record(node, task)
     gathers = isinstance(task, AllGatherMatmul | AllGatherContract)
     left, right = node.args[0], [] if isinstance(task, AllReduceRmsNorm) else node.args[1]
     right = right if isinstance(right, (list, tuple)) else [right]
@@ -138,6 +142,38 @@ def _decode_record(node: fx.Node, task: FlashDecode) -> SiteRecord:
     )
 
 
+def _attention_record(node: fx.Node, task: AttentionNode) -> SiteRecord:
+    """Its sizes are those of a matmul with as many operations; see `attention_sizes`."""
+    q, k = (_value(argument_of(node.target, node.args, name)) for name in ("q", "k"))
+    hints = [_hint(size) for size in (*q.shape, *k.shape[1:3])]
+    sizes: tuple[int | None, int | None, int | None] = None, None, None
+    if None not in hints:
+        B, heads, queries, D, key_heads, keys = (hint for hint in hints if hint is not None)
+        keys //= task.world_size if isinstance(task, AttentionReduceScatter) else 1
+        sizes = attention_sizes(task.mask, task.world_size, B, heads, queries, D, key_heads, keys)
+    m, n, k_size = sizes
+    return SiteRecord(
+        site=task.site,
+        kind=task.kind,
+        fused=True,
+        pattern=_pattern(task),
+        group_name=task.group_name,
+        world_size=task.world_size,
+        dtype=str(q.dtype).removeprefix("torch."),
+        device_type=q.device.type,
+        shapes=tuple(shape_text(value.shape) for value in (q, k)),
+        m=m,
+        n=n,
+        k=k_size,
+        itemsize=q.dtype.itemsize,
+        bytes_moved=_task_bytes(task, m, n, k_size, q.dtype.itemsize),
+        strategy=task.policy.strategy,
+        node=node.name,
+        text=task.text(),
+        line=describe(node).line,
+    )
+
+
 def _rows(task: MatmulNode | NormNode | UlyssesNode, lhs: torch.Tensor, k: int) -> tuple[int, ...]:
     """The shape of the left operand, or shard, whose sizes are known; K is that of all products that are added up."""
     sizes = [size for size in map(_hint, lhs.shape) if size is not None]
@@ -153,7 +189,7 @@ def _dim(task: MatmulNode | NormNode | UlyssesNode) -> int:
     return 0
 
 
-def _pattern(task: MatmulNode | NormNode | UlyssesNode) -> str:
+def _pattern(task: MatmulNode | NormNode | UlyssesNode | AttentionNode) -> str:
     match task:
         case AllGatherMatmul():
             matmuls = "matmul" if task.num_weights == 1 else f"{task.num_weights} matmuls"
@@ -168,6 +204,10 @@ def _pattern(task: MatmulNode | NormNode | UlyssesNode) -> str:
             return f"{_sum_text(task)} -> {_norm_text(task)}"
         case MatmulAllGather():
             return f"{_sum_text(task)} -> all_gather(dim {task.gather_dim})"
+        case AllGatherAttention():
+            return f"all_gather(keys, values) -> attention({task.mask})" + ", gathered used" * task.return_gathered
+        case AttentionReduceScatter():
+            return f"attention backward({task.mask}) -> reduce_scatter(keys, values)"
         case AllGatherContract():
             matmuls = "matmul" if task.num_factors == 1 else f"{task.num_factors} matmuls"
             used = ", gathered used" * task.return_gathered
@@ -195,7 +235,11 @@ def _norm_text(task: AllReduceRmsNorm | MatmulAllReduceRmsNorm) -> str:
 
 
 def _task_bytes(
-    task: MatmulNode | NormNode | UlyssesNode, m: int | None, n: int | None, k: int | None, itemsize: int
+    task: MatmulNode | NormNode | UlyssesNode | AttentionNode,
+    m: int | None,
+    n: int | None,
+    k: int | None,
+    itemsize: int,
 ) -> int | None:
     if m is None or n is None or k is None:
         return None
@@ -213,6 +257,8 @@ def _task_bytes(
             return m * n * itemsize * peers // task.world_size
         case AllToAllMatmul():
             return m * k * itemsize * peers // task.world_size
+        case AllGatherAttention() | AttentionReduceScatter():
+            return m // task.world_size * k * itemsize * peers
 
 
 def _collective_record(node: fx.Node) -> SiteRecord:

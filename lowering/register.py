@@ -19,6 +19,7 @@ import torch
 
 from ditron_inductor.device import AgreedOptions, workspaces
 from ditron_inductor.device.replicas import own_chunk, replicas
+from ditron_inductor.lowering.all_gather_attention import binding as attention
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm import library as norm_library
 from ditron_inductor.lowering.epilogues import Finisher, finisher_of_sum
@@ -49,6 +50,9 @@ from ditron_inductor.task.nodes import (
 )
 from ditron_inductor.task.plan import PlanRequest
 
+Possible = Callable[[Any, Launch, torch.Tensor, int, int, int], tuple[PlanRequest, dict[str, Runner]]]
+"""A function of the node, the launch, the tensor that is communicated, and m, n, k."""
+
 calls = PreparedCalls()
 """Those of this process."""
 
@@ -63,12 +67,14 @@ def _prepare(
     m: int,
     shared: int,
     local: tuple[str, int],
+    possible: Possible | None = None,
 ) -> Callable[..., Any]:
     """What runs a call, kept under `key`. Collective where the ranks have to agree on something first.
 
     x: the tensor that is communicated, or multiplied before it is. sizes: those that every rank must have alike, by
     which peers name the site. m: rows of the whole product. shared: its dimension n or k that all ranks have alike;
-    local: the other one, "columns" or "K", and its size on this rank.
+    local: the other one, "columns" or "K", and its size on this rank. possible: as `_possible`, which it is for
+    matmuls.
     """
     node.verify()
     policy = node.policy
@@ -77,13 +83,16 @@ def _prepare(
     name = f"{node.site or node.kind} {node.kind}"
     launch = Launch(workspace, f"{name}[{'x'.join(map(str, sizes))}] {str(x.dtype).removeprefix('torch.')}")
     what = f"{local[0]} of {name} beside {shared} {x.dtype}"
+    if possible is not None:
+        # Rows of queries grow with the sequence, and the calls of one function may be of many lengths.
+        what += f", {m} rows"
     known = workspace.agreed(what) if local[0] == "columns" else None
     largest = workspace.largest(what, local[1]) if known is None else known[1]
     n, k = (largest, shared) if local[0] == "columns" else (shared, largest)
     eager = captured = Chosen(library)
     # Whatever the local size is: with none of the others there is nothing to communicate.
     if m * shared > 0:
-        request, runners = _possible(node, launch, x, m, n, k)
+        request, runners = (possible or _possible)(node, launch, x, m, n, k)
         eager, captured = choose_both(node.group_name, workspace.table, request, {"library": library, **runners})
     prepared = Prepared(workspace, eager, captured, what, workspace.agreed(what))
     calls.keep(key, prepared)
@@ -535,6 +544,7 @@ def register() -> None:
         "own_chunk": own_chunk,
         "replicated": replicas.compared,
         "projections": _on_device(projections),
+        **{kind: _on_device(op) for kind, op in attention.make_ops(lookup, _prepare).items()},
     }
     for name, implementation in implementations.items():
         library.impl(name, implementation, "CompositeExplicitAutograd")

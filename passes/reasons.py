@@ -15,6 +15,7 @@ from torch import fx
 
 from ditron_inductor.passes.culprits import describe
 from ditron_inductor.sites import NodeRecord
+from ditron_inductor.task.nodes import ATTENTION_KINDS
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -33,6 +34,16 @@ class ReasonCode(enum.StrEnum):
     """It gathers a part of an attention, whose operands or mask the kernel does not take."""
     DECODE_MERGE = "decode_merge"
     """It gathers a part of an attention, and what follows is not proved to merge the parts of all ranks."""
+    ATTENTION_DROPOUT = "attention_dropout"
+    """The attention beside the collective has dropout."""
+    ATTENTION_FORM = "attention_form"
+    """The attention beside the collective is of a form that is not known, or only its keys or its values are
+    gathered.
+    """
+    ATTENTION_MASK = "attention_mask"
+    """The attention beside the collective has a tensor as its mask or bias."""
+    ATTENTION_PARTS = "attention_parts"
+    """Attention reads a part of what is gathered, as ring attention does."""
     BATCHED_MATMUL = "batched_matmul"
     """The neighbour is baddbmm, or a bmm whose batches have different matrices."""
     BIAS = "bias"
@@ -170,6 +181,22 @@ _TEXTS: dict[ReasonCode, str] = {
         "weights exp(log-sum-exp), or uses the parts otherwise; gather both along the first dimension, and use the "
         "parts for softmax(lse) * o, summed over the ranks, alone"
     ),
+    ReasonCode.ATTENTION_DROPOUT: (
+        "the attention beside it has dropout, whose random numbers would fall on other keys; use none to have it fused"
+    ),
+    ReasonCode.ATTENTION_FORM: (
+        "the attention beside it is of a form that is not known: gather keys and values of one group, both along the "
+        "sequence, with heads of one size, into scaled_dot_product_attention; or use "
+        "ditron_inductor.ops.all_gather_attention"
+    ),
+    ReasonCode.ATTENTION_MASK: (
+        "the attention beside it has a tensor as its mask, which other ranks' graphs need not have; use is_causal, or "
+        "ditron_inductor.ops.all_gather_attention with the mask's name"
+    ),
+    ReasonCode.ATTENTION_PARTS: (
+        "attention reads parts of it, one rank's after the other, and not as many on every rank (ring attention); "
+        "attend to the whole of it, or use ditron_inductor.ops.all_gather_attention"
+    ),
     ReasonCode.BATCHED_MATMUL: (
         "its neighbour is a batched matmul; use one 2-D weight for all batches (nn.Linear, x @ w) instead of bmm"
     ),
@@ -278,6 +305,10 @@ class Reason:
 def leave_alone(collective: fx.Node, pattern: str, why: Refused) -> None:
     """Records on the collective's node why it was not fused; a bare code speaks of the collective itself."""
     refusal = why.at(collective)
+    known = collective.meta.get(LEFT_ALONE)
+    if refusal.code is ReasonCode.NO_MATMUL and known is not None and known.pattern in ATTENTION_KINDS:
+        # That says more than that no matmul is there.
+        return
     reason = Reason(pattern, refusal.code.value, _TEXTS[refusal.code], describe(refusal.node))
     tried = collective.meta.get(TRIED) if refusal.code is ReasonCode.BATCHED_MATMUL else None
     if tried is not None:

@@ -60,6 +60,8 @@ def test_the_order_of_the_passes() -> None:
     assert [one.__name__ for one in PASSES] == [
         "normalize_collectives",
         "share_gathers",
+        "all_gather_attention",
+        "attention_reduce_scatter",
         "merge_reductions",
         "move_across",
         "sequence_parallel",

@@ -24,6 +24,9 @@ it gathered into columns (W passes and a launch). It receives whole products, an
 An all-to-all is as fast as a reduce-scatter; `library` copies what it moves once, so that it lies together, and so does
 our kernel behind a product (`matmul_all_to_all`), out of its slot.
 
+Attention is the matmul that `attention_sizes` makes of it, at the speed of the library's or of our kernel; `chunked`
+reads what its parts return once more.
+
 A norm behind an all-reduce without a product (n columns, k = 1) has, in place of the matmul, a launch and passes over
 what it reads and writes; in our kernel, `tile`, no launch more and one round of signals or two, whichever is faster.
 
@@ -40,7 +43,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.nodes import (
+    ATTENTION_KINDS,
     ULYSSES_KINDS,
     AllGatherContract,
     AllGatherMatmul,
@@ -79,6 +84,9 @@ HOST_US = {
     AllGatherContract.kind: {"library": 80.0, "chunked": 480.0, "tile": 42.0},
     MatmulAllToAll.kind: {"library": 90.0, "chunked": 210.0, "tile": 42.0},
     AllToAllMatmul.kind: {"library": 90.0, "chunked": 210.0, "tile": 42.0},
+    # By the number of their launches; not measured yet.
+    AllGatherAttention.kind: {"library": 120.0, "chunked": 170.0, "tile": 45.0},
+    AttentionReduceScatter.kind: {"library": 150.0, "chunked": 250.0, "tile": 250.0},
 }
 """What a call takes the host, by `python -m benchmarks.host`: in eager mode none takes less."""
 EPILOGUE_HOST_US = 12.0
@@ -88,6 +96,13 @@ SMALL_HOST_US = 55.0
 
 CONTRACT_EFFICIENCY = 0.9
 """Speed of `tile` where the gathered dimension is contracted, in that of the other kernels: it loads by pointers."""
+ATTENTION_SPEED = 0.82
+"""Of the library's attention, in that of its matmul: 600 TFLOP/s on an H200."""
+ATTENTION_TILE = 0.62
+"""Speed of our attention in that of the library's: a guess from other kernels in Triton, to be measured."""
+BACKWARD_WORK = 2.5
+"""Operations of the backward of attention in those of the forward."""
+
 PART_ROWS = 512
 """A part of a gathered product has at least so many rows by `chunked`."""
 PORT_BYTES_PER_S = 450e9
@@ -268,7 +283,7 @@ def _is_small_all_reduce(problem: Problem) -> bool:
 def received_bytes(problem: Problem) -> float:
     """What one rank receives from its peers in one call."""
     peers = problem.world_size - 1
-    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind):
+    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind, *ATTENTION_KINDS):
         return problem.m * problem.k * problem.itemsize * peers / problem.world_size
     if problem.kind == MatmulAllGather.kind:
         return problem.m * problem.n * problem.itemsize * peers
@@ -348,6 +363,10 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
     if problem.kind == MatmulAllGather.kind:
         rate = min(rate, PORT_BYTES_PER_S)
         chunks, passes_us = max(1, min(problem.m // PART_ROWS, MIN_CHUNKS)), _passes_us(problem, on, problem.world_size)
+    if problem.kind in ATTENTION_KINDS:
+        # What the parts return is read again, one [rows, heads * head size] for each source; k has keys and values.
+        parts = problem.world_size * problem.n * problem.k / 2
+        passes_us = parts * problem.itemsize / on.memory_bytes_per_s * MICRO
     if problem.kind == AllGatherContract.kind:
         # As many parts of the kept dimension as have tiles for half of the GPU.
         chunks = max(1, min(math.ceil(problem.m / 128) * math.ceil(problem.n / 256) // 66, MIN_CHUNKS))
@@ -357,6 +376,13 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
 
 
 def _tile_us(problem: Problem, on: Hardware) -> float:
+    if problem.kind == AttentionReduceScatter.kind:
+        # There is no such kernel: what stands for it runs by `chunked`.
+        return _chunked_us(problem, on)
+    if problem.kind == AllGatherAttention.kind:
+        attention = _matmul_us(problem, on, efficiency=ATTENTION_TILE)
+        transfer = received_bytes(problem) / _link_rate(problem, on) * MICRO
+        return _overlapped(attention, transfer, _chunks(problem)) + on.signal_us
     contracted = CONTRACT_EFFICIENCY if problem.kind == AllGatherContract.kind else 1.0
     matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * contracted * _fill(problem))
     fast = problem.m <= FEW_ROWS or problem.n >= WIDE_COLUMNS
@@ -377,7 +403,7 @@ def _chunks(problem: Problem) -> int:
 
 def _partials_us(problem: Problem, on: Hardware) -> float:
     """Partial results are written and read again, and so are the results of an all-reduce, and gathered products."""
-    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind, AllToAllMatmul.kind):
+    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind, AllToAllMatmul.kind, *ATTENTION_KINDS):
         return 0.0
     if problem.kind == MatmulAllToAll.kind:
         return _moved_us(problem, on)
@@ -408,6 +434,8 @@ def _link_rate(problem: Problem, on: Hardware) -> float:
         AllReduceRmsNorm.kind: on.all_reduce_bytes_per_s,
         MatmulAllGather.kind: on.all_reduce_bytes_per_s,
         FlashDecode.kind: on.gather_bytes_per_s,
+        AllGatherAttention.kind: on.gather_bytes_per_s,
+        AttentionReduceScatter.kind: on.scatter_bytes_per_s,
         AllGatherContract.kind: on.gather_bytes_per_s,
         MatmulAllToAll.kind: on.scatter_bytes_per_s,
         AllToAllMatmul.kind: on.scatter_bytes_per_s,
@@ -421,6 +449,8 @@ def _pair_gain(problem: Problem, on: Hardware) -> float:
 
 def _matmul_us(problem: Problem, on: Hardware, *, efficiency: float) -> float:
     rate = on.matmul_flops_fp32 if problem.itemsize == 4 else on.matmul_flops
+    if problem.kind in ATTENTION_KINDS:
+        efficiency *= ATTENTION_SPEED / (BACKWARD_WORK if problem.kind == AttentionReduceScatter.kind else 1.0)
     compute = 2.0 * problem.m * problem.n * problem.k / (rate * efficiency)
     elements = problem.m * problem.k + problem.k * problem.n + problem.m * problem.n
     memory = elements * problem.itemsize / on.memory_bytes_per_s

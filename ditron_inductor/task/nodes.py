@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ditron_inductor.errors import InvalidEpilogue, InvalidTaskNode
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.epilogue import Epilogue, parse
 from ditron_inductor.task.policy import STRATEGIES as STRATEGIES
 from ditron_inductor.task.policy import Policy as Policy
@@ -425,7 +426,8 @@ class FlashDecode:
 MatmulNode = AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce | MatmulAllGather | AllGatherContract
 NormNode = AllReduceRmsNorm | MatmulAllReduceRmsNorm
 UlyssesNode = MatmulAllToAll | AllToAllMatmul
-TaskNode = MatmulNode | NormNode | UlyssesNode | FlashDecode
+AttentionNode = AllGatherAttention | AttentionReduceScatter
+TaskNode = MatmulNode | NormNode | UlyssesNode | FlashDecode | AttentionNode
 KINDS: tuple[str, ...] = (
     AllGatherMatmul.kind,
     MatmulReduceScatter.kind,
@@ -436,9 +438,10 @@ KINDS: tuple[str, ...] = (
 """The fusions of a collective with matmuls alone: what tables and benchmarks of matmuls know."""
 NORM_KINDS: tuple[str, ...] = (AllReduceRmsNorm.kind, MatmulAllReduceRmsNorm.kind)
 ULYSSES_KINDS: tuple[str, ...] = (MatmulAllToAll.kind, AllToAllMatmul.kind)
-PLANNED_KINDS: tuple[str, ...] = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS)
+ATTENTION_KINDS: tuple[str, ...] = (AllGatherAttention.kind, AttentionReduceScatter.kind)
+PLANNED_KINDS: tuple[str, ...] = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS, *ATTENTION_KINDS)
 """Those with times of their own in tables. With a matmul, a norm costs all strategies the same."""
-TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS, *ULYSSES_KINDS, FlashDecode.kind)
+TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS, *ULYSSES_KINDS, FlashDecode.kind, *ATTENTION_KINDS)
 """All of them."""
 
 

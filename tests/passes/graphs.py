@@ -40,7 +40,7 @@ from ditron_inductor.passes.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.share_gathers import share_gathers
 from ditron_inductor.passes.try_forms import try_forms
 from ditron_inductor.task import flash_decode as attention
-from ditron_inductor.task import reference
+from ditron_inductor.task import reference, reference_attention
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate
 from ditron_inductor.task.nodes import EXTRAS
@@ -360,6 +360,26 @@ def _run_flash_decode(args: list[Any]) -> list[Any]:
     return [(merged, torch.empty(1)) for _ in args]
 
 
+def _run_all_gather_attention(args: list[Any]) -> list[Any]:
+    mask, scale, return_gathered = args[0][4:7]
+    keys, values = (torch.cat([arg[index] for arg in args], 2) for index in (1, 2))
+    results = []
+    for rank, (q, k, *_) in enumerate(args):
+        seen = reference_attention.visible(mask, rank, len(args), q.shape[2], k.shape[2], q.device)
+        outputs = reference_attention.attend(q, keys, values, seen=seen, scale=scale)
+        results.append([*outputs, *[keys, values] * return_gathered, torch.empty(1)])
+    return results
+
+
+def _run_attention_reduce_scatter(args: list[Any]) -> list[Any]:
+    found = []
+    for rank, (grad, q, k, v, out, lse, _, mask, scale, *_) in enumerate(args):
+        seen = reference_attention.visible(mask, rank, len(args), q.shape[2], k.shape[2] // len(args), q.device)
+        found.append(reference_attention.attend_backward(grad, q, k, v, out, lse, seen=seen, scale=scale))
+    parts = [_reduce([one[index] for one in found], "sum").chunk(len(args), 2) for index in (1, 2)]
+    return [(one[0], parts[0][rank], parts[1][rank], torch.empty(1)) for rank, one in enumerate(found)]
+
+
 _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "_c10d_functional.all_gather_into_tensor": lambda args: [torch.cat([arg[0] for arg in args])] * len(args),
     "_c10d_functional.reduce_scatter_tensor": lambda args: list(
@@ -392,6 +412,8 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "ditron.projections": lambda args: [_run_projections(*arg) for arg in args],
     "ditron.matmul_all_gather": _run_matmul_all_gather,
     "ditron.flash_decode": _run_flash_decode,
+    "ditron.all_gather_attention": _run_all_gather_attention,
+    "ditron.attention_reduce_scatter": _run_attention_reduce_scatter,
 }
 
 
