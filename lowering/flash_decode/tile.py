@@ -1,4 +1,4 @@
-"""flash_decode, strategy `tile`: attention over the local tokens, the exchange and the merging in one launch.
+"""flash_decode, strategy `tile`: attention over the local tokens, the exchange and the merging in one launch, or two.
 
 Problem. While a long answer is generated, every rank holds some tokens of the KV cache, and all need the attention of
 the new tokens over all of them. It takes as long as reading the local keys and values does; what follows is small, and
@@ -8,6 +8,9 @@ even for one sequence. The last split of a head merges their parts and puts the 
 slot of every rank, the own one too. A program merges the ranks' parts of a head, in rank order, once it has sent the
 next one, or has no further ticket: every rank adds up the same values in the same order, so all hold the same bits.
 Lengths are read on the device: splits follow them in a replayed CUDA graph. A rank without tokens sends 0 and -inf.
+Where the local tokens are many, what the loop over them keeps in registers for the exchange costs more than a launch.
+Then the kernel of local.py makes the rank's parts, and this one finds them ATTENDED and begins with the merging of their
+splits, of which there is one. Peers cannot tell the two apart, so every rank chooses by the size of its own cache.
 Signal protocol. Flag row `head // PER_FLAG`, one word for each source, by the program that sends the flag's last head.
 Before its first push a program waits for the credits of all peers. A program that waits for a head has finished all the
 tickets that it took, and every rank takes the tickets of a head before those of later ones: the first head that some
@@ -18,7 +21,7 @@ Limits. A local counter for each head and flag: see `obstacle`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,10 +47,14 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.lowering.flash_decode.attention import attend_ticket, merge_ranks, merge_splits, part_offsets
 from ditron_inductor.lowering.flash_decode.config import INTERPRETED_PROGRAMS
-from ditron_inductor.lowering.flash_decode.local import Operands, Shape
-from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
-from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.flash_decode.local import LocalAttention, Operands, Shape, make_local
+from ditron_inductor.lowering.launch import NUMBERS, WORDS, Launch, ceil_div, round_up
+from ditron_inductor.lowering.launcher import Arguments, Launcher
 from ditron_inductor.task.nodes import FlashDecode
+
+FUSED_TOKENS = 1024
+INTERPRETED_FUSED_TOKENS = 198
+"""Of all heads together, for each SM: up to so many, one launch is faster than two."""
 
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits", "rank", "slot", "site"])
@@ -59,9 +66,11 @@ def flash_decode_kernel(
     PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr, PER_FLAG: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    THREADS: tl.constexpr,
+    THREADS: tl.constexpr, ATTENDED: tl.constexpr,
 ):  # fmt: skip
     """See the module, and attention.py for the operands. out [heads * ROWS, HEAD_DIM], contiguous.
+
+    ATTENDED: partials are the rank's parts, of one split.
 
     area: elements of a source's parts in the slot. capacity: tokens that a cache holds at most.
     """
@@ -88,11 +97,14 @@ def flash_decode_kernel(
         current = tl.full((), -1, tl.int32)
         if ticket < tickets:
             request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-            head, used, last = attend_ticket(
-                ticket, first_length, q, k, v, lengths, block_table, partials, counters, heads, kv_heads, splits,
-                capacity, strides_q, strides_k, strides_v, stride_pages,
-                ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
-            )  # fmt: skip
+            if ATTENDED:
+                head, used, last = ticket, tl.full((), 1, tl.int32), tl.full((), 1, tl.int32)
+            else:
+                head, used, last = attend_ticket(
+                    ticket, first_length, q, k, v, lengths, block_table, partials, counters, heads, kv_heads, splits,
+                    capacity, strides_q, strides_k, strides_v, stride_pages,
+                    ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
+                )  # fmt: skip
             if last != 0:
                 o, lse = merge_splits(
                     partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS
@@ -144,6 +156,7 @@ class Geometry:
     area: int
     per_flag: int
     nbytes: int
+    local: LocalAttention = field(repr=False)
 
 
 def obstacle(shape: Shape) -> str:
@@ -159,17 +172,20 @@ def geometry(node: FlashDecode, launch: Launch, shape: Shape) -> Geometry:
     """See Geometry: from what is the same on every rank, so not from how many tokens a cache holds."""
     area = round_up(shape.rows * (shape.head_dim + 1), 16)
     per_flag = launch.chunk_tiles(shape.heads.heads, REVOKED_ROW.value)
-    return Geometry(area=area, per_flag=per_flag, nbytes=4 * node.world_size * area)
+    workspace = launch.workspace
+    local = make_local(shape, workspace.device, workspace.capabilities.arch)
+    return Geometry(area=area, per_flag=per_flag, nbytes=4 * node.world_size * area, local=local)
 
 
 def flash_decode(node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shape, given: Operands) -> torch.Tensor:
     """[B, Hq, D]. See the module."""
-    config = shape.config(launch.interpreted).for_arch(launch.workspace.capabilities.arch)
+    config = sizes.local.config
     # Of this device: how its cache is cut is nobody else's business.
     programs = INTERPRETED_PROGRAMS if launch.interpreted else config.programs(shape.heads.heads, shape.num_sms)
-    splits = shape.splits(config, launch.interpreted)
+    most = INTERPRETED_FUSED_TOKENS if launch.interpreted else FUSED_TOKENS
+    attended = shape.heads.heads * shape.capacity > most * shape.num_sms
+    splits = 1 if attended else shape.splits(config, launch.interpreted)
     out = torch.empty_like(given.q, memory_format=torch.contiguous_format)
-    partials = shape.new_partials(given.q, splits)
 
     def arguments() -> Arguments:
         values: dict[str, Any] = {
@@ -179,11 +195,27 @@ def flash_decode(node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shap
             "WORLD": node.world_size,
             "THREADS": config.num_warps * (64 if launch.workspace.capabilities.arch.startswith("gfx9") else 32),
             "rank": launch.rank,
+            "ATTENDED": attended,
         }
         return Arguments(programs=min(shape.heads.heads * splits, programs), values=values)
 
-    tensors = {**given.tensors(), "out": out, "partials": partials}
-    launch.run(flash_decode_kernel, sizes.nbytes, arguments, tensors)
+    tensors = {**given.tensors(), "out": out}
+    if not attended:
+        tensors["partials"] = shape.new_partials(given.q, splits)
+        launch.run(flash_decode_kernel, sizes.nbytes, arguments, tensors)
+        return out
+    with launch.call(sizes.nbytes) as call:
+        words = call.table, call.ctl, call.counters
+        # Within the use of the slot: its counters are zeros, and no other call's.
+        tensors["partials"] = sizes.local.part(given, call.counters)
+        launcher = launch.launchers.get(id(flash_decode_kernel))
+        if launcher is None:
+            scratch = launch.workspace.shared.scratch
+            launcher = Launcher(
+                flash_decode_kernel, launch.workspace.device, numbers=NUMBERS, words=WORDS, allocator=scratch
+            )
+            launch.launchers[id(flash_decode_kernel)] = launcher
+        launcher(call.stream, arguments, (call.slot, call.site), words, tensors)
     return out
 
 

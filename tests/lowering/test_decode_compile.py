@@ -35,10 +35,12 @@ class Case:
     dtype: str = "bf16"
     page: int = 0
     shared_flags: bool = False
+    attended: bool = False
 
     def __str__(self) -> str:
         paged = f"-paged{self.page}" if self.page else ""
-        return f"{self.target}-{self.group}x{self.head_dim}-{self.dtype}{paged}{'-shared' * self.shared_flags}"
+        forms = "-shared" * self.shared_flags + "-attended" * self.attended
+        return f"{self.target}-{self.group}x{self.head_dim}-{self.dtype}{paged}{forms}"
 
     @property
     def config(self) -> Config:
@@ -76,6 +78,7 @@ def compiled(kernel: Any, case: Case) -> Any:
         "PRECISION": "tf32" if case.dtype == "fp32" else "ieee",
         "UPCAST": False,
         "THREADS": config.num_warps * TARGETS[case.target].warp_size,
+        "ATTENDED": case.attended,
     }
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
@@ -101,7 +104,10 @@ def assembly(kernel: Any, case: Case) -> str:
     return text
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+ATTENDED = (Case("sm_90", 128, attended=True), Case("gfx942", 128, shared_flags=True, attended=True))
+
+
+@pytest.mark.parametrize("case", [*CASES, *ATTENDED], ids=str)
 def test_waits_and_releases_are_there(case: Case) -> None:
     listing, dialect = Listing(assembly(flash_decode_kernel, case)), dialect_of(case.target)
     releases = listing.places(dialect.release)
