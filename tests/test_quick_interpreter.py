@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from tests.quick_interpreter import looked_up_once, patched_once
+from ditron_inductor.quick_interpreter import looked_up_once, patched_once
 
 TL = types.ModuleType("tl")
 CORE = types.ModuleType("tl.core")

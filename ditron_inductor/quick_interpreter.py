@@ -1,13 +1,15 @@
 """Triton's interpreter without work that it repeats: more than half of what ranks on the CPU device compute.
 
-Inside a kernel, every call of a device function replaces all of `triton.language` again, though the kernel's own launch
-has just done that; and the numpy type of every value is looked up in a dict made for it. Values are not touched.
+Inside a kernel, every call of a device function replaces all of `triton.language` again, though the kernel's own
+launch has just done that; and the numpy type of every value is looked up in a dict made for it. Values are not touched.
+Only in processes that are ours: ranks that a command or a test starts for itself.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,9 @@ NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype")
 
 
 def make_quick() -> None:
-    """In this process, once, before the first launch; another version's interpreter stays as it is."""
+    """In this process, once, before the first launch, if it has the interpreter at all and one of a known form."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
     from triton.runtime import interpreter
 
     if all(hasattr(interpreter, name) for name in NEEDED):
