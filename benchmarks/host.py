@@ -236,7 +236,7 @@ def chunked_stages(bench: Bench) -> dict[str, dict[str, float]]:
     from ditron_inductor.lowering import register
     from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
 
-    x, w, operands, arguments = bench.x, bench.w, bench.operands, bench.arguments("chunked")
+    x, w, operands = bench.x, bench.w, bench.operands
     whole = bench.op("chunked")
     whole()
     _, found = register.lookup(bench.kind, bench.keyed("chunked"), (x, w), *bench.others)
