@@ -72,6 +72,13 @@ class Bench:
     def arguments(self, strategy: str) -> tuple[Any, ...]:
         return *self.site, f"host/0:{self.kind}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
 
+    def keyed(self, strategy: str) -> tuple[Any, ...]:
+        """The arguments of which a call's key is made: with its epilogue, none here, where the op may have one."""
+        from ditron_inductor.lowering.register import SITE_ARGUMENTS
+
+        epilogue = ("",) if self.kind in SITE_ARGUMENTS else ()
+        return *self.arguments(strategy), *epilogue
+
 
 def benches(device: Any, rank: int, world_size: int) -> list[Bench]:
     """The ops, the whole product SIZE x SIZE x SIZE on each rank."""
@@ -183,7 +190,8 @@ def stages(bench: Bench) -> dict[str, float]:
     nothing.impl(bench.kind, lambda *args: answer, "CompositeExplicitAutograd")
     empty_op = getattr(torch.ops.ditron_host, bench.kind).default
     multiplied = x, bench.w
-    _, found = register.lookup(bench.kind, arguments, multiplied, *bench.others)
+    key_arguments = bench.keyed("tile")
+    _, found = register.lookup(bench.kind, key_arguments, multiplied, *bench.others)
     assert found is not None
     node, launch, _ = found.args  # type: ignore[attr-defined]
     assert node.kind == bench.kind
@@ -199,7 +207,7 @@ def stages(bench: Bench) -> dict[str, float]:
 
     measured = {
         "dispatcher": best_us(lambda: empty_op(*operands, None, *arguments)),
-        "lookup": best_us(lambda: register.lookup(bench.kind, arguments, multiplied)),
+        "lookup": best_us(lambda: register.lookup(bench.kind, key_arguments, multiplied, *bench.others)),
         "outputs": best_us(new_outputs),
         "token": best_us(lambda: ops.new_token(x)),
         # All ranks take as many slots; without a launch these stay as they were.
@@ -228,10 +236,10 @@ def chunked_stages(bench: Bench) -> dict[str, dict[str, float]]:
     from ditron_inductor.lowering import register
     from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
 
-    x, w, operands, arguments = bench.x, bench.w, bench.operands, bench.arguments("chunked")
+    x, w, operands = bench.x, bench.w, bench.operands
     whole = bench.op("chunked")
     whole()
-    _, found = register.lookup(bench.kind, arguments, (x, w), *bench.others)
+    _, found = register.lookup(bench.kind, bench.keyed("chunked"), (x, w), *bench.others)
     assert found is not None
     node, launch, sizes = found.args  # type: ignore[attr-defined]
     issued = measure_issue(whole, launch.workspace.shared.synchronize, CHUNKED_CALLS)

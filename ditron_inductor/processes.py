@@ -19,6 +19,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ditron_inductor.quick_interpreter import make_quick
+
 if TYPE_CHECKING:
     import torch
 
@@ -41,6 +43,7 @@ class Rank:
         import torch
         import torch.distributed as dist
 
+        make_quick()
         device, backend = torch.device("cpu"), "gloo"
         if self.device_type == "cuda":
             device, backend = torch.device("cuda", self.rank), "nccl"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ def run_layer(ctx: RankContext, options: dict[str, Any]) -> dict[str, int]:
     """Compiles, compares with eager, forward and backward; returns what the caches and the passes counted."""
     from torch._dynamo.utils import counters
 
+    torch._dynamo.reset()
+    counters.clear()
     eager = [torch.randn(shape).requires_grad_() for shape in ((8, 16), (16, 32), (32, 16))]
     ours = [value.detach().clone().requires_grad_() for value in eager]
     wanted, got = layer(*eager), torch.compile(layer, backend="ditron", options=options)(*ours)
@@ -40,28 +41,20 @@ def run_layer(ctx: RankContext, options: dict[str, Any]) -> dict[str, int]:
     return found | {"rewritten": sum(counters["ditron"].values())}
 
 
-Run = Callable[..., list[dict[str, int]]]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """`run_layer` in two fresh rank processes that share one cache folder with earlier calls."""
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
-
-    def call(**options: Any) -> list[dict[str, int]]:
-        given = {"ditron.strategy": "library", **options}
-        return run_ranks(run_layer, 2, given, env=env, timeout=200.0)
-
-    return call
+def run_layers(ctx: RankContext, several: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """`run_layer` with one set of options after the other, in one process."""
+    return [run_layer(ctx, {"ditron.strategy": "library", **options}) for options in several]
 
 
 @pytest.mark.timeout(300)
-def test_second_process_hits_until_an_option_changes(run: Run) -> None:
-    first = run()
-    for counted in first:
+def test_second_process_hits_until_an_option_changes(tmp_path: Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    first = run_ranks(run_layers, 2, [{}], env=env, timeout=200.0)
+    for (counted,) in first:
         assert counted["hit"] + counted["miss"] == 2 and counted["bypass"] == 0
     # One rank may find what the other has just compiled, but one of them has to compile.
-    assert any(counted["rewritten"] > 0 for counted in first)
-    for counted in run():
+    assert any(counted["rewritten"] > 0 for (counted,) in first)
+    second = run_ranks(run_layers, 2, [{}, {"ditron.workspace_limit": 12345}], env=env, timeout=200.0)
+    for counted, _ in second:
         assert counted == {"hit": 2, "miss": 0, "bypass": 0, "rewritten": 0}
-    assert any(counted["rewritten"] > 0 for counted in run(**{"ditron.workspace_limit": 12345}))
+    assert any(changed["rewritten"] > 0 for _, changed in second)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -24,7 +23,8 @@ from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
 
 KIND = "matmul_all_reduce"
-TIMEOUT_S = 2.0
+# Handshakes are bounded by it too, so it leaves time to ranks on a busy machine.
+TIMEOUT_S = 5.0
 TWO, THREE = Place("cpu", 2), Place("cpu", 3)
 CUT = {"programs": 132, "least_piece": 512, "round_bytes": all_reduce_kernel.ROUND_BYTES}
 
@@ -191,14 +191,13 @@ def _poisoned_launch(ctx: RankContext) -> bool:
 
 
 def _late(ctx: RankContext, index: int) -> Failure | bool:
-    """The last rank comes when the others have given up."""
+    """The last rank does not come before the others have given up: it is called again when they have answered."""
     problem = _problem(ctx, "late", index)
     expected = problem()
     problem.check(expected)
     dist.barrier()
     if ctx.rank != ctx.world_size - 1:
         return fails(ctx, problem)
-    time.sleep(TIMEOUT_S * 5)
     return True
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 
 import pytest
@@ -30,7 +29,8 @@ from tests.ranks import RankPool, RankPools
 from tests.tolerances import assert_near
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-TIMEOUT_S = 2.0
+# Handshakes are bounded by it too, so it leaves time to ranks on a busy machine.
+TIMEOUT_S = 5.0
 LLAMA = Norm("rms", 1e-6, round_first=True)
 GEMMA = Norm("rms", 1e-6, plus_one=True)
 RMS = Norm("rms", 1e-5)
@@ -85,9 +85,7 @@ def make(ctx: RankContext, case: Case) -> tuple[list[torch.Tensor], list[torch.T
         operands = [calls.operand(ctx, case.shape, case.dtype)]
     dtype = FP32 if case.wide else case.dtype
     shapes = {"bias": ([n], case.dtype), "second_bias": ([n], case.dtype), "residual": (case.shape, case.dtype)}
-    given = [
-        _shared(ctx, *shapes.get(name, ([n], dtype))) if name in case.extras.split() else None for name in EXTRAS
-    ]
+    given = [_shared(ctx, *shapes.get(name, ([n], dtype))) if name in case.extras.split() else None for name in EXTRAS]
     return operands, given
 
 
@@ -157,7 +155,7 @@ def _check_all(ctx: RankContext, cases: tuple[Case, ...], strategy: str, label: 
 @pytest.mark.parametrize("strategy", ["tile", "library"])
 def test_matches_reference(pool: RankPool, strategy: str) -> None:
     # Four processes that poll take the cores from those that work.
-    cases = CASES[::2] if (pool.device_type, pool.world_size) == ("cpu", 4) else CASES
+    cases = CASES[::3] if (pool.device_type, pool.world_size) == ("cpu", 4) else CASES
     pool.run(_check_all, cases, strategy, "alone", timeout=100)
 
 
@@ -184,9 +182,7 @@ def _problems(ctx: RankContext, label: str, timeout_s: float = calls.TIMEOUT_S) 
     small, large = SIZES[ctx.device.type]
     kinds = [(0, small, "tile"), (0, large, "tile"), (1, large, "chunked"), (1, small, "tile")]
     return [
-        Problem(
-            ctx, NORM_KINDS[index], size, site=Site(f"{label}/{place}:{strategy}", strategy, timeout_s), dtype=FP16
-        )
+        Problem(ctx, NORM_KINDS[index], size, site=Site(f"{label}/{place}:{strategy}", strategy, timeout_s), dtype=FP16)
         for place, (index, size, strategy) in enumerate(kinds)
     ]
 
@@ -228,7 +224,7 @@ def test_poisoned_buffers_on_gpus(gpu_pool: RankPool) -> None:
 
 def _poisoned_launch(ctx: RankContext) -> bool:
     """Whether all that a launch returns is NaN once a wait of its rank has failed."""
-    problems = _problems(ctx, "failed", TIMEOUT_S)
+    problems = _problems(ctx, "failed")
     for problem in problems:
         problem.check(problem())
     (shared,) = workspaces.of_group(dist.distributed_c10d._resolve_process_group(ctx.group_name))
@@ -241,13 +237,12 @@ def _poisoned_launch(ctx: RankContext) -> bool:
 
 
 def _late(ctx: RankContext, index: int) -> Failure | bool:
-    """The last rank comes when the others have given up."""
+    """The last rank does not come before the others have given up: it is called again when they have answered."""
     problem = _problems(ctx, "late", TIMEOUT_S)[index]
     problem.check(problem())
     dist.barrier()
     if ctx.rank != ctx.world_size - 1:
         return fails(ctx, problem)
-    time.sleep(TIMEOUT_S * 5)
     return True
 
 

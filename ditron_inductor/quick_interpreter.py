@@ -1,0 +1,67 @@
+"""Triton's interpreter without work that it repeats: more than half of what ranks on the CPU device compute.
+
+Inside a kernel, every call of a device function replaces all of `triton.language` again, though the kernel's own
+launch has just done that; and the numpy type of every value is looked up in a dict made for it. Values are not touched.
+Only in processes that are ours: ranks that a command or a test starts for itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype")
+
+
+def make_quick() -> None:
+    """In this process, once, before the first launch, if it has the interpreter at all and one of a known form."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime import interpreter
+
+    if all(hasattr(interpreter, name) for name in NEEDED):
+        module: Any = interpreter
+        module._patch_lang = patched_once(module._patch_lang, module._LangPatchScope, module.tl)
+        module._get_np_dtype = looked_up_once(module._get_np_dtype, module.tl.dtype)
+
+
+def looked_up_once(look_up: Callable[[Any], Any], scalar_type: type) -> Callable[[Any], Any]:
+    """`look_up`, which keeps what it found for scalars and blocks of them; pointers have no hash."""
+    of_scalar = functools.cache(look_up)
+
+    def look_up_once(found: Any) -> Any:
+        scalar = getattr(found, "scalar", None)
+        return of_scalar(scalar) if type(scalar) is scalar_type else look_up(found)
+
+    return look_up_once
+
+
+def patched_once(patch: Callable[[Any], Any], make_scope: Callable[[], Any], tl: Any) -> Callable[[Any], Any]:
+    """`patch`, which does nothing where a scope that is still open holds all that it would replace."""
+    done: set[str] = set()
+
+    @functools.cache
+    def modules_seen_by(fn: Any) -> frozenset[str]:
+        found = (value for value in fn.__globals__.values() if inspect.ismodule(value))
+        return frozenset(value.__name__ for value in found if value in (tl, tl.core))
+
+    def patch_once(fn: Any) -> Any:
+        wanted = modules_seen_by(fn)
+        if wanted and wanted <= done:
+            return make_scope()
+        scope = patch(fn)
+        done.update(wanted)
+        restore = scope.restore
+
+        def restore_all() -> None:
+            # The launch has ended: what its device functions replaced without a scope is to be replaced again.
+            done.clear()
+            restore()
+
+        scope.restore = restore_all
+        return scope
+
+    return patch_once
