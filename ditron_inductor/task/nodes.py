@@ -109,7 +109,7 @@ class AllGatherMatmul(WithEpilogue):
     .., K] and each out_i is [rows, N_i] with all dimensions but the last one flattened into rows.
 
     With an epilogue, the text of task/epilogue.py, the outputs are what it makes of these products and of `num_extras`
-    more tensors.
+    more tensors. With a prologue the shard is what that makes of the first operand.
     """
 
     kind: ClassVar[str] = "all_gather_matmul"
@@ -122,6 +122,7 @@ class AllGatherMatmul(WithEpilogue):
     num_weights: int
     num_extras: int = 0
     epilogue: str = ""
+    prologue: ShardNorm | None = None
 
     @property
     def num_operands(self) -> int:
@@ -130,14 +131,19 @@ class AllGatherMatmul(WithEpilogue):
     def verify(self) -> None:
         _check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
         self.verify_epilogue()
+        if self.prologue is not None:
+            self.prologue.verify(self.kind)
         _verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
         return (
             f"{self.kind}(gather_dim={self.gather_dim}, num_weights={self.num_weights}, "
-            f"return_gathered={self.return_gathered}, {self._epilogue_text()}"
+            f"return_gathered={self.return_gathered}, {self._epilogue_text()}{self._prologue_text()}"
             f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
+
+    def _prologue_text(self) -> str:
+        return "" if self.prologue is None else f"{self.prologue.text()}, "
 
 
 @dataclass(frozen=True)
@@ -294,6 +300,37 @@ EXTRAS: tuple[str, ...] = ("bias", "second_bias", "post_weight", "post_shift", "
 """The tensors that a reduction with a norm may have besides its operands, in the order of its arguments."""
 SAVED: tuple[str, ...] = ("reduced", "post_mean", "post_rstd", "mean", "rstd", "scaled")
 """What a backward may want of it, in the order of its outputs."""
+SHARD_EXTRAS: tuple[str, ...] = ("residual", "weight", "shift")
+SHARD_SAVED: tuple[str, ...] = ("mean", "rstd", "scaled")
+"""Those of `EXTRAS` and of `SAVED` that the norm in front of a gather may have."""
+
+
+@dataclass(frozen=True)
+class ShardNorm:
+    """What makes the shard of a gather of x: total = x + residual, rounded to the dtype of x, and shard = norm(total).
+
+    extras: which of `SHARD_EXTRAS` there are; with a residual the total is an output too. saved: which of `SHARD_SAVED`
+    are outputs, as of a reduction with a norm.
+    """
+
+    norm: Norm
+    extras: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
+    post: ClassVar[Norm | None] = None
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """The names of the node's outputs that are not made of the gathered tensor."""
+        return (*("total",) * ("residual" in self.extras), *self.saved)
+
+    def verify(self, kind: str) -> None:
+        self.norm.verify(kind)
+        _verify_names(kind, "extras", self.extras, SHARD_EXTRAS)
+        _verify_names(kind, "saved", self.saved, SHARD_SAVED)
+
+    def text(self) -> str:
+        saved = f", saved={'+'.join(self.saved)}" if self.saved else ""
+        return f"norm={self.norm.text()}, norm_extras={'+'.join(self.extras)}{saved}"
 
 
 @dataclass(frozen=True)
@@ -321,8 +358,7 @@ class _ReductionWithNorm:
         if self.post is not None:
             self.post.verify(self.kind)
         for field, names, known in (("extras", self.extras, EXTRAS), ("saved", self.saved, SAVED)):
-            in_order = names == tuple(name for name in known if name in names)
-            _check(in_order, self.kind, field, names, f"names out of {', '.join(known)}, in this order")
+            _verify_names(self.kind, field, names, known)
             no_post = self.post is not None or not any(name.startswith("post_") for name in names)
             _check(no_post, self.kind, field, names, "without names of a norm before the residual, as there is none")
         _verify_common(self.kind, self.world_size, self.group_name, self.policy)
@@ -433,6 +469,11 @@ TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS)
 def _check(holds: bool, kind: str, field: str, value: object, expected: str) -> None:
     if not holds:
         raise InvalidTaskNode(node=kind, field=field, problem=f"is {value!r}, not {expected}")
+
+
+def _verify_names(kind: str, field: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+    in_order = names == tuple(name for name in known if name in names)
+    _check(in_order, kind, field, names, f"names out of {', '.join(known)}, in this order")
 
 
 def _verify_reduction(kind: str, reduce_op: str, num_products: int) -> None:
