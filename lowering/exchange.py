@@ -23,6 +23,8 @@ REDUCE_BLOCK = 4096
 """Elements that a program copies or fills in one step, and that it adds up."""
 COPY_WARPS = 8
 PROGRAMS_PER_SM = 2
+NORM_WARPS_PER_SM = 32
+"""Of programs that normalise rows, each of which waits for its own sums: as many as have registers."""
 INTERPRETED_BLOCK = 1024
 INTERPRETED_PROGRAMS = 2
 FILL_PROGRAMS = 8
@@ -103,7 +105,8 @@ class Exchange:
                 "BLOCK": block,
                 **constants_of(prologue, stores_reduced=False),
             }
-            return self._arguments(self._programs(rows, tile), warps_of(tile * block), values)
+            warps = warps_of(tile * block)
+            return self._arguments(self._programs(rows, tile, NORM_WARPS_PER_SM // warps), warps, values)
 
         tensors = ("x", "given", "outputs")
         return self._bound("stage norm", stage_norm, arguments, tensors=tensors, counted=True)
@@ -194,8 +197,8 @@ class Exchange:
     def _block(self, block: int) -> int:
         return INTERPRETED_BLOCK if self._interpreted else block
 
-    def _programs(self, numel: int, block: int) -> int:
-        most = INTERPRETED_PROGRAMS if self._interpreted else PROGRAMS_PER_SM * self._num_sms
+    def _programs(self, numel: int, block: int, per_sm: int = PROGRAMS_PER_SM) -> int:
+        most = INTERPRETED_PROGRAMS if self._interpreted else per_sm * self._num_sms
         return max(1, min(ceil_div(numel, block), most))
 
 

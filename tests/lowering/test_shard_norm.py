@@ -12,6 +12,8 @@ from ditron_inductor.task import ops, reference
 from ditron_inductor.task.nodes import Norm, ShardNorm
 from tests.lowering import calls
 from tests.lowering.calls import Site
+from tests.lowering.problems import ODD, Problem, chunked_problems
+from tests.lowering.stress import BACK_TO_BACK, call_in_random_order, fill_slots, start_late
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
 from tests.tolerances import assert_near
@@ -41,13 +43,13 @@ class Case:
 
 
 CASES = (
-    Case((20, 40), ShardNorm(LLAMA, ("weight",)), return_gathered=False),
-    Case((67, 48), ShardNorm(LLAMA, ("residual", "weight")), dtype=FP32, return_gathered=False),
-    # Nothing is a multiple of anything.
-    Case((35, 41), ShardNorm(GEMMA, ("residual", "weight")), layout="padded"),
-    # Inner gather dimensions: a batch, and what is saved for a backward.
+    Case((20, 40), ShardNorm(LLAMA, ("residual", "weight")), return_gathered=False),
+    Case((67, 48), ShardNorm(LLAMA, ("weight",)), dtype=FP32, return_gathered=False),
+    # Inner gather dimensions, a batch; what is saved for a backward.
     Case((2, 9, 24), ShardNorm(LAYER, ("residual", "weight", "shift"), ("mean", "rstd", "scaled")), gather_dim=1),
     Case((2, 9, 24), ShardNorm(LAYER, (), ("rstd",)), gather_dim=1, dtype=FP32, return_gathered=False),
+    # Nothing is a multiple of anything.
+    Case((35, 41), ShardNorm(GEMMA, ("residual",)), layout="padded"),
     Case((1, 7, 100), ShardNorm(LLAMA, ("residual",)), gather_dim=1),
 )
 
@@ -99,6 +101,49 @@ def _check(ctx: RankContext, case: Case, strategy: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_reference(pool: RankPool, case: Case, strategy: str) -> None:
     pool.run(_check, case, strategy)
+
+
+class NormedGather(Problem):
+    """Of x + 1 with a norm: products, the gathered tensor, the sum."""
+
+    PROLOGUE = ShardNorm(LLAMA, ("residual", "weight"))
+
+    def __init__(self, ctx: RankContext, name: str, strategy: str) -> None:
+        site = Site(name=f"{name}/0:{strategy}", strategy=strategy)
+        super().__init__(ctx, "all_gather_matmul", ODD[ctx.device.type], site=site, dtype=FP16)
+        self.given = torch.ones_like(self.left), torch.full_like(self.left[0], 0.5), None
+
+    def __call__(self) -> list[torch.Tensor]:
+        norm = ops.shard_norm_args(self.PROLOGUE)
+        arguments = self.left, self.weights, None, 0, True, *self.site.args(self.ctx), [], "", *self.given, *norm
+        outputs: list[torch.Tensor] = torch.ops.ditron.all_gather_matmul(*arguments)
+        return outputs[:-1]
+
+    def check(self, outputs: list[torch.Tensor], what: str = "") -> None:
+        *products, gathered, total = outputs
+        shard, (wanted,) = reference.norm_shard(self.left, self.given, self.PROLOGUE)
+        assert torch.equal(total, wanted), what
+        rows = reference.all_gather(shard, gather_dim=0, **self.site.group(self.ctx))
+        assert_near(gathered, rows, num_partials=3, what=f"{what} gathered")
+        for product, weight in zip(products, self.weights, strict=True):
+            assert_near(product, gathered.double() @ weight.double(), what=f"{what} product")
+
+
+def _stress(ctx: RankContext) -> None:
+    """Beside a plain gather, with ranks that are late, and slots that hold NaN."""
+    register()
+    problems = [NormedGather(ctx, "normed", strategy) for strategy in ("chunked", "tile")]
+    problems += chunked_problems(ctx, ["all_gather_matmul"], "plain")
+    start_late(ctx, problems[:1], late_rank=-1)
+    fill_slots(ctx)
+    problems[0].check(problems[0](), "poisoned:")
+    call_in_random_order(ctx, problems, BACK_TO_BACK[ctx.device.type, ctx.world_size] // 2)
+
+
+def test_late_ranks_and_poisoned_slots(pool: RankPool) -> None:
+    if pool.device_type == "cpu" and pool.world_size > 2:
+        pytest.skip("two ranks show it")
+    pool.run(_stress, timeout=100)
 
 
 GPU_CASES = (
