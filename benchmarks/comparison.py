@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from benchmarks.records import Row
-from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.task.nodes import KINDS, ULYSSES_KINDS
 
+OPS = (*KINDS, *ULYSSES_KINDS)
 BASELINES = ("nccl", "gloo")
 RIVALS = (*BASELINES, "async_tp", "symm_mem:one_shot", "symm_mem:two_shot")
 """Everybody else's contestants, in the order of the tables."""
@@ -49,7 +50,7 @@ class Comparison:
         """The width that the ranks have in common: what the layer's input or output is wide."""
         if self.op == "all_gather_contract":
             return self.M
-        return self.K if self.op in ("all_gather_matmul", "matmul_all_gather") else self.N
+        return self.K if self.op in ("all_gather_matmul", "matmul_all_gather", "matmul_all_to_all") else self.N
 
     @property
     def shape(self) -> str:
@@ -88,7 +89,7 @@ def comparisons(rows: Iterable[Row]) -> list[Comparison]:
         M, N, K, products = sizes["M"], sizes["N"], sizes["K"], sizes.get("products", 1)
         found.append(Comparison(row.op, M, N, K, row.dtype, row.world, row.graph, row.gpu, cell, products))
     return sorted(
-        found, key=lambda c: (c.gpu, -c.world, KINDS.index(c.op), c.graph, -c.hidden, -c.N * c.K, -c.M, c.dtype)
+        found, key=lambda c: (c.gpu, -c.world, OPS.index(c.op), c.graph, -c.hidden, -c.N * c.K, -c.M, c.dtype)
     )
 
 
@@ -157,7 +158,7 @@ def _table(headers: Sequence[str], lines: Sequence[Sequence[str]], style: str) -
 def means(cells: Sequence[Comparison]) -> list[tuple[str, str, int, float]]:
     """(op, rival, number of cells, geometric mean of rival / auto) over all cells in which both have a time."""
     found = []
-    for op in KINDS:
+    for op in OPS:
         of_op = [cell for cell in cells if cell.op == op]
         for name in RIVALS:
             values = [ratio for ratio in (cell.ratio(name, "ditron") for cell in of_op) if ratio is not None]

@@ -9,9 +9,12 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
+from ditron_inductor.task.nodes import ULYSSES_KINDS
+
 RESULTS = Path(__file__).parent / "results"
 GEMM_COLLECTIVES = RESULTS / "gemm_collectives.csv"
 MODELS = RESULTS / "models.csv"
+ATTENTION = RESULTS / "attention.csv"
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,14 @@ class Row:
 
 COLUMNS = tuple(field.name for field in fields(Row))
 _FLOATS = ("p20_us", "p50_us", "p80_us", "skew_pct", "limit_us")
+
+
+def results_of(ops: Iterable[str]) -> Path:
+    """The file that rows of these ops go to. ValueError where that would be several."""
+    paths = {ATTENTION if op in ULYSSES_KINDS else GEMM_COLLECTIVES for op in ops}
+    if len(paths) != 1:
+        raise ValueError(f"rows of these ops go to {len(paths)} files; give --out, or measure some of them at a time")
+    return paths.pop()
 
 
 def head_commit() -> str:

@@ -35,6 +35,12 @@ class InvalidOptionValue(DitronError, ValueError):
     message = "option '{key}' = {value!r} is not valid: {allowed}"
 
 
+class InvalidOperands(DitronError, ValueError):
+    """``found`` and ``expected`` describe the tensor: shape, dtype, device."""
+
+    message = "{op}: {tensor} is {found}, not {expected}"
+
+
 class InvalidTable(DitronError, ValueError):
     message = "{source}, line {line}: {problem}"
 

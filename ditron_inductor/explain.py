@@ -171,7 +171,7 @@ def measured_report(report: Report, *, graph: bool, rounds: int | None = None) -
             sites.append(site)
             continue
         # Equal on all ranks even where their weights are not.
-        terms = len(record.columns), len(record.depths), record.bias, record.epilogue
+        terms = len(record.columns), len(record.depths), record.bias, record.epilogue, record.parts
         key = (record.group_name, replace(request, site=""), record.dim, terms)
         if key not in known:
             known[key] = _timings(record, request, report.options, graph, rounds or ROUNDS)
@@ -199,6 +199,7 @@ def _timings(record: SiteRecord, request: PlanRequest, options: Options, graph: 
             record.depths,
             record.bias,
             record.epilogue,
+            record.parts,
         ),
         group_name=record.group_name,
         device=device,

@@ -23,9 +23,11 @@ from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.nodes import (
     AllGatherContract,
     AllGatherMatmul,
+    AllToAllMatmul,
     Contraction,
     MatmulAllGather,
     MatmulAllReduce,
+    MatmulAllToAll,
     MatmulReduceScatter,
 )
 from ditron_inductor.task.table import MEASURED
@@ -47,8 +49,8 @@ class SiteShape:
 
     rows: shape of the left operand [.., K], the shard for an all-gather. columns: of each weight [K, N_i]. dim: the
     gathered or scattered dimension, 0 for an all-reduce. depths: of a reduction's products, K_i that add up to K; empty
-    for one. bias: whether a reduction adds a row. epilogue: its text, see task/epilogue.py. m, n, k: as in a
-    `PlanRequest`.
+    for one. bias: whether a reduction adds a row. epilogue: its text, see task/epilogue.py. parts: of the columns that
+    an all-to-all exchanges. m, n, k: as in a `PlanRequest`.
     """
 
     op: str
@@ -60,6 +62,7 @@ class SiteShape:
     depths: tuple[int, ...] = ()
     bias: bool = False
     epilogue: str = ""
+    parts: int = 1
 
     @staticmethod
     def of_matmul(op: str, m: int, n: int, k: int, dtype: torch.dtype, world_size: int) -> SiteShape:
@@ -83,7 +86,8 @@ class SiteShape:
         if self.contraction is not None:
             return self.contraction.kept
         gathered = self.world_size if self.op == AllGatherMatmul.kind else 1
-        return gathered * math.prod(self.rows[:-1])
+        scattered = self.world_size if self.op == AllToAllMatmul.kind else 1
+        return gathered * math.prod(self.rows[:-1]) // scattered
 
     @property
     def n(self) -> int:
@@ -93,7 +97,7 @@ class SiteShape:
     def k(self) -> int:
         if self.contraction is not None:
             return self.world_size * self.contraction.depth
-        return self.rows[-1]
+        return self.rows[-1] * (self.world_size if self.op == AllToAllMatmul.kind else 1)
 
     @property
     def out_rows(self) -> int:
@@ -193,7 +197,9 @@ def _calls(
     gathers = shape.op in (AllGatherMatmul.kind, AllGatherContract.kind)
     depths = shape.depths or (shape.rows[-1],)
     left = [[draw(*shape.rows[:-1], deep) for deep in depths] for _ in range(copies)]
-    sizes = [(shape.k, wide) for wide in shape.columns] if gathers else [(deep, shape.n) for deep in depths]
+    sizes = [(deep, shape.n) for deep in depths]
+    if gathers or shape.op == AllToAllMatmul.kind:
+        sizes = [(shape.k, wide) for wide in shape.columns]
     right = [[weight(*size) for size in sizes] for _ in range(copies)]
     bias = draw(shape.n) if shape.bias else None
     behind = ([draw(*size) for size in shape.extras()], shape.epilogue) if shape.epilogue else ()
@@ -215,6 +221,14 @@ def _calls(
             )[0]
         if shape.op == MatmulAllGather.kind:
             return lambda i: ops.matmul_all_gather(left[i % copies], right[i % copies], bias, None, shape.dim, *site)[0]
+        if shape.op == MatmulAllToAll.kind:
+            exchange = shape.dim, shape.parts
+            return lambda i: ops.matmul_all_to_all(left[i % copies], right[i % copies], bias, None, *exchange, *site)[0]
+        if shape.op == AllToAllMatmul.kind:
+            exchange = shape.dim, shape.parts
+            return lambda i: ops.all_to_all_matmul(
+                left[i % copies][0], right[i % copies][0], None, *exchange, False, *site
+            )[0]
         assert shape.op == MatmulAllReduce.kind, f"not a kind: {shape.op}"
         return lambda i: ops.matmul_all_reduce(left[i % copies], right[i % copies], bias, None, "sum", *site, *behind)[
             0

@@ -28,12 +28,20 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
-from ditron_inductor.task.nodes import KINDS, STRATEGIES, AllReduceRmsNorm, Projections
+from ditron_inductor.task.nodes import (
+    ATTENTION_KINDS,
+    KINDS,
+    STRATEGIES,
+    ULYSSES_KINDS,
+    AllReduceRmsNorm,
+    FlashDecode,
+    Projections,
+)
 
 PREFIX = "ditron."
 SEQUENCE_PARALLEL = ("auto", "on", "off")
 SHIPPED = "shipped"
-FUSIONS = (*KINDS, AllReduceRmsNorm.kind, Projections.kind)
+FUSIONS = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS, FlashDecode.kind, Projections.kind, *ATTENTION_KINDS)
 # They act when the model runs, or on what is printed: a graph from a cache serves all their values.
 NOT_COMPILED = ("table", "summary")
 SWITCHES = {"1": True, "0": False, "true": True, "false": False, "on": True, "off": False}

@@ -29,11 +29,16 @@ from torch._logging import trace_structured
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
 from ditron_inductor.passes.absorb_norms import absorb_norms
+from ditron_inductor.passes.all_gather_attention import all_gather_attention
 from ditron_inductor.passes.all_gather_contract import all_gather_contract
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.all_reduce_rms_norm import all_reduce_rms_norm
+from ditron_inductor.passes.all_to_all_matmul import all_to_all_matmul
+from ditron_inductor.passes.attention_reduce_scatter import attention_reduce_scatter
+from ditron_inductor.passes.flash_decode import flash_decode
 from ditron_inductor.passes.matmul_all_gather import matmul_all_gather
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
+from ditron_inductor.passes.matmul_all_to_all import matmul_all_to_all
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
 from ditron_inductor.passes.merge_reductions import merge_reductions
 from ditron_inductor.passes.move_across import move_across
@@ -70,6 +75,8 @@ class Pass(Protocol):
 PASSES: tuple[Pass, ...] = (
     normalize_collectives,
     share_gathers,
+    all_gather_attention,
+    attention_reduce_scatter,
     merge_reductions,
     move_across,
     sequence_parallel,
@@ -79,7 +86,10 @@ PASSES: tuple[Pass, ...] = (
     matmul_all_reduce,
     all_reduce_rms_norm,
     matmul_all_gather,
+    flash_decode,
     all_gather_contract,
+    matmul_all_to_all,
+    all_to_all_matmul,
     review_left_alone,
     require_fusions,
     split_weights,

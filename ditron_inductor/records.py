@@ -16,19 +16,27 @@ from ditron_inductor.passes.order_collectives import GROUP_ARGUMENT, is_task, la
 from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.passes.reasons import LEFT_ALONE
 from ditron_inductor.sites import GraphRecord, SiteRecord
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, attention_sizes
+from ditron_inductor.task.cost import part_bytes
 from ditron_inductor.task.nodes import (
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    AllToAllMatmul,
+    AttentionNode,
     Contraction,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
+    MatmulAllToAll,
+    MatmulNode,
     MatmulReduceScatter,
-    TaskNode,
+    NormNode,
+    UlyssesNode,
     WithEpilogue,
 )
-from ditron_inductor.task.ops import node_from_call
+from ditron_inductor.task.ops import argument_of, node_from_call
 
 
 def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> GraphRecord:
@@ -50,9 +58,13 @@ def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> Gra
 
 def _task_record(node: fx.Node) -> SiteRecord:
     task = node_from_call(node.target, node.args)
+    if isinstance(task, FlashDecode):
+        return _decode_record(node, task)
+    if isinstance(task, AttentionNode):
+        return _attention_record(node, task)
     gathers = isinstance(task, AllGatherMatmul | AllGatherContract)
     left, right = node.args[0], [] if isinstance(task, AllReduceRmsNorm) else node.args[1]
-    assert isinstance(right, (list, tuple))
+    right = right if isinstance(right, (list, tuple)) else [right]
     lefts = [_value(one) for one in (left if isinstance(left, (list, tuple)) else [left])]
     weights = [_value(weight) for weight in right]
     lhs = lefts[0]
@@ -71,6 +83,10 @@ def _task_record(node: fx.Node) -> SiteRecord:
         depths = [None if unknown else task.world_size * sizes.depth]
     n = None if None in columns else sum(size for size in columns if size is not None)
     k = None if None in depths else sum(size for size in depths if size is not None)
+    if isinstance(task, AllToAllMatmul):
+        # What is multiplied: a part of the rows, with the columns of all ranks.
+        m = None if m is None else m // task.world_size
+        k = None if k is None else k * task.world_size
     return SiteRecord(
         site=task.site,
         kind=task.kind,
@@ -93,28 +109,87 @@ def _task_record(node: fx.Node) -> SiteRecord:
         columns=() if n is None else tuple(size for size in columns if size is not None),
         dim=_dim(task),
         depths=() if k is None else tuple(size for size in depths if size is not None),
-        bias=not isinstance(task, AllGatherMatmul | AllGatherContract | AllReduceRmsNorm) and task.has_bias,
+        bias=bool(getattr(task, "has_bias", False)),
+        parts=task.parts if isinstance(task, MatmulAllToAll | AllToAllMatmul) else 1,
         epilogue=task.epilogue if isinstance(task, WithEpilogue) else "",
         line=describe(node).line,
     )
 
 
-def _rows(task: TaskNode, lhs: torch.Tensor, k: int) -> tuple[int, ...]:
+def _decode_record(node: fx.Node, task: FlashDecode) -> SiteRecord:
+    """m: query heads of all sequences, of n elements each. There is no product to be timed: no rows, no columns."""
+    q, k, v = (_value(one) for one in node.args[:3])
+    m, n = _hint(q.shape[0] * q.shape[1]), _hint(q.shape[2])
+    return SiteRecord(
+        site=task.site,
+        kind=task.kind,
+        fused=True,
+        pattern=f"{'paged ' * task.paged}decode attention -> all_gather of parts -> merge",
+        group_name=task.group_name,
+        world_size=task.world_size,
+        dtype=str(q.dtype).removeprefix("torch."),
+        device_type=q.device.type,
+        shapes=tuple(shape_text(value.shape) for value in (q, k, v)),
+        m=m,
+        n=n,
+        k=1,
+        itemsize=q.dtype.itemsize,
+        bytes_moved=None if m is None or n is None else part_bytes(m, n) * (task.world_size - 1),
+        strategy=task.policy.strategy,
+        node=node.name,
+        text=task.text(),
+        line=describe(node).line,
+    )
+
+
+def _attention_record(node: fx.Node, task: AttentionNode) -> SiteRecord:
+    """Its sizes are those of a matmul with as many operations; see `attention_sizes`."""
+    q, k = (_value(argument_of(node.target, node.args, name)) for name in ("q", "k"))
+    hints = [_hint(size) for size in (*q.shape, *k.shape[1:3])]
+    sizes: tuple[int | None, int | None, int | None] = None, None, None
+    if None not in hints:
+        B, heads, queries, D, key_heads, keys = (hint for hint in hints if hint is not None)
+        keys //= task.world_size if isinstance(task, AttentionReduceScatter) else 1
+        sizes = attention_sizes(task.mask, task.world_size, B, heads, queries, D, key_heads, keys)
+    m, n, k_size = sizes
+    return SiteRecord(
+        site=task.site,
+        kind=task.kind,
+        fused=True,
+        pattern=_pattern(task),
+        group_name=task.group_name,
+        world_size=task.world_size,
+        dtype=str(q.dtype).removeprefix("torch."),
+        device_type=q.device.type,
+        shapes=tuple(shape_text(value.shape) for value in (q, k)),
+        m=m,
+        n=n,
+        k=k_size,
+        itemsize=q.dtype.itemsize,
+        bytes_moved=_task_bytes(task, m, n, k_size, q.dtype.itemsize),
+        strategy=task.policy.strategy,
+        node=node.name,
+        text=task.text(),
+        line=describe(node).line,
+    )
+
+
+def _rows(task: MatmulNode | NormNode | UlyssesNode, lhs: torch.Tensor, k: int) -> tuple[int, ...]:
     """The shape of the left operand, or shard, whose sizes are known; K is that of all products that are added up."""
     sizes = [size for size in map(_hint, lhs.shape) if size is not None]
-    return tuple(sizes) if isinstance(task, AllGatherContract) else (*sizes[:-1], k)
+    return tuple(sizes) if isinstance(task, AllGatherContract | AllToAllMatmul) else (*sizes[:-1], k)
 
 
-def _dim(task: TaskNode) -> int:
+def _dim(task: MatmulNode | NormNode | UlyssesNode) -> int:
     match task:
-        case AllGatherMatmul() | MatmulAllGather() | AllGatherContract():
+        case AllGatherMatmul() | MatmulAllGather() | AllGatherContract() | MatmulAllToAll():
             return task.gather_dim
-        case MatmulReduceScatter():
+        case MatmulReduceScatter() | AllToAllMatmul():
             return task.scatter_dim
     return 0
 
 
-def _pattern(task: TaskNode) -> str:
+def _pattern(task: MatmulNode | NormNode | UlyssesNode | AttentionNode) -> str:
     match task:
         case AllGatherMatmul():
             matmuls = "matmul" if task.num_weights == 1 else f"{task.num_weights} matmuls"
@@ -130,13 +205,24 @@ def _pattern(task: TaskNode) -> str:
             return f"{_sum_text(task)} -> {_norm_text(task)}"
         case MatmulAllGather():
             return f"{_sum_text(task)} -> all_gather(dim {task.gather_dim})"
+        case AllGatherAttention():
+            return f"all_gather(keys, values) -> attention({task.mask})" + ", gathered used" * task.return_gathered
+        case AttentionReduceScatter():
+            return f"attention backward({task.mask}) -> reduce_scatter(keys, values)"
         case AllGatherContract():
             matmuls = "matmul" if task.num_factors == 1 else f"{task.num_factors} matmuls"
             used = ", gathered used" * task.return_gathered
             return f"all_gather(dim {task.gather_dim}) -> {matmuls} contracting it{used}"
+        case MatmulAllToAll():
+            return f"{_sum_text(task)} -> all_to_all(columns to dim {task.gather_dim})"
+        case AllToAllMatmul():
+            received = ", received used" * task.return_received
+            return f"all_to_all(dim {task.scatter_dim} to columns) -> matmul{received}"
 
 
-def _sum_text(task: MatmulReduceScatter | MatmulAllReduce | MatmulAllReduceRmsNorm | MatmulAllGather) -> str:
+def _sum_text(
+    task: MatmulReduceScatter | MatmulAllReduce | MatmulAllReduceRmsNorm | MatmulAllGather | MatmulAllToAll,
+) -> str:
     matmuls = "matmul" if task.num_products == 1 else f"sum of {task.num_products} matmuls"
     return matmuls + " + bias" * task.has_bias
 
@@ -156,7 +242,13 @@ def _norm_text(task: AllReduceRmsNorm | MatmulAllReduceRmsNorm) -> str:
     return f"all_reduce({task.reduce_op}){biases}{post}{residual} -> {task.norm.form} norm"
 
 
-def _task_bytes(task: TaskNode, m: int | None, n: int | None, k: int | None, itemsize: int) -> int | None:
+def _task_bytes(
+    task: MatmulNode | NormNode | UlyssesNode | AttentionNode,
+    m: int | None,
+    n: int | None,
+    k: int | None,
+    itemsize: int,
+) -> int | None:
     if m is None or n is None or k is None:
         return None
     peers = task.world_size - 1
@@ -169,6 +261,12 @@ def _task_bytes(task: TaskNode, m: int | None, n: int | None, k: int | None, ite
             return 2 * m * n * itemsize * peers // task.world_size
         case MatmulAllGather():
             return m * n * itemsize * peers
+        case MatmulAllToAll():
+            return m * n * itemsize * peers // task.world_size
+        case AllToAllMatmul():
+            return m * k * itemsize * peers // task.world_size
+        case AllGatherAttention() | AttentionReduceScatter():
+            return m // task.world_size * k * itemsize * peers
 
 
 def _collective_record(node: fx.Node) -> SiteRecord:

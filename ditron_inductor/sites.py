@@ -38,8 +38,8 @@ class SiteRecord:
     compiler's hint; None where a size is not known (a site left alone, an unbacked symbol). `bytes_moved` is what one
     rank receives from its peers in one call. `rows` is the shape of a fused site's left operand on this rank, [.., k],
     `columns` those of its weights, as far as `m`, `n`, `k` are known; `dim` is the dimension that is gathered or
-    scattered. `depths` are the k of the products of a reduction, `bias` says whether a row is added to them,
-    and `epilogue` is the text of what is computed of the result.
+    scattered, `parts` those of the columns that an all-to-all exchanges. `depths` are the k of the products of a
+    reduction, `bias` says whether a row is added to them, and `epilogue` is the text of what is computed of the result.
     `line` is the user's line as in `NodeRecord`; `culprit` the node that kept a site from being fused, the collective
     itself where the reason is its own.
     """
@@ -69,6 +69,7 @@ class SiteRecord:
     depths: tuple[int, ...] = ()
     bias: bool = False
     epilogue: str = ""
+    parts: int = 1
     line: str = ""
     culprit: NodeRecord | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -222,12 +222,20 @@ class Operands:
             added = out
 
 
+class Products(Protocol):
+    """Products of which each is asked for by a number."""
+
+    def multiply(self, place: int, out: torch.Tensor) -> None:
+        """out = the product `place`, by the library."""
+        ...
+
+
 @dataclass(frozen=True)
 class Group:
     """Pieces of a product that are multiplied as one, and the peers' pieces that come with them.
 
-    products: which of the left operands, and where in the own slot its product goes. transfers: to the partials, or to
-    what is gathered.
+    products: which of the products, as in `Operands`, and where in the own slot it goes. transfers: to the partials, or
+    to what is gathered.
     """
 
     products: list[tuple[int, torch.Tensor]]
@@ -235,7 +243,7 @@ class Group:
     wait: Bound
     transfers: list[Transfer]
 
-    def send(self, lane: Lane, operands: Operands) -> torch.cuda.Event | None:
+    def send(self, lane: Lane, operands: Products) -> torch.cuda.Event | None:
         """Multiply, and tell the readers; returns a mark of where the products have ended."""
         for place, product in self.products:
             operands.multiply(place, product)

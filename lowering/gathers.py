@@ -1,4 +1,6 @@
-"""What the `tile` kernels of gathers share: pieces of the send queue, and where the shards lie."""
+"""What `tile` kernels share that push their operand before they multiply: pieces of the send queue, where shards
+lie.
+"""
 
 from __future__ import annotations
 

@@ -9,14 +9,14 @@ nothing were kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ditron_inductor.device import Workspace
-from ditron_inductor.task.plan import Choice, PlanRequest, decisions
+from ditron_inductor.task.plan import Choice, PlanRequest, choose, decisions
 
 MOST_CALLS = 4096
 """Kept at a time; beyond that all are forgotten. Only dynamic shapes make so many."""
@@ -45,6 +45,23 @@ class Chosen:
         if self.choice is not None:
             decisions.note(*self.choice)
         return self.run
+
+
+def choose_both(
+    group_name: str, table: str, request: PlanRequest, runners: Mapping[str, Callable[..., Any]]
+) -> tuple[Chosen, Chosen]:
+    """What runs outside and inside CUDA graphs; one object if that is the same. table: the group's, of measurements."""
+    captured = choose(replace(request, captured=True), table)
+    eager = choose(request, table)
+    if eager.strategy == captured.strategy:
+        chosen = Chosen(runners[eager.strategy], (group_name, request, eager))
+        return chosen, chosen
+    eager = replace(eager, reason=f"{eager.reason}; inside CUDA graphs {captured.strategy}")
+    captured = replace(captured, reason=f"inside CUDA graphs: {captured.reason}")
+    return (
+        Chosen(runners[eager.strategy], (group_name, request, eager)),
+        Chosen(runners[captured.strategy], (group_name, replace(request, captured=True), captured)),
+    )
 
 
 @dataclass(frozen=True, eq=False)

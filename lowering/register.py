@@ -13,32 +13,22 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ditron_inductor.device import AgreedOptions, Workspace, workspaces
+from ditron_inductor.device import AgreedOptions, workspaces
 from ditron_inductor.device.replicas import own_chunk, replicas
-from ditron_inductor.lowering.all_gather_contract import chunked as contract_chunked
-from ditron_inductor.lowering.all_gather_contract import tile as contract_tile
-from ditron_inductor.lowering.all_gather_matmul import chunked as gather_chunked
-from ditron_inductor.lowering.all_gather_matmul import tile as gather_tile
+from ditron_inductor.lowering.all_gather_attention import binding as attention
 from ditron_inductor.lowering.all_gather_matmul.shard_norm import gather_library, make_shard
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm import library as norm_library
 from ditron_inductor.lowering.epilogues import Finisher, finisher_of_sum
+from ditron_inductor.lowering.flash_decode.op import FlashDecodeOp
 from ditron_inductor.lowering.launch import Launch
-from ditron_inductor.lowering.matmul_all_gather import chunked as product_chunked
-from ditron_inductor.lowering.matmul_all_gather import tile as product_tile
-from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
-from ditron_inductor.lowering.matmul_all_reduce import tile as reduce_tile
-from ditron_inductor.lowering.matmul_all_reduce_rms_norm import chunked as reduce_norm_chunked
-from ditron_inductor.lowering.matmul_all_reduce_rms_norm import tile as reduce_norm_tile
-from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter_chunked
-from ditron_inductor.lowering.matmul_reduce_scatter import tile as scatter_tile
-from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, form
+from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, choose_both, form
 from ditron_inductor.lowering.projections import projections
+from ditron_inductor.lowering.strategies import CHUNKED, PLANNED_AS, TILE, Runner
 from ditron_inductor.task import ops, reference
 from ditron_inductor.task.epilogue_torch import NAMES
 from ditron_inductor.task.nodes import (
@@ -47,54 +37,23 @@ from ditron_inductor.task.nodes import (
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    AllToAllMatmul,
     Contraction,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
+    MatmulAllToAll,
     MatmulReduceScatter,
     NormNode,
     Policy,
     TaskNode,
     WithEpilogue,
 )
-from ditron_inductor.task.plan import PlanRequest, choose
+from ditron_inductor.task.plan import PlanRequest
 
-Runner = Callable[..., Any]
-"""A function of (node, launch, its own geometry, the op's tensors)."""
-
-TILE: Mapping[str, tuple[Callable[..., Any], Runner]] = {
-    AllGatherMatmul.kind: (gather_tile.geometry, gather_tile.all_gather_matmul),
-    MatmulReduceScatter.kind: (scatter_tile.geometry, scatter_tile.matmul_reduce_scatter),
-    MatmulAllReduce.kind: (reduce_tile.geometry, reduce_tile.matmul_all_reduce),
-    AllReduceRmsNorm.kind: (norm_kernel.geometry, norm_kernel.all_reduce_rms_norm),
-    MatmulAllReduceRmsNorm.kind: (reduce_norm_tile.geometry, reduce_norm_tile.matmul_all_reduce_rms_norm),
-    MatmulAllGather.kind: (product_tile.geometry, product_tile.matmul_all_gather),
-    AllGatherContract.kind: (contract_tile.geometry, contract_tile.all_gather_contract),
-}
-CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
-    AllGatherMatmul.kind: (gather_chunked.obstacle, gather_chunked.geometry, gather_chunked.all_gather_matmul),
-    MatmulReduceScatter.kind: (
-        scatter_chunked.obstacle,
-        scatter_chunked.geometry,
-        scatter_chunked.matmul_reduce_scatter,
-    ),
-    MatmulAllReduce.kind: (reduce_chunked.obstacle, reduce_chunked.geometry, reduce_chunked.matmul_all_reduce),
-    # Without a product to cut, the same as `tile`.
-    AllReduceRmsNorm.kind: (norm_kernel.no_chunks, norm_kernel.chunked_geometry, norm_kernel.all_reduce_rms_norm),
-    MatmulAllReduceRmsNorm.kind: (
-        reduce_norm_chunked.obstacle,
-        reduce_norm_chunked.geometry,
-        reduce_norm_chunked.matmul_all_reduce_rms_norm,
-    ),
-    MatmulAllGather.kind: (product_chunked.obstacle, product_chunked.geometry, product_chunked.matmul_all_gather),
-    AllGatherContract.kind: (
-        contract_chunked.obstacle,
-        contract_chunked.geometry,
-        contract_chunked.all_gather_contract,
-    ),
-}
-PLANNED_AS: Mapping[str, str] = {MatmulAllReduceRmsNorm.kind: MatmulAllReduce.kind}
-"""Kinds whose strategies are chosen as another's: a norm costs all of them the same."""
+Possible = Callable[[Any, Launch, torch.Tensor, int, int, int], tuple[PlanRequest, dict[str, Runner]]]
+"""A function of the node, the launch, the tensor that is communicated, and m, n, k."""
 
 calls = PreparedCalls()
 """Those of this process."""
@@ -110,12 +69,14 @@ def _prepare(
     m: int,
     shared: int,
     local: tuple[str, int],
+    possible: Possible | None = None,
 ) -> Callable[..., Any]:
     """What runs a call, kept under `key`. Collective where the ranks have to agree on something first.
 
     x: the tensor that is communicated, or multiplied before it is. sizes: those that every rank must have alike, by
     which peers name the site. m: rows of the whole product. shared: its dimension n or k that all ranks have alike;
-    local: the other one, "columns" or "K", and its size on this rank.
+    local: the other one, "columns" or "K", and its size on this rank. possible: as `_possible`, which it is for
+    matmuls.
     """
     node.verify()
     policy = node.policy
@@ -124,37 +85,23 @@ def _prepare(
     name = f"{node.site or node.kind} {node.kind}"
     launch = Launch(workspace, f"{name}[{'x'.join(map(str, sizes))}] {str(x.dtype).removeprefix('torch.')}")
     what = f"{local[0]} of {name} beside {shared} {x.dtype}"
+    if possible is not None:
+        # Rows of queries grow with the sequence, and the calls of one function may be of many lengths.
+        what += f", {m} rows"
     known = workspace.agreed(what) if local[0] == "columns" else None
     largest = workspace.largest(what, local[1]) if known is None else known[1]
     n, k = (largest, shared) if local[0] == "columns" else (shared, largest)
     eager = captured = Chosen(library)
     # Whatever the local size is: with none of the others there is nothing to communicate.
     if m * shared > 0:
-        request, runners = _possible(node, launch, x, m, n, k)
-        eager, captured = _chosen(node, workspace, request, {"library": library, **runners})
+        request, runners = (possible or _possible)(node, launch, x, m, n, k)
+        eager, captured = choose_both(node.group_name, workspace.table, request, {"library": library, **runners})
     prepared = Prepared(workspace, eager, captured, what, workspace.agreed(what))
     calls.keep(key, prepared)
     if eager is not captured and workspace.shared.is_first(launch.site_text):
         # Makes what a capture needs and cannot make: memory, compiled kernels. The same call on all ranks.
         return captured.noted()
     return prepared.now().noted()
-
-
-def _chosen(
-    node: TaskNode, workspace: Workspace, request: PlanRequest, runners: Mapping[str, Runner]
-) -> tuple[Chosen, Chosen]:
-    """What runs outside and inside CUDA graphs; one object if that is the same."""
-    captured = choose(replace(request, captured=True), workspace.table)
-    eager = choose(request, workspace.table)
-    if eager.strategy == captured.strategy:
-        chosen = Chosen(runners[eager.strategy], (node.group_name, request, eager))
-        return chosen, chosen
-    eager = replace(eager, reason=f"{eager.reason}; inside CUDA graphs {captured.strategy}")
-    captured = replace(captured, reason=f"inside CUDA graphs: {captured.reason}")
-    return (
-        Chosen(runners[eager.strategy], (node.group_name, request, eager)),
-        Chosen(runners[captured.strategy], (node.group_name, replace(request, captured=True), captured)),
-    )
 
 
 def _possible(
@@ -402,6 +349,52 @@ def _prepare_all_gather_contract(
     )
 
 
+def _prepare_matmul_all_to_all(
+    key: Hashable,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    gather_dim: int,
+    parts: int,
+    world_size: int,
+    group_name: str,
+    site: str,
+    *policy: Any,
+) -> Callable[..., Any]:
+    node = MatmulAllToAll(gather_dim, parts, world_size, group_name, site, Policy(*policy), len(a), bias is not None)
+    library = functools.partial(
+        reference.matmul_all_to_all, gather_dim=gather_dim, parts=parts, world_size=world_size, group_name=group_name
+    )
+    leading, N = a[0].shape[:-1], b[0].shape[1]
+    local = "K", sum(one.shape[0] for one in b)
+    return _prepare(key, node, a[0], library, sizes=(*leading, N), m=math.prod(leading), shared=N, local=local)
+
+
+def _prepare_all_to_all_matmul(
+    key: Hashable,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scatter_dim: int,
+    parts: int,
+    return_received: bool,
+    world_size: int,
+    group_name: str,
+    site: str,
+    *policy: Any,
+) -> Callable[..., Any]:
+    node = AllToAllMatmul(scatter_dim, parts, return_received, world_size, group_name, site, Policy(*policy))
+    library = functools.partial(
+        reference.all_to_all_matmul,
+        scatter_dim=scatter_dim,
+        parts=parts,
+        world_size=world_size,
+        group_name=group_name,
+        return_received=return_received,
+    )
+    m, local = math.prod(x.shape[:-1]) // world_size, ("columns", weight.shape[1])
+    return _prepare(key, node, x, library, sizes=x.shape, m=m, shared=world_size * x.shape[-1], local=local)
+
+
 # The ops themselves. The trailing arguments, `site`, are those of the schemas in task/ops.py, in their order. With the
 # operands' forms they are all that a call depends on, but for this:
 _precision = torch.get_float32_matmul_precision
@@ -480,17 +473,31 @@ def _reduction(kind: str, prepare: Callable[..., Callable[..., Any]]) -> Callabl
     return op
 
 
-def _matmul_all_gather(
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    bias: torch.Tensor | None,
-    token: torch.Tensor | None,
-    *site: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    key, run = lookup(MatmulAllGather.kind, site, (*a, *b), bias)
+def _of_products(kind: str, prepare: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+    """The op of a kind whose operands are a sum of products and a bias, without an epilogue."""
+
+    def op(
+        a: Sequence[torch.Tensor],
+        b: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        token: torch.Tensor | None,
+        *site: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key, run = lookup(kind, site, (*a, *b), bias)
+        if run is None:
+            run = prepare(key, a, b, bias, *site)
+        return run(a, b, bias), ops.new_token(a[0])
+
+    return op
+
+
+def _all_to_all_matmul(
+    x: torch.Tensor, weight: torch.Tensor, token: torch.Tensor | None, *site: Any
+) -> list[torch.Tensor]:
+    key, run = lookup(AllToAllMatmul.kind, site, (x, weight))
     if run is None:
-        run = _prepare_matmul_all_gather(key, a, b, bias, *site)
-    return run(a, b, bias), ops.new_token(a[0])
+        run = _prepare_all_to_all_matmul(key, x, weight, *site)
+    return [*run(x, weight), ops.new_token(x)]
 
 
 def _all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> list[torch.Tensor]:
@@ -539,7 +546,10 @@ def register() -> None:
         MatmulAllReduce.kind: _on_device(_reduction(MatmulAllReduce.kind, _prepare_matmul_all_reduce)),
         AllReduceRmsNorm.kind: _on_device(_all_reduce_rms_norm),
         MatmulAllReduceRmsNorm.kind: _on_device(_matmul_all_reduce_rms_norm),
-        MatmulAllGather.kind: _on_device(_matmul_all_gather),
+        MatmulAllGather.kind: _on_device(_of_products(MatmulAllGather.kind, _prepare_matmul_all_gather)),
+        MatmulAllToAll.kind: _on_device(_of_products(MatmulAllToAll.kind, _prepare_matmul_all_to_all)),
+        AllToAllMatmul.kind: _on_device(_all_to_all_matmul),
+        FlashDecode.kind: _on_device(FlashDecodeOp(calls)),
         AllGatherContract.kind: _on_device(_all_gather_contract),
         "after": _after,
         "after_": ops.do_nothing,
@@ -547,6 +557,7 @@ def register() -> None:
         "own_chunk": own_chunk,
         "replicated": replicas.compared,
         "projections": _on_device(projections),
+        **{kind: _on_device(op) for kind, op in attention.make_ops(lookup, _prepare).items()},
     }
     for name, implementation in implementations.items():
         library.impl(name, implementation, "CompositeExplicitAutograd")

@@ -19,6 +19,8 @@ c10d: Any = torch.ops._c10d_functional
 ALL_GATHER: object = c10d.all_gather_into_tensor.default
 REDUCE_SCATTER: object = c10d.reduce_scatter_tensor.default
 ALL_REDUCE: object = c10d.all_reduce.default
+ALL_TO_ALL: object = c10d.all_to_all_single.default
+SHARD_DIM: object = torch.ops._dtensor.shard_dim_alltoall.default
 WAIT: object = c10d.wait_tensor.default
 
 
@@ -40,11 +42,9 @@ class Collective:
 def is_collective(node: fx.Node) -> bool:
     """Whether a node starts a collective, of any kind (waiting for one is no collective)."""
     target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
-        and target is not WAIT
-    )
+    if not isinstance(target, torch._ops.OpOverload) or target is WAIT:
+        return False
+    return target is SHARD_DIM or target.namespace in ("_c10d_functional", "_c10d_functional_autograd")
 
 
 def collectives(graph: fx.Graph, target: object) -> Iterator[fx.Node]:

@@ -19,13 +19,17 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes.order_collectives import Match, find_chain
 from ditron_inductor.passes.proofs import arguments
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.nodes import (
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    AllToAllMatmul,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
+    MatmulAllToAll,
     MatmulReduceScatter,
     NormNode,
     ShardNorm,
@@ -96,8 +100,18 @@ def _task_facts(task: TaskNode) -> str:
             own = f"{task.reduce_op} {products} {_norm_facts(task)}"
         case MatmulAllGather():
             own = f"{task.gather_dim} {task.num_products} {task.has_bias}"
+        case FlashDecode():
+            own = f"{task.scale} {task.softcap} {task.paged}"
+        case AllGatherAttention():
+            own = f"{task.mask} {task.scale:g} {task.return_gathered}"
+        case AttentionReduceScatter():
+            own = f"{task.mask} {task.scale:g}"
         case AllGatherContract():
             own = f"{task.gather_dim} {task.gathered_first} {task.num_factors} {task.return_gathered}"
+        case MatmulAllToAll():
+            own = f"{task.gather_dim} {task.parts} {task.num_products} {task.has_bias}"
+        case AllToAllMatmul():
+            own = f"{task.scatter_dim} {task.parts} {task.return_received}"
     return f"{task.kind} {own} {task.world_size}"
 
 

@@ -31,7 +31,16 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
-from ditron_inductor.passes.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, c10d, is_collective
+from ditron_inductor.passes.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    SHARD_DIM,
+    WAIT,
+    c10d,
+    is_collective,
+)
 from ditron_inductor.passes.fill_buffers import EMPTIES, fill_buffers
 from ditron_inductor.passes.reasons import ReasonCode, leave_alone
 from ditron_inductor.passes.sizes import read_elsewhere
@@ -39,7 +48,7 @@ from ditron_inductor.passes.sizes import read_elsewhere
 aten = torch.ops.aten
 
 PATTERN = "normalize_collectives"
-COVERED: frozenset[object] = frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE})
+COVERED: frozenset[object] = frozenset({ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, SHARD_DIM})
 SUMMED: frozenset[object] = proofs.MATMULS | proofs.ORDER_KEEPING | {aten.add.Tensor}
 CHAIN: frozenset[object] = proofs.MAY_KEEP_ORDER | proofs.SLICES | frozenset({aten.cat.default})
 
@@ -58,7 +67,7 @@ def find_other_form(node: fx.Node) -> Match | None:
     """The plain form of a collective, if `node` is one that has a plain form and is not in it."""
     assert isinstance(node.target, torch._ops.OpOverload)
     name = node.target._opname.removesuffix("_out")
-    if name not in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+    if name not in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single"):
         return None
     target: torch._ops.OpOverload = getattr(c10d, name).default
     bound = proofs.arguments(node)

@@ -15,6 +15,7 @@ from torch import fx
 
 from ditron_inductor.passes.culprits import describe
 from ditron_inductor.sites import NodeRecord
+from ditron_inductor.task.nodes import ATTENTION_KINDS
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -29,6 +30,20 @@ class ReasonCode(enum.StrEnum):
 
     ALREADY_FUSED = "already_fused"
     """The matmul beside the collective was fused with another collective."""
+    DECODE_FORM = "decode_form"
+    """It gathers a part of an attention, whose operands or mask the kernel does not take."""
+    DECODE_MERGE = "decode_merge"
+    """It gathers a part of an attention, and what follows is not proved to merge the parts of all ranks."""
+    ATTENTION_DROPOUT = "attention_dropout"
+    """The attention beside the collective has dropout."""
+    ATTENTION_FORM = "attention_form"
+    """The attention beside the collective is of a form that is not known, or only its keys or its values are
+    gathered.
+    """
+    ATTENTION_MASK = "attention_mask"
+    """The attention beside the collective has a tensor as its mask or bias."""
+    ATTENTION_PARTS = "attention_parts"
+    """Attention reads a part of what is gathered, as ring attention does."""
     BATCHED_MATMUL = "batched_matmul"
     """The neighbour is baddbmm, or a bmm whose batches have different matrices."""
     BIAS = "bias"
@@ -83,10 +98,16 @@ class ReasonCode(enum.StrEnum):
     """The neighbour is a matmul of quantised numbers, or of what is dequantised in front of it."""
     REDUCE_OP = "reduce_op"
     """The reduction is neither sum nor avg."""
+    ROWS_CONTRACTED = "rows_contracted"
+    """What an all-to-all brings is only the second operand of matmuls, or transposed, as for a weight's gradient."""
+    ROWS_EXCHANGED = "rows_exchanged"
+    """An all-to-all exchanges rows of the matmul, and not columns for rows."""
     SHAPE_UNPROVEN = "shape_unproven"
     """Sizes could not be proved equal, for example with unrelated dynamic dimensions."""
     SUM_OF_MATMULS = "sum_of_matmuls"
     """Several matmuls are added before the reduction, too many of them, or of different shapes."""
+    UNEQUAL_SPLITS = "unequal_splits"
+    """An all-to-all sends or receives more from one rank than from another, or that could not be ruled out."""
     UNEVEN_SHARDS = "uneven_shards"
     """The sharded dimension does not divide by the group size: shards are padded and the padding is cut off."""
     UNSUPPORTED_COLLECTIVE = "unsupported_collective"
@@ -119,6 +140,8 @@ _NOTHING_TO_CHANGE = frozenset(
         ReasonCode.NORM_FORM,
         ReasonCode.NORM_USED,
         ReasonCode.NORM_WIDTH,
+        ReasonCode.ROWS_CONTRACTED,
+        ReasonCode.ROWS_EXCHANGED,
         ReasonCode.WORLD_SIZE_ONE,
     }
 )
@@ -147,6 +170,32 @@ def refused(found: object) -> TypeIs[Refused]:
 _TEXTS: dict[ReasonCode, str] = {
     ReasonCode.ALREADY_FUSED: (
         "the matmul beside it is fused with another collective already; nothing to change: a matmul overlaps one"
+    ),
+    ReasonCode.DECODE_FORM: (
+        "it gathers a part of an attention that is not of the form of flash_decode: one query per sequence over caches "
+        "of keys and values of its dtype, static sizes, and no mask but arange(tokens) < lengths; write it so, or call "
+        "ditron_inductor.ops.flash_decode"
+    ),
+    ReasonCode.DECODE_MERGE: (
+        "it gathers a part of an attention, and what follows is not proved to merge the outputs of all ranks by the "
+        "weights exp(log-sum-exp), or uses the parts otherwise; gather both along the first dimension, and use the "
+        "parts for softmax(lse) * o, summed over the ranks, alone"
+    ),
+    ReasonCode.ATTENTION_DROPOUT: (
+        "the attention beside it has dropout, whose random numbers would fall on other keys; use none to have it fused"
+    ),
+    ReasonCode.ATTENTION_FORM: (
+        "the attention beside it is of a form that is not known: gather keys and values of one group, both along the "
+        "sequence, with heads of one size, into scaled_dot_product_attention; or use "
+        "ditron_inductor.ops.all_gather_attention"
+    ),
+    ReasonCode.ATTENTION_MASK: (
+        "the attention beside it has a tensor as its mask, which other ranks' graphs need not have; use is_causal, or "
+        "ditron_inductor.ops.all_gather_attention with the mask's name"
+    ),
+    ReasonCode.ATTENTION_PARTS: (
+        "attention reads parts of it, one rank's after the other, and not as many on every rank (ring attention); "
+        "attend to the whole of it, or use ditron_inductor.ops.all_gather_attention"
     ),
     ReasonCode.BATCHED_MATMUL: (
         "its neighbour is a batched matmul; use one 2-D weight for all batches (nn.Linear, x @ w) instead of bmm"
@@ -212,12 +261,21 @@ _TEXTS: dict[ReasonCode, str] = {
         "have it fused"
     ),
     ReasonCode.REDUCE_OP: "it reduces with an op other than sum and avg; only these two are fused",
+    ReasonCode.ROWS_CONTRACTED: (
+        "what it brings is the second operand of a matmul, or transposed (a weight's gradient alone); nothing to change"
+    ),
+    ReasonCode.ROWS_EXCHANGED: (
+        "it exchanges rows of the matmul (as tokens for experts), and not columns for rows; nothing to change"
+    ),
     ReasonCode.SHAPE_UNPROVEN: (
         "sizes that have to be equal could not be proved so; mark the dimensions static, or relate them by torch._check"
     ),
     ReasonCode.SUM_OF_MATMULS: (
         "it reduces a sum of more than eight matmuls, or of matmuls that differ in shape; concatenate their operands "
         "along the contracted dimension"
+    ),
+    ReasonCode.UNEQUAL_SPLITS: (
+        "its splits are not proved to be equal; send as much to every rank, and leave the split sizes out"
     ),
     ReasonCode.UNEVEN_SHARDS: (
         "a part is cut off or padded, as where the sharded dimension does not divide by the number of ranks; pad that "
@@ -247,6 +305,10 @@ class Reason:
 def leave_alone(collective: fx.Node, pattern: str, why: Refused) -> None:
     """Records on the collective's node why it was not fused; a bare code speaks of the collective itself."""
     refusal = why.at(collective)
+    known = collective.meta.get(LEFT_ALONE)
+    if refusal.code is ReasonCode.NO_MATMUL and known is not None and known.pattern in ATTENTION_KINDS:
+        # That says more than that no matmul is there.
+        return
     reason = Reason(pattern, refusal.code.value, _TEXTS[refusal.code], describe(refusal.node))
     tried = collective.meta.get(TRIED) if refusal.code is ReasonCode.BATCHED_MATMUL else None
     if tried is not None:

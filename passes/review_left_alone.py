@@ -46,6 +46,7 @@ OWN = frozenset(
     {
         ReasonCode.GROUP_UNKNOWN,
         ReasonCode.REDUCE_OP,
+        ReasonCode.UNEQUAL_SPLITS,
         ReasonCode.UNSUPPORTED_COLLECTIVE,
         ReasonCode.WAIT_FORM,
         ReasonCode.WORLD_SIZE,

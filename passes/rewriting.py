@@ -203,15 +203,7 @@ def transposed_back(graph: fx.Graph, source: fx.Node, replaced: fx.Node) -> fx.N
     A view, where whatever uses `replaced` takes any strides; else a copy with the strides that it had.
     """
     node = transposed(graph, source)
-    views: dict[fx.Node, None] = {replaced: None}
-    pending, takes_any = [replaced], True
-    while pending:
-        for user in pending.pop().users:
-            if user.target in MOVES and user not in views:
-                views[user] = None
-                pending.append(user)
-            elif user not in views:
-                takes_any &= _takes_any_strides(user)
+    views, takes_any = views_and_strides(replaced)
     if takes_any:
         for view in views:
             # A view asks for strides that fit, a reshape does not.
@@ -226,6 +218,20 @@ def transposed_back(graph: fx.Graph, source: fx.Node, replaced: fx.Node) -> fx.N
     copy.meta.update(copied_meta(node))
     copy.meta["val"] = fake_like(value, tuple(value.shape), (value.shape[1], 1))
     return copy
+
+
+def views_and_strides(node: fx.Node) -> tuple[list[fx.Node], bool]:
+    """(a node and all that views or moves its elements, whether whatever uses these takes any strides)."""
+    views: dict[fx.Node, None] = {node: None}
+    pending, takes_any = [node], True
+    while pending:
+        for user in pending.pop().users:
+            if user.target in MOVES and user not in views:
+                views[user] = None
+                pending.append(user)
+            elif user not in views:
+                takes_any &= _takes_any_strides(user)
+    return list(views), takes_any
 
 
 def _takes_any_strides(user: fx.Node) -> bool:

@@ -23,14 +23,24 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes import fold_batches, move_across, move_casts, move_views, rewriting, split_coalesced
 from ditron_inductor.passes.all_gather_contract import all_gather_contract
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
+from ditron_inductor.passes.all_to_all_matmul import all_to_all_matmul
 from ditron_inductor.passes.collectives import is_collective
 from ditron_inductor.passes.matmul_all_gather import matmul_all_gather
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
+from ditron_inductor.passes.matmul_all_to_all import matmul_all_to_all
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
 from ditron_inductor.passes.reasons import LEFT_ALONE, TRIED, Reason, ReasonCode
 from ditron_inductor.passes.share_gathers import share_gathers
 
-FUSIONS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, matmul_all_gather, all_gather_contract)
+FUSIONS = (
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    matmul_all_reduce,
+    matmul_all_gather,
+    all_gather_contract,
+    matmul_all_to_all,
+    all_to_all_matmul,
+)
 # In the order in which they are rewritten: the finder of each after the rewrite of those before it.
 GATHER_FORMS: tuple[tuple[Any, Callable[[fx.Node], Any]], ...] = (
     (move_casts, move_casts.find_narrowed),

@@ -11,7 +11,7 @@ import torch
 from ditron_inductor import measure as module
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.measure import SiteShape, Timings, measure
-from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.task.nodes import KINDS, ULYSSES_KINDS
 from tests.ranks import RankContext, RankPools
 
 
@@ -116,7 +116,7 @@ def test_an_epilogue_is_timed_with_its_op(rank_pools: RankPools, shape: SiteShap
     assert shape.epilogue.partition(";")[0] in texts[0]
 
 
-@pytest.mark.parametrize("op", KINDS)
+@pytest.mark.parametrize("op", [*KINDS, *ULYSSES_KINDS])
 def test_every_op_is_timed_in_the_shape_it_has(rank_pools: RankPools, op: str) -> None:
     first, second = rank_pools.get("cpu", 2).run(_real, op)
     assert first == second

@@ -1,7 +1,8 @@
 """`python -m benchmarks.ops`: the fused ops against NCCL + cuBLAS and torch's own, on the GPUs of this machine.
 
 Starts one process per GPU, unless it runs under `torch.distributed.run` already. The tables go to stdout, progress to
-stderr, rows into benchmarks/results/gemm_collectives.csv. `--list` says what would run and about how long it takes.
+stderr, rows into benchmarks/results/gemm_collectives.csv, or attention.csv for the pair around an attention. `--list`
+says what would run and about how long it takes.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
+from benchmarks.comparison import OPS
 from benchmarks.launch import command, num_ranks
 from benchmarks.ops.request import Request
 from benchmarks.ops.shapes import GRAPH_MODES, SETS, Selection
-from benchmarks.records import GEMM_COLLECTIVES, head_commit
+from benchmarks.records import head_commit, results_of
 from ditron_inductor.task.nodes import KINDS
 
 # The start of the ranks: imports, NCCL, the first kernels.
@@ -25,7 +27,7 @@ START_S = 30.0
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=__doc__.partition("\n")[0])
-    result.add_argument("--ops", nargs="+", choices=KINDS, default=list(KINDS))
+    result.add_argument("--ops", nargs="+", choices=OPS, default=list(KINDS))
     result.add_argument("--shapes", nargs="+", choices=sorted(SETS), default=["anchors"], help="named sets of shapes")
     result.add_argument("--m", nargs="+", type=int, default=[], help="only shapes with these M")
     result.add_argument("--models", nargs="+", default=[], help="only shapes of these: llama-405b, attention, ...")
@@ -63,7 +65,7 @@ def request_of(options: argparse.Namespace) -> Request:
     if out is None:
         # Some contestants alone would replace complete cells of the committed results.
         complete = not options.only and not options.skip and options.device == "cuda"
-        out = str(GEMM_COLLECTIVES) if complete else ""
+        out = str(results_of(options.ops)) if complete else ""
     return Request(
         selection=Selection(
             ops=tuple(options.ops),

@@ -106,7 +106,7 @@ def contestants(session: Session, cell: Cell, device: Any, group_name: str, shar
 
     from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT
     from ditron_inductor.task import ops, reference
-    from ditron_inductor.task.nodes import Norm
+    from ditron_inductor.task.nodes import EXTRAS, Norm
 
     generator = torch.Generator(device).manual_seed(1 + session.rank)
     same = torch.Generator(device).manual_seed(0)
@@ -120,7 +120,7 @@ def contestants(session: Session, cell: Cell, device: Any, group_name: str, shar
     left = [draw(cell.M, cell.K or cell.N) for _ in range(copies)]
     right = [draw(cell.N, cell.K).mul_(cell.K**-0.5).t() for _ in range(copies)] if cell.K else []
     residual, weight = draw(cell.M, cell.N, of=same), draw(cell.N, of=same)
-    extras = (None, residual, weight, None)
+    extras = tuple({"residual": residual, "weight": weight}.get(name) for name in EXTRAS)
 
     def add_norm(reduced: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return reference.add_norm(reduced, extras, norm)
@@ -144,7 +144,8 @@ def contestants(session: Session, cell: Cell, device: Any, group_name: str, shar
         return session.world_size, group_name, f"benchmark/0:{name}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
 
     def ours(strategy: str) -> Any:
-        args = (*extras, None, "sum", *ops.norm_args(norm), *site(f"{cell.op}:{strategy}", strategy))
+        norms = *ops.norm_args(norm), *ops.norm_args(None), ""
+        args = (*extras, None, "sum", *norms, *site(f"{cell.op}:{strategy}", strategy))
         op = ops.overload(cell.op)
         if cell.K:
             return lambda i: op([left[i % copies]], [right[i % copies]], None, *args)[:2]

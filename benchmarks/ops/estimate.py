@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from benchmarks.ops.contest import wanted
 from benchmarks.ops.request import Request
 from benchmarks.ops.shapes import Cell
 from benchmarks.timing import SAMPLE_US
+from ditron_inductor.task.nodes import ULYSSES_KINDS
 
 FLOPS = 650e12
 MEMORY_BYTES_PER_S = 4e12
@@ -26,9 +28,12 @@ SETTLED_SHARE = 0.7
 
 def call_us(cell: Cell, world_size: int) -> float:
     """One call, as NCCL + cuBLAS on an H200 would take."""
+    if cell.op in ULYSSES_KINDS:
+        cell = replace(cell, M=cell.M // world_size)
     compute = 2.0 * cell.M * cell.N * cell.K / FLOPS
     memory = 2.0 * (cell.M * cell.K + cell.K * cell.N + cell.M * cell.N) / MEMORY_BYTES_PER_S
-    width = cell.K if cell.op in ("all_gather_matmul", "all_gather_contract") else cell.N
+    wide = ("all_gather_matmul", "all_gather_contract", "all_to_all_matmul")
+    width = cell.K if cell.op in wide else cell.N
     passes = 2 if cell.op == "matmul_all_reduce" else 1
     transfer = passes * 2.0 * cell.M * width * (world_size - 1) / world_size / LINK_BYTES_PER_S
     if cell.op == "matmul_all_gather":
@@ -49,11 +54,8 @@ def cells_seconds(request: Request, cells: Sequence[Cell], world_size: int) -> l
 
 
 def _cell_seconds(request: Request, cell: Cell, world_size: int, names: Sequence[str]) -> float:
-    elsewhere = {
-        "matmul_all_reduce": ("async_tp",),
-        "matmul_all_gather": ("async_tp", "symm_mem"),
-        "all_gather_contract": ("async_tp", "symm_mem"),
-    }
+    gathers = "matmul_all_gather", "all_gather_contract", *ULYSSES_KINDS
+    elsewhere = {"matmul_all_reduce": ("async_tp",), **dict.fromkeys(gathers, ("async_tp", "symm_mem"))}
     number = sum(not name.startswith(elsewhere.get(cell.op, ("symm_mem",))) for name in names)
     call_ms = call_us(cell, world_size) / 1e3
     if cell.graph:

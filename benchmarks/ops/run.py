@@ -17,8 +17,10 @@ from benchmarks.comparison import comparisons, ratios_table, times_table
 from benchmarks.ops import (
     all_gather_contract,
     all_gather_matmul,
+    all_to_all_matmul,
     matmul_all_gather,
     matmul_all_reduce,
+    matmul_all_to_all,
     matmul_reduce_scatter,
     targets,
 )
@@ -37,7 +39,7 @@ from benchmarks.ops.estimate import cells_seconds, graph_calls
 from benchmarks.ops.request import Request
 from benchmarks.ops.shapes import Cell
 from benchmarks.progress import Progress
-from benchmarks.records import Row, merge_csv
+from benchmarks.records import Row, merge_csv, results_of
 from benchmarks.session import Session
 from benchmarks.timing import Times, interleaved, median_of_runs
 from ditron_inductor.lowering.register import register
@@ -50,6 +52,8 @@ CONTESTS: dict[str, Callable[[Setting, Cell], Contest]] = {
     "matmul_all_reduce": matmul_all_reduce.contest,
     "matmul_all_gather": matmul_all_gather.contest,
     "all_gather_contract": all_gather_contract.contest,
+    "matmul_all_to_all": matmul_all_to_all.contest,
+    "all_to_all_matmul": all_to_all_matmul.contest,
 }
 Ready = dict[str, Call]
 
@@ -182,7 +186,7 @@ class Run(Session):
         for name in (name for name in CONTESTANTS if name in times or name in failed):
             self.rows.append(
                 self.row(
-                    bench="gemm_collectives",
+                    bench=results_of((cell.op,)).stem,
                     op=cell.op,
                     contestant=name,
                     shape=cell.shape,

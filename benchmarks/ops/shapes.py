@@ -7,6 +7,12 @@ The widths are those of tensor-parallel layers over `world_size` ranks (`Layer.w
     matmul_all_reduce            the same
     matmul_all_gather            [M, hidden] x [hidden, N]   N: the vocabulary
     all_gather_contract          [hidden, K] x [K, N]        weight gradients of the same layers: K tokens
+
+Not those of the pair around an attention whose sequence and heads change places: M counts the tokens of all ranks, and
+each of them has all of the weight.
+
+    matmul_all_to_all            [M/W, hidden] x [hidden, N]     N: queries, keys and values in one
+    all_to_all_matmul            [M/W, K] x [K, hidden]          K: the attention's output
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.task.nodes import KINDS, ULYSSES_KINDS, MatmulAllToAll
 from ditron_inductor.tune_shapes import MODELS, WHOLE_ROWS, sizes
 
 PREFILL = (8192, 4096, 2048)
@@ -25,6 +31,8 @@ GRAPH_ROW = (2048, 4096)
 """(tokens, hidden size) of the anchor that is measured inside a CUDA graph as well: in eager mode the host counts."""
 LARGEST_GRAPH_M = 2048
 """`sweep` measures up to so many rows inside CUDA graphs, and from there on in eager mode."""
+LONG = (8192, 16384, 32768, 65536)
+"""Tokens of the anchors of the pair around an attention; the first two also inside a CUDA graph."""
 LLAMAS = ("llama-70b", "llama-8b")
 """The models of `anchors`, `sweep` and `decode`."""
 
@@ -72,6 +80,8 @@ def anchors(op: str, world_size: int) -> list[Cell]:
     """
     if op == "matmul_all_gather":
         return _logits(world_size)
+    if op in ULYSSES_KINDS:
+        return _around_attention(op)
     reduces = op == "matmul_all_reduce"
     cells = []
     for model in LLAMAS:
@@ -99,6 +109,19 @@ def _logits(world_size: int) -> list[Cell]:
         for place, model in enumerate(LLAMAS)
         for tokens, graph in LOGITS
     ]
+
+
+def _around_attention(op: str) -> list[Cell]:
+    cells = []
+    for model in LLAMAS:
+        layer = MODELS[model]
+        N, K = layer.dim, layer.query_dim
+        if op == MatmulAllToAll.kind:
+            N, K = layer.query_dim + 2 * layer.key_dim, layer.dim
+        for place, tokens in enumerate(LONG):
+            row = Cell(op, tokens, N, K, priority=place, source=f"{model} attention, all heads")
+            cells += [row, replace(row, graph=True)] if place < 2 else [row]
+    return cells
 
 
 def decode(op: str, world_size: int) -> list[Cell]:
@@ -174,6 +197,8 @@ SETS: dict[str, Callable[[str, int], list[Cell]]] = {
     "sums": sums,
     "tiny": tiny,
 }
+OF_ULYSSES = ("anchors", "tiny")
+"""The sets that the pair around an attention is in."""
 GRAPH_MODES: dict[str, tuple[bool, ...]] = {"eager": (False,), "graph": (True,), "both": (False, True)}
 
 
@@ -189,7 +214,13 @@ class Selection:
 
     def cells(self, world_size: int, device_type: str) -> list[Cell]:
         """In the order in which they run: by priority, and both modes of a shape one after the other."""
-        listed = [cell for name in self.sets for op in self.ops for cell in SETS[name](op, world_size)]
+        listed = [
+            cell
+            for name in self.sets
+            for op in self.ops
+            if op not in ULYSSES_KINDS or name in OF_ULYSSES
+            for cell in SETS[name](op, world_size)
+        ]
         wanted = [
             cell
             for cell in listed

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.comparison import Comparison, geometric_mean, mode
+from benchmarks.comparison import OPS, Comparison, geometric_mean, mode
 from benchmarks.ops.shapes import GRAPH_ROW, PREFILL, SETS
-from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.task.nodes import ULYSSES_KINDS
 
 SYMM_MEM = ("symm_mem:one_shot", "symm_mem:two_shot")
 MEASURED = ("nccl", "async_tp")
@@ -43,6 +43,7 @@ LIMIT: dict[str, dict[tuple[int, int], float]] = {
 }
 MEAN_OVER_NCCL = {"all_gather_matmul": 1.15, "matmul_reduce_scatter": 1.25}
 PREFILL_OVER_NCCL = 1.15
+ULYSSES_OVER_NCCL = 1.15
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ def _of_anchor(cell: Comparison) -> list[Target]:
     row = (cell.M, cell.hidden)
     if cell.op in ("matmul_all_gather", "all_gather_contract"):
         return []
+    if cell.op in ULYSSES_KINDS:
+        return [Target("NCCL + cuBLAS / auto", cell.ratio("nccl", "ditron"), ULYSSES_OVER_NCCL, at_least=True)]
     if cell.op in LIMIT:
         if bool(cell.graph) != (row == GRAPH_ROW):
             return []
@@ -144,7 +147,7 @@ def column(cells: Sequence[Comparison]) -> dict[int, tuple[str, str]]:
 def summary(cells: Sequence[Comparison]) -> list[tuple[str, str, str, str]]:
     """(op, row, target, verdict) for every target of these cells, means first."""
     lines = [(op, "six rows", target.text, target.verdict) for op, target in mean_targets(cells)]
-    for op in KINDS:
+    for op in OPS:
         for cell in cells:
             if cell.op == op:
                 row = f"{cell.shape} {mode(cell)}, {cell.world} ranks"

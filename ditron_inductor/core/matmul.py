@@ -148,6 +148,25 @@ def matmul_steps_by_descriptors(
 
 
 @triton.jit
+def matmul_run_by_descriptors(
+    acc, a, b, row, a_first, column, b_first, K,
+    BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """acc[m, n] plus sum_k A[row + m, a_first + k] * B[b_first + k, column + n] of K steps, a multiple of BLOCK_K."""
+    for k in range(0, tl.cdiv(K, BLOCK_K)):
+        a_tile = a.load([row, a_first + k * BLOCK_K])
+        if K_MAJOR:
+            b_tile = b.load([column, b_first + k * BLOCK_K]).T
+        else:
+            b_tile = b.load([b_first + k * BLOCK_K, column])
+        if UPCAST:
+            a_tile = a_tile.to(tl.float32)
+            b_tile = b_tile.to(tl.float32)
+        acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def matmul_tile(
     a_rows, b, stride_bk, stride_bn, column, N, K, source, targets, count, num_targets,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -21,8 +21,17 @@ partial results like a scatter, and its results like a gather: two rounds of pas
 `matmul_all_gather` is copied out of the slots (W - 1 passes; `chunked` copies all W parts), and `library` copies what
 it gathered into columns (W passes and a launch). It receives whole products, and as fast as an all-reduce does.
 
+An all-to-all is as fast as a reduce-scatter; `library` copies what it moves once, so that it lies together, and so does
+our kernel behind a product (`matmul_all_to_all`), out of its slot.
+
+Attention is the matmul that `attention_sizes` makes of it, at the speed of the library's or of our kernel; `chunked`
+reads what its parts return once more.
+
 A norm behind an all-reduce without a product (n columns, k = 1) has, in place of the matmul, a launch and passes over
 what it reads and writes; in our kernel, `tile`, no launch more and one round of signals or two, whichever is faster.
+
+`flash_decode` (m query heads of n elements, k = 1) has no matmul here: what is compared is what follows the attention,
+launches, a round of signals or a collective, and the parts that each rank receives.
 
 The numbers of the H200 are fitted to benchmarks/results/gemm_collectives.csv (bf16, no NVLink multicast) by
 `python -m benchmarks.plan`; `python -m ditron_inductor tune --model-error` shows the model's error.
@@ -34,12 +43,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.nodes import (
+    ATTENTION_KINDS,
+    ULYSSES_KINDS,
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    AllToAllMatmul,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
+    MatmulAllToAll,
     MatmulReduceScatter,
 )
 
@@ -62,9 +77,16 @@ HOST_US = {
     MatmulReduceScatter.kind: {"library": 75.0, "chunked": 210.0, "tile": 36.0},
     MatmulAllReduce.kind: {"library": 70.0, "chunked": 500.0, "tile": 36.0},
     AllReduceRmsNorm.kind: {"library": 60.0, "chunked": 36.0, "tile": 36.0},
+    FlashDecode.kind: {"library": 80.0, "chunked": 36.0, "tile": 36.0},
     # Those of the kinds with as many launches.
     MatmulAllGather.kind: {"library": 80.0, "chunked": 210.0, "tile": 42.0},
-    AllGatherContract.kind: {"library": 80.0, "chunked": 210.0, "tile": 42.0},
+    # In the measure of the others, on a slower host: by `chunked` it has twice their products.
+    AllGatherContract.kind: {"library": 80.0, "chunked": 480.0, "tile": 42.0},
+    MatmulAllToAll.kind: {"library": 90.0, "chunked": 210.0, "tile": 42.0},
+    AllToAllMatmul.kind: {"library": 90.0, "chunked": 210.0, "tile": 42.0},
+    # By the number of their launches; not measured yet.
+    AllGatherAttention.kind: {"library": 120.0, "chunked": 170.0, "tile": 45.0},
+    AttentionReduceScatter.kind: {"library": 150.0, "chunked": 250.0, "tile": 250.0},
 }
 """What a call takes the host, by `python -m benchmarks.host`: in eager mode none takes less."""
 EPILOGUE_HOST_US = 12.0
@@ -72,10 +94,15 @@ EPILOGUE_HOST_US = 12.0
 SMALL_HOST_US = 55.0
 """Of a small all-reduce by `chunked`; a large one runs in parts, with many launches each."""
 
-CONTRACT_EFFICIENCY = 0.8
-"""Speed of `tile` where the gathered dimension is contracted, in that of the other kernels: it loads by pointers. A
-guess on the careful side, as nobody has measured it yet.
-"""
+CONTRACT_EFFICIENCY = 0.9
+"""Speed of `tile` where the gathered dimension is contracted, in that of the other kernels: it loads by pointers."""
+ATTENTION_SPEED = 0.82
+"""Of the library's attention, in that of its matmul: 600 TFLOP/s on an H200."""
+ATTENTION_TILE = 0.62
+"""Speed of our attention in that of the library's: a guess from other kernels in Triton, to be measured."""
+BACKWARD_WORK = 2.5
+"""Operations of the backward of attention in those of the forward."""
+
 PART_ROWS = 512
 """A part of a gathered product has at least so many rows by `chunked`."""
 PORT_BYTES_PER_S = 450e9
@@ -208,6 +235,9 @@ def predict(problem: Problem, on: Hardware) -> dict[str, float]:
     if problem.kind == AllReduceRmsNorm.kind:
         ours = _norm_tile_us(problem, on)
         device = {"library": _norm_library_us(problem, on), "chunked": ours, "tile": ours}
+    elif problem.kind == FlashDecode.kind:
+        ours = _decode_tile_us(problem, on)
+        device = {"library": _decode_library_us(problem, on), "chunked": ours, "tile": ours}
     else:
         device = _matmul_kinds_us(problem, on)
     if problem.captured:
@@ -253,15 +283,35 @@ def _is_small_all_reduce(problem: Problem) -> bool:
 def received_bytes(problem: Problem) -> float:
     """What one rank receives from its peers in one call."""
     peers = problem.world_size - 1
-    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind):
+    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind, *ATTENTION_KINDS):
         return problem.m * problem.k * problem.itemsize * peers / problem.world_size
     if problem.kind == MatmulAllGather.kind:
         return problem.m * problem.n * problem.itemsize * peers
+    if problem.kind == FlashDecode.kind:
+        return part_bytes(problem.m, problem.n) * peers
     scattered = problem.m * problem.n * problem.itemsize * peers / problem.world_size
-    if problem.kind == MatmulReduceScatter.kind:
+    if problem.kind in (MatmulReduceScatter.kind, MatmulAllToAll.kind):
         return scattered
+    if problem.kind == AllToAllMatmul.kind:
+        return problem.m * problem.k * problem.itemsize * peers / problem.world_size
     assert problem.kind in (MatmulAllReduce.kind, AllReduceRmsNorm.kind), f"not a kind: {problem.kind}"
     return 2 * scattered
+
+
+def part_bytes(heads: int, head_dim: int) -> int:
+    """Of a rank's part of an attention: output and log-sum-exp, fp32."""
+    return 4 * heads * (head_dim + 1)
+
+
+def _decode_library_us(problem: Problem, on: Hardware) -> float:
+    """Two kernels and a collective. Attention itself, the same for all strategies, is left out: nobody here knows how
+    long the sequences are.
+    """
+    return 2 * on.launch_us + collective_us(problem, on)
+
+
+def _decode_tile_us(problem: Problem, on: Hardware) -> float:
+    return on.launch_us + on.signal_us + received_bytes(problem) / _link_rate(problem, on) * MICRO
 
 
 NORM_PASSES = 4
@@ -299,6 +349,8 @@ def _library_us(problem: Problem, on: Hardware) -> float:
     columns = 0.0
     if problem.kind == MatmulAllGather.kind:
         columns = on.launch_us + _passes_us(problem, on, problem.world_size)
+    if problem.kind in ULYSSES_KINDS:
+        columns = on.launch_us + _moved_us(problem, on)
     return product_us(problem, on) + collective_us(problem, on) + columns
 
 
@@ -311,6 +363,10 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
     if problem.kind == MatmulAllGather.kind:
         rate = min(rate, PORT_BYTES_PER_S)
         chunks, passes_us = max(1, min(problem.m // PART_ROWS, MIN_CHUNKS)), _passes_us(problem, on, problem.world_size)
+    if problem.kind in ATTENTION_KINDS:
+        # What the parts return is read again, one [rows, heads * head size] for each source; k has keys and values.
+        parts = problem.world_size * problem.n * problem.k / 2
+        passes_us = parts * problem.itemsize / on.memory_bytes_per_s * MICRO
     if problem.kind == AllGatherContract.kind:
         # As many parts of the kept dimension as have tiles for half of the GPU.
         chunks = max(1, min(math.ceil(problem.m / 128) * math.ceil(problem.n / 256) // 66, MIN_CHUNKS))
@@ -320,6 +376,13 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
 
 
 def _tile_us(problem: Problem, on: Hardware) -> float:
+    if problem.kind == AttentionReduceScatter.kind:
+        # There is no such kernel: what stands for it runs by `chunked`.
+        return _chunked_us(problem, on)
+    if problem.kind == AllGatherAttention.kind:
+        attention = _matmul_us(problem, on, efficiency=ATTENTION_TILE)
+        transfer = received_bytes(problem) / _link_rate(problem, on) * MICRO
+        return _overlapped(attention, transfer, _chunks(problem)) + on.signal_us
     contracted = CONTRACT_EFFICIENCY if problem.kind == AllGatherContract.kind else 1.0
     matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * contracted * _fill(problem))
     fast = problem.m <= FEW_ROWS or problem.n >= WIDE_COLUMNS
@@ -340,10 +403,18 @@ def _chunks(problem: Problem) -> int:
 
 def _partials_us(problem: Problem, on: Hardware) -> float:
     """Partial results are written and read again, and so are the results of an all-reduce, and gathered products."""
-    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind):
+    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind, AllToAllMatmul.kind, *ATTENTION_KINDS):
         return 0.0
+    if problem.kind == MatmulAllToAll.kind:
+        return _moved_us(problem, on)
     gathered = problem.kind == MatmulAllGather.kind
     return _passes_us(problem, on, problem.world_size - 1 if gathered else _rounds(problem))
+
+
+def _moved_us(problem: Problem, on: Hardware) -> float:
+    """What an all-to-all moves is read and written once, to lie together for each rank, or to be put in its place."""
+    width = problem.n if problem.kind == MatmulAllToAll.kind else problem.k
+    return 2.0 * problem.m * width * problem.itemsize / on.memory_bytes_per_s * MICRO
 
 
 def _passes_us(problem: Problem, on: Hardware, passes: int) -> float:
@@ -362,7 +433,12 @@ def _link_rate(problem: Problem, on: Hardware) -> float:
         MatmulAllReduce.kind: on.all_reduce_bytes_per_s,
         AllReduceRmsNorm.kind: on.all_reduce_bytes_per_s,
         MatmulAllGather.kind: on.all_reduce_bytes_per_s,
+        FlashDecode.kind: on.gather_bytes_per_s,
+        AllGatherAttention.kind: on.gather_bytes_per_s,
+        AttentionReduceScatter.kind: on.scatter_bytes_per_s,
         AllGatherContract.kind: on.gather_bytes_per_s,
+        MatmulAllToAll.kind: on.scatter_bytes_per_s,
+        AllToAllMatmul.kind: on.scatter_bytes_per_s,
     }
     return rates[problem.kind] * _pair_gain(problem, on)
 
@@ -373,6 +449,8 @@ def _pair_gain(problem: Problem, on: Hardware) -> float:
 
 def _matmul_us(problem: Problem, on: Hardware, *, efficiency: float) -> float:
     rate = on.matmul_flops_fp32 if problem.itemsize == 4 else on.matmul_flops
+    if problem.kind in ATTENTION_KINDS:
+        efficiency *= ATTENTION_SPEED / (BACKWARD_WORK if problem.kind == AttentionReduceScatter.kind else 1.0)
     compute = 2.0 * problem.m * problem.n * problem.k / (rate * efficiency)
     elements = problem.m * problem.k + problem.k * problem.n + problem.m * problem.n
     memory = elements * problem.itemsize / on.memory_bytes_per_s

@@ -13,35 +13,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ditron_inductor.errors import InvalidEpilogue, InvalidTaskNode
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.epilogue import Epilogue, parse
+from ditron_inductor.task.policy import STRATEGIES as STRATEGIES
+from ditron_inductor.task.policy import Policy as Policy
+from ditron_inductor.task.policy import check, common_text, verify_common
+from ditron_inductor.task.ulysses import AllToAllMatmul, MatmulAllToAll
 
-STRATEGIES: tuple[str, ...] = ("auto", "library", "chunked", "tile")
 REDUCE_OPS: tuple[str, ...] = ("sum", "avg")
 MAX_PRODUCTS = 8
 """Of one reduction: each of them is a loop of its own in a kernel."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What every site carries at run time.
-
-    Attributes:
-        strategy: `auto`, or the strategy that the user forced.
-        workspace_limit: bytes of symmetric memory that the site may use.
-        timeout_s: seconds before a wait gives up; 0.0 means the timeout of the process group.
-    """
-
-    strategy: str = "auto"
-    workspace_limit: int = 1 << 30
-    timeout_s: float = 0.0
-
-    def verify(self, kind: str) -> None:
-        _check(self.strategy in STRATEGIES, kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
-        _check(self.workspace_limit >= 0, kind, "workspace_limit", self.workspace_limit, "a number of bytes, 0 or more")
-        _check(self.timeout_s >= 0.0, kind, "timeout_s", self.timeout_s, "seconds, or 0 for the group's own timeout")
-
-    def text(self) -> str:
-        return f"strategy={self.strategy}, workspace_limit={self.workspace_limit}, timeout_s={self.timeout_s:g}"
 
 
 class WithEpilogue:
@@ -76,9 +57,9 @@ class WithEpilogue:
 
     def verify_epilogue(self) -> None:
         """Raises `InvalidTaskNode`."""
-        _check(self.num_operands >= 1, self.kind, "num_weights", self.num_operands, "at least one weight")
+        check(self.num_operands >= 1, self.kind, "num_weights", self.num_operands, "at least one weight")
         unused = 0 if self.parsed is not None else self.num_extras
-        _check(unused == 0, self.kind, "num_extras", self.num_extras, "0, as there is no epilogue")
+        check(unused == 0, self.kind, "num_extras", self.num_extras, "0, as there is no epilogue")
 
     def _epilogue_text(self) -> str:
         return f"epilogue={self.epilogue!r}, " if self.epilogue else ""
@@ -129,17 +110,17 @@ class AllGatherMatmul(WithEpilogue):
         return self.num_weights
 
     def verify(self) -> None:
-        _check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
+        check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
         self.verify_epilogue()
         if self.prologue is not None:
             self.prologue.verify(self.kind)
-        _verify_common(self.kind, self.world_size, self.group_name, self.policy)
+        verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
         return (
             f"{self.kind}(gather_dim={self.gather_dim}, num_weights={self.num_weights}, "
             f"return_gathered={self.return_gathered}, {self._epilogue_text()}{self._prologue_text()}"
-            f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
+            f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
     def _prologue_text(self) -> str:
@@ -166,15 +147,15 @@ class AllGatherContract:
     num_factors: int = 1
 
     def verify(self) -> None:
-        _check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
-        _check(self.num_factors >= 1, self.kind, "num_factors", self.num_factors, "at least one factor")
-        _verify_common(self.kind, self.world_size, self.group_name, self.policy)
+        check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
+        check(self.num_factors >= 1, self.kind, "num_factors", self.num_factors, "at least one factor")
+        verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
         return (
             f"{self.kind}(gather_dim={self.gather_dim}, gathered_first={self.gathered_first}, "
             f"num_factors={self.num_factors}, return_gathered={self.return_gathered}, "
-            f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
+            f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
 
@@ -222,16 +203,16 @@ class MatmulReduceScatter(WithEpilogue):
     epilogue: str = ""
 
     def verify(self) -> None:
-        _check(self.scatter_dim >= 0, self.kind, "scatter_dim", self.scatter_dim, "a dimension, 0 or more")
+        check(self.scatter_dim >= 0, self.kind, "scatter_dim", self.scatter_dim, "a dimension, 0 or more")
         _verify_reduction(self.kind, self.reduce_op, self.num_products)
         self.verify_epilogue()
-        _verify_common(self.kind, self.world_size, self.group_name, self.policy)
+        verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
         return (
             f"{self.kind}(scatter_dim={self.scatter_dim}, "
             f"{_reduction_text(self.reduce_op, self.num_products, self.has_bias)}, {self._epilogue_text()}"
-            f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
+            f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
 
@@ -260,12 +241,12 @@ class MatmulAllReduce(WithEpilogue):
     def verify(self) -> None:
         _verify_reduction(self.kind, self.reduce_op, self.num_products)
         self.verify_epilogue()
-        _verify_common(self.kind, self.world_size, self.group_name, self.policy)
+        verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
         return (
             f"{self.kind}({_reduction_text(self.reduce_op, self.num_products, self.has_bias)}, {self._epilogue_text()}"
-            f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
+            f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
 
@@ -283,8 +264,8 @@ class Norm:
     round_first: bool = False
 
     def verify(self, kind: str) -> None:
-        _check(self.form in NORMS, kind, "norm", self.form, f"one of {', '.join(NORMS)}")
-        _check(0.0 <= self.eps < math.inf, kind, "eps", self.eps, "a number, 0 or more")
+        check(self.form in NORMS, kind, "norm", self.form, f"one of {', '.join(NORMS)}")
+        check(0.0 <= self.eps < math.inf, kind, "eps", self.eps, "a number, 0 or more")
 
     def text(self) -> str:
         flags = ", plus_one" * self.plus_one + ", round_first" * self.round_first
@@ -353,22 +334,22 @@ class _ReductionWithNorm:
     saved: tuple[str, ...] = ()
 
     def verify(self) -> None:
-        _check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
+        check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
         self.norm.verify(self.kind)
         if self.post is not None:
             self.post.verify(self.kind)
         for field, names, known in (("extras", self.extras, EXTRAS), ("saved", self.saved, SAVED)):
             _verify_names(self.kind, field, names, known)
             no_post = self.post is not None or not any(name.startswith("post_") for name in names)
-            _check(no_post, self.kind, field, names, "without names of a norm before the residual, as there is none")
-        _verify_common(self.kind, self.world_size, self.group_name, self.policy)
+            check(no_post, self.kind, field, names, "without names of a norm before the residual, as there is none")
+        verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
         post = "" if self.post is None else f"post={self.post.text()}, "
         saved = f"saved={'+'.join(self.saved)}, " if self.saved else ""
         return (
             f"{self.kind}({self._reduction_text()}, {post}norm={self.norm.text()}, extras={'+'.join(self.extras)}, "
-            f"{saved}{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
+            f"{saved}{common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
     def _reduction_text(self) -> str:
@@ -437,20 +418,52 @@ class MatmulAllGather:
     has_bias: bool = False
 
     def verify(self) -> None:
-        _check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
+        check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
         _verify_products(self.kind, self.num_products)
-        _verify_common(self.kind, self.world_size, self.group_name, self.policy)
+        verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
         return (
             f"{self.kind}(gather_dim={self.gather_dim}, num_products={self.num_products}, has_bias={self.has_bias}, "
-            f"{_common_text(self.world_size, self.group_name, self.site, self.policy)})"
+            f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
+        )
+
+
+@dataclass(frozen=True)
+class FlashDecode:
+    """out = attention of one query per sequence over the tokens of all ranks, bit-identical on every rank.
+
+    q and out are [B, Hq, D]; each rank holds some tokens of every sequence: caches [B, S, Hkv, D], or (paged) blocks
+    [blocks, tokens, Hkv, D]. Scores are q . k * scale, then (softcap > 0) softcap * tanh(scores / softcap).
+    """
+
+    kind: ClassVar[str] = "flash_decode"
+    scale: float
+    softcap: float
+    world_size: int
+    group_name: str
+    site: str
+    policy: Policy
+    paged: bool = False
+
+    def verify(self) -> None:
+        check(0.0 < self.scale < math.inf, self.kind, "scale", self.scale, "a number above 0")
+        check(0.0 <= self.softcap < math.inf, self.kind, "softcap", self.softcap, "a number, 0 for none")
+        verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    def text(self) -> str:
+        softcap = f"softcap={self.softcap:g}, " if self.softcap else ""
+        return (
+            f"{self.kind}(scale={self.scale:g}, {softcap}paged={self.paged}, "
+            f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
 
 MatmulNode = AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce | MatmulAllGather | AllGatherContract
 NormNode = AllReduceRmsNorm | MatmulAllReduceRmsNorm
-TaskNode = MatmulNode | NormNode
+UlyssesNode = MatmulAllToAll | AllToAllMatmul
+AttentionNode = AllGatherAttention | AttentionReduceScatter
+TaskNode = MatmulNode | NormNode | UlyssesNode | FlashDecode | AttentionNode
 KINDS: tuple[str, ...] = (
     AllGatherMatmul.kind,
     MatmulReduceScatter.kind,
@@ -460,41 +473,28 @@ KINDS: tuple[str, ...] = (
 )
 """The fusions of a collective with matmuls alone: what tables and benchmarks of matmuls know."""
 NORM_KINDS: tuple[str, ...] = (AllReduceRmsNorm.kind, MatmulAllReduceRmsNorm.kind)
-PLANNED_KINDS: tuple[str, ...] = (*KINDS, AllReduceRmsNorm.kind)
+ULYSSES_KINDS: tuple[str, ...] = (MatmulAllToAll.kind, AllToAllMatmul.kind)
+ATTENTION_KINDS: tuple[str, ...] = (AllGatherAttention.kind, AttentionReduceScatter.kind)
+PLANNED_KINDS: tuple[str, ...] = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS, *ATTENTION_KINDS)
 """Those with times of their own in tables. With a matmul, a norm costs all strategies the same."""
-TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS)
+TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS, *ULYSSES_KINDS, FlashDecode.kind, *ATTENTION_KINDS)
 """All of them."""
-
-
-def _check(holds: bool, kind: str, field: str, value: object, expected: str) -> None:
-    if not holds:
-        raise InvalidTaskNode(node=kind, field=field, problem=f"is {value!r}, not {expected}")
 
 
 def _verify_names(kind: str, field: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
     in_order = names == tuple(name for name in known if name in names)
-    _check(in_order, kind, field, names, f"names out of {', '.join(known)}, in this order")
+    check(in_order, kind, field, names, f"names out of {', '.join(known)}, in this order")
 
 
 def _verify_reduction(kind: str, reduce_op: str, num_products: int) -> None:
-    _check(reduce_op in REDUCE_OPS, kind, "reduce_op", reduce_op, f"one of {', '.join(REDUCE_OPS)}")
+    check(reduce_op in REDUCE_OPS, kind, "reduce_op", reduce_op, f"one of {', '.join(REDUCE_OPS)}")
     _verify_products(kind, num_products)
 
 
 def _verify_products(kind: str, num_products: int) -> None:
     within = 1 <= num_products <= MAX_PRODUCTS
-    _check(within, kind, "num_products", num_products, f"at least one matmul, and at most {MAX_PRODUCTS}")
+    check(within, kind, "num_products", num_products, f"at least one matmul, and at most {MAX_PRODUCTS}")
 
 
 def _reduction_text(reduce_op: str, num_products: int, has_bias: bool) -> str:
     return f"reduce_op={reduce_op}, num_products={num_products}, has_bias={has_bias}"
-
-
-def _verify_common(kind: str, world_size: int, group_name: str, policy: Policy) -> None:
-    _check(world_size >= 2, kind, "world_size", world_size, "at least 2 ranks")
-    _check(bool(group_name), kind, "group_name", group_name, "the name of a process group")
-    policy.verify(kind)
-
-
-def _common_text(world_size: int, group_name: str, site: str, policy: Policy) -> str:
-    return f"world_size={world_size}, group_name={group_name!r}, site={site!r}, {policy.text()}"

@@ -28,11 +28,20 @@
 `matmul_all_gather(a, b, bias, token, ...) -> (out, token)`
     a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N] or None; out is the sum [.., N] with gather_dim W times as
     long, contiguous.
+`flash_decode(q, k, v, lengths, block_table, token, scale, softcap, ...) -> (out, token)`
+    see task/flash_decode.py.
 `all_gather_contract(shard, factors, token, ...) -> [out_0, .., out_{n-1}, (gathered,) token]`
     shard [.., S, ..] with S at gather_dim, factors [K, N_i] with any strides, [N_i, K] if not gathered_first; K is the
     gathered tensor's last dimension if gather_dim is that, else all of its dimensions but the last, flattened. out_i
     [C, N_i], or [N_i, C], contiguous, C the gathered tensor's other dimensions. gathered [.., W*S, ..], contiguous,
     present if and only if return_gathered.
+`matmul_all_to_all(a, b, bias, token, gather_dim, parts, ...) -> (out, token)`
+    a_i [.., S, .., K_i] with S at gather_dim (never the last dimension), alike but for K_i; b_i [K_i, N] with N a
+    multiple of parts * W; bias [N] or None; out [.., W*S, .., N / W] contiguous. See task/ulysses.py.
+`all_to_all_matmul(x, weight, token, scatter_dim, parts, return_received, ...) -> [out, (received,) token]`
+    x [.., W*S, .., C] with W*S at scatter_dim (never the last dimension), C a multiple of parts; weight [W*C, N]; out
+    [rows, N] contiguous, rows = received's dimensions but the last, flattened. received [.., S, .., W*C], contiguous,
+    present if and only if return_received. See task/ulysses.py.
 `after(x, token) -> x`
     an alias of x that is ordered after token: puts a collective that was not fused into the order of its group.
 `after_(x, token)`
@@ -43,6 +52,13 @@
     this rank's of the world_size equal chunks of x along dim, a copy; found by the rank at run time.
 `replicated(x, same, group_name, site) -> x`
     an alias of x; at the first run of `site` the ranks compare samples of `same`, and raise where they differ.
+`all_gather_attention(q, k, v, token, ...) -> [out, lse, (gathered_k, gathered_v,) token]`
+    q [B, Hq, Sq, D], k and v [B, Hkv, S, D], any strides; out [B, Hq, Sq, D] with the memory of a contiguous
+    [B, Sq, Hq, D], lse [B, Hq, Sq] contiguous, fp32; gathered_k, gathered_v [B, Hkv, W*S, D] with the memory of a
+    contiguous [B, W*S, Hkv, D], present if and only if return_gathered. Masks: see task/all_gather_attention.py.
+`attention_reduce_scatter(grad_out, q, k, v, out, lse, token, ...) -> (grad_q, grad_k, grad_v, token)`
+    its backward, from the gathered k and v [B, Hkv, W*S, D]; grad_q [B, Hq, Sq, D] and this rank's part of the sums
+    over the ranks, grad_k and grad_v [B, Hkv, S, D], with the memory of a contiguous [B, S, H, D].
 `projections(x, weights, strategy, extras, epilogue) -> [out_0, .., out_{n-1}]`
     x [M, K] contiguous, weights [K, N_i], out_i = x @ weight_i [M, N_i] contiguous, or what the epilogue makes of them.
     No site and no token: nothing is communicated.
@@ -64,16 +80,22 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from ditron_inductor.task import ulysses
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.epilogue import parse, products
 from ditron_inductor.task.epilogue_torch import out_dtypes
+from ditron_inductor.task.flash_decode import ARGUMENTS as FLASH_DECODE_ARGUMENTS
 from ditron_inductor.task.nodes import (
+    ATTENTION_KINDS,
     EXTRAS,
     NORM_KINDS,
     SHARD_EXTRAS,
+    ULYSSES_KINDS,
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     Contraction,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
@@ -109,10 +131,20 @@ SCHEMAS: dict[str, str] = {
     AllReduceRmsNorm.kind: f"(Tensor x, {_NORM}) -> Tensor[]",
     MatmulAllReduceRmsNorm.kind: f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}) -> Tensor[]",
     MatmulAllGather.kind: f"({_PRODUCTS}, int gather_dim, {_SITE}) -> (Tensor, Tensor)",
+    FlashDecode.kind: f"({FLASH_DECODE_ARGUMENTS}, {_SITE}) -> (Tensor, Tensor)",
+    AllGatherAttention.kind: (
+        "(Tensor q, Tensor k, Tensor v, Tensor? token, str mask, float scale, bool return_gathered, "
+        f"{_SITE}) -> Tensor[]"
+    ),
+    AttentionReduceScatter.kind: (
+        "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? token, str mask, float scale, "
+        f"{_SITE}) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
     AllGatherContract.kind: (
         "(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool gathered_first, bool return_gathered, "
         f"{_SITE}) -> Tensor[]"
     ),
+    **ulysses.schemas(_SITE),
     "after": "(Tensor(a) x, Tensor token) -> Tensor(a)",
     "after_": "(Tensor(a!) x, Tensor token) -> ()",
     "token_of": "(Tensor x) -> Tensor",
@@ -136,7 +168,11 @@ def define() -> Library:
         AllReduceRmsNorm.kind: _fake_all_reduce_rms_norm,
         MatmulAllReduceRmsNorm.kind: _fake_matmul_all_reduce_rms_norm,
         MatmulAllGather.kind: _fake_matmul_all_gather,
+        FlashDecode.kind: _fake_flash_decode,
+        AllGatherAttention.kind: _fake_all_gather_attention,
+        AttentionReduceScatter.kind: _fake_attention_reduce_scatter,
         AllGatherContract.kind: _fake_all_gather_contract,
+        **ulysses.fakes(new_token),
         "after": _fake_after,
         "after_": do_nothing,
         "token_of": new_token,
@@ -266,6 +302,21 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
                 [value[name] for name in ("norm", "eps", "plus_one", "round_first", "saved")],
             ),
         )
+    if kind in ULYSSES_KINDS:
+        node: TaskNode = ulysses.node_of(kind, value, world_size, group_name, site, policy)
+        return node
+    if kind == FlashDecode.kind:
+        scale, softcap = value["scale"], value["softcap"]
+        assert isinstance(scale, (int, float)) and isinstance(softcap, (int, float)), f"{kind}: {scale!r}, {softcap!r}"
+        paged = value["block_table"] is not None
+        return FlashDecode(float(scale), float(softcap), world_size, group_name, site, policy, paged)
+    if kind in ATTENTION_KINDS:
+        scale = value["scale"]
+        assert isinstance(scale, (int, float)), f"{kind}: scale is not a number: {scale!r}"
+        common = str(value["mask"]), float(scale), world_size, group_name, site, policy
+        if kind == AttentionReduceScatter.kind:
+            return AttentionReduceScatter(*common)
+        return AllGatherAttention(*common, return_gathered=bool(value["return_gathered"]))
     if kind == AllGatherContract.kind:
         return AllGatherContract(
             gather_dim=as_int("gather_dim"),
@@ -439,6 +490,45 @@ def _fake_matmul_all_gather(
     return a[0].new_empty(shape), new_token(a[0])
 
 
+def sequence_first(like: torch.Tensor, heads: Any, sequence: Any) -> torch.Tensor:
+    """A new [B, heads, sequence, D], B and D of `like`, with the memory of a contiguous [B, sequence, heads, D]."""
+    return like.new_empty([like.shape[0], sequence, heads, like.shape[3]]).transpose(1, 2)
+
+
+def _fake_all_gather_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    token: torch.Tensor | None,
+    mask: str,
+    scale: float,
+    return_gathered: bool,
+    world_size: int,
+    *others: Any,
+) -> list[torch.Tensor]:
+    outputs = [sequence_first(q, q.shape[1], q.shape[2]), q.new_empty(q.shape[:-1], dtype=torch.float32)]
+    if return_gathered:
+        outputs += [sequence_first(one, one.shape[1], world_size * one.shape[2]) for one in (k, v)]
+    return [*outputs, new_token(q)]
+
+
+def _fake_attention_reduce_scatter(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    token: torch.Tensor | None,
+    mask: str,
+    scale: float,
+    world_size: int,
+    *others: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    parts = [sequence_first(one, one.shape[1], one.shape[2] // world_size) for one in (k, v)]
+    return sequence_first(q, q.shape[1], q.shape[2]), parts[0], parts[1], new_token(q)
+
+
 def _fake_all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> list[torch.Tensor]:
     return [*norm_outputs(x, list(x.shape), saved_names(others[_SAVED_PLACE])), new_token(x)]
 
@@ -463,6 +553,10 @@ def norm_output(x: torch.Tensor, shape: Sequence[Any], name: str) -> torch.Tenso
     if name in ("normed", "total", "reduced"):
         return x.new_empty(shape)
     return x.new_empty(shape if name == "scaled" else [*shape[:-1], 1], dtype=torch.float32)
+
+
+def _fake_flash_decode(q: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), new_token(q)
 
 
 def _fake_projections(

@@ -10,6 +10,7 @@ functional collectives go to a stream of their own, which costs two events for t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ditron_inductor.task import ulysses
 from ditron_inductor.task.nodes import EXTRAS, SHARD_EXTRAS, Norm, ShardNorm
 
 Multiply = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -239,6 +241,67 @@ def matmul_all_gather(
     """all_gather(sum_i a_i @ b_i + bias). See `ops` for the shapes."""
     total = sum_of_products(a, b, bias)
     return all_gather(total, gather_dim=gather_dim, world_size=world_size, group_name=group_name)
+
+
+def matmul_all_to_all(
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
+    *,
+    gather_dim: int,
+    parts: int,
+    world_size: int,
+    group_name: str,
+) -> torch.Tensor:
+    """all_to_all(sum_i a_i @ b_i + bias). See `ops` for the shapes."""
+    total = sum_of_products(a, b, bias)
+    return exchange_columns(total, gather_dim=gather_dim, parts=parts, world_size=world_size, group_name=group_name)
+
+
+def exchange_columns(
+    product: torch.Tensor, *, gather_dim: int, parts: int, world_size: int, group_name: str
+) -> torch.Tensor:
+    """[.., S, .., N] -> [.., W*S, .., N / W], contiguous: see task/ulysses.py."""
+    shape = product.shape
+    outer, rows = math.prod(shape[:gather_dim]), math.prod(shape[gather_dim:-1])
+    columns = shape[-1] // (parts * world_size)
+    runs = product.reshape(outer, rows, parts, world_size, columns).permute(3, 0, 1, 2, 4)
+    received = _all_to_all(runs, group_name)
+    out = received if outer == 1 else received.transpose(0, 1)
+    return out.reshape(ulysses.gathered_shape(shape, shape[-1], gather_dim, world_size))
+
+
+def exchange_rows(x: torch.Tensor, *, scatter_dim: int, parts: int, world_size: int, group_name: str) -> torch.Tensor:
+    """[.., W*S, .., C'] -> [.., S, .., W * C'], contiguous: see task/ulysses.py."""
+    shape = x.shape
+    outer, rows = math.prod(shape[:scatter_dim]), math.prod(shape[scatter_dim:-1]) // world_size
+    runs = x.reshape(outer, world_size, rows, parts, shape[-1] // parts).transpose(0, 1)
+    received = _all_to_all(runs, group_name)
+    return received.permute(1, 2, 3, 0, 4).reshape(ulysses.received_shape(shape, scatter_dim, world_size))
+
+
+def all_to_all_matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    scatter_dim: int,
+    parts: int,
+    world_size: int,
+    group_name: str,
+    return_received: bool,
+) -> list[torch.Tensor]:
+    """[received @ weight], followed by what was received if asked for. See `ops` for the shapes."""
+    received = exchange_rows(x, scatter_dim=scatter_dim, parts=parts, world_size=world_size, group_name=group_name)
+    outputs = [received.flatten(0, -2) @ weight]
+    return [*outputs, received] if return_received else outputs
+
+
+def _all_to_all(runs: torch.Tensor, group_name: str) -> torch.Tensor:
+    """What all ranks have for this one, in rank order: runs [W, ..], one for each rank, as [W, ..]."""
+    sent = runs.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=_group(group_name))
+    return received
 
 
 def _group(name: str) -> dist.ProcessGroup:

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.task import ops
+from ditron_inductor.task.all_gather_attention import ALIGNED, AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.epilogue import Extra, products, walk
 from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.nodes import (
@@ -23,10 +24,14 @@ from ditron_inductor.task.nodes import (
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    AllToAllMatmul,
+    AttentionNode,
     Contraction,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
+    MatmulAllToAll,
     MatmulReduceScatter,
     NormNode,
     ShardNorm,
@@ -67,9 +72,14 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _require(x.dtype in DTYPES, call, f"has dtype {x.dtype}, which no kernel takes")
         _verify_extras(call, task, x, x.shape[-1])
         return
+    if isinstance(task, FlashDecode):
+        _verify_decode(call, task)
+        return
+    if isinstance(task, AttentionNode):
+        _verify_attention(call, task)
+        return
     left, right = call.args[0], call.args[1]
-    assert isinstance(right, (list, tuple))
-    weights = [_value(call, weight) for weight in right]
+    weights = [_value(call, weight) for weight in (right if isinstance(right, (list, tuple)) else [right])]
     rows = [_value(call, one) for one in (left if isinstance(left, (list, tuple)) else [left])]
     first = rows[0]
     _require(first.ndim >= 2, call, f"has a first operand with {first.ndim} dimensions, not 2 or more")
@@ -85,6 +95,9 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         for value in weights:
             fits = _possible(value.shape[0 if task.gathered_first else 1] == depth)
             _require(fits, call, "multiplies shapes that do not fit")
+        return
+    if isinstance(task, AllToAllMatmul):
+        _verify_scattered(call, task, first, weights[0])
         return
     if isinstance(task, AllGatherMatmul):
         rows *= len(weights)
@@ -107,9 +120,64 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _verify_extras(call, task, first, weights[0].shape[1])
     elif isinstance(task, MatmulAllGather):
         _require(task.gather_dim < first.ndim, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
+    elif isinstance(task, MatmulAllToAll):
+        _require(task.gather_dim < first.ndim - 1, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
+        whole: Any = weights[0].shape[1] % (task.parts * task.world_size) == 0
+        _require(_possible(whole), call, "scatters columns that do not divide by the number of ranks")
     else:
         assert isinstance(task, MatmulAllReduce)
         _verify_epilogue(call, task, first, math.prod(first.shape[:-1]), [weights[0].shape[1]])
+
+
+def _verify_scattered(call: fx.Node, task: AllToAllMatmul, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """The sizes of an all-to-all in front of a matmul."""
+    _require(task.scatter_dim < x.ndim - 1, call, f"scatters dimension {task.scatter_dim} of {x.ndim}")
+    divides: Any = x.shape[task.scatter_dim] % task.world_size == 0
+    _require(_possible(divides), call, "scatters a dimension that does not divide by the number of ranks")
+    _require(_possible(x.shape[-1] % task.parts == 0), call, f"has columns that do not divide into {task.parts} parts")
+    fits: Any = weight.shape[0] == x.shape[-1] * task.world_size
+    _require(_possible(fits), call, "multiplies shapes that do not fit")
+
+
+def _verify_decode(call: fx.Node, task: FlashDecode) -> None:
+    q, k, v, lengths = (_value(call, argument) for argument in call.args[:4])
+    _require(q.ndim == 3 and k.ndim == 4 and v.ndim == 4, call, "has a query or a cache of other dimensions")
+    _require(q.dtype in DTYPES, call, f"has dtype {q.dtype}, which no kernel takes")
+    for value in (k, v):
+        _require(value.dtype == q.dtype, call, f"mixes {q.dtype} and {value.dtype}")
+        _require(_possible(value.shape[3] == q.shape[2]), call, "has keys or values of another head size")
+    for value in (k, v, lengths):
+        _require(value.device == q.device, call, f"mixes {q.device} and {value.device}")
+    divides: Any = q.shape[1] % k.shape[2] == 0
+    _require(_possible(divides), call, "has heads that cannot share the keys evenly")
+    _require(lengths.dtype == torch.int32 and lengths.ndim == 1, call, "has lengths that are no int32 vector")
+    _require(_possible(lengths.shape[0] == q.shape[0]), call, "has lengths of another number of sequences")
+    if not task.paged:
+        _require(_possible(k.shape[0] == q.shape[0]), call, "has a cache of another number of sequences")
+
+
+def _verify_attention(call: fx.Node, task: AttentionNode) -> None:
+    """Queries, keys and values fit together; what is gathered already divides by the number of ranks."""
+    names = ("q", "k", "v") if isinstance(task, AllGatherAttention) else ("q", "k", "v", "grad_out", "out")
+    q, k, *others = (_value(call, ops.argument_of(call.target, call.args, name)) for name in names)
+    for value in (q, k, *others):
+        _require(value.ndim == 4, call, f"has an operand with {value.ndim} dimensions, not 4")
+        _require(value.dtype in DTYPES, call, f"has dtype {value.dtype}, which no kernel takes")
+        _require(value.dtype == q.dtype, call, f"mixes {q.dtype} and {value.dtype}")
+        _require(value.device == q.device, call, f"mixes {q.device} and {value.device}")
+    for value, like in zip(others, (k, q, q), strict=False):
+        alike = all(_possible(size == other) for size, other in zip(value.shape, like.shape, strict=True))
+        _require(alike, call, "has keys and values, or queries and their gradients, of different shapes")
+    _require(_possible(q.shape[0] == k.shape[0]) and _possible(q.shape[3] == k.shape[3]), call, "does not fit")
+    shared: Any = q.shape[1] % k.shape[1] == 0
+    _require(_possible(shared), call, "has heads of queries that do not divide among those of keys")
+    queries, keys = q.shape[2], k.shape[2]
+    if isinstance(task, AttentionReduceScatter):
+        divides: Any = keys % task.world_size == 0
+        _require(_possible(divides), call, "scatters keys that do not divide by the number of ranks")
+        keys = keys // task.world_size
+    if task.mask in ALIGNED:
+        _require(_possible(queries == keys), call, f"has the mask '{task.mask}', but not as many queries as keys")
 
 
 def _verify_sum(call: fx.Node, rows: list[torch.Tensor], weights: list[torch.Tensor], bias: object) -> None:
@@ -186,6 +254,12 @@ def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
         count += int(task.return_gathered) + (0 if task.prologue is None else len(task.prologue.returned))
     if isinstance(task, AllGatherContract):
         count = task.num_factors + int(task.return_gathered) + 1
+    if isinstance(task, AllToAllMatmul):
+        count += int(task.return_received)
+    if isinstance(task, AttentionReduceScatter):
+        count = 4
+    if isinstance(task, AllGatherAttention):
+        count = 5 if task.return_gathered else 3
     values = call.meta.get("val")
     _require(isinstance(values, (list, tuple)) and len(values) == count, call, f"does not return {count} tensors")
     for user in call.users:

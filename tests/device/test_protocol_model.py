@@ -23,6 +23,7 @@ KINDS = [GATHER, SCATTER, REDUCE, PUSH]
 ONE_SHOT, TWO_SHOTS = "one_shot", "two_shots"
 PRODUCT, FEW_ROWS, CONTRACT = "matmul_all_gather", "few_rows", "all_gather_contract"
 """Those of small products, whose programs send, wait and add in one work item."""
+TO_HEADS, TO_ROWS = "matmul_all_to_all", "all_to_all_matmul"
 PULL_GATHER, PULL_SCATTER, PULL_REDUCE = "pull_gather", "pull_scatter", "pull_reduce"
 P = Protection
 
@@ -86,6 +87,9 @@ HEALTHY = {
     **{f"{k}-w3-p1": same(3, *[Call(k, "A")] * 3) for k in (ONE_SHOT, TWO_SHOTS)},
     **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (PRODUCT, FEW_ROWS, CONTRACT)},
     **{f"{k}-w3-p1": same(3, *[Call(k, "A", slot=0)] * 3) for k in (PRODUCT, FEW_ROWS)},
+    **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (TO_HEADS, TO_ROWS)},
+    **{f"{k}-w3-p1": same(3, *[Call(k, "A", slot=0)] * 3) for k in (TO_HEADS, TO_ROWS)},
+    "both-around-attention-w2": replace(same(2, *twice_replayed(TO_HEADS, TO_ROWS)), programs=2),
     "products-among-others-w2": same(2, *twice_replayed(PRODUCT, REDUCE)),
     "shots-among-others-w2": replace(same(2, *alternating(TWO_SHOTS, PULL_REDUCE, 6)), programs=2),
     "shots-among-others-w3": same(3, Call(PULL_GATHER, "B", slot=0), *[Call(TWO_SHOTS, "A", slot=0)] * 2),
@@ -128,7 +132,7 @@ def test_failure_half_way_then_reset(first: str, second: str, world: int, progra
     assert found.endings and all(any(ending) for ending in found.endings)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, ONE_SHOT, TWO_SHOTS, PRODUCT, FEW_ROWS])
+@pytest.mark.parametrize("kind", [*KINDS, ONE_SHOT, TWO_SHOTS, PRODUCT, FEW_ROWS, TO_HEADS, TO_ROWS])
 @pytest.mark.parametrize("world", [2, 3])
 def test_rank_that_never_arrives(kind: str, world: int) -> None:
     call = Call(kind, "A", may_fail=True)

@@ -142,6 +142,36 @@ def matmul_all_gather(
     return torch.ops.ditron.matmul_all_gather(listed(a), listed(b), bias, None, dim, *site.args(ctx))[0]
 
 
+def matmul_all_to_all(
+    ctx: RankContext,
+    site: Site,
+    a: Operands,
+    b: Operands,
+    bias: torch.Tensor | None = None,
+    gather_dim: int = 0,
+    parts: int = 1,
+) -> torch.Tensor:
+    """The op's result without its token."""
+    register()
+    op = torch.ops.ditron.matmul_all_to_all
+    return op(listed(a), listed(b), bias, None, gather_dim, parts, *site.args(ctx))[0]
+
+
+def all_to_all_matmul(
+    ctx: RankContext,
+    site: Site,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scatter_dim: int = 0,
+    parts: int = 1,
+    return_received: bool = True,
+) -> list[torch.Tensor]:
+    """[out, (received)] of the op."""
+    register()
+    op = torch.ops.ditron.all_to_all_matmul
+    return op(x, weight, None, scatter_dim, parts, return_received, *site.args(ctx))[:-1]
+
+
 def reference_all_gather_matmul(
     ctx: RankContext, site: Site, shard: torch.Tensor, weights: Sequence[torch.Tensor], gather_dim: int = 0
 ) -> list[torch.Tensor]:
@@ -232,6 +262,29 @@ def reference_all_gather_contract(
         **site.group(ctx),
     )
     return [*outputs, reference.all_gather(shard, gather_dim=gather_dim, **site.group(ctx))]
+
+
+def reference_matmul_all_to_all(
+    ctx: RankContext,
+    site: Site,
+    a: Operands,
+    b: Operands,
+    bias: torch.Tensor | None = None,
+    gather_dim: int = 0,
+    parts: int = 1,
+) -> torch.Tensor:
+    """The result in fp64."""
+    doubled = _doubled(a, b, bias)
+    return reference.matmul_all_to_all(*doubled, gather_dim=gather_dim, parts=parts, **site.group(ctx))
+
+
+def reference_all_to_all_matmul(
+    ctx: RankContext, site: Site, x: torch.Tensor, weight: torch.Tensor, scatter_dim: int = 0, parts: int = 1
+) -> list[torch.Tensor]:
+    """The output in fp64, then what was received in the dtype of x, bit for bit."""
+    how: dict[str, Any] = {"scatter_dim": scatter_dim, "parts": parts, **site.group(ctx)}
+    (out,) = reference.all_to_all_matmul(x.double(), weight.double(), return_received=False, **how)
+    return [out, reference.exchange_rows(x, **how)]
 
 
 def assert_replicated(ctx: RankContext, x: torch.Tensor, site: Site | None = None) -> None:

@@ -13,10 +13,12 @@ from triton.compiler import ASTSource
 from ditron_inductor.lowering.all_gather_contract.tile import all_gather_contract_kernel
 from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import HAS_RESIDUAL, HAS_WEIGHT
+from ditron_inductor.lowering.all_to_all_matmul.tile import all_to_all_matmul_kernel
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange
 from ditron_inductor.lowering.matmul_all_gather import few_rows, many_rows
 from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
+from ditron_inductor.lowering.matmul_all_to_all.tile import matmul_all_to_all_kernel
 from ditron_inductor.lowering.matmul_reduce_scatter.tile import matmul_reduce_scatter_kernel
 from ditron_inductor.lowering.projections import projections_kernel
 from ditron_inductor.task.epilogue import parse
@@ -31,6 +33,8 @@ KERNELS: dict[str, Any] = {
     "gathered": many_rows.matmul_all_gather_kernel,
     "gathered_few": few_rows.matmul_all_gather_kernel,
     "all_gather_contract": all_gather_contract_kernel,
+    "scattered_columns": matmul_all_to_all_kernel,
+    "scattered_rows": all_to_all_matmul_kernel,
 }
 LOCAL_KERNELS: dict[str, Any] = {"projections": projections_kernel}
 """They send nothing: no waits, no signals."""
@@ -44,7 +48,7 @@ TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 NUM_WEIGHTS = 2
-TENSORS = ("shard", "gathered", "bias", "out", "x")
+TENSORS = ("shard", "gathered", "bias", "out", "x", "weight", "received")
 TUPLES_OF_TENSORS = ("weights", "factors", "extras", "outs", "lefts", "rights")
 TUPLES = (*TUPLES_OF_TENSORS, "columns", "depths", "strides_am", "strides_bk", "strides_bn", "strides_fk", "strides_fn")
 """One element for each weight, or product; `outs` one for each output."""
@@ -110,6 +114,9 @@ class Case:
             return [self.descriptors] * len(self.arrangement.groups)
         if self.kernel == "all_gather_contract":
             return [False] * NUM_WEIGHTS
+        if self.kernel == "scattered_rows":
+            # Of the own piece, and of what peers have sent.
+            return [False, False]
         further = [False] * (self.products - 1)
         if self.kernel == "matmul_reduce_scatter" and self.descriptors and self.early:
             return [True, False, *further]
@@ -148,6 +155,7 @@ def compile_case(case: Case) -> Compiled:
         "NUM_PRODUCTS": case.products,
         "HAS_BIAS": case.biased,
         "RETURN_GATHERED": True,
+        "RETURN_RECEIVED": True,
         "AVERAGE": True,
         "COUNTED": True,
         "EARLY": case.early,
@@ -190,6 +198,8 @@ def compile_case(case: Case) -> Compiled:
         elif name in ("strides_fn", "strides_bk" if k_major else "strides_bn"):
             signature[name] = ("constexpr",) * case.length
             known |= {(place, i): 1 for i in range(case.length)}
+        elif name == ("stride_bk" if k_major else "stride_bn"):
+            signature[name], known[place,] = "constexpr", 1
         elif name in ("given", "norm_outs"):
             signature[name] = (f"*{case.dtype}",) * len(EXTRAS if name == "given" else ("", "", *SAVED))
             attributes |= {(place, i): aligned for i in range(len(signature[name]))}

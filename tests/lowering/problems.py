@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ditron_inductor.task import reference
-from ditron_inductor.task.nodes import EXTRAS, KINDS, NORM_KINDS, Norm
+from ditron_inductor.task.nodes import EXTRAS, KINDS, NORM_KINDS, ULYSSES_KINDS, Norm
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
@@ -18,7 +18,9 @@ FEW_ROWS = "matmul_all_reduce of few rows"
 """An all-reduce that takes one shot."""
 FEW_ROWS_GATHERED = "matmul_all_gather of few rows"
 """A gather of a product that is made in one tile of rows."""
-TILE_KINDS = (*KINDS, FEW_ROWS, FEW_ROWS_GATHERED)
+CHUNKED_KINDS = (*KINDS, *ULYSSES_KINDS)
+"""Those that the strategy of that name runs in its own way."""
+TILE_KINDS = (*CHUNKED_KINDS, FEW_ROWS, FEW_ROWS_GATHERED)
 """One for each of the tile kernels of matmuls."""
 NORM = Norm("rms", 1e-6)
 
@@ -47,7 +49,7 @@ class Problem:
         self.kind = kind.removesuffix(" of few rows")
         self.site = site or Site(name=f"stress/{(*TILE_KINDS, *NORM_KINDS).index(kind)}:{self.kind}")
         world_size = self.site.world_size or ctx.world_size
-        rows = size.rows if kind.startswith("all_gather") else size.rows * world_size
+        rows = size.rows if kind.startswith("all_gather") or kind == "matmul_all_to_all" else size.rows * world_size
         if kind in (FEW_ROWS, FEW_ROWS_GATHERED, *NORM_KINDS):
             rows = 1 + size.rows % 5
         if kind in NORM_KINDS:
@@ -57,7 +59,8 @@ class Problem:
         self.left = calls.operand(ctx, [rows, size.n if kind == NORM_KINDS[0] else size.k], dtype)
         # A second weight makes one call fill the slot for several outputs.
         widths = [size.n, size.n // 2 + 1] if kind.startswith("all_gather") else [size.n]
-        deep = rows * world_size if kind == "all_gather_contract" else size.k
+        widths = [world_size * size.n] if kind == "matmul_all_to_all" else widths
+        deep = {"all_gather_contract": rows * world_size, "all_to_all_matmul": size.k * world_size}.get(kind, size.k)
         self.weights = [calls.weight(ctx, deep, n, dtype, "column") for n in widths]
 
     def __call__(self) -> list[torch.Tensor]:
@@ -71,6 +74,10 @@ class Problem:
         if self.kind in NORM_KINDS:
             operands = [self.left] if self.kind == NORM_KINDS[0] else [self.left, *self.weights]
             return calls.all_reduce_rms_norm(self.ctx, self.site, operands, self.extras, NORM)
+        if self.kind == "matmul_all_to_all":
+            return [calls.matmul_all_to_all(self.ctx, self.site, self.left, self.weights[0])]
+        if self.kind == "all_to_all_matmul":
+            return calls.all_to_all_matmul(self.ctx, self.site, self.left, self.weights[0])
         if self.kind == "matmul_all_gather":
             return [calls.matmul_all_gather(self.ctx, self.site, self.left, self.weights[0])]
         return [calls.matmul_all_reduce(self.ctx, self.site, self.left, self.weights[0])]
@@ -92,6 +99,14 @@ class Problem:
             assert torch.equal(outputs[-1], gathered), f"{what}: the gathered tensor is not the shards' bits"
             return
         partials = site.world_size or ctx.world_size
+        if self.kind == "matmul_all_to_all":
+            assert_near(outputs[0], calls.reference_matmul_all_to_all(ctx, site, left, weights[0]), what=what)
+            return
+        if self.kind == "all_to_all_matmul":
+            product, received = calls.reference_all_to_all_matmul(ctx, site, left, weights[0])
+            assert_near(outputs[0], product, num_partials=partials, what=what)
+            assert torch.equal(outputs[1], received), f"{what}: what came is not the ranks' bits"
+            return
         if self.kind in NORM_KINDS:
             x = left.double() if self.kind == NORM_KINDS[0] else left.double() @ weights[0].double()
             extras = [one if one is None else one.double() for one in self.extras]

@@ -106,8 +106,12 @@ def fill_slots(ctx: RankContext) -> None:
 
 
 def call_in_poisoned_slots(ctx: RankContext, kind: str, size: Size, site: Site) -> None:
+    """`check_in_poisoned_slots` of a problem of this kind."""
+    check_in_poisoned_slots(ctx, Problem(ctx, kind, size, site=site))
+
+
+def check_in_poisoned_slots(ctx: RankContext, problem: Problem) -> None:
     """Nothing is read that was not written: slots are full of NaN before a call, and so are outputs when allocated."""
-    problem = Problem(ctx, kind, size, site=site)
     problem.check(problem())
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

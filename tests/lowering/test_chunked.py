@@ -22,7 +22,7 @@ from tests.lowering import test_all_gather_matmul as gather_cases
 from tests.lowering import test_matmul_all_reduce as reduce_cases
 from tests.lowering import test_matmul_reduce_scatter as scatter_cases
 from tests.lowering.calls import Site
-from tests.lowering.problems import KINDS, ODD, SMALL, Problem, Size, chunked_problems
+from tests.lowering.problems import CHUNKED_KINDS, KINDS, ODD, SMALL, Problem, Size, chunked_problems
 from tests.lowering.stress import BACK_TO_BACK, call_in_poisoned_slots, call_in_random_order, start_late
 from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
@@ -64,7 +64,7 @@ def test_matches_reference_at_size(gpu_pool: RankPool, large_case: tuple[Callabl
 
 
 def _three_ranks(ctx: RankContext) -> None:
-    for kind in KINDS:
+    for kind in CHUNKED_KINDS:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             site = Site(name=f"three/{dtype}:{kind}", strategy="chunked")
             problem = Problem(ctx, kind, Size(11, 40, 26), site=site, dtype=dtype)
@@ -216,7 +216,7 @@ def test_back_to_back(pool: RankPool) -> None:
 
 
 def _late_start(ctx: RankContext, late_rank: int) -> None:
-    start_late(ctx, chunked_problems(ctx, KINDS, "late"), late_rank)
+    start_late(ctx, chunked_problems(ctx, CHUNKED_KINDS, "late"), late_rank)
 
 
 @pytest.mark.parametrize("late_rank", [-1, 0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.lowering.calls import Site
-from tests.lowering.problems import KINDS, SMALL, Problem, Size, chunked_problems
+from tests.lowering.problems import CHUNKED_KINDS, KINDS, SMALL, Problem, Size, chunked_problems
 from tests.lowering.stress import (
     Mismatches,
     call_on_two_streams,
@@ -29,7 +29,7 @@ def _replay(ctx: RankContext, kinds: tuple[str, ...], size: Size | None) -> None
 
 # An odd number of calls leaves the ring of slots elsewhere than where the graph found it.
 @pytest.mark.parametrize("size", [None, LARGE], ids=["small", "large"])
-@pytest.mark.parametrize("kinds", [*((kind,) for kind in KINDS), KINDS, KINDS * 2], ids="+".join)
+@pytest.mark.parametrize("kinds", [*((kind,) for kind in CHUNKED_KINDS), CHUNKED_KINDS, KINDS * 2], ids="+".join)
 def test_operands_change_between_replays(gpu_pool: RankPool, kinds: tuple[str, ...], size: Size | None) -> None:
     gpu_pool.run(_replay, kinds, size)
 

@@ -115,6 +115,15 @@ def _contract_cases() -> list[Case]:
     return [Case("all_gather_contract", *form, second=second) for *form, second in forms]
 
 
+def _scattered_cases() -> list[Case]:
+    return [
+        Case("scattered_columns", "sm_90", config.LARGE, "bf16", descriptors=True, biased=True),
+        Case("scattered_columns", "gfx942", config.LARGE, "bf16", biased=True),
+        Case("scattered_rows", "sm_90", config.LARGE, "bf16", descriptors=True),
+        *(Case("scattered_rows", target, config.LARGE, "bf16") for target in ("sm_90", "gfx942")),
+    ]
+
+
 CASES = [
     *(case for kernel in MANY_ROWS for case in _cases(kernel)),
     *_early_cases(),
@@ -122,6 +131,7 @@ CASES = [
     *SUMS,
     *_gathered_cases(),
     *_contract_cases(),
+    *_scattered_cases(),
 ]
 NVIDIA_CASES = [case for case in CASES if case.target.startswith("sm_")]
 DESCRIPTOR_CASES = [case for case in CASES if case.descriptors]
@@ -233,6 +243,14 @@ def test_a_proxy_fence_follows_the_wait(case: Case) -> None:
     compiled = compile_case(case)
     assert _fences_between_wait_and_loop(compiled) == [True] * NUM_WEIGHTS
     assert len(re.findall(r"fence\.proxy\.async;", compiled.assembly)) >= NUM_WEIGHTS
+
+
+def test_a_proxy_fence_follows_the_wait_for_a_piece() -> None:
+    """The first product is of the own piece, and waits for nothing."""
+    case = next(case for case in DESCRIPTOR_CASES if case.kernel == "scattered_rows")
+    own, peers = _k_loops(compile_case(case).ttgir)
+    between = compile_case(case).ttgir[own.end() : peers.start()]
+    assert between.rfind("fence.proxy.async;") > between.rfind("atomic_rmw add, acquire, sys") > 0
 
 
 @pytest.mark.parametrize("case", [case for case in NVIDIA_CASES if case.kernel in OF_FEW_ROWS], ids=str)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 
 import pytest
 import torch.distributed as dist
 
-from tests.lowering.calls import WORKSPACE_LIMIT
-from tests.lowering.failures import Failure, diverge, fails, hasty, lose_a_rank, reset_and_work, stop_a_rank
+from tests.lowering import test_all_gather_attention as attention
+from tests.lowering.calls import WORKSPACE_LIMIT, Site
+from tests.lowering.failures import TIMEOUT_S, Failure, diverge, fails, hasty, lose_a_rank, reset_and_work, stop_a_rank
 from tests.lowering.problems import KINDS, TILE_KINDS
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
@@ -125,3 +127,19 @@ def test_a_killed_rank(fragile_pool: RankPool) -> None:
         assert outcome.value is not None, outcome
         assert outcome.value.type_name == "DitronTimeout", outcome
         assert f"for rank {victim}" in outcome.value.message and f"lost/0:{kind}" in outcome.value.message, outcome
+
+
+def _miss_a_rank(ctx: RankContext, strategy: str) -> Failure | None:
+    case = attention.Case("full", 8, 8)
+    site = Site(name=f"missed/0:{strategy}", strategy=strategy, timeout_s=TIMEOUT_S)
+    call = functools.partial(attention.forward, ctx, site, case, case.operands(ctx))
+    call()
+    dist.barrier()
+    return None if ctx.rank == 0 else fails(ctx, call)
+
+
+@pytest.mark.parametrize("strategy", ["tile", "chunked"])
+def test_attention_without_the_keys_of_a_rank(fragile_pool: RankPool, strategy: str) -> None:
+    for failure in fragile_pool.run(_miss_a_rank, strategy)[1:]:
+        assert failure.type_name == "DitronTimeout" and "missed/0" in failure.message, failure
+        assert "for rank 0" in failure.message, failure

@@ -26,8 +26,10 @@ from torch.utils._pytree import tree_map
 from ditron_inductor.options import Options
 from ditron_inductor.passes.all_gather_contract import all_gather_contract
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
+from ditron_inductor.passes.all_to_all_matmul import all_to_all_matmul
 from ditron_inductor.passes.matmul_all_gather import matmul_all_gather
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
+from ditron_inductor.passes.matmul_all_to_all import matmul_all_to_all
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
 from ditron_inductor.passes.merge_reductions import merge_reductions
 from ditron_inductor.passes.move_across import move_across
@@ -37,7 +39,8 @@ from ditron_inductor.passes.reasons import LEFT_ALONE
 from ditron_inductor.passes.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.share_gathers import share_gathers
 from ditron_inductor.passes.try_forms import try_forms
-from ditron_inductor.task import reference
+from ditron_inductor.task import flash_decode as attention
+from ditron_inductor.task import reference, reference_attention
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate
 from ditron_inductor.task.nodes import EXTRAS
@@ -53,7 +56,15 @@ PREPARATIONS = (
     sequence_parallel,
     try_forms,
 )
-FUSIONS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, matmul_all_gather, all_gather_contract)
+FUSIONS = (
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    matmul_all_reduce,
+    matmul_all_gather,
+    all_gather_contract,
+    matmul_all_to_all,
+    all_to_all_matmul,
+)
 c10d: Any = torch.ops._c10d_functional
 
 
@@ -86,6 +97,13 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
 
 def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
     out: torch.Tensor = c10d.wait_tensor(c10d.all_reduce(x, op, group_name()))
+    return out
+
+
+def all_to_all(x: torch.Tensor) -> torch.Tensor:
+    """Chunk i of dimension 0 goes to rank i, one functional collective with equal splits and its wait."""
+    splits = [x.shape[0] // WORLD_SIZE] * WORLD_SIZE
+    out: torch.Tensor = c10d.wait_tensor(c10d.all_to_all_single(x, splits, splits, group_name()))
     return out
 
 
@@ -312,6 +330,61 @@ def _run_matmul_all_gather(args: list[Any]) -> list[Any]:
     return [(gathered, torch.empty(1)) for _ in args]
 
 
+def _run_all_to_all(args: list[Any]) -> list[Any]:
+    """Of any splits: a rank's chunks of what each rank sends."""
+    sent = [arg[0].split(list(arg[2])) for arg in args]
+    return [torch.cat([chunks[rank] for chunks in sent]) for rank in range(len(args))]
+
+
+def _run_shard_dim(args: list[Any]) -> list[Any]:
+    _, gathered, sharded, _ = args[0]
+    sent = [arg[0].chunk(len(args), sharded) for arg in args]
+    return [torch.cat([chunks[rank] for chunks in sent], gathered) for rank in range(len(args))]
+
+
+def _run_matmul_all_to_all(args: list[Any]) -> list[Any]:
+    dim, parts = args[0][4:6]
+    runs = [sum_of_products(*arg[:3]).unflatten(-1, (parts, len(args), -1)) for arg in args]
+    return [(torch.cat([one[..., rank, :].flatten(-2) for one in runs], dim), torch.empty(1)) for rank in range(len(args))]
+
+
+def _run_all_to_all_matmul(args: list[Any]) -> list[Any]:
+    _, _, _, dim, parts, return_received, *_ = args[0]
+    sent = [arg[0].unflatten(-1, (parts, -1)).chunk(len(args), dim) for arg in args]
+    results = []
+    for rank, arg in enumerate(args):
+        received = torch.stack([chunks[rank] for chunks in sent], -2).flatten(-3)
+        out = received.flatten(0, -2) @ arg[1]
+        results.append([out, *([received] if return_received else []), torch.empty(1)])
+    return results
+
+
+def _run_flash_decode(args: list[Any]) -> list[Any]:
+    parts = [attention.local_attention(*arg[:5], scale=arg[6], softcap=arg[7]) for arg in args]
+    merged = attention.merge(*zip(*parts, strict=True)).to(args[0][0].dtype)
+    return [(merged, torch.empty(1)) for _ in args]
+
+
+def _run_all_gather_attention(args: list[Any]) -> list[Any]:
+    mask, scale, return_gathered = args[0][4:7]
+    keys, values = (torch.cat([arg[index] for arg in args], 2) for index in (1, 2))
+    results = []
+    for rank, (q, k, *_) in enumerate(args):
+        seen = reference_attention.visible(mask, rank, len(args), q.shape[2], k.shape[2], q.device)
+        outputs = reference_attention.attend(q, keys, values, seen=seen, scale=scale)
+        results.append([*outputs, *[keys, values] * return_gathered, torch.empty(1)])
+    return results
+
+
+def _run_attention_reduce_scatter(args: list[Any]) -> list[Any]:
+    found = []
+    for rank, (grad, q, k, v, out, lse, _, mask, scale, *_) in enumerate(args):
+        seen = reference_attention.visible(mask, rank, len(args), q.shape[2], k.shape[2] // len(args), q.device)
+        found.append(reference_attention.attend_backward(grad, q, k, v, out, lse, seen=seen, scale=scale))
+    parts = [_reduce([one[index] for one in found], "sum").chunk(len(args), 2) for index in (1, 2)]
+    return [(one[0], parts[0][rank], parts[1][rank], torch.empty(1)) for rank, one in enumerate(found)]
+
+
 _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "_c10d_functional.all_gather_into_tensor": lambda args: [torch.cat([arg[0] for arg in args])] * len(args),
     "_c10d_functional.reduce_scatter_tensor": lambda args: list(
@@ -319,6 +392,10 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     ),
     "_c10d_functional.all_reduce": lambda args: [_reduce([arg[0] for arg in args], args[0][1])] * len(args),
     "_c10d_functional.all_reduce_": lambda args: [_reduce([one[0] for one in args], args[0][1]) for _ in args],
+    "_c10d_functional.all_to_all_single": _run_all_to_all,
+    "_dtensor.shard_dim_alltoall": _run_shard_dim,
+    "ditron.matmul_all_to_all": _run_matmul_all_to_all,
+    "ditron.all_to_all_matmul": _run_all_to_all_matmul,
     "_c10d_functional.wait_tensor": lambda args: [arg[0] for arg in args],
     "_c10d_functional.all_reduce_coalesced": lambda args: _members("all_reduce", args),
     "_c10d_functional.all_reduce_coalesced_": lambda args: _members("all_reduce_", args),
@@ -339,6 +416,9 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     ),
     "ditron.projections": lambda args: [_run_projections(*arg) for arg in args],
     "ditron.matmul_all_gather": _run_matmul_all_gather,
+    "ditron.flash_decode": _run_flash_decode,
+    "ditron.all_gather_attention": _run_all_gather_attention,
+    "ditron.attention_reduce_scatter": _run_attention_reduce_scatter,
 }
 
 

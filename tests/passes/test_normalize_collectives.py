@@ -138,7 +138,7 @@ def test_collectives_that_no_fusion_covers_get_a_reason() -> None:
 
     module = traced(fn, X)
     assert fuse(module) == 0
-    assert reasons(module) == ["unsupported_collective", "no_matmul", "unsupported_collective"]
+    assert reasons(module) == ["no_matmul", "no_matmul", "unsupported_collective"]
 
 
 def test_clones_are_not_merged() -> None:

@@ -110,8 +110,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], str, str]] 
     "max of a matmul": (lambda a, w: all_reduce(a @ w, "max"), (A, W), "reduce_op", "all_reduce"),
     "max of a maximum": (lambda a, w: all_reduce((a @ w).amax(), "max"), (A, W), "no_matmul", ""),
     "max, then a matmul": (lambda a, w: all_reduce(a.exp(), "max") @ w, (A, W), "no_matmul", ""),
-    "to all, then a matmul": (lambda a, w: to_all(a) @ w, (A, W), "unsupported_collective", "all_to_all_single"),
-    "matmul, then to all": (lambda a, w: to_all(a @ w), (A, W), "unsupported_collective", "all_to_all_single"),
+    "to all, then a matmul": (lambda a, w: to_all(a) @ w, (A, W), "rows_exchanged", "mm"),
+    "matmul, then to all": (lambda a, w: to_all(a @ w), (A, W), "rows_exchanged", "mm"),
     "to all": (lambda a: to_all(a).sin(), (A,), "no_matmul", ""),
 }
 

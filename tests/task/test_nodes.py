@@ -14,9 +14,12 @@ from ditron_inductor.task.nodes import (
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
+    AllToAllMatmul,
+    FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
+    MatmulAllToAll,
     MatmulReduceScatter,
     Norm,
     Policy,
@@ -34,8 +37,11 @@ DECODED = MatmulAllReduceRmsNorm(
     "avg", Norm("layer", 0.5), ("post_weight",), 4, "0", "r/4", POLICY, NORM, ("reduced", "post_rstd", "mean"), 2, True
 )
 GATHERED = MatmulAllGather(2, 4, "0", "r/3", POLICY, num_products=2, has_bias=True)
+ATTENDED = FlashDecode(0.125, 30.0, 4, "0", "r/5", POLICY, True)
 CONTRACTED = AllGatherContract(1, False, 4, "0", True, "r/5", POLICY, 2)
-NODES = (GATHER, SCATTER, REDUCE, NORMED, DECODED, GATHERED, CONTRACTED)
+TO_HEADS = MatmulAllToAll(1, 3, 4, "0", "r/6", POLICY, num_products=2, has_bias=True)
+TO_ROWS = AllToAllMatmul(1, 3, True, 4, "0", "r/7", POLICY)
+NODES = (GATHER, SCATTER, REDUCE, NORMED, DECODED, GATHERED, CONTRACTED, TO_HEADS, TO_ROWS, ATTENDED)
 
 
 def test_golden_text() -> None:
@@ -58,6 +64,12 @@ matmul_all_gather(gather_dim=2, num_products=2, has_bias=True, world_size=4, gro
   site='r/3', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 all_gather_contract(gather_dim=1, gathered_first=False, num_factors=2, return_gathered=True,
   world_size=4, group_name='0', site='r/5', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
+matmul_all_to_all(gather_dim=1, parts=3, num_products=2, has_bias=True, world_size=4,
+  group_name='0', site='r/6', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
+all_to_all_matmul(scatter_dim=1, parts=3, return_received=True, world_size=4, group_name='0',
+  site='r/7', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
+flash_decode(scale=0.125, softcap=30, paged=True, world_size=4, group_name='0', site='r/5',
+  strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 """,
     )
 
@@ -100,6 +112,15 @@ def test_a_node_is_frozen_equal_by_value_and_legal(node: TaskNode) -> None:
         (GATHERED, "gather_dim", -1),
         (GATHERED, "num_products", 0),
         (GATHERED, "world_size", 1),
+        (TO_HEADS, "gather_dim", -1),
+        (TO_HEADS, "parts", 0),
+        (TO_HEADS, "num_products", MAX_PRODUCTS + 1),
+        (TO_ROWS, "scatter_dim", -1),
+        (TO_ROWS, "parts", 0),
+        (TO_ROWS, "group_name", ""),
+        (ATTENDED, "scale", 0.0),
+        (ATTENDED, "softcap", -1.0),
+        (ATTENDED, "group_name", ""),
     ],
 )
 def test_an_illegal_field_is_named(node: TaskNode, field: str, value: object) -> None:
@@ -123,6 +144,9 @@ def test_a_call_reads_back_as_its_node() -> None:
     assert node_from_call(overload(REDUCE.kind), reduce_args) == REDUCE
     gathered_args = (["a", "c"], ["b", "d"], "bias", None, 2, *site_args(GATHERED))
     assert node_from_call(overload(GATHERED.kind), gathered_args) == GATHERED
+    to_heads = (["a", "c"], ["b", "d"], "bias", None, 1, 3, *site_args(TO_HEADS))
+    assert node_from_call(overload(TO_HEADS.kind), to_heads) == TO_HEADS
+    assert node_from_call(overload(TO_ROWS.kind), ("x", "w", None, 1, 3, True, *site_args(TO_ROWS))) == TO_ROWS
     norms = *norm_args(NORM), *norm_args(None), ""
     normed = ("x", *[None] * 4, "r", "w", None, None, "sum", *norms, *site_args(NORMED))
     assert node_from_call(overload(NORMED.kind), normed) == NORMED
@@ -130,6 +154,8 @@ def test_a_call_reads_back_as_its_node() -> None:
     norms = *norm_args(DECODED.norm), *norm_args(NORM), "reduced+post_rstd+mean"
     decoded = (*given, "avg", *norms, *site_args(DECODED))
     assert node_from_call(overload(DECODED.kind), decoded) == DECODED
+    attended = ("q", "k", "v", "lengths", "block_table", None, 0.125, 30.0, *site_args(ATTENDED))
+    assert node_from_call(overload(ATTENDED.kind), attended) == ATTENDED
     assert argument_of(overload(DECODED.kind), decoded, "reduce_op") == "avg"
 
 

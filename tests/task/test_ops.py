@@ -59,9 +59,24 @@ ditron::matmul_all_reduce_rms_norm(Tensor[] a, Tensor[] b, Tensor? product_bias,
 ditron::matmul_all_gather(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int gather_dim, int
   world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
   (Tensor, Tensor)
+ditron::flash_decode(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor? block_table, Tensor?
+  token, float scale, float softcap, int world_size, str group_name, str site, str strategy, int
+  workspace_limit, float timeout_s) -> (Tensor, Tensor)
+ditron::all_gather_attention(Tensor q, Tensor k, Tensor v, Tensor? token, str mask, float scale,
+  bool return_gathered, int world_size, str group_name, str site, str strategy, int workspace_limit,
+  float timeout_s) -> Tensor[]
+ditron::attention_reduce_scatter(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor
+  lse, Tensor? token, str mask, float scale, int world_size, str group_name, str site, str strategy,
+  int workspace_limit, float timeout_s) -> (Tensor, Tensor, Tensor, Tensor)
 ditron::all_gather_contract(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool
   gathered_first, bool return_gathered, int world_size, str group_name, str site, str strategy, int
   workspace_limit, float timeout_s) -> Tensor[]
+ditron::matmul_all_to_all(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int gather_dim, int
+  parts, int world_size, str group_name, str site, str strategy, int workspace_limit, float
+  timeout_s) -> (Tensor, Tensor)
+ditron::all_to_all_matmul(Tensor x, Tensor weight, Tensor? token, int scatter_dim, int parts, bool
+  return_received, int world_size, str group_name, str site, str strategy, int workspace_limit,
+  float timeout_s) -> Tensor[]
 ditron::after(Tensor(a) x, Tensor token) -> Tensor(a)
 ditron::after_(Tensor(a!) x, Tensor token) -> ()
 ditron::token_of(Tensor x) -> Tensor

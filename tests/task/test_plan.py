@@ -10,7 +10,7 @@ import torch
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.task import cost
 from ditron_inductor.task.model_error import problem_of
-from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.task.nodes import KINDS, ULYSSES_KINDS
 from ditron_inductor.task.plan import SIZES_KEPT, Choice, Decisions, PlanRequest, choose
 from ditron_inductor.task.table import Entry, Table, shipped
 
@@ -192,7 +192,7 @@ def test_nothing_to_compute(empty: str) -> None:
 
 
 @pytest.mark.parametrize("device_name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "some GPU"])
-@pytest.mark.parametrize("kind", [*KINDS, "all_reduce_rms_norm"])
+@pytest.mark.parametrize("kind", [*KINDS, *ULYSSES_KINDS, "all_reduce_rms_norm"])
 def test_predictions_grow_with_the_problem(kind: str, device_name: str) -> None:
     on = cost.hardware(device_name)
     problems = [cost.Problem(kind, m, 8192, 4096, 2, 4) for m in (1, 128, 2048, 8192)]
@@ -224,6 +224,8 @@ def test_transfers_are_counted_once_per_peer() -> None:
     assert cost.received_bytes(cost.Problem("matmul_all_reduce", 8, 5, 3, 2, 4)) == 2 * 8 * 5 * 2 * 3 / 4
     assert cost.received_bytes(cost.Problem("matmul_all_gather", 8, 5, 3, 2, 4)) == 8 * 5 * 2 * 3
     assert cost.received_bytes(cost.Problem("all_gather_contract", 8, 5, 3, 2, 4)) == 8 * 3 * 2 * 3 / 4
+    assert cost.received_bytes(cost.Problem("matmul_all_to_all", 8, 5, 3, 2, 4)) == 8 * 5 * 2 * 3 / 4
+    assert cost.received_bytes(cost.Problem("all_to_all_matmul", 8, 5, 3, 2, 4)) == 8 * 3 * 2 * 3 / 4
 
 
 def test_a_norm_is_ours_while_launches_and_rounds_count() -> None:

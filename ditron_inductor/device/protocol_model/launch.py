@@ -100,6 +100,8 @@ def items(kind: str, me: int, world: int, without: Without) -> tuple[Item, ...]:
         "matmul_all_reduce": _matmul_all_reduce,
         "matmul_all_gather": _matmul_all_gather,
         "all_gather_contract": _all_gather_contract,
+        "matmul_all_to_all": _matmul_all_to_all,
+        "all_to_all_matmul": _all_to_all_matmul,
         "few_rows": _few_rows,
         "push": _push,
         "one_shot": _one_shot,
@@ -211,6 +213,18 @@ def _all_gather_contract(me: int, world: int, others: list[int], without: Withou
     """TILES chunks of the own shard to every peer by one sender; then a tile for each chunk, of all shards."""
     sends = [op for tile in range(TILES) for p in others for op in _send(me, world, p, tile, without)]
     return [[tuple(sends)], [_reads(tile, tile, others) for tile in range(TILES)]]
+
+
+def _matmul_all_to_all(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+    """TILES tiles for each peer; then the copies of what they have sent."""
+    sends = [_send(me, world, dst, tile, without) for dst in others for tile in range(TILES)]
+    return [sends, [_reads(tile, tile, [p]) for p in others for tile in range(TILES)]]
+
+
+def _all_to_all_matmul(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+    """A chunk for every peer; then tiles, each of which waits for all of them, one after the other."""
+    sends = [_send(me, world, dst, CHUNK, without) for dst in others]
+    return [sends, [tuple(op for p in others for op in _reads(CHUNK, CHUNK, [p])) for _ in range(TILES)]]
 
 
 def _few_rows(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:

@@ -1,0 +1,383 @@
+"""`python -m benchmarks.ops.all_gather_attention`: causal attention to keys and values sharded along the sequence.
+
+Every rank has `tokens` / W of one sequence, as queries, keys and values. Contestants, all of a shape in one run:
+
+    local       the same attention to keys and values that are here already, nothing communicated: the limit
+    sdpa        NCCL's all-gather of both in one launch, then the best of the library's attention kernels
+    ring        torch's ring context parallel, by all-to-all or all-gather and by either of the kernels, whichever is
+    fastest ditron, ditron:tile, ditron:chunked, ditron:library     the op, as the plan chooses, and forced
+
+`sdpa` is the better of two: FlashAttention's mask that is aligned at the end of the keys, in one call
+(`sdpa:aligned`), and what our `library` runs, cuDNN's full and causal blocks with one kernel that merges them
+(`sdpa:blocks`). A contestant is timed only if its result is right on all ranks. Rows go into
+benchmarks/results/attention.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
+
+from benchmarks.launch import num_ranks, to_the_end
+from benchmarks.ops.all_reduce_rms_norm import attempt
+from benchmarks.records import RESULTS, Row, head_commit, merge_csv
+from ditron_inductor.processes import Rank
+
+if TYPE_CHECKING:
+    import torch
+
+    from benchmarks.session import Session
+
+ATTENTION = RESULTS / "attention.csv"
+LINK_BYTES_PER_S = 450e9
+SAMPLED_ROWS = 32
+MOST_ERROR = 1.0e-2
+"""Of a result against the fp32 reference, in norm: a few roundings to bfloat16."""
+LEAST_GAIN = {8192: 1.15, 16384: 1.08}
+"""Of ours over `sdpa`, by tokens; elsewhere none is asked for, but no loss beyond SLOWER either."""
+LEAST_OVER_RING = 1.05
+RING_TOKENS = range(8192, 32768 + 1)
+LEAST_LIMIT = 0.88
+SLOWER = 1.02
+
+HEADS = {"llama-8b": (32, 8), "llama-70b": (64, 8)}
+TOKENS = (8192, 16384, 32768, 65536, 131072)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Of `tokens` in all; see task/all_gather_attention.py for masks."""
+
+    tokens: int
+    heads: int
+    key_heads: int
+    head_dim: int = 128
+    mask: str = "causal_offset"
+
+    @property
+    def shape(self) -> str:
+        sizes = f"tokens={self.tokens};heads={self.heads};key_heads={self.key_heads};head_dim={self.head_dim}"
+        return f"{sizes};mask={self.mask}"
+
+
+def anchors(mask: str) -> list[Cell]:
+    """Prefill of two Llama models."""
+    return [Cell(tokens, *heads, mask=mask) for tokens in TOKENS for heads in HEADS.values()]
+
+
+SETS: dict[str, Callable[[], list[Cell]]] = {
+    "anchors": lambda: anchors("causal_offset"),
+    "zigzag": lambda: anchors("zigzag"),
+    "full": lambda: anchors("full"),
+    "few": lambda: [Cell(8192, 32, 8), Cell(8192, 64, 8), Cell(16384, 32, 8), Cell(32768, 32, 8)],
+    "tiny": lambda: [Cell(64, 4, 2, 16), Cell(64, 4, 2, 16, "zigzag")],
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One run; only: contestants, all if empty."""
+
+    cells: tuple[Cell, ...]
+    device: str
+    rounds: int
+    out: str
+    commit: str
+    only: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Operands of a cell on this rank, and what is expected of `rows` of the result, in fp32."""
+
+    cell: Cell
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    rows: torch.Tensor
+    expected: torch.Tensor
+
+    @property
+    def scale(self) -> float:
+        return float(self.cell.head_dim**-0.5)
+
+    def check(self, out: torch.Tensor) -> None:
+        """Raises AssertionError for a result [1, heads, tokens / W, head_dim] that is not near what is expected."""
+        assert out.shape == self.q.shape and out.dtype == self.q.dtype, f"{out.shape} {out.dtype}"
+        error = (out[:, :, self.rows].float() - self.expected).norm() / self.expected.norm()
+        assert float(error) <= MOST_ERROR, f"the result is off by {float(error):.1e} of its norm"
+
+
+def make_problem(session: Session, cell: Cell, device: Any, group_name: str) -> Problem:
+    """Random operands, with the memory of a projection's output [tokens, heads, head_dim]."""
+    import torch
+
+    from benchmarks.ops.contest import sampled_rows
+    from ditron_inductor.task import reference, reference_attention
+
+    world, rank = session.world_size, session.rank
+    length = cell.tokens // world
+    generator = torch.Generator(device).manual_seed(1 + rank)
+
+    def draw(heads: int) -> torch.Tensor:
+        drawn = torch.randn(1, length, heads, cell.head_dim, generator=generator, device=device)
+        return drawn.to(torch.bfloat16).transpose(1, 2)
+
+    q, k, v = draw(cell.heads), draw(cell.key_heads), draw(cell.key_heads)
+    group = {"gather_dim": 2, "world_size": world, "group_name": group_name}
+    keys, values = (reference.all_gather(one.contiguous(), **group).float() for one in (k, v))
+    rows = sampled_rows(length, device)[:: 1 if length < SAMPLED_ROWS else 2]
+    seen = reference_attention.visible(cell.mask, rank, world, length, length, device, rows)
+    expected, _ = reference_attention.attend(q[:, :, rows].float(), keys, values, seen=seen, scale=cell.head_dim**-0.5)
+    return Problem(cell, q, k, v, rows, expected)
+
+
+def contestants(session: Session, problem: Problem, group_name: str) -> dict[str, Any]:
+    """Calls by name, each of which returns the result."""
+    import torch
+
+    from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT
+    from ditron_inductor.lowering.all_gather_attention import library, local
+    from ditron_inductor.lowering.all_gather_attention.merge import Merge
+    from ditron_inductor.lowering.all_gather_attention.parts import canonical, joined
+    from ditron_inductor.task import all_gather_attention as task
+    from ditron_inductor.task import ops, reference_attention
+    from ditron_inductor.task.policy import Policy
+
+    cell, q, k, v, scale = problem.cell, problem.q, problem.k, problem.v, problem.scale
+    world, rank, cuda = session.world_size, session.rank, problem.q.is_cuda
+    node = task.AllGatherAttention(cell.mask, scale, world, group_name, "benchmark", Policy())
+    blocks = library.make(node, q, k, v)
+    found: dict[str, Any] = {"sdpa:blocks": lambda i: blocks(q, k, v)[0]}
+    group = torch.distributed.distributed_c10d._resolve_process_group(group_name)
+    gathered = library.gather(k, v, group)
+    if cuda:
+        spans = joined(sorted(task.blocks(cell.mask, rank, world, q.shape[2], k.shape[2]), key=lambda one: one.source))
+        merge, run = Merge(q, [span.rows for span in spans]), local.choose(q, k, v)
+
+        def attention(i: int) -> torch.Tensor:
+            partials = [
+                run.forward(span.queries(q), span.of(gathered[0]), span.of(gathered[1]), span.causal, scale)
+                for span in spans
+            ]
+            return merge(torch.cuda.current_stream().cuda_stream, partials)[0]
+
+        found = {"local": attention, **found}
+        if cell.mask == "causal_offset":
+            found["sdpa:aligned"] = _aligned(q, k, v, scale, rank, group)
+        found |= _rings(problem, group)
+    else:
+        seen = reference_attention.visible(cell.mask, rank, world, q.shape[2], k.shape[2], q.device)
+        keys, values = canonical(gathered[0]), canonical(gathered[1])
+        found["local"] = lambda i: reference_attention.attend(q, keys, values, seen=seen, scale=scale)[0].to(q.dtype)
+
+    op = ops.overload(node.kind)
+
+    def ours(strategy: str) -> Any:
+        site = (world, group_name, f"benchmark/0:{node.kind}:{strategy}", strategy, WORKSPACE_LIMIT, TIMEOUT_S)
+        return lambda i: op(q, k, v, None, cell.mask, scale, False, *site)[0]
+
+    found["ditron"] = ours("auto")
+    return found | {f"ditron:{strategy}": ours(strategy) for strategy in ("tile", "chunked", "library")}
+
+
+def _aligned(q: Any, k: Any, v: Any, scale: float, rank: int, group: Any) -> Any:
+    """FlashAttention's causal mask is aligned at the end of the keys: the keys behind are left out."""
+    import torch
+
+    from ditron_inductor.lowering.all_gather_attention import library
+
+    keep = (rank + 1) * k.shape[2]
+
+    def call(i: int) -> torch.Tensor:
+        gathered = library.gather(k, v, group)
+        keys, values = (one.flatten(0, 2)[None, :keep] for one in gathered)
+        found = torch.ops.aten._flash_attention_forward(
+            q.transpose(1, 2), keys, values, None, None, q.shape[2], keep, 0.0, True, False, scale=scale
+        )
+        return found[0].transpose(1, 2)
+
+    return call
+
+
+def _rings(problem: Problem, group: Any) -> dict[str, Any]:
+    """torch's ring attention in its forms; nothing for masks that it does not know."""
+    import torch
+    from torch.distributed.tensor.experimental import _attention
+
+    try:
+        from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+    except ImportError:
+        ring = _attention  # type: ignore[assignment]
+    cell, q, k, v = problem.cell, problem.q, problem.k, problem.v
+    if cell.mask not in ("causal_offset", "zigzag"):
+        return {}
+    aten = torch.ops.aten
+    kernels: dict[str, tuple[Any, dict[str, Any]]] = {
+        "cudnn": (aten._scaled_dot_product_cudnn_attention, {"attn_bias": None, "compute_log_sumexp": True}),
+        "flash": (aten._scaled_dot_product_flash_attention, {}),
+    }
+
+    def call(i: int, *, method: str, kernel: str) -> torch.Tensor:
+        ring._cp_options.enable_load_balance = cell.mask == "zigzag"
+        ring._cp_options.rotate_method = getattr(ring._RotateMethod, method)
+        op, given = kernels[kernel]
+        found = ring._templated_ring_attention(
+            group, 2, op, q, k, v, is_causal=True, scale=problem.scale, dropout_p=0.0, **given
+        )
+        # Its sums are in fp32.
+        return found[0].to(q.dtype)
+
+    return {
+        f"ring:{method}:{kernel}": functools.partial(call, method=method, kernel=kernel)
+        for method in ("ALL_TO_ALL", "ALL_GATHER")
+        for kernel in kernels
+    }
+
+
+def received_bytes(cell: Cell, world: int) -> int:
+    """What the rank that needs most has to receive."""
+    return 2 * (world - 1) * cell.tokens // world * cell.key_heads * cell.head_dim * 2
+
+
+def run_cell(session: Session, request: Request, cell: Cell, group_name: str) -> list[Row]:
+    """Times of the contestants whose results are right, as rows."""
+    from benchmarks.timing import interleaved
+
+    device = session.clock.device
+    problem = make_problem(session, cell, device, group_name)
+    session.say(cell.shape)
+    calls = contestants(session, problem, group_name)
+    if request.only:
+        calls = {name: call for name, call in calls.items() if name.partition(":")[0] in ("local", *request.only)
+                 or name in request.only}  # fmt: skip
+
+    def checked(name: str) -> Any:
+        problem.check(calls[name](0))
+        return calls[name]
+
+    ready = {name: attempt(session, name, functools.partial(checked, name)) for name in calls}
+    ready = {name: call for name, call in ready.items() if call is not None}
+    times = interleaved(session.clock, ready, 1, request.rounds)
+    for kind in ("sdpa", "ring"):
+        forms = sorted((name for name in times if name.startswith(kind)), key=lambda name: times[name].p50_us)
+        if len(forms) > 1:
+            session.say("    " + "  ".join(f"{name} {times[name].p50_us:.1f}" for name in forms))
+        for name in forms:
+            times.setdefault(kind, times[name])
+            del times[name]
+    limit = None
+    if device.type == "cuda" and "local" in times:
+        limit = max(times["local"].p50_us, received_bytes(cell, session.world_size) / LINK_BYTES_PER_S * 1e6)
+    order = ["local", "sdpa", "ring", *(name for name in times if name.startswith("ditron"))]
+    return [
+        session.row(
+            bench="attention",
+            op="all_gather_attention",
+            contestant=name,
+            shape=cell.shape,
+            dtype="bfloat16",
+            graph=False,
+            measured=times[name],
+            limit_us=limit,
+            commit=request.commit,
+        )
+        for name in order
+        if name in times
+    ]
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Whether the rows of one cell reach the targets of this op; empty without a baseline."""
+    us = {row.contestant: row.p50_us for row in rows if row.p50_us}
+    if "ditron" not in us or "sdpa" not in us:
+        return ""
+    tokens = int(dict(part.split("=") for part in rows[0].shape.split(";"))["tokens"])
+    gain = us["sdpa"] / us["ditron"]
+    holds = gain >= LEAST_GAIN.get(tokens, 1 / SLOWER)
+    text = f"sdpa/ditron {gain:.2f}"
+    if "ring" in us:
+        over = us["ring"] / us["ditron"]
+        holds &= over >= (LEAST_OVER_RING if tokens in RING_TOKENS else 1 / SLOWER)
+        text += f", ring/ditron {over:.2f}"
+    if rows[0].limit_us is not None:
+        part = rows[0].limit_us / us["ditron"]
+        holds &= part >= LEAST_LIMIT
+        text += f", limit/ditron {part:.2f}"
+    return f"{text} {'PASS' if holds else 'FAIL'}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Microseconds, one line for each cell."""
+    cells: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        cells.setdefault(row.cell, []).append(row)
+    names = list(dict.fromkeys(row.contestant for row in rows))
+    lines = []
+    for of_cell in cells.values():
+        us = {row.contestant: f"{row.p50_us:.1f}" for row in of_cell}
+        lines.append([of_cell[0].shape, *[us.get(name, "-") for name in names], verdict(of_cell)])
+    return tabulate(lines, ["shape", *names, "targets"], disable_numparse=True)
+
+
+def measure(rank: Rank, request: Request) -> bool:
+    """All cells, on one rank."""
+    import torch.distributed as dist
+
+    from benchmarks.session import Session
+    from ditron_inductor.lowering.register import register
+
+    device = rank.join()
+    register()
+    assert dist.group.WORLD is not None
+    session = Session(device, time.monotonic())
+    rows: list[Row] = []
+    for cell in request.cells:
+        rows += run_cell(session, request, cell, dist.group.WORLD.group_name)
+        if rank.rank == 0 and request.out:
+            merge_csv(Path(request.out), rows)
+    if rank.rank == 0:
+        print(table(rows), flush=True)
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops.all_gather_attention")
+    parser.add_argument("--shapes", nargs="+", choices=sorted(SETS), default=["anchors"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[], help="only shapes of so many tokens")
+    parser.add_argument("--heads", nargs="+", type=int, default=[], help="only shapes of so many heads")
+    parser.add_argument("--only", nargs="+", default=[], help="sdpa, ring, ditron, ditron:tile, ...; all by default")
+    parser.add_argument("--world", type=int, default=0, help="ranks; all GPUs by default")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds, after which the ranks are ended")
+    parser.add_argument("--out", default=None, help="CSV to merge the rows into, '' for none; the committed results")
+    parser.add_argument("--commit", default="")
+    options = parser.parse_args(arguments)
+    cells = tuple(
+        cell
+        for name in options.shapes
+        for cell in SETS[name]()
+        if (not options.tokens or cell.tokens in options.tokens) and (not options.heads or cell.heads in options.heads)
+    )
+    program = "benchmarks.ops.all_gather_attention"
+    world = num_ranks(program, options.world, options.device)
+    if not world:
+        return 2
+    out = options.out if options.out is not None else (str(ATTENTION) if options.device == "cuda" else "")
+    commit = options.commit or head_commit()
+    request = Request(cells, options.device, options.rounds, out, commit, tuple(options.only))
+    return to_the_end(program, measure, request, world, options.device, options.limit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Attention of one tile of queries to a run of keys, by online softmax in fp32; the loop over keys stays pipelined.
+
+The state of a tile is (acc, most, total): the sum of exp2(s - most) * v, the largest s so far and the sum of
+exp2(s - most), where s is the product of a query and a key times scale * log2(e). Every wait stands before the call.
+UPCAST: multiply in fp32, for the interpreter, whose dot takes bf16 for integers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def attend(
+    acc, most, total, q, k, v, stride, begin, end, seen, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The state after keys begin, .., end - 1. q [BLOCK_M, BLOCK_D]; k, v: pointers to the first key and value,
+    `stride` elements from one to the next. scale: log2(e) times that of the softmax, positive.
+
+    MASKED: row i sees keys below seen[i] only; else all, and end - begin is a multiple of BLOCK_N.
+    """
+    offs_d = tl.arange(0, BLOCK_D)
+    whole: tl.constexpr = BLOCK_D == D
+    within = tl.arange(0, BLOCK_N) * stride
+    for first in range(begin, end, BLOCK_N):
+        offs_n = first + tl.arange(0, BLOCK_N)
+        start = tl.cast(first, tl.int64) * stride
+        k_places = k + start + within[None, :] + offs_d[:, None]
+        v_places = v + start + within[:, None] + offs_d[None, :]
+        if MASKED:
+            inside = offs_n < end
+            key = tl.load(k_places, mask=inside[None, :] & (offs_d < D)[:, None], other=0.0)
+            value = tl.load(v_places, mask=inside[:, None] & (offs_d < D)[None, :], other=0.0)
+        elif whole:
+            key = tl.load(k_places)
+            value = tl.load(v_places)
+        else:
+            key = tl.load(k_places, mask=(offs_d < D)[:, None], other=0.0)
+            value = tl.load(v_places, mask=(offs_d < D)[None, :], other=0.0)
+        if UPCAST:
+            s = tl.dot(q.to(tl.float32), key.to(tl.float32), input_precision=PRECISION)
+        else:
+            s = tl.dot(q, key, input_precision=PRECISION)
+        if MASKED:
+            s = tl.where(offs_n[None, :] < seen[:, None], s, float("-inf"))
+        highest = tl.maximum(most, tl.max(s, axis=1) * scale)
+        # Nothing seen so far: any finite number will do.
+        base = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
+        p = tl.exp2(s * scale - base[:, None])
+        factor = tl.exp2(most - base)
+        total = total * factor + tl.sum(p, axis=1)
+        acc = acc * factor[:, None]
+        p = p.to(value.dtype)
+        if UPCAST:
+            acc += tl.dot(p.to(tl.float32), value.to(tl.float32), input_precision=PRECISION)
+        else:
+            acc = tl.dot(p, value, acc, input_precision=PRECISION)
+        most = highest
+    return acc, most, total
+
+
+@triton.jit
+def attended(acc, most, total):
+    """(the tile's rows, the logarithms of their sums); 0 and -inf for a row that saw nothing."""
+    empty = total == 0.0
+    return acc / tl.where(empty, 1.0, total)[:, None], (most + tl.log2(total)) * LN_2

@@ -1,0 +1,103 @@
+"""Functions for serving stacks, which call a distributed kernel where there is no graph to find it in.
+
+They run eagerly, inside CUDA graphs, and inside a function that is compiled with ``backend="ditron"`` or another
+backend. All ranks of the group make the same calls in the same order, as with any collective. What goes wrong while
+they run is raised as for compiled sites (docs/errors.md): waits are bounded, nothing hangs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from ditron_inductor.errors import InvalidOperands
+from ditron_inductor.lowering.all_gather_attention.function import all_gather_attention as all_gather_attention
+from ditron_inductor.lowering.register import register
+from ditron_inductor.options import Options
+from ditron_inductor.task import flash_decode as task
+from ditron_inductor.task.ops import overload
+
+__all__ = ["all_gather_attention", "flash_decode"]
+
+register()
+_FLASH_DECODE = overload(task.OP)
+DEFAULTS = Options.from_environment()
+"""When this module is imported: a function that is being compiled cannot look."""
+
+
+def flash_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | str | None = None,
+    block_table: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    options: Options | None = None,
+    site: str = "ops",
+) -> torch.Tensor:
+    """Attention of one new token per sequence over a KV cache that is sharded over the ranks along the sequence.
+
+    out[b, h] = sum_t softmax_t(cap(q[b, h] . k_t * scale)) v_t over the tokens t of all ranks, where the new token's
+    own key and value are in one rank's cache already; cap(s) = softcap * tanh(s / softcap), or s without one.
+
+    q: [B, Hq, D], the same on all ranks; bfloat16, float16 or float32.
+    k_cache, v_cache: this rank's tokens, of the dtype of q. Dense: [B, S, Hkv, D]; one that lies as [B, Hkv, S, D] is
+        given as ``cache.transpose(1, 2)``. Paged, with a block_table: [blocks, tokens, Hkv, D]. S, and the number of
+        blocks, may differ from rank to rank. Hkv divides Hq; the D elements of a head should lie together, or each
+        call copies the cache.
+    lengths: int32 [B] on the device, valid tokens of each sequence on *this* rank, 0 where it has none. Read when the
+        kernel runs: a replayed CUDA graph sees what is in the tensor then. Tokens beyond are never used.
+    group: a process group or its name, of 2 ranks at least; None is the default group.
+    block_table: int32 [B, most blocks]: block_table[b, i] is the block with tokens i * tokens, .. of sequence b.
+    scale: 1 / sqrt(D) by default. softcap: 0 for none.
+    options: of which strategy, workspace_limit and timeout_s are used, the same on all ranks; by default those of the
+        environment when this module was imported. site: a name for error messages; the same on all ranks.
+
+    Returns [B, Hq, D], contiguous, of the dtype of q, bit-identical on every rank; zeros for a sequence that has no
+    tokens anywhere. Nothing is differentiable. D 16, 32, 64, 128 and 256 run by our kernels, others by torch.
+
+    Raises InvalidOperands (ValueError) naming the tensor, InvalidTaskNode (ValueError) naming scale or softcap,
+    StrategyUnavailable, and what a compiled site raises.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_cache, v_cache)):
+        raise InvalidOperands(
+            op=task.OP,
+            tensor="q, k_cache or v_cache",
+            found="part of a graph of gradients",
+            expected="differentiable here: call it under torch.no_grad()",
+        )
+    name, world_size = _named(group)
+    chosen = DEFAULTS if options is None else options
+    out: torch.Tensor
+    out, _ = _FLASH_DECODE(
+        q,
+        k_cache,
+        v_cache,
+        lengths,
+        block_table,
+        None,
+        1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        float(softcap),
+        world_size,
+        name,
+        site,
+        chosen.strategy,
+        chosen.workspace_limit,
+        chosen.timeout_arg,
+    )
+    return out
+
+
+def _named(group: dist.ProcessGroup | str | None) -> tuple[str, int]:
+    """(the name of a group, its size)."""
+    if isinstance(group, str):
+        return group, dist.distributed_c10d._resolve_process_group(group).size()  # type: ignore[arg-type]
+    found: dist.ProcessGroup | None = dist.group.WORLD if group is None else group
+    if found is None:
+        raise ValueError(f"{task.OP}: no group is given, and torch.distributed is not initialised")
+    return str(found.group_name), found.size()

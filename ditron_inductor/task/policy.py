@@ -1,0 +1,47 @@
+"""What every node of the Task level has: its policy, and the checks and the text of the fields that all kinds share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ditron_inductor.errors import InvalidTaskNode
+
+STRATEGIES: tuple[str, ...] = ("auto", "library", "chunked", "tile")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What every site carries at run time.
+
+    Attributes:
+        strategy: `auto`, or the strategy that the user forced.
+        workspace_limit: bytes of symmetric memory that the site may use.
+        timeout_s: seconds before a wait gives up; 0.0 means the timeout of the process group.
+    """
+
+    strategy: str = "auto"
+    workspace_limit: int = 1 << 30
+    timeout_s: float = 0.0
+
+    def verify(self, kind: str) -> None:
+        check(self.strategy in STRATEGIES, kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
+        check(self.workspace_limit >= 0, kind, "workspace_limit", self.workspace_limit, "a number of bytes, 0 or more")
+        check(self.timeout_s >= 0.0, kind, "timeout_s", self.timeout_s, "seconds, or 0 for the group's own timeout")
+
+    def text(self) -> str:
+        return f"strategy={self.strategy}, workspace_limit={self.workspace_limit}, timeout_s={self.timeout_s:g}"
+
+
+def check(holds: bool, kind: str, field: str, value: object, expected: str) -> None:
+    if not holds:
+        raise InvalidTaskNode(node=kind, field=field, problem=f"is {value!r}, not {expected}")
+
+
+def verify_common(kind: str, world_size: int, group_name: str, policy: Policy) -> None:
+    check(world_size >= 2, kind, "world_size", world_size, "at least 2 ranks")
+    check(bool(group_name), kind, "group_name", group_name, "the name of a process group")
+    policy.verify(kind)
+
+
+def common_text(world_size: int, group_name: str, site: str, policy: Policy) -> str:
+    return f"world_size={world_size}, group_name={group_name!r}, site={site!r}, {policy.text()}"

@@ -1,0 +1,77 @@
+"""Attention in plain operations, with its mask written out: what tests and the CPU device compute, and compare with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def visible(
+    mask: str,
+    rank: int,
+    world_size: int,
+    queries: int,
+    keys: int,
+    device: torch.device,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """bool [queries, W * keys], which keys every row sees, or each of `rows`; None where it sees all."""
+    if mask == "full":
+        return None
+    row = torch.arange(queries, device=device) if rows is None else rows
+    key = torch.arange(world_size * keys, device=device)
+    if mask == "causal_offset":
+        row = row + rank * queries
+    elif mask == "zigzag":
+        source, inside, half = key // keys, key % keys, keys // 2
+        key = torch.where(inside < half, source * half, (2 * world_size - 2 - source) * half) + inside
+        row = torch.where(row < half, rank * half, (2 * world_size - 2 - rank) * half) + row
+    return row[:, None] >= key[None, :]
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, seen: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) in fp32, or in the operands' dtype if that is wider. seen: bool [queries, keys], or None for all."""
+    p, lse, rows = _probabilities(q, k, None, seen, scale)
+    return (p @ v.unsqueeze(2).to(p.dtype)).reshape(rows), lse
+
+
+def attend_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    seen: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(grad_q, grad_k, grad_v), as `attend`. out, lse: of all keys, of which k and v may be a part."""
+    p, _, rows = _probabilities(q, k, lse, seen, scale)
+    grouped = p.shape[:-1]
+    wide = p.dtype
+    grad = grad_out.to(wide).reshape(*grouped, -1)
+    delta = (grad * out.to(wide).reshape(grad.shape)).sum(-1, keepdim=True)
+    grad_s = p * (grad @ v.to(wide).unsqueeze(2).mT - delta) * scale
+    grad_q = (grad_s @ k.to(wide).unsqueeze(2)).reshape(rows)
+    grad_k = (grad_s.mT @ q.to(wide).reshape(grad.shape)).sum(2)
+    return grad_q, grad_k, (p.mT @ grad).sum(2)
+
+
+def _probabilities(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None, seen: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Size]:
+    """(p [B, Hkv, Hq / Hkv, Sq, S], lse [B, Hq, Sq], the shape of q)."""
+    B, heads, queries, _ = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.to(wide).reshape(B, k.shape[1], heads // k.shape[1], queries, -1)
+    scores = grouped @ k.to(wide).unsqueeze(2).mT * scale
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -math.inf)
+    if lse is None:
+        lse = torch.logsumexp(scores, -1).reshape(B, heads, queries)
+    p = torch.exp(scores - lse.to(wide).reshape(*scores.shape[:-1], 1))
+    return p, lse, q.shape

@@ -1,0 +1,1 @@
+"""Strategies of `all_gather_attention`: one file each."""

@@ -1,0 +1,194 @@
+"""Binds the ops of attention to their strategies; see lowering/register.py, which hands in what all kinds share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from ditron_inductor.lowering.all_gather_attention import chunked, library, tile
+from ditron_inductor.lowering.attention_reduce_scatter import chunked as backward_chunked
+from ditron_inductor.lowering.attention_reduce_scatter import library as backward_library
+from ditron_inductor.lowering.launch import Launch
+from ditron_inductor.task import ops
+from ditron_inductor.task.all_gather_attention import (
+    AllGatherAttention,
+    AttentionReduceScatter,
+    attention_sizes,
+    mask_problem,
+)
+from ditron_inductor.task.nodes import AttentionNode
+from ditron_inductor.task.plan import PlanRequest
+from ditron_inductor.task.policy import Policy
+
+Lookup = Callable[..., tuple[Hashable, Callable[..., Any] | None]]
+Prepare = Callable[..., Callable[..., Any]]
+
+
+def make_ops(lookup: Lookup, prepare: Prepare) -> dict[str, Callable[..., Any]]:
+    """The implementations by kind. lookup, prepare: of lowering/register.py."""
+
+    def all_gather_attention(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: torch.Tensor | None, *site: Any
+    ) -> list[torch.Tensor]:
+        key, run = lookup(AllGatherAttention.kind, site, (q, k, v))
+        if run is None:
+            run = _prepare_forward(prepare, key, q, k, v, *site)
+        return [*run(q, k, v), ops.new_token(q)]
+
+    def attention_reduce_scatter(*args: Any) -> tuple[torch.Tensor, ...]:
+        operands, site = args[:6], args[7:]
+        key, run = lookup(AttentionReduceScatter.kind, site, operands)
+        if run is None:
+            run = _prepare_backward(prepare, key, operands, *site)
+        return *run(*operands), ops.new_token(operands[1])
+
+    return {
+        AllGatherAttention.kind: all_gather_attention,
+        AttentionReduceScatter.kind: attention_reduce_scatter,
+    }
+
+
+def _prepare_forward(
+    prepare: Prepare,
+    key: Hashable,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: str,
+    scale: float,
+    return_gathered: bool,
+    world_size: int,
+    group_name: str,
+    site: str,
+    *policy: Any,
+) -> Callable[..., Any]:
+    node = AllGatherAttention(mask, scale, world_size, group_name, site, Policy(*policy), return_gathered)
+    _check_operands(node, q, k, v)
+    B, heads, queries, D = q.shape
+    key_heads, keys = k.shape[1], k.shape[2]
+
+    def possible(
+        node: AllGatherAttention, launch: Launch, x: torch.Tensor, m: int, n: int, depth: int
+    ) -> tuple[PlanRequest, dict[str, Any]]:
+        tiles, chunks = tile.geometry(node, launch, q, k, v), chunked.geometry(node, launch, q, k, v)
+        runners = {
+            "tile": functools.partial(tile.all_gather_attention, node, launch, tiles),
+            "chunked": functools.partial(chunked.all_gather_attention, node, launch, chunks),
+        }
+        nbytes = {"tile": tiles.nbytes, "chunked": chunks.nbytes}
+        return _request(node, launch, x.dtype, (m, n, depth), nbytes, tile.obstacle(node, q)), runners
+
+    m, n, shared = attention_sizes(mask, world_size, B, heads, queries, D, key_heads, keys)
+    return prepare(
+        key,
+        node,
+        k,
+        library.make(node, q, k, v),
+        sizes=k.shape,
+        m=m,
+        shared=shared,
+        local=("columns", n),
+        possible=possible,
+    )
+
+
+def _prepare_backward(
+    prepare: Prepare,
+    key: Hashable,
+    operands: tuple[torch.Tensor, ...],
+    mask: str,
+    scale: float,
+    world_size: int,
+    group_name: str,
+    site: str,
+    *policy: Any,
+) -> Callable[..., Any]:
+    node = AttentionReduceScatter(mask, scale, world_size, group_name, site, Policy(*policy))
+    grad_out, q, k, v, out, lse = operands
+    if k.shape[2] % world_size:
+        raise ValueError(
+            f"{node.kind} at site '{site}': {k.shape[2]} gathered keys do not divide among {world_size} ranks"
+        )
+    B, heads, queries, D = q.shape
+    key_heads, keys = k.shape[1], k.shape[2] // world_size
+    _check_operands(node, q, k[:, :, :keys], v[:, :, :keys])
+    given = grad_out, q, k, v, out, lse
+
+    def possible(
+        node: AttentionReduceScatter, launch: Launch, x: torch.Tensor, m: int, n: int, depth: int
+    ) -> tuple[PlanRequest, dict[str, Any]]:
+        chunks = backward_chunked.geometry(node, launch, given)
+        # There is no kernel of ours that does all of it: what stands for one are the library's, told apart by nobody.
+        runner = functools.partial(backward_chunked.attention_reduce_scatter, node, launch, chunks)
+        nbytes = {"tile": chunks.nbytes, "chunked": chunks.nbytes}
+        return _request(node, launch, x.dtype, (m, n, depth), nbytes, ""), {"tile": runner, "chunked": runner}
+
+    m, n, shared = attention_sizes(mask, world_size, B, heads, queries, D, key_heads, keys)
+    return prepare(
+        key,
+        node,
+        k,
+        backward_library.make(node, given),
+        sizes=(*k.shape[:2], keys, D),
+        m=m,
+        shared=shared,
+        local=("columns", n),
+        possible=possible,
+    )
+
+
+def _request(
+    node: AttentionNode,
+    launch: Launch,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    nbytes: dict[str, int],
+    tile_reason: str,
+) -> PlanRequest:
+    """What the plan has to know; nbytes: of the slot, by strategy."""
+    workspace = launch.workspace
+    capabilities = workspace.capabilities
+    tile_reason = capabilities.tile_reason or tile_reason
+    return PlanRequest(
+        site=node.site,
+        kind=node.kind,
+        m=sizes[0],
+        n=sizes[1],
+        k=sizes[2],
+        dtype=dtype,
+        world_size=node.world_size,
+        strategy=node.policy.strategy,
+        workspace_bytes=workspace.footprint(nbytes["tile"]),
+        workspace_limit=node.policy.workspace_limit,
+        device_type=capabilities.device_type,
+        device_name=capabilities.device_name,
+        tile_available=capabilities.tile_available and not tile_reason,
+        tile_reason=tile_reason,
+        chunked_bytes=workspace.footprint(nbytes["chunked"]),
+        # Its kernels want what those of `tile` want.
+        chunked_reason=capabilities.tile_reason,
+    )
+
+
+def _check_operands(node: AttentionNode, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises ValueError naming the operand that does not fit, and how."""
+    where = f"{node.kind} at site '{node.site}'"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{where}: {name} has {x.dim()} dimensions, not 4: [batch, heads, sequence, head size]")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{where}: {name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}")
+    if k.shape != v.shape:
+        raise ValueError(f"{where}: k is {list(k.shape)} and v is {list(v.shape)}; they have to be alike")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"{where}: q is {list(q.shape)} and k is {list(k.shape)}: batch and head size have to be alike"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{where}: {q.shape[1]} heads of queries cannot share {k.shape[1]} heads of keys evenly")
+    problem = mask_problem(node.mask, q.shape[2], k.shape[2])
+    if problem:
+        raise ValueError(f"{where}: {problem}")

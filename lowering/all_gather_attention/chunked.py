@@ -1,0 +1,178 @@
+"""all_gather_attention, strategy `chunked`: the library's attention to one part of the keys after the other.
+
+Problem. Every rank holds queries, and keys and values of a part of the sequence, that all ranks' queries attend to.
+Algorithm. A small kernel puts the own keys and values into the own slot, where the peers read them. The main stream
+attends to the own ones without waiting. Meanwhile the side stream copies those of rank - 1, rank - 2, ...;
+the main stream follows, source by source, or with several neighbouring sources in one call (see `groups`), and skips
+what the mask hides. Each call returns the logarithms of its sums, by which one kernel merges all of them, in a fixed
+order.
+Signal protocol. See lowering/transfers.py. One flag for each source, in row PIECE_ROWS: its keys and values are
+staged. The slot is only written with the credits of all peers, so nothing is ever revoked; a rank whose mask hides a
+source reads nothing of it and waits for nothing, and is held back by the credits alone.
+Limits. Keys and values have the same head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ditron_inductor.device.lanes import Transfer
+from ditron_inductor.device.workspace import Call
+from ditron_inductor.lowering.all_gather_attention import local
+from ditron_inductor.lowering.all_gather_attention.local import Local
+from ditron_inductor.lowering.all_gather_attention.merge import Merge, Partial
+from ditron_inductor.lowering.all_gather_attention.parts import Span, canonical, joined, single, stacked, with_rows
+from ditron_inductor.lowering.exchange import Exchange, Kernels
+from ditron_inductor.lowering.launch import Launch, round_up
+from ditron_inductor.lowering.launcher import Bound
+from ditron_inductor.lowering.transfers import PIECE_ROWS
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, blocks
+
+JOINED_ROWS = 4096
+"""Neighbouring sources are attended to in one call from so many rows of queries for each key head on: attention to
+one of them then takes longer than the copy of the next, by the rates of an H200 (230 GB/s, 600 TFLOP/s), and waits
+for none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """What calls with operands of one form share. shape: of a rank's keys and values stacked, [2, B, S, Hkv, D],
+    `nbytes` in the slot. own, remote: the calls of the library, those of each group after the copies from its
+    sources. spare: sources that the mask hides, but that are gathered for somebody else. numels: of the outputs.
+    run: the library's attention.
+    """
+
+    shape: tuple[int, ...]
+    nbytes: int
+    own: list[Span]
+    remote: list[tuple[list[int], list[Span]]]
+    spare: list[int]
+    numels: tuple[int, ...]
+    run: Local
+    merge: Merge
+    kernels: Kernels = field(repr=False)
+
+
+def geometry(node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Geometry:
+    """See Geometry. `nbytes` alone has to be equal on all ranks, and follows from k."""
+    world, rank = node.world_size, launch.rank
+    found = blocks(node.mask, rank, world, q.shape[2], k.shape[2])
+    own = [single(block) for block in found if block.source == rank]
+    sources = list(dict.fromkeys(block.source for block in found if block.source != rank))
+    rows = q.shape[2] * q.shape[1] // k.shape[1]
+    remote = []
+    for of_group in groups(sources, joinable=k.shape[0] == 1 and rows >= JOINED_ROWS):
+        remote.append((of_group, joined([block for block in found if block.source in of_group])))
+    others = [(rank - step) % world for step in range(1, world)]
+    spans = [*own, *(span for _, of_group in remote for span in of_group)]
+    B, heads, S, D = k.shape
+    return Geometry(
+        shape=(2, B, S, heads, D),
+        nbytes=round_up(2 * k.numel() * k.element_size(), 256),
+        own=own,
+        remote=remote,
+        spare=[source for source in others if source not in sources] if node.return_gathered else [],
+        numels=(q.numel(), q.shape[:-1].numel(), *(2 * [world * k.numel()] if node.return_gathered else [])),
+        run=local.choose(q, k, v),
+        merge=Merge(q, [span.rows for span in spans]),
+        kernels=Kernels(launch),
+    )
+
+
+def groups(sources: Sequence[int], *, joinable: bool) -> list[list[int]]:
+    """The sources of each call, in the order in which they come: one by one, or twice as many each time."""
+    found: list[list[int]] = []
+    left = list(sources)
+    size = 1
+    while left:
+        found.append(left[:size])
+        left = left[size:]
+        size = 2 * size if joinable else 1
+    return found
+
+
+def all_gather_attention(
+    node: AllGatherAttention,
+    launch: Launch,
+    sizes: Geometry,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> list[torch.Tensor]:
+    """q [B, Hq, Sq, D], k and v [B, Hkv, S, D]; returns [out, lse, (gathered k, gathered v)]. See the module."""
+    q, own = with_rows(q), stacked(k, v)
+    gathered = own.new_empty(2, node.world_size, *sizes.shape[1:])
+    run, scale = sizes.run, node.scale
+    with launch.call(nbytes=sizes.nbytes) as call:
+        plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, k))
+        base = gathered.data_ptr()
+        partials: list[Partial] = []
+        with call.fork() as lane:
+            plan.stage(lane.main, own, own)
+            # One wait for all of them, before the first attention, which may leave no SM free.
+            if plan.wait is not None:
+                plan.wait(lane.side)
+            arrived = []
+            for transfers in plan.transfers:
+                lane.copy(transfers, base)
+                arrived.append(lane.mark())
+            for span in sizes.own:
+                keys, values = span.of_own(own[0]), span.of_own(own[1])
+                partials.append(run.forward(span.queries(q), keys, values, span.causal, scale))
+            if node.return_gathered:
+                gathered[:, launch.rank].copy_(own)
+            for (_, spans), mark in zip(sizes.remote, arrived, strict=False):
+                lane.wait(mark)
+                for span in spans:
+                    keys, values = span.of(gathered[0]), span.of(gathered[1])
+                    partials.append(run.forward(span.queries(q), keys, values, span.causal, scale))
+        out, lse = sizes.merge(call.stream, partials)
+        outputs = [out, lse]
+        if node.return_gathered:
+            outputs += map(canonical, gathered)
+        # All of them have the memory of a contiguous tensor.
+        plan.close(call.stream, tuple(outputs))
+    return outputs
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What calls with one slot have in common: launches, and the copies of each group of sources; spare ones come
+    last.
+    """
+
+    stage: Bound
+    wait: Bound | None
+    close: Bound
+    transfers: list[list[Transfer]]
+
+
+def _plan(node: AllGatherAttention, launch: Launch, sizes: Geometry, call: Call, k: torch.Tensor) -> _Plan:
+    world, rank = node.world_size, launch.rank
+    exchange = Exchange(sizes.kernels, call)
+    half = k.numel() * k.element_size()
+    groups_of_sources = [sources for sources, _ in sizes.remote]
+    if sizes.spare:
+        groups_of_sources.append(sizes.spare)
+    transfers: list[list[Transfer]] = []
+    for sources in groups_of_sources:
+        found: list[Transfer] = []
+        for source in sources:
+            staged = call.data(source, k.dtype).data_ptr()
+            found += [((which * world + source) * half, staged + which * half, half) for which in range(2)]
+        transfers.append(found)
+    needed = [source for sources in groups_of_sources for source in sources]
+    wait: Bound | None
+    if needed == [(rank - step) % world for step in range(1, len(needed) + 1)]:
+        wait = exchange.wait(0, len(needed), 1, PIECE_ROWS.value) if needed else None
+    else:
+        wait = exchange.wait_all(PIECE_ROWS.value)
+    return _Plan(
+        stage=exchange.stage(2 * k.numel(), copied=False),
+        wait=wait,
+        close=exchange.close(sizes.numels),
+        transfers=transfers,
+    )

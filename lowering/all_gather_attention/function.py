@@ -1,0 +1,84 @@
+"""`ditron_inductor.ops.all_gather_attention`: the node as a function that has a gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ditron_inductor.lowering.register import register
+from ditron_inductor.task.policy import Policy
+
+# Here and not in the function, which a compiler traces.
+register()
+
+
+def all_gather_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    mask: str = "causal_offset",
+    scale: float | None = None,
+    strategy: str = "auto",
+) -> torch.Tensor:
+    """softmax(scale * q @ K^T, masked) @ V, where K and V are the keys and values of all ranks of the group in rank
+    order.
+
+    q [B, Hq, Sq, D]; k and v [B, Hkv, S, D] of this rank, as many on every rank; Hkv divides Hq. Any strides. Returns
+    [B, Hq, Sq, D] with the memory of a contiguous [B, Sq, Hq, D]. Gradients of q, k and v are those of the whole: those
+    of k and v are summed over the ranks. A collective call: all ranks of the group make it, with the same mask.
+
+    Args:
+        group: the default group without one.
+        mask: what a rank's queries see, in a sequence that is sharded over the ranks
+            `full`: everything;
+            `causal_offset`: what is not after them; rank r holds the r-th of W equal parts;
+            `zigzag`: the same, where rank r holds the chunks r and 2 W - 1 - r of 2 W, which is the same work on all
+            ranks;
+            `causal`: key j of all where j <= i, the number of the query on its rank, as `is_causal` of torch.
+        scale: 1 / sqrt(D) without one.
+        strategy: `library`, `chunked` or `tile`, or `auto` for what the plan expects to be fastest.
+
+    Raises ValueError for operands that do not fit, InvalidTaskNode for a mask or a strategy that there is not, and
+    what the calls of a workspace raise (docs/errors.md).
+    """
+    group = group if group is not None else dist.group.WORLD
+    if group is None:
+        raise ValueError("all_gather_attention needs a process group: call torch.distributed.init_process_group first")
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+    if group.size() == 1:
+        raise ValueError("all_gather_attention needs a group of at least 2 ranks; use scaled_dot_product_attention")
+    site = group.size(), group.group_name, "", strategy, *_LIMITS
+    out: torch.Tensor = _Attention.apply(q, k, v, mask, scale, site)  # type: ignore[no-untyped-call]
+    return out
+
+
+_LIMITS = Policy().workspace_limit, Policy().timeout_s
+
+
+class _Attention(torch.autograd.Function):
+    """The forward keeps the gathered keys and values for the backward, as autograd does with those of a collective."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: str, scale: float, site: tuple[Any, ...]
+    ) -> torch.Tensor:
+        op = torch.ops.ditron.all_gather_attention.default
+        trained = any(ctx.needs_input_grad[:3])
+        found = op(q, k, v, None, mask, scale, trained, *site)
+        ctx.mask, ctx.scale, ctx.site = mask, scale, site
+        if trained:
+            ctx.save_for_backward(q, found[2], found[3], found[0], found[1])
+        result: torch.Tensor = found[0]
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, keys, values, out, lse = ctx.saved_tensors
+        op = torch.ops.ditron.attention_reduce_scatter.default
+        grad_q, grad_k, grad_v, _ = op(grads[0], q, keys, values, out, lse, None, ctx.mask, ctx.scale, *ctx.site)
+        return grad_q, grad_k, grad_v, None, None, None

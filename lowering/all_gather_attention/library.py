@@ -1,0 +1,67 @@
+"""all_gather_attention, strategy `library`: the library's all-gather of keys and values in one go, then its attention.
+
+The mask is cut into blocks that the library's kernels know, full ones and causal squares, as few as there can be; what
+they make is merged by their logarithms of sums. On the CPU device: torch's own operations, with the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ditron_inductor.lowering.all_gather_attention import local
+from ditron_inductor.lowering.all_gather_attention.merge import Merge, in_order
+from ditron_inductor.lowering.all_gather_attention.parts import canonical, joined, stacked, with_rows
+from ditron_inductor.task import reference_attention
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, blocks
+
+Outputs = list[torch.Tensor]
+
+
+def gather(k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Keys and values [B, H, S, D] of all ranks, [2, W, B, S, H, D], contiguous."""
+    own = stacked(k, v)
+    gathered = own.new_empty(2, group.size(), *own.shape[1:])
+    if k.is_cuda:
+        # One launch for both.
+        with distributed_c10d._coalescing_manager(group, device=k.device):  # type: ignore[no-untyped-call]
+            for place in range(2):
+                dist.all_gather_into_tensor(gathered[place].flatten(0, 1), own[place], group=group)
+    else:
+        for place in range(2):
+            dist.all_gather_into_tensor(gathered[place].flatten(0, 1), own[place], group=group)
+    return gathered
+
+
+def make(
+    node: AllGatherAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]:
+    """(q, k, v) -> [out, lse, (gathered k, gathered v)] for operands of this form."""
+    group: dist.ProcessGroup = distributed_c10d._resolve_process_group(node.group_name)  # type: ignore[arg-type]
+    sizes = node.mask, group.rank(), node.world_size, q.shape[2], k.shape[2]
+    run = local.choose(q, k, v)
+
+    def by_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
+        gathered = gather(k, v, group)
+        keys, values = canonical(gathered[0]), canonical(gathered[1])
+        seen = reference_attention.visible(*sizes, q.device)
+        out, lse = reference_attention.attend(q, keys, values, seen=seen, scale=node.scale)
+        outputs = [in_order(out.to(q.dtype)), lse.float()]
+        return [*outputs, keys, values] if node.return_gathered else outputs
+
+    spans = joined(sorted(blocks(*sizes), key=lambda block: block.source))
+    merge = Merge(q, [span.rows for span in spans])
+
+    def by_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
+        q, gathered = with_rows(q), gather(k, v, group)
+        partials = []
+        for span in spans:
+            keys, values = span.of(gathered[0]), span.of(gathered[1])
+            partials.append(run.forward(span.queries(q), keys, values, span.causal, node.scale))
+        out, lse = merge(torch.cuda.current_stream(q.device).cuda_stream, partials)
+        return [out, lse, *map(canonical, gathered)] if node.return_gathered else [out, lse]
+
+    return by_blocks if q.is_cuda else by_math

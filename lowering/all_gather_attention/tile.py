@@ -1,0 +1,360 @@
+"""all_gather_attention, strategy `tile`: out = attention of q to the gathered k and v, in one launch.
+
+Problem. Every rank holds queries, and keys and values of a part of the sequence, that all ranks' queries attend to.
+Algorithm. Two queues of work. The *send* queue pushes the own keys, and the own values, piece by piece into the slot of
+every peer whose mask shows them: rank + 1 first, since that rank comes to them first. SENDERS programs start on it. The
+*tile* queue has a block of queries of one head for each ticket, those with most keys first. A tile attends to the
+own keys, which need no wait, then to those of rank - 1, rank - 2, ..., without what the mask hides, by online
+softmax in registers. A program that comes to a remote source first helps to empty the send queue, so every send
+precedes every wait and a launch completes even with one resident program. Where the gathered tensors are wanted
+elsewhere too, the last tickets copy them out of the slot.
+Signal protocol. Flag rows KEYS and VALUES, each written once per launch by the last program that pushed a piece of
+it to that peer; a program waits for both once for each source. A push waits for the credits of all peers for the
+slot's previous use; the next launch gives those of this one. A rank whose mask hides a source waits for nothing of
+it: it is held back by the credits alone.
+Limits. Keys and values have the same head size, 256 at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.attention import LOG2_E, attend, attended
+from ditron_inductor.core.layout import MAX_WORLD
+from ditron_inductor.core.signals import (
+    arrive,
+    credits_due,
+    current_epoch,
+    data,
+    finish,
+    healthy,
+    publish,
+    settle,
+    take_send,
+    take_tile,
+    wait,
+    wait_credits,
+)
+from ditron_inductor.lowering.all_gather_attention.parts import stacked, with_rows
+from ditron_inductor.lowering.launch import Launch, ceil_div, dot_precision, round_up
+from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.task.all_gather_attention import AllGatherAttention
+from ditron_inductor.task.ops import sequence_first
+
+SEND_BLOCK = 8192
+"""Elements that a program copies in one step; SEND_STEPS of them are one piece of the send queue."""
+SEND_STEPS = 8
+SENDERS = 16
+"""Programs that start on the send queue: enough to fill the links, few enough not to be missed by the attention."""
+INTERPRETED_SEND_BLOCK = 1024
+MAX_HEAD_DIM = 256
+
+KEYS = tl.constexpr(0)
+VALUES = tl.constexpr(1)
+
+FULL = tl.constexpr(0)
+CAUSAL = tl.constexpr(1)
+CAUSAL_OFFSET = tl.constexpr(2)
+ZIGZAG = tl.constexpr(3)
+NUMBERS = {"full": FULL, "causal": CAUSAL, "causal_offset": CAUSAL_OFFSET, "zigzag": ZIGZAG}
+
+
+@triton.jit
+def seen_keys(rows, source, rank, keys, MASK: tl.constexpr):
+    """How many of the keys of `source` each of the `rows` of the queries sees: the first ones."""
+    if MASK == FULL:
+        return rows * 0 + keys
+    elif MASK == CAUSAL:
+        return tl.minimum(tl.maximum(rows + 1 - source * keys, 0), keys)
+    elif MASK == CAUSAL_OFFSET:
+        return tl.where(source == rank, rows + 1, tl.where(source < rank, keys, 0))
+    else:
+        later = tl.where(rows >= keys // 2, keys, 0)
+        return tl.where(source == rank, rows + 1, tl.where(source < rank, keys // 2, later))
+
+
+@triton.jit
+def push_pieces(
+    ticket, num_sends, kv, table, ctl, counters, numel, rank, slot, site, epoch,
+    WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+):  # fmt: skip
+    """Push piece `ticket` of the own keys or values [numel] to its peer, take the next one, until none is left.
+
+    num_sends: tickets in the queue, 0 if the workspace was poisoned before this program started.
+    """
+    PIECE_NUMEL: tl.constexpr = SEND_BLOCK * SEND_STEPS
+    pieces = tl.cdiv(numel, PIECE_NUMEL).to(tl.int32)
+    while ticket < num_sends:
+        target = (rank + 1 + ticket // (2 * pieces)) % WORLD
+        part = ticket // pieces % 2
+        inside = (ticket % pieces).to(tl.int64) * PIECE_NUMEL
+        first = part.to(tl.int64) * numel + inside
+        place = data(table, ctl, target, slot, kv.dtype.element_ty) + rank.to(tl.int64) * 2 * numel + first
+        if wait_credits(table, ctl, rank, slot, site, epoch, WORLD) != 0:
+            for i in range(SEND_STEPS):
+                offsets = i * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
+                wanted = inside + offsets < numel
+                tl.store(place + offsets, tl.load(kv + first + offsets, mask=wanted), mask=wanted)
+            # A piece without its credit does not come here, so its part is never published.
+            if arrive(counters + part * MAX_WORLD + target, pieces):
+                # All keys, or all values, lie in the target's slot: its tiles may read them.
+                publish(table, target, slot, part, rank, site, epoch)
+        ticket = take_send(ctl, slot)
+
+
+@triton.jit
+def source_of(kv, table, ctl, source, rank, slot, numel):
+    """Pointer to the keys of `source`, which its values follow: the own ones where they are, a peer's in the own
+    slot.
+    """
+    received = data(table, ctl, rank, slot, kv.dtype.element_ty) + source.to(tl.int64) * 2 * numel
+    return tl.where(source == rank, kv, received)
+
+
+@triton.jit
+def received_all(table, ctl, rank, slot, source, site, epoch):
+    """Wait for the keys and the values of `source`; 1 if they are there, 0 after a failure."""
+    # Acquire: all that the source pushed before it published these words.
+    ok = wait(table, ctl, rank, slot, KEYS, source, site, epoch)
+    return ok & wait(table, ctl, rank, slot, VALUES, source, site, epoch)
+
+
+@triton.jit(do_not_specialize=["rank", "slot", "site", "senders", "num_targets", "batches", "queries", "keys"])
+def all_gather_attention_kernel(
+    q, kv, out, lse, gathered, table, ctl, counters,
+    batches, queries, keys, stride_qb, stride_qh, stride_qm, scale,
+    rank, slot, site, senders, num_targets,
+    WORLD: tl.constexpr, MASK: tl.constexpr, RETURN_GATHERED: tl.constexpr,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+):  # fmt: skip
+    """See the module. q [batches, HEADS, queries, D] with contiguous D; kv [2, batches, keys, KEY_HEADS, D] contiguous.
+
+    out: the memory of [batches, queries, HEADS, D]; lse [batches, HEADS, queries]; gathered [2, batches, WORLD * keys,
+    KEY_HEADS, D], if wanted. num_targets: peers that get the own keys.
+    """
+    epoch = current_epoch(ctl, slot)
+    alive = healthy(ctl)
+    numel = batches.to(tl.int64) * keys * (KEY_HEADS * D)
+    pieces = tl.cdiv(numel, SEND_BLOCK * SEND_STEPS).to(tl.int32)
+    num_sends = tl.where(alive != 0, num_targets * 2 * pieces, 0)
+    # 1 when this program has found the send queue empty.
+    drained = (tl.program_id(0) < senders).to(tl.int32)
+    if tl.program_id(0) < senders:
+        ticket = take_send(ctl, slot)
+        if ticket == 0:
+            settle(credits_due(ctl, alive), table, rank, site, WORLD)
+        push_pieces(
+            ticket, num_sends, kv, table, ctl, counters, numel, rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS
+        )
+    ok = alive
+    # One bit for each source whose keys and values are there.
+    there = tl.full((), 0, tl.int32)
+    num_m = tl.cdiv(queries, BLOCK_M)
+    num_tiles = num_m * batches * HEADS
+    offs_d = tl.arange(0, BLOCK_D)
+    ticket = take_tile(ctl, slot)
+    while ticket < num_tiles:
+        # The last rows see most.
+        row = (num_m - 1 - ticket // (batches * HEADS)) * BLOCK_M
+        head = ticket % (batches * HEADS)
+        batch = (head // HEADS).to(tl.int64)
+        head = head % HEADS
+        offs_m = row + tl.arange(0, BLOCK_M)
+        rows = tl.minimum(offs_m, queries - 1)
+        q_rows = q + batch * stride_qb + head.to(tl.int64) * stride_qh + rows.to(tl.int64)[:, None] * stride_qm
+        query = tl.load(q_rows + offs_d[None, :], mask=(offs_d < D)[None, :], other=0.0)
+        # To the first key of the head.
+        inner = batch * keys * (KEY_HEADS * D) + head * KEY_HEADS // HEADS * D
+        acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+        most = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        for step in range(WORLD):
+            source = (rank + WORLD - step) % WORLD
+            seen = seen_keys(rows, source, rank, keys, MASK)
+            last = tl.max(seen, axis=0)
+            if last > 0:
+                if (source != rank) & (((there >> source) & 1) == 0):
+                    if drained == 0:
+                        # Sends before waits.
+                        push_pieces(
+                            take_send(ctl, slot), num_sends, kv, table, ctl, counters, numel, rank, slot, site, epoch,
+                            WORLD, SEND_BLOCK, SEND_STEPS,
+                        )  # fmt: skip
+                        drained = drained | 1
+                    ok = ok & received_all(table, ctl, rank, slot, source, site, epoch)
+                    there = there | (1 << source)
+                if ok == 0:
+                    # What lies there is not to be read.
+                    last = last * 0
+                base = source_of(kv, table, ctl, source, rank, slot, numel) + inner
+                whole = tl.minimum(tl.min(seen, axis=0) // BLOCK_N * BLOCK_N, last)
+                acc, most, total = attend(
+                    acc, most, total, query, base, base + numel, KEY_HEADS * D, 0, whole, seen, scale,
+                    D, BLOCK_D, BLOCK_N, False, PRECISION, UPCAST,
+                )  # fmt: skip
+                acc, most, total = attend(
+                    acc, most, total, query, base, base + numel, KEY_HEADS * D, whole, last, seen, scale,
+                    D, BLOCK_D, BLOCK_N, True, PRECISION, UPCAST,
+                )  # fmt: skip
+        values, sums = attended(acc, most, total)
+        values = tl.where(ok != 0, values, float("nan"))
+        sums = tl.where(ok != 0, sums, float("nan"))
+        inside = offs_m < queries
+        places = ((batch * queries + offs_m) * HEADS + head)[:, None] * D + offs_d[None, :]
+        tl.store(out + places, values.to(out.dtype.element_ty), mask=inside[:, None] & (offs_d < D)[None, :])
+        tl.store(lse + (batch * HEADS + head) * queries + offs_m, sums, mask=inside)
+        ticket = take_tile(ctl, slot)
+    if RETURN_GATHERED:
+        copies = WORLD * batches * 2
+        ticket -= num_tiles
+        run = keys * (KEY_HEADS * D)
+        blocks = tl.cdiv(run, SEND_BLOCK)
+        while ticket < copies * blocks:
+            part = ticket // blocks
+            source = (rank + WORLD - part // (batches * 2)) % WORLD
+            batch = part % batches
+            which = part // batches % 2
+            if (source != rank) & (((there >> source) & 1) == 0):
+                if drained == 0:
+                    push_pieces(
+                        take_send(ctl, slot), num_sends, kv, table, ctl, counters, numel, rank, slot, site, epoch,
+                        WORLD, SEND_BLOCK, SEND_STEPS,
+                    )  # fmt: skip
+                    drained = drained | 1
+                ok = ok & received_all(table, ctl, rank, slot, source, site, epoch)
+                there = there | (1 << source)
+            offsets = ticket % blocks * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
+            start = source_of(kv, table, ctl, source, rank, slot, numel) + which * numel + batch.to(tl.int64) * run
+            piece = tl.load(start + offsets, mask=(offsets < run) & (ok != 0), other=float("nan"))
+            place = gathered + WORLD * which * numel + (batch.to(tl.int64) * WORLD + source) * run
+            tl.store(place + offsets, piece, mask=offsets < run)
+            ticket = take_tile(ctl, slot) - num_tiles
+    finish(ctl, slot, epoch)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile of `block_m` queries, in steps of `block_n` keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def for_arch(self, arch: str) -> Config:
+        """The same on AMD GPUs, with half the steps and the stages that their shared memory has room for."""
+        return replace(self, block_n=min(self.block_n, 32), num_stages=1) if arch.startswith("gfx") else self
+
+
+INTERPRETER = Config(32, 32, 4, 1)
+CONFIGS = {
+    64: Config(128, 128, 8, 3),
+    128: Config(128, 128, 8, 2),
+    256: Config(128, 32, 8, 2),
+}
+"""By the head size, rounded up to a power of two."""
+FEW_ROWS = 64
+FEW = {64: Config(64, 128, 4, 3), 128: Config(64, 64, 4, 3), 256: Config(64, 32, 8, 3)}
+"""Where there are so few queries that larger tiles would leave SMs without one."""
+FP32 = {64: Config(64, 32, 8, 2), 128: Config(32, 32, 4, 2), 256: Config(32, 32, 8, 1)}
+
+
+def select_config(head_dim: int, tiles: int, dtype: torch.dtype, num_sms: int, *, interpreted: bool) -> Config:
+    """tiles: blocks of 128 queries. Local to a rank: no layout follows from it."""
+    if interpreted:
+        return INTERPRETER
+    size = max(64, triton.next_power_of_2(head_dim))
+    if dtype == torch.float32:
+        return FP32[size]
+    return FEW[size] if tiles < num_sms else CONFIGS[size]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What calls with operands of one form share; the slot's bytes have to be equal on all ranks."""
+
+    config: Config
+    nbytes: int
+
+
+def obstacle(node: AllGatherAttention, q: torch.Tensor) -> str:
+    """Why the strategy cannot run these queries, or an empty string. Equal on all ranks."""
+    if node.scale <= 0.0:
+        return f"its online softmax takes a positive scale, not {node.scale:g}"
+    if q.shape[3] > MAX_HEAD_DIM:
+        return f"heads of {q.shape[3]} do not fit in the registers of a tile, {MAX_HEAD_DIM} do"
+    return ""
+
+
+def geometry(node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Geometry:
+    """See Geometry."""
+    B, heads, queries, D = q.shape
+    tiles = B * heads * ceil_div(queries, 128)
+    config = select_config(D, tiles, q.dtype, launch.num_sms, interpreted=launch.interpreted)
+    nbytes = round_up(node.world_size * 2 * k.numel() * k.element_size(), 256)
+    return Geometry(config.for_arch(launch.workspace.capabilities.arch), nbytes)
+
+
+def all_gather_attention(
+    node: AllGatherAttention,
+    launch: Launch,
+    sizes: Geometry,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> list[torch.Tensor]:
+    """q [B, Hq, Sq, D], k and v [B, Hkv, S, D]; returns [out, lse, (gathered k, gathered v)]. See the module."""
+    q = with_rows(q)
+    B, heads, queries, D = q.shape
+    key_heads, keys = k.shape[1], k.shape[2]
+    world, config = node.world_size, sizes.config
+    kv = stacked(k, v)
+    out = sequence_first(q, heads, queries)
+    lse = torch.empty(B, heads, queries, dtype=torch.float32, device=q.device)
+    gathered = kv.new_empty(2, B, world * keys, key_heads, D) if node.return_gathered else kv
+
+    def arguments() -> Arguments:
+        ahead = node.mask == "causal_offset" and not node.return_gathered
+        work = B * heads * ceil_div(queries, config.block_m)
+        programs = launch.num_sms if node.return_gathered else min(max(work, SENDERS), launch.num_sms)
+        values: dict[str, Any] = {
+            "batches": B,
+            "queries": queries,
+            "keys": keys,
+            "stride_qb": q.stride(0),
+            "stride_qh": q.stride(1),
+            "stride_qm": q.stride(2),
+            "scale": node.scale * LOG2_E.value,
+            "rank": launch.rank,
+            "senders": SENDERS,
+            "num_targets": world - 1 - launch.rank if ahead else world - 1,
+            "WORLD": world,
+            "MASK": NUMBERS[node.mask],
+            "RETURN_GATHERED": node.return_gathered,
+            "HEADS": heads,
+            "KEY_HEADS": key_heads,
+            "D": D,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_D": max(16, triton.next_power_of_2(D)),
+            "PRECISION": dot_precision(q.dtype),
+            "UPCAST": launch.interpreted,
+            "SEND_BLOCK": INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
+            "SEND_STEPS": 1 if launch.interpreted else SEND_STEPS,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
+        return Arguments(programs=max(1, programs), values=values)
+
+    tensors = {"q": q, "kv": kv, "out": out, "lse": lse, "gathered": gathered}
+    launch.run(all_gather_attention_kernel, sizes.nbytes, arguments, tensors)
+    if not node.return_gathered:
+        return [out, lse]
+    return [out, lse, *(one.transpose(1, 2) for one in gathered)]

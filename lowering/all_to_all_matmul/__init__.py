@@ -1,0 +1,1 @@
+"""Strategies of `all_to_all_matmul`: one file each."""

@@ -1,0 +1,305 @@
+"""all_to_all_matmul, strategy `tile`: out = received @ weight, received = all_to_all(x), in one launch.
+
+Problem. Every rank holds x, the rows of all ranks with columns of its own; rank r wants its rows of every rank's x,
+side by side in rank order, times its weight [K, N]. So each output tile contracts pieces that come from all ranks.
+Algorithm. Two queues of work. The *send* queue pushes the rows of every peer into its slot, chunk by chunk (a chunk is
+a run of block rows), a chunk to every peer before the next one. The first tickets of the *tile* queue stand for
+senders: whoever takes one pushes until the send queue is empty. All others compute output tiles: the own piece first,
+which needs no wait, while the peers' pieces come, then those of rank + 1, rank + 2, ..., with one wait for each source
+before its K loop; the fp32 accumulator is kept from one to the next. Where the received tensor is wanted elsewhere too,
+the last tickets copy it out of the slot.
+Signal protocol. Flag row `chunk`, written once per launch by the last program that pushed a piece of the chunk to that
+peer, read by every tile of the chunk, once for each source. A push waits for the credits of all peers for the slot's
+previous use; the next launch gives those of this one. Every wait for a flag belongs to a ticket behind the senders',
+and these wait for credits only: a launch completes even with one resident program. All ranks send as much as they
+receive, so none runs ahead.
+Limits. The scattered dimension is not the last one. Where it lies inside others, the launcher copies x first, so that
+each rank's rows lie together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.layout import TILE_TICKET
+from ditron_inductor.core.matmul import (
+    matmul_run_by_descriptors,
+    matmul_steps,
+    rows_descriptor,
+    weight_descriptor,
+)
+from ditron_inductor.core.order import grouped
+from ditron_inductor.core.signals import (
+    credits_due,
+    current_epoch,
+    data,
+    finish,
+    granted,
+    healthy,
+    proxy_fence,
+    request_ticket,
+    settle,
+    take_send,
+    take_tile,
+    wait,
+    wait_credits,
+)
+from ditron_inductor.lowering.config import Config
+from ditron_inductor.lowering.gathers import INTERPRETED_SEND_BLOCK, SEND_BLOCK, SEND_STEPS, SENDERS, sent_piece
+from ditron_inductor.lowering.launch import Launch, ceil_div
+from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.task.nodes import AllToAllMatmul
+from ditron_inductor.task.ulysses import received_shape
+
+MOST_CHUNKS = 16
+"""Of the rows for one peer: the first tiles go on when one of them has come, and each has a flag that tiles look at."""
+INTERPRETED_SENDERS = 2
+
+
+@triton.jit
+def drain_sends(
+    ticket, x, table, ctl, counters, numel, chunk_numel, num_sends, rank, slot, site, epoch,
+    WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+):  # fmt: skip
+    """Push piece `ticket` of what peers get of x to its peer, take the next one from the send queue, until none is
+    left.
+
+    numel: elements for each rank, which lie together in x and in the slot of the rank.
+    """
+    PIECE_NUMEL: tl.constexpr = SEND_BLOCK * SEND_STEPS
+    pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
+    while ticket < num_sends:
+        # Rank - 1 comes to the pieces of this rank first.
+        target = (rank + WORLD - 1 - ticket // pieces % (WORLD - 1)) % WORLD
+        chunk = ticket // (pieces * (WORLD - 1))
+        inside = ticket % pieces * PIECE_NUMEL
+        first = chunk.to(tl.int64) * chunk_numel + inside
+        # The last chunk is shorter.
+        count = tl.minimum(tl.minimum(chunk_numel - inside, PIECE_NUMEL), numel - first).to(tl.int32)
+        source = x + target * numel + first
+        place = data(table, ctl, target, slot, x.dtype.element_ty) + rank * numel + first
+        if wait_credits(table, ctl, rank, slot, site, epoch, WORLD) != 0:
+            for i in range(SEND_STEPS):
+                offsets = i * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
+                here = offsets < count
+                tl.store(place + offsets, tl.load(source + offsets, mask=here), mask=here)
+            sent_piece(counters, table, target, chunk, pieces, rank, slot, site, epoch)
+        ticket = take_send(ctl, slot)
+
+
+@triton.jit
+def copy_received(
+    ticket, x, received, table, ctl, rows, C, parts, numel, chunk_rows, alive, rank, slot, site, epoch,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Copy tile `ticket` of what this rank has received, or keeps, to the caller's output; NaN after a failure."""
+    num_m = tl.cdiv(rows, BLOCK_M)
+    blocks = tl.cdiv(C, BLOCK_N)
+    source = (rank + ticket // (num_m * parts * blocks)) % WORLD
+    block_row = ticket // (parts * blocks) % num_m
+    part = ticket // blocks % parts
+    ok = alive
+    if source != rank:
+        ok = alive & wait(table, ctl, rank, slot, block_row * BLOCK_M // chunk_rows, source, site, epoch)
+    offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_c = ticket % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (offs_m < rows)[:, None] & (offs_c < C)[None, :]
+    slot_data = data(table, ctl, rank, slot, x.dtype.element_ty)
+    base = tl.where(source == rank, x, slot_data) + source * numel
+    offsets = offs_m.to(tl.int64)[:, None] * (parts * C) + (part * C + offs_c)[None, :]
+    tile = tl.load(base + offsets, mask=inside & (ok != 0), other=float("nan"))
+    columns = (part * WORLD + source) * C + offs_c
+    tl.store(received + offs_m.to(tl.int64)[:, None] * (WORLD * parts * C) + columns[None, :], tile, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "parts", "rank", "slot", "site", "senders", "num_chunks"])
+def all_to_all_matmul_kernel(
+    x, weight, out, received, table, ctl, counters,
+    rows, C, parts, N, stride_bk, stride_bn, rank, slot, site, senders, chunk_rows, num_chunks,
+    WORLD: tl.constexpr, RETURN_RECEIVED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
+    SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+):  # fmt: skip
+    """See the module. x [WORLD * rows, parts * C] contiguous, by the rank that the rows are for; weight [parts * WORLD
+    * C, N]; out [rows, N] and received [rows, parts * WORLD * C] contiguous. A slot has rows [WORLD * rows, parts * C],
+    by the rank that they are from.
+
+    DESCRIPTORS: then C is a multiple of BLOCK_K, and rows of x of 16 bytes. EVEN_K: C is a multiple of BLOCK_K.
+    """
+    epoch = current_epoch(ctl, slot)
+    alive = healthy(ctl)
+    width = parts * C
+    numel = rows.to(tl.int64) * width
+    num_m = tl.cdiv(rows, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    ticket = take_tile(ctl, slot)
+    while ticket < senders:
+        chunk_numel = chunk_rows * width
+        pieces = tl.cdiv(chunk_numel, SEND_BLOCK * SEND_STEPS)
+        send_ticket = take_send(ctl, slot)
+        if send_ticket == 0:
+            settle(credits_due(ctl, alive), table, rank, site, WORLD)
+        drain_sends(
+            send_ticket, x, table, ctl, counters, numel, chunk_numel,
+            tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0), rank, slot, site, epoch,
+            WORLD, SEND_BLOCK, SEND_STEPS,
+        )  # fmt: skip
+        ticket = take_tile(ctl, slot)
+    slot_data = data(table, ctl, rank, slot, x.dtype.element_ty)
+    own_rows = x + rank * numel
+    if DESCRIPTORS:
+        own_descriptor = rows_descriptor(own_rows, rows, width, width, BLOCK_M, BLOCK_K)
+        slot_descriptor = rows_descriptor(slot_data, WORLD * rows, width, width, BLOCK_M, BLOCK_K)
+        b_descriptor = weight_descriptor(weight, N, WORLD * width, stride_bk, stride_bn, BLOCK_N, BLOCK_K, K_MAJOR)
+    ok = alive
+    # The chunk of all sources that was waited for last.
+    ready = tl.full((), -1, tl.int32)
+    while ticket < senders + num_m * num_n:
+        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        block_row, block_column = grouped(ticket - senders, num_m, num_n, GROUP_M)
+        row, column = block_row * BLOCK_M, block_column * BLOCK_N
+        chunk = row // chunk_rows
+        offs_m = row + tl.arange(0, BLOCK_M)
+        rows_m = tl.minimum(offs_m, rows - 1).to(tl.int64) * width
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for part in range(parts):
+            first = (part * WORLD + rank) * C
+            if DESCRIPTORS:
+                acc = matmul_run_by_descriptors(
+                    acc, own_descriptor, b_descriptor, row, part * C, column, first, C,
+                    BLOCK_K, K_MAJOR, PRECISION, UPCAST,
+                )  # fmt: skip
+            else:
+                acc = matmul_steps(
+                    acc, own_rows + rows_m + part * C, weight + first.to(tl.int64) * stride_bk, stride_bk, stride_bn,
+                    column, N, C, own_rows, (), 0, 0, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, PIECE,
+                )  # fmt: skip
+        for step in range(1, WORLD):
+            source = (rank + step) % WORLD
+            if chunk != ready:
+                # Acquire: the whole chunk, which its source pushed before it published this flag.
+                ok = ok & wait(table, ctl, rank, slot, chunk, source, site, epoch)
+                if DESCRIPTORS and not UPCAST:
+                    ok = proxy_fence(ok)
+            for part in range(parts):
+                first = (part * WORLD + source) * C
+                if DESCRIPTORS:
+                    acc = matmul_run_by_descriptors(
+                        acc, slot_descriptor, b_descriptor, source * rows + row, part * C, column, first, C,
+                        BLOCK_K, K_MAJOR, PRECISION, UPCAST,
+                    )  # fmt: skip
+                else:
+                    acc = matmul_steps(
+                        acc, slot_data + source * numel + rows_m + part * C, weight + first.to(tl.int64) * stride_bk,
+                        stride_bk, stride_bn, column, N, C, own_rows, (), 0, 0,
+                        BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, PIECE,
+                    )  # fmt: skip
+        ready = chunk
+        offs_n = column + tl.arange(0, BLOCK_N)
+        inside = (offs_m < rows)[:, None] & (offs_n < N)[None, :]
+        result = tl.where(ok != 0, acc, float("nan")).to(out.dtype.element_ty)
+        tl.store(out + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :], result, mask=inside)
+        ticket = granted(request, THREADS)
+    if RETURN_RECEIVED:
+        ticket -= senders + num_m * num_n
+        while ticket < WORLD * num_m * parts * tl.cdiv(C, BLOCK_N):
+            copy_received(
+                ticket, x, received, table, ctl, rows, C, parts, numel, chunk_rows, alive, rank, slot, site, epoch,
+                WORLD, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            ticket = take_tile(ctl, slot) - (senders + num_m * num_n)
+    finish(ctl, slot, epoch)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes that all ranks share: rows of a rank, C columns in each of its runs, tile shape, rows of a chunk, chunks,
+    the slot's bytes.
+    """
+
+    rows: int
+    C: int
+    config: Config
+    chunk_rows: int
+    num_chunks: int
+    nbytes: int
+
+
+def geometry(node: AllToAllMatmul, launch: Launch, x: torch.Tensor, columns: int) -> Geometry:
+    """x [.., W*S, .., parts * C] with W*S at `scatter_dim`; columns: N, the largest on any rank. See Geometry."""
+    rows = math.prod(x.shape[:-1]) // node.world_size
+    config = launch.config(rows=rows, columns=columns, repeats=1, dtype=x.dtype)
+    blocks = ceil_div(rows, config.block_m)
+    chunk_blocks = max(1, ceil_div(blocks, MOST_CHUNKS))
+    return Geometry(
+        rows=rows,
+        C=x.shape[-1] // node.parts,
+        config=config,
+        chunk_rows=chunk_blocks * config.block_m,
+        num_chunks=ceil_div(blocks, chunk_blocks),
+        nbytes=node.world_size * rows * x.shape[-1] * x.element_size(),
+    )
+
+
+def by_rank(node: AllToAllMatmul, x: torch.Tensor) -> torch.Tensor:
+    """x [.., W*S, .., C'] as [W * rows, C'], the rows for each rank together; itself, where they lie so, else a
+    copy.
+    """
+    outer, rows = math.prod(x.shape[: node.scatter_dim]), math.prod(x.shape[node.scatter_dim : -1]) // node.world_size
+    if outer == 1:
+        return x.contiguous().view(node.world_size * rows, x.shape[-1])
+    runs = x.reshape(outer, node.world_size, rows, x.shape[-1]).transpose(0, 1)
+    return runs.reshape(node.world_size * outer * rows, x.shape[-1])
+
+
+def all_to_all_matmul(
+    node: AllToAllMatmul, launch: Launch, sizes: Geometry, x: torch.Tensor, weight: torch.Tensor
+) -> list[torch.Tensor]:
+    """x [.., W*S, .., parts * C] with W*S at `scatter_dim`, weight [K, N].
+
+    Returns the output [rows, N], then what was received, [.., S, .., K], if the node wants it. See the module.
+    """
+    pieces = by_rank(node, x)
+    out = x.new_empty(sizes.rows, weight.shape[1])
+    received = out
+    if node.return_received:
+        received = x.new_empty(received_shape(x.shape, node.scatter_dim, node.world_size))
+
+    def arguments() -> Arguments:
+        config = sizes.config
+        constants = launch.constants(config, pieces, [weight])
+        constants["EVEN_K"] = sizes.C % config.block_k == 0
+        constants["DESCRIPTORS"] &= constants["EVEN_K"]
+        senders = INTERPRETED_SENDERS if launch.interpreted else SENDERS
+        tiles = ceil_div(sizes.rows, config.block_m) * ceil_div(weight.shape[1], config.block_n)
+        return Arguments(
+            programs=launch.programs(senders + tiles, config),
+            values=dict(
+                rows=sizes.rows,
+                C=sizes.C,
+                parts=node.parts,
+                N=weight.shape[1],
+                stride_bk=weight.stride(0),
+                stride_bn=weight.stride(1),
+                rank=launch.rank,
+                senders=senders,
+                chunk_rows=sizes.chunk_rows,
+                num_chunks=sizes.num_chunks,
+                WORLD=node.world_size,
+                RETURN_RECEIVED=node.return_received,
+                **constants,
+                SEND_BLOCK=INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
+                SEND_STEPS=1 if launch.interpreted else SEND_STEPS,
+            ),
+        )
+
+    tensors = {"x": pieces, "weight": weight, "out": out, "received": received}
+    launch.run(all_to_all_matmul_kernel, sizes.nbytes, arguments, tensors)
+    return [out, received] if node.return_received else [out]

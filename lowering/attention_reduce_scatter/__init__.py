@@ -1,0 +1,1 @@
+"""Strategies of `attention_reduce_scatter`: one file each."""

@@ -1,0 +1,85 @@
+"""attention_reduce_scatter, strategy `library`: the library's backward of attention, then its reduce-scatter.
+
+The mask is cut into blocks that the library's kernels know, as few as there can be; with the logarithms of the sums
+over *all* keys each block's gradients of its keys are exact, and those of the queries add up. On the CPU device:
+torch's own operations, with the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ditron_inductor.lowering.all_gather_attention import local
+from ditron_inductor.lowering.all_gather_attention.merge import Merge, in_order
+from ditron_inductor.lowering.all_gather_attention.parts import Span, joined, with_rows
+from ditron_inductor.task import reference_attention
+from ditron_inductor.task.all_gather_attention import AttentionReduceScatter, blocks
+
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""grad_out, q, the gathered k and v, out, lse."""
+
+
+def gradients(run: local.Local, span: Span, operands: Operands, keys: int, scale: float) -> Outputs:
+    """Of its rows of q, and of its keys and values, of which there are `keys` on a rank."""
+    grad_out, q, k, v, out, lse = operands
+    return run.backward(
+        span.queries(grad_out),
+        span.queries(q),
+        span.among(k, keys),
+        span.among(v, keys),
+        span.queries(out),
+        span.queries(lse).contiguous(),
+        span.causal,
+        scale,
+    )
+
+
+def make(node: AttentionReduceScatter, operands: Operands) -> Callable[..., Outputs]:
+    """(grad_out, q, k, v, out, lse) -> (grad_q, grad_k, grad_v) for operands of this form."""
+    _, q, k, v, _, _ = operands
+    group: dist.ProcessGroup = distributed_c10d._resolve_process_group(node.group_name)  # type: ignore[arg-type]
+    world, keys = node.world_size, k.shape[2] // node.world_size
+    sizes = node.mask, group.rank(), world, q.shape[2], keys
+    run = local.choose(q, k[:, :, :keys], v[:, :, :keys])
+    spans = joined(sorted(blocks(*sizes), key=lambda block: block.source), whole=keys)
+    merge = Merge(q, [span.rows for span in spans])
+
+    def by_math(*given: torch.Tensor) -> Outputs:
+        grad_out, q, k, v, out, lse = given
+        seen = reference_attention.visible(*sizes, q.device)
+        found = reference_attention.attend_backward(grad_out, q, k, v, out, lse, seen=seen, scale=node.scale)
+        grad_k, grad_v = scattered(torch.stack([_apart(one, world) for one in found[1:]], 1).to(k.dtype))
+        return in_order(found[0].to(q.dtype)), grad_k, grad_v
+
+    def scattered(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """parts [W, 2, B, S, H, D], summed up over the ranks: this rank's two, [B, H, S, D]."""
+        mine = parts.new_empty(parts.shape[1:])
+        dist.reduce_scatter_tensor(mine, parts.flatten(0, 1), group=group)
+        return mine[0].transpose(1, 2), mine[1].transpose(1, 2)
+
+    def by_blocks(*given: torch.Tensor) -> Outputs:
+        grad_out, q, k, v, out = (with_rows(one) for one in given[:5])
+        operands = grad_out, q, k, v, out, given[5]
+        B, heads, _, D = k.shape
+        # Not all of it may be seen.
+        parts = k.new_zeros(world, 2, B, keys, heads, D)
+        partials = []
+        for span in spans:
+            grad_q, *grads = gradients(run, span, operands, keys, node.scale)
+            partials.append(grad_q)
+            for which, grad in enumerate(grads):
+                mine = parts[span.source : span.source + span.count, which, :, span.first_key : span.last_key]
+                mine += _apart(grad, span.count)
+        return merge.add(torch.cuda.current_stream(q.device).cuda_stream, partials, q), *scattered(parts)
+
+    return by_blocks if q.is_cuda else by_math
+
+
+def _apart(x: torch.Tensor, count: int) -> torch.Tensor:
+    """x [B, H, count * S, D] as [count, B, S, H, D]."""
+    return x.unflatten(2, (count, -1)).permute(2, 0, 3, 1, 4)

@@ -1,0 +1,217 @@
+"""Decode attention over one part of a cache, and the merging of parts: what the kernels of flash_decode share.
+
+A part is `o`, the attention of a query over some tokens, and `lse`, the base-2 logarithm of the sum of their
+exponentials: with no tokens 0 and -inf. Parts are merged by weights 2 ** (lse - their maximum), in fp32.
+
+Work is in *tickets*: ticket = head * splits + split. A *head* is a piece of query heads that share a key head (see
+`config.deal`): batch = head // (kv_heads * PARTS), and head * ROWS is its first row of q [batch * query heads, ..]. How
+many tokens a split has, and how many splits there are, follows from the sequence's length, read from the device, so a
+replayed CUDA graph is right. The last split of a head to arrive finds the parts of all.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.signals import arrive
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def cut_splits(length, splits, BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr):
+    """(splits of a sequence that have tokens, at least 1; tokens of all but the last one)."""
+    blocks = tl.cdiv(length, BLOCK_N)
+    per_split = tl.maximum(tl.cdiv(blocks, splits), LEAST_BLOCKS)
+    return tl.maximum(tl.cdiv(blocks, per_split), 1), per_split * BLOCK_N
+
+
+@triton.jit
+def attend(
+    q, k, v, pages, strides_q, strides_k, strides_v, batch, kv_head, row, begin, end,
+    ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """(o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]) in fp32 of ROWS query heads, from `row` on, over tokens begin ..
+    end - 1.
+
+    strides_q: of batch and head; strides_k, strides_v: of batch, token and head, or (PAGE > 0) of page, token and head;
+    pages: pointer to the sequence's row of the block table then. See `core.matmul` on UPCAST.
+    """
+    rows = tl.arange(0, BLOCK_ROWS)
+    dims = tl.arange(0, HEAD_DIM)
+    tokens = tl.arange(0, BLOCK_N)
+    q_at = q + batch.to(tl.int64) * strides_q[0] + (row + rows)[:, None] * strides_q[1] + dims[None, :]
+    query = tl.load(q_at, mask=(rows < ROWS)[:, None] & (dims >= 0)[None, :], other=0.0)
+    if UPCAST:
+        query = query.to(tl.float32)
+    k_at = k + kv_head.to(tl.int64) * strides_k[2]
+    v_at = v + kv_head.to(tl.int64) * strides_v[2]
+    if PAGE == 0:
+        k_at += batch.to(tl.int64) * strides_k[0]
+        v_at += batch.to(tl.int64) * strides_v[0]
+    k_inside = tokens[:, None] * strides_k[1] + dims[None, :]
+    v_inside = tokens[:, None] * strides_v[1] + dims[None, :]
+    most = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_ROWS, HEAD_DIM), dtype=tl.float32)
+    for block in range(0, tl.cdiv(end - begin, BLOCK_N)):
+        first = begin + block * BLOCK_N
+        there = tokens < end - first
+        loaded = there[:, None] & (dims >= 0)[None, :]
+        if PAGE > 0:
+            page = tl.load(pages + (first + tokens) // PAGE, mask=there, other=0).to(tl.int64)[:, None]
+            inside = ((first + tokens) % PAGE)[:, None]
+            keys = tl.load(k_at + page * strides_k[0] + inside * strides_k[1] + dims[None, :], mask=loaded, other=0.0)
+            values = tl.load(v_at + page * strides_v[0] + inside * strides_v[1] + dims[None, :], mask=loaded, other=0.0)
+        else:
+            # Whatever lies behind the last token, NaN too, must not be multiplied.
+            keys = tl.load(k_at + first.to(tl.int64) * strides_k[1] + k_inside, mask=loaded, other=0.0)
+            values = tl.load(v_at + first.to(tl.int64) * strides_v[1] + v_inside, mask=loaded, other=0.0)
+        if UPCAST:
+            keys = keys.to(tl.float32)
+            values = values.to(tl.float32)
+        scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+        if SOFTCAP > 0:
+            # tanh(x) = 1 - 2 / (1 + exp(2 x))
+            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * SCALE / SOFTCAP * LOG2_E)))
+            scores = scores * (SOFTCAP * LOG2_E)
+        else:
+            scores = scores * (SCALE * LOG2_E)
+        scores = tl.where(there[None, :], scores, float("-inf"))
+        largest = tl.maximum(most, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - largest[:, None])
+        kept = tl.exp2(most - largest)
+        total = total * kept + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(values.dtype), values, acc * kept[:, None], input_precision=PRECISION)
+        most = largest
+    return normalised(acc, most, total)
+
+
+@triton.jit
+def normalised(acc, most, total):
+    """(o, lse) of sums with weights 2 ** (.. - most), whose own sum is `total`: 0 without any."""
+    # Not `> 0`: NaN has to stay.
+    some = total != 0.0
+    o = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
+    return o, tl.where(some, most + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+
+
+@triton.jit
+def attend_ticket(
+    ticket, first_length, q, k, v, lengths, block_table, partials, counters, heads, kv_heads, splits, capacity,
+    strides_q, strides_k, strides_v, stride_pages,
+    ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Attend to one split, and put its part into `partials`: o [head][split][ROWS, HEAD_DIM], then lse [..][ROWS].
+
+    first_length: of the first sequence, loaded before the ticket was known: where every microsecond counts, there is no
+    other. Returns (the head, how many splits it has, whether this was the last one of them; then all are visible here).
+    """
+    head = ticket // splits
+    split = ticket % splits
+    batch = head // (kv_heads * PARTS)
+    kv_head = head // PARTS % kv_heads
+    length = first_length
+    if batch > 0:
+        length = tl.load(lengths + batch)
+    # No sequence is longer than its cache, whatever the tensor says.
+    length = tl.minimum(tl.maximum(length, 0), capacity)
+    used, per_split = cut_splits(length, splits, BLOCK_N, LEAST_BLOCKS)
+    last = tl.full((), 0, tl.int32)
+    if split < used:
+        begin = split * per_split
+        row = (kv_head * PARTS + head % PARTS) * ROWS
+        o, lse = attend(
+            q, k, v, block_table + batch.to(tl.int64) * stride_pages, strides_q, strides_k, strides_v,
+            batch, kv_head, row, begin, tl.minimum(begin + per_split, length),
+            ROWS, BLOCK_ROWS, HEAD_DIM, BLOCK_N, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
+        )  # fmt: skip
+        rows = tl.arange(0, BLOCK_ROWS)
+        place = ticket.to(tl.int64) * ROWS + rows
+        at = place[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        tl.store(partials + at, o, mask=(rows < ROWS)[:, None] & (at >= 0))
+        lses = partials + (heads * splits).to(tl.int64) * (ROWS * HEAD_DIM)
+        tl.store(lses + place, lse, mask=rows < ROWS)
+        # Local to this GPU. The last one acquires what the others have stored.
+        last = arrive(counters + head, used).to(tl.int32)
+    return head, used, last
+
+
+@triton.jit
+def merge_splits(
+    partials, heads, splits, head, used,
+    ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """(o [MERGED_ROWS, HEAD_DIM], lse [MERGED_ROWS]) of the `used` parts of a head that `attend_ticket` stored."""
+    rows = tl.arange(0, MERGED_ROWS)
+    dims = tl.arange(0, HEAD_DIM)
+    lses = partials + (heads * splits).to(tl.int64) * (ROWS * HEAD_DIM)
+    most = tl.full((MERGED_ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((MERGED_ROWS,), dtype=tl.float32)
+    acc = tl.zeros((MERGED_ROWS, HEAD_DIM), dtype=tl.float32)
+    for first in range(0, used, MERGED_SPLITS):
+        these = first + tl.arange(0, MERGED_SPLITS)
+        inside = (these < used)[:, None] & (rows < ROWS)[None, :]
+        place = (head * splits + these).to(tl.int64)[:, None] * ROWS + rows[None, :]
+        lse = tl.load(lses + place, mask=inside, other=float("-inf"))
+        at = place[:, :, None] * HEAD_DIM + dims[None, None, :]
+        o = tl.load(partials + at, mask=inside[:, :, None] & (at >= 0), other=0.0)
+        largest = tl.maximum(most, tl.max(lse, axis=0))
+        known = tl.where(largest == float("-inf"), 0.0, largest)
+        weights = tl.exp2(lse - known[None, :])
+        kept = tl.exp2(most - known)
+        total = total * kept + tl.sum(weights, axis=0)
+        acc = acc * kept[:, None] + tl.sum(weights[:, :, None] * o, axis=0)
+        most = largest
+    return normalised(acc, most, total)
+
+
+@triton.jit
+def part_offsets(
+    head, heads, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """Where a rank's part of a head lies among its parts, o [heads * ROWS, HEAD_DIM], then lse [heads * ROWS].
+
+    (offsets of o [MERGED_ROWS, HEAD_DIM], mask; offsets of lse [MERGED_ROWS], mask). Those of o are the result's too.
+    """
+    rows = tl.arange(0, MERGED_ROWS)
+    place = head.to(tl.int64) * ROWS + rows
+    at = place[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    there = rows < ROWS
+    return at, there[:, None] & (at >= 0), heads.to(tl.int64) * (ROWS * HEAD_DIM) + place, there
+
+
+@triton.jit
+def merge_ranks(
+    parts, out, head, heads, area, whole,
+    WORLD: tl.constexpr, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Store the attention of a head over the tokens of all ranks; NaN unless `whole`.
+
+    parts: those of source s begin at s * area. In rank order, so that equal parts give equal bits everywhere.
+    """
+    at, inside, lse_at, there = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
+    missing = float("nan")
+    lses = ()
+    os = ()
+    for source in tl.static_range(WORLD):
+        base = parts + source * area.to(tl.int64)
+        lses = lses + (tl.load(base + lse_at, mask=there & (whole != 0), other=missing),)  # type: ignore[assignment]
+        os = os + (tl.load(base + at, mask=inside & (whole != 0), other=missing),)  # type: ignore[assignment]
+    most = lses[0]  # type: ignore[misc]
+    for source in tl.static_range(1, WORLD):
+        most = tl.maximum(most, lses[source])
+    known = tl.where(most == float("-inf"), 0.0, most)
+    total = tl.zeros((MERGED_ROWS,), dtype=tl.float32)
+    acc = tl.zeros((MERGED_ROWS, HEAD_DIM), dtype=tl.float32)
+    for source in tl.static_range(WORLD):
+        weight = tl.exp2(lses[source] - known)
+        total += weight
+        acc += weight[:, None] * os[source]
+    o, _ = normalised(acc, most, total)
+    o = tl.where(whole != 0, o, missing)
+    tl.store(out + at, o.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,46 @@
+"""flash_decode, strategy `library`: the local tokens by one kernel, NCCL's all-gather of the parts, one kernel more.
+
+On the CPU device, and for operands that the kernels do not take, torch's own operations take their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ditron_inductor.lowering.flash_decode.local import Operands, Shape, make_local
+from ditron_inductor.task import flash_decode as reference
+from ditron_inductor.task.nodes import FlashDecode
+
+
+def make(node: FlashDecode, shape: Shape, device: torch.device, arch: str) -> Callable[[Operands], torch.Tensor]:
+    """[B, Hq, D] of operands of this shape."""
+    if device.type == "cpu" or shape.problem:
+
+        def by_torch(given: Operands) -> torch.Tensor:
+            return reference.flash_decode(
+                given.q,
+                given.k,
+                given.v,
+                given.lengths,
+                given.block_table,
+                scale=node.scale,
+                softcap=node.softcap,
+                world_size=node.world_size,
+                group_name=node.group_name,
+            )
+
+        return by_torch
+    local = make_local(shape, device, arch)
+
+    def by_kernels(given: Operands) -> torch.Tensor:
+        part = local.part(given)
+        parts = part.new_empty(node.world_size * local.area)
+        group = distributed_c10d._resolve_process_group(node.group_name)  # type: ignore[arg-type]
+        dist.all_gather_into_tensor(parts, part, group=group)
+        return local.merged(parts, node.world_size, given.q)
+
+    return by_kernels

@@ -1,0 +1,269 @@
+"""Decode attention over the local part of a cache: a rank's part (o, lse), and the merging of all ranks' parts.
+
+Problem, algorithm. Those of tile.py without the exchange: what `library` does before and after its all-gather.
+Signal protocol. None; a local counter tells which split of a head is the last one.
+Limits. See `Shape.problem`: anything else is left to torch, in `library`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_inductor.device.streams import handle_for
+from ditron_inductor.lowering.flash_decode.attention import attend_ticket, merge_ranks, merge_splits, part_offsets
+from ditron_inductor.lowering.flash_decode.config import (
+    INTERPRETED_SPLITS,
+    Config,
+    Heads,
+    count_splits,
+    deal,
+    merged_splits,
+    select_config,
+)
+from ditron_inductor.lowering.launch import dot_precision, round_up
+from ditron_inductor.lowering.launcher import Arguments, Launcher, local_launcher
+from ditron_inductor.task.nodes import FlashDecode
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DIMS = (16, 32, 64, 128, 256)
+MERGE_WARPS = 4
+
+
+def in_rows(x: torch.Tensor) -> torch.Tensor:
+    """x with contiguous rows; a copy where it has others, since no rank may choose another strategy for its own x."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def strides_in_rows(x: torch.Tensor) -> tuple[int, ...]:
+    """Those of `in_rows`, but for the last one."""
+    if x.stride(-1) == 1:
+        return tuple(x.stride()[:-1])
+    return tuple(math.prod(x.shape[place + 1 :]) for place in range(x.dim() - 1))
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors of a call, see `task.ops`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    lengths: torch.Tensor
+    block_table: torch.Tensor | None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """As the kernels take them."""
+        lengths = self.lengths.contiguous()
+        # Without pages anything that it does not look at.
+        pages = lengths if self.block_table is None else in_rows(self.block_table)
+        return {
+            "q": in_rows(self.q),
+            "k": in_rows(self.k),
+            "v": in_rows(self.v),
+            "lengths": lengths,
+            "block_table": pages,
+        }
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a launch takes from operands of one form. capacity: tokens that a sequence's cache holds. page: tokens of a
+    block, 0 in a dense cache. problem: why no kernel of ours can run, empty if one can.
+    """
+
+    batch: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    capacity: int
+    page: int
+    dtype: torch.dtype
+    strides_q: tuple[int, ...]
+    strides_k: tuple[int, ...]
+    strides_v: tuple[int, ...]
+    stride_pages: int
+    scale: float
+    softcap: float
+    num_sms: int
+    problem: str
+
+    @functools.cached_property
+    def heads(self) -> Heads:
+        return deal(self.batch, self.query_heads, self.kv_heads)
+
+    @property
+    def rows(self) -> int:
+        """Query heads of all sequences."""
+        return self.batch * self.query_heads
+
+    def config(self, interpreted: bool) -> Config:
+        return select_config(
+            head_dim=self.head_dim, dtype=self.dtype, paged=self.page > 0, interpreted=interpreted
+        )
+
+    def splits(self, config: Config, interpreted: bool) -> int:
+        """Of every head."""
+        programs = INTERPRETED_SPLITS if interpreted else config.programs(self.heads.heads, self.num_sms)
+        return count_splits(self.heads.heads, self.capacity, programs, config)
+
+    def new_partials(self, x: torch.Tensor, splits: int) -> torch.Tensor:
+        """Memory for the parts of all splits."""
+        return torch.empty(self.rows * splits * (self.head_dim + 1), dtype=torch.float32, device=x.device)
+
+    def constants(self, config: Config, splits: int, interpreted: bool) -> dict[str, Any]:
+        """The arguments, but for tensors, that the kernels with attention have in common, and their options."""
+        heads = self.heads
+        return {
+            "heads": heads.heads,
+            "kv_heads": self.kv_heads,
+            "splits": splits,
+            "capacity": self.capacity,
+            "strides_q": self.strides_q,
+            "strides_k": self.strides_k,
+            "strides_v": self.strides_v,
+            "stride_pages": self.stride_pages,
+            "ROWS": heads.rows,
+            "BLOCK_ROWS": heads.block_rows,
+            "MERGED_ROWS": heads.merged_rows,
+            "PARTS": heads.parts,
+            "HEAD_DIM": self.head_dim,
+            "MERGED_SPLITS": merged_splits(heads, self.head_dim),
+            "BLOCK_N": config.block_n,
+            "LEAST_BLOCKS": config.least_blocks,
+            "PAGE": self.page,
+            "SCALE": self.scale,
+            "SOFTCAP": self.softcap,
+            "PRECISION": dot_precision(self.dtype),
+            "UPCAST": interpreted,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
+
+
+def shape_of(node: FlashDecode, given: Operands, num_sms: int) -> Shape:
+    """See Shape. The operands are those of a call that `FlashDecode` allows."""
+    batch, query_heads, head_dim = given.q.shape
+    pages, page = given.block_table, given.k.shape[1]
+    problem = ""
+    if head_dim not in HEAD_DIMS:
+        problem = f"heads have {head_dim} elements, not one of {', '.join(map(str, HEAD_DIMS))}"
+    elif given.q.dtype not in DTYPES:
+        problem = f"no kernel of ours takes {given.q.dtype}"
+    return Shape(
+        batch=batch,
+        query_heads=query_heads,
+        kv_heads=given.k.shape[2],
+        head_dim=head_dim,
+        capacity=page if pages is None else page * pages.shape[1],
+        page=0 if pages is None else page,
+        dtype=given.q.dtype,
+        strides_q=strides_in_rows(given.q),
+        strides_k=strides_in_rows(given.k),
+        strides_v=strides_in_rows(given.v),
+        stride_pages=0 if pages is None else strides_in_rows(pages)[0],
+        scale=node.scale,
+        softcap=node.softcap,
+        num_sms=num_sms,
+        problem=problem,
+    )
+
+
+@triton.jit(do_not_specialize=["heads", "kv_heads", "splits"])
+def local_attention_kernel(
+    q, k, v, lengths, block_table, part, partials, counters,
+    heads, kv_heads, splits, capacity, strides_q, strides_k, strides_v, stride_pages,
+    ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr,
+    PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """part: this rank's o [heads * ROWS, HEAD_DIM], then lse [heads * ROWS]. One program for each ticket."""
+    head, used, last = attend_ticket(
+        tl.program_id(0), tl.load(lengths), q, k, v, lengths, block_table, partials, counters, heads, kv_heads,
+        splits, capacity, strides_q, strides_k, strides_v, stride_pages,
+        ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
+    )  # fmt: skip
+    if last != 0:
+        o, lse = merge_splits(partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS)
+        at, inside, lse_at, there = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
+        tl.store(part + at, o, mask=inside)
+        tl.store(part + lse_at, lse, mask=there)
+
+
+@triton.jit(do_not_specialize=["heads"])
+def merge_ranks_kernel(
+    parts, out, heads, area,
+    WORLD: tl.constexpr, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """out [heads * ROWS, HEAD_DIM] of the gathered parts [WORLD, area]. One program for each head."""
+    whole = tl.full((), 1, tl.int32)
+    merge_ranks(parts, out, tl.program_id(0), heads, area, whole, WORLD, ROWS, MERGED_ROWS, HEAD_DIM)
+
+
+@dataclass(frozen=True)
+class LocalAttention:
+    """The kernels without an exchange, for operands of one form on one device."""
+
+    shape: Shape
+    config: Config
+    interpreted: bool
+    attention: Launcher
+    merge: Launcher
+
+    @property
+    def area(self) -> int:
+        """Elements of a rank's parts."""
+        return round_up(self.shape.rows * (self.shape.head_dim + 1), 16)
+
+    def part(self, given: Operands, counters: torch.Tensor | None = None) -> torch.Tensor:
+        """The local tokens' part, fp32 [area]. counters: int32 zeros, one for each head, which are zeros afterwards."""
+        q, shape = given.q, self.shape
+        splits = shape.splits(self.config, self.interpreted)
+        part = torch.empty(self.area, dtype=torch.float32, device=q.device)
+        if counters is None:
+            counters = torch.zeros(shape.heads.heads, dtype=torch.int32, device=q.device)
+        partials = shape.new_partials(q, splits)
+
+        def arguments() -> Arguments:
+            values = shape.constants(self.config, splits, self.interpreted)
+            return Arguments(programs=shape.heads.heads * splits, values=values)
+
+        tensors = {**given.tensors(), "part": part, "partials": partials, "counters": counters}
+        self.attention(handle_for(q), arguments, (), (), tensors)
+        return part
+
+    def merged(self, parts: torch.Tensor, world_size: int, q: torch.Tensor) -> torch.Tensor:
+        """[B, Hq, D] of the parts [world_size * area] of all ranks."""
+        heads = self.shape.heads
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+
+        def arguments() -> Arguments:
+            values = {
+                "heads": heads.heads,
+                "area": self.area,
+                "WORLD": world_size,
+                "ROWS": heads.rows,
+                "MERGED_ROWS": heads.merged_rows,
+                "HEAD_DIM": self.shape.head_dim,
+                "num_warps": MERGE_WARPS,
+            }
+            return Arguments(programs=heads.heads, values=values)
+
+        self.merge(handle_for(q), arguments, (), (), {"parts": parts, "out": out})
+        return out
+
+
+def make_local(shape: Shape, device: torch.device, arch: str, config: Config | None = None) -> LocalAttention:
+    """For a shape without a problem, on a device of `arch`. config: in place of the one that is chosen by default."""
+    interpreted = device.type == "cpu"
+    config = (config or shape.config(interpreted)).for_arch(arch)
+    attention = local_launcher(local_attention_kernel, device)
+    merge = local_launcher(merge_ranks_kernel, device)
+    return LocalAttention(shape, config, interpreted, attention, merge)

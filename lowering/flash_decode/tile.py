@@ -1,0 +1,190 @@
+"""flash_decode, strategy `tile`: attention over the local tokens, the exchange and the merging in one launch.
+
+Problem. While a long answer is generated, every rank holds some tokens of the KV cache, and all need the attention of
+the new tokens over all of them. It takes as long as reading the local keys and values does; what follows is small, and
+what counts there is launches and rounds of signals, one after the other.
+Algorithm. Split-KV: a ticket is a part of the local tokens of one piece of heads (see config.py), so that all SMs read
+even for one sequence. The last split of a head merges their parts and puts the rank's part, o and lse in fp32, into the
+slot of every rank, the own one too. A program merges the ranks' parts of a head, in rank order, once it has sent the
+next one, or has no further ticket: every rank adds up the same values in the same order, so all hold the same bits.
+Lengths are read on the device: splits follow them in a replayed CUDA graph. A rank without tokens sends 0 and -inf.
+Signal protocol. Flag row `head // PER_FLAG`, one word for each source, by the program that sends the flag's last head.
+Before its first push a program waits for the credits of all peers. A program that waits for a head has finished all the
+tickets that it took, and every rank takes the tickets of a head before those of later ones: the first head that some
+rank has not sent is being computed by programs that wait for none. So one resident program is enough.
+After a failure a head's part is not sent; its result is NaN.
+Limits. A local counter for each head and flag: see `obstacle`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.layout import COUNTERS, REVOKED_ROW, TILE_TICKET
+from ditron_inductor.core.signals import (
+    arrive,
+    ask_to_send,
+    close,
+    current_epoch,
+    data,
+    granted,
+    healthy,
+    last_use,
+    leave,
+    may_send,
+    publish_all,
+    request_ticket,
+    settle,
+    wait_all,
+)
+from ditron_inductor.lowering.flash_decode.attention import attend_ticket, merge_ranks, merge_splits, part_offsets
+from ditron_inductor.lowering.flash_decode.config import INTERPRETED_PROGRAMS
+from ditron_inductor.lowering.flash_decode.local import Operands, Shape
+from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
+from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.task.nodes import FlashDecode
+
+
+@triton.jit(do_not_specialize=["heads", "kv_heads", "splits", "rank", "slot", "site"])
+def flash_decode_kernel(
+    q, k, v, lengths, block_table, out, partials, table, ctl, counters,
+    heads, kv_heads, splits, capacity, area, strides_q, strides_k, strides_v, stride_pages,
+    rank, slot, site,
+    WORLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr,
+    PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr, PER_FLAG: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    THREADS: tl.constexpr,
+):  # fmt: skip
+    """See the module, and attention.py for the operands. out [heads * ROWS, HEAD_DIM], contiguous.
+
+    area: elements of a source's parts in the slot. capacity: tokens that a cache holds at most.
+    """
+    # All questions before the first answer: one after the other they would take as long as a signal.
+    request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
+    epoch = current_epoch(ctl, slot)
+    due = last_use(ctl)
+    first_length = tl.load(lengths)
+    own = data(table, ctl, rank, slot, tl.float32)
+    slots = ()
+    for i in tl.static_range(WORLD):
+        slots = slots + (data(table, ctl, (rank + i) % WORLD, slot, tl.float32),)  # type: ignore[assignment]
+    ticket = granted(request, THREADS)
+    tickets = heads * splits
+    # -1 as long as the answers have not been looked at.
+    ok = tl.full((), -1, tl.int32)
+    # The flag that was sent last, and whose heads are not merged yet.
+    pending = tl.full((), -1, tl.int32)
+    left = request
+    if ticket >= tickets:
+        left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+    while (ticket < tickets) | (pending >= 0):
+        current = tl.full((), -1, tl.int32)
+        if ticket < tickets:
+            request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+            head, used, last = attend_ticket(
+                ticket, first_length, q, k, v, lengths, block_table, partials, counters, heads, kv_heads, splits,
+                capacity, strides_q, strides_k, strides_v, stride_pages,
+                ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
+            )  # fmt: skip
+            if last != 0:
+                o, lse = merge_splits(
+                    partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS
+                )  # fmt: skip
+                if ok < 0:
+                    # Credits: nobody reads any more what the slot's previous use left there.
+                    ok = may_send(
+                        asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS
+                    )  # fmt: skip
+                if ok != 0:
+                    at, inside, lse_at, there = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
+                    for i in tl.static_range(WORLD):
+                        parts = slots[i] + rank * area.to(tl.int64)
+                        tl.store(parts + at, o, mask=inside)
+                        tl.store(parts + lse_at, lse, mask=there)
+                current = head // PER_FLAG
+                if PER_FLAG > 1:
+                    others = tl.minimum(PER_FLAG, heads - current * PER_FLAG)
+                    if arrive(counters + heads + current, others):
+                        # A head that was not sent, by another program, has left the workspace poisoned.
+                        ok = ok & healthy(ctl)
+                    else:
+                        current = tl.full((), -1, tl.int32)
+                if (current >= 0) & (ok != 0):
+                    # The heads' parts lie in every peer's slot.
+                    publish_all(table, slot, current, rank, site, epoch, WORLD)
+            if ticket == 0:
+                settle(tl.where(healthy(ctl) != 0, due, 0), table, rank, site, WORLD)
+            ticket = granted(request, THREADS)
+            if ticket >= tickets:
+                # Before the last wait.
+                left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+        if (pending >= 0) & ((current >= 0) | (ticket >= tickets)):
+            # Acquire: the heads' parts of all peers. The own ones were acquired, or stored before a barrier.
+            whole = ok & wait_all(table, ctl, rank, slot, pending, site, epoch, WORLD)
+            for index in range(0, PER_FLAG):
+                head = pending * PER_FLAG + index
+                if head < heads:
+                    merge_ranks(own, out, head, heads, area, whole, WORLD, ROWS, MERGED_ROWS, HEAD_DIM)
+            pending = tl.full((), -1, tl.int32)
+        pending = tl.where(current >= 0, current, pending)
+    close(granted(left, THREADS), ctl, slot, epoch)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What all ranks share: elements of a rank's parts, heads of a flag, the slot's bytes."""
+
+    area: int
+    per_flag: int
+    nbytes: int
+
+
+def obstacle(shape: Shape) -> str:
+    """Why the kernel cannot run for operands of this shape, empty if it can."""
+    if shape.problem:
+        return shape.problem
+    most = COUNTERS.value // 2
+    heads = shape.heads.heads
+    return "" if heads <= most else f"{heads} heads of all sequences are more than {most}"
+
+
+def geometry(node: FlashDecode, launch: Launch, shape: Shape) -> Geometry:
+    """See Geometry: from what is the same on every rank, so not from how many tokens a cache holds."""
+    area = round_up(shape.rows * (shape.head_dim + 1), 16)
+    per_flag = launch.chunk_tiles(shape.heads.heads, REVOKED_ROW.value)
+    return Geometry(area=area, per_flag=per_flag, nbytes=4 * node.world_size * area)
+
+
+def flash_decode(node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shape, given: Operands) -> torch.Tensor:
+    """[B, Hq, D]. See the module."""
+    config = shape.config(launch.interpreted).for_arch(launch.workspace.capabilities.arch)
+    # Of this device: how its cache is cut is nobody else's business.
+    programs = INTERPRETED_PROGRAMS if launch.interpreted else config.programs(shape.heads.heads, shape.num_sms)
+    splits = shape.splits(config, launch.interpreted)
+    out = torch.empty_like(given.q, memory_format=torch.contiguous_format)
+    partials = shape.new_partials(given.q, splits)
+
+    def arguments() -> Arguments:
+        values: dict[str, Any] = {
+            **shape.constants(config, splits, launch.interpreted),
+            "area": sizes.area,
+            "PER_FLAG": sizes.per_flag,
+            "WORLD": node.world_size,
+            "THREADS": config.num_warps * (64 if launch.workspace.capabilities.arch.startswith("gfx9") else 32),
+            "rank": launch.rank,
+        }
+        return Arguments(programs=min(shape.heads.heads * splits, programs), values=values)
+
+    tensors = {**given.tensors(), "out": out, "partials": partials}
+    launch.run(flash_decode_kernel, sizes.nbytes, arguments, tensors)
+    return out
+
+
+assert COUNTERS.value // 2 + ceil_div(COUNTERS.value // 2, REVOKED_ROW.value) <= COUNTERS.value

@@ -1,0 +1,1 @@
+"""Strategies of `matmul_all_to_all`: one file each."""

@@ -1,0 +1,257 @@
+"""matmul_all_to_all, strategy `tile`: out = all_to_all(a @ b + bias), columns scattered, rows gathered, in one launch.
+
+Problem. Every rank holds its rows a [M, K] and b [K, N]; rank r wants, of all rows of all ranks, its own columns of the
+product: of each of `parts` parts the r-th of W runs of C columns. Nothing is added up, so every tile has one reader.
+Algorithm. One queue of work: the tiles of the product, those for rank + 1 first and the own ones last, then copies of
+what peers have sent. A tile lies in one run of columns. A finished one for a peer goes into the program's outbox, from
+where the K loop of its next tile carries it into the peer's slot; an own one goes straight into the output. The last
+tickets copy the peers' tiles from the slot into the output, those of rank - 1 first, in the order in which they are
+made: by then only the last of them are still on their way.
+Signal protocol. Flag row `tile // chunk_tiles` of a peer, one word for each source. A push waits for the credits of all
+peers for the slot's previous use; the next launch gives those of this one. Every push precedes every flag wait in
+ticket order, and a program carries and publishes what it has before it waits for a flag. All ranks send as much as they
+receive, so none runs ahead.
+Limits. The gathered dimension is not the last one, and the group's size times `parts` divides N.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
+from ditron_inductor.core.matmul import (
+    carry,
+    further_products,
+    further_products_by_descriptors,
+    matmul_steps,
+    matmul_steps_by_descriptors,
+    plus_bias,
+    rows_descriptor,
+    weight_descriptor,
+)
+from ditron_inductor.core.order import grouped, interleaved_row, scatter_order
+from ditron_inductor.core.signals import (
+    credits_due,
+    current_epoch,
+    data,
+    finish,
+    granted,
+    healthy,
+    request_ticket,
+    settle,
+    take_tile,
+    wait,
+    wait_credits,
+)
+from ditron_inductor.lowering.config import Config
+from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
+from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.matmul_all_gather.parts import place_of
+from ditron_inductor.lowering.partials import block_offsets, publish_partial, put_in_outbox
+from ditron_inductor.task.nodes import MatmulAllToAll
+from ditron_inductor.task.ulysses import gathered_shape
+
+
+@triton.jit
+def place_of_tile(tile, num_m, C, parts, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """(first row, part, first column in the part's run of C) of tile `tile` of what one rank gets from another."""
+    blocks = tl.cdiv(C, BLOCK_N)
+    block_row, block_column = grouped(tile, num_m, parts * blocks, GROUP_M)
+    return block_row * BLOCK_M, block_column // blocks, block_column % blocks * BLOCK_N
+
+
+@triton.jit
+def store_tile(
+    result, out, tile, source, num_m, M, C, parts, block,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """Write tile `tile` of what `source` has for this rank to its place in out, without what lies beyond its edges."""
+    row, part, column = place_of_tile(tile, num_m, C, parts, BLOCK_M, BLOCK_N, GROUP_M)
+    offs_m = row + tl.arange(0, BLOCK_M)
+    offs_n = column + tl.arange(0, BLOCK_N)
+    to_rows = interleaved_row(offs_m, source, M, block, WORLD, True).to(tl.int64)
+    inside = (offs_m < M)[:, None] & (offs_n < C)[None, :]
+    tl.store(out + to_rows[:, None] * (parts * C) + (part * C + offs_n)[None, :], result, mask=inside)
+
+
+@triton.jit(do_not_specialize=["parts", "rank", "slot", "site", "chunk_tiles"])
+def matmul_all_to_all_kernel(
+    lefts, rights, bias, out, table, ctl, counters,
+    M, C, parts, depths, block, strides_am, strides_bk, strides_bn,
+    rank, slot, site, chunk_tiles,
+    WORLD: tl.constexpr, COUNTED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
+    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """See the module. lefts [M, K_i] with contiguous K, rights [K_i, N], depths (the K_i) and strides: tuples of
+    NUM_PRODUCTS; bias [N], or anything; N = parts * WORLD * C. out [WORLD * M, parts * C] contiguous, its rows as in
+    interleaved_row.
+
+    A slot has places [peer][tile], and an outbox for each program.
+    """
+    epoch = current_epoch(ctl, slot)
+    alive = healthy(ctl)
+    num_m = tl.cdiv(M, BLOCK_M)
+    tiles = num_m * parts * tl.cdiv(C, BLOCK_N)
+    N = parts * WORLD * C
+    dtype: tl.constexpr = out.dtype.element_ty
+    a_descriptors = ()
+    b_descriptors = ()
+    if DESCRIPTORS:
+        for i in tl.static_range(NUM_PRODUCTS):
+            a_descriptor = rows_descriptor(lefts[i], M, depths[i], strides_am[i], BLOCK_M, BLOCK_K)
+            a_descriptors = a_descriptors + (a_descriptor,)  # type: ignore[assignment]
+            b_descriptor = weight_descriptor(
+                rights[i], N, depths[i], strides_bk[i], strides_bn[i], BLOCK_N, BLOCK_K, (K_MAJOR >> i) & 1
+            )
+            b_descriptors = b_descriptors + (b_descriptor,)  # type: ignore[assignment]
+    BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
+    # In 32-bit words, as it is carried.
+    BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
+    outbox = data(table, ctl, rank, slot, dtype) + ((WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
+    # Whether the credits have come, and the tile that waits in the outbox: for nobody if it is the rank.
+    credited = tl.full((), 0, tl.int32)
+    ok = alive
+    sent_owner = rank + 0
+    sent_tile = tl.full((), 0, tl.int32)
+    ticket = take_tile(ctl, slot)
+    if ticket == 0:
+        settle(credits_due(ctl, alive), table, rank, site, WORLD)
+    while ticket < WORLD * tiles:
+        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        owner = scatter_order(ticket // tiles, rank, WORLD)
+        tile = ticket % tiles
+        row, part, column = place_of_tile(tile, num_m, C, parts, BLOCK_M, BLOCK_N, GROUP_M)
+        column += (part * WORLD + owner) * C
+        place = (place_of(rank, sent_owner, WORLD) * tiles + sent_tile).to(tl.int64) * BLOCK
+        target = data(table, ctl, sent_owner, slot, dtype) + tl.where(sent_owner != rank, place, 0)
+        carried = tl.where(sent_owner != rank, BLOCK_WORDS, 0)
+        # The bias first: behind the product there are no registers left for it.
+        acc = plus_bias(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), bias, column, N, BLOCK_N, HAS_BIAS)
+        if DESCRIPTORS:
+            acc = matmul_steps_by_descriptors(
+                acc, 0, tl.cdiv(depths[0], BLOCK_K), a_descriptors[0], b_descriptors[0],  # type: ignore[misc]
+                row, column, outbox, (target,), carried, 1,
+                BLOCK_K, K_MAJOR & 1, PRECISION, UPCAST, 1, PIECE,
+            )  # fmt: skip
+            acc = further_products_by_descriptors(
+                acc, a_descriptors, b_descriptors, row, column, depths, outbox,
+                BLOCK_K, K_MAJOR, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
+            )  # fmt: skip
+        else:
+            rows_m = tl.minimum(row + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
+            acc = matmul_steps(
+                acc, lefts[0] + rows_m * strides_am[0], rights[0], strides_bk[0], strides_bn[0], column, N, depths[0],
+                outbox, (target,), carried, 1,
+                BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 1, PIECE,
+            )  # fmt: skip
+            acc = further_products(
+                acc, lefts, rows_m, strides_am, rights, strides_bk, strides_bn, column, N, depths, outbox,
+                BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
+            )  # fmt: skip
+        if sent_owner != rank:
+            publish_partial(
+                table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED
+            )  # fmt: skip
+            sent_owner = rank + 0
+        if credited == 0:
+            # Credits: nobody reads any more what the slot's previous use left there.
+            ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+            credited += 1
+        result = tl.where(ok != 0, acc, float("nan")).to(dtype)
+        if owner == rank:
+            store_tile(result, out, tile, rank, num_m, M, C, parts, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
+        elif ok != 0:
+            put_in_outbox(outbox, result, BLOCK_M, BLOCK_N)
+            sent_owner = owner
+            sent_tile = tile
+        ticket = granted(request, THREADS)
+    # Sends before waits: what is left in the outbox goes now.
+    if sent_owner != rank:
+        place = (place_of(rank, sent_owner, WORLD) * tiles + sent_tile).to(tl.int64) * BLOCK
+        carry(outbox, (data(table, ctl, sent_owner, slot, dtype) + place,), 0, BLOCK_WORDS, 1, 1, PIECE)
+        publish_partial(table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED)
+    # Looked up again: no register holds it while tiles are computed.
+    own = data(table, ctl, rank, slot, dtype)
+    while ticket < (2 * WORLD - 1) * tiles:
+        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        tile = ticket % tiles
+        # Rank - 1 sends to this one first.
+        source = (rank + 2 * WORLD - 1 - ticket // tiles) % WORLD
+        # Acquire: all tiles of the chunk, which the source pushed before it published this flag.
+        whole = alive & wait(table, ctl, rank, slot, tile // chunk_tiles, source, site, epoch)
+        offsets = block_offsets(place_of(source, rank, WORLD) * tiles + tile, BLOCK_M, BLOCK_N)
+        result = tl.load(own + offsets, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
+        store_tile(result, out, tile, source, num_m, M, C, parts, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
+        ticket = granted(request, THREADS)
+    finish(ctl, slot, epoch)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes that all ranks share: rows M of a rank, C columns in each of its runs, tile shape, tiles of what one rank
+    gets from another, programs, the slot's bytes.
+    """
+
+    M: int
+    C: int
+    config: Config
+    tiles: int
+    programs: int
+    nbytes: int
+
+
+def geometry(node: MatmulAllToAll, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
+    """a [.., K]; columns: N. See Geometry."""
+    M, world = math.prod(a.shape[:-1]), node.world_size
+    C = columns // (node.parts * world)
+    config = launch.config(rows=M, columns=C, repeats=world * node.parts, dtype=a.dtype)
+    tiles = ceil_div(M, config.block_m) * node.parts * ceil_div(C, config.block_n)
+    programs = launch.programs(world * tiles, config)
+    nbytes = ((world - 1) * tiles + programs) * config.block_m * config.block_n * a.element_size()
+    return Geometry(M=M, C=C, config=config, tiles=tiles, programs=programs, nbytes=nbytes)
+
+
+def matmul_all_to_all(
+    node: MatmulAllToAll,
+    launch: Launch,
+    sizes: Geometry,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """a_i [.., S, .., K_i] with S at `gather_dim`, b_i [K_i, N], bias [N]; returns [.., W*S, .., N / W]. See the
+    module.
+    """
+    out = a[0].new_empty(gathered_shape(a[0].shape, b[0].shape[1], node.gather_dim, node.world_size))
+    lefts, rights = longest_first(a, b)
+
+    def arguments() -> Arguments:
+        chunk_tiles = launch.chunk_tiles(sizes.tiles, MAX_CHUNKS.value)
+        return Arguments(
+            programs=sizes.programs,
+            values=dict(
+                M=sizes.M,
+                C=sizes.C,
+                parts=node.parts,
+                **sum_sizes(lefts, rights),
+                block=launch.shard_block(list(a[0].shape), node.gather_dim),
+                rank=launch.rank,
+                chunk_tiles=chunk_tiles,
+                WORLD=node.world_size,
+                COUNTED=chunk_tiles > 1,
+                **launch.sum_constants(sizes.config, lefts, rights, bias),
+            ),
+        )
+
+    tensors = {"lefts": lefts, "rights": rights, "bias": out if bias is None else bias.contiguous(), "out": out}
+    launch.run(matmul_all_to_all_kernel, sizes.nbytes, arguments, tensors)
+    return out

@@ -1,0 +1,216 @@
+"""What the passes read of attention: aten's calls of it, and the views between them and what is gathered or scattered.
+
+Inductor shows scaled dot-product attention as one call of a kernel's own op, `_scaled_dot_product_*_attention`, and its
+backward as another. A few views stand between its keys [B, H, S, D] and the tensor that was gathered along the sequence
+(heads are split off, dimensions moved, keys and values taken apart): `follow` finds where the gathered dimension goes
+through them, and `replay` applies them to one rank's part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.passes import proofs, rewriting
+from ditron_inductor.passes.reasons import ReasonCode
+
+aten = torch.ops.aten
+
+SEQUENCE = 2
+"""The dimension of keys that is gathered."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What is known of one op. square: its causal mask is known for as many queries as keys only. lse: the
+    dimensions that its logarithms have behind [B, H, S].
+    """
+
+    square: bool
+    lse: int = 0
+
+
+FORWARD: dict[object, Kernel] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: Kernel(square=False),
+    aten._scaled_dot_product_flash_attention.default: Kernel(square=True),
+    aten._scaled_dot_product_efficient_attention.default: Kernel(square=False),
+    aten._scaled_dot_product_cudnn_attention.default: Kernel(square=True, lse=1),
+    aten._scaled_dot_product_fused_attention_overrideable.default: Kernel(square=True),
+}
+BACKWARD: dict[object, Kernel] = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: Kernel(square=False),
+    aten._scaled_dot_product_flash_attention_backward.default: Kernel(square=True),
+    aten._scaled_dot_product_efficient_attention_backward.default: Kernel(square=False),
+    aten._scaled_dot_product_cudnn_attention_backward.default: Kernel(square=True, lse=1),
+}
+FOLLOWED: frozenset[object] = proofs.ORDER_KEEPING | proofs.TRANSPOSES | proofs.SLICES | {aten.select.int}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A call of one of these ops, without dropout and without a tensor as its mask."""
+
+    node: fx.Node
+    kernel: Kernel
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    mask: str
+    scale: float
+
+
+def read_attention(node: fx.Node) -> Attention | ReasonCode:
+    """Proves that a call of a forward or backward op of attention is one that our ops compute."""
+    kernel = (FORWARD | BACKWARD)[node.target]
+    bound = proofs.arguments(node)
+    q, k, v = bound["query"], bound["key"], bound["value"]
+    values = [proofs.tensor(one) for one in (q, k, v)]
+    rejected = proofs.rejected_dtypes(values)
+    if rejected is not None:
+        return rejected
+    if bound["dropout_p"] != 0.0:
+        return ReasonCode.ATTENTION_DROPOUT
+    if bound.get("attn_mask", bound.get("attn_bias")) is not None:
+        return ReasonCode.ATTENTION_MASK
+    if bound.get("return_debug_mask") or any(value is None or value.ndim != 4 for value in values):
+        return ReasonCode.ATTENTION_FORM
+    q_value, k_value, v_value = (value for value in values if value is not None)
+    (B, heads, queries, D), (_, key_heads, keys, _) = q_value.shape, k_value.shape
+    scale = bound["scale"]
+    if scale is None and isinstance(D, int):
+        scale = 1.0 / math.sqrt(D)
+    shared = isinstance(heads, int) and isinstance(key_heads, int) and key_heads > 0 and heads % key_heads == 0
+    fits = proofs.same_shape(k_value.shape, v_value.shape) and proofs.known_equal(B, k_value.shape[0])
+    if not isinstance(scale, (int, float)) or not shared or not fits or not proofs.known_equal(D, k_value.shape[3]):
+        return ReasonCode.ATTENTION_FORM
+    causal = bound["is_causal"]
+    if not isinstance(causal, bool) or (causal and kernel.square and not proofs.known_equal(queries, keys)):
+        return ReasonCode.ATTENTION_FORM
+    return Attention(node, kernel, q, k, v, "causal" if causal else "full", float(scale))
+
+
+def source_of(node: fx.Node) -> fx.Node:
+    """What a node of FOLLOWED is a view of."""
+    part = proofs.piece(node)
+    source = node.args[0] if part is None else part.source
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def views_above(node: fx.Node, ends: Sequence[fx.Node]) -> list[fx.Node] | None:
+    """[end, .., node], each but the first a view of the one before; None if `node` is no view of any of `ends`."""
+    chain = [node]
+    while chain[-1] not in ends:
+        last = chain[-1]
+        if last.op != "call_function" or last.target not in FOLLOWED or proofs.tensor(last) is None:
+            return None
+        chain.append(source_of(last))
+    return chain[::-1]
+
+
+def follow(chain: Sequence[fx.Node], dim: int, world_size: int) -> int | None:
+    """Where dimension `dim` of the first node of a chain of views is in the last one, with all of its elements, each
+    rank's part of it still together and in rank order; None if that cannot be proved.
+    """
+    found: int | None = dim
+    for view in chain[1:]:
+        if found is None:
+            return None
+        found = _next_dim(view, found, world_size)
+    return found
+
+
+def _next_dim(view: fx.Node, dim: int, world_size: int) -> int | None:
+    source, result = proofs.tensor(source_of(view)), proofs.tensor(view)
+    if source is None or result is None:
+        return None
+    if view.target in proofs.TRANSPOSES:
+        return proofs.permutation(view).index(dim)
+    if view.target is aten.select.int:
+        left_out = proofs.arguments(view)["dim"] % source.ndim
+        return None if left_out == dim else dim - (left_out < dim)
+    if view.target in proofs.SLICES:
+        part = proofs.piece(view)
+        return dim if part is not None and part.dim != dim else None
+    if view.target not in proofs.ORDER_KEEPING:
+        return None
+    before = math.prod(source.shape[:dim])
+    for place, length in enumerate(result.shape):
+        same = proofs.known_equal(math.prod(result.shape[:place]), before)
+        if same and proofs.known_equal(length, source.shape[dim]):
+            return place
+        # Nothing stands outside of it: each rank's part is one run of the memory, however that is divided.
+        leading = same and before == 1 and isinstance(length, int) and length > 1
+        if leading and length % world_size == 0:
+            return place
+    return None
+
+
+def replay(graph: fx.Graph, chain: Sequence[fx.Node], dim: int, world_size: int, local: fx.Node) -> fx.Node:
+    """Inserts the views of `chain` for one rank's part, `local`, of its first node along `dim`; their last one."""
+    place: int | None = dim
+    for view in chain[1:]:
+        assert place is not None
+        place = _next_dim(view, place, world_size)
+        assert place is not None
+        args = _local_args(view, local, place)
+        if args is not None:
+            local = _insert(graph, view, args)
+    return local
+
+
+def replayable(chain: Sequence[fx.Node], dim: int, world_size: int) -> bool:
+    """Whether `replay` can: it takes sizes that are known, but for the gathered one."""
+    place: int | None = dim
+    for view in chain[1:]:
+        place = None if place is None else _next_dim(view, place, world_size)
+        if place is None:
+            return False
+        shape = view.meta["val"].shape
+        if view.target in proofs.ORDER_KEEPING and not all(
+            isinstance(length, int) for index, length in enumerate(shape) if index != place
+        ):
+            return False
+        part = proofs.piece(view) if view.target in proofs.SLICES else None
+        if part is not None and not (isinstance(part.start, int) and isinstance(part.length, int)):
+            return False
+    return True
+
+
+def _local_args(view: fx.Node, local: fx.Node, place: int) -> tuple[Any, tuple[Any, ...]] | None:
+    """(op, arguments) of a view of `local`; None for a copy, which it need not be."""
+    if view.target in proofs.TRANSPOSES:
+        return aten.permute.default, (local, proofs.permutation(view))
+    if view.target is aten.select.int:
+        return aten.select.int, (local, *view.args[1:])
+    if view.target in proofs.SLICES:
+        part = proofs.piece(view)
+        assert part is not None
+        return aten.slice.Tensor, (local, part.dim, part.start, part.start + part.length)
+    if view.target in (aten.clone.default, aten.alias.default, aten.detach.default):
+        return None
+    shape = view.meta["val"].shape
+    return aten.reshape.default, (local, [-1 if index == place else length for index, length in enumerate(shape)])
+
+
+def _insert(graph: fx.Graph, origin: fx.Node, call: tuple[Any, tuple[Any, ...]]) -> fx.Node:
+    target, args = call
+    node = graph.call_function(target, args)
+    node.meta.update(rewriting.copied_meta(origin))
+    node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
+    return node
+
+
+def unread(graph: fx.Graph, like: fx.Node) -> fx.Node:
+    """Inserts zeros in the place of what a kernel keeps for a dropout that there is not: nobody reads them."""
+    value = like.meta["val"]
+    node = graph.call_function(
+        aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    )
+    node.meta.update(rewriting.copied_meta(like))
+    return node

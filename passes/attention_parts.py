@@ -1,0 +1,343 @@
+"""Attention in a graph as the algebra of softmaxes sees it: what a rank's part is, and what merges the parts.
+
+Seeds, where chains of `softmax_algebra` begin: a batched product of queries and keys is scores x, indexed by the
+tokens; one of exponentials and values multiplies by v and sums; `where` with -inf takes tokens away, if its condition
+is arange(tokens) < lengths; and torch's attention ops give a weighted sum and the logarithm of its weights. Dimensions
+of operands are followed from the tensors in the graph through views, with roles by where they come out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from operator import getitem
+
+import torch
+from torch import fx
+
+from ditron_inductor.passes import proofs
+from ditron_inductor.passes.collectives import Collective
+from ditron_inductor.passes.softmax_algebra import Algebra, Atoms, Axes, Symbol, Unknown, Value, static_shape
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+VIEWS = proofs.ORDER_KEEPING | {aten.permute.default, aten.transpose.int, aten.expand.default}
+NEGATIONS = (aten.bitwise_not.default, aten.logical_not.default)
+SDPA = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+MUST_BE_OFF = ("dropout_p", "is_causal", "return_debug_mask")
+MUST_BE_NONE = ("attn_bias", "attn_mask")
+
+
+@dataclass(frozen=True)
+class Root:
+    """A tensor of the graph, and the atoms of its dimensions."""
+
+    node: fx.Node
+    axes: Axes
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What x of an attention is: products of query and keys over `dim`, indexed by the tokens `atom`.
+
+    lengths: None, or (a tensor, its atoms, what to add to it): only tokens below are there.
+    """
+
+    node: fx.Node
+    query: Root
+    keys: Root
+    atom: int
+    dim: tuple[int, ...]
+    lengths: tuple[fx.Node, Axes, int] | None = None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What x and v of the merging are: the gathered parts, indexed by the rank."""
+
+    atom: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A rank's output and log-sum-exp, and what gathers them: one collective each, or one for both, side by side in the
+    last dimension.
+    """
+
+    output: fx.Node
+    logsum: fx.Node
+    gathers: tuple[Collective, ...]
+
+
+class Attention:
+    """The seeds of the algebra for the part of a rank, and for the merging of two gathered tensors."""
+
+    def __init__(self) -> None:
+        self.atoms = Atoms()
+        self.algebra = Algebra(self.atoms, self._seed)
+        self._gathered: dict[fx.Node, Value] = {}
+        self._joined: dict[fx.Node, tuple[Axes, tuple[int, ...], Ranks]] = {}
+        self._calls: dict[fx.Node, Axes] = {}
+
+    def gather(self, parts: Parts) -> Ranks:
+        """Let the gathered outputs and log-sum-exps be v and x."""
+        ranks = Ranks(self.atoms.atom(parts.gathers[0].world_size))
+        places = [self.algebra.value(part).axes for part in (parts.output, parts.logsum)]
+        if not all(places):
+            raise Unknown(parts.output)
+        axes = [((ranks.atom, *place[0]), *place[1:]) for place in places]
+        if len(parts.gathers) == 1:
+            if self.atoms.of(axes[0][:-1]) != self.atoms.of(axes[1][:-1]):
+                raise Unknown(parts.logsum)
+            both = self.atoms.new((static_shape(parts.gathers[0].wait)[-1],))
+            self._joined[parts.gathers[0].wait] = (*axes[0][:-1], *both), self.atoms.flat(axes[0][-1]), ranks
+            return ranks
+        for gather, place, symbol in zip(parts.gathers, axes, (("v", ranks), ("x", ranks)), strict=True):
+            self._gathered[gather.wait] = Value(place, {symbol: 1.0}, is_log=symbol[0] == "x")
+        return ranks
+
+    def _taken_apart(self, node: fx.Node) -> Value | None:
+        """One of the two that were gathered side by side; None if that is not what `node` is."""
+        cut = _cut(node)
+        if cut is None:
+            return None
+        source, dim, start, length, kept = cut
+        chain = [source]
+        while chain[-1] not in self._joined and chain[-1].target in VIEWS and chain[-1].args:
+            above = chain[-1].args[0]
+            assert isinstance(above, fx.Node)
+            chain.append(above)
+        if chain[-1] not in self._joined:
+            return None
+        axes, wide, ranks = self._joined[chain[-1]]
+        both = axes[-1]
+        for view in reversed(chain[:-1]):
+            if view.target is aten.expand.default:
+                raise Unknown(view)
+            axes = self._viewed(view, axes)
+        dim %= len(axes)
+        size = math.prod(self.atoms.size(atom) for atom in wide)
+        if axes[dim] != both:
+            raise Unknown(node)
+        if (start, length) == (0, size) and kept:
+            return Value((*axes[:dim], wide, *axes[dim + 1 :]), {("v", ranks): 1.0}, is_log=False)
+        if (start, length) != (size, 1):
+            raise Unknown(node)
+        return Value((*axes[:dim], *[()] * kept, *axes[dim + 1 :]), {("x", ranks): 1.0}, is_log=True)
+
+    def _seed(self, node: fx.Node) -> Value | None:
+        if node in self._gathered:
+            return self._gathered[node]
+        if node.op != "call_function":
+            return None
+        if node.target is aten.bmm.default:
+            return self._product(node)
+        if node.target is aten.where.self:
+            return self._masked(node)
+        if node.target is getitem and isinstance(node.args[0], fx.Node) and node.args[0].target in SDPA:
+            return self._sdpa(node, node.args[0])
+        return self._taken_apart(node) if self._joined else None
+
+    def _product(self, node: fx.Node) -> Value:
+        """Scores, or their exponentials times values."""
+        left, right = node.args
+        assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+        try:
+            weights = self.algebra.value(left)
+        except Unknown:
+            return self._scores(node, left, right)
+        root, (batch, tokens, dim) = self._root(right)
+        axes = self.atoms.of(weights.axes)
+        if not self.atoms.bind(batch, axes[0]) or not self.atoms.bind(tokens, axes[2]):
+            raise Unknown(node)
+        weighted = Value(weights.axes, {**weights.power, ("v", root): 1.0}, weights.is_log)
+        total = self.algebra.total(weighted, [2], node, keepdim=True)
+        return replace(total, axes=(*total.axes[:2], dim))
+
+    def _scores(self, node: fx.Node, left: fx.Node, right: fx.Node) -> Value:
+        query, (batch, rows, dim) = self._root(left)
+        keys, (key_batch, key_dim, tokens) = self._root(right)
+        if len(tokens) != 1 or not self.atoms.bind(key_batch, batch) or not self.atoms.bind(key_dim, dim):
+            raise Unknown(node)
+        origin = Scores(node, query, keys, tokens[0], dim)
+        return Value((batch, rows, tokens), {("x", origin): 1.0}, is_log=True)
+
+    def _root(self, node: fx.Node) -> tuple[Root, Axes]:
+        """(what `node` is a view of, the axes of `node`); casts between floating-point types do not count."""
+        chain = [node]
+        while chain[-1].op == "call_function" and (chain[-1].target in VIEWS or _widens(chain[-1])):
+            source = chain[-1].args[0]
+            assert isinstance(source, fx.Node)
+            chain.append(source)
+        root = Root(chain[-1], self.atoms.new(static_shape(chain[-1])))
+        axes = root.axes
+        for view in reversed(chain[:-1]):
+            if view.target is aten.expand.default:
+                shape = static_shape(view)
+                padded = ((),) * (len(shape) - len(axes)) + axes
+                axes = tuple(axis or new for axis, new in zip(padded, self.atoms.new(shape), strict=True))
+            elif view.target in VIEWS:
+                axes = self._viewed(view, axes)
+        return root, axes
+
+    def _viewed(self, view: fx.Node, axes: Axes) -> Axes:
+        """The axes behind a view other than `expand`. Raises Unknown."""
+        if view.target not in proofs.ORDER_KEEPING:
+            return tuple(axes[dim] for dim in proofs.permutation(view))
+        found = self.atoms.reshaped(axes, static_shape(view))
+        if found is None:
+            raise Unknown(view)
+        return found
+
+    def _masked(self, node: fx.Node) -> Value | None:
+        """Scores, and -inf where there is no token; None if that is not what `node` is."""
+        condition, chosen, other = node.args
+        kept = not _is_minus_infinity(chosen)
+        if not kept or not _is_minus_infinity(other):
+            chosen = other if not kept else None
+        if not isinstance(chosen, fx.Node):
+            return None
+        scores = self.algebra.value(chosen)
+        ((symbol, count),) = scores.power.items() if len(scores.power) == 1 else (((), 0.0),)
+        if not symbol or symbol[0] != "x" or not isinstance(symbol[1], Scores) or symbol[1].lengths is not None:
+            raise Unknown(node)
+        assert isinstance(condition, fx.Node)
+        lengths = self._lengths(condition, kept, scores.axes, symbol[1].atom)
+        return replace(scores, power={("x", replace(symbol[1], lengths=lengths)): count})
+
+    def _lengths(self, condition: fx.Node, kept: bool, scores: Axes, tokens: int) -> tuple[fx.Node, Axes, int]:
+        """The lengths of a mask over scores: where it is true the score is `kept`, or not. Raises Unknown."""
+        views = []
+        while condition.target in NEGATIONS or condition.target in VIEWS:
+            views.append(condition)
+            kept ^= condition.target in NEGATIONS
+            source = condition.args[0]
+            assert isinstance(source, fx.Node)
+            condition = source
+        form = _COMPARISONS.get(condition.target)
+        if form is None:
+            raise Unknown(condition)
+        left, right = condition.args
+        assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+        below, including = form
+        # As `index < length` or `index <= length`, of what is kept.
+        index, length = (left, right) if below else (right, left)
+        if not kept:
+            index, length, including = length, index, not including
+        index_root, index_axes = self._root(index)
+        length_root, length_axes = self._root(length)
+        value = proofs.tensor(length_root.node)
+        if not _counts_up(index_root.node) or value is None or value.is_floating_point() or value.dtype == torch.bool:
+            raise Unknown(condition)
+        axes = self.algebra.broadcast(condition, index_axes, length_axes)
+        for view in reversed(views):
+            if view.target is aten.expand.default:
+                # What is repeated is left to the op on the elements, which repeats too.
+                axes = ((),) * (len(static_shape(view)) - len(axes)) + axes
+            elif view.target not in NEGATIONS:
+                axes = self._viewed(view, axes)
+        padded = ((),) * (len(scores) - len(axes)) + axes
+        for mine, theirs in zip(padded, scores, strict=True):
+            if mine and not self.atoms.bind(mine, theirs):
+                raise Unknown(condition)
+        if self.atoms.of(index_root.axes) != ((tokens,),):
+            raise Unknown(condition)
+        return length_root.node, length_root.axes, int(including)
+
+    def _sdpa(self, node: fx.Node, call: fx.Node) -> Value:
+        """Output and log-sum-exp of torch's own ops."""
+        bound = proofs.arguments(call)
+        off = not any(bound.get(name) for name in MUST_BE_OFF) and all(bound.get(name) is None for name in MUST_BE_NONE)
+        query, key, value = (bound[name] for name in ("query", "key", "value"))
+        (B, H, L, D), (_, heads, S, _) = static_shape(query), static_shape(key)
+        if not off or heads != H or S == 1 or static_shape(value) != static_shape(key):
+            raise Unknown(call)
+        # One for both results.
+        if call not in self._calls:
+            self._calls[call] = self.atoms.new((B, H, L, S, D, D))
+        batch, head, rows, tokens, dim, wide = self._calls[call]
+        queries, keys = Root(query, (batch, head, rows, dim)), Root(key, (batch, head, tokens, dim))
+        origin = Scores(call, queries, keys, tokens[0], dim)
+        scale = bound.get("scale")
+        count = D**-0.5 if scale is None else float(scale)
+        total: Symbol = ("Z", count, origin)
+        if node.args[1] == 0:
+            values = Root(value, (batch, head, tokens, wide))
+            return Value((batch, head, rows, wide), {("N", count, origin, values): 1.0, total: -1.0}, is_log=False)
+        shape = static_shape(node)
+        if node.args[1] != 1 or shape[:3] != (B, H, L) or math.prod(shape) != B * H * L:
+            raise Unknown(node)
+        return Value((batch, head, rows, *[()] * (len(shape) - 3)), {total: 1.0}, is_log=True)
+
+
+_COMPARISONS: dict[object, tuple[bool, bool]] = {
+    aten.lt.Tensor: (True, False),
+    aten.le.Tensor: (True, True),
+    aten.gt.Tensor: (False, False),
+    aten.ge.Tensor: (False, True),
+}
+"""(whether the left operand is the smaller one, whether they may be equal)."""
+
+
+def _cut(node: fx.Node) -> tuple[fx.Node, int, int, int, bool] | None:
+    """(source, dimension, start, length, whether the dimension is kept) of a piece of a tensor of static size."""
+    target, source = node.target, node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if target is aten.select.int:
+        dim, index = node.args[1:]
+        value = proofs.tensor(source)
+        if not isinstance(dim, int) or not isinstance(index, int) or value is None:
+            return None
+        size = value.shape[dim]
+        return (source, dim, index % size, 1, False) if isinstance(size, int) else None
+    if target is aten.slice.Tensor:
+        bound, value, result = proofs.arguments(node), proofs.tensor(source), proofs.tensor(node)
+        dim, start = bound["dim"], bound["start"] or 0
+        if bound["step"] != 1 or not isinstance(start, int) or value is None or result is None:
+            return None
+        size, length = value.shape[dim], result.shape[dim]
+        if not isinstance(size, int) or not isinstance(length, int):
+            return None
+        return source, dim, start + size if start < 0 else start, length, True
+    if target is getitem and source.target is aten.split_with_sizes.default:
+        whole, sizes, *dims = source.args
+        index = node.args[1]
+        if not isinstance(whole, fx.Node) or not isinstance(sizes, (list, tuple)) or not isinstance(index, int):
+            return None
+        if not all(isinstance(size, int) for size in sizes):
+            return None
+        known = [size for size in sizes if isinstance(size, int)]
+        dim = dims[0] if dims else 0
+        assert isinstance(dim, int)
+        return whole, dim, sum(known[:index]), known[index], True
+    return None
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether a node is a cast that keeps every value."""
+    if node.target not in proofs.CASTS or node.target is aten.view.dtype:
+        return False
+    source, result = proofs.tensor(node.args[0]), proofs.tensor(node)
+    if source is None or result is None:
+        return False
+    both = source.dtype, result.dtype
+    whole = (torch.int32, torch.int64)
+    return both in ((torch.bfloat16, torch.float32), (torch.float16, torch.float32)) or both == whole
+
+
+def _is_minus_infinity(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.full.default and bool(node.args[1] == -math.inf)
+
+
+def _counts_up(node: fx.Node) -> bool:
+    """Whether a node is arange(n)."""
+    if node.target is not prims.iota.default:
+        return False
+    bound = proofs.arguments(node)
+    return bound["start"] == 0 and bound["step"] == 1

@@ -1,0 +1,259 @@
+"""all_gather_attention and its backward, all strategies: near the fp64 reference for every mask, ranks late, calls
+repeated."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from ditron_inductor.lowering.register import register
+from ditron_inductor.task import reference, reference_attention
+from ditron_inductor.task.all_gather_attention import MASKS, blocks, mask_problem, visible_part
+from tests.lowering.calls import Site
+from tests.rank_process import RankContext
+from tests.ranks import RankPool
+from tests.tolerances import TOLERANCES
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    """q [B, heads, queries, D], k and v [B, key_heads, keys, D] of every rank. layout: which of heads and sequence is
+    outside in memory.
+    """
+
+    mask: str
+    queries: int
+    keys: int
+    heads: int = 4
+    key_heads: int = 2
+    D: int = 16
+    B: int = 1
+    dtype: torch.dtype = BF16
+    layout: str = "sequence"
+    gathered: bool = False
+
+    def __str__(self) -> str:
+        sizes = f"{self.B}x{self.heads}.{self.key_heads}x{self.queries}.{self.keys}x{self.D}"
+        return f"{self.mask}-{sizes}-{str(self.dtype)[6:]}-{self.layout}{'-gathered' * self.gathered}"
+
+    def draw(self, ctx: RankContext, heads: int, length: int) -> torch.Tensor:
+        shape = [self.B, length, heads, self.D] if self.layout == "sequence" else [self.B, heads, length, self.D]
+        x = torch.randn(shape, device=ctx.device).to(self.dtype)
+        return x.transpose(1, 2) if self.layout == "sequence" else x
+
+    def operands(self, ctx: RankContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q = self.draw(ctx, self.heads, self.queries)
+        return q, self.draw(ctx, self.key_heads, self.keys), self.draw(ctx, self.key_heads, self.keys)
+
+
+CASES = (
+    Case("full", 20, 20, gathered=True),
+    Case("causal_offset", 35, 35),
+    Case("zigzag", 36, 36, B=2, dtype=FP16, layout="heads", gathered=True),
+    Case("causal", 40, 20, dtype=FP32),
+    Case("full", 7, 19, heads=3, key_heads=1, dtype=FP32),
+    Case("causal_offset", 17, 17, D=24, B=2, dtype=FP32, gathered=True),
+    Case("zigzag", 34, 34, heads=2, D=64, dtype=FP32),
+    Case("causal", 9, 20, heads=2, layout="heads"),
+    Case("causal_offset", 1, 1, dtype=FP32),
+    Case("full", 0, 12, dtype=FP32, gathered=True),
+)
+
+
+def forward(
+    ctx: RankContext, site: Site, case: Case, operands: tuple[torch.Tensor, ...], gathered: bool = False
+) -> list[torch.Tensor]:
+    """[out, lse, (gathered k, gathered v)] of the op."""
+    register()
+    op = torch.ops.ditron.all_gather_attention
+    return op(*operands, None, case.mask, case.D**-0.5, gathered, *site.args(ctx))[:-1]
+
+
+def expected(
+    ctx: RankContext, site: Site, case: Case, operands: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse) in fp64, and the gathered k and v, bit for bit."""
+    q, k, v = operands
+    keys, values = (reference.all_gather(one.contiguous(), gather_dim=2, **site.group(ctx)) for one in (k, v))
+    seen = reference_attention.visible(case.mask, ctx.rank, ctx.world_size, case.queries, case.keys, q.device)
+    out, lse = reference_attention.attend(q.double(), keys.double(), values.double(), seen=seen, scale=case.D**-0.5)
+    return out, lse, keys, values
+
+
+def assert_close(got: torch.Tensor, wanted: torch.Tensor, roundings: int, what: str) -> None:
+    """Within so many of the dtype's tolerances."""
+    rtol, atol = TOLERANCES[got.dtype]
+    assert got.shape == wanted.shape, f"{what}: {got.shape}, not {wanted.shape}"
+    torch.testing.assert_close(
+        got.double(), wanted, rtol=roundings * rtol, atol=roundings * atol, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def _check(ctx: RankContext, case: Case, strategy: str) -> None:
+    site = Site(strategy=strategy, name=f"attention/0:{strategy}")
+    operands = case.operands(ctx)
+    before = [one.clone() for one in operands]
+    out, lse, *gathered = forward(ctx, site, case, operands, case.gathered)
+    wanted, sums, keys, values = expected(ctx, site, case, operands)
+    assert out.dtype == case.dtype and out.transpose(1, 2).is_contiguous() and lse.is_contiguous()
+    # The parts are rounded before they are merged.
+    assert_close(out, wanted, 3, "out")
+    torch.testing.assert_close(lse.double(), sums, rtol=1e-4, atol=1e-2 if case.dtype == BF16 else 2e-3)
+    assert len(gathered) == 2 * case.gathered
+    assert all(torch.equal(*pair) for pair in zip(gathered, (keys, values), strict=False)), "not the shards' bits"
+    assert all(one.transpose(1, 2).is_contiguous() for one in gathered)
+    assert all(map(torch.equal, operands, before)), "an input changed"
+
+
+@pytest.mark.parametrize("strategy", ["tile", "chunked", "library"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_reference(pool: RankPool, case: Case, strategy: str) -> None:
+    pool.run(_check, case, strategy)
+
+
+def _check_gradients(ctx: RankContext, case: Case, strategy: str) -> None:
+    site = Site(strategy=strategy, name=f"attention/1:{strategy}")
+    q, k, v = case.operands(ctx)
+    grad = case.draw(ctx, case.heads, case.queries)
+    _, _, keys, values = expected(ctx, site, case, (q, k, v))
+    seen = reference_attention.visible(case.mask, ctx.rank, ctx.world_size, case.queries, case.keys, q.device)
+    exact = [one.double().requires_grad_() for one in (q, keys, values)]
+    out, lse = reference_attention.attend(*exact, seen=seen, scale=case.D**-0.5)
+    out.backward(grad.double())
+    wanted = [exact[0].grad]
+    for one in exact[1:]:
+        assert one.grad is not None
+        wanted.append(reference.reduce_scatter(one.grad, scatter_dim=2, reduce_op="sum", **site.group(ctx)))
+    register()
+    given = grad, q, keys, values, out.detach().to(case.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    op = torch.ops.ditron.attention_reduce_scatter
+    found = op(*given, lse.detach().float(), None, case.mask, case.D**-0.5, *site.args(ctx))[:-1]
+    for name, got, want in zip(("q", "k", "v"), found, wanted, strict=True):
+        assert got.dtype == case.dtype and got.transpose(1, 2).is_contiguous()
+        assert want is not None
+        assert_close(got, want, 3 + ctx.world_size, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "library"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_match_reference(pool: RankPool, case: Case, strategy: str) -> None:
+    pool.run(_check_gradients, case, strategy)
+
+
+GPU_CASES = (
+    Case("causal_offset", 1024, 1024, heads=8, D=128),
+    Case("zigzag", 1030, 1030, heads=8, key_heads=8, D=64, dtype=FP16),
+    Case("full", 777, 555, heads=4, key_heads=1, D=128, gathered=True),
+    Case("causal", 2048, 1024, heads=4, D=128, layout="heads"),
+    Case("causal_offset", 513, 513, heads=4, D=256, B=2, gathered=True),
+    Case("zigzag", 256, 256, heads=4, D=64, dtype=FP32),
+)
+
+
+@pytest.mark.parametrize("strategy", ["tile", "chunked", "library"])
+@pytest.mark.parametrize("large_case", GPU_CASES, ids=str)
+def test_matches_reference_at_size(gpu_pool: RankPool, large_case: Case, strategy: str) -> None:
+    gpu_pool.run(_check, large_case, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "library"])
+@pytest.mark.parametrize("large_case", GPU_CASES, ids=str)
+def test_gradients_match_reference_at_size(gpu_pool: RankPool, large_case: Case, strategy: str) -> None:
+    gpu_pool.run(_check_gradients, large_case, strategy)
+
+
+def _repeat(ctx: RankContext, strategy: str, late_rank: int, count: int) -> None:
+    """Calls in both slots, with new operands each time, after one rank was late; what a mask hides waits for nobody."""
+    site = Site(strategy=strategy, name=f"attention/2:{strategy}")
+    if ctx.rank == late_rank:
+        time.sleep(1.0)
+    cases = [Case("causal_offset", 18, 18), Case("full", 18, 18, gathered=True), Case("causal_offset", 18, 18)]
+    problems = [(case, case.operands(ctx)) for case in cases * count]
+    results = [forward(ctx, site, case, operands, case.gathered) for case, operands in problems]
+    for (case, operands), result in zip(problems, results, strict=True):
+        wanted, _, keys, _ = expected(ctx, site, case, operands)
+        assert_close(result[0], wanted, 3, case.mask)
+        assert not case.gathered or torch.equal(result[2], keys)
+
+
+@pytest.mark.parametrize("late_rank", [0, 1])
+@pytest.mark.parametrize("strategy", ["tile", "chunked"])
+def test_a_rank_is_late_and_calls_repeat(pool: RankPool, strategy: str, late_rank: int) -> None:
+    pool.run(_repeat, strategy, late_rank, 2 if pool.device_type == "cpu" else 20)
+
+
+def _replay(ctx: RankContext, strategy: str) -> None:
+    """A captured call reads new operands in the same memory, every time, between calls that are not captured."""
+    site = Site(strategy=strategy, name=f"attention/5:{strategy}")
+    case = Case("causal_offset", 256, 256, D=64)
+    operands = case.operands(ctx)
+    for _ in range(2):
+        forward(ctx, site, case, operands)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = forward(ctx, site, case, operands)[0]
+    for turn in range(6):
+        for one in operands:
+            one.normal_()
+        graph.replay()
+        wanted = expected(ctx, site, case, operands)[0]
+        assert_close(out, wanted, 3, f"replay {turn}")
+        assert_close(forward(ctx, site, case, operands)[0], wanted, 3, f"call {turn}")
+
+
+@pytest.mark.parametrize("strategy", ["tile", "chunked"])
+def test_captured_calls_are_replayed(gpu_pool: RankPool, strategy: str) -> None:
+    gpu_pool.run(_replay, strategy)
+
+
+def _refuse(ctx: RankContext) -> None:
+    site = Site(name="attention/3")
+    q, k, v = Case("full", 4, 4).operands(ctx)
+    op: Any = forward
+    for case, operands, message in (
+        (Case("zigzag", 3, 3), (q[:, :, :3], k[:, :, :3], v[:, :, :3]), "two equal chunks"),
+        (Case("causal_offset", 4, 3), (q, k[:, :, :3], v[:, :, :3]), "as many queries as keys"),
+        (Case("full", 4, 4), (q[:, :3], k, v), "3 heads of queries cannot share 2"),
+        (Case("full", 4, 4), (q, k, v[:, :, :3]), "have to be alike"),
+        (Case("full", 4, 4), (q, k.float(), v), "k is torch.float32"),
+        (Case("full", 4, 4), (q[0], k, v), "q has 3 dimensions"),
+    ):
+        try:
+            op(ctx, site, case, operands)
+        except ValueError as error:
+            assert message in str(error) and "attention/3" in str(error), error
+        else:
+            raise AssertionError(f"nothing was raised about: {message}")
+
+
+def test_operands_that_do_not_fit_are_named(rank_pools: Any) -> None:
+    rank_pools.get("cpu", 2).run(_refuse)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_blocks_cover_what_a_mask_shows_once(mask: str, world_size: int) -> None:
+    for queries, keys in ((6, 6), (12, 6), (7, 3), (4, 8)):
+        if mask_problem(mask, queries, keys):
+            continue
+        seen_most = 0
+        for rank in range(world_size):
+            covered = torch.zeros(queries, world_size * keys, dtype=torch.int64)
+            for block in blocks(mask, rank, world_size, queries, keys):
+                part = torch.ones(block.rows, block.keys, dtype=torch.int64)
+                first = block.source * keys + block.first_key
+                covered[block.first_row : block.last_row, first : first + block.keys] += (
+                    part.tril() if block.causal else part
+                )
+            seen = reference_attention.visible(mask, rank, world_size, queries, keys, torch.device("cpu"))
+            wanted = torch.ones_like(covered) if seen is None else seen.long()
+            assert torch.equal(covered, wanted)
+            seen_most = max(seen_most, int(wanted.sum()))
+        assert visible_part(mask, world_size, queries, keys) == seen_most / (queries * world_size * keys)

@@ -1,0 +1,140 @@
+"""The decode attention kernels for GPUs that are not there: every wait, release and barrier, pipelined wide loads."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.compiler import ASTSource
+
+from ditron_inductor.lowering.flash_decode.config import CONFIGS, Config, deal, merged_splits, select_config
+from ditron_inductor.lowering.flash_decode.local import local_attention_kernel, merge_ranks_kernel
+from ditron_inductor.lowering.flash_decode.tile import flash_decode_kernel
+from tests.lowering.assembly import Listing, dialect_of, resources
+from tests.lowering.cross_compile import TARGETS, WORDS
+
+SHARED_BYTES = {"sm_90": 227 << 10, "gfx942": 64 << 10}
+POINTERS = ("q", "k", "v", "out")
+TUPLES = {"strides_q": 2, "strides_k": 3, "strides_v": 3}
+OTHERS = {"lengths": "*i32", "block_table": "*i32", **dict.fromkeys(("part", "parts", "partials"), "*fp32"), **WORDS}
+ALIGNED = [["tt.divisibility", 16]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel for heads of `head_dim` elements, `group` of which share a key head."""
+
+    target: str
+    head_dim: int
+    group: int = 4
+    dtype: str = "bf16"
+    page: int = 0
+    shared_flags: bool = False
+
+    def __str__(self) -> str:
+        paged = f"-paged{self.page}" if self.page else ""
+        return f"{self.target}-{self.group}x{self.head_dim}-{self.dtype}{paged}{'-shared' * self.shared_flags}"
+
+    @property
+    def config(self) -> Config:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype]
+        config = select_config(head_dim=self.head_dim, dtype=dtype, paged=self.page > 0, interpreted=False)
+        return config.for_arch(self.target)
+
+
+CASES = (
+    Case("sm_90", 128),
+    Case("sm_90", 256, group=8, dtype="fp16", page=16, shared_flags=True),
+    Case("sm_90", 64, group=1, dtype="fp32"),
+    Case("gfx942", 128, shared_flags=True),
+)
+
+
+@functools.cache
+def compiled(kernel: Any, case: Case) -> Any:
+    """The kernel for 4 ranks."""
+    heads, config = deal(8, 8 * case.group, 8), case.config
+    constants: dict[str, Any] = {
+        "WORLD": 4,
+        "ROWS": heads.rows,
+        "BLOCK_ROWS": heads.block_rows,
+        "MERGED_ROWS": heads.merged_rows,
+        "PARTS": heads.parts,
+        "HEAD_DIM": case.head_dim,
+        "MERGED_SPLITS": merged_splits(heads, case.head_dim),
+        "BLOCK_N": config.block_n,
+        "LEAST_BLOCKS": config.least_blocks,
+        "PAGE": case.page,
+        "PER_FLAG": 2 if case.shared_flags else 1,
+        "SCALE": 0.125,
+        "SOFTCAP": 0.0,
+        "PRECISION": "tf32" if case.dtype == "fp32" else "ieee",
+        "UPCAST": False,
+        "THREADS": config.num_warps * TARGETS[case.target].warp_size,
+    }
+    signature: dict[str, Any] = {}
+    known: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for place, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name], known[place,] = "constexpr", constants[name]
+        elif name in TUPLES:
+            signature[name] = ("i32",) * TUPLES[name]
+            attributes |= {(place, i): ALIGNED for i in range(TUPLES[name])}
+        else:
+            signature[name] = f"*{case.dtype}" if name in POINTERS else OTHERS.get(name, "i32")
+            if not parameter.do_not_specialize:
+                attributes[place,] = ALIGNED
+    source = ASTSource(kernel, signature, known, attributes)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return triton.compile(source, target=TARGETS[case.target], options=options)
+
+
+def assembly(kernel: Any, case: Case) -> str:
+    text: str = compiled(kernel, case).asm["ptx" if case.target.startswith("sm_") else "amdgcn"]
+    return text
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_waits_and_releases_are_there(case: Case) -> None:
+    listing, dialect = Listing(assembly(flash_decode_kernel, case)), dialect_of(case.target)
+    releases = listing.places(dialect.release)
+    # Of credits and of parts; a wait is two reads, the first one and the one in the loop.
+    assert len(listing.places(dialect.acquire)) >= 4
+    # The parts, and the credits that are due, before a wait for credits and after it.
+    assert len(releases) >= 3
+    for place in releases:
+        assert listing.has_barrier_before(place, dialect.barrier, dialect.store), (place, listing.lines[place])
+    # A program's part of a head lies in memory before another one counts it.
+    assert compiled(flash_decode_kernel, case).metadata.shared <= SHARED_BYTES[case.target]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.target == "sm_90"], ids=str)
+def test_caches_are_read_16_bytes_at_a_time_in_a_pipeline(case: Case) -> None:
+    text = assembly(flash_decode_kernel, case)
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?0x([0-9a-f]+)", text)
+    # Keys and values, of the first steps and of the loop.
+    assert copies.count("10") >= 2 * case.config.num_stages
+    needed = resources(text)
+    assert needed.spilled_bytes == 0
+    threads = 32 * case.config.num_warps
+    assert needed.registers * threads * case.config.programs_per_sm <= 65536
+    assert compiled(flash_decode_kernel, case).metadata.shared * case.config.programs_per_sm <= SHARED_BYTES["sm_90"]
+
+
+def test_the_kernels_without_an_exchange() -> None:
+    assert resources(assembly(local_attention_kernel, CASES[0])).spilled_bytes == 0
+    assert resources(assembly(merge_ranks_kernel, CASES[0])).spilled_bytes == 0
+
+
+@pytest.mark.parametrize("field", ["block_n", "num_warps", "num_stages"])
+def test_configs(field: str) -> None:
+    for config in CONFIGS:
+        with pytest.raises(ValueError, match=field):
+            replace(config.validate(), **{field: 0}).validate()

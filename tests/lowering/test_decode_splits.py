@@ -1,0 +1,57 @@
+"""How decode attention is cut for its kernel, and what its benchmark says of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.ops.flash_decode import MOST_BYTES, SETS, Cell, table, verdict
+from benchmarks.records import Row
+from ditron_inductor.lowering.flash_decode.config import BY_HEAD_DIM, count_splits, deal
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "expected"),
+    [(1, 32, 8, (8, 4, 1)), (64, 64, 8, (512, 8, 1)), (2, 128, 1, (4, 64, 2)), (1, 67, 1, (67, 1, 67))],
+)
+def test_heads_are_dealt(batch: int, heads: int, kv_heads: int, expected: tuple[int, int, int]) -> None:
+    found = deal(batch, heads, kv_heads)
+    assert (found.heads, found.rows, found.parts) == expected
+    assert found.heads * found.rows == batch * heads and found.block_rows >= found.merged_rows >= found.rows
+
+
+def test_splits_fill_the_gpu() -> None:
+    config = BY_HEAD_DIM[128]
+    programs = config.programs(8, 132)
+    assert programs == 132 and config.programs(512, 132) == 264
+    assert count_splits(8, 1 << 17, programs, config) == 16
+    # Two rounds of all programs lose less than one in which some are idle, if they are long.
+    assert count_splits(8, 1 << 20, programs, config) == 33
+    assert count_splits(8, 4096, programs, config) * 8 <= programs
+    # There are as many pieces of heads as there is room for twice: nothing is gained by splits.
+    assert count_splits(512, 4096, config.programs(512, 132), config) == 1
+    assert count_splits(8, 1, programs, config) == 1
+
+
+def test_benchmark_shapes() -> None:
+    cells = [cell for cell in SETS["decode"](4) if cell.local_bytes(4) <= MOST_BYTES]
+    assert {cell.B for cell in cells} == {1, 8, 32, 64}
+    assert {cell.T for cell in cells if cell.B == 1} >= {65536, 1048576}
+    assert all(cell.T // 4 == 1 << 20 for cell in SETS["hbm"](4))
+
+
+def test_benchmark_targets() -> None:
+    row = Row("attention", "flash_decode", "nccl", Cell(1, 65536).shape, "bfloat16", 4, 1, *[28.0] * 3, 0.0, None,
+              "GPU", "2.11", "3.6", "abc", "2026-01-31")  # fmt: skip
+    ours = replace(row, contestant="ditron", p50_us=20.0)
+    assert verdict([row, ours]) == "1.40 PASS"
+    assert verdict([row, replace(ours, p50_us=21.0)]) == "1.33 FAIL"
+    # Two ranks have no target but to be no slower.
+    assert verdict([replace(row, world=2), replace(ours, p50_us=21.0, world=2)]) == "1.33 PASS"
+    long = replace(row, shape=Cell(1, 4 << 20).shape, p50_us=1000.0)
+    ours, read = replace(long, contestant="ditron"), replace(long, contestant="read", p50_us=840.0)
+    assert verdict([long, ours, read]) == "1.00 FAIL"
+    assert verdict([long, ours, replace(read, p50_us=860.0)]) == "1.00 PASS"
+    # 4 GiB of keys and values in a millisecond.
+    assert table([long, ours]).splitlines()[-1].endswith("1.00 PASS  4.29 TB/s")

@@ -1,0 +1,113 @@
+"""A Llama whose sequence is sharded over the ranks, inside a rank: through Ditron, against all of it on one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.nn.functional import scaled_dot_product_attention
+
+from ditron_inductor.backend import ditron
+from ditron_inductor.demo_model import Attention, Llama, LlamaConfig, rotate
+from ditron_inductor.explain import without_caches
+from ditron_inductor.ops import all_gather_attention
+from ditron_inductor.sites import collect_sites
+from tests.models.interpreted import interpreted
+from tests.rank_process import RankContext
+from tests.tolerances import MODEL_TOLERANCES, relative_error
+
+CONFIG = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=32, max_seq_len=64)
+
+
+class SequenceAttention(nn.Module):
+    """The attention of `inner`, with one of the masks of `ditron_inductor.ops.all_gather_attention`.
+
+    sharded: to the keys of all ranks; `full` by a gather and torch's attention, as the pass finds them in a graph.
+    """
+
+    def __init__(self, inner: Attention, mask: str, sharded: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.mask = mask
+        self.sharded = sharded
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        inner = self.inner
+        q, k, v = inner._heads(inner.wq(x)), inner._heads(inner.wk(x)), inner._heads(inner.wv(x))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.sharded and self.mask != "full":
+            out = all_gather_attention(q, k, v, mask=self.mask)
+        else:
+            if self.sharded:
+                assert dist.group.WORLD is not None
+                k, v = (all_gather_tensor_autograd(one, 2, dist.group.WORLD) for one in (k, v))
+            out = scaled_dot_product_attention(q, k, v, is_causal=self.mask != "full", enable_gqa=True)
+        return inner.wo(out.transpose(1, 2).flatten(2))
+
+
+def build(mask: str, *, sharded: bool) -> Llama:
+    """The same weights everywhere."""
+    torch.manual_seed(1)
+    model = Llama(CONFIG)
+    for layer in model.layers:
+        layer.attention = SequenceAttention(layer.attention, mask, sharded)
+    return model
+
+
+def positions(mask: str, length: int, rank: int, world_size: int) -> torch.Tensor:
+    """Of this rank's part of a sequence of so many tokens."""
+    if mask != "zigzag":
+        return torch.arange(length).chunk(world_size)[rank]
+    chunks = torch.arange(length).chunk(2 * world_size)
+    return torch.cat((chunks[rank], chunks[2 * world_size - 1 - rank]))
+
+
+def step(model: Llama, call: Any, x: torch.Tensor, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The output and all gradients of one step."""
+    x = x.clone().requires_grad_()
+    out = call(x)
+    out.backward(gradient)
+    assert x.grad is not None
+    values = {"output": out.detach(), "input's gradient": x.grad}
+    return values | {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+def check(ctx: RankContext, mask: str, strategy: str, batch: int, length: int, generated: bool) -> Counter[str]:
+    """Forward and training of the sharded model match the whole one; returns the fused sites. generated: by Inductor's
+    code, which takes its time, or op by op.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(2)
+    x, gradient = torch.randn(batch, length, CONFIG.dim), torch.randn(batch, length, CONFIG.dim)
+    whole = build(mask, sharded=False)
+    wanted = step(whole, whole, x, gradient)
+    mine = positions(mask, length, ctx.rank, ctx.world_size)
+    model = build(mask, sharded=True)
+    model.cos, model.sin = model.cos[mine], model.sin[mine]
+    options = {"ditron.strategy": strategy}
+    with collect_sites() as sink, without_caches():
+        if generated:
+            call: Any = torch.compile(model, backend=ditron, fullgraph=True, options=options)
+        else:
+            call = torch.compile(model, backend=interpreted(options), fullgraph=True)
+        alone = None
+        if not generated:
+            with torch.no_grad():
+                alone = call(x[:, mine])
+        got = step(model, call, x[:, mine], gradient[:, mine])
+    for name in wanted:
+        value = got[name]
+        if name in ("output", "input's gradient"):
+            wanted[name] = wanted[name][:, mine]
+        else:
+            # Every rank has the part of its tokens.
+            dist.all_reduce(value)
+        assert relative_error(value, wanted[name]) <= MODEL_TOLERANCES[torch.float32], (name, mask, strategy)
+    assert alone is None or relative_error(alone, wanted["output"]) <= MODEL_TOLERANCES[torch.float32]
+    sites = [site for graph in sink.graphs for site in graph.sites]
+    assert all(site.fused for site in sites), [site.reason for site in sites]
+    return Counter(site.kind for site in sites)

@@ -1,0 +1,395 @@
+"""flash_decode: the ways to write decode attention and its merging, as graphs, and what only looks like it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import expecttest
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed import _functional_collectives as functional
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.flash_decode import flash_decode
+from tests.passes.graphs import WORLD_SIZE, compiled_graphs, fake_group, reasons, run_ranks, text, traced
+
+B, HQ, HKV, S, D = 2, 6, 2, 40, 16
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    with fake_group():
+        yield
+
+
+def gathered(x: Tensor) -> Tensor:
+    """[W, ..]."""
+    return functional.all_gather_tensor(x.contiguous(), 0, dist.group.WORLD).view(WORLD_SIZE, *x.shape)
+
+
+def below(lengths: Tensor) -> Tensor:
+    """Which tokens are kept [B, S]."""
+    return torch.arange(S) < lengths[:, None]
+
+
+def scores_of(q: Tensor, k: Tensor, kept: Tensor | None) -> Tensor:
+    """q [B, Hq, D], k [B, S, Hkv, D]; [B, Hkv, G, S] in fp32."""
+    grouped = q.view(B, HKV, HQ // HKV, D)
+    scores = torch.einsum("bhgd,bshd->bhgs", grouped, k).float() * D**-0.5
+    return scores if kept is None else scores.masked_fill(~kept[:, None, None, :], -math.inf)
+
+
+def parts(q: Tensor, k: Tensor, v: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(o, lse)."""
+    scores = scores_of(q, k, kept)
+    weights = torch.softmax(scores, -1).to(v.dtype)
+    return torch.einsum("bhgs,bshd->bhgd", weights, v), torch.logsumexp(scores, -1)
+
+
+def by_softmax(os: Tensor, lses: Tensor) -> Tensor:
+    return (torch.softmax(lses, 0)[..., None] * os).sum(0)
+
+
+def by_maximum(os: Tensor, lses: Tensor) -> Tensor:
+    weights = torch.exp(lses - lses.max(0).values)
+    return (weights[..., None] * os).sum(0) / weights.sum(0)[..., None]
+
+
+def by_logarithm(os: Tensor, lses: Tensor) -> Tensor:
+    return (torch.exp(lses - torch.logsumexp(lses, 0, keepdim=True)).unsqueeze(-1) * os).sum(0)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    o, lse = parts(q, k, v, below(lengths))
+    return by_softmax(gathered(o), gathered(lse)).to(q.dtype).view(q.shape)
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    o, lse = parts(q, k, v, None)
+    return by_maximum(gathered(o), gathered(lse)).to(q.dtype)
+
+
+def of_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Query heads that share keys as rows; caches [B, S, Hkv, D]."""
+    rows, (k, v) = q.view(B, HKV, -1, D), (x.transpose(1, 2) for x in (k, v))
+    o, lse = aten._scaled_dot_product_flash_attention_for_cpu(rows, k, v, scale=0.3)[:2]
+    return by_logarithm(gathered(o), gathered(lse)).to(q.dtype).view(q.shape)
+
+
+def heads_first(q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
+    """Caches [B, Hkv, S, D], heads repeated, the query scaled, exp(scores - lse), one of the two masks turned round."""
+    k, v = (x[:, :, None].expand(B, HKV, HQ // HKV, S, D).reshape(B, HQ, S, D) for x in (k, v))
+    scores = torch.matmul((q * D**-0.5)[:, :, None], k.transpose(2, 3))
+    hidden = torch.arange(S)[None, :] > position[:, None]
+    scores = torch.where(hidden[:, None, None], -math.inf, scores)
+    lse = torch.logsumexp(scores, -1)
+    o = torch.matmul(torch.exp(scores - lse[..., None]), v)
+    return by_maximum(gathered(o), gathered(lse)).view(q.shape)
+
+
+def joined(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """One gather for both."""
+    o, lse = parts(q, k, v, below(lengths))
+    both = gathered(torch.cat([o.float(), lse[..., None]], -1))
+    return by_maximum(both[..., :D], both[..., D]).to(q.dtype).view(q.shape)
+
+
+def split(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same, with another way to take them apart."""
+    o, lse = parts(q, k, v, None)
+    os, lses = gathered(torch.cat([o.float(), lse[..., None]], -1)).split([D, 1], -1)
+    return (torch.softmax(lses, 0) * os).sum(0).to(q.dtype)
+
+
+def operands(dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(B, HQ, D).to(dtype), torch.randn(B, S, HKV, D).to(dtype), torch.randn(B, S, HKV, D).to(dtype)
+
+
+LENGTHS = torch.tensor([7, S], dtype=torch.int32)
+FORMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "masked": (masked, (*operands(), LENGTHS)),
+    "whole": (whole, operands(torch.bfloat16)),
+    "joined": (joined, (*operands(), LENGTHS)),
+    "split": (split, operands()),
+    "of_torch": (of_torch, operands(torch.float32)),
+    "heads_first": (heads_first, (*(x.transpose(1, 2) if x.dim() == 4 else x for x in operands(torch.float32)),
+                                  LENGTHS.long())),
+}  # fmt: skip
+
+
+def graph_of(fn: Callable[..., Any], args: tuple[Tensor, ...], dynamic: bool | None = None) -> fx.GraphModule:
+    with torch.no_grad():
+        (module,) = compiled_graphs(fn, *args, dynamic=dynamic)
+    return module
+
+
+def fused(module: fx.GraphModule, options: Options | None = None) -> int:
+    count = flash_decode(module.graph, options=options or Options())
+    module.graph.lint()
+    module.recompile()
+    return count
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_computes_the_same(form: str) -> None:
+    fn, args = FORMS[form]
+    before, after = graph_of(fn, args), graph_of(fn, args)
+    assert fused(after) == 1 and fused(after) == 0
+    assert not any("all_gather" in str(node.target) for node in after.graph.nodes)
+    inputs = [[args[0], *(one if not one.is_floating_point() else torch.randn_like(one) for one in args[1:])]
+              for _ in range(WORLD_SIZE)]  # fmt: skip
+    assert_same(before, after, inputs, 1e-5 if args[0].dtype == torch.float32 else 2e-2)
+
+
+def assert_same(before: fx.GraphModule, after: fx.GraphModule, inputs: list[list[Tensor]], tolerance: float) -> None:
+    """All ranks compute the same by both graphs, of the inputs of a program; a graph has them in the order of their
+    use. Keys and values have one shape: both graphs get the keys for both.
+    """
+    shapes = [node.meta["val"].shape for node in before.graph.nodes if node.op == "placeholder"]
+    assert len(shapes) == len(inputs[0])
+    ordered = [[next(one for one in given if one.shape == shape) for shape in shapes] for given in inputs]
+    torch.testing.assert_close(run_ranks(after, ordered), run_ranks(before, ordered), rtol=tolerance, atol=tolerance)
+
+
+def test_golden_masked() -> None:
+    module = graph_of(masked, FORMS["masked"][1])
+    assert fused(module) == 1
+    expecttest.assert_expected_inline(text(module.graph), """\
+arg0_1 [2]
+arg1_1 [2, 6, 16]
+arg2_1 [2, 40, 2, 16]
+arg3_1 [2, 40, 2, 16]
+flash_decode = ditron.flash_decode(arg1_1, arg2_1, arg3_1, arg0_1, None, None, 0.25, 0.0, 4, '0', '', 'auto', 1073741824, 0.0)
+getitem [2, 6, 16] = flash_decode[0]
+reshape_default [2, 2, 3, 16] = aten.reshape(getitem, [2, 2, 3, 16])
+convert_element_type_default [2, 2, 3, 16] = prims.convert_element_type(reshape_default, torch.float32)
+convert_element_type_6 [2, 2, 3, 16] = prims.convert_element_type(convert_element_type_default, torch.float16)
+view_11 [2, 6, 16] = aten.reshape(convert_element_type_6, [2, 6, 16])
+return (view_11,)
+""")
+
+
+def test_golden_of_torch() -> None:
+    module = graph_of(of_torch, FORMS["of_torch"][1])
+    assert fused(module) == 1
+    expecttest.assert_expected_inline(text(module.graph), """\
+arg0_1 [2, 6, 16]
+arg1_1 [2, 40, 2, 16]
+arg2_1 [2, 40, 2, 16]
+view [2, 2, 3, 16] = aten.reshape(arg0_1, [2, 2, -1, 16])
+permute [2, 2, 40, 16] = aten.permute(arg1_1, [0, 2, 1, 3])
+permute_1 [2, 2, 40, 16] = aten.permute(arg2_1, [0, 2, 1, 3])
+reshape_default [2, 6, 16] = aten.reshape(view, [2, 6, 16])
+permute_default [2, 40, 2, 16] = aten.permute(permute, [0, 2, 1, 3])
+permute_default_1 [2, 40, 2, 16] = aten.permute(permute_1, [0, 2, 1, 3])
+full_default_1 [2] = aten.full([2], 40, dtype=torch.int32, device=device(type='cpu'), pin_memory=False)
+flash_decode = ditron.flash_decode(reshape_default, permute_default, permute_default_1, full_default_1, None, None, 0.3, 0.0, 4, '0', '', 'auto', 1073741824, 0.0)
+getitem_2 [2, 6, 16] = flash_decode[0]
+reshape_default_1 [2, 2, 3, 16] = aten.reshape(getitem_2, [2, 2, 3, 16])
+view_3 [2, 6, 16] = aten.reshape(reshape_default_1, [2, 6, 16])
+return (view_3,)
+""")
+
+
+def test_golden_heads_first() -> None:
+    module = graph_of(heads_first, FORMS["heads_first"][1])
+    assert fused(module) == 1
+    expecttest.assert_expected_inline(text(module.graph), """\
+arg0_1 [2, 2, 40, 16]
+arg1_1 [2, 2, 40, 16]
+arg2_1 [2, 6, 16]
+arg3_1 [2]
+mul [2, 6, 16] = aten.mul.Tensor(arg2_1, 0.25)
+permute_default [2, 40, 2, 16] = aten.permute(arg0_1, [0, 2, 1, 3])
+permute_default_1 [2, 40, 2, 16] = aten.permute(arg1_1, [0, 2, 1, 3])
+add_tensor [2] = aten.add.Tensor(arg3_1, 1)
+convert_element_type_default [2] = prims.convert_element_type(add_tensor, torch.int32)
+flash_decode = ditron.flash_decode(mul, permute_default, permute_default_1, convert_element_type_default, None, None, 1.0, 0.0, 4, '0', '', 'auto', 1073741824, 0.0)
+getitem_1 [2, 6, 16] = flash_decode[0]
+reshape_default [2, 6, 1, 16] = aten.reshape(getitem_1, [2, 6, 1, 16])
+view_10 [2, 6, 16] = aten.reshape(reshape_default, [2, 6, 16])
+return (view_10,)
+""")
+
+
+def merged_by(merge: Callable[[Tensor, Tensor], Any]) -> Callable[..., Any]:
+    """A program whose parts are right."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        o, lse = parts(q, k, v, None)
+        return merge(gathered(o), gathered(lse))
+
+    return fn
+
+
+def attended_by(attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    """A program whose merging is right."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        o, lse = attend(q, k, v)
+        return by_softmax(gathered(o), gathered(lse)).to(q.dtype)
+
+    return fn
+
+
+def _flipped(os: Tensor, lses: Tensor) -> Tensor:
+    return by_softmax(os.flip(0), lses)
+
+
+def _lse_kept(os: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    return by_softmax(os, lses).half(), torch.logsumexp(lses, 0)
+
+
+def _transposed(os: Tensor, lses: Tensor) -> Tensor:
+    return by_softmax(os, lses).half().transpose(1, 2)
+
+
+def _other_heads(os: Tensor, lses: Tensor) -> Tensor:
+    """A sum over heads, not over ranks."""
+    return (torch.softmax(lses, 2)[..., None] * os).sum(2).half()
+
+
+def _joined_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The column is taken for an output too."""
+    o, lse = parts(q, k, v, None)
+    both = gathered(torch.cat([o.float(), lse[..., None]], -1))
+    return by_softmax(both[..., 1:], both[..., D]).to(q.dtype)
+
+
+def _other_column(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The logarithms beside the outputs of other sequences, and heads."""
+    o, lse = parts(q, k, v, None)
+    both = gathered(torch.cat([o.float(), lse.transpose(0, 1)[..., None]], -1))
+    return by_softmax(both[..., :D], both[..., D]).to(q.dtype)
+
+
+@pytest.mark.parametrize(("fn", "code"), [(_joined_twice, "decode_merge"), (_other_column, "decode_form")])
+def test_what_was_joined_otherwise_is_left_alone(fn: Callable[..., Any], code: str) -> None:
+    module = graph_of(fn, operands())
+    assert fused(module) == 0 and reasons(module) == [code]
+
+
+MERGES: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "mean": (lambda os, lses: os.mean(0).half() + lses.mean(), ["decode_merge"] * 2),
+    "base 2": (lambda os, lses: (torch.exp2(lses - lses.amax(0))[..., None] * os).sum(0), ["decode_merge"] * 2),
+    "twice the lse": (lambda os, lses: by_softmax(os, 2 * lses).half(), ["decode_merge"] * 2),
+    "not divided": (lambda os, lses: (torch.exp(lses)[..., None] * os).sum(0).half(), ["decode_merge"] * 2),
+    "order of ranks": (_flipped, ["decode_merge"] * 2),
+    "heads": (_other_heads, ["decode_merge"] * 2),
+    "lse wanted": (_lse_kept, ["decode_merge"] * 2),
+    "some ranks": (lambda os, lses: by_softmax(os[:2], lses[:2]).half(), ["decode_merge"] * 2),
+    "fp32 wanted": (lambda os, lses: by_softmax(os, lses), ["cast_between"] * 2),
+}
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_other_merges_are_left_alone(name: str) -> None:
+    merge, expected = MERGES[name]
+    module = graph_of(merged_by(merge), operands())
+    assert fused(module) == 0
+    assert reasons(module) == expected
+
+
+def test_views_behind_the_merging_stay() -> None:
+    module = graph_of(merged_by(_transposed), operands())
+    assert fused(module) == 1
+
+
+def _other_scale(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scores = scores_of(q, k, None)
+    return torch.einsum("bhgs,bshd->bhgd", torch.softmax(scores, -1).half(), v), torch.logsumexp(2 * scores, -1)
+
+
+def _other_mask(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return parts(q, k, v, torch.arange(S)[None, :] % 2 == torch.zeros(B, 1))
+
+
+def _mask_of_one(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The logarithm is of more tokens than the output."""
+    lengths = q[:, 0, 0].int()
+    return parts(q, k, v, below(lengths))[0], parts(q, k, v, None)[1]
+
+
+def _biased(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scores = scores_of(q, k, None) + k[:, :, :, 0].transpose(1, 2)[:, :, None]
+    weights = torch.softmax(scores, -1).half()
+    return torch.einsum("bhgs,bshd->bhgd", weights, v), torch.logsumexp(scores, -1)
+
+
+def _reinterpreted(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What is a head in memory is half of the tokens."""
+    return parts(q, k, v.reshape(B, HKV, S, D).transpose(1, 2), None)
+
+
+def _turned_round(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Values of other tokens than the keys'."""
+    return parts(q, k, v.flip(1), None)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    rows, (k, v) = q.view(B, HKV, -1, D), (x.transpose(1, 2) for x in (k, v))
+    return aten._scaled_dot_product_flash_attention_for_cpu(rows, k, v, 0.0, True)[:2]
+
+
+PARTS: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "other scale": (_other_scale, []),
+    "other mask": (_other_mask, []),
+    "other mask for lse": (_mask_of_one, []),
+    "bias": (_biased, []),
+    "causal": (_causal, []),
+    "reinterpreted": (_reinterpreted, ["decode_form"] * 2),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_other_attention_is_left_alone(name: str) -> None:
+    attend, expected = PARTS[name]
+    module = graph_of(attended_by(attend), operands())
+    assert fused(module) == 0 and reasons(module) == expected
+
+
+def test_values_of_another_order_are_operands() -> None:
+    """What turns them round stays in the graph."""
+    args = operands()
+    module, before = (graph_of(attended_by(_turned_round), args) for _ in range(2))
+    assert fused(module) == 1 and "prims.rev" in text(module.graph)
+    assert_same(before, module, [[args[0], *operands()[1:]] for _ in range(WORLD_SIZE)], 2e-2)
+
+
+def test_dynamic_sizes_are_left_alone() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.bmm(q, k.transpose(1, 2)).float()
+        o, lse = torch.bmm(torch.softmax(scores, -1).to(v.dtype), v), torch.logsumexp(scores, -1)
+        os, lses = (functional.all_gather_tensor(x, 0, dist.group.WORLD) for x in (o, lse))
+        return by_softmax(os.view(WORLD_SIZE, *o.shape), lses.view(WORLD_SIZE, *lse.shape)).to(q.dtype)
+
+    args = (torch.randn(4, 3, D).half(), torch.randn(4, S, D).half(), torch.randn(4, S, D).half())
+    assert fused(graph_of(fn, args, dynamic=True)) == 0
+    # Heads, or sequences, alone.
+    module = graph_of(fn, args)
+    assert fused(module) == 1 and "[4, 3, 16]" in text(module.graph)
+
+
+def test_a_deep_graph() -> None:
+    """Of a model whose residual stream is gathered."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        for _ in range(600):
+            x = torch.relu(x) * y
+        return gathered(x).sum(0)
+
+    module = traced(fn, torch.randn(4, 4), torch.randn(4, 4))
+    assert fused(module) == 0 and reasons(module) == []
+
+
+def test_the_option_leaves_it_out() -> None:
+    fn, args = FORMS["whole"]
+    module = graph_of(fn, args)
+    assert fused(module, Options(fusions=())) == 0
+    assert reasons(module) == ["disabled"] * 2
