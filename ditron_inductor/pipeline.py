@@ -28,6 +28,7 @@ from torch._logging import trace_structured
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
+from ditron_inductor.passes.absorb_norms import absorb_norms
 from ditron_inductor.passes.all_gather_attention import all_gather_attention
 from ditron_inductor.passes.all_gather_contract import all_gather_contract
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
@@ -94,6 +95,7 @@ PASSES: tuple[Pass, ...] = (
     split_weights,
     projections,
     absorb_epilogues,
+    absorb_norms,
     order_collectives,
     name_sites,
     verify_tasks,

@@ -193,7 +193,8 @@ def _pattern(task: MatmulNode | NormNode | UlyssesNode | AttentionNode) -> str:
     match task:
         case AllGatherMatmul():
             matmuls = "matmul" if task.num_weights == 1 else f"{task.num_weights} matmuls"
-            return f"all_gather(dim {task.gather_dim}) -> {matmuls}" + (", gathered used" * task.return_gathered)
+            used = ", gathered used" * task.return_gathered
+            return f"{_prologue_text(task)}all_gather(dim {task.gather_dim}) -> {matmuls}{used}"
         case MatmulReduceScatter():
             return f"{_sum_text(task)} -> reduce_scatter({task.reduce_op}, dim {task.scatter_dim})"
         case MatmulAllReduce():
@@ -224,6 +225,13 @@ def _sum_text(
 ) -> str:
     matmuls = "matmul" if task.num_products == 1 else f"sum of {task.num_products} matmuls"
     return matmuls + " + bias" * task.has_bias
+
+
+def _prologue_text(task: AllGatherMatmul) -> str:
+    """What makes the shard."""
+    if task.prologue is None:
+        return ""
+    return "x + residual -> " * ("residual" in task.prologue.extras) + f"{task.prologue.norm.form} norm -> "
 
 
 def _norm_text(task: AllReduceRmsNorm | MatmulAllReduceRmsNorm) -> str:

@@ -11,15 +11,20 @@ import torch
 from ditron_inductor.device.lanes import Lane, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import transfers
+from ditron_inductor.lowering.all_gather_matmul.stage_norm import stage_norm
+from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of, constants_of, warps_of
 from ditron_inductor.lowering.epilogues import PLAIN_SUM, Arrangement
 from ditron_inductor.lowering.launch import Launch, ceil_div
 from ditron_inductor.lowering.launcher import Arguments, Bound, Launcher
+from ditron_inductor.task.nodes import ShardNorm
 
 BLOCK = 8192
 REDUCE_BLOCK = 4096
 """Elements that a program copies or fills in one step, and that it adds up."""
 COPY_WARPS = 8
 PROGRAMS_PER_SM = 2
+NORM_WARPS_PER_SM = 32
+"""Of programs that normalise rows, each of which waits for its own sums: as many as have registers."""
 INTERPRETED_BLOCK = 1024
 INTERPRETED_PROGRAMS = 2
 FILL_PROGRAMS = 8
@@ -82,6 +87,29 @@ class Exchange:
             return self._arguments(self._programs(numel, block), COPY_WARPS, values)
 
         return self._bound("stage", transfers.stage, arguments, tensors=("shard", "copy"), counted=True)
+
+    def stage_norm(self, rows: int, columns: int, prologue: ShardNorm, *, copied: bool) -> Bound:
+        """(x, given, outputs): as `stage`, with norm(x) of x [rows, columns]; see `stage_norm.stage_norm`.
+
+        copied: the norm is stored as the first of `outputs` too.
+        """
+
+        def arguments() -> Arguments:
+            block = block_of(columns)
+            tile = max(1, self._block(REDUCE_BLOCK) // block)
+            values = {
+                "M": rows,
+                "N": columns,
+                "COPY": copied,
+                "ROWS": tile,
+                "BLOCK": block,
+                **constants_of(prologue, stores_reduced=False),
+            }
+            warps = warps_of(tile * block)
+            return self._arguments(self._programs(rows, tile, NORM_WARPS_PER_SM // warps), warps, values)
+
+        tensors = ("x", "given", "outputs")
+        return self._bound("stage norm", stage_norm, arguments, tensors=tensors, counted=True)
 
     def open(self) -> Bound:
         """Make sure that products may be written into the own slot."""
@@ -169,8 +197,8 @@ class Exchange:
     def _block(self, block: int) -> int:
         return INTERPRETED_BLOCK if self._interpreted else block
 
-    def _programs(self, numel: int, block: int) -> int:
-        most = INTERPRETED_PROGRAMS if self._interpreted else PROGRAMS_PER_SM * self._num_sms
+    def _programs(self, numel: int, block: int, per_sm: int = PROGRAMS_PER_SM) -> int:
+        most = INTERPRETED_PROGRAMS if self._interpreted else per_sm * self._num_sms
         return max(1, min(ceil_div(numel, block), most))
 
 

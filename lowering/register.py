@@ -20,6 +20,7 @@ import torch
 from ditron_inductor.device import AgreedOptions, workspaces
 from ditron_inductor.device.replicas import own_chunk, replicas
 from ditron_inductor.lowering.all_gather_attention import binding as attention
+from ditron_inductor.lowering.all_gather_matmul.shard_norm import gather_library, make_shard
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm import library as norm_library
 from ditron_inductor.lowering.epilogues import Finisher, finisher_of_sum
@@ -32,6 +33,7 @@ from ditron_inductor.task import ops, reference
 from ditron_inductor.task.epilogue_torch import NAMES
 from ditron_inductor.task.nodes import (
     EXTRAS,
+    SHARD_EXTRAS,
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
@@ -108,7 +110,8 @@ def _possible(
     """What the plan has to know, and the strategies that it may choose, as functions of the operands."""
     workspace = launch.workspace
     capabilities = workspace.capabilities
-    tile_reason = capabilities.tile_reason or (norm_kernel.obstacle(n) if isinstance(node, NormNode) else "")
+    normed = n if isinstance(node, NormNode) else k if isinstance(node, AllGatherMatmul) and node.prologue else 0
+    tile_reason = capabilities.tile_reason or norm_kernel.obstacle(normed)
     geometry, runner = TILE[node.kind]
     tile = geometry(node, launch, x, n)
     runners: dict[str, Runner] = {"tile": functools.partial(runner, node, launch, tile)}
@@ -165,13 +168,14 @@ def _prepare_all_gather_matmul(
     site: str,
     *rest: Any,
 ) -> Callable[..., Any]:
-    policy, (extras, epilogue) = Policy(*rest[:-2]), rest[-2:]
-    node = AllGatherMatmul(
-        gather_dim, world_size, group_name, return_gathered, site, policy, len(weights), len(extras), epilogue
-    )
+    policy, (extras, epilogue, prologue) = Policy(*rest[:-3]), rest[-3:]
+    terms = len(weights), len(extras), epilogue, prologue
+    node = AllGatherMatmul(gather_dim, world_size, group_name, return_gathered, site, policy, *terms)
     parsed = node.parsed
     library = functools.partial(
-        reference.all_gather_matmul,
+        gather_library,
+        make_shard(node, shard.shape, shard.device),
+        node=node,
         multiply=None if parsed is None else Finisher(parsed, shard, extras).multiply,
         gather_dim=gather_dim,
         world_size=world_size,
@@ -396,6 +400,8 @@ def _prepare_all_to_all_matmul(
 _precision = torch.get_float32_matmul_precision
 
 
+PROLOGUE_DEFAULTS: tuple[Any, ...] = (None, "", *(None,) * len(SHARD_EXTRAS), "", 0.0, False, False, "")
+"""Of all arguments of a gather behind those of its site: they come up to the last one that is given."""
 SITE_ARGUMENTS: Mapping[str, int] = {AllGatherMatmul.kind: 8, MatmulReduceScatter.kind: 8, MatmulAllReduce.kind: 7}
 """Those behind the token without an epilogue's, which come last and are left out where there is none."""
 
@@ -425,11 +431,18 @@ def lookup(
 def _all_gather_matmul(
     shard: torch.Tensor, weights: Sequence[torch.Tensor], token: torch.Tensor | None, *site: Any
 ) -> list[torch.Tensor]:
+    count = SITE_ARGUMENTS[AllGatherMatmul.kind]
+    given, norm = site[:0], site[:0]
+    if len(site) > count + 2:
+        site = (*site, *PROLOGUE_DEFAULTS[len(site) - count :])
+        behind = count + 2 + len(SHARD_EXTRAS)
+        site, given, norm = site[: count + 2], site[count + 2 : behind], site[behind:]
     site, extras, epilogue = _split_epilogue(AllGatherMatmul.kind, site)
-    key, run = lookup(AllGatherMatmul.kind, (*site, epilogue), (shard, *weights, *extras))
+    key, run = lookup(AllGatherMatmul.kind, (*site, epilogue, *norm), (shard, *weights, *extras), *given)
     if run is None:
-        run = _prepare_all_gather_matmul(key, shard, weights, *site, extras, epilogue)
-    return [*run(shard, weights, extras), ops.new_token(shard)]
+        prologue = ops.shard_norm_of(given, norm)
+        run = _prepare_all_gather_matmul(key, shard, weights, *site, extras, epilogue, prologue)
+    return [*run(shard, weights, extras, given), ops.new_token(shard)]
 
 
 def _all_gather_contract(

@@ -182,7 +182,7 @@ def _read_extra(node: fx.Node, value: torch.Tensor, width: Any, chain: Chain) ->
     assert operand is not None
     if operand.device != value.device:
         return None
-    if not _is_stored(node, chain):
+    if not is_stored(node):
         if node.target not in expressions.POINTWISE:
             return None
         return expressions.read_pointwise(node, lambda one: _read_extra(one, value, width, chain))
@@ -207,7 +207,7 @@ def _kind(operand: torch.Tensor, value: torch.Tensor, width: Any) -> str:
     return "column" if ones[-1] and proofs.same_shape(operand.shape[:-1], value.shape[:-1]) else ""
 
 
-def _is_stored(node: fx.Node, chain: Chain) -> bool:
+def is_stored(node: fx.Node) -> bool:
     """Whether a tensor is in memory whatever Inductor fuses."""
     source = proofs.views_up(node)[-1]
     if source.op != "call_function" or source.target in proofs.MATMULS or source.target is getitem:

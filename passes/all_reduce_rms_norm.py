@@ -39,7 +39,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.collectives import ALL_REDUCE, WAIT, is_collective, read_collective
-from ditron_inductor.passes.norms import FoundNorm, find_norm, normalised
+from ditron_inductor.passes.norms import FoundNorm, find_norm, normalised, rsqrt_before
 from ditron_inductor.passes.order_collectives import is_task
 from ditron_inductor.passes.reasons import ReasonCode, leave_alone
 from ditron_inductor.task import ops
@@ -300,27 +300,10 @@ def _is_reduced(node: fx.Node) -> bool:
 
 
 def _norm_up(result: fx.Node) -> FoundNorm | None:
-    """The norm whose result a node is; its last op is a conversion, a product, or a sum with a row."""
-    node, steps = result, 0
-    while node.target in LAST_OF_NORMS and steps < len(LAST_OF_NORMS):
-        rsqrt = next((one for one in node.all_input_nodes if one.target is aten.rsqrt.default), None)
-        if rsqrt is not None:
-            norm = find_norm(rsqrt)
-            return norm if isinstance(norm, FoundNorm) and norm.result is result else None
-        sources = [one for one in node.all_input_nodes if one.op == "call_function" and _same_rows(one, node)]
-        if len(sources) != 1:
-            return None
-        node, steps = sources[0], steps + 1
-    return None
-
-
-LAST_OF_NORMS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.mul.Tensor, aten.add.Tensor)
-"""What may follow the inverse deviation, each at most once."""
-
-
-def _same_rows(one: fx.Node, other: fx.Node) -> bool:
-    left, right = proofs.tensor(one), proofs.tensor(other)
-    return left is not None and right is not None and proofs.same_shape(left.shape, right.shape)
+    """The norm whose result a node is."""
+    rsqrt = rsqrt_before(result)
+    norm = None if rsqrt is None else find_norm(rsqrt)
+    return norm if isinstance(norm, FoundNorm) and norm.result is result else None
 
 
 def _others(found: Sum, node: fx.Node) -> list[fx.Node]:

@@ -32,6 +32,7 @@ from ditron_inductor.task.nodes import (
     MatmulAllToAll,
     MatmulReduceScatter,
     NormNode,
+    ShardNorm,
     TaskNode,
 )
 from ditron_inductor.task.ops import node_from_call
@@ -87,6 +88,7 @@ def _task_facts(task: TaskNode) -> str:
             # An epilogue decides, with the sizes, which strategy runs.
             own = f"{task.gather_dim} {task.num_weights} {task.return_gathered}"
             own += f" {task.epilogue}" if task.epilogue else ""
+            own += f" {_norm_facts(task.prologue)}" if task.prologue is not None else ""
         case MatmulReduceScatter():
             own = f"{task.scatter_dim} {task.reduce_op} {task.num_products} {task.has_bias}"
         case MatmulAllReduce():
@@ -113,7 +115,7 @@ def _task_facts(task: TaskNode) -> str:
     return f"{task.kind} {own} {task.world_size}"
 
 
-def _norm_facts(task: NormNode) -> str:
+def _norm_facts(task: NormNode | ShardNorm) -> str:
     """Without what is saved, which concerns no other rank."""
     post = "" if task.post is None else f" {task.post.text()}"
     return f"{task.norm.text()}{post} {'+'.join(task.extras)}"

@@ -26,6 +26,8 @@ from ditron_inductor.task.nodes import Norm
 aten = torch.ops.aten
 
 ADDS: frozenset[object] = frozenset({aten.add.Tensor, aten.add.Scalar})
+LAST_OF_NORMS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.mul.Tensor, aten.add.Tensor)
+"""What may follow the inverse deviation, each at most once."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,27 @@ def find_norm(rsqrt: fx.Node) -> FoundNorm | ReasonCode:
         return ReasonCode.NORM_USED
     norm = Norm(statistics.form, float(eps), tail.plus_one, tail.round_first)
     return FoundNorm(norm, x, statistics.wide, tail.weight, tail.shift, tuple(inner), saved)
+
+
+def rsqrt_before(result: fx.Node) -> fx.Node | None:
+    """The inverse deviation of the norm that a node may be the result of: behind it are a conversion, a product and a
+    sum with a row, each at most once.
+    """
+    node, steps = result, 0
+    while node.target in LAST_OF_NORMS and steps < len(LAST_OF_NORMS):
+        rsqrt = next((one for one in node.all_input_nodes if one.target is aten.rsqrt.default), None)
+        if rsqrt is not None:
+            return rsqrt
+        sources = [one for one in node.all_input_nodes if one.op == "call_function" and _same_rows(one, node)]
+        if len(sources) != 1:
+            return None
+        node, steps = sources[0], steps + 1
+    return None
+
+
+def _same_rows(one: fx.Node, other: fx.Node) -> bool:
+    left, right = proofs.tensor(one), proofs.tensor(other)
+    return left is not None and right is not None and proofs.same_shape(left.shape, right.shape)
 
 
 def _centred(scaled: fx.Node, rsqrt: fx.Node, statistics: _Statistics) -> fx.Node | None:

@@ -80,6 +80,7 @@ def test_the_order_of_the_passes() -> None:
         "split_weights",
         "projections",
         "absorb_epilogues",
+        "absorb_norms",
         "order_collectives",
         "name_sites",
         "verify_tasks",

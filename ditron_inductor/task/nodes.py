@@ -90,7 +90,7 @@ class AllGatherMatmul(WithEpilogue):
     .., K] and each out_i is [rows, N_i] with all dimensions but the last one flattened into rows.
 
     With an epilogue, the text of task/epilogue.py, the outputs are what it makes of these products and of `num_extras`
-    more tensors.
+    more tensors. With a prologue the shard is what that makes of the first operand.
     """
 
     kind: ClassVar[str] = "all_gather_matmul"
@@ -103,6 +103,7 @@ class AllGatherMatmul(WithEpilogue):
     num_weights: int
     num_extras: int = 0
     epilogue: str = ""
+    prologue: ShardNorm | None = None
 
     @property
     def num_operands(self) -> int:
@@ -111,14 +112,19 @@ class AllGatherMatmul(WithEpilogue):
     def verify(self) -> None:
         check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
         self.verify_epilogue()
+        if self.prologue is not None:
+            self.prologue.verify(self.kind)
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
         return (
             f"{self.kind}(gather_dim={self.gather_dim}, num_weights={self.num_weights}, "
-            f"return_gathered={self.return_gathered}, {self._epilogue_text()}"
+            f"return_gathered={self.return_gathered}, {self._epilogue_text()}{self._prologue_text()}"
             f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
+
+    def _prologue_text(self) -> str:
+        return "" if self.prologue is None else f"{self.prologue.text()}, "
 
 
 @dataclass(frozen=True)
@@ -275,6 +281,37 @@ EXTRAS: tuple[str, ...] = ("bias", "second_bias", "post_weight", "post_shift", "
 """The tensors that a reduction with a norm may have besides its operands, in the order of its arguments."""
 SAVED: tuple[str, ...] = ("reduced", "post_mean", "post_rstd", "mean", "rstd", "scaled")
 """What a backward may want of it, in the order of its outputs."""
+SHARD_EXTRAS: tuple[str, ...] = ("residual", "weight", "shift")
+SHARD_SAVED: tuple[str, ...] = ("mean", "rstd", "scaled")
+"""Those of `EXTRAS` and of `SAVED` that the norm in front of a gather may have."""
+
+
+@dataclass(frozen=True)
+class ShardNorm:
+    """What makes the shard of a gather of x: total = x + residual, rounded to the dtype of x, and shard = norm(total).
+
+    extras: which of `SHARD_EXTRAS` there are; with a residual the total is an output too. saved: which of `SHARD_SAVED`
+    are outputs, as of a reduction with a norm.
+    """
+
+    norm: Norm
+    extras: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
+    post: ClassVar[Norm | None] = None
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """The names of the node's outputs that are not made of the gathered tensor."""
+        return (*("total",) * ("residual" in self.extras), *self.saved)
+
+    def verify(self, kind: str) -> None:
+        self.norm.verify(kind)
+        _verify_names(kind, "extras", self.extras, SHARD_EXTRAS)
+        _verify_names(kind, "saved", self.saved, SHARD_SAVED)
+
+    def text(self) -> str:
+        saved = f", saved={'+'.join(self.saved)}" if self.saved else ""
+        return f"norm={self.norm.text()}, norm_extras={'+'.join(self.extras)}{saved}"
 
 
 @dataclass(frozen=True)
@@ -302,8 +339,7 @@ class _ReductionWithNorm:
         if self.post is not None:
             self.post.verify(self.kind)
         for field, names, known in (("extras", self.extras, EXTRAS), ("saved", self.saved, SAVED)):
-            in_order = names == tuple(name for name in known if name in names)
-            check(in_order, self.kind, field, names, f"names out of {', '.join(known)}, in this order")
+            _verify_names(self.kind, field, names, known)
             no_post = self.post is not None or not any(name.startswith("post_") for name in names)
             check(no_post, self.kind, field, names, "without names of a norm before the residual, as there is none")
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
@@ -443,6 +479,11 @@ PLANNED_KINDS: tuple[str, ...] = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS,
 """Those with times of their own in tables. With a matmul, a norm costs all strategies the same."""
 TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS, *ULYSSES_KINDS, FlashDecode.kind, *ATTENTION_KINDS)
 """All of them."""
+
+
+def _verify_names(kind: str, field: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+    in_order = names == tuple(name for name in known if name in names)
+    check(in_order, kind, field, names, f"names out of {', '.join(known)}, in this order")
 
 
 def _verify_reduction(kind: str, reduce_op: str, num_products: int) -> None:

@@ -2,11 +2,13 @@
 
 `define()` declares them; the implementations are bound by `ditron_inductor.lowering.register`. Schemas in words:
 
-`all_gather_matmul(shard, weights, token, ...) -> [out_0, .., out_{n-1}, (gathered,) token]`
+`all_gather_matmul(shard, weights, token, ...) -> [out_0, .., out_{n-1}, (gathered,) (total, <saved>,) token]`
     shard [.., S, .., K] with S at gather_dim (never the last dimension), weights [K, N_i] with any strides.
     out_i [rows, N_i] contiguous, rows = the gathered tensor's dimensions but the last, flattened. With an epilogue the
     outputs are those that its text names, made of the products and of the extra tensors (see task/epilogue.py).
-    gathered [.., W*S, .., K], contiguous, present if and only if return_gathered.
+    gathered [.., W*S, .., K], contiguous, present if and only if return_gathered. With a norm (`norm` is not empty) the
+    first operand is x, and the shard is norm(total), total = x + residual, with the weight and the shift, as in
+    `all_reduce_rms_norm`; total is returned where there is a residual, then what `saved` names.
 `matmul_reduce_scatter(a, b, bias, token, ..., extras, epilogue) -> [out, .., token]`
     a_i [.., W*S, .., K_i] with W*S at scatter_dim (never the last dimension), alike but for K_i; b_i [K_i, N]; bias a
     row [N], None, or of matrices a column [W*S, 1], added on every rank before the reduction; out [.., S, .., N]
@@ -87,6 +89,7 @@ from ditron_inductor.task.nodes import (
     ATTENTION_KINDS,
     EXTRAS,
     NORM_KINDS,
+    SHARD_EXTRAS,
     ULYSSES_KINDS,
     AllGatherContract,
     AllGatherMatmul,
@@ -100,6 +103,7 @@ from ditron_inductor.task.nodes import (
     Norm,
     Policy,
     Projections,
+    ShardNorm,
     TaskNode,
 )
 
@@ -108,6 +112,10 @@ NAMESPACE = "ditron"
 _SITE = "int world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s"
 _PRODUCTS = "Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token"
 _EPILOGUE = "Tensor[]? extras=None, str epilogue=''"
+_PROLOGUE = (
+    f"{', '.join(f'Tensor? {name}=None' for name in SHARD_EXTRAS)}, "
+    "str norm='', float eps=0.0, bool plus_one=False, bool round_first=False, str saved=''"
+)
 _NORM = (
     f"{', '.join(f'Tensor? {name}' for name in EXTRAS)}, Tensor? token, str reduce_op, "
     "str norm, float eps, bool plus_one, bool round_first, "
@@ -116,7 +124,7 @@ _NORM = (
 SCHEMAS: dict[str, str] = {
     AllGatherMatmul.kind: (
         f"(Tensor shard, Tensor[] weights, Tensor? token, int gather_dim, bool return_gathered, {_SITE}, "
-        f"{_EPILOGUE}) -> Tensor[]"
+        f"{_EPILOGUE}, {_PROLOGUE}) -> Tensor[]"
     ),
     MatmulReduceScatter.kind: f"({_PRODUCTS}, int scatter_dim, str reduce_op, {_SITE}, {_EPILOGUE}) -> Tensor[]",
     MatmulAllReduce.kind: f"({_PRODUCTS}, str reduce_op, {_SITE}, {_EPILOGUE}) -> Tensor[]",
@@ -225,6 +233,19 @@ def norms_of(args: Sequence[Any]) -> tuple[Norm, Norm | None, tuple[str, ...]]:
     return Norm(*args[:4]), Norm(*args[4:8]) if args[4] else None, saved_names(args[8])
 
 
+def shard_norm_args(prologue: ShardNorm) -> tuple[object, ...]:
+    """The arguments of a prologue behind its tensors, in schema order."""
+    return (*norm_args(prologue.norm), "+".join(prologue.saved))
+
+
+def shard_norm_of(given: Sequence[object], args: Sequence[Any]) -> ShardNorm | None:
+    """The prologue of a call. given: the arguments `SHARD_EXTRAS`; args: `norm` to `saved`."""
+    if not args or not args[0]:
+        return None
+    extras = tuple(name for name, one in zip(SHARD_EXTRAS, given, strict=True) if one is not None)
+    return ShardNorm(Norm(*args[:4]), extras, saved_names(args[4]))
+
+
 NUM_NORM_ARGS = 9
 """Those that `norms_of` reads."""
 
@@ -276,6 +297,10 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
             num_weights=len(as_list("weights")),
             num_extras=num_extras,
             epilogue=epilogue,
+            prologue=shard_norm_of(
+                [value[name] for name in SHARD_EXTRAS],
+                [value[name] for name in ("norm", "eps", "plus_one", "round_first", "saved")],
+            ),
         )
     if kind in ULYSSES_KINDS:
         node: TaskNode = ulysses.node_of(kind, value, world_size, group_name, site, policy)
@@ -369,6 +394,10 @@ def _fake_all_gather_matmul(
     timeout_s: float,
     extras: Sequence[torch.Tensor] | None = None,
     epilogue: str = "",
+    residual: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+    *norm: Any,
 ) -> list[torch.Tensor]:
     gathered_shape = list(shard.shape)
     gathered_shape[gather_dim] = gathered_shape[gather_dim] * world_size
@@ -376,6 +405,9 @@ def _fake_all_gather_matmul(
     outputs = _after_epilogue([shard.new_empty([rows, weight.shape[1]]) for weight in weights], epilogue)
     if return_gathered:
         outputs.append(shard.new_empty(gathered_shape))
+    prologue = shard_norm_of((residual, weight, shift), norm)
+    if prologue is not None:
+        outputs += [norm_output(shard, shard.shape, name) for name in prologue.returned]
     outputs.append(new_token(shard))
     return outputs
 

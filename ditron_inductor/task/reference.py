@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ditron_inductor.task import ulysses
-from ditron_inductor.task.nodes import EXTRAS, Norm
+from ditron_inductor.task.nodes import EXTRAS, SHARD_EXTRAS, Norm, ShardNorm
 
 Multiply = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
 """A function of rows, weights and extra tensors: products with an epilogue."""
@@ -180,6 +180,16 @@ def add_norm(
     normed, *statistics = _normalised(total, norm, given["weight"], given["shift"])
     values |= dict(zip(("mean", "rstd", "scaled"), statistics, strict=True))
     return normed, total, *(values[name] for name in saved)
+
+
+def norm_shard(
+    x: torch.Tensor, extras: Sequence[torch.Tensor | None], prologue: ShardNorm
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """(norm(x + residual), what the prologue returns); extras: see `nodes.SHARD_EXTRAS`."""
+    given = dict(zip(SHARD_EXTRAS, extras, strict=True))
+    all_extras = [given.get(name) for name in EXTRAS]
+    shard, total, *saved = add_norm(x, all_extras, prologue.norm, None, prologue.saved)
+    return shard, (*((total,) if given["residual"] is not None else ()), *saved)
 
 
 def _normalised(

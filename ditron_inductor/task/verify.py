@@ -19,6 +19,7 @@ from ditron_inductor.task.all_gather_attention import ALIGNED, AllGatherAttentio
 from ditron_inductor.task.epilogue import Extra, products, walk
 from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.nodes import (
+    SHARD_EXTRAS,
     TASK_KINDS,
     AllGatherContract,
     AllGatherMatmul,
@@ -33,6 +34,7 @@ from ditron_inductor.task.nodes import (
     MatmulAllToAll,
     MatmulReduceScatter,
     NormNode,
+    ShardNorm,
     TaskNode,
     WithEpilogue,
 )
@@ -113,6 +115,7 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _require(task.gather_dim < first.ndim - 1, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
         gathered = task.world_size * math.prod(first.shape[:-1])
         _verify_epilogue(call, task, first, gathered, [weight.shape[1] for weight in weights])
+        _verify_prologue(call, task, first)
     elif isinstance(task, MatmulAllReduceRmsNorm):
         _verify_extras(call, task, first, weights[0].shape[1])
     elif isinstance(task, MatmulAllGather):
@@ -204,7 +207,7 @@ def _verify_epilogue(call: fx.Node, task: WithEpilogue, first: torch.Tensor, row
         width = widths[group.products[0]]
         for index in group.products:
             _require(_possible(widths[index] == width), call, "combines products of different widths")
-    given = call.args[-2]
+    given = ops.argument_of(call.target, call.args, "extras")
     assert isinstance(given, (list, tuple))
     for output in epilogue.outputs:
         shape = (rows, widths[min(products(output))])
@@ -216,7 +219,20 @@ def _verify_epilogue(call: fx.Node, task: WithEpilogue, first: torch.Tensor, row
             _require(_possible(fits), call, f"has an extra tensor that is no {extra.kind}: x{extra.index}")
 
 
-def _verify_extras(call: fx.Node, task: NormNode, first: torch.Tensor, columns: Any) -> None:
+def _verify_prologue(call: fx.Node, task: AllGatherMatmul, first: torch.Tensor) -> None:
+    """The tensors of the norm in front of a gather; without one there are none."""
+    arguments = [argument.name for argument in call.target._schema.arguments]  # type: ignore[union-attr]
+    given = [one for name, one in zip(arguments, call.args, strict=False) if name in SHARD_EXTRAS and one is not None]
+    _require(task.prologue is not None or not given, call, "has tensors of a norm, and no norm")
+    if task.prologue is not None:
+        _verify_extras(call, task.prologue, first, first.shape[-1])
+        if "residual" in task.prologue.extras:
+            residual = _value(call, ops.argument_of(call.target, call.args, "residual"))
+            fits: Any = residual.numel() == first.numel()
+            _require(_possible(fits), call, "adds a residual of another size")
+
+
+def _verify_extras(call: fx.Node, task: NormNode | ShardNorm, first: torch.Tensor, columns: Any) -> None:
     """Those of a norm over rows of so many `columns`."""
     for name in task.extras:
         value = _value(call, ops.argument_of(call.target, call.args, name))
@@ -233,8 +249,9 @@ def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
     """The call is taken apart by getitem only, and its fake outputs are as many as the schema says."""
     count = 3 + len(task.saved) if isinstance(task, NormNode) else 2
     if isinstance(task, WithEpilogue):
-        gathered = isinstance(task, AllGatherMatmul) and task.return_gathered
-        count = task.num_outputs + int(gathered) + 1
+        count = task.num_outputs + 1
+    if isinstance(task, AllGatherMatmul):
+        count += int(task.return_gathered) + (0 if task.prologue is None else len(task.prologue.returned))
     if isinstance(task, AllGatherContract):
         count = task.num_factors + int(task.return_gathered) + 1
     if isinstance(task, AllToAllMatmul):

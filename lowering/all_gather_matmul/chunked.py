@@ -2,9 +2,10 @@
 
 Problem. Every rank holds a shard of the activations, rows [S, K] once flattened, and its own weights [K, N_i].
 Algorithm. A small kernel puts the own shard into the own slot, where its peers read it. The main stream multiplies the
-own shard straight from the input. Meanwhile the side stream copies the other shards, that of rank + 1 first, into the
-gathered tensor; the main stream follows, product by product, each on as many rows as came together
-(lowering/schedules.py). An epilogue is one more launch when all products are there; a bias comes with the products.
+own shard straight from the input, or, where a norm makes it, from the slot (stage_norm.py). Meanwhile the side stream
+copies the other shards, that of rank + 1 first, into the gathered tensor; the main stream follows, product by product,
+each on as many rows as came together (lowering/schedules.py). An epilogue is one more launch when all products are
+there; a bias comes with the products.
 Signal protocol. See lowering/transfers.py. One flag for each source, in row PIECE_ROWS: its whole shard is staged. The
 slot is only written with the credits of all peers, so nothing is ever revoked.
 Limits. K is the last dimension of the shard. Where the gathered dimension lies inside others, their sizes multiply to
@@ -23,6 +24,7 @@ import torch
 from ditron_inductor.device.lanes import HERE, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
+from ditron_inductor.lowering.all_reduce_rms_norm.rows import all_outputs, pointers, shard_extras
 from ditron_inductor.lowering.epilogues import Finisher
 from ditron_inductor.lowering.exchange import Exchange, Kernels, multiply, shaped
 from ditron_inductor.lowering.launch import Launch, round_up
@@ -31,6 +33,7 @@ from ditron_inductor.lowering.schedules import Piece
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 from ditron_inductor.task.epilogue import products
 from ditron_inductor.task.nodes import AllGatherMatmul
+from ditron_inductor.task.ops import norm_output
 
 MAX_OUTER = 8
 
@@ -84,10 +87,13 @@ def all_gather_matmul(
     shard: torch.Tensor,
     weights: Sequence[torch.Tensor],
     extras: Sequence[torch.Tensor] = (),
+    given: tuple[torch.Tensor | None, ...] = (),
 ) -> list[torch.Tensor]:
-    """shard [.., S, .., K] with S at `gather_dim`, weights [K, N_i], extras as the node's epilogue reads them.
+    """shard [.., S, .., K] with S at `gather_dim`, weights [K, N_i], extras as the node's epilogue reads them, given as
+    its prologue does.
 
-    Returns the outputs [rows, N_i], then the gathered tensor [.., W*S, .., K] if the node wants it. See the module.
+    Returns the outputs [rows, N_i], then the gathered tensor [.., W*S, .., K] if the node wants it, then what the
+    prologue returns. See the module.
     """
     shape = shard.shape
     shard = shard.contiguous()
@@ -95,14 +101,22 @@ def all_gather_matmul(
     mm = [shard.new_empty(all_rows, weight.shape[1]) for weight in weights]
     # Where nobody else wants it, this is where the copies land, and the own part stays empty.
     gathered = shard.new_empty(all_rows, sizes.K)
+    returned = [] if node.prologue is None else [norm_output(shard, shape, name) for name in node.prologue.returned]
     with launch.call(nbytes=sizes.nbytes) as call:
         plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, shard, weights, extras))
         lefts = plan.rows_of(gathered)
         biases = plan.biases(extras, len(weights))
         parts = [(weight, plan.rows_of(out), bias) for weight, out, bias in zip(weights, mm, biases, strict=True)]
         with call.fork() as lane:
-            plan.stage(lane.main, shard, lefts[plan.own] if plan.copied else shard)
-            left = shaped(shard, plan.shard_shape)
+            copy = lefts[plan.own] if plan.copied else shard
+            if node.prologue is None:
+                plan.stage(lane.main, shard, copy)
+                left = shaped(shard, plan.shard_shape)
+            else:
+                outputs = (copy, *([] if "residual" in node.prologue.extras else [shard]), *returned)
+                loaded = pointers(shard_extras(given), shard)
+                plan.stage(lane.main, shard, loaded, all_outputs(node.prologue, outputs))
+                left = plan.staged
             if node.return_gathered and not plan.copied:
                 lefts[plan.own].copy_(left)
             # One wait for all shards, before the first product, which may leave no SM free.
@@ -127,7 +141,7 @@ def all_gather_matmul(
         dim = node.gather_dim
         whole = (*shape[:dim], node.world_size * shape[dim], *shape[dim + 1 :])
         outs.append(shaped(gathered, whole))
-    return outs
+    return [*outs, *returned]
 
 
 @dataclass(frozen=True)
@@ -137,7 +151,7 @@ class _Plan:
     lengths: of the runs of rows that are multiplied as one, in the order of the gathered tensor; None where a shard's
     rows do not lie together, and the runs are the ranks'. own: the place of the own run; copied: staging copies it to
     the gathered tensor. finisher: of the node's epilogue. groups: places of the runs to multiply, and what is
-    copied there before.
+    copied there before. staged: the own shard in the own slot, in `shard_shape`.
     """
 
     stage: Bound
@@ -150,6 +164,7 @@ class _Plan:
     copied: bool
     finisher: Finisher | None
     groups: list[tuple[list[int], list[Transfer]]]
+    staged: torch.Tensor
 
     def rows_of(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """The runs of x [rows, C]: [length, C], or [outer, rows / outer, C]."""
@@ -202,17 +217,23 @@ def _plan(
     epilogue = node.parsed
     sources = range(len(weights)) if epilogue is None else [min(products(output)) for output in epilogue.outputs]
     numels = [world * rows * weights[source].shape[1] for source in sources]
+    shard_shape = (rows, K) if plain else (outer, rows // outer, K)
+    if node.prologue is None:
+        stage = exchange.stage(rows * K, copied=copied)
+    else:
+        stage = exchange.stage_norm(rows, K, node.prologue, copied=copied)
     return _Plan(
-        stage=exchange.stage(rows * K, copied=copied),
+        stage=stage,
         wait_all=exchange.wait_all(PIECE_ROWS.value),
         close=exchange.close((*numels, world * rows * K) if node.return_gathered else tuple(numels)),
-        shard_shape=(rows, K) if plain else (outer, rows // outer, K),
+        shard_shape=shard_shape,
         lengths=lengths if plain else None,
         apart=(outer, world, rows // outer),
         own=place[rank * rows] if plain else rank,
         copied=copied,
         finisher=None if epilogue is None else Finisher(epilogue, shard, extras),
         groups=list(zip(places, transfers, strict=True)),
+        staged=call.data(rank, shard.dtype)[: rows * K].view(shard_shape),
     )
 
 

@@ -11,6 +11,7 @@ tickets copy it out of the slot.
 Signal protocol. Flag row `chunk`, written once per launch by the last program that pushed a piece of the chunk to that
 peer, read by every tile of the chunk. A push waits for the credits of all peers for the slot's previous use; the next
 launch gives those of this one.
+Prologue. A norm that makes the shard is one launch in front, into the buffer that is sent.
 Epilogue. Products that an epilogue combines are computed in one tile, and its outputs made of them in registers.
 Limits. K is the last dimension of the shard and the gathered dimension another one.
 """
@@ -44,6 +45,7 @@ from ditron_inductor.core.signals import (
     wait,
     wait_credits,
 )
+from ditron_inductor.lowering.all_gather_matmul.shard_norm import MakeShard, make_shard
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_outputs, unpacked
 from ditron_inductor.lowering.gathers import (
@@ -278,7 +280,9 @@ def all_gather_matmul_kernel(
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that all ranks share: rows of a shard, their chunks in the slot, the tile shape, the slot's bytes."""
+    """Sizes that all ranks share: rows of a shard, their chunks in the slot, the tile shape, the slot's bytes; and what
+    makes the shard, if there is a norm.
+    """
 
     rows: int
     K: int
@@ -287,6 +291,7 @@ class Geometry:
     slot_stride: int
     nbytes: int
     arrangement: Arrangement = field(repr=False)
+    make_shard: MakeShard | None = field(default=None, repr=False)
 
 
 def geometry(node: AllGatherMatmul, launch: Launch, shard: torch.Tensor, columns: int) -> Geometry:
@@ -310,6 +315,7 @@ def geometry(node: AllGatherMatmul, launch: Launch, shard: torch.Tensor, columns
         slot_stride=slot_stride,
         nbytes=node.world_size * slot_stride * shard.element_size(),
         arrangement=arrangement,
+        make_shard=make_shard(node, shard.shape, shard.device),
     )
 
 
@@ -320,12 +326,18 @@ def all_gather_matmul(
     shard: torch.Tensor,
     weights: Sequence[torch.Tensor],
     extras: Sequence[torch.Tensor] = (),
+    given: tuple[torch.Tensor | None, ...] = (),
 ) -> list[torch.Tensor]:
-    """shard [.., S, .., K] with S at `gather_dim`, weights [K, N_i], extras as the node's epilogue reads them.
+    """shard [.., S, .., K] with S at `gather_dim`, weights [K, N_i], extras as the node's epilogue reads them, given as
+    its prologue does.
 
-    Returns the outputs [rows, N_i], then the gathered tensor [.., W*S, .., K] if the node wants it. See the module.
+    Returns the outputs [rows, N_i], then the gathered tensor [.., W*S, .., K] if the node wants it, then what the
+    prologue returns. See the module.
     """
     shard = shard.contiguous()
+    returned: tuple[torch.Tensor, ...] = ()
+    if sizes.make_shard is not None:
+        shard, returned = sizes.make_shard(shard, given)
     shape = list(shard.shape)
     config = sizes.config
     arrangement = sizes.arrangement
@@ -379,4 +391,4 @@ def all_gather_matmul(
         "gathered": gathered,
     }
     launch.run(all_gather_matmul_kernel, sizes.nbytes, arguments, tensors)
-    return [*outs, gathered] if node.return_gathered else outs
+    return [*outs, *([gathered] if node.return_gathered else []), *returned]

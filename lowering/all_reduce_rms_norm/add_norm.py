@@ -17,6 +17,7 @@ import triton.language as tl
 
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
+    WithNorm,
     all_outputs,
     block_of,
     constants_of,
@@ -28,7 +29,6 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
 )
 from ditron_inductor.lowering.launch import ceil_div
 from ditron_inductor.lowering.launcher import Arguments, Launcher, local_launcher
-from ditron_inductor.task.nodes import NormNode
 
 TILE = 4096
 """Elements of a program's tile, as long as a row is no longer."""
@@ -56,13 +56,15 @@ def add_norm_kernel(
 class AddNorm:
     """The kernel for tensors of one form: `rows` of `columns`."""
 
-    node: NormNode
+    node: WithNorm
     rows: int
     columns: int
     launcher: Launcher
 
     def __call__(self, reduced: torch.Tensor, given: tuple[torch.Tensor | None, ...]) -> Outputs:
-        """reduced [.., N], contiguous, becomes one of the outputs. given: the node's tensors, see `nodes.EXTRAS`."""
+        """reduced [.., N], contiguous, becomes one of the outputs, see `reduced_outputs`. given: the node's tensors,
+        see `nodes.EXTRAS`.
+        """
         outputs = reduced_outputs(self.node, reduced)
         if reduced.numel():
             others = {"given": pointers(given, reduced), "outputs": all_outputs(self.node, outputs)}
@@ -85,6 +87,6 @@ class AddNorm:
         )
 
 
-def make_add_norm(node: NormNode, shape: torch.Size | list[int], device: torch.device) -> AddNorm:
+def make_add_norm(node: WithNorm, shape: torch.Size | list[int], device: torch.device) -> AddNorm:
     """The kernel for a node whose outputs have this shape [.., N]."""
     return AddNorm(node, math.prod(shape[:-1]), shape[-1], local_launcher(add_norm_kernel, device))

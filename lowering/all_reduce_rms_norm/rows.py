@@ -6,7 +6,8 @@
 
 `post`, a norm like the other, is the rows themselves where there is none.
 
-Every kernel with a norm calls the two functions here: `extras` before it waits for anything, `finish` after.
+Every kernel with a norm calls the two functions here: `extras` before it waits for anything, `finish` after. One that
+stores the norm in its own way calls `normalised`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.task.nodes import SAVED, Norm, NormNode
+from ditron_inductor.task.nodes import EXTRAS, SAVED, SHARD_EXTRAS, Norm, NormNode, ShardNorm
 from ditron_inductor.task.ops import norm_output
 
 HAS_BIAS = tl.constexpr(1)
@@ -41,7 +42,10 @@ SAVES_POST_RSTD = tl.constexpr(1 << 16)
 SAVES_MEAN = tl.constexpr(1 << 17)
 SAVES_RSTD = tl.constexpr(1 << 18)
 SAVES_SCALED = tl.constexpr(1 << 19)
+TOTAL_KNOWN = tl.constexpr(1 << 20)
 """The bits of FORM."""
+
+WithNorm = NormNode | ShardNorm
 
 FORM_OF_EXTRAS: Mapping[str, int] = {
     "bias": HAS_BIAS.value,
@@ -123,10 +127,10 @@ def weigh(
 
 
 @triton.jit
-def finish(
+def normalised(
     reduced, loaded, outputs, rows, at, inside, M, N, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr
 ):
-    """Stores the sum and the norm of whole rows, and what is saved of them.
+    """The norm of whole rows; their sum, unless it is TOTAL_KNOWN, and what is saved of them are stored.
 
     reduced [ROWS, BLOCK], in their dtype. loaded: by `extras`. outputs: pointers to normed and total, then in the order
     of nodes.SAVED. rows [ROWS, 1]: their numbers, of which there are M. at, inside: as by `extras`.
@@ -151,7 +155,8 @@ def finish(
         ).to(tl.float32)  # fmt: skip
     if HAS_RESIDUAL & FORM:
         value = (value + loaded[4].to(tl.float32)).to(dtype).to(tl.float32)
-    tl.store(outputs[1] + at, value.to(dtype), mask=inside)
+    if not (TOTAL_KNOWN & FORM):
+        tl.store(outputs[1] + at, value.to(dtype), mask=inside)
     scaled, mean, rstd = scale(value, inside, N, LAYER & FORM, EPS)
     if SAVES_MEAN & FORM:
         tl.store(outputs[5] + rows, mean[:, None], mask=rows < M)
@@ -159,10 +164,18 @@ def finish(
         tl.store(outputs[6] + rows, rstd[:, None], mask=rows < M)
     if SAVES_SCALED & FORM:
         tl.store(outputs[7] + at, scaled, mask=inside)
-    normed = weigh(
+    return weigh(
         scaled, loaded[5], loaded[6], dtype,
         ROUND_FIRST & FORM, HAS_WEIGHT & FORM, PLUS_ONE & FORM, HAS_SHIFT & FORM,
     )  # fmt: skip
+
+
+@triton.jit
+def finish(
+    reduced, loaded, outputs, rows, at, inside, M, N, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr
+):
+    """As `normalised`, and the norm is stored too."""
+    normed = normalised(reduced, loaded, outputs, rows, at, inside, M, N, FORM, EPS, POST_EPS)
     tl.store(outputs[0] + at, normed, mask=inside)
 
 
@@ -181,13 +194,15 @@ def finish_all(
         finish(value, loaded, outputs, rows, at, inside, M, N, FORM, EPS, POST_EPS)
 
 
-def form_of(node: NormNode, *, stores_reduced: bool) -> int:
+def form_of(node: WithNorm, *, stores_reduced: bool) -> int:
     """FORM of a node. stores_reduced: whether the reduced rows, where they are saved, are still to be stored."""
     form = sum(FORM_OF_EXTRAS[name] for name in node.extras)
     form += sum(FORM_OF_SAVED[name] for name in node.saved if stores_reduced or name != "reduced")
     form += _norm_bits(node.norm, LAYER.value, PLUS_ONE.value, ROUND_FIRST.value)
     if node.post is not None:
         form += POST.value + _norm_bits(node.post, POST_LAYER.value, POST_PLUS_ONE.value, POST_ROUND_FIRST.value)
+    if isinstance(node, ShardNorm) and "residual" not in node.extras:
+        form += TOTAL_KNOWN.value
     return form
 
 
@@ -195,20 +210,24 @@ def _norm_bits(norm: Norm, layer: int, plus_one: int, round_first: int) -> int:
     return layer * (norm.form == "layer") + plus_one * norm.plus_one + round_first * norm.round_first
 
 
-def constants_of(node: NormNode, *, stores_reduced: bool) -> dict[str, Any]:
+def constants_of(node: WithNorm, *, stores_reduced: bool) -> dict[str, Any]:
     """FORM and what goes with it, of a kernel. See `form_of`."""
     post_eps = 0.0 if node.post is None else node.post.eps
     return {"FORM": form_of(node, stores_reduced=stores_reduced), "EPS": node.norm.eps, "POST_EPS": post_eps}
 
 
-def allocate(node: NormNode, x: torch.Tensor, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def allocate(node: WithNorm, x: torch.Tensor, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Memory for normed, total and what is saved, of rows like x. given: what of it there is already, by name."""
     names = ("normed", "total", *node.saved)
     return tuple(given[name] if name in given else norm_output(x, x.shape, name) for name in names)
 
 
-def reduced_outputs(node: NormNode, reduced: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As `allocate`; the rows that have been reduced become the total, if they are not saved themselves."""
+def reduced_outputs(node: WithNorm, reduced: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As `allocate`; the rows that have been reduced become the total, if they are not saved themselves. What is the
+    shard of a gather is an input, and the total only where nothing is added.
+    """
+    if isinstance(node, ShardNorm):
+        return allocate(node, reduced, {} if "residual" in node.extras else {"total": reduced})
     return allocate(node, reduced, {"reduced" if "reduced" in node.saved else "total": reduced})
 
 
@@ -217,7 +236,13 @@ def pointers(given: tuple[torch.Tensor | None, ...], other: torch.Tensor) -> tup
     return tuple(other if one is None else one.contiguous() for one in given)
 
 
-def all_outputs(node: NormNode, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def shard_extras(given: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """The tensors `SHARD_EXTRAS` among all `EXTRAS`."""
+    named = dict(zip(SHARD_EXTRAS, given, strict=True))
+    return tuple(named.get(name) for name in EXTRAS)
+
+
+def all_outputs(node: WithNorm, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """The outputs as `finish` takes them: total stands for what is not saved."""
     normed, total, *rest = outputs
     saved = dict(zip(node.saved, rest, strict=True))

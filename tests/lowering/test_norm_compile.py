@@ -11,6 +11,7 @@ import pytest
 import triton
 from triton.compiler import ASTSource
 
+from ditron_inductor.lowering.all_gather_matmul.stage_norm import stage_norm
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import add_norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.kernel import all_reduce_rms_norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
@@ -23,6 +24,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     SAVES_REDUCED,
     SAVES_RSTD,
     SAVES_SCALED,
+    TOTAL_KNOWN,
     block_of,
     warps_of,
 )
@@ -80,6 +82,7 @@ def compiled(kernel: Any, case: Case) -> Any:
         "EPS": 1e-6,
         "POST_EPS": 1e-6,
         "THREADS": 32 * num_warps,
+        "COPY": True,
     }
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
@@ -137,3 +140,28 @@ def test_the_norm_alone() -> None:
     text = assembly(add_norm_kernel, CASES[0])
     assert resources(text).spilled_bytes == 0 and re.search(NVIDIA.wide_load, text)
     assert assembly(add_norm_kernel, Case("gfx942", True, 4096))
+
+
+STAGED = (
+    Case("sm_90", True, 4096),
+    Case("sm_90", True, 8192, form=HAS_WEIGHT.value | TOTAL_KNOWN.value | SAVES_RSTD.value),
+    Case("gfx942", True, 4096),
+)
+
+
+@pytest.mark.parametrize("case", STAGED, ids=str)
+def test_a_norm_in_the_own_slot(case: Case) -> None:
+    """The credits come before the first store of rows, a barrier and a release after the last."""
+    listing, dialect = Listing(assembly(stage_norm, case)), dialect_of(case.target)
+    waits, releases = listing.places(dialect.acquire), listing.places(dialect.release)
+    assert len(waits) >= 2 and releases
+    for place in releases:
+        assert listing.has_barrier_before(place, dialect.barrier, dialect.store), (place, listing.lines[place])
+    if case.target == "sm_90":
+        text = assembly(stage_norm, case)
+        wide = listing.places(NVIDIA.wide_store)
+        # Twice in the gathered tensor and in the slot, and the sum.
+        assert len(wide) >= (2 if case.form & TOTAL_KNOWN.value else 3)
+        assert min(waits) < min(wide) and max(wide) < max(releases)
+        assert resources(text).spilled_bytes <= 32
+        assert not re.search(r"st\.global\.(b16|b32)\b", text) or case.form & SAVES_RSTD.value

@@ -44,7 +44,7 @@ from ditron_inductor.task import reference, reference_attention
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate
 from ditron_inductor.task.nodes import EXTRAS
-from ditron_inductor.task.ops import norms_of
+from ditron_inductor.task.ops import norms_of, shard_norm_of
 from ditron_inductor.task.reference import sum_of_products
 
 WORLD_SIZE = 4
@@ -262,14 +262,19 @@ def _members(name: str, args: list[Any]) -> list[Any]:
 
 def _run_all_gather_matmul(args: list[Any]) -> list[Any]:
     dim, return_gathered = args[0][3], args[0][4]
-    gathered = torch.cat([arg[0] for arg in args], dim)
+    prologues = [shard_norm_of(arg[13:16], arg[16:]) for arg in args]
+    shards = [
+        (arg[0], ()) if prologue is None else reference.norm_shard(arg[0], arg[13:16], prologue)
+        for arg, prologue in zip(args, prologues, strict=True)
+    ]
+    gathered = torch.cat([shard for shard, _ in shards], dim)
     extra = [gathered] if return_gathered else []
     results = []
-    for arg in args:
+    for arg, (_, returned) in zip(args, shards, strict=True):
         outputs = [gathered.flatten(0, -2) @ weight for weight in arg[1]]
-        if len(arg) > 11:
+        if len(arg) > 12 and arg[12]:
             outputs = evaluate(parse(arg[12]), outputs, arg[11])
-        results.append([*outputs, *extra, torch.empty(1)])
+        results.append([*outputs, *extra, *returned, torch.empty(1)])
     return results
 
 

@@ -37,7 +37,9 @@ def test_golden_schemas() -> None:
         """\
 ditron::all_gather_matmul(Tensor shard, Tensor[] weights, Tensor? token, int gather_dim, bool
   return_gathered, int world_size, str group_name, str site, str strategy, int workspace_limit,
-  float timeout_s, Tensor[]? extras=None, str epilogue="") -> Tensor[]
+  float timeout_s, Tensor[]? extras=None, str epilogue="", Tensor? residual=None, Tensor?
+  weight=None, Tensor? shift=None, str norm="", float eps=0., bool plus_one=False, bool
+  round_first=False, str saved="") -> Tensor[]
 ditron::matmul_reduce_scatter(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int scatter_dim,
   str reduce_op, int world_size, str group_name, str site, str strategy, int workspace_limit, float
   timeout_s, Tensor[]? extras=None, str epilogue="") -> Tensor[]

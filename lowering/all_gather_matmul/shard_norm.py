@@ -1,0 +1,55 @@
+"""The norm in front of a gather by a launch of its own: what `tile` and `library` begin with.
+
+On the CPU device `library` takes torch's own operations instead, as it does for rows that are too long for the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import make_add_norm
+from ditron_inductor.lowering.all_reduce_rms_norm.rows import shard_extras
+from ditron_inductor.task import reference
+from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, AllGatherMatmul
+
+MakeShard = Callable[[torch.Tensor, tuple[torch.Tensor | None, ...]], tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
+"""A function of x, contiguous, and the tensors `SHARD_EXTRAS`: the shard, and what the prologue returns."""
+
+
+def make_shard(node: AllGatherMatmul, shape: torch.Size, device: torch.device) -> MakeShard | None:
+    """The norm of a node for x of this shape [.., K] by one kernel; None if the node has none."""
+    prologue = node.prologue
+    if prologue is None:
+        return None
+    add_norm = make_add_norm(prologue, shape, device)
+    # Without a residual x is the total, and nobody is waiting for it.
+    first = 1 if "residual" in prologue.extras else 2
+
+    def make(x: torch.Tensor, given: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        outputs = add_norm(x, shard_extras(given))
+        return outputs[0], outputs[first:]
+
+    return make
+
+
+def gather_library(
+    make: MakeShard | None,
+    shard: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    extras: Sequence[torch.Tensor] = (),
+    given: tuple[torch.Tensor | None, ...] = (),
+    *,
+    node: AllGatherMatmul,
+    **arguments: Any,
+) -> list[torch.Tensor]:
+    """The strategy `library`: `reference.all_gather_matmul` behind the norm, if there is one. make: by `make_shard`."""
+    if make is None or node.prologue is None:
+        return reference.all_gather_matmul(shard, weights, extras, **arguments)
+    if shard.is_cuda and shard.shape[-1] <= MOST_NORM_COLUMNS:
+        shard, returned = make(shard.contiguous(), given)
+    else:
+        shard, returned = reference.norm_shard(shard, given, node.prologue)
+    return [*reference.all_gather_matmul(shard, weights, extras, **arguments), *returned]

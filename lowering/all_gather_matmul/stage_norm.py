@@ -1,0 +1,66 @@
+"""The norm in front of a gather, written straight into the own slot: what `chunked` stages with.
+
+Problem. The shard is norm(x + residual), and peers are to read it from this rank's slot. As a kernel of its own the
+norm would write it to memory, for `stage` to read it again.
+Algorithm. A program normalises whole rows in registers, as all_reduce_rms_norm/rows.py does, and stores them in the
+slot; the sum, and what is saved for a backward, go to memory as everywhere.
+Signal protocol. That of `transfers.stage`: the credits of all peers before the slot is written, row PIECE_ROWS
+published by the last program. What goes to memory is this rank's own, and right whatever its peers do.
+Limits. nodes.MOST_NORM_COLUMNS columns.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.signals import (
+    arrive,
+    credits_due,
+    current_epoch,
+    data,
+    healthy,
+    publish_all,
+    settle,
+    wait_credits,
+)
+from ditron_inductor.lowering.all_reduce_rms_norm.rows import extras, normalised
+from ditron_inductor.lowering.transfers import PIECE_ROWS
+
+
+@triton.jit(do_not_specialize=["M", "rank", "slot", "site"])
+def stage_norm(
+    x, given, outputs, table, ctl, counters, M, N, rank, slot, site,
+    WORLD: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr,
+):  # fmt: skip
+    """Normalise x [M, N], contiguous, into the start of the own slot, then publish row PIECE_ROWS to all peers.
+
+    given, outputs: as by `rows.extras` and `rows.normalised`; the first output, the norm, is stored if COPY only,
+    whatever happens.
+    """
+    epoch = current_epoch(ctl, slot)
+    alive = healthy(ctl)
+    # It waits for nothing before that, so peers always get theirs.
+    if tl.program_id(0) == 0:
+        settle(credits_due(ctl, alive), table, rank, site, WORLD)
+    ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+    mine = data(table, ctl, rank, slot, x.dtype.element_ty)
+    cols = tl.arange(0, BLOCK)[None, :]
+    step = tl.num_programs(0) * ROWS
+    first = tl.program_id(0) * ROWS
+    for _ in range((M - 1) // step + 1):
+        rows = first + tl.arange(0, ROWS)[:, None]
+        first += step
+        inside = (rows < M) & (cols < N)
+        at = rows.to(tl.int64) * N + cols
+        value = tl.load(x + at, mask=inside, other=0.0)
+        loaded = extras(given, at, cols, inside, N, FORM)
+        normed = normalised(value, loaded, outputs, rows, at, inside, M, N, FORM, EPS, POST_EPS)
+        if COPY:
+            tl.store(outputs[0] + at, normed, mask=inside)
+        tl.store(mine + at, normed, mask=inside & (ok != 0))
+    if ok != 0:
+        # A program without its credits does not arrive, so the shard is never published.
+        if arrive(counters, tl.num_programs(0)):
+            publish_all(table, slot, PIECE_ROWS, rank, site, epoch, WORLD)
