@@ -9,7 +9,7 @@ slot of every rank, the own one too. A program merges the ranks' parts of a head
 next one, or has no further ticket: every rank adds up the same values in the same order, so all hold the same bits.
 Lengths are read on the device: splits follow them in a replayed CUDA graph. A rank without tokens sends 0 and -inf.
 Where the local tokens are many, what the loop over them keeps in registers for the exchange costs more than a launch.
-Then the kernel of local.py makes the rank's parts, and this one finds them ATTENDED and begins with the merging of their
+Then the kernel of local.py makes the rank's parts; this one finds them ATTENDED and begins with the merging of their
 splits, of which there is one. Peers cannot tell the two apart, so every rank chooses by the size of its own cache.
 Signal protocol. Flag row `head // PER_FLAG`, one word for each source, by the program that sends the flag's last head.
 Before its first push a program waits for the credits of all peers. A program that waits for a head has finished all the
