@@ -145,6 +145,10 @@ def scattered_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "used twice": (twice, "intermediate_used"),
+    "heads that do not divide": (
+        lambda x, w: torch.ops._dtensor.shard_dim_alltoall((x @ w[:, :30]).view(2, 3, 6, 5), 1, 2, group_name()),
+        "shape_unproven",
+    ),
     "unequal splits": (unequal, "unequal_splits"),
     "rows": (lambda x, w: all_to_all(x.view(4, -1)[:, :16] @ w), "rows_exchanged"),
     "relu": (lambda x, w: heads_batch_first((x @ w).relu().view(2, 3, 8, 5)), "pointwise_between"),
