@@ -10,16 +10,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 MAX_LINES = 600
 MAX_README_LINES = 200
 SUFFIXES = (".py", ".md", ".toml")
 
 
 def tracked_files() -> list[Path]:
-    """Every text file that git tracks or would track, links left out."""
+    """Every text file that git tracks or would track, without links and what the benchmarks generate."""
     command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     paths = (ROOT / name for name in names)
+    paths = (path for path in paths if path.parent != RESULTS)
     return [path for path in paths if path.suffix in SUFFIXES and path.is_file() and not path.is_symlink()]
 
 
