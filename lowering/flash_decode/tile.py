@@ -52,7 +52,7 @@ from ditron_inductor.lowering.launch import NUMBERS, WORDS, Launch, ceil_div, ro
 from ditron_inductor.lowering.launcher import Arguments, Launcher
 from ditron_inductor.task.nodes import FlashDecode
 
-FUSED_TOKENS = 1024
+FUSED_TOKENS = 3072
 INTERPRETED_FUSED_TOKENS = 198
 """Of all heads together, for each SM: up to so many, one launch is faster than two."""
 
