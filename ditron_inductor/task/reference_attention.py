@@ -53,7 +53,7 @@ def attend_backward(
     p, _, rows = _probabilities(q, k, lse, seen, scale)
     grouped = p.shape[:-1]
     wide = p.dtype
-    grad = grad_out.to(wide).reshape(*grouped, -1)
+    grad = grad_out.to(wide).reshape(*grouped, grad_out.shape[-1])
     delta = (grad * out.to(wide).reshape(grad.shape)).sum(-1, keepdim=True)
     grad_s = p * (grad @ v.to(wide).unsqueeze(2).mT - delta) * scale
     grad_q = (grad_s @ k.to(wide).unsqueeze(2)).reshape(rows)
@@ -67,7 +67,7 @@ def _probabilities(
     """(p [B, Hkv, Hq / Hkv, Sq, S], lse [B, Hq, Sq], the shape of q)."""
     B, heads, queries, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    grouped = q.to(wide).reshape(B, k.shape[1], heads // k.shape[1], queries, -1)
+    grouped = q.to(wide).reshape(B, k.shape[1], heads // k.shape[1], queries, q.shape[-1])
     scores = grouped @ k.to(wide).unsqueeze(2).mT * scale
     if seen is not None:
         scores = scores.masked_fill(~seen, -math.inf)
