@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.fit_cost_model import SOURCE, error_text, fit, write
-from benchmarks.ops.all_reduce_rms_norm import NORM
 from benchmarks.records import GEMM_COLLECTIVES
 from ditron_inductor.task import cost
 from ditron_inductor.task.results import read_results
@@ -55,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep-model", action="store_true", help="do not fit the cost model")
     arguments = parser.parse_args(argv)
     entries = [one for one in read_results(Path(arguments.results).read_text(), arguments.results) if one.gpu != "cpu"]
-    norms = read_results(NORM.read_text(), NORM.name) if NORM.exists() else []
-    for path, text in tables([*entries, *(one for one in norms if one.gpu != "cpu")]).items():
+    for path, text in tables(entries).items():
         path.write_text(text)
         print(f"{path.relative_to(ROOT)}: {len(text.splitlines()) - 1} lines")
     for start in cost.KNOWN:
