@@ -119,8 +119,7 @@ class Launch:
         a: rows [.., K] with contiguous K; weights: [K, N_i].
         """
         K = a.shape[-1]
-        # AMD's data-centre GPUs have warps of 64 threads.
-        threads = config.num_warps * (64 if self.workspace.capabilities.arch.startswith("gfx9") else 32)
+        threads = self.threads(config.num_warps)
         return {
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
@@ -165,11 +164,25 @@ class Launch:
         """Grid of a persistent kernel with `work` tickets. Any number is right; this many keep the GPU busy."""
         return max(1, min(work, self.num_sms * config.programs_per_sm))
 
+    def threads(self, num_warps: int) -> int:
+        """Of a program: AMD's data-centre GPUs have warps of 64 threads."""
+        return num_warps * (64 if self.workspace.capabilities.arch.startswith("gfx9") else 32)
+
+    def launcher(self, kernel: Any) -> Launcher:
+        """The site's launcher of a kernel with the parameters NUMBERS (not specialised on) and WORDS."""
+        found = self.launchers.get(id(kernel))
+        if found is None:
+            workspace = self.workspace
+            scratch = workspace.shared.scratch
+            found = Launcher(kernel, workspace.device, numbers=NUMBERS, words=WORDS, allocator=scratch)
+            self.launchers[id(kernel)] = found
+        return found
+
     def run(self, kernel: Any, nbytes: int, arguments: Callable[[], Arguments], tensors: Mapping[str, Any]) -> None:
         """One use of a slot with at least `nbytes` of data, by one launch of `kernel`. Raises as Workspace.call.
 
-        kernel: of a module, with the parameters NUMBERS (not specialised on) and WORDS. tensors: its other pointers, by
-        name, in the same order each time. arguments: the rest; see Launcher for what it may depend on.
+        kernel: see `launcher`. tensors: its other pointers, by name, in the same order each time. arguments: the rest;
+        see Launcher for what it may depend on.
         """
         workspace = self.workspace
         shared = workspace.shared
@@ -177,12 +190,8 @@ class Launch:
             self.site_text, nbytes, workspace.options.workspace_limit, workspace.timeout_s
         )
         try:
-            launcher = self.launchers.get(id(kernel))
-            if launcher is None:
-                launcher = Launcher(kernel, workspace.device, numbers=NUMBERS, words=WORDS, allocator=shared.scratch)
-                self.launchers[id(kernel)] = launcher
             words = generation.table, generation.ctl, generation.counters
-            launcher(shared.order.stream, arguments, (slot, site), words, tensors)
+            self.launcher(kernel)(shared.order.stream, arguments, (slot, site), words, tensors)
         except BaseException as exc:
             shared.health.fail(exc)
             raise

@@ -19,8 +19,12 @@ import torch
 from tests.ranks import RankPool, RankPools
 
 HERE = Path(__file__).parent
-# A table that somebody measured on this machine must not decide what the tests run; rank processes inherit this.
+# Rank processes inherit all of these. A table that somebody measured here must not decide what the tests run, and a
+# graph from a cache has not been through the passes.
 os.environ["DITRON_TABLE"] = "shipped"
+os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
+# An op whose outputs share memory is an error, as it is for torch where CI=1.
+os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"
 
 
 @dataclass(frozen=True)

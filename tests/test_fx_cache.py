@@ -48,7 +48,8 @@ def run_layers(ctx: RankContext, several: list[dict[str, Any]]) -> list[dict[str
 
 @pytest.mark.timeout(300)
 def test_second_process_hits_until_an_option_changes(tmp_path: Path) -> None:
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    on = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **on}
     first = run_ranks(run_layers, 2, [{}], env=env, timeout=200.0)
     for (counted,) in first:
         assert counted["hit"] + counted["miss"] == 2 and counted["bypass"] == 0

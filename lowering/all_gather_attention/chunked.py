@@ -104,11 +104,11 @@ def all_gather_attention(
 ) -> list[torch.Tensor]:
     """q [B, Hq, Sq, D], k and v [B, Hkv, S, D]; returns [out, lse, (gathered k, gathered v)]. See the module."""
     q, own = with_rows(q), stacked(k, v)
-    gathered = own.new_empty(2, node.world_size, *sizes.shape[1:])
+    # Not one tensor: outputs of an op may not share their memory.
+    gathered = [own.new_empty(node.world_size, *sizes.shape[1:]) for _ in range(2)]
     run, scale = sizes.run, node.scale
     with launch.call(nbytes=sizes.nbytes) as call:
         plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, k))
-        base = gathered.data_ptr()
         partials: list[Partial] = []
         with call.fork() as lane:
             plan.stage(lane.main, own, own)
@@ -116,14 +116,16 @@ def all_gather_attention(
             if plan.wait is not None:
                 plan.wait(lane.side)
             arrived = []
-            for transfers in plan.transfers:
-                lane.copy(transfers, base)
+            for both in plan.transfers:
+                for transfers, tensor in zip(both, gathered, strict=True):
+                    lane.copy(transfers, tensor.data_ptr())
                 arrived.append(lane.mark())
             for span in sizes.own:
                 keys, values = span.of_own(own[0]), span.of_own(own[1])
                 partials.append(run.forward(span.queries(q), keys, values, span.causal, scale))
             if node.return_gathered:
-                gathered[:, launch.rank].copy_(own)
+                for tensor, part in zip(gathered, own, strict=True):
+                    tensor[launch.rank].copy_(part)
             for (_, spans), mark in zip(sizes.remote, arrived, strict=False):
                 lane.wait(mark)
                 for span in spans:
@@ -140,14 +142,14 @@ def all_gather_attention(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What calls with one slot have in common: launches, and the copies of each group of sources; spare ones come
-    last.
+    """What calls with one slot have in common: launches, and the copies of each group of sources, those of keys and
+    those of values; spare ones come last.
     """
 
     stage: Bound
     wait: Bound | None
     close: Bound
-    transfers: list[list[Transfer]]
+    transfers: list[list[list[Transfer]]]
 
 
 def _plan(node: AllGatherAttention, launch: Launch, sizes: Geometry, call: Call, k: torch.Tensor) -> _Plan:
@@ -157,13 +159,10 @@ def _plan(node: AllGatherAttention, launch: Launch, sizes: Geometry, call: Call,
     groups_of_sources = [sources for sources, _ in sizes.remote]
     if sizes.spare:
         groups_of_sources.append(sizes.spare)
-    transfers: list[list[Transfer]] = []
+    transfers: list[list[list[Transfer]]] = []
     for sources in groups_of_sources:
-        found: list[Transfer] = []
-        for source in sources:
-            staged = call.data(source, k.dtype).data_ptr()
-            found += [((which * world + source) * half, staged + which * half, half) for which in range(2)]
-        transfers.append(found)
+        staged = [(source, call.data(source, k.dtype).data_ptr()) for source in sources]
+        transfers.append([[(source * half, at + which * half, half) for source, at in staged] for which in range(2)])
     needed = [source for sources in groups_of_sources for source in sources]
     wait: Bound | None
     if needed == [(rank - step) % world for step in range(1, len(needed) + 1)]:

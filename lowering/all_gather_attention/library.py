@@ -21,10 +21,10 @@ from ditron_inductor.task.all_gather_attention import AllGatherAttention, blocks
 Outputs = list[torch.Tensor]
 
 
-def gather(k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Keys and values [B, H, S, D] of all ranks, [2, W, B, S, H, D], contiguous."""
+def gather(k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Keys and values [B, H, S, D] of all ranks: each [W, B, S, H, D], contiguous, with memory of its own."""
     own = stacked(k, v)
-    gathered = own.new_empty(2, group.size(), *own.shape[1:])
+    gathered = [own.new_empty(group.size(), *own.shape[1:]) for _ in range(2)]
     if k.is_cuda:
         # One launch for both.
         with distributed_c10d._coalescing_manager(group, device=k.device):  # type: ignore[no-untyped-call]

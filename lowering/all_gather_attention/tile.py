@@ -126,7 +126,7 @@ def received_all(table, ctl, rank, slot, source, site, epoch):
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "senders", "num_targets", "batches", "queries", "keys"])
 def all_gather_attention_kernel(
-    q, kv, out, lse, gathered, table, ctl, counters,
+    q, kv, out, lse, gathered_k, gathered_v, table, ctl, counters,
     batches, queries, keys, stride_qb, stride_qh, stride_qm, scale,
     rank, slot, site, senders, num_targets,
     WORLD: tl.constexpr, MASK: tl.constexpr, RETURN_GATHERED: tl.constexpr,
@@ -136,8 +136,8 @@ def all_gather_attention_kernel(
 ):  # fmt: skip
     """See the module. q [batches, HEADS, queries, D] with contiguous D; kv [2, batches, keys, KEY_HEADS, D] contiguous.
 
-    out: the memory of [batches, queries, HEADS, D]; lse [batches, HEADS, queries]; gathered [2, batches, WORLD * keys,
-    KEY_HEADS, D], if wanted. num_targets: peers that get the own keys.
+    out: the memory of [batches, queries, HEADS, D]; lse [batches, HEADS, queries]; gathered_k and gathered_v [batches,
+    WORLD * keys, KEY_HEADS, D], if wanted. num_targets: peers that get the own keys.
     """
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
@@ -233,7 +233,7 @@ def all_gather_attention_kernel(
             offsets = ticket % blocks * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
             start = source_of(kv, table, ctl, source, rank, slot, numel) + which * numel + batch.to(tl.int64) * run
             piece = tl.load(start + offsets, mask=(offsets < run) & (ok != 0), other=float("nan"))
-            place = gathered + WORLD * which * numel + (batch.to(tl.int64) * WORLD + source) * run
+            place = tl.where(which == 0, gathered_k, gathered_v) + (batch.to(tl.int64) * WORLD + source) * run
             tl.store(place + offsets, piece, mask=offsets < run)
             ticket = take_tile(ctl, slot) - num_tiles
     finish(ctl, slot, epoch)
@@ -318,7 +318,8 @@ def all_gather_attention(
     kv = stacked(k, v)
     out = sequence_first(q, heads, queries)
     lse = torch.empty(B, heads, queries, dtype=torch.float32, device=q.device)
-    gathered = kv.new_empty(2, B, world * keys, key_heads, D) if node.return_gathered else kv
+    # Not one tensor: outputs of an op may not share their memory.
+    gathered = [kv.new_empty(B, world * keys, key_heads, D) if node.return_gathered else kv for _ in range(2)]
 
     def arguments() -> Arguments:
         ahead = node.mask == "causal_offset" and not node.return_gathered
@@ -353,7 +354,7 @@ def all_gather_attention(
         }
         return Arguments(programs=max(1, programs), values=values)
 
-    tensors = {"q": q, "kv": kv, "out": out, "lse": lse, "gathered": gathered}
+    tensors = {"q": q, "kv": kv, "out": out, "lse": lse, "gathered_k": gathered[0], "gathered_v": gathered[1]}
     launch.run(all_gather_attention_kernel, sizes.nbytes, arguments, tensors)
     if not node.return_gathered:
         return [out, lse]

@@ -25,7 +25,7 @@ from ditron_inductor.lowering.all_gather_attention import local
 from ditron_inductor.lowering.all_gather_attention.local import Local
 from ditron_inductor.lowering.all_gather_attention.merge import Merge
 from ditron_inductor.lowering.all_gather_attention.parts import Span, single, with_rows
-from ditron_inductor.lowering.attention_reduce_scatter.library import Operands, Outputs, gradients
+from ditron_inductor.lowering.attention_reduce_scatter.library import Operands, Outputs, apart, gradients
 from ditron_inductor.lowering.exchange import Exchange, Kernels
 from ditron_inductor.lowering.launch import Launch, round_up
 from ditron_inductor.lowering.launcher import Bound
@@ -125,7 +125,7 @@ def attention_reduce_scatter(
             grad_q = sizes.merge.add(lane.main, grads_q, q)
         # No epilogue looks at what it gets besides the sum.
         plan.reduce(call.stream, partials, (mine,), (mine,))
-    return grad_q, mine[0].transpose(1, 2), mine[1].transpose(1, 2)
+    return grad_q, *apart(mine)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,13 @@ def gradients(run: local.Local, span: Span, operands: Operands, keys: int, scale
     )
 
 
+def apart(grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients [2, B, S, H, D] as those of keys and of values, [B, H, S, D]. Outputs of an op may not share their
+    memory: one of them is copied.
+    """
+    return grads[0].transpose(1, 2), grads[1].clone().transpose(1, 2)
+
+
 def make(node: AttentionReduceScatter, operands: Operands) -> Callable[..., Outputs]:
     """(grad_out, q, k, v, out, lse) -> (grad_q, grad_k, grad_v) for operands of this form."""
     _, q, k, v, _, _ = operands
@@ -60,7 +67,7 @@ def make(node: AttentionReduceScatter, operands: Operands) -> Callable[..., Outp
         """parts [W, 2, B, S, H, D], summed up over the ranks: this rank's two, [B, H, S, D]."""
         mine = parts.new_empty(parts.shape[1:])
         dist.reduce_scatter_tensor(mine, parts.flatten(0, 1), group=group)
-        return mine[0].transpose(1, 2), mine[1].transpose(1, 2)
+        return apart(mine)
 
     def by_blocks(*given: torch.Tensor) -> Outputs:
         grad_out, q, k, v, out = (with_rows(one) for one in given[:5])

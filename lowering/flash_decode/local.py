@@ -108,11 +108,6 @@ class Shape:
             head_dim=self.head_dim, dtype=self.dtype, paged=self.page > 0, interpreted=interpreted
         )
 
-    def splits(self, config: Config, interpreted: bool) -> int:
-        """Of every head."""
-        programs = INTERPRETED_SPLITS if interpreted else config.programs(self.heads.heads, self.num_sms)
-        return count_splits(self.heads.heads, self.capacity, programs, config)
-
     def new_partials(self, x: torch.Tensor, splits: int) -> torch.Tensor:
         """Memory for the parts of all splits."""
         return torch.empty(self.rows * splits * (self.head_dim + 1), dtype=torch.float32, device=x.device)
@@ -217,6 +212,13 @@ class LocalAttention:
     attention: Launcher
     merge: Launcher
 
+    @functools.cached_property
+    def splits(self) -> int:
+        """Of every head."""
+        heads = self.shape.heads.heads
+        programs = INTERPRETED_SPLITS if self.interpreted else self.config.programs(heads, self.shape.num_sms)
+        return count_splits(heads, self.shape.capacity, programs, self.config)
+
     @property
     def area(self) -> int:
         """Elements of a rank's parts."""
@@ -225,7 +227,7 @@ class LocalAttention:
     def part(self, given: Operands, counters: torch.Tensor | None = None) -> torch.Tensor:
         """The local tokens' part, fp32 [area]. counters: int32 zeros, one for each head, which are zeros afterwards."""
         q, shape = given.q, self.shape
-        splits = shape.splits(self.config, self.interpreted)
+        splits = self.splits
         part = torch.empty(self.area, dtype=torch.float32, device=q.device)
         if counters is None:
             counters = torch.zeros(shape.heads.heads, dtype=torch.int32, device=q.device)

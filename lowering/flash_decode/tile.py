@@ -48,8 +48,8 @@ from ditron_inductor.core.signals import (
 from ditron_inductor.lowering.flash_decode.attention import attend_ticket, merge_ranks, merge_splits, part_offsets
 from ditron_inductor.lowering.flash_decode.config import INTERPRETED_PROGRAMS
 from ditron_inductor.lowering.flash_decode.local import LocalAttention, Operands, Shape, make_local
-from ditron_inductor.lowering.launch import NUMBERS, WORDS, Launch, ceil_div, round_up
-from ditron_inductor.lowering.launcher import Arguments, Launcher
+from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
+from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.task.nodes import FlashDecode
 
 FUSED_TOKENS = 3072
@@ -184,7 +184,7 @@ def flash_decode(node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shap
     programs = INTERPRETED_PROGRAMS if launch.interpreted else config.programs(shape.heads.heads, shape.num_sms)
     most = INTERPRETED_FUSED_TOKENS if launch.interpreted else FUSED_TOKENS
     attended = shape.heads.heads * shape.capacity > most * shape.num_sms
-    splits = 1 if attended else shape.splits(config, launch.interpreted)
+    splits = 1 if attended else sizes.local.splits
     out = torch.empty_like(given.q, memory_format=torch.contiguous_format)
 
     def arguments() -> Arguments:
@@ -193,7 +193,7 @@ def flash_decode(node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shap
             "area": sizes.area,
             "PER_FLAG": sizes.per_flag,
             "WORLD": node.world_size,
-            "THREADS": config.num_warps * (64 if launch.workspace.capabilities.arch.startswith("gfx9") else 32),
+            "THREADS": launch.threads(config.num_warps),
             "rank": launch.rank,
             "ATTENDED": attended,
         }
@@ -208,13 +208,7 @@ def flash_decode(node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shap
         words = call.table, call.ctl, call.counters
         # Within the use of the slot: its counters are zeros, and no other call's.
         tensors["partials"] = sizes.local.part(given, call.counters)
-        launcher = launch.launchers.get(id(flash_decode_kernel))
-        if launcher is None:
-            scratch = launch.workspace.shared.scratch
-            launcher = Launcher(
-                flash_decode_kernel, launch.workspace.device, numbers=NUMBERS, words=WORDS, allocator=scratch
-            )
-            launch.launchers[id(flash_decode_kernel)] = launcher
+        launcher = launch.launcher(flash_decode_kernel)
         launcher(call.stream, arguments, (call.slot, call.site), words, tensors)
     return out
 
