@@ -72,6 +72,11 @@ class SiteTaxes:
 
         return replace(self, unfused=priced(self.unfused, unfused_us), fused=priced(self.fused, fused_us))
 
+    def with_waits(self, us: float | None) -> SiteTaxes:
+        """With what a program of the fused kernels waited in a step, where that was traced."""
+        fused = self.fused
+        return self if fused is None or us is None else replace(self, fused=replace(fused, in_kernel_us=us))
+
 
 @dataclass(frozen=True)
 class Step:

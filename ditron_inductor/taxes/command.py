@@ -49,6 +49,7 @@ class TaxRequest:
     graphs: bool
     csv: str
     png: str
+    trace: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--limit", type=float, default=1200.0, help="seconds before it gives up (default 1200)")
     out = parser.add_argument_group("what to write, beside the table on stdout")
     out.add_argument("--csv", default="", metavar="FILE", help="the same as CSV")
+    out.add_argument("--trace", default="", metavar="FILE", help="JSON for Perfetto: tiles and waits of every SM")
     out.add_argument("--png", default="", metavar="FILE", help="stacked bars; needs matplotlib")
 
 
@@ -118,6 +120,7 @@ def request_of(arguments: argparse.Namespace, device_type: str) -> TaxRequest:
         graphs=not arguments.no_graphs,
         csv=arguments.csv and str(Path(arguments.csv).resolve()),
         png=arguments.png and str(Path(arguments.png).resolve()),
+        trace=arguments.trace and str(Path(arguments.trace).resolve()),
     )
 
 
@@ -133,7 +136,7 @@ def problem_of(arguments: argparse.Namespace, ranks: int, device_type: str) -> s
     heads = 2 * ranks if request.model == TINY else 8
     if heads % ranks:
         return f"{request.model} has {heads} heads of keys, which do not divide over {ranks} ranks"
-    for path in (request.csv, request.png):
+    for path in (request.csv, request.png, request.trace):
         if path and not Path(path).parent.is_dir():
             return f"there is no folder {Path(path).parent} to write into"
     return ""
@@ -154,7 +157,12 @@ def rank_main(rank: Rank, request: TaxRequest) -> bool:
     options: dict[str, Any] = {"ditron.strategy": request.strategy}
     training = request.phase == "training"
     profiled = profile_taxes(
-        model, options=options, backward=training, graphs=request.graphs, rounds=request.rounds or None
+        model,
+        options=options,
+        backward=training,
+        graphs=request.graphs,
+        rounds=request.rounds or None,
+        trace=bool(request.trace),
     )
     with torch.set_grad_enabled(training):
         report = profiled(x, request.tokens)
@@ -165,6 +173,9 @@ def rank_main(rank: Rank, request: TaxRequest) -> bool:
         if request.csv:
             report.save_csv(request.csv)
             print(f"taxes: written to {request.csv}")
+        if request.trace and report.trace is not None:
+            report.save_trace(request.trace)
+            print(f"taxes: trace of one step in {request.trace}, for https://ui.perfetto.dev")
         if request.png:
             report.save_png(request.png)
             print(f"taxes: drawn in {request.png}")

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from ditron_inductor.explain import ExplainedSite, Report
     from ditron_inductor.taxes.probe import Key, Spent
+    from ditron_inductor.taxes.trace import Trace
     from ditron_inductor.timing import Clock
 
 GRAPHS = "triton.cudagraphs"
@@ -54,14 +55,16 @@ def profile_taxes(
     backward: bool = True,
     graphs: bool = True,
     rounds: int | None = None,
+    trace: bool = False,
 ) -> Callable[..., TaxReport]:
     """``profile_taxes(fn)(*args, **kwargs)`` reports what the three taxes cost ``fn``, unfused and fused.
 
     It is collective: all ranks of the default group call it, with inputs of equal shapes. ``options`` are those of
     ``torch.compile`` for Ditron, Inductor's among them, but not Inductor's CUDA graphs: the step is captured here, if
     ``graphs`` is true and the device has them. Where the outputs need gradients and ``backward`` is true, a step is the
-    forward and the backward pass; no ``.grad`` changes. ``rounds``: samples of each time. The state of the random
-    generators is restored; other side effects of ``fn`` are those of many runs.
+    forward and the backward pass; no ``.grad`` changes. ``rounds``: samples of each time. ``trace``: run one more step
+    with kernels that note what they do when, for the report's ``trace``. The state of the random generators is
+    restored; other side effects of ``fn`` are those of many runs.
     Raises InvalidOptionValue and NoDefaultGroup, and what a compilation or a call of ``fn`` raises.
     """
     parsed, inductor = Options.parse(options)
@@ -76,7 +79,8 @@ def profile_taxes(
             raise NoDefaultGroup(what="profile_taxes")
         args, kwargs = cut_from_graph((args, kwargs))
         with random_state_kept():
-            return _Profile(fn, parsed, options or {}, inductor, backward, graphs, rounds, (args, kwargs)).report()
+            inputs = args, kwargs
+            return _Profile(fn, parsed, options or {}, inductor, backward, graphs, rounds, trace, inputs).report()
 
     return run
 
@@ -92,6 +96,7 @@ class _Profile:
     backward: bool
     graphs: bool
     rounds: int | None
+    trace: bool
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
 
     def report(self) -> TaxReport:
@@ -114,6 +119,10 @@ class _Profile:
         sites = [_site(one, probed, bytes_per_us) for one in compiled.fused]
         if self.graphs and device.type == "cuda":
             sites = _with_launches(compiled, sites, rounds)
+        taken = self._trace(clock, calls[FUSED], notes) if self.trace else None
+        if taken is not None:
+            waited = taken.waited_us()
+            sites = [site.with_waits(waited.get(site.record.site)) for site in sites]
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         return TaxReport(
             sites=tuple(sites),
@@ -124,7 +133,20 @@ class _Profile:
             bytes_per_us=bytes_per_us,
             rounds=rounds,
             notes=tuple(notes),
+            trace=taken,
         )
+
+    def _trace(self, clock: Clock, call: Callable[[int], None], notes: list[str]) -> Trace | None:
+        from ditron_inductor.taxes.trace import take_trace
+
+        taken, problem = take_trace(clock, call)
+        if problem:
+            notes.append(problem)
+        if taken is not None and not any(rank.events for rank in taken.ranks):
+            notes.append("the trace is empty: no kernel that ran notes what it does; see docs/taxes.md")
+        if taken is not None and taken.dropped:
+            notes.append(f"the trace lacks {taken.dropped} events that its buffer had no place for: trace fewer layers")
+        return taken
 
     def _compiled(self) -> tuple[dict[str, Callable[[int], None]], Report]:
         """The contestants, each compiled and warm, and what was fused."""

@@ -7,10 +7,13 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ditron_inductor.sites import SiteRecord
 from ditron_inductor.taxes.accounts import FUSED, INDUCTOR, UNFUSED, Account, SiteTaxes, Step, explained
+
+if TYPE_CHECKING:
+    from ditron_inductor.taxes.trace import Trace
 
 NONE = "-"
 ON_CPU = (
@@ -37,7 +40,8 @@ class TaxReport:
     """What the taxes cost: `sites` that were fused, in graph order, and whole `steps` by contestant.
 
     left_alone: collectives that are the same in all contestants, in no account. bytes_per_us: of the copy that the
-    locality tax is priced by. rounds: samples of each time. notes: what is missing and why. Equal on all ranks.
+    locality tax is priced by. rounds: samples of each time. notes: what is missing and why. trace: of one step, where
+    it was asked for. Equal on all ranks.
     """
 
     sites: tuple[SiteTaxes, ...]
@@ -48,6 +52,7 @@ class TaxReport:
     bytes_per_us: float
     rounds: int
     notes: tuple[str, ...] = ()
+    trace: Trace | None = None
 
     def __str__(self) -> str:
         return self.text()
@@ -102,6 +107,12 @@ class TaxReport:
         from ditron_inductor.taxes.picture import save
 
         save(self, path)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the trace as JSON for Perfetto. Raises ValueError where none was taken."""
+        if self.trace is None:
+            raise ValueError("this report has no trace: ask for it with profile_taxes(.., trace=True)")
+        self.trace.save(path)
 
     def _site_rows(self) -> list[dict[str, str]]:
         rows = []

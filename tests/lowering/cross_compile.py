@@ -61,7 +61,7 @@ class Case:
 
     descriptors: loads operands by TMA. even_k: K needs no mask. early: publishes in the middle of a product. products:
     that a reduction adds up; biased: a row too. epilogue: of the products of two gathered weights, or of a reduced sum.
-    norm: ends with a norm. second: the gathered operand stands second.
+    norm: ends with a norm. second: the gathered operand stands second. trace: the clock of its time stamps, if any.
     """
 
     kernel: str
@@ -76,6 +76,7 @@ class Case:
     epilogue: str = ""
     norm: bool = False
     second: bool = False
+    trace: int = 0
 
     def __str__(self) -> str:
         tile = self.fitted
@@ -88,6 +89,7 @@ class Case:
         """What is added up, if it is more than one product, and what follows."""
         added = (f"-{self.products}" if self.products > 1 else "") + ("-biased" if self.biased else "")
         added += "-second" if self.second else ""
+        added += f"-traced{self.trace}" if self.trace else ""
         return added + ("-norm" if self.norm else "") + (f"-{self.epilogue.replace(' ', '')}" if self.epilogue else "")
 
     @property
@@ -181,6 +183,7 @@ def compile_case(case: Case) -> Compiled:
         "EPS": 1e-6,
         "POST_EPS": 1e-6,
         **({} if case.norm else {"given": None, "norm_outs": None}),
+        "TRACE": case.trace,
         "COPY_ROWS": few_rows.COPY_ROWS,
         "COPY_COLUMNS": 128,
     }

@@ -15,6 +15,7 @@ import ditron_inductor
 from ditron_inductor.errors import InvalidOptionValue, NoDefaultGroup
 from ditron_inductor.taxes.accounts import Account
 from ditron_inductor.taxes.report import TaxReport
+from ditron_inductor.taxes.trace import NAMES
 from tests.ranks import RankContext, RankPools
 
 LIMIT_S = 200.0
@@ -35,7 +36,7 @@ def _profiled(ctx: RankContext) -> tuple[TaxReport, bool]:
         return scattered, funcol.all_gather_tensor(up, 0, dist.group.WORLD)
 
     torch._dynamo.reset()
-    profiled = ditron_inductor.profile_taxes(layer, options={"ditron.strategy": "tile"}, rounds=1)
+    profiled = ditron_inductor.profile_taxes(layer, options={"ditron.strategy": "tile"}, rounds=1, trace=True)
     return profiled(torch.randn(8, 16)), watch.observer is not None
 
 
@@ -66,6 +67,32 @@ def test_every_site_has_its_accounts(rank_pools: RankPools) -> None:
     ):
         assert part in text
     _check_csv(report)
+    _check_trace(report)
+
+
+def _check_trace(report: TaxReport) -> None:
+    """Every tile of both kernels is there, on both ranks, and a wait for the peer lies inside a tile of its program."""
+    assert report.trace is not None and not report.trace.dropped
+    # A rank's gather makes the tiles of two shards, its scatter those of two owners.
+    for rank in report.trace.ranks:
+        for site in report.sites:
+            name = site.record.site
+            assert site.fused is not None and site.fused.in_kernel_us is not None and site.fused.in_kernel_us > 0
+            found = [event for event in rank.events if rank.site(event).startswith(f"{name} ")]
+            tiles = [event for event in found if NAMES[event.kind] == "tile"]
+            waits = [event for event in found if NAMES[event.kind] == "wait"]
+            assert len({event.use for event in found}) == 1
+            assert {event.peer for event in tiles} == {0, 1}
+            assert len({(event.peer, event.detail) for event in tiles}) == len(tiles)
+            assert waits
+            for wait in waits:
+                assert any(
+                    tile.program == wait.program and tile.begin_ns <= wait.begin_ns <= wait.end_ns <= tile.end_ns
+                    for tile in tiles
+                )
+    spans = [row for row in report.trace.json()["traceEvents"] if row["ph"] == "X"]
+    assert {row["pid"] for row in spans} == {0, 1}
+    assert min(row["ts"] for row in spans) == 0 and min(row["dur"] for row in spans) >= 0
 
 
 def _check_csv(report: TaxReport) -> None:
