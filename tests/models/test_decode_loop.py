@@ -15,7 +15,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.task import flash_decode as task
 from tests.models.decode_loop import Attend, Layer, generate, plain_attention
 from tests.rank_process import RankContext
-from tests.ranks import RankPool
+from tests.ranks import RankPool, RankPools
 
 BATCH, STEPS = 2, 5
 HEAD_DIM = {"cpu": 16, "cuda": 64}
@@ -56,5 +56,10 @@ def _generate(ctx: RankContext, way: str) -> int:
 
 
 @pytest.mark.parametrize("way", ["compiled", "function", "inside"])
-def test_a_decode_loop(pool: RankPool, way: str) -> None:
-    assert set(pool.run(_generate, way, timeout=200)) == {int(way == "compiled")}
+def test_a_decode_loop(rank_pools: RankPools, way: str) -> None:
+    assert set(rank_pools.get("cpu", 2).run(_generate, way, timeout=200)) == {int(way == "compiled")}
+
+
+@pytest.mark.parametrize("way", ["compiled", "function", "inside"])
+def test_a_decode_loop_on_gpus(gpu_pool: RankPool, way: str) -> None:
+    assert set(gpu_pool.run(_generate, way, timeout=200)) == {int(way == "compiled")}
