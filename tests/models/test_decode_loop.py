@@ -49,10 +49,11 @@ def _generate(ctx: RankContext, way: str) -> int:
         # From the first step on, where all ranks but one have no token yet.
         found = generate(layer, first, STEPS, ctx.rank, ctx.world_size, watched)
     dist.barrier()
+    fused = counters["ditron"]["flash_decode"]
     # Before the tokens: argmax hides what NaN and zeros show.
-    assert all(one.isfinite().all() and one.any() for one in seen), (way, seen)
-    assert torch.equal(found, wanted), (way, found, wanted)
-    return counters["ditron"]["flash_decode"]
+    assert all(one.isfinite().all() and one.any() for one in seen), (way, fused, seen)
+    assert torch.equal(found, wanted), (way, fused, found, wanted)
+    return fused
 
 
 @pytest.mark.parametrize("way", ["compiled", "function", "inside"])
