@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from ditron_inductor.taxes.command import TaxRequest
 from ditron_inductor.taxes.intermediates import Intermediates
 from ditron_inductor.taxes.probe import Spent
 from ditron_inductor.taxes.report import TaxReport
-from tests.ranks import RankContext, RankPools
+from tests.ranks import RankContext, RankPool, RankPools
 from tests.test_explain import site
 
 TINY = ["taxes", "llama-tiny", "--device", "cpu"]
@@ -106,7 +108,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def _run_rank(ctx: RankContext, request: TaxRequest) -> bool:
-    rank = Rank(ctx.rank, ctx.world_size, "cpu", "", 60.0)
+    rank = Rank(ctx.rank, ctx.world_size, ctx.device.type, "", 60.0)
     with pytest.MonkeyPatch.context() as patch:
         # The group is there already.
         patch.setattr(Rank, "join", lambda self: ctx.device)
@@ -123,3 +125,26 @@ def test_every_phase_runs(rank_pools: RankPools, tmp_path: Path, phase: str) -> 
     assert all(rank_pools.get("cpu", 2).run(_run_rank, replace(request), timeout=280))
     lines = (tmp_path / "taxes.csv").read_text().splitlines()
     assert len(lines) > 6 and any("backward" in line for line in lines) == (phase == "training")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("phase", ["prefill", "decode", "training"])
+def test_layers_on_gpus(gpu_pool: RankPool, tmp_path: Path, phase: str) -> None:
+    """Every step is captured, every site has its launch tax, and what runs by `tile` has a trace."""
+    form, tokens = ("ar", 1) if phase == "decode" else ("sp", 1024)
+    table, picture = tmp_path / "taxes.csv", tmp_path / "trace.json"
+    request = TaxRequest("llama-8b", 1, phase, form, 2, tokens, "tile", 5, True, str(table), "", str(picture))
+    assert all(gpu_pool.run(_run_rank, request, timeout=380))
+    rows = list(csv.DictReader(table.open()))
+    steps = {row["form"]: row for row in rows if row["row"] == "step"}
+    assert set(steps) == {"inductor", "unfused", "fused"}
+    assert all(float(row["graph_us"]) > 0 for row in steps.values())
+    sites = [row for row in rows if row["row"] == "site"]
+    assert {row["strategy"] for row in sites if row["form"] == "fused"} == {"tile"}
+    assert all(float(row["launch_us"]) >= 0 for row in sites if row["kind"].startswith(("matmul", "all_gather_matmul")))
+    spans = [row for row in json.loads(picture.read_text())["traceEvents"] if row["ph"] == "X"]
+    if form == "sp":
+        # Within a second of each other: one step, by clocks that agree.
+        assert {row["pid"] for row in spans} == set(range(gpu_pool.world_size))
+        assert max(row["ts"] + row["dur"] for row in spans) < 1e6
+        assert len({row["tid"] for row in spans}) > 16
