@@ -46,6 +46,7 @@ WAIT = tl.constexpr(2)
 CREDITS = tl.constexpr(3)
 SEND = tl.constexpr(4)
 COPY = tl.constexpr(5)
+SUM = tl.constexpr(6)
 
 
 @triton.jit

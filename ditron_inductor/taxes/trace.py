@@ -29,9 +29,10 @@ NAMES = {
     int(trace.CREDITS.value): "wait for credits",
     int(trace.SEND.value): "send",
     int(trace.COPY.value): "copy",
+    int(trace.SUM.value): "sum",
 }
 WAITS = (int(trace.WAIT.value), int(trace.CREDITS.value))
-DETAILS = {"tile": "tile", "wait": "chunk", "wait for credits": "tile", "send": "chunk", "copy": "tile"}
+DETAILS = {"tile": "tile", "wait": "chunk", "wait for credits": "tile", "send": "chunk", "copy": "tile", "sum": "tile"}
 """What an event's detail counts."""
 LANES = 16
 """Rows of one SM: more programs than that share them."""

@@ -38,6 +38,8 @@ KERNELS: dict[str, Any] = {
 }
 LOCAL_KERNELS: dict[str, Any] = {"projections": projections_kernel}
 """They send nothing: no waits, no signals."""
+CLOCKS = r"globaltimer|%clock|%smid|s_memrealtime|s_memtime|HW_REG_HW_ID"
+"""What a kernel reads that notes when it did what, and where."""
 OF_WEIGHTS = ("all_gather_matmul", "all_gather_contract", "projections")
 """Kernels of several products that are not added up."""
 OF_FEW_ROWS = ("one_shot", "gathered_few", "projections")

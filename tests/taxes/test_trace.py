@@ -14,23 +14,27 @@ from ditron_inductor.core import layout, trace
 from ditron_inductor.lowering import config
 from ditron_inductor.lowering.tracing import TraceBuffer, clock_of, takes_part
 from ditron_inductor.taxes.trace import LANES, Alignment, Event, RankTrace, Trace
-from tests.lowering.cross_compile import KERNELS, Case, compile_case
+from tests.lowering.cross_compile import CLOCKS, KERNELS, Case, compile_case
 
-CLOCKS = r"globaltimer|%clock|smid|s_memrealtime|s_memtime|s_getreg"
-TRACED = ("all_gather_matmul", "matmul_reduce_scatter")
+TRACED = ("all_gather_matmul", "matmul_reduce_scatter", "one_shot", "two_shot")
 PARAMETER = re.compile(r"\.param ")
 
 
-def cases() -> list[Case]:
-    small = config.DECODE
-    return [
-        *(Case(kernel, "sm_90", small, "bf16", descriptors=True) for kernel in TRACED),
-        # What differs by kernel does not differ by vendor.
-        Case("matmul_reduce_scatter", "gfx950", small, "bf16"),
-    ]
+CASES = [
+    Case("matmul_reduce_scatter", "sm_90", config.DECODE, "bf16", descriptors=True),
+    Case("matmul_reduce_scatter", "gfx950", config.DECODE, "bf16"),
+    Case("one_shot", "sm_90", config.FEW_ROWS[16], "bf16"),
+    # Compilers are slow, and these differ in nothing that they would trip over.
+    pytest.param(
+        Case("all_gather_matmul", "sm_90", config.DECODE, "bf16", descriptors=True), marks=pytest.mark.all_cases
+    ),
+    pytest.param(Case("all_gather_matmul", "gfx950", config.DECODE, "bf16"), marks=pytest.mark.all_cases),
+    pytest.param(Case("two_shot", "sm_90", config.LARGE, "bf16", descriptors=True), marks=pytest.mark.all_cases),
+    pytest.param(Case("two_shot", "gfx942", config.LARGE, "bf16"), marks=pytest.mark.all_cases),
+]
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_only_a_traced_kernel_reads_a_clock(case: Case) -> None:
     plain = compile_case(case)
     assert not re.search(CLOCKS, plain.assembly)
