@@ -93,10 +93,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Explained:
-    """By how much the fused step is shorter than the unfused one, and what the taxes' accounts say of it."""
+    """By how much the fused step is shorter than the unfused one, and what the accounts say of it: saved taxes, and
+    what else the sites save.
+    """
 
     measured_us: float
     taxes_us: float
+    other_us: float
 
     @property
     def part(self) -> float | None:
@@ -149,9 +152,10 @@ def explained(
     before, after = times.get(UNFUSED), times.get(FUSED)
     if before is None or after is None:
         return None
-    pairs = [(site.unfused, site.fused) for site in sites]
-    saved = sum(old.taxes_us - new.taxes_us for old, new in pairs if old is not None and new is not None)
+    pairs = [(site.unfused, site.fused) for site in sites if site.unfused is not None and site.fused is not None]
+    saved = sum(old.taxes_us - new.taxes_us for old, new in pairs)
     launches = [steps[name].launch_us for name in (UNFUSED, FUSED)]
     if not graph and launches[0] is not None and launches[1] is not None:
         saved += launches[0] - launches[1]
-    return Explained(before - after, saved)
+    other = sum((old.us - old.taxes_us) - (new.us - new.taxes_us) for old, new in pairs)
+    return Explained(before - after, saved, other)

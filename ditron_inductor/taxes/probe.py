@@ -5,6 +5,8 @@ A mark is an event on the current stream, so nothing waits for it; on the CPU de
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +15,10 @@ from typing import Any
 import torch
 
 from ditron_inductor.task.plan import Choice, PlanRequest
+
+MARKS = 64
+MARKS_DELAY_CYCLES = 4_000_000
+"""Two milliseconds: the host has issued all of them before the first one passes."""
 
 Key = tuple[str, str, int]
 """Group, site, and m of its matmul: graphs with the same launches have sites of the same names."""
@@ -43,10 +49,11 @@ class _Call:
 
 
 class Probe:
-    """An observer (see task/watch.py) of the calls on one device."""
+    """An observer (see task/watch.py) of the calls on one device. mark_us: what a mark takes the stream."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, mark_us: float = 0.0) -> None:
         self._device = device
+        self._mark_us = mark_us
         self._calls: list[_Call] = []
         self._open: _Call | None = None
 
@@ -80,7 +87,9 @@ class Probe:
         found: dict[Key, Spent] = {}
         for call in self._calls:
             waited = sum(self._us(*marks) for marks in call.collectives)
-            spent = Spent(call.strategy, 1, self._us(call.begin, call.end), waited)
+            # The marks around the collectives lie inside the call, which without fusion has more of them.
+            us = max(0.0, self._us(call.begin, call.end) - 2 * len(call.collectives) * self._mark_us)
+            spent = Spent(call.strategy, 1, us, waited)
             found[call.key] = found[call.key].plus(spent) if call.key in found else spent
         self._calls = []
         return found
@@ -95,7 +104,19 @@ class Probe:
     def _us(self, begin: Any, end: Any) -> float:
         if self._device.type != "cuda":
             return float(end - begin) * 1e6
-        return float(begin.elapsed_time(end)) * 1e3
+        return max(0.0, float(begin.elapsed_time(end)) * 1e3 - self._mark_us)
+
+
+def mark_us(device: torch.device) -> float:
+    """What a mark takes the stream: the median between marks with nothing between them."""
+    if device.type != "cuda":
+        return 0.0
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(MARKS)]
+    torch.cuda._sleep(int(MARKS_DELAY_CYCLES))
+    for event in events:
+        event.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(one.elapsed_time(next_) * 1e3 for one, next_ in itertools.pairwise(events))
 
 
 def largest(ranks: Sequence[dict[Key, Spent]]) -> dict[Key, Spent]:

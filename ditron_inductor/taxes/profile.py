@@ -259,10 +259,10 @@ def _probed(
     import torch.distributed as dist
 
     from ditron_inductor.task.watch import watch
-    from ditron_inductor.taxes.probe import Probe, largest
+    from ditron_inductor.taxes.probe import Probe, largest, mark_us
 
     on_gpu = clock.device.type == "cuda"
-    probe = Probe(clock.device)
+    probe = Probe(clock.device, mark_us(clock.device))
     samples: dict[str, list[dict[Key, Spent]]] = {name: [] for name in calls}
     delays = {name: _delay_us(clock, call) if on_gpu else 0.0 for name, call in calls.items()}
     for _ in range(rounds):

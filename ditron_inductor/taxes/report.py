@@ -158,7 +158,8 @@ class TaxReport:
             part = "" if found.part is None else f", {100 * found.part:.0f} % of it"
             lines.append(
                 f"{mode}: the fused step is {abs(found.measured_us):.0f} us {change} than the unfused one; "
-                f"by the accounts, {found.taxes_us:.0f} us of taxes are saved{part}"
+                f"by the accounts, {found.taxes_us:.0f} us of taxes are saved{part}, "
+                f"and {found.other_us:.0f} us of other times"
             )
         # What moved or merged collectives, and left others out: no tax of any site.
         gain = self.steps[INDUCTOR].eager_us - self.steps[UNFUSED].eager_us

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ditron_inductor.sites import SiteRecord
 from ditron_inductor.task.nodes import ATTENTION_KINDS, KINDS, ULYSSES_KINDS, AllReduceRmsNorm, FlashDecode
@@ -17,7 +20,7 @@ from ditron_inductor.taxes.accounts import (
     unfused_account,
 )
 from ditron_inductor.taxes.intermediates import Intermediates, intermediates
-from ditron_inductor.taxes.probe import Spent, largest
+from ditron_inductor.taxes.probe import Probe, Spent, largest
 from tests.test_explain import site
 
 BYTES = Intermediates(beside=10_000, inside=5_000, fused=3_000)
@@ -113,3 +116,25 @@ def test_copies_and_epilogues_are_intermediates_too() -> None:
     found = intermediates(record("matmul_reduce_scatter", epilogue="mm0 + x0"))
     assert found == Intermediates(PRODUCT + 2 * PRODUCT // 4, PRODUCT, PRODUCT * 3 // 2)
     assert intermediates(site(kind="matmul_reduce_scatter", m=None)) is None
+
+
+@dataclass(frozen=True)
+class _Event:
+    us: float
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end.us - self.us) / 1e3
+
+
+def test_what_marks_take_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks 10 us apart that take 2 us each: a call with one collective has four of them."""
+    probe = Probe(torch.device("cuda"), mark_us=2.0)
+    times = iter(range(0, 100, 10))
+    monkeypatch.setattr(Probe, "_mark", lambda self: _Event(next(times)))
+    request, choice = SimpleNamespace(site="a", m=16), SimpleNamespace(strategy="library")
+    run: Any = probe.call(lambda: probe.collective(lambda: None), "0", request, choice)  # type: ignore[arg-type]
+    run()
+    run()
+    # Of 30 us each, 2 for itself and 4 for the collective's.
+    assert probe.take() == {("0", "a", 16): Spent("library", 2, pytest.approx(48.0), pytest.approx(16.0))}  # type: ignore[arg-type]
+    assert probe.take() == {}

@@ -44,6 +44,7 @@ def test_the_gain_and_what_explains_it_are_told() -> None:
     assert "in a CUDA graph: the fused step is 58 us shorter than the unfused one" in text
     assert "by the accounts, 60 us of taxes are saved, 103 % of it" in text
     assert "eager: the fused step is 80 us shorter" in text and "82 us of taxes are saved" in text
+    assert "and 0 us of other times" in text
     assert "inductor - unfused): 10 us" in text and "inductor: a note" in text
     assert "20.0 -> 12.0" in text and "say nothing about speed" not in text
 
