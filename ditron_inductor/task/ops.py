@@ -238,19 +238,16 @@ def shard_norm_args(prologue: ShardNorm) -> tuple[object, ...]:
     return (*norm_args(prologue.norm), "+".join(prologue.saved))
 
 
+SHARD_NORM_DEFAULTS: tuple[Any, ...] = ("", 0.0, False, False, "")
+
+
 def shard_norm_of(given: Sequence[object], args: Sequence[Any]) -> ShardNorm | None:
-    """The prologue of a call. given: the arguments `SHARD_EXTRAS`; args: `norm` to `saved`, as far as they are given:
-    the dispatcher leaves out the last ones that have their defaults.
-    """
+    """The prologue of a call. given: the arguments `SHARD_EXTRAS`; args: `norm` to `saved`, up to the last one given."""
     if not args or not args[0]:
         return None
     extras = tuple(name for name, one in zip(SHARD_EXTRAS, given, strict=True) if one is not None)
     *norm, saved = (*args, *SHARD_NORM_DEFAULTS[len(args) :])
     return ShardNorm(Norm(*norm), extras, saved_names(saved))
-
-
-SHARD_NORM_DEFAULTS: tuple[Any, ...] = ("", 0.0, False, False, "")
-"""Of the arguments `norm` to `saved` in a prologue's schema."""
 
 
 NUM_NORM_ARGS = 9

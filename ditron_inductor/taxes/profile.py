@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ditron_inductor.errors import InvalidOptionValue, NoDefaultGroup
@@ -29,12 +29,14 @@ from ditron_inductor.options import Options
 from ditron_inductor.sites import collect_sites
 from ditron_inductor.taxes.accounts import FUSED, INDUCTOR, UNFUSED, SiteTaxes, Step, fused_account, unfused_account
 from ditron_inductor.taxes.intermediates import intermediates
+from ditron_inductor.taxes.pairs import distinct, paired
 from ditron_inductor.taxes.report import TaxReport
 
 if TYPE_CHECKING:
     import torch
 
     from ditron_inductor.explain import ExplainedSite, Report
+    from ditron_inductor.sites import SiteRecord
     from ditron_inductor.taxes.probe import Key, Spent
     from ditron_inductor.taxes.trace import Trace
     from ditron_inductor.timing import Clock
@@ -112,11 +114,17 @@ class _Profile:
         rounds = self.rounds or (ROUNDS if device.type == "cuda" else CPU_ROUNDS)
         notes: list[str] = []
         with without_caches():
-            calls, compiled = self._compiled()
+            calls, unfused, compiled = self._compiled()
             steps = self._steps(clock, calls, rounds, compiled, notes)
         bytes_per_us = _bandwidth(clock, rounds)
         probed = _probed(clock, {name: calls[name] for name in (UNFUSED, FUSED)}, min(rounds, PROBED_ROUNDS))
-        sites = [_site(one, probed, bytes_per_us) for one in compiled.fused]
+        pairs = paired(compiled.fused, distinct(unfused.fused))
+        sites = [_site(site, other, probed, bytes_per_us) for site, other in pairs]
+        alone = sum(site.unfused is None for site in sites)
+        if alone:
+            notes.append(
+                f"{alone} sites have no certain counterpart in the unfused graph, and no part in what is saved"
+            )
         if self.graphs and device.type == "cuda":
             sites = _with_launches(compiled, sites, rounds)
         taken = self._trace(clock, calls[FUSED], notes) if self.trace else None
@@ -148,8 +156,8 @@ class _Profile:
             notes.append(f"the trace lacks {taken.dropped} events that its buffer had no place for: trace fewer layers")
         return taken
 
-    def _compiled(self) -> tuple[dict[str, Callable[[int], None]], Report]:
-        """The contestants, each compiled and warm, and what was fused."""
+    def _compiled(self) -> tuple[dict[str, Callable[[int], None]], Report, Report]:
+        """The contestants, each compiled and warm, and what was fused for the unfused and for the fused one."""
         import torch
         from torch._inductor.compile_fx import compile_fx
 
@@ -163,14 +171,18 @@ class _Profile:
             UNFUSED: fresh_backend(None, unfused),
             FUSED: fresh_backend(None, self.options),
         }
-        calls = {}
+        calls: dict[str, Callable[[int], None]] = {}
+        reports: dict[str, Report] = {}
         for name, backend in backends.items():
             call = self._step_of(torch.compile(self.fn, backend=backend))
             with collect_sites() as sink:
                 call(0)
             call(0)
             calls[name] = call
-        return calls, build_report(sink.graphs, self.parsed)
+            # Now: what runs at a site of the same name in another contestant is noted in the same place.
+            reports[name] = build_report(sink.graphs, self.parsed)
+        fused = reports[FUSED]
+        return calls, reports[UNFUSED], replace(fused, sites=(*distinct(fused.fused), *fused.left_alone))
 
     def _step_of(self, compiled: Callable[..., Any]) -> Callable[[int], None]:
         args, kwargs = self.inputs
@@ -313,21 +325,21 @@ def _medians(samples: Sequence[dict[Key, Spent]]) -> dict[Key, Spent]:
 
 def _site(
     site: ExplainedSite,
+    counterpart: ExplainedSite | None,
     probed: Mapping[str, tuple[dict[Key, Spent], dict[tuple[str, str], Spent]]],
     bytes_per_us: float,
 ) -> SiteTaxes:
-    record = site.record
-
-    def spent(name: str) -> Spent | None:
+    def spent(name: str, record: SiteRecord) -> Spent | None:
         by_key, by_site = probed[name]
         exact = by_key.get((record.group_name, record.site, -1 if record.m is None else record.m))
         return exact or by_site.get((record.group_name, record.site))
 
-    bytes_ = intermediates(record)
-    before, after = spent(UNFUSED), spent(FUSED)
-    unfused = None if before is None else unfused_account(before, bytes_, bytes_per_us)
+    unfused = None
+    if counterpart is not None and (before := spent(UNFUSED, counterpart.record)) is not None:
+        unfused = unfused_account(before, intermediates(counterpart.record), bytes_per_us)
+    after, bytes_ = spent(FUSED, site.record), intermediates(site.record)
     fused = None if after is None else fused_account(after, bytes_, bytes_per_us, unfused)
-    return SiteTaxes(site.direction, record, bytes_ is not None, unfused, fused)
+    return SiteTaxes(site.direction, site.record, bytes_ is not None, unfused, fused)
 
 
 def _with_launches(report: Report, sites: Sequence[SiteTaxes], rounds: int) -> list[SiteTaxes]:
