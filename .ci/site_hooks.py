@@ -49,7 +49,7 @@ def on_files(files: Files, *, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **kwargs: Any) -> str:
     """Links that leave docs/, or come from a file that lies outside, as the site has them."""
     docs = Path(config.docs_dir).name
     source = page.file.src_uri
@@ -58,8 +58,6 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
     def in_site(found: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(here), found[1]))
         where = target.removeprefix(f"{docs}/") if target.startswith(f"{docs}/") else site_path(target)
-        if files.get_file_from_path(where) is None:
-            log.warning("%s links to %s, which is no file", here, target)
         return posixpath.relpath(where, posixpath.dirname(source) or ".") + (found[2] or "")
 
     return outside_code(markdown, lambda text: LINK.sub(in_site, text))
