@@ -31,14 +31,15 @@ def interpreted(options: dict[str, Any], *, run_fused: bool = True) -> Callable[
     """
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        inner_compile = functools.partial(_run_passes, run_fused)
+        inner_compile = functools.partial(run_passes, run_fused)
         patches = {"post_grad_custom_pre_pass": DitronPipeline(Options.parse(options)[0])}
         return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
 
     return backend
 
 
-def _run_passes(run_fused: bool, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+def run_passes(run_fused: bool, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+    """What `compile_fx` calls with a finished graph: the passes on it, and then a call of its ops one by one."""
     post_grad.view_to_reshape(gm)
     fake_mode = torch._guards.detect_fake_mode(example_inputs)
     assert fake_mode is not None
