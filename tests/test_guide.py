@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import linecache
 import os
@@ -16,10 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._inductor.compile_fx import compile_fx
 
-from ditron_inductor import backend
-from tests.models.interpreted import run_passes
+from tests.models.interpreted import without_generated_code
 from tests.ranks import RankContext, RankPool, RankPools
 
 ROOT = Path(__file__).parent.parent
@@ -54,8 +51,7 @@ def run_page(ctx: RankContext, page: str, blocks: list[str]) -> list[str]:
         # Dynamo looks names up in the module that a function says it is from.
         stack.enter_context(mock.patch.dict(sys.modules, {module.__name__: module}))
         if ctx.device.type == "cpu":
-            quick = functools.partial(compile_fx, inner_compile=functools.partial(run_passes, True))
-            stack.enter_context(mock.patch.object(backend, "compile_fx", quick))
+            stack.enter_context(without_generated_code())
             stack.enter_context(mock.patch.object(torch, "compile", compile_by_name))
         for number, block in enumerate(blocks):
             name = f"{page}:{number}"
