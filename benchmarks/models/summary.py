@@ -34,8 +34,8 @@ def readme_part(rows: Sequence[Row]) -> str:
             tabulate(lines, headers, "github", disable_numparse=True),
             "",
             f"Geometric means of rival / Ditron, median time of a step, slowest rank; {_conditions(measured)}.",
-            "Random weights; NVLink multicast off for everybody. Cells differ in batch, length and form of parallelism; a",
-            "rival's mean is over those that it ran in.",
+            "Random weights; NVLink multicast off for everybody. Cells differ in batch, length, form of parallelism;",
+            "a rival's mean is over those that it ran in.",
         ]
     )
 
