@@ -242,7 +242,7 @@ SHARD_NORM_DEFAULTS: tuple[Any, ...] = ("", 0.0, False, False, "")
 
 
 def shard_norm_of(given: Sequence[object], args: Sequence[Any]) -> ShardNorm | None:
-    """The prologue of a call. given: arguments `SHARD_EXTRAS`; args: `norm` to `saved`, up to the last one given."""
+    """The prologue of a call. given: the arguments `SHARD_EXTRAS`; args: those from `norm` on, up to the last given."""
     if not args or not args[0]:
         return None
     extras = tuple(name for name, one in zip(SHARD_EXTRAS, given, strict=True) if one is not None)
