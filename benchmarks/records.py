@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
@@ -15,6 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 GEMM_COLLECTIVES = RESULTS / "gemm_collectives.csv"
 MODELS = RESULTS / "models.csv"
 ATTENTION = RESULTS / "attention.csv"
+NORM = RESULTS / "norm.csv"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Row:
     triton: str
     commit: str
     date: str
+
+    @property
+    def sizes(self) -> dict[str, str]:
+        """What `shape` says, by name."""
+        return dict(part.split("=", 1) for part in self.shape.split(";"))
 
     @property
     def cell(self) -> tuple[str, ...]:
@@ -90,23 +96,38 @@ def _parse(record: dict[str, str]) -> Row:
     return Row(**values)  # type: ignore[arg-type]
 
 
+def by_cell(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rows of each cell, cells in the order of their first rows."""
+    return list(_by_cell(rows).values())
+
+
+def _by_cell(rows: Iterable[Row]) -> dict[tuple[str, ...], list[Row]]:
+    cells: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        cells.setdefault(row.cell, []).append(row)
+    return cells
+
+
 def merge_csv(path: Path, rows: Iterable[Row]) -> None:
     """Write rows into the file. Cells that are measured anew lose all their older rows; other cells stay.
 
-    Rows of two runs never stand in one cell: the chip's clock lies between them.
+    Rows of two runs never stand in one cell: the chip's clock lies between them. A process that is ended meanwhile
+    leaves the file as it was.
     """
-    cells: dict[tuple[str, ...], list[Row]] = {}
-    for row in read_csv(path):
-        cells.setdefault(row.cell, []).append(row)
-    newer: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        newer.setdefault(row.cell, []).append(row)
+    cells = _by_cell(read_csv(path)) | _by_cell(rows)
+    lines = [[_text(value) for value in astuple(row)] for cell in cells.values() for row in cell]
+    write_csv(path, COLUMNS, lines)
+
+
+def write_csv(path: Path, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+    """Write a whole file, in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with unfinished.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for cell in (cells | newer).values():
-            writer.writerows([_text(value) for value in astuple(row)] for row in cell)
+        writer.writerow(columns)
+        writer.writerows(lines)
+    unfinished.replace(path)
 
 
 def _text(value: object) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,10 @@ import triton
 from benchmarks.progress import Phases
 from benchmarks.records import Row
 from benchmarks.timing import Times, synchronize
-from ditron_inductor.timing import Clock
+from ditron_inductor.lowering.register import register
+from ditron_inductor.timing import Call, Clock, captured
+
+T = TypeVar("T")
 
 
 class Session:
@@ -23,7 +27,9 @@ class Session:
 
     def __init__(self, device: torch.device, begun: float) -> None:
         assert dist.group.WORLD is not None
+        register()
         self.begun = begun
+        self.group_name = dist.group.WORLD.group_name
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.clock = Clock(device, dist.group.WORLD)
@@ -50,10 +56,11 @@ class Session:
         """The first rank's problem that has one, empty if none has; equal on all ranks."""
         return next((f"rank {rank}: {text}" for rank, text in enumerate(self.agree(mine)) if text), "")
 
-    def attempt(self, phase: str, act: Callable[[], Any]) -> tuple[Any, str]:
+    def attempt(self, phase: str, act: Callable[[], T]) -> tuple[T | None, str]:
         """What `act` returns, and what went wrong on the first rank on which anything did."""
         begun = time.monotonic()
-        result, problem = None, ""
+        result: T | None = None
+        problem = ""
         try:
             result = act()
             synchronize(self.clock)
@@ -61,6 +68,52 @@ class Session:
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         self.phases.add(phase, time.monotonic() - begun)
         return result, self.first_problem(problem)
+
+    def tried(self, phase: str, act: Callable[[], T]) -> T | None:
+        """What `act` returns, or None, with a line on stderr, if it raises on any rank."""
+        result, problem = self.attempt(phase, act)
+        if problem:
+            self.say(f"    {phase}: {problem}")
+        return None if problem else result
+
+    def right(self, calls: Iterable[str], checked: Callable[[str], Call]) -> dict[str, Call]:
+        """By name, what `checked` returns for those for which it raises on no rank."""
+        found = {name: self.tried(name, functools.partial(checked, name)) for name in calls}
+        return {name: call for name, call in found.items() if call is not None}
+
+    def replays(self, calls: Mapping[str, Call], per_call: int) -> dict[str, Call]:
+        """Replays of `per_call` calls in a CUDA graph, of those that can be captured on all ranks."""
+        return self.right(calls, lambda name: captured(calls[name], per_call))
+
+    def rows_of(
+        self,
+        times: Mapping[str, Times],
+        *,
+        bench: str,
+        op: str,
+        shape: str,
+        graph: bool,
+        limit_us: float | None,
+        commit: str,
+        dtype: str = "bfloat16",
+        failed: Iterable[str] = (),
+    ) -> list[Row]:
+        """One row for each contestant with times, and for each that failed."""
+        measured = {name: times.get(name) for name in (*times, *failed)}
+        return [
+            self.row(
+                bench=bench,
+                op=op,
+                contestant=name,
+                shape=shape,
+                dtype=dtype,
+                graph=graph,
+                measured=each,
+                limit_us=limit_us,
+                commit=commit,
+            )
+            for name, each in measured.items()
+        ]
 
     def row(
         self,
