@@ -16,6 +16,8 @@ import triton
 from benchmarks.progress import Phases
 from benchmarks.records import Row
 from benchmarks.timing import Times, synchronize
+from ditron_inductor.device.reset import reset
+from ditron_inductor.errors import DitronError
 from ditron_inductor.lowering.register import register
 from ditron_inductor.timing import Call, Clock, captured
 
@@ -68,6 +70,13 @@ class Session:
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         self.phases.add(phase, time.monotonic() - begun)
         return result, self.first_problem(problem)
+
+    def recover(self, name: str) -> None:
+        """After a failure of one of our contestants: make the group's workspace usable for the next."""
+        try:
+            reset(dist.group.WORLD)
+        except DitronError as error:
+            self.say(f"    reset after {name} failed: {error}")
 
     def tried(self, phase: str, act: Callable[[], T]) -> T | None:
         """What `act` returns, or None, with a line on stderr, if it raises on any rank."""

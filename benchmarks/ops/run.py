@@ -11,8 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import ditron_inductor
-import ditron_inductor.errors
 from benchmarks.comparison import comparisons, ratios_table, times_table
 from benchmarks.ops import (
     all_gather_contract,
@@ -132,7 +130,8 @@ class Run(Session):
                 problem = self.prepare(cell, contest, check, name, ready)
                 if problem:
                     failed[name] = problem
-                    self.recover(name)
+                    if name in OURS:
+                        self.recover(name)
         per_call = graph_calls(cell, self.setting.world_size) if cell.graph else 1
         runs = []
         for _ in range(self.request.repeats):
@@ -167,15 +166,6 @@ class Run(Session):
         if not problem:
             ready[name] = call
         return problem
-
-    def recover(self, name: str) -> None:
-        """After a failure of one of our contestants: make the group's workspace usable for the next."""
-        if name not in OURS:
-            return
-        try:
-            ditron_inductor.reset(dist.group.WORLD)
-        except ditron_inductor.errors.DitronError as error:
-            self.say(f"    reset after {name} failed: {error}")
 
     def record(self, cell: Cell, contest: Contest, times: dict[str, Times], failed: dict[str, str]) -> None:
         """Rows of all contestants of the cell, without times for those that failed."""
