@@ -15,9 +15,9 @@ TITLES = {"eager": "eager", "inductor": "Inductor", "async_tp": "Inductor + asyn
 
 @dataclass(frozen=True)
 class Barred:
-    """A contestant that is not run again in a cell, all of them if it is empty, and why."""
+    """A contestant that is not run again in a cell, all of them if it is empty, and why. cell: None for every cell."""
 
-    cell: int
+    cell: int | None
     contestant: str
     why: str
 

@@ -99,8 +99,8 @@ class Run(Session):
 
     def barred(self, number: int, contestant: str) -> str:
         """Why a contestant, or with none all of a cell, is not run again; empty where it is."""
-        found = (one.why for one in self.request.barred if (one.cell, one.contestant) == (number, contestant))
-        return next(found, "")
+        found = (one for one in self.request.barred if one.cell in (number, None) and one.contestant == contestant)
+        return next((one.why for one in found), "")
 
     def _present(self) -> dict[str, set[str]]:
         """By op, the shapes that the results have of this machine and commit already, if those are to be left out."""
@@ -206,9 +206,11 @@ class Run(Session):
         ready: dict[str, Call] = {}
         failed: list[str] = []
         for name in self.order(number):
-            why = cell.left_out(name) or self.barred(number, name)
+            barred = self.barred(number, name)
+            why = cell.left_out(name) or barred
             if why:
                 self.facts.append(self.fact(cell, name, why=why))
+                failed += [name] * (why == barred)
                 continue
             self.note_journal(number, name)
             problem = self.prepare(cell, name, model, given, wanted, ready)

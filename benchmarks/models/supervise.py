@@ -47,8 +47,8 @@ def supervise(
 def after_failure(request: Request, journal: str) -> Request | None:
     """What is left to do when the ranks ended early; None if they did not come to the first cell.
 
-    A contestant at which they ended is barred, and the cell done again without it. Where it was all of them together,
-    or eager, the cell is.
+    A contestant at which they ended is barred, and the cell done again without it; at the second time it is barred from
+    all cells that follow. Where it was all of them together, or eager, the cell is.
     """
     lines = journal.splitlines()
     if not lines:
@@ -58,5 +58,8 @@ def after_failure(request: Request, journal: str) -> Request | None:
         return None
     alone = what in CONTESTANTS and what != "eager"
     why = f"the ranks ended in it, by themselves or after {request.cell_limit_s:.0f} s"
-    barred = Barred(number, what if alone else "", why if alone else f"{why}: {what or 'eager'}")
+    if alone and any(one.contestant == what for one in request.barred):
+        barred = Barred(None, what, f"{why}, in two cells")
+    else:
+        barred = Barred(number, what if alone else "", why if alone else f"{why}: {what or 'eager'}")
     return replace(request, first=number, barred=(*request.barred, barred))

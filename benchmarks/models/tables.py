@@ -16,6 +16,9 @@ RIVALS = ("inductor", "async_tp")
 """What speed-ups are over: eager is shown, but nobody has to be faster than that alone."""
 
 
+MOST_PLACES = 3
+
+
 @dataclass(frozen=True)
 class Contest:
     """The rows of one cell."""
@@ -130,16 +133,18 @@ def facts_table(facts: Sequence[Fact], style: str = "simple") -> str:
 
 
 def reason_lines(facts: Sequence[Fact], rows: Sequence[Row]) -> list[str]:
-    """Why something has no number; what holds for several cells once."""
+    """Why something has no number; of one contestant what holds for many cells, once."""
     groups: dict[tuple[str, str], list[str]] = {}
     for fact in reasons(facts, rows):
         name = ALL if fact.contestant == ALL else TITLES[fact.contestant]
         place = f"{fact.op} {fact.sizes['model']}, {fact.sizes['form']}, {tokens_text(fact.sizes)}"
         groups.setdefault((name, fact.why), []).append(place)
-    return [
-        f"{found[0] if len(found) == 1 else f'{len(found)} cells'}: {name}: {why}"
-        for (name, why), found in groups.items()
-    ]
+    lines = []
+    for (name, why), places in groups.items():
+        if name != ALL and len(places) > MOST_PLACES:
+            places = [f"{len(places)} cells"]
+        lines += [f"{place}: {name}: {why}" for place in places]
+    return lines
 
 
 def mean(values: Iterable[float | None]) -> float | None:
