@@ -37,11 +37,17 @@ COMPILERS: Mapping[str, Compiler] = {
 }
 
 
-def choose_attention(model: nn.Module, name: str) -> None:
-    """The form of attention to all ranks' keys; see `forms`."""
-    for part in model.modules():
-        if isinstance(part, ContextAttention | CachedAttention):
+def in_form(name: str, compiler: Compiler, model: nn.Module) -> Callable[..., Any]:
+    """The compiled model of a contestant, in the form of attention that is its own (see `forms`) at every call."""
+    call = compiler(model)
+    parts = [part for part in model.modules() if isinstance(part, CachedAttention | ContextAttention)]
+
+    def chosen(*operands: Any) -> Any:
+        for part in parts:
             part.for_ditron = name == "ditron"
+        return call(*operands)
+
+    return chosen if parts else call
 
 
 def forward(call: Callable[..., Any], model: nn.Module, operands: tuple[Any, ...]) -> Step:
@@ -76,8 +82,7 @@ def training(call: Callable[..., Any], model: nn.Module, operands: tuple[Any, ..
 
 def step_of(phase: str, name: str, compiler: Compiler, model: nn.Module, operands: tuple[Any, ...]) -> Step:
     """One step of a contestant, compiled at its first call."""
-    choose_attention(model, name)
-    return (training if phase == "training" else forward)(compiler(model), model, operands)
+    return (training if phase == "training" else forward)(in_form(name, compiler, model), model, operands)
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:

@@ -219,6 +219,12 @@ class Run(Session):
                 self.say(f"    {name}: {problem}")
                 self.after_failure(name)
         del wanted
+        for name in list(ready):
+            problem = self.settled(ready[name])
+            if problem:
+                self.facts.append(self.fact(cell, name, why=problem))
+                failed.append(name)
+                del ready[name]
         self.note_journal(number, TIMING)
         most_s = TIMING_SHARE * (self.request.cell_limit_s - (time.monotonic() - begun))
         runs = []
@@ -301,6 +307,11 @@ class Run(Session):
         facts = {"compile_s": compile_s, "peak_mib": peak, "workspace_mib": workspace}
         self.facts.append(self.fact(cell, name, **facts, fused=text, why=problem))
         return problem
+
+    def settled(self, call: Call) -> str:
+        """What is wrong with a further call, now that all are compiled: a compilation would be timed with it."""
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            return self.attempt("further calls", lambda: call(0))[1]
 
     def peak_mib(self, step: Step) -> tuple[float | None, str]:
         """Most memory of a step of any rank, and what went wrong in it. None without a GPU."""
