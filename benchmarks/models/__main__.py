@@ -130,13 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not request.cells:
         print(f"{PROGRAM}: no cell has these models, phases, forms, batches and tokens", file=sys.stderr)
         return 2
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        held = rank_process(MODULE, request)
-        if os.environ["RANK"] == "0" and request.out:
-            pages.finish(request, int(os.environ["WORLD_SIZE"]))
-        # Not the interpreter's own end: torch would destroy the process group, which can hang.
-        os._exit(0 if held else 1)
-    world_size = num_ranks(PROGRAM, options.world, options.device)
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    world_size = int(os.environ["WORLD_SIZE"]) if launched else num_ranks(PROGRAM, options.world, options.device)
     if not world_size:
         return 2
     if options.list:
@@ -144,8 +139,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="ditron-models-") as folder:
         kept = request if request.out else replace(request, out=str(Path(folder) / "models.csv"))
-        code = supervise(kept, world_size)
-        pages.finish(kept, world_size, with_page=bool(request.out))
+        code = int(not rank_process(MODULE, kept)) if launched else supervise(kept, world_size)
+        if os.environ.get("RANK", "0") == "0":
+            pages.finish(kept, world_size, with_page=bool(request.out))
+    if launched:
+        sys.stdout.flush()
+        # Not the interpreter's own end: torch would destroy the process group, which can hang.
+        os._exit(code)
     if not request.out:
         print("rows are printed only; --out takes a file for them", file=sys.stderr)
     return code
