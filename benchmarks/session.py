@@ -96,7 +96,7 @@ class Session:
 
     def rows_of(
         self,
-        times: Mapping[str, Times],
+        times: Mapping[str, Times | None],
         *,
         bench: str,
         op: str,
@@ -105,10 +105,8 @@ class Session:
         limit_us: float | None,
         commit: str,
         dtype: str = "bfloat16",
-        failed: Iterable[str] = (),
     ) -> list[Row]:
-        """One row for each contestant with times, and for each that failed."""
-        measured = {name: times.get(name) for name in (*times, *failed)}
+        """One row for each contestant; None for one that failed."""
         return [
             self.row(
                 bench=bench,
@@ -121,7 +119,7 @@ class Session:
                 limit_us=limit_us,
                 commit=commit,
             )
-            for name, each in measured.items()
+            for name, each in times.items()
         ]
 
     def row(

@@ -41,8 +41,8 @@ from tests.tolerances import MODEL_TOLERANCES, relative_error
 
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 GRAPH_CALLS = 4
-GRADIENTS = 1.5
-"""Times the tolerance of outputs, where the roundings of forward and backward add up."""
+GRADIENTS = 2.5
+"""Times the tolerance of outputs: roundings of forward and backward add up, most in the sums over all tokens."""
 FLOOR = 1e-3
 """A value that is zero but for rounding is compared with this part of the largest one."""
 TIMING = "timing"
@@ -106,8 +106,17 @@ class Run(Session):
         """By op, the shapes that the results have of this machine and commit already, if those are to be left out."""
         found: dict[str, set[str]] = {}
         if self.request.missing:
-            example = self.rows_of({}, failed=["eager"], bench="models", op="", shape="", graph=False, limit_us=None,
-                                   dtype=self._dtype_name, commit=self.request.commit)[0]  # fmt: skip
+            example = self.row(
+                bench="models",
+                op="",
+                contestant="",
+                shape="",
+                dtype=self._dtype_name,
+                graph=False,
+                measured=None,
+                limit_us=None,
+                commit=self.request.commit,
+            )
             for row in read_csv(Path(self.request.out)):
                 same = ("gpu", "world", "dtype", "torch", "commit")
                 if all(getattr(row, name) == getattr(example, name) for name in same):
@@ -168,7 +177,7 @@ class Run(Session):
         key = (cell.model, cell.layers, cell.form, (cell.batch, cell.cache) if cell.cache else ())
         if self._built is None or self._built[0] != key:
             self._built = None
-            self.clean()
+            self.free()
             with self.phases.phase("models"), self.clock.device:
                 before = torch.get_default_dtype()
                 torch.set_default_dtype(self.dtype)
@@ -182,16 +191,16 @@ class Run(Session):
     def architecture(self, cell: Cell) -> Architecture:
         return self.request.architectures[cell.model]
 
-    def clean(self) -> None:
-        """Free what the last cell or contestant left."""
-        torch._dynamo.reset()
+    def free(self) -> None:
+        """Give back memory that nothing holds any more."""
         gc.collect()
         if self.clock.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def run_cell(self, number: int, cell: Cell) -> None:
         """Check every contestant against eager, time those that are right, record all of them."""
-        self.clean()
+        torch._dynamo.reset()
+        self.free()
         begun = time.monotonic()
         operands, problem = self.attempt("models", lambda: (self.model(cell), self.inputs(cell)))
         if problem or operands is None:
@@ -234,7 +243,7 @@ class Run(Session):
                 runs.append(interleaved(self.clock, self.ordered(ready), per_call, self.request.rounds, most_s))
         times = median_of_runs(runs) if runs else {}
         self.rows += self.rows_of(
-            times,
+            {name: times.get(name) for name in CONTESTANTS if name in times or name in failed},
             bench="models",
             op=cell.phase,
             shape=cell.shape,
@@ -242,7 +251,6 @@ class Run(Session):
             graph=self.captures(cell),
             limit_us=None,
             commit=self.request.commit,
-            failed=failed,
         )
         self.say("    " + "  ".join(f"{name} {each.p50_us:.0f}" for name, each in times.items()) + " us")
 
@@ -262,7 +270,7 @@ class Run(Session):
         """Make the next contestant's start a fresh one. Raises where the device itself has failed: then only new
         processes help.
         """
-        self.clean()
+        self.free()
         if self.clock.device.type == "cuda":
             torch.cuda.synchronize()
         if name == "ditron":

@@ -173,20 +173,16 @@ class Run(Session):
         if limit is not None:
             # Without the matmul alone there is no limit.
             limit = max(limit, times["gemm"].p50_us) if "gemm" in times else None
-        for name in (name for name in CONTESTANTS if name in times or name in failed):
-            self.rows.append(
-                self.row(
-                    bench=results_of((cell.op,)).stem,
-                    op=cell.op,
-                    contestant=name,
-                    shape=cell.shape,
-                    dtype=cell.dtype,
-                    graph=cell.graph,
-                    measured=times.get(name),
-                    limit_us=limit,
-                    commit=self.request.commit,
-                )
-            )
+        self.rows += self.rows_of(
+            {name: times.get(name) for name in CONTESTANTS if name in times or name in failed},
+            bench=results_of((cell.op,)).stem,
+            op=cell.op,
+            shape=cell.shape,
+            dtype=cell.dtype,
+            graph=cell.graph,
+            limit_us=limit,
+            commit=self.request.commit,
+        )
         self.say("    " + "  ".join(f"{name} {each.p50_us:.1f}" for name, each in times.items()))
         if not cell.graph:
             self.say("    host us per call: " + "  ".join(f"{name} {each.host_us:.1f}" for name, each in times.items()))
