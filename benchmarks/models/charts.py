@@ -14,6 +14,7 @@ from benchmarks.records import Row
 
 COLOURS = {"eager": "#bbbbbb", "async_tp": "#d95f02", "ditron": "#1b6f8a"}
 """Inductor is the line at 1."""
+NOTE = "layers with random weights; of each rank the median, of ranks the slowest; NVLink multicast off for everybody"
 WIDTH, LABEL_WIDTH, BAR, GAP = 980, 330, 13, 12
 
 
@@ -125,6 +126,7 @@ def png(chart: Chart, path: Path) -> None:
     handles, labels = axis.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     figure.legend(unique.values(), unique.keys(), loc="lower center", ncols=3, fontsize=8)
+    figure.text(0.99, 0.003, NOTE, ha="right", fontsize=6, color="#555555")
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
