@@ -106,6 +106,17 @@ def test_a_page_needs_nothing_else_and_says_why_a_number_is_missing(tmp_path: Pa
     assert why in report(ROWS, read_facts(path_of(results)))
 
 
+def test_rows_that_were_measured_elsewhere_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, other = tmp_path / "models.csv", tmp_path / "other.csv"
+    merge_csv(results, [row("ditron", 1.0)])
+    merge_csv(other, ROWS)
+    merge_facts(path_of(other), [fact(ROWS[3], 4.0)])
+    assert main(["--out", str(results), "--merge", str(other)]) == 0
+    assert read_csv(results) == ROWS and read_facts(path_of(results)) == [fact(ROWS[3], 4.0)]
+    assert "models.html" in capsys.readouterr().out and (tmp_path / "models.html").exists()
+    assert main(["--out", str(results), "--merge", str(tmp_path / "none.csv")]) == 2
+
+
 def test_bars_are_over_inductor(tmp_path: Path) -> None:
     (chart,) = charts.charts(ROWS)
     assert chart.bars == (charts.Bars("llama3-8b, sp, 1 x 2048", (("eager", 3000 / 9000), ("ditron", 1.5))),)

@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--rounds", type=int, default=10, help="most samples of each contestant in a run")
     result.add_argument("--repeats", type=int, default=1, help="runs of each cell, whose median is recorded")
     result.add_argument("--out", default=None, help="CSV to merge the rows into, '' for none; the committed results")
+    result.add_argument("--merge", nargs="+", type=Path, default=[], help="only merge these files, and their facts")
     result.add_argument("--commit", default="", help="what stands in the column commit; git's HEAD by default")
     return result
 
@@ -127,6 +128,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
+    if options.merge:
+        results = Path(request.out or RESULTS)
+        try:
+            pages.merge(results, options.merge)
+        except ValueError as error:
+            print(f"{PROGRAM}: {error}", file=sys.stderr)
+            return 2
+        print("\n".join(str(path) for path in pages.write(results)))
+        return 0
     if not request.cells:
         print(f"{PROGRAM}: no cell has these models, phases, forms, batches and tokens", file=sys.stderr)
         return 2

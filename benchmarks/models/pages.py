@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.models.charts import charts, png, png_path, svg
-from benchmarks.models.facts import Fact, path_of, read_facts, reasons
+from benchmarks.models.facts import Fact, merge_facts, path_of, read_facts, reasons
 from benchmarks.models.request import CONTESTANTS, TITLES, Request
 from benchmarks.models.tables import (
     Contest,
@@ -20,7 +20,7 @@ from benchmarks.models.tables import (
     targets,
 )
 from benchmarks.models.zoo import MODELS
-from benchmarks.records import Row, grouped, read_csv
+from benchmarks.records import Row, grouped, merge_csv, read_csv
 
 STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;color:#1c1c1c;max-width:1180px;margin:2em auto;padding:0 1em}
@@ -192,6 +192,16 @@ def write(results: Path) -> list[Path]:
         paths.append(png_path(results, chart))
         png(chart, paths[-1])
     return paths
+
+
+def merge(results: Path, others: Iterable[Path]) -> None:
+    """Rows and facts that were measured elsewhere. ValueError where there are none in a file."""
+    for other in others:
+        rows = read_csv(other)
+        if not rows:
+            raise ValueError(f"{other} has no rows")
+        merge_csv(results, rows)
+        merge_facts(path_of(results), read_facts(path_of(other)))
 
 
 def finish(request: Request, world_size: int, with_page: bool = True) -> None:
