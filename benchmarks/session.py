@@ -58,11 +58,10 @@ class Session:
         """The first rank's problem that has one, empty if none has; equal on all ranks."""
         return next((f"rank {rank}: {text}" for rank, text in enumerate(self.agree(mine)) if text), "")
 
-    def attempt(self, phase: str, act: Callable[[], T]) -> tuple[T | None, str]:
+    def attempt(self, phase: str, act: Callable[[], Any]) -> tuple[Any, str]:
         """What `act` returns, and what went wrong on the first rank on which anything did."""
         begun = time.monotonic()
-        result: T | None = None
-        problem = ""
+        result, problem = None, ""
         try:
             result = act()
             synchronize(self.clock)

@@ -19,8 +19,8 @@ CPU_CALL_S = 6.0
 
 def step_s(cell: Cell, arch: Architecture, world_size: int) -> float:
     """One step of a cell's model: what its matmuls and attention take, or reading weights and caches."""
-    attention, feed_forward = (cell.layers * one for one in arch.layer_weights())
-    own_tokens = cell.batch * cell.tokens
+    attention, feed_forward = (float(cell.layers * one) for one in arch.layer_weights())
+    own_tokens: float = cell.batch * cell.tokens
     if cell.form == "cp":
         own_tokens /= world_size
     else:

@@ -303,7 +303,7 @@ class Run(Session):
             if problem or replay is None:
                 problem = f"cannot be captured: {problem}"
             else:
-                got, problem = self.attempt("captures", lambda: replay(0))  # type: ignore[assignment]
+                got, problem = self.attempt("captures", lambda: replay(0))
                 call = replay
         if not problem and got is not None:
             with self.phases.phase("checks"):
@@ -366,8 +366,8 @@ def sites_text(sink: SiteSink) -> str:
 def main(request: Request, device: torch.device, begun: float, compilers: Mapping[str, Compiler] = COMPILERS) -> bool:
     """Run as a rank of the default group, on `device`; see benchmarks.ops.run.main."""
     # 2.13 has new names for collectives that 2.11 has not.
-    for where in ({"module": "torch.distributed"}, {"message": ".*all_gather_tensor"}):
-        warnings.filterwarnings("ignore", category=FutureWarning, **where)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    warnings.filterwarnings("ignore", category=FutureWarning, message=".*all_gather_tensor")
     if device.type == "cuda":
         import torch.distributed._symmetric_memory as symm_mem
 
