@@ -12,15 +12,16 @@ After:
     q, k -> permute, v -> permute -> ditron.all_gather_attention -> getitem 0: out [B, H, S, D]
 
 Where the backward, or anything behind the attention, wants the gathered keys and values, the node returns them. The
-call stands where the attention stood. Ops: those of `attention.FORWARD`. Masks: none, or `is_causal`, which aligns
-the first query of every rank with the first key of all. A mask that moves with the rank is a constant of this rank's
-graph alone, which the other ranks' graphs are not proved by: `ditron_inductor.ops.all_gather_attention` takes such
-masks by name.
+call stands where the attention stood. Ops: those of `attention.FORWARD`. Masks: none; `is_causal`, which aligns
+the first query of every rank with the first key of all; and those that are proved to be causal, with a window or
+without, from any key on (`masks`). Where the first query of a rank stands is a constant of its graph alone: every rank
+fuses, whatever its constant, and the call has it as `offset`. `ditron_inductor.ops.all_gather_attention` takes masks
+that move with the rank by name.
 
 Calls of that function are in the graph already: they get the options of the compilation here.
 
 It must not fire when
-* there is dropout, a mask or a bias as a tensor, or queries whose heads do not divide among those of the keys;
+* there is dropout, a mask or a bias that is not proved, or queries whose heads do not divide among those of the keys;
 * the chunks are not all of the W equal chunks, once, in order; or a part of the gathered sequence is taken;
 * the gathered tensor, or a view on the way, is used before the attention, or by what its queries are computed from;
 * keys and values come from different groups, or only one of them is gathered;
@@ -29,7 +30,7 @@ It must not fire when
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from operator import getitem
 
 import torch
@@ -169,7 +170,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             replay(graph, one.chain, one.gathered.dim, collective.world_size, one.collective.operand)
             for one in (keys, values)
         ]
-        dims = (attention.mask, attention.scale, match.return_gathered)
+        dims = (*astuple(attention.mask), attention.scale, match.return_gathered)
         given = [one.meta["val"] for one in (attention.q, *locals_)]
         fakes = ops.overload(task.kind)(*given, None, *dims, *ops.site_args(task))
         call = rewriting.call_task(graph, task, (attention.q, *locals_), dims, rewriting.copied_meta(node), fakes)

@@ -17,7 +17,9 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes import proofs, rewriting
-from ditron_inductor.passes.reasons import ReasonCode
+from ditron_inductor.passes.masks import Unknown, read_mask
+from ditron_inductor.passes.reasons import ReasonCode, Refused
+from ditron_inductor.task.all_gather_attention import Mask
 
 aten = torch.ops.aten
 
@@ -53,18 +55,18 @@ FOLLOWED: frozenset[object] = proofs.ORDER_KEEPING | proofs.TRANSPOSES | proofs.
 
 @dataclass(frozen=True)
 class Attention:
-    """A call of one of these ops, without dropout and without a tensor as its mask."""
+    """A call of one of these ops, without dropout and without a mask that is not known."""
 
     node: fx.Node
     kernel: Kernel
     q: fx.Node
     k: fx.Node
     v: fx.Node
-    mask: str
+    mask: Mask
     scale: float
 
 
-def read_attention(node: fx.Node) -> Attention | ReasonCode:
+def read_attention(node: fx.Node) -> Attention | Refused:
     """Proves that a call of a forward or backward op of attention is one that our ops compute."""
     kernel = (FORWARD | BACKWARD)[node.target]
     bound = proofs.arguments(node)
@@ -75,8 +77,6 @@ def read_attention(node: fx.Node) -> Attention | ReasonCode:
         return rejected
     if bound["dropout_p"] != 0.0:
         return ReasonCode.ATTENTION_DROPOUT
-    if bound.get("attn_mask", bound.get("attn_bias")) is not None:
-        return ReasonCode.ATTENTION_MASK
     if bound.get("return_debug_mask") or any(value is None or value.ndim != 4 for value in values):
         return ReasonCode.ATTENTION_FORM
     q_value, k_value, v_value = (value for value in values if value is not None)
@@ -91,7 +91,17 @@ def read_attention(node: fx.Node) -> Attention | ReasonCode:
     causal = bound["is_causal"]
     if not isinstance(causal, bool) or (causal and kernel.square and not proofs.known_equal(queries, keys)):
         return ReasonCode.ATTENTION_FORM
-    return Attention(node, kernel, q, k, v, "causal" if causal else "full", float(scale))
+    mask = Mask("causal" if causal else "full")
+    bias = bound.get("attn_mask", bound.get("attn_bias"))
+    if bias is not None:
+        try:
+            mask = read_mask(bias, queries, keys)
+        except Unknown as unknown:
+            given = unknown.node.op in ("placeholder", "get_attr")
+            return (ReasonCode.ATTENTION_MASK_GIVEN if given else ReasonCode.ATTENTION_MASK).at(unknown.node)
+        if causal:
+            return ReasonCode.ATTENTION_FORM
+    return Attention(node, kernel, q, k, v, mask, float(scale))
 
 
 def source_of(node: fx.Node) -> fx.Node:

@@ -41,7 +41,9 @@ class ReasonCode(enum.StrEnum):
     gathered.
     """
     ATTENTION_MASK = "attention_mask"
-    """The attention beside the collective has a tensor as its mask or bias."""
+    """The attention beside the collective has a mask or bias that is not proved to be causal, or a causal window."""
+    ATTENTION_MASK_GIVEN = "attention_mask_given"
+    """The attention beside the collective has a mask or bias that is an input of the graph, or made from one."""
     ATTENTION_PARTS = "attention_parts"
     """Attention reads a part of what is gathered, as ring attention does."""
     BATCHED_MATMUL = "batched_matmul"
@@ -190,7 +192,12 @@ _TEXTS: dict[ReasonCode, str] = {
         "ditron_inductor.ops.all_gather_attention"
     ),
     ReasonCode.ATTENTION_MASK: (
-        "the attention beside it has a tensor as its mask, which other ranks' graphs need not have; use is_causal, or "
+        "the attention beside it has a mask or bias that is not proved to be causal, or a causal window: compute it by "
+        "comparing aranges, or use is_causal, or ditron_inductor.ops.all_gather_attention with the mask's name"
+    ),
+    ReasonCode.ATTENTION_MASK_GIVEN: (
+        "the attention beside it has a mask or bias that is an input of the graph, or made from one, so nothing is "
+        "known of it: compute it in the model by comparing aranges, or use is_causal, or "
         "ditron_inductor.ops.all_gather_attention with the mask's name"
     ),
     ReasonCode.ATTENTION_PARTS: (
