@@ -43,6 +43,7 @@ from ditron_inductor.passes.attention import (
     SEQUENCE,
     Attention,
     follow,
+    operands,
     read_attention,
     replay,
     replayable,
@@ -261,8 +262,7 @@ def usable(attention: Attention) -> bool:
 
 def _fed_by(node: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathered]]) -> list[Collective]:
     """The gathers that the keys and values of an attention are views of."""
-    bound = proofs.arguments(node)
-    chains = [views_above(bound[name], list(gathers)) for name in ("key", "value")]
+    chains = [views_above(one, list(gathers)) for one in operands(node)[1:]]
     return [gathers[chain[0]][0] for chain in chains if chain is not None]
 
 

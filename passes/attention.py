@@ -17,8 +17,9 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes import proofs, rewriting
+from ditron_inductor.passes.flex_attention import FLEX_ATTENTION, read_flex
 from ditron_inductor.passes.masks import Unknown, read_mask
-from ditron_inductor.passes.reasons import ReasonCode, Refused
+from ditron_inductor.passes.reasons import ReasonCode, Refused, refused
 from ditron_inductor.task.all_gather_attention import Mask
 
 aten = torch.ops.aten
@@ -43,6 +44,7 @@ FORWARD: dict[object, Kernel] = {
     aten._scaled_dot_product_efficient_attention.default: Kernel(square=False),
     aten._scaled_dot_product_cudnn_attention.default: Kernel(square=True, lse=1),
     aten._scaled_dot_product_fused_attention_overrideable.default: Kernel(square=True),
+    FLEX_ATTENTION: Kernel(square=False),
 }
 BACKWARD: dict[object, Kernel] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: Kernel(square=False),
@@ -66,15 +68,28 @@ class Attention:
     scale: float
 
 
+def operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Queries, keys and values of such a call."""
+    if node.target is FLEX_ATTENTION:
+        q, k, v = node.args[:3]
+    else:
+        bound = proofs.arguments(node)
+        q, k, v = bound["query"], bound["key"], bound["value"]
+    assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
+    return q, k, v
+
+
 def read_attention(node: fx.Node) -> Attention | Refused:
     """Proves that a call of a forward or backward op of attention is one that our ops compute."""
     kernel = (FORWARD | BACKWARD)[node.target]
-    bound = proofs.arguments(node)
-    q, k, v = bound["query"], bound["key"], bound["value"]
+    q, k, v = operands(node)
     values = [proofs.tensor(one) for one in (q, k, v)]
     rejected = proofs.rejected_dtypes(values)
     if rejected is not None:
         return rejected
+    flex = node.target is FLEX_ATTENTION
+    # What the other ops have by name.
+    bound: dict[str, Any] = {"dropout_p": 0.0, "scale": None, "is_causal": False} if flex else proofs.arguments(node)
     if bound["dropout_p"] != 0.0:
         return ReasonCode.ATTENTION_DROPOUT
     if bound.get("return_debug_mask") or any(value is None or value.ndim != 4 for value in values):
@@ -91,6 +106,9 @@ def read_attention(node: fx.Node) -> Attention | Refused:
     causal = bound["is_causal"]
     if not isinstance(causal, bool) or (causal and kernel.square and not proofs.known_equal(queries, keys)):
         return ReasonCode.ATTENTION_FORM
+    if flex:
+        found = read_flex(node)
+        return found if refused(found) else Attention(node, kernel, q, k, v, *found)
     mask = Mask("causal" if causal else "full")
     bias = bound.get("attn_mask", bound.get("attn_bias"))
     if bias is not None:

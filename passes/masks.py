@@ -99,10 +99,15 @@ Value = Affine | Truth | Choice
 
 
 class Masks:
-    """The values of a graph's nodes, each found once."""
+    """The values of a graph's nodes, each found once.
 
-    def __init__(self) -> None:
-        self._values: dict[fx.Node, Value] = {}
+    known: those of placeholders, in a graph of numbers alone (what FlexAttention does to one score): affine in
+    `indices` numbers, which stand for dimensions that every node has.
+    """
+
+    def __init__(self, known: dict[fx.Node, Value] | None = None, indices: int = 0) -> None:
+        self._values: dict[fx.Node, Value] = dict(known or {})
+        self._indices = indices
         self._depth = 0
 
     def value(self, node: fx.Node) -> Value:
@@ -125,19 +130,24 @@ class Masks:
         found = find(self, node)
         if found is None:
             raise Unknown(node)
-        return _mapped(found, lambda term: _clean(term, _shape(node)))
+        return found if self._indices else _mapped(found, lambda term: _clean(term, _shape(node)))
+
+    def ndim(self, node: fx.Node) -> int:
+        """Dimensions of a node's value."""
+        shape = _shape(node)
+        if self._indices and shape:
+            raise Unknown(node)
+        return len(shape) + self._indices
 
     def operand(self, node: fx.Node, argument: object) -> Value:
         """A tensor as broadcast to the dimensions of `node`, or a number."""
-        ndim = len(_shape(node))
+        ndim = self.ndim(node)
         if not isinstance(argument, fx.Node):
             if not isinstance(argument, (bool, int, float)):
                 raise Unknown(node)
             return _number(argument, ndim)
-        value = proofs.tensor(argument)
-        if value is None:
-            raise Unknown(node)
-        return _mapped(self.value(argument), lambda term: Affine(term.const, (0,) * (ndim - value.ndim) + term.coefs))
+        added = ndim - self.ndim(argument)
+        return _mapped(self.value(argument), lambda term: Affine(term.const, (0,) * added + term.coefs))
 
 
 def read_mask(node: fx.Node, queries: Any, keys: Any) -> Mask:
@@ -151,13 +161,21 @@ def read_mask(node: fx.Node, queries: Any, keys: Any) -> Mask:
         value, lowest = shown
     if not isinstance(value, Truth) or len(shape) < 2 or not proofs.same_shape(shape[-2:], (queries, keys)):
         raise Unknown(node)
-    if value == TRUE:
+    return shown_by(value, shape, node, lowest)
+
+
+def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = -math.inf) -> Mask:
+    """What is shown where a truth holds that has queries and keys as its last two dimensions, of this shape; elsewhere
+    `lowest` is added to the scores. Raises Unknown with the node.
+    """
+    queries, keys = shape[-2:]
+    if truth == TRUE:
         return Mask("full")
     # Of one row nothing tells a bound that moves with the rows from one that does not.
-    if not value.every and len(value.terms) != 1 or not proofs.known(queries > 1) or not proofs.known(keys > 1):
+    if not truth.every and len(truth.terms) != 1 or not proofs.known(queries > 1) or not proofs.known(keys > 1):
         raise Unknown(node)
     uppers, lowers = [], []
-    for term in value.terms:
+    for term in truth.terms:
         if any(term.coefs[:-2]):
             raise Unknown(node)
         if term.coefs[-2:] == (1, -1):
@@ -252,7 +270,7 @@ def _full(masks: Masks, node: fx.Node) -> Value | None:
         return None
     if tensor.dtype == torch.bool:
         return TRUE if number else FALSE
-    return _number(float(number) if tensor.dtype.is_floating_point else int(number), tensor.ndim)
+    return _number(float(number) if tensor.dtype.is_floating_point else int(number), masks.ndim(node))
 
 
 def _sum(sign: int) -> Callable[[Masks, fx.Node], Value | None]:
@@ -410,7 +428,7 @@ def _cast(masks: Masks, node: fx.Node) -> Value | None:
 def _view(masks: Masks, node: fx.Node) -> Value | None:
     """The elements of another tensor at other indices."""
     source = node.args[0]
-    if not isinstance(source, fx.Node):
+    if not isinstance(source, fx.Node) or masks.ndim(node) != len(_shape(node)):
         return None
     part = proofs.piece(node) if node.target in proofs.SLICES else None
     if part is not None and part.source.target is aten.constant_pad_nd.default:

@@ -64,6 +64,12 @@ class ReasonCode(enum.StrEnum):
     """The option `ditron.fusions` leaves this fusion out."""
     DTYPE = "dtype"
     """The dtype is none of bfloat16, float16 and float32."""
+    FLEX_BLOCK_MASK = "flex_block_mask"
+    """Beside the collective is a FlexAttention whose block mask is not proved to be causal, or a causal window."""
+    FLEX_GRADIENT = "flex_gradient"
+    """Beside the collective is a FlexAttention whose logarithms of sums are used, as by its backward."""
+    FLEX_SCORE_MOD = "flex_score_mod"
+    """Beside the collective is a FlexAttention whose score_mod does more than hide scores."""
     FP8_MATMUL = "fp8_matmul"
     """The neighbour is a matmul of FP8 numbers and their scales."""
     GROUPED_MATMUL = "grouped_matmul"
@@ -223,6 +229,19 @@ _TEXTS: dict[ReasonCode, str] = {
     ReasonCode.CONTRACTED: "the matmul contracts the gathered dimension; nothing to change",
     ReasonCode.DISABLED: "the option ditron.fusions leaves this fusion out; add it there to have it",
     ReasonCode.DTYPE: "the dtype is not bfloat16, float16 or float32; use one of these for the matmul",
+    ReasonCode.FLEX_BLOCK_MASK: (
+        "FlexAttention beside it has a block mask that is not proved to be causal, or a causal window: call "
+        "create_block_mask inside the compiled function, with a mask_mod that compares q_idx and kv_idx, and lengths "
+        "that are multiples of its blocks; or use ditron_inductor.ops.all_gather_attention"
+    ),
+    ReasonCode.FLEX_GRADIENT: (
+        "FlexAttention beside it returns logarithms of sums, for its backward or otherwise; use "
+        "ditron_inductor.ops.all_gather_attention, which has a gradient, or scaled_dot_product_attention"
+    ),
+    ReasonCode.FLEX_SCORE_MOD: (
+        "FlexAttention beside it has a score_mod that does more than hide scores by the numbers of query and key; only "
+        "those without one, or with torch.where(condition, score, -inf), are fused"
+    ),
     ReasonCode.FP8_MATMUL: "FP8 matmuls are not fused yet; keep that layer in bfloat16 to have it fused",
     ReasonCode.GROUPED_MATMUL: "grouped matmuls are not fused yet; nothing to change",
     ReasonCode.GROUP_UNKNOWN: "this process knows no group of the name in the graph; pass a live process group",
