@@ -26,40 +26,41 @@ CONFIG = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_d
 class SequenceAttention(nn.Module):
     """The attention of `inner`, with one of the masks of `ditron_inductor.ops.all_gather_attention`, and its window.
 
-    sharded: to the keys of all ranks; `full` by a gather and torch's attention, as the pass finds them in a graph.
+    form: None for the keys of one rank, else of all ranks; `graph` by a gather and torch's attention with a mask made
+    of this rank's positions, as the pass finds them.
     """
 
-    def __init__(self, inner: Attention, mask: str, window: int, sharded: bool) -> None:
+    def __init__(self, inner: Attention, mask: str, window: int, form: str | None) -> None:
         super().__init__()
         self.inner = inner
         self.mask = mask
         self.window = window
-        self.sharded = sharded
+        self.form = form
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         inner = self.inner
         q, k, v = inner._heads(inner.wq(x)), inner._heads(inner.wk(x)), inner._heads(inner.wv(x))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if self.sharded and self.mask != "full":
+        if self.form not in (None, "graph"):
             out = all_gather_attention(q, k, v, mask=self.mask, window=self.window)
         else:
-            if self.sharded:
+            rows = torch.arange(q.shape[2])
+            if self.form == "graph":
                 assert dist.group.WORLD is not None
+                rows = rows + dist.get_rank() * q.shape[2]
                 k, v = (all_gather_tensor_autograd(one, 2, dist.group.WORLD) for one in (k, v))
-            causal = self.mask != "full"
-            band = None
-            if self.window:
-                band = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril().triu(1 - self.window)
-            out = scaled_dot_product_attention(q, k, v, band, is_causal=causal and band is None, enable_gqa=True)
+            ahead = rows[:, None] - torch.arange(k.shape[2])
+            seen = (ahead >= 0) & (ahead < (self.window or k.shape[2]))
+            out = scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
         return inner.wo(out.transpose(1, 2).flatten(2))
 
 
-def build(mask: str, window: int, *, sharded: bool) -> Llama:
+def build(mask: str, window: int, form: str | None) -> Llama:
     """The same weights everywhere."""
     torch.manual_seed(1)
     model = Llama(CONFIG)
     for layer in model.layers:
-        layer.attention = SequenceAttention(layer.attention, mask, window, sharded)
+        layer.attention = SequenceAttention(layer.attention, mask, window, form)
     return model
 
 
@@ -82,18 +83,19 @@ def step(model: Llama, call: Any, x: torch.Tensor, gradient: torch.Tensor) -> di
 
 
 def check(
-    ctx: RankContext, mask: str, window: int, strategy: str, batch: int, length: int, generated: bool
+    ctx: RankContext, mask: str, window: int, form: str, strategy: str, batch: int, length: int
 ) -> Counter[str]:
-    """Forward and training of the sharded model match the whole one; returns the fused sites. generated: by Inductor's
-    code, which takes its time, or op by op.
+    """Forward and training of the sharded model match the whole one; returns the fused sites. form `generated`: by
+    Inductor's code, which takes its time, else op by op.
     """
+    generated = form == "generated"
     torch._dynamo.reset()
     torch.manual_seed(2)
     x, gradient = torch.randn(batch, length, CONFIG.dim), torch.randn(batch, length, CONFIG.dim)
-    whole = build(mask, window, sharded=False)
+    whole = build(mask, window, None)
     wanted = step(whole, whole, x, gradient)
     mine = positions(mask, length, ctx.rank, ctx.world_size)
-    model = build(mask, window, sharded=True)
+    model = build(mask, window, form)
     model.cos, model.sin = model.cos[mine], model.sin[mine]
     options = {"ditron.strategy": strategy}
     with collect_sites() as sink, without_caches():

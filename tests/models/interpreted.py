@@ -21,7 +21,7 @@ from torch._inductor.virtualized import V
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ditron_inductor.options import Options
-from ditron_inductor.pipeline import DitronPipeline
+from ditron_inductor.pipeline import DitronPipeline, JointPipeline
 
 
 def interpreted(options: dict[str, Any], *, run_fused: bool = True) -> Callable[..., Any]:
@@ -32,7 +32,11 @@ def interpreted(options: dict[str, Any], *, run_fused: bool = True) -> Callable[
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         inner_compile = functools.partial(_run_passes, run_fused)
-        patches = {"post_grad_custom_pre_pass": DitronPipeline(Options.parse(options)[0])}
+        parsed = Options.parse(options)[0]
+        patches = {
+            "post_grad_custom_pre_pass": DitronPipeline(parsed),
+            "joint_custom_post_pass": JointPipeline(parsed),
+        }
         return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
 
     return backend
