@@ -24,6 +24,7 @@ It must not fire when
 * there is dropout, a mask or a bias that is not proved, or queries whose heads do not divide among those of the keys;
 * the chunks are not all of the W equal chunks, once, in order; or a part of the gathered sequence is taken;
 * the gathered tensor, or a view on the way, is used before the attention, or by what its queries are computed from;
+* attention is written out as matmul, softmax, matmul (`written_attention`), with a soft cap or without;
 * keys and values come from different groups, or only one of them is gathered;
 * the dtype is none of bfloat16, float16 and float32.
 """
@@ -48,11 +49,13 @@ from ditron_inductor.passes.attention import (
     replay,
     replayable,
     unread,
+    unrepeated,
     views_above,
 )
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, collectives, read_collective
 from ditron_inductor.passes.gathered import Gathered, gathered_tensor
 from ditron_inductor.passes.reasons import ReasonCode, Refused, leave_alone, refused
+from ditron_inductor.passes.written_attention import find_written
 from ditron_inductor.task import ops
 from ditron_inductor.task.all_gather_attention import AllGatherAttention
 from ditron_inductor.task.nodes import ATTENTION_KINDS
@@ -66,12 +69,13 @@ SWAPPED = [0, 2, 1, 3]
 @dataclass(frozen=True)
 class Source:
     """Keys or values: views from what a collective gathered. chain: [the gathered tensor, .., the attention's
-    operand].
+    operand]; repeats: the nodes from there to the attention, if it gets every head several times.
     """
 
     collective: Collective
     gathered: Gathered
     chain: tuple[fx.Node, ...]
+    repeats: tuple[fx.Node, ...] = ()
 
     @property
     def operand(self) -> fx.Node:
@@ -80,7 +84,7 @@ class Source:
     @property
     def steps(self) -> tuple[fx.Node, ...]:
         splits = [node.args[0] for node in self.chain if node.target is getitem]
-        return *self.gathered.steps, *(one for one in splits if isinstance(one, fx.Node)), *self.chain
+        return *self.gathered.steps, *(one for one in splits if isinstance(one, fx.Node)), *self.chain, *self.repeats
 
     @property
     def may_be_used(self) -> tuple[fx.Node, ...]:
@@ -110,7 +114,8 @@ def find_all_gather_attention(node: fx.Node, gathers: dict[fx.Node, tuple[Collec
         if refused(source):
             return source
     keys, values = (source for source in sources if isinstance(source, Source))
-    if keys.collective.group_name != values.collective.group_name:
+    alike = proofs.same_shape(keys.operand.meta["val"].shape, values.operand.meta["val"].shape)
+    if not alike or keys.collective.group_name != values.collective.group_name:
         return ReasonCode.ATTENTION_FORM.at(node)
     known = {node, *keys.steps, *values.steps}
     order = {one: index for index, one in enumerate(node.graph.nodes)}
@@ -127,6 +132,7 @@ def find_all_gather_attention(node: fx.Node, gathers: dict[fx.Node, tuple[Collec
 
 def find_source(operand: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathered]]) -> Source | Refused:
     """Proves that a tensor [B, H, W*S, D] is gathered along its sequence."""
+    operand, repeats = unrepeated(operand)
     chain = views_above(operand, list(gathers))
     if chain is None:
         return ReasonCode.ATTENTION_FORM.at(operand)
@@ -137,7 +143,7 @@ def find_source(operand: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathe
         return ReasonCode.ATTENTION_PARTS.at(parts[0]) if parts else ReasonCode.LAYOUT.at(operand)
     if not replayable(chain, gathered.dim, world):
         return ReasonCode.SHAPE_UNPROVEN.at(operand)
-    return Source(collective, gathered, tuple(chain))
+    return Source(collective, gathered, tuple(chain), repeats)
 
 
 def find_gathers(graph: fx.Graph) -> dict[fx.Node, tuple[Collective, Gathered]]:
@@ -241,6 +247,10 @@ def all_gather_attention(graph: fx.Graph, *, options: Options) -> int:
             continue
         rewrite(graph, match, options)
         count += 1
+    gathers = find_gathers(graph)
+    for written in find_written(graph, gathers):
+        for gathered in written.gathered:
+            leave_alone(gathers[gathered][0].node, PATTERN, written.code.at(written.node))
     return count
 
 
@@ -262,7 +272,7 @@ def usable(attention: Attention) -> bool:
 
 def _fed_by(node: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathered]]) -> list[Collective]:
     """The gathers that the keys and values of an attention are views of."""
-    chains = [views_above(one, list(gathers)) for one in operands(node)[1:]]
+    chains = [views_above(unrepeated(one)[0], list(gathers)) for one in operands(node)[1:]]
     return [gathers[chain[0]][0] for chain in chains if chain is not None]
 
 

@@ -52,6 +52,8 @@ BACKWARD: dict[object, Kernel] = {
     aten._scaled_dot_product_efficient_attention_backward.default: Kernel(square=False),
     aten._scaled_dot_product_cudnn_attention_backward.default: Kernel(square=True, lse=1),
 }
+LONGEST_REPEAT = 6
+"""Nodes: a dimension comes, is expanded, copied, and goes again."""
 FOLLOWED: frozenset[object] = proofs.ORDER_KEEPING | proofs.TRANSPOSES | proofs.SLICES | {aten.select.int}
 
 
@@ -128,6 +130,35 @@ def source_of(node: fx.Node) -> fx.Node:
     source = node.args[0] if part is None else part.source
     assert isinstance(source, fx.Node)
     return source
+
+
+def unrepeated(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    """(keys [B, Hkv, S, D], the nodes from there to `node`) of keys [B, Hq, S, D] in which every head stands Hq / Hkv
+    times in a row, as models write it whose attention has as many heads of keys as of queries; else itself and nothing.
+    """
+    steps: list[fx.Node] = []
+    shapes = []
+    above = node
+    while above.op == "call_function" and len(steps) < LONGEST_REPEAT and above.args:
+        source, value = above.args[0], proofs.tensor(above)
+        if above.target not in proofs.ORDER_KEEPING | {aten.expand.default} or not isinstance(source, fx.Node):
+            break
+        steps.append(above)
+        shapes.append(() if value is None else tuple(value.shape))
+        above = source
+        inner, expanded = proofs.tensor(above), [one.target is aten.expand.default for one in steps]
+        if inner is None or inner.ndim != 4 or sum(expanded) != 1:
+            continue
+        (B, heads, S, D), place = inner.shape, expanded.index(True)
+        wide, before = shapes[place], shapes[place + 1] if place + 1 < len(shapes) else ()
+        if not proofs.same_shape(before, (B, heads, 1, S, D)) or len(wide) != 5:
+            continue
+        times = wide[2]
+        repeated = proofs.same_shape(wide, (B, heads, times, S, D)) and isinstance(times, int)
+        # Whatever the views behind are, they keep the order of the elements.
+        if repeated and proofs.same_shape(shapes[0], (B, heads * times, S, D)):
+            return above, tuple(reversed(steps))
+    return node, ()
 
 
 def views_above(node: fx.Node, ends: Sequence[fx.Node]) -> list[fx.Node] | None:

@@ -46,6 +46,10 @@ class ReasonCode(enum.StrEnum):
     """The attention beside the collective has a mask or bias that is an input of the graph, or made from one."""
     ATTENTION_PARTS = "attention_parts"
     """Attention reads a part of what is gathered, as ring attention does."""
+    ATTENTION_SOFTCAP = "attention_softcap"
+    """The attention beside the collective is written out, with a tanh on its scores."""
+    ATTENTION_WRITTEN_OUT = "attention_written_out"
+    """The attention beside the collective is written out as matmul, softmax, matmul."""
     BATCHED_MATMUL = "batched_matmul"
     """The neighbour is baddbmm, or a bmm whose batches have different matrices."""
     BIAS = "bias"
@@ -209,6 +213,14 @@ _TEXTS: dict[ReasonCode, str] = {
     ReasonCode.ATTENTION_PARTS: (
         "attention reads parts of it, one rank's after the other, and not as many on every rank (ring attention); "
         "attend to the whole of it, or use ditron_inductor.ops.all_gather_attention"
+    ),
+    ReasonCode.ATTENTION_SOFTCAP: (
+        "the attention beside it caps its scores by a tanh, which neither the library's attention nor our kernels for "
+        "more than one query per sequence do; nothing to change but the model"
+    ),
+    ReasonCode.ATTENTION_WRITTEN_OUT: (
+        "the attention beside it is written out as matmul, softmax, matmul; use scaled_dot_product_attention "
+        "(attn_implementation='sdpa' of Hugging Face's models), or ditron_inductor.ops.all_gather_attention"
     ),
     ReasonCode.BATCHED_MATMUL: (
         "its neighbour is a batched matmul; use one 2-D weight for all batches (nn.Linear, x @ w) instead of bmm"
