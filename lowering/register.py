@@ -409,7 +409,7 @@ def _prepare_all_to_all_matmul(
 _precision = torch.get_float32_matmul_precision
 
 
-PROLOGUE_DEFAULTS: tuple[Any, ...] = (None, "", *(None,) * len(SHARD_EXTRAS), "", 0.0, False, False, "")
+PROLOGUE_DEFAULTS: tuple[Any, ...] = (None, "", *(None,) * len(SHARD_EXTRAS), *ops.SHARD_NORM_DEFAULTS)
 """Of all arguments of a gather behind those of its site: they come up to the last one that is given."""
 SITE_ARGUMENTS: Mapping[str, int] = {AllGatherMatmul.kind: 8, MatmulReduceScatter.kind: 8, MatmulAllReduce.kind: 7}
 """Those behind the token without an epilogue's, which come last and are left out where there is none."""

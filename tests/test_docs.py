@@ -81,3 +81,10 @@ def test_every_pass_has_its_section() -> None:
 def test_every_page_is_in_the_index() -> None:
     linked = set(re.findall(r"\(([\w/]+\.md)\)", (DOCS / "index.md").read_text()))
     assert linked == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"index.md"}
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    named = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    own = [name for name in named if not name.startswith("repository/")]
+    assert sorted(own) == sorted(pages), "name each page once under nav: in mkdocs.yml"
