@@ -3,6 +3,7 @@
     benchmarks/results/gemm_collectives.md   every cell, with ratios and targets
     docs/when_it_pays.md                     the part between its two markers
     docs/models.md, README.md                likewise, from models.csv
+    benchmarks/results/models.html           all of models.csv and models_facts.csv
 
 `--merge FILE...` first merges rows that were measured elsewhere into the results. `--check` writes nothing and fails
 if a page differs from what it would write.
@@ -28,6 +29,8 @@ from benchmarks.comparison import (
     times_table,
 )
 from benchmarks.figures import picture_path
+from benchmarks.models import pages as model_pages
+from benchmarks.models.facts import path_of, read_facts
 from benchmarks.models.summary import readme_part
 from benchmarks.models.tables import docs_part as models_part
 from benchmarks.ops import targets
@@ -161,6 +164,7 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
         results.with_suffix(".md"): results_page(rows, pictures),
         docs_page: with_part(docs_page.read_text(), docs_part(rows)),
         MODELS_PAGE: with_part(MODELS_PAGE.read_text(), part),
+        model_pages.page_path(MODELS): model_pages.page(models, read_facts(path_of(MODELS))),
         README: with_part(README.read_text(), readme_part(models)),
     }
 

@@ -47,7 +47,7 @@ def _cells(rows: Sequence[Row]) -> Mapping[tuple[str, str, str], list[dict[str, 
     for row in rows:
         assert row.p50_us is not None
         cells.setdefault(row.cell, {})[row.contestant] = row.p50_us
-        sizes = dict(part.split("=") for part in row.shape.split(";"))
+        sizes = row.sizes
         layers = f", {sizes['layers']} layers" if "layers" in sizes else ""
         phase = f"{row.op}, CUDA graphs" if row.graph else row.op
         named[row.cell] = (phase, sizes["model"] + layers, f"{row.world}x {row.gpu.removeprefix('NVIDIA ')}")
