@@ -21,10 +21,11 @@ from ditron_inductor.device import workspaces
 from ditron_inductor.errors import InvalidOptionValue
 from ditron_inductor.lowering import register
 from ditron_inductor.options import Options
-from ditron_inductor.pipeline import DitronPipeline, with_user_passes
+from ditron_inductor.pipeline import DitronPipeline, JointPipeline, with_user_passes
 
 NAME = "ditron"
 USER_PASS_OPTION = "post_grad_custom_pre_pass"
+JOINT_PASS_OPTION = "joint_custom_post_pass"
 
 register.register()
 # What a group takes when only graphs from a cache have run before its first use.
@@ -41,14 +42,17 @@ def ditron(
     """Compile `gm` with Inductor after fusing its collectives with its matmuls, forward and backward.
 
     mode: as for Inductor (`torch._inductor.list_mode_options`). options: Inductor's keys, and ours under `ditron.`.
-    A `post_grad_custom_pre_pass` of the user, from `options` or from Inductor's config, runs first.
+    A `post_grad_custom_pre_pass` or `joint_custom_post_pass` of the user, from `options` or from Inductor's config,
+    runs before ours.
     Raises UnknownOption, InvalidOptionValue and InvalidTable, all also ValueError.
     """
     ditron_options, given = Options.parse(options)
     workspaces.use_table(user_table.read(ditron_options.table))
     patches = {**_mode_patches(mode), **given}
-    user_passes = patches.pop(USER_PASS_OPTION, getattr(torch._inductor.config, USER_PASS_OPTION))
-    patches[USER_PASS_OPTION] = with_user_passes(user_passes, DitronPipeline(ditron_options))
+    pipelines = {USER_PASS_OPTION: DitronPipeline(ditron_options), JOINT_PASS_OPTION: JointPipeline(ditron_options)}
+    for option, pipeline in pipelines.items():
+        user_passes = patches.pop(option, getattr(torch._inductor.config, option))
+        patches[option] = with_user_passes(user_passes, pipeline)
     compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
     return compiled
 

@@ -2,7 +2,7 @@
 
 A pass is `name_pass(graph, *, options) -> int`, the number of sites that it rewrote. `PASSES` is the whole compiler
 from graph to graph. `DitronPipeline` is what Inductor calls, once per forward, backward or inference graph, after a
-pass that the user has set there himself.
+pass that the user has set there himself. `JOINT_PASSES` see forward and backward in one graph, before it is parted.
 
 What can be read from outside: `TORCH_LOGS="+ditron_inductor"` prints what each pass did to the number of calls of
 each op; `torch._logging.trace_structured` gets the graph before the first pass and after each one (tlparse shows them);
@@ -46,6 +46,7 @@ from ditron_inductor.passes.name_sites import name_sites
 from ditron_inductor.passes.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.order_collectives import order_collectives
 from ditron_inductor.passes.projections import projections
+from ditron_inductor.passes.recompute_masks import recompute_masks
 from ditron_inductor.passes.require_fusions import require_fusions
 from ditron_inductor.passes.review_left_alone import review_left_alone
 from ditron_inductor.passes.sequence_parallel import sequence_parallel
@@ -100,6 +101,7 @@ PASSES: tuple[Pass, ...] = (
     name_sites,
     verify_tasks,
 )
+JOINT_PASSES: tuple[Pass, ...] = (recompute_masks,)
 
 
 def run(graph: fx.Graph, options: Options, passes: Sequence[Pass] = PASSES) -> dict[str, int]:
@@ -170,6 +172,19 @@ class DitronPipeline(CustomGraphPass):
         """
         parts = [source_digest(self.root), self.options.text(), *(one.__name__ for one in self.passes)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+class JointPipeline(DitronPipeline):
+    """The passes for a joint graph, from which no site follows yet."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options, passes=JOINT_PASSES)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for name_pass in self.passes:
+            changed = name_pass(graph, options=self.options)
+            log.debug("joint graph: %s: %d rewritten", name_pass.__name__, changed)
+        graph.lint()
 
 
 @functools.cache

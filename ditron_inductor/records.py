@@ -185,9 +185,9 @@ def _pattern(task: TaskNode) -> str:
         case MatmulAllGather():
             return f"{_sum_text(task)} -> all_gather(dim {task.gather_dim})"
         case AllGatherAttention():
-            return f"all_gather(keys, values) -> attention({task.mask})" + ", gathered used" * task.return_gathered
+            return f"all_gather(keys, values) -> attention({task.mask.name})" + ", gathered used" * task.return_gathered
         case AttentionReduceScatter():
-            return f"attention backward({task.mask}) -> reduce_scatter(keys, values)"
+            return f"attention backward({task.mask.name}) -> reduce_scatter(keys, values)"
         case AllGatherContract():
             matmuls = "matmul" if task.num_factors == 1 else f"{task.num_factors} matmuls"
             used = ", gathered used" * task.return_gathered

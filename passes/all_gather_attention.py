@@ -12,24 +12,26 @@ After:
     q, k -> permute, v -> permute -> ditron.all_gather_attention -> getitem 0: out [B, H, S, D]
 
 Where the backward, or anything behind the attention, wants the gathered keys and values, the node returns them. The
-call stands where the attention stood. Ops: those of `attention.FORWARD`. Masks: none, or `is_causal`, which aligns
-the first query of every rank with the first key of all. A mask that moves with the rank is a constant of this rank's
-graph alone, which the other ranks' graphs are not proved by: `ditron_inductor.ops.all_gather_attention` takes such
-masks by name.
+call stands where the attention stood. Ops: those of `attention.FORWARD`. Masks: none; `is_causal`, which aligns
+the first query of every rank with the first key of all; and those that are proved to be causal, with a window or
+without, from any key on (`masks`). Where the first query of a rank stands is a constant of its graph alone: every rank
+fuses, whatever its constant, and the call has it as `offset`. `ditron_inductor.ops.all_gather_attention` takes masks
+that move with the rank by name.
 
 Calls of that function are in the graph already: they get the options of the compilation here.
 
 It must not fire when
-* there is dropout, a mask or a bias as a tensor, or queries whose heads do not divide among those of the keys;
+* there is dropout, a mask or a bias that is not proved, or queries whose heads do not divide among those of the keys;
 * the chunks are not all of the W equal chunks, once, in order; or a part of the gathered sequence is taken;
 * the gathered tensor, or a view on the way, is used before the attention, or by what its queries are computed from;
+* attention is written out as matmul, softmax, matmul (`written_attention`), with a soft cap or without;
 * keys and values come from different groups, or only one of them is gathered;
 * the dtype is none of bfloat16, float16 and float32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from operator import getitem
 
 import torch
@@ -42,15 +44,18 @@ from ditron_inductor.passes.attention import (
     SEQUENCE,
     Attention,
     follow,
+    operands,
     read_attention,
     replay,
     replayable,
     unread,
+    unrepeated,
     views_above,
 )
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, collectives, read_collective
 from ditron_inductor.passes.gathered import Gathered, gathered_tensor
 from ditron_inductor.passes.reasons import ReasonCode, Refused, leave_alone, refused
+from ditron_inductor.passes.written_attention import find_written
 from ditron_inductor.task import ops
 from ditron_inductor.task.all_gather_attention import AllGatherAttention
 from ditron_inductor.task.nodes import ATTENTION_KINDS
@@ -64,12 +69,13 @@ SWAPPED = [0, 2, 1, 3]
 @dataclass(frozen=True)
 class Source:
     """Keys or values: views from what a collective gathered. chain: [the gathered tensor, .., the attention's
-    operand].
+    operand]; repeats: the nodes from there to the attention, if it gets every head several times.
     """
 
     collective: Collective
     gathered: Gathered
     chain: tuple[fx.Node, ...]
+    repeats: tuple[fx.Node, ...] = ()
 
     @property
     def operand(self) -> fx.Node:
@@ -78,7 +84,7 @@ class Source:
     @property
     def steps(self) -> tuple[fx.Node, ...]:
         splits = [node.args[0] for node in self.chain if node.target is getitem]
-        return *self.gathered.steps, *(one for one in splits if isinstance(one, fx.Node)), *self.chain
+        return *self.gathered.steps, *(one for one in splits if isinstance(one, fx.Node)), *self.chain, *self.repeats
 
     @property
     def may_be_used(self) -> tuple[fx.Node, ...]:
@@ -108,7 +114,8 @@ def find_all_gather_attention(node: fx.Node, gathers: dict[fx.Node, tuple[Collec
         if refused(source):
             return source
     keys, values = (source for source in sources if isinstance(source, Source))
-    if keys.collective.group_name != values.collective.group_name:
+    alike = proofs.same_shape(keys.operand.meta["val"].shape, values.operand.meta["val"].shape)
+    if not alike or keys.collective.group_name != values.collective.group_name:
         return ReasonCode.ATTENTION_FORM.at(node)
     known = {node, *keys.steps, *values.steps}
     order = {one: index for index, one in enumerate(node.graph.nodes)}
@@ -125,6 +132,7 @@ def find_all_gather_attention(node: fx.Node, gathers: dict[fx.Node, tuple[Collec
 
 def find_source(operand: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathered]]) -> Source | Refused:
     """Proves that a tensor [B, H, W*S, D] is gathered along its sequence."""
+    operand, repeats = unrepeated(operand)
     chain = views_above(operand, list(gathers))
     if chain is None:
         return ReasonCode.ATTENTION_FORM.at(operand)
@@ -135,7 +143,7 @@ def find_source(operand: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathe
         return ReasonCode.ATTENTION_PARTS.at(parts[0]) if parts else ReasonCode.LAYOUT.at(operand)
     if not replayable(chain, gathered.dim, world):
         return ReasonCode.SHAPE_UNPROVEN.at(operand)
-    return Source(collective, gathered, tuple(chain))
+    return Source(collective, gathered, tuple(chain), repeats)
 
 
 def find_gathers(graph: fx.Graph) -> dict[fx.Node, tuple[Collective, Gathered]]:
@@ -169,7 +177,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             replay(graph, one.chain, one.gathered.dim, collective.world_size, one.collective.operand)
             for one in (keys, values)
         ]
-        dims = (attention.mask, attention.scale, match.return_gathered)
+        dims = (*astuple(attention.mask), attention.scale, match.return_gathered)
         given = [one.meta["val"] for one in (attention.q, *locals_)]
         fakes = ops.overload(task.kind)(*given, None, *dims, *ops.site_args(task))
         call = rewriting.call_task(graph, task, (attention.q, *locals_), dims, rewriting.copied_meta(node), fakes)
@@ -239,6 +247,10 @@ def all_gather_attention(graph: fx.Graph, *, options: Options) -> int:
             continue
         rewrite(graph, match, options)
         count += 1
+    gathers = find_gathers(graph)
+    for written in find_written(graph, gathers):
+        for gathered in written.gathered:
+            leave_alone(gathers[gathered][0].node, PATTERN, written.code.at(written.node))
     return count
 
 
@@ -260,8 +272,7 @@ def usable(attention: Attention) -> bool:
 
 def _fed_by(node: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathered]]) -> list[Collective]:
     """The gathers that the keys and values of an attention are views of."""
-    bound = proofs.arguments(node)
-    chains = [views_above(bound[name], list(gathers)) for name in ("key", "value")]
+    chains = [views_above(unrepeated(one)[0], list(gathers)) for one in operands(node)[1:]]
     return [gathers[chain[0]][0] for chain in chains if chain is not None]
 
 

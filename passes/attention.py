@@ -17,7 +17,10 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes import proofs, rewriting
-from ditron_inductor.passes.reasons import ReasonCode
+from ditron_inductor.passes.flex_attention import FLEX_ATTENTION, read_flex
+from ditron_inductor.passes.masks import Unknown, read_mask
+from ditron_inductor.passes.reasons import ReasonCode, Refused, refused
+from ditron_inductor.task.all_gather_attention import Mask
 
 aten = torch.ops.aten
 
@@ -41,6 +44,7 @@ FORWARD: dict[object, Kernel] = {
     aten._scaled_dot_product_efficient_attention.default: Kernel(square=False),
     aten._scaled_dot_product_cudnn_attention.default: Kernel(square=True, lse=1),
     aten._scaled_dot_product_fused_attention_overrideable.default: Kernel(square=True),
+    FLEX_ATTENTION: Kernel(square=False),
 }
 BACKWARD: dict[object, Kernel] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: Kernel(square=False),
@@ -48,35 +52,48 @@ BACKWARD: dict[object, Kernel] = {
     aten._scaled_dot_product_efficient_attention_backward.default: Kernel(square=False),
     aten._scaled_dot_product_cudnn_attention_backward.default: Kernel(square=True, lse=1),
 }
+LONGEST_REPEAT = 6
+"""Nodes: a dimension comes, is expanded, copied, and goes again."""
 FOLLOWED: frozenset[object] = proofs.ORDER_KEEPING | proofs.TRANSPOSES | proofs.SLICES | {aten.select.int}
 
 
 @dataclass(frozen=True)
 class Attention:
-    """A call of one of these ops, without dropout and without a tensor as its mask."""
+    """A call of one of these ops, without dropout and without a mask that is not known."""
 
     node: fx.Node
     kernel: Kernel
     q: fx.Node
     k: fx.Node
     v: fx.Node
-    mask: str
+    mask: Mask
     scale: float
 
 
-def read_attention(node: fx.Node) -> Attention | ReasonCode:
+def operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Queries, keys and values of such a call."""
+    if node.target is FLEX_ATTENTION:
+        q, k, v = node.args[:3]
+    else:
+        bound = proofs.arguments(node)
+        q, k, v = bound["query"], bound["key"], bound["value"]
+    assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
+    return q, k, v
+
+
+def read_attention(node: fx.Node) -> Attention | Refused:
     """Proves that a call of a forward or backward op of attention is one that our ops compute."""
     kernel = (FORWARD | BACKWARD)[node.target]
-    bound = proofs.arguments(node)
-    q, k, v = bound["query"], bound["key"], bound["value"]
+    q, k, v = operands(node)
     values = [proofs.tensor(one) for one in (q, k, v)]
     rejected = proofs.rejected_dtypes(values)
     if rejected is not None:
         return rejected
+    flex = node.target is FLEX_ATTENTION
+    # What the other ops have by name.
+    bound: dict[str, Any] = {"dropout_p": 0.0, "scale": None, "is_causal": False} if flex else proofs.arguments(node)
     if bound["dropout_p"] != 0.0:
         return ReasonCode.ATTENTION_DROPOUT
-    if bound.get("attn_mask", bound.get("attn_bias")) is not None:
-        return ReasonCode.ATTENTION_MASK
     if bound.get("return_debug_mask") or any(value is None or value.ndim != 4 for value in values):
         return ReasonCode.ATTENTION_FORM
     q_value, k_value, v_value = (value for value in values if value is not None)
@@ -91,7 +108,20 @@ def read_attention(node: fx.Node) -> Attention | ReasonCode:
     causal = bound["is_causal"]
     if not isinstance(causal, bool) or (causal and kernel.square and not proofs.known_equal(queries, keys)):
         return ReasonCode.ATTENTION_FORM
-    return Attention(node, kernel, q, k, v, "causal" if causal else "full", float(scale))
+    if flex:
+        found = read_flex(node)
+        return found if refused(found) else Attention(node, kernel, q, k, v, *found)
+    mask = Mask("causal" if causal else "full")
+    bias = bound.get("attn_mask", bound.get("attn_bias"))
+    if bias is not None:
+        try:
+            mask = read_mask(bias, queries, keys)
+        except Unknown as unknown:
+            given = unknown.node.op in ("placeholder", "get_attr")
+            return (ReasonCode.ATTENTION_MASK_GIVEN if given else ReasonCode.ATTENTION_MASK).at(unknown.node)
+        if causal:
+            return ReasonCode.ATTENTION_FORM
+    return Attention(node, kernel, q, k, v, mask, float(scale))
 
 
 def source_of(node: fx.Node) -> fx.Node:
@@ -100,6 +130,35 @@ def source_of(node: fx.Node) -> fx.Node:
     source = node.args[0] if part is None else part.source
     assert isinstance(source, fx.Node)
     return source
+
+
+def unrepeated(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    """(keys [B, Hkv, S, D], the nodes from there to `node`) of keys [B, Hq, S, D] in which every head stands Hq / Hkv
+    times in a row, as models write it whose attention has as many heads of keys as of queries; else itself and nothing.
+    """
+    steps: list[fx.Node] = []
+    shapes = []
+    above = node
+    while above.op == "call_function" and len(steps) < LONGEST_REPEAT and above.args:
+        source, value = above.args[0], proofs.tensor(above)
+        if above.target not in proofs.ORDER_KEEPING | {aten.expand.default} or not isinstance(source, fx.Node):
+            break
+        steps.append(above)
+        shapes.append(() if value is None else tuple(value.shape))
+        above = source
+        inner, expanded = proofs.tensor(above), [one.target is aten.expand.default for one in steps]
+        if inner is None or inner.ndim != 4 or sum(expanded) != 1:
+            continue
+        (B, heads, S, D), place = inner.shape, expanded.index(True)
+        wide, before = shapes[place], shapes[place + 1] if place + 1 < len(shapes) else ()
+        if not proofs.same_shape(before, (B, heads, 1, S, D)) or len(wide) != 5:
+            continue
+        times = wide[2]
+        repeated = proofs.same_shape(wide, (B, heads, times, S, D)) and isinstance(times, int)
+        # Whatever the views behind are, they keep the order of the elements.
+        if repeated and proofs.same_shape(shapes[0], (B, heads * times, S, D)):
+            return above, tuple(reversed(steps))
+    return node, ()
 
 
 def views_above(node: fx.Node, ends: Sequence[fx.Node]) -> list[fx.Node] | None:

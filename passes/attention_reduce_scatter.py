@@ -16,16 +16,15 @@ After:
 The call stands where the backward stood. Ops: those of `attention.BACKWARD`; masks: as all_gather_attention.
 
 It must not fire when
-* there is dropout, a mask or a bias as a tensor, or a gradient of a bias;
+* there is dropout, a mask or a bias that is not proved, or a gradient of a bias;
 * the two gradients are not both scattered along the sequence, in W equal chunks, all of them, in order, summed up,
-over one
-  group; or are used otherwise too;
+  over one group; or are used otherwise too;
 * the dtype is none of bfloat16, float16 and float32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from operator import getitem
 
 from torch import fx
@@ -158,7 +157,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             narrow.meta["val"] = lse.meta["val"].squeeze(-1)
             lse = narrow
         tensors = (gradient, attention.q, attention.k, attention.v, bound["out"], lse)
-        dims = (attention.mask, attention.scale)
+        dims = (*astuple(attention.mask), attention.scale)
         fakes = ops.overload(task.kind)(*(one.meta["val"] for one in tensors), None, *dims, *ops.site_args(task))
         call = rewriting.call_task(graph, task, tensors, dims, rewriting.copied_meta(node), fakes)
         for user in [user for user in node.users if user.args[1] == 0]:

@@ -103,9 +103,10 @@ def _task_facts(task: TaskNode) -> str:
         case FlashDecode():
             own = f"{task.scale} {task.softcap} {task.paged}"
         case AllGatherAttention():
-            own = f"{task.mask} {task.scale:g} {task.return_gathered}"
+            # An offset is one rank's alone.
+            own = f"{task.mask.name} {task.scale:g} {task.return_gathered}"
         case AttentionReduceScatter():
-            own = f"{task.mask} {task.scale:g}"
+            own = f"{task.mask.name} {task.scale:g}"
         case AllGatherContract():
             own = f"{task.gather_dim} {task.gathered_first} {task.num_factors} {task.return_gathered}"
         case MatmulAllToAll():

@@ -41,9 +41,15 @@ class ReasonCode(enum.StrEnum):
     gathered.
     """
     ATTENTION_MASK = "attention_mask"
-    """The attention beside the collective has a tensor as its mask or bias."""
+    """The attention beside the collective has a mask or bias that is not proved to be causal, or a causal window."""
+    ATTENTION_MASK_GIVEN = "attention_mask_given"
+    """The attention beside the collective has a mask or bias that is an input of the graph, or made from one."""
     ATTENTION_PARTS = "attention_parts"
     """Attention reads a part of what is gathered, as ring attention does."""
+    ATTENTION_SOFTCAP = "attention_softcap"
+    """The attention beside the collective is written out, with a tanh on its scores."""
+    ATTENTION_WRITTEN_OUT = "attention_written_out"
+    """The attention beside the collective is written out as matmul, softmax, matmul."""
     BATCHED_MATMUL = "batched_matmul"
     """The neighbour is baddbmm, or a bmm whose batches have different matrices."""
     BIAS = "bias"
@@ -62,6 +68,12 @@ class ReasonCode(enum.StrEnum):
     """The option `ditron.fusions` leaves this fusion out."""
     DTYPE = "dtype"
     """The dtype is none of bfloat16, float16 and float32."""
+    FLEX_BLOCK_MASK = "flex_block_mask"
+    """Beside the collective is a FlexAttention whose block mask is not proved to be causal, or a causal window."""
+    FLEX_GRADIENT = "flex_gradient"
+    """Beside the collective is a FlexAttention whose logarithms of sums are used, as by its backward."""
+    FLEX_SCORE_MOD = "flex_score_mod"
+    """Beside the collective is a FlexAttention whose score_mod does more than hide scores."""
     FP8_MATMUL = "fp8_matmul"
     """The neighbour is a matmul of FP8 numbers and their scales."""
     GROUPED_MATMUL = "grouped_matmul"
@@ -190,12 +202,25 @@ _TEXTS: dict[ReasonCode, str] = {
         "ditron_inductor.ops.all_gather_attention"
     ),
     ReasonCode.ATTENTION_MASK: (
-        "the attention beside it has a tensor as its mask, which other ranks' graphs need not have; use is_causal, or "
+        "the attention beside it has a mask or bias that is not proved to be causal, or a causal window: compute it by "
+        "comparing aranges, or use is_causal, or ditron_inductor.ops.all_gather_attention with the mask's name"
+    ),
+    ReasonCode.ATTENTION_MASK_GIVEN: (
+        "the attention beside it has a mask or bias that is an input of the graph, or made from one, so nothing is "
+        "known of it: compute it in the model by comparing aranges, or use is_causal, or "
         "ditron_inductor.ops.all_gather_attention with the mask's name"
     ),
     ReasonCode.ATTENTION_PARTS: (
         "attention reads parts of it, one rank's after the other, and not as many on every rank (ring attention); "
         "attend to the whole of it, or use ditron_inductor.ops.all_gather_attention"
+    ),
+    ReasonCode.ATTENTION_SOFTCAP: (
+        "the attention beside it caps its scores by a tanh, which neither the library's attention nor our kernels for "
+        "more than one query per sequence do; nothing to change but the model"
+    ),
+    ReasonCode.ATTENTION_WRITTEN_OUT: (
+        "the attention beside it is written out as matmul, softmax, matmul; use scaled_dot_product_attention "
+        "(attn_implementation='sdpa' of Hugging Face's models), or ditron_inductor.ops.all_gather_attention"
     ),
     ReasonCode.BATCHED_MATMUL: (
         "its neighbour is a batched matmul; use one 2-D weight for all batches (nn.Linear, x @ w) instead of bmm"
@@ -216,6 +241,19 @@ _TEXTS: dict[ReasonCode, str] = {
     ReasonCode.CONTRACTED: "the matmul contracts the gathered dimension; nothing to change",
     ReasonCode.DISABLED: "the option ditron.fusions leaves this fusion out; add it there to have it",
     ReasonCode.DTYPE: "the dtype is not bfloat16, float16 or float32; use one of these for the matmul",
+    ReasonCode.FLEX_BLOCK_MASK: (
+        "FlexAttention beside it has a block mask that is not proved to be causal, or a causal window: call "
+        "create_block_mask inside the compiled function, with a mask_mod that compares q_idx and kv_idx, and lengths "
+        "that are multiples of its blocks; or use ditron_inductor.ops.all_gather_attention"
+    ),
+    ReasonCode.FLEX_GRADIENT: (
+        "FlexAttention beside it returns logarithms of sums, for its backward or otherwise; use "
+        "ditron_inductor.ops.all_gather_attention, which has a gradient, or scaled_dot_product_attention"
+    ),
+    ReasonCode.FLEX_SCORE_MOD: (
+        "FlexAttention beside it has a score_mod that does more than hide scores by the numbers of query and key; only "
+        "those without one, or with torch.where(condition, score, -inf), are fused"
+    ),
     ReasonCode.FP8_MATMUL: "FP8 matmuls are not fused yet; keep that layer in bfloat16 to have it fused",
     ReasonCode.GROUPED_MATMUL: "grouped matmuls are not fused yet; nothing to change",
     ReasonCode.GROUP_UNKNOWN: "this process knows no group of the name in the graph; pass a live process group",

@@ -18,7 +18,7 @@ from ditron_inductor import backend
 from ditron_inductor.backend import ditron
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
 from ditron_inductor.explain import without_caches
-from ditron_inductor.pipeline import DitronPipeline, UserPassThen
+from ditron_inductor.pipeline import DitronPipeline, JointPipeline, UserPassThen
 from ditron_inductor.sites import collect_sites
 from tests.conftest import CPU_PLACES, Place
 from tests.passes import graphs
@@ -26,7 +26,7 @@ from tests.ranks import RankContext, RankPools
 from tests.tolerances import assert_near
 
 LIBRARY = {"ditron.strategy": "library"}
-USER_PASS = "post_grad_custom_pre_pass"
+USER_PASS, JOINT_PASS = "post_grad_custom_pre_pass", "joint_custom_post_pass"
 
 
 # Modes, options, passes: what reaches Inductor.
@@ -62,16 +62,17 @@ def test_backend_is_found_by_name() -> None:
     assert "ditron" in torch._dynamo.list_backends(exclude_tags=())
 
 
-def test_plain_call_patches_the_pass_only(patches: Callable[..., dict[str, Any]]) -> None:
+def test_plain_call_patches_the_passes_only(patches: Callable[..., dict[str, Any]]) -> None:
     given = patches()
-    assert set(given) == {USER_PASS}
-    assert isinstance(given[USER_PASS], DitronPipeline)
+    assert set(given) == {USER_PASS, JOINT_PASS}
+    assert isinstance(given[USER_PASS], DitronPipeline) and isinstance(given[JOINT_PASS], JointPipeline)
 
 
 @pytest.mark.parametrize("mode", list(torch._inductor.list_mode_options()))
 def test_mode_means_what_it_means_for_inductor(mode: str, patches: Callable[..., dict[str, Any]]) -> None:
     given = patches(mode=mode)
-    assert {key: given[key] for key in given if key != USER_PASS} == torch._inductor.list_mode_options(mode)
+    passes = (USER_PASS, JOINT_PASS)
+    assert {key: given[key] for key in given if key not in passes} == torch._inductor.list_mode_options(mode)
 
 
 def test_options_win_over_mode(patches: Callable[..., dict[str, Any]]) -> None:

@@ -58,11 +58,12 @@ class Cell:
     key_heads: int
     head_dim: int = 128
     mask: str = "causal_offset"
+    window: int = 0
 
     @property
     def shape(self) -> str:
         sizes = f"tokens={self.tokens};heads={self.heads};key_heads={self.key_heads};head_dim={self.head_dim}"
-        return f"{sizes};mask={self.mask}"
+        return f"{sizes};mask={self.mask}" + (f";window={self.window}" if self.window else "")
 
 
 def anchors(mask: str) -> list[Cell]:
@@ -75,8 +76,10 @@ SETS: dict[str, Callable[[], list[Cell]]] = {
     "anchors": lambda: anchors("causal_offset"),
     "zigzag": lambda: anchors("zigzag"),
     "full": lambda: anchors("full"),
+    # Gemma 2, Mistral.
+    "window": lambda: [Cell(tokens, 32, 8, window=window) for tokens in TOKENS[:4] for window in (1024, 4096)],
     "few": lambda: [Cell(8192, 32, 8), Cell(8192, 64, 8), Cell(16384, 32, 8), Cell(32768, 32, 8)],
-    "tiny": lambda: [Cell(64, 4, 2, 16), Cell(64, 4, 2, 16, "zigzag")],
+    "tiny": lambda: [Cell(64, 4, 2, 16), Cell(64, 4, 2, 16, "zigzag", 24)],
 }
 
 
@@ -119,6 +122,7 @@ def make_problem(session: Session, cell: Cell, device: Any, group_name: str) -> 
     import torch
 
     from benchmarks.ops.contest import sampled_rows
+    from ditron_inductor.task import all_gather_attention as task
     from ditron_inductor.task import reference, reference_attention
 
     world, rank = session.world_size, session.rank
@@ -133,7 +137,7 @@ def make_problem(session: Session, cell: Cell, device: Any, group_name: str) -> 
     group = {"gather_dim": 2, "world_size": world, "group_name": group_name}
     keys, values = (reference.all_gather(one.contiguous(), **group).float() for one in (k, v))
     rows = sampled_rows(length, device)[:: 1 if length < SAMPLED_ROWS else 2]
-    seen = reference_attention.visible(cell.mask, rank, world, length, length, device, rows)
+    seen = reference_attention.visible(task.Mask(cell.mask, cell.window), rank, world, length, length, device, rows)
     expected, _ = reference_attention.attend(q[:, :, rows].float(), keys, values, seen=seen, scale=cell.head_dim**-0.5)
     return Problem(cell, q, k, v, rows, expected)
 
@@ -152,28 +156,30 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
 
     cell, q, k, v, scale = problem.cell, problem.q, problem.k, problem.v, problem.scale
     world, rank, cuda = session.world_size, session.rank, problem.q.is_cuda
-    node = task.AllGatherAttention(cell.mask, scale, world, group_name, "benchmark", Policy())
+    node = task.AllGatherAttention(task.Mask(cell.mask, cell.window), scale, world, group_name, "benchmark", Policy())
     blocks = library.make(node, q, k, v)
     found: dict[str, Any] = {BLOCKS: lambda i: blocks(q, k, v)[0]}
     group = torch.distributed.distributed_c10d._resolve_process_group(group_name)
     gathered = library.gather(k, v, group)
     if cuda:
-        spans = joined(sorted(task.blocks(cell.mask, rank, world, q.shape[2], k.shape[2]), key=lambda one: one.source))
+        spans = joined(sorted(task.blocks(node.mask, rank, world, q.shape[2], k.shape[2]), key=lambda one: one.source))
         merge, run = Merge(q, [span.rows for span in spans]), local.choose(q, k, v)
 
         def attention(i: int) -> torch.Tensor:
             partials = [
-                run.forward(span.queries(q), span.of(gathered[0]), span.of(gathered[1]), span.causal, scale)
+                run.forward(span.queries(q), span.of(gathered[0]), span.of(gathered[1]), span.seen, scale)
                 for span in spans
             ]
             return merge(torch.cuda.current_stream().cuda_stream, partials)[0]
 
         found = {"local": attention, **found}
         if cell.mask == "causal_offset":
-            found["sdpa:aligned"] = _aligned(q, k, v, scale, rank, group)
+            found["sdpa:aligned"] = _aligned(q, k, v, scale, rank, group, cell.window)
         found |= _rings(problem, group)
     else:
-        seen = reference_attention.visible(cell.mask, rank, world, q.shape[2], k.shape[2], q.device)
+        seen = reference_attention.visible(
+            task.Mask(cell.mask, cell.window), rank, world, q.shape[2], k.shape[2], q.device
+        )
         keys, values = canonical(gathered[0]), canonical(gathered[1])
         found["local"] = lambda i: reference_attention.attend(q, keys, values, seen=seen, scale=scale)[0].to(q.dtype)
 
@@ -181,25 +187,26 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
 
     def ours(strategy: str) -> Any:
         site = (world, group_name, f"benchmark/0:{node.kind}:{strategy}", strategy, WORKSPACE_LIMIT, TIMEOUT_S)
-        return lambda i: op(q, k, v, None, cell.mask, scale, False, *site)[0]
+        return lambda i: op(q, k, v, None, cell.mask, cell.window, 0, scale, False, *site)[0]
 
     found["ditron"] = ours("auto")
     return found | {f"ditron:{strategy}": ours(strategy) for strategy in ("tile", "chunked", "library")}
 
 
-def _aligned(q: Any, k: Any, v: Any, scale: float, rank: int, group: Any) -> Any:
+def _aligned(q: Any, k: Any, v: Any, scale: float, rank: int, group: Any, window: int) -> Any:
     """FlashAttention's causal mask is aligned at the end of the keys: the keys behind are left out."""
     import torch
 
     from ditron_inductor.lowering.all_gather_attention import library
 
     keep = (rank + 1) * k.shape[2]
+    band = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
     def call(i: int) -> torch.Tensor:
         gathered = library.gather(k, v, group)
         keys, values = (one.flatten(0, 2)[None, :keep] for one in gathered)
         found = torch.ops.aten._flash_attention_forward(
-            q.transpose(1, 2), keys, values, None, None, q.shape[2], keep, 0.0, True, False, scale=scale
+            q.transpose(1, 2), keys, values, None, None, q.shape[2], keep, 0.0, True, False, scale=scale, **band
         )
         return found[0].transpose(1, 2)
 
@@ -216,7 +223,7 @@ def _rings(problem: Problem, group: Any) -> dict[str, Any]:
     except ImportError:
         ring = _attention  # type: ignore[assignment]
     cell, q, k, v = problem.cell, problem.q, problem.k, problem.v
-    if cell.mask not in ("causal_offset", "zigzag"):
+    if cell.mask not in ("causal_offset", "zigzag") or cell.window:
         return {}
     aten = torch.ops.aten
     kernels: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -16,14 +16,15 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def attend(
-    acc, most, total, q, k, v, stride, begin, end, seen, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    acc, most, total, q, k, v, stride, begin, end, first_seen, seen, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The state after keys begin, .., end - 1. q [BLOCK_M, BLOCK_D]; k, v: pointers to the first key and value,
     `stride` elements from one to the next. scale: log2(e) times that of the softmax, positive.
 
-    MASKED: row i sees keys below seen[i] only; else all, and end - begin is a multiple of BLOCK_N.
+    MASKED: row i sees keys below seen[i] only, WINDOWED: from first_seen[i] on; else all, and end - begin is a multiple
+    of BLOCK_N.
     """
     offs_d = tl.arange(0, BLOCK_D)
     whole: tl.constexpr = BLOCK_D == D
@@ -49,6 +50,8 @@ def attend(
             s = tl.dot(q, key, input_precision=PRECISION)
         if MASKED:
             s = tl.where(offs_n[None, :] < seen[:, None], s, float("-inf"))
+            if WINDOWED:
+                s = tl.where(offs_n[None, :] >= first_seen[:, None], s, float("-inf"))
         highest = tl.maximum(most, tl.max(s, axis=1) * scale)
         # Nothing seen so far: any finite number will do.
         base = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest

@@ -1,20 +1,23 @@
 """Attention to keys and values that are sharded along the sequence: the two node kinds, and which keys a row sees.
 
 The keys and values of all ranks stand one after the other in rank order. What a row of the queries sees of them is
-one of
-`MASKS`; the rank is found at run time, so it is never part of a graph:
+one of `MASKS`; for those that move with it the rank is found at run time, so it is never part of a graph:
 
     full            every key
-    causal          key j of all where j <= i, the row's number in this rank's queries: aten's `is_causal`
+    causal          key j of all where j <= offset + i, i the row's number on its rank: aten's `is_causal`, or a tensor
+                    in this rank's graph that holds the offset
     causal_offset   key j of all where j <= rank * queries + i: sequence sharded in rank order
     zigzag          causal, where rank r holds the chunks r and 2 W - 1 - r of the sequence's 2 W: the same work on all
+
+All but the first may have a window: of the keys that a row would see it sees the last ones, so many as the window is
+long, the key at its own position among them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ditron_inductor.task.policy import Policy, check, common_text, verify_common
@@ -25,11 +28,52 @@ ALIGNED: tuple[str, ...] = ("causal_offset", "zigzag")
 
 
 @dataclass(frozen=True)
+class Mask:
+    """What rows see: see the module. window: the keys of a row at most, 0 for no limit. offset: of `causal`, and this
+    rank's alone; nothing that the ranks have to agree on may follow from it.
+    """
+
+    kind: str
+    window: int = 0
+    offset: int = 0
+
+    def verify(self, kind: str) -> None:
+        check(self.kind in MASKS, kind, "mask", self.kind, f"one of {', '.join(MASKS)}")
+        limited = self.window == 0 or (self.window > 0 and self.kind != "full")
+        check(limited, kind, "window", self.window, "a positive number of keys beside a causal mask, or 0 for all")
+        check(self.offset == 0 or self.kind == "causal", kind, "offset", self.offset, "0, but for `causal`")
+
+    @property
+    def name(self) -> str:
+        """What is the same on all ranks, as text."""
+        return f"{self.kind}, window={self.window}" if self.window else self.kind
+
+    def text(self) -> str:
+        return f"{self.name}, offset={self.offset}" if self.offset else self.name
+
+    def positions(self, rank: int, world_size: int, queries: int) -> list[Segment]:
+        """Where the queries of a rank stand, or its keys, if there are as many."""
+        if self.kind == "zigzag":
+            half = queries // 2
+            return [Segment(0, half, rank * half), Segment(half, half, (2 * world_size - 1 - rank) * half)]
+        return [Segment(0, queries, rank * queries if self.kind == "causal_offset" else self.offset)]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """So many rows, or keys, of a rank from `first` on: they stand at the position `start` and those behind it."""
+
+    first: int
+    count: int
+    start: int
+
+
+@dataclass(frozen=True)
 class _AttentionNode:
     """What the two nodes have in common. scale: of the products of queries and keys, before the softmax."""
 
     kind: ClassVar[str]
-    mask: str
+    mask: Mask
     scale: float
     world_size: int
     group_name: str
@@ -37,13 +81,13 @@ class _AttentionNode:
     policy: Policy
 
     def verify(self) -> None:
-        check(self.mask in MASKS, self.kind, "mask", self.mask, f"one of {', '.join(MASKS)}")
+        self.mask.verify(self.kind)
         check(math.isfinite(self.scale), self.kind, "scale", self.scale, "a finite number")
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
         return (
-            f"{self.kind}(mask={self.mask}, scale={self.scale:g}{self._own_text()}, "
+            f"{self.kind}(mask={self.mask.text()}, scale={self.scale:g}{self._own_text()}, "
             f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
@@ -81,7 +125,7 @@ class AttentionReduceScatter(_AttentionNode):
 class Block:
     """Rows first_row .. last_row of the queries and the keys first_key .. last_key of rank `source`, ends excluded:
     all of them see each other, or (causal) row i sees keys up to i, counted from the block's corner. Causal blocks
-    are square.
+    are square. lower: None, or row i sees keys from i + lower on, counted from there, every row at least one.
     """
 
     source: int
@@ -90,6 +134,7 @@ class Block:
     first_key: int
     last_key: int
     causal: bool = False
+    lower: int | None = None
 
     @property
     def rows(self) -> int:
@@ -102,56 +147,92 @@ class Block:
     @property
     def pairs(self) -> float:
         """Of a row and a key that it sees."""
-        return self.rows * (self.rows + 1) / 2 if self.causal else float(self.rows * self.keys)
+        found = self.rows * (self.rows + 1) / 2 if self.causal else float(self.rows * self.keys)
+        hidden = 0 if self.lower is None else self.rows - 1 + self.lower
+        return found - hidden * (hidden + 1) / 2
 
 
-def mask_problem(mask: str, queries: int, keys: int) -> str:
+def mask_problem(mask: Mask, queries: int, keys: int) -> str:
     """Why `queries` rows and `keys` keys of a rank cannot have this mask, or an empty string."""
-    if mask in ALIGNED and queries != keys:
-        return f"the mask '{mask}' needs as many queries as keys on a rank, not {queries} and {keys}"
-    if mask == "zigzag" and queries % 2:
+    if mask.kind in ALIGNED and queries != keys:
+        return f"the mask '{mask.kind}' needs as many queries as keys on a rank, not {queries} and {keys}"
+    if mask.kind == "zigzag" and queries % 2:
         return f"the mask 'zigzag' needs two equal chunks on a rank, not {queries} rows"
     return ""
 
 
-def blocks(mask: str, rank: int, world_size: int, queries: int, keys: int) -> list[Block]:
+def blocks(mask: Mask, rank: int, world_size: int, queries: int, keys: int) -> list[Block]:
     """What this rank's queries see, source by source: its own keys first, then those of rank - 1, rank - 2, ..."""
     found = []
     for step in range(world_size):
-        found += [block for block in _of_source(mask, rank, (rank - step) % world_size, queries, keys) if block.pairs]
-    return found
+        found += [block for block in _of_source(mask, rank, (rank - step) % world_size, world_size, queries, keys)]
+    return [block for block in found if block.rows > 0 and block.keys > 0]
 
 
-def _of_source(mask: str, rank: int, source: int, queries: int, keys: int) -> Iterator[Block]:
-    if mask == "full":
+def _of_source(mask: Mask, rank: int, source: int, world_size: int, queries: int, keys: int) -> Iterator[Block]:
+    if mask.kind == "full":
         yield Block(source, 0, queries, 0, keys)
-    elif mask == "causal":
-        first, last = min(source * keys, queries), min((source + 1) * keys, queries)
-        yield Block(source, first, last, 0, last - first, causal=True)
-        yield Block(source, last, queries, 0, keys)
-    elif source == rank:
-        # Of a zigzag too: the second chunk sees all of the first.
-        yield Block(source, 0, queries, 0, keys, causal=True)
-    elif mask == "causal_offset":
-        if source < rank:
-            yield Block(source, 0, queries, 0, keys)
-    elif source < rank:
-        yield Block(source, 0, queries, 0, keys // 2)
+    elif mask.kind == "zigzag" and not 0 < mask.window < world_size * keys:
+        # As few as there can be.
+        if source == rank:
+            # The second chunk sees all of the first.
+            yield Block(source, 0, queries, 0, keys, causal=True)
+        elif source < rank:
+            yield Block(source, 0, queries, 0, keys // 2)
+        else:
+            yield Block(source, queries // 2, queries, 0, keys)
     else:
-        yield Block(source, queries // 2, queries, 0, keys)
+        of_source = [Segment(0, keys, source * keys)]
+        if mask.kind in ALIGNED:
+            of_source = mask.positions(source, world_size, keys)
+        for rows in mask.positions(rank, world_size, queries):
+            for part in of_source:
+                yield from _between(source, rows, part, mask.window or rows.start + rows.count)
 
 
-def visible_part(mask: str, world_size: int, queries: int, keys: int) -> float:
+def _between(source: int, rows: Segment, keys: Segment, window: int) -> Iterator[Block]:
+    """Causal blocks of these rows and keys."""
+    # Row i stands as many keys behind the first one.
+    ahead = rows.start - keys.start
+    begin, end = (min(max(edge - ahead, 0), rows.count) for edge in (0, keys.count))
+    own = ahead + begin
+    yield from _behind(source, rows, keys, begin, end, own, window)
+    if begin < end:
+        lower = 1 - window if end - begin > window else None
+        first_row, first_key = rows.first + begin, keys.first + own
+        yield Block(source, first_row, rows.first + end, first_key, first_key + end - begin, True, lower)
+    yield from _behind(source, rows, keys, end, rows.count, keys.count, window)
+
+
+def _behind(
+    source: int, rows: Segment, keys: Segment, begin: int, end: int, count: int, window: int
+) -> Iterator[Block]:
+    """Rows begin .. end and the first `count` keys, all in front of them, as far as the window reaches."""
+    # The first key that row 0 sees.
+    edge = rows.start - keys.start + 1 - window
+    first = max(edge + begin, 0)
+    end = min(end, count - edge)
+    if begin < end and first < count:
+        lower = edge + begin - first
+        hidden = end - begin - 1 + lower > 0
+        places = rows.first + begin, rows.first + end, keys.first + first, keys.first + count
+        yield Block(source, *places, lower=lower if hidden else None)
+
+
+def visible_part(mask: Mask, world_size: int, queries: int, keys: int) -> float:
     """Of the pairs of a row and a key, those that see each other, on the rank with most of them."""
     everything = world_size * queries * keys
     if everything == 0:
         return 1.0
+    if mask.kind == "causal":
+        # The ranks have to agree: as for one whose last row stands at the last key.
+        mask = replace(mask, offset=max(world_size * keys - queries, 0))
     pairs = [sum(one.pairs for one in blocks(mask, rank, world_size, queries, keys)) for rank in range(world_size)]
     return max(pairs) / everything
 
 
 def attention_sizes(
-    mask: str, world_size: int, batch: int, heads: int, queries: int, head_dim: int, key_heads: int, keys: int
+    mask: Mask, world_size: int, batch: int, heads: int, queries: int, head_dim: int, key_heads: int, keys: int
 ) -> tuple[int, int, int]:
     """(m, n, k) of the matmul that has as many operations, and gathers as much: `keys` of W ranks, m, with so many
     columns of keys and values, k, each of which n rows of queries see: those of all heads of one key head.

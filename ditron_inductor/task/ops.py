@@ -81,7 +81,7 @@ import torch
 from torch.library import Library
 
 from ditron_inductor.task import ulysses
-from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, Mask
 from ditron_inductor.task.epilogue import parse, products
 from ditron_inductor.task.epilogue_torch import out_dtypes
 from ditron_inductor.task.flash_decode import ARGUMENTS as FLASH_DECODE_ARGUMENTS
@@ -133,12 +133,12 @@ SCHEMAS: dict[str, str] = {
     MatmulAllGather.kind: f"({_PRODUCTS}, int gather_dim, {_SITE}) -> (Tensor, Tensor)",
     FlashDecode.kind: f"({FLASH_DECODE_ARGUMENTS}, {_SITE}) -> (Tensor, Tensor)",
     AllGatherAttention.kind: (
-        "(Tensor q, Tensor k, Tensor v, Tensor? token, str mask, float scale, bool return_gathered, "
-        f"{_SITE}) -> Tensor[]"
+        "(Tensor q, Tensor k, Tensor v, Tensor? token, str mask, int window, int offset, float scale, "
+        f"bool return_gathered, {_SITE}) -> Tensor[]"
     ),
     AttentionReduceScatter.kind: (
-        "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? token, str mask, float scale, "
-        f"{_SITE}) -> (Tensor, Tensor, Tensor, Tensor)"
+        "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? token, str mask, int window, "
+        f"int offset, float scale, {_SITE}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
     AllGatherContract.kind: (
         "(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool gathered_first, bool return_gathered, "
@@ -317,7 +317,8 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
     if kind in ATTENTION_KINDS:
         scale = value["scale"]
         assert isinstance(scale, (int, float)), f"{kind}: scale is not a number: {scale!r}"
-        common = str(value["mask"]), float(scale), world_size, group_name, site, policy
+        mask = Mask(str(value["mask"]), as_int("window"), as_int("offset"))
+        common = mask, float(scale), world_size, group_name, site, policy
         if kind == AttentionReduceScatter.kind:
             return AttentionReduceScatter(*common)
         return AllGatherAttention(*common, return_gathered=bool(value["return_gathered"]))
@@ -504,12 +505,9 @@ def _fake_all_gather_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     token: torch.Tensor | None,
-    mask: str,
-    scale: float,
-    return_gathered: bool,
-    world_size: int,
-    *others: Any,
+    *site: Any,
 ) -> list[torch.Tensor]:
+    return_gathered, world_size = site[4], site[5]
     outputs = [sequence_first(q, q.shape[1], q.shape[2]), q.new_empty(q.shape[:-1], dtype=torch.float32)]
     if return_gathered:
         outputs += [sequence_first(one, one.shape[1], world_size * one.shape[2]) for one in (k, v)]
@@ -524,11 +522,9 @@ def _fake_attention_reduce_scatter(
     out: torch.Tensor,
     lse: torch.Tensor,
     token: torch.Tensor | None,
-    mask: str,
-    scale: float,
-    world_size: int,
-    *others: Any,
+    *site: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    world_size = site[4]
     parts = [sequence_first(one, one.shape[1], one.shape[2] // world_size) for one in (k, v)]
     return sequence_first(q, q.shape[1], q.shape[2]), parts[0], parts[1], new_token(q)
 

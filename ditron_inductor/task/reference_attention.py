@@ -6,9 +6,11 @@ import math
 
 import torch
 
+from ditron_inductor.task.all_gather_attention import Mask
+
 
 def visible(
-    mask: str,
+    mask: Mask,
     rank: int,
     world_size: int,
     queries: int,
@@ -17,17 +19,20 @@ def visible(
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """bool [queries, W * keys], which keys every row sees, or each of `rows`; None where it sees all."""
-    if mask == "full":
+    if mask.kind == "full":
         return None
     row = torch.arange(queries, device=device) if rows is None else rows
     key = torch.arange(world_size * keys, device=device)
-    if mask == "causal_offset":
+    if mask.kind == "causal":
+        row = row + mask.offset
+    elif mask.kind == "causal_offset":
         row = row + rank * queries
-    elif mask == "zigzag":
+    elif mask.kind == "zigzag":
         source, inside, half = key // keys, key % keys, keys // 2
         key = torch.where(inside < half, source * half, (2 * world_size - 2 - source) * half) + inside
         row = torch.where(row < half, rank * half, (2 * world_size - 2 - rank) * half) + row
-    return row[:, None] >= key[None, :]
+    ahead = row[:, None] - key[None, :]
+    return (ahead >= 0) & (ahead < mask.window) if mask.window else ahead >= 0
 
 
 def attend(
@@ -73,5 +78,7 @@ def _probabilities(
         scores = scores.masked_fill(~seen, -math.inf)
     if lse is None:
         lse = torch.logsumexp(scores, -1).reshape(B, heads, queries)
-    p = torch.exp(scores - lse.to(wide).reshape(*scores.shape[:-1], 1))
+    # A row that sees nothing has no weights.
+    base = torch.where(lse == -math.inf, 0.0, lse)
+    p = torch.exp(scores - base.to(wide).reshape(*scores.shape[:-1], 1))
     return p, lse, q.shape

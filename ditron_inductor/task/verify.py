@@ -176,8 +176,8 @@ def _verify_attention(call: fx.Node, task: AttentionNode) -> None:
         divides: Any = keys % task.world_size == 0
         _require(_possible(divides), call, "scatters keys that do not divide by the number of ranks")
         keys = keys // task.world_size
-    if task.mask in ALIGNED:
-        _require(_possible(queries == keys), call, f"has the mask '{task.mask}', but not as many queries as keys")
+    if task.mask.kind in ALIGNED:
+        _require(_possible(queries == keys), call, f"has the mask '{task.mask.kind}', but not as many queries as keys")
 
 
 def _verify_sum(call: fx.Node, rows: list[torch.Tensor], weights: list[torch.Tensor], bias: object) -> None:

@@ -16,6 +16,7 @@ from ditron_inductor.task import ops
 from ditron_inductor.task.all_gather_attention import (
     AllGatherAttention,
     AttentionReduceScatter,
+    Mask,
     attention_sizes,
     mask_problem,
 )
@@ -58,6 +59,8 @@ def _prepare_forward(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: str,
+    window: int,
+    offset: int,
     scale: float,
     return_gathered: bool,
     world_size: int,
@@ -65,7 +68,9 @@ def _prepare_forward(
     site: str,
     *policy: Any,
 ) -> Callable[..., Any]:
-    node = AllGatherAttention(mask, scale, world_size, group_name, site, Policy(*policy), return_gathered)
+    node = AllGatherAttention(
+        Mask(mask, window, offset), scale, world_size, group_name, site, Policy(*policy), return_gathered
+    )
     _check_operands(node, q, k, v)
     B, heads, queries, D = q.shape
     key_heads, keys = k.shape[1], k.shape[2]
@@ -81,7 +86,7 @@ def _prepare_forward(
         nbytes = {"tile": tiles.nbytes, "chunked": chunks.nbytes}
         return _request(node, launch, x.dtype, (m, n, depth), nbytes, tile.obstacle(node, q)), runners
 
-    m, n, shared = attention_sizes(mask, world_size, B, heads, queries, D, key_heads, keys)
+    m, n, shared = attention_sizes(node.mask, world_size, B, heads, queries, D, key_heads, keys)
     return prepare(
         key,
         node,
@@ -100,13 +105,15 @@ def _prepare_backward(
     key: Hashable,
     operands: tuple[torch.Tensor, ...],
     mask: str,
+    window: int,
+    offset: int,
     scale: float,
     world_size: int,
     group_name: str,
     site: str,
     *policy: Any,
 ) -> Callable[..., Any]:
-    node = AttentionReduceScatter(mask, scale, world_size, group_name, site, Policy(*policy))
+    node = AttentionReduceScatter(Mask(mask, window, offset), scale, world_size, group_name, site, Policy(*policy))
     grad_out, q, k, v, out, lse = operands
     if k.shape[2] % world_size:
         raise ValueError(
@@ -126,7 +133,7 @@ def _prepare_backward(
         nbytes = {"tile": chunks.nbytes, "chunked": chunks.nbytes}
         return _request(node, launch, x.dtype, (m, n, depth), nbytes, ""), {"tile": runner, "chunked": runner}
 
-    m, n, shared = attention_sizes(mask, world_size, B, heads, queries, D, key_heads, keys)
+    m, n, shared = attention_sizes(node.mask, world_size, B, heads, queries, D, key_heads, keys)
     return prepare(
         key,
         node,

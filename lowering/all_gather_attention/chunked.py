@@ -122,7 +122,7 @@ def all_gather_attention(
                 arrived.append(lane.mark())
             for span in sizes.own:
                 keys, values = span.of_own(own[0]), span.of_own(own[1])
-                partials.append(run.forward(span.queries(q), keys, values, span.causal, scale))
+                partials.append(run.forward(span.queries(q), keys, values, span.seen, scale))
             if node.return_gathered:
                 for tensor, part in zip(gathered, own, strict=True):
                     tensor[launch.rank].copy_(part)
@@ -130,7 +130,7 @@ def all_gather_attention(
                 lane.wait(mark)
                 for span in spans:
                     keys, values = span.of(gathered[0]), span.of(gathered[1])
-                    partials.append(run.forward(span.queries(q), keys, values, span.causal, scale))
+                    partials.append(run.forward(span.queries(q), keys, values, span.seen, scale))
         out, lse = sizes.merge(call.stream, partials)
         outputs = [out, lse]
         if node.return_gathered:

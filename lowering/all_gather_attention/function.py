@@ -22,6 +22,7 @@ def all_gather_attention(
     *,
     group: dist.ProcessGroup | None = None,
     mask: str = "causal_offset",
+    window: int = 0,
     scale: float | None = None,
     strategy: str = "auto",
 ) -> torch.Tensor:
@@ -30,7 +31,7 @@ def all_gather_attention(
 
     q [B, Hq, Sq, D]; k and v [B, Hkv, S, D] of this rank, as many on every rank; Hkv divides Hq. Any strides. Returns
     [B, Hq, Sq, D] with the memory of a contiguous [B, Sq, Hq, D]. Gradients of q, k and v are those of the whole: those
-    of k and v are summed over the ranks. A collective call: all ranks of the group make it, with the same mask.
+    of k and v are summed over the ranks. A collective call: all ranks of the group make it, with one mask and window.
 
     Args:
         group: the default group without one.
@@ -40,11 +41,13 @@ def all_gather_attention(
             `zigzag`: the same, where rank r holds the chunks r and 2 W - 1 - r of 2 W, which is the same work on all
             ranks;
             `causal`: key j of all where j <= i, the number of the query on its rank, as `is_causal` of torch.
+        window: of the keys that a query would see it sees the last ones only, so many, that at its own position among
+            them; 0 for all. Not beside `full`. Ranks whose keys nobody sees send none.
         scale: 1 / sqrt(D) without one.
         strategy: `library`, `chunked` or `tile`, or `auto` for what the plan expects to be fastest.
 
-    Raises ValueError for operands that do not fit, InvalidTaskNode for a mask or a strategy that there is not, and
-    what the calls of a workspace raise (docs/errors.md).
+    Raises ValueError for operands that do not fit, InvalidTaskNode for a mask, window or strategy that there is not,
+    and what the calls of a workspace raise (docs/errors.md).
     """
     group = group if group is not None else dist.group.WORLD
     if group is None:
@@ -53,7 +56,7 @@ def all_gather_attention(
     if group.size() == 1:
         raise ValueError("all_gather_attention needs a group of at least 2 ranks; use scaled_dot_product_attention")
     site = group.size(), group.group_name, "", strategy, *_LIMITS
-    out: torch.Tensor = _Attention.apply(q, k, v, mask, scale, site)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Attention.apply(q, k, v, (mask, window, 0), scale, site)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -65,11 +68,17 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: str, scale: float, site: tuple[Any, ...]
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: tuple[str, int, int],
+        scale: float,
+        site: tuple[Any, ...],
     ) -> torch.Tensor:
         op = torch.ops.ditron.all_gather_attention.default
         trained = any(ctx.needs_input_grad[:3])
-        found = op(q, k, v, None, mask, scale, trained, *site)
+        found = op(q, k, v, None, *mask, scale, trained, *site)
         ctx.mask, ctx.scale, ctx.site = mask, scale, site
         if trained:
             ctx.save_for_backward(q, found[2], found[3], found[0], found[1])
@@ -80,5 +89,5 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, keys, values, out, lse = ctx.saved_tensors
         op = torch.ops.ditron.attention_reduce_scatter.default
-        grad_q, grad_k, grad_v, _ = op(grads[0], q, keys, values, out, lse, None, ctx.mask, ctx.scale, *ctx.site)
+        grad_q, grad_k, grad_v, _ = op(grads[0], q, keys, values, out, lse, None, *ctx.mask, ctx.scale, *ctx.site)
         return grad_q, grad_k, grad_v, None, None, None

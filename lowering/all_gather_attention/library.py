@@ -1,7 +1,8 @@
 """all_gather_attention, strategy `library`: the library's all-gather of keys and values in one go, then its attention.
 
 The mask is cut into blocks that the library's kernels know, full ones and causal squares, as few as there can be; what
-they make is merged by their logarithms of sums. On the CPU device: torch's own operations, with the mask.
+they make is merged by their logarithms of sums. Blocks that a window cuts are FlashAttention's, which knows
+windows. On the CPU device: torch's own operations, with the mask.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def make(
         partials = []
         for span in spans:
             keys, values = span.of(gathered[0]), span.of(gathered[1])
-            partials.append(run.forward(span.queries(q), keys, values, span.causal, node.scale))
+            partials.append(run.forward(span.queries(q), keys, values, span.seen, node.scale))
         out, lse = merge(torch.cuda.current_stream(q.device).cuda_stream, partials)
         return [out, lse, *map(canonical, gathered)] if node.return_gathered else [out, lse]
 

@@ -82,6 +82,7 @@ class Merge:
 
     def __init__(self, q: torch.Tensor, rows: Sequence[tuple[int, int]]) -> None:
         self._shape = q.shape
+        self._dtype = q.dtype
         self._rows = list(rows)
         self._launcher = local_launcher(merge_kernel, q.device)
 
@@ -108,7 +109,9 @@ class Merge:
     ) -> torch.Tensor:
         B, heads, queries, D = self._shape
         like = outs[0] if outs else lse
-        out = sequence_first(like.new_empty(B, 0, 0, D), heads, queries)
+        # Where no row sees anything there are no partials.
+        dtype = like.dtype if outs else self._dtype
+        out = sequence_first(like.new_empty(B, 0, 0, D, dtype=dtype), heads, queries)
         if not outs or out.numel() == 0:
             return out.zero_()
         given = tuple(one if one.stride(3) == 1 else one.contiguous() for one in outs)

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
+from ditron_inductor.lowering.all_gather_attention.local import Seen
 from ditron_inductor.task.all_gather_attention import Block
 
 
 @dataclass(frozen=True)
 class Span:
-    """One call of the library: rows of the queries, and the keys of `count` ranks from `source` on. See `Block`."""
+    """One call of the library: rows of the queries, and the keys of `count` ranks from `source` on. See `Block` for
+    causal and lower: only one rank's keys have these.
+    """
 
     source: int
     count: int
@@ -22,6 +25,11 @@ class Span:
     first_key: int
     last_key: int
     causal: bool
+    lower: int | None = None
+
+    @property
+    def seen(self) -> Seen:
+        return Seen(self.causal, self.lower)
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -54,7 +62,8 @@ class Span:
 
 def single(block: Block) -> Span:
     """A block as a call."""
-    return Span(block.source, 1, block.first_row, block.last_row, block.first_key, block.last_key, block.causal)
+    places = block.first_row, block.last_row, block.first_key, block.last_key
+    return Span(block.source, 1, *places, block.causal, block.lower)
 
 
 def joined(blocks: Sequence[Block], whole: int | None = None) -> list[Span]:
@@ -66,7 +75,8 @@ def joined(blocks: Sequence[Block], whole: int | None = None) -> list[Span]:
         span = single(block)
         for place, other in enumerate(found):
             alike = (other.rows, other.first_key, other.last_key) == (span.rows, span.first_key, span.last_key)
-            if alike and not (other.causal or span.causal) and whole in (None, block.keys):
+            masked = any(one.causal or one.lower is not None for one in (other, span))
+            if alike and not masked and whole in (None, block.keys):
                 if span.source == other.source - 1:
                     found[place] = _longer(other, span.source)
                     break
@@ -79,7 +89,7 @@ def joined(blocks: Sequence[Block], whole: int | None = None) -> list[Span]:
 
 
 def _longer(span: Span, source: int) -> Span:
-    return Span(source, span.count + 1, span.first_row, span.last_row, span.first_key, span.last_key, span.causal)
+    return Span(source, span.count + 1, span.first_row, span.last_row, span.first_key, span.last_key, causal=False)
 
 
 def with_rows(q: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 Problem. Every rank holds queries, and keys and values of a part of the sequence, that all ranks' queries attend to.
 Algorithm. Two queues of work. The *send* queue pushes the own keys, and the own values, piece by piece into the slot of
 every peer whose mask shows them: rank + 1 first, since that rank comes to them first. SENDERS programs start on it. The
-*tile* queue has a block of queries of one head for each ticket, those with most keys first. A tile attends to the
+*tile* queue has a block of queries of one head for each ticket, the last rows first. A tile attends to the
 own keys, which need no wait, then to those of rank - 1, rank - 2, ..., without what the mask hides, by online
 softmax in registers. A program that comes to a remote source first helps to empty the send queue, so every send
 precedes every wait and a launch completes even with one resident program. Where the gathered tensors are wanted
@@ -59,23 +59,31 @@ VALUES = tl.constexpr(1)
 
 FULL = tl.constexpr(0)
 CAUSAL = tl.constexpr(1)
-CAUSAL_OFFSET = tl.constexpr(2)
-ZIGZAG = tl.constexpr(3)
-NUMBERS = {"full": FULL, "causal": CAUSAL, "causal_offset": CAUSAL_OFFSET, "zigzag": ZIGZAG}
+ZIGZAG = tl.constexpr(2)
+NUMBERS = {"full": FULL, "causal": CAUSAL, "causal_offset": CAUSAL, "zigzag": ZIGZAG}
 
 
 @triton.jit
-def seen_keys(rows, source, rank, keys, MASK: tl.constexpr):
-    """How many of the keys of `source` each of the `rows` of the queries sees: the first ones."""
-    if MASK == FULL:
-        return rows * 0 + keys
-    elif MASK == CAUSAL:
-        return tl.minimum(tl.maximum(rows + 1 - source * keys, 0), keys)
-    elif MASK == CAUSAL_OFFSET:
-        return tl.where(source == rank, rows + 1, tl.where(source < rank, keys, 0))
+def positions(rows, place_0, rank, keys, WORLD: tl.constexpr, MASK: tl.constexpr):
+    """Where the `rows` of the queries stand, the first one at `place_0` if they stand in a row."""
+    if MASK == ZIGZAG:
+        half = keys // 2
+        return rows + tl.where(rows < half, rank, 2 * WORLD - 2 - rank) * half
     else:
-        later = tl.where(rows >= keys // 2, keys, 0)
-        return tl.where(source == rank, rows + 1, tl.where(source < rank, keys // 2, later))
+        return rows + place_0
+
+
+@triton.jit
+def seen_keys(places, source, keys, WORLD: tl.constexpr, MASK: tl.constexpr):
+    """How many of the keys of `source` do not stand behind each of the `places`: the first ones."""
+    if MASK == FULL:
+        return places * 0 + keys
+    elif MASK == CAUSAL:
+        return tl.minimum(tl.maximum(places + 1 - source * keys, 0), keys)
+    else:
+        half = keys // 2
+        early = tl.minimum(tl.maximum(places + 1 - source * half, 0), half)
+        return early + tl.minimum(tl.maximum(places + 1 - (2 * WORLD - 1 - source) * half, 0), half)
 
 
 @triton.jit
@@ -124,12 +132,25 @@ def received_all(table, ctl, rank, slot, source, site, epoch):
     return ok & wait(table, ctl, rank, slot, VALUES, source, site, epoch)
 
 
-@triton.jit(do_not_specialize=["rank", "slot", "site", "senders", "num_targets", "batches", "queries", "keys"])
+@triton.jit(
+    do_not_specialize=[
+        "rank",
+        "slot",
+        "site",
+        "senders",
+        "num_targets",
+        "batches",
+        "queries",
+        "keys",
+        "place_0",
+        "window",
+    ]
+)
 def all_gather_attention_kernel(
     q, kv, out, lse, gathered_k, gathered_v, table, ctl, counters,
     batches, queries, keys, stride_qb, stride_qh, stride_qm, scale,
-    rank, slot, site, senders, num_targets,
-    WORLD: tl.constexpr, MASK: tl.constexpr, RETURN_GATHERED: tl.constexpr,
+    place_0, window, rank, slot, site, senders, num_targets,
+    WORLD: tl.constexpr, MASK: tl.constexpr, WINDOWED: tl.constexpr, RETURN_GATHERED: tl.constexpr,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
@@ -137,7 +158,8 @@ def all_gather_attention_kernel(
     """See the module. q [batches, HEADS, queries, D] with contiguous D; kv [2, batches, keys, KEY_HEADS, D] contiguous.
 
     out: the memory of [batches, queries, HEADS, D]; lse [batches, HEADS, queries]; gathered_k and gathered_v [batches,
-    WORLD * keys, KEY_HEADS, D], if wanted. num_targets: peers that get the own keys.
+    WORLD * keys, KEY_HEADS, D], if wanted. place_0: see `positions`; window: the keys that a row sees at most, if
+    WINDOWED. num_targets: peers that get the own keys.
     """
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
@@ -168,6 +190,7 @@ def all_gather_attention_kernel(
         head = head % HEADS
         offs_m = row + tl.arange(0, BLOCK_M)
         rows = tl.minimum(offs_m, queries - 1)
+        places = positions(rows, place_0, rank, keys, WORLD, MASK)
         q_rows = q + batch * stride_qb + head.to(tl.int64) * stride_qh + rows.to(tl.int64)[:, None] * stride_qm
         query = tl.load(q_rows + offs_d[None, :], mask=(offs_d < D)[None, :], other=0.0)
         # To the first key of the head.
@@ -177,8 +200,14 @@ def all_gather_attention_kernel(
         total = tl.zeros((BLOCK_M,), dtype=tl.float32)
         for step in range(WORLD):
             source = (rank + WORLD - step) % WORLD
-            seen = seen_keys(rows, source, rank, keys, MASK)
+            seen = seen_keys(places, source, keys, WORLD, MASK)
+            first_seen = seen
             last = tl.max(seen, axis=0)
+            if WINDOWED:
+                # Those in front of the window: keys of a rank are in the order of their positions, whatever the mask.
+                first_seen = seen_keys(places - window, source, keys, WORLD, MASK)
+                # Of rows on both sides of a zigzag none need see what lies between.
+                last = tl.where(tl.max(seen - first_seen, axis=0) > 0, last, 0)
             if last > 0:
                 if (source != rank) & (((there >> source) & 1) == 0):
                     if drained == 0:
@@ -194,14 +223,25 @@ def all_gather_attention_kernel(
                     # What lies there is not to be read.
                     last = last * 0
                 base = source_of(kv, table, ctl, source, rank, slot, numel) + inner
-                whole = tl.minimum(tl.min(seen, axis=0) // BLOCK_N * BLOCK_N, last)
+                begin = last * 0
+                if WINDOWED:
+                    begin = tl.minimum(tl.min(first_seen, axis=0), last)
+                    # Past the last row's first key.
+                    edge = begin + tl.cdiv(tl.max(first_seen, axis=0) - begin, BLOCK_N) * BLOCK_N
+                    edge = tl.minimum(edge, last)
+                    acc, most, total = attend(
+                        acc, most, total, query, base, base + numel, KEY_HEADS * D, begin, edge, first_seen, seen,
+                        scale, D, BLOCK_D, BLOCK_N, True, True, PRECISION, UPCAST,
+                    )  # fmt: skip
+                    begin = edge
+                whole = begin + tl.maximum(tl.minimum(tl.min(seen, axis=0), last) - begin, 0) // BLOCK_N * BLOCK_N
                 acc, most, total = attend(
-                    acc, most, total, query, base, base + numel, KEY_HEADS * D, 0, whole, seen, scale,
-                    D, BLOCK_D, BLOCK_N, False, PRECISION, UPCAST,
+                    acc, most, total, query, base, base + numel, KEY_HEADS * D, begin, whole, first_seen, seen, scale,
+                    D, BLOCK_D, BLOCK_N, False, False, PRECISION, UPCAST,
                 )  # fmt: skip
                 acc, most, total = attend(
-                    acc, most, total, query, base, base + numel, KEY_HEADS * D, whole, last, seen, scale,
-                    D, BLOCK_D, BLOCK_N, True, PRECISION, UPCAST,
+                    acc, most, total, query, base, base + numel, KEY_HEADS * D, whole, last, first_seen, seen, scale,
+                    D, BLOCK_D, BLOCK_N, True, WINDOWED, PRECISION, UPCAST,
                 )  # fmt: skip
         values, sums = attended(acc, most, total)
         values = tl.where(ok != 0, values, float("nan"))
@@ -302,6 +342,15 @@ def geometry(node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch
     return Geometry(config.for_arch(launch.workspace.capabilities.arch), nbytes)
 
 
+def num_targets(node: AllGatherAttention, rank: int, keys: int) -> int:
+    """How many peers get this rank's keys, those behind it in order: where it is not known which see them, all."""
+    world, mask = node.world_size, node.mask
+    if node.return_gathered or mask.kind != "causal_offset":
+        return world - 1
+    behind = world - 1 - rank
+    return min(behind, ceil_div(mask.window - 1, max(keys, 1))) if mask.window else behind
+
+
 def all_gather_attention(
     node: AllGatherAttention,
     launch: Launch,
@@ -322,7 +371,6 @@ def all_gather_attention(
     gathered = [kv.new_empty(B, world * keys, key_heads, D) if node.return_gathered else kv for _ in range(2)]
 
     def arguments() -> Arguments:
-        ahead = node.mask == "causal_offset" and not node.return_gathered
         work = B * heads * ceil_div(queries, config.block_m)
         programs = launch.num_sms if node.return_gathered else min(max(work, SENDERS), launch.num_sms)
         values: dict[str, Any] = {
@@ -335,9 +383,12 @@ def all_gather_attention(
             "scale": node.scale * LOG2_E.value,
             "rank": launch.rank,
             "senders": SENDERS,
-            "num_targets": world - 1 - launch.rank if ahead else world - 1,
+            "place_0": node.mask.positions(launch.rank, world, queries)[0].start,
+            "window": node.mask.window,
+            "num_targets": num_targets(node, launch.rank, keys),
             "WORLD": world,
-            "MASK": NUMBERS[node.mask],
+            "MASK": NUMBERS[node.mask.kind],
+            "WINDOWED": node.mask.window > 0,
             "RETURN_GATHERED": node.return_gathered,
             "HEADS": heads,
             "KEY_HEADS": key_heads,

@@ -30,12 +30,15 @@ from ditron_inductor.lowering.exchange import Exchange, Kernels
 from ditron_inductor.lowering.launch import Launch, round_up
 from ditron_inductor.lowering.launcher import Bound
 from ditron_inductor.lowering.transfers import PIECE_ROWS
-from ditron_inductor.task.all_gather_attention import AttentionReduceScatter, blocks
+from ditron_inductor.task.all_gather_attention import ALIGNED, AttentionReduceScatter, Mask, blocks
 
 
-def contributes(mask: str, rank: int, owner: int) -> bool:
+def contributes(mask: Mask, rank: int, owner: int, world_size: int, keys: int) -> bool:
     """Whether `rank` tells `owner` gradients of its keys. Follows from nothing that two ranks may see differently."""
-    return mask != "causal_offset" or owner <= rank
+    if mask.kind not in ALIGNED:
+        return True
+    # As many queries as keys, on every rank.
+    return any(block.source == owner for block in blocks(mask, rank, world_size, keys, keys))
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +160,7 @@ def _plan(node: AttentionReduceScatter, launch: Launch, sizes: Geometry, call: C
     for piece in range(world - 1):
         owner, source = (rank + 1 + piece) % world, (rank - 1 - piece) % world
         target = slot[piece * sizes.stride : piece * sizes.stride + numel].view(sizes.shape)
-        told, heard = contributes(node.mask, rank, owner), contributes(node.mask, source, rank)
+        told, heard = (contributes(node.mask, *pair, world, sizes.keys) for pair in ((rank, owner), (source, rank)))
         theirs = call.data(source, k.dtype).data_ptr() + piece * sizes.stride * itemsize
         if not heard:
             silent.append(source)

@@ -35,7 +35,7 @@ def gradients(run: local.Local, span: Span, operands: Operands, keys: int, scale
         span.among(v, keys),
         span.queries(out),
         span.queries(lse).contiguous(),
-        span.causal,
+        span.seen,
         scale,
     )
 

@@ -4,15 +4,24 @@ repeated."""
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import pytest
 import torch
 
+from ditron_inductor.lowering.all_gather_attention import local
 from ditron_inductor.lowering.register import register
 from ditron_inductor.task import reference, reference_attention
-from ditron_inductor.task.all_gather_attention import MASKS, blocks, mask_problem, visible_part
+from ditron_inductor.task.all_gather_attention import (
+    MASKS,
+    AllGatherAttention,
+    Mask,
+    blocks,
+    mask_problem,
+    visible_part,
+)
+from ditron_inductor.task.policy import Policy
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
@@ -27,7 +36,7 @@ class Case:
     outside in memory.
     """
 
-    mask: str
+    kind: str
     queries: int
     keys: int
     heads: int = 4
@@ -37,10 +46,18 @@ class Case:
     dtype: torch.dtype = BF16
     layout: str = "sequence"
     gathered: bool = False
+    window: int = 0
+    # Of rank 0, of rank 1, ...
+    offset: int = 0
+    stride: int = 0
+
+    def mask(self, rank: int) -> Mask:
+        return Mask(self.kind, self.window, self.offset + rank * self.stride)
 
     def __str__(self) -> str:
         sizes = f"{self.B}x{self.heads}.{self.key_heads}x{self.queries}.{self.keys}x{self.D}"
-        return f"{self.mask}-{sizes}-{str(self.dtype)[6:]}-{self.layout}{'-gathered' * self.gathered}"
+        mask = self.kind + f".{self.window}" * (self.window > 0)
+        return f"{mask}-{sizes}-{str(self.dtype)[6:]}-{self.layout}{'-gathered' * self.gathered}"
 
     def draw(self, ctx: RankContext, heads: int, length: int) -> torch.Tensor:
         shape = [self.B, length, heads, self.D] if self.layout == "sequence" else [self.B, heads, length, self.D]
@@ -63,6 +80,11 @@ CASES = (
     Case("causal", 9, 20, heads=2, layout="heads"),
     Case("causal_offset", 1, 1, dtype=FP32),
     Case("full", 0, 12, dtype=FP32, gathered=True),
+    Case("causal_offset", 40, 40, heads=2, window=9, gathered=True),
+    Case("causal_offset", 40, 40, heads=2, window=47, dtype=FP32),
+    Case("zigzag", 68, 68, heads=2, window=21, dtype=FP32),
+    # The first rows of rank 0 and the last ones of rank 1 see nothing.
+    Case("causal", 37, 20, heads=2, window=19, dtype=FP32, offset=-5, stride=33),
 )
 
 
@@ -72,7 +94,7 @@ def forward(
     """[out, lse, (gathered k, gathered v)] of the op."""
     register()
     op = torch.ops.ditron.all_gather_attention
-    return op(*operands, None, case.mask, case.D**-0.5, gathered, *site.args(ctx))[:-1]
+    return op(*operands, None, *astuple(case.mask(ctx.rank)), case.D**-0.5, gathered, *site.args(ctx))[:-1]
 
 
 def expected(
@@ -81,7 +103,7 @@ def expected(
     """(out, lse) in fp64, and the gathered k and v, bit for bit."""
     q, k, v = operands
     keys, values = (reference.all_gather(one.contiguous(), gather_dim=2, **site.group(ctx)) for one in (k, v))
-    seen = reference_attention.visible(case.mask, ctx.rank, ctx.world_size, case.queries, case.keys, q.device)
+    seen = reference_attention.visible(case.mask(ctx.rank), ctx.rank, ctx.world_size, case.queries, case.keys, q.device)
     out, lse = reference_attention.attend(q.double(), keys.double(), values.double(), seen=seen, scale=case.D**-0.5)
     return out, lse, keys, values
 
@@ -122,7 +144,7 @@ def _check_gradients(ctx: RankContext, case: Case, strategy: str) -> None:
     q, k, v = case.operands(ctx)
     grad = case.draw(ctx, case.heads, case.queries)
     _, _, keys, values = expected(ctx, site, case, (q, k, v))
-    seen = reference_attention.visible(case.mask, ctx.rank, ctx.world_size, case.queries, case.keys, q.device)
+    seen = reference_attention.visible(case.mask(ctx.rank), ctx.rank, ctx.world_size, case.queries, case.keys, q.device)
     exact = [one.double().requires_grad_() for one in (q, keys, values)]
     out, lse = reference_attention.attend(*exact, seen=seen, scale=case.D**-0.5)
     out.backward(grad.double())
@@ -133,7 +155,7 @@ def _check_gradients(ctx: RankContext, case: Case, strategy: str) -> None:
     register()
     given = grad, q, keys, values, out.detach().to(case.dtype).transpose(1, 2).contiguous().transpose(1, 2)
     op = torch.ops.ditron.attention_reduce_scatter
-    found = op(*given, lse.detach().float(), None, case.mask, case.D**-0.5, *site.args(ctx))[:-1]
+    found = op(*given, lse.detach().float(), None, *astuple(case.mask(ctx.rank)), case.D**-0.5, *site.args(ctx))[:-1]
     for name, got, want in zip(("q", "k", "v"), found, wanted, strict=True):
         assert got.dtype == case.dtype and got.transpose(1, 2).is_contiguous()
         assert want is not None
@@ -153,6 +175,9 @@ GPU_CASES = (
     Case("causal", 2048, 1024, heads=4, D=128, layout="heads"),
     Case("causal_offset", 513, 513, heads=4, D=256, B=2, gathered=True),
     Case("zigzag", 256, 256, heads=4, D=64, dtype=FP32),
+    Case("causal_offset", 1024, 1024, heads=8, D=128, window=700),
+    Case("zigzag", 1030, 1030, heads=4, D=64, window=300, gathered=True),
+    Case("causal", 777, 512, heads=4, D=128, window=600, offset=3, stride=400),
 )
 
 
@@ -178,7 +203,7 @@ def _repeat(ctx: RankContext, strategy: str, late_rank: int, count: int) -> None
     results = [forward(ctx, site, case, operands, case.gathered) for case, operands in problems]
     for (case, operands), result in zip(problems, results, strict=True):
         wanted, _, keys, _ = expected(ctx, site, case, operands)
-        assert_close(result[0], wanted, 3, case.mask)
+        assert_close(result[0], wanted, 3, str(case))
         assert not case.gathered or torch.equal(result[2], keys)
 
 
@@ -237,23 +262,36 @@ def test_operands_that_do_not_fit_are_named(rank_pools: Any) -> None:
     rank_pools.get("cpu", 2).run(_refuse)
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_blocks_cover_what_a_mask_shows_once(mask: str, world_size: int) -> None:
+def test_blocks_cover_what_a_mask_shows_once(kind: str, world_size: int) -> None:
+    windows = (0,) if kind == "full" else (0, 1, 2, 5, 9, 100)
+    offsets = (-3, 0, 4, 7, 40) if kind == "causal" else (0,)
     for queries, keys in ((6, 6), (12, 6), (7, 3), (4, 8)):
-        if mask_problem(mask, queries, keys):
-            continue
-        seen_most = 0
-        for rank in range(world_size):
-            covered = torch.zeros(queries, world_size * keys, dtype=torch.int64)
-            for block in blocks(mask, rank, world_size, queries, keys):
-                part = torch.ones(block.rows, block.keys, dtype=torch.int64)
-                first = block.source * keys + block.first_key
-                covered[block.first_row : block.last_row, first : first + block.keys] += (
-                    part.tril() if block.causal else part
-                )
-            seen = reference_attention.visible(mask, rank, world_size, queries, keys, torch.device("cpu"))
-            wanted = torch.ones_like(covered) if seen is None else seen.long()
-            assert torch.equal(covered, wanted)
-            seen_most = max(seen_most, int(wanted.sum()))
-        assert visible_part(mask, world_size, queries, keys) == seen_most / (queries * world_size * keys)
+        for mask in (Mask(kind, window, offset) for window in windows for offset in offsets):
+            if mask_problem(mask, queries, keys):
+                continue
+            everything = queries * world_size * keys
+            most = 0
+            for rank in range(world_size):
+                covered = torch.zeros(queries, world_size * keys, dtype=torch.int64)
+                for block in blocks(mask, rank, world_size, queries, keys):
+                    assert not block.causal or block.rows == block.keys
+                    shape = torch.zeros(block.rows, block.keys), torch.zeros(block.keys, 1)
+                    part = local._visible(*(one[None, None] for one in shape), local.Seen(block.causal, block.lower))
+                    part = torch.ones_like(shape[0], dtype=torch.bool) if part is None else part
+                    assert part.any(1).all() and part.sum() == block.pairs
+                    first = block.source * keys + block.first_key
+                    covered[block.first_row : block.last_row, first : first + block.keys] += part
+                seen = reference_attention.visible(mask, rank, world_size, queries, keys, torch.device("cpu"))
+                wanted = torch.ones_like(covered) if seen is None else seen.long()
+                assert torch.equal(covered, wanted), (mask, rank)
+                most = max(most, int(wanted.sum()))
+            part_seen = visible_part(mask, world_size, queries, keys)
+            assert kind == "causal" or part_seen == most / everything
+
+
+def test_an_offset_decides_nothing_for_all_ranks() -> None:
+    assert len({visible_part(Mask("causal", 3, offset), 2, 6, 6) for offset in (0, 3, 6)}) == 1
+    node = AllGatherAttention(Mask("causal", 3, 4), 1.0, 2, "0", "", Policy())
+    assert "offset=4" in node.text() and "offset" not in node.mask.name

@@ -27,10 +27,13 @@ class Case:
     dtype: str = "bf16"
     mask: str = "causal_offset"
     gathered: bool = False
+    windowed: bool = False
 
     def __str__(self) -> str:
         sizes = f"{self.config.block_m}x{self.config.block_n}x{self.D}"
-        return f"{self.target}-{sizes}-{self.dtype}-{self.mask}{'-gathered' * self.gathered}"
+        return (
+            f"{self.target}-{sizes}-{self.dtype}-{self.mask}{'-gathered' * self.gathered}{'-windowed' * self.windowed}"
+        )
 
 
 CASES = (
@@ -40,7 +43,8 @@ CASES = (
     Case("sm_90", 128, tile.FEW[128], "fp16"),
     Case("sm_90", 128, tile.FP32[128], "fp32"),
     Case("sm_100", 128, tile.CONFIGS[128]),
-    Case("gfx942", 128, tile.CONFIGS[128]),
+    Case("sm_90", 128, tile.CONFIGS[128], windowed=True),
+    Case("gfx942", 128, tile.CONFIGS[128], mask="zigzag", windowed=True),
     Case("gfx942", 256, tile.CONFIGS[256], mask="causal", gathered=True),
 )
 POINTERS = ("q", "kv", "out", "gathered_k", "gathered_v")
@@ -75,6 +79,7 @@ def compiled(case: Case) -> Any:
     constants = {
         "WORLD": 4,
         "MASK": tile.NUMBERS[case.mask],
+        "WINDOWED": case.windowed,
         "RETURN_GATHERED": case.gathered,
         "HEADS": 32,
         "KEY_HEADS": 8,

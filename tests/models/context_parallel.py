@@ -24,37 +24,43 @@ CONFIG = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_d
 
 
 class SequenceAttention(nn.Module):
-    """The attention of `inner`, with one of the masks of `ditron_inductor.ops.all_gather_attention`.
+    """The attention of `inner`, with one of the masks of `ditron_inductor.ops.all_gather_attention`, and its window.
 
-    sharded: to the keys of all ranks; `full` by a gather and torch's attention, as the pass finds them in a graph.
+    form: None for the keys of one rank, else of all ranks; `graph` by a gather and torch's attention with a mask made
+    of this rank's positions, as the pass finds them.
     """
 
-    def __init__(self, inner: Attention, mask: str, sharded: bool) -> None:
+    def __init__(self, inner: Attention, mask: str, window: int, form: str | None) -> None:
         super().__init__()
         self.inner = inner
         self.mask = mask
-        self.sharded = sharded
+        self.window = window
+        self.form = form
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         inner = self.inner
         q, k, v = inner._heads(inner.wq(x)), inner._heads(inner.wk(x)), inner._heads(inner.wv(x))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if self.sharded and self.mask != "full":
-            out = all_gather_attention(q, k, v, mask=self.mask)
+        if self.form not in (None, "graph"):
+            out = all_gather_attention(q, k, v, mask=self.mask, window=self.window)
         else:
-            if self.sharded:
+            rows = torch.arange(q.shape[2])
+            if self.form == "graph":
                 assert dist.group.WORLD is not None
+                rows = rows + dist.get_rank() * q.shape[2]
                 k, v = (all_gather_tensor_autograd(one, 2, dist.group.WORLD) for one in (k, v))
-            out = scaled_dot_product_attention(q, k, v, is_causal=self.mask != "full", enable_gqa=True)
+            ahead = rows[:, None] - torch.arange(k.shape[2])
+            seen = (ahead >= 0) & (ahead < (self.window or k.shape[2]))
+            out = scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
         return inner.wo(out.transpose(1, 2).flatten(2))
 
 
-def build(mask: str, *, sharded: bool) -> Llama:
+def build(mask: str, window: int, form: str | None) -> Llama:
     """The same weights everywhere."""
     torch.manual_seed(1)
     model = Llama(CONFIG)
     for layer in model.layers:
-        layer.attention = SequenceAttention(layer.attention, mask, sharded)
+        layer.attention = SequenceAttention(layer.attention, mask, window, form)
     return model
 
 
@@ -76,17 +82,20 @@ def step(model: Llama, call: Any, x: torch.Tensor, gradient: torch.Tensor) -> di
     return values | {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
-def check(ctx: RankContext, mask: str, strategy: str, batch: int, length: int, generated: bool) -> Counter[str]:
-    """Forward and training of the sharded model match the whole one; returns the fused sites. generated: by Inductor's
-    code, which takes its time, or op by op.
+def check(
+    ctx: RankContext, mask: str, window: int, form: str, strategy: str, batch: int, length: int
+) -> Counter[str]:
+    """Forward and training of the sharded model match the whole one; returns the fused sites. form `generated`: by
+    Inductor's code, which takes its time, else op by op.
     """
+    generated = form == "generated"
     torch._dynamo.reset()
     torch.manual_seed(2)
     x, gradient = torch.randn(batch, length, CONFIG.dim), torch.randn(batch, length, CONFIG.dim)
-    whole = build(mask, sharded=False)
+    whole = build(mask, window, None)
     wanted = step(whole, whole, x, gradient)
     mine = positions(mask, length, ctx.rank, ctx.world_size)
-    model = build(mask, sharded=True)
+    model = build(mask, window, form)
     model.cos, model.sin = model.cos[mine], model.sin[mine]
     options = {"ditron.strategy": strategy}
     with collect_sites() as sink, without_caches():

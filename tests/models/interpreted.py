@@ -24,7 +24,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ditron_inductor import backend
 from ditron_inductor.options import Options
-from ditron_inductor.pipeline import DitronPipeline
+from ditron_inductor.pipeline import DitronPipeline, JointPipeline
 
 
 def interpreted(options: dict[str, Any], *, run_fused: bool = True) -> Callable[..., Any]:
@@ -35,7 +35,11 @@ def interpreted(options: dict[str, Any], *, run_fused: bool = True) -> Callable[
 
     def run_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         inner_compile = functools.partial(run_passes, run_fused)
-        patches = {"post_grad_custom_pre_pass": DitronPipeline(Options.parse(options)[0])}
+        parsed = Options.parse(options)[0]
+        patches = {
+            "post_grad_custom_pre_pass": DitronPipeline(parsed),
+            "joint_custom_post_pass": JointPipeline(parsed),
+        }
         return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
 
     return run_backend

@@ -15,11 +15,17 @@ FORWARD, BACKWARD = ATTENTION_KINDS
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("mask", "strategy", "batch"), [("full", "chunked", 2), ("zigzag", "tile", 1), ("causal_offset", "chunked", 1)]
+    ("mask", "window", "form", "strategy", "batch"),
+    [
+        ("causal_offset", 15, "graph", "chunked", 2),
+        ("zigzag", 9, "function", "tile", 1),
+        ("causal_offset", 0, "generated", "chunked", 1),
+    ],
 )
-def test_a_sharded_llama_is_the_whole_one(rank_pools: RankPools, mask: str, strategy: str, batch: int) -> None:
-    generated = mask == "causal_offset"
+def test_a_sharded_llama_is_the_whole_one(
+    rank_pools: RankPools, mask: str, window: int, form: str, strategy: str, batch: int
+) -> None:
     # A graph without gradients too, where that costs little.
-    forwards = 1 if generated else 2
-    for fused in rank_pools.get("cpu", 2).run(check, mask, strategy, batch, 24, generated, timeout=280):
+    forwards = 1 if form == "generated" else 2
+    for fused in rank_pools.get("cpu", 2).run(check, mask, window, form, strategy, batch, 24, timeout=280):
         assert fused == Counter({FORWARD: forwards * CONFIG.num_layers, BACKWARD: CONFIG.num_layers})

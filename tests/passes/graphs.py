@@ -41,6 +41,7 @@ from ditron_inductor.passes.share_gathers import share_gathers
 from ditron_inductor.passes.try_forms import try_forms
 from ditron_inductor.task import flash_decode as attention
 from ditron_inductor.task import reference, reference_attention
+from ditron_inductor.task.all_gather_attention import Mask
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate
 from ditron_inductor.task.nodes import EXTRAS
@@ -368,11 +369,13 @@ def _run_flash_decode(args: list[Any]) -> list[Any]:
 
 
 def _run_all_gather_attention(args: list[Any]) -> list[Any]:
-    mask, scale, return_gathered = args[0][4:7]
+    return_gathered = args[0][8]
     keys, values = (torch.cat([arg[index] for arg in args], 2) for index in (1, 2))
     results = []
-    for rank, (q, k, *_) in enumerate(args):
-        seen = reference_attention.visible(mask, rank, len(args), q.shape[2], k.shape[2], q.device)
+    for rank, (q, k, _, _, mask, window, offset, scale, *_) in enumerate(args):
+        seen = reference_attention.visible(
+            Mask(mask, window, offset), rank, len(args), q.shape[2], k.shape[2], q.device
+        )
         outputs = reference_attention.attend(q, keys, values, seen=seen, scale=scale)
         results.append([*outputs, *[keys, values] * return_gathered, torch.empty(1)])
     return results
@@ -380,8 +383,10 @@ def _run_all_gather_attention(args: list[Any]) -> list[Any]:
 
 def _run_attention_reduce_scatter(args: list[Any]) -> list[Any]:
     found = []
-    for rank, (grad, q, k, v, out, lse, _, mask, scale, *_) in enumerate(args):
-        seen = reference_attention.visible(mask, rank, len(args), q.shape[2], k.shape[2] // len(args), q.device)
+    for rank, (grad, q, k, v, out, lse, _, mask, window, offset, scale, *_) in enumerate(args):
+        seen = reference_attention.visible(
+            Mask(mask, window, offset), rank, len(args), q.shape[2], k.shape[2] // len(args), q.device
+        )
         found.append(reference_attention.attend_backward(grad, q, k, v, out, lse, seen=seen, scale=scale))
     parts = [_reduce([one[index] for one in found], "sum").chunk(len(args), 2) for index in (1, 2)]
     return [(one[0], parts[0][rank], parts[1][rank], torch.empty(1)) for rank, one in enumerate(found)]

@@ -4,6 +4,7 @@ that Inductor shows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -100,7 +101,18 @@ def queries_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
     return F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
 
 
-FORMS = (sequence_first, heads_first, stacked, projected, one_sequence, causal, scaled)
+def repeated(x: torch.Tensor) -> torch.Tensor:
+    """Every head twice in a row, as Hugging Face's models have it."""
+    B, heads, S, D = x.shape
+    return x[:, :, None].expand(B, heads, 2, S, D).reshape(B, 2 * heads, S, D)
+
+
+def heads_repeated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    keys, values = (repeated(gather_dim(one, 1).transpose(1, 2)) for one in (k, v))
+    return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, is_causal=True)
+
+
+FORMS = (sequence_first, heads_first, stacked, projected, one_sequence, causal, scaled, heads_repeated)
 
 
 def of_all_ranks(given: Operands) -> list[list[torch.Tensor]]:
@@ -157,7 +169,7 @@ arg2_1 [1, 8, 4, 16]
 permute_2 [1, 4, 8, 16] = aten.permute(arg2_1, [0, 2, 1, 3])
 permute_default [1, 2, 8, 16] = aten.permute(arg0_1, [0, 2, 1, 3])
 permute_default_1 [1, 2, 8, 16] = aten.permute(arg1_1, [0, 2, 1, 3])
-all_gather_attention = ditron.all_gather_attention(permute_2, permute_default, permute_default_1, None, 'full', 0.25, False, 4, '0', '', 'auto', 1073741824, 0.0)
+all_gather_attention = ditron.all_gather_attention(permute_2, permute_default, permute_default_1, None, 'full', 0, 0, 0.25, False, 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_9 [1, 4, 8, 16] = all_gather_attention[0]
 permute_3 [1, 8, 4, 16] = aten.permute(getitem_9, [0, 2, 1, 3])
 view [1, 8, 64] = aten.reshape(permute_3, [1, 8, 64])
@@ -178,7 +190,7 @@ primals_3 [1, 8, 2, 16]
 permute [1, 4, 8, 16] = aten.permute(primals_1, [0, 2, 1, 3])
 permute_default [1, 2, 8, 16] = aten.permute(primals_2, [0, 2, 1, 3])
 permute_default_1 [1, 2, 8, 16] = aten.permute(primals_3, [0, 2, 1, 3])
-all_gather_attention = ditron.all_gather_attention(permute, permute_default, permute_default_1, None, 'causal', 0.25, True, 4, '0', '', 'auto', 1073741824, 0.0)
+all_gather_attention = ditron.all_gather_attention(permute, permute_default, permute_default_1, None, 'causal', 0, 0, 0.25, True, 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_10 [1, 4, 8, 16] = all_gather_attention[0]
 getitem_11 [1, 4, 8] = all_gather_attention[1]
 getitem_12 [1, 2, 32, 16] = all_gather_attention[2]
@@ -195,7 +207,7 @@ permute_2 [1, 2, 32, 16]
 getitem_8 [1, 4, 8, 16]
 getitem_9 [1, 4, 8]
 tangents_1 [1, 4, 8, 16]
-attention_reduce_scatter = ditron.attention_reduce_scatter(tangents_1, permute, permute_1, permute_2, getitem_8, getitem_9, None, 'causal', 0.25, 4, '0', '', 'auto', 1073741824, 0.0)
+attention_reduce_scatter = ditron.attention_reduce_scatter(tangents_1, permute, permute_1, permute_2, getitem_8, getitem_9, None, 'causal', 0, 0, 0.25, 4, '0', '', 'auto', 1073741824, 0.0)
 getitem [1, 4, 8, 16] = attention_reduce_scatter[0]
 getitem_13 [1, 2, 8, 16] = attention_reduce_scatter[1]
 permute_default [1, 8, 2, 16] = aten.permute(getitem_13, [0, 2, 1, 3])
@@ -207,11 +219,38 @@ return (permute_5, permute_default, permute_default_1)
     )
 
 
-def with_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The mask of the second of four ranks."""
+def masked(rank: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """A window of 11 keys, in a sequence that is sharded in rank order."""
     S = q.shape[1]
-    seen = torch.arange(S)[:, None] + S >= torch.arange(WORLD_SIZE * S)[None]
-    return sequence_first(q, k, v, attn_mask=seen)
+    ahead = torch.arange(S)[:, None] + rank * S - torch.arange(WORLD_SIZE * S)[None]
+    return sequence_first(q, k, v, attn_mask=(ahead >= 0) & (ahead < 11))
+
+
+def test_a_mask_of_every_rank_in_its_own_graph() -> None:
+    """They differ by the offset alone, and so do the ranks' programs."""
+    lines = []
+    for rank in (0, 2):
+        form = functools.partial(masked, rank)
+        (before,), (after,) = compiled_graphs(form, *operands()), compiled_graphs(form, *operands())
+        assert fuse_attention(after) == 1, text(after.graph)
+        after.graph.eliminate_dead_code()
+        lines.append(next(line for line in text(after.graph).splitlines() if "ditron" in line))
+        inputs = of_all_ranks(tuple(node.meta["val"] for node in after.graph.nodes if node.op == "placeholder"))
+        torch.testing.assert_close(run_ranks(after, inputs), run_ranks(before, inputs))
+    assert "iota" not in text(after.graph)
+    assert "None, 'causal', 11, 16, 0.25" in lines[1]
+    assert lines[0].replace("'causal', 11, 0,", "'causal', 11, 16,") == lines[1]
+
+
+def with_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    seen = torch.arange(q.shape[1])[:, None] >= torch.arange(WORLD_SIZE * q.shape[1])
+    return sequence_first(q, k, v, attn_mask=seen | (torch.arange(WORLD_SIZE * q.shape[1]) < 3))
+
+
+def with_given_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """As padding has it."""
+    seen = torch.arange(q.shape[1])[:, None] >= torch.arange(WORLD_SIZE * q.shape[1])
+    return sequence_first(q, k, v, attn_mask=seen & (k[0, 0, 0, 0] > 0))
 
 
 def without_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -233,10 +272,32 @@ def queries_from_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torc
     return sdpa(q + keys.sum(), keys, values)
 
 
+def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cap: float = 0.0) -> torch.Tensor:
+    """As models do without a fused kernel."""
+    keys, values = (repeated(gather_dim(one, 1).transpose(1, 2)) for one in (k, v))
+    scores = q.transpose(1, 2) @ keys.mT * 0.25
+    scores = torch.tanh(scores / cap) * cap if cap else scores
+    scores = scores + torch.zeros(8, 32).masked_fill(torch.ones(8, 32).triu(1) > 0, -torch.inf)
+    return torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype) @ values
+
+
+def capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return written_out(q, k, v, 50.0)
+
+
+@pytest.mark.parametrize("form", [written_out, capped], ids=lambda form: form.__name__)
+def test_attention_that_is_written_out(form: Callable[..., torch.Tensor]) -> None:
+    (module,) = compiled_graphs(form, *operands())
+    run(module.graph, Options())
+    code = "attention_softcap" if form is capped else "attention_written_out"
+    assert reasons(module) == [code] * 2, text(module.graph)
+
+
 @pytest.mark.parametrize(
     ("code", "form"),
     [
-        ("attention_mask", with_mask),
+        ("attention_mask", with_prefix),
+        ("attention_mask_given", with_given_mask),
         ("attention_form", without_values),
         ("attention_parts", partly),
         ("layout", batch_gathered),

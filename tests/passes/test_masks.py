@@ -1,0 +1,147 @@
+"""Masks that a graph computes: what is read of one is what the graph computes, in the ways that programs write them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ditron_inductor.passes.masks import Unknown, read_mask
+from ditron_inductor.task.all_gather_attention import Mask
+from ditron_inductor.task.reference_attention import visible
+
+ROWS, KEYS = 6, 24
+LEAST = torch.finfo(torch.float32).min
+
+
+def read(form: Callable[..., torch.Tensor], *args: torch.Tensor) -> Mask:
+    """In the ops that the compiler leaves of a mask."""
+    graph = make_fx(form, decomposition_table=select_decomp_table(), tracing_mode="fake")(*args).graph
+    (node,) = graph.find_nodes(op="output")[0].args
+    return read_mask(node, ROWS, KEYS)
+
+
+def ahead(offset: int) -> torch.Tensor:
+    return torch.arange(ROWS)[:, None] + offset - torch.arange(KEYS)
+
+
+def compared(offset: int, window: int) -> torch.Tensor:
+    found = ahead(offset)
+    return (found >= 0) & (found < window)
+
+
+def banned(offset: int, window: int) -> torch.Tensor:
+    """Of the positions of a rank, what is not seen."""
+    rows, keys = torch.arange(offset, offset + ROWS), torch.arange(KEYS)
+    hidden = (keys[None] > rows[:, None]) | (keys[None] <= rows[:, None] - window)
+    return torch.zeros(ROWS, KEYS).masked_fill(hidden, -math.inf)
+
+
+def triangles(offset: int, window: int) -> torch.Tensor:
+    whole = torch.ones(KEYS, KEYS, dtype=torch.bool).tril().triu(1 - window)
+    return whole[offset : offset + ROWS].expand(2, 1, ROWS, KEYS)
+
+
+def summed(offset: int, window: int) -> torch.Tensor:
+    late, early = (torch.full((KEYS, KEYS), LEAST) for _ in range(2))
+    return (late.triu(1) + early.tril(-window))[None, None, offset : offset + ROWS]
+
+
+def multiplied(offset: int, window: int) -> torch.Tensor:
+    found = torch.full((ROWS, KEYS), LEAST)
+    return found * ~compared(offset, window)
+
+
+def in_floats(offset: int, window: int) -> torch.Tensor:
+    both = torch.tril(torch.ones(KEYS, KEYS)) * torch.triu(torch.ones(KEYS, KEYS), 1 - window)
+    return both[offset : offset + ROWS] == 1
+
+
+def gathered(offset: int, window: int) -> torch.Tensor:
+    """As Hugging Face writes one: positions by index, and sequences told apart by jumps of the position, of which there
+    are none.
+    """
+    positions = torch.arange(KEYS)[None].expand(2, -1)
+    jumps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+    sequence = (jumps != 1).cumsum(-1)
+    batch = torch.arange(2)[:, None, None, None]
+    rows = (torch.arange(ROWS) + offset)[None, None, :, None]
+    keys = torch.arange(KEYS)[None, None, None, :]
+    row, key = positions[batch, rows], positions[batch, keys]
+    seen = torch.ones((), dtype=torch.bool) & (key > row - window) & (key <= row)
+    return seen & (sequence[batch, rows] == sequence[batch, keys])
+
+
+def padded(offset: int, window: int) -> torch.Tensor:
+    """As the memory-efficient kernel takes one: with memory for a multiple of 8 keys."""
+    seen = torch.where(compared(offset, window), 0.0, -math.inf)
+    return torch.constant_pad_nd(seen, [0, 8])[:, :KEYS].unsqueeze(0).expand(2, ROWS, KEYS)
+
+
+FORMS = (compared, banned, triangles, summed, multiplied, in_floats, gathered, padded)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize(("offset", "window"), [(0, 1), (6, 4), (18, 100)])
+def test_windows_are_read(form: Callable[..., torch.Tensor], offset: int, window: int) -> None:
+    mask = read(lambda: form(offset, window))
+    assert (mask.kind, mask.offset) == ("causal", offset)
+    assert mask.window == window
+    made = form(offset, window)
+    seen = visible(mask, 0, 1, ROWS, KEYS, torch.device("cpu"))
+    assert seen is not None
+    assert torch.equal(made if made.dtype == torch.bool else made == 0, seen.expand_as(made))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda: ahead(6) >= 0,
+        lambda: ~(ahead(6) < 0),
+        lambda: torch.where(ahead(6).int() > -1, 0.0, -math.inf).to(torch.bfloat16),
+        lambda: torch.ones(ROWS, KEYS).tril(6).bool(),
+        lambda: (ahead(6) >= 0) & (torch.arange(KEYS) < KEYS) & (ahead(6) > -3),
+        lambda: (torch.arange(KEYS).neg() + 6 + torch.arange(ROWS).view(ROWS, 1)).ge(0),
+    ],
+)
+def test_no_window(form: Callable[[], torch.Tensor]) -> None:
+    assert read(form) == Mask("causal", 0, 6)
+
+
+def test_everything_is_seen() -> None:
+    for form in (lambda: torch.zeros(ROWS, KEYS), lambda: torch.ones(ROWS, KEYS, dtype=torch.bool)):
+        assert read(form) == Mask("full")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        # A prefix; a window that is not causal; blocks; other rows; nothing; too small a number; a bias that counts.
+        lambda: (ahead(6) >= 0) | (torch.arange(KEYS) < 2),
+        lambda: ahead(6) < 5,
+        lambda: (ahead(6) >= 0) & (torch.arange(ROWS)[:, None] // 2 == torch.arange(KEYS) // 2),
+        lambda: (ahead(6) >= 0) & (torch.arange(ROWS)[:, None] > 0),
+        lambda: torch.zeros(ROWS, KEYS, dtype=torch.bool),
+        lambda: (ahead(6) >= 0) & (ahead(6) < 0),
+        lambda: torch.where(ahead(6) >= 0, 0.0, -1.0),
+        lambda: torch.where(ahead(6) >= 0, 1.0, -math.inf),
+        lambda: ahead(6).float(),
+        lambda: torch.where(2 * torch.arange(ROWS)[:, None] >= torch.arange(KEYS), 0.0, -math.inf),
+        # Rows that see nothing, by a finite number: they see everything.
+        lambda: torch.where(ahead(-2) >= 0, 0.0, LEAST),
+        lambda: torch.rand(ROWS, KEYS) > 0.5,
+    ],
+)
+def test_unknown(form: Callable[[], torch.Tensor]) -> None:
+    with pytest.raises(Unknown):
+        read(form)
+
+
+def test_an_input_is_named() -> None:
+    with pytest.raises(Unknown) as raised:
+        read(lambda given: (ahead(6) >= 0) & given[:, :KEYS], torch.ones(ROWS, 2 * KEYS, dtype=torch.bool))
+    assert raised.value.node.op == "placeholder"
