@@ -13,7 +13,8 @@ After, with the same views behind the call:
 
 There may be a second bias, as parallel attention and MLP blocks have (see `merge_reductions`), and a norm of its own in
 front of the residual (Gemma 2 and 3): `post`. What the backward saves of all this is returned too: the reduced tensor,
-means and inverse deviations of the rows, and scaled rows.
+means and inverse deviations of the rows, and scaled rows. What `prepare_products` has put in front of the reduction
+stays there.
 
 Runs behind `matmul_all_reduce`, so what has become of the all-reduce is known: one that is still there gives the node
 without a matmul. The call stands where that stood, and what it needs in addition is moved in front of it; the
@@ -201,6 +202,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             (task.reduce_op, *ops.norm_args(norm.norm), *ops.norm_args(task.post), "+".join(task.saved)),
             rewriting.copied_meta(launch),
             [*outputs, rewriting.new_token(like)],
+            _epilogue(launch, task),
         )
         normed = rewriting.output(graph, call, 0, rewriting.copied_meta(norm.result))
         total = rewriting.output(graph, call, 1, rewriting.copied_meta(found.reduced))
@@ -345,9 +347,27 @@ def _task(match: Match, options: Options) -> tuple[NormNode, tuple[Any, ...]]:
     reduction = ops.node_from_call(found.launch.target, found.launch.args)
     assert isinstance(reduction, MatmulAllReduce)
     group = reduction.world_size, reduction.group_name
-    products = reduction.num_products, reduction.has_bias
-    task = MatmulAllReduceRmsNorm(reduction.reduce_op, norm.norm, extras, *group, site, policy, *behind, *products)
+    task = MatmulAllReduceRmsNorm(
+        reduction.reduce_op,
+        norm.norm,
+        extras,
+        *group,
+        site,
+        policy,
+        *behind,
+        num_products=reduction.num_products,
+        has_bias=reduction.has_bias,
+        num_extras=reduction.num_extras,
+        epilogue=reduction.epilogue,
+    )
     return task, tuple(ops.argument_of(found.launch.target, found.launch.args, name) for name in ("a", "b", "bias"))
+
+
+def _epilogue(launch: fx.Node, task: NormNode) -> tuple[tuple[fx.Node, ...], str]:
+    """The extra tensors and the text of what is computed before the reduction."""
+    if not isinstance(task, MatmulAllReduceRmsNorm) or not task.epilogue:
+        return (), ""
+    return tuple(ops.argument_of(launch.target, launch.args, "extras")), task.epilogue
 
 
 def _contiguous(like: torch.Tensor, name: str) -> torch.Tensor:

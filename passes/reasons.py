@@ -94,6 +94,8 @@ class ReasonCode(enum.StrEnum):
     """
     POINTWISE_BETWEEN = "pointwise_between"
     """A pointwise op lies between the matmul and the reduction."""
+    PRODUCTS_COMBINED = "products_combined"
+    """Several matmuls are combined before the reduction by something else than a plain sum of them."""
     QUANTIZED_MATMUL = "quantized_matmul"
     """The neighbour is a matmul of quantised numbers, or of what is dequantised in front of it."""
     REDUCE_OP = "reduce_op"
@@ -254,7 +256,12 @@ _TEXTS: dict[ReasonCode, str] = {
         "there (a collective, a random op, a side effect); compute it earlier"
     ),
     ReasonCode.POINTWISE_BETWEEN: (
-        "an op on the elements stands between it and the matmul; apply it to an operand, or after the collective"
+        "an op stands between it and the matmul that no kernel has a text for, or whose other operand is not of the "
+        "product's rows and columns; apply it to an operand, or after the collective"
+    ),
+    ReasonCode.PRODUCTS_COMBINED: (
+        "it reduces several matmuls that are scaled, or combined otherwise than by a plain sum; scale their first "
+        "operands instead, or the result"
     ),
     ReasonCode.QUANTIZED_MATMUL: (
         "quantised matmuls, and dequantisation in front of a matmul, are not fused yet; keep that layer in bfloat16 to "

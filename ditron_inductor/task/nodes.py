@@ -29,6 +29,7 @@ class WithEpilogue:
     """A node whose outputs are products, or what an epilogue makes of them."""
 
     kind: ClassVar[str]
+    reduces: ClassVar[bool] = False
     num_extras: int
     epilogue: str
 
@@ -44,7 +45,7 @@ class WithEpilogue:
             return None
         try:
             parsed = parse(self.epilogue)
-            parsed.verify(self.num_operands, self.num_extras)
+            parsed.verify(self.num_operands, self.num_extras, reduces=self.reduces)
         except InvalidEpilogue as error:
             raise InvalidTaskNode(node=self.kind, field="epilogue", problem=f"is wrong: {error}") from error
         return parsed
@@ -187,10 +188,12 @@ class MatmulReduceScatter(WithEpilogue):
     a_i is [.., W*S, .., K_i], b_i is [K_i, N], out is [.., S, .., N]; `scatter_dim` is never the last dimension. bias,
     where there is one, is a row [N], or of matrices a column [W*S, 1]; every rank adds its own before the reduction.
 
-    With an epilogue the outputs are what it makes of `mm0`, which is out, rounded, and of `num_extras` more tensors.
+    With an epilogue the outputs are what it makes of `mm0`, which is out, rounded, and of `num_extras` more tensors;
+    with a part `pre:` what is reduced is what that makes of the sum of products.
     """
 
     kind: ClassVar[str] = "matmul_reduce_scatter"
+    reduces: ClassVar[bool] = True
     scatter_dim: int
     reduce_op: str
     world_size: int
@@ -224,10 +227,11 @@ class MatmulAllReduce(WithEpilogue):
     before the reduction.
 
     With an epilogue the outputs are what it makes of `mm0`, which is out, rounded, and of `num_extras` more tensors:
-    bit-identical wherever these are.
+    bit-identical wherever these are. With a part `pre:` what is reduced is what that makes of the sum of products.
     """
 
     kind: ClassVar[str] = "matmul_all_reduce"
+    reduces: ClassVar[bool] = True
     reduce_op: str
     world_size: int
     group_name: str
@@ -372,12 +376,15 @@ class AllReduceRmsNorm(_ReductionWithNorm):
 @dataclass(frozen=True)
 class MatmulAllReduceRmsNorm(_ReductionWithNorm):
     """As `AllReduceRmsNorm` with x = sum_i a_i @ b_i + product_bias: what `MatmulAllReduce` reduces. has_bias: whether
-    there is that row, which every rank adds before the reduction.
+    there is that row, which every rank adds before the reduction. num_extras, epilogue: of an epilogue that has a part
+    before the reduction only.
     """
 
     kind: ClassVar[str] = "matmul_all_reduce_rms_norm"
     num_products: int = 1
     has_bias: bool = False
+    num_extras: int = 0
+    epilogue: str = ""
 
     @property
     def reduction(self) -> MatmulAllReduce:
@@ -390,14 +397,20 @@ class MatmulAllReduceRmsNorm(_ReductionWithNorm):
             self.policy,
             num_products=self.num_products,
             has_bias=self.has_bias,
+            num_extras=self.num_extras,
+            epilogue=self.epilogue,
         )
 
     def verify(self) -> None:
         super().verify()
-        _verify_reduction(self.kind, self.reduce_op, self.num_products)
+        self.reduction.verify()
+        parsed = self.reduction.parsed
+        fits = parsed is None or parsed.behind is None
+        check(fits, self.kind, "epilogue", self.epilogue, "one without a part behind the reduction")
 
     def _reduction_text(self) -> str:
-        return _reduction_text(self.reduce_op, self.num_products, self.has_bias)
+        text = _reduction_text(self.reduce_op, self.num_products, self.has_bias)
+        return f"{text}, epilogue={self.epilogue!r}" if self.epilogue else text
 
 
 @dataclass(frozen=True)

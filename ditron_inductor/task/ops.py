@@ -24,7 +24,7 @@
     for the arguments `norm` to `round_first`, and `post` (empty: there is none) to `post_round_first`. saved: names of
     `nodes.SAVED`, joined by `+`; these are returned too, contiguous, mean and rstd as fp32 [.., 1], scaled as fp32.
 `matmul_all_reduce_rms_norm(a, b, product_bias, <extras>, token, ...) -> [normed, total, <saved>, token]`
-    the same for x = sum_i a_i @ b_i + product_bias, the operands of `matmul_all_reduce`.
+    the same for x = sum_i a_i @ b_i + product_bias, or what an epilogue's `pre:` makes of that, as `matmul_all_reduce`.
 `matmul_all_gather(a, b, bias, token, ...) -> (out, token)`
     a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N] or None; out is the sum [.., N] with gather_dim W times as
     long, contiguous.
@@ -129,7 +129,7 @@ SCHEMAS: dict[str, str] = {
     MatmulReduceScatter.kind: f"({_PRODUCTS}, int scatter_dim, str reduce_op, {_SITE}, {_EPILOGUE}) -> Tensor[]",
     MatmulAllReduce.kind: f"({_PRODUCTS}, str reduce_op, {_SITE}, {_EPILOGUE}) -> Tensor[]",
     AllReduceRmsNorm.kind: f"(Tensor x, {_NORM}) -> Tensor[]",
-    MatmulAllReduceRmsNorm.kind: f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}) -> Tensor[]",
+    MatmulAllReduceRmsNorm.kind: f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}, {_EPILOGUE}) -> Tensor[]",
     MatmulAllGather.kind: f"({_PRODUCTS}, int gather_dim, {_SITE}) -> (Tensor, Tensor)",
     FlashDecode.kind: f"({FLASH_DECODE_ARGUMENTS}, {_SITE}) -> (Tensor, Tensor)",
     AllGatherAttention.kind: (
@@ -355,7 +355,8 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
             epilogue=epilogue,
         )
     if kind == MatmulAllReduceRmsNorm.kind:
-        return MatmulAllReduceRmsNorm(**with_norm, num_products=num_products, has_bias=has_bias)
+        with_norm |= dict(num_products=num_products, has_bias=has_bias, num_extras=num_extras, epilogue=epilogue)
+        return MatmulAllReduceRmsNorm(**with_norm)
     if kind == MatmulAllGather.kind:
         return MatmulAllGather(
             gather_dim=as_int("gather_dim"),

@@ -129,9 +129,11 @@ def matmul_reduce_scatter(
     reduce_op: str,
     world_size: int,
     group_name: str,
+    prepare: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """reduce_scatter(sum_i a_i @ b_i + bias). See `ops` for the shapes."""
+    """reduce_scatter(prepare(sum_i a_i @ b_i + bias)). See `ops` for the shapes."""
     total = sum_of_products(a, b, bias)
+    total = total if prepare is None else prepare(total.contiguous())
     return reduce_scatter(
         total, scatter_dim=scatter_dim, reduce_op=reduce_op, world_size=world_size, group_name=group_name
     )
@@ -145,9 +147,11 @@ def matmul_all_reduce(
     reduce_op: str,
     world_size: int,
     group_name: str,
+    prepare: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """all_reduce(sum_i a_i @ b_i + bias), reduced in place on the sum. See `ops` for the shapes."""
+    """all_reduce(prepare(sum_i a_i @ b_i + bias)), reduced in place. See `ops` for the shapes."""
     total = sum_of_products(a, b, bias)
+    total = total if prepare is None else prepare(total.contiguous())
     return all_reduce_(total, reduce_op=reduce_op, world_size=world_size, group_name=group_name)
 
 

@@ -51,11 +51,14 @@ class Case:
     """Weight and shift are fp32, whatever the dtype."""
     post: Norm | None = None
     saved: str = ""
+    scaled: bool = False
+    """Each rank scales the rows of its product."""
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))
         norm = f"{self.post.form}-" if self.post else ""
         norm += self.norm.form + "+1" * self.norm.plus_one + "r" * self.norm.round_first
+        norm = "scaled-" * self.scaled + norm
         return f"{shape}-{norm}-{self.extras.replace(' ', '+')}-{str(self.dtype)[6:]}-{self.reduce_op}{self.k or ''}"
 
 
@@ -108,10 +111,11 @@ def _sum_in_rank_order(ctx: RankContext, x: torch.Tensor, case: Case) -> torch.T
 def check(ctx: RankContext, case: Case, site: Site) -> None:
     """Call, and compare everything that can be known about the result. Collective."""
     operands, given = make(ctx, case)
+    scales = calls.operand(ctx, [*case.shape[:-1], 1], case.dtype) if case.scaled else None
     before = [one.clone() for one in (*operands, *given) if one is not None]
     names = case.saved.split()
     normed, total, *saved = calls.all_reduce_rms_norm(
-        ctx, site, operands, given, case.norm, case.reduce_op, case.post, names
+        ctx, site, operands, given, case.norm, case.reduce_op, case.post, names, scales
     )
     for out in (normed, total):
         assert out.dtype == case.dtype and out.shape == case.shape
@@ -127,6 +131,7 @@ def check(ctx: RankContext, case: Case, site: Site) -> None:
         assert "reduced" not in names or torch.equal(saved[0], reduced)
     exact = [None if one is None else one.double() for one in given]
     x = operands[0].double() if not case.k else operands[0].double() @ operands[1].double()
+    x = x if scales is None else x * scales.double()
     of_group = {"reduce_op": case.reduce_op, **site.group(ctx)}
     post = None if case.post is None else replace(case.post, round_first=False)
     early = [name for name in names if name == "reduced" or name.startswith("post_")]
@@ -160,11 +165,11 @@ def test_matches_reference(pool: RankPool, strategy: str) -> None:
 
 
 PRODUCTS = (
-    Case((4, 40), LLAMA, "residual weight", k=24),
+    Case((4, 40), LLAMA, "residual weight", k=24, scaled=True),
     Case((2, 3, 33), LAYER, "bias residual weight shift", dtype=FP16, k=17, reduce_op="avg"),
-    Case((70, 36), GEMMA, "residual weight", dtype=FP32, k=20),
+    Case((70, 36), GEMMA, "residual weight", dtype=FP32, k=20, scaled=True),
     # One row is normalised in the launch of its matmul.
-    Case((1, 36), LLAMA, "second_bias post_weight residual weight", FP16, k=20, post=GEMMA, saved="reduced rstd"),
+    Case((1, 36), LLAMA, "second_bias post_weight residual weight", FP16, "sum", 20, False, GEMMA, "rstd", True),
     Case((9, 36), LAYER, "residual weight", dtype=FP16, k=20, saved="reduced mean scaled"),
 )
 
