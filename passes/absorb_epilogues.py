@@ -199,6 +199,8 @@ def _read_extra(node: fx.Node, value: torch.Tensor, width: Any, chain: Chain) ->
 def is_stored(node: fx.Node) -> bool:
     """Whether a tensor is in memory whatever Inductor fuses."""
     source = proofs.views_up(node)[-1]
+    if source.target is aten.slice.Tensor and is_stored(source.all_input_nodes[0]):
+        return True
     if source.op != "call_function" or source.target in proofs.MATMULS or source.target is getitem:
         return source.target is not getitem or _launches(source.args[0])
     return _launches(source) or any(_ends(user) for user in source.users)
