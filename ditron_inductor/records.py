@@ -19,6 +19,7 @@ from ditron_inductor.sites import GraphRecord, SiteRecord
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, attention_sizes
 from ditron_inductor.task.cost import part_bytes
 from ditron_inductor.task.nodes import (
+    NO_NORM,
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
@@ -239,7 +240,8 @@ def _norm_text(task: AllReduceRmsNorm | MatmulAllReduceRmsNorm) -> str:
     biases = " + bias" * sum(name in task.extras for name in ("bias", "second_bias"))
     post = "" if task.post is None else f" -> {task.post.form} norm"
     residual = " + residual" * ("residual" in task.extras)
-    return f"all_reduce({task.reduce_op}){biases}{post}{residual} -> {task.norm.form} norm"
+    norm = "" if task.norm.form == NO_NORM else f" -> {task.norm.form} norm"
+    return f"all_reduce({task.reduce_op}){biases}{post}{residual}{norm}"
 
 
 def _task_bytes(

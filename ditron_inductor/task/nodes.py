@@ -259,7 +259,8 @@ class Norm:
     """A normalisation of rows [.., N], computed in fp32: scaled = (x - mean) / sqrt(variance + eps), as a `layer` norm
     does, or x / sqrt(mean of x * x + eps) (`rms`); then scaled * weight + shift.
 
-    plus_one: the weight counts as 1 + weight. round_first: scaled is rounded to the dtype of x first, as in Llama.
+    plus_one: the weight counts as 1 + weight. round_first: scaled is rounded to the dtype of x first, as in Llama. The
+    form `none` stands for no norm at all, behind a reduction whose rows have one of their own, `post`.
     """
 
     form: str = "rms"
@@ -272,11 +273,14 @@ class Norm:
         check(0.0 <= self.eps < math.inf, kind, "eps", self.eps, "a number, 0 or more")
 
     def text(self) -> str:
+        if self.form == NO_NORM:
+            return NO_NORM
         flags = ", plus_one" * self.plus_one + ", round_first" * self.round_first
         return f"{self.form}(eps={self.eps:g}{flags})"
 
 
-NORMS: tuple[str, ...] = ("rms", "layer")
+NO_NORM = "none"
+NORMS: tuple[str, ...] = ("rms", "layer", NO_NORM)
 MOST_PROJECTED_ROWS = 64
 """Of the tensor of `Projections`: as many as one tile of its kernel has."""
 MOST_NORM_COLUMNS = 16384
@@ -310,6 +314,7 @@ class ShardNorm:
 
     def verify(self, kind: str) -> None:
         self.norm.verify(kind)
+        check(self.norm.form != NO_NORM, kind, "norm", self.norm.form, "a norm")
         _verify_names(kind, "extras", self.extras, SHARD_EXTRAS)
         _verify_names(kind, "saved", self.saved, SHARD_SAVED)
 
@@ -322,8 +327,8 @@ class ShardNorm:
 class _ReductionWithNorm:
     """What the two nodes with a norm have in common.
 
-    extras: which of `EXTRAS` there are. post: a norm of the reduced rows alone, before the residual is added. saved:
-    which of `SAVED` are outputs too.
+    extras: which of `EXTRAS` there are. post: a norm of the reduced rows alone, before the residual is added;
+    then there may be none behind (`NO_NORM`), nor an output of it. saved: which of `SAVED` are outputs too.
     """
 
     kind: ClassVar[str]
@@ -342,11 +347,21 @@ class _ReductionWithNorm:
         self.norm.verify(self.kind)
         if self.post is not None:
             self.post.verify(self.kind)
+            check(self.post.form != NO_NORM, self.kind, "post", self.post.form, "a norm")
+        if self.norm.form == NO_NORM:
+            check(self.post is not None, self.kind, "norm", self.norm.form, "a norm, as there is none before it")
+            behind = {"weight", "shift", "mean", "rstd", "scaled"} & {*self.extras, *self.saved}
+            check(not behind, self.kind, "norm", self.norm.form, f"a norm, as there are {', '.join(sorted(behind))}")
         for field, names, known in (("extras", self.extras, EXTRAS), ("saved", self.saved, SAVED)):
             _verify_names(self.kind, field, names, known)
             no_post = self.post is not None or not any(name.startswith("post_") for name in names)
             check(no_post, self.kind, field, names, "without names of a norm before the residual, as there is none")
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """The names of the outputs, without the token."""
+        return norm_returns(self.norm, self.saved)
 
     def text(self) -> str:
         post = "" if self.post is None else f"post={self.post.text()}, "
@@ -492,6 +507,11 @@ PLANNED_KINDS: tuple[str, ...] = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS,
 """Those with times of their own in tables. With a matmul, a norm costs all strategies the same."""
 TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS, *ULYSSES_KINDS, FlashDecode.kind, *ATTENTION_KINDS)
 """All of them."""
+
+
+def norm_returns(norm: Norm, saved: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the outputs of a reduction with this norm, without the token."""
+    return (*("normed",) * (norm.form != NO_NORM), "total", *saved)
 
 
 def _verify_names(kind: str, field: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:

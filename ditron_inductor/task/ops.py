@@ -21,8 +21,8 @@
     x [.., N]. <extras>, the names of `nodes.EXTRAS`: residual as many elements, in any shape whose rows are N long; the
     others N elements; each of them None where there is none. total = post(all_reduce(x) + bias + second_bias) +
     residual and normed = norm(total): shape and dtype of x, contiguous, bit-identical on every rank. See `nodes.Norm`
-    for the arguments `norm` to `round_first`, and `post` (empty: there is none) to `post_round_first`. saved: names of
-    `nodes.SAVED`, joined by `+`; these are returned too, contiguous, mean and rstd as fp32 [.., 1], scaled as fp32.
+    for the arguments `norm` (`none`: no normed) to `round_first`, and `post` (empty: no post) to `post_round_first`.
+    saved: names of `nodes.SAVED`, joined by `+`: returned too, contiguous; mean and rstd fp32 [.., 1], scaled fp32.
 `matmul_all_reduce_rms_norm(a, b, product_bias, <extras>, token, ...) -> [normed, total, <saved>, token]`
     the same for x = sum_i a_i @ b_i + product_bias, or what an epilogue's `pre:` makes of that, as `matmul_all_reduce`.
 `matmul_all_gather(a, b, bias, token, ...) -> (out, token)`
@@ -105,6 +105,7 @@ from ditron_inductor.task.nodes import (
     Projections,
     ShardNorm,
     TaskNode,
+    norm_returns,
 )
 
 NAMESPACE = "ditron"
@@ -531,22 +532,21 @@ def _fake_attention_reduce_scatter(
 
 
 def _fake_all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> list[torch.Tensor]:
-    return [*norm_outputs(x, list(x.shape), saved_names(others[_SAVED_PLACE])), new_token(x)]
+    return [*norm_outputs(x, list(x.shape), others), new_token(x)]
 
 
 def _fake_matmul_all_reduce_rms_norm(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: torch.Tensor | None, *others: Any
 ) -> list[torch.Tensor]:
-    return [*norm_outputs(a[0], _sum_shape(a, b), saved_names(others[_SAVED_PLACE])), new_token(a[0])]
+    return [*norm_outputs(a[0], _sum_shape(a, b), others), new_token(a[0])]
 
 
-_SAVED_PLACE = len(EXTRAS) + 1 + NUM_NORM_ARGS
-"""Of the argument `saved` behind the operands: the extras, the token and the reduction stand before the norms."""
-
-
-def norm_outputs(x: torch.Tensor, shape: Sequence[Any], saved: Sequence[str]) -> list[torch.Tensor]:
-    """Memory for normed, total and what is saved, for sums of this shape [.., N] beside x."""
-    return [norm_output(x, shape, name) for name in ("normed", "total", *saved)]
+def norm_outputs(x: torch.Tensor, shape: Sequence[Any], others: Sequence[Any]) -> list[torch.Tensor]:
+    """Memory for what is returned, for sums of this shape [.., N] beside x. others: the arguments behind the operands,
+    where the extras, the token and the reduction stand before the norms.
+    """
+    norm, _, saved = norms_of(others[len(EXTRAS) + 2 :])
+    return [norm_output(x, shape, name) for name in norm_returns(norm, saved)]
 
 
 def norm_output(x: torch.Tensor, shape: Sequence[Any], name: str) -> torch.Tensor:

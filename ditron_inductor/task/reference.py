@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ditron_inductor.task import ulysses
-from ditron_inductor.task.nodes import EXTRAS, SHARD_EXTRAS, Norm, ShardNorm
+from ditron_inductor.task.nodes import EXTRAS, NO_NORM, SHARD_EXTRAS, Norm, ShardNorm, norm_returns
 
 Multiply = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
 """A function of rows, weights and extra tensors: products with an epilogue."""
@@ -170,7 +170,7 @@ def add_norm(
     post: Norm | None = None,
     saved: Sequence[str] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """(normed, total, and what is saved) of rows that have been reduced; extras: see `nodes.EXTRAS`."""
+    """(normed if there is a norm, total, what is saved) of rows that have been reduced; extras: see `nodes.EXTRAS`."""
     given = dict(zip(EXTRAS, extras, strict=True))
     values = {"reduced": reduced}
     total = reduced
@@ -181,9 +181,11 @@ def add_norm(
         values |= dict(zip(("post_mean", "post_rstd"), statistics, strict=False))
     if (residual := given["residual"]) is not None:
         total = total + residual.reshape(total.shape)
-    normed, *statistics = _normalised(total, norm, given["weight"], given["shift"])
-    values |= dict(zip(("mean", "rstd", "scaled"), statistics, strict=True))
-    return normed, total, *(values[name] for name in saved)
+    values["total"] = total
+    if norm.form != NO_NORM:
+        behind = _normalised(total, norm, given["weight"], given["shift"])
+        values |= dict(zip(("normed", "mean", "rstd", "scaled"), behind, strict=True))
+    return tuple(values[name] for name in norm_returns(norm, tuple(saved)))
 
 
 def norm_shard(

@@ -256,7 +256,7 @@ def _verify_extras(call: fx.Node, task: NormNode | ShardNorm, first: torch.Tenso
 
 def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
     """The call is taken apart by getitem only, and its fake outputs are as many as the schema says."""
-    count = 3 + len(task.saved) if isinstance(task, NormNode) else 2
+    count = len(task.returned) + 1 if isinstance(task, NormNode) else 2
     if isinstance(task, WithEpilogue):
         count = task.num_outputs + 1
     if isinstance(task, AllGatherMatmul):
