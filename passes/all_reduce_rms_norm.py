@@ -25,7 +25,8 @@ It must not fire when
 * something that the call needs is computed from the sum, or cannot be moved in front of it;
 * the reduced tensor is used before bias and residual are added, by an op on elements; a sum before the last, or a
   value of whole rows inside the norm, is used elsewhere: the compiler would compute it once more;
-* the norm feeds an op on elements: the compiler computes the two together, and the node would make them two;
+* the norm feeds an op on elements: the compiler computes the two together, and the node would make them two; so do two
+  norms of one sum that share its scaled rows, in training (GPT-NeoX), which the compiler makes in one kernel;
 * the rows of the norm are not those of the reduced tensor, or are longer than one program takes.
 """
 
@@ -164,8 +165,21 @@ def prove(found: Sum, rsqrt: fx.Node) -> Match | ReasonCode:
     if code is not None:
         return code
     if any(not _is_final(user) for view in proofs.views_down(norm.result) for user in view.users):
-        return ReasonCode.NORM_CONSUMER
+        return ReasonCode.NORM_SHARED if _is_shared(norm) else ReasonCode.NORM_CONSUMER
     return _hoisted(match)
+
+
+def _is_shared(norm: FoundNorm) -> bool:
+    """Whether two norms are made of the same scaled rows: what one of them does with its weight is none of the other's.
+
+    The compiler finds the common part of both in training, where it removes equal subexpressions.
+    """
+    if norm.weight is not None or norm.shift is not None:
+        return False
+    columns = norm.result.meta["val"].shape[-1]
+    scaled = [user for user in norm.result.users if user.target is aten.mul.Tensor]
+    rows = {one for user in scaled for one in user.all_input_nodes if one is not norm.result}
+    return sum((value := proofs.tensor(one)) is not None and proofs.is_row(value, columns) for one in rows) > 1
 
 
 def _find_post_norm(rsqrt: fx.Node) -> Found | None:

@@ -82,6 +82,8 @@ class ReasonCode(enum.StrEnum):
     """The result of the norm is used by an op on elements, which the compiler computes together with the norm."""
     NORM_FORM = "norm_form"
     """What follows the reduction is close to a norm of its rows, and none that is known."""
+    NORM_SHARED = "norm_shared"
+    """Two norms share the scaled rows, as those of parallel attention and MLP blocks do: a node has one weight."""
     NORM_USED = "norm_used"
     """A value inside the norm is used elsewhere too, as by a backward pass."""
     NORM_WIDTH = "norm_width"
@@ -140,6 +142,7 @@ _NOTHING_TO_CHANGE = frozenset(
         ReasonCode.NO_MATMUL,
         ReasonCode.NORM_CONSUMER,
         ReasonCode.NORM_FORM,
+        ReasonCode.NORM_SHARED,
         ReasonCode.NORM_USED,
         ReasonCode.NORM_WIDTH,
         ReasonCode.ROWS_CONTRACTED,
@@ -240,6 +243,10 @@ _TEXTS: dict[ReasonCode, str] = {
     ReasonCode.NORM_FORM: (
         "the norm behind it is not of a form that is known; use that of nn.RMSNorm, nn.LayerNorm, Llama or Gemma, "
         "with a constant eps (it is none under dynamic=True; mark dimensions as dynamic instead)"
+    ),
+    ReasonCode.NORM_SHARED: (
+        "two norms of the same rows, with weights of their own, follow it (parallel attention and MLP blocks in "
+        "training), and the compiler makes both in one kernel; nothing to change"
     ),
     ReasonCode.NORM_USED: (
         "a value of whole rows inside the norm behind it is used elsewhere, and a kernel of its own would compute it "

@@ -1,4 +1,6 @@
-"""all_reduce_rms_norm where a norm stands in front of the residual, and none behind: as OLMo 2 has it."""
+"""all_reduce_rms_norm where a norm stands in front of the residual, and none behind, as OLMo 2 has it; and where two
+stand behind, as in GPT-NeoX.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from tests.passes.test_all_reduce_rms_norm import (
     FP32,
     LlamaNorm,
     assert_same_when_fused,
+    codes,
     frozen,
     fused,
     graph_of,
@@ -65,6 +68,18 @@ def test_training_with_a_norm_in_front_of_the_residual_alone() -> None:
     assert_same_when_fused(module)
     (node,) = nodes_of(module)
     assert node.norm.form == "none" and node.saved == ("reduced", "post_rstd")
+
+
+def test_two_norms_of_one_sum_are_named_in_training() -> None:
+    """The compiler has found what both compute; in inference it has not, and the node takes one of them."""
+    first, second = (nn.LayerNorm(32, dtype=FP32) for _ in range(2))
+
+    def fn(a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
+        x = all_reduce(a @ b) + residual
+        return first(x) @ out, second(x) @ out
+
+    module = training(fn, FP32)
+    assert fused(module) == 0 and codes(module) == ["norm_shared"]
 
 
 def test_a_sum_that_nothing_wants_in_memory_stays() -> None:
