@@ -24,7 +24,7 @@ demo: $(READY)
 	@$(RUN) -m ditron_inductor demo
 
 test: $(READY)
-	$(RUN) -m pytest -q -m "not gpu"
+	$(RUN) -m pytest -q -m "not gpu" -n 2 --dist loadgroup
 
 test-gpu: $(READY)
 	$(RUN) -m pytest -q -m gpu

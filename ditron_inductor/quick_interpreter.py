@@ -1,7 +1,9 @@
-"""Triton's interpreter without work that it repeats: more than half of what ranks on the CPU device compute.
+"""Triton's interpreter without work that it repeats: most of what ranks on the CPU device compute.
 
-Inside a kernel, every call of a device function replaces all of `triton.language` again, though the kernel's own
-launch has just done that; and the numpy type of every value is looked up in a dict made for it. Values are not touched.
+A rank that waits looks, and looks again, at the same words: it sleeps between two looks, so that the rank it waits for
+gets the core.
+Inside a kernel, every call of a device function replaces all of `triton.language` again, though the kernel's own launch
+has just done that; and the numpy type of every value is looked up in a dict made for it. Values are not touched.
 Only in processes that are ours: ranks that a command or a test starts for itself.
 """
 
@@ -10,10 +12,14 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
 NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype")
+PAUSE_S = 1.0e-3
+pause_s = 0.0
+"""How long a wait of this process sleeps between two looks."""
 
 
 def make_quick() -> None:
@@ -26,6 +32,26 @@ def make_quick() -> None:
         module: Any = interpreter
         module._patch_lang = patched_once(module._patch_lang, module._LangPatchScope, module.tl)
         module._get_np_dtype = looked_up_once(module._get_np_dtype, module.tl.dtype)
+        builder = module.InterpreterBuilder
+        builder.create_atomic_rmw = patient(builder.create_atomic_rmw, module._ir.MEM_SEMANTIC.ACQUIRE)
+        global pause_s
+        pause_s = PAUSE_S
+
+
+def patient(update: Callable[..., Any], acquire: object) -> Callable[..., Any]:
+    """`update`, a builder's atomic operation, which sleeps before it acquires from where it has just acquired."""
+    last = b""
+
+    def update_patiently(self: Any, op: Any, pointer: Any, value: Any, mask: Any, order: Any, scope: Any) -> Any:
+        nonlocal last
+        if order == acquire:
+            words = pointer.data.tobytes()
+            if words == last:
+                time.sleep(PAUSE_S)
+            last = words
+        return update(self, op, pointer, value, mask, order, scope)
+
+    return update_patiently
 
 
 def looked_up_once(look_up: Callable[[Any], Any], scalar_type: type) -> Callable[[Any], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,10 +35,14 @@ from ditron_inductor.task.nodes import (
     MatmulNode,
     MatmulReduceScatter,
     NormNode,
+    TaskNode,
     UlyssesNode,
     WithEpilogue,
 )
 from ditron_inductor.task.ops import argument_of, node_from_call
+
+Sizes = tuple[int | None, int | None, int | None]
+"""m, n, k of a record, None where a size is not known."""
 
 
 def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> GraphRecord:
@@ -88,24 +93,8 @@ def _task_record(node: fx.Node) -> SiteRecord:
         # What is multiplied: a part of the rows, with the columns of all ranks.
         m = None if m is None else m // task.world_size
         k = None if k is None else k * task.world_size
-    return SiteRecord(
-        site=task.site,
-        kind=task.kind,
-        fused=True,
-        pattern=_pattern(task),
-        group_name=task.group_name,
-        world_size=task.world_size,
-        dtype=str(lhs.dtype).removeprefix("torch."),
-        device_type=lhs.device.type,
-        shapes=tuple(shape_text(value.shape) for value in (*lefts, *weights)),
-        m=m,
-        n=n,
-        k=k,
-        itemsize=lhs.dtype.itemsize,
-        bytes_moved=_task_bytes(task, m, n, k, lhs.dtype.itemsize),
-        strategy=task.policy.strategy,
-        node=node.name,
-        text=task.text(),
+    return replace(
+        _fused_record(node, task, lhs, (*lefts, *weights), (m, n, k)),
         rows=() if m is None or k is None or not weights else _rows(task, lhs, k),
         columns=() if n is None else tuple(size for size in columns if size is not None),
         dim=_dim(task),
@@ -113,46 +102,15 @@ def _task_record(node: fx.Node) -> SiteRecord:
         bias=bool(getattr(task, "has_bias", False)),
         parts=task.parts if isinstance(task, MatmulAllToAll | AllToAllMatmul) else 1,
         epilogue=task.epilogue if isinstance(task, WithEpilogue) else "",
-        line=describe(node).line,
     )
 
 
-def _decode_record(node: fx.Node, task: FlashDecode) -> SiteRecord:
-    """m: query heads of all sequences, of n elements each. There is no product to be timed: no rows, no columns."""
-    q, k, v = (_value(one) for one in node.args[:3])
-    m, n = _hint(q.shape[0] * q.shape[1]), _hint(q.shape[2])
-    return SiteRecord(
-        site=task.site,
-        kind=task.kind,
-        fused=True,
-        pattern=f"{'paged ' * task.paged}decode attention -> all_gather of parts -> merge",
-        group_name=task.group_name,
-        world_size=task.world_size,
-        dtype=str(q.dtype).removeprefix("torch."),
-        device_type=q.device.type,
-        shapes=tuple(shape_text(value.shape) for value in (q, k, v)),
-        m=m,
-        n=n,
-        k=1,
-        itemsize=q.dtype.itemsize,
-        bytes_moved=None if m is None or n is None else part_bytes(m, n) * (task.world_size - 1),
-        strategy=task.policy.strategy,
-        node=node.name,
-        text=task.text(),
-        line=describe(node).line,
-    )
-
-
-def _attention_record(node: fx.Node, task: AttentionNode) -> SiteRecord:
-    """Its sizes are those of a matmul with as many operations; see `attention_sizes`."""
-    q, k = (_value(argument_of(node.target, node.args, name)) for name in ("q", "k"))
-    hints = [_hint(size) for size in (*q.shape, *k.shape[1:3])]
-    sizes: tuple[int | None, int | None, int | None] = None, None, None
-    if None not in hints:
-        B, heads, queries, D, key_heads, keys = (hint for hint in hints if hint is not None)
-        keys //= task.world_size if isinstance(task, AttentionReduceScatter) else 1
-        sizes = attention_sizes(task.mask, task.world_size, B, heads, queries, D, key_heads, keys)
-    m, n, k_size = sizes
+def _fused_record(
+    node: fx.Node, task: TaskNode, first: torch.Tensor, operands: Sequence[torch.Tensor], sizes: Sizes
+) -> SiteRecord:
+    """What the records of all Task nodes have in common. first: the tensor whose dtype and device are the node's."""
+    m, n, k = sizes
+    itemsize = first.dtype.itemsize
     return SiteRecord(
         site=task.site,
         kind=task.kind,
@@ -160,19 +118,38 @@ def _attention_record(node: fx.Node, task: AttentionNode) -> SiteRecord:
         pattern=_pattern(task),
         group_name=task.group_name,
         world_size=task.world_size,
-        dtype=str(q.dtype).removeprefix("torch."),
-        device_type=q.device.type,
-        shapes=tuple(shape_text(value.shape) for value in (q, k)),
+        dtype=str(first.dtype).removeprefix("torch."),
+        device_type=first.device.type,
+        shapes=tuple(shape_text(value.shape) for value in operands),
         m=m,
         n=n,
-        k=k_size,
-        itemsize=q.dtype.itemsize,
-        bytes_moved=_task_bytes(task, m, n, k_size, q.dtype.itemsize),
+        k=k,
+        itemsize=itemsize,
+        bytes_moved=None if m is None or n is None or k is None else _task_bytes(task, m, n, k, itemsize),
         strategy=task.policy.strategy,
         node=node.name,
         text=task.text(),
         line=describe(node).line,
     )
+
+
+def _decode_record(node: fx.Node, task: FlashDecode) -> SiteRecord:
+    """m: query heads of all sequences, of n elements each. There is no product to be timed: no rows, no columns."""
+    q, k, v = (_value(one) for one in node.args[:3])
+    sizes = _hint(q.shape[0] * q.shape[1]), _hint(q.shape[2]), 1
+    return _fused_record(node, task, q, (q, k, v), sizes)
+
+
+def _attention_record(node: fx.Node, task: AttentionNode) -> SiteRecord:
+    """Its sizes are those of a matmul with as many operations; see `attention_sizes`."""
+    q, k = (_value(argument_of(node.target, node.args, name)) for name in ("q", "k"))
+    hints = [_hint(size) for size in (*q.shape, *k.shape[1:3])]
+    sizes: Sizes = None, None, None
+    if None not in hints:
+        B, heads, queries, D, key_heads, keys = (hint for hint in hints if hint is not None)
+        keys //= task.world_size if isinstance(task, AttentionReduceScatter) else 1
+        sizes = attention_sizes(task.mask, task.world_size, B, heads, queries, D, key_heads, keys)
+    return _fused_record(node, task, q, (q, k), sizes)
 
 
 def _rows(task: MatmulNode | NormNode | UlyssesNode, lhs: torch.Tensor, k: int) -> tuple[int, ...]:
@@ -190,8 +167,10 @@ def _dim(task: MatmulNode | NormNode | UlyssesNode) -> int:
     return 0
 
 
-def _pattern(task: MatmulNode | NormNode | UlyssesNode | AttentionNode) -> str:
+def _pattern(task: TaskNode) -> str:
     match task:
+        case FlashDecode():
+            return f"{'paged ' * task.paged}decode attention -> all_gather of parts -> merge"
         case AllGatherMatmul():
             matmuls = "matmul" if task.num_weights == 1 else f"{task.num_weights} matmuls"
             used = ", gathered used" * task.return_gathered
@@ -244,17 +223,11 @@ def _norm_text(task: AllReduceRmsNorm | MatmulAllReduceRmsNorm) -> str:
     return f"all_reduce({task.reduce_op}){biases}{post}{residual}{norm}"
 
 
-def _task_bytes(
-    task: MatmulNode | NormNode | UlyssesNode | AttentionNode,
-    m: int | None,
-    n: int | None,
-    k: int | None,
-    itemsize: int,
-) -> int | None:
-    if m is None or n is None or k is None:
-        return None
+def _task_bytes(task: TaskNode, m: int, n: int, k: int, itemsize: int) -> int:
     peers = task.world_size - 1
     match task:
+        case FlashDecode():
+            return part_bytes(m, n) * peers
         case AllGatherMatmul() | AllGatherContract():
             return m * k // task.world_size * itemsize * peers
         case MatmulReduceScatter():

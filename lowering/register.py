@@ -326,6 +326,17 @@ def _prepare_matmul_all_gather(
     library = functools.partial(
         reference.matmul_all_gather, gather_dim=gather_dim, world_size=world_size, group_name=group_name
     )
+    return _prepare_product(key, node, a, b, library)
+
+
+def _prepare_product(
+    key: Hashable,
+    node: MatmulAllGather | MatmulAllToAll,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    library: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Of a node that sends all rows of its sum of products."""
     leading, N = a[0].shape[:-1], b[0].shape[1]
     local = "K", sum(one.shape[0] for one in b)
     return _prepare(key, node, a[0], library, sizes=(*leading, N), m=math.prod(leading), shared=N, local=local)
@@ -383,9 +394,7 @@ def _prepare_matmul_all_to_all(
     library = functools.partial(
         reference.matmul_all_to_all, gather_dim=gather_dim, parts=parts, world_size=world_size, group_name=group_name
     )
-    leading, N = a[0].shape[:-1], b[0].shape[1]
-    local = "K", sum(one.shape[0] for one in b)
-    return _prepare(key, node, a[0], library, sizes=(*leading, N), m=math.prod(leading), shared=N, local=local)
+    return _prepare_product(key, node, a, b, library)
 
 
 def _prepare_all_to_all_matmul(

@@ -22,7 +22,7 @@ from torch import fx
 
 from ditron_inductor.passes import axes, proofs, rewriting
 from ditron_inductor.passes.axes import Axis, Layout
-from ditron_inductor.passes.collectives import SHARD_DIM, WAIT, group_size
+from ditron_inductor.passes.collectives import SHARD_DIM, WAIT, read_group
 from ditron_inductor.passes.reasons import LEFT_ALONE, ReasonCode, Refused, leave_alone
 
 aten = torch.ops.aten
@@ -70,14 +70,11 @@ class Chain:
 def read_all_to_all(node: fx.Node) -> AllToAll | ReasonCode:
     """Proves the group, the equal splits and the wait of an all-to-all."""
     bound = proofs.arguments(node)
-    group_name, operand = bound["group_name"], bound["input"]
-    if not isinstance(group_name, str):
-        return ReasonCode.GROUP_UNKNOWN
-    world_size = group_size(group_name)
-    if world_size is None:
-        return ReasonCode.GROUP_UNKNOWN
-    if world_size == 1:
-        return ReasonCode.WORLD_SIZE_ONE
+    group = read_group(node)
+    if isinstance(group, ReasonCode):
+        return group
+    group_name, world_size = group
+    operand = bound["input"]
     value = proofs.tensor(operand)
     if value is None or value.ndim == 0 or proofs.tensor(node) is None:
         return ReasonCode.WAIT_FORM

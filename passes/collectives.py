@@ -55,16 +55,11 @@ def collectives(graph: fx.Graph, target: object) -> Iterator[fx.Node]:
 def read_collective(node: fx.Node) -> Collective | ReasonCode:
     """Proves the group, its size, the reduce op and the wait of a collective."""
     bound = proofs.arguments(node)
-    group_name, operand = bound["group_name"], bound["input"]
-    if not isinstance(group_name, str):
-        return ReasonCode.GROUP_UNKNOWN
-    world_size = group_size(group_name)
-    if world_size is None:
-        return ReasonCode.GROUP_UNKNOWN
-    if bound.get("group_size", world_size) != world_size:
-        return ReasonCode.WORLD_SIZE
-    if world_size == 1:
-        return ReasonCode.WORLD_SIZE_ONE
+    group = read_group(node)
+    if isinstance(group, ReasonCode):
+        return group
+    group_name, world_size = group
+    operand = bound["input"]
     reduce_op = bound.get("reduce_op")
     if reduce_op is not None and reduce_op not in REDUCE_OPS:
         return ReasonCode.REDUCE_OP
@@ -72,6 +67,20 @@ def read_collective(node: fx.Node) -> Collective | ReasonCode:
     if wait is None or wait.target is not WAIT or proofs.tensor(wait) is None or proofs.tensor(operand) is None:
         return ReasonCode.WAIT_FORM
     return Collective(node, wait, operand, world_size, group_name, reduce_op)
+
+
+def read_group(node: fx.Node) -> tuple[str, int] | ReasonCode:
+    """(name, size) of the group of a collective: known here, of the size that the call names, and of several ranks."""
+    bound = proofs.arguments(node)
+    group_name = bound["group_name"]
+    world_size = group_size(group_name) if isinstance(group_name, str) else None
+    if world_size is None:
+        return ReasonCode.GROUP_UNKNOWN
+    if bound.get("group_size", world_size) != world_size:
+        return ReasonCode.WORLD_SIZE
+    if world_size == 1:
+        return ReasonCode.WORLD_SIZE_ONE
+    return group_name, world_size
 
 
 def group_size(group_name: str) -> int | None:

@@ -82,6 +82,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+# Before pytest-xdist looks at the groups.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     num_gpus = torch.cuda.device_count()
     dropped = []
@@ -90,11 +92,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         spec = getattr(item, "callspec", None)
         places = [value for value in spec.params.values() if isinstance(value, Place)] if spec else []
+        assert isinstance(item, pytest.Function)
         if item.get_closest_marker("all_cases") and not config.option.all_cases:
             dropped.append(item)
             continue
         if spec and places and not config.option.all_cases:
-            assert isinstance(item, pytest.Function)
             kept = True
             for name, keep in kept_values(places[0]).items():
                 if name in spec.params:
@@ -104,6 +106,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     kept &= keep(known.index(spec.params[name]))
             if not kept:
                 dropped.append(item)
+        if "rank_pools" in item.fixturenames:
+            # One pool of ranks after the other has the cores; all else runs beside them.
+            item.add_marker(pytest.mark.xdist_group("ranks"))
         if item.get_closest_marker("gpu") is None:
             continue
         wanted = max([place.world_size for place in places], default=1)

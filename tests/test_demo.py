@@ -21,6 +21,8 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
 
 
+# CI runs `make demo`, which is this in both forms.
+@pytest.mark.all_cases
 @pytest.mark.timeout(300)
 def test_two_cpu_ranks_match_eager() -> None:
     done = run_demo("--device", "cpu", "--form", "sp")

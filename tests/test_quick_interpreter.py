@@ -5,7 +5,11 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from ditron_inductor.quick_interpreter import looked_up_once, patched_once
+import numpy as np
+import pytest
+
+from ditron_inductor import quick_interpreter
+from ditron_inductor.quick_interpreter import looked_up_once, patched_once, patient
 
 TL = types.ModuleType("tl")
 CORE = types.ModuleType("tl.core")
@@ -72,3 +76,13 @@ def test_scalars_are_looked_up_once() -> None:
     scalar, pointer = Scalar(), Pointer()
     assert [look_up_once(one) for one in (scalar, Block(scalar), scalar)] == [1, 1, 1]
     assert [look_up_once(one) for one in (pointer, Block(pointer), 7)] == [2, 3, 4]
+
+
+def test_a_wait_sleeps_from_its_second_look_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(quick_interpreter.time, "sleep", lambda seconds: events.append("sleep"))
+    look = patient(lambda *arguments: events.append("look"), "acquire")
+    here, there = (types.SimpleNamespace(data=np.array([address, 0])) for address in (64, 128))
+    for pointer, order in ((here, "acquire"), (here, "relaxed"), (here, "acquire"), (there, "acquire")):
+        look(None, "add", pointer, 0, True, order, "sys")
+    assert events == ["look", "look", "sleep", "look", "look"]

@@ -11,6 +11,7 @@ import time
 import torch
 import triton
 
+from ditron_inductor import quick_interpreter
 from ditron_inductor.core import layout as words
 from ditron_inductor.core.signals import wait
 from ditron_inductor.device import layout
@@ -65,12 +66,13 @@ def _timed_wait(ctl: torch.Tensor, table: torch.Tensor, record: torch.Tensor, po
     ctl[words.POLL_LIMIT.value] = polls
     ctl[words.RECORD.value] = record.data_ptr()
     _synchronize(ctl.device)
-    # On a busy machine the interpreter waits for its turn too, which is no polling.
+    # On a busy machine the interpreter waits for its turn too, which is no polling; its pauses are.
     clock = time.perf_counter if ctl.device.type == "cuda" else time.thread_time
     start = clock()
     _wait_in_vain[(1,)](table, ctl, 0, 0, 0, 0, 1, num_warps=1)
     _synchronize(ctl.device)
-    return clock() - start
+    seconds = clock() - start
+    return seconds if ctl.device.type == "cuda" else seconds + polls * quick_interpreter.pause_s
 
 
 def _synchronize(device: torch.device) -> None:

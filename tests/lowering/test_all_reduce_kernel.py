@@ -8,14 +8,14 @@ import pytest
 import torch.distributed as dist
 
 import ditron_inductor
-from ditron_inductor.core.layout import MAX_CHUNKS, POISON, REVOKED_ROW
-from ditron_inductor.device import layout, workspaces
+from ditron_inductor.core.layout import MAX_CHUNKS, REVOKED_ROW
+from ditron_inductor.device import layout
 from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel
 from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import Cut, cut
 from tests.conftest import Place
 from tests.lowering import calls
 from tests.lowering.calls import Site
-from tests.lowering.failures import Failure, fails
+from tests.lowering.failures import Failure, call_without_the_last, check_left_waiting, fails, nan_once_poisoned
 from tests.lowering.problems import Problem, Size
 from tests.lowering.stress import BACK_TO_BACK, call_in_poisoned_slots, call_in_random_order
 from tests.lowering.test_matmul_all_reduce import BF16, FP16, FP32, Case, _check
@@ -177,28 +177,11 @@ def _problem(ctx: RankContext, name: str, index: int) -> Problem:
 
 
 def _poisoned_launch(ctx: RankContext) -> bool:
-    """Whether all that a launch returns is NaN once a wait of its rank has failed."""
-    problems = [_problem(ctx, "failed", index) for index in range(2)]
-    for problem in problems:
-        problem.check(problem())
-    (shared,) = workspaces.of_group(dist.distributed_c10d._resolve_process_group(ctx.group_name))
-    ctl = shared.generations[-1].ctl
-    dist.barrier()
-    ctl[POISON.value] = 1
-    missing = all(bool(out.isnan().all()) for problem in problems for out in problem())
-    dist.barrier()
-    return missing
+    return nan_once_poisoned(ctx, [_problem(ctx, "failed", index) for index in range(2)])
 
 
-def _late(ctx: RankContext, index: int) -> Failure | bool:
-    """The last rank does not come before the others have given up: it is called again when they have answered."""
-    problem = _problem(ctx, "late", index)
-    expected = problem()
-    problem.check(expected)
-    dist.barrier()
-    if ctx.rank != ctx.world_size - 1:
-        return fails(ctx, problem)
-    return True
+def _late(ctx: RankContext, index: int) -> Failure | None:
+    return call_without_the_last(ctx, _problem(ctx, "late", index))
 
 
 def _other_site(ctx: RankContext, index: int) -> Failure:
@@ -229,10 +212,7 @@ def test_a_poisoned_launch_is_nan(fragile_pool: RankPool) -> None:
 
 @pytest.mark.parametrize(("fragile_place", "index"), [(TWO, 0), (THREE, 1)], indirect=["fragile_place"], ids=str)
 def test_a_rank_that_comes_too_late(fragile_pool: RankPool, index: int) -> None:
-    *waiting, _ = fragile_pool.run(_late, index, timeout=100)
-    last = fragile_pool.world_size - 1
-    assert all(failure.type_name == "DitronTimeout" for failure in waiting), waiting
-    assert any(f"for rank {last}" in failure.message for failure in waiting), waiting
+    check_left_waiting(fragile_pool.run(_late, index, timeout=100), f"late/{index}")
     fragile_pool.run(_reset)
 
 

@@ -43,7 +43,7 @@ CASES = (
     Case("gfx942", 128, tile.CONFIGS[128]),
     Case("gfx942", 256, tile.CONFIGS[256], mask="causal", gathered=True),
 )
-POINTERS = ("q", "kv", "out", "gathered")
+POINTERS = ("q", "kv", "out", "gathered_k", "gathered_v")
 
 
 def _compile(

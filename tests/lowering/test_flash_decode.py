@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
-import torch.distributed as dist
 
-from ditron_inductor.core.layout import POISON
-from ditron_inductor.device import workspaces
 from ditron_inductor.errors import InvalidOperands, InvalidTaskNode
 from ditron_inductor.ops import flash_decode
 from ditron_inductor.task import flash_decode as task
@@ -17,7 +12,7 @@ from tests.conftest import Place
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.lowering.decode_problems import Decode, DecodeProblem
-from tests.lowering.failures import Failure, fails, reset
+from tests.lowering.failures import Failure, call_without_the_last, check_left_waiting, nan_once_poisoned, reset
 from tests.lowering.problems import SMALL, Problem
 from tests.lowering.stress import call_in_random_order, check_in_poisoned_slots, replay_with_new_operands
 from tests.rank_process import RankContext
@@ -126,28 +121,11 @@ def test_lengths_beyond_the_cache_on_gpus(gpu_pool: RankPool) -> None:
 
 
 def _poisoned_launch(ctx: RankContext) -> bool:
-    """Whether all that a launch returns is NaN once a wait of its rank has failed."""
-    problems = _problems(ctx, "failed", TIMEOUT_S)
-    for problem in problems:
-        problem.check(problem())
-    (shared,) = workspaces.of_group(dist.distributed_c10d._resolve_process_group(ctx.group_name))
-    ctl = shared.generations[-1].ctl
-    dist.barrier()
-    ctl[POISON.value] = 1
-    missing = all(bool(out.isnan().all()) for problem in problems for out in problem())
-    dist.barrier()
-    return missing
+    return nan_once_poisoned(ctx, _problems(ctx, "failed"))
 
 
-def _late(ctx: RankContext) -> Failure | bool:
-    """The last rank comes when the others have given up."""
-    problem = _problems(ctx, "late", TIMEOUT_S)[0]
-    problem.check(problem())
-    dist.barrier()
-    if ctx.rank != ctx.world_size - 1:
-        return fails(ctx, problem)
-    time.sleep(TIMEOUT_S * 5)
-    return True
+def _late(ctx: RankContext) -> Failure | None:
+    return call_without_the_last(ctx, _problems(ctx, "late", TIMEOUT_S)[0])
 
 
 def _reset_and_work(ctx: RankContext) -> None:
@@ -168,9 +146,7 @@ def test_a_poisoned_launch_is_nan(fragile_pool: RankPool) -> None:
 
 
 def test_a_rank_that_comes_too_late(fragile_pool: RankPool) -> None:
-    waiting, _ = fragile_pool.run(_late, timeout=100)
-    assert isinstance(waiting, Failure) and waiting.type_name == "DitronTimeout", waiting
-    assert "for rank 1" in waiting.message and "late/0" in waiting.message, waiting
+    check_left_waiting(fragile_pool.run(_late, timeout=100), "late/0")
     fragile_pool.run(_reset_and_work)
 
 

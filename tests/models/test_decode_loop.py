@@ -15,7 +15,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.task import flash_decode as task
 from tests.models.decode_loop import Attend, Layer, generate, plain_attention
 from tests.rank_process import RankContext
-from tests.ranks import RankPool
+from tests.ranks import RankPool, RankPools
 
 BATCH, STEPS = 2, 5
 HEAD_DIM = {"cpu": 16, "cuda": 64}
@@ -49,12 +49,18 @@ def _generate(ctx: RankContext, way: str) -> int:
         # From the first step on, where all ranks but one have no token yet.
         found = generate(layer, first, STEPS, ctx.rank, ctx.world_size, watched)
     dist.barrier()
+    fused = counters["ditron"]["flash_decode"]
     # Before the tokens: argmax hides what NaN and zeros show.
-    assert all(one.isfinite().all() and one.any() for one in seen), (way, seen)
-    assert torch.equal(found, wanted), (way, found, wanted)
-    return counters["ditron"]["flash_decode"]
+    assert all(one.isfinite().all() and one.any() for one in seen), (way, fused, seen)
+    assert torch.equal(found, wanted), (way, fused, found, wanted)
+    return fused
 
 
 @pytest.mark.parametrize("way", ["compiled", "function", "inside"])
-def test_a_decode_loop(pool: RankPool, way: str) -> None:
-    assert set(pool.run(_generate, way, timeout=200)) == {int(way == "compiled")}
+def test_a_decode_loop(rank_pools: RankPools, way: str) -> None:
+    assert set(rank_pools.get("cpu", 2).run(_generate, way, timeout=200)) == {int(way == "compiled")}
+
+
+@pytest.mark.parametrize("way", ["compiled", "function", "inside"])
+def test_a_decode_loop_on_gpus(gpu_pool: RankPool, way: str) -> None:
+    assert set(gpu_pool.run(_generate, way, timeout=200)) == {int(way == "compiled")}

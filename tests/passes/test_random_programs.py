@@ -31,8 +31,8 @@ from tests.passes.make_programs import ALGEBRA, make_program, seeded
 from tests.passes.programs import Program
 from tests.tolerances import relative_error
 
-EXAMPLES = 250
-DYNAMIC_EXAMPLES = 30
+EXAMPLES = 150
+DYNAMIC_EXAMPLES = 15
 ALGEBRA_EXAMPLES = 40
 GROUP_SIZES = {"world": 4, "row": 2, "column": 2}
 MEMBERS = {"world": [[0, 1, 2, 3]], "row": [[0, 1], [2, 3]], "column": [[0, 2], [1, 3]]}
