@@ -1,4 +1,4 @@
-# make demo | test | lint | test-gpu | clean. Each of them makes .venv first; PYTHON=... picks the interpreter for it.
+# make demo | test | lint | docs | test-gpu | clean. Each of them makes .venv first; PYTHON=... picks the interpreter for it.
 
 VENV := .venv
 READY := $(VENV)/.ready
@@ -6,12 +6,13 @@ RUN := $(VENV)/bin/python
 # The tests start several processes each; without this every one of them takes all cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-gpu lint clean
+.PHONY: help setup demo test test-gpu lint docs clean
 help:
 	@echo "make demo      two ranks run a small Llama through Ditron and compare it with eager"
 	@echo "make test      everything that needs no GPU"
 	@echo "make test-gpu  the suite that needs two or more GPUs"
 	@echo "make lint      ruff, mypy, file lengths"
+	@echo "make docs      the documentation as a site, in build/site; broken links are errors"
 	@echo "make clean     remove .venv and what the tools left"
 
 setup: $(READY)
@@ -33,6 +34,18 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(RUN) .ci/layout.py
+
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+	@echo "docs: open build/site/index.html"
+
+# The extra's own packages alone: building the site reads the sources and imports neither Ditron nor torch.
+$(VENV)/.docs: $(READY)
+	@$(RUN) -c 'import tomllib; \
+	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	    > $(VENV)/docs.txt
+	$(RUN) -m pip install --disable-pip-version-check --quiet --requirement $(VENV)/docs.txt
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

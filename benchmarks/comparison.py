@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from benchmarks.records import Row
+from benchmarks.records import Row, by_cell
 from ditron_inductor.task.nodes import KINDS, ULYSSES_KINDS
 
 OPS = (*KINDS, *ULYSSES_KINDS)
@@ -79,13 +79,11 @@ class Comparison:
 
 def comparisons(rows: Iterable[Row]) -> list[Comparison]:
     """One for every cell, ordered by world, op, eager before graph, wide before narrow, M downwards."""
-    cells: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in rows:
-        cells.setdefault(row.cell, {})[row.contestant] = row
     found = []
-    for cell in cells.values():
-        row = next(iter(cell.values()))
-        sizes = {name: int(value) for name, value in (part.split("=") for part in row.shape.split(";"))}
+    for of_cell in by_cell(rows):
+        row = of_cell[0]
+        cell = {one.contestant: one for one in of_cell}
+        sizes = {name: int(value) for name, value in row.sizes.items()}
         M, N, K, products = sizes["M"], sizes["N"], sizes["K"], sizes.get("products", 1)
         found.append(Comparison(row.op, M, N, K, row.dtype, row.world, row.graph, row.gpu, cell, products))
     return sorted(

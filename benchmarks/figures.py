@@ -1,4 +1,4 @@
-"""`python -m benchmarks.figures`: pictures of the results, one file per op.
+"""`python -m benchmarks.figures`: pictures of the results, one file per op, and one per phase of whole models.
 
 For every pair (N, K) of an op that was measured at three or more M: above, how many times faster than NCCL + cuBLAS,
 and below, limit / time, both over M. Full lines are inside CUDA graphs, dashed ones in eager mode. Needs matplotlib
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.comparison import BASELINES, OURS, RIVALS, TITLES, Comparison, comparisons
-from benchmarks.records import GEMM_COLLECTIVES, read_csv
+from benchmarks.models import charts
+from benchmarks.records import GEMM_COLLECTIVES, MODELS, read_csv
 from ditron_inductor.task.nodes import KINDS
 
 NAMES = tuple(name for name in (*RIVALS, *OURS) if name not in BASELINES)
@@ -141,7 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.figures", description=__doc__.partition("\n")[0])
     parser.add_argument("--results", type=Path, default=GEMM_COLLECTIVES, help="the CSV; pictures go beside it")
-    results: Path = parser.parse_args(arguments).results
+    parser.add_argument("--models", type=Path, default=MODELS, help="the CSV of whole models; likewise")
+    options = parser.parse_args(arguments)
+    results: Path = options.results
     cells = comparisons(read_csv(results))
     for op in KINDS:
         drawn = panels(cells, op)[:MAX_COLUMNS]
@@ -150,6 +153,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         path = picture_path(results, op)
         draw(op, drawn, path, "full: inside CUDA graphs; dashed: eager; bf16, NVLink multicast off for everybody")
+        print(path)
+    for chart in charts.charts(read_csv(options.models)):
+        path = charts.png_path(options.models, chart)
+        charts.png(chart, path)
         print(path)
     return 0
 

@@ -92,6 +92,21 @@ def start_ranks(module: str, request: Request, world_size: int) -> int:
     return to_the_end(module, _start, (module, request), world_size, request.device, limit_s, kept)
 
 
+def measure_on_ranks(module: str, request: Any, world_size: int, device_type: str, limit_s: float) -> int:
+    """Run `measure(session, request)` of `module` in new rank processes; the exit code as of `start_ranks`."""
+    return to_the_end(module, _measure, (module, request), world_size, device_type, limit_s)
+
+
+def _measure(rank: Rank, asked: tuple[str, Any]) -> bool:
+    begun = time.monotonic()
+    module, request = asked
+    device = rank.join()
+    from benchmarks.session import Session
+
+    importlib.import_module(module).measure(Session(device, begun), request)
+    return True
+
+
 def to_the_end(
     program: str,
     target: Callable[[Rank, Any], bool],

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from ditron_inductor.task.nodes import ULYSSES_KINDS
 
@@ -15,6 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 GEMM_COLLECTIVES = RESULTS / "gemm_collectives.csv"
 MODELS = RESULTS / "models.csv"
 ATTENTION = RESULTS / "attention.csv"
+NORM = RESULTS / "norm.csv"
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Row:
     date: str
 
     @property
+    def sizes(self) -> dict[str, str]:
+        """What `shape` says, by name."""
+        return dict(part.split("=", 1) for part in self.shape.split(";"))
+
+    @property
     def cell(self) -> tuple[str, ...]:
         """What the contestants of one interleaved run have in common."""
         parts = (self.bench, self.op, self.shape, self.dtype, self.world, self.graph, self.gpu)
@@ -52,7 +59,6 @@ class Row:
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
-_FLOATS = ("p20_us", "p50_us", "p80_us", "skew_pct", "limit_us")
 
 
 def results_of(ops: Iterable[str]) -> Path:
@@ -73,21 +79,7 @@ def head_commit() -> str:
 
 def read_csv(path: Path) -> list[Row]:
     """The rows of a results file, none if there is no file. ValueError where its columns are not those of `Row`."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise ValueError(f"{path}: columns {reader.fieldnames}, not {COLUMNS}")
-        return [_parse(record) for record in reader]
-
-
-def _parse(record: dict[str, str]) -> Row:
-    values: dict[str, object] = dict(record)
-    for name in _FLOATS:
-        values[name] = float(record[name]) if record[name] else None
-    values["world"], values["graph"] = int(record["world"]), int(record["graph"])
-    return Row(**values)  # type: ignore[arg-type]
+    return read_lines(path, Row)
 
 
 def merge_csv(path: Path, rows: Iterable[Row]) -> None:
@@ -95,18 +87,62 @@ def merge_csv(path: Path, rows: Iterable[Row]) -> None:
 
     Rows of two runs never stand in one cell: the chip's clock lies between them.
     """
-    cells: dict[tuple[str, ...], list[Row]] = {}
-    for row in read_csv(path):
-        cells.setdefault(row.cell, []).append(row)
-    newer: dict[tuple[str, ...], list[Row]] = {}
+    write_lines(path, Row, grouped(read_csv(path)) | grouped(rows))
+
+
+class OfCell(Protocol):
+    """A line of a file of results."""
+
+    @property
+    def cell(self) -> tuple[str, ...]: ...
+
+
+T = TypeVar("T", bound=OfCell)
+
+
+def grouped(rows: Iterable[T]) -> dict[tuple[str, ...], list[T]]:
+    """By cell, in the order of the cells' first rows."""
+    cells: dict[tuple[str, ...], list[T]] = {}
     for row in rows:
-        newer.setdefault(row.cell, []).append(row)
+        cells.setdefault(row.cell, []).append(row)
+    return cells
+
+
+def by_cell(rows: Iterable[T]) -> list[list[T]]:
+    """The rows of each cell."""
+    return list(grouped(rows).values())
+
+
+def read_lines(path: Path, kind: type[T]) -> list[T]:
+    """Lines of a file as a dataclass. ValueError where its columns are not the fields of `kind`."""
+    if not path.exists():
+        return []
+    columns = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != tuple(columns):
+            raise ValueError(f"{path}: columns {reader.fieldnames}, not {tuple(columns)}")
+        return [kind(**{name: _parse(text, columns[name]) for name, text in record.items()}) for record in reader]
+
+
+def _parse(text: str, kind: str) -> object:
+    if kind == "int":
+        return int(text)
+    if kind == "float | None":
+        return float(text) if text else None
+    return text
+
+
+def write_lines(path: Path, kind: type[T], cells: Mapping[tuple[str, ...], Iterable[T]]) -> None:
+    """Write a whole file, in one step: a process that is ended meanwhile leaves it as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with unfinished.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for cell in (cells | newer).values():
-            writer.writerows([_text(value) for value in astuple(row)] for row in cell)
+        writer.writerow(field.name for field in fields(kind))  # type: ignore[arg-type]
+        for lines in cells.values():
+            writer.writerows([_text(value) for value in astuple(line)] for line in lines)  # type: ignore[call-overload]
+    unfinished.replace(path)
 
 
 def _text(value: object) -> str:

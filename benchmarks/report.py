@@ -2,7 +2,8 @@
 
     benchmarks/results/gemm_collectives.md   every cell, with ratios and targets
     docs/when_it_pays.md                     the part between its two markers
-    docs/models.md                           likewise, from models.csv
+    docs/models.md, README.md                likewise, from models.csv
+    benchmarks/results/models.html           all of models.csv and models_facts.csv
 
 `--merge FILE...` first merges rows that were measured elsewhere into the results. `--check` writes nothing and fails
 if a page differs from what it would write.
@@ -28,6 +29,9 @@ from benchmarks.comparison import (
     times_table,
 )
 from benchmarks.figures import picture_path
+from benchmarks.models import pages as model_pages
+from benchmarks.models.facts import path_of, read_facts
+from benchmarks.models.summary import readme_part
 from benchmarks.models.tables import docs_part as models_part
 from benchmarks.ops import targets
 from benchmarks.records import GEMM_COLLECTIVES, MODELS, Row, merge_csv, read_csv
@@ -37,6 +41,7 @@ COMMAND = "python -m benchmarks.report"
 ROOT = Path(__file__).parents[1]
 DOCS_PAGE = ROOT / "docs" / "when_it_pays.md"
 MODELS_PAGE = ROOT / "docs" / "models.md"
+README = ROOT / "README.md"
 BEGIN = f"<!-- begin: {COMMAND} -->"
 END = f"<!-- end: {COMMAND} -->"
 FIRST_COLUMNS = ("gemm", "nccl", "async_tp", "symm_mem:two_shot", "ditron", "ditron:tile", "ditron:chunked")
@@ -159,6 +164,8 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
         results.with_suffix(".md"): results_page(rows, pictures),
         docs_page: with_part(docs_page.read_text(), docs_part(rows)),
         MODELS_PAGE: with_part(MODELS_PAGE.read_text(), part),
+        model_pages.page_path(MODELS): model_pages.page(models, read_facts(path_of(MODELS))),
+        README: with_part(README.read_text(), readme_part(models)),
     }
 
 

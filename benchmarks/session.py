@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,12 @@ import triton
 from benchmarks.progress import Phases
 from benchmarks.records import Row
 from benchmarks.timing import Times, synchronize
-from ditron_inductor.timing import Clock
+from ditron_inductor.device.reset import reset
+from ditron_inductor.errors import DitronError
+from ditron_inductor.lowering.register import register
+from ditron_inductor.timing import Call, Clock, captured
+
+T = TypeVar("T")
 
 
 class Session:
@@ -23,7 +29,9 @@ class Session:
 
     def __init__(self, device: torch.device, begun: float) -> None:
         assert dist.group.WORLD is not None
+        register()
         self.begun = begun
+        self.group_name = dist.group.WORLD.group_name
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.clock = Clock(device, dist.group.WORLD)
@@ -61,6 +69,57 @@ class Session:
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         self.phases.add(phase, time.monotonic() - begun)
         return result, self.first_problem(problem)
+
+    def recover(self, name: str) -> None:
+        """After a failure of one of our contestants: make the group's workspace usable for the next."""
+        try:
+            reset(dist.group.WORLD)
+        except DitronError as error:
+            self.say(f"    reset after {name} failed: {error}")
+
+    def tried(self, phase: str, act: Callable[[], T]) -> T | None:
+        """What `act` returns, or None, with a line on stderr, if it raises on any rank."""
+        result, problem = self.attempt(phase, act)
+        if problem:
+            self.say(f"    {phase}: {problem}")
+        return None if problem else result
+
+    def right(self, calls: Iterable[str], checked: Callable[[str], Call]) -> dict[str, Call]:
+        """By name, what `checked` returns for those for which it raises on no rank."""
+        found = {name: self.tried(name, functools.partial(checked, name)) for name in calls}
+        return {name: call for name, call in found.items() if call is not None}
+
+    def replays(self, calls: Mapping[str, Call], per_call: int) -> dict[str, Call]:
+        """Replays of `per_call` calls in a CUDA graph, of those that can be captured on all ranks."""
+        return self.right(calls, lambda name: captured(calls[name], per_call))
+
+    def rows_of(
+        self,
+        times: Mapping[str, Times | None],
+        *,
+        bench: str,
+        op: str,
+        shape: str,
+        graph: bool,
+        limit_us: float | None,
+        commit: str,
+        dtype: str = "bfloat16",
+    ) -> list[Row]:
+        """One row for each contestant; None for one that failed."""
+        return [
+            self.row(
+                bench=bench,
+                op=op,
+                contestant=name,
+                shape=shape,
+                dtype=dtype,
+                graph=graph,
+                measured=each,
+                limit_us=limit_us,
+                commit=commit,
+            )
+            for name, each in times.items()
+        ]
 
     def row(
         self,

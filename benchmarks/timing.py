@@ -10,6 +10,7 @@ the events is what the host takes. Whichever contestant had the turn before, not
 from __future__ import annotations
 
 import gc
+import math
 import random
 import statistics
 import time
@@ -55,9 +56,11 @@ def calls_per_sample(clock: Clock, call: Call) -> int:
 
 
 def interleaved(
-    clock: Clock, contestants: Mapping[str, Call], per_call: int = 1, rounds: int = ROUNDS
+    clock: Clock, contestants: Mapping[str, Call], per_call: int = 1, rounds: int = ROUNDS, most_s: float = math.inf
 ) -> dict[str, Times]:
     """Times of all contestants, in turns in a new order each round, until they have settled or `rounds` are over.
+
+    After `most_s` seconds on any rank there is no further round, but for the first two.
 
     A contestant's call does `per_call` operations. Collective: all ranks hold the same contestants in the same order,
     and get the same result.
@@ -70,13 +73,15 @@ def interleaved(
     # A collection in a sample would count as that contestant's host time.
     gc.disable()
     try:
+        begun = time.monotonic()
         for number in range(1, rounds + 1):
             shuffle.shuffle(order)
             for name in order:
                 samples[name].append(clock.sample(contestants[name], calls[name]))
-            if MIN_ROUNDS <= number < rounds:
-                (unsettled,) = clock.largest([max(standard_error(taken) for taken in samples.values())])
-                if unsettled < SETTLED:
+            if 2 <= number < rounds:
+                error = max(standard_error(taken) for taken in samples.values())
+                unsettled, elapsed = clock.largest([error, time.monotonic() - begun])
+                if (number >= MIN_ROUNDS and unsettled < SETTLED) or elapsed > most_s:
                     break
         host = {name: _host_us(clock, contestants[name], calls[name]) for name in contestants}
     finally:

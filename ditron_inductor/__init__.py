@@ -1,8 +1,8 @@
 """Ditron: a torch.compile backend that runs collectives and matmuls as one distributed kernel.
 
-``torch.compile(model, backend="ditron")`` needs no import. This module adds ``explain``, ``tune``, ``reset`` and
-``Options``. It imports neither torch nor triton itself, so ``python -m ditron_inductor doctor`` works where one is
-missing.
+``torch.compile(model, backend="ditron")`` needs no import. This module adds ``explain``, ``tune``, ``profile_taxes``,
+``reset`` and ``Options``. It imports neither torch nor triton itself, so ``python -m ditron_inductor doctor`` works
+where one is missing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ditron_inductor.explain import explain
 from ditron_inductor.options import Options
+from ditron_inductor.taxes import profile_taxes
 from ditron_inductor.tune import tune
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from ditron_inductor.device.reset import reset
 
 __version__ = "0.1.0"
-__all__ = ["Options", "ditron", "explain", "reset", "tune"]
+__all__ = ["Options", "ditron", "explain", "profile_taxes", "reset", "tune"]
 
 
 def __getattr__(name: str) -> Any:

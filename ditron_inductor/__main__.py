@@ -1,4 +1,4 @@
-"""``python -m ditron_inductor demo | tune | doctor``."""
+"""``python -m ditron_inductor demo | tune | taxes | doctor``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ditron_inductor import demo, doctor
 from ditron_inductor.errors import MissingDependency
+from ditron_inductor.taxes import command as taxes
 from ditron_inductor.tune import add_arguments as add_tune_arguments
 from ditron_inductor.tune import main as tune_main
 
@@ -18,12 +19,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     demo.add_arguments(commands.add_parser("demo", help="run a small tensor-parallel Llama and compare it with eager"))
     add_tune_arguments(commands.add_parser("tune", help="measure the strategies at your shapes, for later runs"))
+    taxes.add_arguments(commands.add_parser("taxes", help="what the three taxes cost a model, unfused and fused"))
     commands.add_parser("doctor", help="what of Ditron can run on this machine, and what to do about the rest")
     arguments = parser.parse_args(argv)
     if arguments.command == "doctor":
         return doctor.main()
     if arguments.command == "tune":
         return tune_main(arguments)
+    if arguments.command == "taxes":
+        return taxes.run(arguments)
     try:
         return demo.main(arguments)
     except MissingDependency as error:

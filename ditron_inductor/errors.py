@@ -122,6 +122,10 @@ class DitronPoisoned(DitronError, RuntimeError):
     )
 
 
+class NoDefaultGroup(DitronError, RuntimeError):
+    message = "{what} needs torch.distributed.init_process_group first: it runs on all ranks of the default group"
+
+
 class DitronCaptureError(DitronError, RuntimeError):
     message = "{site} cannot be captured in a CUDA graph yet: {problem}. Run it once before the capture begins"
 

@@ -142,25 +142,34 @@ def explain(
     def run(*args: Any, **kwargs: Any) -> Report:
         import torch
 
-        from ditron_inductor.backend import ditron
-
-        # A backend of its own: Dynamo would answer from an earlier compilation with an equal one.
-        def fresh(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
-            return ditron(gm, example_inputs, mode=mode, options={**(options or {}), **UNASKED})
-
-        args, kwargs = _cut_from_graph((args, kwargs))
-        with collect_sites() as sink, without_caches(), _random_state_kept():
-            outputs = torch.compile(fn, backend=fresh)(*args, **kwargs)
+        args, kwargs = cut_from_graph((args, kwargs))
+        with collect_sites() as sink, without_caches(), random_state_kept():
+            outputs = torch.compile(fn, backend=fresh_backend(mode, options))(*args, **kwargs)
             if backward:
-                _run_backward(outputs)
+                run_backward(outputs)
         report = build_report(sink.graphs, parsed)
         return measured_report(report, graph=uses_graphs(mode)) if measure else report
 
     return run
 
 
-def measured_report(report: Report, *, graph: bool, rounds: int | None = None) -> Report:
-    """The report with every site timed that has run; sites of one shape share a measurement. Collective."""
+def fresh_backend(mode: str | None, options: Mapping[str, Any] | None) -> Callable[..., Any]:
+    """Ditron as a backend of its own: Dynamo would answer from an earlier compilation with an equal one."""
+
+    def fresh(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        from ditron_inductor.backend import ditron
+
+        return ditron(gm, example_inputs, mode=mode, options={**(options or {}), **UNASKED})
+
+    return fresh
+
+
+def measured_report(report: Report, *, graph: bool, rounds: int | None = None, chosen: bool = False) -> Report:
+    """The report with every site timed that has run; sites of one shape share a measurement. Collective.
+
+    chosen: only `library` and the strategy that runs, not all that could.
+    """
+    from ditron_inductor.task.plan import possible
     from ditron_inductor.timing import ROUNDS
 
     known: dict[Any, Timings] = {}
@@ -172,18 +181,20 @@ def measured_report(report: Report, *, graph: bool, rounds: int | None = None) -
             continue
         # Equal on all ranks even where their weights are not.
         terms = len(record.columns), len(record.depths), record.bias, record.epilogue, record.parts
-        key = (record.group_name, replace(request, site=""), record.dim, terms)
+        strategies = tuple(dict.fromkeys(("library", site.strategy))) if chosen else ("library", *possible(request))
+        key = (record.group_name, replace(request, site=""), record.dim, terms, strategies)
         if key not in known:
-            known[key] = _timings(record, request, report.options, graph, rounds or ROUNDS)
+            known[key] = _timings(record, request, report.options, strategies, graph, rounds or ROUNDS)
         sites.append(replace(site, measured=known[key]))
     return replace(report, sites=tuple(sites))
 
 
-def _timings(record: SiteRecord, request: PlanRequest, options: Options, graph: bool, rounds: int) -> Timings:
+def _timings(
+    record: SiteRecord, request: PlanRequest, options: Options, strategies: Sequence[str], graph: bool, rounds: int
+) -> Timings:
     import torch
 
     from ditron_inductor.measure import SiteShape, measure
-    from ditron_inductor.task.plan import possible
 
     device = torch.device("cpu")
     if request.device_type == "cuda":
@@ -203,7 +214,7 @@ def _timings(record: SiteRecord, request: PlanRequest, options: Options, graph: 
         ),
         group_name=record.group_name,
         device=device,
-        strategies=("library", *possible(request)),
+        strategies=strategies,
         graph=graph and request.device_type == "cuda",
         rounds=rounds,
         workspace_limit=options.workspace_limit,
@@ -288,7 +299,7 @@ def _explained(graph: GraphRecord, record: SiteRecord) -> ExplainedSite:
     )
 
 
-def _cut_from_graph(inputs: Any) -> Any:
+def cut_from_graph(inputs: Any) -> Any:
     """The same inputs as leaves, so that the backward run ends at them and leaves the caller's graph alone."""
     import torch
     from torch.utils import _pytree
@@ -301,7 +312,7 @@ def _cut_from_graph(inputs: Any) -> Any:
     return _pytree.tree_map(cut, inputs)
 
 
-def _run_backward(outputs: Any) -> None:
+def run_backward(outputs: Any) -> None:
     """Gradients of all outputs that have them, to every leaf below; they are computed and dropped."""
     import torch
     from torch.utils import _pytree
@@ -335,7 +346,7 @@ def _leaves_below(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
+def random_state_kept() -> Iterator[None]:
     import torch
 
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []

@@ -151,14 +151,14 @@ def measure(
     notes: list[str] = []
     wanted: torch.Tensor | None = None
     for name, call in calls.items():
-        result, problem = _try(functools.partial(call, 0), device)
+        result, problem = attempt(functools.partial(call, 0), device)
         if result is not None and wanted is not None:
             problem = _difference(result, wanted)
         if not _settle(clock, name, problem, notes, group_name):
             continue
         replay = call
         if graph:
-            replay, problem = _try(functools.partial(captured, call), device)
+            replay, problem = attempt(functools.partial(captured, call), device)
             if not _settle(clock, name, problem, notes, group_name):
                 continue
         assert replay is not None
@@ -239,10 +239,10 @@ def _calls(
     return {strategy: call(strategy) for strategy in strategies}
 
 
-def _try(attempt: Callable[[], Result], device: torch.device) -> tuple[Result | None, str]:
+def attempt(act: Callable[[], Result], device: torch.device) -> tuple[Result | None, str]:
     """The result and no problem, or None and what went wrong: whatever it is, the ranks have to talk about it."""
     try:
-        result = attempt()
+        result = act()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except StrategyUnavailable as error:

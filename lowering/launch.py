@@ -13,6 +13,7 @@ import torch
 from ditron_inductor.device.workspace import Call, Workspace
 from ditron_inductor.lowering.config import Config, select_config
 from ditron_inductor.lowering.launcher import Arguments, Launcher
+from ditron_inductor.lowering.tracing import clock_of, takes_part, traced, tracing
 
 NUMBERS = ("slot", "site")
 WORDS = ("table", "ctl", "counters")
@@ -80,12 +81,12 @@ def is_block_loadable(x: torch.Tensor) -> bool:
 @dataclass(frozen=True)
 class Launch:
     """The calls of one site with operands of one form: their workspace, and the site's name, which peers see when
-    something goes wrong. launchers: of its kernels, by identity.
+    something goes wrong. launchers: of its kernels, by identity and clock of their time stamps.
     """
 
     workspace: Workspace
     site_text: str
-    launchers: dict[int, Launcher] = field(default_factory=dict, compare=False, repr=False)
+    launchers: dict[tuple[int, int], Launcher] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def rank(self) -> int:
@@ -168,14 +169,17 @@ class Launch:
         """Of a program: AMD's data-centre GPUs have warps of 64 threads."""
         return num_warps * (64 if self.workspace.capabilities.arch.startswith("gfx9") else 32)
 
-    def launcher(self, kernel: Any) -> Launcher:
-        """The site's launcher of a kernel with the parameters NUMBERS (not specialised on) and WORDS."""
-        found = self.launchers.get(id(kernel))
+    def launcher(self, kernel: Any, clock: int = 0) -> Launcher:
+        """The site's launcher of a kernel with the parameters NUMBERS (not specialised on) and WORDS.
+
+        clock: of its time stamps, 0 for none.
+        """
+        found = self.launchers.get((id(kernel), clock))
         if found is None:
             workspace = self.workspace
             scratch = workspace.shared.scratch
             found = Launcher(kernel, workspace.device, numbers=NUMBERS, words=WORDS, allocator=scratch)
-            self.launchers[id(kernel)] = found
+            self.launchers[id(kernel), clock] = found
         return found
 
     def run(self, kernel: Any, nbytes: int, arguments: Callable[[], Arguments], tensors: Mapping[str, Any]) -> None:
@@ -191,7 +195,12 @@ class Launch:
         )
         try:
             words = generation.table, generation.ctl, generation.counters
-            self.launcher(kernel)(shared.order.stream, arguments, (slot, site), words, tensors)
+            clock = 0
+            if tracing.buffer is not None and takes_part(kernel):
+                clock = clock_of(workspace.capabilities.arch) or 0
+                arguments = traced(arguments, clock)
+                tracing.buffer.attach(generation, site, self.site_text)
+            self.launcher(kernel, clock)(shared.order.stream, arguments, (slot, site), words, tensors)
         except BaseException as exc:
             shared.health.fail(exc)
             raise

@@ -17,6 +17,7 @@ import torch
 
 from ditron_inductor.device import Workspace
 from ditron_inductor.task.plan import Choice, PlanRequest, choose, decisions
+from ditron_inductor.task.watch import watch
 
 MOST_CALLS = 4096
 """Kept at a time; beyond that all are forgotten. Only dynamic shapes make so many."""
@@ -44,6 +45,8 @@ class Chosen:
         """What to run, noted as the site's last choice."""
         if self.choice is not None:
             decisions.note(*self.choice)
+            if watch.observer is not None:
+                return watch.observer.call(self.run, *self.choice)
         return self.run
 
 

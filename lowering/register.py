@@ -427,7 +427,7 @@ def _prepare_all_to_all_matmul(
 _precision = torch.get_float32_matmul_precision
 
 
-PROLOGUE_DEFAULTS: tuple[Any, ...] = (None, "", *(None,) * len(SHARD_EXTRAS), "", 0.0, False, False, "")
+PROLOGUE_DEFAULTS: tuple[Any, ...] = (None, "", *(None,) * len(SHARD_EXTRAS), *ops.SHARD_NORM_DEFAULTS)
 """Of all arguments of a gather behind those of its site: they come up to the last one that is given."""
 SITE_ARGUMENTS: Mapping[str, int] = {
     AllGatherMatmul.kind: 8,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,8 @@ from benchmarks.records import read_csv
 from benchmarks.timing import Times, median_of_runs, standard_error
 from ditron_inductor.task.nodes import KINDS, STRATEGIES
 from ditron_inductor.tune_shapes import WHOLE_ROWS, divides
+from tests.rank_process import RankContext
+from tests.ranks import RankPools
 
 ROOT = Path(__file__).parents[1]
 
@@ -223,16 +228,26 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
 
 
-def test_a_run_on_the_cpu_device(tmp_path: Path) -> None:
+def _run_in_rank(ctx: RankContext, request: Request) -> tuple[str, str]:
+    """What a run prints to stdout and to stderr."""
+    from benchmarks.ops.run import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        assert main(request, ctx.device, time.monotonic())
+    return out.getvalue(), err.getvalue()
+
+
+def test_a_run_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
     out = tmp_path / "results.csv"
-    done = run("--rounds", "2", "--repeats", "2", "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    arguments = ["--device", "cpu", "--shapes", "tiny", "--rounds", "2", "--repeats", "2", "--out", str(out)]
+    request = request_of(parser().parse_args(arguments))
+    printed, said = rank_pools.get("cpu", 2).run(_run_in_rank, request)[0]
     rows = {(row.op, row.contestant): row for row in read_csv(out)}
-    assert set(rows) == {(op, name) for op in KINDS for name in ("gemm", "gloo", *OURS)}, done.stderr
-    assert all(row.p50_us for row in rows.values()) and "no number" not in done.stdout, done.stdout
-    assert "auto ran library" in done.stderr
+    assert set(rows) == {(op, name) for op in KINDS for name in ("gemm", "gloo", *OURS)}, said
+    assert all(row.p50_us for row in rows.values()) and "no number" not in printed, printed
+    assert "auto ran library" in said
     for phase in ("operands", "expected result", "first calls: ditron:tile", "checks", "timing"):
-        assert re.search(rf"^{phase} +\d", done.stdout, re.MULTILINE), done.stdout
+        assert re.search(rf"^{phase} +\d", printed, re.MULTILINE), printed
 
 
 def test_a_run_without_time_says_what_it_skipped() -> None:

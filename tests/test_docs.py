@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ditron_inductor import errors
+import ditron_inductor
+from ditron_inductor import errors, ops
 from ditron_inductor.explain import ExplainedSite
 from ditron_inductor.options import ENVIRONMENT, FUSIONS, Options
 from ditron_inductor.pipeline import PASSES
@@ -81,3 +82,16 @@ def test_every_pass_has_its_section() -> None:
 def test_every_page_is_in_the_index() -> None:
     linked = set(re.findall(r"\(([\w/]+\.md)\)", (DOCS / "index.md").read_text()))
     assert linked == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"index.md"}
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    named = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    own = [name for name in named if not name.startswith("repository/")]
+    assert sorted(own) == sorted(pages), "name each page once under nav: in mkdocs.yml"
+
+
+def test_the_reference_has_every_public_function() -> None:
+    pages = "\n".join((DOCS / "reference" / name).read_text() for name in ("api.md", "ops.md"))
+    named = {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)$", pages, re.MULTILINE)}
+    assert {*ditron_inductor.__all__, *ops.__all__} <= named

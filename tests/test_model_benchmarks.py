@@ -1,26 +1,43 @@
-"""The benchmark of whole models: its cells, its table, and a run on the CPU device."""
+"""The benchmark of whole models: its cells, its tables and page, ranks that die, and a run on the CPU device."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from benchmarks.models.__main__ import parser, request_of
-from benchmarks.models.request import CONTESTANTS
-from benchmarks.models.tables import times_table
-from benchmarks.models.zoo import DECODES, FORMS, PREFILLS, Cell, cells
-from benchmarks.records import Row, read_csv
+import pytest
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.models import charts, pages
+from benchmarks.models.__main__ import listing, main, parser, request_of
+from benchmarks.models.facts import ALL, Fact, merge_facts, path_of, read_facts
+from benchmarks.models.request import CONTESTANTS, Barred, Request
+from benchmarks.models.supervise import after_failure, supervise
+from benchmarks.models.tables import report, targets, times_table
+from benchmarks.models.zoo import DECODES, FORMS, MODELS, PHASES, PREFILLS, QUICK, TINY, Cell, Selection, tiny
+from benchmarks.records import Row, merge_csv, read_csv
+from tests.rank_process import RankContext
+from tests.ranks import RankPools
 
 
-def test_cells_decode_without_sequence_parallelism() -> None:
-    found = cells(["llama3-8b"], ["prefill", "decode"], FORMS, 0)
+def test_cells_of_a_model() -> None:
+    found = Selection(models=("qwen3-32b",), phases=("prefill", "decode"), full=True).cells()
     assert len(found) == 2 * len(PREFILLS) + len(DECODES)
     assert {cell.form for cell in found if cell.graph} == {"ar"}
-    assert [cell.batch for cell in cells(["llama3-70b"], ["decode"], FORMS, 3, [32])] == [32]
-    assert Cell("llama3-8b", 4, "sp", "prefill", 2, 4096) in found
+    tokens = [cell.batch * cell.tokens for cell in found if cell.phase == "prefill"]
+    assert min(tokens) == 512 and max(tokens) == 32768
+    assert {1, 128} <= {cell.batch for cell in found if cell.phase == "decode"}
+    assert [cell.batch for cell in Selection(models=("llama3-70b",), phases=("decode",), batches=(8,)).cells()] == [8]
+
+
+def test_every_kind_of_cell_comes_before_further_sizes() -> None:
+    cells = Selection().cells()
+    kinds = {(cell.model, cell.phase, cell.form) for cell in cells}
+    assert {(cell.model, cell.phase, cell.form) for cell in cells[: len(kinds)]} == kinds
+    assert {model for model, _, _ in kinds} == set(MODELS) and {form for _, _, form in kinds} == set(FORMS)
 
 
 def test_only_complete_runs_on_gpus_go_into_the_results() -> None:
@@ -28,29 +45,238 @@ def test_only_complete_runs_on_gpus_go_into_the_results() -> None:
     assert request_of(parser().parse_args(["--contestants", "eager", "ditron"])).out == ""
     on_cpu = request_of(parser().parse_args(["--device", "cpu"]))
     assert on_cpu.out == "" and "async_tp" not in on_cpu.contestants
-    assert {cell.model for cell in on_cpu.cells} == {"tiny"}
+    assert {cell.layers for cell in on_cpu.cells} == {1}
+    assert all(one.hidden == TINY.hidden for one in on_cpu.architectures.values())
 
 
-def row(contestant: str, p50_us: float | None) -> Row:
-    shape = Cell("llama3-8b", 4, "sp", "prefill", 1, 2048).shape
-    times = (p50_us, p50_us, p50_us, None, None)
-    return Row("models", "prefill", contestant, shape, "bfloat16", 2, 0, *times, "gpu", "t", "t", "c", "d")
+def test_quick_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    quick = request_of(parser().parse_args(["--quick"]))
+    assert len(quick.cells) == len(QUICK) and quick.budget_s < 180
+    assert {cell.phase for cell in quick.cells} == {"prefill", "decode", "training"}
+    assert main(["--quick", "--phases", "decode", "--world", "2", "--list"]) == 0
+    assert "decode llama3-8b x 2 layers, kv, 1 x 1, cache 65536" in capsys.readouterr().out
+    seconds = int(re.findall(r"about (\d+) s;", listing(quick, 2))[0])
+    assert 30 < seconds < 180
+
+
+def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--rounds", "1"]) == 2 and "1 is less than 2" in capsys.readouterr().err
+    assert main(["--batches", "3"]) == 2 and "no cell has" in capsys.readouterr().err
+    assert main(["--config", "/nowhere"]) == 2 and "--config" in capsys.readouterr().err
+
+
+def row(contestant: str, p50_us: float | None, op: str = "prefill", **changed: Any) -> Row:
+    cell = Cell(**{"model": "llama3-8b", "layers": 4, "form": "sp", "phase": op, "batch": 1, "tokens": 2048, **changed})
+    times = (p50_us and 0.99 * p50_us, p50_us, p50_us and 1.01 * p50_us, None, None)
+    return Row("models", op, contestant, cell.shape, "bfloat16", 2, int(cell.graph), *times, "gpu", "t", "t", "c", "d")
+
+
+def fact(of: Row, compile_s: float | None = None, why: str = "", contestant: str = "") -> Fact:
+    place = (of.op, of.shape, of.dtype, of.world, of.graph, of.gpu, contestant or of.contestant)
+    return Fact(*place, compile_s, None, None, "", why, of.commit, of.date)
+
+
+ROWS = [row("eager", 9000.0), row("inductor", 3000.0), row("async_tp", None), row("ditron", 2000.0)]
 
 
 def test_the_table_compares_with_the_best_of_the_others() -> None:
-    rows = [row("eager", 9000.0), row("inductor", 3000.0), row("async_tp", None), row("ditron", 2000.0)]
-    line = times_table(rows).splitlines()[-1].split()
-    assert line[-5:] == ["9.000", "3.000", "-", "2.000", "1.50"]
+    line = times_table(ROWS).splitlines()[-1].split()
+    assert line[-6:] == ["9.000", "3.000", "failed", "2.000", "1.50", "2.0"]
 
 
-def test_runs_on_the_cpu_device(tmp_path: Path) -> None:
-    out = tmp_path / "models.csv"
-    command = [sys.executable, "-m", "benchmarks.models", "--device", "cpu", "--phases", "decode", "--rounds", "2"]
-    command += ["--contestants", "eager", "ditron", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "2 matmul_all_reduce" in done.stdout
-    rows = read_csv(out)
-    assert [one.contestant for one in rows] == ["eager", "ditron"]
-    assert all(one.p50_us for one in rows)
-    assert set(CONTESTANTS) >= {one.contestant for one in rows}
+def test_targets() -> None:
+    decode = [row("inductor", 1400.0, "decode", tokens=1), row("ditron", 1000.0, "decode", tokens=1)]
+    facts = [fact(ROWS[1], 10.0), fact(ROWS[3], 13.0)]
+    found = {one.text.split(",")[0]: one.verdict for one in targets([*ROWS, *decode], facts)}
+    assert found["decode of 8B"] == "PASS 1.400" and found["decode of 70B"] == "not measured"
+    assert found["first call"] == "FAIL 1.300" and found["better of Inductor and async TP / Ditron"] == "PASS 1.400"
+
+
+def test_a_page_needs_nothing_else_and_says_why_a_number_is_missing(tmp_path: Path) -> None:
+    why = "differs from eager: <output> by 3.0e-01"
+    results = tmp_path / "models.csv"
+    merge_csv(results, ROWS)
+    skipped = replace(fact(row("eager", None, tokens=512), why="skipped: no time left"), contestant=ALL)
+    merge_facts(path_of(results), [fact(ROWS[2], why=why), fact(ROWS[3], 4.0), skipped])
+    text = pages.page(read_csv(results), read_facts(path_of(results)))
+    assert not re.findall(r"(?:src|href)=|https?://|@import|url\(", text)
+    assert "differs from eager: &lt;output&gt;" in text and "<output>" not in text
+    assert "1 x 512: all: skipped: no time left" in text
+    assert "<svg" in text and ">failed</td>" in text and "a dense approximation" in text
+    assert why in report(ROWS, read_facts(path_of(results)))
+
+
+def test_rows_that_were_measured_elsewhere_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, other = tmp_path / "models.csv", tmp_path / "other.csv"
+    merge_csv(results, [row("ditron", 1.0)])
+    merge_csv(other, ROWS)
+    merge_facts(path_of(other), [fact(ROWS[3], 4.0)])
+    assert main(["--out", str(results), "--merge", str(other)]) == 0
+    assert read_csv(results) == ROWS and read_facts(path_of(results)) == [fact(ROWS[3], 4.0)]
+    assert "models.html" in capsys.readouterr().out and (tmp_path / "models.html").exists()
+    assert main(["--out", str(results), "--merge", str(tmp_path / "none.csv")]) == 2
+
+
+def test_bars_are_over_inductor(tmp_path: Path) -> None:
+    (chart,) = charts.charts(ROWS)
+    assert chart.bars == (charts.Bars("llama3-8b, sp, 1 x 2048", (("eager", 3000 / 9000), ("ditron", 1.5))),)
+    assert charts.charts([row("eager", 1.0), row("ditron", 1.0)]) == []
+    pytest.importorskip("matplotlib", reason="pictures need the extra 'bench'")
+    charts.png(chart, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_skipped_cell_keeps_what_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "facts.csv"
+    measured, skipped = fact(ROWS[3], 4.0), replace(fact(ROWS[3], why="skipped"), contestant=ALL)
+    merge_facts(path, [skipped])
+    assert read_facts(path) == [skipped]
+    merge_facts(path, [measured])
+    merge_facts(path, [skipped])
+    assert read_facts(path) == [measured]
+
+
+REQUEST = Request(cells=tuple(Selection().cells()), device="cuda")
+
+
+def test_what_ended_the_ranks_is_left_out() -> None:
+    assert after_failure(REQUEST, "") is None
+    again = after_failure(REQUEST, '[0, ""]\n[3, "inductor"]\n[3, "async_tp"]\n')
+    assert again is not None and again.first == 3
+    assert [(one.cell, one.contestant) for one in again.barred] == [(3, "async_tp")]
+    twice = after_failure(again, '[4, "async_tp"]\n')
+    assert twice is not None and (twice.barred[-1].cell, twice.barred[-1].contestant) == (None, "async_tp")
+    for alone in ("", "timing", "eager"):
+        again = after_failure(REQUEST, json.dumps([5, alone]))
+        assert again is not None and [(one.cell, one.contestant) for one in again.barred] == [(5, "")]
+    assert after_failure(REQUEST, json.dumps([len(REQUEST.cells), ""])) is None
+
+
+def test_ranks_that_die_are_started_again() -> None:
+    seen: list[Request] = []
+
+    def start(module: str, request: Request, world_size: int) -> int:
+        seen.append(request)
+        Path(request.journal).write_text(json.dumps([7, "ditron" if len(seen) == 1 else "timing"]))
+        return int(len(seen) < 3)
+
+    assert supervise(REQUEST, 2, start) == 0
+    assert [request.first for request in seen] == [0, 7, 7]
+    assert [(one.cell, one.contestant) for one in seen[2].barred] == [(7, "ditron"), (7, "")]
+    assert supervise(replace(REQUEST, budget_s=1.0), 2, lambda *given: 1) == 1
+
+
+RUN = {"prefill sp": "gemma3-27b", "training ar": "opt-30b", "decode kv": "llama3-8b"}
+"""Kinds of cells and models. A compilation takes seconds, that of a training step most: it has none here."""
+
+
+def _run(ctx: RankContext, request: Request) -> tuple[list[Row], list[Fact], list[Row]]:
+    import time
+
+    import torch
+
+    from benchmarks.models.run import Run
+    from tests.models.interpreted import interpreted
+
+    def ditron(model: Any) -> Callable[..., Any]:
+        backend = interpreted({"ditron.strategy": "library"})
+        return torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+
+    def wrong(model: Any) -> Callable[..., Any]:
+        return lambda *given: model(*given) * 1.001
+
+    def broken(model: Any) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            raise RuntimeError("no kernel for this")
+
+        return call
+
+    compilers = {"eager": lambda model: model, "ditron": ditron, "inductor": wrong, "async_tp": broken}
+    run = Run(request, ctx.device, time.monotonic(), compilers)
+    run.run()
+    again = Run(replace(request, missing=True), ctx.device, time.monotonic(), compilers)
+    again.run()
+    return run.rows, run.facts, again.rows
+
+
+def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
+    cells = {f"{cell.phase} {cell.form}": cell for cell in tiny(Selection(models=("llama3-8b",)).cells())}
+    chosen = tuple(replace(cells[kind], model=model) for kind, model in RUN.items())
+    architectures = {name: one.like(TINY) for name, one in MODELS.items()}
+    barred = (Barred(1, "ditron", "the ranks ended in it"),)
+    request = Request(chosen, "cpu", architectures, rounds=2, out=str(tmp_path / "models.csv"), barred=barred)
+    rows, facts, again = rank_pools.get("cpu", 2).run(_run, request, timeout=200)[0]
+    assert again == [], "cells that the results have were measured again"
+    assert {row.contestant for row in read_csv(Path(request.out))} == set(CONTESTANTS)
+    reasons = {(fact.op, fact.contestant): fact.why for fact in facts}
+    right = {(fact.op, fact.contestant) for fact in facts if not fact.why}
+    assert right == {(op, "eager") for op in PHASES} | {("prefill", "ditron"), ("decode", "ditron")}, reasons
+    assert {(row.op, row.contestant) for row in rows if row.p50_us} == right
+    assert "differs from eager: output by 1.0e-03" in reasons["prefill", "inductor"]
+    assert "differs from eager: output by 1.0e-03, input's gradient" in reasons["training", "inductor"]
+    assert reasons["prefill", "async_tp"] == "rank 0: RuntimeError: no kernel for this"
+    assert reasons["training", "ditron"] == "the ranks ended in it"
+    assert "this form has none" in reasons["decode", "async_tp"]
+    fused = {fact.op: fact.fused for fact in facts if fact.contestant == "ditron"}
+    assert "all_gather_matmul" in fused["prefill"] and "flash_decode" in fused["decode"], fused
+
+
+HUGGING_FACE = {
+    "llama": {},
+    "qwen3": {"head_dim": 16},
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 24, "layer_types": ["full_attention"]},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
+}
+RENAMED = {
+    "self_attn.out_proj": "self_attn.o_proj",
+    "fc1": "mlp.up_proj",
+    "fc2": "mlp.down_proj",
+    "self_attn_layer_norm": "input_layernorm",
+    "pre_feedforward_layernorm": "feedforward_innorm",
+    "post_feedforward_layernorm": "feedforward_outnorm",
+}
+
+
+@pytest.mark.parametrize("kind", HUGGING_FACE)
+def test_layers_compute_what_those_of_transformers_do(kind: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra 'models'")
+    import torch
+
+    from benchmarks.models.architecture import Decoder
+    from benchmarks.models.configs import of_config
+    from ditron_inductor.demo_model import rotary_table
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model(
+        kind, **sizes, num_key_value_heads=2, vocab_size=32, max_position_embeddings=64, **HUGGING_FACE[kind]
+    )
+    torch.manual_seed(0)
+    theirs = transformers.AutoModel.from_config(config).eval()
+    for parameter in theirs.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.05)
+    arch = of_config(config)
+    ours = Decoder(arch, 1)
+    # Behind attention, where there are norms behind the feed-forward too; else in front of the feed-forward.
+    names = RENAMED | {"post_attention_layernorm": "attention_outnorm" if arch.sandwich else "feedforward_innorm"}
+    stack = theirs.decoder if kind == "opt" else theirs
+    weights = {}
+    for name, value in stack.state_dict().items():
+        if "embed" in name:
+            continue
+        if kind == "opt":
+            name = re.sub(r"^(layers\.\d+\.)final_layer_norm", r"\1feedforward_innorm", name)
+            name = re.sub(r"^final_layer_norm", "norm", name)
+        for old, new in names.items():
+            name = re.sub(rf"(?<=\.){re.escape(old)}(?=\.)", new, name)
+        weights[name] = value
+    ours.load_state_dict(weights)
+    x = torch.randn(2, 8, 64)
+    with torch.no_grad():
+        if kind == "opt":
+            # Its positions are added to the tokens' embeddings, in front of the layers.
+            position = stack.embed_positions(torch.ones(2, 8), past_key_values_length=0)
+            wanted, given = stack(inputs_embeds=x).last_hidden_state, (x + position, None, None)
+        else:
+            wanted = theirs(inputs_embeds=x).last_hidden_state
+            given = (x, *rotary_table(8, arch.head_dim, arch.theta))
+        torch.testing.assert_close(ours(*given), wanted, rtol=1e-4, atol=1e-4)

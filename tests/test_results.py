@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import figures, report
 from benchmarks.comparison import comparisons, geometric_mean, means, ratios_table, times_table
+from benchmarks.models.summary import readme_part
 from benchmarks.ops import targets
 from benchmarks.ops.contest import CONTESTANTS
 from benchmarks.ops.shapes import SETS, Cell
@@ -208,7 +209,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra 'bench'")
     results = tmp_path / "gemm_collectives.csv"
     merge_csv(results, synthetic())
-    assert figures.main(["--results", str(results)]) == 0
+    assert figures.main(["--results", str(results), "--models", str(tmp_path / "none.csv")]) == 0
     for op in ("all_gather_matmul", "matmul_all_reduce"):
         assert figures.picture_path(results, op).read_bytes().startswith(b"\x89PNG")
     assert not figures.picture_path(results, "matmul_reduce_scatter").exists()
@@ -232,6 +233,22 @@ def test_report_writes_merges_and_checks(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_page_without_markers_is_refused() -> None:
     with pytest.raises(ValueError, match="no markers"):
         report.with_part("nothing", "part")
+
+
+def test_the_table_of_models_has_means_and_the_lowest_ratio() -> None:
+    shape = "model=big;layers=2;form=sp;batch={};tokens=8"
+    rows = [
+        dataclasses.replace(ROW, bench="models", op="prefill", contestant=name, shape=shape.format(batch), p50_us=us)
+        for batch, times in ((1, {"inductor": 20.0, "async_tp": 9.0}), (2, {"inductor": 80.0, "async_tp": None}))
+        for name, us in {"ditron": 10.0, **times}.items()
+    ]
+    alone = dataclasses.replace(rows[0], op="decode")
+    table, conditions = (part.splitlines() for part in readme_part([*rows, alone]).split("\n\n"))
+    assert [cell.strip() for cell in table[2].split("|")[1:-1]] == [
+        *("prefill", "big, 2 layers", "4x H200", "2", "-", "4.00", "0.90", "0.90")
+    ]
+    assert len(table) == 3 and "bfloat16, torch 2, Triton 3, 2026-01-01" in conditions[0]
+    assert readme_part([]) == "Nothing has been measured yet."
 
 
 def test_committed_pages_are_what_the_results_say() -> None:

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from benchmarks.models.architecture import Architecture
 from benchmarks.models.zoo import Cell
 
 CONTESTANTS: tuple[str, ...] = ("eager", "inductor", "async_tp", "ditron")
 """In the order of the tables."""
+TITLES = {"eager": "eager", "inductor": "Inductor", "async_tp": "Inductor + async TP", "ditron": "Ditron"}
+
+
+@dataclass(frozen=True)
+class Barred:
+    """A contestant that is not run again in a cell, all of them if it is empty, and why. cell: None for every cell."""
+
+    cell: int | None
+    contestant: str
+    why: str
 
 
 @dataclass(frozen=True)
 class Request:
-    """One run. budget_s: seconds that it may take. rounds: most samples of a contestant in one run of a cell; repeats:
-    runs of a cell, whose median is recorded. out: the CSV that rows are merged into, empty for none.
+    """One run. budget_s: seconds that it may take; cell_limit_s: that one cell may, or its processes are ended.
+    rounds: most samples of a contestant in one run of a cell; repeats: runs of a cell, whose median is recorded. out:
+    the CSV that rows are merged into. first: the number of the cell to begin with; journal: the file that says what
+    the ranks are at. architectures: of all the cells' models.
     """
 
     cells: tuple[Cell, ...]
     device: str
+    architectures: Mapping[str, Architecture] = field(default_factory=dict)
     contestants: tuple[str, ...] = CONTESTANTS
-    budget_s: float = 600.0
+    budget_s: float = 500.0
+    cell_limit_s: float = 120.0
     rounds: int = 10
     repeats: int = 1
     out: str = ""
     commit: str = ""
+    missing: bool = False
+    first: int = 0
+    barred: tuple[Barred, ...] = ()
+    journal: str = ""

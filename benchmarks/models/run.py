@@ -1,11 +1,19 @@
-"""The ranks' side of `python -m benchmarks.models`: build, compile, check against eager, time, hand rows to rank 0."""
+"""The ranks' side of `python -m benchmarks.models`: build, compile, check against eager, time, hand rows to rank 0.
+
+Rows and facts are written after every cell. Before each part of a cell rank 0 notes in the journal what comes next:
+when the ranks die or hang there, the parent (`supervise`) knows what to leave out, and starts new ones for the rest.
+"""
 
 from __future__ import annotations
 
+import datetime
+import faulthandler
+import gc
+import json
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,210 +22,362 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.models import forms
+from benchmarks.models.architecture import Architecture
+from benchmarks.models.contestants import COMPILERS, Compiler, Step, step_of, whole
+from benchmarks.models.estimate import cell_s
+from benchmarks.models.facts import ALL, Fact, merge_facts, path_of
 from benchmarks.models.request import CONTESTANTS, Request
-from benchmarks.models.tables import report
-from benchmarks.models.zoo import MODELS, Cell
+from benchmarks.models.zoo import Cell
 from benchmarks.progress import Progress
-from benchmarks.records import Row, merge_csv
+from benchmarks.records import Row, merge_csv, read_csv
 from benchmarks.session import Session
 from benchmarks.timing import interleaved, median_of_runs
-from ditron_inductor.backend import ditron
-from ditron_inductor.demo_model import Llama, tensor_parallel
+from ditron_inductor.device.registry import workspaces
 from ditron_inductor.explain import without_caches
-from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.sites import SiteSink, collect_sites
 from ditron_inductor.timing import Call, captured
 from tests.tolerances import MODEL_TOLERANCES, relative_error
 
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 GRAPH_CALLS = 4
+GRADIENTS = 2.5
+"""Times the tolerance of outputs: roundings of forward and backward add up, most in the sums over all tokens."""
+FLOOR = 1e-3
+"""A value that is zero but for rounding is compared with this part of the largest one."""
+TIMING = "timing"
+TIMING_SHARE = 0.5
+"""Of a cell's limit, at most, for its rounds."""
+MIB = float(1 << 20)
 
 
 class Run(Session):
-    """One run on this rank."""
+    """One run on this rank. compilers: by contestant, instead of the usual ones."""
 
-    def __init__(self, request: Request, device: torch.device, begun: float) -> None:
+    def __init__(
+        self, request: Request, device: torch.device, begun: float, compilers: Mapping[str, Compiler] = COMPILERS
+    ) -> None:
         super().__init__(device, begun)
         self.request = request
+        self.compilers = compilers
         self.dtype = DTYPE[device.type]
         self.rows: list[Row] = []
-        self.notes: list[str] = []
-        self.facts: dict[tuple[str, str], dict[str, Any]] = {}
-        self._built: tuple[tuple[str, int, str], nn.Module] | None = None
+        self.facts: list[Fact] = []
+        self.mesh = init_device_mesh(device.type, (self.world_size,))
+        self._built: tuple[tuple[Any, ...], nn.Module] | None = None
 
     def run(self) -> None:
         """All cells; results are written after each, so a run that is cut short keeps what it has."""
-        cells = self.request.cells
-        progress = Progress([1.0] * len(cells))
+        request, cells = self.request, self.request.cells
+        progress = Progress([cell_s(request, cell, self.world_size) for cell in cells])
+        present = self.agree(self._present() if self.rank == 0 else None)[0]
         for number, cell in enumerate(cells):
             before = self.seconds()
-            self.say(f"{progress.text()}: {cell.text}")
-            # The first cell says how long one takes.
-            if number and before + progress.expected(number) > self.request.budget_s:
-                self.note(cell, "all", f"skipped: {before:.0f} s of {self.request.budget_s:.0f} s are spent")
+            if number < request.first or cell.shape in present.get(cell.phase, ()):
                 progress.finish(number, None)
                 continue
-            self.run_cell(cell)
-            if self.rank == 0 and self.request.out:
-                merge_csv(Path(self.request.out), self.rows)
+            self.say(f"{progress.text()}: {cell.text}")
+            why = self.barred(number, "") or self.too_late(progress.expected(number), before)
+            if why:
+                self.skip(cell, why)
+                progress.finish(number, None)
+                continue
+            self.note_journal(number, "")
+            self.limit(request.cell_limit_s)
+            self.run_cell(number, cell)
+            self.limit(None)
+            self.write()
             progress.finish(number, self.seconds() - before)
+        self.note_journal(len(cells), "")
 
-    def note(self, cell: Cell, contestant: str, why: str) -> None:
-        """Why something has no number."""
-        self.notes.append(f"{cell.text}: {contestant}: {why}")
-        self.say(f"    {contestant}: {why}")
+    def too_late(self, expected_s: float, spent_s: float) -> str:
+        """Why a cell is not begun, equal on all ranks; empty where there is time for it."""
+        if spent_s + expected_s <= self.request.budget_s:
+            return ""
+        left = max(0.0, self.request.budget_s - spent_s)
+        return f"skipped: about {expected_s:.0f} s, and {left:.0f} s of {self.request.budget_s:.0f} s are left"
+
+    def barred(self, number: int, contestant: str) -> str:
+        """Why a contestant, or with none all of a cell, is not run again; empty where it is."""
+        found = (one for one in self.request.barred if one.cell in (number, None) and one.contestant == contestant)
+        return next((one.why for one in found), "")
+
+    def _present(self) -> dict[str, set[str]]:
+        """By op, the shapes that the results have of this machine and commit already, if those are to be left out."""
+        found: dict[str, set[str]] = {}
+        if self.request.missing:
+            example = self.row(
+                bench="models",
+                op="",
+                contestant="",
+                shape="",
+                dtype=self._dtype_name,
+                graph=False,
+                measured=None,
+                limit_us=None,
+                commit=self.request.commit,
+            )
+            for row in read_csv(Path(self.request.out)):
+                same = ("gpu", "world", "dtype", "torch", "commit")
+                if all(getattr(row, name) == getattr(example, name) for name in same):
+                    found.setdefault(row.op, set()).add(row.shape)
+        return found
+
+    @property
+    def _dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def limit(self, seconds: float | None) -> None:
+        """End this process after so many seconds, with a word about where it was; None: no longer."""
+        if not self.request.journal:
+            return
+        if seconds is None:
+            faulthandler.cancel_dump_traceback_later()
+        else:
+            faulthandler.dump_traceback_later(seconds, exit=True)
+
+    def note_journal(self, number: int, what: str) -> None:
+        """What comes next, for the parent."""
+        if self.rank == 0 and self.request.journal:
+            with Path(self.request.journal).open("a") as file:
+                file.write(json.dumps([number, what]) + "\n")
+
+    def write(self) -> None:
+        """Everything so far."""
+        if self.rank == 0 and self.request.out:
+            merge_csv(Path(self.request.out), self.rows)
+            merge_facts(path_of(Path(self.request.out)), self.facts)
+
+    def skip(self, cell: Cell, why: str) -> None:
+        """A cell that is not begun."""
+        self.say(f"    {why}")
+        self.facts.append(self.fact(cell, ALL, why=why))
+        self.write()
+
+    def fact(
+        self,
+        cell: Cell,
+        contestant: str,
+        *,
+        compile_s: float | None = None,
+        peak_mib: float | None = None,
+        workspace_mib: float | None = None,
+        fused: str = "",
+        why: str = "",
+    ) -> Fact:
+        """What belongs to a contestant here and today."""
+        gpu = torch.cuda.get_device_name() if self.clock.device.type == "cuda" else "cpu"
+        measured = (compile_s, peak_mib, workspace_mib)
+        words = (fused, why, self.request.commit, datetime.date.today().isoformat())
+        place = (cell.phase, cell.shape, self._dtype_name, self.world_size, int(self.captures(cell)), gpu)
+        return Fact(*place, contestant, *measured, *words)
 
     def model(self, cell: Cell) -> nn.Module:
         """The cell's model, cut over the ranks, with the same random weights in every run."""
-        key = cell.model, cell.layers, cell.form
+        key = (cell.model, cell.layers, cell.form, (cell.batch, cell.cache) if cell.cache else ())
         if self._built is None or self._built[0] != key:
             self._built = None
-            if self.clock.device.type == "cuda":
-                torch.cuda.empty_cache()
-            torch.manual_seed(1)
-            mesh = init_device_mesh(self.clock.device.type, (self.world_size,))
+            self.free()
             with self.phases.phase("models"), self.clock.device:
                 before = torch.get_default_dtype()
                 torch.set_default_dtype(self.dtype)
                 try:
-                    model = Llama(MODELS[cell.model](cell.layers))
-                    tensor_parallel(model, mesh, sequence_parallel=cell.form == "sp")
+                    model = forms.build(self.architecture(cell), cell, self.mesh)
                 finally:
                     torch.set_default_dtype(before)
             self._built = key, model
         return self._built[1]
 
-    def run_cell(self, cell: Cell) -> None:
+    def architecture(self, cell: Cell) -> Architecture:
+        return self.request.architectures[cell.model]
+
+    def free(self) -> None:
+        """Give back memory that nothing holds any more."""
+        gc.collect()
+        if self.clock.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def run_cell(self, number: int, cell: Cell) -> None:
         """Check every contestant against eager, time those that are right, record all of them."""
         torch._dynamo.reset()
-        model = self.model(cell)
-        x = self.inputs(cell)
-        step = _training if cell.phase == "training" else _forward
-        eager = step(model, x, cell.tokens)
-        wanted = {name: value.clone() for name, value in eager().items()}
+        self.free()
+        begun = time.monotonic()
+        operands, problem = self.attempt("models", lambda: (self.model(cell), self.inputs(cell)))
+        if problem or operands is None:
+            self.skip(cell, problem)
+            return
+        model, given = operands
+        wanted, problem = self.attempt("eager", step_of(cell.phase, "eager", self.compilers["eager"], model, given))
+        if problem or wanted is None:
+            self.skip(cell, f"eager: {problem}")
+            return
+        wanted = {name: value.clone() for name, value in wanted.items()}
         ready: dict[str, Call] = {}
-        failed: dict[str, str] = {}
-        for name in self.request.contestants:
-            if name == "async_tp" and cell.form == "ar":
+        failed: list[str] = []
+        for name in self.order(number):
+            barred = self.barred(number, name)
+            why = cell.left_out(name) or barred
+            if why:
+                self.facts.append(self.fact(cell, name, why=why))
+                failed += [name] * (why == barred)
                 continue
-            problem = self.prepare(cell, name, model, x, wanted, ready)
+            self.note_journal(number, name)
+            problem = self.prepare(cell, name, model, given, wanted, ready)
             if problem:
-                failed[name] = problem
-                self.note(cell, name, problem)
+                failed.append(name)
+                self.say(f"    {name}: {problem}")
+                self.after_failure(name)
+        del wanted
+        for name in list(ready):
+            problem = self.settled(ready[name])
+            if problem:
+                self.facts.append(self.fact(cell, name, why=problem))
+                failed.append(name)
+                del ready[name]
+        self.note_journal(number, TIMING)
+        most_s = TIMING_SHARE * (self.request.cell_limit_s - (time.monotonic() - begun))
         runs = []
-        for _ in range(self.request.repeats):
-            with self.phases.phase("timing"):
-                runs.append(interleaved(self.clock, ready, GRAPH_CALLS if cell.graph else 1, self.request.rounds))
-        times = median_of_runs(runs)
-        for name in (name for name in CONTESTANTS if name in times or name in failed):
-            self.rows.append(
-                self.row(
-                    bench="models",
-                    op=cell.phase,
-                    contestant=name,
-                    shape=cell.shape,
-                    dtype=str(self.dtype).removeprefix("torch."),
-                    graph=cell.graph,
-                    measured=times.get(name),
-                    limit_us=None,
-                    commit=self.request.commit,
-                )
-            )
+        for _ in range(self.request.repeats if ready else 0):
+            with self.phases.phase(TIMING):
+                per_call = GRAPH_CALLS if self.captures(cell) else 1
+                runs.append(interleaved(self.clock, self.ordered(ready), per_call, self.request.rounds, most_s))
+        times = median_of_runs(runs) if runs else {}
+        self.rows += self.rows_of(
+            {name: times.get(name) for name in CONTESTANTS if name in times or name in failed},
+            bench="models",
+            op=cell.phase,
+            shape=cell.shape,
+            dtype=self._dtype_name,
+            graph=self.captures(cell),
+            limit_us=None,
+            commit=self.request.commit,
+        )
         self.say("    " + "  ".join(f"{name} {each.p50_us:.0f}" for name, each in times.items()) + " us")
+
+    def order(self, number: int) -> list[str]:
+        """Contestants in turn: whoever compiles first finds fewest kernels in Triton's cache on disk."""
+        names = [name for name in CONTESTANTS if name in self.request.contestants]
+        eager, others = [name for name in names if name == "eager"], [name for name in names if name != "eager"]
+        return eager + others if number % 2 == 0 else eager + others[::-1]
+
+    def ordered(self, ready: Mapping[str, Call]) -> dict[str, Call]:
+        return {name: ready[name] for name in CONTESTANTS if name in ready}
+
+    def captures(self, cell: Cell) -> bool:
+        return cell.graph and self.clock.device.type == "cuda"
+
+    def after_failure(self, name: str) -> None:
+        """Make the next contestant's start a fresh one. Raises where the device itself has failed: then only new
+        processes help.
+        """
+        self.free()
+        if self.clock.device.type == "cuda":
+            torch.cuda.synchronize()
+        if name == "ditron":
+            self.recover(name)
 
     def prepare(
         self,
         cell: Cell,
         name: str,
         model: nn.Module,
-        x: torch.Tensor,
+        given: tuple[Any, ...],
         wanted: dict[str, torch.Tensor],
         ready: dict[str, Call],
     ) -> str:
         """Compile a contestant and put it into `ready` if it is right on all ranks, else return what is wrong."""
-        step = _training if cell.phase == "training" else _forward
-        torch._dynamo.utils.counters.clear()
         begun = time.monotonic()
-        call = step(_compiled(name, model), x, cell.tokens)
-        with without_caches():
-            got, problem = self.attempt(f"compilation: {name}", call)
-        seconds = time.monotonic() - begun
-        if problem:
-            return problem
-        graph_calls: Call = lambda index: call()  # noqa: E731
-        if cell.graph and self.clock.device.type == "cuda":
-            replay, problem = self.attempt("captures", lambda: captured(graph_calls, GRAPH_CALLS))
-            if problem:
-                return f"cannot be captured: {problem}"
-            got, problem = self.attempt("captures", lambda: replay(0))
-            graph_calls = replay
-        with self.phases.phase("checks"):
-            problem = problem or self.first_problem(_difference(got, wanted, self.dtype))
+        step = step_of(cell.phase, name, self.compilers[name], model, given)
+        with without_caches(), collect_sites() as sink:
+            got, problem = self.attempt(f"first call: {name}", step)
+        (seconds,) = self.clock.largest([time.monotonic() - begun])
+        text = sites_text(sink) if name == "ditron" else ""
+        if text:
+            self.say(f"    fused: {text}")
+        call: Call = lambda index: step()  # noqa: E731
+        peak: float | None = None
         if not problem:
-            ready[name] = graph_calls
-        fused = Counter({kind: torch._dynamo.utils.counters["ditron"][kind] for kind in KINDS})
-        self.facts[cell.text, name] = {"seconds": seconds, "fused": +fused}
-        if name == "ditron":
-            self.say(f"    fused: {', '.join(f'{count} {kind}' for kind, count in (+fused).items()) or 'nothing'}")
+            peak, problem = self.peak_mib(step)
+        if self.captures(cell) and not problem:
+            replay, problem = self.attempt("captures", lambda: captured(call, GRAPH_CALLS))
+            if problem or replay is None:
+                problem = f"cannot be captured: {problem}"
+            else:
+                got, problem = self.attempt("captures", lambda: replay(0))
+                call = replay
+        if not problem and got is not None:
+            with self.phases.phase("checks"):
+                problem = self.first_problem(self.difference(got, wanted))
+        if not problem:
+            ready[name] = call
+        workspace = self.workspace_mib() if name == "ditron" else None
+        compile_s = seconds if name != "eager" else None
+        facts = {"compile_s": compile_s, "peak_mib": peak, "workspace_mib": workspace}
+        self.facts.append(self.fact(cell, name, **facts, fused=text, why=problem))
         return problem
 
-    def inputs(self, cell: Cell) -> torch.Tensor:
-        """Random hidden states: this rank's part of the sequence, or all of it without sequence parallelism."""
-        dim = MODELS[cell.model](cell.layers).dim
-        torch.manual_seed(2)
-        x = torch.randn(cell.batch, cell.tokens, dim).to(self.clock.device, self.dtype)
-        return x.chunk(self.world_size, dim=1)[self.rank].contiguous() if cell.form == "sp" else x
+    def settled(self, call: Call) -> str:
+        """What is wrong with a further call, now that all are compiled: a compilation would be timed with it."""
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            return self.attempt("further calls", lambda: call(0))[1]
+
+    def peak_mib(self, step: Step) -> tuple[float | None, str]:
+        """Most memory of a step of any rank, and what went wrong in it. None without a GPU."""
+        if self.clock.device.type != "cuda":
+            return None, ""
+        torch.cuda.reset_peak_memory_stats()
+        _, problem = self.attempt("memory", step)
+        (peak,) = self.clock.largest([torch.cuda.max_memory_allocated() / MIB])
+        return peak, problem
+
+    def workspace_mib(self) -> float:
+        """What Ditron holds of this group."""
+        assert dist.group.WORLD is not None
+        return sum(shared.nbytes() for shared in workspaces.of_group(dist.group.WORLD)) / MIB
+
+    def difference(self, got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> str:
+        """What is not eager's. Collective."""
+        tolerance = MODEL_TOLERANCES[self.dtype] * (GRADIENTS if len(wanted) > 1 else 1.0)
+        pairs = {name: (whole(got[name]), whole(value)) for name, value in wanted.items()}
+        floor = FLOOR * max(float(value.norm()) for _, value in pairs.values())
+        wrong = []
+        for name, (mine, value) in pairs.items():
+            error = relative_error(mine, value)
+            # A gradient that should vanish has no digits of its own.
+            error *= min(1.0, float(value.norm()) / max(floor, 1e-30)) if name != "output" else 1.0
+            if not error <= tolerance:
+                wrong.append(f"{name} by {error:.1e}")
+        return f"differs from eager: {', '.join(wrong[:3])}" + (", .." if len(wrong) > 3 else "") if wrong else ""
+
+    def inputs(self, cell: Cell) -> tuple[Any, ...]:
+        """Of this rank; see `forms.inputs`."""
+        arch, device = self.architecture(cell), self.clock.device
+        return forms.inputs(arch, cell, self.rank, self.world_size, device, self.dtype)
 
 
-def _compiled(name: str, model: nn.Module) -> Callable[..., Any]:
-    if name == "eager":
-        return model
-    if name == "ditron":
-        return torch.compile(model, backend=ditron, fullgraph=True)
-    options = {"_micro_pipeline_tp": True} if name == "async_tp" else {}
-    return torch.compile(model, fullgraph=True, options=options)
+def sites_text(sink: SiteSink) -> str:
+    """Sites by kind, those that were left alone with their reason's code."""
+    sites = [site for graph in sink.graphs for site in graph.sites]
+    fused = Counter(site.kind for site in sites if site.fused)
+    alone = Counter(f"{site.kind} left alone ({site.reason_code})" for site in sites if not site.fused)
+    return ", ".join(f"{count} {kind}" for kind, count in (fused + alone).items()) or "nothing"
 
 
-def _forward(call: Callable[..., Any], x: torch.Tensor, tokens: int) -> Callable[[], dict[str, torch.Tensor]]:
-    def step() -> dict[str, torch.Tensor]:
-        with torch.no_grad():
-            return {"output": call(x, tokens)}
-
-    return step
-
-
-def _training(call: Callable[..., Any], x: torch.Tensor, tokens: int) -> Callable[[], dict[str, torch.Tensor]]:
-    leaf = x.detach().clone().requires_grad_()
-    weight = torch.linspace(-1, 1, x.numel(), device=x.device).view(x.shape).to(x.dtype)
-
-    def step() -> dict[str, torch.Tensor]:
-        leaf.grad = None
-        out = call(leaf, tokens)
-        out.backward(weight)
-        assert leaf.grad is not None
-        return {"output": out.detach(), "input's gradient": leaf.grad}
-
-    return step
-
-
-def _difference(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], dtype: torch.dtype) -> str:
-    errors = {name: relative_error(got[name], wanted[name]) for name in wanted}
-    wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= MODEL_TOLERANCES[dtype]]
-    return f"differs from eager: {', '.join(wrong)}" if wrong else ""
-
-
-def main(request: Request, device: torch.device, begun: float) -> bool:
+def main(request: Request, device: torch.device, begun: float, compilers: Mapping[str, Compiler] = COMPILERS) -> bool:
     """Run as a rank of the default group, on `device`; see benchmarks.ops.run.main."""
     # 2.13 has new names for collectives that 2.11 has not.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    warnings.filterwarnings("ignore", category=FutureWarning, message=".*all_gather_tensor")
     if device.type == "cuda":
         import torch.distributed._symmetric_memory as symm_mem
 
         assert dist.group.WORLD is not None
         # Async TP silently does nothing without this deprecated call.
         symm_mem.enable_symm_mem_for_group(dist.group.WORLD.group_name)
-    run = Run(request, device, begun)
+    run = Run(request, device, begun, compilers)
+    run.phases.add("start", run.seconds())
     run.run()
     if run.rank == 0:
-        print(report(run.rows, run.notes, run.facts, run.phases.table()), flush=True)
+        print(f"\nwhere the time went, on rank 0 ({request.budget_s:.0f} s allowed)\n{run.phases.table()}", flush=True)
     dist.barrier(group=run.control)
     return True

@@ -1,70 +1,227 @@
-"""The tables of `python -m benchmarks.models`."""
+"""The tables of `python -m benchmarks.models`: times, what belongs to them, means, and the targets."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from benchmarks.models.request import CONTESTANTS
-from benchmarks.records import Row
+from benchmarks.models.facts import ALL, Fact, reasons
+from benchmarks.models.request import CONTESTANTS, TITLES
+from benchmarks.records import Row, by_cell
+
+RIVALS = ("inductor", "async_tp")
+"""What speed-ups are over: eager is shown, but nobody has to be faster than that alone."""
 
 
-def report(
-    rows: Sequence[Row], notes: Sequence[str], facts: Mapping[tuple[str, str], Mapping[str, Any]], phases: str
-) -> str:
-    """What a run prints at its end. facts: by cell and contestant, seconds of compilation and fused sites."""
-    compiled = [
-        (cell, name, f"{each['seconds']:.1f}", ", ".join(f"{count} {kind}" for kind, count in each["fused"].items()))
-        for (cell, name), each in facts.items()
-        if name != "eager"
-    ]
-    parts = ["milliseconds per step", times_table(rows), ""]
-    parts += [tabulate(compiled, ["cell", "contestant", "first call, s", "fused sites"], disable_numparse=True), ""]
-    return "\n".join([*parts, *(f"no number: {note}" for note in notes), phases])
+MOST_PLACES = 3
 
 
-def docs_part(rows: Sequence[Row]) -> str:
-    """The table for the docs, and the geometric means of Inductor's times over Ditron's, by ranks, phase and model."""
-    ratios: dict[str, list[float]] = {}
-    for found in _cells(rows):
-        first = next(iter(found.values()))
-        ours, theirs = (found[name].p50_us if name in found else None for name in ("ditron", "inductor"))
-        if ours and theirs:
-            model = dict(part.split("=") for part in first.shape.split(";"))["model"]
-            ratios.setdefault(f"{first.op}, {model}, {first.world} ranks", []).append(theirs / ours)
-    means = [f"* {name}: {statistics.geometric_mean(values):.2f}" for name, values in ratios.items()]
-    return "\n".join([times_table(rows, "github"), "", "Inductor / Ditron, geometric means:", "", *means])
+@dataclass(frozen=True)
+class Contest:
+    """The rows of one cell."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def phase(self) -> str:
+        return self.rows[0].op
+
+    @property
+    def sizes(self) -> dict[str, str]:
+        return self.rows[0].sizes
+
+    @property
+    def model(self) -> str:
+        return self.sizes["model"]
+
+    @property
+    def where(self) -> tuple[str, int]:
+        return self.rows[0].gpu, self.rows[0].world
+
+    @property
+    def tokens(self) -> str:
+        return tokens_text(self.sizes)
+
+    @property
+    def label(self) -> str:
+        return f"{self.model}, {self.sizes['form']}, {self.tokens}"
+
+    def row(self, name: str) -> Row | None:
+        return next((row for row in self.rows if row.contestant == name), None)
+
+    def us(self, name: str) -> float | None:
+        row = self.row(name)
+        return row.p50_us if row else None
+
+    def gain(self, over: str) -> float | None:
+        """How many times as fast as `over` Ditron is."""
+        theirs, ours = self.us(over), self.us("ditron")
+        return theirs / ours if theirs and ours else None
+
+    @property
+    def best_gain(self) -> float | None:
+        """Over the fastest of all others, eager too."""
+        gains = [gain for gain in (self.gain(name) for name in CONTESTANTS if name != "ditron") if gain]
+        return min(gains, default=None)
+
+    @property
+    def spread_pct(self) -> float | None:
+        """Between the 20th and 80th percentile, of the contestant with the widest."""
+        spreads = [
+            100.0 * (row.p80_us - row.p20_us) / row.p50_us
+            for row in self.rows
+            if row.p50_us and row.p20_us is not None and row.p80_us is not None
+        ]
+        return max(spreads, default=None)
 
 
-def _cells(rows: Sequence[Row]) -> list[dict[str, Row]]:
-    cells: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in rows:
-        cells.setdefault(row.cell, {})[row.contestant] = row
-    return list(cells.values())
+def tokens_text(sizes: dict[str, str]) -> str:
+    """`2 x 4096`, or `1 x 1, cache 65536`."""
+    cache = f", cache {sizes['cache']}" if "cache" in sizes else ""
+    return f"{sizes['batch']} x {sizes['tokens']}{cache}"
+
+
+def contests(rows: Iterable[Row]) -> list[Contest]:
+    """One for each cell."""
+    return [Contest(tuple(found)) for found in by_cell(rows)]
+
+
+def number(value: float | None, digits: int, missing: str = "-") -> str:
+    return missing if value is None else f"{value:.{digits}f}"
 
 
 def times_table(rows: Sequence[Row], style: str = "simple") -> str:
     """One line per cell: every contestant in milliseconds, and the best other one's time over Ditron's."""
     lines = []
-    for found in _cells(rows):
-        first = next(iter(found.values()))
-        sizes = dict(part.split("=") for part in first.shape.split(";"))
-        times = {name: row.p50_us for name, row in found.items() if row.p50_us is not None}
-        rivals = [us for name, us in times.items() if name != "ditron"]
-        gain = f"{min(rivals) / times['ditron']:.2f}" if rivals and "ditron" in times else "-"
-        lines.append(
-            [
-                first.op,
-                f"{sizes['model']} x {sizes['layers']}",
-                sizes["form"],
-                f"{sizes['batch']} x {sizes['tokens']}",
-                str(first.world),
-                *(f"{times[name] / 1e3:.3f}" if name in times else "-" for name in CONTESTANTS),
-                gain,
-            ]
-        )
-    headers = ["phase", "model", "form", "tokens", "ranks", *CONTESTANTS, "best other / ditron"]
+    for one in contests(rows):
+        times = [
+            number(us / 1e3, 3) if (us := one.us(name)) else "failed" if one.row(name) else "-" for name in CONTESTANTS
+        ]
+        layers, form = one.sizes["layers"], one.sizes["form"]
+        place = [one.phase, f"{one.model} x {layers}", form, one.tokens, str(one.where[1])]
+        lines.append([*place, *times, number(one.best_gain, 2), number(one.spread_pct, 1)])
+    headers = ["phase", "model", "form", "tokens", "ranks", *CONTESTANTS, "best other / ditron", "spread %"]
     return tabulate(lines, headers, style, disable_numparse=True)
+
+
+def facts_table(facts: Sequence[Fact], style: str = "simple") -> str:
+    """Compile time, memory and fused sites of every contestant that was compiled."""
+    lines = [
+        [
+            *(fact.op, fact.sizes["model"], fact.sizes["form"], tokens_text(fact.sizes), fact.contestant),
+            *(number(value, 1) for value in (fact.compile_s, fact.peak_mib, fact.workspace_mib)),
+            fact.fused,
+        ]
+        for fact in facts
+        if fact.compile_s is not None or fact.peak_mib is not None
+    ]
+    headers = [
+        "phase",
+        "model",
+        "form",
+        "tokens",
+        "contestant",
+        "first call, s",
+        "peak, MiB",
+        "workspace, MiB",
+        "fused",
+    ]
+    return tabulate(lines, headers, style, disable_numparse=True)
+
+
+def reason_lines(facts: Sequence[Fact], rows: Sequence[Row]) -> list[str]:
+    """Why something has no number; of one contestant what holds for many cells, once."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for fact in reasons(facts, rows):
+        name = ALL if fact.contestant == ALL else TITLES[fact.contestant]
+        place = f"{fact.op} {fact.sizes['model']}, {fact.sizes['form']}, {tokens_text(fact.sizes)}"
+        groups.setdefault((name, fact.why), []).append(place)
+    lines = []
+    for (name, why), places in groups.items():
+        if name != ALL and len(places) > MOST_PLACES:
+            places = [f"{len(places)} cells"]
+        lines += [f"{place}: {name}: {why}" for place in places]
+    return lines
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Geometric, of those that there are."""
+    known = [value for value in values if value]
+    return statistics.geometric_mean(known) if known else None
+
+
+def mean_lines(rows: Sequence[Row]) -> list[tuple[str, str, int, int, float | None, float | None]]:
+    """(phase, model, ranks, cells, geometric means of Inductor's and of async TP's times over Ditron's)."""
+    groups: dict[tuple[str, str, int], list[Contest]] = {}
+    for one in contests(rows):
+        if one.gain("inductor"):
+            groups.setdefault((one.phase, one.model, one.where[1]), []).append(one)
+    return [
+        (*key, len(found), mean(one.gain("inductor") for one in found), mean(one.gain("async_tp") for one in found))
+        for key, found in groups.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be reached on 4 H200s, and what was; None where nothing was measured for it."""
+
+    text: str
+    bound: float
+    value: float | None
+    at_most: bool = False
+
+    @property
+    def verdict(self) -> str:
+        if self.value is None:
+            return "not measured"
+        holds = self.value <= self.bound if self.at_most else self.value >= self.bound
+        return f"{'PASS' if holds else 'FAIL'} {self.value:.3f}"
+
+
+def targets(rows: Sequence[Row], facts: Sequence[Fact]) -> list[Target]:
+    """Of the rows of one machine."""
+    found = contests(rows)
+    prefill = [one for one in found if one.phase == "prefill"]
+    decode = {name: [one for one in found if one.phase == "decode" and name in one.model] for name in ("8b", "70b")}
+    # Also where only one of the two is there: then nothing is slower than the other.
+    better = [min(gains) for one in found if (gains := [gain for gain in map(one.gain, RIVALS) if gain])]
+    return [
+        Target("prefill, Inductor / Ditron, mean >= 1.20", 1.20, mean(one.gain("inductor") for one in prefill)),
+        Target("prefill, async TP / Ditron, mean >= 1.10", 1.10, mean(one.gain("async_tp") for one in prefill)),
+        Target("decode of 8B, Inductor / Ditron, mean >= 1.35", 1.35, mean(o.gain("inductor") for o in decode["8b"])),
+        Target("decode of 70B, Inductor / Ditron, mean >= 1.15", 1.15, mean(o.gain("inductor") for o in decode["70b"])),
+        Target("better of Inductor and async TP / Ditron, every cell >= 0.98", 0.98, min(better, default=None)),
+        Target("first call, Ditron / Inductor, mean <= 1.25", 1.25, _compile_ratio(facts), at_most=True),
+    ]
+
+
+def _compile_ratio(facts: Sequence[Fact]) -> float | None:
+    ratios = []
+    for found in by_cell(facts):
+        seconds = {fact.contestant: fact.compile_s for fact in found if not fact.why}
+        ours, theirs = seconds.get("ditron"), seconds.get("inductor")
+        ratios.append(ours / theirs if ours and theirs else None)
+    return mean(ratios)
+
+
+def docs_part(rows: Sequence[Row]) -> str:
+    """The table for the docs, and the geometric means of Inductor's times over Ditron's, by ranks, phase and model."""
+    means = [
+        f"* {phase}, {model}, {world} ranks: {number(inductor, 2)}"
+        for phase, model, world, _, inductor, _ in mean_lines(rows)
+    ]
+    return "\n".join([times_table(rows, "github"), "", "Inductor / Ditron, geometric means:", "", *means])
+
+
+def report(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
+    """What a run prints at its end."""
+    parts = ["milliseconds per step", times_table(rows), "", facts_table(facts), ""]
+    if any(row.gpu != "cpu" for row in rows):
+        parts += [f"{one.verdict:16} {one.text} (on 4 H200s)" for one in targets(rows, facts)]
+    else:
+        parts += ["on a CPU device with the interpreter: that it works, nothing about speed"]
+    return "\n".join([*parts, *(f"no number: {line}" for line in reason_lines(facts, rows))])

@@ -1,36 +1,109 @@
-"""What is measured: a model's layers, a form of tensor parallelism, a phase, and how many tokens at once.
+"""What is measured: a model's layers, how they are cut over the ranks, a phase, and how many tokens at once.
 
-    prefill    one forward of `batch` sequences of `tokens`, no gradients
-    training   one forward and backward of the same
-    decode     one forward of `batch` single tokens, inside a CUDA graph; without a cache, attention is next to nothing
+prefill    one forward of `batch` sequences of `tokens`, no gradients
+training   one forward and backward of the same, with the gradients of all weights
+decode     one forward of `batch` single tokens, inside a CUDA graph; without a cache, attention is next to nothing
 
-The all-reduce form (`ar`) keeps norms and residuals on every rank; the sequence-parallel one (`sp`) divides them.
+ar    tensor parallelism with all-reduces: norms and residuals are on every rank
+sp    tensor parallelism with gathers and scatters: norms and residuals are divided along the sequence
+cp    context parallelism: the sequence is divided, the weights are on every rank, attention reads all ranks' keys
+kv    decode with a KV cache of `cache` tokens that is divided along the sequence: attention's weights are on every
+      rank, the feed-forward is cut as in `ar`
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from ditron_inductor.demo_model import LlamaConfig
+from benchmarks.models.architecture import Architecture
 
-MODELS: dict[str, Callable[[int], LlamaConfig]] = {
-    "llama3-8b": LlamaConfig.llama_8b,
-    "llama3-70b": LlamaConfig.llama_70b,
-    "tiny": lambda num_layers: LlamaConfig(num_layers=num_layers, max_seq_len=64),
-}
-"""By name, a model of so many layers, hidden states in and out."""
 PHASES = ("prefill", "decode", "training")
-FORMS = ("ar", "sp")
-PREFILLS = ((2, 4096), (1, 8192), (1, 2048))
-"""(batch, tokens of each)."""
-DECODES = (1, 32, 128)
-LAYERS = {"llama3-8b": 4, "llama3-70b": 2, "tiny": 1}
+FORMS = ("ar", "sp", "cp", "kv")
+
+MODELS: dict[str, Architecture] = {
+    "llama3-8b": Architecture(hidden=4096, heads=32, kv_heads=8, inner=14336, depth=32),
+    "llama3-70b": Architecture(hidden=8192, heads=64, kv_heads=8, inner=28672, depth=80),
+    "qwen3-32b": Architecture(
+        hidden=5120, heads=64, kv_heads=8, inner=25600, depth=64, qk_norm=True, theta=1e6, eps=1e-6
+    ),
+    "gemma3-27b": Architecture(
+        hidden=5376,
+        heads=32,
+        kv_heads=16,
+        inner=21504,
+        depth=62,
+        activation="gelu_tanh",
+        norm="gemma",
+        qk_norm=True,
+        sandwich=True,
+        theta=1e6,
+        scale=168.0**-0.5,
+        eps=1e-6,
+        note="every layer attends to the whole sequence; in the model five of six see 1024 tokens only",
+    ),
+    "gpt-oss-120b-dense": Architecture(
+        hidden=2880,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        inner=4 * 2880,
+        depth=36,
+        bias=True,
+        theta=150000.0,
+        note="a dense approximation: one feed-forward as wide as the four experts that a token takes, without router, "
+        "sinks and sliding windows, SwiGLU unclamped",
+    ),
+    "opt-30b": Architecture(
+        hidden=7168,
+        heads=56,
+        kv_heads=56,
+        inner=28672,
+        depth=48,
+        activation="relu",
+        gated=False,
+        norm="layer",
+        bias=True,
+        theta=0.0,
+    ),
+}
+"""By name. Sizes are those of the published configurations; `benchmarks.models.configs` reads others."""
+TINY = Architecture(hidden=64, heads=4, kv_heads=2, head_dim=16, inner=96, depth=1)
+LAYERS = {"llama3-8b": 4}
+"""Layers that are measured; two of all others."""
+
+PREFILLS = ((2, 4096), (1, 2048), (1, 8192), (1, 512), (4, 1024), (1, 32768))
+"""(batch, tokens of each), the most important ones first."""
+DECODES = (1, 32, 128, 8)
+TRAININGS = ((1, 4096), (2, 4096), (1, 2048))
+CONTEXTS = ((1, 32768), (1, 65536))
+"""Tokens of all ranks."""
+CACHES = ((1, 65536), (8, 65536), (1, 262144), (32, 16384))
+"""(batch, tokens of all ranks)."""
+LONG = ("llama3-8b",)
+"""The models of `cp` and `kv`."""
+MAIN = {"prefill": 2, "decode": 3, "training": 1, "cp": 1, "kv": 2}
+"""How many sizes of each list a run has that does not ask for all."""
+QUICK = (
+    ("llama3-8b", "ar", "decode", 1, 1, 0),
+    ("llama3-8b", "sp", "prefill", 2, 4096, 0),
+    ("qwen3-32b", "ar", "decode", 32, 1, 0),
+    ("llama3-8b", "sp", "training", 1, 4096, 0),
+    ("opt-30b", "ar", "prefill", 1, 2048, 0),
+    ("llama3-8b", "kv", "decode", 1, 1, 65536),
+    ("gemma3-27b", "ar", "decode", 1, 1, 0),
+    ("llama3-8b", "cp", "prefill", 1, 32768, 0),
+    ("gpt-oss-120b-dense", "ar", "decode", 1, 1, 0),
+    ("llama3-70b", "sp", "prefill", 1, 2048, 0),
+)
+"""The cells of `--quick`, with two layers each: (model, form, phase, batch, tokens, cache)."""
+QUICK_LAYERS = 2
+TINY_TOKENS, TINY_CACHE = 16, 32
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One phase of one model."""
+    """One phase of one model. cache: tokens of each sequence in the KV caches of all ranks, 0 without."""
 
     model: str
     layers: int
@@ -38,36 +111,94 @@ class Cell:
     phase: str
     batch: int
     tokens: int
+    cache: int = 0
 
     @property
     def shape(self) -> str:
         """As it stands in the results."""
-        return f"model={self.model};layers={self.layers};form={self.form};batch={self.batch};tokens={self.tokens}"
+        shape = f"model={self.model};layers={self.layers};form={self.form};batch={self.batch};tokens={self.tokens}"
+        return f"{shape};cache={self.cache}" if self.cache else shape
 
     @property
     def text(self) -> str:
         """For progress and notes."""
-        return f"{self.phase} {self.model} x {self.layers} layers, {self.form}, {self.batch} x {self.tokens}"
+        cache = f", cache {self.cache}" if self.cache else ""
+        return f"{self.phase} {self.model} x {self.layers} layers, {self.form}, {self.batch} x {self.tokens}{cache}"
 
     @property
     def graph(self) -> bool:
         return self.phase == "decode"
 
+    def left_out(self, contestant: str) -> str:
+        """Why a contestant is not run, empty where it is."""
+        if contestant == "async_tp" and self.form != "sp":
+            return "async TP fuses gathers and scatters next to matmuls, and this form has none"
+        return ""
 
-def cells(
-    models: Iterable[str], phases: Iterable[str], forms: Iterable[str], layers: int, batches: Iterable[int] = ()
-) -> list[Cell]:
-    """The cells of a run; layers: 0 for each model's own number. batches: those alone, if there are any."""
-    found = []
-    wanted = set(batches)
-    for model in models:
-        count = layers or LAYERS[model]
-        for phase in phases:
-            sizes = [(batch, 1) for batch in DECODES] if phase == "decode" else list(PREFILLS)
-            if model == "tiny":
-                sizes = [(2, 1 if phase == "decode" else 16)]
-            for form in forms:
-                if phase == "decode" and form == "sp":
-                    continue
-                found += [Cell(model, count, form, phase, *size) for size in sizes if not wanted or size[0] in wanted]
-    return found
+
+@dataclass(frozen=True)
+class Selection:
+    """Which cells a run has. layers: 0 for each model's own number. batches, tokens: those alone, if there are any.
+    full: all sizes, not the most important ones.
+    """
+
+    models: tuple[str, ...] = tuple(MODELS)
+    phases: tuple[str, ...] = PHASES
+    forms: tuple[str, ...] = FORMS
+    layers: int = 0
+    batches: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    full: bool = False
+
+    def cells(self) -> list[Cell]:
+        """The most important sizes of all models first."""
+        numbered = [(number, cell) for model in self.models for number, cell in self._of(model)]
+        return [cell for _, cell in sorted(numbered, key=lambda pair: pair[0])]
+
+    def _of(self, model: str) -> Iterable[tuple[int, Cell]]:
+        layers = self.layers or LAYERS.get(model, 2)
+        lists: dict[tuple[str, str], list[tuple[int, int, int]]] = {
+            ("decode", "ar"): [(batch, 1, 0) for batch in DECODES],
+            ("prefill", "sp"): [(*size, 0) for size in PREFILLS],
+            ("prefill", "ar"): [(*size, 0) for size in PREFILLS],
+            ("training", "sp"): [(*size, 0) for size in TRAININGS],
+            ("training", "ar"): [(*size, 0) for size in TRAININGS],
+        }
+        if model not in MODELS or model in LONG:
+            lists["prefill", "cp"] = [(*size, 0) for size in CONTEXTS]
+            lists["decode", "kv"] = [(batch, 1, cache) for batch, cache in CACHES]
+        for (phase, form), sizes in lists.items():
+            if phase not in self.phases or form not in self.forms:
+                continue
+            asked = [
+                size
+                for size in sizes
+                if (not self.batches or size[0] in self.batches) and (not self.tokens or size[1] in self.tokens)
+            ]
+            narrowed = self.batches or self.tokens
+            taken = asked if self.full or narrowed else asked[: MAIN[form if form in MAIN else phase]]
+            for number, (batch, tokens, cache) in enumerate(taken):
+                yield number, Cell(model, layers, form, phase, batch, tokens, cache)
+
+
+def quick() -> list[Cell]:
+    """The cells of `--quick`."""
+    return [
+        Cell(model, QUICK_LAYERS, form, phase, batch, tokens, cache)
+        for model, form, phase, batch, tokens, cache in QUICK
+    ]
+
+
+def tiny(cells: Iterable[Cell]) -> list[Cell]:
+    """The same cells at toy size, each kind once: for the CPU device."""
+    small = [
+        replace(
+            cell,
+            layers=1,
+            batch=2,
+            tokens=1 if cell.phase == "decode" else TINY_TOKENS,
+            cache=TINY_CACHE if cell.cache else 0,
+        )
+        for cell in cells
+    ]
+    return list(dict.fromkeys(small))

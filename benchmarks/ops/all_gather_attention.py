@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +24,16 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from benchmarks.launch import num_ranks, to_the_end
-from benchmarks.ops.all_reduce_rms_norm import attempt
-from benchmarks.records import RESULTS, Row, head_commit, merge_csv
-from ditron_inductor.processes import Rank
+from benchmarks.launch import measure_on_ranks, num_ranks
+from benchmarks.ops import command
+from benchmarks.records import ATTENTION, Row, by_cell, head_commit, merge_csv
 
 if TYPE_CHECKING:
     import torch
 
     from benchmarks.session import Session
 
-ATTENTION = RESULTS / "attention.csv"
+MODULE = "benchmarks.ops.all_gather_attention"
 LINK_BYTES_PER_S = 450e9
 SAMPLED_ROWS = 32
 MOST_ERROR = 1.0e-2
@@ -264,8 +262,7 @@ def run_cell(session: Session, request: Request, cell: Cell, group_name: str) ->
         problem.check(calls[name](0))
         return calls[name]
 
-    ready = {name: attempt(session, name, functools.partial(checked, name)) for name in calls}
-    ready = {name: call for name, call in ready.items() if call is not None}
+    ready = session.right(calls, checked)
     times = interleaved(session.clock, ready, 1, request.rounds)
     for kind in ("sdpa", "ring"):
         forms = sorted((name for name in times if name.startswith(kind)), key=lambda name: times[name].p50_us)
@@ -280,21 +277,15 @@ def run_cell(session: Session, request: Request, cell: Cell, group_name: str) ->
     if device.type == "cuda" and "local" in times:
         limit = max(times["local"].p50_us, received_bytes(cell, session.world_size) / LINK_BYTES_PER_S * 1e6)
     order = ["local", "sdpa", BLOCKS, "ring", *(name for name in times if name.startswith("ditron"))]
-    return [
-        session.row(
-            bench="attention",
-            op="all_gather_attention",
-            contestant=name,
-            shape=cell.shape,
-            dtype="bfloat16",
-            graph=False,
-            measured=times[name],
-            limit_us=limit,
-            commit=request.commit,
-        )
-        for name in order
-        if name in times
-    ]
+    return session.rows_of(
+        {name: times[name] for name in order if name in times},
+        bench="attention",
+        op="all_gather_attention",
+        shape=cell.shape,
+        graph=False,
+        limit_us=limit,
+        commit=request.commit,
+    )
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -302,7 +293,7 @@ def verdict(rows: Sequence[Row]) -> str:
     us = {row.contestant: row.p50_us for row in rows if row.p50_us}
     if "ditron" not in us or "sdpa" not in us:
         return ""
-    tokens = int(dict(part.split("=") for part in rows[0].shape.split(";"))["tokens"])
+    tokens = int(rows[0].sizes["tokens"])
     gain = us["sdpa"] / us["ditron"]
     holds = gain >= LEAST_GAIN.get(tokens, 1 / SLOWER)
     text = f"sdpa/ditron {gain:.2f}"
@@ -319,66 +310,54 @@ def verdict(rows: Sequence[Row]) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """Microseconds, one line for each cell."""
-    cells: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        cells.setdefault(row.cell, []).append(row)
     names = list(dict.fromkeys(row.contestant for row in rows))
     lines = []
-    for of_cell in cells.values():
+    for of_cell in by_cell(rows):
         us = {row.contestant: f"{row.p50_us:.1f}" for row in of_cell}
         lines.append([of_cell[0].shape, *[us.get(name, "-") for name in names], verdict(of_cell)])
     return tabulate(lines, ["shape", *names, "targets"], disable_numparse=True)
 
 
-def measure(rank: Rank, request: Request) -> bool:
+def measure(session: Session, request: Request) -> list[Row]:
     """All cells, on one rank."""
-    import torch.distributed as dist
-
-    from benchmarks.session import Session
-    from ditron_inductor.lowering.register import register
-
-    device = rank.join()
-    register()
-    assert dist.group.WORLD is not None
-    session = Session(device, time.monotonic())
     rows: list[Row] = []
     for cell in request.cells:
-        rows += run_cell(session, request, cell, dist.group.WORLD.group_name)
-        if rank.rank == 0 and request.out:
+        rows += run_cell(session, request, cell, session.group_name)
+        if session.rank == 0 and request.out:
             merge_csv(Path(request.out), rows)
-    if rank.rank == 0:
+    if session.rank == 0:
         print(table(rows), flush=True)
-    return True
+    return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops.all_gather_attention")
-    parser.add_argument("--shapes", nargs="+", choices=sorted(SETS), default=["anchors"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[], help="only shapes of so many tokens")
-    parser.add_argument("--heads", nargs="+", type=int, default=[], help="only shapes of so many heads")
-    parser.add_argument("--only", nargs="+", default=[], help="sdpa, ring, ditron, ditron:tile, ...; all by default")
-    parser.add_argument("--world", type=int, default=0, help="ranks; all GPUs by default")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--limit", type=float, default=540.0, help="seconds, after which the ranks are ended")
-    parser.add_argument("--out", default=None, help="CSV to merge the rows into, '' for none; the committed results")
-    parser.add_argument("--commit", default="")
-    options = parser.parse_args(arguments)
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = command.parser(MODULE, SETS, ["anchors"], world=0, limit_s=540.0)
+    result.add_argument("--tokens", nargs="+", type=int, default=[], help="only shapes of so many tokens")
+    result.add_argument("--heads", nargs="+", type=int, default=[], help="only shapes of so many heads")
+    result.add_argument("--only", nargs="+", default=[], help="sdpa, ring, ditron, ditron:tile, ...; all by default")
+    return result
+
+
+def request_of(options: argparse.Namespace) -> Request:
+    """The command line as the ranks get it."""
     cells = tuple(
         cell
         for name in options.shapes
         for cell in SETS[name]()
         if (not options.tokens or cell.tokens in options.tokens) and (not options.heads or cell.heads in options.heads)
     )
-    program = "benchmarks.ops.all_gather_attention"
-    world = num_ranks(program, options.world, options.device)
+    out, commit = command.out_of(options, ATTENTION), options.commit or head_commit()
+    return Request(cells, options.device, options.rounds, out, commit, tuple(options.only))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    options = parser().parse_args(arguments)
+    world = num_ranks(MODULE, options.world, options.device)
     if not world:
         return 2
-    out = options.out if options.out is not None else (str(ATTENTION) if options.device == "cuda" else "")
-    commit = options.commit or head_commit()
-    request = Request(cells, options.device, options.rounds, out, commit, tuple(options.only))
-    return to_the_end(program, measure, request, world, options.device, options.limit)
+    return measure_on_ranks(MODULE, request_of(options), world, options.device, options.limit)
 
 
 if __name__ == "__main__":

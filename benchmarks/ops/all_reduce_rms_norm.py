@@ -17,9 +17,7 @@ is timed only if both of its results are right on all ranks. Rows go into benchm
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,16 +25,16 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from benchmarks.launch import to_the_end
-from benchmarks.records import RESULTS, Row, head_commit, merge_csv
-from ditron_inductor.processes import Rank
+from benchmarks.launch import measure_on_ranks, num_ranks
+from benchmarks.ops import command
+from benchmarks.records import NORM, Row, by_cell, head_commit, merge_csv
 
 if TYPE_CHECKING:
     from benchmarks.session import Session
 
-NORM = RESULTS / "norm.csv"
 EPS = 1e-6
 ONE_SHOT_MAX_BYTES = 8 << 20
+MODULE = "benchmarks.ops.all_reduce_rms_norm"
 LINK_BYTES_PER_S = 450e9
 GRAPH_CALLS = 20
 LEAST_GAIN = 1.6
@@ -183,14 +181,6 @@ def _symmetric(cell: Cell, shared: Any, x: Any, product: Any, normalise: Any) ->
     return {name: bound(way) for name, way in ways.items()}
 
 
-def attempt(session: Session, name: str, act: Callable[[], Any]) -> Any:
-    """What `act` returns, or None, with a line on stderr, if it raises on any rank."""
-    result, problem = session.attempt(name, act)
-    if problem:
-        session.say(f"    {name}: {problem}")
-    return None if problem else result
-
-
 def right_calls(session: Session, cell: Cell, group_name: str, shared: Any) -> dict[str, Any]:
     """The contestants of a shape whose results are right."""
     import torch
@@ -207,8 +197,7 @@ def right_calls(session: Session, cell: Cell, group_name: str, shared: Any) -> d
             assert_near(got, want, num_partials=2 * session.world_size, what=name)
         return calls[name]
 
-    found = {name: attempt(session, name, functools.partial(checked, name)) for name in calls}
-    return {name: call for name, call in found.items() if call is not None}
+    return session.right(calls, checked)
 
 
 def run_cell(session: Session, request: Request, cell: Cell, calls: Mapping[str, Any]) -> list[Row]:
@@ -216,16 +205,8 @@ def run_cell(session: Session, request: Request, cell: Cell, calls: Mapping[str,
     import torch.distributed as dist
 
     from benchmarks.timing import interleaved
-    from ditron_inductor.timing import captured
 
-    ready = dict(calls)
-    if cell.graph:
-        for name, call in calls.items():
-            replay = attempt(session, name, functools.partial(captured, call, GRAPH_CALLS))
-            if replay is None:
-                del ready[name]
-            else:
-                ready[name] = replay
+    ready = session.replays(calls, GRAPH_CALLS) if cell.graph else calls
     times = interleaved(session.clock, ready, GRAPH_CALLS if cell.graph else 1, request.rounds)
     for way in sorted((name for name in times if name.startswith("symm_mem")), key=lambda name: times[name].p50_us):
         times.setdefault("symm_mem", times[way])
@@ -233,20 +214,9 @@ def run_cell(session: Session, request: Request, cell: Cell, calls: Mapping[str,
     received = 2 * (session.world_size - 1) * cell.M * cell.N * 2 / session.world_size
     dist.barrier()
     limit_us = received / LINK_BYTES_PER_S * 1e6 if session.clock.device.type == "cuda" else None
-    return [
-        session.row(
-            bench="norm",
-            op=cell.op,
-            contestant=name,
-            shape=cell.shape,
-            dtype="bfloat16",
-            graph=cell.graph,
-            measured=each,
-            limit_us=limit_us,
-            commit=request.commit,
-        )
-        for name, each in times.items()
-    ]
+    return session.rows_of(
+        times, bench="norm", op=cell.op, shape=cell.shape, graph=cell.graph, limit_us=limit_us, commit=request.commit
+    )
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -254,7 +224,7 @@ def verdict(rows: Sequence[Row]) -> str:
     us = {row.contestant: row.p50_us for row in rows if row.p50_us}
     if "ditron" not in us or "nccl" not in us:
         return ""
-    sizes = dict(part.split("=") for part in rows[0].shape.split(";"))
+    sizes = rows[0].sizes
     gain = us["nccl"] / us["ditron"]
     best = min(us[name] for name in ("nccl", "symm_mem") if name in us)
     needed = rows[0].graph and "K" not in sizes and int(sizes["M"]) * int(sizes["N"]) * 2 <= GAIN_BYTES
@@ -264,67 +234,58 @@ def verdict(rows: Sequence[Row]) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """Microseconds, one line for each cell; the gain is that of `ditron` over `nccl`."""
-    cells: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        cells.setdefault(row.cell, []).append(row)
     names = list(dict.fromkeys(row.contestant for row in rows))
     lines = []
-    for group in cells.values():
+    for group in by_cell(rows):
         us = {row.contestant: f"{row.p50_us:.1f}" for row in group}
         mode = "graph" if group[0].graph else "eager"
         lines.append([group[0].op, group[0].shape, mode, *[us.get(name, "-") for name in names], verdict(group)])
     return tabulate(lines, ["op", "shape", "mode", *names, "gain"], disable_numparse=True)
 
 
-def measure(rank: Rank, request: Request) -> bool:
+def measure(session: Session, request: Request) -> list[Row]:
     """All cells, on one rank."""
-    import torch.distributed as dist
-
     from benchmarks.ops.contest import SymmetricBuffer
-    from benchmarks.session import Session
-    from ditron_inductor.lowering.register import register
 
-    device = rank.join()
-    register()
-    assert dist.group.WORLD is not None
-    group_name = dist.group.WORLD.group_name
-    session, shared = Session(device, time.monotonic()), SymmetricBuffer(group_name)
+    group_name = session.group_name
+    shared = SymmetricBuffer(group_name)
     rows: list[Row] = []
     shape, calls = "", dict[str, Any]()
     for cell in request.cells:
         if cell.shape != shape:
             shape, calls = cell.shape, right_calls(session, cell, group_name, shared)
         rows += run_cell(session, request, cell, calls)
-        if rank.rank == 0 and request.out:
+        if session.rank == 0 and request.out:
             merge_csv(Path(request.out), rows)
-    if rank.rank == 0:
+    if session.rank == 0:
         print(table(rows), flush=True)
-    return True
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = command.parser(MODULE, SETS, ["sweep", "decode"], world=2, limit_s=600.0)
+    command.add_graph(result, "both")
+    result.add_argument("--n", nargs="+", type=int, default=[], help="only rows of these widths")
+    return result
+
+
+def request_of(options: argparse.Namespace) -> Request:
+    """The command line as the ranks get it."""
+    shapes = [cell for name in options.shapes for cell in SETS[name]() if not options.n or cell.N in options.n]
+    # Both modes of a shape one after the other.
+    cells = tuple(replace(cell, graph=graph) for cell in shapes for graph in command.modes(options))
+    out = command.out_of(options, NORM)
+    return Request(cells, options.device, options.rounds, out, options.commit or head_commit())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops.all_reduce_rms_norm")
-    parser.add_argument("--shapes", nargs="+", choices=sorted(SETS), default=["sweep", "decode"])
-    parser.add_argument("--n", nargs="+", type=int, default=[], help="only rows of these widths")
-    parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--graph", choices=("eager", "graph", "both"), default="both")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds, after which the ranks are ended")
-    parser.add_argument("--out", default=None, help="CSV to merge the rows into, '' for none; the committed results")
-    parser.add_argument("--commit", default="")
-    options = parser.parse_args(arguments)
-    modes = {"eager": (False,), "graph": (True,), "both": (True, False)}[options.graph]
-    if options.device == "cpu":
-        modes = (False,)
-    shapes = [cell for name in options.shapes for cell in SETS[name]() if not options.n or cell.N in options.n]
-    # Both modes of a shape one after the other.
-    cells = [replace(cell, graph=graph) for cell in shapes for graph in modes]
-    out = options.out if options.out is not None else (str(NORM) if options.device == "cuda" else "")
-    request = Request(tuple(cells), options.device, options.rounds, out, options.commit or head_commit())
-    program = "benchmarks.ops.all_reduce_rms_norm"
-    return to_the_end(program, measure, request, options.world, options.device, options.limit)
+    options = parser().parse_args(arguments)
+    world = num_ranks(MODULE, options.world, options.device)
+    if not world:
+        return 2
+    return measure_on_ranks(MODULE, request_of(options), world, options.device, options.limit)
 
 
 if __name__ == "__main__":

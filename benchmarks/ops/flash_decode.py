@@ -23,7 +23,6 @@ import argparse
 import functools
 import math
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from benchmarks.launch import to_the_end
-from benchmarks.records import RESULTS, Row, head_commit, merge_csv
-from ditron_inductor.processes import Rank
+from benchmarks.launch import measure_on_ranks, num_ranks
+from benchmarks.ops import command
+from benchmarks.records import ATTENTION, Row, by_cell, head_commit, merge_csv
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from benchmarks.session import Session
     from ditron_inductor.lowering.flash_decode.local import LocalAttention, Operands
 
-ATTENTION = RESULTS / "attention.csv"
+MODULE = "benchmarks.ops.flash_decode"
 OP = "flash_decode"
 ITEMSIZE = 2
 ROTATED_BYTES = 256 << 20
@@ -287,14 +286,6 @@ def expected(session: Session, problem: Problem, group_name: str) -> tuple[torch
     return sequences, torch.cat(rows)
 
 
-def attempt(session: Session, name: str, act: Callable[[], Any]) -> Any:
-    """What `act` returns, or None, with a line on stderr, if it raises on any rank."""
-    result, problem = session.attempt(name, act)
-    if problem:
-        session.say(f"    {name}: {problem}")
-    return None if problem else result
-
-
 def right_calls(session: Session, request: Request, cell: Cell, group_name: str) -> dict[str, Any]:
     """The contestants of a shape whose results are right."""
     import torch
@@ -314,9 +305,7 @@ def right_calls(session: Session, request: Request, cell: Cell, group_name: str)
             assert_near(got[sequences], wanted, num_partials=2, what=name)
         return calls[name]
 
-    taken = [name for name in calls if not request.only or name in request.only]
-    found = {name: attempt(session, name, functools.partial(checked, name)) for name in taken}
-    return {name: call for name, call in found.items() if call is not None}
+    return session.right([name for name in calls if not request.only or name in request.only], checked)
 
 
 def run_cell(session: Session, request: Request, cell: Cell, calls: Mapping[str, Any]) -> list[Row]:
@@ -324,38 +313,19 @@ def run_cell(session: Session, request: Request, cell: Cell, calls: Mapping[str,
     import torch.distributed as dist
 
     from benchmarks.timing import interleaved
-    from ditron_inductor.timing import captured
 
-    ready = dict(calls)
     estimate_us = 10.0 + cell.local_bytes(session.world_size) / READ_BYTES_PER_S * 1e6
     graph_calls = max(1, min(MOST_GRAPH_CALLS, round(GRAPH_US / estimate_us)))
-    if cell.graph:
-        for name, call in calls.items():
-            replay = attempt(session, name, functools.partial(captured, call, graph_calls))
-            if replay is None:
-                del ready[name]
-            else:
-                ready[name] = replay
+    ready = session.replays(calls, graph_calls) if cell.graph else calls
     times = interleaved(session.clock, ready, graph_calls if cell.graph else 1, request.rounds)
     baselines = sorted((name for name in times if name.startswith("nccl:")), key=lambda name: times[name].p50_us)
     if baselines:
         times["nccl"] = times[baselines[0]]
     dist.barrier()
     limit_us = times["read"].p50_us if "read" in times else None
-    return [
-        session.row(
-            bench="attention",
-            op=OP,
-            contestant=name,
-            shape=cell.shape,
-            dtype="bfloat16",
-            graph=cell.graph,
-            measured=each,
-            limit_us=limit_us,
-            commit=request.commit,
-        )
-        for name, each in times.items()
-    ]
+    return session.rows_of(
+        times, bench="attention", op=OP, shape=cell.shape, graph=cell.graph, limit_us=limit_us, commit=request.commit
+    )
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -363,7 +333,7 @@ def verdict(rows: Sequence[Row]) -> str:
     us = {row.contestant: row.p50_us for row in rows if row.p50_us}
     if "ditron" not in us or "nccl" not in us:
         return ""
-    sizes = dict(part.split("=") for part in rows[0].shape.split(";"))
+    sizes = rows[0].sizes
     tokens, world = int(sizes["T"]), rows[0].world
     gain = us["nccl"] / us["ditron"]
     holds = us["ditron"] <= SLOWER * us["nccl"]
@@ -376,14 +346,11 @@ def verdict(rows: Sequence[Row]) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """Microseconds, one line for each cell; the gain is that of `ditron` over `nccl`, HBM the rate in `ditron`."""
-    cells: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        cells.setdefault(row.cell, []).append(row)
     names = list(dict.fromkeys(row.contestant for row in rows))
     lines = []
-    for group in cells.values():
+    for group in by_cell(rows):
         us = {row.contestant: row.p50_us for row in group if row.p50_us}
-        sizes = {name: int(size) for name, size in (part.split("=") for part in group[0].shape.split(";"))}
+        sizes = {name: int(size) for name, size in group[0].sizes.items()}
         rate = Cell(**sizes).local_bytes(group[0].world) / us["ditron"] / 1e6 if "ditron" in us else 0.0
         mode = "graph" if group[0].graph else "eager"
         times = [f"{us[name]:.1f}" if name in us else "-" for name in names]
@@ -391,18 +358,9 @@ def table(rows: Sequence[Row]) -> str:
     return tabulate(lines, ["shape", "mode", *names, "gain", "HBM"], disable_numparse=True)
 
 
-def measure(rank: Rank, request: Request) -> bool:
+def measure(session: Session, request: Request) -> list[Row]:
     """All cells, on one rank."""
-    import torch.distributed as dist
-
-    from benchmarks.session import Session
-    from ditron_inductor.lowering.register import register
-
-    device = rank.join()
-    register()
-    assert dist.group.WORLD is not None
-    group_name = dist.group.WORLD.group_name
-    session = Session(device, time.monotonic())
+    group_name = session.group_name
     rows: list[Row] = []
     shape, calls = "", dict[str, Any]()
     for cell in request.cells:
@@ -412,43 +370,43 @@ def measure(rank: Rank, request: Request) -> bool:
             shape, calls = cell.shape, right_calls(session, request, cell, group_name)
         found = run_cell(session, request, cell, calls)
         rows += found
-        if rank.rank == 0:
+        if session.rank == 0:
             print(table(found), flush=True)
             if request.out:
                 merge_csv(Path(request.out), rows)
-    if rank.rank == 0:
+    if session.rank == 0:
         print(table(rows), flush=True)
-    return True
+    return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops.flash_decode")
-    parser.add_argument("--shapes", nargs="+", choices=sorted(SETS), default=["decode", "hbm"])
-    parser.add_argument("--batch", nargs="+", type=int, default=[], help="only so many sequences")
-    parser.add_argument("--only", nargs="+", default=[], help="contestants")
-    parser.add_argument("--tune", action="store_true", help="ours in other blocks too")
-    parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--graph", choices=("eager", "graph", "both"), default="graph")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds, after which the ranks are ended")
-    parser.add_argument("--out", default=None, help="CSV to merge the rows into, '' for none; the committed results")
-    parser.add_argument("--commit", default="")
-    options = parser.parse_args(arguments)
-    modes = {"eager": (False,), "graph": (True,), "both": (True, False)}[options.graph]
-    if options.device == "cpu":
-        modes = (False,)
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = command.parser(MODULE, SETS, ["decode", "hbm"], world=2, limit_s=600.0)
+    command.add_graph(result, "graph")
+    result.add_argument("--batch", nargs="+", type=int, default=[], help="only so many sequences")
+    result.add_argument("--only", nargs="+", default=[], help="contestants")
+    result.add_argument("--tune", action="store_true", help="ours in other blocks too")
+    return result
+
+
+def request_of(options: argparse.Namespace) -> Request:
+    """The command line as the ranks get it."""
     shapes = [cell for name in options.shapes for cell in SETS[name](options.world)]
     shapes = [cell for cell in shapes if not options.batch or cell.B in options.batch]
     shapes = [cell for cell in shapes if cell.local_bytes(options.world) <= MOST_BYTES]
     # Both modes of a shape one after the other.
-    cells = [replace(cell, graph=graph) for cell in shapes for graph in modes]
-    out = options.out if options.out is not None else (str(ATTENTION) if options.device == "cuda" else "")
-    commit = options.commit or head_commit()
-    request = Request(tuple(cells), options.device, options.rounds, out, commit, tuple(options.only), options.tune)
-    program = "benchmarks.ops.flash_decode"
-    return to_the_end(program, measure, request, options.world, options.device, options.limit)
+    cells = tuple(replace(cell, graph=graph) for cell in shapes for graph in command.modes(options))
+    out, commit = command.out_of(options, ATTENTION), options.commit or head_commit()
+    return Request(cells, options.device, options.rounds, out, commit, tuple(options.only), options.tune)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    options = parser().parse_args(arguments)
+    options.world = num_ranks(MODULE, options.world, options.device)
+    if not options.world:
+        return 2
+    return measure_on_ranks(MODULE, request_of(options), options.world, options.device, options.limit)
 
 
 if __name__ == "__main__":

@@ -12,38 +12,26 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.launch import to_the_end
-from benchmarks.ops.swiglu import LIMIT_S, ROTATED_BYTES, STRATEGIES, TIMEOUT_S, WORKSPACE_LIMIT, table
-from ditron_inductor.lowering.register import register
-from ditron_inductor.processes import Rank
+from benchmarks.ops import chains
+from benchmarks.ops.chains import ROTATED_BYTES, TIMEOUT_S, WORKSPACE_LIMIT, Call
+from benchmarks.session import Session
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import Norm, ShardNorm
-from ditron_inductor.task.plan import decisions
-from ditron_inductor.timing import GRAPH_CALLS, Clock, captured, interleaved
-from ditron_inductor.tune_shapes import MODELS
 
 PROLOGUE = ShardNorm(Norm("rms", 1e-5, round_first=True), ("residual", "weight"))
 CHAINS = ("qkv", "gate_up")
-
-Call = Callable[[int], Sequence[object]]
+MODULE = "benchmarks.ops.gather_norm"
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    description = __doc__.partition("\n")[0]
-    result = argparse.ArgumentParser(prog="python -m benchmarks.ops.gather_norm", description=description)
-    result.add_argument("--m", nargs="+", type=int, default=[2048, 8192], help="rows of all ranks")
-    result.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["llama-8b", "llama-70b"])
+    result = chains.parser(MODULE, __doc__, [2048, 8192])
     result.add_argument("--chains", nargs="+", choices=CHAINS, default=list(CHAINS))
-    result.add_argument("--world", type=int, default=2)
-    result.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, not speed")
-    result.add_argument("--rounds", type=int, default=15)
-    result.add_argument("--shrink", type=int, default=1, help="divide all widths by this, to try the program")
     return result
 
 
@@ -100,51 +88,29 @@ def calls_of(
         return call
 
     calls: dict[str, Call] = {"nccl": nccl}
-    for strategy in STRATEGIES if device.type == "cuda" else ("library",):
+    for strategy in chains.strategies(device):
         calls |= {f"apart:{strategy}": apart(strategy), f"prologue:{strategy}": prologue(strategy)}
     return calls
 
 
-def run(rank: Rank, options: argparse.Namespace) -> bool:
-    """All shapes, on this rank; rank 0 prints. Whether it got to the end."""
-    device = rank.join()
-    register()
-    world = dist.group.WORLD
-    assert world is not None
-    clock = Clock(device, world)
+def measure(session: Session, options: argparse.Namespace) -> list[dict[str, float]]:
+    """All shapes, on this rank; rank 0 prints."""
+    found, device, world = [], session.clock.device, session.world_size
     for chain in options.chains:
-        for model in options.models:
-            for m in options.m:
-                layer = MODELS[model]
-                columns = {"qkv": [layer.query_dim + 2 * layer.key_dim], "gate_up": [layer.hidden_dim] * 2}[chain]
-                widths = [one // rank.world_size // options.shrink for one in columns]
-                k = layer.dim // options.shrink
-                calls = calls_of(device, rank.world_size, world.group_name, chain, m, widths, k)
-                wanted = calls["nccl"](0)
-                for call in calls.values():
-                    for got, want in zip(call(0), wanted, strict=True):
-                        assert isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor)
-                        # The order of the sums in a norm differs, and then a rounding of its result.
-                        torch.testing.assert_close(got, want, rtol=4e-2, atol=4e-2)
-                times = interleaved(clock, calls, options.rounds)
-                graph: dict[str, float] = {}
-                if device.type == "cuda":
-                    replays = {name: captured(call) for name, call in calls.items()}
-                    graph = {name: us / GRAPH_CALLS for name, us in interleaved(clock, replays, options.rounds).items()}
-                if rank.rank == 0:
-                    last = decisions.last(world.group_name, f"gather_norm/0:prologue:{chain}:auto")
-                    chosen = f", the plan: {last[1].strategy} ({last[1].reason})" if last else ""
-                    shape = f"M={m} N={'+'.join(map(str, widths))} K={k}"
-                    print(f"\n{chain}, {model}, {shape}, {rank.world_size} ranks{chosen}")
-                    print(table(times, graph), flush=True)
-                torch.compiler.reset()
-    return True
+        for model, layer, m in chains.layers(options):
+            columns = {"qkv": [layer.query_dim + 2 * layer.key_dim], "gate_up": [layer.hidden_dim] * 2}[chain]
+            widths = [one // world // options.shrink for one in columns]
+            k = layer.dim // options.shrink
+            calls = calls_of(device, world, session.group_name, chain, m, widths, k)
+            title = f"{chain}, {model}, M={m} N={'+'.join(map(str, widths))} K={k}"
+            site = f"gather_norm/0:prologue:{chain}:auto"
+            found.append(chains.contest(session, calls, options.rounds, title, site))
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    options = parser().parse_args(arguments)
-    return to_the_end("benchmarks.ops.gather_norm", run, options, options.world, options.device, LIMIT_S)
+    return chains.start(MODULE, parser().parse_args(arguments))
 
 
 if __name__ == "__main__":

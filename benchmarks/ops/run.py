@@ -11,8 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import ditron_inductor
-import ditron_inductor.errors
 from benchmarks.comparison import comparisons, ratios_table, times_table
 from benchmarks.ops import (
     all_gather_contract,
@@ -132,7 +130,8 @@ class Run(Session):
                 problem = self.prepare(cell, contest, check, name, ready)
                 if problem:
                     failed[name] = problem
-                    self.recover(name)
+                    if name in OURS:
+                        self.recover(name)
         per_call = graph_calls(cell, self.setting.world_size) if cell.graph else 1
         runs = []
         for _ in range(self.request.repeats):
@@ -168,35 +167,22 @@ class Run(Session):
             ready[name] = call
         return problem
 
-    def recover(self, name: str) -> None:
-        """After a failure of one of our contestants: make the group's workspace usable for the next."""
-        if name not in OURS:
-            return
-        try:
-            ditron_inductor.reset(dist.group.WORLD)
-        except ditron_inductor.errors.DitronError as error:
-            self.say(f"    reset after {name} failed: {error}")
-
     def record(self, cell: Cell, contest: Contest, times: dict[str, Times], failed: dict[str, str]) -> None:
         """Rows of all contestants of the cell, without times for those that failed."""
         limit = contest.link_bytes / LINK_BYTES_PER_S * 1e6 if self.setting.device.type == "cuda" else None
         if limit is not None:
             # Without the matmul alone there is no limit.
             limit = max(limit, times["gemm"].p50_us) if "gemm" in times else None
-        for name in (name for name in CONTESTANTS if name in times or name in failed):
-            self.rows.append(
-                self.row(
-                    bench=results_of((cell.op,)).stem,
-                    op=cell.op,
-                    contestant=name,
-                    shape=cell.shape,
-                    dtype=cell.dtype,
-                    graph=cell.graph,
-                    measured=times.get(name),
-                    limit_us=limit,
-                    commit=self.request.commit,
-                )
-            )
+        self.rows += self.rows_of(
+            {name: times.get(name) for name in CONTESTANTS if name in times or name in failed},
+            bench=results_of((cell.op,)).stem,
+            op=cell.op,
+            shape=cell.shape,
+            dtype=cell.dtype,
+            graph=cell.graph,
+            limit_us=limit,
+            commit=self.request.commit,
+        )
         self.say("    " + "  ".join(f"{name} {each.p50_us:.1f}" for name, each in times.items()))
         if not cell.graph:
             self.say("    host us per call: " + "  ".join(f"{name} {each.host_us:.1f}" for name, each in times.items()))

@@ -60,6 +60,9 @@ RECORD = tl.constexpr(2)
 DUE = tl.constexpr(3)
 """The use that ended last, (slot + 1) << EPOCH_BITS | epoch, whose credits the next launch gives; 0 for none."""
 
+TRACE_BUFFER = tl.constexpr(4)
+"""Address of the buffer of events while kernels are traced, else 0; see core/trace.py."""
+
 SLOT_CTL = tl.constexpr(16)
 """First control word of slot 0."""
 
@@ -102,3 +105,25 @@ TIMEOUT = tl.constexpr(1)
 
 DIVERGED = tl.constexpr(2)
 """STATE and POISON code: the right epoch, another site's hash."""
+
+# The buffer of events of traced kernels: int64 words, two and then EVENT_WORDS for each event.
+EVENTS_COUNT = tl.constexpr(0)
+"""Events so far, those that found no place among them."""
+
+EVENTS_CAPACITY = tl.constexpr(1)
+"""Events that there is place for."""
+
+EVENTS = tl.constexpr(8)
+"""The first word of the first event."""
+
+EVENT_WORDS = tl.constexpr(8)
+EVENT_BEGIN = tl.constexpr(0)
+EVENT_END = tl.constexpr(1)
+EVENT_KIND = tl.constexpr(2)
+EVENT_USE = tl.constexpr(3)
+"""The site and the epoch, as in a flag word."""
+
+EVENT_PROGRAM = tl.constexpr(4)
+EVENT_SM = tl.constexpr(5)
+EVENT_DETAIL = tl.constexpr(6)
+EVENT_PEER = tl.constexpr(7)

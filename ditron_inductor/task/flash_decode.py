@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ditron_inductor.errors import InvalidOperands
+from ditron_inductor.task.watch import communicate
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor? block_table, Tensor? token, float scale, float softcap"
@@ -124,7 +125,7 @@ def flash_decode(
     part = torch.cat([o.reshape(-1), lse.reshape(-1)])
     parts = part.new_empty(world_size, part.numel())
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
-    dist.all_gather_into_tensor(parts.view(-1), part, group=group)
+    communicate(dist.all_gather_into_tensor, parts.view(-1), part, group=group)
     os = [one[: o.numel()].view(o.shape) for one in parts]
     lses = [one[o.numel() :].view(lse.shape) for one in parts]
     return merge(os, lses).to(q.dtype)

@@ -239,12 +239,16 @@ def shard_norm_args(prologue: ShardNorm) -> tuple[object, ...]:
     return (*norm_args(prologue.norm), "+".join(prologue.saved))
 
 
+SHARD_NORM_DEFAULTS: tuple[Any, ...] = ("", 0.0, False, False, "")
+
+
 def shard_norm_of(given: Sequence[object], args: Sequence[Any]) -> ShardNorm | None:
-    """The prologue of a call. given: the arguments `SHARD_EXTRAS`; args: `norm` to `saved`."""
+    """The prologue of a call. given: the arguments `SHARD_EXTRAS`; args: those from `norm` on, up to the last given."""
     if not args or not args[0]:
         return None
     extras = tuple(name for name, one in zip(SHARD_EXTRAS, given, strict=True) if one is not None)
-    return ShardNorm(Norm(*args[:4]), extras, saved_names(args[4]))
+    *norm, saved = (*args, *SHARD_NORM_DEFAULTS[len(args) :])
+    return ShardNorm(Norm(*norm), extras, saved_names(saved))
 
 
 NUM_NORM_ARGS = 9
@@ -331,9 +335,8 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
         )
     with_norm: dict[str, Any] = {}
     if kind in NORM_KINDS:
-        names = list(value)
-        first = names.index("norm")
-        norm, post, saved = norms_of([value[name] for name in names[first : first + NUM_NORM_ARGS]])
+        given = list(value.values())[list(value).index("norm") :]
+        norm, post, saved = norms_of(given[:NUM_NORM_ARGS])
         extras = tuple(name for name in EXTRAS if value[name] is not None)
         with_norm = dict(reduce_op=str(value["reduce_op"]), norm=norm, extras=extras, post=post, saved=saved)
         with_norm |= dict(world_size=world_size, group_name=group_name, site=site, policy=policy)

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 
 from ditron_inductor.task import ulysses
 from ditron_inductor.task.nodes import EXTRAS, NO_NORM, SHARD_EXTRAS, Norm, ShardNorm, norm_returns
+from ditron_inductor.task.watch import communicate
 
 Multiply = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
 """A function of rows, weights and extra tensors: products with an epilogue."""
@@ -30,7 +31,7 @@ def all_gather(shard: torch.Tensor, *, gather_dim: int, world_size: int, group_n
     contiguous.
     """
     flat = shard.new_empty(world_size * shard.shape[0], *shard.shape[1:])
-    dist.all_gather_into_tensor(flat, shard.contiguous(), group=_group(group_name))
+    communicate(dist.all_gather_into_tensor, flat, shard.contiguous(), group=_group(group_name))
     leading = shard.shape[:gather_dim]
     if all(size == 1 for size in leading):
         shape = [*leading, world_size * shard.shape[gather_dim], *shard.shape[gather_dim + 1 :]]
@@ -54,7 +55,7 @@ def reduce_scatter(
     group = _group(group_name)
     native = reduce_op == "sum" or _averages(group, x.device)
     out = flat.new_empty(flat.shape[0] // world_size, *flat.shape[1:])
-    dist.reduce_scatter_tensor(out, flat, _reduce_op(reduce_op, native), group=group)
+    communicate(dist.reduce_scatter_tensor, out, flat, _reduce_op(reduce_op, native), group=group)
     shape = [*leading, x.shape[scatter_dim] // world_size, *x.shape[scatter_dim + 1 :]]
     return out.view(shape) if native else out.view(shape).div_(world_size)
 
@@ -159,7 +160,7 @@ def all_reduce_(x: torch.Tensor, *, reduce_op: str, world_size: int, group_name:
     """The reduction of the contiguous x over the ranks, in its place."""
     group = _group(group_name)
     native = reduce_op == "sum" or _averages(group, x.device)
-    dist.all_reduce(x, _reduce_op(reduce_op, native), group=group)
+    communicate(dist.all_reduce, x, _reduce_op(reduce_op, native), group=group)
     return x if native else x.div_(world_size)
 
 
@@ -306,7 +307,7 @@ def _all_to_all(runs: torch.Tensor, group_name: str) -> torch.Tensor:
     """What all ranks have for this one, in rank order: runs [W, ..], one for each rank, as [W, ..]."""
     sent = runs.contiguous()
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=_group(group_name))
+    communicate(dist.all_to_all_single, received, sent, group=_group(group_name))
     return received
 
 

@@ -17,6 +17,7 @@ from ditron_inductor.lowering.all_gather_attention.merge import Merge, in_order
 from ditron_inductor.lowering.all_gather_attention.parts import canonical, joined, stacked, with_rows
 from ditron_inductor.task import reference_attention
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, blocks
+from ditron_inductor.task.watch import communicate
 
 Outputs = list[torch.Tensor]
 
@@ -25,15 +26,19 @@ def gather(k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> list[t
     """Keys and values [B, H, S, D] of all ranks: each [W, B, S, H, D], contiguous, with memory of its own."""
     own = stacked(k, v)
     gathered = [own.new_empty(group.size(), *own.shape[1:]) for _ in range(2)]
-    if k.is_cuda:
+    communicate(_gather_both, gathered, own, group)
+    return gathered
+
+
+def _gather_both(gathered: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    if own.is_cuda:
         # One launch for both.
-        with distributed_c10d._coalescing_manager(group, device=k.device):  # type: ignore[no-untyped-call]
+        with distributed_c10d._coalescing_manager(group, device=own.device):  # type: ignore[no-untyped-call]
             for place in range(2):
                 dist.all_gather_into_tensor(gathered[place].flatten(0, 1), own[place], group=group)
     else:
         for place in range(2):
             dist.all_gather_into_tensor(gathered[place].flatten(0, 1), own[place], group=group)
-    return gathered
 
 
 def make(

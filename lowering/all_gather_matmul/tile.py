@@ -45,6 +45,7 @@ from ditron_inductor.core.signals import (
     wait,
     wait_credits,
 )
+from ditron_inductor.core.trace import COPY, CREDITS, SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.all_gather_matmul.shard_norm import MakeShard, make_shard
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_outputs, unpacked
@@ -87,6 +88,7 @@ def send_piece(
 def drain_sends(
     ticket, shard, table, ctl, counters, numel, chunk_numel, num_chunks, slot_stride, num_sends,
     rank, slot, site, epoch, WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Push piece `ticket` of the own shard to its peer, take the next one from the send queue, until none is left.
 
@@ -95,6 +97,7 @@ def drain_sends(
     PIECE_NUMEL: tl.constexpr = SEND_BLOCK * SEND_STEPS
     pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
     while ticket < num_sends:
+        began = now(TRACE)
         target, chunk, source, place, count = send_piece(
             ticket, shard, table, ctl, numel, chunk_numel, num_chunks, slot_stride, rank, slot, WORLD, PIECE_NUMEL
         )
@@ -104,6 +107,7 @@ def drain_sends(
                 inside = offsets < count
                 tl.store(place + offsets, tl.load(source + offsets, mask=inside), mask=inside)
             sent_piece(counters, table, target, chunk, pieces, rank, slot, site, epoch)
+        event(ctl, began, site, epoch, chunk, target, SEND, TRACE)
         ticket = take_send(ctl, slot)
 
 
@@ -111,15 +115,19 @@ def drain_sends(
 def copy_gathered(
     ticket, shard, gathered, table, ctl, rows, K, block, slot_stride, group_rows, alive, rank, slot, site, epoch,
     WORLD: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Copy tile `ticket` of the gathered tensor to the caller's output, NaN after a failure."""
     num_m = tl.cdiv(rows, BLOCK_M)
     num_k = tl.cdiv(K, BLOCK_N)
+    began = now(TRACE)
     source = gather_order(ticket // (num_m * num_k), rank, WORLD)
     block_row = ticket // num_k % num_m
     ok = alive
     if source != rank:
-        ok = alive & wait(table, ctl, rank, slot, block_row * BLOCK_M // group_rows, source, site, epoch)
+        chunk = block_row * BLOCK_M // group_rows
+        ok = alive & wait(table, ctl, rank, slot, chunk, source, site, epoch)
+        event(ctl, began, site, epoch, chunk, source, WAIT, TRACE)
     offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = ticket % num_k * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (offs_m < rows)[:, None] & (offs_k < K)[None, :]
@@ -128,6 +136,7 @@ def copy_gathered(
     tile = tl.load(base + offsets, mask=inside & (ok != 0), other=float("nan"))
     out_rows = interleaved_row(offs_m, source, rows, block, WORLD, INTERLEAVED).to(tl.int64)
     tl.store(gathered + out_rows[:, None] * K + offs_k[None, :], tile, mask=inside)
+    event(ctl, began, site, epoch, ticket, source, COPY, TRACE)
 
 
 @triton.jit(do_not_specialize=["rows", "rank", "slot", "site", "senders", "num_chunks"])
@@ -141,7 +150,7 @@ def all_gather_matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
-    SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+    SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. shard [rows, K] contiguous; weights, columns, strides_b*: tuples of NUM_WEIGHTS.
 
@@ -175,7 +184,7 @@ def all_gather_matmul_kernel(
     if tl.program_id(0) < senders:
         drain_sends(
             send_ticket, shard, table, ctl, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
-            num_sends, rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS,
+            num_sends, rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
         )  # fmt: skip
         send_ticket = num_sends
     ticket = take_tile(ctl, slot)
@@ -186,7 +195,7 @@ def all_gather_matmul_kernel(
             # Sends before waits: what the tiles of the own shard have not carried goes now.
             drain_sends(
                 send_ticket, shard, table, ctl, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
-                num_sends, rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS,
+                num_sends, rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
             )  # fmt: skip
             send_ticket = num_sends
         if DESCRIPTORS:
@@ -199,6 +208,7 @@ def all_gather_matmul_kernel(
             N = columns[unpacked(FIRST_WEIGHTS, g)]
             weight_tiles = num_m * tl.cdiv(N, BLOCK_N)
             while ticket < first + weight_tiles:
+                began = now(TRACE)
                 request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
                 if DESCRIPTORS:
                     target, sent_chunk, piece, place, carried = send_piece(
@@ -209,7 +219,9 @@ def all_gather_matmul_kernel(
                     send_request = request_ticket(ctl, slot, SEND_TICKET, THREADS, carries)
                     if carries & (credited < 0):
                         # Credits: nobody reads any more what the slot's previous use left there. Without, none is sent.
+                        waited = now(TRACE)
                         credited = wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+                        event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
                     carries = carries & (credited > 0)
                     # In 32-bit words. K is a multiple of 16 bytes, and so is every piece.
                     carried = tl.multiple_of(tl.where(carries, carried, 0) * BITS // 32, 4)
@@ -217,7 +229,9 @@ def all_gather_matmul_kernel(
                 chunk = block_row // GROUP_M
                 if (source != rank) & (chunk != ready):
                     # Acquire: the whole chunk, which its source pushed before it published this flag.
+                    waited = now(TRACE)
                     ok = alive & wait(table, ctl, rank, slot, chunk, source, site, epoch)
+                    event(ctl, waited, site, epoch, chunk, source, WAIT, TRACE)
                     if DESCRIPTORS and not UPCAST:
                         ok = proxy_fence(ok)
                     ready = chunk
@@ -265,6 +279,7 @@ def all_gather_matmul_kernel(
                     (offs_n < N)[None, :], N, g, unpacked(NUM_TOGETHER, g), unpacked(FIRST_OUTS, g),
                     unpacked(NUM_OUTS, g), shard.dtype.element_ty, EPILOGUE,
                 )  # fmt: skip
+                event(ctl, began, site, epoch, ticket, source, TILE, TRACE)
                 ticket = granted(request, THREADS)
             first += weight_tiles
     if RETURN_GATHERED:
@@ -272,7 +287,7 @@ def all_gather_matmul_kernel(
         while ticket < WORLD * num_m * tl.cdiv(K, BLOCK_N):
             copy_gathered(
                 ticket, shard, gathered, table, ctl, rows, K, block, slot_stride, GROUP_M * BLOCK_M, alive, rank, slot,
-                site, epoch, WORLD, INTERLEAVED, BLOCK_M, BLOCK_N,
+                site, epoch, WORLD, INTERLEAVED, BLOCK_M, BLOCK_N, TRACE,
             )  # fmt: skip
             ticket = take_tile(ctl, slot) - WORLD * shard_tiles
     finish(ctl, slot, epoch)

@@ -18,6 +18,7 @@ from ditron_inductor.lowering.all_gather_attention.merge import Merge, in_order
 from ditron_inductor.lowering.all_gather_attention.parts import Span, joined, with_rows
 from ditron_inductor.task import reference_attention
 from ditron_inductor.task.all_gather_attention import AttentionReduceScatter, blocks
+from ditron_inductor.task.watch import communicate
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -66,7 +67,7 @@ def make(node: AttentionReduceScatter, operands: Operands) -> Callable[..., Outp
     def scattered(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """parts [W, 2, B, S, H, D], summed up over the ranks: this rank's two, [B, H, S, D]."""
         mine = parts.new_empty(parts.shape[1:])
-        dist.reduce_scatter_tensor(mine, parts.flatten(0, 1), group=group)
+        communicate(dist.reduce_scatter_tensor, mine, parts.flatten(0, 1), group=group)
         return apart(mine)
 
     def by_blocks(*given: torch.Tensor) -> Outputs:

@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 from ditron_inductor.lowering.flash_decode.local import Operands, Shape, make_local
 from ditron_inductor.task import flash_decode as reference
 from ditron_inductor.task.nodes import FlashDecode
+from ditron_inductor.task.watch import communicate
 
 
 def make(node: FlashDecode, shape: Shape, device: torch.device, arch: str) -> Callable[[Operands], torch.Tensor]:
@@ -40,7 +41,7 @@ def make(node: FlashDecode, shape: Shape, device: torch.device, arch: str) -> Ca
         part = local.part(given)
         parts = part.new_empty(node.world_size * local.area)
         group = distributed_c10d._resolve_process_group(node.group_name)  # type: ignore[arg-type]
-        dist.all_gather_into_tensor(parts, part, group=group)
+        communicate(dist.all_gather_into_tensor, parts, part, group=group)
         return local.merged(parts, node.world_size, given.q)
 
     return by_kernels

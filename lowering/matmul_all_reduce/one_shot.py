@@ -44,6 +44,7 @@ from ditron_inductor.core.signals import (
     settle,
     wait_all,
 )
+from ditron_inductor.core.trace import CREDITS, SUM, TILE, WAIT, event, now
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     all_outputs,
     block_of,
@@ -92,6 +93,7 @@ def matmul_all_reduce_kernel(
     NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
     PRE: tl.constexpr,
     NORM: tl.constexpr, ROW: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts [M, K_i] with contiguous K, M <= BLOCK_M, rights [K_i, N], depths (the K_i) and strides:
     tuples of NUM_PRODUCTS; bias [N], or anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE
@@ -128,6 +130,7 @@ def matmul_all_reduce_kernel(
             left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
         current = tl.full((), -1, tl.int32)
         if ticket < tiles:
+            began = now(TRACE)
             request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
             acc = matmul_tile_of_few_rows(
                 lefts, strides_am, M, rights, strides_bk, strides_bn, ticket * BLOCK_N, N, depths,
@@ -142,7 +145,9 @@ def matmul_all_reduce_kernel(
                 )  # fmt: skip
             if ok < 0:
                 # Credits: nobody reads any more what the slot's previous use left there.
+                waited = now(TRACE)
                 ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+                event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
             if ok != 0:
                 block = (rank * tiles + ticket).to(tl.int64) * (BLOCK_M * BLOCK_N)
                 partial = acc.to(dtype)
@@ -152,11 +157,14 @@ def matmul_all_reduce_kernel(
                 publish_all(table, slot, ticket, rank, site, epoch, WORLD)
             if ticket == 0:
                 settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
+            event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
             current = ticket
             ticket = granted(request, THREADS)
         if previous >= 0:
             # Acquire: the tile's partials of all peers. The own one was stored by this program, before a barrier.
+            waited = now(TRACE)
             whole = ok & wait_all(table, ctl, rank, slot, previous, site, epoch, WORLD)
+            event(ctl, waited, site, epoch, previous, rank, WAIT, TRACE)
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             for source in tl.static_range(WORLD):
                 block = (source * tiles + previous).to(tl.int64) * (BLOCK_M * BLOCK_N)
@@ -172,6 +180,7 @@ def matmul_all_reduce_kernel(
                 # For the last one all tiles are stored, and their stores are seen.
                 if arrive(counters, tiles):
                     finish_all(outs[0], given, norm_outs, M, N, ROW, FORM, EPS, POST_EPS)
+            event(ctl, waited, site, epoch, previous, rank, SUM, TRACE)
         previous = current
     close(granted(left, THREADS), ctl, slot, epoch)
 

@@ -51,6 +51,7 @@ from ditron_inductor.core.signals import (
     wait_all,
     wait_credits,
 )
+from ditron_inductor.core.trace import COPY, CREDITS, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_sum
 from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
@@ -145,6 +146,7 @@ def matmul_all_reduce_kernel(
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
     NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
     PRE: tl.constexpr, PRE_IN_SLICES: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts [M, K_i] with contiguous K, rights [K_i, N], depths (the K_i) and strides: tuples of
     NUM_PRODUCTS; bias [N], or anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE makes of
@@ -190,6 +192,7 @@ def matmul_all_reduce_kernel(
         first = owner * tiles_per_owner
         owner_tiles = tl.minimum(tiles_per_owner, tiles - first)
         if (tile >= 0) & (tile < owner_tiles):
+            began = now(TRACE)
             targets, num_targets = destinations(
                 table, ctl, sent_owner, sent_tile, tiles_per_owner, rank, slot, dtype, WORLD, BLOCK
             )
@@ -205,7 +208,9 @@ def matmul_all_reduce_kernel(
                 )  # fmt: skip
                 sent_owner = tl.full((), -1, tl.int32)
                 # Acquire: the owner's results of the chunk, which it pushed before it published this flag.
+                waited = now(TRACE)
                 whole = alive & wait(table, ctl, rank, slot, RESULT_ROW + tile // chunk_tiles, owner, site, epoch)
+                event(ctl, waited, site, epoch, tile // chunk_tiles, owner, WAIT, TRACE)
                 if EPILOGUE is None:
                     offsets = block_offsets((WORLD + owner) * tiles_per_owner + tile, BLOCK_M, BLOCK_N)
                     source = data(table, ctl, rank, slot, dtype) + offsets
@@ -243,7 +248,9 @@ def matmul_all_reduce_kernel(
                 if owner != rank:
                     if credited == 0:
                         # Credits: nobody reads any more what the slot's previous use left there.
+                        waited = now(TRACE)
                         ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+                        event(ctl, waited, site, epoch, tile, owner, CREDITS, TRACE)
                         credited += 1
                     if ok != 0:
                         put_prepared(
@@ -258,7 +265,9 @@ def matmul_all_reduce_kernel(
                         dtype, PRE, PRE_IN_SLICES, SLICE, WORLD, False, BLOCK_M, BLOCK_N,
                     )  # fmt: skip
                     # Acquire: the tile's partials of all peers, published after they were stored.
+                    waited = now(TRACE)
                     whole = alive & wait_all(table, ctl, rank, slot, tile // chunk_tiles, site, epoch, WORLD)
+                    event(ctl, waited, site, epoch, tile // chunk_tiles, rank, WAIT, TRACE)
                     offs_n = block_column * BLOCK_N + tl.arange(0, BLOCK_N)
                     for i in tl.static_range(BLOCK_M // SLICE):
                         total = reduced_slice(
@@ -293,6 +302,10 @@ def matmul_all_reduce_kernel(
                             reduced, whole, extras, outs, tile_m.to(tl.int64)[:, None], tile_n[None, :],
                             (tile_m < M)[:, None], (tile_n < N)[None, :], N, NUM_OUTS, dtype, EPILOGUE,
                         )  # fmt: skip
+            if is_copy:
+                event(ctl, began, site, epoch, tile, owner, COPY, TRACE)
+            else:
+                event(ctl, began, site, epoch, tile, owner, TILE, TRACE)
         ticket = granted(request, THREADS)
     targets, num_targets = destinations(
         table, ctl, sent_owner, sent_tile, tiles_per_owner, rank, slot, dtype, WORLD, BLOCK

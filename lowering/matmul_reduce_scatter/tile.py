@@ -51,6 +51,7 @@ from ditron_inductor.core.signals import (
     wait_all,
     wait_credits,
 )
+from ditron_inductor.core.trace import CREDITS, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_sum
 from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
@@ -70,6 +71,7 @@ def matmul_reduce_scatter_kernel(
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
     NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
     PRE: tl.constexpr, PRE_IN_SLICES: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts [WORLD * rows, K_i] with contiguous K, rights [K_i, N], depths (the K_i), strides: tuples
     of NUM_PRODUCTS; bias [N], [WORLD * rows, 1] if not INTERLEAVED, or anything; extras, outs: tuples, of what PRE and
@@ -108,6 +110,7 @@ def matmul_reduce_scatter_kernel(
     if ticket == 0:
         settle(credits_due(ctl, alive), table, rank, site, WORLD)
     while ticket < WORLD * tiles:
+        began = now(TRACE)
         request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
         owner = scatter_order(ticket // tiles, rank, WORLD)
         tile = ticket % tiles
@@ -168,7 +171,9 @@ def matmul_reduce_scatter_kernel(
                 dtype, PRE, PRE_IN_SLICES, SLICE, WORLD, INTERLEAVED, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             # Acquire: the tile's partials of all peers, published after they were stored.
+            waited = now(TRACE)
             whole = alive & wait_all(table, ctl, rank, slot, tile // chunk_tiles, site, epoch, WORLD)
+            event(ctl, waited, site, epoch, tile // chunk_tiles, rank, WAIT, TRACE)
             offs_n = column + tl.arange(0, BLOCK_N)
             for i in tl.static_range(BLOCK_M // SLICE):
                 total = reduced_slice(
@@ -183,7 +188,9 @@ def matmul_reduce_scatter_kernel(
         else:
             if credited == 0:
                 # Credits: nobody reads any more what the slot's previous use left there.
+                waited = now(TRACE)
                 ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+                event(ctl, waited, site, epoch, tile, owner, CREDITS, TRACE)
                 credited += 1
             if ok != 0:
                 put_prepared(
@@ -192,6 +199,7 @@ def matmul_reduce_scatter_kernel(
                 )  # fmt: skip
                 sent_owner = owner
                 sent_tile = tile
+        event(ctl, began, site, epoch, tile, owner, TILE, TRACE)
         ticket = granted(request, THREADS)
     if sent_owner != rank:
         target = data(table, ctl, sent_owner, slot, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK

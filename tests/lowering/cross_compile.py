@@ -38,6 +38,8 @@ KERNELS: dict[str, Any] = {
 }
 LOCAL_KERNELS: dict[str, Any] = {"projections": projections_kernel}
 """They send nothing: no waits, no signals."""
+CLOCKS = r"globaltimer|%clock|%smid|s_memrealtime|s_memtime|HW_REG_HW_ID"
+"""What a kernel reads that notes when it did what, and where."""
 OF_WEIGHTS = ("all_gather_matmul", "all_gather_contract", "projections")
 """Kernels of several products that are not added up."""
 OF_FEW_ROWS = ("one_shot", "gathered_few", "projections")
@@ -61,7 +63,7 @@ class Case:
 
     descriptors: loads operands by TMA. even_k: K needs no mask. early: publishes in the middle of a product. products:
     that a reduction adds up; biased: a row too. epilogue: of the products of two gathered weights, or of a reduced sum.
-    norm: ends with a norm. second: the gathered operand stands second.
+    norm: ends with a norm. second: the gathered operand stands second. trace: the clock of its time stamps, if any.
     """
 
     kernel: str
@@ -76,6 +78,7 @@ class Case:
     epilogue: str = ""
     norm: bool = False
     second: bool = False
+    trace: int = 0
 
     def __str__(self) -> str:
         tile = self.fitted
@@ -88,6 +91,7 @@ class Case:
         """What is added up, if it is more than one product, and what follows."""
         added = (f"-{self.products}" if self.products > 1 else "") + ("-biased" if self.biased else "")
         added += "-second" if self.second else ""
+        added += f"-traced{self.trace}" if self.trace else ""
         return added + ("-norm" if self.norm else "") + (f"-{self.epilogue.replace(' ', '')}" if self.epilogue else "")
 
     @property
@@ -186,6 +190,7 @@ def compile_case(case: Case) -> Compiled:
         "EPS": 1e-6,
         "POST_EPS": 1e-6,
         **({} if case.norm else {"given": None, "norm_outs": None}),
+        "TRACE": case.trace,
         "COPY_ROWS": few_rows.COPY_ROWS,
         "COPY_COLUMNS": 128,
     }

@@ -16,7 +16,16 @@ from ditron_inductor.lowering import config
 from ditron_inductor.lowering.config import Config, select_few_rows_config
 from ditron_inductor.lowering.matmul_all_gather import few_rows
 from tests.lowering.assembly import AMD, NVIDIA, Listing, dialect_of, resources
-from tests.lowering.cross_compile import KERNELS, NUM_WEIGHTS, OF_FEW_ROWS, TARGETS, Case, Compiled, compile_case
+from tests.lowering.cross_compile import (
+    CLOCKS,
+    KERNELS,
+    NUM_WEIGHTS,
+    OF_FEW_ROWS,
+    TARGETS,
+    Case,
+    Compiled,
+    compile_case,
+)
 
 SHARED_LIMIT = {"sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx950": 163840}
 SM_SHARED_BYTES = 233472
@@ -153,11 +162,13 @@ def test_waits_and_releases_are_there(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_no_bulk_stores(case: Case) -> None:
+def test_no_bulk_stores_and_no_clocks(case: Case) -> None:
     compiled = compile_case(case)
     # The full wait of a bulk store comes only after a release, so its data may come after the signal.
     assert not re.search(r"cp\.(reduce\.)?async\.bulk\S*\.global\.shared", compiled.assembly)
     assert "async_tma_copy_local_to_global" not in compiled.ttgir
+    # Time stamps (core/trace.py) are compiled in on request only.
+    assert not re.search(CLOCKS, compiled.assembly)
 
 
 @pytest.mark.parametrize("case", DESCRIPTOR_CASES, ids=str)

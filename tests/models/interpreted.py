@@ -7,9 +7,11 @@ graph's ops are called one after another.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._inductor.config
@@ -20,6 +22,7 @@ from torch._inductor.fx_passes import post_grad
 from torch._inductor.virtualized import V
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from ditron_inductor import backend
 from ditron_inductor.options import Options
 from ditron_inductor.pipeline import DitronPipeline
 
@@ -30,15 +33,24 @@ def interpreted(options: dict[str, Any], *, run_fused: bool = True) -> Callable[
     Without `run_fused` it makes them too, and runs what they were before: for a process group without other ranks.
     """
 
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        inner_compile = functools.partial(_run_passes, run_fused)
+    def run_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        inner_compile = functools.partial(run_passes, run_fused)
         patches = {"post_grad_custom_pre_pass": DitronPipeline(Options.parse(options)[0])}
         return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches)
 
-    return backend
+    return run_backend
 
 
-def _run_passes(run_fused: bool, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+@contextlib.contextmanager
+def without_generated_code() -> Iterator[None]:
+    """In the block `backend="ditron"` itself, whatever its options, is as `interpreted`: for programs that name it."""
+    quick = functools.partial(compile_fx, inner_compile=functools.partial(run_passes, True))
+    with mock.patch.object(backend, "compile_fx", quick):
+        yield
+
+
+def run_passes(run_fused: bool, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+    """What `compile_fx` calls with a finished graph: the passes on it, and then a call of its ops one by one."""
     post_grad.view_to_reshape(gm)
     fake_mode = torch._guards.detect_fake_mode(example_inputs)
     assert fake_mode is not None

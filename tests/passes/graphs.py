@@ -352,7 +352,9 @@ def _run_shard_dim(args: list[Any]) -> list[Any]:
 def _run_matmul_all_to_all(args: list[Any]) -> list[Any]:
     dim, parts = args[0][4:6]
     runs = [sum_of_products(*arg[:3]).unflatten(-1, (parts, len(args), -1)) for arg in args]
-    return [(torch.cat([one[..., rank, :].flatten(-2) for one in runs], dim), torch.empty(1)) for rank in range(len(args))]
+    return [
+        (torch.cat([one[..., rank, :].flatten(-2) for one in runs], dim), torch.empty(1)) for rank in range(len(args))
+    ]
 
 
 def _run_all_to_all_matmul(args: list[Any]) -> list[Any]:

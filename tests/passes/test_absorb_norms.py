@@ -103,7 +103,9 @@ def absorbed(fn: Callable[..., Any], *args: torch.Tensor, dtype: torch.dtype = B
 
 def test_golden() -> None:
     graph = graph_of(layer, A, V, R, G, W, compiled=True)
-    expecttest.assert_expected_inline(text(graph.graph), """\
+    expecttest.assert_expected_inline(
+        text(graph.graph),
+        """\
 arg0_1 [2, 32, 12]
 arg1_1 [16, 12]
 arg2_1 [2, 8, 16]
@@ -126,9 +128,12 @@ all_gather_matmul = ditron.all_gather_matmul(mul_1, [permute_1], None, 1, False,
 getitem_8 [64, 24] = all_gather_matmul[0]
 view_3 [2, 32, 24] = aten.reshape(getitem_8, [2, 32, 24])
 return (view_3, add)
-""")
+""",
+    )
     assert absorb_norms(graph.graph, options=FORCED) == 1
-    expecttest.assert_expected_inline(text(graph.graph), """\
+    expecttest.assert_expected_inline(
+        text(graph.graph),
+        """\
 arg0_1 [2, 32, 12]
 arg1_1 [16, 12]
 arg2_1 [2, 8, 16]
@@ -143,7 +148,8 @@ getitem_10 [64, 24] = all_gather_matmul_1[0]
 getitem_11 [2, 8, 16] = all_gather_matmul_1[1]
 view_3 [2, 32, 24] = aten.reshape(getitem_10, [2, 32, 24])
 return (view_3, getitem_11)
-""")
+""",
+    )
 
 
 def test_a_layer_computes_the_same() -> None:
@@ -154,7 +160,9 @@ def test_golden_training() -> None:
     """The sum, and the inverse deviations that the backward wants, are returned."""
     graph = graph_of(layer, A, V, R, G, W, train=True)
     assert absorb_norms(graph.graph, options=FORCED) == 1
-    expecttest.assert_expected_inline(text(graph.graph), """\
+    expecttest.assert_expected_inline(
+        text(graph.graph),
+        """\
 primals_1 [2, 32, 12]
 primals_2 [16, 12]
 primals_3 [2, 8, 16]
@@ -175,7 +183,8 @@ view_3 [2, 32, 24] = aten.reshape(getitem_11, [2, 32, 24])
 permute_4 [24, 16] = aten.permute(permute_1, [1, 0])
 permute_8 [16, 12] = aten.permute(permute, [1, 0])
 return (view_3, getitem_13, primals_4, view, getitem_13, getitem_14, view_2, permute_4, permute_8)
-""")
+""",
+    )
 
 
 def test_training_computes_the_same() -> None:

@@ -40,26 +40,32 @@ def gradient(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 def test_golden_weight_gradient() -> None:
     module = traced(lambda x, g: all_gather(x).t() @ g, X, G)
     fuse(module)
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 x_1 [8, 16]
 g_1 [32, 24]
 all_gather_contract = ditron.all_gather_contract(x_1, [g_1], None, 0, True, False, 4, '0', '', 'auto', 1073741824, 0.0)
 getitem [16, 24] = all_gather_contract[0]
 return getitem
-""")
+""",
+    )
 
 
 def test_golden_gradient_of_a_batch() -> None:
     module = traced(gradient, X3, G3)
     fuse(module)
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 x_1 [2, 8, 16]
 g_1 [2, 32, 24]
 view_1 [64, 24] = aten.view(g_1, [64, 24])
 all_gather_contract = ditron.all_gather_contract(x_1, [view_1], None, 1, True, False, 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_4 [16, 24] = all_gather_contract[0]
 return getitem_4
-""")
+""",
+    )
 
 
 def test_golden_second_operand_and_used_elsewhere() -> None:
@@ -69,7 +75,9 @@ def test_golden_second_operand_and_used_elsewhere() -> None:
 
     module = traced(fn, X, G.t())
     fuse(module)
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 x_1 [8, 16]
 a_1 [24, 32]
 all_gather_contract = ditron.all_gather_contract(x_1, [a_1], None, 0, False, True, 4, '0', '', 'auto', 1073741824, 0.0)
@@ -77,20 +85,24 @@ getitem [24, 16] = all_gather_contract[0]
 getitem_1 [32, 16] = all_gather_contract[1]
 sum_1 [] = aten.sum(getitem_1)
 return (getitem, sum_1)
-""")
+""",
+    )
 
 
 def test_golden_last_dim() -> None:
     module = traced(lambda x, w: gather_dim(x, 2) @ w, X3, torch.empty(64, 5))
     fuse(module)
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 x_1 [2, 8, 16]
 w_1 [64, 5]
 all_gather_contract = ditron.all_gather_contract(x_1, [w_1], None, 2, True, False, 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_4 [16, 5] = all_gather_contract[0]
 _unsafe_view [2, 8, 5] = aten._unsafe_view(getitem_4, [2, 8, 5])
 return _unsafe_view
-""")
+""",
+    )
 
 
 FORMS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {

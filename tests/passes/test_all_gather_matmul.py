@@ -256,7 +256,12 @@ GUARDS: list[Any] = [
         (X, torch.empty(32, 4), torch.empty(4)),
         id="gradient_added",
     ),
-    pytest.param("no_matmul", lambda x, w, v: torch.addmm(all_gather(x), w, v), (X, torch.empty(32, 4), torch.empty(4, 16)), id="added"),
+    pytest.param(
+        "no_matmul",
+        lambda x, w, v: torch.addmm(all_gather(x), w, v),
+        (X, torch.empty(32, 4), torch.empty(4, 16)),
+        id="added",
+    ),
     pytest.param("contracted", lambda x, w: all_gather(x).t() @ w, (X, torch.empty(32, 4)), id="gradient"),
     pytest.param("operand_depends", lambda x: (g := all_gather(x)) @ (g.t() * 2), (X,), id="depends"),
     pytest.param("bias", lambda x, w, b: torch.addmm(b, all_gather(x), w), (X, W, torch.empty(32, 24)), id="bias"),

@@ -164,7 +164,9 @@ def test_computes_the_same(form: str) -> None:
 def test_golden_llama() -> None:
     module = graph_of(block(frozen(LlamaNorm, BF16)), *tensors())
     fused(module)
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 arg0_1 [2, 4, 16]
 arg1_1 [16, 32]
 arg2_1 [2, 4, 32]
@@ -180,7 +182,8 @@ view_2 [8, 32] = aten.reshape(rows, [8, 32])
 mm_1 [8, 8] = aten.mm(view_2, arg4_1)
 view_3 [2, 4, 8] = aten.reshape(mm_1, [2, 4, 8])
 return (view_3, rows_1)
-""")
+""",
+    )
 
 
 def test_golden_bias_and_layer_norm() -> None:
@@ -193,7 +196,9 @@ def test_golden_bias_and_layer_norm() -> None:
     args = [torch.randn(shape).to(FP16) for shape in ((8, N), (N,), (2, 4, N), OUT)]
     module = graph_of(fn, *args)
     assert fused(module) == 1
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 arg0_1 [8, 32]
 arg1_1 [32]
 arg2_1 [2, 4, 32]
@@ -208,7 +213,8 @@ rows [2, 4, 32] = aten.reshape(getitem_2, [2, 4, 32])
 rows_1 [8, 32] = aten.reshape(rows, [8, 32])
 mm [8, 8] = aten.mm(rows_1, arg5_1)
 return (mm, rows_2)
-""")
+""",
+    )
 
 
 def test_golden_two_sites_in_order() -> None:
@@ -224,7 +230,9 @@ def test_golden_two_sites_in_order() -> None:
     order_collectives(module.graph, options=Options())
     assert name_sites(module.graph, options=Options()) == 2
     verify_graph(module.graph)
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 arg0_1 [2, 4, 16]
 arg1_1 [16, 32]
 arg2_1 [2, 4, 32]
@@ -249,7 +257,8 @@ view_6 [8, 32] = aten.reshape(rows_2, [8, 32])
 mm_3 [8, 8] = aten.mm(view_6, arg4_1)
 view_7 [2, 4, 8] = aten.reshape(mm_3, [2, 4, 8])
 return (view_7, rows_3)
-""")
+""",
+    )
 
 
 def test_dynamic_rows() -> None:
@@ -329,7 +338,9 @@ def test_a_norm_in_front_of_the_residual(post: str, norm: str) -> None:
 def test_golden_norm_in_front_of_the_residual() -> None:
     module = graph_of(sandwich(frozen(GemmaNorm, BF16), frozen(LlamaNorm, BF16)), *tensors())
     assert fused(module) == 1
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 arg0_1 [2, 4, 16]
 arg1_1 [16, 32]
 arg2_1 [32]
@@ -348,7 +359,8 @@ view_2 [8, 32] = aten.reshape(rows, [8, 32])
 mm_1 [8, 8] = aten.mm(view_2, arg5_1)
 view_3 [2, 4, 8] = aten.reshape(mm_1, [2, 4, 8])
 return (view_3, rows_1)
-""")
+""",
+    )
 
 
 def test_second_bias() -> None:
@@ -397,7 +409,9 @@ def test_training_with_a_norm_in_front_of_the_residual() -> None:
 def test_golden_training() -> None:
     module = training(block(LlamaNorm(BF16).requires_grad_(True)), BF16)
     assert fused(module) == 1
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 primals_1 [2, 4, 16]
 primals_2 [16, 32]
 primals_3 [2, 4, 32]
@@ -423,7 +437,8 @@ add_3 [] = aten.add.Tensor(add_2, sum_2)
 permute [8, 32] = aten.permute(primals_5, [1, 0])
 permute_1 [32, 16] = aten.permute(primals_2, [1, 0])
 return (add_3, primals_4, rows_1, saved, permute, permute_1)
-""")
+""",
+    )
 
 
 def test_dynamic_rows_in_training() -> None:

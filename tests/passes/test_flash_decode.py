@@ -160,7 +160,9 @@ def assert_same(before: fx.GraphModule, after: fx.GraphModule, inputs: list[list
 def test_golden_masked() -> None:
     module = graph_of(masked, FORMS["masked"][1])
     assert fused(module) == 1
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 arg0_1 [2]
 arg1_1 [2, 6, 16]
 arg2_1 [2, 40, 2, 16]
@@ -172,13 +174,16 @@ convert_element_type_default [2, 2, 3, 16] = prims.convert_element_type(reshape_
 convert_element_type_6 [2, 2, 3, 16] = prims.convert_element_type(convert_element_type_default, torch.float16)
 view_11 [2, 6, 16] = aten.reshape(convert_element_type_6, [2, 6, 16])
 return (view_11,)
-""")
+""",
+    )
 
 
 def test_golden_of_torch() -> None:
     module = graph_of(of_torch, FORMS["of_torch"][1])
     assert fused(module) == 1
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 arg0_1 [2, 6, 16]
 arg1_1 [2, 40, 2, 16]
 arg2_1 [2, 40, 2, 16]
@@ -194,13 +199,16 @@ getitem_2 [2, 6, 16] = flash_decode[0]
 reshape_default_1 [2, 2, 3, 16] = aten.reshape(getitem_2, [2, 2, 3, 16])
 view_3 [2, 6, 16] = aten.reshape(reshape_default_1, [2, 6, 16])
 return (view_3,)
-""")
+""",
+    )
 
 
 def test_golden_heads_first() -> None:
     module = graph_of(heads_first, FORMS["heads_first"][1])
     assert fused(module) == 1
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 arg0_1 [2, 2, 40, 16]
 arg1_1 [2, 2, 40, 16]
 arg2_1 [2, 6, 16]
@@ -215,7 +223,8 @@ getitem_1 [2, 6, 16] = flash_decode[0]
 reshape_default [2, 6, 1, 16] = aten.reshape(getitem_1, [2, 6, 1, 16])
 view_10 [2, 6, 16] = aten.reshape(reshape_default, [2, 6, 16])
 return (view_10,)
-""")
+""",
+    )
 
 
 def merged_by(merge: Callable[[Tensor, Tensor], Any]) -> Callable[..., Any]:

@@ -339,7 +339,9 @@ def test_a_shard_of_another_dimension_is_left_alone_on_every_rank(rank: int) -> 
         mesh = init_device_mesh("cpu", (WORLD_SIZE,))
 
         def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            return DTensor.from_local(x, mesh, [Shard(0)], run_check=False).redistribute(mesh, [Shard(1)]).to_local() @ w
+            return (
+                DTensor.from_local(x, mesh, [Shard(0)], run_check=False).redistribute(mesh, [Shard(1)]).to_local() @ w
+            )
 
         (graph,) = compiled_graphs(fn, torch.randn(8, 16), torch.randn(4, 24))
         assert sites(graph) == ["all_gather_into_tensor: chunks_partial"]

@@ -130,7 +130,14 @@ def test_three_and_two_kinds() -> None:
 @pytest.mark.parametrize("reduced", [all_reduce, reduce_scatter])
 def test_two_biased_products_are_fused_as_one(reduced: Callable[..., torch.Tensor]) -> None:
     """Parallel blocks of DTensor plans: the sum of the biases belongs to the product."""
-    args = (torch.empty(8, 6), torch.empty(6, 16), torch.empty(8, 5), torch.empty(5, 16), torch.empty(16), torch.empty(16))
+    args = (
+        torch.empty(8, 6),
+        torch.empty(6, 16),
+        torch.empty(8, 5),
+        torch.empty(5, 16),
+        torch.empty(16),
+        torch.empty(16),
+    )
 
     def fn(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor, e: torch.Tensor, f: torch.Tensor) -> Any:
         return reduced(torch.addmm(e / 4, a, b)) + reduced(torch.addmm(f / 4, c, d))

@@ -39,7 +39,9 @@ def heads(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def test_golden_heads() -> None:
     module = traced(heads, HEADS, OUT)
     normalize_collectives(module.graph, options=Options())
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 x_1 [2, 8, 4, 5]
 w_1 [4, 5, 24]
 all_gather_into_tensor [8, 8, 4, 5] = _c10d_functional.all_gather_into_tensor(x_1, 4, '0')
@@ -66,9 +68,12 @@ view [2, 32, 1, 1, 24] = aten.view(bmm, [2, 32, 1, 1, 24])
 permute_4 [2, 32, 24, 1, 1] = aten.permute(view, [0, 1, 4, 2, 3])
 view_1 [2, 32, 24] = aten.view(permute_4, [2, 32, 24])
 return view_1
-""")
+""",
+    )
     fuse(module)
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 x_1 [2, 8, 4, 5]
 w_1 [4, 5, 24]
 unsqueeze_default [2, 8, 4, 5, 1] = aten.unsqueeze(x_1, 4)
@@ -89,7 +94,8 @@ view [2, 32, 1, 1, 24] = aten.view(reshape_default_1, [2, 32, 1, 1, 24])
 permute_4 [2, 32, 24, 1, 1] = aten.permute(view, [0, 1, 4, 2, 3])
 view_1 [2, 32, 24] = aten.view(permute_4, [2, 32, 24])
 return view_1
-""")
+""",
+    )
 
 
 FUSED: dict[str, tuple[Callable[..., Any], torch.Tensor, torch.Tensor]] = {

@@ -44,7 +44,9 @@ def put_together(module: fx.GraphModule, options: Options | None = None) -> int:
 def test_golden_decode_step() -> None:
     module = traced(layer, X, WQ, WK, WV, WO)
     assert put_together(module) == 1
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 x_1 [2, 1, 32]
 wq_1 [32, 32]
 wk_1 [16, 32]
@@ -69,7 +71,8 @@ matmul_all_reduce = ditron.matmul_all_reduce([view_3], [t_3], None, None, 'sum',
 getitem [2, 32] = matmul_all_reduce[0]
 _unsafe_view_3 [2, 1, 32] = aten.reshape(getitem, [2, 1, 32])
 return _unsafe_view_3
-""")
+""",
+    )
 
 
 def test_inductor_graphs_hold_a_view_for_each_consumer() -> None:
@@ -96,7 +99,9 @@ def mlp(x: torch.Tensor, w1: torch.Tensor, w3: torch.Tensor, w2: torch.Tensor) -
 def test_golden_gate_and_up() -> None:
     (module,) = compiled_graphs(mlp, *(arg.bfloat16() for arg in (X, WQ, WQ.clone(), WO)))
     assert put_together(module) == 1
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 arg0_1 [32, 32]
 arg1_1 [2, 1, 32]
 arg2_1 [32, 32]
@@ -113,7 +118,8 @@ matmul_all_reduce = ditron.matmul_all_reduce([view_4], [permute_2], None, None, 
 getitem [2, 32] = matmul_all_reduce[0]
 view_5 [2, 1, 32] = aten.reshape(getitem, [2, 1, 32])
 return (view_5,)
-""")
+""",
+    )
 
 
 def test_golden_biases() -> None:
@@ -124,7 +130,9 @@ def test_golden_biases() -> None:
     args = X, WQ, torch.empty(32), WK, torch.empty(32, 48)
     module = traced(fn, *args)
     assert put_together(module) == 1
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 x_1 [2, 1, 32]
 wq_1 [32, 32]
 bq_1 [32]
@@ -142,7 +150,8 @@ t_2 [48, 32] = aten.t(wo_1)
 matmul_all_reduce = ditron.matmul_all_reduce([cat], [t_2], None, None, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
 getitem [2, 32] = matmul_all_reduce[0]
 return getitem
-""")
+""",
+    )
     same_results(fn, *args, calls=1)
 
 

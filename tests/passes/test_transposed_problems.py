@@ -39,7 +39,9 @@ B = torch.empty(16, 24)
 def test_golden_gathered_weight() -> None:
     module = traced(lambda w, x: (x @ all_gather(w).t()).relu(), SHARD, X3)
     fuse(module)
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 w_1 [8, 16]
 x_1 [2, 5, 16]
 view [10, 16] = aten.view(x_1, [10, 16])
@@ -50,13 +52,16 @@ transposed_1 [10, 32] = aten.permute(getitem, [1, 0])
 _unsafe_view [2, 5, 32] = aten.reshape(transposed_1, [2, 5, 32])
 relu [2, 5, 32] = aten.relu(_unsafe_view)
 return relu
-""")
+""",
+    )
 
 
 def test_golden_weight_gathered_along_its_columns() -> None:
     module = traced(lambda w, x: x @ gather_dim(w, 1), COLUMNS, X)
     fuse(module)
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 w_1 [16, 8]
 x_1 [5, 16]
 transposed [8, 16] = aten.permute(w_1, [1, 0])
@@ -65,13 +70,16 @@ all_gather_matmul = ditron.all_gather_matmul(transposed, [transposed_1], None, 0
 getitem_4 [32, 5] = all_gather_matmul[0]
 transposed_2 [5, 32] = aten.permute(getitem_4, [1, 0])
 return transposed_2
-""")
+""",
+    )
 
 
 def test_golden_scattered_columns() -> None:
     module = traced(lambda a, b: scatter_dim(a @ b.t(), 2, "avg").relu(), X3, torch.empty(24, 16))
     fuse(module)
-    expecttest.assert_expected_inline(text(module.graph), """\
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
 a_1 [2, 5, 16]
 b_1 [24, 16]
 view [10, 16] = aten.view(a_1, [10, 16])
@@ -82,7 +90,8 @@ transposed_1 [10, 6] = aten.permute(getitem_4, [1, 0])
 rows [2, 5, 6] = aten.reshape(transposed_1, [2, 5, 6])
 relu [2, 5, 6] = aten.relu(rows)
 return relu
-""")
+""",
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -278,9 +287,7 @@ GUARDS: list[Any] = [
     ),
     pytest.param("chunks_permuted", scattered_in([1, 0, 2, 3]), (X, B), id="scatter_permuted"),
     pytest.param("chunks_permuted", scattered_in([0, 0, 2, 3]), (X, B), id="scatter_repeated"),
-    pytest.param(
-        "layout", lambda a, b: scatter_dim((a @ b).view(5, 3, 8), 2), (X, B), id="scatter_of_divided_columns"
-    ),
+    pytest.param("layout", lambda a, b: scatter_dim((a @ b).view(5, 3, 8), 2), (X, B), id="scatter_of_divided_columns"),
     pytest.param("layout", lambda a, b: scatter_dim((a @ b).t(), 1), (SHARD, B), id="scatter_of_transposed"),
 ]
 

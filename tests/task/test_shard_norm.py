@@ -51,6 +51,21 @@ def test_a_call_stands_for_its_node(module: fx.GraphModule) -> None:
     assert shapes == [((64, 24), fp32), ((2, 32, 16), fp32), ((2, 8, 16), fp32), ((2, 8, 1), fp32)]
 
 
+@pytest.mark.parametrize("round_first", [False, True])
+def test_arguments_at_their_defaults_do_not_come(round_first: bool) -> None:
+    """The dispatcher leaves them out of what it hands to the op, from the last one on."""
+    ops.define()
+    prologue = ShardNorm(Norm("rms", 1e-5, round_first=round_first), ("weight",))
+    node = replace(NODE, return_gathered=False, prologue=prologue)
+
+    def call(x: torch.Tensor, weight: torch.Tensor, w: torch.Tensor) -> Any:
+        arguments = x, [w], None, 1, False, *ops.site_args(node), [], "", None, weight, None
+        return torch.ops.ditron.all_gather_matmul(*arguments, *ops.shard_norm_args(prologue))[:-1]
+
+    ((_, found),) = task_calls(traced(call, X, G, W).graph)
+    assert found == node
+
+
 @pytest.mark.parametrize(
     "field, value",
     [("extras", ("weight", "residual")), ("extras", ("bias",)), ("saved", ("reduced",)), ("norm", Norm("batch"))],

@@ -117,9 +117,7 @@ def test_a_broken_rule_is_named(module: fx.GraphModule, change: Callable[[fx.Gra
 @pytest.mark.parametrize(("epilogue", "legal"), [("mm0 + row(x0)", True), ("mm0 + full(x0)", False)])
 def test_extra_tensors_of_a_reduction_fit_its_output(epilogue: str, legal: bool) -> None:
     def fn(x: torch.Tensor, w: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        out, _ = torch.ops.ditron.matmul_reduce_scatter(
-            [x], [w], None, None, 0, "sum", *site("r/0"), [row], epilogue
-        )
+        out, _ = torch.ops.ditron.matmul_reduce_scatter([x], [w], None, None, 0, "sum", *site("r/0"), [row], epilogue)
         return out
 
     ops.define()

@@ -1,0 +1,90 @@
+"""The contestants of a cell: how a model is compiled, and what one step of it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from benchmarks.models.forms import CachedAttention, ContextAttention
+from ditron_inductor.backend import ditron
+
+Step = Callable[[], dict[str, torch.Tensor]]
+"""One step; what it computed, by name."""
+Compiler = Callable[[nn.Module], Callable[..., Any]]
+
+
+def _inductor(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, fullgraph=True, dynamic=False)
+
+
+def _async_tp(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, fullgraph=True, dynamic=False, options={"_micro_pipeline_tp": True})
+
+
+def _ditron(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, backend=ditron, fullgraph=True, dynamic=False)
+
+
+COMPILERS: Mapping[str, Compiler] = {
+    "eager": lambda model: model,
+    "inductor": _inductor,
+    "async_tp": _async_tp,
+    "ditron": _ditron,
+}
+
+
+def in_form(name: str, compiler: Compiler, model: nn.Module) -> Callable[..., Any]:
+    """The compiled model of a contestant, in the form of attention that is its own (see `forms`) at every call."""
+    call = compiler(model)
+    parts = [part for part in model.modules() if isinstance(part, CachedAttention | ContextAttention)]
+
+    def chosen(*operands: Any) -> Any:
+        for part in parts:
+            part.for_ditron = name == "ditron"
+        return call(*operands)
+
+    return chosen if parts else call
+
+
+def forward(call: Callable[..., Any], model: nn.Module, operands: tuple[Any, ...]) -> Step:
+    """One forward without gradients."""
+
+    def step() -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            return {"output": call(*operands)}
+
+    return step
+
+
+def training(call: Callable[..., Any], model: nn.Module, operands: tuple[Any, ...]) -> Step:
+    """One forward and backward. The gradient of the output is not uniform, so that no part of it cancels."""
+    x, *rest = operands
+    leaf = x.detach().clone().requires_grad_()
+    weight = torch.linspace(-1, 1, x.numel(), device=x.device).view(x.shape).to(x.dtype)
+
+    def step() -> dict[str, torch.Tensor]:
+        leaf.grad = None
+        model.zero_grad(set_to_none=True)
+        out = call(leaf, *rest)
+        out.backward(weight)
+        assert leaf.grad is not None
+        values = {"output": out.detach(), "input's gradient": leaf.grad}
+        gradients = {name: one.grad for name, one in model.named_parameters()}
+        assert all(one is not None for one in gradients.values()), "a weight has no gradient"
+        return values | {f"gradient of {name}": one for name, one in gradients.items() if one is not None}
+
+    return step
+
+
+def step_of(phase: str, name: str, compiler: Compiler, model: nn.Module, operands: tuple[Any, ...]) -> Step:
+    """One step of a contestant, compiled at its first call."""
+    return (training if phase == "training" else forward)(in_form(name, compiler, model), model, operands)
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """As a plain tensor; pending sums are a matter of layout. Collective for what is cut."""
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,0 +1,47 @@
+"""How long a cell takes, roughly: to begin with, for the bar and the budget, which learn from the cells that pass."""
+
+from __future__ import annotations
+
+from benchmarks.models.architecture import Architecture
+from benchmarks.models.request import Request
+from benchmarks.models.zoo import Cell
+from benchmarks.timing import MIN_ROUNDS, SAMPLE_US, WARMUP
+
+FLOPS = 3.5e14
+BYTES_PER_S = 3e12
+START_S = 20.0
+"""Until the ranks are there."""
+FIRST_S, LAYER_S = 2.5, 0.8
+"""Of a compilation, with Triton's kernels on disk; a step's graph and each layer in it."""
+CPU_CALL_S = 6.0
+"""Of a contestant on the CPU device, Inductor's C++ among it."""
+
+
+def step_s(cell: Cell, arch: Architecture, world_size: int) -> float:
+    """One step of a cell's model: what its matmuls and attention take, or reading weights and caches."""
+    attention, feed_forward = (float(cell.layers * one) for one in arch.layer_weights())
+    own_tokens: float = cell.batch * cell.tokens
+    if cell.form == "cp":
+        own_tokens /= world_size
+    else:
+        feed_forward /= world_size
+        attention /= 1 if cell.form == "kv" else world_size
+    scores = cell.layers * 2 * arch.heads * arch.head_dim * cell.batch * cell.tokens * cell.tokens / world_size
+    flops = 2 * own_tokens * (attention + feed_forward) + scores
+    cached = 2 * cell.layers * cell.batch * cell.cache * arch.kv_heads * arch.head_dim * 2 / world_size
+    seconds = max(flops / FLOPS, (2 * (attention + feed_forward) + cached) / BYTES_PER_S)
+    return seconds * (3.0 if cell.phase == "training" else 1.0)
+
+
+def cell_s(request: Request, cell: Cell, world_size: int) -> float:
+    """All contestants of a cell: compiled, checked, timed."""
+    names = [name for name in request.contestants if not cell.left_out(name)]
+    if request.device == "cpu":
+        return CPU_CALL_S * len(names)
+    both = 2.0 if cell.phase == "training" else 1.0
+    compiled = (len(names) - 1) * both * (FIRST_S + LAYER_S * cell.layers)
+    step = step_s(cell, request.architectures[cell.model], world_size)
+    # Each sample is as long as SAMPLE_US or a step, and has a step in front of it.
+    sample = max(SAMPLE_US * 1e-6, step) + step
+    rounds = (MIN_ROUNDS + request.rounds) / 2 * request.repeats
+    return 1.0 + compiled + len(names) * (sample * rounds + (2 * WARMUP + 6) * step)

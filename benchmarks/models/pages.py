@@ -1,0 +1,224 @@
+"""One page that a person opens: `models.html`, which needs nothing else, with tables that sort, and bars."""
+
+from __future__ import annotations
+
+import html
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.models.charts import charts, png, png_path, svg
+from benchmarks.models.facts import Fact, merge_facts, path_of, read_facts, reasons
+from benchmarks.models.request import CONTESTANTS, TITLES, Request
+from benchmarks.models.tables import (
+    Contest,
+    contests,
+    mean_lines,
+    number,
+    reason_lines,
+    report,
+    targets,
+)
+from benchmarks.models.zoo import MODELS
+from benchmarks.records import Row, grouped, merge_csv, read_csv
+
+STYLE = """
+body{font:15px/1.45 system-ui,sans-serif;color:#1c1c1c;max-width:1180px;margin:2em auto;padding:0 1em}
+table{border-collapse:collapse;margin:.6em 0 1.6em;font-size:13px;width:100%}
+th,td{padding:.25em .55em;border-bottom:1px solid #ddd;text-align:left;white-space:nowrap}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}td.wide{white-space:normal}
+th{background:#f2f4f5;position:sticky;top:0}
+table.sorts th{cursor:pointer}table.sorts th:after{content:" \\2195";color:#999}
+td.won{background:#e1f2e5}td.lost{background:#fbe3e0}small,.muted{color:#666}svg{width:100%;height:auto}
+svg text{font:11px system-ui,sans-serif;fill:#222}svg text.value{font-size:10px;fill:#555}
+.warn{background:#fff3cd;padding:.6em}
+"""
+SCRIPT = """
+document.querySelectorAll('table.sorts').forEach(t=>t.querySelectorAll('th').forEach((h,i)=>h.addEventListener('click',()=>{
+const b=t.tBodies[0],d=h.dataset.up=h.dataset.up==='1'?'0':'1',k=r=>{const c=r.cells[i],v=c.dataset.v??c.textContent;
+return v===''||isNaN(v)?v:+v},s=d==='1'?1:-1;
+[...b.rows].sort((x,y)=>{const p=k(x),q=k(y);return typeof p===typeof q?(p<q?-s:p>q?s:0):typeof p==='number'?-1:1})
+.forEach(r=>b.append(r))})));
+"""
+HEADERS = ("phase", "model", "layers", "form", "tokens", "ranks")
+LOSS, GAIN = 0.98, 1.02
+ABOUT = """Layers of real shapes with random weights, hidden states in and out. Milliseconds of one step: of each rank
+the median of its samples, of the ranks the slowest. All contestants of a row come from one run, in turns in a new order
+each round, and each was compared with eager before it was timed. <code>decode</code> runs inside CUDA graphs, eager
+and Inductor too. NVLink multicast is off for everybody (<code>NCCL_NVLS_ENABLE=0</code>)."""
+FORMS = """<code>ar</code>: tensor parallelism with all-reduces; <code>sp</code>: the same with sequence parallelism;
+<code>cp</code>: the sequence is divided over the ranks, and so is <code>kv</code>'s cache. In <code>decode</code> only
+<code>kv</code> has a cache."""
+
+
+def page(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
+    """The whole page."""
+    title = "Whole models through Ditron"
+    on_cpu = bool(rows) and all(row.gpu == "cpu" for row in rows)
+    warning = (
+        '<p class="warn">Measured on a CPU device with an interpreter of kernels: this shows that the program works, '
+        "and nothing about speed.</p>"
+        if on_cpu
+        else ""
+    )
+    body = [f"<h1>{title}</h1>", warning, f"<p>{ABOUT}</p>", f"<p>{FORMS}</p>"]
+    for gpu, world in dict.fromkeys(one.where for one in contests(rows)):
+        here = [row for row in rows if (row.gpu, row.world) == (gpu, world)]
+        known = [fact for fact in facts if (fact.gpu, fact.world) == (gpu, world)]
+        body += [f"<h2>{world} x {html.escape(gpu)}</h2>", f"<p class=muted>{html.escape(_conditions(here))}</p>"]
+        body += ["<h3>Means</h3>", _means(here)]
+        if not on_cpu:
+            note = "" if world == 4 else f" The figures are for 4 GPUs; these are {world}."
+            lines = [(one.text, one.verdict) for one in targets(here, known)]
+            body += [f"<h3>Targets</h3><p class=muted>On 4 H200s.{note}</p>", _table(("target", "verdict"), lines)]
+        for chart in charts(here):
+            body += [f"<h3>{html.escape(chart.title)}</h3>", svg(chart)]
+        body += ["<h3>Times, ms</h3>", _times(here, known)]
+        if any(fact.compile_s is not None for fact in known):
+            body += ["<h3>First call, memory, fused sites</h3>", f"<p class=muted>{COMPILED}</p>", _compiled(known)]
+    missing = reason_lines(facts, rows)
+    if missing:
+        body += ["<h2>No number</h2>", "<ul>", *(f"<li>{html.escape(line)}</li>" for line in missing), "</ul>"]
+    notes = [f"<li>{name}: {html.escape(one.note)}</li>" for name, one in MODELS.items() if one.note]
+    body += ["<h2>How the models differ from their namesakes</h2>", "<ul>", *notes, "</ul>"]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{title}</title>\n<style>{STYLE}</style></head>\n'
+        + "<body>\n"
+        + "\n".join(part for part in body if part)
+        + f"\n<script>{SCRIPT}</script>\n</body></html>\n"
+    )
+
+
+COMPILED = """First call: tracing, Inductor, and kernels that Triton's cache on disk has not; contestants take turns in
+going first. Peak: of torch's allocator in one step, with weights, inputs and what results are compared with.
+Workspace: Ditron's memory that peers write into, not in the peak."""
+
+
+def _conditions(rows: Iterable[Row]) -> str:
+    taken = list(rows)
+
+    def all_of(column: str) -> str:
+        return ", ".join(sorted({str(getattr(row, column)) for row in taken}))
+
+    software = f"torch {all_of('torch')}, Triton {all_of('triton')}"
+    return f"{all_of('dtype')}, {software}, commit {all_of('commit')}, {all_of('date')}"
+
+
+def _means(rows: Sequence[Row]) -> str:
+    lines = [
+        (phase, model, str(cells), number(inductor, 2), number(async_tp, 2))
+        for phase, model, _, cells, inductor, async_tp in mean_lines(rows)
+    ]
+    return _table(("phase", "model", "cells", "Inductor / Ditron", "async TP / Ditron"), lines)
+
+
+def _table(headers: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(one)}</th>" for one in headers)
+    rows = "".join(f"<tr>{''.join(f'<td>{html.escape(one)}</td>' for one in line)}</tr>" for line in lines)
+    return f'<table class="sorts"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+
+
+def _times(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
+    why = {(fact.cell, fact.contestant): fact.why for fact in reasons(facts, rows)}
+    head = "".join(f"<th>{name}</th>" for name in HEADERS)
+    head += "".join(f'<th class="n">{TITLES[name]}</th>' for name in CONTESTANTS)
+    head += '<th class="n">Inductor / Ditron</th><th class="n">best other / Ditron</th><th class="n">spread %</th>'
+    lines = []
+    for one in contests(rows):
+        sizes = one.sizes
+        line = [one.phase, one.model, sizes["layers"], sizes["form"], one.tokens, str(one.where[1])]
+        cells = [f"<td>{html.escape(text)}</td>" for text in line]
+        cells += [_time(one, name, why.get((one.rows[0].cell, name), "")) for name in CONTESTANTS]
+        cells += [_gain(one.gain("inductor")), _gain(one.best_gain), f'<td class="n">{number(one.spread_pct, 1)}</td>']
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<table class="sorts"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+
+
+def _time(one: Contest, name: str, why: str) -> str:
+    row = one.row(name)
+    if row is None or row.p50_us is None:
+        return f'<td class="n" data-v="" title="{html.escape(why)}">{"failed" if row else "-"}</td>'
+    spread = f"{(row.p20_us or 0) / 1e3:.3f} to {(row.p80_us or 0) / 1e3:.3f}, ranks {number(row.skew_pct, 1)} % apart"
+    return f'<td class="n" data-v="{row.p50_us:.2f}" title="{spread}">{row.p50_us / 1e3:.3f}</td>'
+
+
+def _gain(value: float | None) -> str:
+    mark = "" if value is None else " won" if value > GAIN else " lost" if value < LOSS else ""
+    return f'<td class="n{mark}" data-v="{number(value, 4, "")}">{number(value, 2)}</td>'
+
+
+def _compiled(facts: Sequence[Fact]) -> str:
+    headers = (
+        "phase",
+        "model",
+        "form",
+        "tokens",
+        "contestant",
+        "first call, s",
+        "peak, MiB",
+        "workspace, MiB",
+        "fused",
+    )
+    lines = [
+        (
+            *(fact.op, fact.sizes["model"], fact.sizes["form"], f"{fact.sizes['batch']} x {fact.sizes['tokens']}"),
+            TITLES.get(fact.contestant, fact.contestant),
+            *(number(value, 1, "") for value in (fact.compile_s, fact.peak_mib, fact.workspace_mib)),
+            fact.fused,
+        )
+        for fact in facts
+        if fact.compile_s is not None or fact.peak_mib is not None
+    ]
+    return _table(headers, lines)
+
+
+def page_path(results: Path) -> Path:
+    """Beside the CSV."""
+    return results.with_suffix(".html")
+
+
+def write(results: Path) -> list[Path]:
+    """The page and the pictures of a file of rows; their paths."""
+    rows, facts = read_csv(results), read_facts(path_of(results))
+    paths = [page_path(results)]
+    paths[0].write_text(page(rows, facts))
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print("no PNG charts: matplotlib is not installed (pip install -e '.[bench]')", file=sys.stderr)
+        return paths
+    for chart in charts(rows):
+        paths.append(png_path(results, chart))
+        png(chart, paths[-1])
+    return paths
+
+
+def merge(results: Path, others: Iterable[Path]) -> None:
+    """Rows and facts that were measured elsewhere. ValueError where there are none in a file."""
+    for other in others:
+        rows = read_csv(other)
+        if not rows:
+            raise ValueError(f"{other} has no rows")
+        merge_csv(results, rows)
+        merge_facts(path_of(results), read_facts(path_of(other)))
+
+
+def finish(request: Request, world_size: int, with_page: bool = True) -> None:
+    """Print what a run found, and write the page of all results."""
+    results = Path(request.out)
+    wanted = {(cell.phase, cell.shape) for cell in request.cells}
+    rows = [
+        row
+        for found in grouped(read_csv(results)).values()
+        for row in found
+        if (row.op, row.shape) in wanted and row.world == world_size and row.commit == request.commit
+    ]
+    facts = [
+        fact
+        for fact in read_facts(path_of(results))
+        if (fact.op, fact.shape) in wanted and fact.world == world_size and fact.commit == request.commit
+    ]
+    print(report(rows, facts), flush=True)
+    if with_page and read_csv(results):
+        print("\n".join(str(path) for path in write(results)), flush=True)

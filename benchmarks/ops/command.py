@@ -1,0 +1,41 @@
+"""What the commands of single ops' benchmarks have in common: their options, and what follows from these."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def parser(
+    module: str, sets: Iterable[str], chosen: list[str], *, world: int, limit_s: float
+) -> argparse.ArgumentParser:
+    """A command line with the options of all of them. chosen: the sets of shapes that run by default."""
+    result = argparse.ArgumentParser(prog=f"python -m {module}")
+    result.add_argument("--shapes", nargs="+", choices=sorted(sets), default=chosen)
+    result.add_argument("--world", type=int, default=world, help="ranks; 0 for all GPUs")
+    result.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, not speed")
+    result.add_argument("--rounds", type=int, default=20)
+    result.add_argument("--limit", type=float, default=limit_s, help="seconds, after which the ranks are ended")
+    result.add_argument("--out", default=None, help="CSV to merge the rows into, '' for none; the committed results")
+    result.add_argument("--commit", default="", help="what stands in the column commit; git's HEAD by default")
+    return result
+
+
+def add_graph(to: argparse.ArgumentParser, default: str) -> None:
+    """The option --graph, for `modes`."""
+    to.add_argument("--graph", choices=("eager", "graph", "both"), default=default)
+
+
+def modes(options: argparse.Namespace) -> tuple[bool, ...]:
+    """Whether inside a CUDA graph, of each run of a shape."""
+    if options.device == "cpu":
+        return (False,)
+    return {"eager": (False,), "graph": (True,), "both": (True, False)}[options.graph]
+
+
+def out_of(options: argparse.Namespace, results: Path) -> str:
+    """Where rows go: into the committed results only from GPUs, unless another file is named."""
+    if options.out is not None:
+        return str(options.out)
+    return str(results) if options.device == "cuda" else ""

@@ -1,0 +1,127 @@
+"""Time stamps in kernels: when a program began and ended a tile, a wait or a send, and on which SM.
+
+They exist in a kernel only where its `TRACE` says by which clock: `OFF`, its default, compiles to nothing at all. The
+events of a launch go to a buffer of bounded size, whose address stands in the control words; once it is full they are
+counted and not kept.
+
+A kernel takes part with a parameter `TRACE: tl.constexpr = 0`, one `began = now(TRACE)` before what is to be seen, and
+one `event(..)` behind it; `Launch.run` does the rest. Events of one program may lie inside each other, not across.
+"""
+
+from __future__ import annotations
+
+import time
+
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from ditron_inductor.core.layout import (
+    EVENT_BEGIN,
+    EVENT_DETAIL,
+    EVENT_END,
+    EVENT_KIND,
+    EVENT_PEER,
+    EVENT_PROGRAM,
+    EVENT_SM,
+    EVENT_USE,
+    EVENT_WORDS,
+    EVENTS,
+    EVENTS_CAPACITY,
+    EVENTS_COUNT,
+    TRACE_BUFFER,
+)
+from ditron_inductor.core.signals import word
+
+OFF = tl.constexpr(0)
+NVIDIA = tl.constexpr(1)
+"""`%globaltimer`, in nanoseconds."""
+AMD = tl.constexpr(2)
+"""`s_memrealtime`, in ticks of a constant clock."""
+INTERPRETED = tl.constexpr(3)
+"""The host's monotonic clock, in nanoseconds."""
+
+TILE = tl.constexpr(1)
+WAIT = tl.constexpr(2)
+CREDITS = tl.constexpr(3)
+SEND = tl.constexpr(4)
+COPY = tl.constexpr(5)
+SUM = tl.constexpr(6)
+
+
+@triton.jit
+def host_clock():
+    """Of the interpreter only: in compiled code nobody asks it."""
+    return 0
+
+
+if not isinstance(host_clock, JITFunction):
+    # The interpreter calls any function as it comes by.
+    host_clock = time.perf_counter_ns
+
+
+@triton.jit
+def now(TRACE: tl.constexpr):
+    """The time by the clock of TRACE; 0 where it is OFF."""
+    if TRACE == NVIDIA:
+        clock = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    elif TRACE == AMD:
+        clock = tl.inline_asm_elementwise(
+            "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+    elif TRACE == INTERPRETED:
+        clock = tl.full((), host_clock(), tl.int64)
+    else:
+        clock = tl.full((), 0, tl.int64)
+    return clock
+
+
+@triton.jit
+def multiprocessor(TRACE: tl.constexpr):
+    """The number of the SM that this program runs on, on AMD GPUs of die, shader engine and compute unit; in the
+    interpreter that of the program.
+    """
+    if TRACE == NVIDIA:
+        number = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    elif TRACE == AMD:
+        # HW_ID: 8 bits of compute unit, shader array and shader engine; XCC_ID: the die.
+        inside = tl.inline_asm_elementwise(
+            "s_getreg_b32 $0, hwreg(HW_REG_HW_ID, 8, 8)", "=s", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+        die = tl.inline_asm_elementwise(
+            "s_getreg_b32 $0, hwreg(HW_REG_XCC_ID, 0, 4)", "=s", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+        number = die * 256 + inside
+    else:
+        number = tl.program_id(0)
+    return number
+
+
+@triton.jit
+def event(ctl, began, site, epoch, detail, peer, KIND: tl.constexpr, TRACE: tl.constexpr):
+    """Keep that what `began` then, of KIND, has ended now. detail: which tile, chunk or piece; peer: a rank.
+
+    Nothing where TRACE is OFF, or where the control words name no buffer.
+    """
+    if TRACE != OFF:
+        ended = now(TRACE)
+        address = tl.load(ctl + TRACE_BUFFER)
+        if address != 0:
+            buffer = address.to(tl.pointer_type(tl.int64))
+            index = tl.atomic_add(buffer + EVENTS_COUNT, 1, sem="relaxed", scope="gpu")
+            if index < tl.load(buffer + EVENTS_CAPACITY):
+                row = buffer + EVENTS + index * EVENT_WORDS
+                tl.store(row + EVENT_BEGIN, began)
+                tl.store(row + EVENT_END, ended)
+                tl.store(row + EVENT_KIND, tl.full((), KIND, tl.int64))
+                tl.store(row + EVENT_USE, word(site, epoch))
+                tl.store(row + EVENT_PROGRAM, tl.program_id(0).to(tl.int64))
+                tl.store(row + EVENT_SM, multiprocessor(TRACE).to(tl.int64))
+                tl.store(row + EVENT_DETAIL, detail.to(tl.int64))
+                tl.store(row + EVENT_PEER, peer.to(tl.int64))
+
+
+@triton.jit
+def read_clock(out, TRACE: tl.constexpr):
+    """out: one int64, the time."""
+    tl.store(out, now(TRACE))

@@ -1,0 +1,161 @@
+"""The accounts of a site and of a step: which part of their time each of the taxes takes.
+
+The parts of a site's time add up to it:
+
+    us = compute + bulk synchronous + locality + other
+
+Without fusion, `bulk synchronous` is the wait from the own arrival at a collective to its exit, less the time of the
+bytes that the collective itself writes for a kernel, or reads of one; those, and what the kernels beside it write and
+read again, are `locality`; `compute` is all that is left. With fusion there is no collective to be timed: `compute` is
+what it is without, `locality` that of the kernel's own intermediates, and `bulk synchronous` what is left. Where that
+is less than nothing, the kernel computes faster than the library (or its intermediates stay in a cache), and `other` is
+by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ditron_inductor.sites import SiteRecord
+from ditron_inductor.taxes.intermediates import Intermediates
+
+if TYPE_CHECKING:
+    from ditron_inductor.taxes.probe import Spent
+
+UNFUSED, FUSED, INDUCTOR = "unfused", "fused", "inductor"
+
+
+@dataclass(frozen=True)
+class Account:
+    """Microseconds of one site in one step, all its calls together, the largest of any rank.
+
+    launch_us: what its calls cost more alone and in eager mode than in a CUDA graph; None where there are none. It is
+    not a part of `us`. in_kernel_us: what a program of its kernels waited, by its own time stamps, where they were
+    asked for.
+    """
+
+    strategy: str
+    calls: int
+    us: float
+    compute_us: float
+    bulk_synchronous_us: float
+    locality_us: float
+    other_us: float
+    launch_us: float | None = None
+    in_kernel_us: float | None = None
+
+    @property
+    def taxes_us(self) -> float:
+        """Bulk synchronous and locality."""
+        return self.bulk_synchronous_us + self.locality_us
+
+
+@dataclass(frozen=True)
+class SiteTaxes:
+    """One fused site. direction: as in `explain`. locality: whether its kind has an estimate of it; else it is 0, and
+    its time is in the others. unfused: None where the unfused graph has no such site.
+    """
+
+    direction: str
+    record: SiteRecord
+    locality: bool
+    unfused: Account | None
+    fused: Account | None
+
+    def with_launches(self, unfused_us: float | None, fused_us: float | None) -> SiteTaxes:
+        """With the launch tax of one call of each; the site has several."""
+
+        def priced(account: Account | None, us: float | None) -> Account | None:
+            return account if account is None or us is None else replace(account, launch_us=us * account.calls)
+
+        return replace(self, unfused=priced(self.unfused, unfused_us), fused=priced(self.fused, fused_us))
+
+    def with_waits(self, us: float | None) -> SiteTaxes:
+        """With what a program of the fused kernels waited in a step, where that was traced."""
+        fused = self.fused
+        return self if fused is None or us is None else replace(self, fused=replace(fused, in_kernel_us=us))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Microseconds of a whole step, the largest of any rank. graph_us: in a CUDA graph, None where there is none."""
+
+    eager_us: float
+    graph_us: float | None = None
+
+    @property
+    def launch_us(self) -> float | None:
+        """The launch tax."""
+        return None if self.graph_us is None else max(0.0, self.eager_us - self.graph_us)
+
+
+@dataclass(frozen=True)
+class Explained:
+    """By how much the fused step is shorter than the unfused one, and what the accounts say of it: saved taxes, and
+    what else the sites save.
+    """
+
+    measured_us: float
+    taxes_us: float
+    other_us: float
+
+    @property
+    def part(self) -> float | None:
+        """Of the measured gain; None where nothing was gained."""
+        return self.taxes_us / self.measured_us if self.measured_us > 0 else None
+
+
+def unfused_account(spent: Spent, bytes_: Intermediates | None, bytes_per_us: float) -> Account:
+    """Of calls by `library`, or of calls that have collectives to be timed."""
+    inside, beside = (0.0, 0.0) if bytes_ is None else (bytes_.inside / bytes_per_us, bytes_.beside / bytes_per_us)
+    # No estimate takes more than there is.
+    inside = min(inside * spent.calls, spent.waited_us)
+    beside = min(beside * spent.calls, max(0.0, spent.us - spent.waited_us))
+    return Account(
+        strategy=spent.strategy,
+        calls=spent.calls,
+        us=spent.us,
+        compute_us=max(0.0, spent.us - spent.waited_us - beside),
+        bulk_synchronous_us=spent.waited_us - inside,
+        locality_us=inside + beside,
+        # The largest wait and the largest time may be of two ranks.
+        other_us=min(0.0, spent.us - spent.waited_us),
+    )
+
+
+def fused_account(spent: Spent, bytes_: Intermediates | None, bytes_per_us: float, unfused: Account | None) -> Account:
+    """Of calls by any strategy; see the module."""
+    if spent.strategy == "library" or unfused is None:
+        return unfused_account(spent, bytes_, bytes_per_us)
+    compute = unfused.compute_us / unfused.calls * spent.calls
+    locality = 0.0 if bytes_ is None else bytes_.fused / bytes_per_us * spent.calls
+    locality = min(locality, max(0.0, spent.us - compute)) if spent.us > compute else 0.0
+    left = spent.us - compute - locality
+    return Account(
+        strategy=spent.strategy,
+        calls=spent.calls,
+        us=spent.us,
+        compute_us=compute,
+        bulk_synchronous_us=max(0.0, left),
+        locality_us=locality,
+        other_us=min(0.0, left),
+    )
+
+
+def explained(
+    sites: list[SiteTaxes] | tuple[SiteTaxes, ...], steps: Mapping[str, Step], graph: bool
+) -> Explained | None:
+    """The gain of the fused step over the unfused one; graph: both in CUDA graphs. None where one has no time."""
+    times = {name: step.graph_us if graph else step.eager_us for name, step in steps.items()}
+    before, after = times.get(UNFUSED), times.get(FUSED)
+    if before is None or after is None:
+        return None
+    pairs = [(site.unfused, site.fused) for site in sites if site.unfused is not None and site.fused is not None]
+    saved = sum(old.taxes_us - new.taxes_us for old, new in pairs)
+    launches = [steps[name].launch_us for name in (UNFUSED, FUSED)]
+    if not graph and launches[0] is not None and launches[1] is not None:
+        saved += launches[0] - launches[1]
+    other = sum((old.us - old.taxes_us) - (new.us - new.taxes_us) for old, new in pairs)
+    return Explained(before - after, saved, other)

@@ -1,0 +1,85 @@
+"""Bytes that a site writes to memory for the next kernel to read again: what the locality tax is estimated from.
+
+Of each intermediate, one write and one read. What a site reads or writes in any case (operands, weights, outputs) is
+none. The partial results or parts that peers write into this rank's memory are intermediates of the fused kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ditron_inductor.sites import SiteRecord
+from ditron_inductor.task.nodes import (
+    ATTENTION_KINDS,
+    AllGatherContract,
+    AllGatherMatmul,
+    AllReduceRmsNorm,
+    AllToAllMatmul,
+    FlashDecode,
+    MatmulAllGather,
+    MatmulAllReduce,
+    MatmulAllReduceRmsNorm,
+    MatmulAllToAll,
+    MatmulReduceScatter,
+)
+
+GATHERED = (AllGatherMatmul.kind, AllGatherContract.kind, *ATTENTION_KINDS)
+"""Kinds with the parts of all ranks in memory: gathered before they are used or, in a backward, yet to be reduced."""
+NORMED = (AllReduceRmsNorm.kind, MatmulAllReduceRmsNorm.kind)
+
+
+@dataclass(frozen=True)
+class Intermediates:
+    """Bytes of one call, written and read.
+
+    beside: without fusion, by the kernels before and behind the collective. inside: without fusion, by the collective
+    itself, whose time they are a part of. fused: by `tile` or `chunked`.
+    """
+
+    beside: int
+    inside: int
+    fused: int
+
+
+def intermediates(record: SiteRecord) -> Intermediates | None:
+    """Of a fused site; None where its sizes are not known, or its kind has no estimate."""
+    if None in (record.m, record.n, record.k, record.itemsize, record.world_size, record.bytes_moved):
+        return None
+    assert record.m is not None and record.n is not None and record.itemsize is not None
+    assert record.world_size is not None and record.bytes_moved is not None
+    world = record.world_size
+    product = record.m * record.n * record.itemsize
+    received = product * (world - 1) // world
+    copies = _copies(record)
+    # An epilogue reads each product (or sum) that the library's kernels have written before it.
+    finished = 2 * product if record.epilogue else 0
+    kind = record.kind
+    if kind in GATHERED:
+        gathered = record.bytes_moved * world // max(world - 1, 1)
+        return Intermediates(gathered + copies * gathered + finished, gathered, 2 * record.bytes_moved)
+    if kind == MatmulReduceScatter.kind:
+        return Intermediates(product + copies * product + finished // world, product, 2 * received)
+    if kind == MatmulAllReduce.kind:
+        return Intermediates(product + finished, product, 2 * received)
+    if kind in NORMED:
+        # The reduced sum is written by the collective and read by the norm.
+        own = 0 if kind == AllReduceRmsNorm.kind else product
+        return Intermediates(own + product, own + product, 2 * received)
+    if kind == MatmulAllGather.kind:
+        return Intermediates(product + copies * product * world, product, 0)
+    if kind == MatmulAllToAll.kind:
+        # It is brought into the order of the ranks, which is a write and a read more.
+        return Intermediates(3 * product, product, 0)
+    if kind == AllToAllMatmul.kind:
+        exchanged = record.m * (record.k or 0) * record.itemsize
+        return Intermediates(3 * exchanged, exchanged, 2 * exchanged * (world - 1) // world)
+    assert kind == FlashDecode.kind, kind
+    return None
+
+
+def _copies(record: SiteRecord) -> int:
+    """Passes of the library's copy that puts what was gathered, or is to be scattered, in the order of the ranks: a
+    write and a read, where a dimension of several elements stands before the one that is cut.
+    """
+    return 2 if math.prod(record.rows[: record.dim]) > 1 else 0

@@ -1,0 +1,45 @@
+"""Which site of the unfused graph is which of the fused one: the passes may give them other neighbours and names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ditron_inductor.explain import ExplainedSite
+
+NORMED = "_rms_norm"
+"""Ends the kinds whose node has a norm, which is a kernel of its own where it is not worth to be absorbed."""
+
+
+def distinct(sites: Iterable[ExplainedSite]) -> list[ExplainedSite]:
+    """One of all that have the same calls: graphs with the same launches have sites of the same names."""
+    found = {(site.record.group_name, site.record.site, site.record.m): site for site in sites}
+    return list(found.values())
+
+
+def paired(
+    fused: Sequence[ExplainedSite], unfused: Sequence[ExplainedSite]
+) -> list[tuple[ExplainedSite, ExplainedSite | None]]:
+    """Every fused site, in order, with its counterpart or None where that is not certain.
+
+    Sites of one name are each other's. The others of a kind are so in their order, if there are as many of them, with
+    the same rows.
+    """
+    by_name = {_name(site): site for site in unfused}
+    names = {_name(site) for site in fused}
+    counterparts = {_name(site): by_name[_name(site)] for site in fused if _name(site) in by_name}
+    for kind in dict.fromkeys(map(_kind, fused)):
+        mine = [site for site in fused if _kind(site) == kind and _name(site) not in by_name]
+        others = [site for site in unfused if _kind(site) == kind and _name(site) not in names]
+        if [site.record.m for site in mine] == [site.record.m for site in others]:
+            counterparts |= {_name(site): other for site, other in zip(mine, others, strict=True)}
+    return [(site, counterparts.get(_name(site))) for site in fused]
+
+
+def _name(site: ExplainedSite) -> tuple[str, str, int | None]:
+    return site.record.group_name, site.record.site, site.record.m
+
+
+def _kind(site: ExplainedSite) -> tuple[str, str, str]:
+    return site.direction, site.record.group_name, site.record.kind.removesuffix(NORMED)

@@ -1,0 +1,86 @@
+"""The tax report as a picture: for every site, and for the whole step, a stacked bar without fusion and one with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ditron_inductor.errors import MissingDependency
+from ditron_inductor.taxes.accounts import FUSED, UNFUSED, Account, Step
+
+if TYPE_CHECKING:
+    from ditron_inductor.taxes.report import TaxReport
+
+PARTS = {
+    "compute": ("compute_us", "#bdbdbd"),
+    "locality": ("locality_us", "#7570b3"),
+    "bulk synchronous": ("bulk_synchronous_us", "#d95f02"),
+}
+LAUNCH, REST = ("launch", "#1b9e77"), ("rest of the step", "#e6e6e6")
+WIDTH, MOST_SITES = 0.38, 24
+"""Of a bar; and how many sites are drawn: those that take longest without fusion."""
+
+
+def pyplot() -> Any:
+    """matplotlib's, drawing to files. Raises MissingDependency."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        remedy = "pip install 'ditron-inductor[bench]'"
+        raise MissingDependency(name="matplotlib", needed_for="a picture", found="none found", remedy=remedy) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save(report: TaxReport, path: str | Path) -> None:
+    """Write the picture to `path`, in the format of its suffix. Raises MissingDependency."""
+    plot = pyplot()
+    sites = sorted(report.sites, key=lambda site: 0.0 if site.unfused is None else -site.unfused.us)[:MOST_SITES]
+    figure, (left, right) = plot.subplots(
+        1, 2, figsize=(5.0 + 0.55 * len(sites), 5.0), width_ratios=[max(2, len(sites)), 2.2], layout="constrained"
+    )
+    for index, site in enumerate(sites):
+        for account, place in ((site.unfused, index - WIDTH / 2), (site.fused, index + WIDTH / 2)):
+            if account is not None:
+                _stack(left, place, _site_parts(account))
+    names = [f"{site.record.site.partition(':')[0]}\n{site.record.kind.replace('_', ' ')}" for site in sites]
+    left.set_xticks(range(len(sites)), names, rotation=60, ha="right", fontsize=7)
+    left.set_title("by site: unfused left, fused right", fontsize=9)
+    left.set_ylabel("us in a step, largest of any rank")
+    for place, form in enumerate((UNFUSED, FUSED)):
+        _stack(right, place, _step_parts(report, form, report.steps[form]))
+    right.set_xticks(range(2), [UNFUSED, FUSED])
+    right.set_title("whole step, eager", fontsize=9)
+    colours = {name: colour for name, (_, colour) in PARTS.items()} | dict((LAUNCH, REST))
+    handles = [plot.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
+    right.legend(handles, colours, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.08))
+    of_cpu = ", interpreted: no times to go by" if report.device == "cpu" else ""
+    figure.suptitle(f"{report.world_size} ranks, {report.device}{of_cpu}", fontsize=10)
+    figure.savefig(path, dpi=150)
+    plot.close(figure)
+
+
+def _site_parts(account: Account) -> list[tuple[float, str]]:
+    """(us, colour) from below."""
+    parts = [(getattr(account, field), colour) for field, colour in PARTS.values()]
+    # What the fused kernel computes faster: the stack is as high as the time.
+    parts[0] = max(0.0, parts[0][0] + account.other_us), parts[0][1]
+    return parts
+
+
+def _step_parts(report: TaxReport, form: str, step: Step) -> list[tuple[float, str]]:
+    """(us, colour) from below; the rest is what no account has."""
+    parts = [(report.total(form, field), colour) for field, colour in PARTS.values()]
+    parts[0] = max(0.0, parts[0][0] + report.total(form, "other_us")), parts[0][1]
+    if step.launch_us is not None:
+        parts.append((step.launch_us, LAUNCH[1]))
+    return [*parts, (max(0.0, step.eager_us - sum(us for us, _ in parts)), REST[1])]
+
+
+def _stack(axes: Any, place: float, parts: list[tuple[float, str]]) -> None:
+    bottom = 0.0
+    for us, colour in parts:
+        axes.bar(place, us, WIDTH, bottom=bottom, color=colour, edgecolor="white", linewidth=0.4)
+        bottom += us

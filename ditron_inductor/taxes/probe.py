@@ -1,0 +1,129 @@
+"""Times every call of a Task node in a step that runs, and every collective inside such a call.
+
+A mark is an event on the current stream, so nothing waits for it; on the CPU device it is the time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ditron_inductor.task.plan import Choice, PlanRequest
+
+MARKS = 64
+MARKS_DELAY_CYCLES = 4_000_000
+"""Two milliseconds: the host has issued all of them before the first one passes."""
+
+Key = tuple[str, str, int]
+"""Group, site, and m of its matmul: graphs with the same launches have sites of the same names."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What the calls of one site took in one step. waited_us: from the own arrival at a collective to its exit."""
+
+    strategy: str
+    calls: int
+    us: float
+    waited_us: float
+
+    def plus(self, other: Spent) -> Spent:
+        """Both together; the strategy is that of the later one."""
+        calls, us = self.calls + other.calls, self.us + other.us
+        return Spent(other.strategy, calls, us, self.waited_us + other.waited_us)
+
+
+@dataclass
+class _Call:
+    key: Key
+    strategy: str
+    begin: Any
+    end: Any = None
+    collectives: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+class Probe:
+    """An observer (see task/watch.py) of the calls on one device. mark_us: what a mark takes the stream."""
+
+    def __init__(self, device: torch.device, mark_us: float = 0.0) -> None:
+        self._device = device
+        self._mark_us = mark_us
+        self._calls: list[_Call] = []
+        self._open: _Call | None = None
+
+    def call(
+        self, run: Callable[..., Any], group_name: str, request: PlanRequest, choice: Choice
+    ) -> Callable[..., Any]:
+        """`run` between two marks."""
+        key = group_name, request.site, request.m
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            call = self._open = _Call(key, choice.strategy, self._mark())
+            try:
+                result = run(*args, **kwargs)
+            finally:
+                self._open = None
+            call.end = self._mark()
+            self._calls.append(call)
+            return result
+
+        return timed
+
+    def collective(self, launch: Callable[[], Any]) -> None:
+        """`launch` between two marks, as part of the call that is open."""
+        begin = self._mark()
+        launch()
+        if self._open is not None:
+            self._open.collectives.append((begin, self._mark()))
+
+    def take(self) -> dict[Key, Spent]:
+        """What was seen since the last time, by site; the device is idle."""
+        found: dict[Key, Spent] = {}
+        for call in self._calls:
+            waited = sum(self._us(*marks) for marks in call.collectives)
+            # The marks around the collectives lie inside the call, which without fusion has more of them.
+            us = max(0.0, self._us(call.begin, call.end) - 2 * len(call.collectives) * self._mark_us)
+            spent = Spent(call.strategy, 1, us, waited)
+            found[call.key] = found[call.key].plus(spent) if call.key in found else spent
+        self._calls = []
+        return found
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _us(self, begin: Any, end: Any) -> float:
+        if self._device.type != "cuda":
+            return float(end - begin) * 1e6
+        return max(0.0, float(begin.elapsed_time(end)) * 1e3 - self._mark_us)
+
+
+def mark_us(device: torch.device) -> float:
+    """What a mark takes the stream: the median between marks with nothing between them."""
+    if device.type != "cuda":
+        return 0.0
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(MARKS)]
+    torch.cuda._sleep(int(MARKS_DELAY_CYCLES))
+    for event in events:
+        event.record()
+    torch.cuda.synchronize(device)
+    return statistics.median(one.elapsed_time(next_) * 1e3 for one, next_ in itertools.pairwise(events))
+
+
+def largest(ranks: Sequence[dict[Key, Spent]]) -> dict[Key, Spent]:
+    """Of every site the largest times on any rank; the rest is that of the first rank that has it."""
+    found: dict[Key, Spent] = {}
+    for spent in ranks:
+        for key, one in spent.items():
+            other = found.get(key, one)
+            found[key] = Spent(other.strategy, other.calls, max(one.us, other.us), max(one.waited_us, other.waited_us))
+    return found

@@ -1,0 +1,357 @@
+"""``profile_taxes``: runs a function without fusion and with it, and accounts for the difference.
+
+Three contestants compile the function: Inductor, Ditron with every site by `library` (*unfused*: what Inductor would
+run, in the graph that Ditron makes), and Ditron as the options say (*fused*). Their steps are timed in turns, eagerly
+and in CUDA graphs; then steps of the last two are run with marks around every site and every collective.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ditron_inductor.errors import InvalidOptionValue, NoDefaultGroup
+from ditron_inductor.explain import (
+    build_report,
+    cut_from_graph,
+    fresh_backend,
+    measured_report,
+    random_state_kept,
+    run_backward,
+    without_caches,
+)
+from ditron_inductor.options import Options
+from ditron_inductor.sites import collect_sites
+from ditron_inductor.taxes.accounts import FUSED, INDUCTOR, UNFUSED, SiteTaxes, Step, fused_account, unfused_account
+from ditron_inductor.taxes.intermediates import intermediates
+from ditron_inductor.taxes.pairs import distinct, paired
+from ditron_inductor.taxes.report import TaxReport
+
+if TYPE_CHECKING:
+    import torch
+
+    from ditron_inductor.explain import ExplainedSite, Report
+    from ditron_inductor.sites import SiteRecord
+    from ditron_inductor.taxes.probe import Key, Spent
+    from ditron_inductor.taxes.trace import Trace
+    from ditron_inductor.timing import Clock
+
+GRAPHS = "triton.cudagraphs"
+CPU_ROUNDS = 2
+PROBED_ROUNDS = 7
+COPIED_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
+CYCLES_PER_US = 2000.0
+"""No GPU's clock is faster, so a delay of so many cycles is never too short."""
+LONGEST_DELAY_US = 200e3
+
+
+def profile_taxes(
+    fn: Callable[..., Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    backward: bool = True,
+    graphs: bool = True,
+    rounds: int | None = None,
+    trace: bool = False,
+) -> Callable[..., TaxReport]:
+    """``profile_taxes(fn)(*args, **kwargs)`` reports what the three taxes cost ``fn``, unfused and fused.
+
+    It is collective: all ranks of the default group call it, with inputs of equal shapes. ``options`` are those of
+    ``torch.compile`` for Ditron, Inductor's among them, but not Inductor's CUDA graphs: the step is captured here, if
+    ``graphs`` is true and the device has them. Where the outputs need gradients and ``backward`` is true, a step is the
+    forward and the backward pass; no ``.grad`` changes. ``rounds``: samples of each time. ``trace``: run one more step
+    with kernels that note what they do when, for the report's ``trace``. The state of the random generators is
+    restored; other side effects of ``fn`` are those of many runs.
+    Raises InvalidOptionValue and NoDefaultGroup, and what a compilation or a call of ``fn`` raises.
+    """
+    parsed, inductor = Options.parse(options)
+    if inductor.get(GRAPHS):
+        raise InvalidOptionValue(key=GRAPHS, value=True, allowed="False: profile_taxes captures whole steps by itself")
+
+    @functools.wraps(fn, assigned=("__doc__",), updated=())
+    def run(*args: Any, **kwargs: Any) -> TaxReport:
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            raise NoDefaultGroup(what="profile_taxes")
+        args, kwargs = cut_from_graph((args, kwargs))
+        with random_state_kept():
+            inputs = args, kwargs
+            return _Profile(fn, parsed, options or {}, inductor, backward, graphs, rounds, trace, inputs).report()
+
+    return run
+
+
+@dataclass
+class _Profile:
+    """One run of `profile_taxes`; inductor: Inductor's part of the options."""
+
+    fn: Callable[..., Any]
+    parsed: Options
+    options: Mapping[str, Any]
+    inductor: Mapping[str, Any]
+    backward: bool
+    graphs: bool
+    rounds: int | None
+    trace: bool
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def report(self) -> TaxReport:
+        import torch
+        import torch.distributed as dist
+
+        from ditron_inductor.timing import ROUNDS, Clock
+
+        device = _device_of(self.fn, self.inputs)
+        world = dist.group.WORLD
+        assert world is not None
+        clock = Clock(device, world)
+        rounds = self.rounds or (ROUNDS if device.type == "cuda" else CPU_ROUNDS)
+        notes: list[str] = []
+        with without_caches():
+            calls, unfused, compiled = self._compiled()
+            steps = self._steps(clock, calls, rounds, compiled, notes)
+        bytes_per_us = _bandwidth(clock, rounds)
+        probed = _probed(clock, {name: calls[name] for name in (UNFUSED, FUSED)}, min(rounds, PROBED_ROUNDS))
+        pairs = paired(compiled.fused, distinct(unfused.fused))
+        sites = [_site(site, other, probed, bytes_per_us) for site, other in pairs]
+        alone = sum(site.unfused is None for site in sites)
+        if alone:
+            notes.append(
+                f"{alone} sites have no certain counterpart in the unfused graph, and no part in what is saved"
+            )
+        if self.graphs and device.type == "cuda":
+            sites = _with_launches(compiled, sites, rounds)
+        taken = self._trace(clock, calls[FUSED], notes) if self.trace else None
+        if taken is not None:
+            waited = taken.waited_us()
+            sites = [site.with_waits(waited.get(site.record.site)) for site in sites]
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        return TaxReport(
+            sites=tuple(sites),
+            left_alone=tuple(one.record for one in compiled.left_alone),
+            steps=steps,
+            device=name,
+            world_size=dist.get_world_size(),
+            bytes_per_us=bytes_per_us,
+            rounds=rounds,
+            notes=tuple(notes),
+            trace=taken,
+        )
+
+    def _trace(self, clock: Clock, call: Callable[[int], None], notes: list[str]) -> Trace | None:
+        from ditron_inductor.taxes.trace import take_trace
+
+        taken, problem = take_trace(clock, call)
+        if problem:
+            notes.append(problem)
+        if taken is not None and not any(rank.events for rank in taken.ranks):
+            notes.append("the trace is empty: no kernel that ran notes what it does; see docs/taxes.md")
+        if taken is not None and taken.dropped:
+            notes.append(f"the trace lacks {taken.dropped} events that its buffer had no place for: trace fewer layers")
+        return taken
+
+    def _compiled(self) -> tuple[dict[str, Callable[[int], None]], Report, Report]:
+        """The contestants, each compiled and warm, and what was fused for the unfused and for the fused one."""
+        import torch
+        from torch._inductor.compile_fx import compile_fx
+
+        def by_inductor(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
+            compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(self.inductor))
+            return compiled
+
+        unfused = {**self.options, "ditron.strategy": "library"}
+        backends = {
+            INDUCTOR: by_inductor,
+            UNFUSED: fresh_backend(None, unfused),
+            FUSED: fresh_backend(None, self.options),
+        }
+        calls: dict[str, Callable[[int], None]] = {}
+        reports: dict[str, Report] = {}
+        for name, backend in backends.items():
+            call = self._step_of(torch.compile(self.fn, backend=backend))
+            with collect_sites() as sink:
+                call(0)
+            call(0)
+            calls[name] = call
+            # Now: what runs at a site of the same name in another contestant is noted in the same place.
+            reports[name] = build_report(sink.graphs, self.parsed)
+        fused = reports[FUSED]
+        return calls, reports[UNFUSED], replace(fused, sites=(*distinct(fused.fused), *fused.left_alone))
+
+    def _step_of(self, compiled: Callable[..., Any]) -> Callable[[int], None]:
+        args, kwargs = self.inputs
+
+        def step(index: int) -> None:
+            outputs = compiled(*args, **kwargs)
+            if self.backward:
+                run_backward(outputs)
+
+        return step
+
+    def _steps(
+        self,
+        clock: Clock,
+        calls: Mapping[str, Callable[[int], None]],
+        rounds: int,
+        compiled: Report,
+        notes: list[str],
+    ) -> dict[str, Step]:
+        """The times of whole steps, eagerly and, where they can be captured, in CUDA graphs: all in turns."""
+        from ditron_inductor.timing import interleaved
+
+        ready: dict[str, Callable[[int], Any]] = dict(calls)
+        if self.graphs and clock.device.type == "cuda":
+            for name, call in calls.items():
+                replay = _captured(clock, name, call, compiled, notes)
+                if replay is not None:
+                    ready[f"{name} graph"] = replay
+        times = interleaved(clock, ready, rounds)
+        return {name: Step(times[name], times.get(f"{name} graph")) for name in calls}
+
+
+def _captured(
+    clock: Clock, name: str, call: Callable[[int], None], compiled: Report, notes: list[str]
+) -> Callable[[int], Any] | None:
+    """The step as one CUDA graph, or None with a note where it cannot be captured on some rank."""
+    from ditron_inductor.device.reset import reset
+    from ditron_inductor.measure import attempt
+    from ditron_inductor.timing import captured
+
+    replay, problem = attempt(functools.partial(captured, call, 1), clock.device)
+    problems = [text for text in clock.agree(problem) if text]
+    if not problems:
+        return replay
+    notes.append(f"{name}: no CUDA graph: {problems[0]}")
+    if name == FUSED:
+        # A call that failed half way leaves its workspace unusable.
+        for group_name in sorted({site.record.group_name for site in compiled.fused}):
+            reset(group_name)
+    return None
+
+
+def _device_of(fn: Callable[..., Any], inputs: Any) -> torch.device:
+    """Of the first tensor among the arguments, or of the first parameter."""
+    import torch
+    from torch.utils import _pytree
+
+    tensors = [value for value in _pytree.tree_leaves(inputs) if isinstance(value, torch.Tensor)]
+    if not tensors and isinstance(fn, torch.nn.Module):
+        tensors = list(fn.parameters())
+    if tensors:
+        return torch.device("cuda", torch.cuda.current_device()) if tensors[0].is_cuda else tensors[0].device
+    return torch.device("cpu")
+
+
+def _bandwidth(clock: Clock, rounds: int) -> float:
+    """Bytes per microsecond that a copy within the device's memory reads and writes, on the slowest rank."""
+    import torch
+
+    nbytes = COPIED_BYTES[clock.device.type]
+    source = torch.ones(nbytes, dtype=torch.uint8, device=clock.device)
+    target = torch.empty_like(source)
+    samples = [clock.sample(lambda index: target.copy_(source), 5) for _ in range(rounds)]
+    (slowest,) = clock.largest([statistics.median(samples)])
+    return 2 * nbytes / slowest
+
+
+def _probed(
+    clock: Clock, calls: Mapping[str, Callable[[int], None]], rounds: int
+) -> dict[str, tuple[dict[Key, Spent], dict[tuple[str, str], Spent]]]:
+    """By contestant what the calls of every site took: medians over the rounds, the largest of any rank.
+
+    By key, and by group and site for requests of other sizes than the compiler's hints.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from ditron_inductor.task.watch import watch
+    from ditron_inductor.taxes.probe import Probe, largest, mark_us
+
+    on_gpu = clock.device.type == "cuda"
+    probe = Probe(clock.device, mark_us(clock.device))
+    samples: dict[str, list[dict[Key, Spent]]] = {name: [] for name in calls}
+    delays = {name: _delay_us(clock, call) if on_gpu else 0.0 for name, call in calls.items()}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            dist.all_reduce(torch.zeros(1, device=clock.device), group=clock.group)
+            if on_gpu:
+                # Meanwhile the host issues the step: what is timed is the device, not its waiting for the host.
+                torch.cuda._sleep(int(delays[name] * CYCLES_PER_US))
+            with watch.by(probe):
+                call(0)
+            if on_gpu:
+                torch.cuda.synchronize(clock.device)
+            samples[name].append(probe.take())
+    found = {}
+    for name, taken in samples.items():
+        by_key = largest(clock.agree(_medians(taken)))
+        by_site = {(group, site): spent for (group, site, _), spent in by_key.items()}
+        found[name] = by_key, by_site
+    return found
+
+
+def _delay_us(clock: Clock, call: Callable[[int], None]) -> float:
+    """How long the slowest rank's host takes to issue a step, and a little more."""
+    import torch
+
+    torch.cuda.synchronize(clock.device)
+    begin = time.perf_counter()
+    call(0)
+    issued = (time.perf_counter() - begin) * 1e6
+    torch.cuda.synchronize(clock.device)
+    (slowest,) = clock.largest([issued])
+    # Marks and the first call of a launch hook take time too.
+    return min(LONGEST_DELAY_US, 1.5 * slowest + 500.0)
+
+
+def _medians(samples: Sequence[dict[Key, Spent]]) -> dict[Key, Spent]:
+    from ditron_inductor.taxes.probe import Spent
+
+    found = {}
+    for key in dict.fromkeys(key for sample in samples for key in sample):
+        taken = [sample[key] for sample in samples if key in sample]
+        us, waited = (
+            statistics.median(values) for values in ([one.us for one in taken], [one.waited_us for one in taken])
+        )
+        found[key] = Spent(taken[-1].strategy, taken[-1].calls, us, waited)
+    return found
+
+
+def _site(
+    site: ExplainedSite,
+    counterpart: ExplainedSite | None,
+    probed: Mapping[str, tuple[dict[Key, Spent], dict[tuple[str, str], Spent]]],
+    bytes_per_us: float,
+) -> SiteTaxes:
+    def spent(name: str, record: SiteRecord) -> Spent | None:
+        by_key, by_site = probed[name]
+        exact = by_key.get((record.group_name, record.site, -1 if record.m is None else record.m))
+        return exact or by_site.get((record.group_name, record.site))
+
+    unfused = None
+    if counterpart is not None and (before := spent(UNFUSED, counterpart.record)) is not None:
+        unfused = unfused_account(before, intermediates(counterpart.record), bytes_per_us)
+    after, bytes_ = spent(FUSED, site.record), intermediates(site.record)
+    fused = None if after is None else fused_account(after, bytes_, bytes_per_us, unfused)
+    return SiteTaxes(site.direction, site.record, bytes_ is not None, unfused, fused)
+
+
+def _with_launches(report: Report, sites: Sequence[SiteTaxes], rounds: int) -> list[SiteTaxes]:
+    """The sites with what a call of each costs more in eager mode than in a CUDA graph, alone on random data."""
+    eager, graph = (measured_report(report, graph=graph, rounds=rounds, chosen=True) for graph in (False, True))
+    priced = []
+    for site, slow, fast in zip(sites, eager.fused, graph.fused, strict=True):
+        times = [{} if one.measured is None else one.measured.us for one in (slow, fast)]
+
+        def launch(strategy: str, times: Sequence[Mapping[str, float]] = times) -> float | None:
+            us, replayed = (one.get(strategy, math.nan) for one in times)
+            return None if math.isnan(us - replayed) else max(0.0, us - replayed)
+
+        priced.append(site.with_launches(launch("library"), launch(slow.strategy)))
+    return priced

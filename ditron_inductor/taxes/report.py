@@ -1,0 +1,202 @@
+"""The tax report: a table for people, and the same as CSV for programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ditron_inductor.sites import SiteRecord
+from ditron_inductor.taxes.accounts import FUSED, INDUCTOR, UNFUSED, Account, SiteTaxes, Step, explained
+
+if TYPE_CHECKING:
+    from ditron_inductor.taxes.trace import Trace
+
+NONE = "-"
+ON_CPU = (
+    "On the CPU device, whose kernels run in Triton's interpreter: this shows that the report works. "
+    "Its times say nothing about speed."
+)
+COLUMNS = (
+    "row,form,direction,site,kind,pattern,strategy,calls,us,compute_us,bulk_synchronous_us,locality_us,other_us,"
+    "launch_us,in_kernel_us,graph_us"
+).split(",")
+"""Of the CSV. `row` is `site` or `step`; `form` is one of `CONTESTANTS`. A site's us is that of a step in eager mode
+with the host ahead, a step's as it is; graph_us is the step's in a CUDA graph. Empty where there is none."""
+CONTESTANTS = (INDUCTOR, UNFUSED, FUSED)
+TAXES = {
+    "bulk synchronous": "bulk_synchronous_us",
+    "locality": "locality_us",
+    "other": "other_us",
+    "compute": "compute_us",
+}
+
+
+@dataclass(frozen=True)
+class TaxReport:
+    """What the taxes cost: `sites` that were fused, in graph order, and whole `steps` by contestant.
+
+    left_alone: collectives that are the same in all contestants, in no account. bytes_per_us: of the copy that the
+    locality tax is priced by. rounds: samples of each time. notes: what is missing and why. trace: of one step, where
+    it was asked for. Equal on all ranks.
+    """
+
+    sites: tuple[SiteTaxes, ...]
+    left_alone: tuple[SiteRecord, ...]
+    steps: Mapping[str, Step]
+    device: str
+    world_size: int
+    bytes_per_us: float
+    rounds: int
+    notes: tuple[str, ...] = ()
+    trace: Trace | None = None
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def total(self, form: str, field: str) -> float:
+        """The sum over the sites of a field of their accounts; form: `unfused` or `fused`."""
+        accounts: list[Account | None] = [getattr(site, form) for site in self.sites]
+        return float(sum(getattr(one, field) or 0.0 for one in accounts if one is not None))
+
+    def text(self) -> str:
+        """The sites, the steps, how much of the gain the accounts explain, and the notes."""
+        from tabulate import tabulate
+
+        head = [ON_CPU] if self.device == "cpu" else []
+        head.append(
+            f"{self.world_size} ranks, {self.device}: microseconds, the largest of any rank, medians of {self.rounds} "
+            f"rounds; a copy reads and writes {self.bytes_per_us / 1e3:.0f} GB/s"
+        )
+        if not self.sites:
+            body = ["no collective was fused: there is nothing to compare at a site"]
+        else:
+            widths = [30 if column == "pattern" else None for column in self._site_rows()[0]]
+            sites = tabulate(self._site_rows(), headers="keys", disable_numparse=True, maxcolwidths=widths)
+            body = ["by site, unfused -> fused:", sites]
+        steps = tabulate(self._step_rows(), headers="keys", disable_numparse=True, colalign=("left", *["right"] * 4))
+        return "\n".join([*head, "", *body, "", "by step:", steps, "", *self._conclusions(), *self.notes])
+
+    def csv_text(self) -> str:
+        """Long form, see `COLUMNS`."""
+        out = io.StringIO()
+        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for site in self.sites:
+            record = site.record
+            for form in (UNFUSED, FUSED):
+                account = getattr(site, form)
+                if account is not None:
+                    name = dict(direction=site.direction, site=record.site, kind=record.kind, pattern=record.pattern)
+                    writer.writerow({"row": "site", "form": form, **name, **_cells(vars(account))})
+        for form, step in self.steps.items():
+            totals = {} if form == INDUCTOR else {name: self.total(form, name) for name in TAXES.values()}
+            times = {"us": step.eager_us, "graph_us": step.graph_us, "launch_us": step.launch_us}
+            writer.writerow({"row": "step", "form": form, **_cells({**totals, **times})})
+        return out.getvalue()
+
+    def save_csv(self, path: str | Path) -> None:
+        """Write `csv_text`."""
+        Path(path).write_text(self.csv_text())
+
+    def save_png(self, path: str | Path) -> None:
+        """Write the picture: for every site and for the step two stacked bars. Raises MissingDependency."""
+        from ditron_inductor.taxes.picture import save
+
+        save(self, path)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the trace as JSON for Perfetto. Raises ValueError where none was taken."""
+        if self.trace is None:
+            raise ValueError("this report has no trace: ask for it with profile_taxes(.., trace=True)")
+        self.trace.save(path)
+
+    def _site_rows(self) -> list[dict[str, str]]:
+        rows = []
+        for site in self.sites:
+            both = site.unfused, site.fused
+            row = {
+                "graph": site.direction,
+                "site": site.record.site,
+                "pattern": site.record.pattern,
+                "strategy": NONE if site.fused is None else site.fused.strategy,
+                "calls": NONE if site.fused is None else str(site.fused.calls),
+                "time": _pair(*both, "us"),
+                "compute": _pair(*both, "compute_us"),
+                "bulk synchronous": _pair(*both, "bulk_synchronous_us"),
+                "locality": _pair(*both, "locality_us") if site.locality else NONE,
+                "other": _pair(*both, "other_us"),
+                "launch": _pair(*both, "launch_us"),
+            }
+            if any(one.fused is not None and one.fused.in_kernel_us is not None for one in self.sites):
+                row["waits in kernel"] = _time(None if site.fused is None else site.fused.in_kernel_us)
+            rows.append(row)
+        return rows
+
+    def _step_rows(self) -> list[dict[str, str]]:
+        rows = []
+        for title, field in TAXES.items():
+            before, after = (self.total(form, field) for form in (UNFUSED, FUSED))
+            rows.append(_row(f"{title}, all sites", None, before, after))
+        launches = [self.steps[form].launch_us for form in CONTESTANTS]
+        rows.append(_row("launch, whole step", *launches))
+        rows.append(_row("step, CUDA graph", *(self.steps[form].graph_us for form in CONTESTANTS)))
+        rows.append(_row("step, eager", *(self.steps[form].eager_us for form in CONTESTANTS)))
+        return rows
+
+    def _conclusions(self) -> list[str]:
+        lines = []
+        for graph in (False, True):
+            found = explained(self.sites, self.steps, graph)
+            if found is None:
+                continue
+            mode = "in a CUDA graph" if graph else "eager"
+            change = "shorter" if found.measured_us > 0 else "longer"
+            part = "" if found.part is None else f", {100 * found.part:.0f} % of it"
+            lines.append(
+                f"{mode}: the fused step is {abs(found.measured_us):.0f} us {change} than the unfused one; "
+                f"by the accounts, {found.taxes_us:.0f} us of taxes are saved{part}, "
+                f"and {found.other_us:.0f} us of other times"
+            )
+        # What moved or merged collectives, and left others out: no tax of any site.
+        gain = self.steps[INDUCTOR].eager_us - self.steps[UNFUSED].eager_us
+        graphs = [self.steps[form].graph_us for form in (INDUCTOR, UNFUSED)]
+        if graphs[0] is not None and graphs[1] is not None:
+            gain = graphs[0] - graphs[1]
+        lines.append(f"the graph's rewrites alone (inductor - unfused): {gain:.0f} us")
+        if self.left_alone:
+            lines.append(
+                f"{len(self.left_alone)} collectives were left alone and are in no account; `explain` says why"
+            )
+        return lines
+
+
+def _cells(values: Mapping[str, Any]) -> dict[str, str]:
+    """The values that have a column, numbers as text."""
+    texts = {name: f"{value:.3f}" if isinstance(value, float) else str(value) for name, value in values.items()}
+    return {name: text for name, text in texts.items() if name in COLUMNS and values[name] is not None}
+
+
+def _row(title: str, inductor: float | None, before: float | None, after: float | None) -> dict[str, str]:
+    saved = None if before is None or after is None else before - after
+    return {
+        "": title,
+        INDUCTOR: _time(inductor),
+        UNFUSED: _time(before),
+        FUSED: _time(after),
+        "saved": _time(saved),
+    }
+
+
+def _pair(before: Account | None, after: Account | None, field: str) -> str:
+    times = [None if account is None else getattr(account, field) for account in (before, after)]
+    return NONE if times == [None, None] else f"{_time(times[0])} -> {_time(times[1])}"
+
+
+def _time(us: float | None) -> str:
+    if us is None:
+        return NONE
+    return f"{us:.1f}" if abs(us) < 99.95 else f"{us:.0f}"

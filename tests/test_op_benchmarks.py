@@ -1,0 +1,59 @@
+"""Each benchmark of one op runs once, at toy size, on ranks of the CPU device: that it works, nothing about speed."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any
+
+import pytest
+
+from benchmarks.ops import gather_norm, swiglu
+from tests.rank_process import RankContext
+from tests.ranks import RankPools
+
+TOY = ["--m", "16", "--models", "llama-8b", "--device", "cpu", "--rounds", "1", "--shrink", "128"]
+OURS = {"ditron", "ditron:tile", "ditron:library"}
+
+
+def _measure(ctx: RankContext, module: str, request: Any) -> Any:
+    from benchmarks.session import Session
+
+    return importlib.import_module(module).measure(Session(ctx.device, time.monotonic()), request)
+
+
+def _run(rank_pools: RankPools, module: str, request: Any) -> Any:
+    return rank_pools.get("cpu", 2).run(_measure, module, request, timeout=90)[0]
+
+
+def _tiny(module: str) -> Any:
+    """A request for the set `tiny`, as the command makes it."""
+    benchmark = importlib.import_module(module)
+    return benchmark.request_of(benchmark.parser().parse_args(["--shapes", "tiny", "--device", "cpu", "--rounds", "2"]))
+
+
+def test_all_reduce_rms_norm(rank_pools: RankPools) -> None:
+    rows = _run(rank_pools, "benchmarks.ops.all_reduce_rms_norm", _tiny("benchmarks.ops.all_reduce_rms_norm"))
+    alone = {row.contestant for row in rows if row.op == "all_reduce_rms_norm"}
+    behind = {row.contestant for row in rows if row.op == "matmul_all_reduce_rms_norm"}
+    assert alone == OURS | {"gloo"} and behind == alone | {"ditron:split", "ditron:chunked"}
+    assert all(row.p50_us for row in rows)
+
+
+def test_flash_decode(rank_pools: RankPools) -> None:
+    rows = _run(rank_pools, "benchmarks.ops.flash_decode", _tiny("benchmarks.ops.flash_decode"))
+    assert {row.contestant for row in rows} == OURS | {"gloo"} and all(row.p50_us for row in rows)
+
+
+def test_all_gather_attention(rank_pools: RankPools) -> None:
+    rows = _run(rank_pools, "benchmarks.ops.all_gather_attention", _tiny("benchmarks.ops.all_gather_attention"))
+    wanted = OURS | {"ditron:chunked", "local", "sdpa", "sdpa:blocks"}
+    assert {row.sizes["mask"] for row in rows} == {"causal_offset", "zigzag"}
+    assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
+
+
+@pytest.mark.parametrize(("chain", "ours"), [(swiglu, "epilogue"), (gather_norm, "prologue")])
+def test_chains(rank_pools: RankPools, chain: Any, ours: str) -> None:
+    found = _run(rank_pools, chain.MODULE, chain.parser().parse_args(TOY))
+    assert found and all(set(times) == {"nccl", "apart:library", f"{ours}:library"} for times in found)
+    assert all(us > 0 for times in found for us in times.values())
