@@ -31,6 +31,7 @@ It must not fire when
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple, dataclass
 from operator import getitem
 
@@ -199,12 +200,34 @@ def _output(graph: fx.Graph, call: fx.Node, attention: Attention, old: fx.Node) 
     if index > 1:
         return unread(graph, old) if proofs.tensor(old) is not None else old
     new = rewriting.output(graph, call, index, rewriting.copied_meta(old))
+    if index == 1 and not sees_everywhere(attention):
+        new = _finite(graph, new)
     if index == 1 and attention.kernel.lse:
         wide = graph.call_function(aten.unsqueeze.default, (new, -1))
         wide.meta.update(rewriting.copied_meta(new))
         wide.meta["val"] = new.meta["val"].unsqueeze(-1)
         return wide
     return new
+
+
+def sees_everywhere(attention: Attention) -> bool:
+    """Whether every row sees a key. This rank's alone: what follows is no collective."""
+    mask, queries, keys = attention.mask, attention.q.meta["val"].shape[2], attention.k.meta["val"].shape[2]
+    return mask.offset >= 0 and (mask.window == 0 or proofs.known(mask.offset + queries - mask.window < keys))
+
+
+def _finite(graph: fx.Graph, lse: fx.Node) -> fx.Node:
+    """Inserts logarithms that are 0 for a row that sees nothing, as the library has them: of -inf its backward, which
+    may be left alone, would make a gradient of NaN for all.
+    """
+    value = lse.meta["val"]
+    hidden = graph.call_function(aten.eq.Scalar, (lse, -math.inf))
+    hidden.meta["val"] = value == -math.inf
+    zero = unread(graph, lse)
+    finite = graph.call_function(aten.where.self, (hidden, zero, lse))
+    for node in (hidden, finite):
+        node.meta = {**rewriting.copied_meta(lse), "val": hidden.meta["val"] if node is hidden else value.clone()}
+    return finite
 
 
 def _hand_on(graph: fx.Graph, call: fx.Node, index: int, source: Source, attention: fx.Node) -> None:

@@ -25,7 +25,8 @@ from torch import fx
 from torch._higher_order_ops.flex_attention import flex_attention
 
 from ditron_inductor.passes import proofs
-from ditron_inductor.passes.masks import TRUE, Affine, Masks, Truth, Unknown, shown_by
+from ditron_inductor.passes.mask_values import TRUE, Affine, Truth
+from ditron_inductor.passes.masks import Masks, Unknown, shown_by
 from ditron_inductor.passes.reasons import ReasonCode, Refused
 from ditron_inductor.task.all_gather_attention import Mask
 

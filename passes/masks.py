@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from ditron_inductor.passes import proofs
+from ditron_inductor.passes import mask_values, proofs
+from ditron_inductor.passes.mask_values import FALSE, TRUE, Affine, Choice, Truth, Value
 from ditron_inductor.task.all_gather_attention import Mask
 
 aten = torch.ops.aten
@@ -37,65 +38,6 @@ class Unknown(Exception):
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node.name)
         self.node = node
-
-
-@dataclass(frozen=True)
-class Affine:
-    """const + the sum of coefs[d] * index d; 0 for a dimension of one element."""
-
-    const: int
-    coefs: tuple[int, ...]
-
-    def scaled(self, factor: int) -> Affine:
-        return Affine(self.const * factor, tuple(coef * factor for coef in self.coefs))
-
-    def plus(self, other: Affine) -> Affine:
-        return Affine(self.const + other.const, tuple(map(sum, zip(self.coefs, other.coefs, strict=True))))
-
-    def at(self, indices: Sequence[Affine]) -> Affine:
-        """Of other indices, each given by those of the result, of which there is one at least or `coefs` is empty."""
-        ndim = len(indices[0].coefs) if indices else 0
-        found = Affine(self.const, (0,) * ndim)
-        for coef, index in zip(self.coefs, indices, strict=True):
-            found = found.plus(index.scaled(coef))
-        return found
-
-
-@dataclass(frozen=True)
-class Truth:
-    """Whether every one of the terms is at least 0, or any of them."""
-
-    terms: frozenset[Affine]
-    every: bool = True
-
-    def negated(self) -> Truth:
-        # Of an integer: not t >= 0 is -t - 1 >= 0.
-        terms = (term.scaled(-1) for term in self.terms)
-        return Truth(frozenset(replace(term, const=term.const - 1) for term in terms), not self.every)
-
-    def both(self, other: Truth) -> Truth | None:
-        """`self and other`; None if that is neither a conjunction nor a disjunction."""
-        for one, another in ((self, other), (other, self)):
-            if not one.terms:
-                return another if one.every else one
-        if all(one.every or len(one.terms) == 1 for one in (self, other)):
-            return Truth(self.terms | other.terms)
-        return None
-
-
-TRUE, FALSE = Truth(frozenset()), Truth(frozenset(), every=False)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """`yes` where it is true, else `no`."""
-
-    truth: Truth
-    yes: float
-    no: float
-
-
-Value = Affine | Truth | Choice
 
 
 class Masks:
@@ -130,7 +72,25 @@ class Masks:
         found = find(self, node)
         if found is None:
             raise Unknown(node)
-        return found if self._indices else _mapped(found, lambda term: _clean(term, _shape(node)))
+        tensor = proofs.tensor(node)
+        assert tensor is not None
+        return self.converted(node, found, tensor.dtype)
+
+    def converted(self, node: fx.Node, value: Value, dtype: torch.dtype) -> Value:
+        """A value with the dimensions of `node` in a dtype. Raises Unknown where an integer wraps, or is cut off."""
+        shape: Sequence[Any] = _shape(node)
+        if self._indices:
+            shape = (mask_values.LONGEST,) * self._indices
+        value = mask_values.mapped(value, lambda term: mask_values.clean(term, shape))
+        found: Value | None = value
+        if isinstance(value, Choice):
+            yes, no = (mask_values.rounded(number, dtype) for number in (value.yes, value.no))
+            found = None if yes is None or no is None else Choice(value.truth, yes, no)
+        elif isinstance(value, Affine):
+            found = value if mask_values.fits(value, shape, dtype) else None
+        if found is None:
+            raise Unknown(node)
+        return found
 
     def ndim(self, node: fx.Node) -> int:
         """Dimensions of a node's value."""
@@ -145,9 +105,17 @@ class Masks:
         if not isinstance(argument, fx.Node):
             if not isinstance(argument, (bool, int, float)):
                 raise Unknown(node)
-            return _number(argument, ndim)
+            return mask_values.number(argument, ndim)
         added = ndim - self.ndim(argument)
-        return _mapped(self.value(argument), lambda term: Affine(term.const, (0,) * added + term.coefs))
+        return mask_values.mapped(self.value(argument), lambda term: Affine(term.const, (0,) * added + term.coefs))
+
+    def compared(self, node: fx.Node) -> tuple[Value, Value]:
+        """Both operands of a comparison, in the dtype in which they are compared."""
+        both = node.args[:2]
+        given: Any = [proofs.tensor(one) if isinstance(one, fx.Node) else one for one in both]
+        dtype = torch.result_type(*given)
+        left, right = (self.converted(node, self.operand(node, one), dtype) for one in both)
+        return left, right
 
 
 def read_mask(node: fx.Node, queries: Any, keys: Any) -> Mask:
@@ -210,37 +178,6 @@ def _shape(node: fx.Node) -> tuple[Any, ...]:
     return tuple(value.shape)
 
 
-def _clean(term: Affine, shape: Sequence[Any]) -> Affine:
-    pairs = zip(term.coefs, shape, strict=True)
-    return Affine(term.const, tuple(0 if proofs.known_equal(size, 1) else coef for coef, size in pairs))
-
-
-def _mapped(value: Value, change: Callable[[Affine], Affine]) -> Value:
-    if isinstance(value, Affine):
-        return change(value)
-    if isinstance(value, Truth):
-        return replace(value, terms=frozenset(map(change, value.terms)))
-    return replace(value, truth=replace(value.truth, terms=frozenset(map(change, value.truth.terms))))
-
-
-def _number(number: bool | int | float, ndim: int) -> Value:
-    if isinstance(number, bool):
-        return TRUE if number else FALSE
-    return Affine(number, (0,) * ndim) if isinstance(number, int) else Choice(TRUE, number, number)
-
-
-def _as_choice(value: Value) -> Choice | None:
-    if isinstance(value, Affine):
-        return None if any(value.coefs) else Choice(TRUE, value.const, value.const)
-    return Choice(value, 1.0, 0.0) if isinstance(value, Truth) else value
-
-
-def _compared(term: Affine) -> Truth:
-    if any(term.coefs):
-        return Truth(frozenset((term,)))
-    return TRUE if term.const >= 0 else FALSE
-
-
 # Readers: each the value of a node, or None.
 
 
@@ -270,7 +207,7 @@ def _full(masks: Masks, node: fx.Node) -> Value | None:
         return None
     if tensor.dtype == torch.bool:
         return TRUE if number else FALSE
-    return _number(float(number) if tensor.dtype.is_floating_point else int(number), masks.ndim(node))
+    return mask_values.number(float(number) if tensor.dtype.is_floating_point else int(number), masks.ndim(node))
 
 
 def _sum(sign: int) -> Callable[[Masks, fx.Node], Value | None]:
@@ -297,8 +234,11 @@ def _product(masks: Masks, node: fx.Node) -> Value | None:
     for one, other in ((left, right), (right, left)):
         if isinstance(one, Affine) and isinstance(other, Affine) and not any(other.coefs):
             return one.scaled(other.const)
-        choice, kept = _as_choice(one), _as_choice(other)
+        choice, kept = mask_values.as_choice(one), mask_values.as_choice(other)
         if choice is None or kept is None or (kept.yes, kept.no) != (1.0, 0.0):
+            continue
+        # Infinity times 0 is no number.
+        if not math.isfinite(choice.yes) or not math.isfinite(choice.no):
             continue
         # `choice` where `kept`, else 0.
         if choice.no == 0.0 or choice.truth == TRUE:
@@ -319,21 +259,21 @@ def _comparison(sign: int, least: int) -> Callable[[Masks, fx.Node], Value | Non
     """sign * (left - right) >= least."""
 
     def read(masks: Masks, node: fx.Node) -> Value | None:
-        left, right = (masks.operand(node, one) for one in node.args[:2])
+        left, right = masks.compared(node)
         if not isinstance(left, Affine) or not isinstance(right, Affine):
             return None
         term = left.plus(right.scaled(-1)).scaled(sign)
-        return _compared(replace(term, const=term.const - least))
+        return mask_values.compared(replace(term, const=term.const - least))
 
     return read
 
 
 def _equal(masks: Masks, node: fx.Node) -> Truth | None:
-    left, right = (masks.operand(node, one) for one in node.args[:2])
+    left, right = masks.compared(node)
     if isinstance(left, Affine) and isinstance(right, Affine):
         term = left.plus(right.scaled(-1))
-        return _compared(term).both(_compared(term.scaled(-1)))
-    choice, number = _as_choice(left), _as_choice(right)
+        return mask_values.compared(term).both(mask_values.compared(term.scaled(-1)))
+    choice, number = mask_values.as_choice(left), mask_values.as_choice(right)
     if choice is None or number is None or number.truth != TRUE:
         return None
     same = choice.yes == number.yes, choice.no == number.yes
@@ -375,7 +315,7 @@ def _not(masks: Masks, node: fx.Node) -> Value | None:
 
 def _where(masks: Masks, node: fx.Node) -> Value | None:
     truth, *branches = (masks.operand(node, one) for one in node.args)
-    yes, no = map(_as_choice, branches)
+    yes, no = map(mask_values.as_choice, branches)
     if not isinstance(truth, Truth) or yes is None or no is None:
         return None
     if yes.truth != TRUE:
@@ -411,18 +351,13 @@ def _cast(masks: Masks, node: fx.Node) -> Value | None:
     if isinstance(value, Affine):
         if tensor.dtype in INTEGERS:
             return value
-        value = _as_choice(value) or value
+        value = mask_values.as_choice(value) or value
     if isinstance(value, Affine):
         return None
     if tensor.dtype == torch.bool:
         return value if isinstance(value, Truth) else _as_truth(value)
-    choice = _as_choice(value)
-    assert choice is not None
-    numbers = torch.tensor([choice.yes, choice.no], dtype=torch.float64)
-    if not tensor.dtype.is_floating_point:
-        return choice if numbers.isfinite().all() and bool((numbers == numbers.round()).all()) else None
-    yes, no = numbers.to(tensor.dtype).tolist()
-    return Choice(choice.truth, yes, no)
+    # What is no integer is not cut off: see `converted`.
+    return mask_values.as_choice(value)
 
 
 def _view(masks: Masks, node: fx.Node) -> Value | None:
@@ -435,10 +370,14 @@ def _view(masks: Masks, node: fx.Node) -> Value | None:
         inner, pads = part.source.args[0], part.source.args[1]
         assert isinstance(inner, fx.Node) and isinstance(pads, (list, tuple))
         # The padding behind, which is cut off again, keeps the memory aligned.
-        if part.dim == len(_shape(inner)) - 1 and len(pads) == 2 and pads[0] == 0:
+        if proofs.known_equal(part.start, 0) and part.dim == len(_shape(inner)) - 1 and len(pads) == 2 and pads[0] == 0:
             return masks.value(inner) if proofs.same_shape(_shape(inner), _shape(node)) else None
     indices = _indices(node, _shape(source), _shape(node))
-    return None if indices is None else _mapped(masks.value(source), lambda term: term.at(indices) if indices else term)
+    return (
+        None
+        if indices is None
+        else mask_values.mapped(masks.value(source), lambda term: term.at(indices) if indices else term)
+    )
 
 
 def _indices(node: fx.Node, source: tuple[Any, ...], result: tuple[Any, ...]) -> list[Affine] | None:
@@ -494,7 +433,7 @@ def _index(masks: Masks, node: fx.Node) -> Value | None:
     if len(indices) != len(found):
         return None
     inside = all(_holds(one, _shape(node)) for one in indices)
-    return _mapped(masks.value(source), lambda term: term.at(indices)) if inside else None
+    return mask_values.mapped(masks.value(source), lambda term: term.at(indices)) if inside else None
 
 
 def _cat(masks: Masks, node: fx.Node) -> Value | None:
@@ -509,7 +448,7 @@ def _cat(masks: Masks, node: fx.Node) -> Value | None:
     whole = Affine(values[0].const, tuple(step if place == dim else c for place, c in enumerate(values[0].coefs)))
     start = 0
     for value, size, part in zip(values, sizes, parts, strict=True):
-        if _clean(replace(whole, const=whole.const + start * step), _shape(part)) != value:
+        if mask_values.clean(replace(whole, const=whole.const + start * step), _shape(part)) != value:
             return None
         start += size
     return whole

@@ -131,6 +131,15 @@ def test_everything_is_seen() -> None:
         lambda: torch.where(ahead(6) >= 0, 1.0, -math.inf),
         lambda: ahead(6).float(),
         lambda: torch.where(2 * torch.arange(ROWS)[:, None] >= torch.arange(KEYS), 0.0, -math.inf),
+        # Integers that wrap, or are cut off; numbers that are not what they were.
+        lambda: (ahead(6) >= 0) & (6 + torch.arange(ROWS)[:, None] < torch.arange(KEYS) + 2**63 - 1),
+        lambda: (torch.arange(ROWS)[:, None] + 2**32 + 6).int() >= torch.arange(KEYS),
+        lambda: torch.arange(ROWS, dtype=torch.uint8)[:, None] + 6 - torch.arange(KEYS, dtype=torch.uint8) >= 0,
+        lambda: (ahead(6) >= 0) & (torch.arange(KEYS, dtype=torch.int32) * 2**30 >= 0),
+        lambda: torch.where(ahead(6) >= 0, 0.1, -1.0).to(torch.bfloat16) != 0.1,
+        # Infinity times 0; the padding, with the keys moved.
+        lambda: torch.full((ROWS, KEYS), -math.inf) * (ahead(6) < 0),
+        lambda: torch.constant_pad_nd(torch.where(ahead(6) >= 0, 0.0, -math.inf), [0, 8])[:, 8:],
         # Rows that see nothing, by a finite number: they see everything.
         lambda: torch.where(ahead(-2) >= 0, 0.0, LEAST),
         lambda: torch.rand(ROWS, KEYS) > 0.5,

@@ -38,6 +38,18 @@ def test_the_backward_knows_its_mask() -> None:
         torch.testing.assert_close(run_ranks(new, inputs), run_ranks(old, inputs))
 
 
+def test_rows_that_see_nothing() -> None:
+    """A backward that is left alone makes NaN of logarithms that are -inf."""
+    given = tuple(one.requires_grad_() for one in operands())
+    before, after = (compiled_graphs(functools.partial(masked, -1), *given)[0] for _ in range(2))
+    assert fuse_attention(after) == 1
+    inputs = of_all_ranks(tuple(node.meta["val"] for node in after.graph.nodes if node.op == "placeholder"))
+    found, wanted = (run_ranks(graph, inputs) for graph in (after, before))
+    assert all((one[-1] == 0.0).all() for one in found)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close([one[0], one[-1]], [other[0], other[-1]])
+
+
 def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return sdpa(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=torch.ones(8, 8).tril() > 0)
 
