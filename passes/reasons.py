@@ -148,6 +148,7 @@ class ReasonCode(enum.StrEnum):
 _NOTHING_TO_CHANGE = frozenset(
     {
         ReasonCode.ALREADY_FUSED,
+        ReasonCode.ATTENTION_SOFTCAP,
         ReasonCode.CONTRACTED,
         ReasonCode.DISABLED,
         ReasonCode.GROUPED_MATMUL,
@@ -221,7 +222,7 @@ _TEXTS: dict[ReasonCode, str] = {
     ),
     ReasonCode.ATTENTION_SOFTCAP: (
         "the attention beside it caps its scores by a tanh, which neither the library's attention nor our kernels for "
-        "more than one query per sequence do; nothing to change but the model"
+        "more than one query per sequence do; nothing to change"
     ),
     ReasonCode.ATTENTION_WRITTEN_OUT: (
         "the attention beside it is written out as matmul, softmax, matmul; use scaled_dot_product_attention "
