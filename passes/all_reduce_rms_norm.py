@@ -207,7 +207,8 @@ def _rejected(match: Match, rows: fx.Node) -> ReasonCode | None:
         return collective
     reduced, total = proofs.tensor(found.reduced), proofs.tensor(rows)
     assert reduced is not None and total is not None
-    if reduced.ndim == 0 or not proofs.known_equal(reduced.shape[-1], total.shape[-1]):
+    normed = [total] if found.post is None else [total, found.post.x.meta["val"]]
+    if reduced.ndim == 0 or not all(proofs.known_equal(reduced.shape[-1], one.shape[-1]) for one in normed):
         return ReasonCode.LAYOUT
     if reduced.dtype != total.dtype:
         return ReasonCode.CAST_BETWEEN

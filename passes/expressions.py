@@ -102,8 +102,10 @@ def _operand(source: object, read: Read) -> Expression | None:
     if isinstance(source, fx.Node):
         value = proofs.tensor(source)
         return read(source) if value is not None and value.dtype in NAMES else None
-    if isinstance(source, (int, float)) and not isinstance(source, bool) and math.isfinite(source):
-        return Number(float(source) + 0.0)
+    # Beside 0.0, which it equals, -0.0 has no text: what is divided by it has the other sign.
+    is_number = isinstance(source, (int, float)) and not isinstance(source, bool) and math.isfinite(source)
+    if is_number and not (source == 0 and math.copysign(1.0, source) < 0):  # type: ignore[arg-type]
+        return Number(float(source))  # type: ignore[arg-type]
     return None
 
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from ditron_inductor.options import Options
@@ -100,6 +101,10 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         # What it viewed may be an add.
         view.update_arg(0, result)
         collective.node.prepend(view)
+        # What it viewed may have had another dtype too, between two casts.
+        value: torch.Tensor = view.meta["val"]
+        shape, strides = tuple(value.shape), tuple(value.stride())
+        view.meta["val"] = rewriting.fake_like(value, shape, strides, mm.meta["val"].dtype)
         result = view
     collective.wait.replace_all_uses_with(result)
     rewriting.erase_unused(graph, [*product.steps, collective.node, collective.wait])

@@ -10,6 +10,7 @@ from typing import Any
 import expecttest
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests.passes.graphs import all_reduce, text
@@ -88,5 +89,17 @@ def test_a_sum_that_nothing_wants_in_memory_stays() -> None:
 
     def fn(a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return (residual + post(all_reduce(a @ b))).sin()
+
+    assert fused(graph_of(fn, *tensors(FP32))) == 0
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_norm_of_other_rows_in_front_of_the_residual_stays(behind: bool) -> None:
+    """Of each head: the node has one length of rows."""
+
+    def fn(a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
+        heads = all_reduce(a @ b).unflatten(-1, (2, 16))
+        x = residual + F.rms_norm(heads, (16,)).flatten(-2)
+        return (F.rms_norm(x, (32,)) if behind else x) @ out, x
 
     assert fused(graph_of(fn, *tensors(FP32))) == 0

@@ -113,6 +113,7 @@ GUARDS: dict[str, tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     ),
     "the product is used": ("intermediate_used", lambda x, w, c: ((p := x @ w), all_reduce(p * c)), (X, W, COLUMN)),
     "the result is used": ("intermediate_used", lambda x, w, c: ((p := (x @ w) * c), all_reduce(p)), (X, W, COLUMN)),
+    "divided by minus nothing": ("pointwise_between", lambda x, w: all_reduce((x @ w) / -0.0), (X, W)),
     "another dtype": ("cast_between", lambda x, w, c: all_reduce((x @ w).float() * c), (X.to(BF16), W.to(BF16), COLUMN)),
     "rows in another order": (
         "bias",
@@ -142,6 +143,16 @@ def test_a_norm_behind_it_keeps_it() -> None:
     ((_, task),) = task_calls(module.graph)
     assert isinstance(task, MatmulAllReduceRmsNorm) and task.extras == ("residual",)
     assert task.epilogue == "pre: mm0 * column(x0); mm0"
+
+
+def test_a_view_between_casts_has_the_dtype_of_what_it_views() -> None:
+    """As passes behind read it."""
+    module = traced(
+        lambda x, w: all_reduce((x @ w).float().mul(2.0).view(-1, 24).relu().to(BF16)), X.to(BF16), W.to(BF16)
+    )
+    run(module.graph, Options())
+    (output,) = module.graph.find_nodes(op="output")
+    assert len(list(task_calls(module.graph))) == 1 and output.args[0].meta["val"].dtype == BF16
 
 
 def test_two_of_them_are_not_merged() -> None:
