@@ -156,6 +156,13 @@ class DitronPipeline(CustomGraphPass):
         # Taken now: the backward graph may be compiled by another thread, after the block has closed.
         self.sink: SiteSink | None = current_sink()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In another process the passes need what `backend` sets up on import: the Task ops, their kernels, a table."""
+        from ditron_inductor import backend
+
+        vars(self).update(state)
+        backend.use_table(self.options)
+
     def __call__(self, graph: fx.Graph) -> None:
         before = graph_text(graph) if self.sink is not None else ""
         run(graph, self.options, self.passes)
