@@ -18,7 +18,7 @@ import torch
 from ditron_inductor.device import groups
 from ditron_inductor.device.reset import reset
 from ditron_inductor.errors import StrategyUnavailable
-from ditron_inductor.task.epilogue import Extra, parse, products, walk
+from ditron_inductor.task.epilogue import extras_of, parse, products
 from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.nodes import (
     AllGatherContract,
@@ -109,11 +109,13 @@ class SiteShape:
         if not self.epilogue:
             return []
         shapes: dict[int, tuple[int, int]] = {}
-        for output in parse(self.epilogue).outputs:
-            wide = self.columns[min(products(output))]
-            for one in walk(output):
-                if isinstance(one, Extra):
-                    shapes[one.index] = extra_shape(one.kind, (self.out_rows, wide))
+        epilogue = parse(self.epilogue)
+        parts = [(output, self.out_rows) for output in epilogue.outputs]
+        parts += [] if epilogue.pre is None else [(epilogue.pre, self.m)]
+        for part, rows in parts:
+            wide = self.columns[min(products(part))]
+            for one in extras_of([part]):
+                shapes[one.index] = extra_shape(one.kind, (rows, wide))
         return [shapes[index] for index in sorted(shapes)]
 
     @property

@@ -45,6 +45,7 @@ from ditron_inductor.passes.move_across import move_across
 from ditron_inductor.passes.name_sites import name_sites
 from ditron_inductor.passes.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.order_collectives import order_collectives
+from ditron_inductor.passes.prepare_products import prepare_products
 from ditron_inductor.passes.projections import projections
 from ditron_inductor.passes.recompute_masks import recompute_masks
 from ditron_inductor.passes.require_fusions import require_fusions
@@ -86,6 +87,7 @@ PASSES: tuple[Pass, ...] = (
     all_gather_matmul,
     matmul_reduce_scatter,
     matmul_all_reduce,
+    prepare_products,
     all_reduce_rms_norm,
     matmul_all_gather,
     flash_decode,

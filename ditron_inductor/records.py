@@ -19,7 +19,9 @@ from ditron_inductor.passes.reasons import LEFT_ALONE
 from ditron_inductor.sites import GraphRecord, SiteRecord
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, attention_sizes
 from ditron_inductor.task.cost import part_bytes
+from ditron_inductor.task.epilogue import text as expression_text
 from ditron_inductor.task.nodes import (
+    NO_NORM,
     AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
@@ -203,7 +205,10 @@ def _sum_text(
     task: MatmulReduceScatter | MatmulAllReduce | MatmulAllReduceRmsNorm | MatmulAllGather | MatmulAllToAll,
 ) -> str:
     matmuls = "matmul" if task.num_products == 1 else f"sum of {task.num_products} matmuls"
-    return matmuls + " + bias" * task.has_bias
+    reduction = task.reduction if isinstance(task, MatmulAllReduceRmsNorm) else task
+    parsed = reduction.parsed if isinstance(reduction, WithEpilogue) else None
+    before = "" if parsed is None or parsed.pre is None else f" -> {expression_text(parsed.pre)}"
+    return matmuls + " + bias" * task.has_bias + before
 
 
 def _prologue_text(task: AllGatherMatmul) -> str:
@@ -218,7 +223,8 @@ def _norm_text(task: AllReduceRmsNorm | MatmulAllReduceRmsNorm) -> str:
     biases = " + bias" * sum(name in task.extras for name in ("bias", "second_bias"))
     post = "" if task.post is None else f" -> {task.post.form} norm"
     residual = " + residual" * ("residual" in task.extras)
-    return f"all_reduce({task.reduce_op}){biases}{post}{residual} -> {task.norm.form} norm"
+    norm = "" if task.norm.form == NO_NORM else f" -> {task.norm.form} norm"
+    return f"all_reduce({task.reduce_op}){biases}{post}{residual}{norm}"
 
 
 def _task_bytes(task: TaskNode, m: int, n: int, k: int, itemsize: int) -> int:

@@ -2,7 +2,8 @@
 for it, and the elementwise kernel that applies it where the products were made by the library.
 
 A generated function computes the outputs of one group of products (see task/epilogue.py) for any block of elements, so
-the same one runs on a tile in registers and in the elementwise kernel. Triton wants the source of what it compiles; it
+the same one runs on a tile in registers and in the elementwise kernel. So does that of what is computed before a
+reduction. Triton wants the source of what it compiles; it
 finds it in Python's cache of source lines, where `generated` leaves it under a name that follows from the text.
 """
 
@@ -11,8 +12,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import triton.language as tl
 from ditron_inductor.core import pointwise
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.launch import ceil_div
-from ditron_inductor.lowering.launcher import Arguments, local_launcher
+from ditron_inductor.lowering.launcher import Arguments, Launcher, local_launcher
 from ditron_inductor.task import epilogue_torch
 from ditron_inductor.task.epilogue import (
     FUNCTIONS,
@@ -35,8 +36,10 @@ from ditron_inductor.task.epilogue import (
     Group,
     Number,
     Product,
+    extras_of,
     parse,
     products,
+    text,
 )
 from ditron_inductor.task.nodes import WithEpilogue
 
@@ -50,24 +53,26 @@ INT32 = 1 << 31
 
 
 @functools.cache
-def generated(text: str) -> Any:
-    """The epilogue `text` as a `@triton.jit` function of PARAMETERS.
+def generated(source: str) -> Any:
+    """The epilogue of this text as a `@triton.jit` function of PARAMETERS.
 
     It returns the outputs of group GROUP, in fp32, as a tuple. mm: the group's products, rounded, in fp32. x: pointers
     to all extra tensors. rows, columns: of the elements in the outputs, places: rows * N + columns, and whether each of
     them is inside; all broadcast to the products' shape.
     """
-    source = _source(parse(text))
-    name = f"<ditron epilogue {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    namespace: dict[str, Any] = {function: getattr(pointwise, function) for function in FUNCTIONS}
+    # A name of its own: a compiled kernel that calls two of them tells them apart by their names.
+    function = f"epilogue_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    code = _source(parse(source), function)
+    name = f"<ditron {function}>"
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    namespace: dict[str, Any] = {one: getattr(pointwise, one) for one in FUNCTIONS}
     namespace |= {"tl": tl, "__name__": __name__}
-    exec(compile(source, name, "exec"), namespace)
-    return triton.jit(namespace["epilogue"])
+    exec(compile(code, name, "exec"), namespace)
+    return triton.jit(namespace[function])
 
 
-def _source(epilogue: Epilogue) -> str:
-    lines = [f"def epilogue({PARAMETERS}):"]
+def _source(epilogue: Epilogue, name: str) -> str:
+    lines = [f"def {name}({PARAMETERS}):"]
     groups = epilogue.groups()
     for number, group in enumerate(groups):
         if len(groups) > 1:
@@ -114,7 +119,8 @@ class Arrangement:
     """How a kernel sees the operands of an epilogue: weights and outputs ordered by group.
 
     groups: see Epilogue.groups. weights, outputs: the node's indices in the kernel's order. sources: by output in the
-    node's order, a product of its size. dtypes: likewise, "" for the node's.
+    node's order, a product of its size. dtypes: likewise, "" for the node's. pre: the function of what is reduced, None
+    where that is the product; pre_in_slices: it reads as many elements as that has.
     """
 
     function: Any
@@ -123,6 +129,8 @@ class Arrangement:
     outputs: tuple[int, ...]
     sources: tuple[int, ...]
     dtypes: tuple[str, ...]
+    pre: Any = None
+    pre_in_slices: bool = False
 
     @property
     def together(self) -> int:
@@ -150,6 +158,10 @@ class Arrangement:
         """Those of a kernel with one product, a reduced sum."""
         return {"EPILOGUE": self.function, "NUM_OUTS": len(self.outputs)}
 
+    def constants_of_products(self) -> dict[str, Any]:
+        """Those of a kernel that makes what it reduces too."""
+        return {"PRE": self.pre, "PRE_IN_SLICES": self.pre_in_slices, **self.constants_of_sum()}
+
     def new_outputs_of_sum(self, like: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
         """Memory for the outputs, of `shape` each, of a node with the dtype of `like`."""
         return [
@@ -175,6 +187,11 @@ def arrange(epilogue: Epilogue | None, num_weights: int) -> Arrangement:
     if epilogue is None:
         order = tuple(range(num_weights))
         return Arrangement(None, tuple(Group((i,), (i,)) for i in order), order, order, order, ("",) * num_weights)
+    if epilogue.pre is not None:
+        reads_all = any(extra.kind == "full" for extra in extras_of([epilogue.pre]))
+        return replace(
+            arrange(epilogue.behind, num_weights), pre=generated(text(epilogue.pre)), pre_in_slices=reads_all
+        )
     groups = epilogue.groups()
     return Arrangement(
         function=generated(epilogue.text()),
@@ -194,6 +211,22 @@ PLAIN_SUM = arrange(None, 1)
 def unpacked(numbers, i):
     """Number i of what `packed` made."""
     return (numbers >> (8 * i)) & 255
+
+
+@triton.jit
+def prepared(
+    acc, x, rows, columns, in_rows, in_columns, N, DTYPE: tl.constexpr, PRE: tl.constexpr,
+):  # fmt: skip
+    """A tile of what is reduced, made of a tile of the product by PRE; that itself, if PRE is None.
+
+    rows [BLOCK_M, 1], columns [1, BLOCK_N]: of the tile in the product [.., N] of DTYPE.
+    """
+    result = acc
+    if PRE is not None:
+        places = rows * N + columns
+        mm = (acc.to(DTYPE).to(tl.float32),)
+        result = PRE(0, mm, x, rows, columns, places, in_rows, in_columns, in_rows & in_columns)[0]
+    return result
 
 
 @triton.jit
@@ -347,8 +380,70 @@ class Finisher:
 
 def finisher_of_sum(node: WithEpilogue, like: torch.Tensor) -> Finisher | None:
     """What makes the outputs of a reduction of its sum; None where that is the output."""
-    epilogue = node.parsed
-    return None if epilogue is None else Finisher(epilogue, like, (), reduced=True)
+    behind = None if node.parsed is None else node.parsed.behind
+    return None if behind is None else Finisher(behind, like, (), reduced=True)
+
+
+class Preparer:
+    """Makes what a node reduces of what the library multiplies, in its place."""
+
+    def __init__(self, pre: Expression, device: torch.device) -> None:
+        self._pre = Epilogue((pre,))
+        self._kinds = {extra.index: extra.kind for extra in self._pre.extras()}
+        self._group = self._pre.groups()[0]
+        self._function = generated(self._pre.text())
+        self._device = device
+        self._launchers: dict[int, Launcher] = {}
+
+    def prepare(self, product: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The product [.., N], contiguous, which it overwrites. extras: those of the node, as these rows have them."""
+        numel, columns = product.numel(), product.shape[-1]
+        if numel == 0:
+            return product
+        if not product.is_cuda:
+            (made,) = epilogue_torch.evaluate(self._pre, [product.view(-1, columns)], extras)
+            return product.copy_(made.view(product.shape))
+        launcher = self._launchers.get(numel)
+        if launcher is None:
+            launcher = self._launchers[numel] = local_launcher(apply_epilogue_kernel, self._device)
+        # Never empty: without any it gets what it does not look at.
+        x = tuple(extra.contiguous() for extra in extras) or (product,)
+        arguments = functools.partial(_arguments, numel, columns, 0, self._group, self._function)
+        launcher(handle_for(product), arguments, (), (), {"mm": (product,), "x": x, "outs": (product,)})
+        return product
+
+    def runs(
+        self, extras: Sequence[torch.Tensor], rows: int, columns: int, cut: Callable[[torch.Tensor], Sequence[Any]]
+    ) -> Runs:
+        """The same for runs of the rows of a product [rows, columns]. cut: a tensor [rows, ..] into those of all runs.
+
+        To be made before anything runs beside the current stream.
+        """
+        parts: list[Sequence[torch.Tensor] | torch.Tensor] = list(extras)
+        for index, kind in self._kinds.items():
+            if kind in ("column", "full"):
+                whole = extras[index].reshape(epilogue_torch.extra_shape(kind, (rows, columns)))
+                parts[index] = [part.contiguous() for part in cut(whole)]
+        return Runs(self, parts)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A preparer of the runs of a product. extras: a tensor for all of them, or one for each."""
+
+    preparer: Preparer
+    extras: Sequence[Sequence[torch.Tensor] | torch.Tensor]
+
+    def prepare(self, place: int, product: torch.Tensor) -> None:
+        """Makes what is reduced of the run `place`, in its place."""
+        extras = [one if isinstance(one, torch.Tensor) else one[place] for one in self.extras]
+        self.preparer.prepare(product, extras)
+
+
+def preparer_of(node: WithEpilogue, device: torch.device) -> Preparer | None:
+    """What makes what a node reduces; None where that is the product."""
+    pre = None if node.parsed is None else node.parsed.pre
+    return None if pre is None else Preparer(pre, device)
 
 
 def _arguments(numel: int, columns: int, number: int, group: Group, function: Any) -> Arguments:

@@ -13,7 +13,7 @@ from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import transfers
 from ditron_inductor.lowering.all_gather_matmul.stage_norm import stage_norm
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of, constants_of, warps_of
-from ditron_inductor.lowering.epilogues import PLAIN_SUM, Arrangement
+from ditron_inductor.lowering.epilogues import PLAIN_SUM, Arrangement, Runs
 from ditron_inductor.lowering.launch import Launch, ceil_div
 from ditron_inductor.lowering.launcher import Arguments, Bound, Launcher
 from ditron_inductor.task.nodes import ShardNorm
@@ -207,19 +207,25 @@ class Operands:
     """Of sum_i a_i @ b_i + bias, with the a_i cut into runs of rows.
 
     lefts[i][place]: a run of a_i, [m, K_i] or, where its rows do not lie together, [outer, m, K_i]. rights: the b_i
-    [K_i, N]. bias: [N], or a column [m, 1] for each run, or None.
+    [K_i, N]. bias: [N], or a column [m, 1] for each run, or None. pre: what makes of the sum what is sent, or None.
     """
 
     lefts: Sequence[Sequence[torch.Tensor]]
     rights: Sequence[torch.Tensor]
     bias: torch.Tensor | Sequence[torch.Tensor] | None
+    pre: Runs | None = None
 
     def multiply(self, place: int, out: torch.Tensor) -> None:
-        """out = the run `place` of the sum, by the library: every product but the first is added to it, and rounds."""
+        """out = the run `place` of the sum, by the library: every product but the first is added to it, and rounds.
+
+        With a `pre` it is what that makes of it, by one more launch.
+        """
         added = self.bias if self.bias is None or isinstance(self.bias, torch.Tensor) else self.bias[place]
         for runs, right in zip(self.lefts, self.rights, strict=True):
             multiply(runs[place], right, out, added)
             added = out
+        if self.pre is not None:
+            self.pre.prepare(place, out)
 
 
 class Products(Protocol):

@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_WORLD
+from ditron_inductor.core.order import interleaved_row
 from ditron_inductor.core.signals import arrive, data, publish, publish_all
+from ditron_inductor.lowering.epilogues import prepared
 
 
 @triton.jit
@@ -34,6 +36,43 @@ def put_in_outbox(outbox, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     tl.debug_barrier()
     tl.store(outbox + block_offsets(tl.full((), 0, tl.int32), BLOCK_M, BLOCK_N), tile)
     tl.debug_barrier()
+
+
+@triton.jit
+def put_prepared(
+    outbox, acc, x, first, column, owner, rows, block, N,
+    DTYPE: tl.constexpr, PRE: tl.constexpr, IN_SLICES: tl.constexpr, SLICE: tl.constexpr,
+    WORLD: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`put_in_outbox` of what PRE makes of a tile of the product [.., N], rounded to DTYPE; of the tile if it is None.
+
+    first, column: of the tile, its first row among the `rows` of its owner and its first column; see `interleaved_row`.
+    x: what PRE reads besides. IN_SLICES: of SLICE rows each, where that takes as many registers as the tile itself.
+    """
+    if PRE is None:
+        put_in_outbox(outbox, acc.to(DTYPE), BLOCK_M, BLOCK_N)
+    else:
+        offs_n = column + tl.arange(0, BLOCK_N)
+        if IN_SLICES:
+            put_in_outbox(outbox, acc.to(DTYPE), BLOCK_M, BLOCK_N)
+            for i in tl.static_range(BLOCK_M // SLICE):
+                slice_m = i * SLICE + tl.arange(0, SLICE)
+                inside = slice_m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                whole_m = interleaved_row(tl.minimum(first + slice_m, rows - 1), owner, rows, block, WORLD, INTERLEAVED)
+                made = prepared(
+                    tl.load(outbox + inside).to(tl.float32), x, whole_m.to(tl.int64)[:, None], offs_n[None, :],
+                    (first + slice_m < rows)[:, None], (offs_n < N)[None, :], N, DTYPE, PRE,
+                )  # fmt: skip
+                tl.store(outbox + inside, made.to(DTYPE))
+            tl.debug_barrier()
+        else:
+            offs_m = first + tl.arange(0, BLOCK_M)
+            tile_m = interleaved_row(tl.minimum(offs_m, rows - 1), owner, rows, block, WORLD, INTERLEAVED)
+            result = prepared(
+                acc, x, tile_m.to(tl.int64)[:, None], offs_n[None, :], (offs_m < rows)[:, None], (offs_n < N)[None, :],
+                N, DTYPE, PRE,
+            )  # fmt: skip
+            put_in_outbox(outbox, result.to(DTYPE), BLOCK_M, BLOCK_N)
 
 
 @triton.jit

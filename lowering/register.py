@@ -23,13 +23,14 @@ from ditron_inductor.lowering.all_gather_attention import binding as attention
 from ditron_inductor.lowering.all_gather_matmul.shard_norm import gather_library, make_shard
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm import library as norm_library
-from ditron_inductor.lowering.epilogues import Finisher, finisher_of_sum
+from ditron_inductor.lowering.epilogues import Finisher, finisher_of_sum, preparer_of
 from ditron_inductor.lowering.flash_decode.op import FlashDecodeOp
 from ditron_inductor.lowering.launch import Launch
 from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, choose_both, form
 from ditron_inductor.lowering.projections import projections
 from ditron_inductor.lowering.strategies import CHUNKED, PLANNED_AS, TILE, Runner
 from ditron_inductor.task import ops, reference
+from ditron_inductor.task.epilogue import Epilogue
 from ditron_inductor.task.epilogue_torch import NAMES
 from ditron_inductor.task.nodes import (
     EXTRAS,
@@ -141,6 +142,7 @@ def _possible(
         chunked_bytes=chunked_bytes,
         chunked_reason=chunked_reason,
         epilogue_bytes=_epilogue_bytes(node, m, n, x.dtype),
+        pre_bytes=_pre_bytes(node, m, n, x.dtype),
     )
     return request, runners
 
@@ -152,9 +154,20 @@ def _epilogue_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
         return 0
     if isinstance(node, AllGatherMatmul):
         return m * n * dtype.itemsize * epilogue.passes(NAMES[dtype]) // node.num_weights
+    if epilogue.behind is None:
+        return 0
     # After the reduction no matmul adds a bias.
     rows = m // node.world_size if isinstance(node, MatmulReduceScatter) else m
     return rows * n * dtype.itemsize * epilogue.passes(NAMES[dtype], biases=False)
+
+
+def _pre_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
+    """What a kernel of its own would read and write of the product before it is reduced."""
+    node = node.reduction if isinstance(node, MatmulAllReduceRmsNorm) else node
+    epilogue = node.parsed if isinstance(node, WithEpilogue) else None
+    if epilogue is None or epilogue.pre is None:
+        return 0
+    return m * n * dtype.itemsize * Epilogue((epilogue.pre,)).passes(NAMES[dtype], biases=False)
 
 
 def _prepare_all_gather_matmul(
@@ -216,7 +229,7 @@ def _prepare_matmul_reduce_scatter(
         world_size=world_size,
         group_name=group_name,
     )
-    library = _finished(reduce, finisher_of_sum(node, a[0]))
+    library = _finished(reduce, node, a[0])
     leading, N = a[0].shape[:-1], b[0].shape[1]
     return _prepare(
         key,
@@ -230,8 +243,11 @@ def _prepare_matmul_reduce_scatter(
     )
 
 
-def _finished(reduce: Callable[..., torch.Tensor], finisher: Finisher | None) -> Callable[..., list[torch.Tensor]]:
+def _finished(
+    reduce: Callable[..., torch.Tensor], node: WithEpilogue, like: torch.Tensor
+) -> Callable[..., list[torch.Tensor]]:
     """The outputs of a reduction: its sum, or what is made of that."""
+    preparer, finisher = preparer_of(node, like.device), finisher_of_sum(node, like)
 
     def library(
         a: Sequence[torch.Tensor],
@@ -239,7 +255,8 @@ def _finished(reduce: Callable[..., torch.Tensor], finisher: Finisher | None) ->
         bias: torch.Tensor | None,
         extras: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        total = reduce(a, b, bias)
+        prepare = None if preparer is None else functools.partial(preparer.prepare, extras=extras)
+        total = reduce(a, b, bias, prepare=prepare)
         return [total] if finisher is None else finisher.finish_sum(total, extras)
 
     return library
@@ -262,7 +279,7 @@ def _prepare_matmul_all_reduce(
     reduce = functools.partial(
         reference.matmul_all_reduce, reduce_op=reduce_op, world_size=world_size, group_name=group_name
     )
-    library = _finished(reduce, finisher_of_sum(node, a[0]))
+    library = _finished(reduce, node, a[0])
     M, N = math.prod(a[0].shape[:-1]), b[0].shape[1]
     local = "K", sum(one.shape[0] for one in b)
     return _prepare(key, node, a[0], library, sizes=(M, N), m=M, shared=N, local=local)
@@ -279,14 +296,15 @@ def _prepare_norm(
 ) -> Callable[..., Any]:
     """x: what is reduced, or (with b) the first of what it is a product of. given: see nodes.EXTRAS."""
     norm, post, saved = ops.norms_of(rest)
-    world_size, group_name, site, *policy = rest[ops.NUM_NORM_ARGS :]
+    *site_args, extra_tensors, epilogue = rest[ops.NUM_NORM_ARGS :]
+    world_size, group_name, site, *policy = site_args
     extras = tuple(name for name, one in zip(EXTRAS, given, strict=True) if one is not None)
     common = reduce_op, norm, extras, world_size, group_name, site, Policy(*policy), post, saved
     node: NormNode
     if b is None:
         node, N, K = AllReduceRmsNorm(*common), x.shape[-1], 1
     else:
-        node = MatmulAllReduceRmsNorm(*common, len(b), product_bias is not None)
+        node = MatmulAllReduceRmsNorm(*common, len(b), product_bias is not None, len(extra_tensors), epilogue)
         N, K = b[0].shape[1], sum(one.shape[0] for one in b)
     M = math.prod(x.shape[:-1])
     library = norm_library.make(node, [*x.shape[:-1], N], x.device)
@@ -411,7 +429,12 @@ _precision = torch.get_float32_matmul_precision
 
 PROLOGUE_DEFAULTS: tuple[Any, ...] = (None, "", *(None,) * len(SHARD_EXTRAS), *ops.SHARD_NORM_DEFAULTS)
 """Of all arguments of a gather behind those of its site: they come up to the last one that is given."""
-SITE_ARGUMENTS: Mapping[str, int] = {AllGatherMatmul.kind: 8, MatmulReduceScatter.kind: 8, MatmulAllReduce.kind: 7}
+SITE_ARGUMENTS: Mapping[str, int] = {
+    AllGatherMatmul.kind: 8,
+    MatmulReduceScatter.kind: 8,
+    MatmulAllReduce.kind: 7,
+    MatmulAllReduceRmsNorm.kind: 7 + ops.NUM_NORM_ARGS,
+}
 """Those behind the token without an epilogue's, which come last and are left out where there is none."""
 
 
@@ -513,7 +536,7 @@ def _all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> list[torch.Tensor]:
     given, site = others[: len(EXTRAS)], others[len(EXTRAS) + 1 :]
     key, run = lookup(AllReduceRmsNorm.kind, site, (x,), *given)
     if run is None:
-        run = _prepare_norm(key, x, None, None, given, *site)
+        run = _prepare_norm(key, x, None, None, given, *site, (), "")
     return [*run(x, given), ops.new_token(x)]
 
 
@@ -521,10 +544,11 @@ def _matmul_all_reduce_rms_norm(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: torch.Tensor | None, *others: Any
 ) -> list[torch.Tensor]:
     given, site = others[: len(EXTRAS)], others[len(EXTRAS) + 1 :]
-    key, run = lookup(MatmulAllReduceRmsNorm.kind, site, (*a, *b), bias, *given)
+    site, extras, epilogue = _split_epilogue(MatmulAllReduceRmsNorm.kind, site)
+    key, run = lookup(MatmulAllReduceRmsNorm.kind, (*site, epilogue), (*a, *b, *extras), bias, *given)
     if run is None:
-        run = _prepare_norm(key, a[0], b, bias, given, *site)
-    return [*run(a, b, bias, given), ops.new_token(a[0])]
+        run = _prepare_norm(key, a[0], b, bias, given, *site, extras, epilogue)
+    return [*run(a, b, bias, given, extras), ops.new_token(a[0])]
 
 
 def _on_device(implementation: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,8 @@ and likewise, of the sum after its reduction:
     a, b -> ditron.matmul_reduce_scatter -> getitem 0 -> add(residual, that)
     a, b -> ditron.matmul_reduce_scatter(.., extras=[residual], epilogue="full(x0) + mm0") -> getitem 0
 
+What `prepare_products` has put in front of the reduction stays there: "pre: mm0 * column(x0); full(x1) + mm0".
+
 A value between that something else uses too, such as a product that the backward wants, becomes one more output.
 
 An absorbed op leaves Inductor's kernels, so it may only go where Inductor's kernel would have read the products from
@@ -95,7 +97,8 @@ class Match:
 
 def find_epilogue(call: fx.Node, task: WithEpilogue) -> Match | None:
     """What can be absorbed into `call` with a gain, as drawn above; None if there is nothing."""
-    if task.epilogue:
+    known = task.parsed
+    if known is not None and (known.pre is None or known.behind is not None):
         return None
     chain = _read_chain(call, task)
     kept = _closed(chain)
@@ -117,7 +120,7 @@ def find_epilogue(call: fx.Node, task: WithEpilogue) -> Match | None:
     if {index for output in read.values() for index in products(output)} != set(range(task.num_operands)):
         return None
     used = {number: None for output in read.values() for number in _extras(output)}
-    numbers = {number: index for index, number in enumerate(used)}
+    numbers = {number: task.num_extras + index for index, number in enumerate(used)}
     by_number = {number: node for (node, _), number in chain.extras.items()}
     return Match(
         call,
@@ -186,30 +189,18 @@ def _read_extra(node: fx.Node, value: torch.Tensor, width: Any, chain: Chain) ->
         if node.target not in expressions.POINTWISE:
             return None
         return expressions.read_pointwise(node, lambda one: _read_extra(one, value, width, chain))
-    kind = _kind(operand, value, width)
+    kind = expressions.spread(operand, value, width)
     late = proofs.depends_on(node, {chain.call}) or rewriting.pinned(node, chain.call) is not None
     if not kind or late or not proofs.row_major(operand):
         return None
     return Extra(kind, chain.extras.setdefault((node, kind), len(chain.extras)))
 
 
-def _kind(operand: torch.Tensor, value: torch.Tensor, width: Any) -> str:
-    """How an operand is spread over a value [.., width]; "" for a way that no kind stands for."""
-    ones = [proofs.known_equal(size, 1) for size in operand.shape]
-    if all(ones):
-        return "scalar"
-    if proofs.same_shape(operand.shape, value.shape):
-        return "full"
-    if not proofs.known_equal(value.shape[-1], width):
-        return ""
-    if all(ones[:-1]) and proofs.known_equal(operand.shape[-1], width):
-        return "row"
-    return "column" if ones[-1] and proofs.same_shape(operand.shape[:-1], value.shape[:-1]) else ""
-
-
 def is_stored(node: fx.Node) -> bool:
     """Whether a tensor is in memory whatever Inductor fuses."""
     source = proofs.views_up(node)[-1]
+    if source.target is aten.slice.Tensor and is_stored(source.all_input_nodes[0]):
+        return True
     if source.op != "call_function" or source.target in proofs.MATMULS or source.target is getitem:
         return source.target is not getitem or _launches(source.args[0])
     return _launches(source) or any(_ends(user) for user in source.users)
@@ -284,8 +275,14 @@ def rewrite(graph: fx.Graph, match: Match, task: WithEpilogue) -> fx.Node:
     call = match.call
     for extra in match.extras:
         rewriting.hoist(extra, call)
-    epilogue = Epilogue(tuple(match.outputs.values()))
-    epilogue.verify(task.num_operands, len(match.extras))
+    args, known, extras = call.args, task.parsed, list(match.extras)
+    if known is not None:
+        # What is computed before the reduction stays.
+        *first, before, _ = call.args
+        assert isinstance(before, (list, tuple))
+        args, extras = tuple(first), [*before, *extras]
+    epilogue = Epilogue(tuple(match.outputs.values()), None if known is None else known.pre)
+    epilogue.verify(task.num_operands, len(extras), reduces=task.reduces)
     old = call.meta["val"]
     values = []
     for node, made in match.outputs.items():
@@ -293,8 +290,7 @@ def rewrite(graph: fx.Graph, match: Match, task: WithEpilogue) -> fx.Node:
         values.append(rewriting.fake_like(like, tuple(like.shape), tuple(like.stride()), _dtype(node)))
     values += old[task.num_operands :]
     with graph.inserting_before(call):
-        args = (*call.args, list(match.extras), epilogue.text())
-        new = graph.create_node("call_function", call.target, args, {}, name=task.kind)
+        new = graph.create_node("call_function", call.target, (*args, extras, epilogue.text()), {}, name=task.kind)
         new.meta.update(rewriting.copied_meta(call))
         new.meta["val"] = values
         outputs = [

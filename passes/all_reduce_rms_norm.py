@@ -11,9 +11,11 @@ After, with the same views behind the call:
     a, b, bias, residual, weight, shift -> ditron.matmul_all_reduce_rms_norm -> getitem 0 -> mm, ..
                                                                                 getitem 1 -> ..
 
-There may be a second bias, as parallel attention and MLP blocks have (see `merge_reductions`), and a norm of its own in
-front of the residual (Gemma 2 and 3): `post`. What the backward saves of all this is returned too: the reduced tensor,
-means and inverse deviations of the rows, and scaled rows.
+A norm in front of the residual alone, with none behind (OLMo 2), gives the node without the last norm, and without its
+output. There may be a second bias, as parallel attention and MLP blocks have (see `merge_reductions`), and a norm
+in front of the residual (Gemma 2 and 3): `post`. What the backward saves of all this is returned too: the reduced
+tensor, means and inverse deviations of the rows, and scaled rows. What `prepare_products` has put in front of the
+reduction stays there.
 
 Runs behind `matmul_all_reduce`, so what has become of the all-reduce is known: one that is still there gives the node
 without a matmul. The call stands where that stood, and what it needs in addition is moved in front of it; the
@@ -23,12 +25,14 @@ It must not fire when
 * something that the call needs is computed from the sum, or cannot be moved in front of it;
 * the reduced tensor is used before bias and residual are added, by an op on elements; a sum before the last, or a
   value of whole rows inside the norm, is used elsewhere: the compiler would compute it once more;
-* the norm feeds an op on elements: the compiler computes the two together, and the node would make them two;
+* the norm feeds an op on elements: the compiler computes the two together, and the node would make them two; so do two
+  norms of one sum that share its scaled rows, in training (GPT-NeoX), which the compiler makes in one kernel;
 * the rows of the norm are not those of the reduced tensor, or are longer than one program takes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -45,10 +49,12 @@ from ditron_inductor.passes.reasons import ReasonCode, leave_alone
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import (
     MOST_NORM_COLUMNS,
+    NO_NORM,
     SAVED,
     AllReduceRmsNorm,
     MatmulAllReduce,
     MatmulAllReduceRmsNorm,
+    Norm,
     NormNode,
 )
 
@@ -81,10 +87,10 @@ class Sum:
 
 @dataclass(frozen=True)
 class Match:
-    """A sum and the norm of it."""
+    """A sum and the norm of it; None where the one in front of the residual is the only one."""
 
     sum: Sum
-    norm: FoundNorm
+    norm: FoundNorm | None
 
     @property
     def extras(self) -> dict[str, fx.Node | None]:
@@ -96,15 +102,15 @@ class Match:
             "post_weight": None if post is None else post.weight,
             "post_shift": None if post is None else post.shift,
             "residual": self.sum.residual,
-            "weight": self.norm.weight,
-            "shift": self.norm.shift,
+            "weight": None if self.norm is None else self.norm.weight,
+            "shift": None if self.norm is None else self.norm.shift,
         }
 
     @property
     def saved(self) -> dict[str, fx.Node]:
         """What others use too, by the names in `nodes.SAVED`, in their order."""
         found, post = self.sum, self.sum.post
-        nodes = dict(self.norm.saved)
+        nodes = {} if self.norm is None else dict(self.norm.saved)
         nodes |= {} if post is None else {f"post_{name}": node for name, node in post.saved.items()}
         if any(_others(found, node) for node in found.between[: found.kept]):
             nodes["reduced"] = found.reduced
@@ -150,14 +156,56 @@ def _terms(way: _Way) -> tuple[tuple[fx.Node, ...], fx.Node | None] | None:
 
 def prove(found: Sum, rsqrt: fx.Node) -> Match | ReasonCode:
     """The match of a sum and the norm that `rsqrt` belongs to, or why there is none."""
-    if found.launch.target is ALL_REDUCE:
-        collective = read_collective(found.launch)
-        if isinstance(collective, ReasonCode):
-            return collective
+    if found.launch.target is ALL_REDUCE and isinstance(collective := read_collective(found.launch), ReasonCode):
+        return collective
     norm = find_norm(rsqrt)
     if isinstance(norm, ReasonCode):
         return norm
-    reduced, total = proofs.tensor(found.reduced), proofs.tensor(norm.x)
+    code = _rejected(match := Match(found, norm), norm.x)
+    if code is not None:
+        return code
+    if any(not _is_final(user) for view in proofs.views_down(norm.result) for user in view.users):
+        return ReasonCode.NORM_SHARED if _is_shared(norm) else ReasonCode.NORM_CONSUMER
+    return _hoisted(match)
+
+
+def _is_shared(norm: FoundNorm) -> bool:
+    """Whether two norms are made of the same scaled rows: what one of them does with its weight is none of the other's.
+
+    The compiler finds the common part of both in training, where it removes equal subexpressions.
+    """
+    if norm.weight is not None or norm.shift is not None:
+        return False
+    columns = norm.result.meta["val"].shape[-1]
+    scaled = [user for user in norm.result.users if user.target is aten.mul.Tensor]
+    rows = {one for user in scaled for one in user.all_input_nodes if one is not norm.result}
+    return sum((value := proofs.tensor(one)) is not None and proofs.is_row(value, columns) for one in rows) > 1
+
+
+def _find_post_norm(rsqrt: fx.Node) -> Found | None:
+    """The norm that `rsqrt` belongs to, of reduced rows, with a residual behind it and no other norm; None if it is
+    nothing of the kind.
+    """
+    norm = find_norm(rsqrt)
+    added = None if isinstance(norm, ReasonCode) else proofs.sole_user(list(proofs.views_down(norm.result))[-1])
+    if added is None or added.target is not aten.add.Tensor:
+        return None
+    found = find_sum(added)
+    if found is None or found.post is None or rsqrt not in found.post.inner:
+        return None
+    code = _rejected(match := Match(found, None), found.total)
+    # Otherwise the compiler computes the sum with what follows, and need not write it.
+    if code is None and not any(_is_final(user) for view in proofs.views_down(found.total) for user in view.users):
+        code = ReasonCode.NORM_CONSUMER
+    return found.launch, code or _hoisted(match)
+
+
+def _rejected(match: Match, rows: fx.Node) -> ReasonCode | None:
+    """Proves all but what stands behind the node, of which `rows` is the sum; None if it is."""
+    found = match.sum
+    if found.launch.target is ALL_REDUCE and isinstance(collective := read_collective(found.launch), ReasonCode):
+        return collective
+    reduced, total = proofs.tensor(found.reduced), proofs.tensor(rows)
     assert reduced is not None and total is not None
     if reduced.ndim == 0 or not proofs.known_equal(reduced.shape[-1], total.shape[-1]):
         return ReasonCode.LAYOUT
@@ -165,7 +213,6 @@ def prove(found: Sum, rsqrt: fx.Node) -> Match | ReasonCode:
         return ReasonCode.CAST_BETWEEN
     if not proofs.known(total.shape[-1] <= MOST_NORM_COLUMNS):
         return ReasonCode.NORM_WIDTH
-    match = Match(found, norm)
     needed = [one for one in match.extras.values() if one is not None]
     if any(found.launch < one and proofs.depends_on(one, {found.launch}) for one in needed):
         return ReasonCode.OPERAND_DEPENDS
@@ -175,11 +222,14 @@ def prove(found: Sum, rsqrt: fx.Node) -> Match | ReasonCode:
             return ReasonCode.INTERMEDIATE_USED
     if any(one is not found.reduced and _rows_shape(found, one) is None for one in match.saved.values()):
         return ReasonCode.SHAPE_UNPROVEN
-    if any(not _is_final(user) for view in proofs.views_down(norm.result) for user in view.users):
-        return ReasonCode.NORM_CONSUMER
-    if not all(rewriting.can_hoist(one, found.launch) for one in needed):
-        return ReasonCode.OPERAND_LATE
-    return match
+    return None
+
+
+def _hoisted(match: Match) -> Match | ReasonCode:
+    """The match, if what it needs can be computed before the reduction."""
+    needed = [one for one in match.extras.values() if one is not None]
+    late = not all(rewriting.can_hoist(one, match.sum.launch) for one in needed)
+    return ReasonCode.OPERAND_LATE if late else match
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
@@ -192,35 +242,36 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             rewriting.hoist(one, launch)
     task, operands = _task(match, options)
     like: torch.Tensor = found.reduced.meta["val"]
-    outputs = [_contiguous(like, name) for name in ("normed", "total", *saved)]
+    outputs = [_contiguous(like, name) for name in task.returned]
     with graph.inserting_before(launch):
         call = rewriting.call_task(
             graph,
             task,
             (*operands, *extras),
-            (task.reduce_op, *ops.norm_args(norm.norm), *ops.norm_args(task.post), "+".join(task.saved)),
+            (task.reduce_op, *ops.norm_args(task.norm), *ops.norm_args(task.post), "+".join(task.saved)),
             rewriting.copied_meta(launch),
             [*outputs, rewriting.new_token(like)],
+            _epilogue(launch, task),
         )
-        normed = rewriting.output(graph, call, 0, rewriting.copied_meta(norm.result))
-        total = rewriting.output(graph, call, 1, rewriting.copied_meta(found.reduced))
-        kept = {
-            name: rewriting.output(graph, call, 2 + index, rewriting.copied_meta(node))
-            for index, (name, node) in enumerate(saved.items())
+        origins = {"total": found.reduced, **saved} | ({} if norm is None else {"normed": norm.result})
+        made = {
+            name: rewriting.output(graph, call, index, rewriting.copied_meta(origins[name]))
+            for index, name in enumerate(task.returned)
         }
     shapes = {name: _rows_shape(found, node) for name, node in saved.items() if node is not found.reduced}
-    result = norm.result
-    with graph.inserting_before(result):
-        result.replace_all_uses_with(_replayed(graph, normed, (*found.views, *found.views_behind)))
+    if norm is not None:
+        with graph.inserting_before(norm.result):
+            normed = _replayed(graph, made["normed"], (*found.views, *found.views_behind))
+        norm.result.replace_all_uses_with(normed)
     with graph.inserting_before(found.total if found.between else launch):
-        found.total.replace_all_uses_with(_replayed(graph, total, found.views))
-    inner = {*norm.inner, *(() if found.post is None else found.post.inner)}
+        found.total.replace_all_uses_with(_replayed(graph, made["total"], found.views))
+    inner = {one for each in (norm, found.post) if each is not None for one in each.inner}
     for name, node in saved.items():
         if name == "reduced":
-            node.replace_all_uses_with(kept[name])
+            node.replace_all_uses_with(made[name])
             continue
         with graph.inserting_before(node):
-            rows = _as_rows(graph, kept[name], node, shapes[name])
+            rows = _as_rows(graph, made[name], node, shapes[name])
         for user in [user for user in node.users if user not in inner]:
             user.replace_input_with(node, rows)
     rewriting.erase_unused(graph, _replaced(match))
@@ -229,24 +280,42 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
 
 def all_reduce_rms_norm(graph: fx.Graph, *, options: Options) -> int:
     """Fuses every all-reduce with the norm behind it, if proved; returns how many were. Others may get a reason."""
-    count = 0
-    for rsqrt in graph.find_nodes(op="call_function", target=aten.rsqrt.default):
-        rows = normalised(rsqrt)
-        found = None if rows is None else find_sum(rows)
-        if found is None:
-            continue
-        match: Match | ReasonCode = prove(found, rsqrt)
-        if isinstance(match, Match) and PATTERN not in options.fusions:
-            match = ReasonCode.DISABLED
-        if isinstance(match, ReasonCode):
-            # A reduction that is fused with its matmul is no site that was left alone; and of another one, what a user
-            # could change is said for the matmul beside it.
-            if found.launch.target is ALL_REDUCE and not match.changeable:
-                leave_alone(found.launch, PATTERN, match)
-            continue
-        rewrite(graph, match, options)
-        count += 1
-    return count
+    # What has a norm behind goes with that: it is looked for first.
+    count = sum(_fuse(graph, rsqrt, _find_norm_behind, options) for rsqrt in _rsqrts(graph))
+    return count + sum(_fuse(graph, rsqrt, _find_post_norm, options) for rsqrt in _rsqrts(graph))
+
+
+def _rsqrts(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="call_function", target=aten.rsqrt.default))
+
+
+Found = tuple[fx.Node, Match | ReasonCode]
+"""What reduces, and a match, or why there is none."""
+
+
+def _find_norm_behind(rsqrt: fx.Node) -> Found | None:
+    """The norm that `rsqrt` belongs to, behind a sum; None if it is not."""
+    rows = normalised(rsqrt)
+    found = None if rows is None else find_sum(rows)
+    return None if found is None else (found.launch, prove(found, rsqrt))
+
+
+def _fuse(graph: fx.Graph, rsqrt: fx.Node, find: Callable[[fx.Node], Found | None], options: Options) -> bool:
+    """Fuses what is found at `rsqrt`; whether it did."""
+    found = find(rsqrt)
+    if found is None:
+        return False
+    launch, match = found
+    if isinstance(match, Match) and PATTERN not in options.fusions:
+        match = ReasonCode.DISABLED
+    if isinstance(match, ReasonCode):
+        # A reduction that is fused with its matmul is no site that was left alone; and of another one, what a user
+        # could change is said for the matmul beside it.
+        if launch.target is ALL_REDUCE and not match.changeable:
+            leave_alone(launch, PATTERN, match)
+        return False
+    rewrite(graph, match, options)
+    return True
 
 
 @dataclass(frozen=True)
@@ -332,6 +401,7 @@ def _is_final(user: fx.Node) -> bool:
 def _task(match: Match, options: Options) -> tuple[NormNode, tuple[Any, ...]]:
     """The node, and its operands."""
     found, norm = match.sum, match.norm
+    last = Norm(NO_NORM, 0.0) if norm is None else norm.norm
     extras = tuple(name for name, one in match.extras.items() if one is not None)
     behind = None if found.post is None else found.post.norm, tuple(match.saved)
     policy, site = rewriting.policy(options), rewriting.UNNAMED_SITE
@@ -339,15 +409,33 @@ def _task(match: Match, options: Options) -> tuple[NormNode, tuple[Any, ...]]:
         collective = read_collective(found.launch)
         assert not isinstance(collective, ReasonCode) and collective.reduce_op is not None
         group = collective.world_size, collective.group_name
-        return AllReduceRmsNorm(collective.reduce_op, norm.norm, extras, *group, site, policy, *behind), (
+        return AllReduceRmsNorm(collective.reduce_op, last, extras, *group, site, policy, *behind), (
             collective.operand,
         )
     reduction = ops.node_from_call(found.launch.target, found.launch.args)
     assert isinstance(reduction, MatmulAllReduce)
     group = reduction.world_size, reduction.group_name
-    products = reduction.num_products, reduction.has_bias
-    task = MatmulAllReduceRmsNorm(reduction.reduce_op, norm.norm, extras, *group, site, policy, *behind, *products)
+    task = MatmulAllReduceRmsNorm(
+        reduction.reduce_op,
+        last,
+        extras,
+        *group,
+        site,
+        policy,
+        *behind,
+        num_products=reduction.num_products,
+        has_bias=reduction.has_bias,
+        num_extras=reduction.num_extras,
+        epilogue=reduction.epilogue,
+    )
     return task, tuple(ops.argument_of(found.launch.target, found.launch.args, name) for name in ("a", "b", "bias"))
+
+
+def _epilogue(launch: fx.Node, task: NormNode) -> tuple[tuple[fx.Node, ...], str]:
+    """The extra tensors and the text of what is computed before the reduction."""
+    if not isinstance(task, MatmulAllReduceRmsNorm) or not task.epilogue:
+        return (), ""
+    return tuple(ops.argument_of(launch.target, launch.args, "extras")), task.epilogue
 
 
 def _contiguous(like: torch.Tensor, name: str) -> torch.Tensor:
@@ -395,9 +483,9 @@ def _as_rows(graph: fx.Graph, source: fx.Node, like: fx.Node, sizes: list[Any] |
 
 def _replaced(match: Match) -> list[fx.Node]:
     """All nodes of the match, which go where nobody else uses them."""
-    found, norm = match.sum, match.norm
-    nodes = [*norm.inner, norm.wide, *found.views_behind, found.total, *found.between, found.reduced, found.launch]
-    return nodes if found.post is None else [*nodes, *found.post.inner, found.post.wide]
+    found = match.sum
+    norms = [one for norm in (match.norm, found.post) if norm is not None for one in (*norm.inner, norm.wide)]
+    return [*norms, *found.views_behind, found.total, *found.between, found.reduced, found.launch]
 
 
 def _replayed(graph: fx.Graph, node: fx.Node, views: tuple[fx.Node, ...]) -> fx.Node:

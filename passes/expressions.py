@@ -48,6 +48,21 @@ EXACT = ("neg", "relu")
 """Functions whose results need no rounding where their arguments needed none."""
 HALF, ROOT_HALF, ROOT_2_PI, CUBIC = 0.5, 0.7071067811865476, 0.7978845608028654, 0.044715
 
+def spread(operand: torch.Tensor, value: torch.Tensor, width: Any) -> str:
+    """How an operand is spread over a value [.., width], as a kind of extra tensor; "" for a way that none stands for.
+    """
+    ones = [proofs.known_equal(size, 1) for size in operand.shape]
+    if all(ones):
+        return "scalar"
+    if proofs.same_shape(operand.shape, value.shape):
+        return "full"
+    if not proofs.known_equal(value.shape[-1], width):
+        return ""
+    if all(ones[:-1]) and proofs.known_equal(operand.shape[-1], width):
+        return "row"
+    return "column" if ones[-1] and proofs.same_shape(operand.shape[:-1], value.shape[:-1]) else ""
+
+
 Read = Callable[[fx.Node], Expression | None]
 
 

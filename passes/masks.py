@@ -171,6 +171,9 @@ def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = 
     queries, keys = shape[-2:]
     if truth == TRUE:
         return Mask("full")
+    # With a dynamic length `rank * S` is a number on rank 0 alone: there it would be known, on other ranks not.
+    if not isinstance(queries, int) or not isinstance(keys, int):
+        raise Unknown(node)
     # Of one row nothing tells a bound that moves with the rows from one that does not.
     if not truth.every and len(truth.terms) != 1 or not proofs.known(queries > 1) or not proofs.known(keys > 1):
         raise Unknown(node)

@@ -35,7 +35,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.collectives import ALL_REDUCE, Collective, collectives, read_collective
-from ditron_inductor.passes.products import Product, find_product
+from ditron_inductor.passes.products import FindProduct, Product, find_product
 from ditron_inductor.passes.reasons import ReasonCode, Refused, leave_alone, refused
 from ditron_inductor.task.nodes import MatmulAllReduce
 
@@ -50,12 +50,15 @@ class Match:
     product: Product
 
 
-def find_matmul_all_reduce(node: fx.Node) -> Match | Refused:
-    """Proves that the all-reduce `node` reduces matmuls as drawn above, or says why not."""
+def find_matmul_all_reduce(node: fx.Node, find: FindProduct | None = None) -> Match | Refused:
+    """Proves that the all-reduce `node` reduces matmuls as drawn above, or says why not.
+
+    find: what reads the product, by default `find_product`.
+    """
     collective = read_collective(node)
     if isinstance(collective, ReasonCode):
         return collective
-    product = find_product(collective.operand, (collective.node,))
+    product = (find or find_product)(collective.operand, (collective.node,))
     if refused(product):
         return product.at(proofs.views_up(collective.operand)[-1])
     return Match(collective, product)
@@ -73,6 +76,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         policy=rewriting.policy(options),
         num_products=len(product.factors),
         has_bias=bool(product.biases),
+        num_extras=len(product.epilogue[0]),
+        epilogue=product.epilogue[1],
     )
     with graph.inserting_before(collective.node):
         values = (mm.meta["val"], rewriting.new_token(mm.meta["val"]))
@@ -87,6 +92,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             (collective.reduce_op,),
             rewriting.copied_meta(mm),
             values,
+            product.epilogue,
         )
         reduced = rewriting.output(graph, call, 0, rewriting.copied_meta(mm))
     result = reduced

@@ -41,7 +41,7 @@ It must not fire when
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.collectives import REDUCE_SCATTER, Collective, collectives, read_collective
-from ditron_inductor.passes.products import Product, classify, find_product
+from ditron_inductor.passes.products import FindProduct, Product, classify, find_product
 from ditron_inductor.passes.reasons import ReasonCode, Refused, leave_alone, refused
 from ditron_inductor.task.nodes import MatmulReduceScatter
 
@@ -74,8 +74,11 @@ class Match:
     steps: tuple[fx.Node, ...]
 
 
-def find_matmul_reduce_scatter(node: fx.Node) -> Match | Refused:
-    """Proves that the reduce-scatter `node` reduces matmuls as drawn above, or says why not."""
+def find_matmul_reduce_scatter(node: fx.Node, find: FindProduct | None = None) -> Match | Refused:
+    """Proves that the reduce-scatter `node` reduces matmuls as drawn above, or says why not.
+
+    find: what reads the product, by default `find_product`.
+    """
     collective = read_collective(node)
     if isinstance(collective, ReasonCode):
         return collective
@@ -87,7 +90,7 @@ def find_matmul_reduce_scatter(node: fx.Node) -> Match | Refused:
         if refused(chunks):
             return chunks.at(chain[-1])
         scatter_dim, full, between = chunks.split_dim, chunks.source, (*chain, *chunks.between)
-    product = find_product(full, between or (collective.node,))
+    product = (find or find_product)(full, between or (collective.node,))
     if refused(product):
         return product.at(proofs.views_up(full)[-1])
     code = _rejected_shape(collective, product, full, scatter_dim)
@@ -97,6 +100,11 @@ def find_matmul_reduce_scatter(node: fx.Node) -> Match | Refused:
     shape = tuple(collective.wait.meta["val"].shape)
     if scatter_dim == len(shape) - 1:
         sizes = _sizes_in_graph(product, shape)
+        if product.pre is not None:
+            pre = product.pre.transposed()
+            if pre is None:
+                return ReasonCode.LAYOUT.at(full)
+            product = replace(product, pre=pre)
         return ReasonCode.SHAPE_UNPROVEN.at(full) if sizes is None else Match(collective, product, 0, (), sizes, steps)
     lefts = [lhs_in_shape(factors.lhs, product, tuple(full.meta["val"].shape)) for factors in product.factors]
     proved = tuple(left for left in lefts if left is not None)
@@ -187,6 +195,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         policy=rewriting.policy(options),
         num_products=len(product.factors),
         has_bias=bool(product.biases),
+        num_extras=len(product.epilogue[0]),
+        epilogue=product.epilogue[1],
     )
     with graph.inserting_before(collective.node):
         lefts, rights, value = _operands(graph, match)
@@ -197,6 +207,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             (match.scatter_dim, collective.reduce_op),
             rewriting.copied_meta(product.mm),
             (value, rewriting.new_token(value)),
+            product.epilogue,
         )
         scattered = rewriting.output(graph, call, 0, rewriting.copied_meta(wait))
         if match.column_sizes is not None:

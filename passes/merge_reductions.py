@@ -39,6 +39,7 @@ from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT, Collective, read_collective
 from ditron_inductor.passes.matmul_all_reduce import find_matmul_all_reduce
 from ditron_inductor.passes.matmul_reduce_scatter import find_matmul_reduce_scatter
+from ditron_inductor.passes.prepare_products import find_prepared
 from ditron_inductor.passes.reasons import refused
 
 aten = torch.ops.aten
@@ -191,7 +192,7 @@ def loses_fusion(graph: fx.Graph, match: Match) -> bool:
 
 def _is_fused(node: fx.Node) -> bool:
     find = find_matmul_all_reduce if node.target is ALL_REDUCE else find_matmul_reduce_scatter
-    return not refused(find(node))
+    return not refused(find(node, find_prepared))
 
 
 def _sum(graph: fx.Graph, terms: Sequence[fx.Node], like: fx.Node) -> fx.Node:

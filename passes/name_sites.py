@@ -34,6 +34,7 @@ from ditron_inductor.task.nodes import (
     NormNode,
     ShardNorm,
     TaskNode,
+    WithEpilogue,
 )
 from ditron_inductor.task.ops import node_from_call
 
@@ -85,18 +86,16 @@ def _facts(match: Match) -> str:
 def _task_facts(task: TaskNode) -> str:
     match task:
         case AllGatherMatmul():
-            # An epilogue decides, with the sizes, which strategy runs.
-            own = f"{task.gather_dim} {task.num_weights} {task.return_gathered}"
-            own += f" {task.epilogue}" if task.epilogue else ""
+            own = f"{task.gather_dim} {task.num_weights} {task.return_gathered}{_epilogue_facts(task)}"
             own += f" {_norm_facts(task.prologue)}" if task.prologue is not None else ""
         case MatmulReduceScatter():
-            own = f"{task.scatter_dim} {task.reduce_op} {task.num_products} {task.has_bias}"
+            own = f"{task.scatter_dim} {task.reduce_op} {task.num_products} {task.has_bias}{_epilogue_facts(task)}"
         case MatmulAllReduce():
-            own = f"{task.reduce_op} {task.num_products} {task.has_bias}"
+            own = f"{task.reduce_op} {task.num_products} {task.has_bias}{_epilogue_facts(task)}"
         case AllReduceRmsNorm():
             own = f"{task.reduce_op} {_norm_facts(task)}"
         case MatmulAllReduceRmsNorm():
-            products = f"{task.num_products} {task.has_bias}"
+            products = f"{task.num_products} {task.has_bias}{_epilogue_facts(task)}"
             own = f"{task.reduce_op} {products} {_norm_facts(task)}"
         case MatmulAllGather():
             own = f"{task.gather_dim} {task.num_products} {task.has_bias}"
@@ -114,6 +113,11 @@ def _task_facts(task: TaskNode) -> str:
         case AllToAllMatmul():
             own = f"{task.scatter_dim} {task.parts} {task.return_received}"
     return f"{task.kind} {own} {task.world_size}"
+
+
+def _epilogue_facts(task: WithEpilogue | MatmulAllReduceRmsNorm) -> str:
+    """An epilogue decides, with the sizes, which strategy runs."""
+    return f" {task.epilogue}" if task.epilogue else ""
 
 
 def _norm_facts(task: NormNode | ShardNorm) -> str:

@@ -14,8 +14,8 @@ Which nodes these are is the same on all ranks, and so is the order of the produ
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from operator import getitem
 
 import torch
@@ -24,6 +24,8 @@ from torch import fx
 from ditron_inductor.passes import proofs
 from ditron_inductor.passes.reasons import ReasonCode, Refusal, Refused
 from ditron_inductor.task import ops
+from ditron_inductor.task.epilogue import Binary, Cast, Epilogue, Expression, Extra, Function, extras_of
+from ditron_inductor.task.epilogue import Product as Operand
 from ditron_inductor.task.nodes import MAX_PRODUCTS, TASK_KINDS
 
 aten = torch.ops.aten
@@ -40,11 +42,37 @@ class Factors:
 
 
 @dataclass(frozen=True)
+class Pre:
+    """What is computed of a product before it is reduced: an expression of `mm0` and of these extra tensors."""
+
+    expression: Expression
+    extras: tuple[fx.Node, ...]
+
+    def transposed(self) -> Pre | None:
+        """The same of the product's transpose; None where a tensor of its shape would have to be copied."""
+        if any(one.kind == "full" for one in extras_of([self.expression])):
+            return None
+        return Pre(_transposed(self.expression), self.extras)
+
+
+def _transposed(expression: Expression) -> Expression:
+    match expression:
+        case Extra(kind, index):
+            return Extra({"row": "column", "column": "row"}.get(kind, kind), index)
+        case Function(_, argument) | Cast(argument, _):
+            return replace(expression, argument=_transposed(argument))
+        case Binary(operator, left, right):
+            return Binary(operator, _transposed(left), _transposed(right))
+    return expression
+
+
+@dataclass(frozen=True)
 class Product:
     """Views of the sum of one product or several, and perhaps of biases.
 
     mm: the node that computes the first one, [M, N]. views: what lies between it and the result but for the adds,
     [outermost, .., innermost]. steps: all nodes that compute the result, views and adds included; without the biases.
+    pre: what is computed of it before it is reduced (see `prepare_products`).
     """
 
     factors: tuple[Factors, ...]
@@ -52,6 +80,16 @@ class Product:
     mm: fx.Node
     views: tuple[fx.Node, ...]
     steps: tuple[fx.Node, ...]
+    pre: Pre | None = None
+
+    @property
+    def epilogue(self) -> tuple[tuple[fx.Node, ...], str]:
+        """The extra tensors and the text that a node with this product has; none and "" without a `pre`."""
+        return ((), "") if self.pre is None else (self.pre.extras, Epilogue((Operand(0),), self.pre.expression).text())
+
+
+FindProduct = Callable[[fx.Node, Collection[fx.Node]], Product | Refused]
+"""`find_product`, or what finds more."""
 
 
 def find_product(node: fx.Node, users: Collection[fx.Node]) -> Product | Refused:

@@ -94,6 +94,8 @@ class ReasonCode(enum.StrEnum):
     """The result of the norm is used by an op on elements, which the compiler computes together with the norm."""
     NORM_FORM = "norm_form"
     """What follows the reduction is close to a norm of its rows, and none that is known."""
+    NORM_SHARED = "norm_shared"
+    """Two norms share the scaled rows, as those of parallel attention and MLP blocks do: a node has one weight."""
     NORM_USED = "norm_used"
     """A value inside the norm is used elsewhere too, as by a backward pass."""
     NORM_WIDTH = "norm_width"
@@ -106,6 +108,8 @@ class ReasonCode(enum.StrEnum):
     """
     POINTWISE_BETWEEN = "pointwise_between"
     """A pointwise op lies between the matmul and the reduction."""
+    PRODUCTS_COMBINED = "products_combined"
+    """Several matmuls are combined before the reduction by something else than a plain sum of them."""
     QUANTIZED_MATMUL = "quantized_matmul"
     """The neighbour is a matmul of quantised numbers, or of what is dequantised in front of it."""
     REDUCE_OP = "reduce_op"
@@ -144,12 +148,14 @@ class ReasonCode(enum.StrEnum):
 _NOTHING_TO_CHANGE = frozenset(
     {
         ReasonCode.ALREADY_FUSED,
+        ReasonCode.ATTENTION_SOFTCAP,
         ReasonCode.CONTRACTED,
         ReasonCode.DISABLED,
         ReasonCode.GROUPED_MATMUL,
         ReasonCode.NO_MATMUL,
         ReasonCode.NORM_CONSUMER,
         ReasonCode.NORM_FORM,
+        ReasonCode.NORM_SHARED,
         ReasonCode.NORM_USED,
         ReasonCode.NORM_WIDTH,
         ReasonCode.ROWS_CONTRACTED,
@@ -216,7 +222,7 @@ _TEXTS: dict[ReasonCode, str] = {
     ),
     ReasonCode.ATTENTION_SOFTCAP: (
         "the attention beside it caps its scores by a tanh, which neither the library's attention nor our kernels for "
-        "more than one query per sequence do; nothing to change but the model"
+        "more than one query per sequence do; nothing to change"
     ),
     ReasonCode.ATTENTION_WRITTEN_OUT: (
         "the attention beside it is written out as matmul, softmax, matmul; use scaled_dot_product_attention "
@@ -277,6 +283,10 @@ _TEXTS: dict[ReasonCode, str] = {
         "the norm behind it is not of a form that is known; use that of nn.RMSNorm, nn.LayerNorm, Llama or Gemma, "
         "with a constant eps (it is none under dynamic=True; mark dimensions as dynamic instead)"
     ),
+    ReasonCode.NORM_SHARED: (
+        "two norms of the same rows, with weights of their own, follow it (parallel attention and MLP blocks in "
+        "training), and the compiler makes both in one kernel; nothing to change"
+    ),
     ReasonCode.NORM_USED: (
         "a value of whole rows inside the norm behind it is used elsewhere, and a kernel of its own would compute it "
         "anew; a backward may use the reduced tensor, the scaled rows, their means and inverse deviations"
@@ -292,7 +302,12 @@ _TEXTS: dict[ReasonCode, str] = {
         "there (a collective, a random op, a side effect); compute it earlier"
     ),
     ReasonCode.POINTWISE_BETWEEN: (
-        "an op on the elements stands between it and the matmul; apply it to an operand, or after the collective"
+        "an op stands between it and the matmul that no kernel has a text for, or whose other operand is not of the "
+        "product's rows and columns; apply it to an operand, or after the collective"
+    ),
+    ReasonCode.PRODUCTS_COMBINED: (
+        "it reduces several matmuls that are scaled, or combined otherwise than by a plain sum; scale their first "
+        "operands instead, or the result"
     ),
     ReasonCode.QUANTIZED_MATMUL: (
         "quantised matmuls, and dequantisation in front of a matmul, are not fused yet; keep that layer in bfloat16 to "

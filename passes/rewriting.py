@@ -109,16 +109,23 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node, s
 
 
 def call_task(
-    graph: fx.Graph, task: TaskNode, tensors: tuple[Any, ...], dims: tuple[Any, ...], meta: dict[str, Any], values: Any
+    graph: fx.Graph,
+    task: TaskNode,
+    tensors: tuple[Any, ...],
+    dims: tuple[Any, ...],
+    meta: dict[str, Any],
+    values: Any,
+    epilogue: tuple[tuple[fx.Node, ...], str] = ((), ""),
 ) -> fx.Node:
     """Inserts the op call of a verified task at the graph's insertion point.
 
     `tensors` are its tensor arguments without the token, `dims` what stands between the token and the site's
-    arguments, `values` the fake tensors that it returns. The token stays None: the order of the sites is set by
-    a later pass.
+    arguments, `values` the fake tensors that it returns, `epilogue` its extra tensors and its text. The token stays
+    None: the order of the sites is set by a later pass.
     """
     task.verify()
-    args = (*tensors, None, *dims, *ops.site_args(task))
+    behind = (list(epilogue[0]), epilogue[1]) if epilogue[1] else ()
+    args = (*tensors, None, *dims, *ops.site_args(task), *behind)
     call = graph.create_node("call_function", ops.overload(task.kind), args, {}, name=task.kind)
     call.meta.update(meta)
     call.meta["val"] = values

@@ -45,7 +45,7 @@ from ditron_inductor.passes.all_reduce_rms_norm import find_sum, prove
 from ditron_inductor.passes.chunked_collectives import gathered, scattered
 from ditron_inductor.passes.collectives import Collective
 from ditron_inductor.passes.norms import normalised
-from ditron_inductor.passes.products import find_product
+from ditron_inductor.passes.prepare_products import find_prepared
 from ditron_inductor.passes.reasons import ReasonCode, refused
 from ditron_inductor.passes.row_regions import Region, find_regions
 from ditron_inductor.task import ops
@@ -120,7 +120,7 @@ def _columns(node: fx.Node) -> int:
 
 def _contracted(start: Collective) -> int:
     """K of the matmuls that are reduced, of all together; 0 if no fusion takes them, or a size is dynamic."""
-    product = find_product(start.operand, (start.node,))
+    product = find_prepared(start.operand, (start.node,))
     if refused(product):
         return 0
     lengths = [factors.lhs.meta["val"].shape[1] for factors in product.factors]

@@ -15,8 +15,10 @@ After:
 and then, by absorb_epilogues, `cast(silu(mm0), bf16) * mm1`: the two halves of the product are in one program's
 registers, while a tile of the one product has columns of one half only. A view costs nothing; nothing is copied.
 
-The same for a plain `mm` of a few rows, which `projections` takes then. It is tried on a copy of the graph: what no
-epilogue combines stays one product, such as Q, K and V in one weight.
+A bias of the whole product becomes two views of it likewise: `silu(mm0 + row(x0)) * (mm1 + row(x1))`.
+
+The same for a plain `mm` or `addmm` of a few rows, which `projections` takes then. It is tried on a copy of the graph:
+what no epilogue combines stays one product, such as Q, K and V in one weight.
 
 It must not fire when
 * the product is not cut into two halves of its columns, at once and completely, or is used as a whole too (a backward
@@ -41,6 +43,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
+from ditron_inductor.passes.biases import Matmul, read_matmul
 from ditron_inductor.passes.order_collectives import is_task
 from ditron_inductor.passes.projections import projections
 from ditron_inductor.task import ops
@@ -57,11 +60,14 @@ RESHAPES: frozenset[object] = frozenset({aten.reshape.default, aten.view.default
 class Match:
     """A product, an output of an `all_gather_matmul` or an `mm`, and its halves: each a node, first or second.
 
-    view: the last view in between, in the shape of the halves but for their width; the product itself if there is none.
+    steps: from the product to what is cut, views and the sum with a bias. view: the last view among them, in the shape
+    of the halves but for their width; the product itself if there is none.
     """
 
     product: fx.Node
     weight: fx.Node
+    bias: fx.Node | None
+    steps: tuple[fx.Node, ...]
     view: fx.Node
     halves: tuple[tuple[fx.Node, int], ...]
 
@@ -73,39 +79,62 @@ class Match:
 
 def find_split(product: fx.Node) -> Match | None:
     """Proves that all uses of a product are its two halves; None if they are not."""
-    weight = _weight(product)
+    weight, bias = _operands(product)
     value = proofs.tensor(product)
     if weight is None or value is None or not isinstance(value.shape[-1], int) or value.shape[-1] % HALVES:
         return None
-    view = product
-    while (only := proofs.sole_user(view)) is not None and only.target in RESHAPES:
-        shape = only.meta["val"].shape
-        if not proofs.known_equal(shape[-1], value.shape[-1]):
-            return None
-        view = only
+    steps, view = [product], product
+    while (only := proofs.sole_user(steps[-1])) is not None:
+        if only.target in RESHAPES:
+            if not proofs.known_equal(only.meta["val"].shape[-1], value.shape[-1]):
+                return None
+            view = only
+        elif bias is None and (row := _added_row(only, steps[-1])) is not None:
+            bias = row
+        else:
+            break
+        steps.append(only)
     halves = []
-    for part in _parts(view):
-        half = _half(part, view, value.shape[-1] // HALVES)
+    for part in _parts(steps[-1]):
+        half = _half(part, steps[-1], value.shape[-1] // HALVES)
         if half is None:
             return None
         halves.append((part, half))
     if {half for _, half in halves} != set(range(HALVES)):
         return None
-    return Match(product, weight, view, tuple(halves))
+    return Match(product, weight, bias, tuple(steps), view, tuple(halves))
 
 
-def _weight(product: fx.Node) -> fx.Node | None:
-    """The second operand of a product, if it may be split: a plain one of a site, or of a matmul of a few rows."""
+def _added_row(node: fx.Node, product: fx.Node) -> fx.Node | None:
+    """The row of its own dtype that `node` adds to a product; None if it does something else."""
+    if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1 or len(node.all_input_nodes) != 2:
+        return None
+    (other,) = (one for one in node.all_input_nodes if one is not product)
+    row, value = proofs.tensor(other), proofs.tensor(node)
+    if row is None or value is None or not row.dtype == value.dtype == product.meta["val"].dtype:
+        return None
+    same = proofs.same_shape(product.meta["val"].shape, value.shape)
+    return other if same and proofs.is_row(row, value.shape[-1]) else None
+
+
+def _operands(product: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """(the second operand of a product, its bias), if it may be split: a plain one of a site, or of a matmul of a few
+    rows; else None.
+    """
     weight: Any = None
-    if product.target is aten.mm.default and proofs.proved_mm(product) is None:
+    if product.target in (aten.mm.default, aten.addmm.default):
+        matmul = read_matmul(product)
+        if not isinstance(matmul, Matmul):
+            return None, None
         rows = product.meta["val"].shape[0]
-        weight = product.args[1] if isinstance(rows, int) and 0 < rows <= MOST_PROJECTED_ROWS else None
-    elif product.target is getitem and isinstance(product.args[0], fx.Node):
+        few = isinstance(rows, int) and 0 < rows <= MOST_PROJECTED_ROWS
+        return (matmul.weight, matmul.bias) if few else (None, None)
+    if product.target is getitem and isinstance(product.args[0], fx.Node):
         call, index = product.args[0], product.args[1]
         if call.target is ops.overload(AllGatherMatmul.kind):
             weights: Any = call.args[1]
             weight = weights[index] if index in range(len(weights)) else None
-    return weight if isinstance(weight, fx.Node) else None
+    return weight if isinstance(weight, fx.Node) else None, None
 
 
 def _parts(view: fx.Node) -> Iterator[fx.Node]:
@@ -142,26 +171,43 @@ def rewrite(graph: fx.Graph, match: Match) -> tuple[fx.Node, ...]:
             made = _outputs(graph, call, product, views, width)
     for part, half in match.halves:
         with graph.inserting_before(part):
-            part.replace_all_uses_with(_shaped(graph, made[half], match.view, part))
+            shaped = _shaped(graph, made[half], match.view, part)
+            part.replace_all_uses_with(_biased(graph, shaped, match.bias, half * width, width, part))
     parts = [part for part, _ in match.halves]
-    splits = [user for user in match.view.users if user not in parts]
-    rewriting.erase_unused(graph, [*parts, *splits, *proofs.views_down(product), product])
+    splits = [user for user in match.steps[-1].users if user not in parts]
+    rewriting.erase_unused(graph, [*parts, *splits, *match.steps])
     if call is not product:
         rewriting.erase_unused(graph, [*call.users, call])
     return views
 
 
 def _columns(graph: fx.Graph, weight: fx.Node, start: int, width: int) -> fx.Node:
-    """Inserts a view of columns of a matrix."""
+    """Inserts a view of columns of a matrix, or of a row."""
     value: torch.Tensor = weight.meta["val"]
-    node = graph.create_node("call_function", aten.slice.Tensor, (weight, 1, start, start + width), name="columns")
+    args = (weight, value.ndim - 1, start, start + width)
+    node = graph.create_node("call_function", aten.slice.Tensor, args, name="columns")
     node.meta.update(rewriting.copied_meta(weight))
-    node.meta["val"] = rewriting.fake_like(value, (value.shape[0], width), tuple(value.stride()))
+    node.meta["val"] = rewriting.fake_like(value, (*value.shape[:-1], width), tuple(value.stride()))
     return node
 
 
+def _biased(graph: fx.Graph, half: fx.Node, bias: fx.Node | None, start: int, width: int, part: fx.Node) -> fx.Node:
+    """Inserts the sum of a half and its columns of the bias; the half itself if there is none."""
+    if bias is None:
+        return half
+    added = graph.create_node(
+        "call_function", aten.add.Tensor, (half, _columns(graph, bias, start, width)), name="biased"
+    )
+    added.meta.update(rewriting.copied_meta(part))
+    value: torch.Tensor = half.meta["val"]
+    added.meta["val"] = rewriting.fake_like(value, tuple(value.shape), tuple(value.stride()))
+    return added
+
+
 def _mm(graph: fx.Graph, product: fx.Node, weight: fx.Node, width: int) -> fx.Node:
-    node = graph.create_node("call_function", aten.mm.default, (product.args[0], weight), name="half")
+    matmul = read_matmul(product)
+    assert isinstance(matmul, Matmul)
+    node = graph.create_node("call_function", aten.mm.default, (matmul.rows, weight), name="half")
     node.meta.update(rewriting.copied_meta(product))
     node.meta["val"] = _product(product, width)
     return node

@@ -69,6 +69,7 @@ def test_the_order_of_the_passes() -> None:
         "all_gather_matmul",
         "matmul_reduce_scatter",
         "matmul_all_reduce",
+        "prepare_products",
         "all_reduce_rms_norm",
         "matmul_all_gather",
         "flash_decode",

@@ -58,7 +58,7 @@ def _backward(ctx: RankContext) -> tuple[str, str]:
     def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return (funcol.all_gather_tensor_autograd(x.sin(), 0, ctx.group_name) @ w).sin()
 
-    class Squared(torch.autograd.Function):
+    class OfSines(torch.autograd.Function):
         """Its gradient stands between the matmul of the backward and its reduction."""
 
         @staticmethod
@@ -67,10 +67,10 @@ def _backward(ctx: RankContext) -> tuple[str, str]:
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            return grad.square()
+            return grad.sin()
 
     def squared(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return (Squared.apply(funcol.all_gather_tensor_autograd(x, 0, ctx.group_name)) @ w).square()
+        return (OfSines.apply(funcol.all_gather_tensor_autograd(x, 0, ctx.group_name)) @ w).square()
 
     def both(fn: Callable[..., Any]) -> str:
         x, w = torch.ones(4, 8, requires_grad=True), torch.ones(8, 6, requires_grad=True)

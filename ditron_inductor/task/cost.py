@@ -209,7 +209,8 @@ KNOWN: tuple[Hardware, ...] = (H200, H100)
 class Problem:
     """One rank's share of a site: it multiplies [m, k] by [k, n]; m counts the rows of the whole gathered or
     unscattered tensor. captured: inside a CUDA graph, where the host's time does not count. epilogue_bytes: that a
-    kernel of its own reads and writes for the epilogue; 0 without one.
+    kernel of its own reads and writes for the epilogue; 0 without one. pre_bytes: likewise, for its part before the
+    reduction.
     """
 
     kind: str
@@ -220,6 +221,7 @@ class Problem:
     world_size: int
     captured: bool = True
     epilogue_bytes: int = 0
+    pre_bytes: int = 0
 
 
 def hardware(device_name: str) -> Hardware:
@@ -258,14 +260,20 @@ def host_us(problem: Problem, strategy: str) -> float:
     """Microseconds of the host for one eager call."""
     if strategy == "chunked" and _is_small_all_reduce(problem):
         return SMALL_HOST_US
-    return HOST_US[problem.kind][strategy] + (EPILOGUE_HOST_US if _has_epilogue_kernel(problem, strategy) else 0.0)
+    kernels = _has_epilogue_kernel(problem, strategy) + _has_pre_kernel(problem, strategy)
+    return HOST_US[problem.kind][strategy] + EPILOGUE_HOST_US * kernels
 
 
 def epilogue_us(problem: Problem, on: Hardware, strategy: str) -> float:
     """Microseconds of the epilogue on the GPU."""
-    if not _has_epilogue_kernel(problem, strategy):
-        return 0.0
-    return problem.epilogue_bytes / on.memory_bytes_per_s * MICRO + on.launch_us
+    parts = [problem.epilogue_bytes] if _has_epilogue_kernel(problem, strategy) else []
+    parts += [problem.pre_bytes] if _has_pre_kernel(problem, strategy) else []
+    return sum(nbytes / on.memory_bytes_per_s * MICRO + on.launch_us for nbytes in parts)
+
+
+def _has_pre_kernel(problem: Problem, strategy: str) -> bool:
+    """Whether what an epilogue does before the reduction is a launch of its own, or one for each chunk."""
+    return problem.pre_bytes > 0 and strategy != "tile"
 
 
 def _has_epilogue_kernel(problem: Problem, strategy: str) -> bool:

@@ -3,10 +3,14 @@
     "cast(silu(mm0), bf16) * mm1; mm0; mm1"
 
 Each part between semicolons is one output of the node, [rows, N], in the node's dtype, or in `T` where the whole part
-is `cast(.., T)`. Operands:
+is `cast(.., T)`. Of a reduction the first part may be what each rank makes of its own product before it is reduced:
+
+    "pre: mm0 * column(x0); full(x1) + mm0"
+
+There mm0 is that product, all rows of it, and the result has the node's dtype. Operands:
 
     mm0, mm1, ..                          the product with weight 0, 1, .., rounded to the node's dtype; of a reduction
-                                          mm0, the reduced sum
+                                          mm0, the reduced sum (before the reduction: the sum of this rank's products)
     full(x0)                              extra tensor 0, an element for each element of the output
     row(x0), column(x0), scalar(x0)       N elements, the same in every row; one for each row; one
     0.5                                   a number
@@ -23,7 +27,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ditron_inductor.errors import InvalidEpilogue
@@ -34,6 +38,7 @@ FUNCTIONS: tuple[str, ...] = (
 )  # fmt: skip
 DTYPES: tuple[str, ...] = ("bf16", "fp16", "fp32")
 OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+PRE = "pre:"
 MAX_TEXT = 8192
 MAX_TOGETHER = 2
 """Products that are computed in one tile: more accumulators have no room in a program's registers."""
@@ -97,12 +102,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """One expression for each output of a node."""
+    """One expression for each output of a node. pre: of what is reduced, None where that is the product."""
 
     outputs: tuple[Expression, ...]
+    pre: Expression | None = None
 
     def text(self) -> str:
-        return "; ".join(text(output) for output in self.outputs)
+        before = () if self.pre is None else (f"{PRE} {text(self.pre)}",)
+        return "; ".join((*before, *(text(output) for output in self.outputs)))
+
+    @property
+    def behind(self) -> Epilogue | None:
+        """What is made of a reduced sum; None where that is the output."""
+        return None if self.outputs == (Product(0),) else Epilogue(self.outputs)
 
     def groups(self) -> tuple[Group, ...]:
         """The products in groups that share outputs, in the order of their first product."""
@@ -121,7 +133,7 @@ class Epilogue:
 
     def extras(self) -> tuple[Extra, ...]:
         """The extra tensors, by index."""
-        found = {one for output in self.outputs for one in walk(output) if isinstance(one, Extra)}
+        found = {*extras_of(self.outputs), *extras_of(() if self.pre is None else (self.pre,))}
         return tuple(sorted(found, key=lambda one: (one.index, one.kind)))
 
     def dtypes(self) -> tuple[str, ...]:
@@ -154,8 +166,10 @@ class Epilogue:
         biases = {product: row for (product, row), count in sums.items() if count == uses[product]}
         return Epilogue(tuple(_unbiased(output, biases, dtype) for output in self.outputs)), biases
 
-    def verify(self, num_weights: int, num_extras: int) -> None:
-        """Raises `InvalidEpilogue` unless it fits a node with so many weights and extra tensors."""
+    def verify(self, num_weights: int, num_extras: int, *, reduces: bool = False) -> None:
+        """Raises `InvalidEpilogue` unless it fits a node with so many weights and extra tensors; reduces: it does."""
+        if self.pre is not None:
+            self._verify_pre(reduces)
         _check(bool(self.outputs), self.text(), "has no output")
         for output in self.outputs:
             _check(bool(products(output)), self.text(), f"has an output without a product: {text(output)}")
@@ -166,11 +180,23 @@ class Epilogue:
         most = max(len(group.products) for group in self.groups())
         _check(most <= MAX_TOGETHER, self.text(), f"combines {most} products, more than {MAX_TOGETHER}")
 
+    def _verify_pre(self, reduces: bool) -> None:
+        assert self.pre is not None
+        _check(reduces, self.text(), "has a part before the reduction, but nothing is reduced")
+        _check(products(self.pre) == {0}, self.text(), f"reduces something else than a product: {text(self.pre)}")
+        # Rows of the product are others than rows of a scattered sum.
+        both = {one.index for one in extras_of(self.outputs)} & {one.index for one in extras_of((self.pre,))}
+        _check(not both, self.text(), f"uses the extra tensors {sorted(both)} before and behind the reduction")
+
 
 def parse(source: str) -> Epilogue:
     """The epilogue of a text. Raises `InvalidEpilogue` for anything that is not in the grammar."""
     _check(len(source) <= MAX_TEXT, source[:80] + "..", f"is longer than {MAX_TEXT} characters")
-    return Epilogue(tuple(_parse_output(part.strip(), source) for part in source.split(";")))
+    first, *parts = (part.strip() for part in source.split(";"))
+    if not first.startswith(PRE):
+        return Epilogue(tuple(_parse_output(part, source) for part in (first, *parts)))
+    pre = _parse_output(first.removeprefix(PRE).strip(), source)
+    return Epilogue(tuple(_parse_output(part, source) for part in parts), pre)
 
 
 def text(expression: Expression) -> str:
@@ -202,6 +228,11 @@ def walk(expression: Expression) -> Iterator[Expression]:
         case Binary(_, left, right):
             yield from walk(left)
             yield from walk(right)
+
+
+def extras_of(expressions: Iterable[Expression]) -> Iterator[Extra]:
+    """The extra tensors in expressions."""
+    return (one for expression in expressions for one in walk(expression) if isinstance(one, Extra))
 
 
 def _biased(expression: Expression, dtype: str, *, rounded: bool) -> Iterator[tuple[int, int]]:

@@ -29,6 +29,7 @@ class WithEpilogue:
     """A node whose outputs are products, or what an epilogue makes of them."""
 
     kind: ClassVar[str]
+    reduces: ClassVar[bool] = False
     num_extras: int
     epilogue: str
 
@@ -44,7 +45,7 @@ class WithEpilogue:
             return None
         try:
             parsed = parse(self.epilogue)
-            parsed.verify(self.num_operands, self.num_extras)
+            parsed.verify(self.num_operands, self.num_extras, reduces=self.reduces)
         except InvalidEpilogue as error:
             raise InvalidTaskNode(node=self.kind, field="epilogue", problem=f"is wrong: {error}") from error
         return parsed
@@ -187,10 +188,12 @@ class MatmulReduceScatter(WithEpilogue):
     a_i is [.., W*S, .., K_i], b_i is [K_i, N], out is [.., S, .., N]; `scatter_dim` is never the last dimension. bias,
     where there is one, is a row [N], or of matrices a column [W*S, 1]; every rank adds its own before the reduction.
 
-    With an epilogue the outputs are what it makes of `mm0`, which is out, rounded, and of `num_extras` more tensors.
+    With an epilogue the outputs are what it makes of `mm0`, which is out, rounded, and of `num_extras` more tensors;
+    with a part `pre:` what is reduced is what that makes of the sum of products.
     """
 
     kind: ClassVar[str] = "matmul_reduce_scatter"
+    reduces: ClassVar[bool] = True
     scatter_dim: int
     reduce_op: str
     world_size: int
@@ -224,10 +227,11 @@ class MatmulAllReduce(WithEpilogue):
     before the reduction.
 
     With an epilogue the outputs are what it makes of `mm0`, which is out, rounded, and of `num_extras` more tensors:
-    bit-identical wherever these are.
+    bit-identical wherever these are. With a part `pre:` what is reduced is what that makes of the sum of products.
     """
 
     kind: ClassVar[str] = "matmul_all_reduce"
+    reduces: ClassVar[bool] = True
     reduce_op: str
     world_size: int
     group_name: str
@@ -255,7 +259,8 @@ class Norm:
     """A normalisation of rows [.., N], computed in fp32: scaled = (x - mean) / sqrt(variance + eps), as a `layer` norm
     does, or x / sqrt(mean of x * x + eps) (`rms`); then scaled * weight + shift.
 
-    plus_one: the weight counts as 1 + weight. round_first: scaled is rounded to the dtype of x first, as in Llama.
+    plus_one: the weight counts as 1 + weight. round_first: scaled is rounded to the dtype of x first, as in Llama. The
+    form `none` stands for no norm at all, behind a reduction whose rows have one of their own, `post`.
     """
 
     form: str = "rms"
@@ -268,11 +273,14 @@ class Norm:
         check(0.0 <= self.eps < math.inf, kind, "eps", self.eps, "a number, 0 or more")
 
     def text(self) -> str:
+        if self.form == NO_NORM:
+            return NO_NORM
         flags = ", plus_one" * self.plus_one + ", round_first" * self.round_first
         return f"{self.form}(eps={self.eps:g}{flags})"
 
 
-NORMS: tuple[str, ...] = ("rms", "layer")
+NO_NORM = "none"
+NORMS: tuple[str, ...] = ("rms", "layer", NO_NORM)
 MOST_PROJECTED_ROWS = 64
 """Of the tensor of `Projections`: as many as one tile of its kernel has."""
 MOST_NORM_COLUMNS = 16384
@@ -306,6 +314,7 @@ class ShardNorm:
 
     def verify(self, kind: str) -> None:
         self.norm.verify(kind)
+        check(self.norm.form != NO_NORM, kind, "norm", self.norm.form, "a norm")
         _verify_names(kind, "extras", self.extras, SHARD_EXTRAS)
         _verify_names(kind, "saved", self.saved, SHARD_SAVED)
 
@@ -318,8 +327,8 @@ class ShardNorm:
 class _ReductionWithNorm:
     """What the two nodes with a norm have in common.
 
-    extras: which of `EXTRAS` there are. post: a norm of the reduced rows alone, before the residual is added. saved:
-    which of `SAVED` are outputs too.
+    extras: which of `EXTRAS` there are. post: a norm of the reduced rows alone, before the residual is added;
+    then there may be none behind (`NO_NORM`), nor an output of it. saved: which of `SAVED` are outputs too.
     """
 
     kind: ClassVar[str]
@@ -338,11 +347,21 @@ class _ReductionWithNorm:
         self.norm.verify(self.kind)
         if self.post is not None:
             self.post.verify(self.kind)
+            check(self.post.form != NO_NORM, self.kind, "post", self.post.form, "a norm")
+        if self.norm.form == NO_NORM:
+            check(self.post is not None, self.kind, "norm", self.norm.form, "a norm, as there is none before it")
+            behind = {"weight", "shift", "mean", "rstd", "scaled"} & {*self.extras, *self.saved}
+            check(not behind, self.kind, "norm", self.norm.form, f"a norm, as there are {', '.join(sorted(behind))}")
         for field, names, known in (("extras", self.extras, EXTRAS), ("saved", self.saved, SAVED)):
             _verify_names(self.kind, field, names, known)
             no_post = self.post is not None or not any(name.startswith("post_") for name in names)
             check(no_post, self.kind, field, names, "without names of a norm before the residual, as there is none")
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """The names of the outputs, without the token."""
+        return norm_returns(self.norm, self.saved)
 
     def text(self) -> str:
         post = "" if self.post is None else f"post={self.post.text()}, "
@@ -372,12 +391,15 @@ class AllReduceRmsNorm(_ReductionWithNorm):
 @dataclass(frozen=True)
 class MatmulAllReduceRmsNorm(_ReductionWithNorm):
     """As `AllReduceRmsNorm` with x = sum_i a_i @ b_i + product_bias: what `MatmulAllReduce` reduces. has_bias: whether
-    there is that row, which every rank adds before the reduction.
+    there is that row, which every rank adds before the reduction. num_extras, epilogue: of an epilogue that has a part
+    before the reduction only.
     """
 
     kind: ClassVar[str] = "matmul_all_reduce_rms_norm"
     num_products: int = 1
     has_bias: bool = False
+    num_extras: int = 0
+    epilogue: str = ""
 
     @property
     def reduction(self) -> MatmulAllReduce:
@@ -390,14 +412,20 @@ class MatmulAllReduceRmsNorm(_ReductionWithNorm):
             self.policy,
             num_products=self.num_products,
             has_bias=self.has_bias,
+            num_extras=self.num_extras,
+            epilogue=self.epilogue,
         )
 
     def verify(self) -> None:
         super().verify()
-        _verify_reduction(self.kind, self.reduce_op, self.num_products)
+        self.reduction.verify()
+        parsed = self.reduction.parsed
+        fits = parsed is None or parsed.behind is None
+        check(fits, self.kind, "epilogue", self.epilogue, "one without a part behind the reduction")
 
     def _reduction_text(self) -> str:
-        return _reduction_text(self.reduce_op, self.num_products, self.has_bias)
+        text = _reduction_text(self.reduce_op, self.num_products, self.has_bias)
+        return f"{text}, epilogue={self.epilogue!r}" if self.epilogue else text
 
 
 @dataclass(frozen=True)
@@ -479,6 +507,11 @@ PLANNED_KINDS: tuple[str, ...] = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS,
 """Those with times of their own in tables. With a matmul, a norm costs all strategies the same."""
 TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS, *ULYSSES_KINDS, FlashDecode.kind, *ATTENTION_KINDS)
 """All of them."""
+
+
+def norm_returns(norm: Norm, saved: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the outputs of a reduction with this norm, without the token."""
+    return (*("normed",) * (norm.form != NO_NORM), "total", *saved)
 
 
 def _verify_names(kind: str, field: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:

@@ -21,10 +21,10 @@
     x [.., N]. <extras>, the names of `nodes.EXTRAS`: residual as many elements, in any shape whose rows are N long; the
     others N elements; each of them None where there is none. total = post(all_reduce(x) + bias + second_bias) +
     residual and normed = norm(total): shape and dtype of x, contiguous, bit-identical on every rank. See `nodes.Norm`
-    for the arguments `norm` to `round_first`, and `post` (empty: there is none) to `post_round_first`. saved: names of
-    `nodes.SAVED`, joined by `+`; these are returned too, contiguous, mean and rstd as fp32 [.., 1], scaled as fp32.
+    for the arguments `norm` (`none`: no normed) to `round_first`, and `post` (empty: no post) to `post_round_first`.
+    saved: names of `nodes.SAVED`, joined by `+`: returned too, contiguous; mean and rstd fp32 [.., 1], scaled fp32.
 `matmul_all_reduce_rms_norm(a, b, product_bias, <extras>, token, ...) -> [normed, total, <saved>, token]`
-    the same for x = sum_i a_i @ b_i + product_bias, the operands of `matmul_all_reduce`.
+    the same for x = sum_i a_i @ b_i + product_bias, or what an epilogue's `pre:` makes of that, as `matmul_all_reduce`.
 `matmul_all_gather(a, b, bias, token, ...) -> (out, token)`
     a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N] or None; out is the sum [.., N] with gather_dim W times as
     long, contiguous.
@@ -105,6 +105,7 @@ from ditron_inductor.task.nodes import (
     Projections,
     ShardNorm,
     TaskNode,
+    norm_returns,
 )
 
 NAMESPACE = "ditron"
@@ -129,7 +130,7 @@ SCHEMAS: dict[str, str] = {
     MatmulReduceScatter.kind: f"({_PRODUCTS}, int scatter_dim, str reduce_op, {_SITE}, {_EPILOGUE}) -> Tensor[]",
     MatmulAllReduce.kind: f"({_PRODUCTS}, str reduce_op, {_SITE}, {_EPILOGUE}) -> Tensor[]",
     AllReduceRmsNorm.kind: f"(Tensor x, {_NORM}) -> Tensor[]",
-    MatmulAllReduceRmsNorm.kind: f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}) -> Tensor[]",
+    MatmulAllReduceRmsNorm.kind: f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}, {_EPILOGUE}) -> Tensor[]",
     MatmulAllGather.kind: f"({_PRODUCTS}, int gather_dim, {_SITE}) -> (Tensor, Tensor)",
     FlashDecode.kind: f"({FLASH_DECODE_ARGUMENTS}, {_SITE}) -> (Tensor, Tensor)",
     AllGatherAttention.kind: (
@@ -335,9 +336,8 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
         )
     with_norm: dict[str, Any] = {}
     if kind in NORM_KINDS:
-        names = list(value)
-        first = names.index("norm")
-        norm, post, saved = norms_of([value[name] for name in names[first : first + NUM_NORM_ARGS]])
+        given = list(value.values())[list(value).index("norm") :]
+        norm, post, saved = norms_of(given[:NUM_NORM_ARGS])
         extras = tuple(name for name in EXTRAS if value[name] is not None)
         with_norm = dict(reduce_op=str(value["reduce_op"]), norm=norm, extras=extras, post=post, saved=saved)
         with_norm |= dict(world_size=world_size, group_name=group_name, site=site, policy=policy)
@@ -360,7 +360,8 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
             epilogue=epilogue,
         )
     if kind == MatmulAllReduceRmsNorm.kind:
-        return MatmulAllReduceRmsNorm(**with_norm, num_products=num_products, has_bias=has_bias)
+        with_norm |= dict(num_products=num_products, has_bias=has_bias, num_extras=num_extras, epilogue=epilogue)
+        return MatmulAllReduceRmsNorm(**with_norm)
     if kind == MatmulAllGather.kind:
         return MatmulAllGather(
             gather_dim=as_int("gather_dim"),
@@ -530,22 +531,21 @@ def _fake_attention_reduce_scatter(
 
 
 def _fake_all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> list[torch.Tensor]:
-    return [*norm_outputs(x, list(x.shape), saved_names(others[_SAVED_PLACE])), new_token(x)]
+    return [*norm_outputs(x, list(x.shape), others), new_token(x)]
 
 
 def _fake_matmul_all_reduce_rms_norm(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: torch.Tensor | None, *others: Any
 ) -> list[torch.Tensor]:
-    return [*norm_outputs(a[0], _sum_shape(a, b), saved_names(others[_SAVED_PLACE])), new_token(a[0])]
+    return [*norm_outputs(a[0], _sum_shape(a, b), others), new_token(a[0])]
 
 
-_SAVED_PLACE = len(EXTRAS) + 1 + NUM_NORM_ARGS
-"""Of the argument `saved` behind the operands: the extras, the token and the reduction stand before the norms."""
-
-
-def norm_outputs(x: torch.Tensor, shape: Sequence[Any], saved: Sequence[str]) -> list[torch.Tensor]:
-    """Memory for normed, total and what is saved, for sums of this shape [.., N] beside x."""
-    return [norm_output(x, shape, name) for name in ("normed", "total", *saved)]
+def norm_outputs(x: torch.Tensor, shape: Sequence[Any], others: Sequence[Any]) -> list[torch.Tensor]:
+    """Memory for what is returned, for sums of this shape [.., N] beside x. others: the arguments behind the operands,
+    where the extras, the token and the reduction stand before the norms.
+    """
+    norm, _, saved = norms_of(others[len(EXTRAS) + 2 :])
+    return [norm_output(x, shape, name) for name in norm_returns(norm, saved)]
 
 
 def norm_output(x: torch.Tensor, shape: Sequence[Any], name: str) -> torch.Tensor:

@@ -50,7 +50,7 @@ class PlanRequest:
         workspace_bytes: symmetric memory that `tile` needs here. tile_available, tile_reason: whether every rank can
         run the tile kernels, and if not, why not.
         chunked_bytes: symmetric memory that `chunked` needs here. chunked_reason: why it cannot run, empty if it can.
-        captured: inside a CUDA graph. epilogue_bytes: see `cost.Problem`.
+        captured: inside a CUDA graph. epilogue_bytes, pre_bytes: see `cost.Problem`.
     """
 
     site: str
@@ -71,6 +71,7 @@ class PlanRequest:
     chunked_reason: str
     captured: bool = False
     epilogue_bytes: int = 0
+    pre_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, .
     if measured is None or not any(strategy in measured.ratio for strategy in able):
         return "", ""
     # The tables are of products alone.
-    plain = _predicted(replace(request, epilogue_bytes=0))
+    plain = _predicted(replace(request, epilogue_bytes=0, pre_bytes=0))
     library_us = measured.library_us or (plain["library"] if plain else 1.0)
     us = {strategy: ratio * library_us for strategy, ratio in measured.ratio.items()}
     if plain:
@@ -176,6 +177,7 @@ def _problem(request: PlanRequest) -> cost.Problem:
         request.world_size,
         request.captured,
         request.epilogue_bytes,
+        request.pre_bytes,
     )
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ditron_inductor.task import ulysses
-from ditron_inductor.task.nodes import EXTRAS, SHARD_EXTRAS, Norm, ShardNorm
+from ditron_inductor.task.nodes import EXTRAS, NO_NORM, SHARD_EXTRAS, Norm, ShardNorm, norm_returns
 from ditron_inductor.task.watch import communicate
 
 Multiply = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -130,9 +130,11 @@ def matmul_reduce_scatter(
     reduce_op: str,
     world_size: int,
     group_name: str,
+    prepare: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """reduce_scatter(sum_i a_i @ b_i + bias). See `ops` for the shapes."""
+    """reduce_scatter(prepare(sum_i a_i @ b_i + bias)). See `ops` for the shapes."""
     total = sum_of_products(a, b, bias)
+    total = total if prepare is None else prepare(total.contiguous())
     return reduce_scatter(
         total, scatter_dim=scatter_dim, reduce_op=reduce_op, world_size=world_size, group_name=group_name
     )
@@ -146,9 +148,11 @@ def matmul_all_reduce(
     reduce_op: str,
     world_size: int,
     group_name: str,
+    prepare: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """all_reduce(sum_i a_i @ b_i + bias), reduced in place on the sum. See `ops` for the shapes."""
+    """all_reduce(prepare(sum_i a_i @ b_i + bias)), reduced in place. See `ops` for the shapes."""
     total = sum_of_products(a, b, bias)
+    total = total if prepare is None else prepare(total.contiguous())
     return all_reduce_(total, reduce_op=reduce_op, world_size=world_size, group_name=group_name)
 
 
@@ -167,7 +171,7 @@ def add_norm(
     post: Norm | None = None,
     saved: Sequence[str] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """(normed, total, and what is saved) of rows that have been reduced; extras: see `nodes.EXTRAS`."""
+    """(normed if there is a norm, total, what is saved) of rows that have been reduced; extras: see `nodes.EXTRAS`."""
     given = dict(zip(EXTRAS, extras, strict=True))
     values = {"reduced": reduced}
     total = reduced
@@ -178,9 +182,11 @@ def add_norm(
         values |= dict(zip(("post_mean", "post_rstd"), statistics, strict=False))
     if (residual := given["residual"]) is not None:
         total = total + residual.reshape(total.shape)
-    normed, *statistics = _normalised(total, norm, given["weight"], given["shift"])
-    values |= dict(zip(("mean", "rstd", "scaled"), statistics, strict=True))
-    return normed, total, *(values[name] for name in saved)
+    values["total"] = total
+    if norm.form != NO_NORM:
+        behind = _normalised(total, norm, given["weight"], given["shift"])
+        values |= dict(zip(("normed", "mean", "rstd", "scaled"), behind, strict=True))
+    return tuple(values[name] for name in norm_returns(norm, tuple(saved)))
 
 
 def norm_shard(

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.task import ops
 from ditron_inductor.task.all_gather_attention import ALIGNED, AllGatherAttention, AttentionReduceScatter
-from ditron_inductor.task.epilogue import Extra, products, walk
+from ditron_inductor.task.epilogue import extras_of, products
 from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.nodes import (
     SHARD_EXTRAS,
@@ -106,27 +106,30 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _verify_sum(call, rows, weights, ops.argument_of(call.target, call.args, bias))
     for value, weight in zip(rows, weights, strict=True):
         _require(_possible(weight.shape[0] == value.shape[-1]), call, "multiplies shapes that do not fit")
+    whole: Any = math.prod(first.shape[:-1])
+    divides: Any
     if isinstance(task, MatmulReduceScatter):
         _require(task.scatter_dim < first.ndim - 1, call, f"scatters dimension {task.scatter_dim} of {first.ndim}")
-        divides: Any = first.shape[task.scatter_dim] % task.world_size == 0
+        divides = first.shape[task.scatter_dim] % task.world_size == 0
         _require(_possible(divides), call, "scatters a dimension that does not divide by the number of ranks")
-        _verify_epilogue(call, task, first, math.prod(first.shape[:-1]) // task.world_size, [weights[0].shape[1]])
+        _verify_epilogue(call, task, first, whole // task.world_size, [weights[0].shape[1]], whole)
     elif isinstance(task, AllGatherMatmul):
         _require(task.gather_dim < first.ndim - 1, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
         gathered = task.world_size * math.prod(first.shape[:-1])
         _verify_epilogue(call, task, first, gathered, [weight.shape[1] for weight in weights])
         _verify_prologue(call, task, first)
     elif isinstance(task, MatmulAllReduceRmsNorm):
+        _verify_epilogue(call, task.reduction, first, whole, [weights[0].shape[1]], whole)
         _verify_extras(call, task, first, weights[0].shape[1])
     elif isinstance(task, MatmulAllGather):
         _require(task.gather_dim < first.ndim, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
     elif isinstance(task, MatmulAllToAll):
         _require(task.gather_dim < first.ndim - 1, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
-        whole: Any = weights[0].shape[1] % (task.parts * task.world_size) == 0
-        _require(_possible(whole), call, "scatters columns that do not divide by the number of ranks")
+        divides = weights[0].shape[1] % (task.parts * task.world_size) == 0
+        _require(_possible(divides), call, "scatters columns that do not divide by the number of ranks")
     else:
         assert isinstance(task, MatmulAllReduce)
-        _verify_epilogue(call, task, first, math.prod(first.shape[:-1]), [weights[0].shape[1]])
+        _verify_epilogue(call, task, first, whole, [weights[0].shape[1]], whole)
 
 
 def _verify_scattered(call: fx.Node, task: AllToAllMatmul, x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -198,8 +201,12 @@ def _verify_sum(call: fx.Node, rows: list[torch.Tensor], weights: list[torch.Ten
         _require(value.device == rows[0].device, call, f"mixes {rows[0].device} and {value.device}")
 
 
-def _verify_epilogue(call: fx.Node, task: WithEpilogue, first: torch.Tensor, rows: Any, widths: list[Any]) -> None:
-    """Widths of products that are combined, and the sizes of the extra tensors beside so many `rows`."""
+def _verify_epilogue(
+    call: fx.Node, task: WithEpilogue, first: torch.Tensor, rows: Any, widths: list[Any], whole: Any = 0
+) -> None:
+    """Widths of products that are combined, and the sizes of the extra tensors beside so many `rows`; `whole`: of what
+    is reduced.
+    """
     epilogue = task.parsed
     if epilogue is None:
         return
@@ -209,9 +216,11 @@ def _verify_epilogue(call: fx.Node, task: WithEpilogue, first: torch.Tensor, row
             _require(_possible(widths[index] == width), call, "combines products of different widths")
     given = ops.argument_of(call.target, call.args, "extras")
     assert isinstance(given, (list, tuple))
-    for output in epilogue.outputs:
-        shape = (rows, widths[min(products(output))])
-        for extra in (one for one in walk(output) if isinstance(one, Extra)):
+    parts = [(output, rows) for output in epilogue.outputs]
+    parts += [] if epilogue.pre is None else [(epilogue.pre, whole)]
+    for part, length in parts:
+        shape = (length, widths[min(products(part))])
+        for extra in extras_of([part]):
             value = _value(call, given[extra.index])
             _require(value.device == first.device, call, f"mixes {first.device} and {value.device}")
             _require(value.dtype in DTYPES, call, f"has an extra tensor of {value.dtype}")
@@ -247,7 +256,7 @@ def _verify_extras(call: fx.Node, task: NormNode | ShardNorm, first: torch.Tenso
 
 def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
     """The call is taken apart by getitem only, and its fake outputs are as many as the schema says."""
-    count = 3 + len(task.saved) if isinstance(task, NormNode) else 2
+    count = len(task.returned) + 1 if isinstance(task, NormNode) else 2
     if isinstance(task, WithEpilogue):
         count = task.num_outputs + 1
     if isinstance(task, AllGatherMatmul):

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import Outputs, make_add_norm
+from ditron_inductor.lowering.epilogues import preparer_of
 from ditron_inductor.task import reference
-from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, AllReduceRmsNorm, NormNode
+from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, AllReduceRmsNorm, MatmulAllReduceRmsNorm, NormNode
 
 
 def make(node: NormNode, shape: list[int], device: torch.device) -> Callable[..., Outputs]:
@@ -32,12 +33,16 @@ def make(node: NormNode, shape: list[int], device: torch.device) -> Callable[...
     def all_reduce_rms_norm(x: torch.Tensor, given: tuple[torch.Tensor | None, ...]) -> Outputs:
         return normalise(reference.all_reduce_(x.clone(memory_format=torch.contiguous_format), **reduction), given)
 
+    preparer = preparer_of(node.reduction, device) if isinstance(node, MatmulAllReduceRmsNorm) else None
+
     def matmul_all_reduce_rms_norm(
         a: Sequence[torch.Tensor],
         b: Sequence[torch.Tensor],
         bias: torch.Tensor | None,
         given: tuple[torch.Tensor | None, ...],
+        extras: Sequence[torch.Tensor] = (),
     ) -> Outputs:
-        return normalise(reference.matmul_all_reduce(a, b, bias, **reduction), given)
+        prepare = None if preparer is None else functools.partial(preparer.prepare, extras=extras)
+        return normalise(reference.matmul_all_reduce(a, b, bias, **reduction, prepare=prepare), given)
 
     return all_reduce_rms_norm if isinstance(node, AllReduceRmsNorm) else matmul_all_reduce_rms_norm

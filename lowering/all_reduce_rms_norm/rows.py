@@ -4,7 +4,8 @@
     scaled = (total - mean) * rsqrt(variance + eps), in fp32            (mean: 0 for an RMS norm)
     normed = round(round?(scaled) * weight + shift)
 
-`post`, a norm like the other, is the rows themselves where there is none.
+`post`, a norm like the other, is the rows themselves where there is none. Where there is one, the last norm may be
+missing (NO_NORM).
 
 Every kernel with a norm calls the two functions here: `extras` before it waits for anything, `finish` after. One that
 stores the norm in its own way calls `normalised`.
@@ -19,7 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.task.nodes import EXTRAS, SAVED, SHARD_EXTRAS, Norm, NormNode, ShardNorm
+from ditron_inductor.task import nodes
+from ditron_inductor.task.nodes import EXTRAS, SAVED, SHARD_EXTRAS, Norm, NormNode, ShardNorm, norm_returns
 from ditron_inductor.task.ops import norm_output
 
 HAS_BIAS = tl.constexpr(1)
@@ -43,6 +45,7 @@ SAVES_MEAN = tl.constexpr(1 << 17)
 SAVES_RSTD = tl.constexpr(1 << 18)
 SAVES_SCALED = tl.constexpr(1 << 19)
 TOTAL_KNOWN = tl.constexpr(1 << 20)
+NO_NORM = tl.constexpr(1 << 21)
 """The bits of FORM."""
 
 WithNorm = NormNode | ShardNorm
@@ -157,17 +160,20 @@ def normalised(
         value = (value + loaded[4].to(tl.float32)).to(dtype).to(tl.float32)
     if not (TOTAL_KNOWN & FORM):
         tl.store(outputs[1] + at, value.to(dtype), mask=inside)
-    scaled, mean, rstd = scale(value, inside, N, LAYER & FORM, EPS)
-    if SAVES_MEAN & FORM:
-        tl.store(outputs[5] + rows, mean[:, None], mask=rows < M)
-    if SAVES_RSTD & FORM:
-        tl.store(outputs[6] + rows, rstd[:, None], mask=rows < M)
-    if SAVES_SCALED & FORM:
-        tl.store(outputs[7] + at, scaled, mask=inside)
-    return weigh(
-        scaled, loaded[5], loaded[6], dtype,
-        ROUND_FIRST & FORM, HAS_WEIGHT & FORM, PLUS_ONE & FORM, HAS_SHIFT & FORM,
-    )  # fmt: skip
+    result = value.to(dtype)
+    if not (NO_NORM & FORM):
+        scaled, mean, rstd = scale(value, inside, N, LAYER & FORM, EPS)
+        if SAVES_MEAN & FORM:
+            tl.store(outputs[5] + rows, mean[:, None], mask=rows < M)
+        if SAVES_RSTD & FORM:
+            tl.store(outputs[6] + rows, rstd[:, None], mask=rows < M)
+        if SAVES_SCALED & FORM:
+            tl.store(outputs[7] + at, scaled, mask=inside)
+        result = weigh(
+            scaled, loaded[5], loaded[6], dtype,
+            ROUND_FIRST & FORM, HAS_WEIGHT & FORM, PLUS_ONE & FORM, HAS_SHIFT & FORM,
+        )  # fmt: skip
+    return result
 
 
 @triton.jit
@@ -176,7 +182,8 @@ def finish(
 ):
     """As `normalised`, and the norm is stored too."""
     normed = normalised(reduced, loaded, outputs, rows, at, inside, M, N, FORM, EPS, POST_EPS)
-    tl.store(outputs[0] + at, normed, mask=inside)
+    if not (NO_NORM & FORM):
+        tl.store(outputs[0] + at, normed, mask=inside)
 
 
 @triton.jit
@@ -198,6 +205,7 @@ def form_of(node: WithNorm, *, stores_reduced: bool) -> int:
     """FORM of a node. stores_reduced: whether the reduced rows, where they are saved, are still to be stored."""
     form = sum(FORM_OF_EXTRAS[name] for name in node.extras)
     form += sum(FORM_OF_SAVED[name] for name in node.saved if stores_reduced or name != "reduced")
+    form += NO_NORM.value * (node.norm.form == nodes.NO_NORM)
     form += _norm_bits(node.norm, LAYER.value, PLUS_ONE.value, ROUND_FIRST.value)
     if node.post is not None:
         form += POST.value + _norm_bits(node.post, POST_LAYER.value, POST_PLUS_ONE.value, POST_ROUND_FIRST.value)
@@ -218,7 +226,7 @@ def constants_of(node: WithNorm, *, stores_reduced: bool) -> dict[str, Any]:
 
 def allocate(node: WithNorm, x: torch.Tensor, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Memory for normed, total and what is saved, of rows like x. given: what of it there is already, by name."""
-    names = ("normed", "total", *node.saved)
+    names = norm_returns(node.norm, node.saved)
     return tuple(given[name] if name in given else norm_output(x, x.shape, name) for name in names)
 
 
@@ -243,10 +251,9 @@ def shard_extras(given: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor |
 
 
 def all_outputs(node: WithNorm, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The outputs as `finish` takes them: total stands for what is not saved."""
-    normed, total, *rest = outputs
-    saved = dict(zip(node.saved, rest, strict=True))
-    return normed, total, *(saved.get(name, total) for name in SAVED)
+    """The outputs as `finish` takes them: total stands for what there is not."""
+    made = dict(zip(norm_returns(node.norm, node.saved), outputs, strict=True))
+    return tuple(made.get(name, made["total"]) for name in ("normed", "total", *SAVED))
 
 
 def block_of(columns: int) -> int:

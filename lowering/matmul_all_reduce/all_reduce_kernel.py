@@ -43,7 +43,7 @@ from ditron_inductor.core.signals import (
     slot_ctl,
     wait_all,
 )
-from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_flat_sum
+from ditron_inductor.lowering.epilogues import Arrangement, Preparer, arrange, preparer_of, store_flat_sum
 from ditron_inductor.lowering.exchange import Operands
 from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
 from ditron_inductor.lowering.launcher import Arguments
@@ -232,7 +232,7 @@ def cut(numel: int, itemsize: int, world_size: int, *, programs: int, least_piec
 @dataclass(frozen=True)
 class Geometry:
     """Sizes that all ranks share: the output [M, N], how it is cut, warps of a program, the slot's bytes; and the
-    epilogue.
+    epilogue, `preparer` before the reduction.
     """
 
     M: int
@@ -241,6 +241,7 @@ class Geometry:
     num_warps: int
     nbytes: int
     arrangement: Arrangement = field(repr=False)
+    preparer: Preparer | None = field(repr=False)
 
 
 def fits(launch: Launch, numel: int, itemsize: int) -> bool:
@@ -269,6 +270,7 @@ def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: in
         num_warps=max(1, min(chosen.piece * itemsize // (32 * THREAD_BYTES), MOST_WARPS)),
         nbytes=areas * chosen.pieces * chosen.piece * itemsize,
         arrangement=arrange(node.parsed, 1),
+        preparer=preparer_of(node, a.device),
     )
 
 
@@ -287,6 +289,8 @@ def matmul_all_reduce(
     arrangement = sizes.arrangement
     out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
     Operands([[rows_of(one)] for one in a], b, bias).multiply(0, out.view(sizes.M, sizes.N))
+    if sizes.preparer is not None:
+        sizes.preparer.prepare(out, extras)
 
     def arguments() -> Arguments:
         return Arguments(

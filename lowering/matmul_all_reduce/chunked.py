@@ -8,7 +8,8 @@ of rank + 1 first and the own ones last, straight into the own slot. The side st
 this rank from its peers, adds them up in rank order, in fp32, rounds once, and stores the result in the output and in
 the own slot. From there the peers copy it to their outputs, while the next part is being multiplied. So every rank has
 the bits of the owner's one addition. An epilogue is a kernel of its own behind: its other operands need not be the
-same on all ranks, so an owner cannot compute it for them.
+same on all ranks, so an owner cannot compute it for them. What it makes of the products themselves is a launch behind
+each of them.
 Signal protocol. See lowering/transfers.py. Flag row PIECE_ROWS + part: the partial products of a part for its owner;
 RESULT_ROWS + part: the owner's results, which are not written before the slot is free either.
 Limits. None on M, N, K; runs may be empty.
@@ -25,7 +26,7 @@ import torch
 from ditron_inductor.device.lanes import Lane, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.epilogues import Finisher, finisher_of_sum
+from ditron_inductor.lowering.epilogues import Finisher, Preparer, finisher_of_sum, preparer_of
 from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, Operands
 from ditron_inductor.lowering.launch import Launch, ceil_div, round_up, rows_of
 from ditron_inductor.lowering.launcher import Bound
@@ -44,7 +45,7 @@ class Parts:
     """Sizes that all ranks share: the output [M, N], `parts` of it with `length` rows for each rank.
 
     groups: (first, count) of the steps from the own rank whose products are made as one. `stride` elements lie between
-    two partials in the slot; the results begin at element `results`. finisher: of the epilogue, None without one.
+    two partials in the slot; the results begin at element `results`. finisher, preparer: of the epilogue, None without.
     """
 
     M: int
@@ -57,6 +58,7 @@ class Parts:
     nbytes: int
     kernels: Kernels = field(repr=False)
     finisher: Finisher | None = field(repr=False)
+    preparer: Preparer | None = field(repr=False)
 
     def run(self, part: int, owner: int, world_size: int) -> tuple[int, int]:
         """(first row, last row) of the output that `owner` adds up in a part."""
@@ -94,6 +96,7 @@ def parts_geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, colum
         nbytes=(results + parts * stride) * itemsize,
         kernels=Kernels(launch),
         finisher=finisher_of_sum(node, a),
+        preparer=preparer_of(node, a.device),
     )
 
 
@@ -117,7 +120,10 @@ def matmul_all_reduce(
     partials = first.new_empty(sizes.parts * node.world_size * sizes.length, sizes.N)
     with launch.call(nbytes=sizes.nbytes) as call:
         plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, first))
-        operands = Operands([rows_of(one).split_with_sizes(plan.lengths) for one in a], b, bias)
+        pre = None
+        if sizes.preparer is not None:
+            pre = sizes.preparer.runs(extras, sizes.M, sizes.N, lambda one: one.split_with_sizes(plan.lengths))
+        operands = Operands([rows_of(one).split_with_sizes(plan.lengths) for one in a], b, bias, pre)
         result, arrived = out.data_ptr(), partials.data_ptr()
         plan.open(call.stream)
         with call.fork() as lane:

@@ -7,7 +7,7 @@ Algorithm. A program computes a tile, puts it into the slot of every rank, the o
 It adds up a tile, in rank order and in fp32, once it has sent the next one, or has no further one: one signal is all
 that stands between the last tile and the result. Operands are loaded by pointers, which is the faster way for so few
 rows. Every rank adds the same rounded partials, so all hold the same bits. An epilogue is computed of
-the sum before it is written.
+the sum before it is written, and what it makes of the product of a tile before that is sent.
 With a norm behind the sum (lowering/matmul_all_reduce_rms_norm), the program that adds up the last tile of this GPU
 does that for all rows, which are few.
 Signal protocol. Flag row `tile`, one word for each source. Before its first push a program waits for the credits of all
@@ -54,7 +54,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     reduced_outputs,
 )
 from ditron_inductor.lowering.config import Config, select_few_rows_config
-from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_sum
+from ditron_inductor.lowering.epilogues import Arrangement, arrange, prepared, store_sum
 from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
 from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.task.nodes import MatmulAllReduce, MatmulAllReduceRmsNorm
@@ -67,8 +67,9 @@ MOST_NORM_ROWS = 1
 MOST_NORM_ELEMENTS = 64
 """Of a row, in each thread of that program."""
 
-UNUSED = ("GROUP_M", "DESCRIPTORS", "K_MAJOR", "PIECE")
-"""What other kernels of matrix products take: here nothing is loaded by descriptors, grouped or carried."""
+UNUSED = ("GROUP_M", "DESCRIPTORS", "K_MAJOR", "PIECE", "PRE_IN_SLICES")
+"""What other kernels of matrix products take: here nothing is loaded by descriptors, grouped or carried, and
+tiles are small."""
 
 
 def fits(rows: int, columns: int) -> bool:
@@ -90,12 +91,13 @@ def matmul_all_reduce_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr,
     NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
+    PRE: tl.constexpr,
     NORM: tl.constexpr, ROW: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts [M, K_i] with contiguous K, M <= BLOCK_M, rights [K_i, N], depths (the K_i) and strides:
-    tuples of NUM_PRODUCTS; bias [N], or anything; extras, outs: tuples, of what EPILOGUE takes and makes of the sum;
-    outs [M, N] contiguous.
+    tuples of NUM_PRODUCTS; bias [N], or anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE
+    makes of the sum; outs [M, N] contiguous.
 
     given, norm_outs, where there is a norm (NORM): as by `rows.finish_all`, with ROW >= N; no EPILOGUE then.
     """
@@ -135,6 +137,12 @@ def matmul_all_reduce_kernel(
                 BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, NUM_PRODUCTS,
             )  # fmt: skip
             acc = plus_bias(acc, bias, ticket * BLOCK_N, N, BLOCK_N, HAS_BIAS)
+            if PRE is not None:
+                whole_n = ticket * BLOCK_N + tl.arange(0, BLOCK_N)
+                acc = prepared(
+                    acc, extras, offs_m[:, None], whole_n[None, :], (offs_m < M)[:, None], (whole_n < N)[None, :], N,
+                    dtype, PRE,
+                )  # fmt: skip
             if ok < 0:
                 # Credits: nobody reads any more what the slot's previous use left there.
                 waited = now(TRACE)
@@ -231,13 +239,17 @@ def matmul_all_reduce_rms_norm(
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
     given: tuple[torch.Tensor | None, ...],
+    extras: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """The same with a norm; returns (normed, total), and what is saved. given: see nodes.EXTRAS."""
+    """The same with a norm behind the sum, and no epilogue there; returns (normed, total), and what is saved.
+
+    given: see nodes.EXTRAS.
+    """
     out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
     outputs = reduced_outputs(node, out)
     behind = {"NORM": True, "ROW": block_of(sizes.N), **constants_of(node, stores_reduced=False)}
     tensors = {"given": pointers(given, out), "norm_outs": all_outputs(node, outputs)}
-    _run(node, launch, sizes, a, b, bias, (), [out], behind, tensors)
+    _run(node, launch, sizes, a, b, bias, extras, [out], behind, tensors)
     return outputs
 
 
@@ -257,6 +269,7 @@ def _run(
 
     def arguments() -> Arguments:
         constants = launch.sum_constants(sizes.config, lefts, rights, bias)
+        constants |= sizes.arrangement.constants_of_products()
         return Arguments(
             programs=sizes.programs,
             values=dict(
@@ -267,7 +280,6 @@ def _run(
                 WORLD=node.world_size,
                 AVERAGE=node.reduce_op == "avg",
                 **behind,
-                **sizes.arrangement.constants_of_sum(),
                 **{name: value for name, value in constants.items() if name not in UNUSED},
             ),
         )

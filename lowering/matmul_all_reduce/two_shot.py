@@ -8,6 +8,7 @@ the other ranks' parts, adds them all in fp32, and goes to the output and, carri
 *Copy*: the peers' results come out of the slot. The parts run as a pipeline, part p pushed, p - 1 summed up, p - 2
 copied, so the links work while the tensor cores do. Only the owner adds, so all ranks hold the same bits. An
 epilogue is computed by each rank, where a result is written: its other operands need not be the same on all ranks.
+What it makes of the product is computed of a tile before that is sent.
 Signal protocol. Partials: see lowering/partials.py. Results: flag row RESULT_ROW + chunk, written by the owner to all
 peers at once, read by the copies of the chunk. In ticket order a wait depends on earlier sends only. The push of a
 result needs no credit: the partials of the peer, which it waited for, show that the slot is in its new use there.
@@ -59,7 +60,7 @@ from ditron_inductor.lowering.partials import (
     block_offsets,
     publish_partial,
     publish_to_all,
-    put_in_outbox,
+    put_prepared,
     reduced_slice,
 )
 from ditron_inductor.task.nodes import MatmulAllReduce
@@ -144,11 +145,12 @@ def matmul_all_reduce_kernel(
     DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
     NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
+    PRE: tl.constexpr, PRE_IN_SLICES: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts [M, K_i] with contiguous K, rights [K_i, N], depths (the K_i) and strides: tuples of
-    NUM_PRODUCTS; bias [N], or anything; extras, outs: tuples, of what EPILOGUE takes and makes of the sum; outs [M, N]
-    contiguous.
+    NUM_PRODUCTS; bias [N], or anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE makes of
+    the sum; outs [M, N] contiguous.
     """
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
@@ -251,11 +253,17 @@ def matmul_all_reduce_kernel(
                         event(ctl, waited, site, epoch, tile, owner, CREDITS, TRACE)
                         credited += 1
                     if ok != 0:
-                        put_in_outbox(outbox, acc.to(dtype), BLOCK_M, BLOCK_N)
+                        put_prepared(
+                            outbox, acc, extras, block_row * BLOCK_M, block_column * BLOCK_N, 0, M, M, N,
+                            dtype, PRE, PRE_IN_SLICES, SLICE, WORLD, False, BLOCK_M, BLOCK_N,
+                        )  # fmt: skip
                         sent_owner = owner
                         sent_tile = tile
                 else:
-                    put_in_outbox(outbox, acc.to(dtype), BLOCK_M, BLOCK_N)
+                    put_prepared(
+                        outbox, acc, extras, block_row * BLOCK_M, block_column * BLOCK_N, 0, M, M, N,
+                        dtype, PRE, PRE_IN_SLICES, SLICE, WORLD, False, BLOCK_M, BLOCK_N,
+                    )  # fmt: skip
                     # Acquire: the tile's partials of all peers, published after they were stored.
                     waited = now(TRACE)
                     whole = alive & wait_all(table, ctl, rank, slot, tile // chunk_tiles, site, epoch, WORLD)
@@ -379,7 +387,7 @@ def matmul_all_reduce(
                 AVERAGE=node.reduce_op == "avg",
                 COUNTED=chunk_tiles > 1,
                 **sum_sizes(lefts, rights),
-                **arrangement.constants_of_sum(),
+                **arrangement.constants_of_products(),
                 **launch.sum_constants(sizes.config, lefts, rights, bias),
             ),
         )

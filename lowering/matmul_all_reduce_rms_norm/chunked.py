@@ -14,6 +14,7 @@ import torch
 
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import AddNorm, Outputs, make_add_norm
+from ditron_inductor.lowering.epilogues import Preparer, preparer_of
 from ditron_inductor.lowering.exchange import Operands
 from ditron_inductor.lowering.launch import Launch, rows_of
 from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel, chunked
@@ -37,13 +38,25 @@ class InParts:
         return self.product.nbytes
 
 
-Geometry = InParts | kernel.Geometry
+@dataclass(frozen=True, eq=False)
+class Small:
+    """The same of a product that one kernel reduces and normalises; preparer: of the epilogue, None without one."""
+
+    rows: kernel.Geometry
+    preparer: Preparer | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes
+
+
+Geometry = InParts | Small
 
 
 def geometry(node: MatmulAllReduceRmsNorm, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
     """a [.., K]; columns: N; k: the largest K on any rank. Equal on all ranks."""
     if all_reduce_kernel.fits(launch, math.prod(a.shape[:-1]) * columns, a.element_size()):
-        return kernel.geometry(node, launch, a, columns)
+        return Small(kernel.geometry(node, launch, a, columns), preparer_of(node.reduction, a.device))
     parts = chunked.parts_geometry(node.reduction, launch, a, columns, k)
     return InParts(parts, make_add_norm(node, [*a.shape[:-1], columns], a.device))
 
@@ -56,13 +69,17 @@ def matmul_all_reduce_rms_norm(
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
     given: tuple[torch.Tensor | None, ...],
+    extras: Sequence[torch.Tensor] = (),
 ) -> Outputs:
-    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns (normed, total) [.., N], the same bits on every rank, and what is
-    saved.
+    """a_i [.., K_i], b_i [K_i, N], bias [N], extras as the node's epilogue reads them; returns (normed, total) [.., N],
+    the same bits on every rank, and what is saved.
     """
     if isinstance(sizes, InParts):
-        (reduced,) = chunked.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias)
+        (reduced,) = chunked.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias, extras)
         return sizes.add_norm(reduced, given)
-    product = a[0].new_empty([*a[0].shape[:-1], sizes.N])
-    Operands([[rows_of(one)] for one in a], b, bias).multiply(0, product.view(sizes.M, sizes.N))
-    return kernel.all_reduce_rms_norm(node, launch, sizes, product, given, in_place=True)
+    rows = sizes.rows
+    product = a[0].new_empty([*a[0].shape[:-1], rows.N])
+    Operands([[rows_of(one)] for one in a], b, bias).multiply(0, product.view(rows.M, rows.N))
+    if sizes.preparer is not None:
+        sizes.preparer.prepare(product, extras)
+    return kernel.all_reduce_rms_norm(node, launch, rows, product, given, in_place=True)

@@ -44,12 +44,13 @@ def matmul_all_reduce_rms_norm(
     b: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
     given: tuple[torch.Tensor | None, ...],
+    extras: Sequence[torch.Tensor] = (),
 ) -> Outputs:
-    """a_i [.., K_i], b_i [K_i, N], bias [N]; returns (normed, total) [.., N], the same bits on every rank, and what is
-    saved.
+    """a_i [.., K_i], b_i [K_i, N], bias [N], extras as the node's epilogue reads them; returns (normed, total) [.., N],
+    the same bits on every rank, and what is saved.
     """
     if sizes.add_norm is None:
         assert isinstance(sizes.product, one_shot.Geometry)
-        return one_shot.matmul_all_reduce_rms_norm(node, launch, sizes.product, a, b, bias, given)
-    (reduced,) = tile.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias)
+        return one_shot.matmul_all_reduce_rms_norm(node, launch, sizes.product, a, b, bias, given, extras)
+    (reduced,) = tile.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias, extras)
     return sizes.add_norm(reduced, given)

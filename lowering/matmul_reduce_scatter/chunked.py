@@ -7,7 +7,8 @@ Algorithm. The main stream multiplies the rows of rank + 1 first and the own one
 the own slot, where their owners read them; a small kernel behind each tells them. Meanwhile the side stream copies the
 partial products for this rank from its peers, that of rank - 1 first, in the order in which they are made. The last
 product hides the last copy. One kernel adds up the W partials in rank order, in fp32, and rounds once; an
-epilogue is computed by it too.
+epilogue is computed by it too. What an epilogue makes of the products themselves is a launch behind each of them, in
+its place.
 Signal protocol. See lowering/transfers.py. A flag for each part of an owner's rows, from row PIECE_ROWS on.
 Limits. The scattered dimension is not the last one, and the group's size divides it. Where it lies inside others, their
 sizes multiply to MAX_OUTER at most.
@@ -24,7 +25,7 @@ import torch
 from ditron_inductor.device.lanes import HERE
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.epilogues import Arrangement, arrange
+from ditron_inductor.lowering.epilogues import Arrangement, Preparer, arrange, preparer_of
 from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, Operands, shaped
 from ditron_inductor.lowering.launch import Launch, round_up, rows_of
 from ditron_inductor.lowering.launcher import Bound
@@ -48,7 +49,7 @@ class Geometry:
     """Sizes that all ranks share.
 
     The output is [rows, N], its rows `outer` runs of the product's; `cut` says how an owner's rows are cut and grouped;
-    `stride` elements lie between two owners' partials in the slot, of `nbytes`. arrangement: of the epilogue.
+    `stride` elements lie between two owners' partials in the slot, of `nbytes`. arrangement, preparer: of the epilogue.
     """
 
     rows: int
@@ -59,6 +60,7 @@ class Geometry:
     nbytes: int
     kernels: Kernels = field(repr=False)
     arrangement: Arrangement = field(repr=False)
+    preparer: Preparer | None = field(repr=False)
 
 
 def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
@@ -80,6 +82,7 @@ def geometry(node: MatmulReduceScatter, launch: Launch, a: torch.Tensor, columns
         nbytes=(world - 1) * stride * itemsize,
         kernels=Kernels(launch),
         arrangement=arrange(node.parsed, 1),
+        preparer=preparer_of(node, a.device),
     )
 
 
@@ -105,7 +108,9 @@ def matmul_reduce_scatter(
     with launch.call(nbytes=sizes.nbytes) as call:
         plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, first))
         added = bias if bias is None or bias.dim() == 1 else plan.rows_of(bias)
-        operands = Operands([plan.rows_of(rows_of(one)) for one in a], b, added)
+        whole, preparer = (node.world_size * sizes.rows, sizes.N), sizes.preparer
+        pre = None if preparer is None else preparer.runs(extras, *whole, plan.rows_of)
+        operands = Operands([plan.rows_of(rows_of(one)) for one in a], b, added, pre)
         base = partials.data_ptr()
         plan.open(call.stream)
         with call.fork() as lane:

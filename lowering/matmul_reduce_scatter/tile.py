@@ -6,7 +6,8 @@ Algorithm. One queue of work: the tiles of the product, those of rank + 1 first 
 rank is carried into the slot of its owner while the next tile is computed. An own tile waits for the other ranks'
 parts, adds all of them in fp32 in rank order, and writes the output: by then they have nearly always come, as every
 rank computes its own tiles last. Partials are rounded to the output's dtype, as they are without fusion. An epilogue is
-computed of the sum, rounded likewise, before it is written.
+computed of the sum, rounded likewise, before it is written; what it makes of the product is computed of a tile before
+that is sent.
 The K loops of several products run one after the other into one accumulator; the first one, the longest, carries.
 Signal protocol. See lowering/partials.py. A push waits for the credits of all peers for the slot's previous use;
 the next launch gives those of this one. Every push precedes every flag wait in ticket order, and a program carries and
@@ -55,7 +56,7 @@ from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_sum
 from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
 from ditron_inductor.lowering.launcher import Arguments
-from ditron_inductor.lowering.partials import publish_partial, put_in_outbox, reduced_slice
+from ditron_inductor.lowering.partials import publish_partial, put_prepared, reduced_slice
 from ditron_inductor.task.nodes import MatmulReduceScatter
 
 
@@ -69,11 +70,12 @@ def matmul_reduce_scatter_kernel(
     DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
     NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
+    PRE: tl.constexpr, PRE_IN_SLICES: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts [WORLD * rows, K_i] with contiguous K, rights [K_i, N], depths (the K_i), strides: tuples
-    of NUM_PRODUCTS; bias [N], [WORLD * rows, 1] if not INTERLEAVED, or anything; extras, outs: tuples, of what EPILOGUE
-    takes and makes of the sum; outs [rows, N] contiguous; block: see interleaved_row.
+    of NUM_PRODUCTS; bias [N], [WORLD * rows, 1] if not INTERLEAVED, or anything; extras, outs: tuples, of what PRE and
+    EPILOGUE take, and EPILOGUE makes of the sum; outs [rows, N] contiguous; block: see interleaved_row.
 
     DESCRIPTORS needs the rows of a tile to follow each other: `block` a multiple of BLOCK_M, or not INTERLEAVED.
     """
@@ -97,7 +99,7 @@ def matmul_reduce_scatter_kernel(
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * lefts[0].dtype.element_ty.primitive_bitwidth // 32
     # Elements of a thread: what an epilogue reads takes registers too.
-    SLICE: tl.constexpr = min(BLOCK_M, (64 if EPILOGUE is None else 32) * THREADS // BLOCK_N)
+    SLICE: tl.constexpr = min(BLOCK_M, (64 if EPILOGUE is None and PRE is None else 32) * THREADS // BLOCK_N)
     outbox = data(table, ctl, rank, slot, dtype) + (WORLD * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
     # Whether the credits have come, and the tile that waits in the outbox: of no owner if it is the rank.
     credited = tl.full((), 0, tl.int32)
@@ -164,7 +166,10 @@ def matmul_reduce_scatter_kernel(
             )  # fmt: skip
             sent_owner = rank + 0
         if owner == rank:
-            put_in_outbox(outbox, acc.to(dtype), BLOCK_M, BLOCK_N)
+            put_prepared(
+                outbox, acc, extras, block_row * BLOCK_M, column, owner, rows, block, N,
+                dtype, PRE, PRE_IN_SLICES, SLICE, WORLD, INTERLEAVED, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
             # Acquire: the tile's partials of all peers, published after they were stored.
             waited = now(TRACE)
             whole = alive & wait_all(table, ctl, rank, slot, tile // chunk_tiles, site, epoch, WORLD)
@@ -188,7 +193,10 @@ def matmul_reduce_scatter_kernel(
                 event(ctl, waited, site, epoch, tile, owner, CREDITS, TRACE)
                 credited += 1
             if ok != 0:
-                put_in_outbox(outbox, acc.to(dtype), BLOCK_M, BLOCK_N)
+                put_prepared(
+                    outbox, acc, extras, block_row * BLOCK_M, column, owner, rows, block, N,
+                    dtype, PRE, PRE_IN_SLICES, SLICE, WORLD, INTERLEAVED, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
                 sent_owner = owner
                 sent_tile = tile
         event(ctl, began, site, epoch, tile, owner, TILE, TRACE)
@@ -272,7 +280,7 @@ def matmul_reduce_scatter(
                 INTERLEAVED=block != sizes.rows,
                 # With few tiles of its own a program has no other one to publish after.
                 EARLY=sizes.tiles <= 2 * sizes.programs,
-                **arrangement.constants_of_sum(),
+                **arrangement.constants_of_products(),
                 **constants,
             ),
         )

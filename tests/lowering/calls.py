@@ -307,14 +307,16 @@ def all_reduce_rms_norm(
     reduce_op: str = "sum",
     post: Norm | None = None,
     saved: Sequence[str] = (),
+    scales: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """[normed, total, and what is saved] of the op; operands: x, or a and b, whose product x is. extras: see
-    `nodes.EXTRAS`.
+    """[normed, total, and what is saved] of the op; operands: x, or a and b, whose product x is, each row of it times
+    one of `scales`. extras: see `nodes.EXTRAS`.
     """
     register()
     op, first = torch.ops.ditron.all_reduce_rms_norm, list[Any](operands)
     if len(operands) == 2:
         op, first = torch.ops.ditron.matmul_all_reduce_rms_norm, [[operands[0]], [operands[1]], None]
     norms = *ops.norm_args(norm), *ops.norm_args(post), "+".join(saved)
-    outputs: list[torch.Tensor] = op(*first, *extras, None, reduce_op, *norms, *site.args(ctx))
+    before = ([scales], "pre: mm0 * column(x0); mm0") if scales is not None else ()
+    outputs: list[torch.Tensor] = op(*first, *extras, None, reduce_op, *norms, *site.args(ctx), *before)
     return outputs[:-1]

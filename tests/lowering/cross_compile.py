@@ -100,6 +100,11 @@ class Case:
         return NUM_WEIGHTS if self.kernel in OF_WEIGHTS else self.products
 
     @property
+    def num_extras(self) -> int:
+        """Of the tuple of extra tensors, which is never empty."""
+        return max(1, len(parse(self.epilogue).extras()) if self.epilogue else 0)
+
+    @property
     def fitted(self) -> Config:
         """The tiles as the launcher takes them on this GPU."""
         config = self.config.for_arch(self.target)
@@ -178,7 +183,7 @@ def compile_case(case: Case) -> Compiled:
         "UPCAST": False,
         "SEND_BLOCK": 8192,
         "SEND_STEPS": 8,
-        **(case.arrangement.constants() if case.kernel in OF_WEIGHTS else case.arrangement.constants_of_sum()),
+        **(case.arrangement.constants() if case.kernel in OF_WEIGHTS else case.arrangement.constants_of_products()),
         "NORM": case.norm,
         "ROW": 8192,
         "FORM": (HAS_RESIDUAL.value | HAS_WEIGHT.value) if case.norm else 0,
@@ -209,7 +214,7 @@ def compile_case(case: Case) -> Compiled:
             signature[name] = (f"*{case.dtype}",) * len(EXTRAS if name == "given" else ("", "", *SAVED))
             attributes |= {(place, i): aligned for i in range(len(signature[name]))}
         elif name in TUPLES:
-            count = len(case.arrangement.outputs) if name == "outs" else case.length
+            count = {"outs": len(case.arrangement.outputs), "extras": case.num_extras}.get(name, case.length)
             signature[name] = (f"*{case.dtype}" if name in TUPLES_OF_TENSORS else "i32",) * count
             attributes |= {(place, i): aligned for i in range(count)}
         else:

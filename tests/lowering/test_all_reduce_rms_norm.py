@@ -33,6 +33,7 @@ LLAMA = Norm("rms", 1e-6, round_first=True)
 GEMMA = Norm("rms", 1e-6, plus_one=True)
 RMS = Norm("rms", 1e-5)
 LAYER = Norm("layer", 1e-5)
+ALONE = Norm("none", 0.0)
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,14 @@ class Case:
     """Weight and shift are fp32, whatever the dtype."""
     post: Norm | None = None
     saved: str = ""
+    scaled: bool = False
+    """Each rank scales the rows of its product."""
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))
         norm = f"{self.post.form}-" if self.post else ""
         norm += self.norm.form + "+1" * self.norm.plus_one + "r" * self.norm.round_first
+        norm = "scaled-" * self.scaled + norm
         return f"{shape}-{norm}-{self.extras.replace(' ', '+')}-{str(self.dtype)[6:]}-{self.reduce_op}{self.k or ''}"
 
 
@@ -70,6 +74,7 @@ CASES = (
     Case((29,), RMS, "residual weight", dtype=FP32),
     Case((5, 38), LAYER, "bias second_bias residual weight", dtype=FP16, saved="reduced mean rstd scaled"),
     Case((7, 35), LLAMA, "post_weight residual weight", FP16, post=GEMMA, saved="reduced post_rstd rstd"),
+    Case((13, 37), ALONE, "post_weight residual", FP16, post=LLAMA, saved="reduced post_rstd"),
     Case((3, 24), RMS, "bias post_weight post_shift residual weight", post=LAYER, saved="post_mean post_rstd"),
 )
 
@@ -106,36 +111,41 @@ def _sum_in_rank_order(ctx: RankContext, x: torch.Tensor, case: Case) -> torch.T
 def check(ctx: RankContext, case: Case, site: Site) -> None:
     """Call, and compare everything that can be known about the result. Collective."""
     operands, given = make(ctx, case)
+    scales = calls.operand(ctx, [*case.shape[:-1], 1], case.dtype) if case.scaled else None
     before = [one.clone() for one in (*operands, *given) if one is not None]
     names = case.saved.split()
-    normed, total, *saved = calls.all_reduce_rms_norm(
-        ctx, site, operands, given, case.norm, case.reduce_op, case.post, names
+    outputs = calls.all_reduce_rms_norm(
+        ctx, site, operands, given, case.norm, case.reduce_op, case.post, names, scales
     )
-    for out in (normed, total):
+    normed = None if case.norm == ALONE else outputs.pop(0)
+    total, *saved = outputs
+    for out in (total,) if normed is None else (normed, total):
         assert out.dtype == case.dtype and out.shape == case.shape
-    for out in (normed, total, *saved):
+    for out in outputs if normed is None else (normed, *outputs):
         assert out.is_contiguous()
         calls.assert_replicated(ctx, out)
     # The interpreter cuts off what does not fit into bfloat16.
     rounds = case.dtype != BF16 or ctx.device.type == "cuda"
     if rounds and not case.k and site.strategy != "library":
         reduced = _sum_in_rank_order(ctx, operands[0], case)
-        wanted = reference.add_norm(reduced, given, case.norm)[1]
-        assert case.post or torch.equal(total, wanted), f"{case}: not the rounded sum in rank order"
+        wanted = None if case.post else reference.add_norm(reduced, given, case.norm)[1]
+        assert wanted is None or torch.equal(total, wanted), f"{case}: not the rounded sum in rank order"
         assert "reduced" not in names or torch.equal(saved[0], reduced)
     exact = [None if one is None else one.double() for one in given]
     x = operands[0].double() if not case.k else operands[0].double() @ operands[1].double()
+    x = x if scales is None else x * scales.double()
     of_group = {"reduce_op": case.reduce_op, **site.group(ctx)}
     post = None if case.post is None else replace(case.post, round_first=False)
     early = [name for name in names if name == "reduced" or name.startswith("post_")]
-    norms = {"norm": case.norm, "post": post, "saved": early}
+    norms = {"norm": RMS if normed is None else case.norm, "post": post, "saved": early}
     _, summed, *before_sum = reference.all_reduce_rms_norm(x, exact, **norms, **of_group)
     assert_near(total, summed, num_partials=4)
-    no_rounding = replace(case.norm, round_first=False)
+    no_rounding = replace(norms["norm"], round_first=False)
     alone = [None] * 5 + exact[5:]
     late = names[len(early) :]
     wide, _, *behind_sum = reference.add_norm(total.double(), alone, no_rounding, None, late)
-    assert_near(normed, wide, num_partials=2)
+    if normed is not None:
+        assert_near(normed, wide, num_partials=2)
     for name, got, want in zip(names, saved, [*before_sum, *behind_sum], strict=True):
         assert got.dtype == (case.dtype if name == "reduced" else FP32) and got.shape == want.shape, name
         # What is computed of rows that were rounded once is near to what is of exact ones.
@@ -158,12 +168,14 @@ def test_matches_reference(pool: RankPool, strategy: str) -> None:
 
 
 PRODUCTS = (
-    Case((4, 40), LLAMA, "residual weight", k=24),
+    Case((4, 40), LLAMA, "residual weight", k=24, scaled=True),
     Case((2, 3, 33), LAYER, "bias residual weight shift", dtype=FP16, k=17, reduce_op="avg"),
-    Case((70, 36), GEMMA, "residual weight", dtype=FP32, k=20),
+    Case((70, 36), GEMMA, "residual weight", dtype=FP32, k=20, scaled=True),
     # One row is normalised in the launch of its matmul.
-    Case((1, 36), LLAMA, "second_bias post_weight residual weight", FP16, k=20, post=GEMMA, saved="reduced rstd"),
+    Case((1, 36), LLAMA, "second_bias post_weight residual weight", FP16, "sum", 20, False, GEMMA, "rstd", True),
     Case((9, 36), LAYER, "residual weight", dtype=FP16, k=20, saved="reduced mean scaled"),
+    Case((70, 36), ALONE, "post_weight residual", FP32, k=20, post=RMS),
+    Case((1, 40), ALONE, "residual", FP16, k=24, post=LAYER),
 )
 
 

@@ -87,15 +87,19 @@ def _early_cases() -> list[Case]:
     return [Case("matmul_reduce_scatter", target, tile, "bf16", descriptors=True, early=True) for target, tile in forms]
 
 
-# Behind the reductions.
-RESIDUAL, SAVED = "full(x0) + mm0", "gelu_tanh(cast(mm0 + row(x0), bf16)); cast(mm0 + row(x0), bf16); mm0"
+# Before the reductions and behind them.
+SCALED, ADDED = "pre: mm0 * column(x0)", "pre: full(x0) + mm0"
+RESIDUAL = f"{SCALED}; full(x1) + mm0"
+SAVED = "gelu_tanh(cast(mm0 + row(x1), bf16)); cast(mm0 + row(x1), bf16); mm0"
 SUMS = [
-    Case("matmul_reduce_scatter", "sm_90", config.LARGE, "bf16", descriptors=True, early=True, products=3, biased=True),
+    Case("matmul_reduce_scatter", "sm_90", config.LARGE, "bf16", True, True, True, 3, epilogue=f"{SCALED}; mm0"),
+    Case("matmul_reduce_scatter", "sm_90", config.LARGE, "bf16", True, biased=True, epilogue=f"{ADDED}; mm0"),
     Case("matmul_reduce_scatter", "sm_90", config.MIDDLE, "bf16", descriptors=True, epilogue=RESIDUAL),
     Case("matmul_reduce_scatter", "gfx942", config.LARGE, "bf16", products=2, biased=True, epilogue=RESIDUAL),
     Case("two_shot", "sm_90", config.LARGE, "bf16", descriptors=True, products=3, epilogue=RESIDUAL),
-    Case("one_shot", "sm_90", config.FEW_ROWS[16], "bf16", products=3, biased=True, epilogue=SAVED),
-    Case("two_shot", "gfx942", config.LARGE, "bf16", epilogue=RESIDUAL),
+    Case("one_shot", "sm_90", config.FEW_ROWS[16], "bf16", products=3, biased=True, epilogue=f"{SCALED}; {SAVED}"),
+    Case("one_shot", "gfx942", config.FEW_ROWS[16], "bf16", epilogue=f"{ADDED}; mm0"),
+    Case("two_shot", "gfx942", config.LARGE, "bf16", epilogue=f"{ADDED}; mm0 + row(x1)"),
 ]
 
 

@@ -1,4 +1,6 @@
-"""Epilogues behind matmul_reduce_scatter and matmul_all_reduce, every strategy: near the fp64 value of their text."""
+"""Epilogues of matmul_reduce_scatter and matmul_all_reduce, before and behind the reduction, every strategy: near the
+fp64 value of their text.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ import pytest
 import torch
 
 from ditron_inductor.lowering.register import register
-from ditron_inductor.task.epilogue import KINDS, parse
+from ditron_inductor.task import reference
+from ditron_inductor.task.epilogue import KINDS, Epilogue, extras_of, parse
 from ditron_inductor.task.epilogue_torch import TORCH_DTYPES, evaluate, extra_shape
 from tests.lowering import calls
 from tests.lowering.calls import Site
@@ -46,19 +49,22 @@ class Case:
 
 
 EVERY_KIND = " + ".join(["mm0", *(f"{kind}(x{i})" for i, kind in enumerate(KINDS))])
+PRE = "pre: cast(mm0 * column(x0), {}) + row(x1) * full(x2) + scalar(x3)"
+BEHIND_PRE = "silu(mm0 + row(x4)); mm0"
 RESIDUAL = "full(x0) + mm0"
 SAVED = "silu(cast(mm0 + row(x0), bf16)); cast(mm0 + row(x0), bf16); mm0"
 CASES = (
     Case(EVERY_KIND, (40,), scatter_dim=0, dtype=FP32),
-    Case(SAVED, (2, 17), scatter_dim=1, bias=True, depths=(24, 8)),
-    Case("cast(mm0 * 0.5, fp32); relu(mm0)", (33,), 23, scatter_dim=0, dtype=FP16, reduce_op="avg"),
+    Case(f"{PRE.format('bf16')}; {BEHIND_PRE}", (2, 17), scatter_dim=1, bias=True, depths=(24, 8)),
+    Case("pre: mm0 * column(x0); cast(mm0 * 0.5, fp32); relu(mm0)", (33,), 23, 0, dtype=FP16, reduce_op="avg"),
     # One shot; in `chunked` one kernel.
-    Case(EVERY_KIND, (5,), dtype=FP16, depths=(24, 40), bias=True),
+    Case(f"{PRE.format('fp16')}; mm0", (5,), dtype=FP16, depths=(24, 40), bias=True),
     Case(RESIDUAL, (1, 3), 8, reduce_op="avg"),
     # Two shots; in `chunked` one kernel, and parts.
-    Case(SAVED, (70,), 12, bias=True),
+    Case(f"{PRE.format('bf16')}; {BEHIND_PRE}", (70,), 12, bias=True),
     Case(RESIDUAL, (70,), 12, alike=True),
-    Case(f"gelu_tanh({EVERY_KIND}); mm0", (2, 70), 50, dtype=FP32, alike=True),
+    Case(f"gelu_tanh({EVERY_KIND}); mm0", (70,), 50, dtype=FP32, alike=True),
+    Case(f"{PRE.format('fp32')}; mm0", (2, 70), 50, dtype=FP32, alike=True),
 )
 
 
@@ -72,18 +78,30 @@ def _check(ctx: RankContext, case: Case, strategy: str) -> None:
     b = [calls.operand(ctx, [k, case.n], case.dtype, scale=sum(case.depths) ** -0.5) for k in case.depths]
     bias = calls.operand(ctx, [case.n], case.dtype) if case.bias else None
     flat = (torch.Size(case.rows).numel(), case.n)
-    shapes = [extra_shape(extra.kind, flat) for extra in epilogue.extras()]
+    whole = (torch.Size(rows).numel(), case.n)
+    before = set(extras_of(() if epilogue.pre is None else (epilogue.pre,)))
+    shapes = [extra_shape(extra.kind, whole if extra in before else flat) for extra in epilogue.extras()]
     extras = [calls.operand(ctx, shape, case.dtype) for shape in shapes]
     if case.alike:
         extras = [torch.linspace(-1.0, 1.0, one.numel()).view(one.shape).to(one) for one in extras]
+
+    def sent() -> torch.Tensor:
+        """What this rank reduces, in fp64."""
+        product = reference.sum_of_products(*([one.double() for one in part] for part in (a, b)))
+        product = product if bias is None else product + bias.double()
+        if epilogue.pre is None:
+            return product
+        return evaluate(Epilogue((epilogue.pre,)), [product.flatten(0, -2)], extras)[0].view(product.shape)
+
     if case.scatter_dim is None:
         how = (case.reduce_op,)
         got = torch.ops.ditron.matmul_all_reduce(a, b, bias, None, *how, *site.args(ctx), extras, case.epilogue)
-        total = calls.reference_matmul_all_reduce(ctx, site, a, b, *how, bias)
+        total = reference.all_reduce_(sent(), reduce_op=case.reduce_op, **site.group(ctx))
     else:
         dims = case.scatter_dim, case.reduce_op
         got = torch.ops.ditron.matmul_reduce_scatter(a, b, bias, None, *dims, *site.args(ctx), extras, case.epilogue)
-        total = calls.reference_matmul_reduce_scatter(ctx, site, a, b, *dims, bias)
+        sizes = dict(zip(("scatter_dim", "reduce_op"), dims, strict=True))
+        total = reference.reduce_scatter(sent(), **sizes, **site.group(ctx))
     *outputs, token = got
     assert token.dtype == torch.uint8 and len(outputs) == len(epilogue.outputs)
     expected = evaluate(epilogue, [total.flatten(0, -2)], extras)
@@ -136,6 +154,10 @@ GPU_CASES = (
     Case(RESIDUAL, (2048,), 4096, depths=(3584,), alike=True),
     Case(EVERY_KIND, (777,), 640, depths=(1024,), dtype=FP32, alike=True),
     Case(SAVED, (16,), 8192, depths=(1024,), bias=True),
+    Case(f"pre: mm0 * column(x0); {BEHIND_PRE.replace('x4', 'x1')}", (1024,), 4096, 0, (3584,)),
+    Case(f"{PRE.format('bf16')}; mm0", (2, 513), 1030, 1, (2048, 512), bias=True),
+    Case(f"{PRE.format('bf16')}; mm0", (2048,), 4096, depths=(3584,), alike=True),
+    Case("pre: mm0 * column(x0); mm0", (16,), 8192, depths=(1024,), bias=True),
     Case(f"gelu({RESIDUAL})", (256,), 8192, depths=(3584,), alike=True),
 )
 

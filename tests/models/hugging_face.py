@@ -264,6 +264,7 @@ ARCHITECTURES = {
         norm="final_layernorm",
     ),
     "phi3": Architecture("phi3", (), (), LLAMA_NORMS, (), config={"pad_token_id": 0}),
+    "olmo2": Architecture("olmo2", (), (), GEMMA3_NORMS[1::2], (), config={"pad_token_id": 0}),
     "plain_llama": _plain(LLAMA_COLUMNS),
     "plain_neox": _plain(
         ("self_attn.qkv_proj", "mlp.up_proj"), activation="gelu", bias=True, gated=False, packed=True, parallel=True

@@ -35,6 +35,7 @@ CHOSEN = [
             Setup("phi", "hf"),
             Setup("phi", "sp", train=True),
             Setup("phi3", "hf", train=True),
+            Setup("olmo2", "hf"),
         )
     ),
 ]

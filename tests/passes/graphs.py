@@ -42,7 +42,7 @@ from ditron_inductor.passes.try_forms import try_forms
 from ditron_inductor.task import flash_decode as attention
 from ditron_inductor.task import reference, reference_attention
 from ditron_inductor.task.all_gather_attention import Mask
-from ditron_inductor.task.epilogue import parse
+from ditron_inductor.task.epilogue import Epilogue, parse
 from ditron_inductor.task.epilogue_torch import evaluate
 from ditron_inductor.task.nodes import EXTRAS
 from ditron_inductor.task.ops import norms_of, shard_norm_of
@@ -299,13 +299,20 @@ def _run_projections(x: torch.Tensor, weights: Any, _: str, extras: Any = (), ep
 
 def _run_matmul_reduce_scatter(args: list[Any]) -> list[Any]:
     dim, op = args[0][4], args[0][5]
-    chunks = _reduce([sum_of_products(*arg[:3]) for arg in args], op).chunk(len(args), dim)
+    chunks = _reduce([_sent(arg, 12) for arg in args], op).chunk(len(args), dim)
     return [[*_finished(chunk, arg, 12), torch.empty(1)] for chunk, arg in zip(chunks, args, strict=True)]
 
 
 def _run_matmul_all_reduce(args: list[Any]) -> list[Any]:
-    total = _reduce([sum_of_products(*arg[:3]) for arg in args], args[0][4])
+    total = _reduce([_sent(arg, 11) for arg in args], args[0][4])
     return [[*_finished(total, arg, 11), torch.empty(1)] for arg in args]
+
+
+def _sent(arg: Any, first: int) -> torch.Tensor:
+    """What a rank reduces; first: as of `_finished`."""
+    total = sum_of_products(*arg[:3])
+    pre = parse(arg[first + 1]).pre if len(arg) > first else None
+    return total if pre is None else evaluate(Epilogue((pre,)), [total.flatten(0, -2)], arg[first])[0].view(total.shape)
 
 
 def _finished(reduced: torch.Tensor, arg: Any, first: int) -> list[torch.Tensor]:
@@ -419,7 +426,7 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "ditron.matmul_all_reduce": _run_matmul_all_reduce,
     "ditron.all_reduce_rms_norm": lambda args: _normalised(args, _reduce([arg[0] for arg in args], args[0][9]), 1),
     "ditron.matmul_all_reduce_rms_norm": lambda args: _normalised(
-        args, _reduce([sum_of_products(*arg[:3]) for arg in args], args[0][11]), 3
+        args, _reduce([_sent(arg, 27) for arg in args], args[0][11]), 3
     ),
     "ditron.projections": lambda args: [_run_projections(*arg) for arg in args],
     "ditron.matmul_all_gather": _run_matmul_all_gather,

@@ -47,6 +47,11 @@ def decoded(x: torch.Tensor, w: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
     return all_reduce((F.silu(both[..., :24]) * both[..., 24:]) @ o)
 
 
+def biased(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    gate, up = F.linear(gather_dim(x, 1), w, b).chunk(2, -1)
+    return F.silu(gate) * up
+
+
 def split(module: fx.GraphModule, options: Options | None = None) -> int:
     """How many weights are split; the passes behind run too."""
     fuse(module)
@@ -100,6 +105,42 @@ _unsafe_view_1 [2, 1, 16] = aten.reshape(getitem, [2, 1, 16])
 return _unsafe_view_1
 """,
     )
+
+
+def test_golden_biased() -> None:
+    (graph,) = compiled_graphs(biased, X.to(BF16), W.to(BF16), torch.empty(48, dtype=BF16))
+    assert split(graph) == 1
+    expecttest.assert_expected_inline(
+        text(graph.graph),
+        """\
+arg0_1 [2, 8, 16]
+arg1_1 [48, 16]
+arg2_1 [48]
+permute [16, 48] = aten.permute(arg1_1, [1, 0])
+columns [16, 24] = aten.slice.Tensor(permute, 1, 0, 24)
+columns_1 [16, 24] = aten.slice.Tensor(permute, 1, 24, 48)
+columns_2 [24] = aten.slice.Tensor(arg2_1, 0, 0, 24)
+columns_3 [24] = aten.slice.Tensor(arg2_1, 0, 24, 48)
+all_gather_matmul_2 = ditron.all_gather_matmul(arg0_1, [columns, columns_1], None, 1, False, 4, '0', '7ca7e9f3/0:all_gather_matmul', 'auto', 1073741824, 0.0, [columns_2, columns_3], 'cast(silu(cast(mm0 + row(x0), bf16)), bf16) * cast(mm1 + row(x1), bf16)')
+getitem_9 [64, 24] = all_gather_matmul_2[0]
+reshape_default_2 [2, 32, 24] = aten.reshape(getitem_9, [2, 32, 24])
+return (reshape_default_2,)
+""",
+    )
+
+
+def test_a_biased_decode_step() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.addmm(b, x, w.t()).chunk(2, -1)
+        return all_reduce((F.silu(gate) * up) @ o)
+
+    args = torch.randn(2, 16), torch.randn(48, 16), torch.randn(48), torch.randn(24, 16)
+    module, before = traced(fn, *args), traced(fn, *args)
+    assert split(module) == 1
+    (call,) = module.graph.find_nodes(op="call_function", target=torch.ops.ditron.projections.default)
+    assert call.args[-1] == "silu(mm0 + row(x0)) * (mm1 + row(x1))"
+    inputs = [list(args)] * WORLD_SIZE
+    torch.testing.assert_close(run_ranks(module, inputs), run_ranks(before, inputs))
 
 
 def halves(x: torch.Tensor, w: torch.Tensor) -> Any:

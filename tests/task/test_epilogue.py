@@ -74,6 +74,29 @@ def test_what_does_not_fit_the_node_is_refused(source: str, num_weights: int, nu
         parse(source).verify(num_weights, num_extras)
 
 
+@pytest.mark.parametrize(
+    ("source", "num_extras", "reduces", "problem"),
+    [
+        ("pre: mm0 * column(x0); mm0", 1, False, "nothing is reduced"),
+        ("pre: column(x0); mm0", 1, True, "something else than a product"),
+        ("pre: mm0 * mm1; mm0", 0, True, "something else than a product"),
+        ("pre: mm0 * row(x0); mm0 + row(x0)", 1, True, "before and behind"),
+        ("pre: mm0 * row(x1); mm0", 2, True, "extra tensors"),
+        ("pre: relu(mm0)", 0, True, "no output"),
+    ],
+)
+def test_what_is_reduced_is_made_of_one_product(source: str, num_extras: int, reduces: bool, problem: str) -> None:
+    with pytest.raises(InvalidEpilogue, match=problem):
+        parse(source).verify(1, num_extras, reduces=reduces)
+
+
+def test_the_parts_of_a_reduction() -> None:
+    epilogue = parse("pre: mm0 * column(x0); full(x1) + mm0")
+    epilogue.verify(1, 2, reduces=True)
+    assert epilogue.pre is not None and epilogue.behind == parse("full(x1) + mm0")
+    assert parse("pre: relu(mm0); mm0").behind is None
+
+
 def _expressions() -> st.SearchStrategy[Expression]:
     numbers = st.floats(-4.0, 4.0, width=32).map(lambda value: Number(value + 0.0))
     extras = st.builds(Extra, st.sampled_from(language.KINDS), st.integers(0, 3)).map(
@@ -91,10 +114,10 @@ def _expressions() -> st.SearchStrategy[Expression]:
     )
 
 
-@given(st.lists(_expressions(), min_size=1, max_size=3))
+@given(st.lists(_expressions(), min_size=1, max_size=3), st.none() | _expressions())
 @settings(max_examples=150, deadline=None)
-def test_round_trip_of_anything(outputs: list[Expression]) -> None:
-    epilogue = Epilogue(tuple(outputs))
+def test_round_trip_of_anything(outputs: list[Expression], pre: Expression | None) -> None:
+    epilogue = Epilogue(tuple(outputs), pre)
     again = parse(epilogue.text())
     assert again == epilogue and again.text() == epilogue.text()
 

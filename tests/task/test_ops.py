@@ -55,7 +55,8 @@ ditron::matmul_all_reduce_rms_norm(Tensor[] a, Tensor[] b, Tensor? product_bias,
   Tensor? second_bias, Tensor? post_weight, Tensor? post_shift, Tensor? residual, Tensor? weight,
   Tensor? shift, Tensor? token, str reduce_op, str norm, float eps, bool plus_one, bool round_first,
   str post, float post_eps, bool post_plus_one, bool post_round_first, str saved, int world_size,
-  str group_name, str site, str strategy, int workspace_limit, float timeout_s) -> Tensor[]
+  str group_name, str site, str strategy, int workspace_limit, float timeout_s, Tensor[]?
+  extras=None, str epilogue="") -> Tensor[]
 ditron::matmul_all_gather(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int gather_dim, int
   world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
   (Tensor, Tensor)
