@@ -1,8 +1,8 @@
 """Ditron: a torch.compile backend that runs collectives and matmuls as one distributed kernel.
 
 ``torch.compile(model, backend="ditron")`` needs no import. This module adds ``explain``, ``tune``, ``profile_taxes``,
-``reset`` and ``Options``. It imports neither torch nor triton itself, so ``python -m ditron_inductor doctor`` works
-where one is missing.
+``passes_for_inductor``, ``reset`` and ``Options``. It imports neither torch nor triton itself, so
+``python -m ditron_inductor doctor`` works where one is missing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ditron_inductor.taxes import profile_taxes
 from ditron_inductor.tune import tune
 
 if TYPE_CHECKING:
-    from ditron_inductor.backend import ditron
+    from ditron_inductor.backend import ditron, passes_for_inductor
     from ditron_inductor.device.reset import reset
 
 __version__ = "0.1.0"
-__all__ = ["Options", "ditron", "explain", "profile_taxes", "reset", "tune"]
+__all__ = ["Options", "ditron", "explain", "passes_for_inductor", "profile_taxes", "reset", "tune"]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,6 +27,10 @@ def __getattr__(name: str) -> Any:
         from ditron_inductor.backend import ditron
 
         return ditron
+    if name == "passes_for_inductor":
+        from ditron_inductor.backend import passes_for_inductor
+
+        return passes_for_inductor
     if name == "reset":
         from ditron_inductor.device.reset import reset
 

@@ -46,15 +46,32 @@ def ditron(
     runs before ours.
     Raises UnknownOption, InvalidOptionValue and InvalidTable, all also ValueError.
     """
-    ditron_options, given = Options.parse(options)
-    workspaces.use_table(user_table.read(ditron_options.table))
-    patches = {**_mode_patches(mode), **given}
-    pipelines = {USER_PASS_OPTION: DitronPipeline(ditron_options), JOINT_PASS_OPTION: JointPipeline(ditron_options)}
-    for option, pipeline in pipelines.items():
-        user_passes = patches.pop(option, getattr(torch._inductor.config, option))
-        patches[option] = with_user_passes(user_passes, pipeline)
+    patches = {**_mode_patches(mode), **passes_for_inductor(options)}
     compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
     return compiled
+
+
+def passes_for_inductor(options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The entries of Inductor's config that make it fuse as `backend="ditron"` does, for a stack that calls Inductor
+    itself and takes its config as a dict: `torch.compile(model, backend="inductor", options=passes_for_inductor())`.
+
+    options: Inductor's keys, which come back as they are, and ours under `ditron.`. A `post_grad_custom_pre_pass` or
+    `joint_custom_post_pass` of the user, from `options` or from Inductor's config, runs before ours. Each call makes
+    passes of its own; they may be pickled, and take the ops and kernels of Ditron with them into another process.
+    Raises UnknownOption, InvalidOptionValue and InvalidTable, all also ValueError.
+    """
+    ditron_options, entries = Options.parse(options)
+    use_table(ditron_options)
+    pipelines = {USER_PASS_OPTION: DitronPipeline(ditron_options), JOINT_PASS_OPTION: JointPipeline(ditron_options)}
+    for option, pipeline in pipelines.items():
+        user_passes = entries.pop(option, getattr(torch._inductor.config, option))
+        entries[option] = with_user_passes(user_passes, pipeline)
+    return entries
+
+
+def use_table(options: Options) -> None:
+    """What groups take their strategies from when they are first used, from now on."""
+    workspaces.use_table(user_table.read(options.table))
 
 
 def _mode_patches(mode: str | None) -> dict[str, Any]:

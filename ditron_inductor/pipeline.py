@@ -55,6 +55,7 @@ from ditron_inductor.passes.share_gathers import share_gathers
 from ditron_inductor.passes.split_weights import split_weights
 from ditron_inductor.passes.try_forms import try_forms
 from ditron_inductor.passes.verify_tasks import verify_tasks
+from ditron_inductor.passes.vllm_collectives import group_names
 from ditron_inductor.records import record_graph
 from ditron_inductor.sites import SiteSink, current_sink
 from ditron_inductor.summary import summary
@@ -158,6 +159,13 @@ class DitronPipeline(CustomGraphPass):
         # Taken now: the backward graph may be compiled by another thread, after the block has closed.
         self.sink: SiteSink | None = current_sink()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In another process the passes need what `backend` sets up on import: the Task ops, their kernels, a table."""
+        from ditron_inductor import backend
+
+        vars(self).update(state)
+        backend.use_table(self.options)
+
     def __call__(self, graph: fx.Graph) -> None:
         before = graph_text(graph) if self.sink is not None else ""
         run(graph, self.options, self.passes)
@@ -167,12 +175,14 @@ class DitronPipeline(CustomGraphPass):
             self.sink.add(record_graph(graph, graph_before=before, graph_after=graph_text(graph)))
 
     def uuid(self) -> str:
-        """A hash of everything that decides what the passes do: sources, shipped tables, options, order.
+        """A hash of everything that decides what the passes do: sources, shipped tables, options, order, and the
+        groups that stand behind names which are in the graph but are not torch's.
 
         What acts at run time only, a user's tuned table above all, stays out: it may differ between a run that fills
         the cache and one that reads it.
         """
         parts = [source_digest(self.root), self.options.text(), *(one.__name__ for one in self.passes)]
+        parts += [f"{name}={known}" for name, known in group_names().items()]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

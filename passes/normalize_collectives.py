@@ -1,5 +1,6 @@
 """Collectives and what stands around them, in one form, so that the fusions read one form only.
 
+    vllm.X(.., "tp:0")                                 -> _c10d_functional.X(..), see `vllm_collectives`
     _c10d_functional_autograd.X(..)                    -> _c10d_functional.X(..)
     X_out(x, .., out=empty(..)), buffer unused         -> X(x, ..)
     a buffer that gathered pieces fill                 -> a cat of them, see `fill_buffers`
@@ -44,6 +45,7 @@ from ditron_inductor.passes.collectives import (
 from ditron_inductor.passes.fill_buffers import EMPTIES, fill_buffers
 from ditron_inductor.passes.reasons import ReasonCode, leave_alone
 from ditron_inductor.passes.sizes import read_elsewhere
+from ditron_inductor.passes.vllm_collectives import replace_vllm_collectives
 
 aten = torch.ops.aten
 
@@ -99,7 +101,7 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
 
 def normalize_collectives(graph: fx.Graph, *, options: Options) -> int:
     """Brings all collectives and their surroundings into one form; returns how many nodes changed or went."""
-    count = 0
+    count = replace_vllm_collectives(graph)
     for node in [node for node in graph.nodes if node.op == "call_function" and is_collective(node)]:
         match = find_other_form(node)
         if match is not None:

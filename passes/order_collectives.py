@@ -11,8 +11,8 @@ extern ops. So the launches form one chain, which only data dependencies can hol
 
 A Task kernel keeps SMs while it waits, so the chain is one across all groups that have a Task node: two groups that
 overlap in their ranks must not wait for each other either. A collective of any other group stays as it is, and so
-does a graph without a Task node. A group that the graph holds as an object, and not by name, may be any group: it is
-chained.
+does a graph without a Task node. A group that the graph holds as an object, or by vLLM's name for it, may be any group:
+it is chained.
 
 What puts a collective behind the token costs no copy. `after` is an alias: right for collectives that read their input
 where it lies. A reduction whose input nobody uses afterwards is run in place by Inductor, which loses sight of what an
@@ -36,6 +36,7 @@ from torch import fx
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.options import Options
 from ditron_inductor.passes.proofs import arguments
+from ditron_inductor.passes.vllm_collectives import is_vllm_collective
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import TASK_KINDS
 
@@ -92,7 +93,7 @@ def find_chain(graph: fx.Graph) -> list[Match]:
             chain.append(Match(node, is_task=True))
         elif groups and launches_collective(node):
             group = arguments(node)[GROUP_ARGUMENT]
-            if not isinstance(group, str) or group in groups:
+            if not isinstance(group, str) or group in groups or is_vllm_collective(node):
                 chain.append(Match(node, is_task=False))
     return chain
 

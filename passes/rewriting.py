@@ -23,6 +23,7 @@ UNNAMED_SITE = ""
 
 aten = torch.ops.aten
 
+COMMUNICATING = ("_c10d_functional", "_c10d_functional_autograd", "symm_mem", "vllm", ops.NAMESPACE)
 VIEWS: frozenset[object] = frozenset({aten.view.default, aten._unsafe_view.default})
 MOVES: frozenset[object] = proofs.MAY_KEEP_ORDER | proofs.SLICES
 ANY_STRIDES: frozenset[object] = frozenset(
@@ -299,5 +300,5 @@ def _pinned(node: fx.Node) -> bool:
         return True
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    communicates = target.namespace in ("_c10d_functional", "_c10d_functional_autograd", "symm_mem", ops.NAMESPACE)
+    communicates = target.namespace in COMMUNICATING
     return communicates or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
