@@ -25,7 +25,7 @@ demo: $(READY)
 	@$(RUN) -m ditron_inductor demo
 
 test: $(READY)
-	$(RUN) -m pytest -q -m "not gpu" -n 2 --dist loadgroup
+	$(RUN) -m pytest -q -m "not gpu" -n 2
 
 test-gpu: $(READY)
 	$(RUN) -m pytest -q -m gpu

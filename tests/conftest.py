@@ -7,6 +7,7 @@ enough for 2 ranks, for correctness; 4 ranks want 4 GPUs, unless `--share-gpus` 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def kept_values(place: Place) -> dict[str, Callable[[int], bool]]:
     of its own, and where there are 4 GPUs, 2 of them need not repeat everything.
     """
     if place.device_type == "cpu":
-        few: dict[str, Callable[[int], bool]] = {"late_rank": first_only, "stopped_kind": every(2)}
+        few: dict[str, Callable[[int], bool]] = {"late_rank": first_only, "stopped_kind": every(4)}
         if place.world_size == 2:
             return few | {"case": every(2), "kind": every(2)}
         return few | {"case": every(8, 1), "kind": every(2, 1), "strategy": first_only}
@@ -75,6 +76,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share-gpus", action="store_true", help="run 4 ranks on fewer than 4 GPUs too: right, but slow")
 
 
+class _RanksTogether:
+    """With pytest-xdist one worker has all files with pools of ranks; all else runs beside it, test by test."""
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        from xdist.scheduler import LoadScopeScheduling
+
+        class Scheduler(LoadScopeScheduling):
+            def _split_scope(self, nodeid: str) -> str:
+                file = nodeid.partition("::")[0]
+                return "ranks" if _has_pools(config.rootpath / file) else nodeid
+
+        return Scheduler(config, log)
+
+
+@functools.cache
+def _has_pools(file: Path) -> bool:
+    return "RankPool" in file.read_text()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_RanksTogether())
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     # Pass and task tests hold no GPU test and import test tools that a GPU machine need not have.
     if config.option.markexpr == "gpu" and collection_path in (HERE / "passes", HERE / "task"):
@@ -82,8 +107,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-# Before pytest-xdist looks at the groups.
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     num_gpus = torch.cuda.device_count()
     dropped = []
@@ -106,9 +129,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     kept &= keep(known.index(spec.params[name]))
             if not kept:
                 dropped.append(item)
-        if "rank_pools" in item.fixturenames:
-            # One pool of ranks after the other has the cores; all else runs beside them.
-            item.add_marker(pytest.mark.xdist_group("ranks"))
         if item.get_closest_marker("gpu") is None:
             continue
         wanted = max([place.world_size for place in places], default=1)

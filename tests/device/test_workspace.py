@@ -21,7 +21,7 @@ def nothing_left_in_shared_memory() -> Iterator[None]:
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "ditron" in name]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.all_cases)])
 def test_values_cross_in_order(rank_pools: RankPools, world_size: int) -> None:
     rank_pools.get("cpu", world_size).run(jobs.values_cross, 12)
 
