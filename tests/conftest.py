@@ -77,7 +77,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class _RanksTogether:
-    """With pytest-xdist one worker has all files with pools of ranks; all else runs beside it, test by test."""
+    """With pytest-xdist the files with pools of ranks have two workers: models, and the others. All else runs test by
+    test where there is room.
+    """
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
@@ -86,7 +88,9 @@ class _RanksTogether:
         class Scheduler(LoadScopeScheduling):
             def _split_scope(self, nodeid: str) -> str:
                 file = nodeid.partition("::")[0]
-                return "ranks" if _has_pools(config.rootpath / file) else nodeid
+                if not _has_pools(config.rootpath / file):
+                    return nodeid
+                return "models" if file.startswith("tests/models/") else "ranks"
 
         return Scheduler(config, log)
 
