@@ -77,9 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class _RanksTogether:
-    """With pytest-xdist the files with pools of ranks have two workers: models, and the others. All else runs test by
-    test where there is room.
-    """
+    """With pytest-xdist one worker has all files with pools of ranks; all else runs beside it, test by test."""
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
@@ -88,9 +86,7 @@ class _RanksTogether:
         class Scheduler(LoadScopeScheduling):
             def _split_scope(self, nodeid: str) -> str:
                 file = nodeid.partition("::")[0]
-                if not _has_pools(config.rootpath / file):
-                    return nodeid
-                return "models" if file.startswith("tests/models/") else "ranks"
+                return "ranks" if _has_pools(config.rootpath / file) else nodeid
 
         return Scheduler(config, log)
 
