@@ -1,4 +1,4 @@
-"""Triton's interpreter without work that it repeats: most of what ranks on the CPU device compute.
+"""Triton's interpreter without work that it repeats: more than half of what ranks on the CPU device compute.
 
 A rank that waits looks, and looks again, at the same words: it sleeps between two looks, so that the rank it waits for
 gets the core.

@@ -5,14 +5,17 @@ from __future__ import annotations
 import html
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.models.charts import charts, png, png_path, svg
 from benchmarks.models.facts import Fact, merge_facts, path_of, read_facts, reasons
 from benchmarks.models.request import CONTESTANTS, TITLES, Request
 from benchmarks.models.tables import (
+    FACT_HEADERS,
     Contest,
     contests,
+    fact_lines,
     mean_lines,
     number,
     reason_lines,
@@ -149,28 +152,8 @@ def _gain(value: float | None) -> str:
 
 
 def _compiled(facts: Sequence[Fact]) -> str:
-    headers = (
-        "phase",
-        "model",
-        "form",
-        "tokens",
-        "contestant",
-        "first call, s",
-        "peak, MiB",
-        "workspace, MiB",
-        "fused",
-    )
-    lines = [
-        (
-            *(fact.op, fact.sizes["model"], fact.sizes["form"], f"{fact.sizes['batch']} x {fact.sizes['tokens']}"),
-            TITLES.get(fact.contestant, fact.contestant),
-            *(number(value, 1, "") for value in (fact.compile_s, fact.peak_mib, fact.workspace_mib)),
-            fact.fused,
-        )
-        for fact in facts
-        if fact.compile_s is not None or fact.peak_mib is not None
-    ]
-    return _table(headers, lines)
+    named = [replace(fact, contestant=TITLES.get(fact.contestant, fact.contestant)) for fact in facts]
+    return _table(FACT_HEADERS, fact_lines(named, missing=""))
 
 
 def page_path(results: Path) -> Path:

@@ -107,29 +107,28 @@ def times_table(rows: Sequence[Row], style: str = "simple") -> str:
     return tabulate(lines, headers, style, disable_numparse=True)
 
 
-def facts_table(facts: Sequence[Fact], style: str = "simple") -> str:
-    """Compile time, memory and fused sites of every contestant that was compiled."""
-    lines = [
-        [
+FACT_HEADERS = (
+    *("phase", "model", "form", "tokens", "contestant"),
+    *("first call, s", "peak, MiB", "workspace, MiB", "fused"),
+)
+
+
+def fact_lines(facts: Sequence[Fact], missing: str = "-") -> list[tuple[str, ...]]:
+    """Compile time, memory and fused sites of every contestant that was compiled, under FACT_HEADERS."""
+    return [
+        (
             *(fact.op, fact.sizes["model"], fact.sizes["form"], tokens_text(fact.sizes), fact.contestant),
-            *(number(value, 1) for value in (fact.compile_s, fact.peak_mib, fact.workspace_mib)),
+            *(number(value, 1, missing) for value in (fact.compile_s, fact.peak_mib, fact.workspace_mib)),
             fact.fused,
-        ]
+        )
         for fact in facts
         if fact.compile_s is not None or fact.peak_mib is not None
     ]
-    headers = [
-        "phase",
-        "model",
-        "form",
-        "tokens",
-        "contestant",
-        "first call, s",
-        "peak, MiB",
-        "workspace, MiB",
-        "fused",
-    ]
-    return tabulate(lines, headers, style, disable_numparse=True)
+
+
+def facts_table(facts: Sequence[Fact], style: str = "simple") -> str:
+    """`fact_lines` as a table."""
+    return tabulate(fact_lines(facts), FACT_HEADERS, style, disable_numparse=True)
 
 
 def reason_lines(facts: Sequence[Fact], rows: Sequence[Row]) -> list[str]:
