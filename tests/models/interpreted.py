@@ -53,6 +53,11 @@ def without_generated_code() -> Iterator[None]:
         yield
 
 
+def code_generated(wanted: bool) -> contextlib.AbstractContextManager[None]:
+    """`without_generated_code`, unless it is `wanted`: by tests of Inductor's own code, and of how it uses memory."""
+    return contextlib.nullcontext() if wanted else without_generated_code()
+
+
 def run_passes(run_fused: bool, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
     """What `compile_fx` calls with a finished graph: the passes on it, and then a call of its ops one by one."""
     post_grad.view_to_reshape(gm)
