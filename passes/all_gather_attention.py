@@ -167,6 +167,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     task = AllGatherAttention(
         attention.mask,
         attention.scale,
+        attention.softcap,
         collective.world_size,
         collective.group_name,
         rewriting.UNNAMED_SITE,
@@ -178,7 +179,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             replay(graph, one.chain, one.gathered.dim, collective.world_size, one.collective.operand)
             for one in (keys, values)
         ]
-        dims = (*astuple(attention.mask), attention.scale, match.return_gathered)
+        dims = (*astuple(attention.mask), attention.scale, attention.softcap, match.return_gathered)
         given = [one.meta["val"] for one in (attention.q, *locals_)]
         fakes = ops.overload(task.kind)(*given, None, *dims, *ops.site_args(task))
         call = rewriting.call_task(graph, task, (attention.q, *locals_), dims, rewriting.copied_meta(node), fakes)

@@ -59,7 +59,9 @@ FOLLOWED: frozenset[object] = proofs.ORDER_KEEPING | proofs.TRANSPOSES | proofs.
 
 @dataclass(frozen=True)
 class Attention:
-    """A call of one of these ops, without dropout and without a mask that is not known."""
+    """Attention without dropout and without a mask that is not known: a call of one of these ops, or written out.
+    softcap: 0, or that of the scores.
+    """
 
     node: fx.Node
     kernel: Kernel
@@ -68,6 +70,7 @@ class Attention:
     v: fx.Node
     mask: Mask
     scale: float
+    softcap: float = 0.0
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:

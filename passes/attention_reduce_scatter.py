@@ -141,6 +141,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     task = AttentionReduceScatter(
         attention.mask,
         attention.scale,
+        attention.softcap,
         world,
         collective.group_name,
         rewriting.UNNAMED_SITE,
@@ -157,7 +158,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             narrow.meta["val"] = lse.meta["val"].squeeze(-1)
             lse = narrow
         tensors = (gradient, attention.q, attention.k, attention.v, bound["out"], lse)
-        dims = (*astuple(attention.mask), attention.scale)
+        dims = (*astuple(attention.mask), attention.scale, attention.softcap)
         fakes = ops.overload(task.kind)(*(one.meta["val"] for one in tensors), None, *dims, *ops.site_args(task))
         call = rewriting.call_task(graph, task, tensors, dims, rewriting.copied_meta(node), fakes)
         for user in [user for user in node.users if user.args[1] == 0]:

@@ -156,7 +156,9 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
 
     cell, q, k, v, scale = problem.cell, problem.q, problem.k, problem.v, problem.scale
     world, rank, cuda = session.world_size, session.rank, problem.q.is_cuda
-    node = task.AllGatherAttention(task.Mask(cell.mask, cell.window), scale, world, group_name, "benchmark", Policy())
+    node = task.AllGatherAttention(
+        task.Mask(cell.mask, cell.window), scale, 0.0, world, group_name, "benchmark", Policy()
+    )
     blocks = library.make(node, q, k, v)
     found: dict[str, Any] = {BLOCKS: lambda i: blocks(q, k, v)[0]}
     group = torch.distributed.distributed_c10d._resolve_process_group(group_name)
@@ -187,7 +189,7 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
 
     def ours(strategy: str) -> Any:
         site = (world, group_name, f"benchmark/0:{node.kind}:{strategy}", strategy, WORKSPACE_LIMIT, TIMEOUT_S)
-        return lambda i: op(q, k, v, None, cell.mask, cell.window, 0, scale, False, *site)[0]
+        return lambda i: op(q, k, v, None, cell.mask, cell.window, 0, scale, 0.0, False, *site)[0]
 
     found["ditron"] = ours("auto")
     return found | {f"ditron:{strategy}": ours(strategy) for strategy in ("tile", "chunked", "library")}
