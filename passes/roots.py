@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +102,11 @@ def moved(atoms: Atoms, have: Axes, wanted: Axes) -> Moved | None:
     given = [atom for axis in have for atom in axis]
     if len(given) != len(places) or set(given) != set(places) or sum(map(len, wanted)) != len(places):
         return None
+    if sorted(have) == sorted(wanted):
+        # Dimensions of one element among themselves keep their order.
+        left = list(range(len(have)))
+        order = [left.pop(next(place for place, dim in enumerate(left) if have[dim] == axis)) for axis in wanted]
+        return Moved(_sizes(atoms, have), tuple(order), _sizes(atoms, wanted))
     runs: list[list[int]] = []
     for axis in have:
         for index, atom in enumerate(axis):
@@ -110,6 +115,9 @@ def moved(atoms: Atoms, have: Axes, wanted: Axes) -> Moved | None:
                 runs[-1].append(atom)
             else:
                 runs.append([atom])
-    sizes = [math.prod(map(atoms.size, run)) for run in runs]
     order = sorted(range(len(runs)), key=lambda index: places[runs[index][0]])
-    return Moved(tuple(sizes), tuple(order), tuple(math.prod(map(atoms.size, axis)) for axis in wanted))
+    return Moved(_sizes(atoms, runs), tuple(order), _sizes(atoms, wanted))
+
+
+def _sizes(atoms: Atoms, axes: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    return tuple(math.prod(map(atoms.size, axis)) for axis in axes)

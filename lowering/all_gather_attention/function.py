@@ -27,8 +27,8 @@ def all_gather_attention(
     softcap: float = 0.0,
     strategy: str = "auto",
 ) -> torch.Tensor:
-    """softmax(cap(scale * q @ K^T), masked) @ V, where K and V are the keys and values of all ranks of the group in rank
-    order.
+    """softmax(cap(scale * q @ K^T), masked) @ V, where K and V are the keys and values of all ranks of the group in
+    rank order.
 
     q [B, Hq, Sq, D]; k and v [B, Hkv, S, D] of this rank, as many on every rank; Hkv divides Hq. Any strides. Returns
     [B, Hq, Sq, D] with the memory of a contiguous [B, Sq, Hq, D]. Gradients of q, k and v are those of the whole: those

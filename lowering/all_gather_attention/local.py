@@ -202,8 +202,8 @@ def choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float = 0
     """The fastest that can run q [B, Hq, Sq, D] and k, v [B, Hkv, S, D], and what the user has not switched off.
 
     cuDNN's, where it can, was measured faster than FlashAttention-2 on Hopper at every size. It has no windows as aten
-    calls it: what one cuts is FlashAttention's, or else done in plain operations, all scores in memory. So is what has a
-    soft cap, which none of these kernels knows.
+    calls it: what one cuts is FlashAttention's, or else done in plain operations, all scores in memory. So is what has
+    a soft cap, which none of these kernels knows.
     """
     if softcap:
         return in_plain_operations(softcap)

@@ -150,8 +150,8 @@ def all_gather_attention_kernel(
     q, kv, out, lse, gathered_k, gathered_v, table, ctl, counters,
     batches, queries, keys, stride_qb, stride_qh, stride_qm, scale,
     place_0, window, rank, slot, site, senders, num_targets,
-    WORLD: tl.constexpr, MASK: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, RETURN_GATHERED: tl.constexpr,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr,
+    WORLD: tl.constexpr, MASK: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+    RETURN_GATHERED: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
 ):  # fmt: skip

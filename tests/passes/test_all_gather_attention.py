@@ -283,27 +283,6 @@ def queries_from_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torc
     return sdpa(q + keys.sum(), keys, values)
 
 
-def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cap: float = 0.0) -> torch.Tensor:
-    """As models do without a fused kernel."""
-    keys, values = (repeated(gather_dim(one, 1).transpose(1, 2)) for one in (k, v))
-    scores = q.transpose(1, 2) @ keys.mT * 0.25
-    scores = torch.tanh(scores / cap) * cap if cap else scores
-    scores = scores + torch.zeros(8, 32).masked_fill(torch.ones(8, 32).triu(1) > 0, -torch.inf)
-    return torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype) @ values
-
-
-def capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return written_out(q, k, v, 50.0)
-
-
-@pytest.mark.parametrize("form", [written_out, capped], ids=lambda form: form.__name__)
-def test_attention_that_is_written_out(form: Callable[..., torch.Tensor]) -> None:
-    (module,) = compiled_graphs(form, *operands())
-    run(module.graph, Options())
-    code = "attention_softcap" if form is capped else "attention_written_out"
-    assert reasons(module) == [code] * 2, text(module.graph)
-
-
 @pytest.mark.parametrize(
     ("code", "form"),
     [
