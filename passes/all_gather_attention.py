@@ -12,7 +12,8 @@ After:
     q, k -> permute, v -> permute -> ditron.all_gather_attention -> getitem 0: out [B, H, S, D]
 
 Where the backward, or anything behind the attention, wants the gathered keys and values, the node returns them. The
-call stands where the attention stood. Ops: those of `attention.FORWARD`. Masks: none; `is_causal`, which aligns
+call stands where the attention stood. Ops: those of `attention.FORWARD`, and in inference graphs matmul, softmax,
+matmul, with a soft cap on the scores or without (`written_attention`). Masks: none; `is_causal`, which aligns
 the first query of every rank with the first key of all; and those that are proved to be causal, with a window or
 without, from any key on (`masks`). Where the first query of a rank stands is a constant of its graph alone: every rank
 fuses, whatever its constant, and the call has it as `offset`. `ditron_inductor.ops.all_gather_attention` takes masks
@@ -24,7 +25,7 @@ It must not fire when
 * there is dropout, a mask or a bias that is not proved, or queries whose heads do not divide among those of the keys;
 * the chunks are not all of the W equal chunks, once, in order; or a part of the gathered sequence is taken;
 * the gathered tensor, or a view on the way, is used before the attention, or by what its queries are computed from;
-* attention is written out as matmul, softmax, matmul (`written_attention`), with a soft cap or without;
+* attention is written out, and its scores or probabilities are used otherwise, as by a backward that is written out;
 * keys and values come from different groups, or only one of them is gathered;
 * the dtype is none of bfloat16, float16 and float32.
 """

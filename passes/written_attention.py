@@ -56,14 +56,6 @@ class Written:
     above: tuple[fx.Node, ...]
     gathered: tuple[fx.Node, ...]
 
-    @property
-    def code(self) -> ReasonCode:
-        """What is said of one that is not proved."""
-        if any(one.target in RANDOM for one in self.above):
-            return ReasonCode.ATTENTION_DROPOUT
-        capped = any(one.target is aten.tanh.default for one in self.above)
-        return ReasonCode.ATTENTION_SOFTCAP if capped else ReasonCode.ATTENTION_WRITTEN_OUT
-
 
 def find_written(graph: fx.Graph, gathered: Collection[fx.Node]) -> list[Written]:
     """What looks like attention that is written out, of any of the `gathered` tensors."""
@@ -264,6 +256,18 @@ class Proof:
             node = proofs.sole_user(node)
         raise Unknown(self.written.node)
 
+    def code(self) -> ReasonCode:
+        """What is said where the algebra knows no more."""
+        if any(one.target in RANDOM for one in self.written.above):
+            return ReasonCode.ATTENTION_DROPOUT
+        try:
+            for one in self.written.above:
+                if one.target is aten.tanh.default:
+                    self.algebra.value(one)
+        except (Unknown, _Refused):
+            return ReasonCode.ATTENTION_SOFTCAP
+        return ReasonCode.ATTENTION_WRITTEN_OUT
+
     def between(self, result: fx.Node) -> tuple[fx.Node, ...]:
         """The nodes from the scores to the result, without it."""
         found = {one for one in self.scored if one.target is aten.bmm.default}
@@ -294,7 +298,7 @@ def prove(graph: fx.Graph, written: Written, gathered: Collection[fx.Node]) -> A
     except Unknown as unknown:
         tensor = proofs.tensor(unknown.node)
         dynamic = tensor is not None and not all(isinstance(size, int) for size in tensor.shape)
-        return (ReasonCode.SHAPE_UNPROVEN if dynamic else written.code).at(unknown.node)
+        return (ReasonCode.SHAPE_UNPROVEN if dynamic else proof.code()).at(unknown.node)
 
 
 def _read(graph: fx.Graph, proof: Proof, node: fx.Node, value: Value) -> Attention:

@@ -3,20 +3,24 @@ repeated."""
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from ditron_inductor.errors import InvalidTaskNode
 from ditron_inductor.lowering.all_gather_attention import local
 from ditron_inductor.lowering.register import register
-from ditron_inductor.task import reference, reference_attention
+from ditron_inductor.passes.name_sites import _task_facts
+from ditron_inductor.task import cost, reference, reference_attention
 from ditron_inductor.task.all_gather_attention import (
     MASKS,
     AllGatherAttention,
     Mask,
+    attention_sizes,
     blocks,
     mask_problem,
     visible_part,
@@ -305,3 +309,25 @@ def test_an_offset_decides_nothing_for_all_ranks() -> None:
     assert len({visible_part(Mask("causal", 3, offset), 2, 6, 6) for offset in (0, 3, 6)}) == 1
     node = AllGatherAttention(Mask("causal", 3, 4), 1.0, 0.0, 2, "0", "", Policy())
     assert "offset=4" in node.text() and "offset" not in node.mask.name
+
+
+def test_a_soft_cap_is_named_and_legal_and_our_kernels() -> None:
+    """The library's kernels have none: what stands for them is so slow that the plan takes `tile`."""
+    node = AllGatherAttention(Mask("causal_offset"), 0.0625, 50.0, 2, "0", "", Policy())
+    plain = replace(node, softcap=0.0)
+    assert "softcap=50" in node.text() and "softcap" not in plain.text()
+    for softcap in (-1.0, math.inf, math.nan):
+        with pytest.raises(InvalidTaskNode, match="softcap"):
+            replace(node, softcap=softcap).verify()
+    q = torch.empty(1, 16, 4, 256)
+    run = local.choose(q, q, q, node.softcap)
+    sizes = attention_sizes(node.mask, 2, 1, 16, 8192, 256, 8, 8192)
+    problem = cost.Problem(node.kind, *sizes, 2, 2, library_speed=run.speed_with(node.mask))
+    predicted = cost.predict(problem, cost.H200)
+    assert min(predicted, key=predicted.__getitem__) == "tile"
+
+
+def test_a_soft_cap_is_part_of_the_name_of_its_site() -> None:
+    node = AllGatherAttention(Mask("causal_offset"), 0.0625, 50.0, 2, "0", "", Policy())
+    facts = {_task_facts(replace(node, softcap=softcap)) for softcap in (0.0, 30.0, 50.0)}
+    assert len(facts) == 3

@@ -297,7 +297,7 @@ def masked_in_front(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 
 def over_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     keys, values = gathered(k, v)
-    return scores_of(q, keys).masked_fill(ahead() < 0, -1.0).softmax(-2) @ repeated(values)
+    return cap(scores_of(q, keys)).softmax(-2) @ repeated(values)
 
 
 def weights_returned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -351,7 +351,7 @@ LEFT: dict[Form, str] = {
     with_prefix: "attention_mask",
     with_given_mask: "attention_mask_given",
     hidden_by_little: "attention_written_out",
-    other_heads: "attention_softcap",
+    other_heads: "attention_written_out",
     parts: "attention_parts",
 }
 
