@@ -264,9 +264,9 @@ _TEXTS: dict[ReasonCode, str] = {
         "ditron_inductor.ops.all_gather_attention, which has a gradient, or scaled_dot_product_attention"
     ),
     ReasonCode.FLEX_SCORE_MOD: (
-        "FlexAttention beside it has a score_mod that does more than hide scores by the numbers of query and key, or cap "
-        "them by cap * tanh(score / cap); only "
-        "those without one, or with torch.where(condition, score, -inf), are fused"
+        "FlexAttention beside it has a score_mod that does more than hide scores by the numbers of query and key, and "
+        "cap them; only those without one, or with torch.where(condition, score, -inf), with cap * tanh(score / cap) "
+        "in the place of the score or without, are fused"
     ),
     ReasonCode.FP8_MATMUL: "FP8 matmuls are not fused yet; keep that layer in bfloat16 to have it fused",
     ReasonCode.GROUPED_MATMUL: "grouped matmuls are not fused yet; nothing to change",

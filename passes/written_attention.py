@@ -38,8 +38,8 @@ prims = torch.ops.prims
 MOVES = (proofs.ORDER_KEEPING | proofs.TRANSPOSES) - {aten.clone.default}
 EXPONENTIALS: frozenset[object] = frozenset({aten.exp.default, aten._softmax.default})
 RANDOM: frozenset[object] = frozenset({prims.inductor_random.default, aten.rand.default, aten.native_dropout.default})
-MOST_BETWEEN = 64
-"""Nodes between the two matmuls: masks, casts and the softmax are a third of that."""
+MOST_BETWEEN = 256
+"""Nodes between the two matmuls: casts, softmax and a short mask are a tenth of that."""
 MOST_BEHIND = 4
 """Nodes between the second matmul and the quotient, if that comes last."""
 DIGITS = 12
@@ -196,9 +196,11 @@ class Proof:
         scores, bias = node.args
         if bias in self.scored:
             scores, bias = bias, scores
-        if bias in self.scored or not isinstance(bias, fx.Node) or proofs.arguments(node)["alpha"] != 1:
+        tensor = proofs.tensor(bias)
+        if bias in self.scored or tensor is None or proofs.arguments(node)["alpha"] != 1:
             return None
-        return self._masked(node, scores, bias)
+        # A truth would be added as 0 or 1.
+        return self._masked(node, scores, bias) if tensor.is_floating_point() else None
 
     def _hidden(self, node: fx.Node) -> Value | None:
         """Scores, and the least number where the condition says so; None if that is not what `node` is."""
@@ -229,7 +231,6 @@ class Proof:
         if shape != static_shape(scores) or len(axes) < 2 or axes[-1] != self.atoms.flat((origin.atom,)):
             raise Unknown(node)
         try:
-            finite = lowest != -math.inf
             mask = masks.read_mask(given, *shape[-2:], hides=hides, lowest=lowest)
         except masks.Unknown as unknown:
             inputs = unknown.node.op in ("placeholder", "get_attr")
@@ -237,7 +238,7 @@ class Proof:
             raise _Refused(code.at(unknown.node)) from None
         if mask == Mask("full"):
             return value
-        shown = replace(origin, mask=mask, rows=axes[-2], hidden_at=count if finite else 0.0)
+        shown = replace(origin, mask=mask, rows=axes[-2], hidden_at=0.0 if lowest == -math.inf else count)
         return replace(value, power={("x", shown): count})
 
     def result(self) -> tuple[fx.Node, Value]:

@@ -322,6 +322,12 @@ def with_given_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
     return (cap(scores_of(q, keys)) + q[0, 0, 0, 0]).softmax(-1) @ repeated(values)
 
 
+def with_a_truth_added(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """1 for what is seen."""
+    keys, values = gathered(k, v)
+    return (cap(scores_of(q, keys)) + (ahead() >= 0)).softmax(-1) @ repeated(values)
+
+
 def hidden_by_little(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """A finite number that is scaled down hides nothing that can be proved."""
     keys, values = gathered(k, v)
@@ -350,6 +356,7 @@ LEFT: dict[Form, str] = {
     dropped: "attention_dropout",
     with_prefix: "attention_mask",
     with_given_mask: "attention_mask_given",
+    with_a_truth_added: "attention_written_out",
     hidden_by_little: "attention_written_out",
     other_heads: "attention_written_out",
     parts: "attention_parts",
