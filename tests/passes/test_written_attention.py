@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from torch.utils.checkpoint import checkpoint
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.normalize_collectives import normalize_collectives
@@ -380,6 +381,22 @@ def test_gradients_are_left_alone() -> None:
         assert "ditron" not in text(module.graph)
     assert reasons(forward) == ["attention_weights_used"] * 2
     assert len(reasons(backward)) == 2
+
+
+def test_a_checkpointed_forward_is_fused_and_right() -> None:
+    """Its backward computes the scores again, from the shards."""
+
+    def form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = checkpoint(hugging_face, q, k, v, use_reentrant=False)
+        assert isinstance(out, torch.Tensor)
+        return out.sin()
+
+    given = tuple(one.requires_grad_() for one in operands(B=2))
+    before, after = compiled_graphs(form, *given), compiled_graphs(form, *given)
+    assert [fuse_attention(module) for module in after] == [1, 0]
+    assert set(reasons(after[1])) == {"attention_written_out"}
+    inputs = of_all_ranks(tuple(node.meta["val"] for node in after[0].graph.nodes if node.op == "placeholder"))
+    torch.testing.assert_close(run_ranks(after[0], inputs), run_ranks(before[0], inputs))
 
 
 def test_a_dynamic_length_is_left_alone() -> None:
