@@ -11,7 +11,8 @@ Every rank has `tokens` / W of one sequence, as queries, keys and values. Contes
 
 `sdpa` is what a program calls: FlashAttention's mask that is aligned at the end of the keys. `sdpa:blocks` is what our
 `library` runs, cuDNN's full and causal blocks with one kernel that merges them; for the other masks it is `sdpa` too.
-With a soft cap, which no kernel of the library has, blocks are plain operations, and there is no limit. A contestant is timed only if its result is right on all ranks. Rows go into benchmarks/results/attention.csv.
+With a soft cap, which no kernel of the library has, blocks are plain operations, and there is no limit. A contestant is
+timed only if its result is right on all ranks. Rows go into benchmarks/results/attention.csv.
 """
 
 from __future__ import annotations
