@@ -14,37 +14,54 @@ from ditron_inductor.passes.softmax_algebra import Atoms, Axes, Unknown, static_
 
 aten = torch.ops.aten
 
+MULTIPLICATIONS = (aten.mul.Tensor, aten.mul.Scalar)
+DIVISIONS = (aten.div.Tensor, aten.div.Scalar)
 VIEWS = proofs.ORDER_KEEPING | {aten.permute.default, aten.transpose.int, aten.expand.default}
 
 
 @dataclass(frozen=True)
 class Root:
-    """A tensor of the graph, and the atoms of its dimensions."""
+    """A tensor of the graph, and the atoms of its dimensions. factor: that of the numbers on the way to it, see
+    `chain_to`.
+    """
 
     node: fx.Node
     axes: Axes
+    factor: float = 1.0
 
 
-def chain_to(atoms: Atoms, node: fx.Node, ends: Collection[fx.Node] = ()) -> tuple[Root, ...]:
-    """(what `node` is a view of, .., `node`), not beyond `ends`; casts that keep every value do not count. Raises
-    Unknown.
+def chain_to(atoms: Atoms, node: fx.Node, ends: Collection[fx.Node] = (), *, scaled: bool = False) -> tuple[Root, ...]:
+    """(what `node` is a view of, .., `node`), not beyond `ends`; casts that keep every value do not count. scaled: a
+    multiple is followed to what it is one of, too. Raises Unknown.
     """
     nodes = [node]
-    while nodes[-1] not in ends and (nodes[-1].target in VIEWS or widens(nodes[-1])):
+    while nodes[-1] not in ends and (
+        nodes[-1].target in VIEWS or widens(nodes[-1]) or (scaled and _factor(nodes[-1]) is not None)
+    ):
         source = nodes[-1].args[0]
         assert isinstance(source, fx.Node)
         nodes.append(source)
     found = [Root(nodes[-1], atoms.new(static_shape(nodes[-1])))]
     for view in reversed(nodes[:-1]):
-        axes = found[-1].axes
+        axes, factor = found[-1].axes, found[-1].factor
         if view.target is aten.expand.default:
             shape = static_shape(view)
             padded = ((),) * (len(shape) - len(axes)) + axes
             axes = tuple(axis or new for axis, new in zip(padded, atoms.new(shape), strict=True))
         elif view.target in VIEWS:
             axes = viewed(atoms, view, axes)
-        found.append(Root(view, axes))
+        found.append(Root(view, axes, factor * (_factor(view) or 1.0)))
     return tuple(found)
+
+
+def _factor(node: fx.Node) -> float | None:
+    """The positive number that a tensor is multiplied with, or that it is divided by."""
+    if node.target not in (*MULTIPLICATIONS, *DIVISIONS):
+        return None
+    number = node.args[1]
+    if not isinstance(number, (int, float)) or not 0.0 < number < math.inf:
+        return None
+    return float(number) if node.target in MULTIPLICATIONS else 1.0 / number
 
 
 def viewed(atoms: Atoms, view: fx.Node, axes: Axes) -> Axes:

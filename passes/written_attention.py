@@ -3,7 +3,9 @@
     q, gathered k -> views -> bmm = scores -> * scale -> (soft cap) -> (mask) -> softmax -> bmm <- views <- gathered v
 
 In any way to write it: the maximum subtracted or not, the quotient before the second matmul or behind it, in fp32 or in
-the dtype, heads grouped or repeated, by `matmul` or `einsum`. Of a chain of `softmax_algebra` from the scores x
+the dtype, heads grouped or repeated, by `matmul` or `einsum`, scaled behind the first matmul or in front of it, with 0
+for rows that see nothing; so scaled dot-product attention by torch's own operations is one as well. Of a chain of
+`softmax_algebra` from the scores x
 
     a tanh of c x                          gives scores of its own, and a soft cap: b tanh(c x) has the cap b
     a mask that is added, or chosen        shows some of the scores, see `masks`; behind the soft cap, and once
@@ -23,7 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from ditron_inductor.passes import masks, proofs
+from ditron_inductor.passes import mask_values, masks, proofs
 from ditron_inductor.passes.attention import FOLLOWED, Attention, Kernel, WrittenOut, source_of
 from ditron_inductor.passes.collectives import is_collective
 from ditron_inductor.passes.mask_values import TRUE, Choice
@@ -37,6 +39,7 @@ prims = torch.ops.prims
 
 MOVES = (proofs.ORDER_KEEPING | proofs.TRANSPOSES) - {aten.clone.default}
 EXPONENTIALS: frozenset[object] = frozenset({aten.exp.default, aten._softmax.default})
+NEGATIONS = (aten.logical_not.default, aten.bitwise_not.default)
 RANDOM: frozenset[object] = frozenset({prims.inductor_random.default, aten.rand.default, aten.native_dropout.default})
 MOST_BETWEEN = 256
 """Nodes between the two matmuls: casts, softmax and a short mask are a tenth of that."""
@@ -156,13 +159,14 @@ class Proof:
     def _scores(self, node: fx.Node) -> Value:
         left, right = node.args
         assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
-        queries = chain_to(self.atoms, left)
-        keys = chain_to(self.atoms, right, self._gathered)
+        queries = chain_to(self.atoms, left, scaled=True)
+        keys = chain_to(self.atoms, right, self._gathered, scaled=True)
         (batch, rows, dim), (key_batch, key_dim, tokens) = queries[-1].axes, keys[-1].axes
         if len(tokens) != 1 or not self.atoms.bind(key_batch, batch) or not self.atoms.bind(key_dim, dim):
             raise Unknown(node)
         origin = Scores(queries, keys, tokens[0], dim)
-        return Value((batch, rows, tokens), {("x", origin): 1.0}, is_log=True)
+        factor = queries[-1].factor * keys[-1].factor
+        return Value((batch, rows, tokens), {("x", origin): factor}, is_log=True)
 
     def _weighted(self, node: fx.Node) -> Value:
         """Weights times values, summed up."""
@@ -205,19 +209,28 @@ class Proof:
     def _hidden(self, node: fx.Node) -> Value | None:
         """Scores, and the least number where the condition says so; None if that is not what `node` is."""
         condition, yes, no = node.args
+        if condition in self.scored:
+            return self._guarded(node)
         scores, number = (yes, no) if yes in self.scored else (no, yes)
-        if condition in self.scored or number in self.scored or scores not in self.scored:
+        if number in self.scored or scores not in self.scored:
             return None
-        try:
-            value = masks.Masks().operand(node, number)
-        except masks.Unknown:
+        lowest, tensor = _number(node, number), proofs.tensor(node)
+        if lowest is None or tensor is None or not mask_values.hides(lowest, tensor.dtype):
             return None
-        tensor = proofs.tensor(node)
-        if not isinstance(value, Choice) or value.truth != TRUE or tensor is None:
+        return self._masked(node, scores, condition, hides=scores is no, lowest=lowest)
+
+    def _guarded(self, node: fx.Node) -> Value | None:
+        """Weights, and 0 for a row whose scores are all -inf; None if that is not what `node` is."""
+        condition, zero, weights = node.args
+        test = _all_hidden(condition)
+        if test is None or weights not in self.scored or _number(node, zero) != 0.0:
             return None
-        if value.yes not in (-math.inf, torch.finfo(tensor.dtype).min):
+        scores, dim = test
+        tested, value = self.algebra.value(scores), self.algebra.value(weights)
+        x = [symbol for symbol in value.power if symbol[0] == "x"]
+        if value.is_log or not tested.is_log or len(x) != 1 or list(tested.power) != x:
             return None
-        return self._masked(node, scores, condition, hides=scores is no, lowest=value.yes)
+        return value if self.atoms.of(tested.axes)[dim] == self.atoms.flat((x[0][1].atom,)) else None
 
     def _masked(
         self, node: fx.Node, scores: object, given: object, hides: bool = False, lowest: float | None = None
@@ -350,6 +363,32 @@ def _read(graph: fx.Graph, proof: Proof, node: fx.Node, value: Value) -> Attenti
     )
 
 
+def _number(node: fx.Node, argument: object) -> float | None:
+    """What an operand of `node` holds everywhere."""
+    try:
+        value = masks.Masks().operand(node, argument)
+    except masks.Unknown:
+        return None
+    return value.yes if isinstance(value, Choice) and value.truth == TRUE else None
+
+
+def _all_hidden(node: object) -> tuple[object, int] | None:
+    """(scores, dimension) of a node that says, with the dimension kept, where all of them are -inf."""
+    if not isinstance(node, fx.Node) or node.target not in NEGATIONS:
+        return None
+    found = node.args[0]
+    if not isinstance(found, fx.Node) or found.target is not aten.any.dim:
+        return None
+    bound = proofs.arguments(found)
+    inner = bound["self"]
+    if not bound["keepdim"] or inner.target not in NEGATIONS:
+        return None
+    equal = inner.args[0]
+    if not isinstance(equal, fx.Node) or equal.target is not aten.eq.Scalar or equal.args[1] != -math.inf:
+        return None
+    return equal.args[0], bound["dim"]
+
+
 def _last_view(node: fx.Node) -> fx.Node:
     """The last of a chain of views from `node` on, none of which is used otherwise; copies are what a program wants."""
     user = proofs.sole_user(node)
@@ -388,7 +427,8 @@ def _placed(graph: fx.Graph, atoms: Atoms, chain: Sequence[Root], wanted: Axes) 
     """What has these dimensions: one of the views in the graph, or views that are inserted. Raises Unknown."""
     dtype = chain[0].node.meta["val"].dtype
     for root in chain:
-        if atoms.of(root.axes) == atoms.of(wanted) and root.node.meta["val"].dtype == dtype:
+        same = root.factor == 1.0 and root.node.meta["val"].dtype == dtype
+        if same and atoms.of(root.axes) == atoms.of(wanted):
             return root.node
     views = moved(atoms, chain[0].axes, wanted)
     if views is None:

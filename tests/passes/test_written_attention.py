@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ditron_inductor.options import Options
@@ -20,7 +21,7 @@ from ditron_inductor.passes.reasons import LEFT_ALONE
 from ditron_inductor.passes.share_gathers import share_gathers
 from ditron_inductor.pipeline import run
 from tests.passes.graphs import WORLD_SIZE, compiled_graphs, gather_dim, reasons, run_ranks, text
-from tests.passes.test_all_gather_attention import fuse_attention, of_all_ranks, operands, repeated
+from tests.passes.test_all_gather_attention import fuse_attention, of_all_ranks, operands, repeated, sequence_first
 
 pytestmark = pytest.mark.usefixtures("group")
 S, SCALE = 8, 0.25
@@ -85,6 +86,12 @@ def other_factors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
     return (torch.tanh(scores_of(q, keys) / 50) * 30).softmax(-1) @ repeated(values)
 
 
+def by_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Torch's own operations: both operands are scaled, and rows that see nothing get 0."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return sequence_first(q, k, v, is_causal=True)
+
+
 def one_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """All queries share it; keys and values come in one gather."""
     keys, values = gather_dim(torch.stack((k, v))[:, :, :, :1].contiguous(), 2).transpose(2, 3)
@@ -110,6 +117,7 @@ FORMS: dict[Form, str] = {
     grouped: "'causal', 0, 8, 0.25, 0.5, False",
     quotient_last: "'full', 0, 0, 0.25, 0.5, False",
     other_factors: "'full', 0, 0, 0.15, 30.0, False",
+    by_math: "'causal', 0, 0, 0.25, 0.0, False",
     one_head: "'full', 0, 0, 1.0, 0.5, False",
     one_projection: "'full', 0, 0, 0.25, 0.5, False",
     keys_returned: "'full', 0, 0, 0.25, 0.5, True",
@@ -263,7 +271,7 @@ def wide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return (cap(q.transpose(1, 2).float() @ keys.mT).softmax(-1) @ values).transpose(1, 2).to(q.dtype)
 
 
-@pytest.mark.parametrize("form", [hugging_face, wide], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("form", [hugging_face, wide, by_math], ids=lambda form: form.__name__)
 def test_low_precision_rounds_less(form: Form) -> None:
     given = tuple(one.bfloat16() for one in operands(B=2))
     (before,), (after,), (exact,) = (compiled_graphs(form, *each) for each in (given, given, operands(B=2)))
@@ -336,6 +344,19 @@ def hidden_by_little(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     return (scores * 1e-38).softmax(-1) @ repeated(values)
 
 
+def guarded_otherwise(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """0 for rows whose first scores are negative."""
+    keys, values = gathered(k, v)
+    scores = cap(scores_of(q, keys))
+    return torch.where((scores < 0).all(-1, keepdim=True), 0.0, scores.softmax(-1)) @ repeated(values)
+
+
+def keys_used_too(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All heads of them, which the call does not have."""
+    keys, values = gathered(k, v)
+    return cap(scores_of(q, keys)).softmax(-1) @ repeated(values), repeated(keys)
+
+
 def other_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Heads of values are repeated in another order than those of keys."""
     keys, values = gathered(k, v)
@@ -359,6 +380,8 @@ LEFT: dict[Form, str] = {
     with_given_mask: "attention_mask_given",
     with_a_truth_added: "attention_written_out",
     hidden_by_little: "attention_written_out",
+    guarded_otherwise: "attention_written_out",
+    keys_used_too: "intermediate_used",
     other_heads: "attention_written_out",
     parts: "attention_parts",
 }
