@@ -75,7 +75,7 @@ class Problem:
 
 
 def make_problem(session: Session, cell: Cell, device: Any, group_name: str) -> Problem:
-    """Random operands, with the memory of a projection's output [tokens, heads, head_dim], and the forward's outputs."""
+    """Random operands, in memory [tokens, heads, head_dim] as projections leave them, and the forward's outputs."""
     import torch
     import torch.distributed as dist
 
