@@ -98,17 +98,18 @@ def make_problem(session: Session, cell: Cell, device: Any, group_name: str) -> 
     out, lse, keys, values = library.make(node, q, k, v)(q, k, v)
     rows = sampled_rows(length, device)[:: 1 if length < forward.SAMPLED_ROWS else 2]
 
-    def seen(of: torch.Tensor) -> torch.Tensor | None:
-        return visible(mask, rank, world, length, length, device, of)
+    def seen(of: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor | None:
+        shown = visible(mask, rank, world, length, length, device, of)
+        return shown if shown is None or columns is None else shown[:, columns]
 
     of_rows = (one[:, :, rows] for one in (grad_out, q))
     given = out[:, :, rows], lse[:, :, rows]
     grad_q = attend_backward(*of_rows, keys, values, *given, seen=seen(rows), scale=scale)[0]
     columns = of_every_shard(rows, length, world)
-    parts = [seen(part) for part in torch.arange(length, device=device).split(SEEN_ROWS)]
-    masked = [part[:, columns] for part in parts if part is not None]
+    parts = [seen(part, columns) for part in torch.arange(length, device=device).split(SEEN_ROWS)]
+    masks = [part for part in parts if part is not None]
     sampled = keys[:, :, columns], values[:, :, columns]
-    whole = torch.cat(masked) if masked else None
+    whole = torch.cat(masks) if masks else None
     grads = torch.stack(attend_backward(grad_out, q, *sampled, out, lse, seen=whole, scale=scale)[1:])
     dist.all_reduce(grads)
     of_keys = grads.unflatten(3, (world, -1))[:, :, :, rank]
