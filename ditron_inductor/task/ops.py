@@ -22,7 +22,8 @@
     others N elements; each of them None where there is none. total = post(all_reduce(x) + bias + second_bias) +
     residual and normed = norm(total): shape and dtype of x, contiguous, bit-identical on every rank. See `nodes.Norm`
     for the arguments `norm` (`none`: no normed) to `round_first`, and `post` (empty: no post) to `post_round_first`.
-    saved: names of `nodes.SAVED`, joined by `+`: returned too, contiguous; mean and rstd fp32 [.., 1], scaled fp32.
+    saved: names of `nodes.SAVED`, joined by `+`: returned too, contiguous; mean and rstd fp32 [.., 1], scaled fp32;
+    other is norm(total) with other_weight and other_shift.
 `matmul_all_reduce_rms_norm(a, b, product_bias, <extras>, token, ...) -> [normed, total, <saved>, token]`
     the same for x = sum_i a_i @ b_i + product_bias, or what an epilogue's `pre:` makes of that, as `matmul_all_reduce`.
 `matmul_all_gather(a, b, bias, token, ...) -> (out, token)`
@@ -86,6 +87,7 @@ from ditron_inductor.task.epilogue import parse, products
 from ditron_inductor.task.epilogue_torch import out_dtypes
 from ditron_inductor.task.flash_decode import ARGUMENTS as FLASH_DECODE_ARGUMENTS
 from ditron_inductor.task.nodes import (
+    AS_SUM,
     ATTENTION_KINDS,
     EXTRAS,
     NORM_KINDS,
@@ -550,7 +552,7 @@ def norm_outputs(x: torch.Tensor, shape: Sequence[Any], others: Sequence[Any]) -
 
 def norm_output(x: torch.Tensor, shape: Sequence[Any], name: str) -> torch.Tensor:
     """Memory for one of them."""
-    if name in ("normed", "total", "reduced"):
+    if name in AS_SUM:
         return x.new_empty(shape)
     return x.new_empty(shape if name == "scaled" else [*shape[:-1], 1], dtype=torch.float32)
 
