@@ -21,6 +21,7 @@ from torch import fx
 from ditron_inductor.passes import proofs
 from ditron_inductor.passes.collectives import WAIT
 from ditron_inductor.passes.reasons import ReasonCode
+from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import Norm
 
 aten = torch.ops.aten
@@ -268,7 +269,7 @@ class _Tail:
         if value is None or value.dtype not in proofs.MATMUL_DTYPES:
             return None
         # Anything else would be a kernel of its own.
-        in_memory = top.op in ("placeholder", "get_attr") or top.target is WAIT
+        in_memory = top.op in ("placeholder", "get_attr") or top.target in (WAIT, ops.overload("replicated"))
         return node if in_memory and proofs.is_row(value, self._columns) else None
 
 

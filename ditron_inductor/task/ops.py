@@ -51,8 +51,9 @@
     a token ordered after the op that made x.
 `own_chunk(x, dim, world_size, group_name) -> chunk`
     this rank's of the world_size equal chunks of x along dim, a copy; found by the rank at run time.
-`replicated(x, same, group_name, site) -> x`
-    an alias of x; at the first run of `site` the ranks compare samples of `same`, and raise where they differ.
+`replicated(x, same, group_name, site, names, constants) -> x`
+    an alias of x; now and then the ranks compare samples of `same` and the `constants`, and raise where they differ.
+    names: where the program reads each of `same`. Both are texts with a line for each.
 `all_gather_attention(q, k, v, token, ...) -> [out, lse, (gathered_k, gathered_v,) token]`
     q [B, Hq, Sq, D], k and v [B, Hkv, S, D], any strides; out [B, Hq, Sq, D] with the memory of a contiguous
     [B, Sq, Hq, D], lse [B, Hq, Sq] contiguous, fp32; gathered_k, gathered_v [B, Hkv, W*S, D] with the memory of a
@@ -152,7 +153,7 @@ SCHEMAS: dict[str, str] = {
     "after_": "(Tensor(a!) x, Tensor token) -> ()",
     "token_of": "(Tensor x) -> Tensor",
     "own_chunk": "(Tensor x, int dim, int world_size, str group_name) -> Tensor",
-    "replicated": "(Tensor(a) x, Tensor[] same, str group_name, str site) -> Tensor(a)",
+    "replicated": "(Tensor(a) x, Tensor[] same, str group_name, str site, str names, str constants) -> Tensor(a)",
     Projections.kind: f"(Tensor x, Tensor[] weights, str strategy, {_EPILOGUE}) -> Tensor[]",
 }
 
@@ -593,6 +594,6 @@ def _fake_own_chunk(x: torch.Tensor, dim: int, world_size: int, group_name: str)
     return x.new_empty(shape)
 
 
-def _fake_replicated(x: torch.Tensor, same: Sequence[torch.Tensor], group_name: str, site: str) -> torch.Tensor:
+def _fake_replicated(x: torch.Tensor, *_: Any) -> torch.Tensor:
     aliased: torch.Tensor = torch.ops.aten.alias.default(x)
     return aliased

@@ -82,7 +82,8 @@ ditron::after(Tensor(a) x, Tensor token) -> Tensor(a)
 ditron::after_(Tensor(a!) x, Tensor token) -> ()
 ditron::token_of(Tensor x) -> Tensor
 ditron::own_chunk(Tensor x, int dim, int world_size, str group_name) -> Tensor
-ditron::replicated(Tensor(a) x, Tensor[] same, str group_name, str site) -> Tensor(a)
+ditron::replicated(Tensor(a) x, Tensor[] same, str group_name, str site, str names, str constants)
+  -> Tensor(a)
 ditron::projections(Tensor x, Tensor[] weights, str strategy, Tensor[]? extras=None, str
   epilogue="") -> Tensor[]
 """,
