@@ -48,6 +48,8 @@ COPIED_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
 CYCLES_PER_US = 2000.0
 """No GPU's clock is faster, so a delay of so many cycles is never too short."""
 LONGEST_DELAY_US = 200e3
+FEWEST_STEPS, MOST_STEPS = 3, 8
+"""In front of one that is looked at."""
 
 
 def profile_taxes(
@@ -276,13 +278,15 @@ def _probed(
     on_gpu = clock.device.type == "cuda"
     probe = Probe(clock.device, mark_us(clock.device))
     samples: dict[str, list[dict[Key, Spent]]] = {name: [] for name in calls}
-    delays = {name: _delay_us(clock, call) if on_gpu else 0.0 for name, call in calls.items()}
+    leads = {name: _lead(clock, call) if on_gpu else Lead(0, 0.0) for name, call in calls.items()}
     for _ in range(rounds):
         for name, call in calls.items():
             dist.all_reduce(torch.zeros(1, device=clock.device), group=clock.group)
             if on_gpu:
                 # Meanwhile the host issues the step: what is timed is the device, not its waiting for the host.
-                torch.cuda._sleep(int(delays[name] * CYCLES_PER_US))
+                torch.cuda._sleep(int(leads[name].delay_us * CYCLES_PER_US))
+            for _ in range(leads[name].steps):
+                call(0)
             with watch.by(probe):
                 call(0)
             if on_gpu:
@@ -296,8 +300,18 @@ def _probed(
     return found
 
 
-def _delay_us(clock: Clock, call: Callable[[int], None]) -> float:
-    """How long the slowest rank's host takes to issue a step, and a little more."""
+@dataclass(frozen=True)
+class Lead:
+    """What keeps the GPU busy while the host issues a step: a delay, or `steps` in front that are not looked at."""
+
+    steps: int
+    delay_us: float
+
+
+def _lead(clock: Clock, call: Callable[[int], None]) -> Lead:
+    """Steps, where the slowest rank's host is that much faster than the GPU, whose clock rate is then that of a GPU at
+    work; else a delay.
+    """
     import torch
 
     torch.cuda.synchronize(clock.device)
@@ -305,9 +319,13 @@ def _delay_us(clock: Clock, call: Callable[[int], None]) -> float:
     call(0)
     issued = (time.perf_counter() - begin) * 1e6
     torch.cuda.synchronize(clock.device)
-    (slowest,) = clock.largest([issued])
+    left = (time.perf_counter() - begin) * 1e6 - issued
+    slowest, gained = clock.largest([issued, -left])
     # Marks and the first call of a launch hook take time too.
-    return min(LONGEST_DELAY_US, 1.5 * slowest + 500.0)
+    needed = 1.5 * slowest + 500.0
+    if needed <= MOST_STEPS * -gained:
+        return Lead(max(FEWEST_STEPS, math.ceil(needed / -gained)), 0.0)
+    return Lead(0, min(LONGEST_DELAY_US, needed))
 
 
 def _medians(samples: Sequence[dict[Key, Spent]]) -> dict[Key, Spent]:

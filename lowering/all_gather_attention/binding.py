@@ -84,7 +84,8 @@ def _prepare_forward(
             "chunked": functools.partial(chunked.all_gather_attention, node, launch, chunks),
         }
         nbytes = {"tile": tiles.nbytes, "chunked": chunks.nbytes}
-        return _request(node, launch, x.dtype, (m, n, depth), nbytes, tile.obstacle(node, q)), runners
+        speed = chunks.run.speed_with(node.mask)
+        return _request(node, launch, x.dtype, (m, n, depth), nbytes, tile.obstacle(node, q), speed), runners
 
     m, n, shared = attention_sizes(node.mask, world_size, B, heads, queries, D, key_heads, keys)
     return prepare(
@@ -131,7 +132,8 @@ def _prepare_backward(
         # There is no kernel of ours that does all of it: what stands for one are the library's, told apart by nobody.
         runner = functools.partial(backward_chunked.attention_reduce_scatter, node, launch, chunks)
         nbytes = {"tile": chunks.nbytes, "chunked": chunks.nbytes}
-        return _request(node, launch, x.dtype, (m, n, depth), nbytes, ""), {"tile": runner, "chunked": runner}
+        speed = chunks.run.speed_with(node.mask)
+        return _request(node, launch, x.dtype, (m, n, depth), nbytes, "", speed), {"tile": runner, "chunked": runner}
 
     m, n, shared = attention_sizes(node.mask, world_size, B, heads, queries, D, key_heads, keys)
     return prepare(
@@ -154,6 +156,7 @@ def _request(
     sizes: tuple[int, int, int],
     nbytes: dict[str, int],
     tile_reason: str,
+    library_speed: float,
 ) -> PlanRequest:
     """What the plan has to know; nbytes: of the slot, by strategy."""
     workspace = launch.workspace
@@ -177,6 +180,7 @@ def _request(
         chunked_bytes=workspace.footprint(nbytes["chunked"]),
         # Its kernels want what those of `tile` want.
         chunked_reason=capabilities.tile_reason,
+        library_speed=library_speed,
     )
 
 

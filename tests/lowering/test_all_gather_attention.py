@@ -277,6 +277,7 @@ def test_blocks_cover_what_a_mask_shows_once(kind: str, world_size: int) -> None
                 covered = torch.zeros(queries, world_size * keys, dtype=torch.int64)
                 for block in blocks(mask, rank, world_size, queries, keys):
                     assert not block.causal or block.rows == block.keys
+                    assert block.lower is None or block.rows <= block.keys
                     shape = torch.zeros(block.rows, block.keys), torch.zeros(block.keys, 1)
                     part = local._visible(*(one[None, None] for one in shape), local.Seen(block.causal, block.lower))
                     part = torch.ones_like(shape[0], dtype=torch.bool) if part is None else part
