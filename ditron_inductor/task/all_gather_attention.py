@@ -25,6 +25,8 @@ from ditron_inductor.task.policy import Policy, check, common_text, verify_commo
 MASKS: tuple[str, ...] = ("full", "causal", "causal_offset", "zigzag")
 ALIGNED: tuple[str, ...] = ("causal_offset", "zigzag")
 """Those for which a rank's queries are at the positions of its keys."""
+LONGEST_WINDOW = 2**63 - 1
+"""What an op can be given. There are no positions beyond, so a longer one is as good."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class Mask:
         limited = self.window == 0 or (self.window > 0 and self.kind != "full")
         check(limited, kind, "window", self.window, "a positive number of keys beside a causal mask, or 0 for all")
         check(self.offset == 0 or self.kind == "causal", kind, "offset", self.offset, "0, but for `causal`")
+
+    def within(self, places: int) -> Mask:
+        """The same mask for rows that stand at positions below `places`: without a window that hides nothing there."""
+        return self if self.window < places else replace(self, window=0)
 
     @property
     def name(self) -> str:

@@ -119,7 +119,7 @@ class _Profile:
             calls, unfused, compiled = self._compiled()
             steps = self._steps(clock, calls, rounds, compiled, notes)
         bytes_per_us = _bandwidth(clock, rounds)
-        probed = _probed(clock, {name: calls[name] for name in (UNFUSED, FUSED)}, min(rounds, PROBED_ROUNDS))
+        probed = _probed(clock, {name: calls[name] for name in (UNFUSED, FUSED)}, steps, min(rounds, PROBED_ROUNDS))
         pairs = paired(compiled.fused, distinct(unfused.fused))
         sites = [_site(site, other, probed, bytes_per_us) for site, other in pairs]
         alone = sum(site.unfused is None for site in sites)
@@ -263,11 +263,12 @@ def _bandwidth(clock: Clock, rounds: int) -> float:
 
 
 def _probed(
-    clock: Clock, calls: Mapping[str, Callable[[int], None]], rounds: int
+    clock: Clock, calls: Mapping[str, Callable[[int], None]], steps: Mapping[str, Step], rounds: int
 ) -> dict[str, tuple[dict[Key, Spent], dict[tuple[str, str], Spent]]]:
     """By contestant what the calls of every site took: medians over the rounds, the largest of any rank.
 
-    By key, and by group and site for requests of other sizes than the compiler's hints.
+    By key, and by group and site for requests of other sizes than the compiler's hints. On a GPU in the time of the
+    step as it is without marks, which may run at another clock rate.
     """
     import torch
     import torch.distributed as dist
@@ -277,7 +278,7 @@ def _probed(
 
     on_gpu = clock.device.type == "cuda"
     probe = Probe(clock.device, mark_us(clock.device))
-    samples: dict[str, list[dict[Key, Spent]]] = {name: [] for name in calls}
+    samples: dict[str, list[tuple[float, dict[Key, Spent]]]] = {name: [] for name in calls}
     leads = {name: _lead(clock, call) if on_gpu else Lead(0, 0.0) for name, call in calls.items()}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -288,13 +289,19 @@ def _probed(
             for _ in range(leads[name].steps):
                 call(0)
             with watch.by(probe):
-                call(0)
+                probe.step(functools.partial(call, 0))
             if on_gpu:
                 torch.cuda.synchronize(clock.device)
             samples[name].append(probe.take())
     found = {}
     for name, taken in samples.items():
-        by_key = largest(clock.agree(_medians(taken)))
+        by_key = largest(clock.agree(_medians([by_key for _, by_key in taken])))
+        (whole_us,) = clock.largest([statistics.median(us for us, _ in taken)])
+        # Eagerly, a step that waits for its host says nothing of the device.
+        known = leads[name].steps > 0 or steps[name].graph_us is not None
+        if on_gpu and known and whole_us > 0:
+            factor = steps[name].device_us / whole_us
+            by_key = {key: spent.scaled(factor) for key, spent in by_key.items()}
         by_site = {(group, site): spent for (group, site, _), spent in by_key.items()}
         found[name] = by_key, by_site
     return found
