@@ -187,9 +187,10 @@ def _pattern(task: TaskNode) -> str:
         case MatmulAllGather():
             return f"{_sum_text(task)} -> all_gather(dim {task.gather_dim})"
         case AllGatherAttention():
-            return f"all_gather(keys, values) -> attention({task.mask.name})" + ", gathered used" * task.return_gathered
+            used = ", gathered used" * task.return_gathered
+            return f"all_gather(keys, values) -> attention({_attention_text(task)}){used}"
         case AttentionReduceScatter():
-            return f"attention backward({task.mask.name}) -> reduce_scatter(keys, values)"
+            return f"attention backward({_attention_text(task)}) -> reduce_scatter(keys, values)"
         case AllGatherContract():
             matmuls = "matmul" if task.num_factors == 1 else f"{task.num_factors} matmuls"
             used = ", gathered used" * task.return_gathered
@@ -211,6 +212,11 @@ def _sum_text(
     return matmuls + " + bias" * task.has_bias + before
 
 
+def _attention_text(task: AttentionNode) -> str:
+    """What its rows see, and what becomes of the scores."""
+    return f"{task.mask.name}, softcap={task.softcap:g}" if task.softcap else task.mask.name
+
+
 def _prologue_text(task: AllGatherMatmul) -> str:
     """What makes the shard."""
     if task.prologue is None:
@@ -223,7 +229,8 @@ def _norm_text(task: AllReduceRmsNorm | MatmulAllReduceRmsNorm) -> str:
     biases = " + bias" * sum(name in task.extras for name in ("bias", "second_bias"))
     post = "" if task.post is None else f" -> {task.post.form} norm"
     residual = " + residual" * ("residual" in task.extras)
-    norm = "" if task.norm.form == NO_NORM else f" -> {task.norm.form} norm"
+    twice = "other" in task.saved
+    norm = "" if task.norm.form == NO_NORM else f" -> {'two ' * twice}{task.norm.form} norm{'s' * twice}"
     return f"all_reduce({task.reduce_op}){biases}{post}{residual}{norm}"
 
 

@@ -20,6 +20,7 @@ from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.flex_attention import FLEX_ATTENTION, read_flex
 from ditron_inductor.passes.masks import Unknown, read_mask
 from ditron_inductor.passes.reasons import ReasonCode, Refused, refused
+from ditron_inductor.passes.roots import Moved
 from ditron_inductor.task.all_gather_attention import Mask
 
 aten = torch.ops.aten
@@ -31,17 +32,18 @@ SEQUENCE = 2
 @dataclass(frozen=True)
 class Kernel:
     """What is known of one op. square: its causal mask is known for as many queries as keys only. lse: the
-    dimensions that its logarithms have behind [B, H, S].
+    dimensions that its logarithms have behind [B, H, S]. multiple: S is filled up to one of it, with infinity.
     """
 
     square: bool
     lse: int = 0
+    multiple: int = 1
 
 
 FORWARD: dict[object, Kernel] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: Kernel(square=False),
     aten._scaled_dot_product_flash_attention.default: Kernel(square=True),
-    aten._scaled_dot_product_efficient_attention.default: Kernel(square=False),
+    aten._scaled_dot_product_efficient_attention.default: Kernel(square=False, multiple=32),
     aten._scaled_dot_product_cudnn_attention.default: Kernel(square=True, lse=1),
     aten._scaled_dot_product_fused_attention_overrideable.default: Kernel(square=True),
     FLEX_ATTENTION: Kernel(square=False),
@@ -49,7 +51,7 @@ FORWARD: dict[object, Kernel] = {
 BACKWARD: dict[object, Kernel] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: Kernel(square=False),
     aten._scaled_dot_product_flash_attention_backward.default: Kernel(square=True),
-    aten._scaled_dot_product_efficient_attention_backward.default: Kernel(square=False),
+    aten._scaled_dot_product_efficient_attention_backward.default: Kernel(square=False, multiple=32),
     aten._scaled_dot_product_cudnn_attention_backward.default: Kernel(square=True, lse=1),
 }
 LONGEST_REPEAT = 6
@@ -58,8 +60,21 @@ FOLLOWED: frozenset[object] = proofs.ORDER_KEEPING | proofs.TRANSPOSES | proofs.
 
 
 @dataclass(frozen=True)
+class WrittenOut:
+    """The nodes of attention that is written out. between: from the scores to the result; views: those of keys and
+    values in front of them. moved: from [B, H, S, D] to the result's dimensions.
+    """
+
+    between: tuple[fx.Node, ...]
+    views: tuple[fx.Node, ...]
+    moved: Moved
+
+
+@dataclass(frozen=True)
 class Attention:
-    """A call of one of these ops, without dropout and without a mask that is not known."""
+    """Attention without dropout and without a mask that is not known: a call of one of these ops, or written out.
+    softcap: 0, or that of the scores.
+    """
 
     node: fx.Node
     kernel: Kernel
@@ -68,6 +83,15 @@ class Attention:
     v: fx.Node
     mask: Mask
     scale: float
+    softcap: float = 0.0
+    written: WrittenOut | None = None
+
+    @property
+    def lse_shape(self) -> tuple[Any, ...]:
+        """Of the logarithms that the op returns."""
+        B, heads, queries = self.q.meta["val"].shape[:3]
+        filled = -(-queries // self.kernel.multiple) * self.kernel.multiple
+        return B, heads, filled, *[1] * self.kernel.lse
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:

@@ -9,7 +9,7 @@ Before, for one query per sequence and a cache that is sharded along the tokens,
       -> softmax of all ranks' lse, * all ranks' o -> sum over the ranks = out [B, Hq, D]
 
 or with one gather of cat([o, lse], -1), or with o and lse from one of torch's attention ops (flash, cuDNN, flash for
-the CPU). After:
+the CPU), heads that share keys included. The query's dimension of size 1 may stay, or be indexed away anywhere. After:
 
     q, k, v, lengths -> ditron.flash_decode -> getitem 0 = out
 
@@ -38,9 +38,10 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
-from ditron_inductor.passes.attention_parts import Attention, Parts, Ranks, Root, Scores
+from ditron_inductor.passes.attention_parts import Attention, Parts, Ranks, Scores, calls_of_parts
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, collectives, read_collective
 from ditron_inductor.passes.reasons import ReasonCode, Refused, leave_alone, refused
+from ditron_inductor.passes.roots import Root
 from ditron_inductor.passes.softmax_algebra import Axes, Symbol, Unknown
 from ditron_inductor.task.nodes import FlashDecode
 
@@ -49,6 +50,8 @@ prims = torch.ops.prims
 
 PATTERN = FlashDecode.kind
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
 @dataclass(frozen=True)
 class Match:
     """Operands as [B, Hq, D] and [B, S, Hkv, D], see `_Operand`. merged: the result, of which the call takes the place.
@@ -147,7 +150,7 @@ def prove(attention: Attention, parts: Parts) -> Match | Refused:
     (dtype,) = dtypes
     if dtype not in DTYPES:
         return ReasonCode.DTYPE
-    if not _wanted_in(merged, dtype):
+    if not proofs.wanted_in(merged, dtype):
         return ReasonCode.CAST_BETWEEN.at(merged)
     launch = _first(parts.gathers)
     needed = [one.node for one in (q, k, v)] + ([lengths[0]] if lengths else [])
@@ -234,17 +237,6 @@ def _placed(axes: Axes, wanted: Sequence[tuple[int, ...]]) -> tuple[int, ...] | 
     return (*(axes.index(axis) for axis in present), *ones)
 
 
-def _wanted_in(merged: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether the result is of this dtype, or rounded to it at once by all its users."""
-    value = proofs.tensor(merged)
-    assert value is not None
-    if value.dtype == dtype:
-        return True
-    users = [user for view in proofs.views_down(merged) for user in view.users if not proofs.keeps_order(user)]
-    results = [proofs.tensor(user) for user in users if user.target in proofs.CASTS]
-    return len(results) == len(users) > 0 and all(one is not None and one.dtype == dtype for one in results)
-
-
 def _first(gathers: Sequence[Collective]) -> fx.Node:
     return min(gather.node for gather in gathers)
 
@@ -316,14 +308,28 @@ def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node) 
     return node
 
 
+def _leave_others_alone(gathers: Sequence[Collective]) -> None:
+    """Those of the output and the log-sum-exp of one call of torch's, in a form that is not proved."""
+    calls = {gather.node: calls_of_parts(gather.operand) for gather in gathers}
+    summed = {call for outputs in calls.values() for call, index in outputs if index == 1}
+    for gather in gathers:
+        call = next((call for call, _ in calls[gather.node] if call in summed), None)
+        if call is not None:
+            leave_alone(gather.node, PATTERN, ReasonCode.DECODE_FORM.at(call))
+
+
 def flash_decode(graph: fx.Graph, *, options: Options) -> int:
     """Fuses every decode attention with the gathers of its parts, if proved; returns how many were. Others that gather
     parts of an attention get a reason.
     """
-    gathers = [read_collective(node) for node in collectives(graph, ALL_GATHER)]
+    found = [read_collective(node) for node in collectives(graph, ALL_GATHER)]
+    gathers = [gather for gather in found if isinstance(gather, Collective)]
     attention = Attention()
     count = 0
-    for parts in find_parts(attention, [gather for gather in gathers if isinstance(gather, Collective)]):
+    all_parts = find_parts(attention, gathers)
+    proved = {gather.node for parts in all_parts for gather in parts.gathers}
+    _leave_others_alone([gather for gather in gathers if gather.node not in proved])
+    for parts in all_parts:
         match = prove(attention, parts)
         if not refused(match) and PATTERN not in options.fusions:
             match = ReasonCode.DISABLED

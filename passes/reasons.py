@@ -47,9 +47,11 @@ class ReasonCode(enum.StrEnum):
     ATTENTION_PARTS = "attention_parts"
     """Attention reads a part of what is gathered, as ring attention does."""
     ATTENTION_SOFTCAP = "attention_softcap"
-    """The attention beside the collective is written out, with a tanh on its scores."""
+    """The attention beside the collective is written out, with a tanh that is not proved to be a soft cap."""
+    ATTENTION_WEIGHTS_USED = "attention_weights_used"
+    """Scores or probabilities of an attention that is written out are used otherwise too, as by its backward."""
     ATTENTION_WRITTEN_OUT = "attention_written_out"
-    """The attention beside the collective is written out as matmul, softmax, matmul."""
+    """The attention beside the collective is written out, and not proved to be matmul, softmax, matmul."""
     BATCHED_MATMUL = "batched_matmul"
     """The neighbour is baddbmm, or a bmm whose batches have different matrices."""
     BIAS = "bias"
@@ -95,7 +97,7 @@ class ReasonCode(enum.StrEnum):
     NORM_FORM = "norm_form"
     """What follows the reduction is close to a norm of its rows, and none that is known."""
     NORM_SHARED = "norm_shared"
-    """Two norms share the scaled rows, as those of parallel attention and MLP blocks do: a node has one weight."""
+    """More norms share the scaled rows than a node has, or norms of different forms do."""
     NORM_USED = "norm_used"
     """A value inside the norm is used elsewhere too, as by a backward pass."""
     NORM_WIDTH = "norm_width"
@@ -148,7 +150,6 @@ class ReasonCode(enum.StrEnum):
 _NOTHING_TO_CHANGE = frozenset(
     {
         ReasonCode.ALREADY_FUSED,
-        ReasonCode.ATTENTION_SOFTCAP,
         ReasonCode.CONTRACTED,
         ReasonCode.DISABLED,
         ReasonCode.GROUPED_MATMUL,
@@ -221,12 +222,18 @@ _TEXTS: dict[ReasonCode, str] = {
         "attend to the whole of it, or use ditron_inductor.ops.all_gather_attention"
     ),
     ReasonCode.ATTENTION_SOFTCAP: (
-        "the attention beside it caps its scores by a tanh, which neither the library's attention nor our kernels for "
-        "more than one query per sequence do; nothing to change"
+        "the attention beside it is written out, with a tanh that is not proved to be a soft cap: use a number for the "
+        "cap, cap * tanh(scores / cap) once, in front of the mask; or ditron_inductor.ops.all_gather_attention"
+    ),
+    ReasonCode.ATTENTION_WEIGHTS_USED: (
+        "the attention beside it is written out, and its scores or probabilities are used elsewhere too: returned, or "
+        "saved for a backward, which is fused with scaled_dot_product_attention or "
+        "ditron_inductor.ops.all_gather_attention only; use one of these, or checkpoint the attention, or no gradients"
     ),
     ReasonCode.ATTENTION_WRITTEN_OUT: (
-        "the attention beside it is written out as matmul, softmax, matmul; use scaled_dot_product_attention "
-        "(attn_implementation='sdpa' of Hugging Face's models), or ditron_inductor.ops.all_gather_attention"
+        "the attention beside it is written out, and this op of it is not proved to be part of matmul, scale, mask, "
+        "softmax over the keys, matmul; use scaled_dot_product_attention (attn_implementation='sdpa' of Hugging Face's "
+        "models), or ditron_inductor.ops.all_gather_attention"
     ),
     ReasonCode.BATCHED_MATMUL: (
         "its neighbour is a batched matmul; use one 2-D weight for all batches (nn.Linear, x @ w) instead of bmm"
@@ -257,8 +264,9 @@ _TEXTS: dict[ReasonCode, str] = {
         "ditron_inductor.ops.all_gather_attention, which has a gradient, or scaled_dot_product_attention"
     ),
     ReasonCode.FLEX_SCORE_MOD: (
-        "FlexAttention beside it has a score_mod that does more than hide scores by the numbers of query and key; only "
-        "those without one, or with torch.where(condition, score, -inf), are fused"
+        "FlexAttention beside it has a score_mod that does more than hide scores by the numbers of query and key, and "
+        "cap them; only those without one, or with torch.where(condition, score, -inf), with cap * tanh(score / cap) "
+        "in the place of the score or without, are fused"
     ),
     ReasonCode.FP8_MATMUL: "FP8 matmuls are not fused yet; keep that layer in bfloat16 to have it fused",
     ReasonCode.GROUPED_MATMUL: "grouped matmuls are not fused yet; nothing to change",
@@ -284,8 +292,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "with a constant eps (it is none under dynamic=True; mark dimensions as dynamic instead)"
     ),
     ReasonCode.NORM_SHARED: (
-        "two norms of the same rows, with weights of their own, follow it (parallel attention and MLP blocks in "
-        "training), and the compiler makes both in one kernel; nothing to change"
+        "more than two norms of the same rows, or two of different forms, follow it and share their scaled rows, and "
+        "the compiler makes them in one kernel; nothing to change"
     ),
     ReasonCode.NORM_USED: (
         "a value of whole rows inside the norm behind it is used elsewhere, and a kernel of its own would compute it "

@@ -22,7 +22,8 @@
     others N elements; each of them None where there is none. total = post(all_reduce(x) + bias + second_bias) +
     residual and normed = norm(total): shape and dtype of x, contiguous, bit-identical on every rank. See `nodes.Norm`
     for the arguments `norm` (`none`: no normed) to `round_first`, and `post` (empty: no post) to `post_round_first`.
-    saved: names of `nodes.SAVED`, joined by `+`: returned too, contiguous; mean and rstd fp32 [.., 1], scaled fp32.
+    saved: names of `nodes.SAVED`, joined by `+`: returned too, contiguous; mean and rstd fp32 [.., 1], scaled fp32;
+    other is norm(total) with other_weight and other_shift.
 `matmul_all_reduce_rms_norm(a, b, product_bias, <extras>, token, ...) -> [normed, total, <saved>, token]`
     the same for x = sum_i a_i @ b_i + product_bias, or what an epilogue's `pre:` makes of that, as `matmul_all_reduce`.
 `matmul_all_gather(a, b, bias, token, ...) -> (out, token)`
@@ -50,8 +51,9 @@
     a token ordered after the op that made x.
 `own_chunk(x, dim, world_size, group_name) -> chunk`
     this rank's of the world_size equal chunks of x along dim, a copy; found by the rank at run time.
-`replicated(x, same, group_name, site) -> x`
-    an alias of x; at the first run of `site` the ranks compare samples of `same`, and raise where they differ.
+`replicated(x, same, group_name, site, names, constants) -> x`
+    an alias of x; now and then the ranks compare samples of `same` and the `constants`, and raise where they differ.
+    names: where the program reads each of `same`. Both are texts with a line for each.
 `all_gather_attention(q, k, v, token, ...) -> [out, lse, (gathered_k, gathered_v,) token]`
     q [B, Hq, Sq, D], k and v [B, Hkv, S, D], any strides; out [B, Hq, Sq, D] with the memory of a contiguous
     [B, Sq, Hq, D], lse [B, Hq, Sq] contiguous, fp32; gathered_k, gathered_v [B, Hkv, W*S, D] with the memory of a
@@ -86,6 +88,7 @@ from ditron_inductor.task.epilogue import parse, products
 from ditron_inductor.task.epilogue_torch import out_dtypes
 from ditron_inductor.task.flash_decode import ARGUMENTS as FLASH_DECODE_ARGUMENTS
 from ditron_inductor.task.nodes import (
+    AS_SUM,
     ATTENTION_KINDS,
     EXTRAS,
     NORM_KINDS,
@@ -134,12 +137,12 @@ SCHEMAS: dict[str, str] = {
     MatmulAllGather.kind: f"({_PRODUCTS}, int gather_dim, {_SITE}) -> (Tensor, Tensor)",
     FlashDecode.kind: f"({FLASH_DECODE_ARGUMENTS}, {_SITE}) -> (Tensor, Tensor)",
     AllGatherAttention.kind: (
-        "(Tensor q, Tensor k, Tensor v, Tensor? token, str mask, int window, int offset, float scale, "
+        "(Tensor q, Tensor k, Tensor v, Tensor? token, str mask, int window, int offset, float scale, float softcap, "
         f"bool return_gathered, {_SITE}) -> Tensor[]"
     ),
     AttentionReduceScatter.kind: (
         "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? token, str mask, int window, "
-        f"int offset, float scale, {_SITE}) -> (Tensor, Tensor, Tensor, Tensor)"
+        f"int offset, float scale, float softcap, {_SITE}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
     AllGatherContract.kind: (
         "(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool gathered_first, bool return_gathered, "
@@ -150,7 +153,7 @@ SCHEMAS: dict[str, str] = {
     "after_": "(Tensor(a!) x, Tensor token) -> ()",
     "token_of": "(Tensor x) -> Tensor",
     "own_chunk": "(Tensor x, int dim, int world_size, str group_name) -> Tensor",
-    "replicated": "(Tensor(a) x, Tensor[] same, str group_name, str site) -> Tensor(a)",
+    "replicated": "(Tensor(a) x, Tensor[] same, str group_name, str site, str names, str constants) -> Tensor(a)",
     Projections.kind: f"(Tensor x, Tensor[] weights, str strategy, {_EPILOGUE}) -> Tensor[]",
 }
 
@@ -316,10 +319,10 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
         paged = value["block_table"] is not None
         return FlashDecode(float(scale), float(softcap), world_size, group_name, site, policy, paged)
     if kind in ATTENTION_KINDS:
-        scale = value["scale"]
-        assert isinstance(scale, (int, float)), f"{kind}: scale is not a number: {scale!r}"
+        scale, softcap = value["scale"], value["softcap"]
+        assert isinstance(scale, (int, float)) and isinstance(softcap, (int, float)), f"{kind}: {scale!r}, {softcap!r}"
         mask = Mask(str(value["mask"]), as_int("window"), as_int("offset"))
-        common = mask, float(scale), world_size, group_name, site, policy
+        common = mask, float(scale), float(softcap), world_size, group_name, site, policy
         if kind == AttentionReduceScatter.kind:
             return AttentionReduceScatter(*common)
         return AllGatherAttention(*common, return_gathered=bool(value["return_gathered"]))
@@ -508,7 +511,7 @@ def _fake_all_gather_attention(
     token: torch.Tensor | None,
     *site: Any,
 ) -> list[torch.Tensor]:
-    return_gathered, world_size = site[4], site[5]
+    return_gathered, world_size = site[5], site[6]
     outputs = [sequence_first(q, q.shape[1], q.shape[2]), q.new_empty(q.shape[:-1], dtype=torch.float32)]
     if return_gathered:
         outputs += [sequence_first(one, one.shape[1], world_size * one.shape[2]) for one in (k, v)]
@@ -525,7 +528,7 @@ def _fake_attention_reduce_scatter(
     token: torch.Tensor | None,
     *site: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    world_size = site[4]
+    world_size = site[5]
     parts = [sequence_first(one, one.shape[1], one.shape[2] // world_size) for one in (k, v)]
     return sequence_first(q, q.shape[1], q.shape[2]), parts[0], parts[1], new_token(q)
 
@@ -550,7 +553,7 @@ def norm_outputs(x: torch.Tensor, shape: Sequence[Any], others: Sequence[Any]) -
 
 def norm_output(x: torch.Tensor, shape: Sequence[Any], name: str) -> torch.Tensor:
     """Memory for one of them."""
-    if name in ("normed", "total", "reduced"):
+    if name in AS_SUM:
         return x.new_empty(shape)
     return x.new_empty(shape if name == "scaled" else [*shape[:-1], 1], dtype=torch.float32)
 
@@ -591,6 +594,6 @@ def _fake_own_chunk(x: torch.Tensor, dim: int, world_size: int, group_name: str)
     return x.new_empty(shape)
 
 
-def _fake_replicated(x: torch.Tensor, same: Sequence[torch.Tensor], group_name: str, site: str) -> torch.Tensor:
+def _fake_replicated(x: torch.Tensor, *_: Any) -> torch.Tensor:
     aliased: torch.Tensor = torch.ops.aten.alias.default(x)
     return aliased

@@ -43,7 +43,7 @@ from ditron_inductor.core.signals import (
 from ditron_inductor.lowering.all_gather_attention.parts import stacked, with_rows
 from ditron_inductor.lowering.launch import Launch, ceil_div, dot_precision, round_up
 from ditron_inductor.lowering.launcher import Arguments
-from ditron_inductor.task.all_gather_attention import AllGatherAttention
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, Mask
 from ditron_inductor.task.ops import sequence_first
 
 SEND_BLOCK = 8192
@@ -150,8 +150,8 @@ def all_gather_attention_kernel(
     q, kv, out, lse, gathered_k, gathered_v, table, ctl, counters,
     batches, queries, keys, stride_qb, stride_qh, stride_qm, scale,
     place_0, window, rank, slot, site, senders, num_targets,
-    WORLD: tl.constexpr, MASK: tl.constexpr, WINDOWED: tl.constexpr, RETURN_GATHERED: tl.constexpr,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr,
+    WORLD: tl.constexpr, MASK: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+    RETURN_GATHERED: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -231,17 +231,17 @@ def all_gather_attention_kernel(
                     edge = tl.minimum(edge, last)
                     acc, most, total = attend(
                         acc, most, total, query, base, base + numel, KEY_HEADS * D, begin, edge, first_seen, seen,
-                        scale, D, BLOCK_D, BLOCK_N, True, True, PRECISION, UPCAST,
+                        scale, D, BLOCK_D, BLOCK_N, True, True, SOFTCAP, PRECISION, UPCAST,
                     )  # fmt: skip
                     begin = edge
                 whole = begin + tl.maximum(tl.minimum(tl.min(seen, axis=0), last) - begin, 0) // BLOCK_N * BLOCK_N
                 acc, most, total = attend(
                     acc, most, total, query, base, base + numel, KEY_HEADS * D, begin, whole, first_seen, seen, scale,
-                    D, BLOCK_D, BLOCK_N, False, False, PRECISION, UPCAST,
+                    D, BLOCK_D, BLOCK_N, False, False, SOFTCAP, PRECISION, UPCAST,
                 )  # fmt: skip
                 acc, most, total = attend(
                     acc, most, total, query, base, base + numel, KEY_HEADS * D, whole, last, first_seen, seen, scale,
-                    D, BLOCK_D, BLOCK_N, True, WINDOWED, PRECISION, UPCAST,
+                    D, BLOCK_D, BLOCK_N, True, WINDOWED, SOFTCAP, PRECISION, UPCAST,
                 )  # fmt: skip
         values, sums = attended(acc, most, total)
         values = tl.where(ok != 0, values, float("nan"))
@@ -351,6 +351,13 @@ def num_targets(node: AllGatherAttention, rank: int, keys: int) -> int:
     return min(behind, ceil_div(mask.window - 1, max(keys, 1))) if mask.window else behind
 
 
+def kernel_window(mask: Mask, rank: int, world_size: int, queries: int) -> int:
+    """The window of a rank's rows, 0 where it hides nothing from them: never longer than their positions, which the
+    kernel counts in 32 bits.
+    """
+    return mask.within(max(one.start + one.count for one in mask.positions(rank, world_size, queries))).window
+
+
 def all_gather_attention(
     node: AllGatherAttention,
     launch: Launch,
@@ -371,6 +378,7 @@ def all_gather_attention(
     gathered = [kv.new_empty(B, world * keys, key_heads, D) if node.return_gathered else kv for _ in range(2)]
 
     def arguments() -> Arguments:
+        window = kernel_window(node.mask, launch.rank, world, queries)
         work = B * heads * ceil_div(queries, config.block_m)
         programs = launch.num_sms if node.return_gathered else min(max(work, SENDERS), launch.num_sms)
         values: dict[str, Any] = {
@@ -384,11 +392,12 @@ def all_gather_attention(
             "rank": launch.rank,
             "senders": SENDERS,
             "place_0": node.mask.positions(launch.rank, world, queries)[0].start,
-            "window": node.mask.window,
+            "window": window,
             "num_targets": num_targets(node, launch.rank, keys),
             "WORLD": world,
             "MASK": NUMBERS[node.mask.kind],
-            "WINDOWED": node.mask.window > 0,
+            "WINDOWED": window > 0,
+            "SOFTCAP": node.softcap,
             "RETURN_GATHERED": node.return_gathered,
             "HEADS": heads,
             "KEY_HEADS": key_heads,

@@ -97,6 +97,16 @@ def test_windows_are_read(form: Callable[..., torch.Tensor], offset: int, window
     assert torch.equal(made if made.dtype == torch.bool else made == 0, seen.expand_as(made))
 
 
+def test_long_windows() -> None:
+    """A bound beyond 64 bits hides nothing: the window is as long as an op's argument can be."""
+    assert read(lambda: compared(6, 2**40)) == Mask("causal", 2**40, 6)
+
+    def form() -> torch.Tensor:
+        return (ahead(6) >= 0) & (torch.arange(ROWS)[:, None] - 2**62 < torch.arange(KEYS) + 2**62 + 5)
+
+    assert read(form) == Mask("causal", 2**63 - 1, 6)
+
+
 @pytest.mark.parametrize(
     "form",
     [
@@ -105,6 +115,9 @@ def test_windows_are_read(form: Callable[..., torch.Tensor], offset: int, window
         lambda: torch.where(ahead(6).int() > -1, 0.0, -math.inf).to(torch.bfloat16),
         lambda: torch.ones(ROWS, KEYS).tril(6).bool(),
         lambda: (ahead(6) >= 0) & (torch.arange(KEYS) < KEYS) & (ahead(6) > -3),
+        # Gemma's number; the least one of another dtype.
+        lambda: torch.where(ahead(6) >= 0, 0.0, -2.3819763e38),
+        lambda: torch.where(ahead(6) >= 0, 0.0, torch.finfo(torch.bfloat16).min),
         lambda: (torch.arange(KEYS).neg() + 6 + torch.arange(ROWS).view(ROWS, 1)).ge(0),
     ],
 )
@@ -128,6 +141,8 @@ def test_everything_is_seen() -> None:
         lambda: torch.zeros(ROWS, KEYS, dtype=torch.bool),
         lambda: (ahead(6) >= 0) & (ahead(6) < 0),
         lambda: torch.where(ahead(6) >= 0, 0.0, -1.0),
+        lambda: torch.where(ahead(6) >= 0, 0.0, -1e9),
+        lambda: torch.where(ahead(6) >= 0, 0.0, -60000.0).half(),
         lambda: torch.where(ahead(6) >= 0, 1.0, -math.inf),
         lambda: ahead(6).float(),
         lambda: torch.where(2 * torch.arange(ROWS)[:, None] >= torch.arange(KEYS), 0.0, -math.inf),
