@@ -54,8 +54,7 @@ def find_moved(node: fx.Node) -> Match | None:
         return None
     between = [collective.operand]
     while between[-1].target is aten.clone.default:
-        (source,) = between[-1].all_input_nodes
-        between.append(source)
+        between.extend(between[-1].all_input_nodes)
     permute = between[-1]
     value, result = proofs.tensor(permute), proofs.tensor(collective.wait)
     if permute.target not in proofs.TRANSPOSES or value is None or result is None or value.ndim != result.ndim:

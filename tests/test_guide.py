@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import linecache
 import os
@@ -21,6 +22,8 @@ from tests.ranks import RankContext, RankPool, RankPools
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "guide").glob("*.md"))]
+# Packages without which a page's programs do not run; the extra `models` has them.
+NEEDS = {"docs/guide/hugging_face.md": ("transformers", "accelerate")}
 COMPILE = torch.compile
 LIMIT_S = 250.0
 
@@ -46,8 +49,12 @@ def run_page(ctx: RankContext, page: str, blocks: list[str]) -> list[str]:
     printed = []
     module = types.ModuleType("guide")
     with contextlib.ExitStack() as stack:
-        environment = {"RANK": str(ctx.rank), "WORLD_SIZE": str(ctx.world_size)}
+        rank = str(ctx.rank)
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ctx.world_size)}
         stack.enter_context(mock.patch.dict(os.environ, environment))
+        # Accelerate allows TF32, for all that follows.
+        matmul = torch.backends.cuda.matmul
+        stack.callback(setattr, matmul, "allow_tf32", matmul.allow_tf32)
         # Dynamo looks names up in the module that a function says it is from.
         stack.enter_context(mock.patch.dict(sys.modules, {module.__name__: module}))
         if ctx.device.type == "cpu":
@@ -66,6 +73,9 @@ def run_page(ctx: RankContext, page: str, blocks: list[str]) -> list[str]:
 def check_page(pool: RankPool, page: str) -> None:
     found = programs(page)
     assert found, f"{page} holds no program"
+    missing = [name for name in NEEDS.get(page, ()) if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"the page's programs need {', '.join(missing)}: pip install 'ditron-inductor[models]'")
     for printed in pool.run(run_page, page, [code for code, _ in found], timeout=LIMIT_S):
         for (_, wanted), text in zip(found, printed, strict=True):
             assert not wanted or text == wanted, text
