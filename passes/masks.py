@@ -22,7 +22,7 @@ from torch import fx
 
 from ditron_inductor.passes import mask_values, proofs
 from ditron_inductor.passes.mask_values import FALSE, TRUE, Affine, Choice, Truth, Value
-from ditron_inductor.task.all_gather_attention import Mask
+from ditron_inductor.task.all_gather_attention import LONGEST_WINDOW, Mask
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -158,7 +158,7 @@ def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = 
     if not uppers:
         raise Unknown(node)
     offset = min(uppers)
-    window = offset + min(lowers) + 1 if lowers else 0
+    window = min(offset + min(lowers) + 1, LONGEST_WINDOW) if lowers else 0
     if lowers and window <= 0:
         raise Unknown(node)
     # With a finite number a row that sees nothing sees everything.
