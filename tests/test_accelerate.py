@@ -97,12 +97,12 @@ def check(pool: Any) -> None:
 
 
 def test_training(rank_pools: RankPools) -> None:
-    check(rank_pools.get("cpu", 2))
+    check(rank_pools.get("cpu", 2, label="accelerate"))
 
 
 @pytest.mark.gpu
 def test_training_on_gpus(rank_pools: RankPools) -> None:
-    check(rank_pools.get("cuda", 2))
+    check(rank_pools.get("cuda", 2, label="accelerate"))
 
 
 def test_the_name_is_refused() -> None:

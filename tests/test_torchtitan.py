@@ -24,7 +24,7 @@ from torch._inductor import config as inductor_config
 from torch.distributed.tensor import DTensor
 
 from tests.models.interpreted import without_generated_code
-from tests.ranks import RankContext, RankPools
+from tests.ranks import RankContext, RankPool, RankPools
 from tests.tolerances import MODEL_TOLERANCES, relative_error
 
 pytestmark = [
@@ -173,6 +173,11 @@ PARTIAL = ["--parallelism.spmd_backend", "partial_dtensor"]
 WITHOUT_SP = ["--parallelism.no-enable-sequence-parallel"]
 
 
+def own_ranks(rank_pools: RankPools) -> RankPool:
+    """Processes for these tests alone: TorchTitan changes torch when it is imported."""
+    return rank_pools.get("cpu", 2, label="torchtitan")
+
+
 @pytest.mark.parametrize(
     ("arguments", "skip_fsdp", "fused"),
     [
@@ -183,14 +188,14 @@ WITHOUT_SP = ["--parallelism.no-enable-sequence-parallel"]
     ],
 )
 def test_training(rank_pools: RankPools, arguments: list[str], skip_fsdp: bool, fused: dict[str, int]) -> None:
-    for counted in rank_pools.get("cpu", 2).run(run_llama, arguments, True, skip_fsdp, timeout=250.0):
+    for counted in own_ranks(rank_pools).run(run_llama, arguments, True, skip_fsdp, timeout=250.0):
         assert {name: counted[name] for name in fused} == fused
 
 
 def test_flex_attention(rank_pools: RankPools) -> None:
     """The model as it is, in inference: what its block compiles, FlexAttention in it, is fused too."""
     arguments = [*COMPILED, "--override.imports", "my_run.ditron"]
-    for counted in rank_pools.get("cpu", 2).run(run_llama, arguments, False, True, timeout=250.0):
+    for counted in own_ranks(rank_pools).run(run_llama, arguments, False, True, timeout=250.0):
         assert counted["all_gather_matmul"] == counted["matmul_reduce_scatter"] == 2
 
 
