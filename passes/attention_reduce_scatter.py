@@ -144,6 +144,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     task = AttentionReduceScatter(
         attention.mask,
         attention.scale,
+        attention.softcap,
         world,
         collective.group_name,
         rewriting.UNNAMED_SITE,
@@ -159,7 +160,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         if attention.kernel.multiple > 1:
             lse = _view(graph, rewriting.aten.slice.Tensor, lse, 2, 0, attention.q.meta["val"].shape[2])
         tensors = (gradient, attention.q, attention.k, attention.v, bound["out"], lse)
-        dims = (*astuple(attention.mask), attention.scale)
+        dims = (*astuple(attention.mask), attention.scale, attention.softcap)
         fakes = ops.overload(task.kind)(*(one.meta["val"] for one in tensors), None, *dims, *ops.site_args(task))
         call = rewriting.call_task(graph, task, tensors, dims, rewriting.copied_meta(node), fakes)
         for user in [user for user in node.users if user.args[1] == 0]:

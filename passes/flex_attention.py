@@ -8,7 +8,8 @@ sees:
                    block, block, mask_mod), scale, ..) -> getitem 0: out
 
 A score is what `score_mod` makes of it, and is hidden where `mask_mod` is false, except in the full blocks. Proved are
-* a `score_mod` that returns the score, or hides it where something is not true of the numbers of query and key;
+* a `score_mod` that returns the score, or hides it where something is not true of the numbers of query and key, with
+  a soft cap b * tanh(score / b) on it or without;
 * without a block mask, one block that holds everything;
 * blocks that `create_block_mask` counts in the same graph, from the mask that `mask_mod` has. A block mask that is an
   input of the graph holds blocks of which nothing is known.
@@ -39,25 +40,26 @@ BLOCKS = 4
 """Tensors that say which blocks a forward looks at, behind the two lengths."""
 
 
-def read_flex(node: fx.Node) -> tuple[Mask, float] | Refused:
-    """(what the rows of a call see, the scale), or why that is not known."""
+def read_flex(node: fx.Node) -> tuple[Mask, float, float] | Refused:
+    """(what the rows of a call see, the scale, the soft cap or 0), or why that is not known."""
     q, k, _, score_mod, block_mask, scale, _, *buffers = node.args
     assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(block_mask, (tuple, list))
     if any(user.target is not getitem or (user.args[1] != 0 and user.users) for user in node.users):
         return ReasonCode.FLEX_GRADIENT.at(node)
     shape = q.meta["val"].shape[2], k.meta["val"].shape[2]
     try:
-        scores = _score_truth(node, score_mod)
+        score = _read_score(node, score_mod)
     except Unknown:
-        scores = None
-    if scores is None or any(buffers[:1]) or not isinstance(scale, (int, float)):
+        score = None
+    if score is None or any(buffers[:1]) or not isinstance(scale, (int, float)):
         return ReasonCode.FLEX_SCORE_MOD.at(node)
+    shown, factor, softcap = score
     try:
         masked = _mask_truth(node, block_mask[-1])
-        seen = masked.both(scores)
+        seen = masked.both(shown)
         if seen is None or any(buffers[1:]) or not _counted(block_mask, masked, shape):
             return ReasonCode.FLEX_BLOCK_MASK.at(node)
-        return shown_by(seen, shape, node), float(scale)
+        return shown_by(seen, shape, node), scale * factor, softcap
     except Unknown as unknown:
         return ReasonCode.FLEX_BLOCK_MASK.at(unknown.node if unknown.node.graph is node.graph else node)
 
@@ -79,25 +81,44 @@ def _inner(node: fx.Node, attribute: object) -> tuple[Masks, list[fx.Node], fx.N
     return Masks({given[-2]: QUERY, given[-1]: KEY}, 2), given, result
 
 
-def _score_truth(node: fx.Node, attribute: object) -> Truth | None:
-    """Where a score is kept as it is; elsewhere it is hidden."""
+def _read_score(node: fx.Node, attribute: object) -> tuple[Truth, float, float] | None:
+    """(where a score is kept, elsewhere it is hidden; a factor on it, and its soft cap or 0)."""
     masks, given, result = _inner(node, attribute)
     if len(given) != 5:
         return None
-    score = given[0]
-    if result is score:
-        return TRUE
     if result.target is not aten.where.self:
-        return None
+        kept = _softcap(result, given[0])
+        return None if kept is None else (TRUE, *kept)
     condition, yes, no = result.args
     truth = masks.operand(result, condition)
-    if not isinstance(truth, Truth) or score not in (yes, no):
+    if not isinstance(truth, Truth):
         return None
-    other = no if yes is score else yes
-    hidden = other.args[1] if isinstance(other, fx.Node) and other.target is aten.full.default else other
-    if hidden != -math.inf:
+    for one, other, seen in ((yes, no, truth), (no, yes, truth.negated())):
+        hidden = other.args[1] if isinstance(other, fx.Node) and other.target is aten.full.default else other
+        kept = _softcap(one, given[0]) if hidden == -math.inf else None
+        if kept is not None:
+            return seen, *kept
+    return None
+
+
+def _softcap(node: object, score: fx.Node) -> tuple[float, float] | None:
+    """(factor, soft cap) of a score: (1, 0) of itself, (a b, b) of b tanh(a score)."""
+    if node is score:
+        return 1.0, 0.0
+    outside, capped = _factor(node)
+    if not isinstance(capped, fx.Node) or capped.target is not aten.tanh.default:
         return None
-    return truth if yes is score else truth.negated()
+    inside, source = _factor(capped.args[0])
+    return (inside * outside, outside) if source is score and inside > 0 and outside > 0 else None
+
+
+def _factor(node: object) -> tuple[float, object]:
+    """(a, x) of a node that is a * x, or x / (1 / a); (1, node) of any other."""
+    if isinstance(node, fx.Node) and node.target in (aten.mul.Tensor, aten.div.Tensor):
+        source, number = node.args
+        if isinstance(number, (int, float)) and number > 0:
+            return float(number) if node.target is aten.mul.Tensor else 1.0 / number, source
+    return 1.0, node
 
 
 def _mask_truth(node: fx.Node, attribute: object) -> Truth:

@@ -15,6 +15,8 @@ import torch
 
 from ditron_inductor.passes import proofs
 
+LEAST = -1e30
+"""No score comes near: programs hide by -inf, by the least number of a dtype, or by one of this magnitude."""
 LONGEST = 2**24
 """Elements of a dimension at most whose size is not known, where an integer may not wrap."""
 
@@ -94,6 +96,11 @@ def fits(term: Affine, shape: Sequence[Any], dtype: torch.dtype) -> bool:
     return bounds.min <= term.const + sum(min(one, 0) for one in last) and (
         term.const + sum(max(one, 0) for one in last) <= bounds.max
     )
+
+
+def hides(number: float, dtype: torch.dtype) -> bool:
+    """Whether a score that this number is added to, or replaces, counts for nothing beside one as it is."""
+    return number <= max(LEAST, torch.finfo(dtype).min)
 
 
 def rounded(number: float, dtype: torch.dtype) -> float | None:

@@ -118,18 +118,22 @@ class Masks:
         return left, right
 
 
-def read_mask(node: fx.Node, queries: Any, keys: Any) -> Mask:
-    """What a mask, or a bias that is added to the scores, of so many queries and keys shows. Raises Unknown."""
+def read_mask(node: fx.Node, queries: Any, keys: Any, *, hides: bool = False, lowest: float | None = None) -> Mask:
+    """What a mask, or a bias that is added to the scores, of so many queries and keys shows. Raises Unknown.
+
+    lowest: what a mask puts in the place of the others' scores; -inf without one. hides: it holds for those.
+    """
     value, shape = Masks().value(node), _shape(node)
-    lowest = -math.inf
-    if isinstance(value, Choice):
+    if hides and isinstance(value, Truth):
+        value = value.negated()
+    if isinstance(value, Choice) and lowest is None:
         shown = _shown(node, value)
         if shown is None:
             raise Unknown(node)
         value, lowest = shown
     if not isinstance(value, Truth) or len(shape) < 2 or not proofs.same_shape(shape[-2:], (queries, keys)):
         raise Unknown(node)
-    return shown_by(value, shape, node, lowest)
+    return shown_by(value, shape, node, -math.inf if lowest is None else lowest)
 
 
 def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = -math.inf) -> Mask:
@@ -198,7 +202,7 @@ def _shown(node: fx.Node, value: Value) -> tuple[Truth, float] | None:
     if value == Choice(TRUE, 0.0, 0.0):
         return TRUE, -math.inf
     lowest = min(value.yes, value.no)
-    if max(value.yes, value.no) != 0.0 or lowest not in (-math.inf, torch.finfo(tensor.dtype).min):
+    if max(value.yes, value.no) != 0.0 or not mask_values.hides(lowest, tensor.dtype):
         return None
     return (value.truth if value.yes == 0.0 else value.truth.negated()), lowest
 

@@ -65,6 +65,7 @@ def _prepare_forward(
     window: int,
     offset: int,
     scale: float,
+    softcap: float,
     return_gathered: bool,
     world_size: int,
     group_name: str,
@@ -72,7 +73,7 @@ def _prepare_forward(
     *policy: Any,
 ) -> Callable[..., Any]:
     node = AllGatherAttention(
-        Mask(mask, window, offset), scale, world_size, group_name, site, Policy(*policy), return_gathered
+        Mask(mask, window, offset), scale, softcap, world_size, group_name, site, Policy(*policy), return_gathered
     )
     _check_operands(node, q, k, v)
     B, heads, queries, D = q.shape
@@ -113,12 +114,15 @@ def _prepare_backward(
     window: int,
     offset: int,
     scale: float,
+    softcap: float,
     world_size: int,
     group_name: str,
     site: str,
     *policy: Any,
 ) -> Callable[..., Any]:
-    node = AttentionReduceScatter(Mask(mask, window, offset), scale, world_size, group_name, site, Policy(*policy))
+    node = AttentionReduceScatter(
+        Mask(mask, window, offset), scale, softcap, world_size, group_name, site, Policy(*policy)
+    )
     grad_out, q, k, v, out, lse = operands
     if k.shape[2] % world_size:
         raise ValueError(

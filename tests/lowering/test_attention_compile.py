@@ -28,11 +28,13 @@ class Case:
     mask: str = "causal_offset"
     gathered: bool = False
     windowed: bool = False
+    softcap: float = 0.0
 
     def __str__(self) -> str:
         sizes = f"{self.config.block_m}x{self.config.block_n}x{self.D}"
         return (
             f"{self.target}-{sizes}-{self.dtype}-{self.mask}{'-gathered' * self.gathered}{'-windowed' * self.windowed}"
+            f"{'-capped' * (self.softcap > 0)}"
         )
 
 
@@ -46,6 +48,9 @@ CASES = (
     Case("sm_90", 128, tile.CONFIGS[128], windowed=True),
     Case("gfx942", 128, tile.CONFIGS[128], mask="zigzag", windowed=True),
     Case("gfx942", 256, tile.CONFIGS[256], mask="causal", gathered=True),
+    Case("sm_90", 128, tile.CONFIGS[128], windowed=True, softcap=30.0),
+    Case("sm_90", 256, tile.CONFIGS[256], softcap=50.0),
+    Case("gfx942", 256, tile.CONFIGS[256], softcap=50.0),
 )
 POINTERS = ("q", "kv", "out", "gathered_k", "gathered_v")
 
@@ -80,6 +85,7 @@ def compiled(case: Case) -> Any:
         "WORLD": 4,
         "MASK": tile.NUMBERS[case.mask],
         "WINDOWED": case.windowed,
+        "SOFTCAP": case.softcap,
         "RETURN_GATHERED": case.gathered,
         "HEADS": 32,
         "KEY_HEADS": 8,
