@@ -14,9 +14,9 @@ After:
 Where the backward, or anything behind the attention, wants the gathered keys and values, the node returns them. The
 call stands where the attention stood. Ops: those of `attention.FORWARD`. Masks: none; `is_causal`, which aligns
 the first query of every rank with the first key of all; and those that are proved to be causal, with a window or
-without, from any key on (`masks`). Where the first query of a rank stands is a constant of its graph alone: every rank
-fuses, whatever its constant, and the call has it as `offset`. `ditron_inductor.ops.all_gather_attention` takes masks
-that move with the rank by name.
+without, whose keys stand in order or in zig-zag order (`shown_masks`). Where the queries of a rank stand are constants
+of its graph alone: every rank fuses, whatever its constants, and the call has them as `offset` and `jumps`.
+`ditron_inductor.ops.all_gather_attention` takes masks that move with the rank by name.
 
 Calls of that function are in the graph already: they get the options of the compilation here.
 
@@ -56,6 +56,7 @@ from ditron_inductor.passes.attention import (
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, collectives, read_collective
 from ditron_inductor.passes.gathered import Gathered, gathered_tensor
 from ditron_inductor.passes.reasons import ReasonCode, Refused, leave_alone, refused
+from ditron_inductor.passes.shown_masks import all_see
 from ditron_inductor.passes.written_attention import find_written
 from ditron_inductor.task import ops
 from ditron_inductor.task.all_gather_attention import AllGatherAttention
@@ -118,6 +119,8 @@ def find_all_gather_attention(node: fx.Node, gathers: dict[fx.Node, tuple[Collec
     alike = proofs.same_shape(keys.operand.meta["val"].shape, values.operand.meta["val"].shape)
     if not alike or keys.collective.group_name != values.collective.group_name:
         return ReasonCode.ATTENTION_FORM.at(node)
+    if not attention.fits(keys.collective.world_size):
+        return ReasonCode.ATTENTION_MASK.at(node)
     known = {node, *keys.steps, *values.steps}
     order = {one: index for index, one in enumerate(node.graph.nodes)}
     may_be_used = (*keys.may_be_used, *values.may_be_used)
@@ -212,8 +215,7 @@ def _output(graph: fx.Graph, call: fx.Node, attention: Attention, old: fx.Node) 
 
 def sees_everywhere(attention: Attention) -> bool:
     """Whether every row sees a key. This rank's alone: what follows is no collective."""
-    mask, queries, keys = attention.mask, attention.q.meta["val"].shape[2], attention.k.meta["val"].shape[2]
-    return mask.offset >= 0 and (mask.window == 0 or proofs.known(mask.offset + queries - mask.window < keys))
+    return all_see(attention.mask, attention.q.meta["val"].shape[2], attention.k.meta["val"].shape[2])
 
 
 def _finite(graph: fx.Graph, lse: fx.Node) -> fx.Node:

@@ -18,8 +18,9 @@ from torch import fx
 
 from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.flex_attention import FLEX_ATTENTION, read_flex
-from ditron_inductor.passes.masks import Unknown, read_mask
+from ditron_inductor.passes.masks import Unknown
 from ditron_inductor.passes.reasons import ReasonCode, Refused, refused
+from ditron_inductor.passes.shown_masks import Shown, read_mask
 from ditron_inductor.task.all_gather_attention import Mask
 
 aten = torch.ops.aten
@@ -59,15 +60,23 @@ FOLLOWED: frozenset[object] = proofs.ORDER_KEEPING | proofs.TRANSPOSES | proofs.
 
 @dataclass(frozen=True)
 class Attention:
-    """A call of one of these ops, without dropout and without a mask that is not known."""
+    """A call of one of these ops, without dropout and without a mask that is not known. shown: by that."""
 
     node: fx.Node
     kernel: Kernel
     q: fx.Node
     k: fx.Node
     v: fx.Node
-    mask: Mask
+    shown: Shown
     scale: float
+
+    @property
+    def mask(self) -> Mask:
+        return self.shown.mask
+
+    def fits(self, world_size: int) -> bool:
+        """Whether the keys of so many ranks stand as the mask has it."""
+        return self.shown.ranks in (0, world_size)
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
@@ -111,17 +120,17 @@ def read_attention(node: fx.Node) -> Attention | Refused:
     if flex:
         found = read_flex(node)
         return found if refused(found) else Attention(node, kernel, q, k, v, *found)
-    mask = Mask("causal" if causal else "full")
+    shown = Shown(Mask("causal" if causal else "full"))
     bias = bound.get("attn_mask", bound.get("attn_bias"))
     if bias is not None:
         try:
-            mask = read_mask(bias, queries, keys)
+            shown = read_mask(bias, queries, keys)
         except Unknown as unknown:
             given = unknown.node.op in ("placeholder", "get_attr")
             return (ReasonCode.ATTENTION_MASK_GIVEN if given else ReasonCode.ATTENTION_MASK).at(unknown.node)
         if causal:
             return ReasonCode.ATTENTION_FORM
-    return Attention(node, kernel, q, k, v, mask, float(scale))
+    return Attention(node, kernel, q, k, v, shown, float(scale))
 
 
 def source_of(node: fx.Node) -> fx.Node:

@@ -94,6 +94,8 @@ def find_attention_reduce_scatter(node: fx.Node) -> Match | Refused:
     keys, values = found
     if keys.collective.group_name != values.collective.group_name:
         return ReasonCode.ATTENTION_FORM.at(node)
+    if not attention.fits(keys.collective.world_size):
+        return ReasonCode.ATTENTION_MASK.at(node)
     lse, q = proofs.tensor(proofs.arguments(node)["logsumexp"]), attention.q.meta["val"]
     wanted = (*q.shape[:3], *[1] * attention.kernel.lse)
     if lse is None or not proofs.same_shape(tuple(lse.shape), wanted):

@@ -25,10 +25,11 @@ from torch import fx
 from torch._higher_order_ops.flex_attention import flex_attention
 
 from ditron_inductor.passes import proofs
-from ditron_inductor.passes.mask_values import TRUE, Affine, Truth
-from ditron_inductor.passes.masks import Masks, Unknown, shown_by
+from ditron_inductor.passes.affine import Affine
+from ditron_inductor.passes.mask_values import TRUE, Truth
+from ditron_inductor.passes.masks import Masks, Unknown
 from ditron_inductor.passes.reasons import ReasonCode, Refused
-from ditron_inductor.task.all_gather_attention import Mask
+from ditron_inductor.passes.shown_masks import Shown, shown_by
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -39,7 +40,7 @@ BLOCKS = 4
 """Tensors that say which blocks a forward looks at, behind the two lengths."""
 
 
-def read_flex(node: fx.Node) -> tuple[Mask, float] | Refused:
+def read_flex(node: fx.Node) -> tuple[Shown, float] | Refused:
     """(what the rows of a call see, the scale), or why that is not known."""
     q, k, _, score_mod, block_mask, scale, _, *buffers = node.args
     assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(block_mask, (tuple, list))
@@ -47,13 +48,13 @@ def read_flex(node: fx.Node) -> tuple[Mask, float] | Refused:
         return ReasonCode.FLEX_GRADIENT.at(node)
     shape = q.meta["val"].shape[2], k.meta["val"].shape[2]
     try:
-        scores = _score_truth(node, score_mod)
+        scores = _score_truth(node, score_mod, shape)
     except Unknown:
         scores = None
     if scores is None or any(buffers[:1]) or not isinstance(scale, (int, float)):
         return ReasonCode.FLEX_SCORE_MOD.at(node)
     try:
-        masked = _mask_truth(node, block_mask[-1])
+        masked = _mask_truth(node, block_mask[-1], shape)
         seen = masked.both(scores)
         if seen is None or any(buffers[1:]) or not _counted(block_mask, masked, shape):
             return ReasonCode.FLEX_BLOCK_MASK.at(node)
@@ -62,8 +63,10 @@ def read_flex(node: fx.Node) -> tuple[Mask, float] | Refused:
         return ReasonCode.FLEX_BLOCK_MASK.at(unknown.node if unknown.node.graph is node.graph else node)
 
 
-def _inner(node: fx.Node, attribute: object) -> tuple[Masks, list[fx.Node], fx.Node]:
-    """(values, placeholders, result) of one of the graphs of numbers, whose last two arguments are query and key."""
+def _inner(node: fx.Node, attribute: object, shape: tuple[Any, Any]) -> tuple[Masks, list[fx.Node], fx.Node]:
+    """(values, placeholders, result) of one of the graphs of numbers, whose last two arguments are query and key, of so
+    many.
+    """
     module = node.graph.owning_module
     if not isinstance(attribute, fx.Node) or attribute.op != "get_attr" or module is None:
         raise Unknown(node)
@@ -76,12 +79,12 @@ def _inner(node: fx.Node, attribute: object) -> tuple[Masks, list[fx.Node], fx.N
         (result,) = result
     if not isinstance(result, fx.Node):
         raise Unknown(node)
-    return Masks({given[-2]: QUERY, given[-1]: KEY}, 2), given, result
+    return Masks({given[-2]: QUERY, given[-1]: KEY}, shape), given, result
 
 
-def _score_truth(node: fx.Node, attribute: object) -> Truth | None:
+def _score_truth(node: fx.Node, attribute: object, shape: tuple[Any, Any]) -> Truth | None:
     """Where a score is kept as it is; elsewhere it is hidden."""
-    masks, given, result = _inner(node, attribute)
+    masks, given, result = _inner(node, attribute, shape)
     if len(given) != 5:
         return None
     score = given[0]
@@ -100,8 +103,8 @@ def _score_truth(node: fx.Node, attribute: object) -> Truth | None:
     return truth if yes is score else truth.negated()
 
 
-def _mask_truth(node: fx.Node, attribute: object) -> Truth:
-    masks, given, result = _inner(node, attribute)
+def _mask_truth(node: fx.Node, attribute: object, shape: tuple[Any, Any]) -> Truth:
+    masks, given, result = _inner(node, attribute, shape)
     truth = masks.value(result) if len(given) == 4 else None
     if not isinstance(truth, Truth):
         raise Unknown(node)
@@ -129,9 +132,9 @@ def _counted(block_mask: Any, masked: Truth, shape: tuple[Any, Any]) -> bool:
     if whole_mask is None or not proofs.same_shape(tuple(whole_mask.meta["val"].shape[-2:]), shape):
         return False
     found = Masks().value(whole_mask)
-    if not isinstance(found, Truth) or any(any(term.coefs[:-2]) for term in found.terms):
+    if not isinstance(found, Truth) or any(term.depends_on((0, 1)) for term in found.terms):
         return False
-    terms = frozenset(Affine(term.const, term.coefs[-2:]) for term in found.terms)
+    terms = frozenset(term.narrowed(2) for term in found.terms)
     return Truth(terms, found.every) == masked
 
 

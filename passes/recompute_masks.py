@@ -28,7 +28,8 @@ from ditron_inductor.passes import proofs
 from ditron_inductor.passes.attention import BACKWARD, operands
 from ditron_inductor.passes.attention_reduce_scatter import PATTERN
 from ditron_inductor.passes.collectives import ALL_GATHER, collectives
-from ditron_inductor.passes.masks import Unknown, read_mask
+from ditron_inductor.passes.masks import Unknown
+from ditron_inductor.passes.shown_masks import read_mask
 
 MARK = "recompute"
 """What the partitioner of AOTAutograd reads of a node."""

@@ -61,6 +61,7 @@ def _prepare_forward(
     mask: str,
     window: int,
     offset: int,
+    jumps: str,
     scale: float,
     return_gathered: bool,
     world_size: int,
@@ -69,7 +70,7 @@ def _prepare_forward(
     *policy: Any,
 ) -> Callable[..., Any]:
     node = AllGatherAttention(
-        Mask(mask, window, offset), scale, world_size, group_name, site, Policy(*policy), return_gathered
+        Mask(mask, window, offset, jumps), scale, world_size, group_name, site, Policy(*policy), return_gathered
     )
     _check_operands(node, q, k, v)
     B, heads, queries, D = q.shape
@@ -107,13 +108,16 @@ def _prepare_backward(
     mask: str,
     window: int,
     offset: int,
+    jumps: str,
     scale: float,
     world_size: int,
     group_name: str,
     site: str,
     *policy: Any,
 ) -> Callable[..., Any]:
-    node = AttentionReduceScatter(Mask(mask, window, offset), scale, world_size, group_name, site, Policy(*policy))
+    node = AttentionReduceScatter(
+        Mask(mask, window, offset, jumps), scale, world_size, group_name, site, Policy(*policy)
+    )
     grad_out, q, k, v, out, lse = operands
     if k.shape[2] % world_size:
         raise ValueError(

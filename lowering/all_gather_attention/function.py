@@ -56,7 +56,7 @@ def all_gather_attention(
     if group.size() == 1:
         raise ValueError("all_gather_attention needs a group of at least 2 ranks; use scaled_dot_product_attention")
     site = group.size(), group.group_name, "", strategy, *_LIMITS
-    out: torch.Tensor = _Attention.apply(q, k, v, (mask, window, 0), scale, site)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Attention.apply(q, k, v, (mask, window, 0, ""), scale, site)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -72,7 +72,7 @@ class _Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        mask: tuple[str, int, int],
+        mask: tuple[str, int, int, str],
         scale: float,
         site: tuple[Any, ...],
     ) -> torch.Tensor:

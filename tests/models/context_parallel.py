@@ -44,12 +44,14 @@ class SequenceAttention(nn.Module):
         if self.form not in (None, "graph"):
             out = all_gather_attention(q, k, v, mask=self.mask, window=self.window)
         else:
-            rows = torch.arange(q.shape[2])
+            rows = keys = torch.arange(q.shape[2])
             if self.form == "graph":
                 assert dist.group.WORLD is not None
-                rows = rows + dist.get_rank() * q.shape[2]
+                rank, world_size = dist.get_rank(), dist.get_world_size()
                 k, v = (all_gather_tensor_autograd(one, 2, dist.group.WORLD) for one in (k, v))
-            ahead = rows[:, None] - torch.arange(k.shape[2])
+                parts = [positions(self.mask, k.shape[2], one, world_size) for one in range(world_size)]
+                rows, keys = parts[rank], torch.cat(parts)
+            ahead = rows[:, None] - keys
             seen = (ahead >= 0) & (ahead < (self.window or k.shape[2]))
             out = scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
         return inner.wo(out.transpose(1, 2).flatten(2))

@@ -53,9 +53,9 @@ def in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 
 
 MASKS = {
-    full: ("'full', 0, 0, 0.5", None),
-    scores_hidden: ("'causal', 40, 64, 0.25", window),
-    in_blocks: ("'causal', 40, 64, 0.25", window),
+    full: ("'full', 0, 0, '', 0.5", None),
+    scores_hidden: ("'causal', 40, 64, '', 0.25", window),
+    in_blocks: ("'causal', 40, 64, '', 0.25", window),
 }
 
 
