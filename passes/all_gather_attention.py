@@ -49,6 +49,7 @@ from ditron_inductor.passes.attention import (
     read_attention,
     replay,
     replayable,
+    scaled,
     unread,
     unrepeated,
     views_above,
@@ -203,8 +204,10 @@ def _output(graph: fx.Graph, call: fx.Node, attention: Attention, old: fx.Node) 
     if index > 1:
         return unread(graph, old) if proofs.tensor(old) is not None else old
     new = rewriting.output(graph, call, index, rewriting.copied_meta(old))
-    if index == 1 and not sees_everywhere(attention):
+    if index == 1 and attention.kernel.unseen != -math.inf and not sees_everywhere(attention):
         new = _finite(graph, new)
+    if index == 1 and attention.kernel.base != math.e:
+        new = scaled(graph, new, 1.0 / math.log(attention.kernel.base))
     if index == 1 and attention.kernel.lse:
         wide = graph.call_function(aten.unsqueeze.default, (new, -1))
         wide.meta.update(rewriting.copied_meta(new))

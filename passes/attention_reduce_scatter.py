@@ -24,6 +24,7 @@ It must not fire when
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple, dataclass
 from operator import getitem
 
@@ -35,10 +36,12 @@ from ditron_inductor.passes.attention import (
     BACKWARD,
     SEQUENCE,
     Attention,
+    backward_operands,
     follow,
     read_attention,
     replay,
     replayable,
+    scaled,
     views_above,
 )
 from ditron_inductor.passes.collectives import REDUCE_SCATTER, Collective, collectives, read_collective
@@ -96,7 +99,7 @@ def find_attention_reduce_scatter(node: fx.Node) -> Match | Refused:
         return ReasonCode.ATTENTION_FORM.at(node)
     if not attention.fits(keys.collective.world_size):
         return ReasonCode.ATTENTION_MASK.at(node)
-    lse, q = proofs.tensor(proofs.arguments(node)["logsumexp"]), attention.q.meta["val"]
+    lse, q = proofs.tensor(backward_operands(node)[2]), attention.q.meta["val"]
     wanted = (*q.shape[:3], *[1] * attention.kernel.lse)
     if lse is None or not proofs.same_shape(tuple(lse.shape), wanted):
         return ReasonCode.ATTENTION_FORM.at(node)
@@ -148,17 +151,16 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         rewriting.UNNAMED_SITE,
         rewriting.policy(options),
     )
-    bound = proofs.arguments(node)
-    gradient = bound.get("grad_out", bound.get("grad_out_"))
-    assert isinstance(gradient, fx.Node)
+    gradient, out, lse = backward_operands(node)
     with graph.inserting_before(node):
-        lse = bound["logsumexp"]
         if attention.kernel.lse:
             narrow = graph.call_function(rewriting.aten.squeeze.dim, (lse, -1))
             narrow.meta.update(rewriting.copied_meta(lse))
             narrow.meta["val"] = lse.meta["val"].squeeze(-1)
             lse = narrow
-        tensors = (gradient, attention.q, attention.k, attention.v, bound["out"], lse)
+        if attention.kernel.base != math.e:
+            lse = scaled(graph, lse, math.log(attention.kernel.base))
+        tensors = (gradient, attention.q, attention.k, attention.v, out, lse)
         dims = (*astuple(attention.mask), attention.scale)
         fakes = ops.overload(task.kind)(*(one.meta["val"] for one in tensors), None, *dims, *ops.site_args(task))
         call = rewriting.call_task(graph, task, tensors, dims, rewriting.copied_meta(node), fakes)

@@ -253,8 +253,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "that are multiples of its blocks; or use ditron_inductor.ops.all_gather_attention"
     ),
     ReasonCode.FLEX_GRADIENT: (
-        "FlexAttention beside it returns logarithms of sums, for its backward or otherwise; use "
-        "ditron_inductor.ops.all_gather_attention, which has a gradient, or scaled_dot_product_attention"
+        "FlexAttention beside it returns the largest scores, or logarithms of sums that have a gradient, or those of "
+        "its backend FLASH; use its output alone, and another backend, or ditron_inductor.ops.all_gather_attention"
     ),
     ReasonCode.FLEX_SCORE_MOD: (
         "FlexAttention beside it has a score_mod that does more than hide scores by the numbers of query and key; only "

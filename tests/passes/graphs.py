@@ -220,6 +220,9 @@ def run_ranks(
     for node in module.graph.nodes:
         if node.op == "placeholder":
             continue
+        if node.op == "get_attr":
+            values[node] = [module.get_submodule(str(node.target))] * world_size
+            continue
         args = [
             fx.map_arg((node.args, dict(node.kwargs)), lambda one, r=rank: values[one][r]) for rank in range(world_size)
         ]

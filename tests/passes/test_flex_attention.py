@@ -95,12 +95,6 @@ def biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return attend(q, k, v, score_mod=lambda s, b, h, i, j: s + (i - j))
 
 
-def with_sums(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    keys, values = gather_dim(k, 1).transpose(1, 2), gather_dim(v, 1).transpose(1, 2)
-    out, lse = flex_attention(q.transpose(1, 2), keys, values, enable_gqa=True, return_lse=True)
-    return out * lse[..., None]
-
-
 GIVEN = create_block_mask(window, None, None, ROWS, WORLD_SIZE * ROWS, device="cpu", BLOCK_SIZE=BLOCK)
 
 
@@ -114,7 +108,6 @@ def given_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
         ("flex_block_mask", of_another_mask),
         ("flex_block_mask", given_blocks),
         ("flex_score_mod", biased),
-        ("flex_gradient", with_sums),
     ],
     ids=lambda one: one if isinstance(one, str) else one.__name__,
 )
