@@ -45,7 +45,7 @@ class ReasonCode(enum.StrEnum):
     ATTENTION_MASK_GIVEN = "attention_mask_given"
     """The attention beside the collective has a mask or bias that is an input of the graph, or made from one."""
     ATTENTION_PARTS = "attention_parts"
-    """Attention reads a part of what is gathered, as ring attention does."""
+    """Attention reads a part of what is gathered, or keys, values or their gradients are passed on: ring attention."""
     ATTENTION_SOFTCAP = "attention_softcap"
     """The attention beside the collective is written out, with a tanh on its scores."""
     ATTENTION_WRITTEN_OUT = "attention_written_out"
@@ -217,8 +217,9 @@ _TEXTS: dict[ReasonCode, str] = {
         "ditron_inductor.ops.all_gather_attention with the mask's name"
     ),
     ReasonCode.ATTENTION_PARTS: (
-        "attention reads parts of it, one rank's after the other, and not as many on every rank (ring attention); "
-        "attend to the whole of it, or use ditron_inductor.ops.all_gather_attention"
+        "attention reads parts of it, or passes them on, one rank's after the other, and other ones on every rank: ring "
+        "attention, as torch's context_parallel has it; in its place call ditron_inductor.ops.all_gather_attention, with "
+        "mask='zigzag' for the order of its load balancer, or attend to the whole of what is gathered"
     ),
     ReasonCode.ATTENTION_SOFTCAP: (
         "the attention beside it caps its scores by a tanh, which neither the library's attention nor our kernels for "

@@ -28,7 +28,6 @@ from tests.passes.graphs import (
     reasons,
     run_ranks,
     text,
-    traced,
 )
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -330,24 +329,6 @@ def test_dropout_is_left_alone() -> None:
     (attention,) = module.graph.find_nodes(op="call_function", target=flash)
     attention.args = (*attention.args[:3], 0.25)
     assert fuse_attention(module) == 0 and set(reasons(module)) == {"attention_dropout"}
-
-
-def test_ring_attention_of_torch_is_left_alone() -> None:
-    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-
-    def form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        group = torch.distributed.group.WORLD
-        return ring._templated_ring_attention(group, 2, flash, q, k, v, is_causal=False)[0]
-
-    ring._cp_options.enable_load_balance = False
-    try:
-        module = traced(form, *(torch.empty(1, 4, 8, 16) for _ in range(3)))
-    finally:
-        ring._cp_options.enable_load_balance = True
-    run(module.graph, Options())
-    assert reasons(module) == ["attention_parts"]
-    assert "ditron" not in text(module.graph)
 
 
 def test_the_option_switches_it_off() -> None:
