@@ -217,9 +217,9 @@ _TEXTS: dict[ReasonCode, str] = {
         "ditron_inductor.ops.all_gather_attention with the mask's name"
     ),
     ReasonCode.ATTENTION_PARTS: (
-        "attention reads parts of it, or passes them on, one rank's after the other, and other ones on every rank: ring "
-        "attention, as torch's context_parallel has it; in its place call ditron_inductor.ops.all_gather_attention, with "
-        "mask='zigzag' for the order of its load balancer, or attend to the whole of what is gathered"
+        "attention reads parts of it, or passes them on, one rank's after the other, and other ones on every rank: "
+        "ring attention, as torch's context_parallel has it; call ditron_inductor.ops.all_gather_attention instead, "
+        "with mask='zigzag' for the order of its load balancer, or attend to the whole of what is gathered"
     ),
     ReasonCode.ATTENTION_SOFTCAP: (
         "the attention beside it caps its scores by a tanh, which neither the library's attention nor our kernels for "

@@ -13,10 +13,9 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 from ditron_inductor.options import Options
 from ditron_inductor.pipeline import run
-from tests.passes.graphs import WORLD_SIZE, compiled_graphs, gather_dim, reasons, text
+from tests.passes.graphs import WORLD_SIZE, compiled_graphs, fake_group, gather_dim, reasons, text
 from tests.passes.test_all_gather_attention import operands, sdpa
 
-pytestmark = pytest.mark.usefixtures("group")
 FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -43,8 +42,12 @@ def attend_backward(*given: torch.Tensor) -> Any:
 @pytest.mark.parametrize(("rank", "balanced"), [(0, True), (2, True), (0, False), (2, False)])
 def test_it_is_named(rotation: str, rank: int, balanced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On rank 0 without load balance nobody reads what comes, of which there is nothing to see from all-to-alls."""
-    monkeypatch.setattr(dist, "get_rank", lambda group=None: rank)
     monkeypatch.setattr(ring._cp_options, "enable_load_balance", balanced)
+    with fake_group(rank=rank):
+        _check_names(rotation, rank, balanced)
+
+
+def _check_names(rotation: str, rank: int, balanced: bool) -> None:
     heads = [torch.empty(1, 4, 8, 16) for _ in range(3)]
     forward = compiled_graphs(attend, *heads)[0]
     run(forward.graph, Options())
@@ -62,12 +65,12 @@ def test_it_is_named(rotation: str, rank: int, balanced: bool, monkeypatch: pyte
     assert codes.count("no_matmul") == unread * count and set(codes) <= {"attention_parts", "no_matmul"}
 
 
-def test_the_ranks_differ_in_their_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_differ_in_their_ops() -> None:
     """Why it is left alone: on every rank another program."""
     graphs = []
     for rank in range(WORLD_SIZE):
-        monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
-        (module,) = compiled_graphs(attend, *(torch.empty(1, 4, 8, 16) for _ in range(3)))
+        with fake_group(rank=rank):
+            (module,) = compiled_graphs(attend, *(torch.empty(1, 4, 8, 16) for _ in range(3)))
         graphs.append([str(node.target) for node in module.graph.nodes if node.op == "call_function"])
     assert len({len(graph) for graph in graphs}) == WORLD_SIZE
 
@@ -86,6 +89,7 @@ def passed_beside(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[to
     return sdpa(q, k.transpose(1, 2), v.transpose(1, 2)), passed_on(q.flatten() + 1)
 
 
+@pytest.mark.usefixtures("group")
 def test_others_are_not_it() -> None:
     for form in (queries_gathered, passed_beside):
         (module,) = compiled_graphs(form, *operands())
