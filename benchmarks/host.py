@@ -11,6 +11,8 @@ launcher. `by the JIT`: the whole op when every launch goes through Triton's JIT
 Stages of `chunked`: the dispatcher, lookup and token together, then what a call no longer costs when its launches do
 nothing, then its products, its copies, and its events; what is left is Python. The all-reduce of so small a product is
 one kernel behind it, so there is a row for one in parts too.
+
+Ops around attention (`benchmarks/host_attention.py`) have no stages: without GPUs a table of whole calls, by strategy.
 """
 
 from __future__ import annotations
@@ -28,21 +30,31 @@ from typing import Any
 
 from tabulate import tabulate
 
+from benchmarks import host_attention
+from benchmarks.host_attention import AttentionBench, Call
 from ditron_inductor.processes import Rank, device_for, failures_text, run_ranks
 from ditron_inductor.task.nodes import KINDS
 
+OPS = (*KINDS, *host_attention.KINDS)
 SIZE = 256
 ROUNDS = 15
 CALLS = 200
 CHUNKED_CALLS = 40
 """In a row: less than the 1024 launches that a driver queues before the host has to wait."""
+WHOLE_CALLS = 4
+"""Without GPUs, where strategies of the library compute."""
 LIMIT_S = 300.0
 WORKSPACE_LIMIT = 1 << 28
 TIMEOUT_S = 30.0
 # Multicast can take a shared host's GPUs out of service; no contestant uses it, nor NVLS in NCCL.
 ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
 
-Call = Callable[[], object]
+
+TILE = "microseconds of the host for each stage of `tile`"
+CHUNKED = "microseconds of the host for each stage of `chunked`"
+CALL = "microseconds of the host for a call"
+BACK_TO_BACK = "microseconds per call, issued back to back"
+TITLES = (TILE, CHUNKED, CALL, BACK_TO_BACK)
 
 
 @dataclass(frozen=True)
@@ -304,7 +316,18 @@ def measure_issue(call: Call, synchronize: Callable[[], None], calls: int = CALL
     return least * 1e6
 
 
-def contest(bench: Bench, device: Any) -> dict[str, tuple[float, float]]:
+def whole_calls(bench: AttentionBench, device: Any) -> dict[str, float]:
+    """Microseconds until a call is issued, by strategy."""
+    from ditron_inductor.device import AgreedOptions, workspaces
+
+    shared = workspaces.get(bench.group[1], device, AgreedOptions("tile", WORKSPACE_LIMIT, TIMEOUT_S)).shared
+    calls = {strategy: bench.op(strategy) for strategy in host_attention.STRATEGIES}
+    for call in calls.values():
+        call()
+    return {name: measure_issue(call, shared.synchronize, WHOLE_CALLS) for name, call in calls.items()}
+
+
+def contest(bench: Bench | AttentionBench, device: Any) -> dict[str, tuple[float, float]]:
     """(wall, issue) microseconds per call of every contestant, interleaved; the larger median of all ranks."""
     import torch
     import torch.distributed as dist
@@ -379,39 +402,42 @@ def main_of_rank(rank: Rank, options: argparse.Namespace) -> bool:
     register()
     if device.type == "cpu":
         stand_in_for_kernels(device)
-    lines, chunked, results = [], [], []
-    for bench in benches(device, rank.rank, rank.world_size):
+    tables: dict[str, list[dict[str, str]]] = {title: [] for title in TITLES}
+
+    def add(title: str, names: dict[str, str], measured: dict[str, float], digits: int = 2) -> None:
+        tables[title].append(names | {column: f"{us:.{digits}f}" for column, us in measured.items()})
+
+    limits = WORKSPACE_LIMIT, TIMEOUT_S
+    attention = host_attention.attention_benches(device, rank.rank, rank.world_size, limits)
+    for bench in [*benches(device, rank.rank, rank.world_size), *attention]:
         if bench.kind not in options.ops:
             continue
-        measured = stages(bench)
-        lines.append([bench.kind, *(f"{value:.2f}" for value in measured.values())])
-        headers = ["op", *measured]
-        for name, measured in chunked_stages(bench).items():
-            chunked.append([name, *(f"{value:.2f}" for value in measured.values())])
-        chunked_headers = ["op", *measured]
+        if isinstance(bench, Bench):
+            add(TILE, {"op": bench.kind}, stages(bench))
+            for name, measured in chunked_stages(bench).items():
+                add(CHUNKED, {"op": name}, measured)
+        elif device.type == "cpu":
+            add(CALL, {"op": bench.kind}, whole_calls(bench, device))
         if device.type == "cuda":
             for name, (wall, issue) in contest(bench, device).items():
-                results.append([bench.kind, name, f"{wall:.1f}", f"{issue:.1f}"])
+                of = {"op": bench.kind, "contestant": name}
+                add(BACK_TO_BACK, of, {"wall": wall, "issue": issue}, digits=1)
         dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
     if rank.rank == 0:
         where = torch.cuda.get_device_name() if device.type == "cuda" else "no GPU: the kernels are stand-ins"
         print(
             f"{SIZE}^3, bf16, {rank.world_size} ranks, torch {torch.__version__}, triton {triton.__version__}; {where}"
         )
-        print("\nmicroseconds of the host for each stage of `tile`")
-        print(tabulate(lines, headers, disable_numparse=True))
-        print("\nmicroseconds of the host for each stage of `chunked`")
-        print(tabulate(chunked, chunked_headers, disable_numparse=True))
-        if results:
-            print("\nmicroseconds per call, issued back to back")
-            print(tabulate(results, ["op", "contestant", "wall", "issue"], disable_numparse=True))
+        for title, rows in tables.items():
+            if rows:
+                print(f"\n{title}\n{tabulate(rows, headers='keys', disable_numparse=True)}")
     return True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__.partition("\n")[0])
-    parser.add_argument("--ops", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     options = parser.parse_args(arguments)

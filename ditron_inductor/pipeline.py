@@ -52,6 +52,7 @@ from ditron_inductor.passes.require_fusions import require_fusions
 from ditron_inductor.passes.review_left_alone import review_left_alone
 from ditron_inductor.passes.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.share_gathers import share_gathers
+from ditron_inductor.passes.split_trained_weights import split_trained_weights
 from ditron_inductor.passes.split_weights import split_weights
 from ditron_inductor.passes.try_forms import try_forms
 from ditron_inductor.passes.verify_tasks import verify_tasks
@@ -104,7 +105,7 @@ PASSES: tuple[Pass, ...] = (
     name_sites,
     verify_tasks,
 )
-JOINT_PASSES: tuple[Pass, ...] = (recompute_masks,)
+JOINT_PASSES: tuple[Pass, ...] = (recompute_masks, split_trained_weights)
 
 
 def run(graph: fx.Graph, options: Options, passes: Sequence[Pass] = PASSES) -> dict[str, int]:

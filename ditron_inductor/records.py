@@ -223,7 +223,8 @@ def _norm_text(task: AllReduceRmsNorm | MatmulAllReduceRmsNorm) -> str:
     biases = " + bias" * sum(name in task.extras for name in ("bias", "second_bias"))
     post = "" if task.post is None else f" -> {task.post.form} norm"
     residual = " + residual" * ("residual" in task.extras)
-    norm = "" if task.norm.form == NO_NORM else f" -> {task.norm.form} norm"
+    twice = "other" in task.saved
+    norm = "" if task.norm.form == NO_NORM else f" -> {'two ' * twice}{task.norm.form} norm{'s' * twice}"
     return f"all_reduce({task.reduce_op}){biases}{post}{residual}{norm}"
 
 

@@ -208,6 +208,13 @@ def _output(graph: fx.Graph, call: fx.Node, attention: Attention, old: fx.Node) 
         new = _finite(graph, new)
     if index == 1 and attention.kernel.base != math.e:
         new = scaled(graph, new, 1.0 / math.log(attention.kernel.base))
+    if index == 1 and attention.kernel.multiple > 1 and old.users:
+        value = new.meta["val"]
+        padding = [0, attention.lse_shape[2] - value.shape[2]]
+        filled = graph.call_function(aten.constant_pad_nd.default, (new, padding, math.inf))
+        filled.meta.update(rewriting.copied_meta(new))
+        filled.meta["val"] = torch.nn.functional.pad(value, padding)
+        return filled
     if index == 1 and attention.kernel.lse:
         wide = graph.call_function(aten.unsqueeze.default, (new, -1))
         wide.meta.update(rewriting.copied_meta(new))
@@ -283,15 +290,16 @@ def all_gather_attention(graph: fx.Graph, *, options: Options) -> int:
 
 
 def usable(attention: Attention) -> bool:
-    """Whether whatever is used of the kernel's outputs can be replaced: logarithms that are padded cannot."""
+    """Whether whatever is used of the kernel's outputs can be replaced."""
     q = attention.q.meta["val"]
     for user in attention.node.users:
         if user.target is not getitem:
             return False
         value = proofs.tensor(user)
         if user.args[1] == 1 and user.users:
-            wanted = (*q.shape[:3], *[1] * attention.kernel.lse)
-            if value is None or not proofs.same_shape(tuple(value.shape), wanted):
+            if value is None or not proofs.same_shape(tuple(value.shape), attention.lse_shape):
+                return False
+            if attention.kernel.multiple > 1 and not isinstance(q.shape[2], int):
                 return False
         elif user.args[1] not in (0, 1) and user.users and value is None:
             return False

@@ -11,6 +11,10 @@ After, with the same views behind the call:
     a, b, bias, residual, weight, shift -> ditron.matmul_all_reduce_rms_norm -> getitem 0 -> mm, ..
                                                                                 getitem 1 -> ..
 
+Two norms of one sum, as of parallel attention and MLP blocks (GPT-NeoX), are both the node's: the `other` one has the
+same form and a weight and shift of its own. In training they share their scaled rows, since the compiler has removed
+what both compute, and are fused together or not at all; in inference they share nothing but the sum.
+
 A norm in front of the residual alone, with none behind (OLMo 2), gives the node without the last norm, and without its
 output. There may be a second bias, as parallel attention and MLP blocks have (see `merge_reductions`), and a norm
 in front of the residual (Gemma 2 and 3): `post`. What the backward saves of all this is returned too: the reduced
@@ -25,14 +29,14 @@ It must not fire when
 * something that the call needs is computed from the sum, or cannot be moved in front of it;
 * the reduced tensor is used before bias and residual are added, by an op on elements; a sum before the last, or a
   value of whole rows inside the norm, is used elsewhere: the compiler would compute it once more;
-* the norm feeds an op on elements: the compiler computes the two together, and the node would make them two; so do two
-  norms of one sum that share its scaled rows, in training (GPT-NeoX), which the compiler makes in one kernel;
+* the norm feeds an op on elements: the compiler computes the two together, and the node would make them two; so do more
+  than two norms of one sum that share its scaled rows, which the compiler makes in one kernel;
 * the rows of the norm are not those of the reduced tensor, or are longer than one program takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -43,11 +47,12 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.collectives import ALL_REDUCE, WAIT, is_collective, read_collective
-from ditron_inductor.passes.norms import FoundNorm, find_norm, normalised, rsqrt_before
+from ditron_inductor.passes.norms import FoundNorm, find_norm, find_two_norms, normalised, rsqrt_before
 from ditron_inductor.passes.order_collectives import is_task
 from ditron_inductor.passes.reasons import ReasonCode, leave_alone
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import (
+    AS_SUM,
     MOST_NORM_COLUMNS,
     NO_NORM,
     SAVED,
@@ -87,10 +92,23 @@ class Sum:
 
 @dataclass(frozen=True)
 class Match:
-    """A sum and the norm of it; None where the one in front of the residual is the only one."""
+    """A sum and the norm of it; None where the one in front of the residual is the only one. other: a second norm of
+    it, of the same form.
+    """
 
     sum: Sum
     norm: FoundNorm | None
+    other: FoundNorm | None = None
+
+    @property
+    def behind(self) -> tuple[FoundNorm, ...]:
+        """The norms of the sum."""
+        return tuple(one for one in (self.norm, self.other) if one is not None)
+
+    @property
+    def norms(self) -> tuple[FoundNorm, ...]:
+        """All of them."""
+        return (*self.behind, *(() if self.sum.post is None else (self.sum.post,)))
 
     @property
     def extras(self) -> dict[str, fx.Node | None]:
@@ -104,6 +122,8 @@ class Match:
             "residual": self.sum.residual,
             "weight": None if self.norm is None else self.norm.weight,
             "shift": None if self.norm is None else self.norm.shift,
+            "other_weight": None if self.other is None else self.other.weight,
+            "other_shift": None if self.other is None else self.other.shift,
         }
 
     @property
@@ -111,6 +131,7 @@ class Match:
         """What others use too, by the names in `nodes.SAVED`, in their order."""
         found, post = self.sum, self.sum.post
         nodes = {} if self.norm is None else dict(self.norm.saved)
+        nodes |= {} if self.other is None else {"other": self.other.result}
         nodes |= {} if post is None else {f"post_{name}": node for name, node in post.saved.items()}
         if any(_others(found, node) for node in found.between[: found.kept]):
             nodes["reduced"] = found.reduced
@@ -158,21 +179,42 @@ def prove(found: Sum, rsqrt: fx.Node) -> Match | ReasonCode:
     """The match of a sum and the norm that `rsqrt` belongs to, or why there is none."""
     if found.launch.target is ALL_REDUCE and isinstance(collective := read_collective(found.launch), ReasonCode):
         return collective
+    pair = find_two_norms(rsqrt)
+    if pair is not None:
+        return _proved(Match(found, *pair), pair[0].x)
     norm = find_norm(rsqrt)
     if isinstance(norm, ReasonCode):
         return norm
-    code = _rejected(match := Match(found, norm), norm.x)
+    for other in _equal_norms(norm, rsqrt):
+        both = _proved(Match(found, norm, other), norm.x)
+        if isinstance(both, Match):
+            return both
+    return _proved(Match(found, norm), norm.x)
+
+
+def _equal_norms(norm: FoundNorm, rsqrt: fx.Node) -> Iterator[FoundNorm]:
+    """Other norms of the same rows and of the same form, of which nothing is saved."""
+    for other in _rsqrts(rsqrt.graph):
+        found = find_norm(other) if other is not rsqrt and normalised(other) is norm.x else None
+        if isinstance(found, FoundNorm) and found.norm == norm.norm and not found.saved:
+            yield found
+
+
+def _proved(match: Match, rows: fx.Node) -> Match | ReasonCode:
+    """The match, whose norms are of `rows`, if all of it is proved."""
+    code = _rejected(match, rows)
     if code is not None:
         return code
-    if any(not _is_final(user) for view in proofs.views_down(norm.result) for user in view.users):
-        return ReasonCode.NORM_SHARED if _is_shared(norm) else ReasonCode.NORM_CONSUMER
+    for norm in match.behind:
+        if any(not _is_final(user) for view in proofs.views_down(norm.result) for user in view.users):
+            return ReasonCode.NORM_SHARED if _is_shared(norm) else ReasonCode.NORM_CONSUMER
     return _hoisted(match)
 
 
 def _is_shared(norm: FoundNorm) -> bool:
-    """Whether two norms are made of the same scaled rows: what one of them does with its weight is none of the other's.
+    """Whether more norms are made of the same scaled rows: what one does with its weight is none of the others'.
 
-    The compiler finds the common part of both in training, where it removes equal subexpressions.
+    The compiler finds the common part of them in training, where it removes equal subexpressions.
     """
     if norm.weight is not None or norm.shift is not None:
         return False
@@ -221,7 +263,8 @@ def _rejected(match: Match, rows: fx.Node) -> ReasonCode | None:
         others = _others(found, node)
         if others and (index >= found.kept or not all(map(_is_kept, others))):
             return ReasonCode.INTERMEDIATE_USED
-    if any(one is not found.reduced and _rows_shape(found, one) is None for one in match.saved.values()):
+    as_sum = [found.reduced, *(norm.result for norm in match.behind)]
+    if any(one not in as_sum and _rows_shape(found, one) is None for one in match.saved.values()):
         return ReasonCode.SHAPE_UNPROVEN
     return None
 
@@ -235,8 +278,9 @@ def _hoisted(match: Match) -> Match | ReasonCode:
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
-    found, norm = match.sum, match.norm
-    launch, saved = found.launch, match.saved
+    found, saved = match.sum, match.saved
+    launch = found.launch
+    results = {name: one.result for name, one in zip(("normed", "other"), match.behind, strict=False)}
     extras = tuple(match.extras.values())
     for one in extras:
         if one is not None:
@@ -254,23 +298,23 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             [*outputs, rewriting.new_token(like)],
             _epilogue(launch, task),
         )
-        origins = {"total": found.reduced, **saved} | ({} if norm is None else {"normed": norm.result})
+        origins = {"total": found.reduced, **saved, **results}
         made = {
             name: rewriting.output(graph, call, index, rewriting.copied_meta(origins[name]))
             for index, name in enumerate(task.returned)
         }
-    shapes = {name: _rows_shape(found, node) for name, node in saved.items() if node is not found.reduced}
-    if norm is not None:
-        with graph.inserting_before(norm.result):
-            normed = _replayed(graph, made["normed"], (*found.views, *found.views_behind))
-        norm.result.replace_all_uses_with(normed)
+    of_rows = {name: node for name, node in saved.items() if name not in ("reduced", "other")}
+    shapes = {name: _rows_shape(found, node) for name, node in of_rows.items()}
+    for name, result in results.items():
+        with graph.inserting_before(result):
+            normed = _replayed(graph, made[name], (*found.views, *found.views_behind))
+        result.replace_all_uses_with(normed)
     with graph.inserting_before(found.total if found.between else launch):
         found.total.replace_all_uses_with(_replayed(graph, made["total"], found.views))
-    inner = {one for each in (norm, found.post) if each is not None for one in each.inner}
-    for name, node in saved.items():
-        if name == "reduced":
-            node.replace_all_uses_with(made[name])
-            continue
+    if "reduced" in saved:
+        found.reduced.replace_all_uses_with(made["reduced"])
+    inner = {one for each in match.norms for one in each.inner}
+    for name, node in of_rows.items():
         with graph.inserting_before(node):
             rows = _as_rows(graph, made[name], node, shapes[name])
         for user in [user for user in node.users if user not in inner]:
@@ -442,7 +486,7 @@ def _epilogue(launch: fx.Node, task: NormNode) -> tuple[tuple[fx.Node, ...], str
 def _contiguous(like: torch.Tensor, name: str) -> torch.Tensor:
     """The fake value of an output, for reduced rows like these; see `ops.norm_output`."""
     shape = tuple(like.shape)
-    dtype = None if name in ("normed", "total", "reduced") else torch.float32
+    dtype = None if name in AS_SUM else torch.float32
     if dtype is not None and name != "scaled":
         shape = (*shape[:-1], 1)
     return rewriting.fake_like(like, shape, rewriting.contiguous_strides(shape), dtype)
@@ -485,7 +529,7 @@ def _as_rows(graph: fx.Graph, source: fx.Node, like: fx.Node, sizes: list[Any] |
 def _replaced(match: Match) -> list[fx.Node]:
     """All nodes of the match, which go where nobody else uses them."""
     found = match.sum
-    norms = [one for norm in (match.norm, found.post) if norm is not None for one in (*norm.inner, norm.wide)]
+    norms = [one for norm in match.norms for one in (*norm.inner, norm.wide)]
     return [*norms, *found.views_behind, found.total, *found.between, found.reduced, found.launch]
 
 

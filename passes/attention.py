@@ -32,12 +32,13 @@ SEQUENCE = 2
 @dataclass(frozen=True)
 class Kernel:
     """What is known of one op. square: its causal mask is known for as many queries as keys only. lse: the
-    dimensions that its logarithms have behind [B, H, S]. base: theirs. unseen: what they are of a row that sees
-    nothing.
+    dimensions that its logarithms have behind [B, H, S]. multiple: S is filled up to one of it, with infinity. base:
+    theirs. unseen: what they are of a row that sees nothing.
     """
 
     square: bool
     lse: int = 0
+    multiple: int = 1
     base: float = math.e
     unseen: float = 0.0
 
@@ -45,7 +46,7 @@ class Kernel:
 FORWARD: dict[object, Kernel] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: Kernel(square=False),
     aten._scaled_dot_product_flash_attention.default: Kernel(square=True),
-    aten._scaled_dot_product_efficient_attention.default: Kernel(square=False),
+    aten._scaled_dot_product_efficient_attention.default: Kernel(square=False, multiple=32),
     aten._scaled_dot_product_cudnn_attention.default: Kernel(square=True, lse=1),
     aten._scaled_dot_product_fused_attention_overrideable.default: Kernel(square=True),
     FLEX_ATTENTION: Kernel(square=False, base=2.0, unseen=-math.inf),
@@ -53,7 +54,7 @@ FORWARD: dict[object, Kernel] = {
 BACKWARD: dict[object, Kernel] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: Kernel(square=False),
     aten._scaled_dot_product_flash_attention_backward.default: Kernel(square=True),
-    aten._scaled_dot_product_efficient_attention_backward.default: Kernel(square=False),
+    aten._scaled_dot_product_efficient_attention_backward.default: Kernel(square=False, multiple=32),
     aten._scaled_dot_product_cudnn_attention_backward.default: Kernel(square=True, lse=1),
     FLEX_BACKWARD: Kernel(square=False, base=2.0, unseen=-math.inf),
 }
@@ -82,6 +83,13 @@ class Attention:
     def fits(self, world_size: int) -> bool:
         """Whether the keys of so many ranks stand as the mask has it."""
         return self.shown.ranks in (0, world_size)
+
+    @property
+    def lse_shape(self) -> tuple[Any, ...]:
+        """Of the logarithms that the op returns."""
+        B, heads, queries = self.q.meta["val"].shape[:3]
+        filled = -(-queries // self.kernel.multiple) * self.kernel.multiple
+        return B, heads, filled, *[1] * self.kernel.lse
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:

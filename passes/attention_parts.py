@@ -23,6 +23,7 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 VIEWS = proofs.ORDER_KEEPING | {aten.permute.default, aten.transpose.int, aten.expand.default}
+MOVES = VIEWS | proofs.SLICES | proofs.CASTS | {aten.select.int, aten.cat.default}
 NEGATIONS = (aten.bitwise_not.default, aten.logical_not.default)
 SDPA = (
     aten._scaled_dot_product_flash_attention.default,
@@ -64,6 +65,17 @@ class Ranks:
 
 
 @dataclass(frozen=True)
+class Joined:
+    """What outputs and log-sum-exps were gathered as, side by side: the atoms of that dimension, `both`, and those that
+    the outputs have of it.
+    """
+
+    ranks: Ranks
+    both: tuple[int, ...]
+    wide: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Parts:
     """A rank's output and log-sum-exp, and what gathers them: one collective each, or one for both, side by side in the
     last dimension.
@@ -74,6 +86,21 @@ class Parts:
     gathers: tuple[Collective, ...]
 
 
+def calls_of_parts(node: fx.Node) -> list[tuple[fx.Node, int]]:
+    """(call, index) of the outputs of torch's attention ops that `node` is made of by views, cuts, casts and cats."""
+    pending, found = [node], list[tuple[fx.Node, int]]()
+    while pending:
+        one = pending.pop()
+        source = one.args[0] if one.args else None
+        if one.target is getitem and isinstance(source, fx.Node) and source.target in SDPA:
+            index = one.args[1]
+            assert isinstance(index, int)
+            found.append((source, index))
+        elif one.target in MOVES:
+            pending += one.all_input_nodes
+    return found
+
+
 class Attention:
     """The seeds of the algebra for the part of a rank, and for the merging of two gathered tensors."""
 
@@ -81,7 +108,6 @@ class Attention:
         self.atoms = Atoms()
         self.algebra = Algebra(self.atoms, self._seed)
         self._gathered: dict[fx.Node, Value] = {}
-        self._joined: dict[fx.Node, tuple[Axes, tuple[int, ...], Ranks]] = {}
         self._calls: dict[fx.Node, Axes] = {}
 
     def gather(self, parts: Parts) -> Ranks:
@@ -94,8 +120,10 @@ class Attention:
         if len(parts.gathers) == 1:
             if self.atoms.of(axes[0][:-1]) != self.atoms.of(axes[1][:-1]):
                 raise Unknown(parts.logsum)
-            both = self.atoms.new((static_shape(parts.gathers[0].wait)[-1],))
-            self._joined[parts.gathers[0].wait] = (*axes[0][:-1], *both), self.atoms.flat(axes[0][-1]), ranks
+            (both,) = self.atoms.new((static_shape(parts.gathers[0].wait)[-1],))
+            joined = Joined(ranks, both, self.atoms.flat(axes[0][-1]))
+            place = (*axes[0][:-1], both)
+            self._gathered[parts.gathers[0].wait] = Value(place, {("b", joined): 1.0}, is_log=False)
             return ranks
         for gather, place, symbol in zip(parts.gathers, axes, (("v", ranks), ("x", ranks)), strict=True):
             self._gathered[gather.wait] = Value(place, {symbol: 1.0}, is_log=symbol[0] == "x")
@@ -107,28 +135,20 @@ class Attention:
         if cut is None:
             return None
         source, dim, start, length, kept = cut
-        chain = [source]
-        while chain[-1] not in self._joined and chain[-1].target in VIEWS and chain[-1].args:
-            above = chain[-1].args[0]
-            assert isinstance(above, fx.Node)
-            chain.append(above)
-        if chain[-1] not in self._joined:
+        whole = self.algebra.value(source)
+        ((symbol, count),) = whole.power.items() if len(whole.power) == 1 else (((), 0.0),)
+        if count != 1.0 or not isinstance(symbol[1], Joined):
             return None
-        axes, wide, ranks = self._joined[chain[-1]]
-        both = axes[-1]
-        for view in reversed(chain[:-1]):
-            if view.target is aten.expand.default:
-                raise Unknown(view)
-            axes = self._viewed(view, axes)
+        joined, axes = symbol[1], self.atoms.of(whole.axes)
         dim %= len(axes)
-        size = math.prod(self.atoms.size(atom) for atom in wide)
-        if axes[dim] != both:
-            raise Unknown(node)
+        if axes[dim] != self.atoms.flat(joined.both):
+            return None
+        size = math.prod(self.atoms.size(atom) for atom in joined.wide)
         if (start, length) == (0, size) and kept:
-            return Value((*axes[:dim], wide, *axes[dim + 1 :]), {("v", ranks): 1.0}, is_log=False)
+            return Value((*axes[:dim], joined.wide, *axes[dim + 1 :]), {("v", joined.ranks): 1.0}, is_log=False)
         if (start, length) != (size, 1):
             raise Unknown(node)
-        return Value((*axes[:dim], *[()] * kept, *axes[dim + 1 :]), {("x", ranks): 1.0}, is_log=True)
+        return Value((*axes[:dim], *[()] * kept, *axes[dim + 1 :]), {("x", joined.ranks): 1.0}, is_log=True)
 
     def _seed(self, node: fx.Node) -> Value | None:
         if node in self._gathered:
@@ -141,7 +161,7 @@ class Attention:
             return self._masked(node)
         if node.target is getitem and isinstance(node.args[0], fx.Node) and node.args[0].target in SDPA:
             return self._sdpa(node, node.args[0])
-        return self._taken_apart(node) if self._joined else None
+        return self._taken_apart(node) if self._gathered else None
 
     def _product(self, node: fx.Node) -> Value:
         """Scores, or their exponentials times values."""
@@ -255,24 +275,26 @@ class Attention:
         off = not any(bound.get(name) for name in MUST_BE_OFF) and all(bound.get(name) is None for name in MUST_BE_NONE)
         query, key, value = (bound[name] for name in ("query", "key", "value"))
         (B, H, L, D), (_, heads, S, _) = static_shape(query), static_shape(key)
-        if not off or heads != H or S == 1 or static_shape(value) != static_shape(key):
+        alike = static_shape(value) == static_shape(key) == (B, heads, S, D) and heads > 0 and H % heads == 0
+        if not off or not alike or S == 1:
             raise Unknown(call)
-        # One for both results.
+        # One for both results. Query heads that share a key head follow one another.
         if call not in self._calls:
-            self._calls[call] = self.atoms.new((B, H, L, S, D, D))
-        batch, head, rows, tokens, dim, wide = self._calls[call]
-        queries, keys = Root(query, (batch, head, rows, dim)), Root(key, (batch, head, tokens, dim))
+            self._calls[call] = self.atoms.new((B, heads, H // heads, L, S, D, D))
+        batch, head, group, rows, tokens, dim, wide = self._calls[call]
+        queries, keys = Root(query, (batch, head + group, rows, dim)), Root(key, (batch, head, tokens, dim))
         origin = Scores(call, queries, keys, tokens[0], dim)
         scale = bound.get("scale")
         count = D**-0.5 if scale is None else float(scale)
         total: Symbol = ("Z", count, origin)
         if node.args[1] == 0:
             values = Root(value, (batch, head, tokens, wide))
-            return Value((batch, head, rows, wide), {("N", count, origin, values): 1.0, total: -1.0}, is_log=False)
+            power = {("N", count, origin, values): 1.0, total: -1.0}
+            return Value((batch, head + group, rows, wide), power, is_log=False)
         shape = static_shape(node)
         if node.args[1] != 1 or shape[:3] != (B, H, L) or math.prod(shape) != B * H * L:
             raise Unknown(node)
-        return Value((batch, head, rows, *[()] * (len(shape) - 3)), {total: 1.0}, is_log=True)
+        return Value((batch, head + group, rows, *[()] * (len(shape) - 3)), {total: 1.0}, is_log=True)
 
 
 _COMPARISONS: dict[object, tuple[bool, bool]] = {

@@ -25,8 +25,10 @@ It must not fire when
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from operator import getitem
+from typing import Any
 
 from torch import fx
 
@@ -99,9 +101,10 @@ def find_attention_reduce_scatter(node: fx.Node) -> Match | Refused:
         return ReasonCode.ATTENTION_FORM.at(node)
     if not attention.fits(keys.collective.world_size):
         return ReasonCode.ATTENTION_MASK.at(node)
-    lse, q = proofs.tensor(backward_operands(node)[2]), attention.q.meta["val"]
-    wanted = (*q.shape[:3], *[1] * attention.kernel.lse)
-    if lse is None or not proofs.same_shape(tuple(lse.shape), wanted):
+    lse = proofs.tensor(backward_operands(node)[2])
+    if lse is None or not proofs.same_shape(tuple(lse.shape), attention.lse_shape):
+        return ReasonCode.ATTENTION_FORM.at(node)
+    if attention.kernel.multiple > 1 and not isinstance(attention.q.meta["val"].shape[2], int):
         return ReasonCode.ATTENTION_FORM.at(node)
     return Match(attention, keys, values)
 
@@ -154,10 +157,9 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     gradient, out, lse = backward_operands(node)
     with graph.inserting_before(node):
         if attention.kernel.lse:
-            narrow = graph.call_function(rewriting.aten.squeeze.dim, (lse, -1))
-            narrow.meta.update(rewriting.copied_meta(lse))
-            narrow.meta["val"] = lse.meta["val"].squeeze(-1)
-            lse = narrow
+            lse = _view(graph, rewriting.aten.squeeze.dim, lse, -1)
+        if attention.kernel.multiple > 1:
+            lse = _view(graph, rewriting.aten.slice.Tensor, lse, 2, 0, attention.q.meta["val"].shape[2])
         if attention.kernel.base != math.e:
             lse = scaled(graph, lse, math.log(attention.kernel.base))
         tensors = (gradient, attention.q, attention.k, attention.v, out, lse)
@@ -174,6 +176,12 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     unused = [user for user in node.users if not user.users]
     rewriting.erase_unused(graph, [*match.keys.steps, *match.values.steps, *unused, node])
     return call
+
+
+def _view(graph: fx.Graph, target: Callable[..., Any], source: fx.Node, *args: int) -> fx.Node:
+    view = graph.call_function(target, (source, *args))
+    view.meta = {**rewriting.copied_meta(source), "val": target(source.meta["val"], *args)}
+    return view
 
 
 def attention_reduce_scatter(graph: fx.Graph, *, options: Options) -> int:

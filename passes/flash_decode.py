@@ -9,7 +9,7 @@ Before, for one query per sequence and a cache that is sharded along the tokens,
       -> softmax of all ranks' lse, * all ranks' o -> sum over the ranks = out [B, Hq, D]
 
 or with one gather of cat([o, lse], -1), or with o and lse from one of torch's attention ops (flash, cuDNN, flash for
-the CPU). After:
+the CPU), heads that share keys included. The query's dimension of size 1 may stay, or be indexed away anywhere. After:
 
     q, k, v, lengths -> ditron.flash_decode -> getitem 0 = out
 
@@ -38,7 +38,7 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
-from ditron_inductor.passes.attention_parts import Attention, Parts, Ranks, Root, Scores
+from ditron_inductor.passes.attention_parts import Attention, Parts, Ranks, Root, Scores, calls_of_parts
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, collectives, read_collective
 from ditron_inductor.passes.reasons import ReasonCode, Refused, leave_alone, refused
 from ditron_inductor.passes.softmax_algebra import Axes, Symbol, Unknown
@@ -316,14 +316,28 @@ def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node) 
     return node
 
 
+def _leave_others_alone(gathers: Sequence[Collective]) -> None:
+    """Those of the output and the log-sum-exp of one call of torch's, in a form that is not proved."""
+    calls = {gather.node: calls_of_parts(gather.operand) for gather in gathers}
+    summed = {call for outputs in calls.values() for call, index in outputs if index == 1}
+    for gather in gathers:
+        call = next((call for call, _ in calls[gather.node] if call in summed), None)
+        if call is not None:
+            leave_alone(gather.node, PATTERN, ReasonCode.DECODE_FORM.at(call))
+
+
 def flash_decode(graph: fx.Graph, *, options: Options) -> int:
     """Fuses every decode attention with the gathers of its parts, if proved; returns how many were. Others that gather
     parts of an attention get a reason.
     """
-    gathers = [read_collective(node) for node in collectives(graph, ALL_GATHER)]
+    found = [read_collective(node) for node in collectives(graph, ALL_GATHER)]
+    gathers = [gather for gather in found if isinstance(gather, Collective)]
     attention = Attention()
     count = 0
-    for parts in find_parts(attention, [gather for gather in gathers if isinstance(gather, Collective)]):
+    all_parts = find_parts(attention, gathers)
+    proved = {gather.node for parts in all_parts for gather in parts.gathers}
+    _leave_others_alone([gather for gather in gathers if gather.node not in proved])
+    for parts in all_parts:
         match = prove(attention, parts)
         if not refused(match) and PATTERN not in options.fusions:
             match = ReasonCode.DISABLED

@@ -10,7 +10,7 @@ torch 2.11 and 2.13. Weights are rows [N] that lie in memory; `1 + weight` in fp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -21,6 +21,7 @@ from torch import fx
 from ditron_inductor.passes import proofs
 from ditron_inductor.passes.collectives import WAIT
 from ditron_inductor.passes.reasons import ReasonCode
+from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import Norm
 
 aten = torch.ops.aten
@@ -70,6 +71,25 @@ def find_norm(rsqrt: fx.Node) -> FoundNorm | ReasonCode:
     """Proves that `rsqrt` is part of a norm as drawn above, whose inner values nobody else uses, but for those that a
     node can return (see `_saved`); or says why not.
     """
+    found = _read_norms(rsqrt, (None,))
+    return found if isinstance(found, ReasonCode) else found[0]
+
+
+def find_two_norms(rsqrt: fx.Node) -> tuple[FoundNorm, FoundNorm] | None:
+    """As `find_norm`, two norms of one form that part behind the scaled rows: each has a weight or a shift of its own.
+
+    The compiler leaves them so where it removes what is computed twice, as in training.
+    """
+    found = _read_norms(rsqrt, (0, 1))
+    if isinstance(found, ReasonCode):
+        return None
+    first, second = found
+    parted = first.result not in second.inner and second.result not in first.inner
+    return (first, second) if parted and first.norm == second.norm else None
+
+
+def _read_norms(rsqrt: fx.Node, branches: Sequence[int | None]) -> tuple[FoundNorm, ...] | ReasonCode:
+    """The norms along these branches, see `_Tail`; or why one of them is none."""
     statistics = _statistics(rsqrt)
     if statistics is None:
         return ReasonCode.NORM_FORM
@@ -88,18 +108,31 @@ def find_norm(rsqrt: fx.Node) -> FoundNorm | ReasonCode:
     scaled, centred = scaling[0]
     if statistics.mean is not None:
         inner.append(centred)
-    tail = _Tail(scaled, value.dtype, value.shape[-1])
-    tail.follow()
-    inner += tail.nodes
-    found = proofs.tensor(inner[-1])
-    if found is None or found.dtype != value.dtype or not proofs.same_shape(found.shape, value.shape):
-        return ReasonCode.NORM_FORM
+    tails = [_Tail(scaled, value.dtype, value.shape[-1], branch) for branch in branches]
+    for tail in tails:
+        tail.follow()
+        found = proofs.tensor(tail.nodes[-1])
+        if found is None or found.dtype != value.dtype or not proofs.same_shape(found.shape, value.shape):
+            return ReasonCode.NORM_FORM
+    results = {tail.nodes[-1] for tail in tails}
     names = {"mean": statistics.mean, "rstd": rsqrt, "scaled": scaled}
-    saved = _saved({name: node for name, node in names.items() if node is not None and node is not inner[-1]}, inner)
+    known = {name: node for name, node in names.items() if node is not None and node not in results}
+    inside = dict.fromkeys([*inner, *(node for tail in tails for node in tail.nodes)])
+    saved = _saved(known, inside, results)
     if saved is None:
         return ReasonCode.NORM_USED
-    norm = Norm(statistics.form, float(eps), tail.plus_one, tail.round_first)
-    return FoundNorm(norm, x, statistics.wide, tail.weight, tail.shift, tuple(inner), saved)
+    return tuple(
+        FoundNorm(
+            Norm(statistics.form, float(eps), tail.plus_one, tail.round_first),
+            x,
+            statistics.wide,
+            tail.weight,
+            tail.shift,
+            (*inner, *tail.nodes),
+            saved,
+        )
+        for tail in tails
+    )
 
 
 def rsqrt_before(result: fx.Node) -> fx.Node | None:
@@ -134,15 +167,19 @@ def _centred(scaled: fx.Node, rsqrt: fx.Node, statistics: _Statistics) -> fx.Nod
     return centred if is_difference and centred.kwargs.get("alpha", 1) == 1 else None
 
 
-def _saved(names: Mapping[str, fx.Node], inner: Sequence[fx.Node]) -> dict[str, fx.Node] | None:
-    """Of the inner nodes before the last, those that others use too, if a node can return them all.
+def _saved(
+    names: Mapping[str, fx.Node], inside: Collection[fx.Node], results: Collection[fx.Node]
+) -> dict[str, fx.Node] | None:
+    """Of the inner nodes but the results, those that others use too, if a node can return them all.
 
     That are the mean and the inverse deviation of each row, for others with one element in a row; and scaled rows, for
     the backward: anything else of whole rows would be computed from these anew, by a kernel of its own.
     """
-    inside, saved = set(inner), dict[str, fx.Node]()
+    saved = dict[str, fx.Node]()
     known = {node: name for name, node in names.items()}
-    for node in inner[:-1]:
+    for node in inside:
+        if node in results:
+            continue
         others = [user for user in node.users if user not in inside]
         if not others:
             continue
@@ -163,10 +200,14 @@ def _of_rows(node: fx.Node) -> bool:
 
 
 class _Tail:
-    """What follows the scaled rows [.., N], node by node: conversion, weight, shift."""
+    """What follows the scaled rows [.., N], node by node: conversion, weight, shift.
 
-    def __init__(self, scaled: fx.Node, dtype: torch.dtype, columns: Any) -> None:
+    branch: which way to go, 0 or 1, where two nodes read what has no weight and no shift yet; None: no further there.
+    """
+
+    def __init__(self, scaled: fx.Node, dtype: torch.dtype, columns: Any, branch: int | None = None) -> None:
         self.nodes = [scaled]
+        self._branch = branch
         self.weight: fx.Node | None = None
         self.shift: fx.Node | None = None
         self.plus_one = False
@@ -184,6 +225,9 @@ class _Tail:
         """The user of the last node; what is scaled may be saved for the backward too."""
         last = self.nodes[-1]
         users = [user for user in last.users if len(self.nodes) > 1 or user.op != "output"]
+        if len(users) == 2 and self._branch is not None and self.weight is None and self.shift is None:
+            taken, self._branch = users[self._branch], None
+            return taken
         return users[0] if len(users) == 1 else None
 
     def _takes(self, user: fx.Node) -> bool:
@@ -225,7 +269,7 @@ class _Tail:
         if value is None or value.dtype not in proofs.MATMUL_DTYPES:
             return None
         # Anything else would be a kernel of its own.
-        in_memory = top.op in ("placeholder", "get_attr") or top.target is WAIT
+        in_memory = top.op in ("placeholder", "get_attr") or top.target in (WAIT, ops.overload("replicated"))
         return node if in_memory and proofs.is_row(value, self._columns) else None
 
 

@@ -95,7 +95,7 @@ class ReasonCode(enum.StrEnum):
     NORM_FORM = "norm_form"
     """What follows the reduction is close to a norm of its rows, and none that is known."""
     NORM_SHARED = "norm_shared"
-    """Two norms share the scaled rows, as those of parallel attention and MLP blocks do: a node has one weight."""
+    """More norms share the scaled rows than a node has, or norms of different forms do."""
     NORM_USED = "norm_used"
     """A value inside the norm is used elsewhere too, as by a backward pass."""
     NORM_WIDTH = "norm_width"
@@ -285,8 +285,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "with a constant eps (it is none under dynamic=True; mark dimensions as dynamic instead)"
     ),
     ReasonCode.NORM_SHARED: (
-        "two norms of the same rows, with weights of their own, follow it (parallel attention and MLP blocks in "
-        "training), and the compiler makes both in one kernel; nothing to change"
+        "more than two norms of the same rows, or two of different forms, follow it and share their scaled rows, and "
+        "the compiler makes them in one kernel; nothing to change"
     ),
     ReasonCode.NORM_USED: (
         "a value of whole rows inside the norm behind it is used elsewhere, and a kernel of its own would compute it "

@@ -17,8 +17,9 @@ row-wise work shrinks to 1/W. The residual stays in parts from one all-reduce to
 otherwise is gathered: every rank has the same bits of it.
 
 `own_chunk` cuts a replicated tensor where it enters; the rank is found at run time and is no part of the graph. Whether
-the graph's inputs that enter are replicated cannot be seen in it: `replicated` compares samples of them over the ranks,
-at the first run, and raises where they differ.
+the graph's inputs that enter are replicated cannot be seen in it, nor whether a number in it is another one on another
+rank (`x * rank`, `mask[rank:]`): `replicated` compares samples of the inputs, and the numbers, over the ranks while the
+program runs, and raises where they differ.
 
 The result is that of eager mode up to rounding: a reduction may add in another order.
 
@@ -34,6 +35,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +45,8 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.all_reduce_rms_norm import find_sum, prove
 from ditron_inductor.passes.chunked_collectives import gathered, scattered
-from ditron_inductor.passes.collectives import Collective
+from ditron_inductor.passes.collectives import WAIT, Collective
+from ditron_inductor.passes.culprits import user_line
 from ditron_inductor.passes.norms import normalised
 from ditron_inductor.passes.prepare_products import find_prepared
 from ditron_inductor.passes.reasons import ReasonCode, refused
@@ -136,9 +139,10 @@ def _columns_behind(node: fx.Node, region: Region) -> int:
     return sum(lengths) if all(isinstance(length, int) for length in lengths) else 0
 
 
-def rewrite(graph: fx.Graph, match: Match) -> None:
-    """Cuts the rows of the region."""
+def rewrite(graph: fx.Graph, match: Match, index: int) -> None:
+    """Cuts the rows of the region, which is the graph's `index`th that is cut."""
     region = match.region
+    places, constants = [_place(root) for root in region.roots], _constants(region)
     inside = set(region.members)
     outside_users = {node: [user for user in node.users if user not in inside] for node in region.exits}
     chunks = {source: _own_chunk(graph, match, source) for source in region.entering}
@@ -157,8 +161,8 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
             _gather(graph, match, part, outside_users[node], node)
         if node in starts:
             rewriting.erase_unused(graph, [node, starts[node].node])
-    if match.region.roots:
-        _compare_roots(graph, match)
+    if region.roots or constants:
+        _compare(graph, match, ("\n".join(places), "\n".join(constants)), index)
 
 
 def _scatter(graph: fx.Graph, start: Collective, dim: int) -> fx.Node:
@@ -185,27 +189,72 @@ def _own_chunk(graph: fx.Graph, match: Match, source: fx.Node) -> fx.Node:
         return rewriting.call(graph, ops.overload("own_chunk"), args, source, tuple(shape))
 
 
-def _compare_roots(graph: fx.Graph, match: Match) -> None:
-    """Has the ranks compare what is taken for replicated: the smallest root is read behind the comparison."""
+def _compare(graph: fx.Graph, match: Match, texts: tuple[str, str], index: int) -> None:
+    """Has the ranks compare what is taken for replicated: the smallest root is read behind the comparison, or where
+    there is none the smallest input. texts: where the roots are read, and the constants, a line for each.
+    """
     roots = list(match.region.roots)
-    one = min(roots, key=lambda node: node.meta["val"].numel())
-    users = [user for user in one.users if user.op == "call_function" and not _writes(user)]
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    args = (one, roots, match.group_name, _site(match))
-    with graph.inserting_before(last.next):
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    users = {one: _readers(one) for one in roots or placeholders if proofs.tensor(one) is not None}
+    one = min((one for one in users if users[one]), key=lambda node: node.meta["val"].numel(), default=None)
+    if one is None:
+        return
+    args = (one, roots, match.group_name, _site(match, index), *texts)
+    with graph.inserting_before(placeholders[-1].next):
         compared = rewriting.call(graph, ops.overload("replicated"), args, one, tuple(one.meta["val"].shape))
     compared.meta["val"] = one.meta["val"]
-    for user in users:
+    for user in users[one]:
         user.replace_input_with(one, compared)
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    return [user for user in node.users if user.op == "call_function" and not _writes(user)]
+
+
+def _place(root: fx.Node) -> str:
+    """Where the program reads an input of the graph, without the folders; empty if that is not known."""
+    lines = (user_line(user.meta.get("stack_trace") or "") for user in root.users)
+    file, _, rest = next(filter(None, lines), "").partition(":")
+    return f"{Path(file).name}:{rest}" if rest else ""
+
+
+def _constants(region: Region) -> list[str]:
+    """A hash of all numbers in the region, and in what enters it, and each of them with its op once; none of none."""
+    reduced = {one.wait for one in region.reductions}
+    found = {node for node in region.members if node not in reduced}
+    pending = [source for node in found for source in node.all_input_nodes if source not in region.members]
+    while pending:
+        node = pending.pop()
+        if node not in found and node.op == "call_function" and node.target is not WAIT:
+            found.add(node)
+            pending += node.all_input_nodes
+    texts = [_constant(node) for node in region.members[0].graph.nodes if node in found]
+    texts = [text for text in texts if text]
+    digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:8]
+    return [digest, *dict.fromkeys(texts)] if texts else []
+
+
+def _constant(node: fx.Node) -> str:
+    """An op with its arguments, `_` for tensors, devices left out; empty if it has no others."""
+    given = [value for value in (*node.args, *node.kwargs.values()) if not isinstance(value, torch.device)]
+    text = ", ".join(map(_argument, given))
+    name = str(getattr(node.target, "__name__", node.target))
+    return f"{name}({text})" if set(text) - set("_[], ") else ""
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_argument, value))}]"
+    return "_" if isinstance(value, fx.Node) else str(value)
 
 
 def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _site(match: Match) -> str:
+def _site(match: Match, index: int) -> str:
     """The name of a comparison: a hash of the region's ops and shapes, which all ranks share."""
-    facts: list[Any] = [match.region.rows, match.dim, match.world_size]
+    facts: list[Any] = [match.region.rows, match.dim, match.world_size, index]
     facts += [(str(node.target), _columns(node)) for node in match.region.members if proofs.tensor(node) is not None]
     return f"sequence_parallel/{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
 
@@ -216,11 +265,12 @@ def sequence_parallel(graph: fx.Graph, *, options: Options) -> int:
         return 0
     if any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")):
         return 0
-    count = 0
+    count = index = 0
     # Read anew after each: what a region reads may have been a member of another one.
     while (match := _first_match(graph, options)) is not None:
         count += len(match.region.reductions)
-        rewrite(graph, match)
+        rewrite(graph, match, index)
+        index += 1
     return count
 
 

@@ -20,7 +20,7 @@ from torch import fx
 from ditron_inductor.passes import proofs
 from ditron_inductor.passes.mask_values import TRUE, Choice, Truth
 from ditron_inductor.passes.masks import Masks, Unknown, hiding, shape_of
-from ditron_inductor.task.all_gather_attention import Mask
+from ditron_inductor.task.all_gather_attention import LONGEST_WINDOW, Mask
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = 
     if not uppers or len(places) != 1:
         raise Unknown(node)
     offset = min(one.const for one in uppers)
-    window = offset + min(one.const for one in lowers) + 1 if lowers else 0
+    window = min(offset + min(one.const for one in lowers) + 1, LONGEST_WINDOW) if lowers else 0
     if lowers and window <= 0:
         raise Unknown(node)
     jumps = " ".join(f"{at}{jump:+}" for at, jump in uppers[0].steps_of(row).items())

@@ -21,8 +21,9 @@ over the axis of x give: Z = sum exp(c x) and N = sum exp(c x) v. The rules are 
     where(m, a, b), equal but for such symbols    the same, with a new symbol m
 
 A softmax-weighted sum is what comes out as N / Z, whatever the way. Casts between floating-point types count as
-nothing: they round. The axes of a tensor are followed too, through views, as lists of *atoms*, see `Atoms`: two values
-are combined only where their axes are the same, so that nothing that was permuted or repeated passes.
+nothing: they round. The axes of a tensor are followed too, through views, indices of dimensions of size 1, and cats of
+a tensor's chunks, as lists of *atoms*, see `Atoms`: two values are combined only where their axes are the same, so that
+nothing that was permuted or repeated passes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ aten = torch.ops.aten
 
 Symbol = tuple[Any, ...]
 """("x", origin), ("v", origin), ("m", node), ("j", origin of x, node), ("Z", c, origin of x), ("N", c, origin of x,
-origin of v).
+origin of v); ("b", ..) is of nobody's axis here: what a seed cuts x and v out of.
 """
 Axes = tuple[tuple[int, ...], ...]
 """Of every dimension the atoms that it runs over, the slowest first; none where its size is 1."""
@@ -234,6 +235,10 @@ class Algebra:
             return Value(tuple(value.axes[dim] for dim in proofs.permutation(node)), value.power, value.is_log)
         if target in proofs.ORDER_KEEPING or (target is aten.expand.default and proofs.keeps_order(node)):
             return self._reshaped(node)
+        if target is aten.select.int:
+            return self._selected(node)
+        if target is aten.cat.default:
+            return self._put_together(node)
         if target in TESTS and bound["dim"] is not None:
             dims = bound["dim"] if isinstance(bound["dim"], (list, tuple)) else [bound["dim"]]
             return self._opaque(node, bound["self"], dims, bound["keepdim"])
@@ -261,6 +266,41 @@ class Algebra:
             raise Unknown(node)
         return Value(axes, value.power, value.is_log)
 
+    def _selected(self, node: fx.Node) -> Value:
+        """Of a dimension of one element, that element."""
+        value, dim = self.value(node.args[0]), node.args[1]
+        if not isinstance(dim, int) or value.axes[dim]:
+            raise Unknown(node)
+        dim %= len(value.axes)
+        return Value(value.axes[:dim] + value.axes[dim + 1 :], value.power, value.is_log)
+
+    def _put_together(self, node: fx.Node) -> Value:
+        """All equal chunks of one tensor in their order, or equal views of them: what gathers make of an inner
+        dimension.
+        """
+        parts = list(proofs.arguments(node)["tensors"])
+        chunks = [proofs.views_up(part)[-1] for part in parts]
+        pieces = [proofs.piece(chunk) for chunk in chunks]
+        found = [piece for piece in pieces if piece is not None]
+        shapes = [(static_shape(chunk), static_shape(part)) for chunk, part in zip(chunks, parts, strict=True)]
+        if not found or len(found) < len(pieces) or any(shape != shapes[0] for shape in shapes):
+            raise Unknown(node)
+        source, dim = found[0].source, found[0].dim
+        length, cat_dim = shapes[0][0][dim], proofs.arguments(node)["dim"]
+        value = self.value(source)
+        places = [(one.source, one.dim, one.start) for one in found]
+        if places != [(source, dim, index * length) for index in range(len(parts))]:
+            raise Unknown(node)
+        step = self.atoms.take(value.axes[dim], len(parts))
+        if step is None or static_shape(source)[dim] != len(parts) * length:
+            raise Unknown(node)
+        chunk_axes = (*value.axes[:dim], step[1], *value.axes[dim + 1 :])
+        axes = self.atoms.reshaped(chunk_axes, shapes[0][1])
+        if axes is None:
+            raise Unknown(node)
+        cat_dim %= len(axes)
+        return Value((*axes[:cat_dim], step[0] + axes[cat_dim], *axes[cat_dim + 1 :]), value.power, value.is_log)
+
     def _maximum(self, node: fx.Node, source: object, dims: Sequence[int], keepdim: bool) -> Value:
         if not self.value(source).is_log:
             raise Unknown(node)
@@ -285,7 +325,7 @@ class Algebra:
                 sign = 1.0 if target in (aten.mul.Tensor, aten.add.Tensor) else -1.0
                 axes = self.broadcast(node, one.axes, other.axes)
                 return Value(axes, combined(one.power, other.power, sign), adds)
-        if target is aten.full.default and not bound["size"]:
+        if target is aten.scalar_tensor.default or (target is aten.full.default and not bound["size"]):
             return Value((), {("m", node): 1.0}, True)
         if target is aten.where.self:
             chosen = self._chosen(node)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import host_attention
 from ditron_inductor.task.nodes import KINDS
 
 ROOT = Path(__file__).parents[1]
@@ -32,13 +33,22 @@ def test_every_op_has_its_stages() -> None:
             zip(header.replace("whole op", "whole").replace("by the JIT", "jit").split(), row.split(), strict=True)
         )
         assert float(values["whole"]) > 0 and float(values["jit"]) > 0, row
-    chunked = done.stdout[done.stdout.index("each stage of `chunked`") :].splitlines()
-    assert chunked[1].split()[:3] == ["op", "dispatch", "launches"]
-    found = {line.split("  ")[0]: [float(value) for value in line.split()[-7:]] for line in chunked[3:] if line}
+    chunked = table_of(done.stdout, "each stage of `chunked`")
+    assert chunked[0].split()[:3] == ["op", "dispatch", "launches"]
+    found = {line.split("  ")[0]: [float(value) for value in line.split()[-7:]] for line in chunked[2:]}
     assert sorted(found) == sorted([*KINDS, "matmul_all_reduce, parts"])
     for stages in found.values():
         *parts, whole = stages
         assert 0 < whole and abs(sum(parts) - whole) < 0.1
+    calls = table_of(done.stdout, "of the host for a call")
+    assert calls[0].split() == ["op", *host_attention.STRATEGIES]
+    rows = {op: [float(us) for us in times] for op, *times in (line.split() for line in calls[2:])}
+    assert tuple(rows) == host_attention.KINDS and all(us > 0 for times in rows.values() for us in times)
+
+
+def table_of(text: str, title: str) -> list[str]:
+    """The lines of a table, below its title."""
+    return text[text.index(title) :].split("\n\n")[0].splitlines()[1:]
 
 
 def test_a_single_rank_is_refused() -> None:

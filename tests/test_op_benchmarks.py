@@ -7,8 +7,10 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.ops import gather_norm, swiglu
+from benchmarks.ops import attention_reduce_scatter, gather_norm, swiglu
+from benchmarks.records import Row
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
@@ -50,6 +52,43 @@ def test_all_gather_attention(rank_pools: RankPools) -> None:
     wanted = OURS | {"ditron:chunked", "local", "sdpa", "sdpa:blocks"}
     assert {row.sizes["mask"] for row in rows} == {"causal_offset", "zigzag"}
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
+
+
+def test_attention_reduce_scatter(rank_pools: RankPools) -> None:
+    rows = _run(rank_pools, attention_reduce_scatter.MODULE, _tiny(attention_reduce_scatter.MODULE))
+    wanted = OURS - {"ditron:tile"} | {"ditron:chunked", "local", "sdpa", "sdpa:blocks"}
+    assert {row.op for row in rows} == {"attention_reduce_scatter"}
+    assert {row.sizes["mask"] for row in rows} == {"causal_offset", "zigzag"}
+    assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
+    assert attention_reduce_scatter.verdict(rows).startswith("sdpa/ditron ")
+
+
+def test_a_wrong_gradient_is_not_timed() -> None:
+    cell = attention_reduce_scatter.Cell(tokens=16, heads=4, key_heads=2, head_dim=8)
+    right = [torch.randn(1, heads, 8, 8).bfloat16() for heads in (4, 2, 2)]
+    rows = torch.tensor([0, 3, 7])
+    expected = tuple(one[:, :, rows].float() for one in right)
+    problem = attention_reduce_scatter.Problem(cell, (right[0],) * 6, rows, expected)
+    problem.check(right)
+    # `local` has the first one alone.
+    problem.check(right[:1])
+    for place, name in enumerate("qkv"):
+        wrong = [one.clone() for one in right]
+        wrong[place][:, 0, 3] *= -1
+        with pytest.raises(AssertionError, match=f"the gradient of {name} is off"):
+            problem.check(wrong)
+
+
+def test_verdict_of_the_backward() -> None:
+    def verdict(**us: float) -> str:
+        times = {name: (1.0, each, 1.0, 0.0, 90.0) for name, each in us.items()}
+        where = ("tokens=8", "bfloat16", 2, 0)
+        rows = [Row("attention", "-", name, *where, *each, *["-"] * 5) for name, each in times.items()]
+        return attention_reduce_scatter.verdict(rows)
+
+    assert verdict(sdpa=100.0, ditron=101.0) == "sdpa/ditron 0.99, limit/ditron 0.89 PASS"
+    assert verdict(sdpa=100.0, ditron=103.0) == "sdpa/ditron 0.97, limit/ditron 0.87 FAIL"
+    assert verdict(ditron=100.0) == ""
 
 
 @pytest.mark.parametrize(("chain", "ours"), [(swiglu, "epilogue"), (gather_norm, "prologue")])

@@ -245,9 +245,10 @@ def test_the_table_of_models_has_means_and_the_lowest_ratio() -> None:
     alone = dataclasses.replace(rows[0], op="decode")
     table, conditions = (part.splitlines() for part in readme_part([*rows, alone]).split("\n\n"))
     assert [cell.strip() for cell in table[2].split("|")[1:-1]] == [
-        *("prefill", "big, 2 layers", "4x H200", "2", "-", "4.00", "0.90", "0.90")
+        *("prefill", "big", "4x H200", "2", "-", "4.00", "0.90", "0.90")
     ]
     assert len(table) == 3 and "bfloat16, torch 2, Triton 3, 2026-01-01" in conditions[0]
+    assert "2 of them" in conditions[1]
     assert readme_part([]) == "Nothing has been measured yet."
 
 

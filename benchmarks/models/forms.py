@@ -183,7 +183,8 @@ def _random_vectors(model: Decoder) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
-                parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.1).to(parameter))
+                drawn = torch.randn(parameter.shape, generator=generator, device=generator.device)
+                parameter.add_((drawn * 0.1).to(parameter))
 
 
 def _has(layer: nn.Module, name: str) -> bool:

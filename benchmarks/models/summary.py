@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tabulate import tabulate
 
+from benchmarks.models.zoo import position
 from benchmarks.records import Row
 
 OURS = "ditron"
@@ -24,7 +25,7 @@ def readme_part(rows: Sequence[Row]) -> str:
     measured = [row for row in rows if row.gpu != "cpu" and row.p50_us is not None]
     for (op, model, world), times in _cells(measured).items():
         groups.setdefault((op, model, world), []).extend(one for one in times if OURS in one and len(one) > 1)
-    lines = [(*group, str(len(cells)), *_ratios(cells)) for group, cells in groups.items() if cells]
+    lines = [(*group, str(len(cells)), *_ratios(cells)) for group, cells in sorted(groups.items(), key=_place) if cells]
     if not lines:
         return "Nothing has been measured yet."
     over = [f"over {name}" for name in RIVALS.values()]
@@ -34,8 +35,8 @@ def readme_part(rows: Sequence[Row]) -> str:
             tabulate(lines, headers, "github", disable_numparse=True),
             "",
             f"Geometric means of rival / Ditron, median time of a step, slowest rank; {_conditions(measured)}.",
-            "Random weights; NVLink multicast off for everybody. Cells differ in batch, length, form of parallelism;",
-            "a rival's mean is over those that it ran in.",
+            f"Layers alone, {_layers(measured)} of them, with random weights; NVLink multicast off for everybody.",
+            "Cells differ in batch, length, layers, form of parallelism; a rival's mean is over those that it ran in.",
         ]
     )
 
@@ -47,14 +48,22 @@ def _cells(rows: Sequence[Row]) -> Mapping[tuple[str, str, str], list[dict[str, 
     for row in rows:
         assert row.p50_us is not None
         cells.setdefault(row.cell, {})[row.contestant] = row.p50_us
-        sizes = row.sizes
-        layers = f", {sizes['layers']} layers" if "layers" in sizes else ""
         phase = f"{row.op}, CUDA graphs" if row.graph else row.op
-        named[row.cell] = (phase, sizes["model"] + layers, f"{row.world}x {row.gpu.removeprefix('NVIDIA ')}")
+        named[row.cell] = (phase, row.sizes["model"], f"{row.world}x {row.gpu.removeprefix('NVIDIA ')}")
     found: dict[tuple[str, str, str], list[dict[str, float]]] = {}
     for cell, times in cells.items():
         found.setdefault(named[cell], []).append(times)
     return found
+
+
+def _place(group: tuple[tuple[str, str, str], object]) -> tuple[str, int]:
+    """Phase by phase, models in the order of the zoo."""
+    phase, model, _ = group[0]
+    return phase, position(model)
+
+
+def _layers(rows: Sequence[Row]) -> str:
+    return " or ".join(sorted({row.sizes["layers"] for row in rows if "layers" in row.sizes}, key=int))
 
 
 def _ratios(cells: Sequence[Mapping[str, float]]) -> list[str]:

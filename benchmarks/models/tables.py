@@ -10,6 +10,7 @@ from tabulate import tabulate
 
 from benchmarks.models.facts import ALL, Fact, reasons
 from benchmarks.models.request import CONTESTANTS, TITLES
+from benchmarks.models.zoo import position
 from benchmarks.records import Row, by_cell
 
 RIVALS = ("inductor", "async_tp")
@@ -213,7 +214,14 @@ def docs_part(rows: Sequence[Row]) -> str:
         f"* {phase}, {model}, {world} ranks: {number(inductor, 2)}"
         for phase, model, world, _, inductor, _ in mean_lines(rows)
     ]
-    return "\n".join([times_table(rows, "github"), "", "Inductor / Ditron, geometric means:", "", *means])
+    ordered = sorted(rows, key=_place)
+    return "\n".join([times_table(ordered, "github"), "", "Inductor / Ditron, geometric means:", "", *sorted(means)])
+
+
+def _place(row: Row) -> tuple[str, int, str, list[int]]:
+    """Of a cell in the docs: phases and forms by name, models in the order of the zoo, sizes from small to large."""
+    numbers = [int(row.sizes.get(name, 0)) for name in ("layers", "batch", "tokens", "cache")]
+    return row.op, position(row.sizes["model"]), row.sizes["form"], numbers
 
 
 def report(rows: Sequence[Row], facts: Sequence[Fact]) -> str:

@@ -68,6 +68,13 @@ MODELS: dict[str, Architecture] = {
     ),
 }
 """By name. Sizes are those of the published configurations; `benchmarks.models.configs` reads others."""
+
+
+def position(model: str) -> int:
+    """Of a model in the zoo; others are behind."""
+    return list(MODELS).index(model) if model in MODELS else len(MODELS)
+
+
 TINY = Architecture(hidden=64, heads=4, kv_heads=2, head_dim=16, inner=96, depth=1)
 LAYERS = {"llama3-8b": 4}
 """Layers that are measured; two of all others."""

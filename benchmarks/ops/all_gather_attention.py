@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from benchmarks.session import Session
 
 MODULE = "benchmarks.ops.all_gather_attention"
+OP = "all_gather_attention"
 LINK_BYTES_PER_S = 450e9
 SAMPLED_ROWS = 32
 MOST_ERROR = 1.0e-2
@@ -255,18 +256,26 @@ def received_bytes(cell: Cell, world: int) -> int:
 
 def run_cell(session: Session, request: Request, cell: Cell, group_name: str) -> list[Row]:
     """Times of the contestants whose results are right, as rows."""
+    problem = make_problem(session, cell, session.clock.device, group_name)
+    calls = contestants(session, problem, group_name)
+    return timed(session, request, cell, OP, calls, problem.check)
+
+
+def timed(
+    session: Session, request: Request, cell: Cell, op: str, calls: dict[str, Any], check: Callable[[Any], None]
+) -> list[Row]:
+    """Rows of the calls for whose results `check` raises nothing. `local` is the limit, with the links; of the forms of
+    a baseline the fastest counts.
+    """
     from benchmarks.timing import interleaved
 
-    device = session.clock.device
-    problem = make_problem(session, cell, device, group_name)
     session.say(cell.shape)
-    calls = contestants(session, problem, group_name)
     if request.only:
         calls = {name: call for name, call in calls.items() if name.partition(":")[0] in ("local", *request.only)
                  or name in request.only}  # fmt: skip
 
     def checked(name: str) -> Any:
-        problem.check(calls[name](0))
+        check(calls[name](0))
         return calls[name]
 
     ready = session.right(calls, checked)
@@ -281,13 +290,13 @@ def run_cell(session: Session, request: Request, cell: Cell, group_name: str) ->
             if name != BLOCKS:
                 del times[name]
     limit = None
-    if device.type == "cuda" and "local" in times:
+    if session.clock.device.type == "cuda" and "local" in times:
         limit = max(times["local"].p50_us, received_bytes(cell, session.world_size) / LINK_BYTES_PER_S * 1e6)
     order = ["local", "sdpa", BLOCKS, "ring", *(name for name in times if name.startswith("ditron"))]
     return session.rows_of(
         {name: times[name] for name in order if name in times},
         bench="attention",
-        op="all_gather_attention",
+        op=op,
         shape=cell.shape,
         graph=False,
         limit_us=limit,
@@ -315,8 +324,11 @@ def verdict(rows: Sequence[Row]) -> str:
     return f"{text} {'PASS' if holds else 'FAIL'}"
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Microseconds, one line for each cell."""
+Verdict = Callable[[Sequence[Row]], str]
+
+
+def table(rows: Sequence[Row], verdict: Verdict) -> str:
+    """Microseconds, one line for each cell, and what `verdict` says of it."""
     names = list(dict.fromkeys(row.contestant for row in rows))
     lines = []
     for of_cell in by_cell(rows):
@@ -327,19 +339,26 @@ def table(rows: Sequence[Row]) -> str:
 
 def measure(session: Session, request: Request) -> list[Row]:
     """All cells, on one rank."""
+    return measure_by(session, request, run_cell, verdict)
+
+
+def measure_by(
+    session: Session, request: Request, run: Callable[[Session, Request, Cell, str], list[Row]], verdict: Verdict
+) -> list[Row]:
+    """All cells, each by `run`; the rows go where the request wants them, the table is printed."""
     rows: list[Row] = []
     for cell in request.cells:
-        rows += run_cell(session, request, cell, session.group_name)
+        rows += run(session, request, cell, session.group_name)
         if session.rank == 0 and request.out:
             merge_csv(Path(request.out), rows)
     if session.rank == 0:
-        print(table(rows), flush=True)
+        print(table(rows, verdict), flush=True)
     return rows
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(module: str = MODULE) -> argparse.ArgumentParser:
     """The command line."""
-    result = command.parser(MODULE, SETS, ["anchors"], world=0, limit_s=540.0)
+    result = command.parser(module, SETS, ["anchors"], world=0, limit_s=540.0)
     result.add_argument("--tokens", nargs="+", type=int, default=[], help="only shapes of so many tokens")
     result.add_argument("--heads", nargs="+", type=int, default=[], help="only shapes of so many heads")
     result.add_argument("--only", nargs="+", default=[], help="sdpa, ring, ditron, ditron:tile, ...; all by default")
@@ -358,13 +377,13 @@ def request_of(options: argparse.Namespace) -> Request:
     return Request(cells, options.device, options.rounds, out, commit, tuple(options.only))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
-    options = parser().parse_args(arguments)
-    world = num_ranks(MODULE, options.world, options.device)
+def main(arguments: Sequence[str] | None = None, module: str = MODULE) -> int:
+    """The command of a module."""
+    options = parser(module).parse_args(arguments)
+    world = num_ranks(module, options.world, options.device)
     if not world:
         return 2
-    return measure_on_ranks(MODULE, request_of(options), world, options.device, options.limit)
+    return measure_on_ranks(module, request_of(options), world, options.device, options.limit)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ compare samples of them when a site first runs: a mistake becomes an error with 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 from weakref import WeakKeyDictionary
@@ -32,40 +33,70 @@ def own_chunk(x: torch.Tensor, dim: int, world_size: int, group_name: str) -> to
 
 
 class Replicas:
-    """The comparisons that were made: each site of each group compares once in the life of a group."""
+    """The comparisons that were made: of each site of each group at its first call, and whenever the number of its
+    calls has doubled, since another program may have a site of the same name.
+    """
 
     def __init__(self) -> None:
-        self._compared: WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = WeakKeyDictionary()
+        self._calls: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, int]] = WeakKeyDictionary()
 
-    def compared(self, x: torch.Tensor, same: Sequence[torch.Tensor], group_name: str, site: str) -> torch.Tensor:
-        """An alias of x. Collective at the first call of a site outside of a CUDA graph's capture.
+    def compared(
+        self,
+        x: torch.Tensor,
+        same: Sequence[torch.Tensor],
+        group_name: str,
+        site: str,
+        names: str = "",
+        constants: str = "",
+    ) -> torch.Tensor:
+        """An alias of x. Collective at calls 1, 2, 4, 8, .. of a site, those in a CUDA graph's capture not counted.
 
-        Raises DitronNotReplicated on all ranks where a tensor of `same` differs, and DitronHandshakeError where a rank
-        does not come.
+        Raises DitronNotReplicated on all ranks where a tensor of `same` differs, or a line of `constants`, and
+        DitronHandshakeError where a rank does not come. names: a line for each tensor.
         """
-        known = self._compared.setdefault(groups.find(group_name), set())
-        key = (site, *[one.shape for one in same])
-        if key not in known and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            _compare(same, group_name, site)
-            known.add(key)
+        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            calls = self._calls.setdefault(groups.find(group_name), {})
+            key = (site, *[one.shape for one in same])
+            count = calls.get(key, 0) + 1
+            if count & (count - 1) == 0:
+                _compare(same, names.split("\n"), constants.split("\n"), group_name, site)
+            calls[key] = count
         return x.view_as(x)
 
 
-def _compare(same: Sequence[torch.Tensor], group_name: str, site: str) -> None:
+def _compare(
+    same: Sequence[torch.Tensor], names: Sequence[str], constants: Sequence[str], group_name: str, site: str
+) -> None:
     group = groups.resolve(group_name)
     purpose = f"compare the inputs of {site}"
     session = meet(group, "replicas", purpose, group.timeout_s)
-    answers = session.all_gather(purpose, [samples(one) for one in same], group.timeout_s)
-    for rank, answer in enumerate(answers):
-        for tensor, own, other in zip(same, answers[0], answer, strict=True):
-            if not near(own, other, tensor.dtype):
-                raise DitronNotReplicated(
-                    rank=rank,
-                    peer=0,
-                    group_name=group_name,
-                    tensor=f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}",
-                    site=site,
-                )
+    mine = [[samples(one), extremes(one)] for one in same]
+    answers = session.all_gather(purpose, [list(constants), mine], group.timeout_s)
+    first_constants, first = answers[0]
+    for rank, (its_constants, its) in enumerate(answers):
+        differing = [
+            _described(one, name)
+            for one, name, own, other in zip(same, names, first, its, strict=False)
+            if not all(near(left, right, one.dtype) for left, right in zip(own, other, strict=True))
+        ]
+        if its_constants != first_constants:
+            pairs = itertools.zip_longest(its_constants[1:], first_constants[1:], fillvalue="nothing")
+            differing += [f"constant, {own} and not {other}," for own, other in pairs if own != other]
+            differing += ["order of constants"]
+        if differing:
+            raise DitronNotReplicated(rank=rank, peer=0, group_name=group_name, tensor=differing[0], site=site)
+
+
+def _described(tensor: torch.Tensor, name: str) -> str:
+    text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return f"{text}, read at {name}," if name else text
+
+
+def extremes(x: torch.Tensor) -> list[float]:
+    """What a few samples may miss: the smallest and the largest value, of integers the sum."""
+    if not x.numel() or x.is_complex() or (x.is_floating_point() and x.dtype.itemsize < 2):
+        return []
+    return [float(one) for one in (torch.aminmax(x) if x.is_floating_point() else (x.sum(),))]
 
 
 def samples(x: torch.Tensor) -> list[float]:

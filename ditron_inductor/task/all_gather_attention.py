@@ -32,6 +32,8 @@ ALIGNED: tuple[str, ...] = ("causal_offset", "zigzag")
 PLACED: tuple[str, ...] = ("causal", "zigzag_keys")
 """Those for which every rank's graph has its own numbers of where its rows stand."""
 JUMP = re.compile(r"([1-9]\d*)([+-][1-9]\d*)")
+LONGEST_WINDOW = 2**63 - 1
+"""What an op can be given. There are no positions beyond, so a longer one is as good."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,10 @@ class Mask:
         rows = [row for row, _ in self.row_jumps()]
         known = all(map(JUMP.fullmatch, self.jumps.split())) and rows == sorted(set(rows))
         check(not self.jumps or (placed and known), kind, "jumps", self.jumps, f"`8+24 ..`, for {', '.join(PLACED)}")
+
+    def within(self, places: int) -> Mask:
+        """The same mask for rows that stand at positions below `places`: without a window that hides nothing there."""
+        return self if self.window < places else replace(self, window=0)
 
     @property
     def name(self) -> str:
@@ -186,7 +192,8 @@ class AttentionReduceScatter(_AttentionNode):
 class Block:
     """Rows first_row .. last_row of the queries and the keys first_key .. last_key of rank `source`, ends excluded:
     all of them see each other, or (causal) row i sees keys up to i, counted from the block's corner. Causal blocks
-    are square. lower: None, or row i sees keys from i + lower on, counted from there, every row at least one.
+    are square. lower: None, or row i sees keys from i + lower on, counted from there, every row at least one; there
+    are no more rows than keys then, as windows of FlashAttention want it.
     """
 
     source: int
@@ -272,10 +279,15 @@ def _behind(
     first = max(edge + begin, 0)
     end = min(end, count - edge)
     if begin < end and first < count:
+        of_keys = keys.first + first, keys.first + count
         lower = edge + begin - first
         hidden = end - begin - 1 + lower > 0
-        places = rows.first + begin, rows.first + end, keys.first + first, keys.first + count
-        yield Block(source, *places, lower=lower if hidden else None)
+        if hidden and end - begin > count - first:
+            # The first rows see all of these keys.
+            begin -= lower
+            yield Block(source, rows.first + begin + lower, rows.first + begin, *of_keys)
+            lower = 0
+        yield Block(source, rows.first + begin, rows.first + end, *of_keys, lower=lower if hidden else None)
 
 
 def visible_part(mask: Mask, world_size: int, queries: int, keys: int) -> float:

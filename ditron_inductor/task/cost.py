@@ -210,7 +210,7 @@ class Problem:
     """One rank's share of a site: it multiplies [m, k] by [k, n]; m counts the rows of the whole gathered or
     unscattered tensor. captured: inside a CUDA graph, where the host's time does not count. epilogue_bytes: that a
     kernel of its own reads and writes for the epilogue; 0 without one. pre_bytes: likewise, for its part before the
-    reduction.
+    reduction. library_speed: of the library's kernel that this attention needs, in that of its fastest.
     """
 
     kind: str
@@ -222,6 +222,7 @@ class Problem:
     captured: bool = True
     epilogue_bytes: int = 0
     pre_bytes: int = 0
+    library_speed: float = 1.0
 
 
 def hardware(device_name: str) -> Hardware:
@@ -349,8 +350,8 @@ def collective_us(problem: Problem, on: Hardware) -> float:
 
 
 def product_us(problem: Problem, on: Hardware) -> float:
-    """The library's matmul alone."""
-    return _matmul_us(problem, on, efficiency=1.0)
+    """The library's matmul or attention alone."""
+    return _matmul_us(problem, on, efficiency=problem.library_speed)
 
 
 def _library_us(problem: Problem, on: Hardware) -> float:
@@ -365,7 +366,7 @@ def _library_us(problem: Problem, on: Hardware) -> float:
 def _chunked_us(problem: Problem, on: Hardware) -> float:
     if _is_small_all_reduce(problem):
         return SMALL_ALL_REDUCE * _library_us(problem, on)
-    matmul = _matmul_us(problem, on, efficiency=on.chunk_efficiency)
+    matmul = _matmul_us(problem, on, efficiency=on.chunk_efficiency * problem.library_speed)
     rate = on.copy_bytes_per_s * _pair_gain(problem, on)
     chunks, passes_us = _chunks(problem), _partials_us(problem, on)
     if problem.kind == MatmulAllGather.kind:

@@ -285,10 +285,15 @@ MOST_PROJECTED_ROWS = 64
 """Of the tensor of `Projections`: as many as one tile of its kernel has."""
 MOST_NORM_COLUMNS = 16384
 """Of rows that are normalised in the registers of one program."""
-EXTRAS: tuple[str, ...] = ("bias", "second_bias", "post_weight", "post_shift", "residual", "weight", "shift")
+EXTRAS: tuple[str, ...] = (
+    *("bias", "second_bias", "post_weight", "post_shift", "residual", "weight", "shift", "other_weight", "other_shift"),
+)
 """The tensors that a reduction with a norm may have besides its operands, in the order of its arguments."""
-SAVED: tuple[str, ...] = ("reduced", "post_mean", "post_rstd", "mean", "rstd", "scaled")
-"""What a backward may want of it, in the order of its outputs."""
+SAVED: tuple[str, ...] = ("reduced", "post_mean", "post_rstd", "mean", "rstd", "scaled", "other")
+"""What it may return too, for a backward, or as the norm with the other weight and shift; in the order of its outputs.
+"""
+AS_SUM: tuple[str, ...] = ("normed", "total", "reduced", "other")
+"""Of its outputs, those with the shape and the dtype of the sum."""
 SHARD_EXTRAS: tuple[str, ...] = ("residual", "weight", "shift")
 SHARD_SAVED: tuple[str, ...] = ("mean", "rstd", "scaled")
 """Those of `EXTRAS` and of `SAVED` that the norm in front of a gather may have."""
@@ -328,7 +333,8 @@ class _ReductionWithNorm:
     """What the two nodes with a norm have in common.
 
     extras: which of `EXTRAS` there are. post: a norm of the reduced rows alone, before the residual is added;
-    then there may be none behind (`NO_NORM`), nor an output of it. saved: which of `SAVED` are outputs too.
+    then there may be none behind (`NO_NORM`), nor an output of it. saved: which of `SAVED` are outputs too; `other` is
+    the same norm of the same rows, with a weight and a shift of its own.
     """
 
     kind: ClassVar[str]
@@ -350,12 +356,16 @@ class _ReductionWithNorm:
             check(self.post.form != NO_NORM, self.kind, "post", self.post.form, "a norm")
         if self.norm.form == NO_NORM:
             check(self.post is not None, self.kind, "norm", self.norm.form, "a norm, as there is none before it")
-            behind = {"weight", "shift", "mean", "rstd", "scaled"} & {*self.extras, *self.saved}
+            of_norm = {"weight", "shift", "other_weight", "other_shift", "mean", "rstd", "scaled", "other"}
+            behind = of_norm & {*self.extras, *self.saved}
             check(not behind, self.kind, "norm", self.norm.form, f"a norm, as there are {', '.join(sorted(behind))}")
         for field, names, known in (("extras", self.extras, EXTRAS), ("saved", self.saved, SAVED)):
             _verify_names(self.kind, field, names, known)
             no_post = self.post is not None or not any(name.startswith("post_") for name in names)
             check(no_post, self.kind, field, names, "without names of a norm before the residual, as there is none")
+        given = {"other_weight", "other_shift"} & {*self.extras}
+        no_other = not given or "other" in self.saved
+        check(no_other, self.kind, "extras", self.extras, "without those of another norm, as it is not returned")
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     @property

@@ -22,7 +22,8 @@
     others N elements; each of them None where there is none. total = post(all_reduce(x) + bias + second_bias) +
     residual and normed = norm(total): shape and dtype of x, contiguous, bit-identical on every rank. See `nodes.Norm`
     for the arguments `norm` (`none`: no normed) to `round_first`, and `post` (empty: no post) to `post_round_first`.
-    saved: names of `nodes.SAVED`, joined by `+`: returned too, contiguous; mean and rstd fp32 [.., 1], scaled fp32.
+    saved: names of `nodes.SAVED`, joined by `+`: returned too, contiguous; mean and rstd fp32 [.., 1], scaled fp32;
+    other is norm(total) with other_weight and other_shift.
 `matmul_all_reduce_rms_norm(a, b, product_bias, <extras>, token, ...) -> [normed, total, <saved>, token]`
     the same for x = sum_i a_i @ b_i + product_bias, or what an epilogue's `pre:` makes of that, as `matmul_all_reduce`.
 `matmul_all_gather(a, b, bias, token, ...) -> (out, token)`
@@ -50,8 +51,9 @@
     a token ordered after the op that made x.
 `own_chunk(x, dim, world_size, group_name) -> chunk`
     this rank's of the world_size equal chunks of x along dim, a copy; found by the rank at run time.
-`replicated(x, same, group_name, site) -> x`
-    an alias of x; at the first run of `site` the ranks compare samples of `same`, and raise where they differ.
+`replicated(x, same, group_name, site, names, constants) -> x`
+    an alias of x; now and then the ranks compare samples of `same` and the `constants`, and raise where they differ.
+    names: where the program reads each of `same`. Both are texts with a line for each.
 `all_gather_attention(q, k, v, token, ...) -> [out, lse, (gathered_k, gathered_v,) token]`
     q [B, Hq, Sq, D], k and v [B, Hkv, S, D], any strides; out [B, Hq, Sq, D] with the memory of a contiguous
     [B, Sq, Hq, D], lse [B, Hq, Sq] contiguous, fp32; gathered_k, gathered_v [B, Hkv, W*S, D] with the memory of a
@@ -86,6 +88,7 @@ from ditron_inductor.task.epilogue import parse, products
 from ditron_inductor.task.epilogue_torch import out_dtypes
 from ditron_inductor.task.flash_decode import ARGUMENTS as FLASH_DECODE_ARGUMENTS
 from ditron_inductor.task.nodes import (
+    AS_SUM,
     ATTENTION_KINDS,
     EXTRAS,
     NORM_KINDS,
@@ -150,7 +153,7 @@ SCHEMAS: dict[str, str] = {
     "after_": "(Tensor(a!) x, Tensor token) -> ()",
     "token_of": "(Tensor x) -> Tensor",
     "own_chunk": "(Tensor x, int dim, int world_size, str group_name) -> Tensor",
-    "replicated": "(Tensor(a) x, Tensor[] same, str group_name, str site) -> Tensor(a)",
+    "replicated": "(Tensor(a) x, Tensor[] same, str group_name, str site, str names, str constants) -> Tensor(a)",
     Projections.kind: f"(Tensor x, Tensor[] weights, str strategy, {_EPILOGUE}) -> Tensor[]",
 }
 
@@ -550,7 +553,7 @@ def norm_outputs(x: torch.Tensor, shape: Sequence[Any], others: Sequence[Any]) -
 
 def norm_output(x: torch.Tensor, shape: Sequence[Any], name: str) -> torch.Tensor:
     """Memory for one of them."""
-    if name in ("normed", "total", "reduced"):
+    if name in AS_SUM:
         return x.new_empty(shape)
     return x.new_empty(shape if name == "scaled" else [*shape[:-1], 1], dtype=torch.float32)
 
@@ -591,6 +594,6 @@ def _fake_own_chunk(x: torch.Tensor, dim: int, world_size: int, group_name: str)
     return x.new_empty(shape)
 
 
-def _fake_replicated(x: torch.Tensor, same: Sequence[torch.Tensor], group_name: str, site: str) -> torch.Tensor:
+def _fake_replicated(x: torch.Tensor, *_: Any) -> torch.Tensor:
     aliased: torch.Tensor = torch.ops.aten.alias.default(x)
     return aliased

@@ -50,7 +50,7 @@ class PlanRequest:
         workspace_bytes: symmetric memory that `tile` needs here. tile_available, tile_reason: whether every rank can
         run the tile kernels, and if not, why not.
         chunked_bytes: symmetric memory that `chunked` needs here. chunked_reason: why it cannot run, empty if it can.
-        captured: inside a CUDA graph. epilogue_bytes, pre_bytes: see `cost.Problem`.
+        captured: inside a CUDA graph. epilogue_bytes, pre_bytes, library_speed: see `cost.Problem`.
     """
 
     site: str
@@ -72,6 +72,7 @@ class PlanRequest:
     captured: bool = False
     epilogue_bytes: int = 0
     pre_bytes: int = 0
+    library_speed: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,7 @@ def _problem(request: PlanRequest) -> cost.Problem:
         request.captured,
         request.epilogue_bytes,
         request.pre_bytes,
+        request.library_speed,
     )
 
 

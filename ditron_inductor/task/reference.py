@@ -186,6 +186,8 @@ def add_norm(
     if norm.form != NO_NORM:
         behind = _normalised(total, norm, given["weight"], given["shift"])
         values |= dict(zip(("normed", "mean", "rstd", "scaled"), behind, strict=True))
+        if "other" in saved:
+            values["other"] = _normalised(total, norm, given["other_weight"], given["other_shift"])[0]
     return tuple(values[name] for name in norm_returns(norm, tuple(saved)))
 
 

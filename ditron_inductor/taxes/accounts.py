@@ -86,6 +86,11 @@ class Step:
     graph_us: float | None = None
 
     @property
+    def device_us(self) -> float:
+        """Without what the host takes, as far as that is known."""
+        return self.eager_us if self.graph_us is None else min(self.eager_us, self.graph_us)
+
+    @property
     def launch_us(self) -> float | None:
         """The launch tax."""
         return None if self.graph_us is None else max(0.0, self.eager_us - self.graph_us)

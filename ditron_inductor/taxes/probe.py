@@ -38,6 +38,10 @@ class Spent:
         calls, us = self.calls + other.calls, self.us + other.us
         return Spent(other.strategy, calls, us, self.waited_us + other.waited_us)
 
+    def scaled(self, factor: float) -> Spent:
+        """At another clock rate."""
+        return Spent(self.strategy, self.calls, self.us * factor, self.waited_us * factor)
+
 
 @dataclass
 class _Call:
@@ -56,6 +60,13 @@ class Probe:
         self._mark_us = mark_us
         self._calls: list[_Call] = []
         self._open: _Call | None = None
+        self._step: tuple[Any, Any] | None = None
+
+    def step(self, run: Callable[[], Any]) -> None:
+        """`run`, a whole step, between two marks."""
+        begin = self._mark()
+        run()
+        self._step = begin, self._mark()
 
     def call(
         self, run: Callable[..., Any], group_name: str, request: PlanRequest, choice: Choice
@@ -82,17 +93,19 @@ class Probe:
         if self._open is not None:
             self._open.collectives.append((begin, self._mark()))
 
-    def take(self) -> dict[Key, Spent]:
-        """What was seen since the last time, by site; the device is idle."""
+    def take(self) -> tuple[float, dict[Key, Spent]]:
+        """What was seen since the last time, the step and by site; the device is idle."""
         found: dict[Key, Spent] = {}
+        marks_inside = sum(2 + 2 * len(call.collectives) for call in self._calls)
+        whole = 0.0 if self._step is None else self._us(*self._step) - marks_inside * self._mark_us
         for call in self._calls:
             waited = sum(self._us(*marks) for marks in call.collectives)
             # The marks around the collectives lie inside the call, which without fusion has more of them.
             us = max(0.0, self._us(call.begin, call.end) - 2 * len(call.collectives) * self._mark_us)
             spent = Spent(call.strategy, 1, us, waited)
             found[call.key] = found[call.key].plus(spent) if call.key in found else spent
-        self._calls = []
-        return found
+        self._calls, self._step = [], None
+        return max(0.0, whole), found
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":

@@ -48,6 +48,8 @@ COPIED_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}
 CYCLES_PER_US = 2000.0
 """No GPU's clock is faster, so a delay of so many cycles is never too short."""
 LONGEST_DELAY_US = 200e3
+FEWEST_STEPS, MOST_STEPS = 3, 8
+"""In front of one that is looked at."""
 
 
 def profile_taxes(
@@ -117,7 +119,7 @@ class _Profile:
             calls, unfused, compiled = self._compiled()
             steps = self._steps(clock, calls, rounds, compiled, notes)
         bytes_per_us = _bandwidth(clock, rounds)
-        probed = _probed(clock, {name: calls[name] for name in (UNFUSED, FUSED)}, min(rounds, PROBED_ROUNDS))
+        probed = _probed(clock, {name: calls[name] for name in (UNFUSED, FUSED)}, steps, min(rounds, PROBED_ROUNDS))
         pairs = paired(compiled.fused, distinct(unfused.fused))
         sites = [_site(site, other, probed, bytes_per_us) for site, other in pairs]
         alone = sum(site.unfused is None for site in sites)
@@ -261,11 +263,12 @@ def _bandwidth(clock: Clock, rounds: int) -> float:
 
 
 def _probed(
-    clock: Clock, calls: Mapping[str, Callable[[int], None]], rounds: int
+    clock: Clock, calls: Mapping[str, Callable[[int], None]], steps: Mapping[str, Step], rounds: int
 ) -> dict[str, tuple[dict[Key, Spent], dict[tuple[str, str], Spent]]]:
     """By contestant what the calls of every site took: medians over the rounds, the largest of any rank.
 
-    By key, and by group and site for requests of other sizes than the compiler's hints.
+    By key, and by group and site for requests of other sizes than the compiler's hints. On a GPU in the time of the
+    step as it is without marks, which may run at another clock rate.
     """
     import torch
     import torch.distributed as dist
@@ -275,29 +278,47 @@ def _probed(
 
     on_gpu = clock.device.type == "cuda"
     probe = Probe(clock.device, mark_us(clock.device))
-    samples: dict[str, list[dict[Key, Spent]]] = {name: [] for name in calls}
-    delays = {name: _delay_us(clock, call) if on_gpu else 0.0 for name, call in calls.items()}
+    samples: dict[str, list[tuple[float, dict[Key, Spent]]]] = {name: [] for name in calls}
+    leads = {name: _lead(clock, call) if on_gpu else Lead(0, 0.0) for name, call in calls.items()}
     for _ in range(rounds):
         for name, call in calls.items():
             dist.all_reduce(torch.zeros(1, device=clock.device), group=clock.group)
             if on_gpu:
                 # Meanwhile the host issues the step: what is timed is the device, not its waiting for the host.
-                torch.cuda._sleep(int(delays[name] * CYCLES_PER_US))
-            with watch.by(probe):
+                torch.cuda._sleep(int(leads[name].delay_us * CYCLES_PER_US))
+            for _ in range(leads[name].steps):
                 call(0)
+            with watch.by(probe):
+                probe.step(functools.partial(call, 0))
             if on_gpu:
                 torch.cuda.synchronize(clock.device)
             samples[name].append(probe.take())
     found = {}
     for name, taken in samples.items():
-        by_key = largest(clock.agree(_medians(taken)))
+        by_key = largest(clock.agree(_medians([by_key for _, by_key in taken])))
+        (whole_us,) = clock.largest([statistics.median(us for us, _ in taken)])
+        # Eagerly, a step that waits for its host says nothing of the device.
+        known = leads[name].steps > 0 or steps[name].graph_us is not None
+        if on_gpu and known and whole_us > 0:
+            factor = steps[name].device_us / whole_us
+            by_key = {key: spent.scaled(factor) for key, spent in by_key.items()}
         by_site = {(group, site): spent for (group, site, _), spent in by_key.items()}
         found[name] = by_key, by_site
     return found
 
 
-def _delay_us(clock: Clock, call: Callable[[int], None]) -> float:
-    """How long the slowest rank's host takes to issue a step, and a little more."""
+@dataclass(frozen=True)
+class Lead:
+    """What keeps the GPU busy while the host issues a step: a delay, or `steps` in front that are not looked at."""
+
+    steps: int
+    delay_us: float
+
+
+def _lead(clock: Clock, call: Callable[[int], None]) -> Lead:
+    """Steps, where the slowest rank's host is that much faster than the GPU, whose clock rate is then that of a GPU at
+    work; else a delay.
+    """
     import torch
 
     torch.cuda.synchronize(clock.device)
@@ -305,9 +326,13 @@ def _delay_us(clock: Clock, call: Callable[[int], None]) -> float:
     call(0)
     issued = (time.perf_counter() - begin) * 1e6
     torch.cuda.synchronize(clock.device)
-    (slowest,) = clock.largest([issued])
+    left = (time.perf_counter() - begin) * 1e6 - issued
+    slowest, gained = clock.largest([issued, -left])
     # Marks and the first call of a launch hook take time too.
-    return min(LONGEST_DELAY_US, 1.5 * slowest + 500.0)
+    needed = 1.5 * slowest + 500.0
+    if needed <= MOST_STEPS * -gained:
+        return Lead(max(FEWEST_STEPS, math.ceil(needed / -gained)), 0.0)
+    return Lead(0, min(LONGEST_DELAY_US, needed))
 
 
 def _medians(samples: Sequence[dict[Key, Spent]]) -> dict[Key, Spent]:

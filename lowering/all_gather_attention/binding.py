@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +15,7 @@ from ditron_inductor.lowering.attention_reduce_scatter import library as backwar
 from ditron_inductor.lowering.launch import Launch
 from ditron_inductor.task import ops
 from ditron_inductor.task.all_gather_attention import (
+    ALIGNED,
     AllGatherAttention,
     AttentionReduceScatter,
     Mask,
@@ -26,6 +28,7 @@ from ditron_inductor.task.policy import Policy
 
 Lookup = Callable[..., tuple[Hashable, Callable[..., Any] | None]]
 Prepare = Callable[..., Callable[..., Any]]
+Node = TypeVar("Node", AllGatherAttention, AttentionReduceScatter)
 
 
 def make_ops(lookup: Lookup, prepare: Prepare) -> dict[str, Callable[..., Any]]:
@@ -75,6 +78,7 @@ def _prepare_forward(
     _check_operands(node, q, k, v)
     B, heads, queries, D = q.shape
     key_heads, keys = k.shape[1], k.shape[2]
+    node = _without_idle_window(node, keys)
 
     def possible(
         node: AllGatherAttention, launch: Launch, x: torch.Tensor, m: int, n: int, depth: int
@@ -85,7 +89,8 @@ def _prepare_forward(
             "chunked": functools.partial(chunked.all_gather_attention, node, launch, chunks),
         }
         nbytes = {"tile": tiles.nbytes, "chunked": chunks.nbytes}
-        return _request(node, launch, x.dtype, (m, n, depth), nbytes, tile.obstacle(node, q)), runners
+        speed = chunks.run.speed_with(node.mask)
+        return _request(node, launch, x.dtype, (m, n, depth), nbytes, tile.obstacle(node, q), speed), runners
 
     m, n, shared = attention_sizes(node.mask, world_size, B, heads, queries, D, key_heads, keys)
     return prepare(
@@ -126,6 +131,7 @@ def _prepare_backward(
     B, heads, queries, D = q.shape
     key_heads, keys = k.shape[1], k.shape[2] // world_size
     _check_operands(node, q, k[:, :, :keys], v[:, :, :keys])
+    node = _without_idle_window(node, keys)
     given = grad_out, q, k, v, out, lse
 
     def possible(
@@ -135,7 +141,8 @@ def _prepare_backward(
         # There is no kernel of ours that does all of it: what stands for one are the library's, told apart by nobody.
         runner = functools.partial(backward_chunked.attention_reduce_scatter, node, launch, chunks)
         nbytes = {"tile": chunks.nbytes, "chunked": chunks.nbytes}
-        return _request(node, launch, x.dtype, (m, n, depth), nbytes, ""), {"tile": runner, "chunked": runner}
+        speed = chunks.run.speed_with(node.mask)
+        return _request(node, launch, x.dtype, (m, n, depth), nbytes, "", speed), {"tile": runner, "chunked": runner}
 
     m, n, shared = attention_sizes(node.mask, world_size, B, heads, queries, D, key_heads, keys)
     return prepare(
@@ -151,6 +158,13 @@ def _prepare_backward(
     )
 
 
+def _without_idle_window(node: Node, keys: int) -> Node:
+    """Without a window as long as all keys, where every row stands at a key: it hides nothing, and the plan would take
+    the library's kernel for slower than it is. The same on all ranks.
+    """
+    return replace(node, mask=node.mask.within(node.world_size * keys)) if node.mask.kind in ALIGNED else node
+
+
 def _request(
     node: AttentionNode,
     launch: Launch,
@@ -158,6 +172,7 @@ def _request(
     sizes: tuple[int, int, int],
     nbytes: dict[str, int],
     tile_reason: str,
+    library_speed: float,
 ) -> PlanRequest:
     """What the plan has to know; nbytes: of the slot, by strategy."""
     workspace = launch.workspace
@@ -181,6 +196,7 @@ def _request(
         chunked_bytes=workspace.footprint(nbytes["chunked"]),
         # Its kernels want what those of `tile` want.
         chunked_reason=capabilities.tile_reason,
+        library_speed=library_speed,
     )
 
 

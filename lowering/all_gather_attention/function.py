@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_inductor.lowering.register import register
+from ditron_inductor.task.all_gather_attention import LONGEST_WINDOW
 from ditron_inductor.task.policy import Policy
 
 # Here and not in the function, which a compiler traces.
@@ -42,7 +43,8 @@ def all_gather_attention(
             ranks;
             `causal`: key j of all where j <= i, the number of the query on its rank, as `is_causal` of torch.
         window: of the keys that a query would see it sees the last ones only, so many, that at its own position among
-            them; 0 for all. Not beside `full`. Ranks whose keys nobody sees send none.
+            them; 0 for all, and so is any as long as the sequence. Not beside `full`. Ranks whose keys nobody sees send
+            none.
         scale: 1 / sqrt(D) without one.
         strategy: `library`, `chunked` or `tile`, or `auto` for what the plan expects to be fastest.
 
@@ -56,6 +58,7 @@ def all_gather_attention(
     if group.size() == 1:
         raise ValueError("all_gather_attention needs a group of at least 2 ranks; use scaled_dot_product_attention")
     site = group.size(), group.group_name, "", strategy, *_LIMITS
+    window = min(window, LONGEST_WINDOW)
     out: torch.Tensor = _Attention.apply(q, k, v, (mask, window, 0, ""), scale, site)  # type: ignore[no-untyped-call]
     return out
 

@@ -13,6 +13,7 @@ import torch
 from torch.backends.cuda import SDPAParams
 
 from ditron_inductor.task import reference_attention
+from ditron_inductor.task.all_gather_attention import Mask
 
 aten = torch.ops.aten
 
@@ -36,11 +37,19 @@ Backward = Callable[
 
 @dataclass(frozen=True)
 class Local:
-    """A kernel of the library, by its name."""
+    """A kernel of the library, by its name. speed: in that of the fastest, on an H200; windowed_speed: with a lower
+    bound.
+    """
 
     name: str
     forward: Forward
     backward: Backward
+    speed: float
+    windowed_speed: float
+
+    def speed_with(self, mask: Mask) -> float:
+        """The speed that counts where such a mask is seen."""
+        return self.windowed_speed if mask.window else self.speed
 
 
 def _visible(q: torch.Tensor, k: torch.Tensor, seen: Seen) -> torch.Tensor | None:
@@ -169,12 +178,13 @@ def _beside(plain: Local, windowed: Local) -> Local:
     ) -> Gradients:
         return (plain if seen.lower is None else windowed).backward(grad_out, q, k, v, out, lse, seen, scale)
 
-    return Local(plain.name, forward, backward)
+    return Local(plain.name, forward, backward, plain.speed, windowed.windowed_speed)
 
 
-MATH = Local("math", _math, _math_backward)
-FLASH = Local("flash", _flash, _flash_backward)
-_CUDNN = Local("cudnn", _cudnn, _cudnn_backward)
+# Every score is written and read again several times.
+MATH = Local("math", _math, _math_backward, 0.1, 0.1)
+FLASH = Local("flash", _flash, _flash_backward, 0.52, 0.45)
+_CUDNN = Local("cudnn", _cudnn, _cudnn_backward, 1.0, 1.0)
 CUDNN = _beside(_CUDNN, FLASH)
 CUDNN_AND_MATH = _beside(_CUDNN, MATH)
 

@@ -43,7 +43,7 @@ from ditron_inductor.core.signals import (
 from ditron_inductor.lowering.all_gather_attention.parts import stacked, with_rows
 from ditron_inductor.lowering.launch import Launch, ceil_div, dot_precision, round_up
 from ditron_inductor.lowering.launcher import Arguments
-from ditron_inductor.task.all_gather_attention import AllGatherAttention
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, Mask
 from ditron_inductor.task.ops import sequence_first
 
 SEND_BLOCK = 8192
@@ -365,6 +365,13 @@ def num_targets(node: AllGatherAttention, rank: int, keys: int) -> int:
     return min(behind, ceil_div(mask.window - 1, max(keys, 1))) if mask.window else behind
 
 
+def kernel_window(mask: Mask, rank: int, world_size: int, queries: int) -> int:
+    """The window of a rank's rows, 0 where it hides nothing from them: never longer than their positions, which the
+    kernel counts in 32 bits.
+    """
+    return mask.within(max(one.start + one.count for one in mask.positions(rank, world_size, queries))).window
+
+
 def all_gather_attention(
     node: AllGatherAttention,
     launch: Launch,
@@ -387,6 +394,7 @@ def all_gather_attention(
     jumps = node.mask.row_jumps()
 
     def arguments() -> Arguments:
+        window = kernel_window(node.mask, launch.rank, world, queries)
         work = B * heads * ceil_div(queries, config.block_m)
         programs = launch.num_sms if node.return_gathered else min(max(work, SENDERS), launch.num_sms)
         values: dict[str, Any] = {
@@ -402,12 +410,12 @@ def all_gather_attention(
             "place_0": node.mask.positions(launch.rank, world, queries)[0].start,
             "jump_rows": tuple(row for row, _ in jumps) or (0,),
             "jumps": tuple(jump for _, jump in jumps) or (0,),
-            "window": node.mask.window,
+            "window": window,
             "num_targets": num_targets(node, launch.rank, keys),
             "WORLD": world,
             "MASK": NUMBERS[node.mask.kind],
             "JUMPS": len(jumps),
-            "WINDOWED": node.mask.window > 0,
+            "WINDOWED": window > 0,
             "RETURN_GATHERED": node.return_gathered,
             "HEADS": heads,
             "KEY_HEADS": key_heads,

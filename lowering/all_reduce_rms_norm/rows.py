@@ -2,7 +2,7 @@
 
     total = round(post(round(round(reduced + bias) + second bias)) + residual)
     scaled = (total - mean) * rsqrt(variance + eps), in fp32            (mean: 0 for an RMS norm)
-    normed = round(round?(scaled) * weight + shift)
+    normed = round(round?(scaled) * weight + shift), and the same with another weight and shift where that is returned
 
 `post`, a norm like the other, is the rows themselves where there is none. Where there is one, the last norm may be
 missing (NO_NORM).
@@ -46,6 +46,9 @@ SAVES_RSTD = tl.constexpr(1 << 18)
 SAVES_SCALED = tl.constexpr(1 << 19)
 TOTAL_KNOWN = tl.constexpr(1 << 20)
 NO_NORM = tl.constexpr(1 << 21)
+HAS_OTHER_WEIGHT = tl.constexpr(1 << 22)
+HAS_OTHER_SHIFT = tl.constexpr(1 << 23)
+SAVES_OTHER = tl.constexpr(1 << 24)
 """The bits of FORM."""
 
 WithNorm = NormNode | ShardNorm
@@ -58,6 +61,8 @@ FORM_OF_EXTRAS: Mapping[str, int] = {
     "residual": HAS_RESIDUAL.value,
     "weight": HAS_WEIGHT.value,
     "shift": HAS_SHIFT.value,
+    "other_weight": HAS_OTHER_WEIGHT.value,
+    "other_shift": HAS_OTHER_SHIFT.value,
 }
 FORM_OF_SAVED: Mapping[str, int] = {
     "reduced": SAVES_REDUCED.value,
@@ -66,6 +71,7 @@ FORM_OF_SAVED: Mapping[str, int] = {
     "mean": SAVES_MEAN.value,
     "rstd": SAVES_RSTD.value,
     "scaled": SAVES_SCALED.value,
+    "other": SAVES_OTHER.value,
 }
 
 
@@ -96,6 +102,8 @@ def extras(given, at, cols, inside, N, FORM: tl.constexpr):
         residual_rows,
         row_of(given[5], cols, N, HAS_WEIGHT & FORM),
         row_of(given[6], cols, N, HAS_SHIFT & FORM),
+        row_of(given[7], cols, N, HAS_OTHER_WEIGHT & FORM),
+        row_of(given[8], cols, N, HAS_OTHER_SHIFT & FORM),
     )
 
 
@@ -169,6 +177,12 @@ def normalised(
             tl.store(outputs[6] + rows, rstd[:, None], mask=rows < M)
         if SAVES_SCALED & FORM:
             tl.store(outputs[7] + at, scaled, mask=inside)
+        if SAVES_OTHER & FORM:
+            other = weigh(
+                scaled, loaded[7], loaded[8], dtype,
+                ROUND_FIRST & FORM, HAS_OTHER_WEIGHT & FORM, PLUS_ONE & FORM, HAS_OTHER_SHIFT & FORM,
+            )  # fmt: skip
+            tl.store(outputs[8] + at, other, mask=inside)
         result = weigh(
             scaled, loaded[5], loaded[6], dtype,
             ROUND_FIRST & FORM, HAS_WEIGHT & FORM, PLUS_ONE & FORM, HAS_SHIFT & FORM,

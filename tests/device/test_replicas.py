@@ -16,15 +16,43 @@ def compare(ctx: RankContext, by: float) -> str:
     """The error of a comparison of two tensors, of which the second one is `by` more on rank 1; empty without one."""
     replicas = Replicas()
     same = [torch.arange(6), torch.linspace(0, 1, 40).view(5, 8) + by * ctx.rank]
+    return error_of(replicas, same, ctx, "\na.py:3")
+
+
+def error_of(
+    replicas: Replicas, same: list[torch.Tensor], ctx: RankContext, names: str = "", constants: str = ""
+) -> str:
     try:
-        alias = replicas.compared(same[1], same, ctx.group_name, f"site {by}")
+        alias = replicas.compared(same[-1], same, ctx.group_name, "site", names, constants)
     except DitronNotReplicated as error:
         return str(error)
-    # The second call compares nothing: one rank alone may make it.
-    if ctx.rank == 0:
-        replicas.compared(same[1], same, ctx.group_name, f"site {by}")
-    assert alias.data_ptr() == same[1].data_ptr()
+    assert alias.data_ptr() == same[-1].data_ptr()
     return ""
+
+
+def compare_again(ctx: RankContext) -> list[str]:
+    """Errors of the calls of a site, whose tensor differs at the second one, which is repeated. What follows compares
+    nothing: one rank alone may make it.
+    """
+    replicas, x = Replicas(), torch.zeros(3)
+    found = [error_of(replicas, [x], ctx), error_of(replicas, [x + ctx.rank], ctx), error_of(replicas, [x], ctx)]
+    if ctx.rank == 0:
+        found.append(error_of(replicas, [x], ctx))
+    return found
+
+
+def compare_constants(ctx: RankContext) -> str:
+    lines = ("07", "add(_, 1)", f"mul(_, {ctx.rank})")
+    return error_of(Replicas(), [torch.zeros(3)], ctx, constants="\n".join(lines))
+
+
+def one_element(ctx: RankContext) -> list[str]:
+    """Errors where one element differs that is no sample."""
+    found = []
+    for like in (torch.zeros(100), torch.zeros(100, dtype=torch.bool), torch.zeros(100, dtype=torch.int64)):
+        like[7] = ctx.rank
+        found.append(error_of(Replicas(), [like], ctx))
+    return found
 
 
 def chunks(ctx: RankContext) -> list[float]:
@@ -40,8 +68,23 @@ def test_ranks_compare(rank_pools: RankPools) -> None:
     assert pool.run(compare, 0.0) == ["", ""]
     assert pool.run(compare, 1.0e-7) == ["", ""]
     for message in pool.run(compare, 0.1):
-        assert "rank 1 of group" in message and "float32[5, 8] than rank 0" in message
+        assert "rank 1 of group" in message and "float32[5, 8], read at a.py:3, than rank 0" in message
         assert "'ditron.sequence_parallel' = 'off'" in message
+
+
+def test_ranks_compare_again(rank_pools: RankPools) -> None:
+    first, second = rank_pools.get("cpu", 2).run(compare_again)
+    assert [bool(text) for text in first] == [False, True, False, False]
+    assert second == first[:3]
+
+
+def test_ranks_compare_constants(rank_pools: RankPools) -> None:
+    for message in rank_pools.get("cpu", 2).run(compare_constants):
+        assert "has another constant, mul(_, 1) and not mul(_, 0), than rank 0 at site" in message
+
+
+def test_ranks_compare_all_elements(rank_pools: RankPools) -> None:
+    assert all(all(found) for found in rank_pools.get("cpu", 2).run(one_element))
 
 
 def test_own_chunk(rank_pools: RankPools) -> None:

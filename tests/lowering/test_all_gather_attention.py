@@ -4,14 +4,15 @@ repeated."""
 from __future__ import annotations
 
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from ditron_inductor import ops
 from ditron_inductor.errors import InvalidTaskNode
-from ditron_inductor.lowering.all_gather_attention import local
+from ditron_inductor.lowering.all_gather_attention import local, tile
 from ditron_inductor.lowering.register import register
 from ditron_inductor.task import reference, reference_attention
 from ditron_inductor.task.all_gather_attention import (
@@ -26,7 +27,7 @@ from ditron_inductor.task.all_gather_attention import (
 from ditron_inductor.task.policy import Policy
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
-from tests.ranks import RankPool
+from tests.ranks import RankPool, RankPools
 from tests.tolerances import TOLERANCES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -273,6 +274,56 @@ def test_operands_that_do_not_fit_are_named(rank_pools: Any) -> None:
     rank_pools.get("cpu", 2).run(_refuse)
 
 
+def _idle_windows(ctx: RankContext) -> None:
+    """Windows as long as the sequence, and longer than 32 and 64 bits count: the bits of attention without one."""
+    for kind, windows in (("causal", (2**31 - 30, 2**31)), ("causal_offset", (40, 2**40)), ("zigzag", (2**31 - 1,))):
+        case = Case(kind, 20, 20, heads=2, dtype=FP32)
+        operands = case.operands(ctx)
+        for strategy in ("tile", "chunked"):
+            site = Site(strategy=strategy, name=f"attention/6:{strategy}")
+            wanted = forward(ctx, site, case, operands)
+            for window in windows:
+                found = forward(ctx, site, replace(case, window=window), operands)
+                assert all(map(torch.equal, found, wanted)), (kind, strategy, window)
+    given = [one.requires_grad_() for one in operands]
+    found = [ops.all_gather_attention(*given, mask="zigzag", window=window) for window in (0, 2**70)]
+    grads = [torch.autograd.grad(one.sum(), given) for one in found]
+    assert torch.equal(*found) and all(map(torch.equal, *grads))
+    with pytest.raises(InvalidTaskNode, match="window"):
+        ops.all_gather_attention(*operands, mask="full", window=2**70)
+
+
+def test_a_window_may_be_longer_than_the_sequence(rank_pools: RankPools) -> None:
+    rank_pools.get("cpu", 2).run(_idle_windows)
+
+
+@pytest.mark.parametrize(
+    ("mask", "rank", "positions"),
+    [
+        (Mask("causal"), 1, 20),
+        (Mask("causal", offset=7), 1, 27),
+        (Mask("causal", offset=-3), 1, 17),
+        (Mask("causal_offset"), 0, 20),
+        (Mask("causal_offset"), 1, 40),
+        (Mask("zigzag"), 0, 40),
+        (Mask("zigzag"), 1, 30),
+    ],
+    ids=str,
+)
+def test_the_kernel_has_a_window_only_where_it_hides_keys(mask: Mask, rank: int, positions: int) -> None:
+    """Of 20 rows, and the keys of two ranks: those in front of the last row, `positions` with its own."""
+
+    def hidden(window: int) -> int:
+        seen = reference_attention.visible(replace(mask, window=window), rank, 2, 20, 20, torch.device("cpu"))
+        assert seen is not None
+        return int((~seen).sum())
+
+    windows = (positions - 1, positions, positions + 1, 2**31, 2**63 - 1)
+    found = [tile.kernel_window(replace(mask, window=window), rank, 2, 20) for window in windows]
+    assert found == [positions - 1, 0, 0, 0, 0]
+    assert hidden(positions - 1) > hidden(positions) == hidden(2**31) == hidden(0)
+
+
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_blocks_cover_what_a_mask_shows_once(kind: str, world_size: int) -> None:
@@ -289,6 +340,7 @@ def test_blocks_cover_what_a_mask_shows_once(kind: str, world_size: int) -> None
                 covered = torch.zeros(queries, world_size * keys, dtype=torch.int64)
                 for block in blocks(mask, rank, world_size, queries, keys):
                     assert not block.causal or block.rows == block.keys
+                    assert block.lower is None or block.rows <= block.keys
                     shape = torch.zeros(block.rows, block.keys), torch.zeros(block.keys, 1)
                     part = local._visible(*(one[None, None] for one in shape), local.Seen(block.causal, block.lower))
                     part = torch.ones_like(shape[0], dtype=torch.bool) if part is None else part

@@ -76,6 +76,9 @@ CASES = (
     Case((7, 35), LLAMA, "post_weight residual weight", FP16, post=GEMMA, saved="reduced post_rstd rstd"),
     Case((13, 37), ALONE, "post_weight residual", FP16, post=LLAMA, saved="reduced post_rstd"),
     Case((3, 24), RMS, "bias post_weight post_shift residual weight", post=LAYER, saved="post_mean post_rstd"),
+    # Two norms of one sum.
+    Case((5, 26), LAYER, "bias residual weight shift other_weight other_shift", FP16, saved="mean rstd other"),
+    Case((14, 24), GEMMA, "residual weight other_weight", saved="other"),
 )
 
 
@@ -147,7 +150,7 @@ def check(ctx: RankContext, case: Case, site: Site) -> None:
     if normed is not None:
         assert_near(normed, wide, num_partials=2)
     for name, got, want in zip(names, saved, [*before_sum, *behind_sum], strict=True):
-        assert got.dtype == (case.dtype if name == "reduced" else FP32) and got.shape == want.shape, name
+        assert got.dtype == (case.dtype if name in ("reduced", "other") else FP32) and got.shape == want.shape, name
         # What is computed of rows that were rounded once is near to what is of exact ones.
         near = got if name == "reduced" or name in late else got.to(case.dtype)
         assert_near(near, want, num_partials=4, what=f"{case}: {name}")
@@ -174,6 +177,8 @@ PRODUCTS = (
     # One row is normalised in the launch of its matmul.
     Case((1, 36), LLAMA, "second_bias post_weight residual weight", FP16, "sum", 20, False, GEMMA, "rstd", True),
     Case((9, 36), LAYER, "residual weight", dtype=FP16, k=20, saved="reduced mean scaled"),
+    Case((9, 34), LAYER, "bias residual weight shift other_weight other_shift", FP16, k=18, saved="other"),
+    Case((1, 34), LAYER, "residual weight other_weight", FP16, k=18, saved="rstd other"),
     Case((70, 36), ALONE, "post_weight residual", FP32, k=20, post=RMS),
     Case((1, 40), ALONE, "residual", FP16, k=24, post=LAYER),
 )

@@ -15,11 +15,15 @@ from ditron_inductor.lowering.all_gather_matmul.stage_norm import stage_norm
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import add_norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.kernel import all_reduce_rms_norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
+    HAS_OTHER_SHIFT,
+    HAS_OTHER_WEIGHT,
     HAS_RESIDUAL,
     HAS_SECOND_BIAS,
+    HAS_SHIFT,
     HAS_WEIGHT,
     LAYER,
     POST,
+    SAVES_OTHER,
     SAVES_POST_RSTD,
     SAVES_REDUCED,
     SAVES_RSTD,
@@ -36,6 +40,8 @@ POINTERS = ("x", "reduced")
 TUPLES = {"given": len(EXTRAS), "outputs": 2 + len(SAVED)}
 BACKWARD = HAS_SECOND_BIAS.value | POST.value | SAVES_REDUCED.value | SAVES_POST_RSTD.value | SAVES_RSTD.value
 BACKWARD |= SAVES_SCALED.value
+TWO = HAS_RESIDUAL.value | LAYER.value | HAS_WEIGHT.value | HAS_SHIFT.value | SAVES_RSTD.value
+TWO |= HAS_OTHER_WEIGHT.value | HAS_OTHER_SHIFT.value | SAVES_OTHER.value
 OF_ROWS = SAVES_POST_RSTD.value | SAVES_RSTD.value
 LEAST_WAITS = {True: 2, False: 3}
 
@@ -63,6 +69,9 @@ CASES = (
     Case("gfx942", False, 8192, tiles=2),
     Case("sm_90", True, 4096, form=BACKWARD),
     Case("gfx942", True, 4096, form=BACKWARD),
+    # Two norms of one sum.
+    Case("sm_90", True, 6144, form=TWO),
+    Case("gfx942", False, 4096, form=TWO),
 )
 
 
@@ -95,7 +104,7 @@ def compiled(kernel: Any, case: Case) -> Any:
         if name in TUPLES:
             signature[name] = [f"*{case.dtype}"] * TUPLES[name]
             if name == "outputs":
-                signature[name][3:] = ["*fp32"] * 5
+                signature[name][3:8] = ["*fp32"] * 5
             signature[name] = tuple(signature[name])
             attributes |= {(place, i): [["tt.divisibility", 16]] for i in range(TUPLES[name])}
             continue

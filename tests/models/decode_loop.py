@@ -33,6 +33,21 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: 
     return (torch.softmax(lses, 0)[..., None] * os).sum(0).view(q.shape)
 
 
+def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention over all ranks' tokens by torch's op for heads that share keys: q [B, Hq, D], caches [B, Hkv, S, D]."""
+    aten, rows = torch.ops.aten, q.unsqueeze(2)
+    if q.is_cuda:
+        o, lse = aten._scaled_dot_product_cudnn_attention(rows, k, v, None, True)[:2]
+    else:
+        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(rows, k, v)[:2]
+    part = torch.cat([o[:, :, 0], lse.view(*q.shape[:2], 1)], -1)
+    group = dist.group.WORLD
+    assert group is not None
+    parts = functional.all_gather_tensor(part, 0, group).view(group.size(), *part.shape)
+    weights = torch.softmax(parts[..., -1], 0)
+    return (weights[..., None] * parts[..., :-1]).sum(0).to(q.dtype)
+
+
 @dataclass(frozen=True)
 class Layer:
     """Weights of embedding, attention and head, the same on all ranks."""

@@ -21,7 +21,7 @@ from tests.tolerances import MODEL_TOLERANCES
 # A gradient that is zero but for rounding (a key's bias shifts all of a query's scores alike) is compared with this
 # part of the largest one.
 FLOOR = 1e-3
-NARROW_GRADIENTS = 1.5
+NARROW_GRADIENTS = 2.0
 """Times the tolerance of outputs, where the roundings of forward and backward add up."""
 
 

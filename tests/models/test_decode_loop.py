@@ -13,9 +13,10 @@ from ditron_inductor import ops
 from ditron_inductor.backend import ditron
 from ditron_inductor.options import Options
 from ditron_inductor.task import flash_decode as task
-from tests.models.decode_loop import Attend, Layer, generate, plain_attention
+from tests.models.decode_loop import Attend, Layer, generate, plain_attention, torch_attention
 from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
+from tests.tolerances import relative_error
 
 BATCH, STEPS = 2, 5
 HEAD_DIM = {"cpu": 16, "cuda": 64}
@@ -54,6 +55,30 @@ def _generate(ctx: RankContext, way: str) -> int:
     assert all(one.isfinite().all() and one.any() for one in seen), (way, fused, seen)
     assert torch.equal(found, wanted), (way, fused, found, wanted)
     return fused
+
+
+def _attend(ctx: RankContext) -> int:
+    """Full caches, heads that share keys, torch's own op: compiled as eager; how many sites were fused."""
+    torch._dynamo.reset()
+    counters.clear()
+    head_dim, dtype = HEAD_DIM[ctx.device.type], torch.bfloat16 if ctx.device.type == "cuda" else torch.float32
+    same, own = (torch.Generator(ctx.device).manual_seed(seed) for seed in (0, 1 + ctx.rank))
+    q = torch.randn(BATCH, 6, head_dim, device=ctx.device, generator=same).to(dtype)
+    k, v = (torch.randn(BATCH, 2, 40, head_dim, device=ctx.device, generator=own).to(dtype) for _ in range(2))
+    compiled = torch.compile(torch_attention, backend=ditron, fullgraph=True, options={"ditron.strategy": "tile"})
+    with torch.no_grad():
+        wanted, found = torch_attention(q, k, v), compiled(q, k, v)
+    assert found.dtype == wanted.dtype and found.stride() == wanted.stride()
+    assert relative_error(found, wanted) <= (1e-2 if dtype == torch.bfloat16 else 1e-5)
+    return counters["ditron"]["flash_decode"]
+
+
+def test_attention_of_torch(rank_pools: RankPools) -> None:
+    assert set(rank_pools.get("cpu", 2).run(_attend, timeout=200)) == {1}
+
+
+def test_attention_of_torch_on_gpus(gpu_pool: RankPool) -> None:
+    assert set(gpu_pool.run(_attend, timeout=200)) == {1}
 
 
 @pytest.mark.parametrize("way", ["compiled", "function", "inside"])

@@ -206,6 +206,12 @@ def finished(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, bias: torch.Tens
     return [scattered, reduced @ w]
 
 
+def trained(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, v: torch.Tensor) -> Tensors:
+    """x [2, 4, 16], w [48, 16], bias [48], v [16, 24]. Gate and up in one weight, whose backward wants both halves."""
+    gate, up = torch.nn.functional.linear(gather(x, 1), w, bias).chunk(2, -1)
+    return [scatter((torch.nn.functional.silu(gate) * up) @ v.t(), 1)]
+
+
 @dataclass(frozen=True)
 class Case:
     """A program, the shapes of its inputs, whether gradients are compared too, what is fused forward, and the epilogues
@@ -225,6 +231,7 @@ class Case:
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 AC = "all_gather_contract"
 XW = (8, 16), (16, 24)
+TRAINED = frozenset({"silu(mm0 + row(x0)) * (mm1 + row(x1)); mm0; mm1"})
 FINISHED = frozenset({"silu(mm0) * mm1", "pre: mm0 * row(x0); full(x1) + mm0", "relu(mm0 + row(x0))"})
 CASES = [
     Case(wrong_chunks, ((2, 4, 16), (16, 24))),
@@ -240,6 +247,7 @@ CASES = [
     Case(contracted, ((2, 4, 16), (2, 8, 24)), grad=True, fused=(AC, AC)),
     Case(sums, ((4, 16), (16, 24), (24, 16), (16,)), grad=True, fused=(AG, RS)),
     Case(finished, ((4, 16), (16, 48), (24, 16), (16,)), fused=(AG, RS, AR), epilogues=FINISHED),
+    Case(trained, ((2, 4, 16), (48, 16), (48,), (16, 24)), grad=True, fused=(AG, RS), epilogues=TRAINED),
     Case(checkpointed, XW, grad=True, fused=(AG, RS, AG, RS)),
     Case(broken_graph, XW, grad=True, fused=(AG, RS, AG)),  # the last matmul is fused with its gather
 ]

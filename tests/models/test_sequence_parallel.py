@@ -13,6 +13,7 @@ from ditron_inductor.demo_model import LlamaConfig
 from ditron_inductor.errors import DitronNotReplicated
 from ditron_inductor.explain import without_caches
 from ditron_inductor.sites import collect_sites
+from tests.models.interpreted import interpreted
 from tests.models.llama import Setup, assert_matches, build, compiled, inputs, step
 from tests.ranks import RankContext, RankPools
 
@@ -56,19 +57,34 @@ def check_training(ctx: RankContext) -> None:
         assert_matches(step(given, model, compiled(given, model), x), step(given, model, model, x), given.dtype)
 
 
-def check_different_inputs(ctx: RankContext) -> bool:
-    torch._dynamo.reset()
+def check_what_differs(ctx: RankContext) -> list[str]:
+    """The errors of programs in which something behind the reduction differs between ranks. Nothing does in the first
+    one, and the second one is of the same structure.
+    """
 
-    def block(a: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def added(a: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return all_reduce(a @ v, "sum", ctx.group_name) + x
 
-    operands = torch.randn(4, 6), torch.randn(6, 8), torch.full((4, 8), float(ctx.rank))
-    with without_caches():
-        try:
-            torch.compile(block, backend="ditron", options=ON)(*operands)
-        except DitronNotReplicated:
-            return True
-    return False
+    def scaled(a: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(a @ v, "sum", ctx.group_name) * (ctx.rank + 2)
+
+    def cut(a: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(a @ v, "sum", ctx.group_name) + torch.cat([x, x + 1])[ctx.rank : ctx.rank + 4]
+
+    torch.manual_seed(ctx.rank)
+    a, v, same, other = torch.randn(4, 6), torch.randn(6, 8), torch.ones(4, 8), torch.full((4, 8), ctx.rank + 2.0)
+    found = []
+    for fn, x in ((added, same), (added, other), (scaled, same), (cut, same)):
+        torch._dynamo.reset()
+        with without_caches():
+            try:
+                out = torch.compile(fn, backend=interpreted(ON))(a, v, x)
+            except DitronNotReplicated as error:
+                found.append(str(error))
+            else:
+                torch.testing.assert_close(out, fn(a, v, x))
+                found.append("")
+    return found
 
 
 @pytest.mark.timeout(200)
@@ -82,5 +98,9 @@ def test_training(rank_pools: RankPools) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_inputs_that_differ_are_an_error(rank_pools: RankPools) -> None:
-    assert rank_pools.get("cpu", 2).run(check_different_inputs, timeout=180) == [True, True]
+def test_what_differs_between_ranks_is_an_error(rank_pools: RankPools) -> None:
+    for nothing, added, scaled, cut in rank_pools.get("cpu", 2).run(check_what_differs, timeout=180):
+        assert nothing == ""
+        assert "rank 1" in added and "another float32[4, 8], read at test_sequence_parallel.py:" in added
+        assert "another constant, mul.Tensor(_, 3) and not mul.Tensor(_, 2), than rank 0" in scaled
+        assert "another constant, slice.Tensor(_, 0, 1, 5) and not slice.Tensor(_, 0, 0, 4), than rank 0" in cut

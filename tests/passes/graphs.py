@@ -427,9 +427,9 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "ditron.all_gather_contract": _run_all_gather_contract,
     "ditron.matmul_reduce_scatter": _run_matmul_reduce_scatter,
     "ditron.matmul_all_reduce": _run_matmul_all_reduce,
-    "ditron.all_reduce_rms_norm": lambda args: _normalised(args, _reduce([arg[0] for arg in args], args[0][9]), 1),
+    "ditron.all_reduce_rms_norm": lambda args: _normalised(args, _reduce([arg[0] for arg in args], args[0][11]), 1),
     "ditron.matmul_all_reduce_rms_norm": lambda args: _normalised(
-        args, _reduce([_sent(arg, 27) for arg in args], args[0][11]), 3
+        args, _reduce([_sent(arg, 29) for arg in args], args[0][13]), 3
     ),
     "ditron.projections": lambda args: [_run_projections(*arg) for arg in args],
     "ditron.matmul_all_gather": _run_matmul_all_gather,

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.all_gather_attention import all_gather_attention
@@ -27,6 +29,7 @@ from tests.passes.graphs import (
     gather_dim,
     reasons,
     run_ranks,
+    scatter_dim,
     text,
 )
 
@@ -353,14 +356,13 @@ CUDA_OPS = {
     "flash": lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0],
     "efficient": lambda q, k, v: torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, False)[0],
     "cudnn": lambda q, k, v: torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)[1],
+    "logarithms": lambda q, k, v: torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[1],
 }
+SHAPES = {"cudnn": (2, 4, 8, 1), "logarithms": (2, 4, 32)}
 
 
 @pytest.mark.parametrize("name", CUDA_OPS)
 def test_kernels_of_gpus(name: str) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     def form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keys, values = gather_dim(k, 1).transpose(1, 2), gather_dim(v, 1).transpose(1, 2)
         return CUDA_OPS[name](q.transpose(1, 2), keys, values)
@@ -371,4 +373,23 @@ def test_kernels_of_gpus(name: str) -> None:
     module.graph.eliminate_dead_code()
     assert fuse_attention(module) == 1, text(module.graph)
     (output,) = module.graph.find_nodes(op="output")[0].args
-    assert output.meta["val"].shape == ((2, 4, 8, 1) if name == "cudnn" else (2, 4, 8, 64))
+    assert output.meta["val"].shape == SHAPES.get(name, (2, 4, 8, 64))
+
+
+def test_logarithms_that_the_memory_efficient_kernel_has_padded() -> None:
+    def form(
+        grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor
+    ) -> list[torch.Tensor]:
+        backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+        seed = torch.empty((), dtype=torch.int64, device="cuda")
+        grads = backward(grad, q, k, v, None, grad, lse, seed, seed, 0.0, [True, True, True, False])
+        return [grads[0], *(scatter_dim(one, 2) for one in grads[1:3])]
+
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 8, 64, device="cuda")
+        k = torch.empty(2, 4, 8 * WORLD_SIZE, 64, device="cuda")
+        module = make_fx(form)(q, q, k, k, torch.empty(2, 4, 32, device="cuda"))
+    module.graph.eliminate_dead_code()
+    assert fuse_attention(module) == 1, text(module.graph)
+    (call,) = [node for node in module.graph.nodes if "attention" in str(node.target)]
+    assert call.args[5].meta["val"].shape == (2, 4, 8)

@@ -104,6 +104,16 @@ def test_windows_are_read(form: Callable[..., torch.Tensor], offset: int, window
     assert torch.equal(made if made.dtype == torch.bool else made == 0, seen.expand_as(made))
 
 
+def test_long_windows() -> None:
+    """A bound beyond 64 bits hides nothing: the window is as long as an op's argument can be."""
+    assert read(lambda: compared(6, 2**40)) == Mask("causal", 2**40, 6)
+
+    def form() -> torch.Tensor:
+        return (ahead(6) >= 0) & (torch.arange(ROWS)[:, None] - 2**62 < torch.arange(KEYS) + 2**62 + 5)
+
+    assert read(form) == Mask("causal", 2**63 - 1, 6)
+
+
 @pytest.mark.parametrize(
     "form",
     [

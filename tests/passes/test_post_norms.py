@@ -4,6 +4,7 @@ stand behind, as in GPT-NeoX.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from tests.passes.graphs import all_reduce, text
 from tests.passes.test_all_reduce_rms_norm import (
+    BF16,
     FP32,
     LlamaNorm,
     assert_same_when_fused,
@@ -52,7 +54,7 @@ arg2_1 [32]
 arg3_1 [2, 4, 32]
 arg4_1 [32, 8]
 view [8, 16] = aten.reshape(arg0_1, [8, 16])
-matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view], [arg1_1], None, None, None, arg2_1, None, arg3_1, None, None, None, 'sum', 'none', 0.0, False, False, 'rms', 1e-06, False, False, '', 4, '0', '', 'auto', 1073741824, 0.0)
+matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view], [arg1_1], None, None, None, arg2_1, None, arg3_1, None, None, None, None, None, 'sum', 'none', 0.0, False, False, 'rms', 1e-06, False, False, '', 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_1 [8, 32] = matmul_all_reduce_rms_norm[0]
 rows [2, 4, 32] = aten.reshape(getitem_1, [2, 4, 32])
 view_2 [8, 32] = aten.reshape(rows, [8, 32])
@@ -71,16 +73,113 @@ def test_training_with_a_norm_in_front_of_the_residual_alone() -> None:
     assert node.norm.form == "none" and node.saved == ("reduced", "post_rstd")
 
 
-def test_two_norms_of_one_sum_are_named_in_training() -> None:
-    """The compiler has found what both compute; in inference it has not, and the node takes one of them."""
-    first, second = (nn.LayerNorm(32, dtype=FP32) for _ in range(2))
+def norms_of_one_sum(*norms: nn.Module) -> Callable[..., Any]:
+    """As in GPT-NeoX: attention and MLP have a norm each."""
 
     def fn(a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
         x = all_reduce(a @ b) + residual
-        return first(x) @ out, second(x) @ out
+        return *(norm(x) @ out for norm in norms), x
 
-    module = training(fn, FP32)
+    return fn
+
+
+def layer_norms(count: int, dtype: torch.dtype) -> list[nn.Module]:
+    return [varied(nn.LayerNorm(32, dtype=dtype)) for _ in range(count)]
+
+
+def varied(norm: nn.Module) -> nn.Module:
+    """With weights that no other norm has."""
+    with torch.no_grad():
+        for index, parameter in enumerate(norm.parameters()):
+            parameter.copy_(torch.randn(parameter.shape) / 4 + 1 - index)
+    return norm
+
+
+def test_golden_two_norms_of_one_sum_in_training() -> None:
+    """The compiler has found what both compute: they share their scaled rows, and means and deviations are saved once."""
+    module = training(norms_of_one_sum(*layer_norms(2, BF16)), BF16)
+    assert fused(module) == 1
+    # The order of the inputs is another one in each version of torch.
+    _, behind = re.sub(r"primals_\d", "primals", text(module.graph)).split("view ", 1)
+    expecttest.assert_expected_inline(behind, """\
+[8, 16] = aten.reshape(primals, [8, 16])
+matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view], [primals], None, None, None, None, None, primals, primals, primals, primals, primals, None, 'sum', 'layer', 1e-05, False, False, '', 0.0, False, False, 'mean+rstd+other', 4, '0', '', 'auto', 1073741824, 0.0)
+getitem_3 [8, 32] = matmul_all_reduce_rms_norm[0]
+getitem_4 [8, 32] = matmul_all_reduce_rms_norm[1]
+getitem_5 [8, 1] = matmul_all_reduce_rms_norm[2]
+getitem_6 [8, 1] = matmul_all_reduce_rms_norm[3]
+getitem_7 [8, 32] = matmul_all_reduce_rms_norm[4]
+rows_2 [2, 4, 32] = aten.reshape(getitem_4, [2, 4, 32])
+convert_element_type_2 [2, 4, 32] = prims.convert_element_type(rows_2, torch.float32)
+saved [2, 4, 1] = aten.reshape(getitem_5, [2, 4, 1])
+saved_1 [2, 4, 1] = aten.reshape(getitem_6, [2, 4, 1])
+rows [2, 4, 32] = aten.reshape(getitem_3, [2, 4, 32])
+convert_element_type_4 [2, 4, 1] = prims.convert_element_type(saved, torch.bfloat16)
+convert_element_type_5 [2, 4, 1] = prims.convert_element_type(saved_1, torch.bfloat16)
+view_2 [8, 32] = aten.reshape(rows, [8, 32])
+mm_1 [8, 8] = aten.mm(view_2, primals)
+view_3 [2, 4, 8] = aten.reshape(mm_1, [2, 4, 8])
+rows_1 [2, 4, 32] = aten.reshape(getitem_7, [2, 4, 32])
+view_4 [8, 32] = aten.reshape(rows_1, [8, 32])
+mm_2 [8, 8] = aten.mm(view_4, primals)
+view_5 [2, 4, 8] = aten.reshape(mm_2, [2, 4, 8])
+convert_element_type_14 [2, 4, 8] = prims.convert_element_type(view_3, torch.float32)
+sum_1 [] = aten.sum(convert_element_type_14)
+add_5 [] = aten.add.Tensor(sum_1, 0)
+convert_element_type_15 [2, 4, 8] = prims.convert_element_type(view_5, torch.float32)
+sum_2 [] = aten.sum(convert_element_type_15)
+add_6 [] = aten.add.Tensor(add_5, sum_2)
+sum_3 [] = aten.sum(convert_element_type_2)
+add_7 [] = aten.add.Tensor(add_6, sum_3)
+permute [8, 32] = aten.permute(primals, [1, 0])
+permute_2 [32, 16] = aten.permute(primals, [1, 0])
+return (add_7, primals, primals, rows_2, convert_element_type_4, convert_element_type_5, permute, permute_2)
+""")
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, LlamaNorm])
+@pytest.mark.parametrize("trains", [True, False])
+def test_two_norms_of_one_sum(norm: Any, trains: bool) -> None:
+    made = [varied(norm(FP32) if norm is LlamaNorm else norm(32, eps=1e-6)) for _ in range(2)]
+    if trains:
+        module = training(norms_of_one_sum(*made), FP32)
+    else:
+        module = graph_of(norms_of_one_sum(*map(frozen_module, made)), *tensors(FP32))
+    assert_same_when_fused(module)
+    (node,) = nodes_of(module)
+    assert "other" in node.saved and "other_weight" in node.extras
+    assert not module.graph.find_nodes(op="call_function", target=torch.ops.aten.rsqrt.default)
+
+
+def test_norms_of_one_sum_that_are_not_two() -> None:
+    """Of three that share their scaled rows no node takes one; of two that do not, and differ in form, it takes one."""
+    module = training(norms_of_one_sum(*layer_norms(3, FP32)), FP32)
     assert fused(module) == 0 and codes(module) == ["norm_shared"]
+    for second in (nn.LayerNorm(32, eps=1e-3), nn.RMSNorm(32, eps=1e-5)):
+        module = graph_of(norms_of_one_sum(frozen_module(nn.LayerNorm(32)), frozen_module(second)), *tensors(FP32))
+        assert_same_when_fused(module)
+        assert nodes_of(module)[0].saved == ()
+
+
+def test_one_of_two_norms_that_an_op_on_elements_follows() -> None:
+    """In training they share their rows, and stay; else the node takes the other one."""
+
+    def fn(a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
+        x = all_reduce(a @ b) + residual
+        return first(x) @ out, second(x).sin(), x
+
+    first, second = layer_norms(2, FP32)
+    module = training(fn, FP32)
+    assert fused(module) == 0 and codes(module) == ["norm_consumer"]
+    for one in (first, second):
+        frozen_module(one)
+    module = graph_of(fn, *tensors(FP32))
+    assert_same_when_fused(module)
+    assert nodes_of(module)[0].saved == ()
+
+
+def frozen_module(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
 
 
 def test_a_sum_that_nothing_wants_in_memory_stays() -> None:

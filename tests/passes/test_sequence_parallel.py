@@ -16,6 +16,7 @@ from ditron_inductor.demo_model import Llama, LlamaConfig, tensor_parallel
 from ditron_inductor.options import Options
 from ditron_inductor.passes.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from ditron_inductor.passes.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.norms import FoundNorm, find_norm
 from ditron_inductor.passes.row_regions import find_regions
 from ditron_inductor.passes.sequence_parallel import sequence_parallel
 from tests.passes.graphs import (
@@ -95,7 +96,7 @@ x_1 [8, 16]
 v_1 [6, 16]
 w_1 [16, 12]
 g_1 [16]
-replicated_default [16] = ditron.replicated(g_1, [x_1, g_1], '0', 'sequence_parallel/f806c070')
+replicated_default [16] = ditron.replicated(g_1, [x_1, g_1], '0', 'sequence_parallel/d66f9998', '\\n', '59966e96\\npow.Tensor_Scalar(_, 2)\\nmean.dim(_, [-1], True)\\nadd.Tensor(_, 1e-05)')
 mm [8, 16] = aten.mm(a_1, v_1)
 reduce_scatter_tensor_default [2, 16] = _c10d_functional.reduce_scatter_tensor(mm, 'sum', 4, '0')
 wait_tensor_default [2, 16] = _c10d_functional.wait_tensor(reduce_scatter_tensor_default)
@@ -122,7 +123,7 @@ x_1 [8, 16]
 v_1 [6, 16]
 w_1 [16, 12]
 g_1 [16]
-replicated_default [16] = ditron.replicated(g_1, [x_1, g_1], '0', 'sequence_parallel/f806c070')
+replicated_default [16] = ditron.replicated(g_1, [x_1, g_1], '0', 'sequence_parallel/d66f9998', '\\n', '59966e96\\npow.Tensor_Scalar(_, 2)\\nmean.dim(_, [-1], True)\\nadd.Tensor(_, 1e-05)')
 matmul_reduce_scatter = ditron.matmul_reduce_scatter([a_1], [v_1], None, None, 0, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_1 [2, 16] = matmul_reduce_scatter[0]
 own_chunk_default [2, 16] = ditron.own_chunk(x_1, 0, 4, '0')
@@ -138,6 +139,13 @@ getitem [8, 12] = all_gather_matmul[0]
 return getitem
 """,
     )
+
+
+def test_a_norm_reads_its_weight_behind_the_comparison() -> None:
+    _, module = cut(block, *ARGS)
+    (rsqrt,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.rsqrt.default)
+    norm = find_norm(rsqrt)
+    assert isinstance(norm, FoundNorm) and norm.weight is not None and norm.weight.name == "replicated_default"
 
 
 def test_golden_inner_dimension() -> None:
@@ -210,7 +218,8 @@ CUT: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
                     dict(scatter=1, gather=1, own_chunk=1, replicated=1)),
     "no_inputs": (lambda a, x, v, w, g: all_reduce(a @ v).relu() @ w, dict(scatter=1, gather=1)),
     "average": (lambda a, x, v, w, g: all_reduce(a @ v, "avg").relu() @ w, dict(scatter=1, gather=1)),
-    "casts": (lambda a, x, v, w, g: (all_reduce(a @ v).double() * 2).float() @ w, dict(scatter=1, gather=1)),
+    "casts": (lambda a, x, v, w, g: (all_reduce(a @ v).double() * 2).float() @ w,
+              dict(scatter=1, gather=1, replicated=1)),
     "result_and_norm": (lambda a, x, v, w, g: ((h := all_reduce(a @ v)).relu() @ w, h), dict(scatter=1, gather=2)),
     "used_twice": (lambda a, x, v, w, g: (norm(h := x + all_reduce(a @ v), g) @ w, x.sin() + h),
                    dict(scatter=1, gather=2, own_chunk=2, replicated=1)),

@@ -106,6 +106,7 @@ def test_a_node_is_frozen_equal_by_value_and_legal(node: TaskNode) -> None:
         (NORMED, "saved", ("rstd", "mean")),
         (NORMED, "saved", ("post_rstd",)),
         (NORMED, "extras", ("post_weight", "weight")),
+        (NORMED, "extras", ("residual", "weight", "other_weight")),
         (DECODED, "extras", ("scale",)),
         (DECODED, "saved", ("variance",)),
         (DECODED, "world_size", 1),
@@ -148,9 +149,9 @@ def test_a_call_reads_back_as_its_node() -> None:
     assert node_from_call(overload(TO_HEADS.kind), to_heads) == TO_HEADS
     assert node_from_call(overload(TO_ROWS.kind), ("x", "w", None, 1, 3, True, *site_args(TO_ROWS))) == TO_ROWS
     norms = *norm_args(NORM), *norm_args(None), ""
-    normed = ("x", *[None] * 4, "r", "w", None, None, "sum", *norms, *site_args(NORMED))
+    normed = ("x", *[None] * 4, "r", "w", *[None] * 4, "sum", *norms, *site_args(NORMED))
     assert node_from_call(overload(NORMED.kind), normed) == NORMED
-    given = (["a", "c"], ["b", "d"], "bias", None, None, "w", *[None] * 5)
+    given = (["a", "c"], ["b", "d"], "bias", None, None, "w", *[None] * 7)
     norms = *norm_args(DECODED.norm), *norm_args(NORM), "reduced+post_rstd+mean"
     decoded = (*given, "avg", *norms, *site_args(DECODED))
     assert node_from_call(overload(DECODED.kind), decoded) == DECODED

@@ -47,16 +47,16 @@ ditron::matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, s
   world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s,
   Tensor[]? extras=None, str epilogue="") -> Tensor[]
 ditron::all_reduce_rms_norm(Tensor x, Tensor? bias, Tensor? second_bias, Tensor? post_weight,
-  Tensor? post_shift, Tensor? residual, Tensor? weight, Tensor? shift, Tensor? token, str reduce_op,
-  str norm, float eps, bool plus_one, bool round_first, str post, float post_eps, bool
-  post_plus_one, bool post_round_first, str saved, int world_size, str group_name, str site, str
-  strategy, int workspace_limit, float timeout_s) -> Tensor[]
+  Tensor? post_shift, Tensor? residual, Tensor? weight, Tensor? shift, Tensor? other_weight, Tensor?
+  other_shift, Tensor? token, str reduce_op, str norm, float eps, bool plus_one, bool round_first,
+  str post, float post_eps, bool post_plus_one, bool post_round_first, str saved, int world_size,
+  str group_name, str site, str strategy, int workspace_limit, float timeout_s) -> Tensor[]
 ditron::matmul_all_reduce_rms_norm(Tensor[] a, Tensor[] b, Tensor? product_bias, Tensor? bias,
   Tensor? second_bias, Tensor? post_weight, Tensor? post_shift, Tensor? residual, Tensor? weight,
-  Tensor? shift, Tensor? token, str reduce_op, str norm, float eps, bool plus_one, bool round_first,
-  str post, float post_eps, bool post_plus_one, bool post_round_first, str saved, int world_size,
-  str group_name, str site, str strategy, int workspace_limit, float timeout_s, Tensor[]?
-  extras=None, str epilogue="") -> Tensor[]
+  Tensor? shift, Tensor? other_weight, Tensor? other_shift, Tensor? token, str reduce_op, str norm,
+  float eps, bool plus_one, bool round_first, str post, float post_eps, bool post_plus_one, bool
+  post_round_first, str saved, int world_size, str group_name, str site, str strategy, int
+  workspace_limit, float timeout_s, Tensor[]? extras=None, str epilogue="") -> Tensor[]
 ditron::matmul_all_gather(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int gather_dim, int
   world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
   (Tensor, Tensor)
@@ -83,7 +83,8 @@ ditron::after(Tensor(a) x, Tensor token) -> Tensor(a)
 ditron::after_(Tensor(a!) x, Tensor token) -> ()
 ditron::token_of(Tensor x) -> Tensor
 ditron::own_chunk(Tensor x, int dim, int world_size, str group_name) -> Tensor
-ditron::replicated(Tensor(a) x, Tensor[] same, str group_name, str site) -> Tensor(a)
+ditron::replicated(Tensor(a) x, Tensor[] same, str group_name, str site, str names, str constants)
+  -> Tensor(a)
 ditron::projections(Tensor x, Tensor[] weights, str strategy, Tensor[]? extras=None, str
   epilogue="") -> Tensor[]
 """,
@@ -159,17 +160,18 @@ def test_matmul_all_reduce(shape: tuple[int, ...]) -> None:
 def test_reductions_with_a_norm() -> None:
     norms = (None, "sum", *ops.norm_args(Norm("rms", 1e-6, round_first=True)))
     norm = (*norms, *ops.norm_args(None), "", *SITE)
-    saving = (*norms, *ops.norm_args(Norm("layer")), "reduced+post_mean+rstd+scaled", *SITE)
+    saving = (*norms, *ops.norm_args(Norm("layer")), "reduced+post_mean+rstd+scaled+other", *SITE)
     x, row = torch.empty(2, 3, 24, dtype=torch.bfloat16), torch.empty(24, dtype=torch.bfloat16)
-    outputs = torch.ops.ditron.all_reduce_rms_norm(x, None, None, None, None, x.view(6, 24), row, None, *norm)
+    extras = (None, None, None, None, x.view(6, 24), row, None, None, None)
+    outputs = torch.ops.ditron.all_reduce_rms_norm(x, *extras, *norm)
     assert shapes(outputs) == [[2, 3, 24], [2, 3, 24], [1]] and outputs[1].dtype == torch.bfloat16
     outputs = torch.ops.ditron.matmul_all_reduce_rms_norm(
-        [torch.empty(2, 3, 16)], [torch.empty(16, 24)], None, row, row, None, None, None, row, row, *norm
+        [torch.empty(2, 3, 16)], [torch.empty(16, 24)], None, row, row, None, None, None, row, row, None, None, *norm
     )
     assert shapes(outputs) == [[2, 3, 24], [2, 3, 24], [1]]
-    outputs = torch.ops.ditron.all_reduce_rms_norm(x, None, None, row, row, x, None, None, *saving)
-    assert shapes(outputs) == [[2, 3, 24], [2, 3, 24], [2, 3, 24], [2, 3, 1], [2, 3, 1], [2, 3, 24], [1]]
-    assert [one.dtype for one in outputs[2:-1]] == [torch.bfloat16, *[torch.float32] * 3]
+    outputs = torch.ops.ditron.all_reduce_rms_norm(x, None, None, row, row, x, None, None, row, row, *saving)
+    assert shapes(outputs) == [[2, 3, 24], [2, 3, 24], [2, 3, 24], [2, 3, 1], [2, 3, 1], [2, 3, 24], [2, 3, 24], [1]]
+    assert [one.dtype for one in outputs[2:-1]] == [torch.bfloat16, *[torch.float32] * 3, torch.bfloat16]
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((32, 16), 0), ((32, 16), 1), ((2, 32, 16), 1), ((2, 32, 16), 2)])

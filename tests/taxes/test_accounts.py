@@ -133,8 +133,14 @@ def test_what_marks_take_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Probe, "_mark", lambda self: _Event(next(times)))
     request, choice = SimpleNamespace(site="a", m=16), SimpleNamespace(strategy="library")
     run: Any = probe.call(lambda: probe.collective(lambda: None), "0", request, choice)  # type: ignore[arg-type]
-    run()
-    run()
-    # Of 30 us each, 2 for itself and 4 for the collective's.
-    assert probe.take() == {("0", "a", 16): Spent("library", 2, pytest.approx(48.0), pytest.approx(16.0))}  # type: ignore[arg-type]
-    assert probe.take() == {}
+    probe.step(lambda: (run(), run()))
+    whole_us, spent = probe.take()
+    # Of 30 us each, 2 for itself and 4 for the collective's; of 90 us for all, 2 for itself and 16 for what is inside.
+    assert spent == {("0", "a", 16): Spent("library", 2, pytest.approx(48.0), pytest.approx(16.0))}  # type: ignore[arg-type]
+    assert whole_us == pytest.approx(72.0)
+    assert probe.take() == (0.0, {})
+
+
+def test_a_step_without_its_host() -> None:
+    assert [Step(*us).device_us for us in ((9.0, 4.0), (9.0, 10.0), (9.0, None))] == [4.0, 9.0, 9.0]
+    assert Spent("tile", 3, 8.0, 2.0).scaled(0.5) == Spent("tile", 3, 4.0, 1.0)
