@@ -20,6 +20,7 @@ from ditron_inductor.passes import proofs, rewriting
 from ditron_inductor.passes.flex_attention import FLEX_ATTENTION, FLEX_BACKWARD, flex_call, read_flex
 from ditron_inductor.passes.masks import Unknown
 from ditron_inductor.passes.reasons import ReasonCode, Refused, refused
+from ditron_inductor.passes.roots import Moved
 from ditron_inductor.passes.shown_masks import Shown, read_mask
 from ditron_inductor.task.all_gather_attention import Mask
 
@@ -65,8 +66,21 @@ FOLLOWED: frozenset[object] = proofs.ORDER_KEEPING | proofs.TRANSPOSES | proofs.
 
 
 @dataclass(frozen=True)
+class WrittenOut:
+    """The nodes of attention that is written out. between: from the scores to the result; views: those of keys and
+    values in front of them. moved: from [B, H, S, D] to the result's dimensions.
+    """
+
+    between: tuple[fx.Node, ...]
+    views: tuple[fx.Node, ...]
+    moved: Moved
+
+
+@dataclass(frozen=True)
 class Attention:
-    """A call of one of these ops, without dropout and without a mask that is not known. shown: by that."""
+    """Attention without dropout and without a mask that is not known: a call of one of these ops, or written out.
+    shown: by that. softcap: 0, or that of the scores.
+    """
 
     node: fx.Node
     kernel: Kernel
@@ -75,6 +89,8 @@ class Attention:
     v: fx.Node
     shown: Shown
     scale: float
+    softcap: float = 0.0
+    written: WrittenOut | None = None
 
     @property
     def mask(self) -> Mask:

@@ -149,6 +149,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     task = AttentionReduceScatter(
         attention.mask,
         attention.scale,
+        attention.softcap,
         world,
         collective.group_name,
         rewriting.UNNAMED_SITE,
@@ -163,7 +164,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         if attention.kernel.base != math.e:
             lse = scaled(graph, lse, math.log(attention.kernel.base))
         tensors = (gradient, attention.q, attention.k, attention.v, out, lse)
-        dims = (*astuple(attention.mask), attention.scale)
+        dims = (*astuple(attention.mask), attention.scale, attention.softcap)
         fakes = ops.overload(task.kind)(*(one.meta["val"] for one in tensors), None, *dims, *ops.site_args(task))
         call = rewriting.call_task(graph, task, tensors, dims, rewriting.copied_meta(node), fakes)
         for user in [user for user in node.users if user.args[1] == 0]:

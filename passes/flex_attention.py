@@ -9,7 +9,8 @@ the numbers of batch, head, query and key, and with tensors that say which block
         -> getitem 0, 1, 2: the gradients of q, k and v
 
 A score is what `score_mod` makes of it, and is hidden where `mask_mod` is false, except in the full blocks. Proved are
-* a `score_mod` that returns the score, or hides it where something is not true of the numbers of query and key;
+* a `score_mod` that returns the score, or hides it where something is not true of the numbers of query and key, with
+  a soft cap b * tanh(score / b) on it or without;
 * without a block mask, one block that holds everything;
 * blocks that `create_block_mask` counts in the same graph, from the mask that `mask_mod` has (`flex_blocks`). A block
   mask that is an input of the graph holds blocks of which nothing is known;
@@ -82,26 +83,27 @@ def flex_call(node: fx.Node) -> FlexCall:
     return replace(FlexCall(q, k, v, score_mod, *others), gradient=Gradient(out, sums, grad_out, of_sums, derivative))
 
 
-def read_flex(node: fx.Node) -> tuple[Shown, float] | Refused:
-    """(what the rows of a call see, the scale), or why that is not known."""
+def read_flex(node: fx.Node) -> tuple[Shown, float, float] | Refused:
+    """(what the rows of a call see, the scale, the soft cap or 0), or why that is not known."""
     call = flex_call(node)
     if not _outputs_are_known(node, call):
         return ReasonCode.FLEX_GRADIENT.at(node)
     shape = call.q.meta["val"].shape[2], call.k.meta["val"].shape[2]
     try:
-        scores = _score_truth(node, call, shape)
+        score = _read_score(node, call, shape)
     except Unknown:
-        scores = None
-    if scores is None or call.score_tensors or not isinstance(call.scale, (int, float)):
+        score = None
+    if score is None or call.score_tensors or not isinstance(call.scale, (int, float)):
         return ReasonCode.FLEX_SCORE_MOD.at(node)
+    shown, factor, softcap = score
     try:
         masked = _mask_truth(node, call.block_mask[-1], shape)
-        seen = masked.both(scores)
+        seen = masked.both(shown)
         if seen is None or call.mask_tensors or not are_counted(call.block_mask, masked, shape):
             return ReasonCode.FLEX_BLOCK_MASK.at(node)
         if call.gradient is not None and not are_transposed(call.block_mask):
             return ReasonCode.FLEX_BLOCK_MASK.at(node)
-        return shown_by(seen, shape, node), float(call.scale)
+        return shown_by(seen, shape, node), call.scale * factor, softcap
     except Unknown as unknown:
         return ReasonCode.FLEX_BLOCK_MASK.at(unknown.node if unknown.node.graph is node.graph else node)
 
@@ -136,37 +138,61 @@ def _inner(node: fx.Node, attribute: object) -> Inner:
     return given, results[0], results[1:]
 
 
-def _score_truth(node: fx.Node, call: FlexCall, shape: tuple[Any, Any]) -> Truth | None:
-    """Where a score is kept as it is; elsewhere it is hidden. In a backward, where its gradient is kept."""
+Score = tuple[Truth, float, float]
+"""Where a score is kept, elsewhere it is hidden; a factor on it, and its soft cap or 0."""
+
+
+def _read_score(node: fx.Node, call: FlexCall, shape: tuple[Any, Any]) -> Score | None:
+    """What `score_mod` does; in a backward, whose derivative has to be 1 where the score is kept."""
     given, result, others = _inner(node, call.score_mod)
-    if len(given) != 5 or others:
-        return None
-    truth = _kept(given, result, given[0], -math.inf, shape)
-    if call.gradient is None or truth is None:
-        return truth
+    found = _kept(given, result, given[0], -math.inf, shape) if len(given) == 5 and not others else None
+    if call.gradient is None or found is None:
+        return found
     given, result, others = _inner(node, call.gradient.score_mod)
-    if len(given) != 6 or any(other is not None for other in others):
+    if len(given) != 6 or any(other is not None for other in others) or found[2] != 0.0:
         return None
     gradient = given[5]
     # That of a hidden score is 0 already.
-    return truth if result is gradient or _kept(given, result, gradient, 0.0, shape) == truth else None
+    return found if result is gradient or _kept(given, result, gradient, 0.0, shape) == found else None
 
 
-def _kept(given: list[fx.Node], result: fx.Node, score: fx.Node, hidden: float, shape: tuple[Any, Any]) -> Truth | None:
-    """Where the result is the score, or its gradient; elsewhere it is `hidden`."""
-    if result is score:
-        return TRUE
+def _kept(
+    given: list[fx.Node], result: fx.Node, score: fx.Node, hidden: float, shape: tuple[Any, Any]
+) -> Score | None:
+    """What is done to a score, or to its gradient, which is `hidden` elsewhere."""
     if result.target is not aten.where.self:
-        return None
+        kept = _softcap(result, given[0])
+        return None if kept is None else (TRUE, *kept)
     condition, yes, no = result.args
     truth = Masks({given[3]: QUERY, given[4]: KEY}, shape).operand(result, condition)
-    if not isinstance(truth, Truth) or score not in (yes, no):
+    if not isinstance(truth, Truth):
         return None
-    other = no if yes is score else yes
-    number = other.args[1] if isinstance(other, fx.Node) and other.target is aten.full.default else other
-    if number != hidden:
+    for one, other, seen in ((yes, no, truth), (no, yes, truth.negated())):
+        number = other.args[1] if isinstance(other, fx.Node) and other.target is aten.full.default else other
+        kept = _softcap(one, score) if number == hidden else None
+        if kept is not None:
+            return seen, *kept
+    return None
+
+
+def _softcap(node: object, score: fx.Node) -> tuple[float, float] | None:
+    """(factor, soft cap) of a score: (1, 0) of itself, (a b, b) of b tanh(a score)."""
+    if node is score:
+        return 1.0, 0.0
+    outside, capped = _factor(node)
+    if not isinstance(capped, fx.Node) or capped.target is not aten.tanh.default:
         return None
-    return truth if yes is score else truth.negated()
+    inside, source = _factor(capped.args[0])
+    return (inside * outside, outside) if source is score and inside > 0 and outside > 0 else None
+
+
+def _factor(node: object) -> tuple[float, object]:
+    """(a, x) of a node that is a * x, or x / (1 / a); (1, node) of any other."""
+    if isinstance(node, fx.Node) and node.target in (aten.mul.Tensor, aten.div.Tensor):
+        source, number = node.args
+        if isinstance(number, (int, float)) and number > 0:
+            return float(number) if node.target is aten.mul.Tensor else 1.0 / number, source
+    return 1.0, node
 
 
 def _mask_truth(node: fx.Node, attribute: object, shape: tuple[Any, Any]) -> Truth:

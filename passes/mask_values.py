@@ -15,6 +15,9 @@ import torch
 
 from ditron_inductor.passes.affine import Affine
 
+LEAST = -1e30
+"""No score comes near: programs hide by -inf, by the least number of a dtype, or by one of this magnitude."""
+
 
 @dataclass(frozen=True)
 class Truth:
@@ -59,6 +62,11 @@ def fits(term: Affine, shape: Sequence[Any], dtype: torch.dtype) -> bool:
         return term.is_constant
     lowest, highest = term.bounds(shape)
     return torch.iinfo(dtype).min <= lowest and highest <= torch.iinfo(dtype).max
+
+
+def hides(number: float, dtype: torch.dtype) -> bool:
+    """Whether a score that this number is added to, or replaces, counts for nothing beside one as it is."""
+    return number <= max(LEAST, torch.finfo(dtype).min)
 
 
 def rounded(number: float, dtype: torch.dtype) -> float | None:

@@ -141,7 +141,7 @@ def hiding(node: fx.Node, value: Value) -> tuple[Truth, float] | None:
     if value == Choice(TRUE, 0.0, 0.0):
         return TRUE, -math.inf
     lowest = min(value.yes, value.no)
-    if max(value.yes, value.no) != 0.0 or lowest not in (-math.inf, torch.finfo(tensor.dtype).min):
+    if max(value.yes, value.no) != 0.0 or not mask_values.hides(lowest, tensor.dtype):
         return None
     return (value.truth if value.yes == 0.0 else value.truth.negated()), lowest
 

@@ -31,18 +31,22 @@ class Shown:
     ranks: int = 0
 
 
-def read_mask(node: fx.Node, queries: Any, keys: Any) -> Shown:
-    """What a mask, or a bias that is added to the scores, of so many queries and keys shows. Raises Unknown."""
+def read_mask(node: fx.Node, queries: Any, keys: Any, *, hides: bool = False, lowest: float | None = None) -> Shown:
+    """What a mask, or a bias that is added to the scores, of so many queries and keys shows. Raises Unknown.
+
+    lowest: what a mask puts in the place of the others' scores; -inf without one. hides: it holds for those.
+    """
     value, shape = Masks().value(node), shape_of(node)
-    lowest = -math.inf
-    if isinstance(value, Choice):
+    if hides and isinstance(value, Truth):
+        value = value.negated()
+    if isinstance(value, Choice) and lowest is None:
         shown = hiding(node, value)
         if shown is None:
             raise Unknown(node)
         value, lowest = shown
     if not isinstance(value, Truth) or len(shape) < 2 or not proofs.same_shape(shape[-2:], (queries, keys)):
         raise Unknown(node)
-    return shown_by(value, shape, node, lowest)
+    return shown_by(value, shape, node, -math.inf if lowest is None else lowest)
 
 
 def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = -math.inf) -> Shown:

@@ -137,11 +137,14 @@ def _joined(segments: list[Segment]) -> list[Segment]:
 
 @dataclass(frozen=True)
 class _AttentionNode:
-    """What the two nodes have in common. scale: of the products of queries and keys, before the softmax."""
+    """What the two nodes have in common. scale: of the products of queries and keys, before the softmax. softcap: 0, or
+    what the scores s become is softcap * tanh(s / softcap).
+    """
 
     kind: ClassVar[str]
     mask: Mask
     scale: float
+    softcap: float
     world_size: int
     group_name: str
     site: str
@@ -150,11 +153,13 @@ class _AttentionNode:
     def verify(self) -> None:
         self.mask.verify(self.kind)
         check(math.isfinite(self.scale), self.kind, "scale", self.scale, "a finite number")
+        check(0.0 <= self.softcap < math.inf, self.kind, "softcap", self.softcap, "a number, 0 for none")
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
+        softcap = f", softcap={self.softcap:g}" if self.softcap else ""
         return (
-            f"{self.kind}(mask={self.mask.text()}, scale={self.scale:g}{self._own_text()}, "
+            f"{self.kind}(mask={self.mask.text()}, scale={self.scale:g}{softcap}{self._own_text()}, "
             f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
@@ -164,7 +169,7 @@ class _AttentionNode:
 
 @dataclass(frozen=True)
 class AllGatherAttention(_AttentionNode):
-    """out = softmax(scale * q @ all_gather(k)^T, masked) @ all_gather(v), and lse, the logarithms of its sums.
+    """out = softmax(cap(scale * q @ all_gather(k)^T), masked) @ all_gather(v), and lse, the logarithms of its sums.
 
     q, out are [B, Hq, Sq, D], k and v [B, Hkv, S, D] of every rank, gathered along the sequence; Hkv divides Hq, and
     head h attends to head h * Hkv // Hq. lse is [B, Hq, Sq] in fp32.

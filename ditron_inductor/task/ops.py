@@ -137,12 +137,12 @@ SCHEMAS: dict[str, str] = {
     MatmulAllGather.kind: f"({_PRODUCTS}, int gather_dim, {_SITE}) -> (Tensor, Tensor)",
     FlashDecode.kind: f"({FLASH_DECODE_ARGUMENTS}, {_SITE}) -> (Tensor, Tensor)",
     AllGatherAttention.kind: (
-        "(Tensor q, Tensor k, Tensor v, Tensor? token, str mask, int window, int offset, "
-        f"str jumps, float scale, bool return_gathered, {_SITE}) -> Tensor[]"
+        "(Tensor q, Tensor k, Tensor v, Tensor? token, str mask, int window, int offset, str jumps, float scale, "
+        f"float softcap, bool return_gathered, {_SITE}) -> Tensor[]"
     ),
     AttentionReduceScatter.kind: (
         "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? token, str mask, int window, "
-        f"int offset, str jumps, float scale, {_SITE}) -> (Tensor, Tensor, Tensor, Tensor)"
+        f"int offset, str jumps, float scale, float softcap, {_SITE}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
     AllGatherContract.kind: (
         "(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool gathered_first, bool return_gathered, "
@@ -319,10 +319,10 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
         paged = value["block_table"] is not None
         return FlashDecode(float(scale), float(softcap), world_size, group_name, site, policy, paged)
     if kind in ATTENTION_KINDS:
-        scale = value["scale"]
-        assert isinstance(scale, (int, float)), f"{kind}: scale is not a number: {scale!r}"
+        scale, softcap = value["scale"], value["softcap"]
+        assert isinstance(scale, (int, float)) and isinstance(softcap, (int, float)), f"{kind}: {scale!r}, {softcap!r}"
         mask = Mask(str(value["mask"]), as_int("window"), as_int("offset"), str(value["jumps"]))
-        common = mask, float(scale), world_size, group_name, site, policy
+        common = mask, float(scale), float(softcap), world_size, group_name, site, policy
         if kind == AttentionReduceScatter.kind:
             return AttentionReduceScatter(*common)
         return AllGatherAttention(*common, return_gathered=bool(value["return_gathered"]))

@@ -164,8 +164,8 @@ def all_gather_attention_kernel(
     q, kv, out, lse, gathered_k, gathered_v, table, ctl, counters,
     batches, queries, keys, stride_qb, stride_qh, stride_qm, scale,
     place_0, jump_rows, jumps, window, rank, slot, site, senders, num_targets,
-    WORLD: tl.constexpr, MASK: tl.constexpr, JUMPS: tl.constexpr, WINDOWED: tl.constexpr, RETURN_GATHERED: tl.constexpr,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr,
+    WORLD: tl.constexpr, MASK: tl.constexpr, JUMPS: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+    RETURN_GATHERED: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -245,17 +245,17 @@ def all_gather_attention_kernel(
                     edge = tl.minimum(edge, last)
                     acc, most, total = attend(
                         acc, most, total, query, base, base + numel, KEY_HEADS * D, begin, edge, first_seen, seen,
-                        scale, D, BLOCK_D, BLOCK_N, True, True, PRECISION, UPCAST,
+                        scale, D, BLOCK_D, BLOCK_N, True, True, SOFTCAP, PRECISION, UPCAST,
                     )  # fmt: skip
                     begin = edge
                 whole = begin + tl.maximum(tl.minimum(tl.min(seen, axis=0), last) - begin, 0) // BLOCK_N * BLOCK_N
                 acc, most, total = attend(
                     acc, most, total, query, base, base + numel, KEY_HEADS * D, begin, whole, first_seen, seen, scale,
-                    D, BLOCK_D, BLOCK_N, False, False, PRECISION, UPCAST,
+                    D, BLOCK_D, BLOCK_N, False, False, SOFTCAP, PRECISION, UPCAST,
                 )  # fmt: skip
                 acc, most, total = attend(
                     acc, most, total, query, base, base + numel, KEY_HEADS * D, whole, last, first_seen, seen, scale,
-                    D, BLOCK_D, BLOCK_N, True, WINDOWED, PRECISION, UPCAST,
+                    D, BLOCK_D, BLOCK_N, True, WINDOWED, SOFTCAP, PRECISION, UPCAST,
                 )  # fmt: skip
         values, sums = attended(acc, most, total)
         values = tl.where(ok != 0, values, float("nan"))
@@ -416,6 +416,7 @@ def all_gather_attention(
             "MASK": NUMBERS[node.mask.kind],
             "JUMPS": len(jumps),
             "WINDOWED": window > 0,
+            "SOFTCAP": node.softcap,
             "RETURN_GATHERED": node.return_gathered,
             "HEADS": heads,
             "KEY_HEADS": key_heads,

@@ -3,6 +3,7 @@ repeated."""
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -14,12 +15,14 @@ from ditron_inductor import ops
 from ditron_inductor.errors import InvalidTaskNode
 from ditron_inductor.lowering.all_gather_attention import local, tile
 from ditron_inductor.lowering.register import register
-from ditron_inductor.task import reference, reference_attention
+from ditron_inductor.passes.name_sites import _task_facts
+from ditron_inductor.task import cost, reference, reference_attention
 from ditron_inductor.task.all_gather_attention import (
     MASKS,
     PLACED,
     AllGatherAttention,
     Mask,
+    attention_sizes,
     blocks,
     mask_problem,
     visible_part,
@@ -54,6 +57,7 @@ class Case:
     offset: int = 0
     stride: int = 0
     jumps: tuple[str, ...] = ()
+    softcap: float = 0.0
 
     def mask(self, rank: int) -> Mask:
         jumps = self.jumps[rank] if rank < len(self.jumps) else ""
@@ -61,7 +65,7 @@ class Case:
 
     def __str__(self) -> str:
         sizes = f"{self.B}x{self.heads}.{self.key_heads}x{self.queries}.{self.keys}x{self.D}"
-        mask = self.kind + f".{self.window}" * (self.window > 0)
+        mask = self.kind + f".{self.window}" * (self.window > 0) + "-capped" * (self.softcap > 0)
         jumps = "-jumps" * bool(self.jumps)
         return f"{mask}-{sizes}-{str(self.dtype)[6:]}-{self.layout}{'-gathered' * self.gathered}{jumps}"
 
@@ -96,6 +100,9 @@ CASES = (
     Case("zigzag_keys", 36, 36, heads=2, window=15, dtype=FP32, gathered=True, stride=18, jumps=("18+36",)),
     Case("zigzag_keys", 37, 20, heads=2, window=11, dtype=FP32, offset=-2, stride=9, jumps=("3+9 20-11", "8+1")),
     Case("causal", 37, 20, heads=2, dtype=FP32, offset=4, stride=3, jumps=("9+5 33-30", "1+1")),
+    # Scores of up to 4 times what the cap lets through.
+    Case("causal_offset", 40, 40, dtype=FP32, softcap=0.7, gathered=True),
+    Case("zigzag", 36, 36, heads=2, D=64, window=21, softcap=2.0),
 )
 
 
@@ -105,7 +112,9 @@ def forward(
     """[out, lse, (gathered k, gathered v)] of the op."""
     register()
     op = torch.ops.ditron.all_gather_attention
-    return op(*operands, None, *astuple(case.mask(ctx.rank)), case.D**-0.5, gathered, *site.args(ctx))[:-1]
+    return op(*operands, None, *astuple(case.mask(ctx.rank)), case.D**-0.5, case.softcap, gathered, *site.args(ctx))[
+        :-1
+    ]
 
 
 def expected(
@@ -115,7 +124,8 @@ def expected(
     q, k, v = operands
     keys, values = (reference.all_gather(one.contiguous(), gather_dim=2, **site.group(ctx)) for one in (k, v))
     seen = reference_attention.visible(case.mask(ctx.rank), ctx.rank, ctx.world_size, case.queries, case.keys, q.device)
-    out, lse = reference_attention.attend(q.double(), keys.double(), values.double(), seen=seen, scale=case.D**-0.5)
+    operands = q.double(), keys.double(), values.double()
+    out, lse = reference_attention.attend(*operands, seen=seen, scale=case.D**-0.5, softcap=case.softcap)
     return out, lse, keys, values
 
 
@@ -157,7 +167,7 @@ def _check_gradients(ctx: RankContext, case: Case, strategy: str) -> None:
     _, _, keys, values = expected(ctx, site, case, (q, k, v))
     seen = reference_attention.visible(case.mask(ctx.rank), ctx.rank, ctx.world_size, case.queries, case.keys, q.device)
     exact = [one.double().requires_grad_() for one in (q, keys, values)]
-    out, lse = reference_attention.attend(*exact, seen=seen, scale=case.D**-0.5)
+    out, lse = reference_attention.attend(*exact, seen=seen, scale=case.D**-0.5, softcap=case.softcap)
     out.backward(grad.double())
     wanted = [exact[0].grad]
     for one in exact[1:]:
@@ -165,8 +175,8 @@ def _check_gradients(ctx: RankContext, case: Case, strategy: str) -> None:
         wanted.append(reference.reduce_scatter(one.grad, scatter_dim=2, reduce_op="sum", **site.group(ctx)))
     register()
     given = grad, q, keys, values, out.detach().to(case.dtype).transpose(1, 2).contiguous().transpose(1, 2)
-    op = torch.ops.ditron.attention_reduce_scatter
-    found = op(*given, lse.detach().float(), None, *astuple(case.mask(ctx.rank)), case.D**-0.5, *site.args(ctx))[:-1]
+    op, scores = torch.ops.ditron.attention_reduce_scatter, (case.D**-0.5, case.softcap)
+    found = op(*given, lse.detach().float(), None, *astuple(case.mask(ctx.rank)), *scores, *site.args(ctx))[:-1]
     for name, got, want in zip(("q", "k", "v"), found, wanted, strict=True):
         assert got.dtype == case.dtype and got.transpose(1, 2).is_contiguous()
         assert want is not None
@@ -190,6 +200,8 @@ GPU_CASES = (
     Case("zigzag", 1030, 1030, heads=4, D=64, window=300, gathered=True),
     Case("causal", 777, 512, heads=4, D=128, window=600, offset=3, stride=400),
     Case("zigzag_keys", 1030, 1030, heads=4, D=64, stride=515, jumps=("515+1030",)),
+    Case("causal_offset", 1024, 1024, heads=8, D=256, softcap=1.5),
+    Case("zigzag", 512, 512, heads=4, D=128, window=300, dtype=FP16, softcap=0.5, gathered=True),
 )
 
 
@@ -361,7 +373,7 @@ def test_an_offset_decides_nothing_for_all_ranks() -> None:
         assert len({visible_part(mask, 2, 6, 6) for mask in masks}) == 1
         assert len({visible_part(mask, 2, 4, 6) for mask in masks}) == 1
         assert len({mask.name for mask in masks}) == 1
-    node = AllGatherAttention(Mask("causal", 3, 4, "3+6"), 1.0, 2, "0", "", Policy())
+    node = AllGatherAttention(Mask("causal", 3, 4, "3+6"), 1.0, 0.0, 2, "0", "", Policy())
     assert "offset=4, jumps=3+6" in node.text() and "offset" not in node.mask.name
 
 
@@ -380,3 +392,25 @@ def test_jumps_that_are_none(jumps: str) -> None:
         Mask("causal", 0, 0, jumps).verify("")
     with pytest.raises(InvalidTaskNode, match="jumps"):
         Mask("zigzag", 0, 0, "3+1").verify("")
+
+
+def test_a_soft_cap_is_named_and_legal_and_our_kernels() -> None:
+    """The library's kernels have none: what stands for them is so slow that the plan takes `tile`."""
+    node = AllGatherAttention(Mask("causal_offset"), 0.0625, 50.0, 2, "0", "", Policy())
+    plain = replace(node, softcap=0.0)
+    assert "softcap=50" in node.text() and "softcap" not in plain.text()
+    for softcap in (-1.0, math.inf, math.nan):
+        with pytest.raises(InvalidTaskNode, match="softcap"):
+            replace(node, softcap=softcap).verify()
+    q = torch.empty(1, 16, 4, 256)
+    run = local.choose(q, q, q, node.softcap)
+    sizes = attention_sizes(node.mask, 2, 1, 16, 8192, 256, 8, 8192)
+    problem = cost.Problem(node.kind, *sizes, 2, 2, library_speed=run.speed_with(node.mask))
+    predicted = cost.predict(problem, cost.H200)
+    assert min(predicted, key=predicted.__getitem__) == "tile"
+
+
+def test_a_soft_cap_is_part_of_the_name_of_its_site() -> None:
+    node = AllGatherAttention(Mask("causal_offset"), 0.0625, 50.0, 2, "0", "", Policy())
+    facts = {_task_facts(replace(node, softcap=softcap)) for softcap in (0.0, 30.0, 50.0)}
+    assert len(facts) == 3

@@ -29,11 +29,12 @@ class Case:
     gathered: bool = False
     windowed: bool = False
     jumps: int = 0
+    softcap: float = 0.0
 
     def __str__(self) -> str:
         sizes = f"{self.config.block_m}x{self.config.block_n}x{self.D}"
         more = "-gathered" * self.gathered + "-windowed" * self.windowed + "-jumps" * (self.jumps > 0)
-        return f"{self.target}-{sizes}-{self.dtype}-{self.mask}{more}"
+        return f"{self.target}-{sizes}-{self.dtype}-{self.mask}{more}{'-capped' * (self.softcap > 0)}"
 
 
 CASES = (
@@ -48,6 +49,9 @@ CASES = (
     Case("gfx942", 256, tile.CONFIGS[256], mask="causal", gathered=True),
     Case("sm_90", 128, tile.CONFIGS[128], mask="zigzag_keys", jumps=1),
     Case("gfx942", 128, tile.CONFIGS[128], mask="causal", windowed=True, jumps=2),
+    Case("sm_90", 128, tile.CONFIGS[128], windowed=True, softcap=30.0),
+    Case("sm_90", 256, tile.CONFIGS[256], softcap=50.0),
+    Case("gfx942", 256, tile.CONFIGS[256], softcap=50.0),
 )
 POINTERS = ("q", "kv", "out", "gathered_k", "gathered_v")
 
@@ -83,6 +87,7 @@ def compiled(case: Case) -> Any:
         "MASK": tile.NUMBERS[case.mask],
         "JUMPS": case.jumps,
         "WINDOWED": case.windowed,
+        "SOFTCAP": case.softcap,
         "RETURN_GATHERED": case.gathered,
         "HEADS": 32,
         "KEY_HEADS": 8,

@@ -206,6 +206,16 @@ def finished(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, bias: torch.Tens
     return [scattered, reduced @ w]
 
 
+def written_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    """q [2, 6, 4, 8], k, v [2, 6, 2, 8]. Grouped heads, a soft cap, a mask of the rank's own; what follows is fused."""
+    keys, values = gather(k, 1), gather(v, 1)
+    scores = torch.einsum("bsghd,btgd->bghst", q.unflatten(2, (2, 2)), keys) / 3.0
+    rows = torch.arange(6)[:, None] + 6 * dist.get_rank()
+    scores = torch.where(rows >= torch.arange(keys.shape[1]), 2.0 * torch.tanh(scores / 2.0), -torch.inf)
+    out = torch.einsum("bghst,btgd->bsghd", scores.softmax(-1), values).flatten(2)
+    return [reduce(out @ q.flatten(0, 1).flatten(1)[:8].t()), out.relu()]
+
+
 def trained(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, v: torch.Tensor) -> Tensors:
     """x [2, 4, 16], w [48, 16], bias [48], v [16, 24]. Gate and up in one weight, whose backward wants both halves."""
     gate, up = torch.nn.functional.linear(gather(x, 1), w, bias).chunk(2, -1)
@@ -247,6 +257,7 @@ CASES = [
     Case(contracted, ((2, 4, 16), (2, 8, 24)), grad=True, fused=(AC, AC)),
     Case(sums, ((4, 16), (16, 24), (24, 16), (16,)), grad=True, fused=(AG, RS)),
     Case(finished, ((4, 16), (16, 48), (24, 16), (16,)), fused=(AG, RS, AR), epilogues=FINISHED),
+    Case(written_attention, ((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8)), fused=("all_gather_attention", AR)),
     Case(trained, ((2, 4, 16), (48, 16), (48,), (16, 24)), grad=True, fused=(AG, RS), epilogues=TRAINED),
     Case(checkpointed, XW, grad=True, fused=(AG, RS, AG, RS)),
     Case(broken_graph, XW, grad=True, fused=(AG, RS, AG)),  # the last matmul is fused with its gather

@@ -23,6 +23,7 @@ from tests.passes.test_flex_attention import (
     attend,
     biased,
     blocks,
+    capped,
     full,
     given_blocks,
     in_blocks,
@@ -110,7 +111,7 @@ primals_3 [1, 32, 2, 16]
 permute [1, 4, 32, 16] = aten.permute(primals_1, [0, 2, 1, 3])
 permute_default [1, 2, 32, 16] = aten.permute(primals_2, [0, 2, 1, 3])
 permute_default_1 [1, 2, 32, 16] = aten.permute(primals_3, [0, 2, 1, 3])
-all_gather_attention = ditron.all_gather_attention(permute, permute_default, permute_default_1, None, 'causal', 40, 64, '', 0.25, True, 4, '0', '', 'auto', 1073741824, 0.0)
+all_gather_attention = ditron.all_gather_attention(permute, permute_default, permute_default_1, None, 'causal', 40, 64, '', 0.25, 0.0, True, 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_18 [1, 4, 32, 16] = all_gather_attention[0]
 getitem_19 [1, 4, 32] = all_gather_attention[1]
 mul_tensor [1, 4, 32] = aten.mul.Tensor(getitem_19, 1.4426950408889634)
@@ -129,7 +130,7 @@ getitem_16 [1, 4, 32, 16]
 getitem_17 [1, 4, 32]
 tangents_1 [1, 4, 32, 16]
 mul_tensor [1, 4, 32] = aten.mul.Tensor(getitem_17, 0.6931471805599453)
-attention_reduce_scatter = ditron.attention_reduce_scatter(tangents_1, permute, permute_1, permute_2, getitem_16, mul_tensor, None, 'causal', 40, 64, '', 0.25, 4, '0', '', 'auto', 1073741824, 0.0)
+attention_reduce_scatter = ditron.attention_reduce_scatter(tangents_1, permute, permute_1, permute_2, getitem_16, mul_tensor, None, 'causal', 40, 64, '', 0.25, 0.0, 4, '0', '', 'auto', 1073741824, 0.0)
 getitem [1, 4, 32, 16] = attention_reduce_scatter[0]
 getitem_22 [1, 2, 32, 16] = attention_reduce_scatter[1]
 permute_default [1, 32, 2, 16] = aten.permute(getitem_22, [0, 2, 1, 3])
@@ -169,6 +170,7 @@ def sums_with_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
         ((None, "flex_block_mask"), of_fewer_rows),
         (("flex_block_mask", "flex_block_mask"), given_blocks),
         (("flex_score_mod", "flex_score_mod"), biased),
+        ((None, "flex_score_mod"), capped),
         (("flex_gradient", "flex_gradient"), by_natural_sums),
         ((None, "flex_gradient"), sums_with_gradient),
     ],

@@ -122,6 +122,9 @@ def test_long_windows() -> None:
         lambda: torch.where(ahead(6).int() > -1, 0.0, -math.inf).to(torch.bfloat16),
         lambda: torch.ones(ROWS, KEYS).tril(6).bool(),
         lambda: (ahead(6) >= 0) & (torch.arange(KEYS) < KEYS) & (ahead(6) > -3),
+        # Gemma's number; the least one of another dtype.
+        lambda: torch.where(ahead(6) >= 0, 0.0, -2.3819763e38),
+        lambda: torch.where(ahead(6) >= 0, 0.0, torch.finfo(torch.bfloat16).min),
         lambda: (torch.arange(KEYS).neg() + 6 + torch.arange(ROWS).view(ROWS, 1)).ge(0),
     ],
 )
@@ -230,6 +233,8 @@ def test_other_orders_of_keys(keys: Callable[[], torch.Tensor]) -> None:
         lambda: torch.zeros(ROWS, KEYS, dtype=torch.bool),
         lambda: (ahead(6) >= 0) & (ahead(6) < 0),
         lambda: torch.where(ahead(6) >= 0, 0.0, -1.0),
+        lambda: torch.where(ahead(6) >= 0, 0.0, -1e9),
+        lambda: torch.where(ahead(6) >= 0, 0.0, -60000.0).half(),
         lambda: torch.where(ahead(6) >= 0, 1.0, -math.inf),
         lambda: ahead(6).float(),
         lambda: torch.where(2 * torch.arange(ROWS)[:, None] >= torch.arange(KEYS), 0.0, -math.inf),
