@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
+from torch._inductor import inductor_prims
 
 from ditron_inductor.passes import mask_values, masks, proofs
 from ditron_inductor.passes.attention import FOLLOWED, Attention, Kernel, WrittenOut, source_of
@@ -41,7 +42,7 @@ prims = torch.ops.prims
 MOVES = (proofs.ORDER_KEEPING | proofs.TRANSPOSES) - {aten.clone.default}
 EXPONENTIALS: frozenset[object] = frozenset({aten.exp.default, aten._softmax.default})
 NEGATIONS = (aten.logical_not.default, aten.bitwise_not.default)
-RANDOM: frozenset[object] = frozenset({prims.inductor_random.default, aten.rand.default, aten.native_dropout.default})
+RANDOM: frozenset[object] = frozenset({inductor_prims.random, aten.rand.default, aten.native_dropout.default})
 MOST_BETWEEN = 256
 """Nodes between the two matmuls: casts, softmax and a short mask are a tenth of that."""
 MOST_BEHIND = 4
