@@ -15,9 +15,9 @@ Where the backward, or anything behind the attention, wants the gathered keys an
 call stands where the attention stood. Ops: those of `attention.FORWARD`, and in inference graphs matmul, softmax,
 matmul, with a soft cap on the scores or without (`written_attention`). Masks: none; `is_causal`, which aligns
 the first query of every rank with the first key of all; and those that are proved to be causal, with a window or
-without, from any key on (`masks`). Where the first query of a rank stands is a constant of its graph alone: every rank
-fuses, whatever its constant, and the call has it as `offset`. `ditron_inductor.ops.all_gather_attention` takes masks
-that move with the rank by name.
+without, whose keys stand in order or in zig-zag order (`shown_masks`). Where the queries of a rank stand are constants
+of its graph alone: every rank fuses, whatever its constants, and the call has them as `offset` and `jumps`.
+`ditron_inductor.ops.all_gather_attention` takes masks that move with the rank by name.
 
 Calls of that function are in the graph already: they get the options of the compilation here.
 
@@ -50,6 +50,7 @@ from ditron_inductor.passes.attention import (
     read_attention,
     replay,
     replayable,
+    scaled,
     unread,
     unrepeated,
     views_above,
@@ -57,6 +58,7 @@ from ditron_inductor.passes.attention import (
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, collectives, read_collective
 from ditron_inductor.passes.gathered import Gathered, gathered_tensor
 from ditron_inductor.passes.reasons import ReasonCode, Refused, leave_alone, refused
+from ditron_inductor.passes.shown_masks import all_see
 from ditron_inductor.passes.written_attention import Written, find_written, prove
 from ditron_inductor.task import ops
 from ditron_inductor.task.all_gather_attention import AllGatherAttention
@@ -123,6 +125,8 @@ def find_match(attention: Attention, gathers: dict[fx.Node, tuple[Collective, Ga
     alike = proofs.same_shape(keys.operand.meta["val"].shape, values.operand.meta["val"].shape)
     if not alike or keys.collective.group_name != values.collective.group_name:
         return ReasonCode.ATTENTION_FORM.at(node)
+    if not attention.fits(keys.collective.world_size):
+        return ReasonCode.ATTENTION_MASK.at(node)
     steps = list(dict.fromkeys((*keys.steps, *values.steps)))
     known = {node, *steps}
     if written is not None:
@@ -230,8 +234,10 @@ def _output(graph: fx.Graph, call: fx.Node, attention: Attention, old: fx.Node) 
     if index > 1:
         return unread(graph, old) if proofs.tensor(old) is not None else old
     new = rewriting.output(graph, call, index, rewriting.copied_meta(old))
-    if index == 1 and not sees_everywhere(attention):
+    if index == 1 and attention.kernel.unseen != -math.inf and not sees_everywhere(attention):
         new = _finite(graph, new)
+    if index == 1 and attention.kernel.base != math.e:
+        new = scaled(graph, new, 1.0 / math.log(attention.kernel.base))
     if index == 1 and attention.kernel.multiple > 1 and old.users:
         value = new.meta["val"]
         padding = [0, attention.lse_shape[2] - value.shape[2]]
@@ -249,8 +255,7 @@ def _output(graph: fx.Graph, call: fx.Node, attention: Attention, old: fx.Node) 
 
 def sees_everywhere(attention: Attention) -> bool:
     """Whether every row sees a key. This rank's alone: what follows is no collective."""
-    mask, queries, keys = attention.mask, attention.q.meta["val"].shape[2], attention.k.meta["val"].shape[2]
-    return mask.offset >= 0 and (mask.window == 0 or proofs.known(mask.offset + queries - mask.window < keys))
+    return all_see(attention.mask, attention.q.meta["val"].shape[2], attention.k.meta["val"].shape[2])
 
 
 def _finite(graph: fx.Graph, lse: fx.Node) -> fx.Node:

@@ -45,7 +45,7 @@ class ReasonCode(enum.StrEnum):
     ATTENTION_MASK_GIVEN = "attention_mask_given"
     """The attention beside the collective has a mask or bias that is an input of the graph, or made from one."""
     ATTENTION_PARTS = "attention_parts"
-    """Attention reads a part of what is gathered, as ring attention does."""
+    """Attention reads a part of what is gathered, or keys, values or their gradients are passed on: ring attention."""
     ATTENTION_SOFTCAP = "attention_softcap"
     """The attention beside the collective is written out, with a tanh that is not proved to be a soft cap."""
     ATTENTION_WEIGHTS_USED = "attention_weights_used"
@@ -218,8 +218,9 @@ _TEXTS: dict[ReasonCode, str] = {
         "ditron_inductor.ops.all_gather_attention with the mask's name"
     ),
     ReasonCode.ATTENTION_PARTS: (
-        "attention reads parts of it, one rank's after the other, and not as many on every rank (ring attention); "
-        "attend to the whole of it, or use ditron_inductor.ops.all_gather_attention"
+        "attention reads parts of it, or passes them on, one rank's after the other, and other ones on every rank: "
+        "ring attention, as torch's context_parallel has it; call ditron_inductor.ops.all_gather_attention instead, "
+        "with mask='zigzag' for the order of its load balancer, or attend to the whole of what is gathered"
     ),
     ReasonCode.ATTENTION_SOFTCAP: (
         "the attention beside it is written out, with a tanh that is not proved to be a soft cap: use a number for the "
@@ -260,8 +261,8 @@ _TEXTS: dict[ReasonCode, str] = {
         "that are multiples of its blocks; or use ditron_inductor.ops.all_gather_attention"
     ),
     ReasonCode.FLEX_GRADIENT: (
-        "FlexAttention beside it returns logarithms of sums, for its backward or otherwise; use "
-        "ditron_inductor.ops.all_gather_attention, which has a gradient, or scaled_dot_product_attention"
+        "FlexAttention beside it returns the largest scores, or logarithms of sums that have a gradient, or those of "
+        "its backend FLASH; use its output alone, and another backend, or ditron_inductor.ops.all_gather_attention"
     ),
     ReasonCode.FLEX_SCORE_MOD: (
         "FlexAttention beside it has a score_mod that does more than hide scores by the numbers of query and key, and "

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
+from torch._inductor import inductor_prims
 
 from ditron_inductor.passes import mask_values, masks, proofs
 from ditron_inductor.passes.attention import FOLLOWED, Attention, Kernel, WrittenOut, source_of
@@ -31,6 +32,7 @@ from ditron_inductor.passes.collectives import is_collective
 from ditron_inductor.passes.mask_values import TRUE, Choice
 from ditron_inductor.passes.reasons import ReasonCode, Refusal, Refused
 from ditron_inductor.passes.roots import Root, chain_to, moved, widens
+from ditron_inductor.passes.shown_masks import Shown, read_mask
 from ditron_inductor.passes.softmax_algebra import Algebra, Atoms, Axes, Symbol, Unknown, Value, static_shape
 from ditron_inductor.task.all_gather_attention import Mask
 
@@ -40,7 +42,7 @@ prims = torch.ops.prims
 MOVES = (proofs.ORDER_KEEPING | proofs.TRANSPOSES) - {aten.clone.default}
 EXPONENTIALS: frozenset[object] = frozenset({aten.exp.default, aten._softmax.default})
 NEGATIONS = (aten.logical_not.default, aten.bitwise_not.default)
-RANDOM: frozenset[object] = frozenset({prims.inductor_random.default, aten.rand.default, aten.native_dropout.default})
+RANDOM: frozenset[object] = frozenset({inductor_prims.random, aten.rand.default, aten.native_dropout.default})
 MOST_BETWEEN = 256
 """Nodes between the two matmuls: casts, softmax and a short mask are a tenth of that."""
 MOST_BEHIND = 4
@@ -117,9 +119,12 @@ class Scores:
     atom: int
     dim: tuple[int, ...]
     inside: float = 0.0
-    mask: Mask | None = None
+    mask: Shown | None = None
     rows: tuple[int, ...] = ()
     hidden_at: float = 0.0
+
+
+ALL = Shown(Mask("full"))
 
 
 class _Refused(Exception):
@@ -244,12 +249,12 @@ class Proof:
         if shape != static_shape(scores) or len(axes) < 2 or axes[-1] != self.atoms.flat((origin.atom,)):
             raise Unknown(node)
         try:
-            mask = masks.read_mask(given, *shape[-2:], hides=hides, lowest=lowest)
+            mask = read_mask(given, *shape[-2:], hides=hides, lowest=lowest)
         except masks.Unknown as unknown:
             inputs = unknown.node.op in ("placeholder", "get_attr")
             code = ReasonCode.ATTENTION_MASK_GIVEN if inputs else ReasonCode.ATTENTION_MASK
             raise _Refused(code.at(unknown.node)) from None
-        if mask == Mask("full"):
+        if mask == ALL:
             return value
         shown = replace(origin, mask=mask, rows=axes[-2], hidden_at=0.0 if lowest == -math.inf else count)
         return replace(value, power={("x", shown): count})
@@ -356,7 +361,7 @@ def _read(graph: fx.Graph, proof: Proof, node: fx.Node, value: Value) -> Attenti
         q,
         k,
         v,
-        origin.mask or Mask("full"),
+        origin.mask or ALL,
         _rounded(count * (origin.inside or 1.0)),
         softcap,
         WrittenOut(proof.between(node), views, result),

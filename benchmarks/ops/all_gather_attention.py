@@ -206,7 +206,7 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
 
     def ours(strategy: str) -> Any:
         site = (world, group_name, f"benchmark/0:{node.kind}:{strategy}", strategy, WORKSPACE_LIMIT, TIMEOUT_S)
-        return lambda i: op(q, k, v, None, cell.mask, cell.window, 0, scale, cell.softcap, False, *site)[0]
+        return lambda i: op(q, k, v, None, cell.mask, cell.window, 0, "", scale, cell.softcap, False, *site)[0]
 
     found["ditron"] = ours("auto")
     return found | {f"ditron:{strategy}": ours(strategy) for strategy in ("tile", "chunked", "library")}

@@ -147,7 +147,7 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
 
     def ours(strategy: str) -> Any:
         site = (world, group_name, f"benchmark/0:{node.kind}:{strategy}", strategy, WORKSPACE_LIMIT, TIMEOUT_S)
-        return lambda i: op(*operands, None, cell.mask, cell.window, 0, scale, cell.softcap, *site)[:3]
+        return lambda i: op(*operands, None, cell.mask, cell.window, 0, "", scale, cell.softcap, *site)[:3]
 
     return found | {"ditron": ours("auto")} | {f"ditron:{strategy}": ours(strategy) for strategy in STRATEGIES}
 

@@ -23,14 +23,15 @@ def visible(
         return None
     row = torch.arange(queries, device=device) if rows is None else rows
     key = torch.arange(world_size * keys, device=device)
-    if mask.kind == "causal":
-        row = row + mask.offset
-    elif mask.kind == "causal_offset":
-        row = row + rank * queries
-    elif mask.kind == "zigzag":
+    if mask.kind in ("zigzag", "zigzag_keys"):
         source, inside, half = key // keys, key % keys, keys // 2
         key = torch.where(inside < half, source * half, (2 * world_size - 2 - source) * half) + inside
+    if mask.kind == "zigzag":
         row = torch.where(row < half, rank * half, (2 * world_size - 2 - rank) * half) + row
+    elif mask.kind == "causal_offset":
+        row = row + rank * queries
+    else:
+        row = row + mask.offset + sum(torch.where(row >= first, jump, 0) for first, jump in mask.row_jumps())
     ahead = row[:, None] - key[None, :]
     return (ahead >= 0) & (ahead < mask.window) if mask.window else ahead >= 0
 

@@ -60,7 +60,7 @@ def all_gather_attention(
     if group.size() == 1:
         raise ValueError("all_gather_attention needs a group of at least 2 ranks; use scaled_dot_product_attention")
     site = group.size(), group.group_name, "", strategy, *_LIMITS
-    given = mask, min(window, LONGEST_WINDOW), 0, scale, softcap
+    given = mask, min(window, LONGEST_WINDOW), 0, "", scale, softcap
     out: torch.Tensor = _Attention.apply(q, k, v, given, site)  # type: ignore[no-untyped-call]
     return out
 
@@ -77,7 +77,7 @@ class _Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        given: tuple[str, int, int, float, float],
+        given: tuple[str, int, int, str, float, float],
         site: tuple[Any, ...],
     ) -> torch.Tensor:
         op = torch.ops.ditron.all_gather_attention.default

@@ -19,6 +19,7 @@ from ditron_inductor.passes.name_sites import _task_facts
 from ditron_inductor.task import cost, reference, reference_attention
 from ditron_inductor.task.all_gather_attention import (
     MASKS,
+    PLACED,
     AllGatherAttention,
     Mask,
     attention_sizes,
@@ -55,15 +56,18 @@ class Case:
     # Of rank 0, of rank 1, ...
     offset: int = 0
     stride: int = 0
+    jumps: tuple[str, ...] = ()
     softcap: float = 0.0
 
     def mask(self, rank: int) -> Mask:
-        return Mask(self.kind, self.window, self.offset + rank * self.stride)
+        jumps = self.jumps[rank] if rank < len(self.jumps) else ""
+        return Mask(self.kind, self.window, self.offset + rank * self.stride, jumps)
 
     def __str__(self) -> str:
         sizes = f"{self.B}x{self.heads}.{self.key_heads}x{self.queries}.{self.keys}x{self.D}"
         mask = self.kind + f".{self.window}" * (self.window > 0) + "-capped" * (self.softcap > 0)
-        return f"{mask}-{sizes}-{str(self.dtype)[6:]}-{self.layout}{'-gathered' * self.gathered}"
+        jumps = "-jumps" * bool(self.jumps)
+        return f"{mask}-{sizes}-{str(self.dtype)[6:]}-{self.layout}{'-gathered' * self.gathered}{jumps}"
 
     def draw(self, ctx: RankContext, heads: int, length: int) -> torch.Tensor:
         shape = [self.B, length, heads, self.D] if self.layout == "sequence" else [self.B, heads, length, self.D]
@@ -91,6 +95,11 @@ CASES = (
     Case("zigzag", 68, 68, heads=2, window=21, dtype=FP32),
     # The first rows of rank 0 and the last ones of rank 1 see nothing.
     Case("causal", 37, 20, heads=2, window=19, dtype=FP32, offset=-5, stride=33),
+    # The rows of the zig-zag order itself, of which the last rank's do not jump; and others.
+    Case("zigzag_keys", 36, 36, heads=2, stride=18, jumps=("18+36",)),
+    Case("zigzag_keys", 36, 36, heads=2, window=15, dtype=FP32, gathered=True, stride=18, jumps=("18+36",)),
+    Case("zigzag_keys", 37, 20, heads=2, window=11, dtype=FP32, offset=-2, stride=9, jumps=("3+9 20-11", "8+1")),
+    Case("causal", 37, 20, heads=2, dtype=FP32, offset=4, stride=3, jumps=("9+5 33-30", "1+1")),
     # Scores of up to 4 times what the cap lets through.
     Case("causal_offset", 40, 40, dtype=FP32, softcap=0.7, gathered=True),
     Case("zigzag", 36, 36, heads=2, D=64, window=21, softcap=2.0),
@@ -190,6 +199,7 @@ GPU_CASES = (
     Case("causal_offset", 1024, 1024, heads=8, D=128, window=700),
     Case("zigzag", 1030, 1030, heads=4, D=64, window=300, gathered=True),
     Case("causal", 777, 512, heads=4, D=128, window=600, offset=3, stride=400),
+    Case("zigzag_keys", 1030, 1030, heads=4, D=64, stride=515, jumps=("515+1030",)),
     Case("causal_offset", 1024, 1024, heads=8, D=256, softcap=1.5),
     Case("zigzag", 512, 512, heads=4, D=128, window=300, dtype=FP16, softcap=0.5, gathered=True),
 )
@@ -330,9 +340,10 @@ def test_the_kernel_has_a_window_only_where_it_hides_keys(mask: Mask, rank: int,
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_blocks_cover_what_a_mask_shows_once(kind: str, world_size: int) -> None:
     windows = (0,) if kind == "full" else (0, 1, 2, 5, 9, 100)
-    offsets = (-3, 0, 4, 7, 40) if kind == "causal" else (0,)
+    places = [(offset, jumps) for offset in (-3, 0, 4, 7, 40) for jumps in ("", "3+6", "1+1 3-4 4+2")]
+    places = places if kind in PLACED else [(0, "")]
     for queries, keys in ((6, 6), (12, 6), (7, 3), (4, 8)):
-        for mask in (Mask(kind, window, offset) for window in windows for offset in offsets):
+        for mask in (Mask(kind, window, *place) for window in windows for place in places):
             if mask_problem(mask, queries, keys):
                 continue
             everything = queries * world_size * keys
@@ -353,13 +364,34 @@ def test_blocks_cover_what_a_mask_shows_once(kind: str, world_size: int) -> None
                 assert torch.equal(covered, wanted), (mask, rank)
                 most = max(most, int(wanted.sum()))
             part_seen = visible_part(mask, world_size, queries, keys)
-            assert kind == "causal" or part_seen == most / everything
+            assert kind in PLACED or part_seen == most / everything
 
 
 def test_an_offset_decides_nothing_for_all_ranks() -> None:
-    assert len({visible_part(Mask("causal", 3, offset), 2, 6, 6) for offset in (0, 3, 6)}) == 1
-    node = AllGatherAttention(Mask("causal", 3, 4), 1.0, 0.0, 2, "0", "", Policy())
-    assert "offset=4" in node.text() and "offset" not in node.mask.name
+    for kind in PLACED:
+        masks = [Mask(kind, 3, offset, jumps) for offset in (0, 3, 6) for jumps in ("", "3+6")]
+        assert len({visible_part(mask, 2, 6, 6) for mask in masks}) == 1
+        assert len({visible_part(mask, 2, 4, 6) for mask in masks}) == 1
+        assert len({mask.name for mask in masks}) == 1
+    node = AllGatherAttention(Mask("causal", 3, 4, "3+6"), 1.0, 0.0, 2, "0", "", Policy())
+    assert "offset=4, jumps=3+6" in node.text() and "offset" not in node.mask.name
+
+
+def test_rows_of_the_zigzag_order_have_its_blocks() -> None:
+    for world_size in (2, 3, 4):
+        for rank in range(world_size):
+            first, second = (one.start for one in Mask("zigzag").positions(rank, world_size, 6))
+            jumps = f"3+{second - first - 3}" if second > first + 3 else ""
+            sizes = rank, world_size, 6, 6
+            assert blocks(Mask("zigzag_keys", 0, first, jumps), *sizes) == blocks(Mask("zigzag"), *sizes)
+
+
+@pytest.mark.parametrize("jumps", ["3", "0+3", "3+0", "4+1 3+1", "3+1, 4+1", "3+1 3+2"])
+def test_jumps_that_are_none(jumps: str) -> None:
+    with pytest.raises(InvalidTaskNode, match="jumps"):
+        Mask("causal", 0, 0, jumps).verify("")
+    with pytest.raises(InvalidTaskNode, match="jumps"):
+        Mask("zigzag", 0, 0, "3+1").verify("")
 
 
 def test_a_soft_cap_is_named_and_legal_and_our_kernels() -> None:

@@ -60,10 +60,10 @@ def in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 
 
 MASKS = {
-    full: ("'full', 0, 0, 0.5, 0.0", None),
-    scores_hidden: ("'causal', 40, 64, 0.25, 0.0", window),
-    in_blocks: ("'causal', 40, 64, 0.25, 0.0", window),
-    capped: ("'causal', 40, 64, 0.25, 0.5", window),
+    full: ("'full', 0, 0, '', 0.5, 0.0", None),
+    scores_hidden: ("'causal', 40, 64, '', 0.25, 0.0", window),
+    in_blocks: ("'causal', 40, 64, '', 0.25, 0.0", window),
+    capped: ("'causal', 40, 64, '', 0.25, 0.5", window),
 }
 
 
@@ -112,12 +112,6 @@ def capped_twice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
     return attend(q, k, v, score_mod=lambda s, b, h, i, j: torch.tanh(torch.tanh(s) * 2.0) * 2.0)
 
 
-def with_sums(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    keys, values = gather_dim(k, 1).transpose(1, 2), gather_dim(v, 1).transpose(1, 2)
-    out, lse = flex_attention(q.transpose(1, 2), keys, values, enable_gqa=True, return_lse=True)
-    return out * lse[..., None]
-
-
 GIVEN = create_block_mask(window, None, None, ROWS, WORLD_SIZE * ROWS, device="cpu", BLOCK_SIZE=BLOCK)
 
 
@@ -132,7 +126,6 @@ def given_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
         ("flex_block_mask", given_blocks),
         ("flex_score_mod", biased),
         ("flex_score_mod", capped_twice),
-        ("flex_gradient", with_sums),
     ],
     ids=lambda one: one if isinstance(one, str) else one.__name__,
 )
