@@ -256,6 +256,8 @@ class Attention:
         origin = Scores(call, queries, keys, tokens[0], dim)
         scale = bound.get("scale")
         count = D**-0.5 if scale is None else float(scale)
+        if not 0.0 < count < math.inf:
+            raise Unknown(call)
         total: Symbol = ("Z", count, origin)
         if node.args[1] == 0:
             values = Root(value, (batch, head, tokens, wide))

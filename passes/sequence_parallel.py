@@ -33,6 +33,7 @@ Decided by sizes, shipped numbers (`task/sequence_cost.py`) and the option `ditr
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,7 +197,7 @@ def _compare(graph: fx.Graph, match: Match, texts: tuple[str, str], index: int) 
     roots = list(match.region.roots)
     placeholders = list(graph.find_nodes(op="placeholder"))
     users = {one: _readers(one) for one in roots or placeholders if proofs.tensor(one) is not None}
-    one = min((one for one in users if users[one]), key=lambda node: node.meta["val"].numel(), default=None)
+    one = min((one for one in users if users[one]), key=_num_elements, default=None)
     if one is None:
         return
     args = (one, roots, match.group_name, _site(match, index), *texts)
@@ -205,6 +206,12 @@ def _compare(graph: fx.Graph, match: Match, texts: tuple[str, str], index: int) 
     compared.meta["val"] = one.meta["val"]
     for user in users[one]:
         user.replace_input_with(one, compared)
+
+
+def _num_elements(node: fx.Node) -> float:
+    """Infinite where a size is dynamic: comparing it would fix it."""
+    shape = node.meta["val"].shape
+    return math.prod(shape) if all(isinstance(length, int) for length in shape) else math.inf
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:

@@ -279,7 +279,13 @@ def _dropped(q: Tensor, k: Tensor, v: Tensor) -> Parts:
     return o, lse
 
 
-@pytest.mark.parametrize("attend", [_no_sums, _causal, _biased, _dropped])
+def _negative(q: Tensor, k: Tensor, v: Tensor) -> Parts:
+    """A node has positive scales only."""
+    o, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, False, scale=-0.3)[:2]
+    return o, lse
+
+
+@pytest.mark.parametrize("attend", [_no_sums, _causal, _biased, _dropped, _negative])
 def test_other_calls_are_left_alone(attend: Callable[..., Parts]) -> None:
     module = traced_for_gpus(attend)
     assert fused(module) == 0 and reasons(module) == ["decode_form"]

@@ -22,6 +22,7 @@ from ditron_inductor.passes.sequence_parallel import sequence_parallel
 from tests.passes.graphs import (
     WORLD_SIZE,
     all_reduce,
+    assert_no_new_guards,
     c10d,
     compiled_graphs,
     fuse,
@@ -310,6 +311,22 @@ def test_left_alone(name: str) -> None:
 def test_dynamic_sizes_keep_the_all_reduce() -> None:
     module = traced(block, *ARGS, dynamic=True)
     assert sequence_parallel(module.graph, options=ON) == 0
+
+
+def test_a_size_beside_a_region_stays_dynamic() -> None:
+    """What is read behind the comparison is the smallest input of those that have a known size."""
+
+    def fn(a: torch.Tensor, v: torch.Tensor, beside: torch.Tensor) -> Any:
+        return all_reduce(a @ v) * 3, beside.sum()
+
+    beside = torch.empty(3, 2)
+    torch._dynamo.mark_dynamic(beside, 0)
+    with torch.no_grad():
+        (module,) = compiled_graphs(fn, A, V, beside)
+    with assert_no_new_guards(module):
+        assert sequence_parallel(module.graph, options=ON) == 1
+    (compared,) = module.graph.find_nodes(op="call_function", target=torch.ops.ditron.replicated.default)
+    assert tuple(compared.args[0].meta["val"].shape) == (8, 6)
 
 
 def test_nothing_without_fusions() -> None:
