@@ -37,7 +37,6 @@ from ditron_inductor.passes.softmax_algebra import Algebra, Atoms, Axes, Symbol,
 from ditron_inductor.task.all_gather_attention import Mask
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 MOVES = (proofs.ORDER_KEEPING | proofs.TRANSPOSES) - {aten.clone.default}
 EXPONENTIALS: frozenset[object] = frozenset({aten.exp.default, aten._softmax.default})
