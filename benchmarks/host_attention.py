@@ -68,9 +68,9 @@ def attention_benches(device: Any, rank: int, world_size: int, limits: tuple[int
         return torch.nn.functional.scaled_dot_product_attention(q, whole_k, whole_v, enable_gqa=True)
 
     forward, backward, decode = KINDS
-    mask = "causal_offset", 0, 0
+    mask = "causal_offset", 0, 0, ""
     return [
-        AttentionBench(forward, (q, k, v), (*mask, scale, False), group, limits, {"library": gathered_attention}),
-        AttentionBench(backward, (grad_out, q, keys, values, out, lse), (*mask, scale), group, limits),
+        AttentionBench(forward, (q, k, v), (*mask, scale, 0.0, False), group, limits, {"library": gathered_attention}),
+        AttentionBench(backward, (grad_out, q, keys, values, out, lse), (*mask, scale, 0.0), group, limits),
         AttentionBench(decode, (rows, *cache, lengths, None), (scale, 0.0), group, limits),
     ]

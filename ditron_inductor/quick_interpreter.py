@@ -2,13 +2,16 @@
 
 A rank that waits looks, and looks again, at the same words: it sleeps between two looks, so that the rank it waits for
 gets the core.
-Inside a kernel, every call of a device function replaces all of `triton.language` again, though the kernel's own launch
-has just done that; and the numpy type of every value is looked up in a dict made for it. Values are not touched.
+Every launch looks through all of `triton.language` for what it has to replace, and so does, inside a kernel, every call
+of a device function. Every sum and product of integers is computed once more, in 64 bits, and compared with the limits
+of its type, for an assertion that is off. And the numpy type of every value is looked up in a dict made for it. Values
+are not touched.
 Only in processes that are ours: ranks that a command or a test starts for itself.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -16,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype")
+NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "interpreter_builder")
 PAUSE_S = 1.0e-3
 pause_s = 0.0
 """How long a wait of this process sleeps between two looks."""
@@ -32,10 +35,16 @@ def make_quick() -> None:
         module: Any = interpreter
         module._patch_lang = patched_once(module._patch_lang, module._LangPatchScope, module.tl)
         module._get_np_dtype = looked_up_once(module._get_np_dtype, module.tl.dtype)
+        module.interpreter_builder.options = without_overflow_checks(module.interpreter_builder.options)
         builder = module.InterpreterBuilder
         builder.create_atomic_rmw = patient(builder.create_atomic_rmw, module._ir.MEM_SEMANTIC.ACQUIRE)
         global pause_s
         pause_s = PAUSE_S
+
+
+def without_overflow_checks(options: Any) -> Any:
+    """`options` of the interpreter's builder, which do not compute what only assertions read where those are off."""
+    return options if options.debug else dataclasses.replace(options, sanitize_overflow=False)
 
 
 def patient(update: Callable[..., Any], acquire: object) -> Callable[..., Any]:
@@ -66,8 +75,12 @@ def looked_up_once(look_up: Callable[[Any], Any], scalar_type: type) -> Callable
 
 
 def patched_once(patch: Callable[[Any], Any], make_scope: Callable[[], Any], tl: Any) -> Callable[[Any], Any]:
-    """`patch`, which does nothing where a scope that is still open holds all that it would replace."""
+    """`patch`, which does nothing where a scope that is still open holds all that it would replace, and looks for that
+    only once.
+    """
     done: set[str] = set()
+    # By the modules that a function sees and those that were replaced before: what `patch` replaced, and by what.
+    known: dict[tuple[frozenset[str], frozenset[str]], list[tuple[Any, str, Any]]] = {}
 
     @functools.cache
     def modules_seen_by(fn: Any) -> frozenset[str]:
@@ -78,7 +91,14 @@ def patched_once(patch: Callable[[Any], Any], make_scope: Callable[[], Any], tl:
         wanted = modules_seen_by(fn)
         if wanted and wanted <= done:
             return make_scope()
-        scope = patch(fn)
+        key = wanted, frozenset(done)
+        if key in known:
+            scope = make_scope()
+            for owner, name, value in known[key]:
+                scope.set_attr(owner, name, value)
+        else:
+            scope = patch(fn)
+            known[key] = [(owner, name, getattr(owner, name)) for owner, name, _ in scope._changes]
         done.update(wanted)
         restore = scope.restore
 

@@ -187,9 +187,10 @@ def _pattern(task: TaskNode) -> str:
         case MatmulAllGather():
             return f"{_sum_text(task)} -> all_gather(dim {task.gather_dim})"
         case AllGatherAttention():
-            return f"all_gather(keys, values) -> attention({task.mask.name})" + ", gathered used" * task.return_gathered
+            used = ", gathered used" * task.return_gathered
+            return f"all_gather(keys, values) -> attention({_attention_text(task)}){used}"
         case AttentionReduceScatter():
-            return f"attention backward({task.mask.name}) -> reduce_scatter(keys, values)"
+            return f"attention backward({_attention_text(task)}) -> reduce_scatter(keys, values)"
         case AllGatherContract():
             matmuls = "matmul" if task.num_factors == 1 else f"{task.num_factors} matmuls"
             used = ", gathered used" * task.return_gathered
@@ -209,6 +210,11 @@ def _sum_text(
     parsed = reduction.parsed if isinstance(reduction, WithEpilogue) else None
     before = "" if parsed is None or parsed.pre is None else f" -> {expression_text(parsed.pre)}"
     return matmuls + " + bias" * task.has_bias + before
+
+
+def _attention_text(task: AttentionNode) -> str:
+    """What its rows see, and what becomes of the scores."""
+    return f"{task.mask.name}, softcap={task.softcap:g}" if task.softcap else task.mask.name
 
 
 def _prologue_text(task: AllGatherMatmul) -> str:

@@ -12,11 +12,12 @@ After:
     q, k -> permute, v -> permute -> ditron.all_gather_attention -> getitem 0: out [B, H, S, D]
 
 Where the backward, or anything behind the attention, wants the gathered keys and values, the node returns them. The
-call stands where the attention stood. Ops: those of `attention.FORWARD`. Masks: none; `is_causal`, which aligns
+call stands where the attention stood. Ops: those of `attention.FORWARD`, and in inference graphs matmul, softmax,
+matmul, with a soft cap on the scores or without (`written_attention`). Masks: none; `is_causal`, which aligns
 the first query of every rank with the first key of all; and those that are proved to be causal, with a window or
-without, from any key on (`masks`). Where the first query of a rank stands is a constant of its graph alone: every rank
-fuses, whatever its constant, and the call has it as `offset`. `ditron_inductor.ops.all_gather_attention` takes masks
-that move with the rank by name.
+without, whose keys stand in order or in zig-zag order (`shown_masks`). Where the queries of a rank stand are constants
+of its graph alone: every rank fuses, whatever its constants, and the call has them as `offset` and `jumps`.
+`ditron_inductor.ops.all_gather_attention` takes masks that move with the rank by name.
 
 Calls of that function are in the graph already: they get the options of the compilation here.
 
@@ -24,7 +25,7 @@ It must not fire when
 * there is dropout, a mask or a bias that is not proved, or queries whose heads do not divide among those of the keys;
 * the chunks are not all of the W equal chunks, once, in order; or a part of the gathered sequence is taken;
 * the gathered tensor, or a view on the way, is used before the attention, or by what its queries are computed from;
-* attention is written out as matmul, softmax, matmul (`written_attention`), with a soft cap or without;
+* attention is written out, and its scores or probabilities are used otherwise, as by a backward that is written out;
 * keys and values come from different groups, or only one of them is gathered;
 * the dtype is none of bfloat16, float16 and float32.
 """
@@ -49,6 +50,7 @@ from ditron_inductor.passes.attention import (
     read_attention,
     replay,
     replayable,
+    scaled,
     unread,
     unrepeated,
     views_above,
@@ -56,7 +58,8 @@ from ditron_inductor.passes.attention import (
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, collectives, read_collective
 from ditron_inductor.passes.gathered import Gathered, gathered_tensor
 from ditron_inductor.passes.reasons import ReasonCode, Refused, leave_alone, refused
-from ditron_inductor.passes.written_attention import find_written
+from ditron_inductor.passes.shown_masks import all_see
+from ditron_inductor.passes.written_attention import Written, find_written, prove
 from ditron_inductor.task import ops
 from ditron_inductor.task.all_gather_attention import AllGatherAttention
 from ditron_inductor.task.nodes import ATTENTION_KINDS
@@ -108,8 +111,12 @@ class Match:
 def find_all_gather_attention(node: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathered]]) -> Match | Refused:
     """Proves that the attention `node` reads gathered keys and values as drawn above, or says why not."""
     attention = read_attention(node)
-    if refused(attention):
-        return attention.at(node)
+    return attention.at(node) if refused(attention) else find_match(attention, gathers)
+
+
+def find_match(attention: Attention, gathers: dict[fx.Node, tuple[Collective, Gathered]]) -> Match | Refused:
+    """Proves that an attention reads gathered keys and values as drawn above, or says why not."""
+    node, written = attention.node, attention.written
     sources = [find_source(operand, gathers) for operand in (attention.k, attention.v)]
     for source in sources:
         if refused(source):
@@ -118,11 +125,20 @@ def find_all_gather_attention(node: fx.Node, gathers: dict[fx.Node, tuple[Collec
     alike = proofs.same_shape(keys.operand.meta["val"].shape, values.operand.meta["val"].shape)
     if not alike or keys.collective.group_name != values.collective.group_name:
         return ReasonCode.ATTENTION_FORM.at(node)
-    known = {node, *keys.steps, *values.steps}
+    if not attention.fits(keys.collective.world_size):
+        return ReasonCode.ATTENTION_MASK.at(node)
+    steps = list(dict.fromkeys((*keys.steps, *values.steps)))
+    known = {node, *steps}
+    if written is not None:
+        steps += written.views
+        known |= {*written.views, *written.between}
+        other = proofs.other_user(written.between, known)
+        if other is not None:
+            return ReasonCode.ATTENTION_WEIGHTS_USED.at(other)
     order = {one: index for index, one in enumerate(node.graph.nodes)}
     may_be_used = (*keys.may_be_used, *values.may_be_used)
     used = []
-    for step in dict.fromkeys((*keys.steps, *values.steps)):
+    for step in steps:
         others = [user for user in step.users if user not in known]
         late = step in may_be_used and all(order[user] > order[node] for user in others)
         if others and not late:
@@ -167,6 +183,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     task = AllGatherAttention(
         attention.mask,
         attention.scale,
+        attention.softcap,
         collective.world_size,
         collective.group_name,
         rewriting.UNNAMED_SITE,
@@ -178,19 +195,36 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             replay(graph, one.chain, one.gathered.dim, collective.world_size, one.collective.operand)
             for one in (keys, values)
         ]
-        dims = (*astuple(attention.mask), attention.scale, match.return_gathered)
+        dims = (*astuple(attention.mask), attention.scale, attention.softcap, match.return_gathered)
         given = [one.meta["val"] for one in (attention.q, *locals_)]
         fakes = ops.overload(task.kind)(*given, None, *dims, *ops.site_args(task))
         call = rewriting.call_task(graph, task, (attention.q, *locals_), dims, rewriting.copied_meta(node), fakes)
-        for user in [user for user in node.users if user.target is getitem]:
-            user.replace_all_uses_with(_output(graph, call, attention, user))
-            graph.erase_node(user)
+        if attention.written is not None:
+            _replace_written(graph, call, attention)
+        else:
+            for user in [user for user in node.users if user.target is getitem]:
+                user.replace_all_uses_with(_output(graph, call, attention, user))
+                graph.erase_node(user)
         if match.return_gathered:
             for index, source in enumerate((keys, values), 2):
                 _hand_on(graph, call, index, source, node)
     # What follows stands where it does: only now.
-    rewriting.erase_unused(graph, [*keys.steps, *values.steps, node])
+    written = () if attention.written is None else (*attention.written.between, *attention.written.views)
+    rewriting.erase_unused(graph, [*keys.steps, *values.steps, *written, node])
     return call
+
+
+def _replace_written(graph: fx.Graph, call: fx.Node, attention: Attention) -> None:
+    """Gives what used the result of attention that is written out that of the call."""
+    node, written = attention.node, attention.written
+    assert written is not None
+    meta = rewriting.copied_meta(node)
+    new = written.moved.insert(graph, rewriting.output(graph, call, 0, meta))
+    if new.meta["val"].dtype != node.meta["val"].dtype:
+        narrow, dtype = new, node.meta["val"].dtype
+        new = graph.call_function(torch.ops.prims.convert_element_type.default, (narrow, dtype))
+        new.meta = {**meta, "val": narrow.meta["val"].to(dtype)}
+    node.replace_all_uses_with(new)
 
 
 def _output(graph: fx.Graph, call: fx.Node, attention: Attention, old: fx.Node) -> fx.Node:
@@ -200,8 +234,10 @@ def _output(graph: fx.Graph, call: fx.Node, attention: Attention, old: fx.Node) 
     if index > 1:
         return unread(graph, old) if proofs.tensor(old) is not None else old
     new = rewriting.output(graph, call, index, rewriting.copied_meta(old))
-    if index == 1 and not sees_everywhere(attention):
+    if index == 1 and attention.kernel.unseen != -math.inf and not sees_everywhere(attention):
         new = _finite(graph, new)
+    if index == 1 and attention.kernel.base != math.e:
+        new = scaled(graph, new, 1.0 / math.log(attention.kernel.base))
     if index == 1 and attention.kernel.multiple > 1 and old.users:
         value = new.meta["val"]
         padding = [0, attention.lse_shape[2] - value.shape[2]]
@@ -219,8 +255,7 @@ def _output(graph: fx.Graph, call: fx.Node, attention: Attention, old: fx.Node) 
 
 def sees_everywhere(attention: Attention) -> bool:
     """Whether every row sees a key. This rank's alone: what follows is no collective."""
-    mask, queries, keys = attention.mask, attention.q.meta["val"].shape[2], attention.k.meta["val"].shape[2]
-    return mask.offset >= 0 and (mask.window == 0 or proofs.known(mask.offset + queries - mask.window < keys))
+    return all_see(attention.mask, attention.q.meta["val"].shape[2], attention.k.meta["val"].shape[2])
 
 
 def _finite(graph: fx.Graph, lse: fx.Node) -> fx.Node:
@@ -279,9 +314,29 @@ def all_gather_attention(graph: fx.Graph, *, options: Options) -> int:
         count += 1
     gathers = find_gathers(graph)
     for written in find_written(graph, gathers):
-        for gathered in written.gathered:
-            leave_alone(gathers[gathered][0].node, PATTERN, written.code.at(written.node))
+        gathers = find_gathers(graph)
+        count += _fuse_written(graph, written, gathers, options)
     return count
+
+
+def _fuse_written(
+    graph: fx.Graph, written: Written, gathers: dict[fx.Node, tuple[Collective, Gathered]], options: Options
+) -> int:
+    before = set(graph.nodes)
+    attention = prove(graph, written, gathers)
+    match = attention if refused(attention) else find_match(attention, gathers)
+    if isinstance(match, Match) and PATTERN not in options.fusions:
+        match = ReasonCode.DISABLED
+    if not refused(match):
+        rewrite(graph, match, options)
+        return 1
+    why = match.at(written.node)
+    # Views that the proof inserted.
+    inserted = set(graph.nodes) - before
+    rewriting.erase_unused(graph, inserted)
+    for gathered in written.gathered:
+        leave_alone(gathers[gathered][0].node, PATTERN, why.code.at(written.node) if why.node in inserted else why)
+    return 0
 
 
 def usable(attention: Attention) -> bool:

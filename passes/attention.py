@@ -17,9 +17,11 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes import proofs, rewriting
-from ditron_inductor.passes.flex_attention import FLEX_ATTENTION, read_flex
-from ditron_inductor.passes.masks import Unknown, read_mask
+from ditron_inductor.passes.flex_attention import FLEX_ATTENTION, FLEX_BACKWARD, flex_call, read_flex
+from ditron_inductor.passes.masks import Unknown
 from ditron_inductor.passes.reasons import ReasonCode, Refused, refused
+from ditron_inductor.passes.roots import Moved
+from ditron_inductor.passes.shown_masks import Shown, read_mask
 from ditron_inductor.task.all_gather_attention import Mask
 
 aten = torch.ops.aten
@@ -31,12 +33,15 @@ SEQUENCE = 2
 @dataclass(frozen=True)
 class Kernel:
     """What is known of one op. square: its causal mask is known for as many queries as keys only. lse: the
-    dimensions that its logarithms have behind [B, H, S]. multiple: S is filled up to one of it, with infinity.
+    dimensions that its logarithms have behind [B, H, S]. multiple: S is filled up to one of it, with infinity. base:
+    theirs. unseen: what they are of a row that sees nothing.
     """
 
     square: bool
     lse: int = 0
     multiple: int = 1
+    base: float = math.e
+    unseen: float = 0.0
 
 
 FORWARD: dict[object, Kernel] = {
@@ -45,30 +50,55 @@ FORWARD: dict[object, Kernel] = {
     aten._scaled_dot_product_efficient_attention.default: Kernel(square=False, multiple=32),
     aten._scaled_dot_product_cudnn_attention.default: Kernel(square=True, lse=1),
     aten._scaled_dot_product_fused_attention_overrideable.default: Kernel(square=True),
-    FLEX_ATTENTION: Kernel(square=False),
+    FLEX_ATTENTION: Kernel(square=False, base=2.0, unseen=-math.inf),
 }
 BACKWARD: dict[object, Kernel] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: Kernel(square=False),
     aten._scaled_dot_product_flash_attention_backward.default: Kernel(square=True),
     aten._scaled_dot_product_efficient_attention_backward.default: Kernel(square=False, multiple=32),
     aten._scaled_dot_product_cudnn_attention_backward.default: Kernel(square=True, lse=1),
+    FLEX_BACKWARD: Kernel(square=False, base=2.0, unseen=-math.inf),
 }
+FLEX = (FLEX_ATTENTION, FLEX_BACKWARD)
 LONGEST_REPEAT = 6
 """Nodes: a dimension comes, is expanded, copied, and goes again."""
 FOLLOWED: frozenset[object] = proofs.ORDER_KEEPING | proofs.TRANSPOSES | proofs.SLICES | {aten.select.int}
 
 
 @dataclass(frozen=True)
+class WrittenOut:
+    """The nodes of attention that is written out. between: from the scores to the result; views: those of keys and
+    values in front of them. moved: from [B, H, S, D] to the result's dimensions.
+    """
+
+    between: tuple[fx.Node, ...]
+    views: tuple[fx.Node, ...]
+    moved: Moved
+
+
+@dataclass(frozen=True)
 class Attention:
-    """A call of one of these ops, without dropout and without a mask that is not known."""
+    """Attention without dropout and without a mask that is not known: a call of one of these ops, or written out.
+    shown: by that. softcap: 0, or that of the scores.
+    """
 
     node: fx.Node
     kernel: Kernel
     q: fx.Node
     k: fx.Node
     v: fx.Node
-    mask: Mask
+    shown: Shown
     scale: float
+    softcap: float = 0.0
+    written: WrittenOut | None = None
+
+    @property
+    def mask(self) -> Mask:
+        return self.shown.mask
+
+    def fits(self, world_size: int) -> bool:
+        """Whether the keys of so many ranks stand as the mask has it."""
+        return self.shown.ranks in (0, world_size)
 
     @property
     def lse_shape(self) -> tuple[Any, ...]:
@@ -80,13 +110,33 @@ class Attention:
 
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Queries, keys and values of such a call."""
-    if node.target is FLEX_ATTENTION:
+    if node.target in FLEX:
         q, k, v = node.args[:3]
     else:
         bound = proofs.arguments(node)
         q, k, v = bound["query"], bound["key"], bound["value"]
     assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
     return q, k, v
+
+
+def backward_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """The gradient of a backward's output, the output, and the logarithms of sums."""
+    gradient = flex_call(node).gradient if node.target is FLEX_BACKWARD else None
+    if gradient is not None:
+        return gradient.grad_out, gradient.out, gradient.sums
+    bound = proofs.arguments(node)
+    gradient_out, out, sums = bound.get("grad_out", bound.get("grad_out_")), bound["out"], bound["logsumexp"]
+    assert isinstance(gradient_out, fx.Node) and isinstance(out, fx.Node) and isinstance(sums, fx.Node)
+    return gradient_out, out, sums
+
+
+def mask_tensors(node: fx.Node) -> list[fx.Node]:
+    """The tensors that say what the rows of a call see."""
+    if node.target in FLEX:
+        return [one for one in flex_call(node).block_mask if isinstance(one, fx.Node) and one.op == "call_function"]
+    bound = proofs.arguments(node)
+    mask = bound.get("attn_mask", bound.get("attn_bias"))
+    return [mask] if isinstance(mask, fx.Node) else []
 
 
 def read_attention(node: fx.Node) -> Attention | Refused:
@@ -97,7 +147,7 @@ def read_attention(node: fx.Node) -> Attention | Refused:
     rejected = proofs.rejected_dtypes(values)
     if rejected is not None:
         return rejected
-    flex = node.target is FLEX_ATTENTION
+    flex = node.target in FLEX
     # What the other ops have by name.
     bound: dict[str, Any] = {"dropout_p": 0.0, "scale": None, "is_causal": False} if flex else proofs.arguments(node)
     if bound["dropout_p"] != 0.0:
@@ -119,17 +169,17 @@ def read_attention(node: fx.Node) -> Attention | Refused:
     if flex:
         found = read_flex(node)
         return found if refused(found) else Attention(node, kernel, q, k, v, *found)
-    mask = Mask("causal" if causal else "full")
+    shown = Shown(Mask("causal" if causal else "full"))
     bias = bound.get("attn_mask", bound.get("attn_bias"))
     if bias is not None:
         try:
-            mask = read_mask(bias, queries, keys)
+            shown = read_mask(bias, queries, keys)
         except Unknown as unknown:
             given = unknown.node.op in ("placeholder", "get_attr")
             return (ReasonCode.ATTENTION_MASK_GIVEN if given else ReasonCode.ATTENTION_MASK).at(unknown.node)
         if causal:
             return ReasonCode.ATTENTION_FORM
-    return Attention(node, kernel, q, k, v, mask, float(scale))
+    return Attention(node, kernel, q, k, v, shown, float(scale))
 
 
 def source_of(node: fx.Node) -> fx.Node:
@@ -270,6 +320,14 @@ def _insert(graph: fx.Graph, origin: fx.Node, call: tuple[Any, tuple[Any, ...]])
     node = graph.call_function(target, args)
     node.meta.update(rewriting.copied_meta(origin))
     node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
+    return node
+
+
+def scaled(graph: fx.Graph, source: fx.Node, factor: float) -> fx.Node:
+    """Inserts a tensor times a number: logarithms of another base."""
+    node = graph.call_function(aten.mul.Tensor, (source, factor))
+    node.meta.update(rewriting.copied_meta(source))
+    node.meta["val"] = source.meta["val"] * factor
     return node
 
 

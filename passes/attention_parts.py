@@ -17,12 +17,12 @@ from torch import fx
 
 from ditron_inductor.passes import proofs
 from ditron_inductor.passes.collectives import Collective
+from ditron_inductor.passes.roots import VIEWS, Root, chain_to, viewed
 from ditron_inductor.passes.softmax_algebra import Algebra, Atoms, Axes, Symbol, Unknown, Value, static_shape
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-VIEWS = proofs.ORDER_KEEPING | {aten.permute.default, aten.transpose.int, aten.expand.default}
 MOVES = VIEWS | proofs.SLICES | proofs.CASTS | {aten.select.int, aten.cat.default}
 NEGATIONS = (aten.bitwise_not.default, aten.logical_not.default)
 SDPA = (
@@ -32,14 +32,6 @@ SDPA = (
 )
 MUST_BE_OFF = ("dropout_p", "is_causal", "return_debug_mask")
 MUST_BE_NONE = ("attn_bias", "attn_mask")
-
-
-@dataclass(frozen=True)
-class Root:
-    """A tensor of the graph, and the atoms of its dimensions."""
-
-    node: fx.Node
-    axes: Axes
 
 
 @dataclass(frozen=True)
@@ -188,31 +180,9 @@ class Attention:
         return Value((batch, rows, tokens), {("x", origin): 1.0}, is_log=True)
 
     def _root(self, node: fx.Node) -> tuple[Root, Axes]:
-        """(what `node` is a view of, the axes of `node`); casts between floating-point types do not count."""
-        chain = [node]
-        while chain[-1].op == "call_function" and (chain[-1].target in VIEWS or _widens(chain[-1])):
-            source = chain[-1].args[0]
-            assert isinstance(source, fx.Node)
-            chain.append(source)
-        root = Root(chain[-1], self.atoms.new(static_shape(chain[-1])))
-        axes = root.axes
-        for view in reversed(chain[:-1]):
-            if view.target is aten.expand.default:
-                shape = static_shape(view)
-                padded = ((),) * (len(shape) - len(axes)) + axes
-                axes = tuple(axis or new for axis, new in zip(padded, self.atoms.new(shape), strict=True))
-            elif view.target in VIEWS:
-                axes = self._viewed(view, axes)
-        return root, axes
-
-    def _viewed(self, view: fx.Node, axes: Axes) -> Axes:
-        """The axes behind a view other than `expand`. Raises Unknown."""
-        if view.target not in proofs.ORDER_KEEPING:
-            return tuple(axes[dim] for dim in proofs.permutation(view))
-        found = self.atoms.reshaped(axes, static_shape(view))
-        if found is None:
-            raise Unknown(view)
-        return found
+        """(what `node` is a view of, the axes of `node`)."""
+        chain = chain_to(self.atoms, node)
+        return chain[0], chain[-1].axes
 
     def _masked(self, node: fx.Node) -> Value | None:
         """Scores, and -inf where there is no token; None if that is not what `node` is."""
@@ -260,7 +230,7 @@ class Attention:
                 # What is repeated is left to the op on the elements, which repeats too.
                 axes = ((),) * (len(static_shape(view)) - len(axes)) + axes
             elif view.target not in NEGATIONS:
-                axes = self._viewed(view, axes)
+                axes = viewed(self.atoms, view, axes)
         padded = ((),) * (len(scores) - len(axes)) + axes
         for mine, theirs in zip(padded, scores, strict=True):
             if mine and not self.atoms.bind(mine, theirs):
@@ -341,18 +311,6 @@ def _cut(node: fx.Node) -> tuple[fx.Node, int, int, int, bool] | None:
         assert isinstance(dim, int)
         return whole, dim, sum(known[:index]), known[index], True
     return None
-
-
-def _widens(node: fx.Node) -> bool:
-    """Whether a node is a cast that keeps every value."""
-    if node.target not in proofs.CASTS or node.target is aten.view.dtype:
-        return False
-    source, result = proofs.tensor(node.args[0]), proofs.tensor(node)
-    if source is None or result is None:
-        return False
-    both = source.dtype, result.dtype
-    whole = (torch.int32, torch.int64)
-    return both in ((torch.bfloat16, torch.float32), (torch.float16, torch.float32)) or both == whole
 
 
 def _is_minus_infinity(node: object) -> bool:

@@ -24,6 +24,7 @@ It must not fire when
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from operator import getitem
@@ -37,10 +38,12 @@ from ditron_inductor.passes.attention import (
     BACKWARD,
     SEQUENCE,
     Attention,
+    backward_operands,
     follow,
     read_attention,
     replay,
     replayable,
+    scaled,
     views_above,
 )
 from ditron_inductor.passes.collectives import REDUCE_SCATTER, Collective, collectives, read_collective
@@ -96,7 +99,9 @@ def find_attention_reduce_scatter(node: fx.Node) -> Match | Refused:
     keys, values = found
     if keys.collective.group_name != values.collective.group_name:
         return ReasonCode.ATTENTION_FORM.at(node)
-    lse = proofs.tensor(proofs.arguments(node)["logsumexp"])
+    if not attention.fits(keys.collective.world_size):
+        return ReasonCode.ATTENTION_MASK.at(node)
+    lse = proofs.tensor(backward_operands(node)[2])
     if lse is None or not proofs.same_shape(tuple(lse.shape), attention.lse_shape):
         return ReasonCode.ATTENTION_FORM.at(node)
     if attention.kernel.multiple > 1 and not isinstance(attention.q.meta["val"].shape[2], int):
@@ -144,22 +149,22 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     task = AttentionReduceScatter(
         attention.mask,
         attention.scale,
+        attention.softcap,
         world,
         collective.group_name,
         rewriting.UNNAMED_SITE,
         rewriting.policy(options),
     )
-    bound = proofs.arguments(node)
-    gradient = bound.get("grad_out", bound.get("grad_out_"))
-    assert isinstance(gradient, fx.Node)
+    gradient, out, lse = backward_operands(node)
     with graph.inserting_before(node):
-        lse = bound["logsumexp"]
         if attention.kernel.lse:
             lse = _view(graph, rewriting.aten.squeeze.dim, lse, -1)
         if attention.kernel.multiple > 1:
             lse = _view(graph, rewriting.aten.slice.Tensor, lse, 2, 0, attention.q.meta["val"].shape[2])
-        tensors = (gradient, attention.q, attention.k, attention.v, bound["out"], lse)
-        dims = (*astuple(attention.mask), attention.scale)
+        if attention.kernel.base != math.e:
+            lse = scaled(graph, lse, math.log(attention.kernel.base))
+        tensors = (gradient, attention.q, attention.k, attention.v, out, lse)
+        dims = (*astuple(attention.mask), attention.scale, attention.softcap)
         fakes = ops.overload(task.kind)(*(one.meta["val"] for one in tensors), None, *dims, *ops.site_args(task))
         call = rewriting.call_task(graph, task, tensors, dims, rewriting.copied_meta(node), fakes)
         for user in [user for user in node.users if user.args[1] == 0]:

@@ -38,9 +38,10 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
-from ditron_inductor.passes.attention_parts import Attention, Parts, Ranks, Root, Scores, calls_of_parts
+from ditron_inductor.passes.attention_parts import Attention, Parts, Ranks, Scores, calls_of_parts
 from ditron_inductor.passes.collectives import ALL_GATHER, Collective, collectives, read_collective
 from ditron_inductor.passes.reasons import ReasonCode, Refused, leave_alone, refused
+from ditron_inductor.passes.roots import Root
 from ditron_inductor.passes.softmax_algebra import Axes, Symbol, Unknown
 from ditron_inductor.task.nodes import FlashDecode
 
@@ -49,6 +50,8 @@ prims = torch.ops.prims
 
 PATTERN = FlashDecode.kind
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
 @dataclass(frozen=True)
 class Match:
     """Operands as [B, Hq, D] and [B, S, Hkv, D], see `_Operand`. merged: the result, of which the call takes the place.
@@ -147,7 +150,7 @@ def prove(attention: Attention, parts: Parts) -> Match | Refused:
     (dtype,) = dtypes
     if dtype not in DTYPES:
         return ReasonCode.DTYPE
-    if not _wanted_in(merged, dtype):
+    if not proofs.wanted_in(merged, dtype):
         return ReasonCode.CAST_BETWEEN.at(merged)
     launch = _first(parts.gathers)
     needed = [one.node for one in (q, k, v)] + ([lengths[0]] if lengths else [])
@@ -232,17 +235,6 @@ def _placed(axes: Axes, wanted: Sequence[tuple[int, ...]]) -> tuple[int, ...] | 
     if len(present) + len(ones) != len(axes) or any(axes.count(axis) != 1 for axis in present):
         return None
     return (*(axes.index(axis) for axis in present), *ones)
-
-
-def _wanted_in(merged: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether the result is of this dtype, or rounded to it at once by all its users."""
-    value = proofs.tensor(merged)
-    assert value is not None
-    if value.dtype == dtype:
-        return True
-    users = [user for view in proofs.views_down(merged) for user in view.users if not proofs.keeps_order(user)]
-    results = [proofs.tensor(user) for user in users if user.target in proofs.CASTS]
-    return len(results) == len(users) > 0 and all(one is not None and one.dtype == dtype for one in results)
 
 
 def _first(gathers: Sequence[Collective]) -> fx.Node:

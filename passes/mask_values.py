@@ -13,32 +13,10 @@ from typing import Any
 
 import torch
 
-from ditron_inductor.passes import proofs
+from ditron_inductor.passes.affine import Affine
 
-LONGEST = 2**24
-"""Elements of a dimension at most whose size is not known, where an integer may not wrap."""
-
-
-@dataclass(frozen=True)
-class Affine:
-    """const + the sum of coefs[d] * index d; 0 for a dimension of one element."""
-
-    const: int
-    coefs: tuple[int, ...]
-
-    def scaled(self, factor: int) -> Affine:
-        return Affine(self.const * factor, tuple(coef * factor for coef in self.coefs))
-
-    def plus(self, other: Affine) -> Affine:
-        return Affine(self.const + other.const, tuple(map(sum, zip(self.coefs, other.coefs, strict=True))))
-
-    def at(self, indices: Sequence[Affine]) -> Affine:
-        """Of other indices, each given by those of the result, of which there is one at least or `coefs` is empty."""
-        ndim = len(indices[0].coefs) if indices else 0
-        found = Affine(self.const, (0,) * ndim)
-        for coef, index in zip(self.coefs, indices, strict=True):
-            found = found.plus(index.scaled(coef))
-        return found
+LEAST = -1e30
+"""No score comes near: programs hide by -inf, by the least number of a dtype, or by one of this magnitude."""
 
 
 @dataclass(frozen=True)
@@ -78,22 +56,17 @@ class Choice:
 Value = Affine | Truth | Choice
 
 
-def clean(term: Affine, shape: Sequence[Any]) -> Affine:
-    pairs = zip(term.coefs, shape, strict=True)
-    return Affine(term.const, tuple(0 if proofs.known_equal(size, 1) else coef for coef, size in pairs))
-
-
 def fits(term: Affine, shape: Sequence[Any], dtype: torch.dtype) -> bool:
     """Whether a dtype holds a term everywhere."""
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-        return not any(term.coefs)
-    last = [
-        coef * ((size if isinstance(size, int) else LONGEST) - 1) for coef, size in zip(term.coefs, shape, strict=True)
-    ]
-    bounds = torch.iinfo(dtype)
-    return bounds.min <= term.const + sum(min(one, 0) for one in last) and (
-        term.const + sum(max(one, 0) for one in last) <= bounds.max
-    )
+        return term.is_constant
+    lowest, highest = term.bounds(shape)
+    return torch.iinfo(dtype).min <= lowest and highest <= torch.iinfo(dtype).max
+
+
+def hides(number: float, dtype: torch.dtype) -> bool:
+    """Whether a score that this number is added to, or replaces, counts for nothing beside one as it is."""
+    return number <= max(LEAST, torch.finfo(dtype).min)
 
 
 def rounded(number: float, dtype: torch.dtype) -> float | None:
@@ -121,11 +94,11 @@ def number(number: bool | int | float, ndim: int) -> Value:
 
 def as_choice(value: Value) -> Choice | None:
     if isinstance(value, Affine):
-        return None if any(value.coefs) else Choice(TRUE, value.const, value.const)
+        return Choice(TRUE, value.const, value.const) if value.is_constant else None
     return Choice(value, 1.0, 0.0) if isinstance(value, Truth) else value
 
 
 def compared(term: Affine) -> Truth:
-    if any(term.coefs):
+    if not term.is_constant:
         return Truth(frozenset((term,)))
     return TRUE if term.const >= 0 else FALSE

@@ -5,9 +5,7 @@ such integers being at least 0 (`Truth`), or one of two numbers by such a truth 
 by affine tensors replace indices; nothing is ever computed element by element. What is none of these raises `Unknown`
 with the node: an input of the graph, or an op that is not known here.
 
-A mask is understood if it shows row i the keys j with `j <= i + c`, and maybe `j >= i + d`. The constant c is this
-rank's alone: where the program's queries are at `rank * S + arange(S)` every rank's graph has another one. So it
-decides nothing but what this rank computes; the length of a window, c - d + 1, is everybody's.
+`shown_masks` says what such a mask shows.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ditron_inductor.passes import mask_values, proofs
-from ditron_inductor.passes.mask_values import FALSE, TRUE, Affine, Choice, Truth, Value
-from ditron_inductor.task.all_gather_attention import LONGEST_WINDOW, Mask
+from ditron_inductor.passes import affine, mask_values, proofs
+from ditron_inductor.passes.affine import Affine, NotAffine, Step
+from ditron_inductor.passes.mask_values import FALSE, TRUE, Choice, Truth, Value
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -43,13 +41,13 @@ class Unknown(Exception):
 class Masks:
     """The values of a graph's nodes, each found once.
 
-    known: those of placeholders, in a graph of numbers alone (what FlexAttention does to one score): affine in
-    `indices` numbers, which stand for dimensions that every node has.
+    known: those of placeholders, in a graph of numbers alone (what FlexAttention does to one score): affine in numbers
+    that stand for dimensions of these `sizes`, which every node has.
     """
 
-    def __init__(self, known: dict[fx.Node, Value] | None = None, indices: int = 0) -> None:
+    def __init__(self, known: dict[fx.Node, Value] | None = None, sizes: tuple[Any, ...] = ()) -> None:
         self._values: dict[fx.Node, Value] = dict(known or {})
-        self._indices = indices
+        self._sizes = sizes
         self._depth = 0
 
     def value(self, node: fx.Node) -> Value:
@@ -69,7 +67,10 @@ class Masks:
         find = _READERS.get(node.target) if node.op == "call_function" else None
         if find is None or proofs.tensor(node) is None:
             raise Unknown(node)
-        found = find(self, node)
+        try:
+            found = find(self, node)
+        except NotAffine:
+            raise Unknown(node) from None
         if found is None:
             raise Unknown(node)
         tensor = proofs.tensor(node)
@@ -78,10 +79,8 @@ class Masks:
 
     def converted(self, node: fx.Node, value: Value, dtype: torch.dtype) -> Value:
         """A value with the dimensions of `node` in a dtype. Raises Unknown where an integer wraps, or is cut off."""
-        shape: Sequence[Any] = _shape(node)
-        if self._indices:
-            shape = (mask_values.LONGEST,) * self._indices
-        value = mask_values.mapped(value, lambda term: mask_values.clean(term, shape))
+        shape = self.shape(node)
+        value = mask_values.mapped(value, lambda term: term.cleaned(shape))
         found: Value | None = value
         if isinstance(value, Choice):
             yes, no = (mask_values.rounded(number, dtype) for number in (value.yes, value.no))
@@ -92,22 +91,22 @@ class Masks:
             raise Unknown(node)
         return found
 
-    def ndim(self, node: fx.Node) -> int:
-        """Dimensions of a node's value."""
-        shape = _shape(node)
-        if self._indices and shape:
+    def shape(self, node: fx.Node) -> tuple[Any, ...]:
+        """Of a node's value."""
+        shape = shape_of(node)
+        if self._sizes and shape:
             raise Unknown(node)
-        return len(shape) + self._indices
+        return self._sizes or shape
 
     def operand(self, node: fx.Node, argument: object) -> Value:
         """A tensor as broadcast to the dimensions of `node`, or a number."""
-        ndim = self.ndim(node)
+        ndim = len(self.shape(node))
         if not isinstance(argument, fx.Node):
             if not isinstance(argument, (bool, int, float)):
                 raise Unknown(node)
             return mask_values.number(argument, ndim)
-        added = ndim - self.ndim(argument)
-        return mask_values.mapped(self.value(argument), lambda term: Affine(term.const, (0,) * added + term.coefs))
+        added = ndim - len(self.shape(argument))
+        return mask_values.mapped(self.value(argument), lambda term: term.widened(added))
 
     def compared(self, node: fx.Node) -> tuple[Value, Value]:
         """Both operands of a comparison, in the dtype in which they are compared."""
@@ -118,63 +117,7 @@ class Masks:
         return left, right
 
 
-def read_mask(node: fx.Node, queries: Any, keys: Any) -> Mask:
-    """What a mask, or a bias that is added to the scores, of so many queries and keys shows. Raises Unknown."""
-    value, shape = Masks().value(node), _shape(node)
-    lowest = -math.inf
-    if isinstance(value, Choice):
-        shown = _shown(node, value)
-        if shown is None:
-            raise Unknown(node)
-        value, lowest = shown
-    if not isinstance(value, Truth) or len(shape) < 2 or not proofs.same_shape(shape[-2:], (queries, keys)):
-        raise Unknown(node)
-    return shown_by(value, shape, node, lowest)
-
-
-def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = -math.inf) -> Mask:
-    """What is shown where a truth holds that has queries and keys as its last two dimensions, of this shape; elsewhere
-    `lowest` is added to the scores. Raises Unknown with the node.
-    """
-    queries, keys = shape[-2:]
-    if truth == TRUE:
-        return Mask("full")
-    # With a dynamic length `rank * S` is a number on rank 0 alone: there it would be known, on other ranks not.
-    if not isinstance(queries, int) or not isinstance(keys, int):
-        raise Unknown(node)
-    # Of one row nothing tells a bound that moves with the rows from one that does not.
-    if not truth.every and len(truth.terms) != 1 or not proofs.known(queries > 1) or not proofs.known(keys > 1):
-        raise Unknown(node)
-    uppers, lowers = [], []
-    for term in truth.terms:
-        if any(term.coefs[:-2]):
-            raise Unknown(node)
-        if term.coefs[-2:] == (1, -1):
-            uppers.append(term.const)
-        elif term.coefs[-2:] == (-1, 1):
-            lowers.append(term.const)
-        elif all(term.coefs[-2:]) or not _holds(term, shape):
-            raise Unknown(node)
-    if not uppers:
-        raise Unknown(node)
-    offset = min(uppers)
-    window = min(offset + min(lowers) + 1, LONGEST_WINDOW) if lowers else 0
-    if lowers and window <= 0:
-        raise Unknown(node)
-    # With a finite number a row that sees nothing sees everything.
-    each_sees = offset >= 0 and (not lowers or proofs.known(offset + queries - window < keys))
-    if lowest != -math.inf and not each_sees:
-        raise Unknown(node)
-    return Mask("causal", window, offset)
-
-
-def _holds(term: Affine, shape: Sequence[Any]) -> bool:
-    """Whether a term is at least 0 everywhere."""
-    pairs = zip(term.coefs, shape, strict=True)
-    return proofs.known(term.const + sum(coef * (size - 1) for coef, size in pairs if coef < 0) >= 0)
-
-
-def _shape(node: fx.Node) -> tuple[Any, ...]:
+def shape_of(node: fx.Node) -> tuple[Any, ...]:
     value = proofs.tensor(node)
     if value is None:
         raise Unknown(node)
@@ -190,7 +133,7 @@ def _iota(masks: Masks, node: fx.Node) -> Value | None:
     return Affine(start, (step,)) if isinstance(start, int) and isinstance(step, int) else None
 
 
-def _shown(node: fx.Node, value: Value) -> tuple[Truth, float] | None:
+def hiding(node: fx.Node, value: Value) -> tuple[Truth, float] | None:
     """(where a float is 0, what it is elsewhere), if that hides whatever it is added to."""
     tensor = proofs.tensor(node)
     if not isinstance(value, Choice) or tensor is None or not tensor.dtype.is_floating_point:
@@ -198,7 +141,7 @@ def _shown(node: fx.Node, value: Value) -> tuple[Truth, float] | None:
     if value == Choice(TRUE, 0.0, 0.0):
         return TRUE, -math.inf
     lowest = min(value.yes, value.no)
-    if max(value.yes, value.no) != 0.0 or lowest not in (-math.inf, torch.finfo(tensor.dtype).min):
+    if max(value.yes, value.no) != 0.0 or not mask_values.hides(lowest, tensor.dtype):
         return None
     return (value.truth if value.yes == 0.0 else value.truth.negated()), lowest
 
@@ -210,7 +153,7 @@ def _full(masks: Masks, node: fx.Node) -> Value | None:
         return None
     if tensor.dtype == torch.bool:
         return TRUE if number else FALSE
-    return mask_values.number(float(number) if tensor.dtype.is_floating_point else int(number), masks.ndim(node))
+    return mask_values.number(float(number) if tensor.dtype.is_floating_point else int(number), len(masks.shape(node)))
 
 
 def _sum(sign: int) -> Callable[[Masks, fx.Node], Value | None]:
@@ -218,9 +161,10 @@ def _sum(sign: int) -> Callable[[Masks, fx.Node], Value | None]:
         left, right = (masks.operand(node, one) for one in node.args[:2])
         if proofs.arguments(node).get("alpha", 1) != 1:
             return None
-        if isinstance(left, Affine) and isinstance(right, Affine):
-            return left.plus(right.scaled(sign))
-        shows = [_shown(node, one) for one in (left, right)]
+        one, other = (_as_affine(value, masks.shape(node)) for value in (left, right))
+        if one is not None and other is not None:
+            return one.plus(other.scaled(sign))
+        shows = [hiding(node, one) for one in (left, right)]
         if sign < 0 or shows[0] is None or shows[1] is None:
             return None
         both = shows[0][0].both(shows[1][0])
@@ -235,8 +179,9 @@ def _product(masks: Masks, node: fx.Node) -> Value | None:
     if isinstance(left, Truth) and isinstance(right, Truth):
         return left.both(right)
     for one, other in ((left, right), (right, left)):
-        if isinstance(one, Affine) and isinstance(other, Affine) and not any(other.coefs):
-            return one.scaled(other.const)
+        integer = _as_affine(one, masks.shape(node)) if isinstance(other, Affine) and other.is_constant else None
+        if integer is not None and isinstance(other, Affine):
+            return integer.scaled(other.const)
         choice, kept = mask_values.as_choice(one), mask_values.as_choice(other)
         if choice is None or kept is None or (kept.yes, kept.no) != (1.0, 0.0):
             continue
@@ -253,6 +198,26 @@ def _product(masks: Masks, node: fx.Node) -> Value | None:
     return None
 
 
+def _quotient(masks: Masks, node: fx.Node) -> Value | None:
+    rounding = proofs.arguments(node).get("rounding_mode", "floor")
+    return _floored(masks, node) if rounding == "floor" else None
+
+
+def _floored(masks: Masks, node: fx.Node) -> Affine | None:
+    """One operand divided by the other, which is a number, rounded down."""
+    left, right = (masks.operand(node, one) for one in node.args[:2])
+    if not isinstance(left, Affine) or not isinstance(right, Affine) or not right.is_constant:
+        return None
+    return affine.floored(left, right.const, masks.shape(node))
+
+
+def _remainder(masks: Masks, node: fx.Node) -> Value | None:
+    quotient, (left, right) = _floored(masks, node), (masks.operand(node, one) for one in node.args[:2])
+    if quotient is None or not isinstance(left, Affine) or not isinstance(right, Affine):
+        return None
+    return left.plus(quotient.scaled(-right.const))
+
+
 def _negative(masks: Masks, node: fx.Node) -> Value | None:
     value = masks.operand(node, node.args[0])
     return value.scaled(-1) if isinstance(value, Affine) else None
@@ -262,8 +227,8 @@ def _comparison(sign: int, least: int) -> Callable[[Masks, fx.Node], Value | Non
     """sign * (left - right) >= least."""
 
     def read(masks: Masks, node: fx.Node) -> Value | None:
-        left, right = masks.compared(node)
-        if not isinstance(left, Affine) or not isinstance(right, Affine):
+        left, right = (_as_affine(value, masks.shape(node)) for value in masks.compared(node))
+        if left is None or right is None:
             return None
         term = left.plus(right.scaled(-1)).scaled(sign)
         return mask_values.compared(replace(term, const=term.const - least))
@@ -319,6 +284,10 @@ def _not(masks: Masks, node: fx.Node) -> Value | None:
 def _where(masks: Masks, node: fx.Node) -> Value | None:
     truth, *branches = (masks.operand(node, one) for one in node.args)
     yes, no = map(mask_values.as_choice, branches)
+    if isinstance(truth, Truth) and (yes is None or no is None):
+        shape = masks.shape(node)
+        first, second = (_as_affine(branch, shape) for branch in branches)
+        return None if first is None or second is None else _one_of(truth, first, second, shape)
     if not isinstance(truth, Truth) or yes is None or no is None:
         return None
     if yes.truth != TRUE:
@@ -327,19 +296,35 @@ def _where(masks: Masks, node: fx.Node) -> Value | None:
     if yes.truth != TRUE:
         return None
     if no.truth == TRUE:
-        found: Choice | None = Choice(truth, yes.yes, no.yes)
+        chosen: Choice | None = Choice(truth, yes.yes, no.yes)
     elif yes.yes in (no.yes, no.no):
         # yes where the truth or the other's own one (or its opposite) holds: the negation of neither.
         own = no.truth if yes.yes == no.yes else no.truth.negated()
         other = no.no if yes.yes == no.yes else no.yes
         neither = truth.negated().both(own.negated())
-        found = None if neither is None else Choice(neither.negated(), yes.yes, other)
+        chosen = None if neither is None else Choice(neither.negated(), yes.yes, other)
     else:
-        found = None
+        chosen = None
     tensor = proofs.tensor(node)
-    if found is not None and tensor is not None and tensor.dtype == torch.bool:
-        return _as_truth(found)
-    return found
+    if chosen is not None and tensor is not None and tensor.dtype == torch.bool:
+        return _as_truth(chosen)
+    return chosen
+
+
+def _one_of(truth: Truth, yes: Affine, no: Affine, shape: Sequence[Any]) -> Affine | None:
+    """`yes` where the truth holds, else `no`."""
+    if len(truth.terms) != 1:
+        return None
+    (term,) = truth.terms
+    return no.plus(affine.product(affine.reached(term, shape), yes.plus(no.scaled(-1))))
+
+
+def _as_affine(value: Value, shape: Sequence[Any]) -> Affine | None:
+    """A value of this shape as an integer; if it is one of two, then as one that jumps."""
+    if not isinstance(value, Choice) or not isinstance(value.yes, int) or not isinstance(value.no, int):
+        return value if isinstance(value, Affine) else None
+    yes, no = (Affine(number, (0,) * len(shape)) for number in (value.yes, value.no))
+    return _one_of(value.truth, yes, no, shape) if value.truth.terms else (yes if value.truth.every else no)
 
 
 def _as_truth(choice: Choice) -> Truth:
@@ -365,21 +350,30 @@ def _cast(masks: Masks, node: fx.Node) -> Value | None:
 
 def _view(masks: Masks, node: fx.Node) -> Value | None:
     """The elements of another tensor at other indices."""
-    source = node.args[0]
-    if not isinstance(source, fx.Node) or masks.ndim(node) != len(_shape(node)):
-        return None
     part = proofs.piece(node) if node.target in proofs.SLICES else None
+    source = node.args[0] if part is None else part.source
+    if node.target in proofs.ORDER_KEEPING:
+        # Between two views an integer may have an index for its every jump.
+        while isinstance(source, fx.Node) and source.target in proofs.ORDER_KEEPING:
+            source = source.args[0]
+    if not isinstance(source, fx.Node) or len(masks.shape(node)) != len(shape_of(node)):
+        return None
     if part is not None and part.source.target is aten.constant_pad_nd.default:
         inner, pads = part.source.args[0], part.source.args[1]
         assert isinstance(inner, fx.Node) and isinstance(pads, (list, tuple))
         # The padding behind, which is cut off again, keeps the memory aligned.
-        if proofs.known_equal(part.start, 0) and part.dim == len(_shape(inner)) - 1 and len(pads) == 2 and pads[0] == 0:
-            return masks.value(inner) if proofs.same_shape(_shape(inner), _shape(node)) else None
-    indices = _indices(node, _shape(source), _shape(node))
+        if (
+            proofs.known_equal(part.start, 0)
+            and part.dim == len(shape_of(inner)) - 1
+            and len(pads) == 2
+            and pads[0] == 0
+        ):
+            return masks.value(inner) if proofs.same_shape(shape_of(inner), shape_of(node)) else None
+    indices = _indices(node, shape_of(source), shape_of(node))
     return (
         None
         if indices is None
-        else mask_values.mapped(masks.value(source), lambda term: term.at(indices) if indices else term)
+        else mask_values.mapped(masks.value(source), lambda term: term.at(indices, shape_of(node)))
     )
 
 
@@ -397,6 +391,14 @@ def _indices(node: fx.Node, source: tuple[Any, ...], result: tuple[Any, ...]) ->
     if node.target is aten.expand.default:
         added = ndim - len(source)
         return [nowhere if proofs.known_equal(size, 1) else along(dim + added) for dim, size in enumerate(source)]
+    if node.target in (aten.flip.default, prims.rev.default):
+        dims = {dim % ndim for dim in proofs.arguments(node)["dims"]}
+        if not all(isinstance(source[dim], int) for dim in dims):
+            return None
+        return [
+            along(dim).scaled(-1).plus(replace(nowhere, const=source[dim] - 1)) if dim in dims else along(dim)
+            for dim in range(ndim)
+        ]
     if node.target is aten.select.int:
         dim, index = (proofs.arguments(node)[name] for name in ("dim", "index"))
         if not isinstance(index, int):
@@ -413,55 +415,62 @@ def _indices(node: fx.Node, source: tuple[Any, ...], result: tuple[Any, ...]) ->
         if part is None or not isinstance(part.start, int):
             return None
         return [along(dim, part.start if dim == part.dim else 0) for dim in range(ndim)]
-    # Views: dimensions of one element come and go.
-    wide = [dim for dim, size in enumerate(result) if not proofs.known_equal(size, 1)]
-    found = []
-    for size in source:
-        if proofs.known_equal(size, 1):
-            found.append(nowhere)
-        elif wide and proofs.known_equal(result[wide[0]], size):
-            found.append(along(wide.pop(0)))
-        else:
-            return None
-    return found if not wide else None
+    return affine.reshaped(source, result)
 
 
 def _index(masks: Masks, node: fx.Node) -> Value | None:
     """By one affine tensor for each dimension."""
     source, given = node.args
-    if not isinstance(source, fx.Node) or not isinstance(given, (list, tuple)) or len(given) != len(_shape(source)):
+    if not isinstance(source, fx.Node) or not isinstance(given, (list, tuple)) or len(given) != len(shape_of(source)):
         return None
     found = [masks.operand(node, one) if isinstance(one, fx.Node) else None for one in given]
     indices = [one for one in found if isinstance(one, Affine)]
     if len(indices) != len(found):
         return None
-    inside = all(_holds(one, _shape(node)) for one in indices)
-    return mask_values.mapped(masks.value(source), lambda term: term.at(indices)) if inside else None
+    shape = shape_of(node)
+    # Counted from the end is something else.
+    inside = all(one.bounds(shape)[0] >= 0 for one in indices)
+    return mask_values.mapped(masks.value(source), lambda term: term.at(indices, shape)) if inside else None
 
 
 def _cat(masks: Masks, node: fx.Node) -> Value | None:
-    """Parts of one affine tensor, put together again."""
+    """Parts with one slope, each from where it stands: a jump behind the part in front of it."""
     bound = proofs.arguments(node)
-    dim, parts = bound["dim"] % len(_shape(node)), bound["tensors"]
-    found, sizes = [masks.value(part) for part in parts], [_shape(part)[dim] for part in parts]
+    dim, parts = bound["dim"] % len(shape_of(node)), bound["tensors"]
+    found, sizes = [masks.value(part) for part in parts], [shape_of(part)[dim] for part in parts]
     values = [one for one in found if isinstance(one, Affine)]
-    if len(values) != len(found) or not all(isinstance(size, int) and size > 0 for size in sizes) or len(values) < 2:
+    if len(values) != len(found) or not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
-    step = (values[1].const - values[0].const) // sizes[0]
-    whole = Affine(values[0].const, tuple(step if place == dim else c for place, c in enumerate(values[0].coefs)))
-    start = 0
-    for value, size, part in zip(values, sizes, parts, strict=True):
-        if mask_values.clean(replace(whole, const=whole.const + start * step), _shape(part)) != value:
-            return None
+    # One element has no slope: of such alone it is that of positions, or none.
+    slopes = {value.coefs[dim] for value, size in zip(values, sizes, strict=True) if size > 1}
+    slope = slopes.pop() if slopes else int(len({value.const for value in values}) > 1)
+    others = {
+        (tuple(coef for place, coef in enumerate(value.coefs) if place != dim), _elsewhere(value, dim))
+        for value in values
+    }
+    if slopes or len(others) != 1:
+        return None
+    steps = list(_elsewhere(values[0], dim))
+    start, behind = 0, values[0].const
+    for value, size in zip(values, sizes, strict=True):
+        own = value.steps_of(dim)
+        steps.append(Step(dim, start, value.const - slope * start - behind))
+        steps += [Step(dim, start + at, jump) for at, jump in own.items()]
+        behind = value.const - slope * start + sum(own.values())
         start += size
-    return whole
+    coefs = tuple(slope if place == dim else coef for place, coef in enumerate(values[0].coefs))
+    return affine.affine(values[0].const, coefs, steps)
+
+
+def _elsewhere(value: Affine, dim: int) -> tuple[Step, ...]:
+    return tuple(step for step in value.steps if step.dim != dim)
 
 
 def _running_sum(masks: Masks, node: fx.Node) -> Value | None:
     """Of nothing."""
     value = masks.operand(node, node.args[0])
-    zero = value == FALSE or (isinstance(value, Affine) and value.const == 0 and not any(value.coefs))
-    return Affine(0, (0,) * len(_shape(node))) if zero else None
+    zero = value == FALSE or (isinstance(value, Affine) and value.const == 0 and value.is_constant)
+    return Affine(0, (0,) * len(shape_of(node))) if zero else None
 
 
 _READERS: dict[object, Callable[[Masks, fx.Node], Value | None]] = {
@@ -476,6 +485,11 @@ _READERS: dict[object, Callable[[Masks, fx.Node], Value | None]] = {
     aten.mul.Tensor: _product,
     aten.mul.Scalar: _product,
     aten.neg.default: _negative,
+    aten.div.Tensor_mode: _quotient,
+    aten.div.Scalar_mode: _quotient,
+    aten.floor_divide.default: _quotient,
+    aten.remainder.Tensor: _remainder,
+    aten.remainder.Scalar: _remainder,
     aten.ge.Tensor: _comparison(1, 0),
     aten.ge.Scalar: _comparison(1, 0),
     aten.gt.Tensor: _comparison(1, 1),
@@ -501,6 +515,10 @@ _READERS: dict[object, Callable[[Masks, fx.Node], Value | None]] = {
     aten.cat.default: _cat,
     aten.cumsum.default: _running_sum,
     **dict.fromkeys(
-        proofs.ORDER_KEEPING | proofs.TRANSPOSES | proofs.SLICES | {aten.expand.default, aten.select.int}, _view
+        proofs.ORDER_KEEPING
+        | proofs.TRANSPOSES
+        | proofs.SLICES
+        | {aten.expand.default, aten.select.int, aten.flip.default, prims.rev.default},
+        _view,
     ),
 }

@@ -25,6 +25,7 @@ from ditron_inductor.task.nodes import (
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
+    AttentionNode,
     FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
@@ -103,9 +104,9 @@ def _task_facts(task: TaskNode) -> str:
             own = f"{task.scale} {task.softcap} {task.paged}"
         case AllGatherAttention():
             # An offset is one rank's alone.
-            own = f"{task.mask.name} {task.scale:g} {task.return_gathered}"
+            own = f"{task.mask.name} {task.scale:g}{_softcap_facts(task)} {task.return_gathered}"
         case AttentionReduceScatter():
-            own = f"{task.mask.name} {task.scale:g}"
+            own = f"{task.mask.name} {task.scale:g}{_softcap_facts(task)}"
         case AllGatherContract():
             own = f"{task.gather_dim} {task.gathered_first} {task.num_factors} {task.return_gathered}"
         case MatmulAllToAll():
@@ -113,6 +114,11 @@ def _task_facts(task: TaskNode) -> str:
         case AllToAllMatmul():
             own = f"{task.scatter_dim} {task.parts} {task.return_received}"
     return f"{task.kind} {own} {task.world_size}"
+
+
+def _softcap_facts(task: AttentionNode) -> str:
+    """It decides which strategies are fast."""
+    return f" {task.softcap:g}" if task.softcap else ""
 
 
 def _epilogue_facts(task: WithEpilogue | MatmulAllReduceRmsNorm) -> str:

@@ -318,6 +318,25 @@ def ancestors(node: fx.Node) -> Iterator[fx.Node]:
                 pending.append(source)
 
 
+def wanted_in(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a tensor is of this dtype, or is rounded to it at once, behind views and transposes, by all its users."""
+    value = tensor(node)
+    assert value is not None
+    if value.dtype == dtype:
+        return True
+    users = list(node.users)
+    for user in users:
+        if user.target in CASTS:
+            result = tensor(user)
+            if result is None or result.dtype != dtype:
+                return False
+        elif user.target in TRANSPOSES or keeps_order(user):
+            users += user.users
+        else:
+            return False
+    return bool(users)
+
+
 def is_row(value: torch.Tensor, columns: Any) -> bool:
     """Whether a tensor is certain to hold one row of so many `columns`: 1 in all dimensions but the last."""
     if value.ndim == 0 or not known_equal(value.shape[-1], columns):

@@ -45,11 +45,13 @@ class ReasonCode(enum.StrEnum):
     ATTENTION_MASK_GIVEN = "attention_mask_given"
     """The attention beside the collective has a mask or bias that is an input of the graph, or made from one."""
     ATTENTION_PARTS = "attention_parts"
-    """Attention reads a part of what is gathered, as ring attention does."""
+    """Attention reads a part of what is gathered, or keys, values or their gradients are passed on: ring attention."""
     ATTENTION_SOFTCAP = "attention_softcap"
-    """The attention beside the collective is written out, with a tanh on its scores."""
+    """The attention beside the collective is written out, with a tanh that is not proved to be a soft cap."""
+    ATTENTION_WEIGHTS_USED = "attention_weights_used"
+    """Scores or probabilities of an attention that is written out are used otherwise too, as by its backward."""
     ATTENTION_WRITTEN_OUT = "attention_written_out"
-    """The attention beside the collective is written out as matmul, softmax, matmul."""
+    """The attention beside the collective is written out, and not proved to be matmul, softmax, matmul."""
     BATCHED_MATMUL = "batched_matmul"
     """The neighbour is baddbmm, or a bmm whose batches have different matrices."""
     BIAS = "bias"
@@ -148,7 +150,6 @@ class ReasonCode(enum.StrEnum):
 _NOTHING_TO_CHANGE = frozenset(
     {
         ReasonCode.ALREADY_FUSED,
-        ReasonCode.ATTENTION_SOFTCAP,
         ReasonCode.CONTRACTED,
         ReasonCode.DISABLED,
         ReasonCode.GROUPED_MATMUL,
@@ -217,16 +218,23 @@ _TEXTS: dict[ReasonCode, str] = {
         "ditron_inductor.ops.all_gather_attention with the mask's name"
     ),
     ReasonCode.ATTENTION_PARTS: (
-        "attention reads parts of it, one rank's after the other, and not as many on every rank (ring attention); "
-        "attend to the whole of it, or use ditron_inductor.ops.all_gather_attention"
+        "attention reads parts of it, or passes them on, one rank's after the other, and other ones on every rank: "
+        "ring attention, as torch's context_parallel has it; call ditron_inductor.ops.all_gather_attention instead, "
+        "with mask='zigzag' for the order of its load balancer, or attend to the whole of what is gathered"
     ),
     ReasonCode.ATTENTION_SOFTCAP: (
-        "the attention beside it caps its scores by a tanh, which neither the library's attention nor our kernels for "
-        "more than one query per sequence do; nothing to change"
+        "the attention beside it is written out, with a tanh that is not proved to be a soft cap: use a number for the "
+        "cap, cap * tanh(scores / cap) once, in front of the mask; or ditron_inductor.ops.all_gather_attention"
+    ),
+    ReasonCode.ATTENTION_WEIGHTS_USED: (
+        "the attention beside it is written out, and its scores or probabilities are used elsewhere too: returned, or "
+        "saved for a backward, which is fused with scaled_dot_product_attention or "
+        "ditron_inductor.ops.all_gather_attention only; use one of these, or checkpoint the attention, or no gradients"
     ),
     ReasonCode.ATTENTION_WRITTEN_OUT: (
-        "the attention beside it is written out as matmul, softmax, matmul; use scaled_dot_product_attention "
-        "(attn_implementation='sdpa' of Hugging Face's models), or ditron_inductor.ops.all_gather_attention"
+        "the attention beside it is written out, and this op of it is not proved to be part of matmul, scale, mask, "
+        "softmax over the keys, matmul; use scaled_dot_product_attention (attn_implementation='sdpa' of Hugging Face's "
+        "models), or ditron_inductor.ops.all_gather_attention"
     ),
     ReasonCode.BATCHED_MATMUL: (
         "its neighbour is a batched matmul; use one 2-D weight for all batches (nn.Linear, x @ w) instead of bmm"
@@ -253,12 +261,13 @@ _TEXTS: dict[ReasonCode, str] = {
         "that are multiples of its blocks; or use ditron_inductor.ops.all_gather_attention"
     ),
     ReasonCode.FLEX_GRADIENT: (
-        "FlexAttention beside it returns logarithms of sums, for its backward or otherwise; use "
-        "ditron_inductor.ops.all_gather_attention, which has a gradient, or scaled_dot_product_attention"
+        "FlexAttention beside it returns the largest scores, or logarithms of sums that have a gradient, or those of "
+        "its backend FLASH; use its output alone, and another backend, or ditron_inductor.ops.all_gather_attention"
     ),
     ReasonCode.FLEX_SCORE_MOD: (
-        "FlexAttention beside it has a score_mod that does more than hide scores by the numbers of query and key; only "
-        "those without one, or with torch.where(condition, score, -inf), are fused"
+        "FlexAttention beside it has a score_mod that does more than hide scores by the numbers of query and key, and "
+        "cap them; only those without one, or with torch.where(condition, score, -inf), with cap * tanh(score / cap) "
+        "in the place of the score or without, are fused"
     ),
     ReasonCode.FP8_MATMUL: "FP8 matmuls are not fused yet; keep that layer in bfloat16 to have it fused",
     ReasonCode.GROUPED_MATMUL: "grouped matmuls are not fused yet; nothing to change",

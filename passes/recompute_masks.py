@@ -15,54 +15,70 @@ query and a key would be kept. The marks are those of activation checkpointing.
 
 It must not fire when
 * the mask is not one that is proved to be causal, or a causal window;
-* the graph gathers nothing, or the backward of attention is not to be fused.
+* the keys are not gathered, or the backward of attention is not to be fused.
+
+The numbers and indices of FlexAttention's blocks are computed again likewise.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes import proofs
-from ditron_inductor.passes.attention import BACKWARD, operands
+from ditron_inductor.passes.attention import BACKWARD, FOLLOWED, mask_tensors, operands, read_attention
 from ditron_inductor.passes.attention_reduce_scatter import PATTERN
-from ditron_inductor.passes.collectives import ALL_GATHER, collectives
-from ditron_inductor.passes.masks import Unknown, read_mask
+from ditron_inductor.passes.collectives import ALL_GATHER, WAIT, collectives
+from ditron_inductor.passes.reasons import refused
 
+aten = torch.ops.aten
+
+BETWEEN = FOLLOWED | {WAIT, aten.expand.default, aten.cat.default, aten.split.Tensor, aten.split_with_sizes.default}
 MARK = "recompute"
 """What the partitioner of AOTAutograd reads of a node."""
 
 
 def recompute_masks(graph: fx.Graph, *, options: Options) -> int:
     """Marks every known mask of a backward of attention; returns how many."""
-    if PATTERN not in options.fusions or not list(collectives(graph, ALL_GATHER)):
+    gathers = set(collectives(graph, ALL_GATHER))
+    if PATTERN not in options.fusions or not gathers:
         return 0
-    masks: set[fx.Node] = set()
+    known: set[tuple[fx.Node, ...]] = set()
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target in BACKWARD]:
-        bound = proofs.arguments(node)
-        mask = bound.get("attn_mask", bound.get("attn_bias"))
-        if not isinstance(mask, fx.Node) or mask in masks:
+        masks = mask_tensors(node)
+        if not masks or tuple(masks) in known or not _is_gathered(operands(node)[1], gathers):
             continue
-        q, k, _ = operands(node)
-        try:
-            read_mask(mask, q.meta["val"].shape[2], k.meta["val"].shape[2])
-        except Unknown:
+        if refused(read_attention(node)):
             continue
-        masks.add(mask)
-        for one in _made_of(mask):
+        known.add(tuple(masks))
+        for one in _made_of(masks):
             # What a user's own checkpointing says of a node stays.
             one.meta.setdefault(MARK, CheckpointPolicy.MUST_RECOMPUTE)
-    return len(masks)
+    return len(known)
 
 
-def _made_of(mask: fx.Node) -> set[fx.Node]:
-    """The mask, and the tensors that it is computed from."""
-    found: set[fx.Node] = set()
-    left = [mask]
+def _is_gathered(keys: fx.Node, gathers: set[fx.Node]) -> bool:
+    """Whether keys are views, or parts put together, of what a collective gathers."""
+    seen: set[fx.Node] = set()
+    left = [keys]
     while left:
         node = left.pop()
-        if node not in found and node.op == "call_function" and proofs.tensor(node) is not None:
+        if node in gathers:
+            return True
+        if node not in seen and node.target in BETWEEN:
+            seen.add(node)
+            left += node.all_input_nodes
+    return False
+
+
+def _made_of(masks: list[fx.Node]) -> set[fx.Node]:
+    """The masks, and what they are computed from."""
+    found: set[fx.Node] = set()
+    left = list(masks)
+    while left:
+        node = left.pop()
+        if node not in found and node.op == "call_function":
             found.add(node)
             left += node.all_input_nodes
     return found

@@ -5,6 +5,7 @@
     _int_mm -> * scale -> reduce_scatter    pointwise_between          -> quantized_matmul
     all_reduce(amax(x), "max")              reduce_op                  -> no_matmul
     fused product -> relu -> all_reduce     pointwise_between          -> already_fused
+    keys -> all_to_all -> part -> attention unequal_splits, no_matmul  -> attention_parts
 
 A fusion looks for the matmuls that it takes; what it says of a chain with another kind at its end misses the point. So
 the chain is followed here: from a reduction upwards through casts, views and scales, from a gather downwards through
@@ -30,6 +31,9 @@ from ditron_inductor.passes.collectives import WAIT, is_collective
 from ditron_inductor.passes.order_collectives import is_task
 from ditron_inductor.passes.other_matmuls import dequantizes, other_matmul, quantizes
 from ditron_inductor.passes.reasons import LEFT_ALONE, Reason, ReasonCode, Refusal, leave_alone
+from ditron_inductor.passes.ring_attention import ring_attention
+from ditron_inductor.task.all_gather_attention import AllGatherAttention
+from ditron_inductor.task.nodes import ATTENTION_KINDS
 
 aten = torch.ops.aten
 
@@ -163,6 +167,11 @@ def review_left_alone(graph: fx.Graph, *, options: Options) -> int:
     count = 0
     for node in [node for node in graph.nodes if LEFT_ALONE in node.meta and is_collective(node)]:
         given = node.meta[LEFT_ALONE]
+        attention = None if given.pattern in ATTENTION_KINDS else ring_attention(node)
+        if attention is not None:
+            leave_alone(node, AllGatherAttention.kind, ReasonCode.ATTENTION_PARTS.at(attention))
+            count += 1
+            continue
         better = _better(node, given)
         if better is not None:
             leave_alone(node, given.pattern, better)

@@ -140,6 +140,21 @@ def output(graph: fx.Graph, call: fx.Node, index: int, meta: dict[str, Any]) -> 
     return node
 
 
+def regrouped(graph: fx.Graph, source: fx.Node, split_dim: int, cat_dim: int, parts: int, origin: fx.Node) -> fx.Node:
+    """Inserts the `parts` equal chunks of `source` along one dimension, concatenated along another, with the metadata
+    of `origin`. The dimension that is split has a known size.
+    """
+    value: torch.Tensor = source.meta["val"]
+    sizes = list(value.shape)
+    sizes[split_dim] //= parts
+    split = graph.call_function(aten.split.Tensor, (source, sizes[split_dim], split_dim))
+    split.meta.update(copied_meta(origin))
+    split.meta["val"] = [fake_like(value, tuple(sizes), tuple(value.stride())) for _ in range(parts)]
+    pieces = [output(graph, split, index, copied_meta(origin)) for index in range(parts)]
+    sizes[cat_dim] *= parts
+    return call(graph, aten.cat.default, (pieces, cat_dim), origin, tuple(sizes))
+
+
 def reshaped_rows(graph: fx.Graph, source: fx.Node, sizes: tuple[Any, ...], shape: tuple[Any, ...]) -> fx.Node:
     """Inserts a reshape that divides the rows of a 2-D tensor into several dimensions: always a view.
 

@@ -5,6 +5,7 @@
     a gather, then a narrowing cast             -> the cast, then the gather, see `move_casts`
     a gather, then views that hide its rows     -> the views, then the gather, see `move_views`
     a factor or transpose, then a reduction     -> the reduction, then the factor or transpose, see `move_across`
+    a dimension moved to the front, scattered   -> scattered where it stands, see `move_dims`
 
 A graph without such a form is not copied. On the copy all of them are rewritten and the fusions run; in the graph those
 are rewritten whose node a fusion took. The others stay as they were, and get the reason that the fusions found.
@@ -20,7 +21,15 @@ from typing import Any
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes import fold_batches, move_across, move_casts, move_views, rewriting, split_coalesced
+from ditron_inductor.passes import (
+    fold_batches,
+    move_across,
+    move_casts,
+    move_dims,
+    move_views,
+    rewriting,
+    split_coalesced,
+)
 from ditron_inductor.passes.all_gather_contract import all_gather_contract
 from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.all_to_all_matmul import all_to_all_matmul
@@ -46,6 +55,10 @@ GATHER_FORMS: tuple[tuple[Any, Callable[[fx.Node], Any]], ...] = (
     (move_casts, move_casts.find_narrowed),
     (move_views, move_views.find_moved),
 )
+REDUCTION_FORMS: tuple[tuple[Any, Callable[[fx.Node], Any]], ...] = (
+    (move_dims, move_dims.find_moved),
+    (move_across, move_across.find_moved),
+)
 
 
 def try_forms(graph: fx.Graph, *, options: Options) -> int:
@@ -53,7 +66,7 @@ def try_forms(graph: fx.Graph, *, options: Options) -> int:
     coalesced = [match for node in graph.nodes if (match := split_coalesced.find_coalesced(node)) is not None]
     folded = [node for node in graph.nodes if fold_batches.find_folded(node) is not None]
     starts = [node for node in graph.nodes if node.op == "call_function" and is_collective(node)]
-    across = [node for node in starts if move_across.find_moved(node) is not None]
+    across = [node for node in starts if any(find(node) is not None for _, find in REDUCTION_FORMS)]
     if not coalesced and not across and not any(map(_gathers_otherwise, starts)) and not (folded and starts):
         return 0
     copy, twins = rewriting.copied(graph)
@@ -127,9 +140,10 @@ def _fold(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _move(graph: fx.Graph, node: fx.Node) -> None:
-    match = move_across.find_moved(node)
-    assert match is not None
-    move_across.rewrite(graph, match)
+    for form, find in REDUCTION_FORMS:
+        match = find(node)
+        if match is not None:
+            form.rewrite(graph, match)
 
 
 def _split(graph: fx.Graph, node: fx.Node, taken: list[int] | None = None) -> dict[int, fx.Node]:

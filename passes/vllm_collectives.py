@@ -129,11 +129,11 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
             stacked = (first * world_size, *others)
             found = _waited(graph, ALL_GATHER, (match.operand, world_size, group), node, stacked)
             if match.dim != 0:
-                found = _regrouped(graph, found, 0, match.dim, world_size, node)
+                found = rewriting.regrouped(graph, found, 0, match.dim, world_size, node)
         else:
             operand = match.operand
             if match.dim != 0:
-                operand = _regrouped(graph, operand, match.dim, 0, world_size, node)
+                operand = rewriting.regrouped(graph, operand, match.dim, 0, world_size, node)
             scattered = list(operand.meta["val"].shape)
             scattered[0] = shape[0]
             found = _waited(graph, REDUCE_SCATTER, (operand, "sum", world_size, group), node, tuple(scattered))
@@ -144,19 +144,6 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
 def _waited(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
     started = rewriting.call(graph, target, args, origin, shape)
     return rewriting.call(graph, WAIT, (started,), origin, shape)
-
-
-def _regrouped(graph: fx.Graph, source: fx.Node, split_dim: int, cat_dim: int, parts: int, origin: fx.Node) -> fx.Node:
-    """Inserts the `parts` equal chunks of `source` along one dimension, concatenated along another."""
-    value: torch.Tensor = source.meta["val"]
-    sizes = list(value.shape)
-    sizes[split_dim] //= parts
-    split = graph.call_function(aten.split.Tensor, (source, sizes[split_dim], split_dim))
-    split.meta.update(rewriting.copied_meta(origin))
-    split.meta["val"] = [rewriting.fake_like(value, tuple(sizes), tuple(value.stride())) for _ in range(parts)]
-    pieces = [rewriting.output(graph, split, index, rewriting.copied_meta(origin)) for index in range(parts)]
-    sizes[cat_dim] *= parts
-    return rewriting.call(graph, aten.cat.default, (pieces, cat_dim), origin, tuple(sizes))
 
 
 def replace_vllm_collectives(graph: fx.Graph) -> int:

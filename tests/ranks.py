@@ -6,9 +6,11 @@ A rank imports torch once (seconds), so pools live as long as the test session a
     values = pool.run(check, 3)          # one value per rank; raises RanksFailed with every rank's traceback
 
 When a rank does not answer within the limit, its stacks are dumped, the pool is killed, and the next
-`RankPools.get` starts a fresh one: a deadlock costs its limit and fails one test. Ranks are spawned, meet in a file
-store, are seeded by rank, and get their environment before any import: `TRITON_INTERPRET=1` acts when kernels are
-decorated.
+`RankPools.get` starts a fresh one: a deadlock costs its limit and fails one test. Ranks meet in a file store, are
+seeded by rank, and get their environment before any import: `TRITON_INTERPRET=1` acts when kernels are decorated.
+
+The pools that most tests share are spawned: each rank has hashes of its own, and what it decides must not hang on them.
+Those of single tests, CPU ranks without an environment of their own, are forked from a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ START_LIMIT_S = 180.0
 # After one rank failed, its peers may still come to an end by themselves; longer than this they are waiting for it.
 GRACE_S = 15.0
 CONTINUE_EVERY_S = 0.2
+# What ranks need before their first launch has ended.
+PRELOADED = ["tests.rank_process", "torch.distributed", "ditron_inductor.lowering.register", "triton.compiler"]
 LOG_TAIL = 6000
 
 
@@ -94,6 +98,7 @@ class RankPool:
         *,
         env: Mapping[str, str] | None = None,
         group_timeout_s: float = 300.0,
+        spawned: bool = False,
     ) -> None:
         self.world_size = world_size
         self.device_type = device_type
@@ -102,7 +107,8 @@ class RankPool:
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         backend, rank_env = rank_environment(device_type, world_size)
-        spawn = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("spawn" if spawned or env or device_type != "cpu" else "forkserver")
+        context.set_forkserver_preload(PRELOADED)
         with _environment(rank_env | dict(env or {})):
             for rank in range(world_size):
                 setup = RankSetup(
@@ -114,8 +120,8 @@ class RankPool:
                     log_path=str(self._log(rank)),
                     group_timeout_s=group_timeout_s,
                 )
-                ours, theirs = spawn.Pipe()
-                process = spawn.Process(target=rank_main, args=(setup, theirs), daemon=True, name=f"rank{rank}")
+                ours, theirs = context.Pipe()
+                process = context.Process(target=rank_main, args=(setup, theirs), daemon=True, name=f"rank{rank}")
                 process.start()
                 theirs.close()
                 self._processes.append(process)
@@ -244,7 +250,7 @@ class RankPools:
             return pool
         if pool is not None:
             self._pools.pop(key).close()
-        self._pools[key] = RankPool(world_size, device_type, env=env)
+        self._pools[key] = RankPool(world_size, device_type, env=env, spawned=not label)
         return self._pools[key]
 
     def close(self) -> None:

@@ -175,13 +175,15 @@ def batched(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Te
 
 
 def other_forms(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Batched matmuls with one matrix, and collectives of two tensors."""
+    """Batched matmuls with one matrix, collectives of two tensors, and a dimension that moves to be scattered."""
     group = dist.group.WORLD
     stacked = torch.stack([x, x + 1])
     hidden = torch.einsum("bsk,kn->bsn", functional.all_gather_tensor_autograd(stacked, 1, group), w).relu()
     out = functional.reduce_scatter_tensor_autograd(torch.bmm(hidden, v.expand(2, *v.shape)), "sum", 1, group)
+    in_front = (stacked @ (w + 1)).movedim(1, 0).contiguous()
+    moved = functional.reduce_scatter_tensor_autograd(in_front, "sum", 0, group).movedim(0, 1)
     reduced = torch.ops._c10d_functional.all_reduce_coalesced([x @ w, x * 2], "sum", group.group_name)
-    return out, *map(torch.ops._c10d_functional.wait_tensor, reduced)
+    return out, moved, *map(torch.ops._c10d_functional.wait_tensor, reduced)
 
 
 def inference(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -233,7 +235,7 @@ def place(request: pytest.FixtureRequest) -> Place:
     [
         (sequence_parallel, True, {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}),
         (batched, True, {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}),
-        (other_forms, True, {"try_forms": 5, "matmul_reduce_scatter": 2, "matmul_all_reduce": 1}),
+        (other_forms, True, {"try_forms": 7, "matmul_reduce_scatter": 3, "matmul_all_reduce": 1}),
         (inference, False, {"all_gather_matmul": 1, "matmul_all_reduce": 1}),
     ],
     ids=["sequence_parallel", "batched", "other_forms", "inference"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,18 @@ TL.core = CORE  # type: ignore[attr-defined]
 
 
 class Scope:
-    """What `restore` was called on."""
+    """As the interpreter's: what it replaced, until `restore`."""
 
-    restored: list[str]
+    def __init__(self) -> None:
+        self._changes: list[tuple[Any, str, Any]] = []
 
-    def __init__(self, name: str = "nothing") -> None:
-        self.name = name
+    def set_attr(self, owner: Any, name: str, value: Any) -> None:
+        self._changes.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
 
     def restore(self) -> None:
-        self.restored.append(self.name)
+        while self._changes:
+            setattr(*self._changes.pop())
 
 
 def device_function(name: str, **seen: Any) -> Any:
@@ -33,26 +37,44 @@ def device_function(name: str, **seen: Any) -> Any:
     return types.FunctionType((lambda: None).__code__, {"other": types, **seen}, name)
 
 
-def test_a_launch_replaces_each_module_once() -> None:
-    patched: list[str] = []
-    Scope.restored = []
+def test_a_launch_replaces_each_module_once_and_looks_for_it_in_the_first_launch_only() -> None:
+    looked: list[str] = []
+    TL.load = CORE.load = "triton's"  # type: ignore[attr-defined]
 
     def patch(fn: Any) -> Scope:
-        patched.append(fn.__name__)
-        return Scope(fn.__name__)
+        seen = [module for module in (TL, CORE) if module in fn.__globals__.values()]
+        assert seen, "triton.language must be visible"
+        looked.append(fn.__name__)
+        scope = Scope()
+        for module in seen:
+            scope.set_attr(module, "load", "interpreted")
+        return scope
 
     patch_once = patched_once(patch, Scope, TL)
     kernel, helper = device_function("kernel", tl=TL), device_function("helper", tl=TL)
     standard, elsewhere = device_function("standard", core=CORE), device_function("elsewhere")
     for launch in (1, 2):
         opened = patch_once(kernel)
+        assert (TL.load, CORE.load) == ("interpreted", "triton's" if launch == 1 else "interpreted")
         for fn in (helper, standard, helper, standard):
             patch_once(fn)
         # The plain function says what is wrong with one that sees neither.
-        patch_once(elsewhere)
-        assert patched == ["kernel", "standard", "elsewhere"] * launch
+        with pytest.raises(AssertionError, match="must be visible"):
+            patch_once(elsewhere)
+        assert looked == ["kernel", "standard"]
+        assert TL.load == CORE.load == "interpreted"
         opened.restore()
-        assert Scope.restored == ["kernel"] * launch
+        assert TL.load == "triton's"
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_overflows_are_looked_for_where_assertions_are_on(debug: bool) -> None:
+    @dataclass(frozen=True)
+    class Options:
+        debug: bool
+        sanitize_overflow: bool = True
+
+    assert quick_interpreter.without_overflow_checks(Options(debug)) == Options(debug, sanitize_overflow=debug)
 
 
 def test_scalars_are_looked_up_once() -> None:

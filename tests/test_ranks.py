@@ -65,14 +65,14 @@ def test_a_stopped_rank_goes_on_later(rank_pools: RankPools) -> None:
 def test_a_hang_and_a_kill_cost_the_pool_only() -> None:
     pools = RankPools()
     try:
-        pool = pools.get("cpu", 2)
+        pool = pools.get("cpu", 2, label="hang")
         killed = pool.outcomes(_kill_on, 0, timeout=20, stop=0)
         assert killed[0].lost == f"process ended with code {-signal.SIGKILL}" and killed[1].error is None
         start = time.monotonic()
         with pytest.raises(RanksFailed, match=r"(?s)rank 1: no answer to _hang_on in time.*_hang_on"):
-            pools.get("cpu", 2).run(_hang_on, 1, timeout=1)
+            pools.get("cpu", 2, label="hang").run(_hang_on, 1, timeout=1)
         assert time.monotonic() - start < START_AND_HANG_S
-        assert pools.get("cpu", 2) is not pool
+        assert pools.get("cpu", 2, label="hang") is not pool
     finally:
         pools.close()
 

@@ -5,11 +5,14 @@ Every rank has `tokens` / W of one sequence, as queries, keys and values. Contes
     local       the same attention to keys and values that are here already, nothing communicated: the limit
     sdpa        NCCL's all-gather of both in one launch, then the best of the library's attention kernels
     ring        torch's ring context parallel, by all-to-all or all-gather and by either of the kernels, whichever is
-    fastest ditron, ditron:tile, ditron:chunked, ditron:library     the op, as the plan chooses, and forced
+                fastest
+    inductor    with a soft cap, in the place of `ring`: the all-gather, and attention that is written out
+    ditron, ditron:tile, ditron:chunked, ditron:library     the op, as the plan chooses, and forced
 
 `sdpa` is what a program calls: FlashAttention's mask that is aligned at the end of the keys. `sdpa:blocks` is what our
-`library` runs, cuDNN's full and causal blocks with one kernel that merges them; for the other masks it is `sdpa` too. A
-contestant is timed only if its result is right on all ranks. Rows go into benchmarks/results/attention.csv.
+`library` runs, cuDNN's full and causal blocks with one kernel that merges them; for the other masks it is `sdpa` too.
+With a soft cap, which no kernel of the library has, blocks are plain operations, and there is no limit. A contestant is
+timed only if its result is right on all ranks. Rows go into benchmarks/results/attention.csv.
 """
 
 from __future__ import annotations
@@ -60,11 +63,13 @@ class Cell:
     head_dim: int = 128
     mask: str = "causal_offset"
     window: int = 0
+    softcap: float = 0.0
 
     @property
     def shape(self) -> str:
         sizes = f"tokens={self.tokens};heads={self.heads};key_heads={self.key_heads};head_dim={self.head_dim}"
-        return f"{sizes};mask={self.mask}" + (f";window={self.window}" if self.window else "")
+        window = f";window={self.window}" if self.window else ""
+        return f"{sizes};mask={self.mask}{window}" + (f";softcap={self.softcap:g}" if self.softcap else "")
 
 
 def anchors(mask: str) -> list[Cell]:
@@ -79,8 +84,15 @@ SETS: dict[str, Callable[[], list[Cell]]] = {
     "full": lambda: anchors("full"),
     # Gemma 2, Mistral.
     "window": lambda: [Cell(tokens, 32, 8, window=window) for tokens in TOKENS[:4] for window in (1024, 4096)],
+    # Gemma 2 9B and 27B.
+    "softcap": lambda: [
+        Cell(tokens, *heads, window=window, softcap=50.0)
+        for tokens in TOKENS[:2]
+        for heads in ((16, 8, 256), (32, 16, 128))
+        for window in (0, 4096)
+    ],
     "few": lambda: [Cell(8192, 32, 8), Cell(8192, 64, 8), Cell(16384, 32, 8), Cell(32768, 32, 8)],
-    "tiny": lambda: [Cell(64, 4, 2, 16), Cell(64, 4, 2, 16, "zigzag", 24)],
+    "tiny": lambda: [Cell(64, 4, 2, 16), Cell(64, 4, 2, 16, "zigzag", 24), Cell(64, 4, 2, 16, softcap=2.0)],
 }
 
 
@@ -139,7 +151,8 @@ def make_problem(session: Session, cell: Cell, device: Any, group_name: str) -> 
     keys, values = (reference.all_gather(one.contiguous(), **group).float() for one in (k, v))
     rows = sampled_rows(length, device)[:: 1 if length < SAMPLED_ROWS else 2]
     seen = reference_attention.visible(task.Mask(cell.mask, cell.window), rank, world, length, length, device, rows)
-    expected, _ = reference_attention.attend(q[:, :, rows].float(), keys, values, seen=seen, scale=cell.head_dim**-0.5)
+    scores: dict[str, float] = {"scale": cell.head_dim**-0.5, "softcap": cell.softcap}
+    expected, _ = reference_attention.attend(q[:, :, rows].float(), keys, values, seen=seen, **scores)
     return Problem(cell, q, k, v, rows, expected)
 
 
@@ -157,14 +170,16 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
 
     cell, q, k, v, scale = problem.cell, problem.q, problem.k, problem.v, problem.scale
     world, rank, cuda = session.world_size, session.rank, problem.q.is_cuda
-    node = task.AllGatherAttention(task.Mask(cell.mask, cell.window), scale, world, group_name, "benchmark", Policy())
+    node = task.AllGatherAttention(
+        task.Mask(cell.mask, cell.window), scale, cell.softcap, world, group_name, "benchmark", Policy()
+    )
     blocks = library.make(node, q, k, v)
     found: dict[str, Any] = {BLOCKS: lambda i: blocks(q, k, v)[0]}
     group = torch.distributed.distributed_c10d._resolve_process_group(group_name)
     gathered = library.gather(k, v, group)
     if cuda:
         spans = joined(sorted(task.blocks(node.mask, rank, world, q.shape[2], k.shape[2]), key=lambda one: one.source))
-        merge, run = Merge(q, [span.rows for span in spans]), local.choose(q, k, v)
+        merge, run = Merge(q, [span.rows for span in spans]), local.choose(q, k, v, cell.softcap)
 
         def attention(i: int) -> torch.Tensor:
             partials = [
@@ -174,21 +189,24 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
             return merge(torch.cuda.current_stream().cuda_stream, partials)[0]
 
         found = {"local": attention, **found}
-        if cell.mask == "causal_offset":
+        if cell.softcap:
+            found["inductor"] = _written(problem, node, group)
+        elif cell.mask == "causal_offset":
             found["sdpa:aligned"] = _aligned(q, k, v, scale, rank, group, cell.window)
-        found |= _rings(problem, group)
+        found |= {} if cell.softcap else _rings(problem, group)
     else:
         seen = reference_attention.visible(
             task.Mask(cell.mask, cell.window), rank, world, q.shape[2], k.shape[2], q.device
         )
         keys, values = canonical(gathered[0]), canonical(gathered[1])
-        found["local"] = lambda i: reference_attention.attend(q, keys, values, seen=seen, scale=scale)[0].to(q.dtype)
+        given: dict[str, Any] = {"seen": seen, "scale": scale, "softcap": cell.softcap}
+        found["local"] = lambda i: reference_attention.attend(q, keys, values, **given)[0].to(q.dtype)
 
     op = ops.overload(node.kind)
 
     def ours(strategy: str) -> Any:
         site = (world, group_name, f"benchmark/0:{node.kind}:{strategy}", strategy, WORKSPACE_LIMIT, TIMEOUT_S)
-        return lambda i: op(q, k, v, None, cell.mask, cell.window, 0, scale, False, *site)[0]
+        return lambda i: op(q, k, v, None, cell.mask, cell.window, 0, "", scale, cell.softcap, False, *site)[0]
 
     found["ditron"] = ours("auto")
     return found | {f"ditron:{strategy}": ours(strategy) for strategy in ("tile", "chunked", "library")}
@@ -249,6 +267,32 @@ def _rings(problem: Problem, group: Any) -> dict[str, Any]:
     }
 
 
+def _written(problem: Problem, node: Any, group: Any) -> Callable[[int], torch.Tensor]:
+    """What a program has with a soft cap: a gather, and attention that is written out, compiled by Inductor."""
+    import torch
+
+    from ditron_inductor.lowering.all_gather_attention import library
+    from ditron_inductor.lowering.all_gather_attention.parts import canonical
+    from ditron_inductor.task import reference_attention
+
+    q, k, v, softcap = problem.q, problem.k, problem.v, problem.cell.softcap
+    seen = reference_attention.visible(node.mask, group.rank(), group.size(), q.shape[2], k.shape[2], q.device)
+    times = q.shape[1] // k.shape[1]
+
+    def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        keys, values = (one.repeat_interleave(times, 1) for one in (keys, values))
+        scores = softcap * torch.tanh(q @ keys.mT * problem.scale / softcap)
+        return scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype) @ values
+
+    compiled = torch.compile(attend)
+
+    def call(i: int) -> torch.Tensor:
+        keys, values = map(canonical, library.gather(k, v, group))
+        return compiled(q, keys, values, seen)
+
+    return call
+
+
 def received_bytes(cell: Cell, world: int) -> int:
     """What the rank that needs most has to receive."""
     return 2 * (world - 1) * cell.tokens // world * cell.key_heads * cell.head_dim * 2
@@ -290,9 +334,9 @@ def timed(
             if name != BLOCKS:
                 del times[name]
     limit = None
-    if session.clock.device.type == "cuda" and "local" in times:
+    if session.clock.device.type == "cuda" and "local" in times and not cell.softcap:
         limit = max(times["local"].p50_us, received_bytes(cell, session.world_size) / LINK_BYTES_PER_S * 1e6)
-    order = ["local", "sdpa", BLOCKS, "ring", *(name for name in times if name.startswith("ditron"))]
+    order = ["local", "sdpa", BLOCKS, "ring", "inductor", *(name for name in times if name.startswith("ditron"))]
     return session.rows_of(
         {name: times[name] for name in order if name in times},
         bench="attention",

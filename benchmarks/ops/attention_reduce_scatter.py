@@ -94,7 +94,9 @@ def make_problem(session: Session, cell: Cell, device: Any, group_name: str) -> 
         return drawn.to(torch.bfloat16).transpose(1, 2)
 
     q, k, v, grad_out = draw(cell.heads), draw(cell.key_heads), draw(cell.key_heads), draw(cell.heads)
-    node = task.AllGatherAttention(mask, scale, world, group_name, "benchmark", Policy(), return_gathered=True)
+    node = task.AllGatherAttention(
+        mask, scale, cell.softcap, world, group_name, "benchmark", Policy(), return_gathered=True
+    )
     out, lse, keys, values = library.make(node, q, k, v)(q, k, v)
     rows = sampled_rows(length, device)[:: 1 if length < forward.SAMPLED_ROWS else 2]
 
@@ -102,15 +104,16 @@ def make_problem(session: Session, cell: Cell, device: Any, group_name: str) -> 
         shown = visible(mask, rank, world, length, length, device, of)
         return shown if shown is None or columns is None else shown[:, columns]
 
+    scores: dict[str, float] = {"scale": scale, "softcap": cell.softcap}
     of_rows = (one[:, :, rows] for one in (grad_out, q))
     given = out[:, :, rows], lse[:, :, rows]
-    grad_q = attend_backward(*of_rows, keys, values, *given, seen=seen(rows), scale=scale)[0]
+    grad_q = attend_backward(*of_rows, keys, values, *given, seen=seen(rows), **scores)[0]
     columns = of_every_shard(rows, length, world)
     parts = [seen(part, columns) for part in torch.arange(length, device=device).split(SEEN_ROWS)]
     masks = [part for part in parts if part is not None]
     sampled = keys[:, :, columns], values[:, :, columns]
     whole = torch.cat(masks) if masks else None
-    grads = torch.stack(attend_backward(grad_out, q, *sampled, out, lse, seen=whole, scale=scale)[1:])
+    grads = torch.stack(attend_backward(grad_out, q, *sampled, out, lse, seen=whole, **scores)[1:])
     dist.all_reduce(grads)
     of_keys = grads.unflatten(3, (world, -1))[:, :, :, rank]
     return Problem(cell, (grad_out, q, keys, values, out, lse), rows, (grad_q, *of_keys))
@@ -129,7 +132,7 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
     cell, operands, scale = problem.cell, problem.operands, problem.scale
     world, rank, q = session.world_size, session.rank, problem.operands[1]
     node = task.AttentionReduceScatter(
-        task.Mask(cell.mask, cell.window), scale, world, group_name, "benchmark", Policy()
+        task.Mask(cell.mask, cell.window), scale, cell.softcap, world, group_name, "benchmark", Policy()
     )
     blocks = library.make(node, operands)  # type: ignore[arg-type]
     found: dict[str, Any] = {BLOCKS: lambda i: blocks(*operands)}
@@ -138,13 +141,13 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
         found = {"local": _local(node, problem, rank), **found} | _of_programs(problem, rank, group)
     else:
         seen = reference_attention.visible(node.mask, rank, world, q.shape[2], q.shape[2], q.device)
-        backward = functools.partial(reference_attention.attend_backward, seen=seen, scale=scale)
+        backward = functools.partial(reference_attention.attend_backward, seen=seen, scale=scale, softcap=cell.softcap)
         found["local"] = lambda i: (backward(*operands)[0].to(q.dtype),)
     op = ops.overload(node.kind)
 
     def ours(strategy: str) -> Any:
         site = (world, group_name, f"benchmark/0:{node.kind}:{strategy}", strategy, WORKSPACE_LIMIT, TIMEOUT_S)
-        return lambda i: op(*operands, None, cell.mask, cell.window, 0, scale, *site)[:3]
+        return lambda i: op(*operands, None, cell.mask, cell.window, 0, "", scale, cell.softcap, *site)[:3]
 
     return found | {"ditron": ours("auto")} | {f"ditron:{strategy}": ours(strategy) for strategy in STRATEGIES}
 
@@ -163,7 +166,7 @@ def _local(node: Any, problem: Problem, rank: int) -> Any:
     keys = k.shape[2] // node.world_size
     found = task.blocks(node.mask, rank, node.world_size, q.shape[2], keys)
     spans = joined(sorted(found, key=lambda one: one.source), whole=keys)
-    merge, run = Merge(q, [span.rows for span in spans]), local.choose(q, k[:, :, :keys], v[:, :, :keys])
+    merge, run = Merge(q, [span.rows for span in spans]), local.choose(q, k[:, :, :keys], v[:, :, :keys], node.softcap)
 
     def call(i: int) -> tuple[torch.Tensor]:
         partials = [gradients(run, span, operands, keys, node.scale)[0] for span in spans]  # type: ignore[arg-type]
@@ -194,7 +197,7 @@ def _of_programs(problem: Problem, rank: int, group: Any) -> dict[str, Any]:
     if cell.mask == "full":
         kernels = {"cudnn": local.CUDNN, "flash": local.FLASH}
         return {f"sdpa:{name}": functools.partial(by_kernel, kernel=kernel) for name, kernel in kernels.items()}
-    if cell.mask != "causal_offset":
+    if cell.mask != "causal_offset" or cell.softcap:
         return {}
     keep = (rank + 1) * q.shape[2]
     band = {"window_size_left": cell.window - 1, "window_size_right": 0} if cell.window else {}

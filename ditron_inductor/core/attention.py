@@ -1,7 +1,8 @@
 """Attention of one tile of queries to a run of keys, by online softmax in fp32; the loop over keys stays pipelined.
 
 The state of a tile is (acc, most, total): the sum of exp2(s - most) * v, the largest s so far and the sum of
-exp2(s - most), where s is the product of a query and a key times scale * log2(e). Every wait stands before the call.
+exp2(s - most), where s is the product of a query and a key times scale * log2(e), or what a soft cap makes of it.
+Every wait stands before the call.
 UPCAST: multiply in fp32, for the interpreter, whose dot takes bf16 for integers.
 """
 
@@ -15,20 +16,30 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def softcapped(s, SOFTCAP: tl.constexpr):
+    """SOFTCAP * tanh(x / SOFTCAP) of x = s / log2(e), in the unit of s. By exp2, which all makers' GPUs have."""
+    # tanh(y) = 1 - 2 / (1 + exp(2 y)): near 0 it is off by a rounding of 1, and scores count by their differences.
+    return (1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 / SOFTCAP)))) * (SOFTCAP * LOG2_E)
+
+
+@triton.jit
 def attend(
     acc, most, total, q, k, v, stride, begin, end, first_seen, seen, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The state after keys begin, .., end - 1. q [BLOCK_M, BLOCK_D]; k, v: pointers to the first key and value,
     `stride` elements from one to the next. scale: log2(e) times that of the softmax, positive.
 
     MASKED: row i sees keys below seen[i] only, WINDOWED: from first_seen[i] on; else all, and end - begin is a multiple
-    of BLOCK_N.
+    of BLOCK_N. SOFTCAP: 0 for none.
     """
     offs_d = tl.arange(0, BLOCK_D)
     whole: tl.constexpr = BLOCK_D == D
     within = tl.arange(0, BLOCK_N) * stride
+    unit = scale
+    if SOFTCAP > 0:
+        unit = 1.0
     for first in range(begin, end, BLOCK_N):
         offs_n = first + tl.arange(0, BLOCK_N)
         start = tl.cast(first, tl.int64) * stride
@@ -48,14 +59,16 @@ def attend(
             s = tl.dot(q.to(tl.float32), key.to(tl.float32), input_precision=PRECISION)
         else:
             s = tl.dot(q, key, input_precision=PRECISION)
+        if SOFTCAP > 0:
+            s = softcapped(s * scale, SOFTCAP)
         if MASKED:
             s = tl.where(offs_n[None, :] < seen[:, None], s, float("-inf"))
             if WINDOWED:
                 s = tl.where(offs_n[None, :] >= first_seen[:, None], s, float("-inf"))
-        highest = tl.maximum(most, tl.max(s, axis=1) * scale)
+        highest = tl.maximum(most, tl.max(s, axis=1) * unit)
         # Nothing seen so far: any finite number will do.
         base = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
-        p = tl.exp2(s * scale - base[:, None])
+        p = tl.exp2(s * unit - base[:, None])
         factor = tl.exp2(most - base)
         total = total * factor + tl.sum(p, axis=1)
         acc = acc * factor[:, None]

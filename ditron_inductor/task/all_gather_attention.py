@@ -6,8 +6,10 @@ one of `MASKS`; for those that move with it the rank is found at run time, so it
     full            every key
     causal          key j of all where j <= offset + i, i the row's number on its rank: aten's `is_causal`, or a tensor
                     in this rank's graph that holds the offset
+    zigzag_keys     causal, where rank r holds the keys of the chunks r and 2 W - 1 - r of the sequence's 2 W, and its
+                    rows stand where a tensor in its graph says
     causal_offset   key j of all where j <= rank * queries + i: sequence sharded in rank order
-    zigzag          causal, where rank r holds the chunks r and 2 W - 1 - r of the sequence's 2 W: the same work on all
+    zigzag          as `zigzag_keys`, where the rows stand at the rank's keys: the same work on all
 
 All but the first may have a window: of the keys that a row would see it sees the last ones, so many as the window is
 long, the key at its own position among them.
@@ -15,35 +17,48 @@ long, the key at its own position among them.
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ditron_inductor.task.policy import Policy, check, common_text, verify_common
 
-MASKS: tuple[str, ...] = ("full", "causal", "causal_offset", "zigzag")
+MASKS: tuple[str, ...] = ("full", "causal", "zigzag_keys", "causal_offset", "zigzag")
 ALIGNED: tuple[str, ...] = ("causal_offset", "zigzag")
 """Those for which a rank's queries are at the positions of its keys."""
+PLACED: tuple[str, ...] = ("causal", "zigzag_keys")
+"""Those for which every rank's graph has its own numbers of where its rows stand."""
+JUMP = re.compile(r"([1-9]\d*)([+-][1-9]\d*)")
 LONGEST_WINDOW = 2**63 - 1
 """What an op can be given. There are no positions beyond, so a longer one is as good."""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What rows see: see the module. window: the keys of a row at most, 0 for no limit. offset: of `causal`, and this
-    rank's alone; nothing that the ranks have to agree on may follow from it.
+    """What rows see: see the module. window: the keys of a row at most, 0 for no limit.
+
+    offset, jumps: of the kinds in PLACED. Row i stands at offset + i, and farther from some rows on: jumps `8+24` says
+    by 24 from row 8 on; several follow each other, after a blank. They are this rank's alone; nothing that the ranks
+    have to agree on may follow from them.
     """
 
     kind: str
     window: int = 0
     offset: int = 0
+    jumps: str = ""
 
     def verify(self, kind: str) -> None:
         check(self.kind in MASKS, kind, "mask", self.kind, f"one of {', '.join(MASKS)}")
         limited = self.window == 0 or (self.window > 0 and self.kind != "full")
         check(limited, kind, "window", self.window, "a positive number of keys beside a causal mask, or 0 for all")
-        check(self.offset == 0 or self.kind == "causal", kind, "offset", self.offset, "0, but for `causal`")
+        placed = self.kind in PLACED
+        check(self.offset == 0 or placed, kind, "offset", self.offset, f"0, but for {', '.join(PLACED)}")
+        rows = [row for row, _ in self.row_jumps()]
+        known = all(map(JUMP.fullmatch, self.jumps.split())) and rows == sorted(set(rows))
+        check(not self.jumps or (placed and known), kind, "jumps", self.jumps, f"`8+24 ..`, for {', '.join(PLACED)}")
 
     def within(self, places: int) -> Mask:
         """The same mask for rows that stand at positions below `places`: without a window that hides nothing there."""
@@ -55,14 +70,42 @@ class Mask:
         return f"{self.kind}, window={self.window}" if self.window else self.kind
 
     def text(self) -> str:
-        return f"{self.name}, offset={self.offset}" if self.offset else self.name
+        offset, jumps = f", offset={self.offset}" * (self.offset != 0), f", jumps={self.jumps}" * bool(self.jumps)
+        return self.name + offset + jumps
+
+    def row_jumps(self) -> list[tuple[int, int]]:
+        """(from which row on, by how much)."""
+        return [(int(row), int(jump)) for row, jump in JUMP.findall(self.jumps)]
 
     def positions(self, rank: int, world_size: int, queries: int) -> list[Segment]:
-        """Where the queries of a rank stand, or its keys, if there are as many."""
+        """Where the queries of a rank stand."""
         if self.kind == "zigzag":
-            half = queries // 2
-            return [Segment(0, half, rank * half), Segment(half, half, (2 * world_size - 1 - rank) * half)]
-        return [Segment(0, queries, rank * queries if self.kind == "causal_offset" else self.offset)]
+            return _zigzag(rank, world_size, queries)
+        if self.kind == "causal_offset":
+            return [Segment(0, queries, rank * queries)]
+        edges = [(0, self.offset), *((row, jump) for row, jump in self.row_jumps() if row < queries), (queries, 0)]
+        ahead = itertools.accumulate(jump for _, jump in edges)
+        return [
+            Segment(row, end - row, row + far) for (row, _), (end, _), far in zip(edges, edges[1:], ahead, strict=False)
+        ]
+
+    def key_positions(self, source: int, world_size: int, keys: int) -> list[Segment]:
+        """Where the keys of a rank stand."""
+        if self.kind in ("zigzag", "zigzag_keys"):
+            return _zigzag(source, world_size, keys)
+        return [Segment(0, keys, source * keys)]
+
+    def place(self, rank: int, world_size: int, queries: int, keys: int) -> int | None:
+        """The rank whose keys of the zig-zag order stand where the queries of this one do."""
+        if self.kind == "zigzag":
+            return rank
+        if self.kind != "zigzag_keys" or queries != keys or queries == 0:
+            return None
+        place, inside = divmod(self.offset, queries // 2)
+        same = inside == 0 and _joined(self.positions(rank, world_size, queries)) == _joined(
+            _zigzag(place, world_size, queries)
+        )
+        return place if same and 0 <= place < world_size else None
 
 
 @dataclass(frozen=True)
@@ -74,13 +117,34 @@ class Segment:
     start: int
 
 
+def _zigzag(rank: int, world_size: int, length: int) -> list[Segment]:
+    """The chunks of a rank, of `length` in all."""
+    half = length // 2
+    return [Segment(0, half, rank * half), Segment(half, half, (2 * world_size - 1 - rank) * half)]
+
+
+def _joined(segments: list[Segment]) -> list[Segment]:
+    """Without edges where nothing jumps."""
+    found = segments[:1]
+    for one in segments[1:]:
+        last = found[-1]
+        if one.start == last.start + last.count:
+            found[-1] = replace(last, count=last.count + one.count)
+        else:
+            found.append(one)
+    return found
+
+
 @dataclass(frozen=True)
 class _AttentionNode:
-    """What the two nodes have in common. scale: of the products of queries and keys, before the softmax."""
+    """What the two nodes have in common. scale: of the products of queries and keys, before the softmax. softcap: 0, or
+    what the scores s become is softcap * tanh(s / softcap).
+    """
 
     kind: ClassVar[str]
     mask: Mask
     scale: float
+    softcap: float
     world_size: int
     group_name: str
     site: str
@@ -89,11 +153,13 @@ class _AttentionNode:
     def verify(self) -> None:
         self.mask.verify(self.kind)
         check(math.isfinite(self.scale), self.kind, "scale", self.scale, "a finite number")
+        check(0.0 <= self.softcap < math.inf, self.kind, "softcap", self.softcap, "a number, 0 for none")
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
     def text(self) -> str:
+        softcap = f", softcap={self.softcap:g}" if self.softcap else ""
         return (
-            f"{self.kind}(mask={self.mask.text()}, scale={self.scale:g}{self._own_text()}, "
+            f"{self.kind}(mask={self.mask.text()}, scale={self.scale:g}{softcap}{self._own_text()}, "
             f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
         )
 
@@ -103,7 +169,7 @@ class _AttentionNode:
 
 @dataclass(frozen=True)
 class AllGatherAttention(_AttentionNode):
-    """out = softmax(scale * q @ all_gather(k)^T, masked) @ all_gather(v), and lse, the logarithms of its sums.
+    """out = softmax(cap(scale * q @ all_gather(k)^T), masked) @ all_gather(v), and lse, the logarithms of its sums.
 
     q, out are [B, Hq, Sq, D], k and v [B, Hkv, S, D] of every rank, gathered along the sequence; Hkv divides Hq, and
     head h attends to head h * Hkv // Hq. lse is [B, Hq, Sq] in fp32.
@@ -163,8 +229,8 @@ def mask_problem(mask: Mask, queries: int, keys: int) -> str:
     """Why `queries` rows and `keys` keys of a rank cannot have this mask, or an empty string."""
     if mask.kind in ALIGNED and queries != keys:
         return f"the mask '{mask.kind}' needs as many queries as keys on a rank, not {queries} and {keys}"
-    if mask.kind == "zigzag" and queries % 2:
-        return f"the mask 'zigzag' needs two equal chunks on a rank, not {queries} rows"
+    if mask.kind in ("zigzag", "zigzag_keys") and keys % 2:
+        return f"the mask '{mask.kind}' needs two equal chunks on a rank, not {keys} keys"
     return ""
 
 
@@ -177,23 +243,21 @@ def blocks(mask: Mask, rank: int, world_size: int, queries: int, keys: int) -> l
 
 
 def _of_source(mask: Mask, rank: int, source: int, world_size: int, queries: int, keys: int) -> Iterator[Block]:
+    place = mask.place(rank, world_size, queries, keys)
     if mask.kind == "full":
         yield Block(source, 0, queries, 0, keys)
-    elif mask.kind == "zigzag" and not 0 < mask.window < world_size * keys:
+    elif place is not None and not 0 < mask.window < world_size * keys:
         # As few as there can be.
-        if source == rank:
+        if source == place:
             # The second chunk sees all of the first.
             yield Block(source, 0, queries, 0, keys, causal=True)
-        elif source < rank:
+        elif source < place:
             yield Block(source, 0, queries, 0, keys // 2)
         else:
             yield Block(source, queries // 2, queries, 0, keys)
     else:
-        of_source = [Segment(0, keys, source * keys)]
-        if mask.kind in ALIGNED:
-            of_source = mask.positions(source, world_size, keys)
         for rows in mask.positions(rank, world_size, queries):
-            for part in of_source:
+            for part in mask.key_positions(source, world_size, keys):
                 yield from _between(source, rows, part, mask.window or rows.start + rows.count)
 
 
@@ -238,7 +302,11 @@ def visible_part(mask: Mask, world_size: int, queries: int, keys: int) -> float:
         return 1.0
     if mask.kind == "causal":
         # The ranks have to agree: as for one whose last row stands at the last key.
-        mask = replace(mask, offset=max(world_size * keys - queries, 0))
+        mask = replace(mask, offset=max(world_size * keys - queries, 0), jumps="")
+    elif mask.kind == "zigzag_keys":
+        if queries != keys:
+            return 1.0
+        mask = Mask("zigzag", mask.window)
     pairs = [sum(one.pairs for one in blocks(mask, rank, world_size, queries, keys)) for rank in range(world_size)]
     return max(pairs) / everything
 

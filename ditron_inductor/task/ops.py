@@ -137,12 +137,12 @@ SCHEMAS: dict[str, str] = {
     MatmulAllGather.kind: f"({_PRODUCTS}, int gather_dim, {_SITE}) -> (Tensor, Tensor)",
     FlashDecode.kind: f"({FLASH_DECODE_ARGUMENTS}, {_SITE}) -> (Tensor, Tensor)",
     AllGatherAttention.kind: (
-        "(Tensor q, Tensor k, Tensor v, Tensor? token, str mask, int window, int offset, float scale, "
-        f"bool return_gathered, {_SITE}) -> Tensor[]"
+        "(Tensor q, Tensor k, Tensor v, Tensor? token, str mask, int window, int offset, str jumps, float scale, "
+        f"float softcap, bool return_gathered, {_SITE}) -> Tensor[]"
     ),
     AttentionReduceScatter.kind: (
         "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? token, str mask, int window, "
-        f"int offset, float scale, {_SITE}) -> (Tensor, Tensor, Tensor, Tensor)"
+        f"int offset, str jumps, float scale, float softcap, {_SITE}) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
     AllGatherContract.kind: (
         "(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool gathered_first, bool return_gathered, "
@@ -319,10 +319,10 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
         paged = value["block_table"] is not None
         return FlashDecode(float(scale), float(softcap), world_size, group_name, site, policy, paged)
     if kind in ATTENTION_KINDS:
-        scale = value["scale"]
-        assert isinstance(scale, (int, float)), f"{kind}: scale is not a number: {scale!r}"
-        mask = Mask(str(value["mask"]), as_int("window"), as_int("offset"))
-        common = mask, float(scale), world_size, group_name, site, policy
+        scale, softcap = value["scale"], value["softcap"]
+        assert isinstance(scale, (int, float)) and isinstance(softcap, (int, float)), f"{kind}: {scale!r}, {softcap!r}"
+        mask = Mask(str(value["mask"]), as_int("window"), as_int("offset"), str(value["jumps"]))
+        common = mask, float(scale), float(softcap), world_size, group_name, site, policy
         if kind == AttentionReduceScatter.kind:
             return AttentionReduceScatter(*common)
         return AllGatherAttention(*common, return_gathered=bool(value["return_gathered"]))
@@ -511,7 +511,7 @@ def _fake_all_gather_attention(
     token: torch.Tensor | None,
     *site: Any,
 ) -> list[torch.Tensor]:
-    return_gathered, world_size = site[4], site[5]
+    return_gathered, world_size = site[-7:-5]
     outputs = [sequence_first(q, q.shape[1], q.shape[2]), q.new_empty(q.shape[:-1], dtype=torch.float32)]
     if return_gathered:
         outputs += [sequence_first(one, one.shape[1], world_size * one.shape[2]) for one in (k, v)]
@@ -528,7 +528,7 @@ def _fake_attention_reduce_scatter(
     token: torch.Tensor | None,
     *site: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    world_size = site[4]
+    world_size = site[-6]
     parts = [sequence_first(one, one.shape[1], one.shape[2] // world_size) for one in (k, v)]
     return sequence_first(q, q.shape[1], q.shape[2]), parts[0], parts[1], new_token(q)
 

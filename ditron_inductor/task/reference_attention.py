@@ -23,23 +23,30 @@ def visible(
         return None
     row = torch.arange(queries, device=device) if rows is None else rows
     key = torch.arange(world_size * keys, device=device)
-    if mask.kind == "causal":
-        row = row + mask.offset
-    elif mask.kind == "causal_offset":
-        row = row + rank * queries
-    elif mask.kind == "zigzag":
+    if mask.kind in ("zigzag", "zigzag_keys"):
         source, inside, half = key // keys, key % keys, keys // 2
         key = torch.where(inside < half, source * half, (2 * world_size - 2 - source) * half) + inside
+    if mask.kind == "zigzag":
         row = torch.where(row < half, rank * half, (2 * world_size - 2 - rank) * half) + row
+    elif mask.kind == "causal_offset":
+        row = row + rank * queries
+    else:
+        row = row + mask.offset + sum(torch.where(row >= first, jump, 0) for first, jump in mask.row_jumps())
     ahead = row[:, None] - key[None, :]
     return (ahead >= 0) & (ahead < mask.window) if mask.window else ahead >= 0
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, seen: torch.Tensor | None, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    seen: torch.Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) in fp32, or in the operands' dtype if that is wider. seen: bool [queries, keys], or None for all."""
-    p, lse, rows = _probabilities(q, k, None, seen, scale)
+    p, _, lse, rows = _probabilities(q, k, None, seen, scale, softcap)
     return (p @ v.unsqueeze(2).to(p.dtype)).reshape(rows), lse
 
 
@@ -53,27 +60,34 @@ def attend_backward(
     *,
     seen: torch.Tensor | None,
     scale: float,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(grad_q, grad_k, grad_v), as `attend`. out, lse: of all keys, of which k and v may be a part."""
-    p, _, rows = _probabilities(q, k, lse, seen, scale)
+    p, capped, _, rows = _probabilities(q, k, lse, seen, scale, softcap)
     grouped = p.shape[:-1]
     wide = p.dtype
     grad = grad_out.to(wide).reshape(*grouped, grad_out.shape[-1])
     delta = (grad * out.to(wide).reshape(grad.shape)).sum(-1, keepdim=True)
     grad_s = p * (grad @ v.to(wide).unsqueeze(2).mT - delta) * scale
+    if capped is not None:
+        grad_s = grad_s * (1.0 - capped**2)
     grad_q = (grad_s @ k.to(wide).unsqueeze(2)).reshape(rows)
     grad_k = (grad_s.mT @ q.to(wide).reshape(grad.shape)).sum(2)
     return grad_q, grad_k, (p.mT @ grad).sum(2)
 
 
 def _probabilities(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None, seen: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Size]:
-    """(p [B, Hkv, Hq / Hkv, Sq, S], lse [B, Hq, Sq], the shape of q)."""
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None, seen: torch.Tensor | None, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Size]:
+    """(p [B, Hkv, Hq / Hkv, Sq, S], the tanh of a soft cap alike, lse [B, Hq, Sq], the shape of q)."""
     B, heads, queries, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(wide).reshape(B, k.shape[1], heads // k.shape[1], queries, q.shape[-1])
     scores = grouped @ k.to(wide).unsqueeze(2).mT * scale
+    capped = None
+    if softcap:
+        capped = torch.tanh(scores / softcap)
+        scores = capped * softcap
     if seen is not None:
         scores = scores.masked_fill(~seen, -math.inf)
     if lse is None:
@@ -81,4 +95,4 @@ def _probabilities(
     # A row that sees nothing has no weights.
     base = torch.where(lse == -math.inf, 0.0, lse)
     p = torch.exp(scores - base.to(wide).reshape(*scores.shape[:-1], 1))
-    return p, lse, q.shape
+    return p, capped, lse, q.shape

@@ -64,16 +64,17 @@ def _prepare_forward(
     mask: str,
     window: int,
     offset: int,
+    jumps: str,
     scale: float,
+    softcap: float,
     return_gathered: bool,
     world_size: int,
     group_name: str,
     site: str,
     *policy: Any,
 ) -> Callable[..., Any]:
-    node = AllGatherAttention(
-        Mask(mask, window, offset), scale, world_size, group_name, site, Policy(*policy), return_gathered
-    )
+    seen, limits = Mask(mask, window, offset, jumps), Policy(*policy)
+    node = AllGatherAttention(seen, scale, softcap, world_size, group_name, site, limits, return_gathered)
     _check_operands(node, q, k, v)
     B, heads, queries, D = q.shape
     key_heads, keys = k.shape[1], k.shape[2]
@@ -112,13 +113,17 @@ def _prepare_backward(
     mask: str,
     window: int,
     offset: int,
+    jumps: str,
     scale: float,
+    softcap: float,
     world_size: int,
     group_name: str,
     site: str,
     *policy: Any,
 ) -> Callable[..., Any]:
-    node = AttentionReduceScatter(Mask(mask, window, offset), scale, world_size, group_name, site, Policy(*policy))
+    node = AttentionReduceScatter(
+        Mask(mask, window, offset, jumps), scale, softcap, world_size, group_name, site, Policy(*policy)
+    )
     grad_out, q, k, v, out, lse = operands
     if k.shape[2] % world_size:
         raise ValueError(

@@ -76,7 +76,7 @@ def geometry(node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch
         remote=remote,
         spare=[source for source in others if source not in sources] if node.return_gathered else [],
         numels=(q.numel(), q.shape[:-1].numel(), *(2 * [world * k.numel()] if node.return_gathered else [])),
-        run=local.choose(q, k, v),
+        run=local.choose(q, k, v, node.softcap),
         merge=Merge(q, [span.rows for span in spans]),
         kernels=Kernels(launch),
     )

@@ -25,10 +25,11 @@ def all_gather_attention(
     mask: str = "causal_offset",
     window: int = 0,
     scale: float | None = None,
+    softcap: float = 0.0,
     strategy: str = "auto",
 ) -> torch.Tensor:
-    """softmax(scale * q @ K^T, masked) @ V, where K and V are the keys and values of all ranks of the group in rank
-    order.
+    """softmax(cap(scale * q @ K^T), masked) @ V, where K and V are the keys and values of all ranks of the group in
+    rank order.
 
     q [B, Hq, Sq, D]; k and v [B, Hkv, S, D] of this rank, as many on every rank; Hkv divides Hq. Any strides. Returns
     [B, Hq, Sq, D] with the memory of a contiguous [B, Sq, Hq, D]. Gradients of q, k and v are those of the whole: those
@@ -46,6 +47,7 @@ def all_gather_attention(
             them; 0 for all, and so is any as long as the sequence. Not beside `full`. Ranks whose keys nobody sees send
             none.
         scale: 1 / sqrt(D) without one.
+        softcap: 0 for none, else cap(s) = softcap * tanh(s / softcap).
         strategy: `library`, `chunked` or `tile`, or `auto` for what the plan expects to be fastest.
 
     Raises ValueError for operands that do not fit, InvalidTaskNode for a mask, window or strategy that there is not,
@@ -58,8 +60,8 @@ def all_gather_attention(
     if group.size() == 1:
         raise ValueError("all_gather_attention needs a group of at least 2 ranks; use scaled_dot_product_attention")
     site = group.size(), group.group_name, "", strategy, *_LIMITS
-    window = min(window, LONGEST_WINDOW)
-    out: torch.Tensor = _Attention.apply(q, k, v, (mask, window, 0), scale, site)  # type: ignore[no-untyped-call]
+    given = mask, min(window, LONGEST_WINDOW), 0, "", scale, softcap
+    out: torch.Tensor = _Attention.apply(q, k, v, given, site)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -75,14 +77,13 @@ class _Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        mask: tuple[str, int, int],
-        scale: float,
+        given: tuple[str, int, int, str, float, float],
         site: tuple[Any, ...],
     ) -> torch.Tensor:
         op = torch.ops.ditron.all_gather_attention.default
         trained = any(ctx.needs_input_grad[:3])
-        found = op(q, k, v, None, *mask, scale, trained, *site)
-        ctx.mask, ctx.scale, ctx.site = mask, scale, site
+        found = op(q, k, v, None, *given, trained, *site)
+        ctx.given = *given, *site
         if trained:
             ctx.save_for_backward(q, found[2], found[3], found[0], found[1])
         result: torch.Tensor = found[0]
@@ -92,5 +93,5 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, keys, values, out, lse = ctx.saved_tensors
         op = torch.ops.ditron.attention_reduce_scatter.default
-        grad_q, grad_k, grad_v, _ = op(grads[0], q, keys, values, out, lse, None, *ctx.mask, ctx.scale, *ctx.site)
-        return grad_q, grad_k, grad_v, None, None, None
+        grad_q, grad_k, grad_v, _ = op(grads[0], q, keys, values, out, lse, None, *ctx.given)
+        return grad_q, grad_k, grad_v, None, None

@@ -48,13 +48,13 @@ def make(
     """(q, k, v) -> [out, lse, (gathered k, gathered v)] for operands of this form."""
     group: dist.ProcessGroup = distributed_c10d._resolve_process_group(node.group_name)  # type: ignore[arg-type]
     sizes = node.mask, group.rank(), node.world_size, q.shape[2], k.shape[2]
-    run = local.choose(q, k, v)
+    run = local.choose(q, k, v, node.softcap)
 
     def by_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
         gathered = gather(k, v, group)
         keys, values = canonical(gathered[0]), canonical(gathered[1])
         seen = reference_attention.visible(*sizes, q.device)
-        out, lse = reference_attention.attend(q, keys, values, seen=seen, scale=node.scale)
+        out, lse = reference_attention.attend(q, keys, values, seen=seen, scale=node.scale, softcap=node.softcap)
         outputs = [in_order(out.to(q.dtype)), lse.float()]
         return [*outputs, keys, values] if node.return_gathered else outputs
 

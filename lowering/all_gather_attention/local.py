@@ -6,6 +6,7 @@ gradients of such a part: what lets keys be taken piece by piece.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -70,13 +71,14 @@ def _window(q: torch.Tensor, k: torch.Tensor, seen: Seen) -> dict[str, int]:
 
 
 def _math(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float
+    softcap: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = reference_attention.attend(q, k, v, seen=_visible(q, k, seen), scale=scale)
+    out, lse = reference_attention.attend(q, k, v, seen=_visible(q, k, seen), scale=scale, softcap=softcap)
     return out.to(q.dtype), lse.float()
 
 
 def _math_backward(
+    softcap: float,
     grad_out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -86,7 +88,8 @@ def _math_backward(
     seen: Seen,
     scale: float,
 ) -> Gradients:
-    grads = reference_attention.attend_backward(grad_out, q, k, v, out, lse, seen=_visible(q, k, seen), scale=scale)
+    visible = _visible(q, k, seen)
+    grads = reference_attention.attend_backward(grad_out, q, k, v, out, lse, seen=visible, scale=scale, softcap=softcap)
     return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
 
 
@@ -181,20 +184,29 @@ def _beside(plain: Local, windowed: Local) -> Local:
     return Local(plain.name, forward, backward, plain.speed, windowed.windowed_speed)
 
 
-# Every score is written and read again several times.
-MATH = Local("math", _math, _math_backward, 0.1, 0.1)
+def in_plain_operations(softcap: float) -> Local:
+    """With a soft cap on the scores, or 0 for none."""
+    forward, backward = functools.partial(_math, softcap), functools.partial(_math_backward, softcap)
+    # Every score is written and read again several times.
+    return Local("math", forward, backward, 0.1, 0.1)
+
+
+MATH = in_plain_operations(0.0)
 FLASH = Local("flash", _flash, _flash_backward, 0.52, 0.45)
 _CUDNN = Local("cudnn", _cudnn, _cudnn_backward, 1.0, 1.0)
 CUDNN = _beside(_CUDNN, FLASH)
 CUDNN_AND_MATH = _beside(_CUDNN, MATH)
 
 
-def choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Local:
+def choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float = 0.0) -> Local:
     """The fastest that can run q [B, Hq, Sq, D] and k, v [B, Hkv, S, D], and what the user has not switched off.
 
     cuDNN's, where it can, was measured faster than FlashAttention-2 on Hopper at every size. It has no windows as aten
-    calls it: what one cuts is FlashAttention's, or else done in plain operations, all scores in memory.
+    calls it: what one cuts is FlashAttention's, or else done in plain operations, all scores in memory. So is what has
+    a soft cap, which none of these kernels knows.
     """
+    if softcap:
+        return in_plain_operations(softcap)
     # The library pads other heads before it calls these.
     if not q.is_cuda or q.shape[3] % 8 != 0:
         return MATH

@@ -60,17 +60,31 @@ VALUES = tl.constexpr(1)
 FULL = tl.constexpr(0)
 CAUSAL = tl.constexpr(1)
 ZIGZAG = tl.constexpr(2)
-NUMBERS = {"full": FULL, "causal": CAUSAL, "causal_offset": CAUSAL, "zigzag": ZIGZAG}
+ZIGZAG_KEYS = tl.constexpr(3)
+NUMBERS = {
+    "full": FULL,
+    "causal": CAUSAL,
+    "zigzag_keys": ZIGZAG_KEYS,
+    "causal_offset": CAUSAL,
+    "zigzag": ZIGZAG,
+}
 
 
 @triton.jit
-def positions(rows, place_0, rank, keys, WORLD: tl.constexpr, MASK: tl.constexpr):
-    """Where the `rows` of the queries stand, the first one at `place_0` if they stand in a row."""
+def positions(
+    rows, place_0, jump_rows, jumps, rank, keys, WORLD: tl.constexpr, MASK: tl.constexpr, JUMPS: tl.constexpr
+):
+    """Where the `rows` of the queries stand: the first one at `place_0`, and from each of the `jump_rows` on farther
+    by a jump, JUMPS of them.
+    """
     if MASK == ZIGZAG:
         half = keys // 2
         return rows + tl.where(rows < half, rank, 2 * WORLD - 2 - rank) * half
     else:
-        return rows + place_0
+        places = rows + place_0
+        for i in tl.static_range(JUMPS):
+            places += tl.where(rows >= jump_rows[i], jumps[i], 0)
+        return places
 
 
 @triton.jit
@@ -149,17 +163,17 @@ def received_all(table, ctl, rank, slot, source, site, epoch):
 def all_gather_attention_kernel(
     q, kv, out, lse, gathered_k, gathered_v, table, ctl, counters,
     batches, queries, keys, stride_qb, stride_qh, stride_qm, scale,
-    place_0, window, rank, slot, site, senders, num_targets,
-    WORLD: tl.constexpr, MASK: tl.constexpr, WINDOWED: tl.constexpr, RETURN_GATHERED: tl.constexpr,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr,
+    place_0, jump_rows, jumps, window, rank, slot, site, senders, num_targets,
+    WORLD: tl.constexpr, MASK: tl.constexpr, JUMPS: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+    RETURN_GATHERED: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
 ):  # fmt: skip
     """See the module. q [batches, HEADS, queries, D] with contiguous D; kv [2, batches, keys, KEY_HEADS, D] contiguous.
 
     out: the memory of [batches, queries, HEADS, D]; lse [batches, HEADS, queries]; gathered_k and gathered_v [batches,
-    WORLD * keys, KEY_HEADS, D], if wanted. place_0: see `positions`; window: the keys that a row sees at most, if
-    WINDOWED. num_targets: peers that get the own keys.
+    WORLD * keys, KEY_HEADS, D], if wanted. place_0, jump_rows, jumps: see `positions`; window: the keys that a row sees
+    at most, if WINDOWED. num_targets: peers that get the own keys.
     """
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
@@ -190,7 +204,7 @@ def all_gather_attention_kernel(
         head = head % HEADS
         offs_m = row + tl.arange(0, BLOCK_M)
         rows = tl.minimum(offs_m, queries - 1)
-        places = positions(rows, place_0, rank, keys, WORLD, MASK)
+        places = positions(rows, place_0, jump_rows, jumps, rank, keys, WORLD, MASK, JUMPS)
         q_rows = q + batch * stride_qb + head.to(tl.int64) * stride_qh + rows.to(tl.int64)[:, None] * stride_qm
         query = tl.load(q_rows + offs_d[None, :], mask=(offs_d < D)[None, :], other=0.0)
         # To the first key of the head.
@@ -231,17 +245,17 @@ def all_gather_attention_kernel(
                     edge = tl.minimum(edge, last)
                     acc, most, total = attend(
                         acc, most, total, query, base, base + numel, KEY_HEADS * D, begin, edge, first_seen, seen,
-                        scale, D, BLOCK_D, BLOCK_N, True, True, PRECISION, UPCAST,
+                        scale, D, BLOCK_D, BLOCK_N, True, True, SOFTCAP, PRECISION, UPCAST,
                     )  # fmt: skip
                     begin = edge
                 whole = begin + tl.maximum(tl.minimum(tl.min(seen, axis=0), last) - begin, 0) // BLOCK_N * BLOCK_N
                 acc, most, total = attend(
                     acc, most, total, query, base, base + numel, KEY_HEADS * D, begin, whole, first_seen, seen, scale,
-                    D, BLOCK_D, BLOCK_N, False, False, PRECISION, UPCAST,
+                    D, BLOCK_D, BLOCK_N, False, False, SOFTCAP, PRECISION, UPCAST,
                 )  # fmt: skip
                 acc, most, total = attend(
                     acc, most, total, query, base, base + numel, KEY_HEADS * D, whole, last, first_seen, seen, scale,
-                    D, BLOCK_D, BLOCK_N, True, WINDOWED, PRECISION, UPCAST,
+                    D, BLOCK_D, BLOCK_N, True, WINDOWED, SOFTCAP, PRECISION, UPCAST,
                 )  # fmt: skip
         values, sums = attended(acc, most, total)
         values = tl.where(ok != 0, values, float("nan"))
@@ -377,6 +391,8 @@ def all_gather_attention(
     # Not one tensor: outputs of an op may not share their memory.
     gathered = [kv.new_empty(B, world * keys, key_heads, D) if node.return_gathered else kv for _ in range(2)]
 
+    jumps = node.mask.row_jumps()
+
     def arguments() -> Arguments:
         window = kernel_window(node.mask, launch.rank, world, queries)
         work = B * heads * ceil_div(queries, config.block_m)
@@ -392,11 +408,15 @@ def all_gather_attention(
             "rank": launch.rank,
             "senders": SENDERS,
             "place_0": node.mask.positions(launch.rank, world, queries)[0].start,
+            "jump_rows": tuple(row for row, _ in jumps) or (0,),
+            "jumps": tuple(jump for _, jump in jumps) or (0,),
             "window": window,
             "num_targets": num_targets(node, launch.rank, keys),
             "WORLD": world,
             "MASK": NUMBERS[node.mask.kind],
+            "JUMPS": len(jumps),
             "WINDOWED": window > 0,
+            "SOFTCAP": node.softcap,
             "RETURN_GATHERED": node.return_gathered,
             "HEADS": heads,
             "KEY_HEADS": key_heads,

@@ -74,7 +74,7 @@ def geometry(node: AttentionReduceScatter, launch: Launch, operands: Operands) -
         stride=stride,
         nbytes=(world - 1) * stride * k.element_size(),
         spans=spans,
-        run=local.choose(q, k[:, :, :keys], v[:, :, :keys]),
+        run=local.choose(q, k[:, :, :keys], v[:, :, :keys], node.softcap),
         merge=Merge(q, [span.rows for _, of_owner in spans for span in of_owner]),
         kernels=Kernels(launch),
     )

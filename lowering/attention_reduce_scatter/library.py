@@ -53,14 +53,16 @@ def make(node: AttentionReduceScatter, operands: Operands) -> Callable[..., Outp
     group: dist.ProcessGroup = distributed_c10d._resolve_process_group(node.group_name)  # type: ignore[arg-type]
     world, keys = node.world_size, k.shape[2] // node.world_size
     sizes = node.mask, group.rank(), world, q.shape[2], keys
-    run = local.choose(q, k[:, :, :keys], v[:, :, :keys])
+    run = local.choose(q, k[:, :, :keys], v[:, :, :keys], node.softcap)
     spans = joined(sorted(blocks(*sizes), key=lambda block: block.source), whole=keys)
     merge = Merge(q, [span.rows for span in spans])
 
     def by_math(*given: torch.Tensor) -> Outputs:
         grad_out, q, k, v, out, lse = given
         seen = reference_attention.visible(*sizes, q.device)
-        found = reference_attention.attend_backward(grad_out, q, k, v, out, lse, seen=seen, scale=node.scale)
+        found = reference_attention.attend_backward(
+            grad_out, q, k, v, out, lse, seen=seen, scale=node.scale, softcap=node.softcap
+        )
         grad_k, grad_v = scattered(torch.stack([_apart(one, world) for one in found[1:]], 1).to(k.dtype))
         return in_order(found[0].to(q.dtype)), grad_k, grad_v
 

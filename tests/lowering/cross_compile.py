@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -145,6 +146,17 @@ class Compiled:
         return Listing(self.assembly)
 
 
+def without_assembler(*call: Any) -> tuple[str, str] | None:
+    """A hook of Triton's compiler, which does not assemble PTX then: `assembly.resources` does. Without arguments, what
+    is added to the names in Triton's cache.
+    """
+    if not call:
+        return "without assembler", "without assembler"
+    stages: dict[str, Any] = call[1]
+    stages["cubin"] = lambda ptx, metadata: b""
+    return None
+
+
 @functools.cache
 def compile_case(case: Case) -> Compiled:
     """The kernel for 4 ranks and, where it takes several weights side by side, two of them.
@@ -223,6 +235,11 @@ def compile_case(case: Case) -> Compiled:
                 attributes[place,] = aligned
     source = ASTSource(fn, signature, known, attributes)
     options = {"num_warps": fits.num_warps, "num_stages": fits.num_stages}
-    compiled = triton.compile(source, target=TARGETS[case.target], options=options)
+    with triton.knobs.runtime.scope(), triton.knobs.cache.scope():
+        if case.target == "sm_90":
+            triton.knobs.runtime.add_stages_inspection_hook = without_assembler
+            # A launch must not find what is not assembled.
+            triton.knobs.cache.dir = str(Path(triton.knobs.cache.dir) / "without_assembler")
+        compiled = triton.compile(source, target=TARGETS[case.target], options=options)
     assembly = compiled.asm["ptx" if case.target.startswith("sm_") else "amdgcn"]
     return Compiled(assembly, compiled.asm["ttgir"], compiled.metadata.shared)

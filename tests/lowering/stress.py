@@ -18,7 +18,7 @@ from tests.lowering.problems import Problem, Size
 from tests.rank_process import RankContext
 
 # By device and ranks: on the CPU device, ranks that wait take the cores from those that work.
-BACK_TO_BACK = {("cpu", 2): 20, ("cpu", 4): 8, ("cuda", 2): 500, ("cuda", 4): 500}
+BACK_TO_BACK = {("cpu", 2): 12, ("cpu", 4): 6, ("cuda", 2): 500, ("cuda", 4): 500}
 CYCLES_PER_MS = 1_800_000
 
 

@@ -3,6 +3,7 @@ repeated."""
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -14,11 +15,14 @@ from ditron_inductor import ops
 from ditron_inductor.errors import InvalidTaskNode
 from ditron_inductor.lowering.all_gather_attention import local, tile
 from ditron_inductor.lowering.register import register
-from ditron_inductor.task import reference, reference_attention
+from ditron_inductor.passes.name_sites import _task_facts
+from ditron_inductor.task import cost, reference, reference_attention
 from ditron_inductor.task.all_gather_attention import (
     MASKS,
+    PLACED,
     AllGatherAttention,
     Mask,
+    attention_sizes,
     blocks,
     mask_problem,
     visible_part,
@@ -52,14 +56,18 @@ class Case:
     # Of rank 0, of rank 1, ...
     offset: int = 0
     stride: int = 0
+    jumps: tuple[str, ...] = ()
+    softcap: float = 0.0
 
     def mask(self, rank: int) -> Mask:
-        return Mask(self.kind, self.window, self.offset + rank * self.stride)
+        jumps = self.jumps[rank] if rank < len(self.jumps) else ""
+        return Mask(self.kind, self.window, self.offset + rank * self.stride, jumps)
 
     def __str__(self) -> str:
         sizes = f"{self.B}x{self.heads}.{self.key_heads}x{self.queries}.{self.keys}x{self.D}"
-        mask = self.kind + f".{self.window}" * (self.window > 0)
-        return f"{mask}-{sizes}-{str(self.dtype)[6:]}-{self.layout}{'-gathered' * self.gathered}"
+        mask = self.kind + f".{self.window}" * (self.window > 0) + "-capped" * (self.softcap > 0)
+        jumps = "-jumps" * bool(self.jumps)
+        return f"{mask}-{sizes}-{str(self.dtype)[6:]}-{self.layout}{'-gathered' * self.gathered}{jumps}"
 
     def draw(self, ctx: RankContext, heads: int, length: int) -> torch.Tensor:
         shape = [self.B, length, heads, self.D] if self.layout == "sequence" else [self.B, heads, length, self.D]
@@ -87,6 +95,14 @@ CASES = (
     Case("zigzag", 68, 68, heads=2, window=21, dtype=FP32),
     # The first rows of rank 0 and the last ones of rank 1 see nothing.
     Case("causal", 37, 20, heads=2, window=19, dtype=FP32, offset=-5, stride=33),
+    # The rows of the zig-zag order itself, of which the last rank's do not jump; and others.
+    Case("zigzag_keys", 36, 36, heads=2, stride=18, jumps=("18+36",)),
+    Case("zigzag_keys", 36, 36, heads=2, window=15, dtype=FP32, gathered=True, stride=18, jumps=("18+36",)),
+    Case("zigzag_keys", 37, 20, heads=2, window=11, dtype=FP32, offset=-2, stride=9, jumps=("3+9 20-11", "8+1")),
+    Case("causal", 37, 20, heads=2, dtype=FP32, offset=4, stride=3, jumps=("9+5 33-30", "1+1")),
+    # Scores of up to 4 times what the cap lets through.
+    Case("causal_offset", 40, 40, dtype=FP32, softcap=0.7, gathered=True),
+    Case("zigzag", 36, 36, heads=2, D=64, window=21, softcap=2.0),
 )
 
 
@@ -96,7 +112,9 @@ def forward(
     """[out, lse, (gathered k, gathered v)] of the op."""
     register()
     op = torch.ops.ditron.all_gather_attention
-    return op(*operands, None, *astuple(case.mask(ctx.rank)), case.D**-0.5, gathered, *site.args(ctx))[:-1]
+    return op(*operands, None, *astuple(case.mask(ctx.rank)), case.D**-0.5, case.softcap, gathered, *site.args(ctx))[
+        :-1
+    ]
 
 
 def expected(
@@ -106,7 +124,8 @@ def expected(
     q, k, v = operands
     keys, values = (reference.all_gather(one.contiguous(), gather_dim=2, **site.group(ctx)) for one in (k, v))
     seen = reference_attention.visible(case.mask(ctx.rank), ctx.rank, ctx.world_size, case.queries, case.keys, q.device)
-    out, lse = reference_attention.attend(q.double(), keys.double(), values.double(), seen=seen, scale=case.D**-0.5)
+    operands = q.double(), keys.double(), values.double()
+    out, lse = reference_attention.attend(*operands, seen=seen, scale=case.D**-0.5, softcap=case.softcap)
     return out, lse, keys, values
 
 
@@ -148,7 +167,7 @@ def _check_gradients(ctx: RankContext, case: Case, strategy: str) -> None:
     _, _, keys, values = expected(ctx, site, case, (q, k, v))
     seen = reference_attention.visible(case.mask(ctx.rank), ctx.rank, ctx.world_size, case.queries, case.keys, q.device)
     exact = [one.double().requires_grad_() for one in (q, keys, values)]
-    out, lse = reference_attention.attend(*exact, seen=seen, scale=case.D**-0.5)
+    out, lse = reference_attention.attend(*exact, seen=seen, scale=case.D**-0.5, softcap=case.softcap)
     out.backward(grad.double())
     wanted = [exact[0].grad]
     for one in exact[1:]:
@@ -156,8 +175,8 @@ def _check_gradients(ctx: RankContext, case: Case, strategy: str) -> None:
         wanted.append(reference.reduce_scatter(one.grad, scatter_dim=2, reduce_op="sum", **site.group(ctx)))
     register()
     given = grad, q, keys, values, out.detach().to(case.dtype).transpose(1, 2).contiguous().transpose(1, 2)
-    op = torch.ops.ditron.attention_reduce_scatter
-    found = op(*given, lse.detach().float(), None, *astuple(case.mask(ctx.rank)), case.D**-0.5, *site.args(ctx))[:-1]
+    op, scores = torch.ops.ditron.attention_reduce_scatter, (case.D**-0.5, case.softcap)
+    found = op(*given, lse.detach().float(), None, *astuple(case.mask(ctx.rank)), *scores, *site.args(ctx))[:-1]
     for name, got, want in zip(("q", "k", "v"), found, wanted, strict=True):
         assert got.dtype == case.dtype and got.transpose(1, 2).is_contiguous()
         assert want is not None
@@ -180,6 +199,9 @@ GPU_CASES = (
     Case("causal_offset", 1024, 1024, heads=8, D=128, window=700),
     Case("zigzag", 1030, 1030, heads=4, D=64, window=300, gathered=True),
     Case("causal", 777, 512, heads=4, D=128, window=600, offset=3, stride=400),
+    Case("zigzag_keys", 1030, 1030, heads=4, D=64, stride=515, jumps=("515+1030",)),
+    Case("causal_offset", 1024, 1024, heads=8, D=256, softcap=1.5),
+    Case("zigzag", 512, 512, heads=4, D=128, window=300, dtype=FP16, softcap=0.5, gathered=True),
 )
 
 
@@ -318,9 +340,10 @@ def test_the_kernel_has_a_window_only_where_it_hides_keys(mask: Mask, rank: int,
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_blocks_cover_what_a_mask_shows_once(kind: str, world_size: int) -> None:
     windows = (0,) if kind == "full" else (0, 1, 2, 5, 9, 100)
-    offsets = (-3, 0, 4, 7, 40) if kind == "causal" else (0,)
+    places = [(offset, jumps) for offset in (-3, 0, 4, 7, 40) for jumps in ("", "3+6", "1+1 3-4 4+2")]
+    places = places if kind in PLACED else [(0, "")]
     for queries, keys in ((6, 6), (12, 6), (7, 3), (4, 8)):
-        for mask in (Mask(kind, window, offset) for window in windows for offset in offsets):
+        for mask in (Mask(kind, window, *place) for window in windows for place in places):
             if mask_problem(mask, queries, keys):
                 continue
             everything = queries * world_size * keys
@@ -341,10 +364,53 @@ def test_blocks_cover_what_a_mask_shows_once(kind: str, world_size: int) -> None
                 assert torch.equal(covered, wanted), (mask, rank)
                 most = max(most, int(wanted.sum()))
             part_seen = visible_part(mask, world_size, queries, keys)
-            assert kind == "causal" or part_seen == most / everything
+            assert kind in PLACED or part_seen == most / everything
 
 
 def test_an_offset_decides_nothing_for_all_ranks() -> None:
-    assert len({visible_part(Mask("causal", 3, offset), 2, 6, 6) for offset in (0, 3, 6)}) == 1
-    node = AllGatherAttention(Mask("causal", 3, 4), 1.0, 2, "0", "", Policy())
-    assert "offset=4" in node.text() and "offset" not in node.mask.name
+    for kind in PLACED:
+        masks = [Mask(kind, 3, offset, jumps) for offset in (0, 3, 6) for jumps in ("", "3+6")]
+        assert len({visible_part(mask, 2, 6, 6) for mask in masks}) == 1
+        assert len({visible_part(mask, 2, 4, 6) for mask in masks}) == 1
+        assert len({mask.name for mask in masks}) == 1
+    node = AllGatherAttention(Mask("causal", 3, 4, "3+6"), 1.0, 0.0, 2, "0", "", Policy())
+    assert "offset=4, jumps=3+6" in node.text() and "offset" not in node.mask.name
+
+
+def test_rows_of_the_zigzag_order_have_its_blocks() -> None:
+    for world_size in (2, 3, 4):
+        for rank in range(world_size):
+            first, second = (one.start for one in Mask("zigzag").positions(rank, world_size, 6))
+            jumps = f"3+{second - first - 3}" if second > first + 3 else ""
+            sizes = rank, world_size, 6, 6
+            assert blocks(Mask("zigzag_keys", 0, first, jumps), *sizes) == blocks(Mask("zigzag"), *sizes)
+
+
+@pytest.mark.parametrize("jumps", ["3", "0+3", "3+0", "4+1 3+1", "3+1, 4+1", "3+1 3+2"])
+def test_jumps_that_are_none(jumps: str) -> None:
+    with pytest.raises(InvalidTaskNode, match="jumps"):
+        Mask("causal", 0, 0, jumps).verify("")
+    with pytest.raises(InvalidTaskNode, match="jumps"):
+        Mask("zigzag", 0, 0, "3+1").verify("")
+
+
+def test_a_soft_cap_is_named_and_legal_and_our_kernels() -> None:
+    """The library's kernels have none: what stands for them is so slow that the plan takes `tile`."""
+    node = AllGatherAttention(Mask("causal_offset"), 0.0625, 50.0, 2, "0", "", Policy())
+    plain = replace(node, softcap=0.0)
+    assert "softcap=50" in node.text() and "softcap" not in plain.text()
+    for softcap in (-1.0, math.inf, math.nan):
+        with pytest.raises(InvalidTaskNode, match="softcap"):
+            replace(node, softcap=softcap).verify()
+    q = torch.empty(1, 16, 4, 256)
+    run = local.choose(q, q, q, node.softcap)
+    sizes = attention_sizes(node.mask, 2, 1, 16, 8192, 256, 8, 8192)
+    problem = cost.Problem(node.kind, *sizes, 2, 2, library_speed=run.speed_with(node.mask))
+    predicted = cost.predict(problem, cost.H200)
+    assert min(predicted, key=predicted.__getitem__) == "tile"
+
+
+def test_a_soft_cap_is_part_of_the_name_of_its_site() -> None:
+    node = AllGatherAttention(Mask("causal_offset"), 0.0625, 50.0, 2, "0", "", Policy())
+    facts = {_task_facts(replace(node, softcap=softcap)) for softcap in (0.0, 30.0, 50.0)}
+    assert len(facts) == 3

@@ -28,12 +28,13 @@ class Case:
     mask: str = "causal_offset"
     gathered: bool = False
     windowed: bool = False
+    jumps: int = 0
+    softcap: float = 0.0
 
     def __str__(self) -> str:
         sizes = f"{self.config.block_m}x{self.config.block_n}x{self.D}"
-        return (
-            f"{self.target}-{sizes}-{self.dtype}-{self.mask}{'-gathered' * self.gathered}{'-windowed' * self.windowed}"
-        )
+        more = "-gathered" * self.gathered + "-windowed" * self.windowed + "-jumps" * (self.jumps > 0)
+        return f"{self.target}-{sizes}-{self.dtype}-{self.mask}{more}{'-capped' * (self.softcap > 0)}"
 
 
 CASES = (
@@ -46,6 +47,11 @@ CASES = (
     Case("sm_90", 128, tile.CONFIGS[128], windowed=True),
     Case("gfx942", 128, tile.CONFIGS[128], mask="zigzag", windowed=True),
     Case("gfx942", 256, tile.CONFIGS[256], mask="causal", gathered=True),
+    Case("sm_90", 128, tile.CONFIGS[128], mask="zigzag_keys", jumps=1),
+    Case("gfx942", 128, tile.CONFIGS[128], mask="causal", windowed=True, jumps=2),
+    Case("sm_90", 128, tile.CONFIGS[128], windowed=True, softcap=30.0),
+    Case("sm_90", 256, tile.CONFIGS[256], softcap=50.0),
+    Case("gfx942", 256, tile.CONFIGS[256], softcap=50.0),
 )
 POINTERS = ("q", "kv", "out", "gathered_k", "gathered_v")
 
@@ -79,7 +85,9 @@ def compiled(case: Case) -> Any:
     constants = {
         "WORLD": 4,
         "MASK": tile.NUMBERS[case.mask],
+        "JUMPS": case.jumps,
         "WINDOWED": case.windowed,
+        "SOFTCAP": case.softcap,
         "RETURN_GATHERED": case.gathered,
         "HEADS": 32,
         "KEY_HEADS": 8,
@@ -92,7 +100,8 @@ def compiled(case: Case) -> Any:
         "SEND_BLOCK": tile.SEND_BLOCK,
         "SEND_STEPS": tile.SEND_STEPS,
     }
-    types = {name: f"*{case.dtype}" for name in POINTERS} | WORDS | {"lse": "*fp32", "scale": "fp32"}
+    types: dict[str, Any] = {name: f"*{case.dtype}" for name in POINTERS} | WORDS | {"lse": "*fp32", "scale": "fp32"}
+    types |= dict.fromkeys(("jump_rows", "jumps"), ("i32",) * max(case.jumps, 1))
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return _compile(tile.all_gather_attention_kernel, constants, types, case.target, options)
 

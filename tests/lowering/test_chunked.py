@@ -65,10 +65,10 @@ def test_matches_reference_at_size(gpu_pool: RankPool, large_case: tuple[Callabl
 
 def _three_ranks(ctx: RankContext) -> None:
     for kind in CHUNKED_KINDS:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for dtype in (torch.float32, torch.bfloat16):
             site = Site(name=f"three/{dtype}:{kind}", strategy="chunked")
             problem = Problem(ctx, kind, Size(11, 40, 26), site=site, dtype=dtype)
-            for outputs in [problem() for _ in range(3)]:
+            for outputs in [problem() for _ in range(2)]:
                 problem.check(outputs)
 
 
@@ -161,7 +161,7 @@ def _modes(ctx: RankContext) -> None:
     modes = [torch.inference_mode, torch.no_grad, torch.enable_grad]
     for first in range(len(modes)):
         problems = chunked_problems(ctx, KINDS, f"modes {first}")
-        for turn in range(6):
+        for turn in range(4):
             for problem in problems:
                 with modes[(first + turn) % len(modes)]():
                     outputs = problem()

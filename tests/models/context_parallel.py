@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import scaled_dot_product_attention
 
 from ditron_inductor.backend import ditron
@@ -27,7 +29,7 @@ class SequenceAttention(nn.Module):
     """The attention of `inner`, with one of the masks of `ditron_inductor.ops.all_gather_attention`, and its window.
 
     form: None for the keys of one rank, else of all ranks; `graph` by a gather and torch's attention with a mask made
-    of this rank's positions, as the pass finds them.
+    of this rank's positions, as the pass finds them; `flex` by a gather and FlexAttention.
     """
 
     def __init__(self, inner: Attention, mask: str, window: int, form: str | None) -> None:
@@ -41,18 +43,37 @@ class SequenceAttention(nn.Module):
         inner = self.inner
         q, k, v = inner._heads(inner.wq(x)), inner._heads(inner.wk(x)), inner._heads(inner.wv(x))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if self.form not in (None, "graph"):
+        if self.form == "flex":
+            out = by_flex_attention(q, k, v, self.window)
+        elif self.form not in (None, "graph"):
             out = all_gather_attention(q, k, v, mask=self.mask, window=self.window)
         else:
-            rows = torch.arange(q.shape[2])
+            rows = keys = torch.arange(q.shape[2])
             if self.form == "graph":
                 assert dist.group.WORLD is not None
-                rows = rows + dist.get_rank() * q.shape[2]
+                rank, world_size = dist.get_rank(), dist.get_world_size()
                 k, v = (all_gather_tensor_autograd(one, 2, dist.group.WORLD) for one in (k, v))
-            ahead = rows[:, None] - torch.arange(k.shape[2])
+                parts = [positions(self.mask, k.shape[2], one, world_size) for one in range(world_size)]
+                rows, keys = parts[rank], torch.cat(parts)
+            ahead = rows[:, None] - keys
             seen = (ahead >= 0) & (ahead < (self.window or k.shape[2]))
             out = scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
         return inner.wo(out.transpose(1, 2).flatten(2))
+
+
+def by_flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+    """`causal_offset`, in blocks as long as a rank's part."""
+    assert dist.group.WORLD is not None
+    rows, first = q.shape[2], dist.get_rank() * q.shape[2]
+    k, v = (all_gather_tensor_autograd(one, 2, dist.group.WORLD) for one in (k, v))
+
+    def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i + first >= j) & (i + first - j < window)
+
+    blocks = flex.create_block_mask(seen, None, None, rows, k.shape[2], device="cpu", BLOCK_SIZE=rows)
+    out = flex.flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 def build(mask: str, window: int, form: str | None) -> Llama:
@@ -98,7 +119,9 @@ def check(
     model = build(mask, window, form)
     model.cos, model.sin = model.cos[mine], model.sin[mine]
     options = {"ditron.strategy": strategy}
-    with collect_sites() as sink, without_caches():
+    # Torch has FlexAttention's backward on CPUs, in plain operations, behind this check.
+    unchecked = mock.patch.object(flex, "_validate_device", lambda q, k, v: None)
+    with collect_sites() as sink, without_caches(), unchecked:
         if generated:
             call: Any = torch.compile(model, backend=ditron, fullgraph=True, options=options)
         else:

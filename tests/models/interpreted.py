@@ -17,6 +17,7 @@ import torch
 import torch._inductor.config
 from functorch.compile import make_boxed_func
 from torch import fx
+from torch._inductor import compile_fx as inductor
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.virtualized import V
@@ -47,10 +48,17 @@ def interpreted(options: dict[str, Any], *, run_fused: bool = True) -> Callable[
 
 @contextlib.contextmanager
 def without_generated_code() -> Iterator[None]:
-    """In the block `backend="ditron"` itself, whatever its options, is as `interpreted`: for programs that name it."""
+    """In the block `backend="ditron"` itself, whatever its options, is as `interpreted`, and Inductor by its name
+    generates no code either: for programs that name them.
+    """
     quick = functools.partial(compile_fx, inner_compile=functools.partial(run_passes, True))
-    with mock.patch.object(backend, "compile_fx", quick):
+    with mock.patch.object(backend, "compile_fx", quick), mock.patch.object(inductor, "compile_fx", quick):
         yield
+
+
+def code_generated(wanted: bool) -> contextlib.AbstractContextManager[None]:
+    """`without_generated_code`, unless it is `wanted`: by tests of Inductor's own code, and of how it uses memory."""
+    return contextlib.nullcontext() if wanted else without_generated_code()
 
 
 def run_passes(run_fused: bool, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:

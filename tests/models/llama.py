@@ -16,6 +16,7 @@ from ditron_inductor.demo_model import Llama, LlamaConfig, tensor_parallel
 from ditron_inductor.explain import build_report, without_caches
 from ditron_inductor.options import Options
 from ditron_inductor.sites import collect_sites
+from tests.models.interpreted import code_generated
 from tests.rank_process import RankContext
 from tests.tolerances import MODEL_TOLERANCES, relative_error
 
@@ -96,12 +97,15 @@ def expected_forward(setup: Setup) -> Counter[str]:
     return Counter(matmul_all_reduce_rms_norm=count)
 
 
-def check_training(ctx: RankContext, setup: Setup, steps: int = 1) -> str:
-    """Outputs and gradients match eager, and every collective of the forward graph is fused. Returns the report."""
+def check_training(ctx: RankContext, setup: Setup, steps: int = 1, generated: bool = True) -> str:
+    """Outputs and gradients match eager, and every collective of the forward graph is fused. Returns the report.
+
+    generated: by Inductor's code, which takes its time on a CPU; else op by op.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = build(ctx, setup)
-    with collect_sites() as sink, without_caches():
+    with collect_sites() as sink, without_caches(), code_generated(generated):
         call = compiled(setup, model)
         for index in range(steps):
             x = inputs(ctx, setup, seed=2 + index)

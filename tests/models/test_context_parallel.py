@@ -19,6 +19,8 @@ FORWARD, BACKWARD = ATTENTION_KINDS
     [
         ("causal_offset", 15, "graph", "chunked", 2),
         ("zigzag", 9, "function", "tile", 1),
+        ("zigzag", 0, "graph", "tile", 1),
+        ("causal_offset", 9, "flex", "chunked", 1),
         ("causal_offset", 0, "generated", "chunked", 1),
     ],
 )

@@ -36,7 +36,7 @@ GRAPH_SETUPS = [
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("setup", CPU_SETUPS, ids=str)
 def test_small_llama_trains_as_eager(rank_pools: RankPools, setup: Setup) -> None:
-    rank_pools.get("cpu", 2).run(check_training, setup, timeout=280)
+    rank_pools.get("cpu", 2).run(check_training, setup, 1, setup is CPU_SETUPS[0], timeout=280)
 
 
 @pytest.mark.timeout(300)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ditron_inductor.explain import without_caches
 from ditron_inductor.sites import collect_sites
+from tests.models.interpreted import code_generated, without_generated_code
 from tests.ranks import RankContext, RankPools
 from tests.tolerances import MODEL_TOLERANCES, relative_error
 
@@ -206,6 +207,16 @@ def finished(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, bias: torch.Tens
     return [scattered, reduced @ w]
 
 
+def written_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    """q [2, 6, 4, 8], k, v [2, 6, 2, 8]. Grouped heads, a soft cap, a mask of the rank's own; what follows is fused."""
+    keys, values = gather(k, 1), gather(v, 1)
+    scores = torch.einsum("bsghd,btgd->bghst", q.unflatten(2, (2, 2)), keys) / 3.0
+    rows = torch.arange(6)[:, None] + 6 * dist.get_rank()
+    scores = torch.where(rows >= torch.arange(keys.shape[1]), 2.0 * torch.tanh(scores / 2.0), -torch.inf)
+    out = torch.einsum("bghst,btgd->bsghd", scores.softmax(-1), values).flatten(2)
+    return [reduce(out @ q.flatten(0, 1).flatten(1)[:8].t()), out.relu()]
+
+
 def trained(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, v: torch.Tensor) -> Tensors:
     """x [2, 4, 16], w [48, 16], bias [48], v [16, 24]. Gate and up in one weight, whose backward wants both halves."""
     gate, up = torch.nn.functional.linear(gather(x, 1), w, bias).chunk(2, -1)
@@ -214,8 +225,8 @@ def trained(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, v: torch.Tenso
 
 @dataclass(frozen=True)
 class Case:
-    """A program, the shapes of its inputs, whether gradients are compared too, what is fused forward, and the epilogues
-    that are absorbed there.
+    """A program, the shapes of its inputs, whether gradients are compared too, what is fused forward, the epilogues
+    that are absorbed there, and whether Inductor's code runs it: where memory is written to or used again.
     """
 
     program: Program
@@ -223,6 +234,7 @@ class Case:
     grad: bool = False
     fused: tuple[str, ...] = ()
     epilogues: frozenset[str] = frozenset()
+    generated: bool = False
 
     def __str__(self) -> str:
         return self.program.__name__
@@ -235,20 +247,21 @@ TRAINED = frozenset({"silu(mm0 + row(x0)) * (mm1 + row(x1)); mm0; mm1"})
 FINISHED = frozenset({"silu(mm0) * mm1", "pre: mm0 * row(x0); full(x1) + mm0", "relu(mm0 + row(x0))"})
 CASES = [
     Case(wrong_chunks, ((2, 4, 16), (16, 24))),
-    Case(lookalikes, XW),
-    Case(reduce_ops, XW, fused=(AR,)),
-    Case(late_waits, XW, fused=(AR, AR)),
-    Case(mixed_order, (*XW, (24, 16)), fused=(AR, AG, RS, AR)),
-    Case(written_inputs, XW, fused=(AG, AR)),
+    Case(lookalikes, XW, generated=True),
+    Case(reduce_ops, XW, fused=(AR,), generated=True),
+    Case(late_waits, XW, fused=(AR, AR), generated=True),
+    Case(mixed_order, (*XW, (24, 16)), fused=(AR, AG, RS, AR), generated=True),
+    Case(written_inputs, XW, fused=(AG, AR), generated=True),
     Case(gathered_weights, ((12, 16), (16, 6), (2, 5, 16)), grad=True, fused=(AG, AG)),
     Case(scattered_columns, ((2, 4, 16), (16, 24)), fused=(RS, RS)),
     Case(operands, XW, fused=(AG, AG, AG, AR, AR, AR, RS)),
-    Case(gathered_returned, ((2, 4, 16), (16, 24)), grad=True, fused=(AG,)),
+    Case(gathered_returned, ((2, 4, 16), (16, 24)), grad=True, fused=(AG,), generated=True),
     Case(contracted, ((2, 4, 16), (2, 8, 24)), grad=True, fused=(AC, AC)),
     Case(sums, ((4, 16), (16, 24), (24, 16), (16,)), grad=True, fused=(AG, RS)),
-    Case(finished, ((4, 16), (16, 48), (24, 16), (16,)), fused=(AG, RS, AR), epilogues=FINISHED),
+    Case(finished, ((4, 16), (16, 48), (24, 16), (16,)), fused=(AG, RS, AR), epilogues=FINISHED, generated=True),
+    Case(written_attention, ((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8)), fused=("all_gather_attention", AR)),
     Case(trained, ((2, 4, 16), (48, 16), (48,), (16, 24)), grad=True, fused=(AG, RS), epilogues=TRAINED),
-    Case(checkpointed, XW, grad=True, fused=(AG, RS, AG, RS)),
+    Case(checkpointed, XW, grad=True, fused=(AG, RS, AG, RS), generated=True),
     Case(broken_graph, XW, grad=True, fused=(AG, RS, AG)),  # the last matmul is fused with its gather
 ]
 
@@ -270,7 +283,7 @@ def compare(ctx: RankContext, program: Program, call: Program, shapes: tuple[tup
 
 def run_case(ctx: RankContext, case: Case) -> None:
     torch._dynamo.reset()
-    with without_caches(), collect_sites() as sink:
+    with without_caches(), collect_sites() as sink, code_generated(case.generated):
         compiled = torch.compile(case.program, backend="ditron", options=TILE)
         for _ in range(2):
             compare(ctx, case.program, compiled, case.shapes, case.grad)
@@ -294,7 +307,7 @@ def run_sizes(ctx: RankContext) -> None:
         return [scatter(torch.relu(h) @ w.t(), 1), flat.view(x.shape[1], x.shape[0], 16)]
 
     torch._dynamo.reset()
-    with without_caches(), collect_sites() as sink:
+    with without_caches(), collect_sites() as sink, without_generated_code():
         compiled = torch.compile(program, backend="ditron", options=TILE, dynamic=True)
         for batch, length in ((2, 3), (4, 5), (1, 4), (3, 1)):
             compare(ctx, program, compiled, ((batch, length, 16), (16, 24)), True)
@@ -369,7 +382,7 @@ def run_mesh(ctx: RankContext) -> None:
 
     shapes = (4, 16), (16, 24), (24, 16)
     torch._dynamo.reset()
-    with without_caches():
+    with without_caches(), without_generated_code():
         compare(ctx, program, torch.compile(program, backend="ditron", options=TILE), shapes, True)
         compare(ctx, reductions, torch.compile(reductions, backend="ditron", options=TILE), shapes, False)
 

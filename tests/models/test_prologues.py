@@ -8,6 +8,7 @@ import torch
 from ditron_inductor.demo_model import LlamaConfig
 from ditron_inductor.explain import without_caches
 from ditron_inductor.sites import collect_sites
+from tests.models.interpreted import without_generated_code
 from tests.models.llama import Setup, assert_matches, build, compiled, inputs, step
 from tests.ranks import RankContext, RankPools
 
@@ -21,7 +22,7 @@ def check(ctx: RankContext) -> list[str]:
     """The patterns of the forward graph's gathers."""
     torch._dynamo.reset()
     model = build(ctx, SETUP)
-    with collect_sites() as sink, without_caches():
+    with collect_sites() as sink, without_caches(), without_generated_code():
         call = compiled(SETUP, model)
         x = inputs(ctx, SETUP)
         assert_matches(step(SETUP, model, call, x), step(SETUP, model, model, x), SETUP.dtype)

@@ -13,7 +13,7 @@ from ditron_inductor.demo_model import LlamaConfig
 from ditron_inductor.errors import DitronNotReplicated
 from ditron_inductor.explain import without_caches
 from ditron_inductor.sites import collect_sites
-from tests.models.interpreted import interpreted
+from tests.models.interpreted import interpreted, without_generated_code
 from tests.models.llama import Setup, assert_matches, build, compiled, inputs, step
 from tests.ranks import RankContext, RankPools
 
@@ -30,7 +30,7 @@ def check_inference(ctx: RankContext, batch: int, seq_len: int) -> None:
     torch._dynamo.reset()
     given = setup(batch, seq_len)
     model = build(ctx, given)
-    with torch.no_grad(), collect_sites() as sink, without_caches():
+    with torch.no_grad(), collect_sites() as sink, without_caches(), without_generated_code():
         call = compiled(given, model)
         for seed in (2, 3):
             x = inputs(ctx, given, seed=seed)

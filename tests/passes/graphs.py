@@ -220,6 +220,9 @@ def run_ranks(
     for node in module.graph.nodes:
         if node.op == "placeholder":
             continue
+        if node.op == "get_attr":
+            values[node] = [module.get_submodule(str(node.target))] * world_size
+            continue
         args = [
             fx.map_arg((node.args, dict(node.kwargs)), lambda one, r=rank: values[one][r]) for rank in range(world_size)
         ]
@@ -376,25 +379,26 @@ def _run_flash_decode(args: list[Any]) -> list[Any]:
 
 
 def _run_all_gather_attention(args: list[Any]) -> list[Any]:
-    return_gathered = args[0][8]
+    return_gathered = args[0][10]
     keys, values = (torch.cat([arg[index] for arg in args], 2) for index in (1, 2))
     results = []
-    for rank, (q, k, _, _, mask, window, offset, scale, *_) in enumerate(args):
+    for rank, (q, k, _, _, mask, window, offset, jumps, scale, softcap, *_) in enumerate(args):
         seen = reference_attention.visible(
-            Mask(mask, window, offset), rank, len(args), q.shape[2], k.shape[2], q.device
+            Mask(mask, window, offset, jumps), rank, len(args), q.shape[2], k.shape[2], q.device
         )
-        outputs = reference_attention.attend(q, keys, values, seen=seen, scale=scale)
+        outputs = reference_attention.attend(q, keys, values, seen=seen, scale=scale, softcap=softcap)
         results.append([*outputs, *[keys, values] * return_gathered, torch.empty(1)])
     return results
 
 
 def _run_attention_reduce_scatter(args: list[Any]) -> list[Any]:
     found = []
-    for rank, (grad, q, k, v, out, lse, _, mask, window, offset, scale, *_) in enumerate(args):
+    for rank, (grad, q, k, v, out, lse, _, mask, window, offset, jumps, scale, softcap, *_) in enumerate(args):
         seen = reference_attention.visible(
-            Mask(mask, window, offset), rank, len(args), q.shape[2], k.shape[2] // len(args), q.device
+            Mask(mask, window, offset, jumps), rank, len(args), q.shape[2], k.shape[2] // len(args), q.device
         )
-        found.append(reference_attention.attend_backward(grad, q, k, v, out, lse, seen=seen, scale=scale))
+        given = grad, q, k, v, out, lse
+        found.append(reference_attention.attend_backward(*given, seen=seen, scale=scale, softcap=softcap))
     parts = [_reduce([one[index] for one in found], "sum").chunk(len(args), 2) for index in (1, 2)]
     return [(one[0], parts[0][rank], parts[1][rank], torch.empty(1)) for rank, one in enumerate(found)]
 

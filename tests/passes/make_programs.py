@@ -24,6 +24,7 @@ LENGTHS = (4, 8)
 # How the chunks of a gather or a scatter are put together; `all` is the right one, and `finer` says the same of more.
 ORDERS = (*["all"] * 10, "reversed", "swapped", "repeated", "finer")
 FORMS = ("chunk", "split", "slices")
+SCATTER_FORMS = (*FORMS, "moved")
 MATMUL_FORMS = ("at", "linear", "einsum", "flat", "batched")
 INPUTS = ((4, 8), (8, 4), (8, 16), (2, 4, 8), (1, 8, 4), (4, 8, 8))
 DTYPES = (torch.float32, torch.float32, torch.bfloat16)
@@ -124,7 +125,7 @@ class Maker:
         if order == "finer" and (dim or shape[0] % (2 * size)):
             return
         self.add("scatter", x, dim=dim, group=group, reduce=self.pick(self.reduce_ops), order=order,
-                 form=self.pick(FORMS), leak=self.leak(), contiguous=self.rarely())  # fmt: skip
+                 form=self.pick(SCATTER_FORMS), leak=self.leak(), contiguous=self.rarely())  # fmt: skip
 
     def reduce(self) -> None:
         x = self.recent(lambda one: True)

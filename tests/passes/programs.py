@@ -142,6 +142,11 @@ def scatter(
 ) -> Any:
     name, size = group
     whole = x
+    if form == "moved" and order == "all":
+        whole = x.movedim(dim, 0).contiguous()
+        front = c10d.wait_tensor(c10d.reduce_scatter_tensor(whole, reduce, size, name))
+        result = front.movedim(0, dim)
+        return [whole if leak == "piece" else front, result] if leak else result
     if dim or order != "all":
         parts = pieces(x, size, dim, form, order)
         whole = torch.cat(parts)

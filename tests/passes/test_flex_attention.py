@@ -48,14 +48,22 @@ def scores_hidden(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
     return attend(q, k, v, score_mod=lambda s, b, h, i, j: torch.where(window(b, h, i, j), s, -float("inf")))
 
 
+def capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def cap(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return torch.where(window(b, h, i, j), 0.5 * torch.tanh(s / 0.5), -float("inf"))
+
+    return attend(q, k, v, score_mod=cap)
+
+
 def in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return attend(q, k, v, block_mask=blocks(window))
 
 
 MASKS = {
-    full: ("'full', 0, 0, 0.5", None),
-    scores_hidden: ("'causal', 40, 64, 0.25", window),
-    in_blocks: ("'causal', 40, 64, 0.25", window),
+    full: ("'full', 0, 0, '', 0.5, 0.0", None),
+    scores_hidden: ("'causal', 40, 64, '', 0.25, 0.0", window),
+    in_blocks: ("'causal', 40, 64, '', 0.25, 0.0", window),
+    capped: ("'causal', 40, 64, '', 0.25, 0.5", window),
 }
 
 
@@ -80,7 +88,12 @@ def test_what_is_proved_is_fused(form: Callable[..., torch.Tensor]) -> None:
         seen = mask_mod(0, 0, torch.arange(ROWS)[:, None], torch.arange(WORLD_SIZE * ROWS))
     scale = 0.5 if form is full else None
     for (out,), q in zip(found, queries, strict=True):
-        exact = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, seen, scale=scale, enable_gqa=True)
+        if form is capped:
+            scores = 0.5 * torch.tanh(q.transpose(1, 2) @ k.repeat_interleave(2, 1).mT * 0.25 / 0.5)
+            assert seen is not None
+            exact = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+        else:
+            exact = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, seen, scale=scale, enable_gqa=True)
         torch.testing.assert_close(out, exact)
 
 
@@ -95,10 +108,8 @@ def biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return attend(q, k, v, score_mod=lambda s, b, h, i, j: s + (i - j))
 
 
-def with_sums(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    keys, values = gather_dim(k, 1).transpose(1, 2), gather_dim(v, 1).transpose(1, 2)
-    out, lse = flex_attention(q.transpose(1, 2), keys, values, enable_gqa=True, return_lse=True)
-    return out * lse[..., None]
+def capped_twice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return attend(q, k, v, score_mod=lambda s, b, h, i, j: torch.tanh(torch.tanh(s) * 2.0) * 2.0)
 
 
 GIVEN = create_block_mask(window, None, None, ROWS, WORLD_SIZE * ROWS, device="cpu", BLOCK_SIZE=BLOCK)
@@ -114,7 +125,7 @@ def given_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
         ("flex_block_mask", of_another_mask),
         ("flex_block_mask", given_blocks),
         ("flex_score_mod", biased),
-        ("flex_gradient", with_sums),
+        ("flex_score_mod", capped_twice),
     ],
     ids=lambda one: one if isinstance(one, str) else one.__name__,
 )

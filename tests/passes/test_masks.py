@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -10,19 +11,25 @@ import torch
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ditron_inductor.passes.masks import Unknown, read_mask
+from ditron_inductor.passes.masks import Unknown
+from ditron_inductor.passes.shown_masks import read_mask
 from ditron_inductor.task.all_gather_attention import Mask
 from ditron_inductor.task.reference_attention import visible
 
 ROWS, KEYS = 6, 24
+RANKS, HALF = KEYS // ROWS, ROWS // 2
 LEAST = torch.finfo(torch.float32).min
 
 
 def read(form: Callable[..., torch.Tensor], *args: torch.Tensor) -> Mask:
     """In the ops that the compiler leaves of a mask."""
-    graph = make_fx(form, decomposition_table=select_decomp_table(), tracing_mode="fake")(*args).graph
+    graph = make_fx(lambda *given: form(*given), decomposition_table=select_decomp_table(), tracing_mode="fake")(
+        *args
+    ).graph
     (node,) = graph.find_nodes(op="output")[0].args
-    return read_mask(node, ROWS, KEYS)
+    shown = read_mask(node, ROWS, KEYS)
+    assert shown.ranks == (RANKS if shown.mask.kind == "zigzag_keys" else 0)
+    return shown.mask
 
 
 def ahead(offset: int) -> torch.Tensor:
@@ -115,6 +122,9 @@ def test_long_windows() -> None:
         lambda: torch.where(ahead(6).int() > -1, 0.0, -math.inf).to(torch.bfloat16),
         lambda: torch.ones(ROWS, KEYS).tril(6).bool(),
         lambda: (ahead(6) >= 0) & (torch.arange(KEYS) < KEYS) & (ahead(6) > -3),
+        # Gemma's number; the least one of another dtype.
+        lambda: torch.where(ahead(6) >= 0, 0.0, -2.3819763e38),
+        lambda: torch.where(ahead(6) >= 0, 0.0, torch.finfo(torch.bfloat16).min),
         lambda: (torch.arange(KEYS).neg() + 6 + torch.arange(ROWS).view(ROWS, 1)).ge(0),
     ],
 )
@@ -125,6 +135,91 @@ def test_no_window(form: Callable[[], torch.Tensor]) -> None:
 def test_everything_is_seen() -> None:
     for form in (lambda: torch.zeros(ROWS, KEYS), lambda: torch.ones(ROWS, KEYS, dtype=torch.bool)):
         assert read(form) == Mask("full")
+
+
+def of_chunks(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions of a rank's rows, and of all keys, in zig-zag order."""
+    chunks = torch.arange(KEYS).chunk(2 * RANKS)
+    own = [torch.cat((chunks[one], chunks[2 * RANKS - 1 - one])) for one in range(RANKS)]
+    return own[rank], torch.cat(own)
+
+
+def of_ranges(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    starts = [(one * HALF, (2 * RANKS - 1 - one) * HALF) for one in range(RANKS)]
+    own = [torch.cat([torch.arange(HALF, dtype=torch.int32) + start for start in both]) for both in starts]
+    return own[rank], torch.stack(own).flatten()
+
+
+def chosen(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    row, key = torch.arange(ROWS), torch.arange(KEYS)
+    source, inside = key // ROWS, key % ROWS
+    rows = torch.where(row < HALF, rank * HALF + row, (2 * RANKS - 2 - rank) * HALF + row)
+    return rows, torch.where(inside < HALF, source, 2 * RANKS - 2 - source) * HALF + inside
+
+
+def started(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    row = torch.arange(ROWS)
+    return row + torch.where(row >= HALF, 2 * RANKS - 2 - rank, rank) * HALF, of_chunks(rank)[1]
+
+
+def looked_up(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    keys = of_chunks(rank)[1]
+    return keys[rank * ROWS + torch.arange(ROWS)], keys
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 100])
+@pytest.mark.parametrize("form", [of_chunks, of_ranges, chosen, started, looked_up])
+def test_zigzag(form: Callable[[int], tuple[torch.Tensor, torch.Tensor]], window: int) -> None:
+    """The ranks differ in where their rows stand alone."""
+
+    def seen(rank: int) -> torch.Tensor:
+        rows, keys = form(rank)
+        ahead = rows[:, None] >= keys
+        return ahead & (rows[:, None] - keys < window) if window else ahead
+
+    for rank in range(RANKS):
+        mask = read(functools.partial(seen, rank))
+        jumps = f"{HALF}+{2 * (RANKS - 1 - rank) * HALF}" if rank < RANKS - 1 else ""
+        assert mask == Mask("zigzag_keys", window, rank * HALF, jumps)
+        mask.verify("")
+        shown = visible(mask, rank, RANKS, ROWS, KEYS // RANKS, torch.device("cpu"))
+        assert shown is not None and torch.equal(shown, seen(rank))
+
+
+def test_rows_anywhere() -> None:
+    """Rows that jump beside keys that do not, and keys in zig-zag order beside rows that do not, or often."""
+
+    def form(starts: tuple[int, ...], zigzag: bool) -> torch.Tensor:
+        rows = torch.cat([torch.arange(start, start + 2) for start in starts])
+        return rows[:, None] >= (of_chunks(0)[1] if zigzag else torch.arange(KEYS))
+
+    for starts, jumps in (((3, 18, 5), "2+13 4-15"), ((7, 9, 11), ""), ((4, 6, 0), "4-8")):
+        for zigzag in (False, True):
+            mask = read(functools.partial(form, starts, zigzag))
+            assert mask == Mask("zigzag_keys" if zigzag else "causal", 0, starts[0], jumps)
+            seen = visible(mask, 2, RANKS, ROWS, KEYS // RANKS, torch.device("cpu"))
+            assert seen is not None and torch.equal(seen, form(starts, zigzag))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        lambda: of_chunks(0)[1].flip(0),
+        lambda: torch.cat(torch.arange(KEYS).chunk(RANKS)[::-1]),
+        lambda: torch.cat((torch.arange(4), of_chunks(0)[1][4:])),
+        lambda: torch.arange(KEYS).view(ROWS, RANKS).t().flatten(),
+        lambda: of_chunks(0)[1] // 2,
+        lambda: of_chunks(0)[1] % 20,
+    ],
+)
+def test_other_orders_of_keys(keys: Callable[[], torch.Tensor]) -> None:
+
+    def form(rank: int) -> torch.Tensor:
+        return of_chunks(rank)[0][:, None] >= keys()
+
+    for rank in (0, RANKS - 1):
+        with pytest.raises(Unknown):
+            read(functools.partial(form, rank))
 
 
 @pytest.mark.parametrize(
@@ -138,6 +233,8 @@ def test_everything_is_seen() -> None:
         lambda: torch.zeros(ROWS, KEYS, dtype=torch.bool),
         lambda: (ahead(6) >= 0) & (ahead(6) < 0),
         lambda: torch.where(ahead(6) >= 0, 0.0, -1.0),
+        lambda: torch.where(ahead(6) >= 0, 0.0, -1e9),
+        lambda: torch.where(ahead(6) >= 0, 0.0, -60000.0).half(),
         lambda: torch.where(ahead(6) >= 0, 1.0, -math.inf),
         lambda: ahead(6).float(),
         lambda: torch.where(2 * torch.arange(ROWS)[:, None] >= torch.arange(KEYS), 0.0, -math.inf),

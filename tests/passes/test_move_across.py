@@ -174,7 +174,7 @@ GUARDS: list[Any] = [
     pytest.param("pointwise_between", lambda x, w, f: ((y := (x @ w) * 0.5).sin(), all_reduce(y)), X, id="used"),
     pytest.param("pointwise_between", lambda x, w, f: ((y := x @ w).sin(), all_reduce(y * 0.5)), X, id="product_used"),
     pytest.param("reduce_op", lambda x, w, f: all_reduce((x @ w) * 0.5, "max"), X, id="max"),
-    pytest.param("layout", lambda x, w, f: reduce_scatter((x @ w).transpose(0, 1)), X, id="scattered_transpose"),
+    pytest.param("layout", lambda x, w, f: reduce_scatter((x @ w).permute(1, 2, 0)), X, id="scattered_permute"),
     pytest.param("no_matmul", lambda x, w, f: all_reduce(x * 0.5), X, id="no_matmul"),
 ]
 
