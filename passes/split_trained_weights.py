@@ -21,7 +21,9 @@ each. It is tried on a copy of the forward part.
 It must not fire when
 * no epilogue combines the halves then, or the product is used as a whole: see `split_weights`, which does the same for
   inference;
-* nothing is gathered: a matmul of a few rows is not trained with.
+* nothing is gathered: a matmul of a few rows is not trained with;
+* the program writes to the bias afterwards: the backward adds it to the halves once more, and would read what was
+  written.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from ditron_inductor.options import Options
@@ -51,7 +54,8 @@ def split_trained_weights(graph: fx.Graph, *, options: Options) -> int:
     backward = _behind(_tangents(graph))
     if not fuses or not backward or not list(collectives(graph, ALL_GATHER)):
         return 0
-    found = [match for node in graph.nodes if node not in backward and (match := find_split(node, math.inf))]
+    matches = [match for node in graph.nodes if node not in backward and (match := find_split(node, math.inf))]
+    found = [match for match in matches if match.bias is None or not _is_written(match.bias)]
     if not found:
         return 0
     copy, twins = rewriting.copied(graph)
@@ -68,6 +72,12 @@ def split_trained_weights(graph: fx.Graph, *, options: Options) -> int:
     for match in taken:
         rewrite(graph, match)
     return len(taken)
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether the graph writes to the memory of a node."""
+    ops = (user.target for user in proofs.views_up(node)[-1].users)
+    return any(isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable for op in ops)
 
 
 def _tangents(graph: fx.Graph) -> list[fx.Node]:

@@ -139,7 +139,15 @@ def test_dynamic_tokens_stay_dynamic(fn: Program, expected: str) -> None:
     assert str(call.args[-1]).startswith(expected)
 
 
+def written_behind(x: torch.Tensor, w: torch.Tensor, o: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    out = biased(x, w, o, b)
+    with torch.no_grad():
+        b.add_(1.0)
+    return out
+
+
 LEFT: dict[str, Program] = {
+    "the bias is written to": written_behind,
     "nothing is combined": lambda x, w, o, b: torch.cat([one @ o.t() for one in F.linear(gather(x), w).chunk(2, -1)]),
     "the product is used as a whole": lambda x, w, o, b: (
         (F.silu((p := F.linear(gather(x), w))[..., :24]) * p[..., 24:]).sum() + p.sum()
