@@ -239,7 +239,7 @@ def _run_in_rank(ctx: RankContext, request: Request) -> tuple[str, str]:
 
 def test_a_run_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
     out = tmp_path / "results.csv"
-    arguments = ["--device", "cpu", "--shapes", "tiny", "--rounds", "2", "--repeats", "2", "--out", str(out)]
+    arguments = ["--device", "cpu", "--shapes", "tiny", "--rounds", "2", "--repeats", "1", "--out", str(out)]
     request = request_of(parser().parse_args(arguments))
     printed, said = rank_pools.get("cpu", 2).run(_run_in_rank, request)[0]
     rows = {(row.op, row.contestant): row for row in read_csv(out)}

@@ -115,7 +115,7 @@ def _expressions() -> st.SearchStrategy[Expression]:
 
 
 @given(st.lists(_expressions(), min_size=1, max_size=3), st.none() | _expressions())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_round_trip_of_anything(outputs: list[Expression], pre: Expression | None) -> None:
     epilogue = Epilogue(tuple(outputs), pre)
     again = parse(epilogue.text())
@@ -123,7 +123,7 @@ def test_round_trip_of_anything(outputs: list[Expression], pre: Expression | Non
 
 
 @given(_expressions(), st.integers(0, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_torch_computes_what_the_text_says(expression: Expression, seed: int) -> None:
     """Python reads the text as the arithmetic that it looks like."""
     torch.manual_seed(seed)
