@@ -59,7 +59,8 @@ class Replicas:
             key = (site, *[one.shape for one in same])
             count = calls.get(key, 0) + 1
             if count & (count - 1) == 0:
-                _compare(same, names.split("\n"), constants.split("\n"), group_name, site)
+                places = names.split("\n") if names else [""] * len(same)
+                _compare(same, places, constants.split("\n"), group_name, site)
             calls[key] = count
         return x.view_as(x)
 
@@ -76,7 +77,7 @@ def _compare(
     for rank, (its_constants, its) in enumerate(answers):
         differing = [
             _described(one, name)
-            for one, name, own, other in zip(same, names, first, its, strict=False)
+            for one, name, own, other in zip(same, names, first, its, strict=True)
             if not all(near(left, right, one.dtype) for left, right in zip(own, other, strict=True))
         ]
         if its_constants != first_constants:
