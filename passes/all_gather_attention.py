@@ -239,17 +239,10 @@ def _output(graph: fx.Graph, call: fx.Node, attention: Attention, old: fx.Node) 
     if index == 1 and attention.kernel.base != math.e:
         new = scaled(graph, new, 1.0 / math.log(attention.kernel.base))
     if index == 1 and attention.kernel.multiple > 1 and old.users:
-        value = new.meta["val"]
-        padding = [0, attention.lse_shape[2] - value.shape[2]]
-        filled = graph.call_function(aten.constant_pad_nd.default, (new, padding, math.inf))
-        filled.meta.update(rewriting.copied_meta(new))
-        filled.meta["val"] = torch.nn.functional.pad(value, padding)
-        return filled
+        padding = [0, attention.lse_shape[2] - new.meta["val"].shape[2]]
+        return rewriting.computed(graph, aten.constant_pad_nd.default, (new, padding, math.inf), new)
     if index == 1 and attention.kernel.lse:
-        wide = graph.call_function(aten.unsqueeze.default, (new, -1))
-        wide.meta.update(rewriting.copied_meta(new))
-        wide.meta["val"] = new.meta["val"].unsqueeze(-1)
-        return wide
+        return rewriting.computed(graph, aten.unsqueeze.default, (new, -1), new)
     return new
 
 
@@ -262,14 +255,8 @@ def _finite(graph: fx.Graph, lse: fx.Node) -> fx.Node:
     """Inserts logarithms that are 0 for a row that sees nothing, as the library has them: of -inf its backward, which
     may be left alone, would make a gradient of NaN for all.
     """
-    value = lse.meta["val"]
-    hidden = graph.call_function(aten.eq.Scalar, (lse, -math.inf))
-    hidden.meta["val"] = value == -math.inf
-    zero = unread(graph, lse)
-    finite = graph.call_function(aten.where.self, (hidden, zero, lse))
-    for node in (hidden, finite):
-        node.meta = {**rewriting.copied_meta(lse), "val": hidden.meta["val"] if node is hidden else value.clone()}
-    return finite
+    hidden = rewriting.computed(graph, aten.eq.Scalar, (lse, -math.inf), lse)
+    return rewriting.computed(graph, aten.where.self, (hidden, unread(graph, lse), lse), lse)
 
 
 def _hand_on(graph: fx.Graph, call: fx.Node, index: int, source: Source, attention: fx.Node) -> None:
@@ -284,9 +271,7 @@ def _hand_on(graph: fx.Graph, call: fx.Node, index: int, source: Source, attenti
         user.replace_input_with(operand, whole)
     if first is operand or not of_first:
         return
-    swapped = graph.call_function(aten.permute.default, (whole, SWAPPED))
-    swapped.meta.update(rewriting.copied_meta(first))
-    swapped.meta["val"] = whole.meta["val"].permute(SWAPPED)
+    swapped = rewriting.computed(graph, aten.permute.default, (whole, SWAPPED), first)
     for user in of_first:
         user.replace_input_with(first, swapped)
 

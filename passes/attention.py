@@ -277,7 +277,7 @@ def replay(graph: fx.Graph, chain: Sequence[fx.Node], dim: int, world_size: int,
         assert place is not None
         args = _local_args(view, local, place)
         if args is not None:
-            local = _insert(graph, view, args)
+            local = rewriting.computed(graph, *args, view)
     return local
 
 
@@ -315,20 +315,9 @@ def _local_args(view: fx.Node, local: fx.Node, place: int) -> tuple[Any, tuple[A
     return aten.reshape.default, (local, [-1 if index == place else length for index, length in enumerate(shape)])
 
 
-def _insert(graph: fx.Graph, origin: fx.Node, call: tuple[Any, tuple[Any, ...]]) -> fx.Node:
-    target, args = call
-    node = graph.call_function(target, args)
-    node.meta.update(rewriting.copied_meta(origin))
-    node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
-    return node
-
-
 def scaled(graph: fx.Graph, source: fx.Node, factor: float) -> fx.Node:
     """Inserts a tensor times a number: logarithms of another base."""
-    node = graph.call_function(aten.mul.Tensor, (source, factor))
-    node.meta.update(rewriting.copied_meta(source))
-    node.meta["val"] = source.meta["val"] * factor
-    return node
+    return rewriting.computed(graph, aten.mul.Tensor, (source, factor), source)
 
 
 def unread(graph: fx.Graph, like: fx.Node) -> fx.Node:

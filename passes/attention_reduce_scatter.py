@@ -25,10 +25,8 @@ It must not fire when
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from operator import getitem
-from typing import Any
 
 from torch import fx
 
@@ -158,9 +156,10 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     gradient, out, lse = backward_operands(node)
     with graph.inserting_before(node):
         if attention.kernel.lse:
-            lse = _view(graph, rewriting.aten.squeeze.dim, lse, -1)
+            lse = rewriting.computed(graph, rewriting.aten.squeeze.dim, (lse, -1), lse)
         if attention.kernel.multiple > 1:
-            lse = _view(graph, rewriting.aten.slice.Tensor, lse, 2, 0, attention.q.meta["val"].shape[2])
+            rows = attention.q.meta["val"].shape[2]
+            lse = rewriting.computed(graph, rewriting.aten.slice.Tensor, (lse, 2, 0, rows), lse)
         if attention.kernel.base != math.e:
             lse = scaled(graph, lse, math.log(attention.kernel.base))
         tensors = (gradient, attention.q, attention.k, attention.v, out, lse)
@@ -177,12 +176,6 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     unused = [user for user in node.users if not user.users]
     rewriting.erase_unused(graph, [*match.keys.steps, *match.values.steps, *unused, node])
     return call
-
-
-def _view(graph: fx.Graph, target: Callable[..., Any], source: fx.Node, *args: int) -> fx.Node:
-    view = graph.call_function(target, (source, *args))
-    view.meta = {**rewriting.copied_meta(source), "val": target(source.meta["val"], *args)}
-    return view
 
 
 def attention_reduce_scatter(graph: fx.Graph, *, options: Options) -> int:

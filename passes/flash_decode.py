@@ -31,7 +31,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -261,9 +260,9 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         result = rewriting.output(graph, call, 0, meta)
     merged: torch.Tensor = match.merged.meta["val"]
     with graph.inserting_before(match.merged):
-        result = _call(graph, aten.reshape.default, (result, list(merged.shape)), match.merged)
+        result = rewriting.computed(graph, aten.reshape.default, (result, list(merged.shape)), match.merged)
         if merged.dtype != like.dtype:
-            result = _call(graph, prims.convert_element_type.default, (result, merged.dtype), match.merged)
+            result = rewriting.computed(graph, prims.convert_element_type.default, (result, merged.dtype), match.merged)
     match.merged.replace_all_uses_with(result)
     rewriting.erase_unused(graph, [node for node in proofs.ancestors(match.merged) if node.op == "call_function"])
     return call
@@ -275,9 +274,9 @@ def _inserted(graph: fx.Graph, operand: _Operand) -> fx.Node:
     value = proofs.tensor(node)
     assert value is not None
     if operand.dims != tuple(range(value.ndim)):
-        node = _call(graph, aten.permute.default, (node, list(operand.dims)), node)
+        node = rewriting.computed(graph, aten.permute.default, (node, list(operand.dims)), node)
     if tuple(node.meta["val"].shape) != operand.shape:
-        node = _call(graph, aten.reshape.default, (node, list(operand.shape)), node)
+        node = rewriting.computed(graph, aten.reshape.default, (node, list(operand.shape)), node)
     return node
 
 
@@ -293,18 +292,11 @@ def _inserted_lengths(graph: fx.Graph, match: Match, batch: int) -> fx.Node:
         return node
     node, more = match.lengths
     if tuple(node.meta["val"].shape) != (batch,):
-        node = _call(graph, aten.reshape.default, (node, [batch]), node)
+        node = rewriting.computed(graph, aten.reshape.default, (node, [batch]), node)
     if more:
-        node = _call(graph, aten.add.Tensor, (node, more), node)
+        node = rewriting.computed(graph, aten.add.Tensor, (node, more), node)
     if node.meta["val"].dtype != torch.int32:
-        node = _call(graph, prims.convert_element_type.default, (node, torch.int32), node)
-    return node
-
-
-def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node) -> fx.Node:
-    node = graph.call_function(target, args)
-    node.meta.update(rewriting.copied_meta(origin))
-    rewriting.recompute(node)
+        node = rewriting.computed(graph, prims.convert_element_type.default, (node, torch.int32), node)
     return node
 
 

@@ -108,6 +108,14 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node, s
     return node
 
 
+def computed(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node) -> fx.Node:
+    """Inserts an op call with the metadata of `origin`, a tensor; its fake value is computed from those of `args`."""
+    node = graph.call_function(target, args)
+    node.meta.update(copied_meta(origin))
+    recompute(node)
+    return node
+
+
 def call_task(
     graph: fx.Graph,
     task: TaskNode,

@@ -97,19 +97,12 @@ class Moved:
     def insert(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
         """As few of them as it takes, or `node` itself."""
         if tuple(node.meta["val"].shape) != self.divided:
-            node = _inserted(graph, aten.reshape.default, node, list(self.divided))
+            node = rewriting.computed(graph, aten.reshape.default, (node, list(self.divided)), node)
         if self.order != tuple(range(len(self.order))):
-            node = _inserted(graph, aten.permute.default, node, list(self.order))
+            node = rewriting.computed(graph, aten.permute.default, (node, list(self.order)), node)
         if tuple(node.meta["val"].shape) != self.shape:
-            node = _inserted(graph, aten.reshape.default, node, list(self.shape))
+            node = rewriting.computed(graph, aten.reshape.default, (node, list(self.shape)), node)
         return node
-
-
-def _inserted(graph: fx.Graph, target: torch._ops.OpOverload, source: fx.Node, argument: list[int]) -> fx.Node:
-    node = graph.call_function(target, (source, argument))
-    node.meta.update(rewriting.copied_meta(source))
-    rewriting.recompute(node)
-    return node
 
 
 def moved(atoms: Atoms, have: Axes, wanted: Axes) -> Moved | None:

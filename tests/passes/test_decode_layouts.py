@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import expecttest
 import pytest
@@ -30,16 +30,12 @@ from tests.passes.decoding import (
     gathered,
     graph_of,
 )
-from tests.passes.graphs import WORLD_SIZE, all_gather, fake_group, gather_dim, reasons, text
+from tests.passes.graphs import WORLD_SIZE, all_gather, gather_dim, reasons, text
+
+pytestmark = pytest.mark.usefixtures("group")
 
 aten = torch.ops.aten
 Parts = tuple[Tensor, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    with fake_group():
-        yield
 
 
 def of_torch(q: Tensor, k: Tensor, v: Tensor) -> Parts:

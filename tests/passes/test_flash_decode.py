@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import expecttest
@@ -32,15 +32,11 @@ from tests.passes.decoding import (
     parts,
     scores_of,
 )
-from tests.passes.graphs import WORLD_SIZE, fake_group, reasons, text, traced
+from tests.passes.graphs import WORLD_SIZE, reasons, text, traced
+
+pytestmark = pytest.mark.usefixtures("group")
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    with fake_group():
-        yield
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
