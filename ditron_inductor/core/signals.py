@@ -149,7 +149,15 @@ def count_late(seen, others, epoch):
 @triton.jit
 def wait_all(table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr):
     """`wait` for every peer's word in flag `row` at once: one round of polling instead of one for each source."""
-    return wait_for_words(table, ctl, rank, slot, row, site, epoch, WORLD, True)
+    return wait_for_words(table, ctl, rank, slot, row, site, epoch, WORLD, True, 1, False)
+
+
+@triton.jit
+def wait_rows(
+    table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr
+):
+    """`wait_all` for ROWS flag rows from `row` on, at once; for the own words too if OWN."""
+    return wait_for_words(table, ctl, rank, slot, row, site, epoch, WORLD, True, ROWS, OWN)
 
 
 @triton.jit
@@ -158,19 +166,21 @@ def wait_credits(table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr):
 
     Whichever site that was. The program with the first ticket comes here after `settle`.
     """
-    return wait_for_words(table, ctl, rank, slot, CREDIT_ROW, site, epoch - 1, WORLD, False)
+    return wait_for_words(table, ctl, rank, slot, CREDIT_ROW, site, epoch - 1, WORLD, False, 1, False)
 
 
 @triton.jit
 def wait_for_words(
-    table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr, CHECK_SITE: tl.constexpr
-):
-    """`wait_credits` or `wait_all`."""
-    sources = tl.arange(0, MAX_WORLD)
-    others = (sources < WORLD) & (sources != rank)
+    table, ctl, rank, slot, row, site, epoch,
+    WORLD: tl.constexpr, CHECK_SITE: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """`wait_credits`, `wait_all` or `wait_rows`."""
+    lanes = tl.arange(0, ROWS * MAX_WORLD)
+    sources = lanes % MAX_WORLD
+    others = (sources < WORLD) & ((sources != rank) | OWN)
     # Addressed once: an acquire empties the cache, so a look at the table takes as long as one at the words.
-    addresses = flag(table, rank, slot, row, 0) + sources
-    nothing = tl.zeros((MAX_WORLD,), dtype=tl.int64)
+    addresses = flag(table, rank, slot, row, 0) + lanes
+    nothing = tl.zeros((ROWS * MAX_WORLD,), dtype=tl.int64)
     seen = tl.atomic_add(addresses, nothing, mask=others, sem="acquire", scope="sys")
     late = count_late(seen, others, epoch)
     if late != 0:
@@ -187,14 +197,16 @@ def wait_for_words(
         wrong = others & (seen != word(site, epoch))
     ok = tl.full((), 1, tl.int32)
     if tl.sum(wrong.to(tl.int32), axis=0) != 0:
-        source = tl.min(tl.where(wrong, sources, MAX_WORLD), axis=0)
+        lane = tl.min(tl.where(wrong, lanes, ROWS * MAX_WORLD), axis=0)
         if late != 0:
-            source = tl.min(tl.where(others & behind(seen, epoch), sources, MAX_WORLD), axis=0)
-            saw = tl.sum(tl.where(sources == source, seen, nothing), axis=0)
-            fail(ctl, TIMEOUT, rank, source, row, slot, word(site, epoch), saw)
+            lane = tl.min(tl.where(others & behind(seen, epoch), lanes, ROWS * MAX_WORLD), axis=0)
+            saw = tl.sum(tl.where(lanes == lane, seen, nothing), axis=0)
+            source = lane % MAX_WORLD
+            fail(ctl, TIMEOUT, rank, source, row + lane // MAX_WORLD, slot, word(site, epoch), saw)
         else:
-            saw = tl.sum(tl.where(sources == source, seen, nothing), axis=0)
-            fail(ctl, DIVERGED, rank, source, row, slot, word(site, epoch), saw)
+            saw = tl.sum(tl.where(lanes == lane, seen, nothing), axis=0)
+            source = lane % MAX_WORLD
+            fail(ctl, DIVERGED, rank, source, row + lane // MAX_WORLD, slot, word(site, epoch), saw)
         ok = tl.full((), 0, tl.int32)
     return ok
 
@@ -223,10 +235,13 @@ def publish(table, target, slot, row, rank, site, epoch):
 
 
 @triton.jit
-def publish_all(table, slot, row, rank, site, epoch, WORLD: tl.constexpr):
-    """`publish` to every peer at once: each word is stored by a thread of its own, so their releases overlap."""
+def publish_all(table, slot, row, rank, site, epoch, WORLD: tl.constexpr, OWN: tl.constexpr = False):
+    """`publish` to every peer at once, and to this rank if OWN.
+
+    Each word is stored by a thread of its own, so their releases overlap.
+    """
     targets = tl.arange(0, MAX_WORLD)
-    others = (targets < WORLD) & (targets != rank)
+    others = (targets < WORLD) & ((targets != rank) | OWN)
     heaps = tl.load(table + targets, mask=targets < WORLD, other=0).to(tl.pointer_type(tl.int64))
     words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(site, epoch)
     tl.debug_barrier()

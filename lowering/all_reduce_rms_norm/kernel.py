@@ -7,7 +7,8 @@ registers. In *one shot* a program puts its rows into the slot of every peer, an
 shots* the rows are dealt to the ranks in equal runs, and a program takes one piece of every run: it sends each to its
 owner, adds up the own one, and sends the rounded sum to every peer. What follows the sum is done by every rank for all
 rows: to send its results would double what is sent. Sums are in rank order, in fp32, and rounded once; either all ranks
-add the same values, or the owner's sum is what all have. So all of them normalise the same bits, by the same program.
+add the same values, or the owner's sum is what all have. So all of them normalise the same bits, by the same program. Where there are fewer rows than SMs each
+is cut into slices: see slices.py.
 Signal protocol. That of all_reduce_kernel.py: flag row `ticket` for rows, sent when the credits of all peers have come;
 RESULT_ROW + ticket for sums. A program takes one ticket and waits only for what peers send under the same one.
 A piece without credits is not sent, and never published, nor is a sum whose rows are not all there.
@@ -24,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.layout import DATA_OFFSET, RESULT_ROW, REVOKED_ROW, TILE_TICKET
+from ditron_inductor.core.layout import DATA_OFFSET, RESULT_ROW, REVOKED_ROW, SEND_TICKET, TILE_TICKET
 from ditron_inductor.core.signals import (
     ask_to_send,
     close,
@@ -51,6 +52,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     pointers,
     warps_of,
 )
+from ditron_inductor.lowering.all_reduce_rms_norm.slices import one_shot_in_slices, two_shots_in_slices
 from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
 from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up
@@ -60,11 +62,16 @@ ROUND_BYTES = 800 << 10
 """What a rank can send in the time of one more round of signals."""
 TILE = 4096
 """Elements of a tile, as long as a row is no longer."""
+LEAST_SLICE = 1024
+"""Elements of a slice: what one SM sends in the time of a few instructions."""
+PROGRAMS_PER_SM = 2
+"""Pieces of two shots, before they get more tiles: programs of a last wave with few SMs at work would take a round each."""
 
 INTERPRETED_ROUND_BYTES = 512
 INTERPRETED_TILE = 64
 INTERPRETED_PIECES = 4
-"""So that small problems have all there is: two shots, several rows in a tile, several tiles in a piece."""
+INTERPRETED_LEAST_SLICE = 16
+"""So that small problems have all there is: two shots, several rows in a tile, several tiles in a piece, slices."""
 
 
 @triton.jit
@@ -173,16 +180,16 @@ def two_shots(
 @triton.jit(do_not_specialize=["M", "pieces", "rank", "slot", "site"])
 def all_reduce_rms_norm_kernel(
     x, given, outputs, table, ctl, counters,
-    M, N, pitch, pieces, rank, slot, site,
+    M, N, pitch, pieces, width, rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ONE_SHOT: tl.constexpr,
-    ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr,
     FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """See the module. x [M, N], contiguous; may be the total. given, outputs: as by `rows.extras` and `rows.finish`.
-    One program for each of `pieces`.
+    """See the module. x [M, N], contiguous; may be the total, but for SLICES. given, outputs: as by `rows.extras` and
+    `rows.finish`. One program for each of `pieces`, or for each of their SLICES, of `width` columns, in SLICE places.
     """
     # All questions before the first answer: one after the other they would take as long as a signal.
-    request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+    request = request_ticket(ctl, slot, TILE_TICKET if SLICES == 1 else SEND_TICKET, THREADS, True)
     epoch = current_epoch(ctl, slot)
     offset = tl.load(slot_ctl(ctl, slot) + DATA_OFFSET)
     dtype: tl.constexpr = x.dtype.element_ty
@@ -193,7 +200,17 @@ def all_reduce_rms_norm_kernel(
     asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
     due = last_use(ctl)
     ticket = granted(request, THREADS)
-    if ONE_SHOT:
+    if SLICES > 1 and ONE_SHOT:
+        left = one_shot_in_slices(
+            x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, width, ticket, rank, slot, site,
+            epoch, WORLD, AVERAGE, SLICES, SLICE, BLOCK, FORM, EPS, POST_EPS, THREADS,
+        )  # fmt: skip
+    elif SLICES > 1:
+        left = two_shots_in_slices(
+            x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, width, ticket, rank, slot, site,
+            epoch, WORLD, AVERAGE, SLICES, SLICE, BLOCK, FORM, EPS, POST_EPS, THREADS,
+        )  # fmt: skip
+    elif ONE_SHOT:
         left = one_shot(
             x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site,
             epoch, WORLD, AVERAGE, ROWS, TILES, BLOCK, FORM, EPS, POST_EPS, THREADS,
@@ -208,18 +225,32 @@ def all_reduce_rms_norm_kernel(
 
 @dataclass(frozen=True)
 class Cut:
-    """How rows are cut: `pieces` of `tiles` tiles of `rows` rows, in one shot of all of them, in two of every run."""
+    """How rows are cut: `pieces` of `tiles` tiles of `rows` rows, in one shot of all of them, in two of every run.
+
+    slices: of each piece, which then is one row.
+    """
 
     one_shot: bool
     rows: int
     tiles: int
     pieces: int
+    slices: int = 1
 
 
 def cut(
-    M: int, N: int, itemsize: int, world_size: int, *, programs: int, tile: int, most_pieces: int, round_bytes: int
+    M: int,
+    N: int,
+    itemsize: int,
+    world_size: int,
+    *,
+    programs: int,
+    tile: int,
+    most_pieces: int,
+    round_bytes: int,
+    least_slice: int,
 ) -> Cut:
     """Tiles of at most `tile` elements, or one row, and at least one piece for each program, if there are the rows.
+    Else 2^n slices of at least `least_slice` elements, as long as there are as many programs.
 
     round_bytes: two shots are chosen where they save a rank more than that. In one shot it sends all rows to each of
     its W - 1 peers, in two shots 2 / W of them.
@@ -230,8 +261,14 @@ def cut(
     rows = max(1, tile // block_of(N))
     while rows > 1 and ceil_div(length, rows) < programs:
         rows //= 2
-    tiles = ceil_div(ceil_div(length, rows), min(most_pieces, REVOKED_ROW.value - (0 if one else RESULT_ROW.value)))
-    return Cut(one, rows, tiles, ceil_div(length, rows * tiles))
+    flags = REVOKED_ROW.value - (0 if one else RESULT_ROW.value)
+    most = min(most_pieces, flags if one else min(flags, PROGRAMS_PER_SM * programs))
+    tiles = ceil_div(ceil_div(length, rows), most)
+    pieces = ceil_div(length, rows * tiles)
+    slices = 1
+    while 2 * slices * pieces <= min(programs, flags) and 2 * slices * least_slice <= N:
+        slices *= 2
+    return Cut(one, rows, tiles, pieces, slices)
 
 
 @dataclass(frozen=True)
@@ -243,6 +280,18 @@ class Geometry:
     cut: Cut
     pitch: int
     nbytes: int
+
+
+def slice_width(columns: int, slices: int) -> int:
+    """Of all but the last; each begins, like a row, at a multiple of 16 elements."""
+    return round_up(ceil_div(columns, slices), 16)
+
+
+def slice_warps(block: int, itemsize: int) -> int:
+    """Warps of a program for slices, whose rows have `block` places: up to 8 as by `warps_of`, and more where a thread
+    would have more than 64 bytes.
+    """
+    return max(1, min(block // (32 * 16), 8), min(block * itemsize // (32 * 64), 16))
 
 
 def obstacle(columns: int) -> str:
@@ -268,6 +317,7 @@ def geometry(node: NormNode, launch: Launch, a: torch.Tensor, columns: int) -> G
         tile=INTERPRETED_TILE if launch.interpreted else TILE,
         most_pieces=INTERPRETED_PIECES if launch.interpreted else REVOKED_ROW.value,
         round_bytes=INTERPRETED_ROUND_BYTES if launch.interpreted else ROUND_BYTES,
+        least_slice=INTERPRETED_LEAST_SLICE if launch.interpreted else LEAST_SLICE,
     )
     # A row begins at a multiple of 16 elements, so that it can be moved 16 bytes at a time.
     pitch = round_up(columns, 16)
@@ -289,29 +339,35 @@ def all_reduce_rms_norm(
     given: tuple[torch.Tensor | None, ...],
     in_place: bool = False,
 ) -> Outputs:
-    """x [.., N]; returns (normed, total), of its shape, and what is saved. See the module. in_place: x becomes the
+    """x [.., N]; returns (normed, total), of its shape, and what is saved. See the module. in_place: x may become the
     total.
     """
     x = x.contiguous()
-    outputs = allocate(node, x, {"total": x} if in_place else {})
+    cut = sizes.cut
+    # A slice's program reads whole rows of x, when another may have stored its slice of the total.
+    outputs = allocate(node, x, {"total": x} if in_place and cut.slices == 1 else {})
 
     def arguments() -> Arguments:
         block = block_of(sizes.N)
-        num_warps = warps_of(sizes.cut.rows * block)
+        width = slice_width(sizes.N, cut.slices)
+        num_warps = warps_of(cut.rows * block) if cut.slices == 1 else slice_warps(block, x.element_size())
         return Arguments(
-            programs=sizes.cut.pieces,
+            programs=cut.pieces * cut.slices,
             values=dict(
                 M=sizes.M,
                 N=sizes.N,
                 pitch=sizes.pitch,
-                pieces=sizes.cut.pieces,
+                pieces=cut.pieces,
+                width=width,
                 rank=launch.rank,
                 WORLD=node.world_size,
                 AVERAGE=node.reduce_op == "avg",
-                ONE_SHOT=sizes.cut.one_shot,
-                ROWS=sizes.cut.rows,
-                TILES=sizes.cut.tiles,
+                ONE_SHOT=cut.one_shot,
+                ROWS=cut.rows,
+                TILES=cut.tiles,
                 BLOCK=block,
+                SLICES=cut.slices,
+                SLICE=block_of(width),
                 **constants_of(node, stores_reduced=True),
                 THREADS=32 * num_warps,
                 num_warps=num_warps,

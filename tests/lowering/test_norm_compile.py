@@ -13,7 +13,11 @@ from triton.compiler import ASTSource
 
 from ditron_inductor.lowering.all_gather_matmul.stage_norm import stage_norm
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import add_norm_kernel
-from ditron_inductor.lowering.all_reduce_rms_norm.kernel import all_reduce_rms_norm_kernel
+from ditron_inductor.lowering.all_reduce_rms_norm.kernel import (
+    all_reduce_rms_norm_kernel,
+    slice_warps,
+    slice_width,
+)
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     HAS_OTHER_SHIFT,
     HAS_OTHER_WEIGHT,
@@ -23,6 +27,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     HAS_WEIGHT,
     LAYER,
     POST,
+    ROUND_FIRST,
     SAVES_OTHER,
     SAVES_POST_RSTD,
     SAVES_REDUCED,
@@ -42,13 +47,14 @@ BACKWARD = HAS_SECOND_BIAS.value | POST.value | SAVES_REDUCED.value | SAVES_POST
 BACKWARD |= SAVES_SCALED.value
 TWO = HAS_RESIDUAL.value | LAYER.value | HAS_WEIGHT.value | HAS_SHIFT.value | SAVES_RSTD.value
 TWO |= HAS_OTHER_WEIGHT.value | HAS_OTHER_SHIFT.value | SAVES_OTHER.value
+DECODE = HAS_RESIDUAL.value | HAS_WEIGHT.value | ROUND_FIRST.value
 OF_ROWS = SAVES_POST_RSTD.value | SAVES_RSTD.value
 LEAST_WAITS = {True: 2, False: 3}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Tiles of `rows` rows of n elements, `tiles` of them in a piece."""
+    """Tiles of `rows` rows of n elements, `tiles` of them in a piece; or slices of one row."""
 
     target: str
     one_shot: bool
@@ -57,9 +63,16 @@ class Case:
     rows: int = 1
     tiles: int = 1
     form: int = HAS_RESIDUAL.value | HAS_WEIGHT.value | LAYER.value
+    slices: int = 1
 
     def __str__(self) -> str:
-        return f"{self.target}-{1 if self.one_shot else 2}-{self.tiles}x{self.rows}x{self.n}-{self.dtype}-{self.form:x}"
+        sizes = f"{self.tiles}x{self.rows}x{self.n}" + f"/{self.slices}" * (self.slices > 1)
+        return f"{self.target}-{1 if self.one_shot else 2}-{sizes}-{self.dtype}-{self.form:x}"
+
+    @property
+    def num_warps(self) -> int:
+        block = block_of(self.n)
+        return warps_of(self.rows * block) if self.slices == 1 else slice_warps(block, 4 if self.dtype == "fp32" else 2)
 
 
 CASES = (
@@ -72,6 +85,12 @@ CASES = (
     # Two norms of one sum.
     Case("sm_90", True, 6144, form=TWO),
     Case("gfx942", False, 4096, form=TWO),
+    Case("sm_90", True, 8192, form=DECODE, slices=8),
+    Case("sm_90", True, 5120, form=DECODE, slices=4),
+    Case("sm_90", False, 8192, slices=8),
+    Case("sm_90", False, 4096, form=BACKWARD, slices=4),
+    Case("gfx942", True, 4096, slices=4),
+    Case("gfx942", False, 8192, slices=2),
 )
 
 
@@ -79,7 +98,7 @@ CASES = (
 def compiled(kernel: Any, case: Case) -> Any:
     """The kernel for 4 ranks."""
     block = block_of(case.n)
-    num_warps = warps_of(case.rows * block)
+    num_warps = case.num_warps
     constants: dict[str, Any] = {
         "WORLD": 4,
         "AVERAGE": False,
@@ -87,6 +106,8 @@ def compiled(kernel: Any, case: Case) -> Any:
         "ROWS": case.rows,
         "TILES": case.tiles,
         "BLOCK": block,
+        "SLICES": case.slices,
+        "SLICE": block_of(slice_width(case.n, case.slices)),
         "FORM": case.form,
         "EPS": 1e-6,
         "POST_EPS": 1e-6,
@@ -137,12 +158,14 @@ def test_rows_are_moved_16_bytes_at_a_time(case: Case) -> None:
     stores = re.findall(r"\bst\.global\.[\w.]+", text)
     # Single words are the protocol's, and statistics of rows.
     assert any(re.search(NVIDIA.wide_store, store) for store in stores)
-    narrow = [store for store in stores if not re.search(f"{NVIDIA.wide_store}|st.global.b64", store)]
+    # Of a small slice every thread has 8 bytes, and a warp whole lines.
+    wide = f"{NVIDIA.wide_store}|st.global.b64" + r"|st\.global\.v2\.b32" * (case.slices > 1)
+    narrow = [store for store in stores if not re.search(wide, store)]
     assert len(narrow) <= (case.tiles + 1) * bin(case.form & OF_ROWS).count("1"), narrow
     needed = resources(text)
     assert needed.spilled_bytes <= 32
     # More than one program of an SM hides the waits of the other.
-    assert needed.registers * 32 * warps_of(case.rows * block_of(case.n)) <= 65536
+    assert needed.registers * 32 * case.num_warps <= 65536
 
 
 def test_the_norm_alone() -> None:

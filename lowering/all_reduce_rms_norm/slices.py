@@ -1,0 +1,146 @@
+"""The kernel of all_reduce_rms_norm where there are fewer rows than SMs: each is sent and added up in slices.
+
+Problem. One SM stores to peers at a fraction of the links' rate: a row of 16 KB to three peers takes it 2 us, a third of
+the whole call, while most SMs have no row.
+Algorithm. As in kernel.py, in one shot or two, with SLICES programs for each row. All sends come first: a program
+takes tickets, each for a slice of a row, until there are none, and puts them into the slots of the peers. In *one
+shot* it then adds up a whole row, whose statistics it needs, and stores its slice of what is returned. In *two shots* it
+takes tickets of sums, each for a slice of an own row, until there are none, and sends the rounded sums to all; then
+it normalises whole rows, of its share of the owners.
+Signal protocol. Flag row `ticket` for slices, sent when the credits of all peers have come; RESULT_ROW + ticket for sums,
+which this rank's other programs wait for too. Sends wait for credits only, and a sum only for sends; so all of them
+are made by running programs, however few they are. What comes last has no queue: the program's number says which row
+and slice it is, and it may wait for any of them.
+The own x is read until the end, by all programs of a row: no output may lie in it.
+A slice without credits is not sent, and never published, nor is a sum whose slices are not all there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.layout import RESULT_ROW, SEND_TICKET, TILE_TICKET
+from ditron_inductor.core.signals import (
+    granted,
+    leave,
+    may_send,
+    publish_all,
+    request_ticket,
+    settle,
+    wait_all,
+    wait_rows,
+)
+from ditron_inductor.lowering.all_reduce_rms_norm.rows import extras, finish
+from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up
+
+
+@triton.jit
+def slice_of(ticket, width, N, SLICES: tl.constexpr, SLICE: tl.constexpr):
+    """The row of a ticket, the columns [SLICE] of its slice, and which of them there are."""
+    lanes = tl.arange(0, SLICE)
+    cols = ticket % SLICES * width + lanes
+    return (ticket // SLICES).to(tl.int64), cols, (lanes < width) & (cols < N)
+
+
+@triton.jit
+def one_shot_in_slices(
+    x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, width, ticket, rank, slot, site, epoch,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Slice `ticket` and those that nobody has taken; a row and its slice by the program's number; and `leave`.
+
+    slots: pointers, of rank + 1, ..; each has places [source][row].
+    """
+    row, part, there = slice_of(ticket, width, N, SLICES, SLICE)
+    sent = tl.load(x + row * N + part, mask=there & (row < M), other=0.0)
+    mine_row = (tl.program_id(0) // SLICES + tl.arange(0, 1)).to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    begin = tl.program_id(0) % SLICES * width
+    inside = cols < N
+    at = mine_row * N + cols
+    mine = tl.load(x + at, mask=inside, other=0.0)
+    loaded = extras(given, at, cols, inside, N, FORM)
+    # Credits: nobody reads any more what the slot's previous use left there.
+    ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+    while ticket < M * SLICES:
+        coming = request_ticket(ctl, slot, SEND_TICKET, THREADS, True)
+        if ok != 0:
+            for i in tl.static_range(WORLD - 1):
+                tl.store(slots[i] + (rank * M + row) * pitch + part, sent, mask=there)
+            publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+        if ticket == 0:
+            settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
+        ticket = granted(coming, THREADS)
+        row, part, there = slice_of(ticket, width, N, SLICES, SLICE)
+        sent = tl.load(x + row * N + part, mask=there & (row < M), other=0.0)
+    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+    # Acquire: all slices of the row, of all peers.
+    first = tl.program_id(0) // SLICES * SLICES
+    whole = ok & wait_rows(table, ctl, rank, slot, first, site, epoch, WORLD, SLICES, False)
+    area = M.to(tl.int64) * pitch
+    total = add_up(mine, own, mine_row * pitch + cols, area, inside, whole, rank, WORLD, AVERAGE)
+    kept = inside & (cols >= begin) & (cols < begin + width)
+    finish(total.to(x.dtype.element_ty), loaded, outputs, mine_row, at, inside, M, N, FORM, EPS, POST_EPS, kept)
+    return left
+
+
+@triton.jit
+def two_shots_in_slices(
+    x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, run, width, ticket, rank, slot, site, epoch,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """The same, of rows that are dealt to the ranks in runs of `run`: a ticket is a slice of a row of every run.
+
+    A slot has places [source][row], then sums [owner][row].
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    area = run.to(tl.int64) * pitch
+    sums = WORLD * area
+    request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+    # Credits: nobody reads any more what the slot's previous use left there.
+    ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+    while ticket < run * SLICES:
+        coming = request_ticket(ctl, slot, SEND_TICKET, THREADS, True)
+        row, part, there = slice_of(ticket, width, N, SLICES, SLICE)
+        if ok != 0:
+            for i in tl.static_range(WORLD - 1):
+                theirs = (rank + 1 + i) % WORLD * run + row
+                sent = tl.load(x + theirs * N + part, mask=there & (theirs < M), other=0.0)
+                tl.store(slots[i] + rank * area + row * pitch + part, sent, mask=there)
+            publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+        if ticket == 0:
+            settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
+        ticket = granted(coming, THREADS)
+    ticket = granted(request, THREADS)
+    while ticket < run * SLICES:
+        coming = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        row, part, there = slice_of(ticket, width, N, SLICES, SLICE)
+        ours = rank * run + row
+        mine = tl.load(x + ours * N + part, mask=there & (ours < M), other=0.0)
+        # Acquire: the slice of the own row, of all peers.
+        whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
+        total = add_up(mine, own, row * pitch + part, area, there, whole, rank, WORLD, AVERAGE)
+        if whole != 0:
+            for i in tl.static_range(WORLD - 1):
+                tl.store(slots[i] + sums + rank * area + row * pitch + part, total.to(dtype), mask=there)
+            # For this rank's other programs too.
+            tl.store(own + sums + rank * area + row * pitch + part, total.to(dtype), mask=there)
+            publish_all(table, slot, RESULT_ROW + ticket, rank, site, epoch, WORLD, True)
+        ticket = granted(coming, THREADS)
+    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+    row = tl.program_id(0) // SLICES
+    # Acquire: all slices of the sums, of all ranks.
+    known = ok & wait_rows(table, ctl, rank, slot, RESULT_ROW + row * SLICES, site, epoch, WORLD, SLICES, True)
+    cols = tl.arange(0, BLOCK)[None, :]
+    for owner in range(tl.program_id(0) % SLICES, WORLD, SLICES):
+        theirs = (owner * run + row + tl.arange(0, 1)).to(tl.int64)[:, None]
+        inside = (theirs < M) & (cols < N)
+        at = theirs * N + cols
+        # A slot of W runs of rows has the rows of the tensor, in their order.
+        result = tl.load(own + sums + theirs * pitch + cols, mask=inside & (known != 0), other=float("nan"))
+        loaded = extras(given, at, cols, inside, N, FORM)
+        finish(result, loaded, outputs, theirs, at, inside, M, N, FORM, EPS, POST_EPS)
+    return left
