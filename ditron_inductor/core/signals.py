@@ -153,9 +153,7 @@ def wait_all(table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr):
 
 
 @triton.jit
-def wait_rows(
-    table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr
-):
+def wait_rows(table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr):
     """`wait_all` for ROWS flag rows from `row` on, at once; for the own words too if OWN."""
     return wait_for_words(table, ctl, rank, slot, row, site, epoch, WORLD, True, ROWS, OWN)
 

@@ -7,8 +7,8 @@ registers. In *one shot* a program puts its rows into the slot of every peer, an
 shots* the rows are dealt to the ranks in equal runs, and a program takes one piece of every run: it sends each to its
 owner, adds up the own one, and sends the rounded sum to every peer. What follows the sum is done by every rank for all
 rows: to send its results would double what is sent. Sums are in rank order, in fp32, and rounded once; either all ranks
-add the same values, or the owner's sum is what all have. So all of them normalise the same bits, by the same program. Where there are fewer rows than SMs each
-is cut into slices: see slices.py.
+add the same values, or the owner's sum is what all have. So all of them normalise the same bits, by the same program.
+Where there are fewer rows than SMs, each is cut into slices for several programs: see slices.py.
 Signal protocol. That of all_reduce_kernel.py: flag row `ticket` for rows, sent when the credits of all peers have come;
 RESULT_ROW + ticket for sums. A program takes one ticket and waits only for what peers send under the same one.
 A piece without credits is not sent, and never published, nor is a sum whose rows are not all there.
@@ -63,9 +63,9 @@ ROUND_BYTES = 800 << 10
 TILE = 4096
 """Elements of a tile, as long as a row is no longer."""
 LEAST_SLICE = 1024
-"""Elements of a slice: what one SM sends in the time of a few instructions."""
-PROGRAMS_PER_SM = 2
-"""Pieces of two shots, before they get more tiles: programs of a last wave with few SMs at work would take a round each."""
+"""Elements of a slice: one SM sends them in less time than a signal takes."""
+PIECES_PER_SM = 2
+"""Of two shots; they get more tiles before there are more of them, since every wave of programs takes two rounds."""
 
 INTERPRETED_ROUND_BYTES = 512
 INTERPRETED_TILE = 64
@@ -249,8 +249,8 @@ def cut(
     round_bytes: int,
     least_slice: int,
 ) -> Cut:
-    """Tiles of at most `tile` elements, or one row, and at least one piece for each program, if there are the rows.
-    Else 2^n slices of at least `least_slice` elements, as long as there are as many programs.
+    """Tiles of at most `tile` elements, or one row, and at least one piece for each of `programs`, if there are the
+    rows; else 2^n slices of at least `least_slice` elements, for as many of them.
 
     round_bytes: two shots are chosen where they save a rank more than that. In one shot it sends all rows to each of
     its W - 1 peers, in two shots 2 / W of them.
@@ -262,7 +262,7 @@ def cut(
     while rows > 1 and ceil_div(length, rows) < programs:
         rows //= 2
     flags = REVOKED_ROW.value - (0 if one else RESULT_ROW.value)
-    most = min(most_pieces, flags if one else min(flags, PROGRAMS_PER_SM * programs))
+    most = min(most_pieces, flags if one else min(flags, PIECES_PER_SM * programs))
     tiles = ceil_div(ceil_div(length, rows), most)
     pieces = ceil_div(length, rows * tiles)
     slices = 1
@@ -339,12 +339,12 @@ def all_reduce_rms_norm(
     given: tuple[torch.Tensor | None, ...],
     in_place: bool = False,
 ) -> Outputs:
-    """x [.., N]; returns (normed, total), of its shape, and what is saved. See the module. in_place: x may become the
-    total.
+    """x [.., N]; returns (normed, total), of its shape, and what is saved. See the module. in_place: x may be
+    overwritten, and where it can be it becomes the total.
     """
     x = x.contiguous()
     cut = sizes.cut
-    # A slice's program reads whole rows of x, when another may have stored its slice of the total.
+    # The programs of a row read all of it when another may have stored its slice of the total.
     outputs = allocate(node, x, {"total": x} if in_place and cut.slices == 1 else {})
 
     def arguments() -> Arguments:

@@ -145,7 +145,7 @@ def normalised(
     """The norm of whole rows; their sum, unless it is TOTAL_KNOWN, and what is saved of them are stored.
 
     reduced [ROWS, BLOCK], in their dtype. loaded: by `extras`. outputs: pointers to normed and total, then in the order
-    of nodes.SAVED. rows [ROWS, 1]: their numbers, of which there are M. at, inside: as by `extras`. kept: which elements
+    of nodes.SAVED. rows [ROWS, 1]: their numbers, of which there are M. at, inside: as by `extras`. kept: which of them
     are stored, all if None; statistics of rows always are.
     """
     dtype: tl.constexpr = reduced.dtype

@@ -1,17 +1,17 @@
 """The kernel of all_reduce_rms_norm where there are fewer rows than SMs: each is sent and added up in slices.
 
-Problem. One SM stores to peers at a fraction of the links' rate: a row of 16 KB to three peers takes it 2 us, a third of
-the whole call, while most SMs have no row.
+Problem. One SM stores to peers at a fraction of the links' rate: a row of 16 KB, to three of them, takes it 2 us, a
+quarter of the call, while most SMs have no row.
 Algorithm. As in kernel.py, in one shot or two, with SLICES programs for each row. All sends come first: a program
-takes tickets, each for a slice of a row, until there are none, and puts them into the slots of the peers. In *one
-shot* it then adds up a whole row, whose statistics it needs, and stores its slice of what is returned. In *two shots* it
-takes tickets of sums, each for a slice of an own row, until there are none, and sends the rounded sums to all; then
-it normalises whole rows, of its share of the owners.
-Signal protocol. Flag row `ticket` for slices, sent when the credits of all peers have come; RESULT_ROW + ticket for sums,
-which this rank's other programs wait for too. Sends wait for credits only, and a sum only for sends; so all of them
-are made by running programs, however few they are. What comes last has no queue: the program's number says which row
-and slice it is, and it may wait for any of them.
-The own x is read until the end, by all programs of a row: no output may lie in it.
+takes tickets, each for a slice of a row, until there are none, and puts the slices into the slots of the peers. In *one
+shot* it then adds up a whole row, whose statistics it needs, and stores its slice of what is returned. In *two shots*
+it takes tickets of sums, each for a slice of an own row, until there are none, and sends the rounded sums to all; then
+it normalises whole rows: those with its number, of its share of the owners.
+Signal protocol. Flag row `ticket` for slices, sent when the credits of all peers have come; RESULT_ROW + ticket for
+sums, for which the other programs of this rank wait too. A send waits for credits only, and a sum for sends only, so
+all of them are made by the programs that run, if only one does. What comes last has no queue: the program's number
+says which row and slice, and it may wait for any. A ticket that is held ahead waits for no more than that either.
+The own x is read by all programs of a row, after others may have stored: no output may lie in it.
 A slice without credits is not sent, and never published, nor is a sum whose slices are not all there.
 """
 

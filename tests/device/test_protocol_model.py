@@ -20,7 +20,7 @@ from ditron_inductor.device.protocol_model import (
 
 GATHER, SCATTER, REDUCE, PUSH = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "push"
 KINDS = [GATHER, SCATTER, REDUCE, PUSH]
-ONE_SHOT, TWO_SHOTS = "one_shot", "two_shots"
+ONE_SHOT, TWO_SHOTS, IN_SLICES = "one_shot", "two_shots", "in_slices"
 PRODUCT, FEW_ROWS, CONTRACT = "matmul_all_gather", "few_rows", "all_gather_contract"
 """Those of small products, whose programs send, wait and add in one work item."""
 TO_HEADS, TO_ROWS = "matmul_all_to_all", "all_to_all_matmul"
@@ -83,8 +83,8 @@ HEALTHY = {
     **{f"{kind}-w3-p2": replace(same(3, *[Call(kind, "A")] * 3), programs=2) for kind in (GATHER, PUSH)},
     "reduce-scatter-w3-p2": replace(same(3, Call(SCATTER, "A")), programs=2),
     "all-reduce-w3-p2-one-slot": replace(same(3, *[Call(REDUCE, "A", slot=0)] * 2), programs=2),
-    **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (ONE_SHOT, TWO_SHOTS)},
-    **{f"{k}-w3-p1": same(3, *[Call(k, "A")] * 3) for k in (ONE_SHOT, TWO_SHOTS)},
+    **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (ONE_SHOT, TWO_SHOTS, IN_SLICES)},
+    **{f"{k}-w3-p1": same(3, *[Call(k, "A")] * 3) for k in (ONE_SHOT, TWO_SHOTS, IN_SLICES)},
     **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (PRODUCT, FEW_ROWS, CONTRACT)},
     **{f"{k}-w3-p1": same(3, *[Call(k, "A", slot=0)] * 3) for k in (PRODUCT, FEW_ROWS)},
     **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (TO_HEADS, TO_ROWS)},
@@ -132,7 +132,7 @@ def test_failure_half_way_then_reset(first: str, second: str, world: int, progra
     assert found.endings and all(any(ending) for ending in found.endings)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, ONE_SHOT, TWO_SHOTS, PRODUCT, FEW_ROWS, TO_HEADS, TO_ROWS])
+@pytest.mark.parametrize("kind", [*KINDS, ONE_SHOT, TWO_SHOTS, IN_SLICES, PRODUCT, FEW_ROWS, TO_HEADS, TO_ROWS])
 @pytest.mark.parametrize("world", [2, 3])
 def test_rank_that_never_arrives(kind: str, world: int) -> None:
     call = Call(kind, "A", may_fail=True)
@@ -160,7 +160,7 @@ def names_rank_0(ending: Ending) -> bool:
 
 
 @pytest.mark.parametrize("programs", [1, 2])
-@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE, ONE_SHOT, TWO_SHOTS])
+@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE, ONE_SHOT, TWO_SHOTS, IN_SLICES])
 @pytest.mark.parametrize("world", [2, 3])
 def test_rank_that_runs_another_site(kind: str, world: int, programs: int) -> None:
     """Every rank names it, since what the failed launches have pushed completely is published all the same."""
@@ -188,7 +188,7 @@ def test_without_complete_chunks_an_innocent_rank_is_named() -> None:
 
 
 @pytest.mark.parametrize("programs", [1, 2])
-@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE, ONE_SHOT, TWO_SHOTS])
+@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE, ONE_SHOT, TWO_SHOTS, IN_SLICES])
 def test_waits_that_give_up_early(kind: str, programs: int) -> None:
     """Some tiles of a chunk get their credit, others do not: what is read is right, and after the reset all is well."""
     after = (Reset(), Call(SCATTER, "B"), Call(kind, "A"))
@@ -274,6 +274,7 @@ BROKEN = [
     (P.SENDS_FIRST, ONE_CALL, "no progress"),
     (P.SENDS_FIRST, replace(same(3, Call(GATHER, "A")), programs=2), "no progress"),
     (P.SENDS_FIRST, same(2, Call(TWO_SHOTS, "A")), "no progress"),
+    (P.SENDS_FIRST, same(2, Call(IN_SLICES, "A")), "no progress"),
     (P.CREDITS, same(2, Call(GATHER, "B", slot=0), Call(TWO_SHOTS, "A", slot=0)), "overwrites slot 0"),
     (P.SITE_HASH, Scenario(scripts=((Call(GATHER, "A"),), (Call(GATHER, "B"),))), "reads"),
     (P.ONE_WRITER, same(3, Call(GATHER, "A")), ""),

@@ -81,6 +81,13 @@ CASES = (
     Case((14, 24), GEMMA, "residual weight other_weight", saved="other"),
 )
 
+# One row in slices; on 4 ranks in two shots, more slices than owners.
+IN_SLICES = (
+    Case((2, 70), LAYER, "bias residual weight other_weight", FP16, saved="reduced mean rstd scaled other"),
+    Case((4, 66), RMS, "second_bias residual weight", FP32, "avg", saved="rstd"),
+    Case((3, 129), LLAMA, "post_weight residual weight", FP16, post=GEMMA, saved="reduced post_rstd rstd"),
+)
+
 
 def make(ctx: RankContext, case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """Operands that differ between ranks, and extras that do not."""
@@ -167,7 +174,7 @@ def _check_all(ctx: RankContext, cases: tuple[Case, ...], strategy: str, label: 
 def test_matches_reference(pool: RankPool, strategy: str) -> None:
     # Four processes that poll take the cores from those that work.
     cases = CASES[::6] if (pool.device_type, pool.world_size) == ("cpu", 4) else CASES
-    pool.run(_check_all, cases, strategy, "alone", timeout=100)
+    pool.run(_check_all, (*cases, *IN_SLICES), strategy, "alone", timeout=100)
 
 
 PRODUCTS = (

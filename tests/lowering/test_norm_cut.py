@@ -15,18 +15,28 @@ from ditron_inductor.lowering.all_reduce_rms_norm.kernel import Cut, cut
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of
 from ditron_inductor.task.results import read_results
 
-H200 = {"programs": 132, "tile": kernel.TILE, "most_pieces": REVOKED_ROW.value, "round_bytes": kernel.ROUND_BYTES}
+H200 = {
+    "programs": 132,
+    "tile": kernel.TILE,
+    "most_pieces": REVOKED_ROW.value,
+    "round_bytes": kernel.ROUND_BYTES,
+    "least_slice": kernel.LEAST_SLICE,
+}
 
 
 @pytest.mark.parametrize(
     ("m", "n", "world", "expected"),
     [
-        (1, 5120, 4, Cut(True, 1, 1, 1)),
-        (32, 4096, 4, Cut(True, 1, 1, 32)),
-        (64, 8192, 4, Cut(False, 1, 1, 16)),
+        # Slices of 1280 columns; as many as there are SMs.
+        (1, 5120, 4, Cut(True, 1, 1, 1, 4)),
+        (32, 4096, 4, Cut(True, 1, 1, 32, 4)),
+        (64, 8192, 2, Cut(True, 1, 1, 64, 2)),
+        (64, 8192, 4, Cut(False, 1, 1, 16, 8)),
+        (128, 4096, 2, Cut(True, 1, 1, 128)),
         # Two ranks send no less in two shots.
         (2048, 4096, 2, Cut(True, 1, 3, 683)),
         (2048, 4096, 4, Cut(False, 1, 2, 256)),
+        (1638, 5120, 4, Cut(False, 1, 2, 205)),
         (4096, 512, 2, Cut(True, 8, 1, 512)),
         # Rather more programs than more rows in each.
         (100, 512, 2, Cut(True, 1, 1, 100)),
@@ -43,7 +53,8 @@ def test_every_row_has_its_place_and_its_flag(num_sms: int) -> None:
             found = cut(m, n, 2, world, **{**H200, "programs": num_sms})
             rows = found.rows * found.tiles * found.pieces * (1 if found.one_shot else world)
             most = REVOKED_ROW.value if found.one_shot else MAX_CHUNKS.value // 2 - 1
-            assert m <= rows and 0 < found.pieces <= most, (m, n, world, found)
+            assert m <= rows and 0 < found.pieces * found.slices <= most, (m, n, world, found)
+            assert found.slices == 1 or found.rows == found.tiles == 1 and found.pieces * found.slices <= num_sms
             assert found.rows & (found.rows - 1) == 0 and found.rows * block_of(n) <= max(kernel.TILE, block_of(n))
 
 

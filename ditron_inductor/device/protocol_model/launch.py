@@ -106,6 +106,7 @@ def items(kind: str, me: int, world: int, without: Without) -> tuple[Item, ...]:
         "push": _push,
         "one_shot": _one_shot,
         "two_shots": _two_shots,
+        "in_slices": _in_slices,
         "pull_gather": _pull_gather,
         "pull_scatter": _pull_scatter,
         "pull_reduce": _pull_reduce,
@@ -251,13 +252,26 @@ def _two_shots(me: int, world: int, others: list[int], without: Without) -> list
     return [[(*_piece(CHUNK, me, world, others, without), *sums, *_reads(RESULT, RESULT, others))]]
 
 
+def _in_slices(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+    """Two slices of a row, each pushed to all peers; then, twice, both are awaited: one is added up, the other read."""
+    sends = [_send_all(me, world, region, others, without) for region in (CHUNK, TILE)]
+    row = (*(("await", TILE, source) for source in others), *_own_sum(CHUNK, me, world, without))
+    row = (*row, *(("read", TILE, source) for source in others))
+    return [sends, [row, row]]
+
+
 def _piece(region: int, me: int, world: int, others: list[int], without: Without) -> Item:
-    sends = _send_all(me, world, region, others, without)
+    sends, adds = _send_all(me, world, region, others, without), _own_sum(region, me, world, without)
+    return (*adds, *sends) if Protection.SENDS_FIRST in without else (*sends, *adds)
+
+
+def _own_sum(region: int, me: int, world: int, without: Without) -> Item:
+    """What the peers have sent is added to the own part, which lies in no slot."""
     first = me if Protection.RANK_ORDER in without else 0
     reads: list[Op] = []
     for source in [(first + i) % world for i in range(world)]:
         reads += [("own",)] if source == me else [("await", region, source), ("read", region, source)]
-    return (*reads, ("sum",), *sends) if Protection.SENDS_FIRST in without else (*sends, *reads, ("sum",))
+    return (*reads, ("sum",))
 
 
 def _push(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
