@@ -281,7 +281,9 @@ def request_ticket(ctl, slot, QUEUE: tl.constexpr, THREADS: tl.constexpr, wanted
     the holder of the first unfinished ticket waits for finished ones only.
     """
     lanes = tl.arange(0, THREADS)
-    words = slot_ctl(ctl, slot) + QUEUE + tl.zeros((THREADS,), dtype=tl.int32)
+    # A word for each thread, of which one is asked for: for the same word the assembler makes one request of a warp's,
+    # and the warp waits for the answer, to deal it to the threads.
+    words = slot_ctl(ctl, slot) + QUEUE + lanes
     ones = tl.full((THREADS,), 1, tl.int64)
     return tl.atomic_add(words, ones, mask=(lanes == 0) & wanted, sem="relaxed", scope="gpu")
 

@@ -53,8 +53,6 @@ def one_shot_in_slices(
 
     slots: pointers, of rank + 1, ..; each has places [source][row].
     """
-    row, part, there = slice_of(ticket, width, N, SLICES, SLICE)
-    sent = tl.load(x + row * N + part, mask=there & (row < M), other=0.0)
     mine_row = (tl.program_id(0) // SLICES + tl.arange(0, 1)).to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     begin = tl.program_id(0) % SLICES * width
@@ -66,6 +64,8 @@ def one_shot_in_slices(
     ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
     while ticket < M * SLICES:
         coming = request_ticket(ctl, slot, SEND_TICKET, THREADS, True)
+        row, part, there = slice_of(ticket, width, N, SLICES, SLICE)
+        sent = tl.load(x + row * N + part, mask=there, other=0.0)
         if ok != 0:
             for i in tl.static_range(WORLD - 1):
                 tl.store(slots[i] + (rank * M + row) * pitch + part, sent, mask=there)
@@ -73,8 +73,6 @@ def one_shot_in_slices(
         if ticket == 0:
             settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
         ticket = granted(coming, THREADS)
-        row, part, there = slice_of(ticket, width, N, SLICES, SLICE)
-        sent = tl.load(x + row * N + part, mask=there & (row < M), other=0.0)
     left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
     # Acquire: all slices of the row, of all peers.
     first = tl.program_id(0) // SLICES * SLICES
@@ -105,11 +103,13 @@ def two_shots_in_slices(
     while ticket < run * SLICES:
         coming = request_ticket(ctl, slot, SEND_TICKET, THREADS, True)
         row, part, there = slice_of(ticket, width, N, SLICES, SLICE)
+        sent = ()
+        for i in tl.static_range(1, WORLD):
+            theirs = (rank + i) % WORLD * run + row
+            sent = sent + (tl.load(x + theirs * N + part, mask=there & (theirs < M), other=0.0),)  # type: ignore[assignment]
         if ok != 0:
             for i in tl.static_range(WORLD - 1):
-                theirs = (rank + 1 + i) % WORLD * run + row
-                sent = tl.load(x + theirs * N + part, mask=there & (theirs < M), other=0.0)
-                tl.store(slots[i] + rank * area + row * pitch + part, sent, mask=there)
+                tl.store(slots[i] + rank * area + row * pitch + part, sent[i], mask=there)
             publish_all(table, slot, ticket, rank, site, epoch, WORLD)
         if ticket == 0:
             settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
