@@ -50,7 +50,9 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     extras,
     finish,
     pointers,
+    residual_of,
     warps_of,
+    with_rows,
 )
 from ditron_inductor.lowering.all_reduce_rms_norm.slices import one_shot_in_slices, two_shots_in_slices
 from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
@@ -119,6 +121,14 @@ def one_shot(
 
 
 @triton.jit
+def sums_of(rows, cols, sums, pitch, given, known, M, N, FORM: tl.constexpr):
+    """Rows that have been added up, NaN unless `known`, and their residual. sums: pointer to [M, pitch]."""
+    there = (rows < M) & (cols < N)
+    result = tl.load(sums + rows * pitch + cols, mask=there & (known != 0), other=float("nan"))
+    return result, residual_of(given, rows * N + cols, cols, there, FORM)
+
+
+@triton.jit
 def two_shots(
     x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
@@ -135,11 +145,16 @@ def two_shots(
     if ok != 0:
         for tile in range(TILES):
             rows = first + tile * ROWS
+            # All of them, as no load overtakes a store.
+            sent = ()
+            for i in tl.static_range(1, WORLD):
+                theirs = (rank + i) % WORLD * run + rows
+                there = (theirs < M) & (cols < N)
+                sent = sent + (tl.load(x + theirs * N + cols, mask=there, other=0.0),)  # type: ignore[assignment]
             for i in tl.static_range(WORLD - 1):
                 theirs = (rank + 1 + i) % WORLD * run + rows
                 there = (theirs < M) & (cols < N)
-                piece = tl.load(x + theirs * N + cols, mask=there, other=0.0)
-                tl.store(slots[i] + rank * area + rows * pitch + cols, piece, mask=there)
+                tl.store(slots[i] + rank * area + rows * pitch + cols, sent[i], mask=there)
         publish_all(table, slot, ticket, rank, site, epoch, WORLD)
     if ticket == 0:
         settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
@@ -165,15 +180,16 @@ def two_shots(
     known = ok & wait_all(table, ctl, rank, slot, RESULT_ROW + ticket, site, epoch, WORLD)
     for tile in range(TILES):
         rows = first + tile * ROWS
+        coming, residual = sums_of(rank * run + rows, cols, own + sums, pitch, given, 1, M, N, FORM)
         for i in tl.static_range(WORLD):
-            owner = (rank + i) % WORLD
-            theirs = owner * run + rows
+            theirs = (rank + i) % WORLD * run + rows
             there = (theirs < M) & (cols < N)
-            at = theirs * N + cols
-            readable = there & ((known != 0) | (owner == rank))
-            result = tl.load(own + sums + owner * area + rows * pitch + cols, mask=readable, other=float("nan"))
-            loaded = extras(given, at, cols, there, N, FORM)
-            finish(result, loaded, outputs, theirs, at, there, M, N, FORM, EPS, POST_EPS)
+            result, loaded = coming, with_rows(residual, given, cols, N, FORM)
+            if i + 1 < WORLD:
+                # Before these are stored, as no load overtakes a store.
+                following = (rank + i + 1) % WORLD * run + rows
+                coming, residual = sums_of(following, cols, own + sums, pitch, given, known, M, N, FORM)
+            finish(result, loaded, outputs, theirs, theirs * N + cols, there, M, N, FORM, EPS, POST_EPS)
     return left
 
 

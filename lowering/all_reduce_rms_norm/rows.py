@@ -91,9 +91,21 @@ def extras(given, at, cols, inside, N, FORM: tl.constexpr):
     given: pointers in the order of nodes.EXTRAS. at, inside: places of the rows' elements in a tensor of rows of N, and
     which of them there are. cols [1, BLOCK]. What FORM has not is anything, and is not looked at.
     """
+    return with_rows(residual_of(given, at, cols, inside, FORM), given, cols, N, FORM)
+
+
+@triton.jit
+def residual_of(given, at, cols, inside, FORM: tl.constexpr):
+    """The part of `extras` that is different for each row."""
     residual_rows = cols
     if HAS_RESIDUAL & FORM:
         residual_rows = tl.load(given[4] + at, mask=inside, other=0.0)
+    return residual_rows
+
+
+@triton.jit
+def with_rows(residual_rows, given, cols, N, FORM: tl.constexpr):
+    """`extras`, given `residual_of`."""
     return (
         row_of(given[0], cols, N, HAS_BIAS & FORM),
         row_of(given[1], cols, N, HAS_SECOND_BIAS & FORM),
