@@ -131,3 +131,13 @@ def resources(ptx: str) -> Resources:
     spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     registers = re.findall(r"Used (\d+) registers", report)
     return Resources(max(map(int, registers)), sum(map(int, spilled)))
+
+
+def machine_code(ptx: str) -> str:
+    """Of a kernel for sm_90, as the assembler that Triton brings along makes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        text, code = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        text.write_text(ptx)
+        subprocess.run([str(PTXAS), "-arch=sm_90a", str(text), "-o", str(code)], check=True)
+        disassembler = str(PTXAS.with_name("nvdisasm"))
+        return subprocess.run([disassembler, "-c", str(code)], capture_output=True, text=True, check=True).stdout

@@ -38,7 +38,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     warps_of,
 )
 from ditron_inductor.task.nodes import EXTRAS, SAVED
-from tests.lowering.assembly import NVIDIA, Listing, dialect_of, resources
+from tests.lowering.assembly import NVIDIA, Listing, dialect_of, machine_code, resources
 from tests.lowering.cross_compile import TARGETS, WORDS
 
 POINTERS = ("x", "reduced")
@@ -167,6 +167,13 @@ def test_rows_are_moved_16_bytes_at_a_time(case: Case) -> None:
     assert needed.spilled_bytes <= 64
     # More than one program of an SM hides the waits of the other.
     assert needed.registers * 32 * case.num_warps <= 65536
+
+
+@pytest.mark.parametrize("case", [CASES[0], Case("sm_90", True, 8192, form=DECODE, slices=8)], ids=str)
+def test_no_warp_waits_for_the_ticket_it_asks_for(case: Case) -> None:
+    """Requests of a warp for one word become a single one, whose answer is dealt to the threads by a shuffle."""
+    code = machine_code(assembly(all_reduce_rms_norm_kernel, case))
+    assert re.search(r"ATOMG\.E\.ADD\.64\.STRONG\.GPU", code) and "SHFL.IDX" not in code
 
 
 def test_the_norm_alone() -> None:
