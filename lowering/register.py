@@ -19,6 +19,7 @@ import torch
 
 from ditron_inductor.device import AgreedOptions, workspaces
 from ditron_inductor.device.replicas import own_chunk, replicas
+from ditron_inductor.lowering import costs
 from ditron_inductor.lowering.all_gather_attention import binding as attention
 from ditron_inductor.lowering.all_gather_matmul.shard_norm import gather_library, make_shard
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
@@ -30,8 +31,6 @@ from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, c
 from ditron_inductor.lowering.projections import projections
 from ditron_inductor.lowering.strategies import CHUNKED, PLANNED_AS, TILE, Runner
 from ditron_inductor.task import ops, reference
-from ditron_inductor.task.epilogue import Epilogue
-from ditron_inductor.task.epilogue_torch import NAMES
 from ditron_inductor.task.nodes import (
     EXTRAS,
     SHARD_EXTRAS,
@@ -141,48 +140,11 @@ def _possible(
         tile_reason=tile_reason,
         chunked_bytes=chunked_bytes,
         chunked_reason=chunked_reason,
-        epilogue_bytes=_epilogue_bytes(node, m, n, x.dtype),
-        pre_bytes=_pre_bytes(node, m, n, x.dtype),
-        more_products=_more_products(node, x.shape),
+        epilogue_bytes=costs.epilogue_bytes(node, m, n, x.dtype),
+        pre_bytes=costs.pre_bytes(node, m, n, x.dtype),
+        more_products=costs.more_products(node, x.shape),
     )
     return request, runners
-
-
-def _epilogue_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
-    """What the epilogue's own kernel would read and write, all weights taken as equally wide; equal on all ranks."""
-    epilogue = node.parsed if isinstance(node, WithEpilogue) else None
-    if epilogue is None:
-        return 0
-    if isinstance(node, AllGatherMatmul):
-        return m * n * dtype.itemsize * epilogue.passes(NAMES[dtype]) // node.num_weights
-    if epilogue.behind is None:
-        return 0
-    # After the reduction no matmul adds a bias.
-    rows = m // node.world_size if isinstance(node, MatmulReduceScatter) else m
-    return rows * n * dtype.itemsize * epilogue.passes(NAMES[dtype], biases=False)
-
-
-def _pre_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
-    """What a kernel of its own would read and write of the product before it is reduced."""
-    node = node.reduction if isinstance(node, MatmulAllReduceRmsNorm) else node
-    epilogue = node.parsed if isinstance(node, WithEpilogue) else None
-    if epilogue is None or epilogue.pre is None:
-        return 0
-    return m * n * dtype.itemsize * Epilogue((epilogue.pre,)).passes(NAMES[dtype], biases=False)
-
-
-APART = 2
-"""A product of rows that do not lie together takes the host as long as so many others."""
-
-
-def _more_products(node: TaskNode, shape: Sequence[int]) -> int:
-    """Of a gather by `chunked`: one for each weight and source, of rows that lie apart where it is not along the first
-    dimension that has any.
-    """
-    if not isinstance(node, AllGatherMatmul):
-        return 0
-    apart = math.prod(shape[: node.gather_dim]) > 1
-    return node.world_size * (node.num_weights * (APART if apart else 1) - 1)
 
 
 def _prepare_all_gather_matmul(
