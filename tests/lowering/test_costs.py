@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ditron_inductor.lowering.costs import more_products
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulReduceScatter
+from ditron_inductor.task.nodes import AllGatherMatmul, MatmulReduceScatter, Policy
 
 
 def gather(dim: int, weights: int) -> AllGatherMatmul:
-    return AllGatherMatmul(dim, 4, "group", num_weights=weights)
+    return AllGatherMatmul(dim, 4, "group", False, "site", Policy(), weights)
 
 
 def test_a_gather_in_chunks_multiplies_each_source_with_each_weight() -> None:
@@ -23,4 +23,4 @@ def test_rows_that_lie_apart_count_twice() -> None:
 
 
 def test_a_reduction_multiplies_once() -> None:
-    assert more_products(MatmulReduceScatter(0, "sum", 4, "group"), (64, 32)) == 0
+    assert more_products(MatmulReduceScatter(0, "sum", 4, "group", "site", Policy()), (64, 32)) == 0
