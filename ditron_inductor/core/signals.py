@@ -225,9 +225,21 @@ def publish(table, target, slot, row, rank, site, epoch):
 @triton.jit
 def publish_all(table, slot, row, rank, site, epoch, WORLD: tl.constexpr):
     """`publish` to every peer at once: each word is stored by a thread of its own, so their releases overlap."""
+    publish_to(all_heaps(table, WORLD), slot, row, rank, site, epoch, WORLD)
+
+
+@triton.jit
+def all_heaps(table, WORLD: tl.constexpr):
+    """The heaps of all ranks, for `publish_to`: where time counts loaded long before, as the release waits for them."""
+    targets = tl.arange(0, MAX_WORLD)
+    return tl.load(table + targets, mask=targets < WORLD, other=0).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def publish_to(heaps, slot, row, rank, site, epoch, WORLD: tl.constexpr):
+    """`publish_all`; heaps: of `all_heaps`."""
     targets = tl.arange(0, MAX_WORLD)
     others = (targets < WORLD) & (targets != rank)
-    heaps = tl.load(table + targets, mask=targets < WORLD, other=0).to(tl.pointer_type(tl.int64))
     words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(site, epoch)
     tl.debug_barrier()
     tl.atomic_xchg(heaps + slot * SLOT_WORDS + row * MAX_WORLD + rank, words, mask=others, sem="release", scope="sys")
@@ -268,7 +280,9 @@ def request_ticket(ctl, slot, QUEUE: tl.constexpr, THREADS: tl.constexpr, wanted
     the holder of the first unfinished ticket waits for finished ones only.
     """
     lanes = tl.arange(0, THREADS)
-    words = slot_ctl(ctl, slot) + QUEUE + tl.zeros((THREADS,), dtype=tl.int32)
+    # Only the first of these addresses is used. Were they all the same, the assembler would add up the warp's requests
+    # and hand out the answer, for which it waits at once.
+    words = slot_ctl(ctl, slot) + QUEUE + lanes
     ones = tl.full((THREADS,), 1, tl.int64)
     return tl.atomic_add(words, ones, mask=(lanes == 0) & wanted, sem="relaxed", scope="gpu")
 
