@@ -290,7 +290,7 @@ def request_ticket(ctl, slot, QUEUE: tl.constexpr, THREADS: tl.constexpr, wanted
 @triton.jit
 def granted(request, THREADS: tl.constexpr):
     """The ticket that `request_ticket` asked for."""
-    return tl.sum(tl.where(tl.arange(0, THREADS) == 0, request, 0), axis=0).to(tl.int32)
+    return tl.sum(tl.where(tl.arange(0, THREADS) == 0, request.to(tl.int32), 0), axis=0)
 
 
 @triton.jit

@@ -14,8 +14,14 @@ LEAST_ROWS = 16
 """Of a matrix product."""
 MERGED_ELEMENTS = 8192
 """Of the partial results that a program loads at once to merge them: all of these loads are under way together."""
-START_BLOCKS = 2
-"""What a split costs beyond its blocks, in blocks: its start, and its partial result on the way through memory."""
+SMALL_PART = 1024
+"""Elements of a partial result up to which twice as many stay in registers; of those of more query heads they do not."""
+MERGED_SPLITS, INTERPRETED_MERGED_SPLITS = 16, 2
+"""Partial results that are loaded at once, at most: the loads are unrolled."""
+START_BLOCKS = 8
+"""What a split costs beyond its blocks, in blocks: its start, and its partial result on the way through memory and into
+the merging. One round of programs that nearly fills the GPU is as fast as two, as they wait for the same memory.
+"""
 
 
 @dataclass(frozen=True)
@@ -108,9 +114,13 @@ def deal(batch: int, query_heads: int, kv_heads: int) -> Heads:
     return Heads(batch * kv_heads * parts, group // parts, parts)
 
 
-def merged_splits(heads: Heads, head_dim: int) -> int:
-    """Partial results that a program loads at once: a power of two."""
-    return max(1, MERGED_ELEMENTS // (heads.merged_rows * head_dim))
+def merged_splits(heads: Heads, head_dim: int, splits: int, interpreted: bool) -> int:
+    """Partial results, of `splits`, that a program loads at once: a power of two."""
+    size = heads.merged_rows * head_dim
+    room = MERGED_ELEMENTS // size * (2 if size <= SMALL_PART else 1)
+    most = INTERPRETED_MERGED_SPLITS if interpreted else MERGED_SPLITS
+    needed = 1 << (splits - 1).bit_length()
+    return max(1, min(most, needed, room))
 
 
 def count_splits(heads: int, capacity: int, programs: int, config: Config) -> int:

@@ -30,6 +30,7 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import COUNTERS, REVOKED_ROW, TILE_TICKET
 from ditron_inductor.core.signals import (
+    all_heaps,
     arrive,
     ask_to_send,
     close,
@@ -40,7 +41,7 @@ from ditron_inductor.core.signals import (
     last_use,
     leave,
     may_send,
-    publish_all,
+    publish_to,
     request_ticket,
     settle,
     wait_all,
@@ -76,14 +77,16 @@ def flash_decode_kernel(
     """
     # All questions before the first answer: one after the other they would take as long as a signal.
     request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
     epoch = current_epoch(ctl, slot)
     due = last_use(ctl)
     first_length = tl.load(lengths)
+    heaps = all_heaps(table, WORLD)
     own = data(table, ctl, rank, slot, tl.float32)
-    slots = ()
-    for i in tl.static_range(WORLD):
+    slots = (own,)
+    for i in tl.static_range(1, WORLD):
         slots = slots + (data(table, ctl, (rank + i) % WORLD, slot, tl.float32),)  # type: ignore[assignment]
+    # Last, as it takes an address that is loaded.
+    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
     ticket = granted(request, THREADS)
     tickets = heads * splits
     # -1 as long as the answers have not been looked at.
@@ -130,7 +133,7 @@ def flash_decode_kernel(
                         current = tl.full((), -1, tl.int32)
                 if (current >= 0) & (ok != 0):
                     # The heads' parts lie in every peer's slot.
-                    publish_all(table, slot, current, rank, site, epoch, WORLD)
+                    publish_to(heaps, slot, current, rank, site, epoch, WORLD)
             if ticket == 0:
                 settle(tl.where(healthy(ctl) != 0, due, 0), table, rank, site, WORLD)
             ticket = granted(request, THREADS)

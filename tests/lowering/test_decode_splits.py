@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.ops.flash_decode import MOST_BYTES, SETS, Cell, table, verdict
 from benchmarks.records import Row
-from ditron_inductor.lowering.flash_decode.config import BY_HEAD_DIM, count_splits, deal
+from ditron_inductor.lowering.flash_decode.config import BY_HEAD_DIM, count_splits, deal, merged_splits
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,23 @@ def test_splits_fill_the_gpu() -> None:
     programs = config.programs(8, 132)
     assert programs == 132 and config.programs(512, 132) == 264
     assert count_splits(8, 1 << 17, programs, config) == 16
-    # Two rounds of all programs lose less than one in which some are idle, if they are long.
-    assert count_splits(8, 1 << 20, programs, config) == 33
+    # One round that leaves a few programs idle, not two of all: they read no faster, and their parts have to be merged.
+    assert count_splits(8, 1 << 18, programs, config) == 16
+    # But not one in which many are idle.
+    assert count_splits(48, 1 << 18, programs, config) == 11
     assert count_splits(8, 4096, programs, config) * 8 <= programs
     # There are as many pieces of heads as there is room for twice: nothing is gained by splits.
     assert count_splits(512, 4096, config.programs(512, 132), config) == 1
     assert count_splits(8, 1, programs, config) == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "splits", "expected"),
+    [(32, 8, 128, 16, 16), (64, 8, 128, 16, 16), (64, 8, 128, 33, 16), (64, 8, 256, 33, 4), (64, 8, 64, 3, 4),
+     (64, 1, 128, 33, 1), (8, 8, 16, 66, 16), (32, 8, 128, 1, 1)],
+)  # fmt: skip
+def test_parts_are_merged_in_few_rounds(heads: int, kv_heads: int, head_dim: int, splits: int, expected: int) -> None:
+    assert merged_splits(deal(1, heads, kv_heads), head_dim, splits, interpreted=False) == expected
 
 
 def test_benchmark_shapes() -> None:
