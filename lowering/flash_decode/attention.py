@@ -122,9 +122,9 @@ def attend_ticket(
 ):  # fmt: skip
     """Attend to one split, and put its part into `partials`: o [head][split][ROWS, HEAD_DIM], then lse [..][ROWS].
 
-    first_length: of the first sequence, if it was loaded before the ticket was known, else None: where every microsecond
-    counts, there is no other. Returns (the head, how many splits it has, whether this was the last one of them; then
-    all are visible here).
+    first_length: of the first sequence, if it was loaded before the ticket was known, else None: where every
+    microsecond counts, there is no other. Returns (the head, how many splits it has, whether this was the last one of
+    them; then all are visible here).
     """
     head = ticket // splits
     split = ticket % splits

@@ -27,13 +27,17 @@ def test_splits_fill_the_gpu() -> None:
     assert programs == 132 and config.programs(512, 132) == 264
     assert count_splits(8, 1 << 17, programs, config) == 16
     # One round that leaves a few programs idle, not two of all: they read no faster, and their parts have to be merged.
-    assert count_splits(8, 1 << 18, programs, config) == 16
+    assert count_splits(8, 1 << 20, programs, config) == 16
     # But not one in which many are idle.
-    assert count_splits(48, 1 << 18, programs, config) == 11
+    assert count_splits(48, 1 << 20, programs, config) == 8
     assert count_splits(8, 4096, programs, config) * 8 <= programs
     # There are as many pieces of heads as there is room for twice: nothing is gained by splits.
     assert count_splits(512, 4096, config.programs(512, 132), config) == 1
     assert count_splits(8, 1, programs, config) == 1
+    # Rounds that are asked for.
+    assert count_splits(8, 1 << 18, programs, replace(config, least_rounds=2)) == 32
+    assert count_splits(256, 1 << 18, 264, replace(config, least_rounds=4)) == 4
+    assert count_splits(8, 64, programs, replace(config, least_rounds=4)) == 1
 
 
 @pytest.mark.parametrize(
