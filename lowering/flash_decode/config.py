@@ -62,7 +62,7 @@ class Config:
 
 INTERPRETER = Config(block_n=16, num_warps=4, num_stages=1, least_blocks=1).validate()
 """Small blocks, so that small test problems have several splits."""
-INTERPRETED_PROGRAMS = 3
+INTERPRETED_PROGRAMS = 4
 INTERPRETED_SPLITS = 12
 """What the splits of the interpreter are cut for."""
 

@@ -36,10 +36,11 @@ class Case:
     page: int = 0
     shared_flags: bool = False
     attended: bool = False
+    one_each: bool = False
 
     def __str__(self) -> str:
         paged = f"-paged{self.page}" if self.page else ""
-        forms = "-shared" * self.shared_flags + "-attended" * self.attended
+        forms = "-shared" * self.shared_flags + "-attended" * self.attended + "-one" * self.one_each
         return f"{self.target}-{self.group}x{self.head_dim}-{self.dtype}{paged}{forms}"
 
     @property
@@ -50,10 +51,12 @@ class Case:
 
 
 CASES = (
-    Case("sm_90", 128),
+    Case("sm_90", 128, one_each=True),
+    Case("sm_90", 128, group=8),
     Case("sm_90", 256, group=8, dtype="fp16", page=16, shared_flags=True),
     Case("sm_90", 64, group=1, dtype="fp32"),
     Case("gfx942", 128, shared_flags=True),
+    Case("gfx942", 128, one_each=True),
 )
 
 
@@ -79,6 +82,7 @@ def compiled(kernel: Any, case: Case) -> Any:
         "UPCAST": False,
         "THREADS": config.num_warps * TARGETS[case.target].warp_size,
         "ATTENDED": case.attended,
+        "ONE_EACH": case.one_each,
     }
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
@@ -104,7 +108,7 @@ def assembly(kernel: Any, case: Case) -> str:
     return text
 
 
-ATTENDED = (Case("sm_90", 128, attended=True), Case("gfx942", 128, shared_flags=True, attended=True))
+ATTENDED = (Case("sm_90", 128, attended=True, one_each=True), Case("gfx942", 128, shared_flags=True, attended=True))
 
 
 @pytest.mark.parametrize("case", [*CASES, *ATTENDED], ids=str)
@@ -137,7 +141,7 @@ def test_caches_are_read_16_bytes_at_a_time_in_a_pipeline(case: Case) -> None:
 @pytest.mark.parametrize("group", [4, 8])
 def test_threads_merge_what_they_have_loaded(group: int) -> None:
     """Parts are merged without a barrier, and all of a round are under way together."""
-    case = Case("sm_90", 128, group)
+    case = Case("sm_90", 128, group, one_each=group == 4)
     for kernel in (flash_decode_kernel, local_attention_kernel):
         listing = Listing(assembly(kernel, case))
         loops = listing.loops(r"ld\.global\.v4")
