@@ -114,7 +114,7 @@ def merge_flag(
     flag, ok, own, out, table, ctl, heads, area, rank, slot, site, epoch,
     WORLD: tl.constexpr, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PER_FLAG: tl.constexpr,
 ):  # fmt: skip
-    """Wait for all peers' parts of the heads of a flag that this program has sent, and merge them. own: the own slot."""
+    """Wait for all peers' parts of the heads of a flag that this program has sent, and merge them, from the own slot."""
     # Acquire: the heads' parts of all peers. The own ones were acquired, or stored before a barrier.
     whole = ok & wait_all(table, ctl, rank, slot, flag, site, epoch, WORLD)
     for index in range(0, PER_FLAG):
@@ -221,6 +221,12 @@ def obstacle(shape: Shape) -> str:
     return "" if heads <= most else f"{heads} heads of all sequences are more than {most}"
 
 
+def in_two_launches(shape: Shape, splits: int, programs: int, interpreted: bool) -> bool:
+    """Whether the attention gets a launch of its own: with more tickets than programs, and many tokens."""
+    heads, most = shape.heads.heads, INTERPRETED_FUSED_TOKENS if interpreted else FUSED_TOKENS
+    return heads * splits > programs and heads * shape.capacity > most * shape.num_sms
+
+
 def geometry(node: FlashDecode, launch: Launch, shape: Shape) -> Geometry:
     """See Geometry: from what is the same on every rank, so not from how many tokens a cache holds."""
     area = round_up(shape.rows * (shape.head_dim + 1), 16)
@@ -235,11 +241,9 @@ def flash_decode(node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shap
     config = sizes.local.config
     # Of this device: how its cache is cut is nobody else's business.
     programs = INTERPRETED_PROGRAMS if launch.interpreted else config.programs(shape.heads.heads, shape.num_sms)
-    most = INTERPRETED_FUSED_TOKENS if launch.interpreted else FUSED_TOKENS
-    heads, splits = shape.heads.heads, sizes.local.splits
-    attended = heads * splits > programs and heads * shape.capacity > most * shape.num_sms
-    splits = 1 if attended else splits
-    tickets = heads * splits
+    attended = in_two_launches(shape, sizes.local.splits, programs, launch.interpreted)
+    splits = 1 if attended else sizes.local.splits
+    tickets = shape.heads.heads * splits
     out = torch.empty_like(given.q, memory_format=torch.contiguous_format)
 
     def arguments() -> Arguments:

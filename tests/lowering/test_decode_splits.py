@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks.ops.flash_decode import MOST_BYTES, SETS, Cell, table, verdict
 from benchmarks.records import Row
 from ditron_inductor.lowering.flash_decode.config import BY_HEAD_DIM, count_splits, deal, merged_splits
+from ditron_inductor.lowering.flash_decode.local import Shape
+from ditron_inductor.lowering.flash_decode.tile import in_two_launches
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,17 @@ def test_splits_fill_the_gpu() -> None:
 )  # fmt: skip
 def test_parts_are_merged_in_few_rounds(heads: int, kv_heads: int, head_dim: int, splits: int, expected: int) -> None:
     assert merged_splits(deal(1, heads, kv_heads), head_dim, splits, interpreted=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "capacity", "expected"), [(1, 1 << 20, False), (32, 1 << 18, False), (64, 512, False), (64, 4096, True)]
+)
+def test_only_many_tickets_of_many_tokens_take_two_launches(batch: int, capacity: int, expected: bool) -> None:
+    shape = Shape(batch, 32, 8, 128, capacity, 0, torch.bfloat16, (1, 1), (1, 1, 1), (1, 1, 1), 0, 1.0, 0.0, 132, "")
+    config = shape.config(interpreted=False)
+    programs = config.programs(shape.heads.heads, shape.num_sms)
+    splits = count_splits(shape.heads.heads, capacity, programs, config)
+    assert in_two_launches(shape, splits, programs, interpreted=False) == expected
 
 
 def test_benchmark_shapes() -> None:
