@@ -114,7 +114,7 @@ def merge_flag(
     flag, ok, own, out, table, ctl, heads, area, rank, slot, site, epoch,
     WORLD: tl.constexpr, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PER_FLAG: tl.constexpr,
 ):  # fmt: skip
-    """Wait for all peers' parts of the heads of a flag that this program has sent, and merge them, from the own slot."""
+    """Wait for all peers' parts of the heads of a flag that this program has sent, and merge them. own: its slot."""
     # Acquire: the heads' parts of all peers. The own ones were acquired, or stored before a barrier.
     whole = ok & wait_all(table, ctl, rank, slot, flag, site, epoch, WORLD)
     for index in range(0, PER_FLAG):
