@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.fit_cost_model import SOURCE, error_text, fit, write
-from benchmarks.records import GEMM_COLLECTIVES
+from benchmarks.records import ATTENTION, GEMM_COLLECTIVES
 from ditron_inductor.task import cost
 from ditron_inductor.task.results import read_results
 from ditron_inductor.task.table import FOLDER, Entry, Table
@@ -40,6 +40,11 @@ def tables(entries: Sequence[Entry]) -> dict[Path, str]:
     return {table_path(gpu): Table(entry for entry in entries if entry.gpu == gpu).text() for gpu in gpus}
 
 
+def measured_entries(results: Sequence[str]) -> list[Entry]:
+    """What the files say about GPUs."""
+    return [one for source in results for one in read_results(Path(source).read_text(), source) if one.gpu != "cpu"]
+
+
 def with_report(page: str, report: str) -> str:
     """The page with `report` between its markers. ValueError where they are missing."""
     if page.count(BEGIN) != 1 or page.count(END) != 1:
@@ -50,10 +55,11 @@ def with_report(page: str, report: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.partition("\n")[0])
-    parser.add_argument("--results", default=str(GEMM_COLLECTIVES), help="CSV of the benchmark")
+    results = [str(GEMM_COLLECTIVES), str(ATTENTION)]
+    parser.add_argument("--results", nargs="+", default=results, help="CSVs of the benchmark")
     parser.add_argument("--keep-model", action="store_true", help="do not fit the cost model")
     arguments = parser.parse_args(argv)
-    entries = [one for one in read_results(Path(arguments.results).read_text(), arguments.results) if one.gpu != "cpu"]
+    entries = measured_entries(arguments.results)
     for path, text in tables(entries).items():
         path.write_text(text)
         print(f"{path.relative_to(ROOT)}: {len(text.splitlines()) - 1} lines")

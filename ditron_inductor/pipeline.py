@@ -60,6 +60,7 @@ from ditron_inductor.passes.vllm_collectives import group_names
 from ditron_inductor.records import record_graph
 from ditron_inductor.sites import SiteSink, current_sink
 from ditron_inductor.summary import summary
+from ditron_inductor.task.ops import SCHEMAS, overload
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +169,7 @@ class DitronPipeline(CustomGraphPass):
         backend.use_table(self.options)
 
     def __call__(self, graph: fx.Graph) -> None:
+        declare_fallbacks()
         before = graph_text(graph) if self.sink is not None else ""
         run(graph, self.options, self.passes)
         if self.options.summary:
@@ -198,6 +200,22 @@ class JointPipeline(DitronPipeline):
             changed = name_pass(graph, options=self.options)
             log.debug("joint graph: %s: %d rewritten", name_pass.__name__, changed)
         graph.lint()
+
+
+@functools.cache
+def declare_fallbacks() -> None:
+    """Tell Inductor that its graphs call our ops as they are, once.
+
+    It would find out by itself, and up to torch 2.12 write down for a log, wanted or not, all that the first call of
+    each op is computed from: of a few layers that took a minute.
+    """
+    from torch._inductor.lowering import lowerings, make_fallback
+
+    for name in SCHEMAS:
+        op = overload(name)
+        if op not in lowerings:
+            # What it wants of strides, the op's tags say.
+            make_fallback(op, warn=False)
 
 
 @functools.cache

@@ -165,7 +165,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--table", help="where to write; by default what DITRON_TABLE names, else the user's cache folder")
     how.add_argument("--limit", type=float, default=3600.0, help="seconds before it gives up (default 3600)")
     other = parser.add_argument_group("without measuring")
-    other.add_argument("--from-results", metavar="CSV", help="make the table from a benchmark's results instead")
+    other.add_argument("--from-results", nargs="+", metavar="CSV", help="make the table from a benchmark's results")
     other.add_argument("--model-error", action="store_true", help="compare the cost model with measured times instead")
     other.add_argument("--markdown", action="store_true", help="the comparison as a table for a page")
 
@@ -189,8 +189,7 @@ def convert(arguments: argparse.Namespace) -> int:
 
     table = shipped()
     if arguments.from_results:
-        source = Path(arguments.from_results)
-        table = Table(read_results(source.read_text(), str(source)))
+        table = Table(entry for path in arguments.from_results for entry in read_results(Path(path).read_text(), path))
     if arguments.model_error:
         print(report_text(table.entries, "github" if arguments.markdown else "simple"))
     elif arguments.table:

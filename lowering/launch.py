@@ -49,6 +49,8 @@ def longest_first(
 
     The first K loop is the one that carries finished tiles to peers.
     """
+    if len(a) == 1:
+        return (rows_of(a[0]),), (b[0],)
     pairs = sorted(zip(a, b, strict=True), key=lambda pair: -pair[1].shape[0])
     return tuple(rows_of(left) for left, _ in pairs), tuple(right for _, right in pairs)
 

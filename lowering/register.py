@@ -143,6 +143,7 @@ def _possible(
         chunked_reason=chunked_reason,
         epilogue_bytes=_epilogue_bytes(node, m, n, x.dtype),
         pre_bytes=_pre_bytes(node, m, n, x.dtype),
+        more_products=_more_products(node, x.shape),
     )
     return request, runners
 
@@ -168,6 +169,20 @@ def _pre_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
     if epilogue is None or epilogue.pre is None:
         return 0
     return m * n * dtype.itemsize * Epilogue((epilogue.pre,)).passes(NAMES[dtype], biases=False)
+
+
+APART = 2
+"""A product of rows that do not lie together takes the host as long as so many others."""
+
+
+def _more_products(node: TaskNode, shape: Sequence[int]) -> int:
+    """Of a gather by `chunked`: one for each weight and source, of rows that lie apart where it is not along the first
+    dimension that has any.
+    """
+    if not isinstance(node, AllGatherMatmul):
+        return 0
+    apart = math.prod(shape[: node.gather_dim]) > 1
+    return node.world_size * (node.num_weights * (APART if apart else 1) - 1)
 
 
 def _prepare_all_gather_matmul(

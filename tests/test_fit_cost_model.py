@@ -7,12 +7,11 @@ import dataclasses
 import pytest
 
 from benchmarks.fit_cost_model import SOURCE, error_text, fit, loss, number_text, write
-from benchmarks.plan import COMMAND, DOCS_PAGE, table_path, tables, with_report
-from benchmarks.records import GEMM_COLLECTIVES
+from benchmarks.plan import COMMAND, DOCS_PAGE, measured_entries, table_path, tables, with_report
+from benchmarks.records import ATTENTION, GEMM_COLLECTIVES
 from ditron_inductor.task import cost
 from ditron_inductor.task.model_error import problem_of, relative_error, report_text
 from ditron_inductor.task.nodes import KINDS
-from ditron_inductor.task.results import read_results
 from ditron_inductor.task.table import FOLDER, Entry, shipped
 
 SIZES = [(m, n, k) for m in (16, 256, 2048, 8192) for n, k in ((8192, 7168), (4096, 3584))]
@@ -71,8 +70,7 @@ def test_the_source_is_written_as_it_stands() -> None:
 
 
 def test_what_is_shipped_is_made_from_the_results() -> None:
-    measured = read_results(GEMM_COLLECTIVES.read_text())
-    texts = tables(measured)
+    texts = tables(measured_entries([str(GEMM_COLLECTIVES), str(ATTENTION)]))
     assert {path: path.read_text() for path in FOLDER.glob("*.csv")} == texts, f"run {COMMAND}"
 
 

@@ -15,6 +15,7 @@ from benchmarks.models import charts, pages
 from benchmarks.models.__main__ import listing, main, parser, request_of
 from benchmarks.models.facts import ALL, Fact, merge_facts, path_of, read_facts
 from benchmarks.models.request import CONTESTANTS, Barred, Request
+from benchmarks.models.summary import readme_part
 from benchmarks.models.supervise import after_failure, supervise
 from benchmarks.models.tables import report, targets, times_table
 from benchmarks.models.zoo import DECODES, FORMS, MODELS, PHASES, PREFILLS, QUICK, TINY, Cell, Selection, tiny
@@ -90,6 +91,16 @@ def test_targets() -> None:
     found = {one.text.split(",")[0]: one.verdict for one in targets([*ROWS, *decode], facts)}
     assert found["decode of 8B"] == "PASS 1.400" and found["decode of 70B"] == "not measured"
     assert found["first call"] == "FAIL 1.300" and found["better of Inductor and async TP / Ditron"] == "PASS 1.400"
+
+
+def test_prefill_in_graphs_is_a_phase_of_its_own() -> None:
+    captured = [replace(one, graph=1) for one in (row("inductor", 1300.0), row("ditron", 1000.0))]
+    found = [one.verdict for one in targets([*ROWS, *captured], [])]
+    assert found[:3] == ["PASS 1.500", "PASS 1.300", "not measured"]
+    (chart,) = charts.charts(captured)
+    assert charts.png_path(Path("models.csv"), chart).name == "models_prefill_in_cuda_graphs_2.png"
+    assert times_table(captured).splitlines()[-1].startswith("prefill in CUDA graphs")
+    assert "| prefill, CUDA graphs | llama3-8b" in readme_part(captured)
 
 
 def test_a_page_needs_nothing_else_and_says_why_a_number_is_missing(tmp_path: Path) -> None:

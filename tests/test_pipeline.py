@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import fx
 from torch._dynamo.utils import counters
+from torch._inductor import lowering
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from ditron_inductor import pipeline, user_table
@@ -21,6 +22,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.pipeline import PACKAGE, PASSES, DitronPipeline, UserPassThen, with_user_passes
 from ditron_inductor.sites import collect_sites
 from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.task.ops import SCHEMAS, overload
 from ditron_inductor.task.table import Table
 from tests.passes import graphs
 
@@ -106,6 +108,13 @@ def test_counters_have_one_entry_a_site() -> None:
     pipeline.run(module().graph, Options())
     fused = {kind: counters["ditron"][kind] for kind in KINDS}
     assert fused == dict.fromkeys(KINDS, 0) | {"all_gather_matmul": 1, "matmul_all_reduce": 1}
+
+
+def test_inductor_knows_all_ops_before_it_meets_them() -> None:
+    DitronPipeline(Options())(module().graph)
+    for op in map(overload, SCHEMAS):
+        assert op in lowering.lowerings
+        assert lowering.maybe_layout_constraints(op) is lowering.constrain_to_fx_strides
 
 
 def test_graphs_before_and_after_each_pass_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:

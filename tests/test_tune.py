@@ -27,7 +27,7 @@ from tests.ranks import RankContext, RankPools
 pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 250.0
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "gemm_collectives.csv"
+RESULTS = [str(ROOT / "benchmarks" / "results" / f"{name}.csv") for name in ("gemm_collectives", "attention")]
 ENTRY = Entry("GPU", 4, "bfloat16", "matmul_all_reduce", 64, 8192, 7168, 1, 100.0, None, 80.0, "abc", "2026-01-31")
 
 
@@ -151,12 +151,12 @@ def test_the_summary_names_the_fastest_and_every_note_once() -> None:
 
 
 def test_a_table_from_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "--from-results", str(RESULTS)]) == 0
+    assert main(["tune", "--from-results", *RESULTS]) == 0
     text = capsys.readouterr().out
     assert text == Table(shipped().entries).text()
     path = tmp_path / "table.csv"
     path.write_text("what was there does not matter")
-    assert main(["tune", "--from-results", str(RESULTS), "--table", str(path)]) == 0
+    assert main(["tune", "--from-results", *RESULTS, "--table", str(path)]) == 0
     assert path.read_text() == text and str(path) in capsys.readouterr().out
 
 
@@ -164,7 +164,7 @@ def test_the_models_error_is_reported_and_bounded(capsys: pytest.CaptureFixture[
     assert main(["tune", "--model-error"]) == 0
     text = capsys.readouterr().out
     assert "median" in text and "worst at" in text and "mean error: " in text
-    assert main(["tune", "--model-error", "--from-results", str(RESULTS)]) == 0
+    assert main(["tune", "--model-error", "--from-results", *RESULTS]) == 0
     assert capsys.readouterr().out == text, "the shipped tables are made from the results"
     rows = model_error(shipped().entries)
     assert {(row.op, row.strategy) for row in rows} >= {(entry.op, "library") for entry in shipped().entries}

@@ -49,7 +49,7 @@ def charts(rows: Sequence[Row]) -> list[Chart]:
             continue
         values = tuple((name, base / us) for name in COLOURS if (us := one.us(name)))
         groups.setdefault((one.phase, *one.where), []).append(Bars(one.label, values))
-    ordered = sorted(groups.items(), key=lambda item: (PHASES.index(item[0][0]), item[0][1:]))
+    ordered = sorted(groups.items(), key=lambda item: (PHASES.index(item[0][0].partition(" ")[0]), item[0]))
     return [
         Chart(phase, _title(phase, world, gpu), tuple(bars))
         for (phase, gpu, world), bars in ordered
@@ -96,8 +96,9 @@ def svg(chart: Chart) -> str:
 
 def png_path(results: Path, chart: Chart) -> Path:
     """Beside the CSV."""
+    phase = chart.phase.lower().replace(" ", "_")
     machine = chart.title.partition(", ")[2].partition(" ranks")[0]
-    return results.with_name(f"{results.stem}_{chart.phase}_{machine}.png")
+    return results.with_name(f"{results.stem}_{phase}_{machine}.png")
 
 
 def png(chart: Chart, path: Path) -> None:

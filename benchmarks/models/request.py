@@ -27,7 +27,7 @@ class Request:
     """One run. budget_s: seconds that it may take; cell_limit_s: that one cell may, or its processes are ended.
     rounds: most samples of a contestant in one run of a cell; repeats: runs of a cell, whose median is recorded. out:
     the CSV that rows are merged into. first: the number of the cell to begin with; journal: the file that says what
-    the ranks are at. architectures: of all the cells' models.
+    the ranks are at. architectures: of all the cells' models. graph: prefill inside CUDA graphs too.
     """
 
     cells: tuple[Cell, ...]
@@ -40,6 +40,7 @@ class Request:
     repeats: int = 1
     out: str = ""
     commit: str = ""
+    graph: bool = False
     missing: bool = False
     first: int = 0
     barred: tuple[Barred, ...] = ()

@@ -13,7 +13,7 @@ import json
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,12 +164,13 @@ class Run(Session):
         workspace_mib: float | None = None,
         fused: str = "",
         why: str = "",
+        graph: bool = False,
     ) -> Fact:
-        """What belongs to a contestant here and today."""
+        """What belongs to a contestant here and today. graph: inside a CUDA graph, as some phases are anyway."""
         gpu = torch.cuda.get_device_name() if self.clock.device.type == "cuda" else "cpu"
         measured = (compile_s, peak_mib, workspace_mib)
         words = (fused, why, self.request.commit, datetime.date.today().isoformat())
-        place = (cell.phase, cell.shape, self._dtype_name, self.world_size, int(self.captures(cell)), gpu)
+        place = (cell.phase, cell.shape, self._dtype_name, self.world_size, int(graph or self.captures(cell)), gpu)
         return Fact(*place, contestant, *measured, *words)
 
     def model(self, cell: Cell) -> nn.Module:
@@ -227,7 +228,6 @@ class Run(Session):
                 failed.append(name)
                 self.say(f"    {name}: {problem}")
                 self.after_failure(name)
-        del wanted
         for name in list(ready):
             problem = self.settled(ready[name])
             if problem:
@@ -236,10 +236,16 @@ class Run(Session):
                 del ready[name]
         self.note_journal(number, TIMING)
         most_s = TIMING_SHARE * (self.request.cell_limit_s - (time.monotonic() - begun))
+        self.time(cell, ready, failed, self.captures(cell), most_s)
+        if self.request.graph and cell.phase == "prefill" and self.clock.device.type == "cuda":
+            self.time(cell, *self.replays(number, cell, ready, wanted), True, most_s)
+
+    def time(self, cell: Cell, ready: Mapping[str, Call], failed: Sequence[str], graph: bool, most_s: float) -> None:
+        """Record the times of what is `ready`, and that others have `failed`. graph: each call is GRAPH_CALLS steps."""
         runs = []
         for _ in range(self.request.repeats if ready else 0):
             with self.phases.phase(TIMING):
-                per_call = GRAPH_CALLS if self.captures(cell) else 1
+                per_call = GRAPH_CALLS if graph else 1
                 runs.append(interleaved(self.clock, self.ordered(ready), per_call, self.request.rounds, most_s))
         times = median_of_runs(runs) if runs else {}
         self.rows += self.rows_of(
@@ -248,11 +254,40 @@ class Run(Session):
             op=cell.phase,
             shape=cell.shape,
             dtype=self._dtype_name,
-            graph=self.captures(cell),
+            graph=graph,
             limit_us=None,
             commit=self.request.commit,
         )
-        self.say("    " + "  ".join(f"{name} {each.p50_us:.0f}" for name, each in times.items()) + " us")
+        where = "    in graphs: " if graph != self.captures(cell) else "    "
+        self.say(where + "  ".join(f"{name} {each.p50_us:.0f}" for name, each in times.items()) + " us")
+
+    def replays(
+        self, number: int, cell: Cell, ready: Mapping[str, Call], wanted: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, Call], list[str]]:
+        """The steps inside CUDA graphs, of those that are right there, and who has none."""
+        found: dict[str, Call] = {}
+        failed: list[str] = []
+        for name, call in ready.items():
+            self.note_journal(number, name)
+            replay, got, problem = self.capture(call)
+            if not problem:
+                problem = self.first_problem(self.difference(got, wanted))
+            if problem:
+                self.facts.append(self.fact(cell, name, graph=True, why=problem))
+                failed.append(name)
+                self.after_failure(name)
+            else:
+                found[name] = replay
+        self.note_journal(number, TIMING)
+        return found, failed
+
+    def capture(self, call: Call) -> tuple[Any, Any, str]:
+        """A replay of GRAPH_CALLS calls, what it computes, and what went wrong."""
+        replay, problem = self.attempt("captures", lambda: captured(call, GRAPH_CALLS))
+        if problem or replay is None:
+            return None, None, f"cannot be captured: {problem}"
+        got, problem = self.attempt("captures", lambda: replay(0))
+        return replay, got, problem
 
     def order(self, number: int) -> list[str]:
         """Contestants in turn: whoever compiles first finds fewest kernels in Triton's cache on disk."""
@@ -299,12 +334,7 @@ class Run(Session):
         if not problem:
             peak, problem = self.peak_mib(step)
         if self.captures(cell) and not problem:
-            replay, problem = self.attempt("captures", lambda: captured(call, GRAPH_CALLS))
-            if problem or replay is None:
-                problem = f"cannot be captured: {problem}"
-            else:
-                got, problem = self.attempt("captures", lambda: replay(0))
-                call = replay
+            call, got, problem = self.capture(call)
         if not problem and got is not None:
             with self.phases.phase("checks"):
                 problem = self.first_problem(self.difference(got, wanted))

@@ -28,7 +28,7 @@ class Contest:
 
     @property
     def phase(self) -> str:
-        return self.rows[0].op
+        return phase_of(self.rows[0])
 
     @property
     def sizes(self) -> dict[str, str]:
@@ -79,6 +79,11 @@ class Contest:
         return max(spreads, default=None)
 
 
+def phase_of(row: Row | Fact) -> str:
+    """`prefill`, or `prefill in CUDA graphs`; decode is always inside those."""
+    return f"{row.op} in CUDA graphs" if row.graph and row.op != "decode" else row.op
+
+
 def tokens_text(sizes: dict[str, str]) -> str:
     """`2 x 4096`, or `1 x 1, cache 65536`."""
     cache = f", cache {sizes['cache']}" if "cache" in sizes else ""
@@ -118,7 +123,7 @@ def fact_lines(facts: Sequence[Fact], missing: str = "-") -> list[tuple[str, ...
     """Compile time, memory and fused sites of every contestant that was compiled, under FACT_HEADERS."""
     return [
         (
-            *(fact.op, fact.sizes["model"], fact.sizes["form"], tokens_text(fact.sizes), fact.contestant),
+            *(phase_of(fact), fact.sizes["model"], fact.sizes["form"], tokens_text(fact.sizes), fact.contestant),
             *(number(value, 1, missing) for value in (fact.compile_s, fact.peak_mib, fact.workspace_mib)),
             fact.fused,
         )
@@ -137,7 +142,7 @@ def reason_lines(facts: Sequence[Fact], rows: Sequence[Row]) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for fact in reasons(facts, rows):
         name = ALL if fact.contestant == ALL else TITLES[fact.contestant]
-        place = f"{fact.op} {fact.sizes['model']}, {fact.sizes['form']}, {tokens_text(fact.sizes)}"
+        place = f"{phase_of(fact)} {fact.sizes['model']}, {fact.sizes['form']}, {tokens_text(fact.sizes)}"
         groups.setdefault((name, fact.why), []).append(place)
     lines = []
     for (name, why), places in groups.items():
@@ -186,12 +191,15 @@ def targets(rows: Sequence[Row], facts: Sequence[Fact]) -> list[Target]:
     """Of the rows of one machine."""
     found = contests(rows)
     prefill = [one for one in found if one.phase == "prefill"]
+    graphs = [one for one in found if one.phase == "prefill in CUDA graphs"]
     decode = {name: [one for one in found if one.phase == "decode" and name in one.model] for name in ("8b", "70b")}
     # Also where only one of the two is there: then nothing is slower than the other.
     better = [min(gains) for one in found if (gains := [gain for gain in map(one.gain, RIVALS) if gain])]
     return [
         Target("prefill, Inductor / Ditron, mean >= 1.20", 1.20, mean(one.gain("inductor") for one in prefill)),
+        Target("the same in CUDA graphs, mean >= 1.20", 1.20, mean(one.gain("inductor") for one in graphs)),
         Target("prefill, async TP / Ditron, mean >= 1.10", 1.10, mean(one.gain("async_tp") for one in prefill)),
+        Target("the same in CUDA graphs, mean >= 1.10", 1.10, mean(one.gain("async_tp") for one in graphs)),
         Target("decode of 8B, Inductor / Ditron, mean >= 1.35", 1.35, mean(o.gain("inductor") for o in decode["8b"])),
         Target("decode of 70B, Inductor / Ditron, mean >= 1.15", 1.15, mean(o.gain("inductor") for o in decode["70b"])),
         Target("better of Inductor and async TP / Ditron, every cell >= 0.98", 0.98, min(better, default=None)),
@@ -221,7 +229,7 @@ def docs_part(rows: Sequence[Row]) -> str:
 def _place(row: Row) -> tuple[str, int, str, list[int]]:
     """Of a cell in the docs: phases and forms by name, models in the order of the zoo, sizes from small to large."""
     numbers = [int(row.sizes.get(name, 0)) for name in ("layers", "batch", "tokens", "cache")]
-    return row.op, position(row.sizes["model"]), row.sizes["form"], numbers
+    return phase_of(row), position(row.sizes["model"]), row.sizes["form"], numbers
 
 
 def report(rows: Sequence[Row], facts: Sequence[Fact]) -> str:

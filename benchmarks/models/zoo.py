@@ -1,6 +1,6 @@
 """What is measured: a model's layers, how they are cut over the ranks, a phase, and how many tokens at once.
 
-prefill    one forward of `batch` sequences of `tokens`, no gradients
+prefill    one forward of `batch` sequences of `tokens`, no gradients; inside a CUDA graph as well, if asked for
 training   one forward and backward of the same, with the gradients of all weights
 decode     one forward of `batch` single tokens, inside a CUDA graph; without a cache, attention is next to nothing
 

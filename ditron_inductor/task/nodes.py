@@ -7,6 +7,7 @@ that never changes for equal nodes: tests and `explain` compare and print it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -411,7 +412,7 @@ class MatmulAllReduceRmsNorm(_ReductionWithNorm):
     num_extras: int = 0
     epilogue: str = ""
 
-    @property
+    @functools.cached_property
     def reduction(self) -> MatmulAllReduce:
         """The node without its norm."""
         return MatmulAllReduce(

@@ -30,9 +30,10 @@ OURS: tuple[str, ...] = ("chunked", "tile")
 MARGIN = 0.01
 NEAR_MARGIN = 0.03
 """What a strategy has to gain over `library` where its shape was measured, and where only one close to it was."""
-SLOW_HOST = 2.4
+SLOW_HOST = 3.0
 """In eager mode a strategy counts with at least what its launches take on a host so many times slower than the one that
-`cost.HOST_US` is from. Hosts that share their cores were seen to be 2.2 times slower for minutes.
+`cost.HOST_US` is from, where one op is called again and again. In the middle of a model, on hosts that share their
+cores, they were seen to take 3 to 4 times as long.
 """
 
 
@@ -50,7 +51,8 @@ class PlanRequest:
         workspace_bytes: symmetric memory that `tile` needs here. tile_available, tile_reason: whether every rank can
         run the tile kernels, and if not, why not.
         chunked_bytes: symmetric memory that `chunked` needs here. chunked_reason: why it cannot run, empty if it can.
-        captured: inside a CUDA graph. epilogue_bytes, pre_bytes, library_speed: see `cost.Problem`.
+        captured: inside a CUDA graph. epilogue_bytes, pre_bytes, library_speed, more_products: see
+        `cost.Problem`.
     """
 
     site: str
@@ -73,6 +75,7 @@ class PlanRequest:
     epilogue_bytes: int = 0
     pre_bytes: int = 0
     library_speed: float = 1.0
+    more_products: int = 0
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,7 @@ def _problem(request: PlanRequest) -> cost.Problem:
         request.epilogue_bytes,
         request.pre_bytes,
         request.library_speed,
+        request.more_products,
     )
 
 

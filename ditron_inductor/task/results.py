@@ -3,6 +3,7 @@
 `benchmarks/results/gemm_collectives.csv` has one row per contestant and shape. The strategies of a shape are its
 contestants `ditron:library`, `ditron:chunked` and `ditron:tile`; where `ditron:library` did not take part, `nccl`
 stands for it, the same library calls. The rows of the plan itself and of other libraries are for people.
+`attention.csv` has the pair around an attention, whose M counts the tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import io
 from collections.abc import Iterable, Mapping
 
 from ditron_inductor.errors import InvalidTable
-from ditron_inductor.task.nodes import PLANNED_KINDS, AllReduceRmsNorm
+from ditron_inductor.task.nodes import PLANNED_KINDS, ULYSSES_KINDS, AllReduceRmsNorm
 from ditron_inductor.task.table import MEASURED, Entry
 
 NEEDED = ("op", "contestant", "shape", "dtype", "world", "graph", "p50_us", "gpu", "commit", "date")
@@ -65,12 +66,14 @@ def _entries(shapes: Iterable[Mapping[str, tuple[int, Mapping[str, str]]]], sour
                 sizes.setdefault("K", "1")
             if len(times) < 2 or set(sizes) != _SIZES:
                 continue
+            world, op = int(library["world"]), library["op"]
             yield Entry(
                 gpu=library["gpu"],
-                world=int(library["world"]),
+                world=world,
                 dtype=library["dtype"],
-                op=library["op"],
-                m=int(sizes["M"]),
+                op=op,
+                # A rank multiplies its own tokens only.
+                m=int(sizes["M"]) // (world if op in ULYSSES_KINDS else 1),
                 n=int(sizes["N"]),
                 k=int(sizes["K"]),
                 graph=int(library["graph"]),

@@ -8,6 +8,7 @@ Limits. At most nodes.MOST_NORM_COLUMNS columns; more are left to torch, in `lib
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
 )
 from ditron_inductor.lowering.launch import ceil_div
 from ditron_inductor.lowering.launcher import Arguments, Launcher, local_launcher
+from ditron_inductor.task.nodes import norm_returns
 
 TILE = 4096
 """Elements of a program's tile, as long as a row is no longer."""
@@ -67,9 +69,18 @@ class AddNorm:
         """
         outputs = reduced_outputs(self.node, reduced)
         if reduced.numel():
-            others = {"given": pointers(given, reduced), "outputs": all_outputs(self.node, outputs)}
-            self.launcher(handle_for(reduced), self._arguments, (), (), {"reduced": reduced, **others})
+            tensors = {
+                "reduced": reduced,
+                "given": pointers(given, reduced),
+                "outputs": tuple([outputs[place] for place in self._places]),
+            }
+            self.launcher(handle_for(reduced), self._arguments, (), (), tensors)
         return outputs
+
+    @functools.cached_property
+    def _places(self) -> tuple[int, ...]:
+        """Where the outputs that the kernel takes are among those of the node."""
+        return all_outputs(self.node, tuple(range(len(norm_returns(self.node.norm, self.node.saved)))))
 
     def _arguments(self) -> Arguments:
         block = block_of(self.columns)

@@ -14,7 +14,7 @@ stores the norm in its own way calls `normalised`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -51,6 +51,7 @@ HAS_OTHER_SHIFT = tl.constexpr(1 << 23)
 SAVES_OTHER = tl.constexpr(1 << 24)
 """The bits of FORM."""
 
+T = TypeVar("T")
 WithNorm = NormNode | ShardNorm
 
 FORM_OF_EXTRAS: Mapping[str, int] = {
@@ -264,8 +265,8 @@ def shard_extras(given: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor |
     return tuple(named.get(name) for name in EXTRAS)
 
 
-def all_outputs(node: WithNorm, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The outputs as `finish` takes them: total stands for what there is not."""
+def all_outputs(node: WithNorm, outputs: tuple[T, ...]) -> tuple[T, ...]:
+    """The outputs, or what belongs to each, as `finish` takes them: total stands for what there is not."""
     made = dict(zip(norm_returns(node.norm, node.saved), outputs, strict=True))
     return tuple(made.get(name, made["total"]) for name in ("normed", "total", *SAVED))
 

@@ -135,6 +135,16 @@ def test_the_host_counts_in_eager_mode_only() -> None:
     assert captured.predicted_us is not None and captured.predicted_us["library"] < 40
 
 
+def test_further_products_of_chunks_take_the_host() -> None:
+    problem = problem_of(row(m=4096, n=7168, k=4096))
+    three = replace(problem, more_products=8)
+    added = {name: cost.host_us(three, name) - cost.host_us(problem, name) for name in ("library", "chunked", "tile")}
+    assert added == {"library": 0.0, "chunked": 8 * cost.PRODUCT_HOST_US, "tile": 0.0}
+    assert cost.predict(replace(three, captured=True), cost.H200) == cost.predict(
+        replace(problem, captured=True), cost.H200
+    )
+
+
 def test_a_slow_host_must_not_turn_a_gain_into_a_loss() -> None:
     """`chunked` has many launches: in eager mode it is for calls that are long enough to hide them anywhere."""
     short, long = ({"library_us": us, "chunked_us": 0.8 * us, "tile_us": 0.9 * us} for us in (200.0, 2000.0))
