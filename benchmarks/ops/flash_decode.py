@@ -9,7 +9,7 @@ Contestants, all of a shape in one interleaved run:
                 merged by Inductor's kernels)
     ditron, ditron:tile, ditron:library     the op, as the plan chooses, and forced
     local:ours, local:flash, local:cudnn    the local attention alone: no contest, but what the rest is built on
-    local:128x4..   with --tune, ours with other blocks, stages, warps and programs for each SM
+    local:128x4..   with --tune, ours with other blocks, stages, warps, programs for each SM and rounds of them
     read        a kernel that reads the local cache and does nothing with it: the limit of all of them
 
 All sequences are as long as the cache, which torch's kernels need; these get copies in the layout that is best for
@@ -84,11 +84,12 @@ class Cell:
 
 
 TUNED = (
-    (32, 4, 4, 2), (32, 6, 4, 2), (64, 2, 4, 2), (64, 3, 4, 2), (64, 4, 4, 1), (64, 6, 4, 1), (64, 3, 8, 2),
-    (64, 4, 8, 2), (128, 2, 4, 1), (128, 3, 4, 1), (128, 2, 8, 1), (128, 3, 8, 1),
+    (32, 4, 4, 2, 1), (32, 6, 4, 2, 1), (32, 4, 4, 3, 1), (64, 2, 4, 2, 1), (64, 3, 4, 2, 1), (64, 4, 4, 1, 1),
+    (64, 6, 4, 1, 1), (64, 3, 8, 2, 1), (64, 4, 8, 2, 1), (128, 2, 4, 1, 1), (128, 3, 4, 1, 1), (128, 4, 4, 1, 1),
+    (128, 3, 8, 1, 1), (64, 4, 4, 2, 2), (64, 4, 4, 2, 4), (128, 3, 4, 1, 4),
 )  # fmt: skip
-"""(block_n, num_stages, num_warps, programs_per_sm) for heads of 128 elements; there is one program for each SM, but
-for many heads.
+"""(block_n, num_stages, num_warps, programs_per_sm, least_rounds) for heads of 128 elements; there is one program for
+each SM, but for many heads.
 """
 HEADS = ((32, 8), (64, 8))
 """Of an 8B and of a 70B Llama."""
@@ -213,7 +214,10 @@ def contestants(session: Session, problem: Problem, group_name: str, tune: bool)
         found["nccl:ours"] = by_ours
         found["local:ours"] = functools.partial(_part, local, given, counters)
         for each in TUNED if tune else ():
-            config = Config(each[0], num_warps=each[2], num_stages=each[1], programs_per_sm=each[3])
+            block_n, num_stages, num_warps, programs_per_sm, least_rounds = each
+            config = Config(
+                block_n, num_warps, num_stages, programs_per_sm=programs_per_sm, least_rounds=least_rounds
+            ).validate()
             other = make_local(local.shape, q.device, facts.arch, config)
             found[f"local:{'x'.join(map(str, each))}"] = functools.partial(_part, other, given, counters)
         for which in ("flash", "cudnn"):

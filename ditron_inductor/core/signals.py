@@ -238,9 +238,21 @@ def publish_all(table, slot, row, rank, site, epoch, WORLD: tl.constexpr, OWN: t
 
     Each word is stored by a thread of its own, so their releases overlap.
     """
+    publish_to(all_heaps(table, WORLD), slot, row, rank, site, epoch, WORLD, OWN)
+
+
+@triton.jit
+def all_heaps(table, WORLD: tl.constexpr):
+    """The heaps of all ranks, for `publish_to`: where time counts loaded long before, as the release waits for them."""
+    targets = tl.arange(0, MAX_WORLD)
+    return tl.load(table + targets, mask=targets < WORLD, other=0).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def publish_to(heaps, slot, row, rank, site, epoch, WORLD: tl.constexpr, OWN: tl.constexpr = False):
+    """`publish_all`; heaps: of `all_heaps`."""
     targets = tl.arange(0, MAX_WORLD)
     others = (targets < WORLD) & ((targets != rank) | OWN)
-    heaps = tl.load(table + targets, mask=targets < WORLD, other=0).to(tl.pointer_type(tl.int64))
     words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(site, epoch)
     tl.debug_barrier()
     tl.atomic_xchg(heaps + slot * SLOT_WORDS + row * MAX_WORLD + rank, words, mask=others, sem="release", scope="sys")
@@ -281,8 +293,8 @@ def request_ticket(ctl, slot, QUEUE: tl.constexpr, THREADS: tl.constexpr, wanted
     the holder of the first unfinished ticket waits for finished ones only.
     """
     lanes = tl.arange(0, THREADS)
-    # A word for each thread, of which one is asked for: for the same word the assembler makes one request of a warp's,
-    # and the warp waits for the answer, to deal it to the threads.
+    # Only the first of these addresses is used. Were they all the same, the assembler would make one request of a warp's
+    # and deal out the answer, for which it waits at once.
     words = slot_ctl(ctl, slot) + QUEUE + lanes
     ones = tl.full((THREADS,), 1, tl.int64)
     return tl.atomic_add(words, ones, mask=(lanes == 0) & wanted, sem="relaxed", scope="gpu")
@@ -291,7 +303,7 @@ def request_ticket(ctl, slot, QUEUE: tl.constexpr, THREADS: tl.constexpr, wanted
 @triton.jit
 def granted(request, THREADS: tl.constexpr):
     """The ticket that `request_ticket` asked for."""
-    return tl.sum(tl.where(tl.arange(0, THREADS) == 0, request, 0), axis=0).to(tl.int32)
+    return tl.sum(tl.where(tl.arange(0, THREADS) == 0, request.to(tl.int32), 0), axis=0)
 
 
 @triton.jit

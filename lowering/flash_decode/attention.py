@@ -17,6 +17,8 @@ import triton.language as tl
 from ditron_inductor.core.signals import arrive
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+MOST_SHARED_ROWS = tl.constexpr(32)
+"""Up to so many query heads, the warps of a program share them in a matrix product."""
 
 
 @triton.jit
@@ -28,22 +30,29 @@ def cut_splits(length, splits, BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr
 
 
 @triton.jit
-def attend(
-    q, k, v, pages, strides_q, strides_k, strides_v, batch, kv_head, row, begin, end,
-    ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """(o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]) in fp32 of ROWS query heads, from `row` on, over tokens begin ..
-    end - 1.
-
-    strides_q: of batch and head; strides_k, strides_v: of batch, token and head, or (PAGE > 0) of page, token and head;
-    pages: pointer to the sequence's row of the block table then. See `core.matmul` on UPCAST.
-    """
+def load_query(
+    q, strides_q, batch, row, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """[BLOCK_ROWS, HEAD_DIM], 0 behind ROWS query heads from `row` on; strides_q: of batch and head."""
     rows = tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, HEAD_DIM)
-    tokens = tl.arange(0, BLOCK_N)
     q_at = q + batch.to(tl.int64) * strides_q[0] + (row + rows)[:, None] * strides_q[1] + dims[None, :]
-    query = tl.load(q_at, mask=(rows < ROWS)[:, None] & (dims >= 0)[None, :], other=0.0)
+    return tl.load(q_at, mask=(rows < ROWS)[:, None] & (dims >= 0)[None, :], other=0.0)
+
+
+@triton.jit
+def attend(
+    query, k, v, pages, strides_k, strides_v, batch, kv_head, begin, end,
+    BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """(o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]) in fp32 of `query`, of `load_query`, over tokens begin .. end - 1.
+
+    strides_k, strides_v: of batch, token and head, or (PAGE > 0) of page, token and head; pages: pointer to the
+    sequence's row of the block table then. See `core.matmul` on UPCAST.
+    """
+    dims = tl.arange(0, HEAD_DIM)
+    tokens = tl.arange(0, BLOCK_N)
     if UPCAST:
         query = query.to(tl.float32)
     k_at = k + kv_head.to(tl.int64) * strides_k[2]
@@ -54,7 +63,9 @@ def attend(
     k_inside = tokens[:, None] * strides_k[1] + dims[None, :]
     v_inside = tokens[:, None] * strides_v[1] + dims[None, :]
     most = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
+    # Warps share so few rows. What they would have to add up together for each block, they do once, behind the loop.
+    APART: tl.constexpr = BLOCK_ROWS <= MOST_SHARED_ROWS
+    total = tl.zeros((BLOCK_ROWS, BLOCK_N if APART else 1), dtype=tl.float32)
     acc = tl.zeros((BLOCK_ROWS, HEAD_DIM), dtype=tl.float32)
     for block in range(0, tl.cdiv(end - begin, BLOCK_N)):
         first = begin + block * BLOCK_N
@@ -83,10 +94,13 @@ def attend(
         largest = tl.maximum(most, tl.max(scores, axis=1))
         weights = tl.exp2(scores - largest[:, None])
         kept = tl.exp2(most - largest)
-        total = total * kept + tl.sum(weights, axis=1)
+        if APART:
+            total = total * kept[:, None] + weights
+        else:
+            total = total * kept[:, None] + tl.sum(weights, axis=1, keep_dims=True)
         acc = tl.dot(weights.to(values.dtype), values, acc * kept[:, None], input_precision=PRECISION)
         most = largest
-    return normalised(acc, most, total)
+    return normalised(acc, most, tl.sum(total, axis=1))
 
 
 @triton.jit
@@ -94,8 +108,8 @@ def normalised(acc, most, total):
     """(o, lse) of sums with weights 2 ** (.. - most), whose own sum is `total`: 0 without any."""
     # Not `> 0`: NaN has to stay.
     some = total != 0.0
-    o = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
-    return o, tl.where(some, most + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+    total = tl.where(some, total, 1.0)
+    return acc * (1.0 / total)[:, None], tl.where(some, most + tl.log2(total), float("-inf"))
 
 
 @triton.jit
@@ -108,27 +122,33 @@ def attend_ticket(
 ):  # fmt: skip
     """Attend to one split, and put its part into `partials`: o [head][split][ROWS, HEAD_DIM], then lse [..][ROWS].
 
-    first_length: of the first sequence, loaded before the ticket was known: where every microsecond counts, there is no
-    other. Returns (the head, how many splits it has, whether this was the last one of them; then all are visible here).
+    first_length: of the first sequence, if it was loaded before the ticket was known, else None: where every
+    microsecond counts, there is no other. Returns (the head, how many splits it has, whether this was the last one of
+    them; then all are visible here).
     """
     head = ticket // splits
     split = ticket % splits
     batch = head // (kv_heads * PARTS)
     kv_head = head // PARTS % kv_heads
-    length = first_length
-    if batch > 0:
+    row = (kv_head * PARTS + head % PARTS) * ROWS
+    # On its way while the length is looked at.
+    query = load_query(q, strides_q, batch, row, ROWS, BLOCK_ROWS, HEAD_DIM)
+    if first_length is None:
         length = tl.load(lengths + batch)
+    else:
+        length = first_length
+        if batch > 0:
+            length = tl.load(lengths + batch)
     # No sequence is longer than its cache, whatever the tensor says.
     length = tl.minimum(tl.maximum(length, 0), capacity)
     used, per_split = cut_splits(length, splits, BLOCK_N, LEAST_BLOCKS)
     last = tl.full((), 0, tl.int32)
     if split < used:
         begin = split * per_split
-        row = (kv_head * PARTS + head % PARTS) * ROWS
         o, lse = attend(
-            q, k, v, block_table + batch.to(tl.int64) * stride_pages, strides_q, strides_k, strides_v,
-            batch, kv_head, row, begin, tl.minimum(begin + per_split, length),
-            ROWS, BLOCK_ROWS, HEAD_DIM, BLOCK_N, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
+            query, k, v, block_table + batch.to(tl.int64) * stride_pages, strides_k, strides_v,
+            batch, kv_head, begin, tl.minimum(begin + per_split, length),
+            BLOCK_ROWS, HEAD_DIM, BLOCK_N, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
         )  # fmt: skip
         rows = tl.arange(0, BLOCK_ROWS)
         place = ticket.to(tl.int64) * ROWS + rows
@@ -149,23 +169,35 @@ def merge_splits(
     """(o [MERGED_ROWS, HEAD_DIM], lse [MERGED_ROWS]) of the `used` parts of a head that `attend_ticket` stored."""
     rows = tl.arange(0, MERGED_ROWS)
     dims = tl.arange(0, HEAD_DIM)
+    there = rows < ROWS
     lses = partials + (heads * splits).to(tl.int64) * (ROWS * HEAD_DIM)
     most = tl.full((MERGED_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((MERGED_ROWS,), dtype=tl.float32)
     acc = tl.zeros((MERGED_ROWS, HEAD_DIM), dtype=tl.float32)
     for first in range(0, used, MERGED_SPLITS):
-        these = first + tl.arange(0, MERGED_SPLITS)
-        inside = (these < used)[:, None] & (rows < ROWS)[None, :]
-        place = (head * splits + these).to(tl.int64)[:, None] * ROWS + rows[None, :]
-        lse = tl.load(lses + place, mask=inside, other=float("-inf"))
-        at = place[:, :, None] * HEAD_DIM + dims[None, None, :]
-        o = tl.load(partials + at, mask=inside[:, :, None] & (at >= 0), other=0.0)
-        largest = tl.maximum(most, tl.max(lse, axis=0))
+        # One part after the other, as in `merge_ranks`: no thread needs what another one has loaded. But all are under
+        # way before the first one is looked at.
+        place = (head * splits + first).to(tl.int64) * ROWS + rows
+        at = place[:, None] * HEAD_DIM + dims[None, :]
+        found = ()
+        os = ()
+        for i in tl.static_range(MERGED_SPLITS):
+            inside = there & (first + i < used)
+            lse = tl.load(lses + place + i * ROWS, mask=inside, other=float("-inf"))
+            o = tl.load(partials + at + i * ROWS * HEAD_DIM, mask=inside[:, None] & (at >= 0), other=0.0)
+            found = found + (lse,)  # type: ignore[assignment]
+            os = os + (o,)  # type: ignore[assignment]
+        largest = most
+        for i in tl.static_range(MERGED_SPLITS):
+            largest = tl.maximum(largest, found[i])
         known = tl.where(largest == float("-inf"), 0.0, largest)
-        weights = tl.exp2(lse - known[None, :])
         kept = tl.exp2(most - known)
-        total = total * kept + tl.sum(weights, axis=0)
-        acc = acc * kept[:, None] + tl.sum(weights[:, :, None] * o, axis=0)
+        total = total * kept
+        acc = acc * kept[:, None]
+        for i in tl.static_range(MERGED_SPLITS):
+            weight = tl.exp2(found[i] - known)
+            total += weight
+            acc += weight[:, None] * os[i]
         most = largest
     return normalised(acc, most, total)
 

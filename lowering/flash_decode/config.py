@@ -14,8 +14,14 @@ LEAST_ROWS = 16
 """Of a matrix product."""
 MERGED_ELEMENTS = 8192
 """Of the partial results that a program loads at once to merge them: all of these loads are under way together."""
+SMALL_PART = 1024
+"""Elements of a partial result up to which twice as many stay in registers; those of more query heads do not."""
+MERGED_SPLITS, INTERPRETED_MERGED_SPLITS = 16, 2
+"""Partial results that are loaded at once, at most: the loads are unrolled."""
 START_BLOCKS = 2
 """What a split costs beyond its blocks, in blocks: its start, and its partial result on the way through memory."""
+SATURATING = 0.9
+"""This part of all programs reads as fast as all of them, as memory is the limit."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,8 @@ class Config:
 
     programs_per_sm: programs of a persistent grid for each SM, where there are more heads than SMs. Then one program
     reads while the other exchanges; else one that reads longer is faster than two whose parts have to be merged.
+    least_rounds: how often all programs of the grid should get a split, at least; the more, the less they wait for the
+    slowest one.
     """
 
     block_n: int
@@ -31,6 +39,7 @@ class Config:
     num_stages: int
     least_blocks: int = 2
     programs_per_sm: int = 2
+    least_rounds: int = 1
 
     def programs(self, heads: int, num_sms: int) -> int:
         """That run together, for so many pieces of heads."""
@@ -46,14 +55,14 @@ class Config:
             raise ValueError(f"Config.block_n = {self.block_n}: a power of two of at least 16 is needed (tl.dot)")
         if self.num_warps not in (1, 2, 4, 8):
             raise ValueError(f"Config.num_warps = {self.num_warps}: a power of two up to 8 is needed")
-        if min(self.num_stages, self.least_blocks, self.programs_per_sm) < 1:
-            raise ValueError("Config: num_stages, least_blocks and programs_per_sm are at least 1")
+        if min(self.num_stages, self.least_blocks, self.programs_per_sm, self.least_rounds) < 1:
+            raise ValueError("Config: num_stages, least_blocks, programs_per_sm and least_rounds are at least 1")
         return self
 
 
 INTERPRETER = Config(block_n=16, num_warps=4, num_stages=1, least_blocks=1).validate()
 """Small blocks, so that small test problems have several splits."""
-INTERPRETED_PROGRAMS = 3
+INTERPRETED_PROGRAMS = 4
 INTERPRETED_SPLITS = 12
 """What the splits of the interpreter are cut for."""
 
@@ -108,9 +117,13 @@ def deal(batch: int, query_heads: int, kv_heads: int) -> Heads:
     return Heads(batch * kv_heads * parts, group // parts, parts)
 
 
-def merged_splits(heads: Heads, head_dim: int) -> int:
-    """Partial results that a program loads at once: a power of two."""
-    return max(1, MERGED_ELEMENTS // (heads.merged_rows * head_dim))
+def merged_splits(heads: Heads, head_dim: int, splits: int, interpreted: bool) -> int:
+    """Partial results, of `splits`, that a program loads at once: a power of two."""
+    size = heads.merged_rows * head_dim
+    room = MERGED_ELEMENTS // size * (2 if size <= SMALL_PART else 1)
+    most = INTERPRETED_MERGED_SPLITS if interpreted else MERGED_SPLITS
+    needed = 1 << (splits - 1).bit_length()
+    return max(1, min(most, needed, room))
 
 
 def count_splits(heads: int, capacity: int, programs: int, config: Config) -> int:
@@ -122,7 +135,10 @@ def count_splits(heads: int, capacity: int, programs: int, config: Config) -> in
     blocks = ceil_div(max(capacity, 1), config.block_n)
     most = max(1, min(ceil_div(blocks, config.least_blocks), ceil_div(4 * programs, heads)))
 
-    def steps(splits: int) -> int:
-        return ceil_div(heads * splits, programs) * (ceil_div(blocks, splits) + START_BLOCKS)
+    def steps(splits: int) -> float:
+        rounds, more = divmod(heads * splits, programs)
+        busy = rounds + (max(SATURATING, more / programs) if more else 0.0)
+        return busy * ceil_div(blocks, splits) + ceil_div(heads * splits, programs) * START_BLOCKS
 
-    return min(range(1, most + 1), key=steps)
+    least = min(most, (config.least_rounds - 1) * programs // heads + 1)
+    return min(range(least, most + 1), key=steps)

@@ -129,7 +129,7 @@ class Shape:
             "MERGED_ROWS": heads.merged_rows,
             "PARTS": heads.parts,
             "HEAD_DIM": self.head_dim,
-            "MERGED_SPLITS": merged_splits(heads, self.head_dim),
+            "MERGED_SPLITS": merged_splits(heads, self.head_dim, splits, interpreted),
             "BLOCK_N": config.block_n,
             "LEAST_BLOCKS": config.least_blocks,
             "PAGE": self.page,
@@ -181,7 +181,7 @@ def local_attention_kernel(
 ):  # fmt: skip
     """part: this rank's o [heads * ROWS, HEAD_DIM], then lse [heads * ROWS]. One program for each ticket."""
     head, used, last = attend_ticket(
-        tl.program_id(0), tl.load(lengths), q, k, v, lengths, block_table, partials, counters, heads, kv_heads,
+        tl.program_id(0), None, q, k, v, lengths, block_table, partials, counters, heads, kv_heads,
         splits, capacity, strides_q, strides_k, strides_v, stride_pages,
         ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
     )  # fmt: skip

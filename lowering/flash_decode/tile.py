@@ -8,9 +8,10 @@ even for one sequence. The last split of a head merges their parts and puts the 
 slot of every rank, the own one too. A program merges the ranks' parts of a head, in rank order, once it has sent the
 next one, or has no further ticket: every rank adds up the same values in the same order, so all hold the same bits.
 Lengths are read on the device: splits follow them in a replayed CUDA graph. A rank without tokens sends 0 and -inf.
-Where the local tokens are many, what the loop over them keeps in registers for the exchange costs more than a launch.
-Then the kernel of local.py makes the rank's parts; this one finds them ATTENDED and begins with the merging of their
-splits, of which there is one. Peers cannot tell the two apart, so every rank chooses by the size of its own cache.
+Where tickets are no more than programs, there is no loop over them, and that over the tokens has all registers. Else,
+where the local tokens are many, what it must leave to the exchange costs more than a launch. Then the kernel of
+local.py makes the rank's parts; this one finds them ATTENDED and begins with the merging of their splits, of which
+there is one. Peers cannot tell these apart, so every rank chooses by the size of its own cache.
 Signal protocol. Flag row `head // PER_FLAG`, one word for each source, by the program that sends the flag's last head.
 Before its first push a program waits for the credits of all peers. A program that waits for a head has finished all the
 tickets that it took, and every rank takes the tickets of a head before those of later ones: the first head that some
@@ -30,6 +31,7 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import COUNTERS, REVOKED_ROW, TILE_TICKET
 from ditron_inductor.core.signals import (
+    all_heaps,
     arrive,
     ask_to_send,
     close,
@@ -40,7 +42,7 @@ from ditron_inductor.core.signals import (
     last_use,
     leave,
     may_send,
-    publish_all,
+    publish_to,
     request_ticket,
     settle,
     wait_all,
@@ -54,7 +56,71 @@ from ditron_inductor.task.nodes import FlashDecode
 
 FUSED_TOKENS = 3072
 INTERPRETED_FUSED_TOKENS = 198
-"""Of all heads together, for each SM: up to so many, one launch is faster than two."""
+"""Of all heads together, for each SM: up to so many, one launch with a loop over tickets is faster than two."""
+
+
+@triton.jit
+def send_ticket(
+    ticket, first_length, asked, ok, due, epoch, slots, heaps,
+    q, k, v, lengths, block_table, partials, table, ctl, counters,
+    heads, kv_heads, splits, capacity, area, strides_q, strides_k, strides_v, stride_pages, rank, slot, site,
+    WORLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr,
+    PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr, PER_FLAG: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    THREADS: tl.constexpr, ATTENDED: tl.constexpr,
+):  # fmt: skip
+    """Attend to one split; if it is the last one of its head, send the head. slots, heaps: of all ranks, that of `rank`
+    first in slots. ok: -1 before the first head. Returns (the flag that was completed, -1 for none; ok).
+    """
+    current = tl.full((), -1, tl.int32)
+    if ATTENDED:
+        head, used, last = ticket, tl.full((), 1, tl.int32), tl.full((), 1, tl.int32)
+    else:
+        head, used, last = attend_ticket(
+            ticket, first_length, q, k, v, lengths, block_table, partials, counters, heads, kv_heads, splits,
+            capacity, strides_q, strides_k, strides_v, stride_pages,
+            ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
+        )  # fmt: skip
+    if last != 0:
+        o, lse = merge_splits(partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS)
+        if ok < 0:
+            # Credits: nobody reads any more what the slot's previous use left there.
+            ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+        if ok != 0:
+            at, inside, lse_at, there = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
+            for i in tl.static_range(WORLD):
+                parts = slots[i] + rank * area.to(tl.int64)
+                tl.store(parts + at, o, mask=inside)
+                tl.store(parts + lse_at, lse, mask=there)
+        current = head // PER_FLAG
+        if PER_FLAG > 1:
+            others = tl.minimum(PER_FLAG, heads - current * PER_FLAG)
+            if arrive(counters + heads + current, others):
+                # A head that was not sent, by another program, has left the workspace poisoned.
+                ok = ok & healthy(ctl)
+            else:
+                current = tl.full((), -1, tl.int32)
+        if (current >= 0) & (ok != 0):
+            # The heads' parts lie in every peer's slot.
+            publish_to(heaps, slot, current, rank, site, epoch, WORLD)
+    if ticket == 0:
+        settle(tl.where(healthy(ctl) != 0, due, 0), table, rank, site, WORLD)
+    return current, ok
+
+
+@triton.jit
+def merge_flag(
+    flag, ok, own, out, table, ctl, heads, area, rank, slot, site, epoch,
+    WORLD: tl.constexpr, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PER_FLAG: tl.constexpr,
+):  # fmt: skip
+    """Wait for all peers' parts of the heads of a flag that this program has sent, and merge them. own: its slot."""
+    # Acquire: the heads' parts of all peers. The own ones were acquired, or stored before a barrier.
+    whole = ok & wait_all(table, ctl, rank, slot, flag, site, epoch, WORLD)
+    for index in range(0, PER_FLAG):
+        head = flag * PER_FLAG + index
+        if head < heads:
+            merge_ranks(own, out, head, heads, area, whole, WORLD, ROWS, MERGED_ROWS, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits", "rank", "slot", "site"])
@@ -66,86 +132,73 @@ def flash_decode_kernel(
     PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr, PER_FLAG: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    THREADS: tl.constexpr, ATTENDED: tl.constexpr,
+    THREADS: tl.constexpr, ATTENDED: tl.constexpr, ONE_EACH: tl.constexpr,
 ):  # fmt: skip
     """See the module, and attention.py for the operands. out [heads * ROWS, HEAD_DIM], contiguous.
 
-    ATTENDED: partials are the rank's parts, of one split.
+    ATTENDED: partials are the rank's parts, of one split. ONE_EACH: there are as many programs as tickets.
 
     area: elements of a source's parts in the slot. capacity: tokens that a cache holds at most.
     """
     # All questions before the first answer: one after the other they would take as long as a signal.
     request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
     epoch = current_epoch(ctl, slot)
     due = last_use(ctl)
     first_length = tl.load(lengths)
+    heaps = all_heaps(table, WORLD)
     own = data(table, ctl, rank, slot, tl.float32)
-    slots = ()
-    for i in tl.static_range(WORLD):
+    slots = (own,)
+    for i in tl.static_range(1, WORLD):
         slots = slots + (data(table, ctl, (rank + i) % WORLD, slot, tl.float32),)  # type: ignore[assignment]
+    # Last, as it takes an address that is loaded.
+    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
     ticket = granted(request, THREADS)
     tickets = heads * splits
     # -1 as long as the answers have not been looked at.
     ok = tl.full((), -1, tl.int32)
-    # The flag that was sent last, and whose heads are not merged yet.
-    pending = tl.full((), -1, tl.int32)
-    left = request
-    if ticket >= tickets:
+    if ONE_EACH:
+        current, ok = send_ticket(
+            ticket, first_length, asked, ok, due, epoch, slots, heaps,
+            q, k, v, lengths, block_table, partials, table, ctl, counters,
+            heads, kv_heads, splits, capacity, area, strides_q, strides_k, strides_v, stride_pages, rank, slot, site,
+            WORLD, ROWS, BLOCK_ROWS, MERGED_ROWS, PARTS, HEAD_DIM, MERGED_SPLITS, BLOCK_N, LEAST_BLOCKS, PAGE, PER_FLAG,
+            SCALE, SOFTCAP, PRECISION, UPCAST, THREADS, ATTENDED,
+        )  # fmt: skip
+        # Before the wait.
         left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
-    while (ticket < tickets) | (pending >= 0):
-        current = tl.full((), -1, tl.int32)
-        if ticket < tickets:
-            request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-            if ATTENDED:
-                head, used, last = ticket, tl.full((), 1, tl.int32), tl.full((), 1, tl.int32)
-            else:
-                head, used, last = attend_ticket(
-                    ticket, first_length, q, k, v, lengths, block_table, partials, counters, heads, kv_heads, splits,
-                    capacity, strides_q, strides_k, strides_v, stride_pages,
-                    ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
+        if current >= 0:
+            merge_flag(
+                current, ok, own, out, table, ctl, heads, area, rank, slot, site, epoch,
+                WORLD, ROWS, MERGED_ROWS, HEAD_DIM, PER_FLAG,
+            )  # fmt: skip
+    else:
+        # The flag that was sent last, and whose heads are not merged yet.
+        pending = tl.full((), -1, tl.int32)
+        left = request
+        if ticket >= tickets:
+            left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+        while (ticket < tickets) | (pending >= 0):
+            current = tl.full((), -1, tl.int32)
+            if ticket < tickets:
+                request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+                current, ok = send_ticket(
+                    ticket, first_length, asked, ok, due, epoch, slots, heaps,
+                    q, k, v, lengths, block_table, partials, table, ctl, counters, heads, kv_heads, splits, capacity,
+                    area, strides_q, strides_k, strides_v, stride_pages, rank, slot, site,
+                    WORLD, ROWS, BLOCK_ROWS, MERGED_ROWS, PARTS, HEAD_DIM, MERGED_SPLITS, BLOCK_N, LEAST_BLOCKS, PAGE,
+                    PER_FLAG, SCALE, SOFTCAP, PRECISION, UPCAST, THREADS, ATTENDED,
                 )  # fmt: skip
-            if last != 0:
-                o, lse = merge_splits(
-                    partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS
+                ticket = granted(request, THREADS)
+                if ticket >= tickets:
+                    # Before the last wait.
+                    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+            if (pending >= 0) & ((current >= 0) | (ticket >= tickets)):
+                merge_flag(
+                    pending, ok, own, out, table, ctl, heads, area, rank, slot, site, epoch,
+                    WORLD, ROWS, MERGED_ROWS, HEAD_DIM, PER_FLAG,
                 )  # fmt: skip
-                if ok < 0:
-                    # Credits: nobody reads any more what the slot's previous use left there.
-                    ok = may_send(
-                        asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS
-                    )  # fmt: skip
-                if ok != 0:
-                    at, inside, lse_at, there = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
-                    for i in tl.static_range(WORLD):
-                        parts = slots[i] + rank * area.to(tl.int64)
-                        tl.store(parts + at, o, mask=inside)
-                        tl.store(parts + lse_at, lse, mask=there)
-                current = head // PER_FLAG
-                if PER_FLAG > 1:
-                    others = tl.minimum(PER_FLAG, heads - current * PER_FLAG)
-                    if arrive(counters + heads + current, others):
-                        # A head that was not sent, by another program, has left the workspace poisoned.
-                        ok = ok & healthy(ctl)
-                    else:
-                        current = tl.full((), -1, tl.int32)
-                if (current >= 0) & (ok != 0):
-                    # The heads' parts lie in every peer's slot.
-                    publish_all(table, slot, current, rank, site, epoch, WORLD)
-            if ticket == 0:
-                settle(tl.where(healthy(ctl) != 0, due, 0), table, rank, site, WORLD)
-            ticket = granted(request, THREADS)
-            if ticket >= tickets:
-                # Before the last wait.
-                left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
-        if (pending >= 0) & ((current >= 0) | (ticket >= tickets)):
-            # Acquire: the heads' parts of all peers. The own ones were acquired, or stored before a barrier.
-            whole = ok & wait_all(table, ctl, rank, slot, pending, site, epoch, WORLD)
-            for index in range(0, PER_FLAG):
-                head = pending * PER_FLAG + index
-                if head < heads:
-                    merge_ranks(own, out, head, heads, area, whole, WORLD, ROWS, MERGED_ROWS, HEAD_DIM)
-            pending = tl.full((), -1, tl.int32)
-        pending = tl.where(current >= 0, current, pending)
+                pending = tl.full((), -1, tl.int32)
+            pending = tl.where(current >= 0, current, pending)
     close(granted(left, THREADS), ctl, slot, epoch)
 
 
@@ -168,6 +221,12 @@ def obstacle(shape: Shape) -> str:
     return "" if heads <= most else f"{heads} heads of all sequences are more than {most}"
 
 
+def in_two_launches(shape: Shape, splits: int, programs: int, interpreted: bool) -> bool:
+    """Whether the attention gets a launch of its own: with more tickets than programs, and many tokens."""
+    heads, most = shape.heads.heads, INTERPRETED_FUSED_TOKENS if interpreted else FUSED_TOKENS
+    return heads * splits > programs and heads * shape.capacity > most * shape.num_sms
+
+
 def geometry(node: FlashDecode, launch: Launch, shape: Shape) -> Geometry:
     """See Geometry: from what is the same on every rank, so not from how many tokens a cache holds."""
     area = round_up(shape.rows * (shape.head_dim + 1), 16)
@@ -182,9 +241,9 @@ def flash_decode(node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shap
     config = sizes.local.config
     # Of this device: how its cache is cut is nobody else's business.
     programs = INTERPRETED_PROGRAMS if launch.interpreted else config.programs(shape.heads.heads, shape.num_sms)
-    most = INTERPRETED_FUSED_TOKENS if launch.interpreted else FUSED_TOKENS
-    attended = shape.heads.heads * shape.capacity > most * shape.num_sms
+    attended = in_two_launches(shape, sizes.local.splits, programs, launch.interpreted)
     splits = 1 if attended else sizes.local.splits
+    tickets = shape.heads.heads * splits
     out = torch.empty_like(given.q, memory_format=torch.contiguous_format)
 
     def arguments() -> Arguments:
@@ -196,8 +255,9 @@ def flash_decode(node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shap
             "THREADS": launch.threads(config.num_warps),
             "rank": launch.rank,
             "ATTENDED": attended,
+            "ONE_EACH": tickets <= programs,
         }
-        return Arguments(programs=min(shape.heads.heads * splits, programs), values=values)
+        return Arguments(programs=min(tickets, programs), values=values)
 
     tensors = {**given.tensors(), "out": out}
     if not attended:

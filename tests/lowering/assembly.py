@@ -11,7 +11,7 @@ from pathlib import Path
 
 import triton
 
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 @dataclass(frozen=True)
@@ -126,18 +126,19 @@ def resources(ptx: str) -> Resources:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [str(PTXAS), "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        command = [str(TOOLS / "ptxas"), "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     registers = re.findall(r"Used (\d+) registers", report)
     return Resources(max(map(int, registers)), sum(map(int, spilled)))
 
 
-def machine_code(ptx: str) -> str:
-    """Of a kernel for sm_90, as the assembler that Triton brings along makes it."""
-    with tempfile.TemporaryDirectory() as folder:
-        text, code = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        text.write_text(ptx)
-        subprocess.run([str(PTXAS), "-arch=sm_90a", str(text), "-o", str(code)], check=True)
-        disassembler = str(PTXAS.with_name("nvdisasm"))
-        return subprocess.run([disassembler, "-c", str(code)], capture_output=True, text=True, check=True).stdout
+def machine_code(ptx: str) -> list[str]:
+    """The instructions of a kernel on sm_90, without their addresses, in the order of its file."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file, tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        file.write(ptx)
+        file.flush()
+        subprocess.run([str(TOOLS / "ptxas"), "-arch=sm_90a", file.name, "-o", cubin.name], check=True)
+        command = [str(TOOLS / "nvdisasm"), "-c", cubin.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", text, re.MULTILINE)

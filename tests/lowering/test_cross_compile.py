@@ -15,7 +15,7 @@ from ditron_inductor.core.layout import EPOCH_MASK
 from ditron_inductor.lowering import config
 from ditron_inductor.lowering.config import Config, select_few_rows_config
 from ditron_inductor.lowering.matmul_all_gather import few_rows
-from tests.lowering.assembly import AMD, NVIDIA, Listing, dialect_of, resources
+from tests.lowering.assembly import AMD, NVIDIA, Listing, dialect_of, machine_code, resources
 from tests.lowering.cross_compile import (
     CLOCKS,
     KERNELS,
@@ -287,6 +287,16 @@ def test_leaving_early_takes_the_epoch_of_every_thread(case: Case) -> None:
             known |= set(re.findall(r"%\w+", target))
             tests += [line] if line.startswith("setp.") else []
     assert tests
+
+
+def test_tickets_are_on_their_way_while_the_program_goes_on() -> None:
+    """An atomic of a warp at one address is one for all of it, and its result is handed out as soon as it is there."""
+    code = machine_code(compile_case(Case("one_shot", "sm_90", config.FEW_ROWS[min(config.FEW_ROWS)], "bf16")).assembly)
+    requests = [place for place, line in enumerate(code) if re.search(r"ATOMG?\.E\.ADD\.64\.STRONG\.GPU", line)]
+    # The first ticket, the next one, and the end, from two places.
+    assert len(requests) == 4
+    for place in requests:
+        assert not any("SHFL.IDX" in line or "VOTE" in line for line in code[place - 12 : place + 12]), code[place]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

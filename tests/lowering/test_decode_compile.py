@@ -36,10 +36,11 @@ class Case:
     page: int = 0
     shared_flags: bool = False
     attended: bool = False
+    one_each: bool = False
 
     def __str__(self) -> str:
         paged = f"-paged{self.page}" if self.page else ""
-        forms = "-shared" * self.shared_flags + "-attended" * self.attended
+        forms = "-shared" * self.shared_flags + "-attended" * self.attended + "-one" * self.one_each
         return f"{self.target}-{self.group}x{self.head_dim}-{self.dtype}{paged}{forms}"
 
     @property
@@ -50,10 +51,12 @@ class Case:
 
 
 CASES = (
-    Case("sm_90", 128),
+    Case("sm_90", 128, one_each=True),
+    Case("sm_90", 128, group=8),
     Case("sm_90", 256, group=8, dtype="fp16", page=16, shared_flags=True),
     Case("sm_90", 64, group=1, dtype="fp32"),
     Case("gfx942", 128, shared_flags=True),
+    Case("gfx942", 128, one_each=True),
 )
 
 
@@ -68,7 +71,7 @@ def compiled(kernel: Any, case: Case) -> Any:
         "MERGED_ROWS": heads.merged_rows,
         "PARTS": heads.parts,
         "HEAD_DIM": case.head_dim,
-        "MERGED_SPLITS": merged_splits(heads, case.head_dim),
+        "MERGED_SPLITS": merged_splits(heads, case.head_dim, 1 if case.attended else 16, False),
         "BLOCK_N": config.block_n,
         "LEAST_BLOCKS": config.least_blocks,
         "PAGE": case.page,
@@ -79,6 +82,7 @@ def compiled(kernel: Any, case: Case) -> Any:
         "UPCAST": False,
         "THREADS": config.num_warps * TARGETS[case.target].warp_size,
         "ATTENDED": case.attended,
+        "ONE_EACH": case.one_each,
     }
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
@@ -104,7 +108,7 @@ def assembly(kernel: Any, case: Case) -> str:
     return text
 
 
-ATTENDED = (Case("sm_90", 128, attended=True), Case("gfx942", 128, shared_flags=True, attended=True))
+ATTENDED = (Case("sm_90", 128, attended=True, one_each=True), Case("gfx942", 128, shared_flags=True, attended=True))
 
 
 @pytest.mark.parametrize("case", [*CASES, *ATTENDED], ids=str)
@@ -132,6 +136,20 @@ def test_caches_are_read_16_bytes_at_a_time_in_a_pipeline(case: Case) -> None:
     threads = 32 * case.config.num_warps
     assert needed.registers * threads * case.config.programs_per_sm <= 65536
     assert compiled(flash_decode_kernel, case).metadata.shared * case.config.programs_per_sm <= SHARED_BYTES["sm_90"]
+
+
+@pytest.mark.parametrize("group", [4, 8])
+def test_threads_merge_what_they_have_loaded(group: int) -> None:
+    """Parts are merged without a barrier, and all of a round are under way together."""
+    case = Case("sm_90", 128, group, one_each=group == 4)
+    for kernel in (flash_decode_kernel, local_attention_kernel):
+        listing = Listing(assembly(kernel, case))
+        loops = listing.loops(r"ld\.global\.v4")
+        rounds = [listing.lines[first:last] for first, last in loops]
+        (merging,) = [lines for lines in rounds if sum("ld.global.v4" in line for line in lines) >= 16]
+        assert not any(re.search(r"bar\.sync|\.shared", line) for line in merging)
+        loads = [place for place, line in enumerate(merging) if "ld.global" in line]
+        assert not any("ex2" in line for line in merging[: loads[-1]])
 
 
 def test_the_kernels_without_an_exchange() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks.ops.flash_decode import MOST_BYTES, SETS, Cell, table, verdict
 from benchmarks.records import Row
-from ditron_inductor.lowering.flash_decode.config import BY_HEAD_DIM, count_splits, deal
+from ditron_inductor.lowering.flash_decode.config import BY_HEAD_DIM, count_splits, deal, merged_splits
+from ditron_inductor.lowering.flash_decode.local import Shape
+from ditron_inductor.lowering.flash_decode.tile import in_two_launches
 
 
 @pytest.mark.parametrize(
@@ -26,12 +29,38 @@ def test_splits_fill_the_gpu() -> None:
     programs = config.programs(8, 132)
     assert programs == 132 and config.programs(512, 132) == 264
     assert count_splits(8, 1 << 17, programs, config) == 16
-    # Two rounds of all programs lose less than one in which some are idle, if they are long.
-    assert count_splits(8, 1 << 20, programs, config) == 33
+    # One round that leaves a few programs idle, not two of all: they read no faster, and their parts have to be merged.
+    assert count_splits(8, 1 << 20, programs, config) == 16
+    # But not one in which many are idle.
+    assert count_splits(48, 1 << 20, programs, config) == 8
     assert count_splits(8, 4096, programs, config) * 8 <= programs
     # There are as many pieces of heads as there is room for twice: nothing is gained by splits.
     assert count_splits(512, 4096, config.programs(512, 132), config) == 1
     assert count_splits(8, 1, programs, config) == 1
+    # Rounds that are asked for.
+    assert count_splits(8, 1 << 18, programs, replace(config, least_rounds=2)) == 32
+    assert count_splits(256, 1 << 18, 264, replace(config, least_rounds=4)) == 4
+    assert count_splits(8, 64, programs, replace(config, least_rounds=4)) == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "splits", "expected"),
+    [(32, 8, 128, 16, 16), (64, 8, 128, 16, 16), (64, 8, 128, 33, 16), (64, 8, 256, 33, 4), (64, 8, 64, 3, 4),
+     (64, 1, 128, 33, 1), (8, 8, 16, 66, 16), (32, 8, 128, 1, 1)],
+)  # fmt: skip
+def test_parts_are_merged_in_few_rounds(heads: int, kv_heads: int, head_dim: int, splits: int, expected: int) -> None:
+    assert merged_splits(deal(1, heads, kv_heads), head_dim, splits, interpreted=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "capacity", "expected"), [(1, 1 << 20, False), (32, 1 << 18, False), (64, 512, False), (64, 4096, True)]
+)
+def test_only_many_tickets_of_many_tokens_take_two_launches(batch: int, capacity: int, expected: bool) -> None:
+    shape = Shape(batch, 32, 8, 128, capacity, 0, torch.bfloat16, (1, 1), (1, 1, 1), (1, 1, 1), 0, 1.0, 0.0, 132, "")
+    config = shape.config(interpreted=False)
+    programs = config.programs(shape.heads.heads, shape.num_sms)
+    splits = count_splits(shape.heads.heads, capacity, programs, config)
+    assert in_two_launches(shape, splits, programs, interpreted=False) == expected
 
 
 def test_benchmark_shapes() -> None:

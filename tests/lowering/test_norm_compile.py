@@ -172,7 +172,7 @@ def test_rows_are_moved_16_bytes_at_a_time(case: Case) -> None:
 @pytest.mark.parametrize("case", [CASES[0], Case("sm_90", True, 8192, form=DECODE, slices=8)], ids=str)
 def test_no_warp_waits_for_the_ticket_it_asks_for(case: Case) -> None:
     """Requests of a warp for one word become a single one, whose answer is dealt to the threads by a shuffle."""
-    code = machine_code(assembly(all_reduce_rms_norm_kernel, case))
+    code = "\n".join(machine_code(assembly(all_reduce_rms_norm_kernel, case)))
     assert re.search(r"ATOMG\.E\.ADD\.64\.STRONG\.GPU", code) and "SHFL.IDX" not in code
 
 
