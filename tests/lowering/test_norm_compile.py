@@ -164,7 +164,7 @@ def test_rows_are_moved_16_bytes_at_a_time(case: Case) -> None:
     assert len(narrow) <= (case.tiles + 1) * bin(case.form & OF_ROWS).count("1"), narrow
     needed = resources(text)
     # The assembler gives up a few registers for a third program on an SM.
-    assert needed.spilled_bytes <= 64
+    assert needed.spilled_bytes <= 80
     # More than one program of an SM hides the waits of the other.
     assert needed.registers * 32 * case.num_warps <= 65536
 
