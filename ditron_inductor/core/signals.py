@@ -293,8 +293,8 @@ def request_ticket(ctl, slot, QUEUE: tl.constexpr, THREADS: tl.constexpr, wanted
     the holder of the first unfinished ticket waits for finished ones only.
     """
     lanes = tl.arange(0, THREADS)
-    # Only the first of these addresses is used. Were they all the same, the assembler would make one request of those of
-    # a warp and deal out the answer, for which it waits at once.
+    # Only the first of these addresses is used. Were they all the same, the assembler would make one request of all
+    # those of a warp and deal out the answer, for which it waits at once.
     words = slot_ctl(ctl, slot) + QUEUE + lanes
     ones = tl.full((THREADS,), 1, tl.int64)
     return tl.atomic_add(words, ones, mask=(lanes == 0) & wanted, sem="relaxed", scope="gpu")
