@@ -8,7 +8,7 @@ shots* the rows are dealt to the ranks in equal runs, and a program takes one pi
 owner, adds up the own one, and sends the rounded sum to every peer. What follows the sum is done by every rank for all
 rows: to send its results would double what is sent. Sums are in rank order, in fp32, and rounded once; either all ranks
 add the same values, or the owner's sum is what all have. So all of them normalise the same bits, by the same program.
-Where there are fewer rows than SMs, each is cut into slices for several programs: see slices.py.
+In two shots of fewer rows than SMs each is cut into slices for several programs: see slices.py.
 Signal protocol. That of all_reduce_kernel.py: flag row `ticket` for rows, sent when the credits of all peers have come;
 RESULT_ROW + ticket for sums. A program takes one ticket and waits only for what peers send under the same one.
 A piece without credits is not sent, and never published, nor is a sum whose rows are not all there.
@@ -54,7 +54,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     warps_of,
     with_rows,
 )
-from ditron_inductor.lowering.all_reduce_rms_norm.slices import one_shot_in_slices, two_shots_in_slices
+from ditron_inductor.lowering.all_reduce_rms_norm.slices import two_shots_in_slices
 from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
 from ditron_inductor.lowering.launcher import Arguments
 from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up
@@ -66,8 +66,12 @@ TILE = 4096
 """Elements of a tile, as long as a row is no longer."""
 LEAST_SLICE = 1024
 """Elements of a slice: one SM sends them in less time than a signal takes."""
-PIECES_PER_SM = 2
-"""Of two shots; they get more tiles before there are more of them, since every wave of programs takes two rounds."""
+LEAST_SLICES = 4
+"""Fewer were not measured."""
+WIDE_PIECES_PER_SM = 2
+"""Of two shots, where a row is longer than a tile and its program alone on an SM: such pieces get more tiles before
+there are more of them, since every wave of programs takes two rounds.
+"""
 
 INTERPRETED_ROUND_BYTES = 512
 INTERPRETED_TILE = 64
@@ -216,12 +220,7 @@ def all_reduce_rms_norm_kernel(
     asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
     due = last_use(ctl)
     ticket = granted(request, THREADS)
-    if SLICES > 1 and ONE_SHOT:
-        left = one_shot_in_slices(
-            x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, width, ticket, rank, slot, site,
-            epoch, WORLD, AVERAGE, SLICES, SLICE, BLOCK, FORM, EPS, POST_EPS, THREADS,
-        )  # fmt: skip
-    elif SLICES > 1:
+    if SLICES > 1:
         left = two_shots_in_slices(
             x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, width, ticket, rank, slot, site,
             epoch, WORLD, AVERAGE, SLICES, SLICE, BLOCK, FORM, EPS, POST_EPS, THREADS,
@@ -243,7 +242,7 @@ def all_reduce_rms_norm_kernel(
 class Cut:
     """How rows are cut: `pieces` of `tiles` tiles of `rows` rows, in one shot of all of them, in two of every run.
 
-    slices: of each piece, which then is one row.
+    slices: of each piece, which then is one row of a run.
     """
 
     one_shot: bool
@@ -266,7 +265,7 @@ def cut(
     least_slice: int,
 ) -> Cut:
     """Tiles of at most `tile` elements, or one row, and at least one piece for each of `programs`, if there are the
-    rows; else 2^n slices of at least `least_slice` elements, for as many of them.
+    rows; in two shots else 2^n slices of at least `least_slice` elements, for as many of them.
 
     round_bytes: two shots are chosen where they save a rank more than that. In one shot it sends all rows to each of
     its W - 1 peers, in two shots 2 / W of them.
@@ -278,13 +277,15 @@ def cut(
     while rows > 1 and ceil_div(length, rows) < programs:
         rows //= 2
     flags = REVOKED_ROW.value - (0 if one else RESULT_ROW.value)
-    most = min(most_pieces, flags if one else min(flags, PIECES_PER_SM * programs))
+    most = min(most_pieces, flags)
+    if not one and block_of(N) > tile:
+        most = min(most, WIDE_PIECES_PER_SM * programs)
     tiles = ceil_div(ceil_div(length, rows), most)
     pieces = ceil_div(length, rows * tiles)
     slices = 1
-    while 2 * slices * pieces <= min(programs, flags) and 2 * slices * least_slice <= N:
+    while not one and 2 * slices * pieces <= min(programs, flags) and 2 * slices * least_slice <= N:
         slices *= 2
-    return Cut(one, rows, tiles, pieces, slices)
+    return Cut(one, rows, tiles, pieces, slices if slices >= LEAST_SLICES else 1)
 
 
 @dataclass(frozen=True)

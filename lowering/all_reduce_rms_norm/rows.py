@@ -152,20 +152,16 @@ def weigh(
 
 @triton.jit
 def normalised(
-    reduced, loaded, outputs, rows, at, inside, M, N,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, kept=None,
-):  # fmt: skip
+    reduced, loaded, outputs, rows, at, inside, M, N, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr
+):
     """The norm of whole rows; their sum, unless it is TOTAL_KNOWN, and what is saved of them are stored.
 
     reduced [ROWS, BLOCK], in their dtype. loaded: by `extras`. outputs: pointers to normed and total, then in the order
-    of nodes.SAVED. rows [ROWS, 1]: their numbers, of which there are M. at, inside: as by `extras`. kept: which of them
-    are stored, all if None; statistics of rows always are.
+    of nodes.SAVED. rows [ROWS, 1]: their numbers, of which there are M. at, inside: as by `extras`.
     """
     dtype: tl.constexpr = reduced.dtype
-    if kept is None:
-        kept = inside
     if SAVES_REDUCED & FORM:
-        tl.store(outputs[2] + at, reduced, mask=kept)
+        tl.store(outputs[2] + at, reduced, mask=inside)
     value = reduced.to(tl.float32)
     if HAS_BIAS & FORM:
         value = (value + loaded[0].to(tl.float32)).to(dtype).to(tl.float32)
@@ -184,7 +180,7 @@ def normalised(
     if HAS_RESIDUAL & FORM:
         value = (value + loaded[4].to(tl.float32)).to(dtype).to(tl.float32)
     if not (TOTAL_KNOWN & FORM):
-        tl.store(outputs[1] + at, value.to(dtype), mask=kept)
+        tl.store(outputs[1] + at, value.to(dtype), mask=inside)
     result = value.to(dtype)
     if not (NO_NORM & FORM):
         scaled, mean, rstd = scale(value, inside, N, LAYER & FORM, EPS)
@@ -193,13 +189,13 @@ def normalised(
         if SAVES_RSTD & FORM:
             tl.store(outputs[6] + rows, rstd[:, None], mask=rows < M)
         if SAVES_SCALED & FORM:
-            tl.store(outputs[7] + at, scaled, mask=kept)
+            tl.store(outputs[7] + at, scaled, mask=inside)
         if SAVES_OTHER & FORM:
             other = weigh(
                 scaled, loaded[7], loaded[8], dtype,
                 ROUND_FIRST & FORM, HAS_OTHER_WEIGHT & FORM, PLUS_ONE & FORM, HAS_OTHER_SHIFT & FORM,
             )  # fmt: skip
-            tl.store(outputs[8] + at, other, mask=kept)
+            tl.store(outputs[8] + at, other, mask=inside)
         result = weigh(
             scaled, loaded[5], loaded[6], dtype,
             ROUND_FIRST & FORM, HAS_WEIGHT & FORM, PLUS_ONE & FORM, HAS_SHIFT & FORM,
@@ -209,15 +205,12 @@ def normalised(
 
 @triton.jit
 def finish(
-    reduced, loaded, outputs, rows, at, inside, M, N,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, kept=None,
-):  # fmt: skip
+    reduced, loaded, outputs, rows, at, inside, M, N, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr
+):
     """As `normalised`, and the norm is stored too."""
-    if kept is None:
-        kept = inside
-    normed = normalised(reduced, loaded, outputs, rows, at, inside, M, N, FORM, EPS, POST_EPS, kept)
+    normed = normalised(reduced, loaded, outputs, rows, at, inside, M, N, FORM, EPS, POST_EPS)
     if not (NO_NORM & FORM):
-        tl.store(outputs[0] + at, normed, mask=kept)
+        tl.store(outputs[0] + at, normed, mask=inside)
 
 
 @triton.jit

@@ -1,16 +1,16 @@
-"""The kernel of all_reduce_rms_norm where there are fewer rows than SMs: each is sent and added up in slices.
+"""The kernel of all_reduce_rms_norm in two shots where there are fewer rows than SMs: each is sent and added up in
+slices.
 
-Problem. One SM stores to peers at a fraction of the links' rate: a row of 16 KB, to three of them, takes it 2 us, a
-quarter of the call, while most SMs have no row.
-Algorithm. As in kernel.py, in one shot or two, with SLICES programs for each row. All sends come first: a program
-takes tickets, each for a slice of a row, until there are none, and puts the slices into the slots of the peers. In *one
-shot* it then adds up a whole row, whose statistics it needs, and stores its slice of what is returned. In *two shots*
-it takes tickets of sums, each for a slice of an own row, until there are none, and sends the rounded sums to all; then
-it normalises whole rows: those with its number, of its share of the owners.
+Problem. One SM stores to peers at a fraction of the links' rate: a row of 16 KB, to three of them, takes it 2 us, while
+most SMs have no row.
+Algorithm. As in kernel.py in two shots, with SLICES programs for each row of a run. All sends come first: a program
+takes tickets, each for a slice of a row of every run, until there are none, and puts the slices into the slots of their
+owners. Then it takes tickets of sums, each for a slice of an own row, until there are none, and sends the rounded sums
+to all; then it normalises whole rows: those with its number, of its share of the owners.
 Signal protocol. Flag row `ticket` for slices, sent when the credits of all peers have come; RESULT_ROW + ticket for
 sums, for which the other programs of this rank wait too. A send waits for credits only, and a sum for sends only, so
 all of them are made by the programs that run, if only one does. What comes last has no queue: the program's number
-says which row and slice, and it may wait for any. A ticket that is held ahead waits for no more than that either.
+says which row, and it may wait for any. A ticket that is held ahead waits for no more than that either.
 The own x is read by all programs of a row, after others may have stored: no output may lie in it.
 A slice without credits is not sent, and never published, nor is a sum whose slices are not all there.
 """
@@ -44,55 +44,14 @@ def slice_of(ticket, width, N, SLICES: tl.constexpr, SLICE: tl.constexpr):
 
 
 @triton.jit
-def one_shot_in_slices(
-    x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, width, ticket, rank, slot, site, epoch,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
-):  # fmt: skip
-    """Slice `ticket` and those that nobody has taken; a row and its slice by the program's number; and `leave`.
-
-    slots: pointers, of rank + 1, ..; each has places [source][row].
-    """
-    mine_row = (tl.program_id(0) // SLICES + tl.arange(0, 1)).to(tl.int64)[:, None]
-    cols = tl.arange(0, BLOCK)[None, :]
-    begin = tl.program_id(0) % SLICES * width
-    inside = cols < N
-    at = mine_row * N + cols
-    mine = tl.load(x + at, mask=inside, other=0.0)
-    loaded = extras(given, at, cols, inside, N, FORM)
-    # Credits: nobody reads any more what the slot's previous use left there.
-    ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
-    while ticket < M * SLICES:
-        coming = request_ticket(ctl, slot, SEND_TICKET, THREADS, True)
-        row, part, there = slice_of(ticket, width, N, SLICES, SLICE)
-        sent = tl.load(x + row * N + part, mask=there, other=0.0)
-        if ok != 0:
-            for i in tl.static_range(WORLD - 1):
-                tl.store(slots[i] + (rank * M + row) * pitch + part, sent, mask=there)
-            publish_all(table, slot, ticket, rank, site, epoch, WORLD)
-        if ticket == 0:
-            settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-        ticket = granted(coming, THREADS)
-    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
-    # Acquire: all slices of the row, of all peers.
-    first = tl.program_id(0) // SLICES * SLICES
-    whole = ok & wait_rows(table, ctl, rank, slot, first, site, epoch, WORLD, SLICES, False)
-    area = M.to(tl.int64) * pitch
-    total = add_up(mine, own, mine_row * pitch + cols, area, inside, whole, rank, WORLD, AVERAGE)
-    kept = inside & (cols >= begin) & (cols < begin + width)
-    finish(total.to(x.dtype.element_ty), loaded, outputs, mine_row, at, inside, M, N, FORM, EPS, POST_EPS, kept)
-    return left
-
-
-@triton.jit
 def two_shots_in_slices(
     x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, run, width, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
     FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """The same, of rows that are dealt to the ranks in runs of `run`: a ticket is a slice of a row of every run.
+    """Slice `ticket` of a row of every run, of `run` rows, and those that nobody has taken; sums; rows; and `leave`.
 
-    A slot has places [source][row], then sums [owner][row].
+    slots: pointers, of rank + 1, ..; each has places [source][row], then sums [owner][row].
     """
     dtype: tl.constexpr = x.dtype.element_ty
     area = run.to(tl.int64) * pitch

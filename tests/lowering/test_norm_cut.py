@@ -27,11 +27,12 @@ H200 = {
 @pytest.mark.parametrize(
     ("m", "n", "world", "expected"),
     [
-        # Slices of 1280 columns; as many as there are SMs.
-        (1, 5120, 4, Cut(True, 1, 1, 1, 4)),
-        (32, 4096, 4, Cut(True, 1, 1, 32, 4)),
-        (64, 8192, 2, Cut(True, 1, 1, 64, 2)),
+        (1, 5120, 4, Cut(True, 1, 1, 1)),
+        (64, 8192, 2, Cut(True, 1, 1, 64)),
+        # In two shots slices of at least 1024 columns, no more than there are SMs, and not two.
         (64, 8192, 4, Cut(False, 1, 1, 16, 8)),
+        (102, 5120, 4, Cut(False, 1, 1, 26, 4)),
+        (256, 8192, 4, Cut(False, 1, 1, 64)),
         (128, 4096, 2, Cut(True, 1, 1, 128)),
         # Two ranks send no less in two shots.
         (2048, 4096, 2, Cut(True, 1, 3, 683)),
@@ -54,7 +55,8 @@ def test_every_row_has_its_place_and_its_flag(num_sms: int) -> None:
             rows = found.rows * found.tiles * found.pieces * (1 if found.one_shot else world)
             most = REVOKED_ROW.value if found.one_shot else MAX_CHUNKS.value // 2 - 1
             assert m <= rows and 0 < found.pieces * found.slices <= most, (m, n, world, found)
-            assert found.slices == 1 or found.rows == found.tiles == 1 and found.pieces * found.slices <= num_sms
+            alone = not found.one_shot and found.rows == found.tiles == 1 and found.pieces * found.slices <= num_sms
+            assert found.slices == 1 or alone
             assert found.rows & (found.rows - 1) == 0 and found.rows * block_of(n) <= max(kernel.TILE, block_of(n))
 
 

@@ -253,11 +253,14 @@ def _two_shots(me: int, world: int, others: list[int], without: Without) -> list
 
 
 def _in_slices(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
-    """Two slices of a row, each pushed to all peers; then, twice, both are awaited: one is added up, the other read."""
-    sends = [_send_all(me, world, region, others, without) for region in (CHUNK, TILE)]
-    row = (*(("await", TILE, source) for source in others), *_own_sum(CHUNK, me, world, without))
-    row = (*row, *(("read", TILE, source) for source in others))
-    return [sends, [row, row]]
+    """What is one item in `two_shots`, by a queue of sends, one of sums, and, twice, the sums that are read."""
+    sums = (op for dst in others for op in _send(me, world, dst, RESULT, without, credit=False))
+    row = tuple(_reads(RESULT, RESULT, others))
+    return [
+        [_send_all(me, world, CHUNK, others, without)],
+        [(*_own_sum(CHUNK, me, world, without), *sums)],
+        [row, row],
+    ]
 
 
 def _piece(region: int, me: int, world: int, others: list[int], without: Without) -> Item:
