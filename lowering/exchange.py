@@ -270,9 +270,14 @@ def shaped(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return x if x.shape == shape else x.view(shape)
 
 
+def for_batches(b: torch.Tensor, outer: int) -> torch.Tensor:
+    """b [K, N] as `multiply` wants it for a [outer, m, K]: where there are many of these, made once."""
+    return b if b.dim() == 3 else b.expand(outer, *b.shape)
+
+
 def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, added: torch.Tensor | None = None) -> None:
     """out = a @ b + added by the library. a [.., m, K], out [.., m, N] with the same leading dimensions, none or one;
-    b [K, N]; added: a row [N], a column [m, 1] where a is [m, K], `out` itself, or None.
+    b [K, N], or as `for_batches` makes it; added: a row [N], a column [m, 1] where a is [m, K], `out` itself, or None.
 
     Any strides, with contiguous rows in out: the product is written where it belongs.
     """
@@ -284,7 +289,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, added: torch.T
         else:
             torch.addmm(added, a, b, out=out)
         return
-    batches = b.expand(a.shape[0], *b.shape)
+    batches = for_batches(b, a.shape[0])
     if added is None:
         torch.bmm(a, batches, out=out)
     else:

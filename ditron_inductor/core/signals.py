@@ -200,11 +200,11 @@ def wait_for_words(
             lane = tl.min(tl.where(others & behind(seen, epoch), lanes, ROWS * MAX_WORLD), axis=0)
             saw = tl.sum(tl.where(lanes == lane, seen, nothing), axis=0)
             source = lane % MAX_WORLD
-            fail(ctl, TIMEOUT, rank, source, row + lane // MAX_WORLD, slot, word(site, epoch), saw)
+            fail(ctl, TIMEOUT, rank, source, lane // MAX_WORLD + row, slot, word(site, epoch), saw)
         else:
             saw = tl.sum(tl.where(lanes == lane, seen, nothing), axis=0)
             source = lane % MAX_WORLD
-            fail(ctl, DIVERGED, rank, source, row + lane // MAX_WORLD, slot, word(site, epoch), saw)
+            fail(ctl, DIVERGED, rank, source, lane // MAX_WORLD + row, slot, word(site, epoch), saw)
         ok = tl.full((), 0, tl.int32)
     return ok
 

@@ -26,7 +26,7 @@ from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import all_outputs, pointers, shard_extras
 from ditron_inductor.lowering.epilogues import Finisher
-from ditron_inductor.lowering.exchange import Exchange, Kernels, multiply, shaped
+from ditron_inductor.lowering.exchange import Exchange, Kernels, for_batches, multiply, shaped
 from ditron_inductor.lowering.launch import Launch, round_up
 from ditron_inductor.lowering.launcher import Bound
 from ditron_inductor.lowering.schedules import Piece
@@ -106,7 +106,8 @@ def all_gather_matmul(
         plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, shard, weights, extras))
         lefts = plan.rows_of(gathered)
         biases = plan.biases(extras, len(weights))
-        parts = [(weight, plan.rows_of(out), bias) for weight, out, bias in zip(weights, mm, biases, strict=True)]
+        rights = weights if plan.lengths is not None else [for_batches(weight, sizes.outer) for weight in weights]
+        parts = [(right, plan.rows_of(out), bias) for right, out, bias in zip(rights, mm, biases, strict=True)]
         with call.fork() as lane:
             copy = lefts[plan.own] if plan.copied else shard
             if node.prologue is None:
