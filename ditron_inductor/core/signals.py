@@ -153,9 +153,9 @@ def wait_all(table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr):
 
 
 @triton.jit
-def wait_rows(table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr):
-    """`wait_all` for ROWS flag rows from `row` on, at once; for the own words too if OWN."""
-    return wait_for_words(table, ctl, rank, slot, row, site, epoch, WORLD, True, ROWS, OWN)
+def wait_rows(table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr, ROWS: tl.constexpr):
+    """`wait_all` for ROWS flag rows from `row` on, at once, and for the own words too."""
+    return wait_for_words(table, ctl, rank, slot, row, site, epoch, WORLD, True, ROWS, True)
 
 
 @triton.jit
@@ -198,13 +198,13 @@ def wait_for_words(
         lane = tl.min(tl.where(wrong, lanes, ROWS * MAX_WORLD), axis=0)
         if late != 0:
             lane = tl.min(tl.where(others & behind(seen, epoch), lanes, ROWS * MAX_WORLD), axis=0)
-            saw = tl.sum(tl.where(lanes == lane, seen, nothing), axis=0)
-            source = lane % MAX_WORLD
-            fail(ctl, TIMEOUT, rank, source, lane // MAX_WORLD + row, slot, word(site, epoch), saw)
+        source = lane % MAX_WORLD
+        missed = lane // MAX_WORLD + row
+        saw = tl.sum(tl.where(lanes == lane, seen, nothing), axis=0)
+        if late != 0:
+            fail(ctl, TIMEOUT, rank, source, missed, slot, word(site, epoch), saw)
         else:
-            saw = tl.sum(tl.where(lanes == lane, seen, nothing), axis=0)
-            source = lane % MAX_WORLD
-            fail(ctl, DIVERGED, rank, source, lane // MAX_WORLD + row, slot, word(site, epoch), saw)
+            fail(ctl, DIVERGED, rank, source, missed, slot, word(site, epoch), saw)
         ok = tl.full((), 0, tl.int32)
     return ok
 

@@ -92,7 +92,7 @@ def two_shots_in_slices(
     left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
     row = tl.program_id(0) // SLICES
     # Acquire: all slices of the sums, of all ranks.
-    known = ok & wait_rows(table, ctl, rank, slot, RESULT_ROW + row * SLICES, site, epoch, WORLD, SLICES, True)
+    known = ok & wait_rows(table, ctl, rank, slot, RESULT_ROW + row * SLICES, site, epoch, WORLD, SLICES)
     cols = tl.arange(0, BLOCK)[None, :]
     for owner in range(tl.program_id(0) % SLICES, WORLD, SLICES):
         theirs = (owner * run + row + tl.arange(0, 1)).to(tl.int64)[:, None]
