@@ -73,7 +73,8 @@ class Run(Session):
         present = self.agree(self._present() if self.rank == 0 else None)[0]
         for number, cell in enumerate(cells):
             before = self.seconds()
-            if number < request.first or cell.shape in present.get(cell.phase, ()):
+            measured = all(cell.shape in present.get((cell.phase, mode), ()) for mode in self.modes(cell))
+            if number < request.first or measured:
                 progress.finish(number, None)
                 continue
             self.say(f"{progress.text()}: {cell.text}")
@@ -102,9 +103,9 @@ class Run(Session):
         found = (one for one in self.request.barred if one.cell in (number, None) and one.contestant == contestant)
         return next((one.why for one in found), "")
 
-    def _present(self) -> dict[str, set[str]]:
-        """By op, the shapes that the results have of this machine and commit already, if those are to be left out."""
-        found: dict[str, set[str]] = {}
+    def _present(self) -> dict[tuple[str, bool], set[str]]:
+        """By op and mode, the shapes that the results have of this machine and commit, if those are to be left out."""
+        found: dict[tuple[str, bool], set[str]] = {}
         if self.request.missing:
             example = self.row(
                 bench="models",
@@ -120,7 +121,7 @@ class Run(Session):
             for row in read_csv(Path(self.request.out)):
                 same = ("gpu", "world", "dtype", "torch", "commit")
                 if all(getattr(row, name) == getattr(example, name) for name in same):
-                    found.setdefault(row.op, set()).add(row.shape)
+                    found.setdefault((row.op, bool(row.graph)), set()).add(row.shape)
         return found
 
     @property
@@ -237,7 +238,7 @@ class Run(Session):
         self.note_journal(number, TIMING)
         most_s = TIMING_SHARE * (self.request.cell_limit_s - (time.monotonic() - begun))
         self.time(cell, ready, failed, self.captures(cell), most_s)
-        if self.request.graph and cell.phase == "prefill" and self.clock.device.type == "cuda":
+        if len(self.modes(cell)) > 1:
             self.time(cell, *self.replays(number, cell, ready, wanted), True, most_s)
 
     def time(self, cell: Cell, ready: Mapping[str, Call], failed: Sequence[str], graph: bool, most_s: float) -> None:
@@ -300,6 +301,12 @@ class Run(Session):
 
     def captures(self, cell: Cell) -> bool:
         return cell.graph and self.clock.device.type == "cuda"
+
+    def modes(self, cell: Cell) -> tuple[bool, ...]:
+        """Whether a cell is timed inside a CUDA graph, outside, or first outside and then inside."""
+        on_gpu = self.clock.device.type == "cuda"
+        as_well = self.request.graph and cell.phase == "prefill" and on_gpu
+        return (False, True) if as_well else (self.captures(cell),)
 
     def after_failure(self, name: str) -> None:
         """Make the next contestant's start a fresh one. Raises where the device itself has failed: then only new
