@@ -38,6 +38,7 @@ def make_quick() -> None:
         module.interpreter_builder.options = without_overflow_checks(module.interpreter_builder.options)
         builder = module.InterpreterBuilder
         builder.create_atomic_rmw = patient(builder.create_atomic_rmw, module._ir.MEM_SEMANTIC.ACQUIRE)
+        builder.create_masked_load = patient_load(builder.create_masked_load)
         global pause_s
         pause_s = PAUSE_S
 
@@ -61,6 +62,26 @@ def patient(update: Callable[..., Any], acquire: object) -> Callable[..., Any]:
         return update(self, op, pointer, value, mask, order, scope)
 
     return update_patiently
+
+
+def patient_load(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`load`, a builder's masked one, which sleeps before a volatile load from where there has been one since the last
+    time it slept: once for each round of a wait that looks at several places.
+    """
+    seen: set[bytes] = set()
+
+    def load_patiently(
+        self: Any, ptrs: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: Any
+    ) -> Any:
+        if is_volatile:
+            words = ptrs.data.tobytes()
+            if words in seen:
+                time.sleep(PAUSE_S)
+                seen.clear()
+            seen.add(words)
+        return load(self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile)
+
+    return load_patiently
 
 
 def looked_up_once(look_up: Callable[[Any], Any], scalar_type: type) -> Callable[[Any], Any]:

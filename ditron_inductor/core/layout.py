@@ -4,6 +4,7 @@ Two memories hold protocol words:
 
 * the *header* of the symmetric heap, one per rank, mapped by all ranks: for every slot a table of flags, and one row
   of credits. Row `chunk`, column `source rank`; a word has one writer, the source, and lies in the waiter's memory.
+  Then the areas for data that is sent in band, which come in turn and have no slot: see core/in_band.py.
 * the *control words* `ctl`, an int64 tensor that only its own rank reads and writes: epoch, tickets and the count of
   finished programs of each slot, the use whose credits are due, the poison word, the poll limit and the address of the
   failure record.
@@ -38,8 +39,20 @@ CREDIT_ROW = tl.constexpr(1024)
 SLOT_WORDS = tl.constexpr(16 * 1025)
 """64-bit words of header for each slot: (MAX_CHUNKS flag rows + 1 credit row) * MAX_WORLD."""
 
-HEADER_BYTES = tl.constexpr(266240)
-"""Bytes of the heap before the first data slot: NUM_SLOTS * SLOT_WORDS * 8, rounded up to 4096."""
+IN_BAND_AREAS = tl.constexpr(3)
+"""Of one use in band, the one before, and the next."""
+
+IN_BAND_SITES = tl.constexpr(2 * 16 * 1025)
+"""In 64-bit words: where the sites of uses in band stand, for each area a word of every source."""
+
+IN_BAND_DATA = tl.constexpr(266240)
+"""Bytes of the heap before the first area: what comes before it, rounded up to 4096."""
+
+IN_BAND_BYTES = tl.constexpr(1 << 20)
+"""Of an area."""
+
+HEADER_BYTES = tl.constexpr(266240 + 3 * (1 << 20))
+"""Bytes of the heap before the first data slot."""
 
 EPOCH_BITS = tl.constexpr(40)
 EPOCH_MASK = tl.constexpr((1 << 40) - 1)
@@ -62,6 +75,12 @@ DUE = tl.constexpr(3)
 
 TRACE_BUFFER = tl.constexpr(4)
 """Address of the buffer of events while kernels are traced, else 0; see core/trace.py."""
+
+IN_BAND_USES = tl.constexpr(5)
+"""Uses in band that have ended on this rank."""
+
+IN_BAND_WORDS = tl.constexpr(6)
+"""32-bit words at the beginning of an area that may have been written in the last of them."""
 
 SLOT_CTL = tl.constexpr(16)
 """First control word of slot 0."""

@@ -14,7 +14,10 @@ RECORD_WORDS: int = words.RECORD_WORDS.value
 EPOCH_MASK: int = words.EPOCH_MASK.value
 SITE_MASK: int = (1 << words.SITE_BITS.value) - 1
 
-assert NUM_SLOTS * words.SLOT_WORDS.value * 8 <= HEADER_BYTES
+assert NUM_SLOTS * words.SLOT_WORDS.value == words.IN_BAND_SITES.value
+assert (words.IN_BAND_SITES.value + words.IN_BAND_AREAS.value * MAX_WORLD) * 8 <= words.IN_BAND_DATA.value
+assert words.IN_BAND_DATA.value + words.IN_BAND_AREAS.value * words.IN_BAND_BYTES.value == HEADER_BYTES
+assert words.IN_BAND_WORDS.value < words.SLOT_CTL.value
 assert (MAX_CHUNKS + 1) * MAX_WORLD == words.SLOT_WORDS.value
 assert words.REVOKED_ROW.value < MAX_CHUNKS == words.CREDIT_ROW.value
 assert words.SLOT_CTL.value + NUM_SLOTS * words.SLOT_CTL_STRIDE.value == CTL_WORDS

@@ -8,7 +8,8 @@ shots* the rows are dealt to the ranks in equal runs, and a program takes one pi
 owner, adds up the own one, and sends the rounded sum to every peer. What follows the sum is done by every rank for all
 rows: to send its results would double what is sent. Sums are in rank order, in fp32, and rounded once; either all ranks
 add the same values, or the owner's sum is what all have. So all of them normalise the same bits, by the same program.
-In two shots of fewer rows than SMs each is cut into slices for several programs: see slices.py.
+In two shots of fewer rows than SMs each is cut into slices for several programs: see slices.py. A few KB in one shot
+are sent in band: see in_band.py.
 Signal protocol. That of all_reduce_kernel.py: flag row `ticket` for rows, sent when the credits of all peers have come;
 RESULT_ROW + ticket for sums. A program takes one ticket and waits only for what peers send under the same one.
 A piece without credits is not sent, and never published, nor is a sum whose rows are not all there.
@@ -41,6 +42,7 @@ from ditron_inductor.core.signals import (
     slot_ctl,
     wait_all,
 )
+from ditron_inductor.lowering.all_reduce_rms_norm import in_band
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import Outputs
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     all_outputs,
@@ -290,13 +292,17 @@ def cut(
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that all ranks share: the output [M, N], how it is cut, elements of a row in the slot, the slot's bytes."""
+    """Sizes that all ranks share: the output [M, N], how it is cut, elements of a row in the slot, the slot's bytes.
+
+    in_band: how it is dealt out where all is sent in band, and nothing of the slot is used.
+    """
 
     M: int
     N: int
     cut: Cut
     pitch: int
     nbytes: int
+    in_band: in_band.Shares | None = None
 
 
 def slice_width(columns: int, slices: int) -> int:
@@ -340,7 +346,9 @@ def geometry(node: NormNode, launch: Launch, a: torch.Tensor, columns: int) -> G
     pitch = round_up(columns, 16)
     areas = node.world_size * (1 if chosen.one_shot else 2)
     run = chosen.pieces * chosen.tiles * chosen.rows
-    return Geometry(M=rows, N=columns, cut=chosen, pitch=pitch, nbytes=areas * run * pitch * itemsize)
+    dealt = in_band.shares_of(launch, rows, columns, itemsize) if chosen.one_shot else None
+    nbytes = 0 if dealt is not None else areas * run * pitch * itemsize
+    return Geometry(M=rows, N=columns, cut=chosen, pitch=pitch, nbytes=nbytes, in_band=dealt)
 
 
 def chunked_geometry(node: NormNode, launch: Launch, x: torch.Tensor, columns: int, k: int) -> Geometry:
@@ -360,6 +368,8 @@ def all_reduce_rms_norm(
     overwritten, and where it can be it becomes the total.
     """
     x = x.contiguous()
+    if sizes.in_band is not None:
+        return in_band.all_reduce_rms_norm(node, launch, sizes.M, sizes.N, sizes.in_band, x, given)
     cut = sizes.cut
     # The programs of a row read all of it when another may have stored its slice of the total.
     outputs = allocate(node, x, {"total": x} if in_place and cut.slices == 1 else {})

@@ -1,0 +1,220 @@
+"""Signals in band: words of data that say of themselves that they are there, without a release, a flag or an acquire.
+
+A release waits until the receiver has acknowledged the data, and a flag is one more look into memory. A word of 32 bits
+is written whole, so none of that is needed where memory holds zeros and no word that is sent is zero: who waits looks
+at the data. Such data lies in areas of its own, of which three come in turn, by a count of these uses on the device:
+
+* use u is sent into area u mod 3, and whoever waits for it reads every word of it that was written;
+* meanwhile each rank puts its area u - 1 mod 3, which nobody reads any more, back to zero.
+
+Every rank waits for all peers in every use. So who has come to the end of u - 1 knows that all ranks have begun it, and
+have ended u - 2, with the zeros in area u - 3, which is that of u: it may send, and needs no credit.
+Words have no epoch and no site. These stand beside each area, one word for each source, which nothing orders either: the
+reader waits for it as it does for the data, and what it reads is of its own site.
+
+NVIDIA GPUs only: elsewhere it is not known when a store without a release is seen by a peer that waits for it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.layout import (
+    DIVERGED,
+    EPOCH_MASK,
+    IN_BAND_AREAS,
+    IN_BAND_BYTES,
+    IN_BAND_DATA,
+    IN_BAND_SITES,
+    IN_BAND_USES,
+    IN_BAND_WORDS,
+    MAX_WORLD,
+    POISON,
+    SLOT_WORDS,
+    TIMEOUT,
+)
+from ditron_inductor.core.signals import (
+    FIRST_LOOK,
+    POISON_PERIOD,
+    all_heaps,
+    behind,
+    close,
+    fail,
+    healthy,
+    peer,
+    publish_all,
+    word,
+)
+
+
+@triton.jit
+def current_use(ctl):
+    """The number of this launch's use in band: one more than those that have ended."""
+    return tl.load(ctl + IN_BAND_USES) + 1
+
+
+@triton.jit
+def words_before(ctl):
+    """How many words from its beginning on the area of the use before this one may not be zero."""
+    return tl.load(ctl + IN_BAND_WORDS)
+
+
+@triton.jit
+def may_begin(ctl):
+    """1 unless an earlier launch poisoned this workspace; then nothing may be sent."""
+    return (tl.load(ctl + POISON) == 0).to(tl.int32)
+
+
+@triton.jit
+def area(heap, use):
+    """Pointer to the 32-bit words of a use in `heap`, of `heap_of`; 16-byte aligned."""
+    words = heap + (IN_BAND_DATA + use % IN_BAND_AREAS * IN_BAND_BYTES) // 8
+    return tl.multiple_of(words.to(tl.pointer_type(tl.uint32), bitcast=True), 16)
+
+
+@triton.jit
+def heap_of(table, rank):
+    """Pointer to the symmetric heap of `rank`."""
+    return peer(table, rank, 0, tl.int64)
+
+
+@triton.jit
+def encode(words):
+    """uint32 that are not zero, for `decode`. Of the NaNs one becomes another: of two halves, or of a whole."""
+    flipped = words ^ 0xFFFFFFFF
+    return tl.where(flipped == 0, 0x80000000, flipped)
+
+
+@triton.jit
+def decode(words, dtype: tl.constexpr):
+    """fp32 elements [R, C] of `dtype` from words [R, C / 2], or [R, C] for fp32: the first is in the lower half."""
+    bits = words ^ 0xFFFFFFFF
+    if dtype == tl.float32:
+        elements = bits.to(tl.float32, bitcast=True)
+    else:
+        if dtype == tl.bfloat16:
+            lower = (bits << 16).to(tl.float32, bitcast=True)
+            upper = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+        else:
+            lower = (bits & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+            upper = (bits >> 16).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+        elements = tl.reshape(tl.join(lower, upper), (words.shape[0], 2 * words.shape[1]))
+    return elements
+
+
+@triton.jit
+def sign(table, rank, site, use, WORLD: tl.constexpr):
+    """Tell every peer the site of what this rank sends in this use. Nothing is ordered: the data may be there before."""
+    targets = tl.arange(0, MAX_WORLD)
+    words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(site, use & EPOCH_MASK)
+    signs = all_heaps(table, WORLD) + IN_BAND_SITES + use % IN_BAND_AREAS * MAX_WORLD + rank
+    tl.store(signs, words, mask=(targets < WORLD) & (targets != rank))
+
+
+@triton.jit
+def announce(asked, table, rank, slot, site, epoch, WORLD: tl.constexpr, THREADS: tl.constexpr):
+    """Tell the peers the site in flag row 0 of the slot too, if they have all given their credits of it: for a peer
+    that runs another kernel, where it waits for flags, and would not learn that they have diverged.
+
+    asked: of `ask_to_send`. Nobody waits for this, so it does not wait either.
+    """
+    lanes = tl.arange(0, THREADS)
+    late = (lanes < WORLD) & (lanes != rank) & behind(asked, epoch - 1)
+    if tl.sum((late | ((lanes == WORLD) & (asked != 0))).to(tl.int32), axis=0) == 0:
+        publish_all(table, slot, 0, rank, site, epoch, WORLD)
+
+
+@triton.jit
+def clear_before(heap, use, words, first, step, CHUNK: tl.constexpr):
+    """Put chunks first, first + step, .. of the area of the use before `use` back to zero; it has `words` words.
+
+    heap: the own one.
+    """
+    stale = area(heap, use + (IN_BAND_AREAS - 1))
+    nothing = tl.zeros((CHUNK,), dtype=tl.uint32)
+    for chunk in range(first, (words + CHUNK - 1) // CHUNK, step):
+        places = chunk * CHUNK + tl.arange(0, CHUNK)
+        tl.store(stale + places, nothing, mask=places < words)
+
+
+@triton.jit
+def any_zero(words):
+    """Whether one of the words [R, C] is zero."""
+    return tl.min(tl.min(words, axis=1), axis=0) == 0
+
+
+@triton.jit
+def is_strange(seen, others, expected, epoch):
+    """Which of the words `seen`, where `others` is true, are not behind `epoch` and even so not `expected`."""
+    return others & (behind(seen, epoch) == 0) & (seen != expected)
+
+
+@triton.jit
+def wait_in_band(
+    mine, at, inside, stride, heap, limit, ctl, rank, slot, piece, site, epoch, use,
+    WORLD: tl.constexpr,
+):  # fmt: skip
+    """The encoded words [R, C] of all ranks, a tuple, and 1; or anything and 0 after a failure.
+
+    mine: the own ones, of which none is zero. Those of source s lie at `at` + s * stride of the area; inside: which
+    there are, for the others are the own ones. heap: the own one. limit: of polls. piece: what a failure is said to have
+    waited for.
+    Bounded, as `wait`. Now and then it also looks whether a peer is at another site, in flag row 0 if in another kernel.
+    """
+    lanes = tl.arange(0, MAX_WORLD)
+    others = (lanes < WORLD) & (lanes != rank)
+    signs = heap + IN_BAND_SITES + use % IN_BAND_AREAS * MAX_WORLD + lanes
+    flags = heap + slot * SLOT_WORDS + lanes
+    own = area(heap, use)
+    expected = word(site, use & EPOCH_MASK)
+    polls = tl.full((), 0, tl.int64)
+    late = tl.full((), 1, tl.int32)
+    diverged = tl.full((), 0, tl.int32)
+    signed = tl.zeros((MAX_WORLD,), dtype=tl.int64)
+    words = (mine,) * WORLD
+    while (late != 0) & (diverged == 0) & (polls < limit):
+        found = ()
+        least = mine
+        for source in tl.static_range(WORLD):
+            # Volatile: read anew each time, where the stores of all ranks meet.
+            one = tl.load(own + (source * stride + at), mask=inside & (source != rank), other=mine, volatile=True)
+            least = tl.minimum(least, one)
+            found = found + (one,)  # type: ignore[assignment]
+        words = found
+        signed = tl.load(signs, mask=others, other=0, volatile=True)
+        unsigned = tl.sum((others & (signed != expected)).to(tl.int32), axis=0)
+        late = unsigned + any_zero(least).to(tl.int32)
+        if (late != 0) & (polls % POISON_PERIOD == FIRST_LOOK):
+            limit = tl.where(healthy(ctl) != 0, limit, 0)
+            told = tl.load(flags, mask=others, other=0, volatile=True)
+            strange = is_strange(signed, others, expected, use) | is_strange(told, others, word(site, epoch), epoch)
+            diverged = tl.sum(strange.to(tl.int32), axis=0)
+        polls += 1
+    ok = tl.full((), 1, tl.int32)
+    if late != 0:
+        told = tl.load(flags, mask=others, other=0, volatile=True)
+        by_sign = is_strange(signed, others, expected, use)
+        strange = by_sign | is_strange(told, others, word(site, epoch), epoch)
+        lane = tl.min(tl.where(others & behind(signed, use), lanes, MAX_WORLD), axis=0)
+        for i in tl.static_range(WORLD):
+            lane = tl.where(any_zero(words[i]), tl.minimum(lane, i), lane)
+        diverged = tl.sum(strange.to(tl.int32), axis=0)
+        if diverged != 0:
+            lane = tl.min(tl.where(strange, lanes, MAX_WORLD), axis=0)
+        saw = tl.sum(tl.where(lanes == lane, tl.where(by_sign, signed, told), 0), axis=0)
+        if diverged != 0:
+            fail(ctl, DIVERGED, rank, lane, piece, slot, word(site, epoch), saw)
+        else:
+            fail(ctl, TIMEOUT, rank, lane, piece, slot, word(site, epoch), saw)
+        ok = tl.full((), 0, tl.int32)
+    return words, ok
+
+
+@triton.jit
+def close_in_band(number, ctl, slot, epoch, use, words):
+    """`close`, and the use in band ends too, in which so many words of an area may have been written."""
+    if number == tl.num_programs(0) - 1:
+        tl.store(ctl + IN_BAND_USES, use)
+        tl.store(ctl + IN_BAND_WORDS, words)
+    close(number, ctl, slot, epoch)

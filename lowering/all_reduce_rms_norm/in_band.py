@@ -1,0 +1,269 @@
+"""The kernel of all_reduce_rms_norm for a few KB: one shot, in band.
+
+Problem. Of a few rows hardly anything takes time but the release behind them, the look at a flag, a second one at the
+data, and one SM that stores a whole row to all peers.
+Algorithm. As in kernel.py in one shot, but the words that are sent are their own signals: see core/in_band.py. All of x
+is cut into chunks of words, whatever the rows, and a program stores each to all peers; other programs wait for whole
+rows, add them up and normalise them. Sums are in rank order, in fp32, and rounded once: the bits are those of kernel.py.
+Signal protocol. A program does one thing, and its number says which, so that x is loaded while all else is asked for.
+Number 0 gives the credits that are due, and signs; then come those that send and put zeros back; then those that wait.
+None waits for another of its launch, nor for credits. Programs start in the order of their numbers; and whatever the
+order, all of a launch fit on the GPU at once, an SM for each.
+The own x is read by other programs than store the outputs: no output may lie in it.
+Limits. MOST_BYTES of x on each of MOST_RANKS ranks, in whole words of 32 bits a row; NVIDIA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.in_band import (
+    announce,
+    area,
+    clear_before,
+    close_in_band,
+    current_use,
+    decode,
+    encode,
+    heap_of,
+    may_begin,
+    sign,
+    wait_in_band,
+    words_before,
+)
+from ditron_inductor.core.layout import IN_BAND_BYTES, POLL_LIMIT
+from ditron_inductor.core.signals import (
+    ask_to_send,
+    current_epoch,
+    granted,
+    last_use,
+    leave,
+    settle,
+)
+from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import Outputs
+from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
+    all_outputs,
+    allocate,
+    block_of,
+    constants_of,
+    extras,
+    finish,
+    pointers,
+    warps_of,
+)
+from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
+from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.task.nodes import NormNode
+
+MOST_BYTES = 256 << 10
+"""Of x. The limit is to be measured: a word costs no more than in kernel.py, but for the zero that it leaves behind."""
+MOST_RANKS = 8
+"""A thread holds the words of all of them in registers."""
+MOST_ELEMENTS = 8192
+"""Of a tile of several rows."""
+LEAST_CHUNK = 256
+"""Words that a program sends to each peer: as many programs as are free send less than a KB."""
+PATIENCE = 2
+"""Polls for each of those that limits are counted in, which acquire, and so take up to twice as long."""
+
+INTERPRETED_MOST_BYTES = 256
+INTERPRETED_LEAST_CHUNK = 16
+INTERPRETED_PROGRAMS = 8
+"""So that small problems have several programs of each kind, and are not all in band."""
+
+
+@triton.jit
+def begin(table, ctl, due, rank, slot, site, epoch, use, ok, WORLD: tl.constexpr, THREADS: tl.constexpr):
+    """Sign what the other programs send, and give the credits that are due."""
+    if ok != 0:
+        sign(table, rank, site, use, WORLD)
+    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
+    settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
+    if ok != 0:
+        announce(asked, table, rank, slot, site, epoch, WORLD, THREADS)
+
+
+@triton.jit
+def send(x, heaps, rank, first, words, stride, use, ok, WORLD: tl.constexpr, CHUNK: tl.constexpr):
+    """Words from `first` on, to all peers. x: pointer to the words of all rows. heaps: of rank, rank + 1, .."""
+    places = first + tl.arange(0, CHUNK)
+    sent = encode(tl.load(x + places, mask=places < words, other=0))
+    if ok != 0:
+        for i in tl.static_range(1, WORLD):
+            tl.store(area(heaps[i], use) + (rank * stride + places), sent, mask=places < words)
+
+
+@triton.jit
+def reduce(
+    x, given, outputs, heap, limit, ctl, M, N, width, stride, piece, rank, slot, site, epoch, use, before, due, ok,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """The rows of `piece`, and `leave`."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    rows = (piece * ROWS + tl.arange(0, ROWS))[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    lanes = tl.arange(0, BLOCK_WORDS)[None, :]
+    places = rows * width + lanes
+    there = (rows < M) & (lanes < width)
+    mine = encode(tl.load(x.to(tl.pointer_type(tl.uint32), bitcast=True) + places, mask=there, other=0))
+    at = rows.to(tl.int64) * N + cols
+    inside = (rows < M) & (cols < N)
+    loaded = extras(given, at, cols, inside, N, FORM)
+    left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
+    theirs = (mine,) * WORLD
+    if ok != 0:
+        theirs, ok = wait_in_band(
+            mine, places, there, stride, heap, limit, ctl, rank, slot, piece, site, epoch, use, WORLD
+        )
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for i in tl.static_range(WORLD):
+        total += decode(theirs[i], dtype)
+    if AVERAGE:
+        total = total / WORLD
+    result = tl.where(ok != 0, total, float("nan")).to(dtype)
+    finish(result, loaded, outputs, rows, at, inside, M, N, FORM, EPS, POST_EPS)
+    return left
+
+
+@triton.jit(do_not_specialize=["M", "words", "senders", "rank", "slot", "site"])
+def in_band_kernel(
+    x, given, outputs, table, ctl, counters,
+    M, N, words, width, stride, senders, rank, slot, site,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    CHUNK: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
+    PATIENCE: tl.constexpr,
+):  # fmt: skip
+    """See the module. x [M, N], contiguous, has `words` words, `width` in a row; those of a source come `stride` after
+    the last one's. given, outputs: as by `rows.extras` and `rows.finish`. Programs: one, `senders`, and one for each
+    ROWS rows.
+    """
+    program = tl.program_id(0)
+    use = current_use(ctl)
+    epoch = current_epoch(ctl, slot)
+    due = last_use(ctl)
+    before = words_before(ctl)
+    ok = may_begin(ctl)
+    limit = tl.load(ctl + POLL_LIMIT) * PATIENCE
+    # All questions before the first answer.
+    heaps = ()
+    for i in tl.static_range(WORLD):
+        heaps = heaps + (heap_of(table, (rank + i) % WORLD),)  # type: ignore[assignment]
+    if program <= senders:
+        if program == 0:
+            begin(table, ctl, due, rank, slot, site, epoch, use, ok, WORLD, THREADS)
+        else:
+            first = (program - 1) * CHUNK
+            whole = x.to(tl.pointer_type(tl.uint32), bitcast=True)
+            send(whole, heaps, rank, first, words, stride, use, ok, WORLD, CHUNK)
+            clear_before(heaps[0], use, before, program - 1, senders, 4 * THREADS)
+        left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
+    else:
+        left = reduce(
+            x, given, outputs, heaps[0], limit, ctl, M, N, width, stride, program - 1 - senders, rank, slot, site, epoch,
+            use, before, due, ok, WORLD, AVERAGE, ROWS, BLOCK, BLOCK_WORDS, FORM, EPS, POST_EPS, THREADS,
+        )  # fmt: skip
+    close_in_band(granted(left, THREADS), ctl, slot, epoch, use, WORLD * stride)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How the work is dealt out: `senders` programs of `chunk` words, `readers` of `rows` rows. stride: of a source."""
+
+    rows: int
+    readers: int
+    chunk: int
+    senders: int
+    stride: int
+
+    @property
+    def programs(self) -> int:
+        return 1 + self.senders + self.readers
+
+
+def shares(
+    M: int, N: int, itemsize: int, world_size: int, *, programs: int, most_bytes: int, least_chunk: int
+) -> Shares | None:
+    """Of M rows of N elements, for at most `programs`, half of which at most are readers; None if they do not fit, or
+    are more than `most_bytes`.
+    """
+    nbytes = M * N * itemsize
+    stride = round_up(ceil_div(nbytes, 4), 64)
+    fits = nbytes <= most_bytes and world_size <= MOST_RANKS and world_size * stride * 4 <= IN_BAND_BYTES.value
+    if not fits or N * itemsize % 4 != 0 or programs < 4:
+        return None
+    rows = 1
+    while ceil_div(M, rows) > programs // 2:
+        rows *= 2
+    if rows > 1 and rows * block_of(N) > MOST_ELEMENTS:
+        return None
+    readers, chunk = ceil_div(M, rows), least_chunk
+    while 1 + readers + ceil_div(nbytes // 4, chunk) > programs:
+        chunk *= 2
+    return Shares(rows, readers, chunk, ceil_div(nbytes // 4, chunk), stride)
+
+
+def shares_of(launch: Launch, M: int, N: int, itemsize: int) -> Shares | None:
+    """`shares` for the devices of a group, from what all ranks know; None where nothing is sent in band."""
+    arch = launch.workspace.capabilities.arch
+    if not (launch.interpreted or arch.startswith("sm_")):
+        return None
+    return shares(
+        M,
+        N,
+        itemsize,
+        launch.workspace.world_size,
+        programs=INTERPRETED_PROGRAMS if launch.interpreted else launch.num_sms,
+        most_bytes=INTERPRETED_MOST_BYTES if launch.interpreted else MOST_BYTES,
+        least_chunk=INTERPRETED_LEAST_CHUNK if launch.interpreted else LEAST_CHUNK,
+    )
+
+
+def all_reduce_rms_norm(
+    node: NormNode,
+    launch: Launch,
+    M: int,
+    N: int,
+    dealt: Shares,
+    x: torch.Tensor,
+    given: tuple[torch.Tensor | None, ...],
+) -> Outputs:
+    """x [.., N], contiguous, of M rows; returns (normed, total), of its shape, and what is saved. See the module."""
+    if x.data_ptr() % 4 != 0:
+        # It is read in words.
+        x = x.clone()
+    outputs = allocate(node, x, {})
+
+    def arguments() -> Arguments:
+        block = block_of(N)
+        num_warps = warps_of(dealt.rows * block)
+        return Arguments(
+            programs=dealt.programs,
+            values=dict(
+                M=M,
+                N=N,
+                words=x.nbytes // 4,
+                width=N * x.element_size() // 4,
+                stride=dealt.stride,
+                senders=dealt.senders,
+                rank=launch.rank,
+                WORLD=node.world_size,
+                AVERAGE=node.reduce_op == "avg",
+                ROWS=dealt.rows,
+                BLOCK=block,
+                BLOCK_WORDS=block * x.element_size() // 4,
+                CHUNK=dealt.chunk,
+                **constants_of(node, stores_reduced=True),
+                THREADS=launch.threads(num_warps),
+                PATIENCE=1 if launch.interpreted else PATIENCE,
+                num_warps=num_warps,
+            ),
+        )
+
+    tensors = {"x": x, "given": pointers(given, x), "outputs": all_outputs(node, outputs)}
+    launch.run(in_band_kernel, 0, arguments, tensors)
+    return outputs
