@@ -17,7 +17,7 @@ Before its first push a program waits for the credits of all peers. A program th
 tickets that it took, and every rank takes the tickets of a head before those of later ones: the first head that some
 rank has not sent is being computed by programs that wait for none. So one resident program is enough.
 After a failure a head's part is not sent; its result is NaN.
-Limits. A local counter for each head and flag: see `obstacle`.
+Limits. A local counter for each head and flag: see `obstacle`. The parts of a few sequences go another way: in_band.py.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from ditron_inductor.core.signals import (
     settle,
     wait_all,
 )
+from ditron_inductor.lowering.flash_decode import in_band
 from ditron_inductor.lowering.flash_decode.attention import attend_ticket, merge_ranks, merge_splits, part_offsets
 from ditron_inductor.lowering.flash_decode.config import INTERPRETED_PROGRAMS
 from ditron_inductor.lowering.flash_decode.local import LocalAttention, Operands, Shape, make_local
@@ -212,11 +213,12 @@ def flash_decode_kernel(
 
 @dataclass(frozen=True)
 class Geometry:
-    """What all ranks share: elements of a rank's parts, heads of a flag, the slot's bytes."""
+    """What all ranks share: elements of a rank's parts, heads of a flag, the slot's bytes; or all is sent in band."""
 
     area: int
     per_flag: int
     nbytes: int
+    in_band: bool
     local: LocalAttention = field(repr=False)
 
 
@@ -241,11 +243,15 @@ def geometry(node: FlashDecode, launch: Launch, shape: Shape) -> Geometry:
     per_flag = launch.chunk_tiles(shape.heads.heads, REVOKED_ROW.value)
     workspace = launch.workspace
     local = make_local(shape, workspace.device, workspace.capabilities.arch)
-    return Geometry(area=area, per_flag=per_flag, nbytes=4 * node.world_size * area, local=local)
+    sent = in_band.fits(shape, launch, node.world_size)
+    nbytes = 0 if sent else 4 * node.world_size * area
+    return Geometry(area=area, per_flag=per_flag, nbytes=nbytes, in_band=sent, local=local)
 
 
 def flash_decode(node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shape, given: Operands) -> torch.Tensor:
     """[B, Hq, D]. See the module."""
+    if sizes.in_band:
+        return in_band.flash_decode(node, launch, sizes.local, shape, given)
     config = sizes.local.config
     # Of this device: how its cache is cut is nobody else's business.
     programs = INTERPRETED_PROGRAMS if launch.interpreted else config.programs(shape.heads.heads, shape.num_sms)

@@ -24,6 +24,7 @@ TIMEOUT_S = 3.0
 CASES = {
     "cpu": (
         Decode(1, 4, 1, 32, 50, BF16),
+        Decode(1, 16, 1, 64, 40, BF16),
         Decode(3, 6, 2, 16, 37, page=8, softcap=5.0),
         Decode(2, 3, 3, 16, 33, FP32, heads_first=True),
         # Of more heads than one program takes, in two parts; some flags are shared.
@@ -39,6 +40,9 @@ CASES = {
         Decode(2, 32, 8, 128, 70_000, BF16, heads_first=True),
     ),
 }
+
+FORMS = {"cpu": (0, 1, 2, 3), "cuda": (0, 3, 4)}
+"""Cases that are in band; of which a program takes one ticket; two launches; a loop over tickets."""
 
 
 def _check_all(ctx: RankContext, strategy: str) -> None:
@@ -56,10 +60,10 @@ def test_matches_reference(pool: RankPool, strategy: str) -> None:
 
 
 def _problems(ctx: RankContext, label: str, timeout_s: float = calls.TIMEOUT_S) -> list[DecodeProblem]:
-    # A program for each ticket; two launches; one with a loop over tickets.
+    cases = CASES[ctx.device.type]
     return [
-        DecodeProblem(ctx, case, site=Site(f"{label}/{index}:decode", "tile", timeout_s))
-        for index, case in enumerate(CASES[ctx.device.type][:3])
+        DecodeProblem(ctx, cases[index], site=Site(f"{label}/{index}:decode", "tile", timeout_s))
+        for index in FORMS[ctx.device.type]
     ]
 
 

@@ -1,0 +1,178 @@
+"""flash_decode, strategy `tile` for a few sequences: attention, exchange and merging in one launch, in band.
+
+Problem. As in tile.py. With few sequences the rounds of signals behind the attention take as long as some caches do.
+Algorithm. As in tile.py, but a rank's part of a head is its own signal: see core/in_band.py. Every element of it is sent
+with the logarithm of its row beside it, so that the thread that waits for them needs nothing from another one. The
+program that sends a head's part waits for those of the peers and merges them, in rank order: all ranks hold the same
+bits.
+Signal protocol. A program does one thing, and its number says which, so that tokens are loaded while all else is asked
+for. Number 0 gives the credits that are due, and signs; each of the others has a ticket (see attention.py). Those put
+back zeros, too. A program waits when it has sent what it waits for, so heads are sent in the order of the programs'
+numbers, in which they start: the first head that some rank has not sent is attended to by programs that wait for none.
+Limits. MOST_ELEMENTS of a head, one area for the parts of all ranks, MOST_RANKS; NVIDIA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.in_band import (
+    announce,
+    area,
+    clear_before,
+    close_in_band,
+    current_use,
+    encode,
+    heap_of,
+    may_begin,
+    sign,
+    wait_in_band,
+    words_before,
+)
+from ditron_inductor.core.layout import IN_BAND_BYTES, POLL_LIMIT
+from ditron_inductor.core.signals import ask_to_send, current_epoch, granted, last_use, leave, settle
+from ditron_inductor.lowering.flash_decode.attention import attend_ticket, merge_splits, part_offsets
+from ditron_inductor.lowering.flash_decode.local import LocalAttention, Operands, Shape
+from ditron_inductor.lowering.launch import Launch
+from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.task.nodes import FlashDecode
+
+MOST_ELEMENTS = 2048
+"""Of a head's part: a program holds those of all ranks in registers, and a logarithm beside each element."""
+MOST_RANKS = 8
+WORDS_PER_ELEMENT = 2
+INTERPRETED_MOST_BYTES = 4096
+"""Of an area, so that not all small problems are in band."""
+PATIENCE = 2
+"""Polls for each of those that limits are counted in, which acquire, and so take up to twice as long."""
+
+
+@triton.jit
+def pairs(o, lse, R: tl.constexpr, D: tl.constexpr):
+    """The words [R, 2 * D] of a part: each element of o [R, D] and the logarithm of its row, of lse [R]."""
+    logarithms = tl.broadcast_to(lse[:, None], (R, D))
+    return encode(tl.reshape(tl.join(o, logarithms), (R, 2 * D)).to(tl.uint32, bitcast=True))
+
+
+@triton.jit
+def merge_words(parts, WORLD: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
+    """[R, D], merged in the order of the parts, a tuple of words as by `pairs`."""
+    os = ()
+    lses = ()
+    for source in tl.static_range(WORLD):
+        bits = (parts[source] ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
+        o, lse = tl.split(tl.reshape(bits, (R, D, 2)))
+        os = os + (o,)  # type: ignore[assignment]
+        lses = lses + (lse,)  # type: ignore[assignment]
+    most = lses[0]  # type: ignore[misc]
+    for source in tl.static_range(1, WORLD):
+        most = tl.maximum(most, lses[source])
+    known = tl.where(most == float("-inf"), 0.0, most)
+    total = tl.zeros((R, D), dtype=tl.float32)
+    acc = tl.zeros((R, D), dtype=tl.float32)
+    for source in tl.static_range(WORLD):
+        weight = tl.exp2(lses[source] - known)
+        total += weight
+        acc += weight * os[source]
+    # Not `> 0`: NaN has to stay.
+    return acc * (1.0 / tl.where(total != 0.0, total, 1.0))
+
+
+@triton.jit(do_not_specialize=["heads", "kv_heads", "splits", "rank", "slot", "site"])
+def flash_decode_in_band_kernel(
+    q, k, v, lengths, block_table, out, partials, table, ctl, counters,
+    heads, kv_heads, splits, capacity, strides_q, strides_k, strides_v, stride_pages,
+    rank, slot, site,
+    WORLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr,
+    PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    THREADS: tl.constexpr, PATIENCE: tl.constexpr,
+):  # fmt: skip
+    """See the module, and attention.py for the operands. out [heads * ROWS, HEAD_DIM], contiguous. One program, and one
+    for each ticket.
+    """
+    program = tl.program_id(0)
+    use = current_use(ctl)
+    epoch = current_epoch(ctl, slot)
+    due = last_use(ctl)
+    before = words_before(ctl)
+    ok = may_begin(ctl)
+    limit = tl.load(ctl + POLL_LIMIT) * PATIENCE
+    stride = heads * (2 * ROWS * HEAD_DIM)
+    if program == 0:
+        if ok != 0:
+            sign(table, rank, site, use, WORLD)
+        asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
+        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
+        if ok != 0:
+            announce(asked, table, rank, slot, site, epoch, WORLD, THREADS)
+        left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
+    else:
+        head, used, last = attend_ticket(
+            program - 1, tl.load(lengths), q, k, v, lengths, block_table, partials, counters, heads, kv_heads, splits,
+            capacity, strides_q, strides_k, strides_v, stride_pages,
+            ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
+        )  # fmt: skip
+        clear_before(heap_of(table, rank), use, before, program - 1, tl.num_programs(0) - 1, 4 * THREADS)
+        left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
+        if last != 0:
+            # Asked for with the parts. While tokens are read, the registers are needed for those.
+            heaps = ()
+            for i in tl.static_range(WORLD):
+                heaps = heaps + (heap_of(table, (rank + i) % WORLD),)  # type: ignore[assignment]
+            o, lse = merge_splits(partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS)
+            mine = pairs(o, lse, MERGED_ROWS, HEAD_DIM)
+            rows = tl.arange(0, MERGED_ROWS)[:, None]
+            lanes = tl.arange(0, 2 * HEAD_DIM)[None, :]
+            at = (head * ROWS + rows) * (2 * HEAD_DIM) + lanes
+            there = (rows < ROWS) & (lanes >= 0)
+            theirs = (mine,) * WORLD
+            if ok != 0:
+                for i in tl.static_range(1, WORLD):
+                    tl.store(area(heaps[i], use) + (rank * stride + at), mine, mask=there)
+                theirs, ok = wait_in_band(
+                    mine, at, there, stride, heaps[0], limit, ctl, rank, slot, head, site, epoch, use, WORLD
+                )
+            merged = merge_words(theirs, WORLD, MERGED_ROWS, HEAD_DIM)
+            merged = tl.where(ok != 0, merged, float("nan"))
+            places, inside, _, _ = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
+            tl.store(out + places, merged.to(out.dtype.element_ty), mask=inside)
+    close_in_band(granted(left, THREADS), ctl, slot, epoch, use, WORLD * stride)
+
+
+def fits(shape: Shape, launch: Launch, world_size: int) -> bool:
+    """Whether the parts of all ranks find place, and a program holds those of a head. From what every rank knows."""
+    nvidia = launch.workspace.capabilities.arch.startswith("sm_")
+    most_bytes = INTERPRETED_MOST_BYTES if launch.interpreted else IN_BAND_BYTES.value
+    words = WORDS_PER_ELEMENT * shape.rows * shape.head_dim
+    return (
+        (nvidia or launch.interpreted)
+        and world_size <= MOST_RANKS
+        and 4 * world_size * words <= most_bytes
+        and shape.heads.merged_rows * shape.head_dim <= MOST_ELEMENTS
+    )
+
+
+def flash_decode(node: FlashDecode, launch: Launch, local: LocalAttention, shape: Shape, given: Operands) -> torch.Tensor:
+    """[B, Hq, D]. See the module."""
+    config, splits = local.config, local.splits
+    out = torch.empty_like(given.q, memory_format=torch.contiguous_format)
+
+    def arguments() -> Arguments:
+        values: dict[str, Any] = {
+            **shape.constants(config, splits, launch.interpreted),
+            "WORLD": node.world_size,
+            "THREADS": launch.threads(config.num_warps),
+            "PATIENCE": 1 if launch.interpreted else PATIENCE,
+            "rank": launch.rank,
+        }
+        return Arguments(programs=1 + shape.heads.heads * splits, values=values)
+
+    tensors = {**given.tensors(), "out": out, "partials": shape.new_partials(given.q, splits)}
+    launch.run(flash_decode_in_band_kernel, 0, arguments, tensors)
+    return out
