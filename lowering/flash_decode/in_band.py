@@ -1,10 +1,10 @@
 """flash_decode, strategy `tile` for a few sequences: attention, exchange and merging in one launch, in band.
 
 Problem. As in tile.py. With few sequences the rounds of signals behind the attention take as long as some caches do.
-Algorithm. As in tile.py, but a rank's part of a head is its own signal: see core/in_band.py. Every element of it is sent
-with the logarithm of its row beside it, so that the thread that waits for them needs nothing from another one. The
-program that sends a head's part waits for those of the peers and merges them, in rank order: all ranks hold the same
-bits.
+Algorithm. As in tile.py, but a rank's part of a head is its own signal: see core/in_band.py. Every element of it is
+sent with the logarithm of its row beside it, so that the thread that waits for them needs nothing from another one.
+The program that sends a head's part waits for those of the peers and merges them, in rank order: all ranks hold the
+same bits.
 Signal protocol. A program does one thing, and its number says which, so that tokens are loaded while all else is asked
 for. Number 0 gives the credits that are due, and signs; each of the others has a ticket (see attention.py). Those put
 back zeros, too. A program waits when it has sent what it waits for, so heads are sent in the order of the programs'
@@ -97,51 +97,56 @@ def flash_decode_in_band_kernel(
     for each ticket.
     """
     program = tl.program_id(0)
+    head, used, last = program, program, tl.full((), 0, tl.int32)
+    if program != 0:
+        head, used, last = attend_ticket(
+            program - 1, tl.load(lengths), q, k, v, lengths, block_table, partials, counters, heads, kv_heads, splits,
+            capacity, strides_q, strides_k, strides_v, stride_pages,
+            ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
+        )  # fmt: skip
+    # Asked for together with the parts: while tokens are read, the registers are needed for those.
     use = current_use(ctl)
     epoch = current_epoch(ctl, slot)
     due = last_use(ctl)
     before = words_before(ctl)
     ok = may_begin(ctl)
     limit = tl.load(ctl + POLL_LIMIT) * PATIENCE
+    heaps = ()
+    for i in tl.static_range(1, WORLD):
+        heaps = heaps + (heap_of(table, (rank + i) % WORLD),)  # type: ignore[assignment]
+    own = heap_of(table, rank)
     stride = heads * (2 * ROWS * HEAD_DIM)
-    if program == 0:
+    if last != 0:
+        o, lse = merge_splits(partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS)
+        mine = pairs(o, lse, MERGED_ROWS, HEAD_DIM)
+        rows = tl.arange(0, MERGED_ROWS)[:, None]
+        lanes = tl.arange(0, 2 * HEAD_DIM)[None, :]
+        at = (head * ROWS + rows) * (2 * HEAD_DIM) + lanes
+        there = (rows < ROWS) & (lanes >= 0)
         if ok != 0:
-            sign(table, rank, site, use, WORLD)
-        asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
-        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-        if ok != 0:
-            announce(asked, table, rank, slot, site, epoch, WORLD, THREADS)
+            for i in tl.static_range(WORLD - 1):
+                tl.store(area(heaps[i], use) + (rank * stride + at), mine, mask=there)
         left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
+        clear_before(own, use, before, program - 1, tl.num_programs(0) - 1, 4 * THREADS)
+        theirs = (mine,) * WORLD
+        if ok != 0:
+            theirs, ok = wait_in_band(
+                mine, at, there, stride, own, limit, ctl, rank, slot, head, site, epoch, use, WORLD
+            )
+        merged = tl.where(ok != 0, merge_words(theirs, WORLD, MERGED_ROWS, HEAD_DIM), float("nan"))
+        places, inside, _, _ = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
+        tl.store(out + places, merged.to(out.dtype.element_ty), mask=inside)
     else:
-        head, used, last = attend_ticket(
-            program - 1, tl.load(lengths), q, k, v, lengths, block_table, partials, counters, heads, kv_heads, splits,
-            capacity, strides_q, strides_k, strides_v, stride_pages,
-            ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
-        )  # fmt: skip
-        clear_before(heap_of(table, rank), use, before, program - 1, tl.num_programs(0) - 1, 4 * THREADS)
-        left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
-        if last != 0:
-            # Asked for with the parts. While tokens are read, the registers are needed for those.
-            heaps = ()
-            for i in tl.static_range(WORLD):
-                heaps = heaps + (heap_of(table, (rank + i) % WORLD),)  # type: ignore[assignment]
-            o, lse = merge_splits(partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS)
-            mine = pairs(o, lse, MERGED_ROWS, HEAD_DIM)
-            rows = tl.arange(0, MERGED_ROWS)[:, None]
-            lanes = tl.arange(0, 2 * HEAD_DIM)[None, :]
-            at = (head * ROWS + rows) * (2 * HEAD_DIM) + lanes
-            there = (rows < ROWS) & (lanes >= 0)
-            theirs = (mine,) * WORLD
+        if program == 0:
             if ok != 0:
-                for i in tl.static_range(1, WORLD):
-                    tl.store(area(heaps[i], use) + (rank * stride + at), mine, mask=there)
-                theirs, ok = wait_in_band(
-                    mine, at, there, stride, heaps[0], limit, ctl, rank, slot, head, site, epoch, use, WORLD
-                )
-            merged = merge_words(theirs, WORLD, MERGED_ROWS, HEAD_DIM)
-            merged = tl.where(ok != 0, merged, float("nan"))
-            places, inside, _, _ = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
-            tl.store(out + places, merged.to(out.dtype.element_ty), mask=inside)
+                sign(table, rank, site, use, WORLD)
+            asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
+            settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
+            if ok != 0:
+                announce(asked, table, rank, slot, site, epoch, WORLD, THREADS)
+        else:
+            clear_before(own, use, before, program - 1, tl.num_programs(0) - 1, 4 * THREADS)
+        left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
     close_in_band(granted(left, THREADS), ctl, slot, epoch, use, WORLD * stride)
 
 
@@ -158,7 +163,9 @@ def fits(shape: Shape, launch: Launch, world_size: int) -> bool:
     )
 
 
-def flash_decode(node: FlashDecode, launch: Launch, local: LocalAttention, shape: Shape, given: Operands) -> torch.Tensor:
+def flash_decode(
+    node: FlashDecode, launch: Launch, local: LocalAttention, shape: Shape, given: Operands
+) -> torch.Tensor:
     """[B, Hq, D]. See the module."""
     config, splits = local.config, local.splits
     out = torch.empty_like(given.q, memory_format=torch.contiguous_format)
