@@ -161,6 +161,12 @@ def test_a_part_in_band_is_its_own_signal(case: Case) -> None:
     assert compiled(flash_decode_in_band_kernel, case).metadata.shared * case.config.programs_per_sm <= 227 << 10
 
 
+def test_the_same_source_on_amd() -> None:
+    """Where it is not chosen, as nobody has seen it run."""
+    text = assembly(flash_decode_in_band_kernel, Case("gfx942", 128))
+    assert re.search(r"global_load_dword\S*.* sc0 sc1", text) and "v_mfma_" in text
+
+
 @pytest.mark.parametrize("kernel", [flash_decode_in_band_kernel, local_attention_kernel], ids=["in_band", "local"])
 @pytest.mark.parametrize("case", IN_BAND, ids=str)
 def test_products_do_not_wait_for_each_other(kernel: Any, case: Case) -> None:
