@@ -2,13 +2,13 @@
 
 A release waits until the receiver has acknowledged the data, and a flag is one more look into memory. A word of 32 bits
 is written whole, so none of that is needed where memory holds zeros and no word that is sent is zero: who waits looks
-at the data. Such data lies in areas of its own, of which three come in turn, by a count of these uses on the device:
+at the data. Such data lies in areas of its own, which come in turn, by a count of these uses on the device:
 
-* use u is sent into area u mod 3, and whoever waits for it reads every word of it that was written;
-* meanwhile each rank puts its area u - 1 mod 3, which nobody reads any more, back to zero.
+* use u is sent into area u mod 4, and who waits for it reads all words that may be written;
+* meanwhile each rank puts the area of u - 1, which nobody reads any more, back to zero.
 
 Every rank waits for all peers in every use. So who has come to the end of u - 1 knows that all ranks have begun it, and
-have ended u - 2, with the zeros in area u - 3, which is that of u: it may send, and needs no credit.
+have ended u - 2, with the zeros in the area of u - 3: three areas would do. It may send, and needs no credit.
 Words have no epoch and no site. These stand beside each area, one word for each source, which nothing orders either: the
 reader waits for it as it does for the data, and what it reads is of its own site.
 
@@ -28,7 +28,7 @@ from ditron_inductor.core.layout import (
     IN_BAND_DATA,
     IN_BAND_SITES,
     IN_BAND_USES,
-    IN_BAND_WORDS,
+    IN_BAND_LINES,
     MAX_WORLD,
     POISON,
     SLOT_WORDS,
@@ -48,6 +48,10 @@ from ditron_inductor.core.signals import (
 )
 
 
+LINE = tl.constexpr(32)
+"""Words of a line: an area is laid out by whole lines."""
+
+
 @triton.jit
 def current_use(ctl):
     """The number of this launch's use in band: one more than those that have ended."""
@@ -55,9 +59,9 @@ def current_use(ctl):
 
 
 @triton.jit
-def words_before(ctl):
-    """How many words from its beginning on the area of the use before this one may not be zero."""
-    return tl.load(ctl + IN_BAND_WORDS)
+def lines_before(ctl):
+    """How many lines of the area of the use before this one may not be zero, from its beginning on."""
+    return tl.load(ctl + IN_BAND_LINES)
 
 
 @triton.jit
@@ -69,7 +73,7 @@ def may_begin(ctl):
 @triton.jit
 def area(heap, use):
     """Pointer to the 32-bit words of a use in `heap`, of `heap_of`; 16-byte aligned."""
-    words = heap + (IN_BAND_DATA + use % IN_BAND_AREAS * IN_BAND_BYTES) // 8
+    words = heap + (IN_BAND_DATA + (use & (IN_BAND_AREAS - 1)) * IN_BAND_BYTES) // 8
     return tl.multiple_of(words.to(tl.pointer_type(tl.uint32), bitcast=True), 16)
 
 
@@ -108,7 +112,7 @@ def sign(table, rank, site, use, WORLD: tl.constexpr):
     """Tell every peer the site of what this rank sends in this use. Nothing is ordered: the data may be there before."""
     targets = tl.arange(0, MAX_WORLD)
     words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(site, use & EPOCH_MASK)
-    signs = all_heaps(table, WORLD) + IN_BAND_SITES + use % IN_BAND_AREAS * MAX_WORLD + rank
+    signs = all_heaps(table, WORLD) + IN_BAND_SITES + (use & (IN_BAND_AREAS - 1)) * MAX_WORLD + rank
     tl.store(signs, words, mask=(targets < WORLD) & (targets != rank))
 
 
@@ -126,14 +130,15 @@ def announce(asked, table, rank, slot, site, epoch, WORLD: tl.constexpr, THREADS
 
 
 @triton.jit
-def clear_before(heap, use, words, first, step, CHUNK: tl.constexpr):
-    """Put chunks first, first + step, .. of the area of the use before `use` back to zero; it has `words` words.
+def clear_before(heap, use, lines, first, step, CHUNK: tl.constexpr):
+    """Put chunks first, first + step, .. of the area of the use before `use` back to zero; it has `lines` lines.
 
-    heap: the own one.
+    heap: the own one. CHUNK: of words.
     """
     stale = area(heap, use + (IN_BAND_AREAS - 1))
     nothing = tl.zeros((CHUNK,), dtype=tl.uint32)
-    for chunk in range(first, (words + CHUNK - 1) // CHUNK, step):
+    words = lines * LINE
+    for chunk in range(first, (words + (CHUNK - 1)) // CHUNK, step):
         places = chunk * CHUNK + tl.arange(0, CHUNK)
         tl.store(stale + places, nothing, mask=places < words)
 
@@ -164,7 +169,7 @@ def wait_in_band(
     """
     lanes = tl.arange(0, MAX_WORLD)
     others = (lanes < WORLD) & (lanes != rank)
-    signs = heap + IN_BAND_SITES + use % IN_BAND_AREAS * MAX_WORLD + lanes
+    signs = heap + IN_BAND_SITES + (use & (IN_BAND_AREAS - 1)) * MAX_WORLD + lanes
     flags = heap + slot * SLOT_WORDS + lanes
     own = area(heap, use)
     expected = word(site, use & EPOCH_MASK)
@@ -213,8 +218,8 @@ def wait_in_band(
 
 @triton.jit
 def close_in_band(number, ctl, slot, epoch, use, words):
-    """`close`, and the use in band ends too, in which so many words of an area may have been written."""
+    """`close`, and the use in band ends too, in which so many words of an area may have been written, whole lines."""
     if number == tl.num_programs(0) - 1:
         tl.store(ctl + IN_BAND_USES, use)
-        tl.store(ctl + IN_BAND_WORDS, words)
+        tl.store(ctl + IN_BAND_LINES, words // LINE)
     close(number, ctl, slot, epoch)

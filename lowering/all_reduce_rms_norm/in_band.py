@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.in_band import (
+    LINE,
     announce,
     area,
     clear_before,
@@ -33,7 +34,7 @@ from ditron_inductor.core.in_band import (
     may_begin,
     sign,
     wait_in_band,
-    words_before,
+    lines_before,
 )
 from ditron_inductor.core.layout import IN_BAND_BYTES, POLL_LIMIT
 from ditron_inductor.core.signals import (
@@ -70,7 +71,7 @@ LEAST_CHUNK = 256
 PATIENCE = 2
 """Polls for each of those that limits are counted in, which acquire, and so take up to twice as long."""
 
-INTERPRETED_MOST_BYTES = 256
+INTERPRETED_MOST_BYTES = 512
 INTERPRETED_LEAST_CHUNK = 16
 INTERPRETED_PROGRAMS = 8
 """So that small problems have several programs of each kind, and are not all in band."""
@@ -146,7 +147,7 @@ def in_band_kernel(
     use = current_use(ctl)
     epoch = current_epoch(ctl, slot)
     due = last_use(ctl)
-    before = words_before(ctl)
+    before = lines_before(ctl)
     ok = may_begin(ctl)
     limit = tl.load(ctl + POLL_LIMIT) * PATIENCE
     # All questions before the first answer.
@@ -192,7 +193,7 @@ def shares(
     are more than `most_bytes`.
     """
     nbytes = M * N * itemsize
-    stride = round_up(ceil_div(nbytes, 4), 64)
+    stride = round_up(ceil_div(nbytes, 4), LINE.value)
     fits = nbytes <= most_bytes and world_size <= MOST_RANKS and world_size * stride * 4 <= IN_BAND_BYTES.value
     if not fits or N * itemsize % 4 != 0 or programs < 4:
         return None
