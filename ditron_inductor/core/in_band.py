@@ -43,7 +43,6 @@ from ditron_inductor.core.signals import (
     fail,
     healthy,
     peer,
-    publish_all,
     word,
 )
 
@@ -121,12 +120,15 @@ def announce(asked, table, rank, slot, site, epoch, WORLD: tl.constexpr, THREADS
     """Tell the peers the site in flag row 0 of the slot too, if they have all given their credits of it: for a peer
     that runs another kernel, where it waits for flags, and would not learn that they have diverged.
 
-    asked: of `ask_to_send`. Nobody waits for this, so it does not wait either.
+    asked: of `ask_to_send`. Nobody waits for this, so it does not wait either; and it says nothing about data.
     """
     lanes = tl.arange(0, THREADS)
     late = (lanes < WORLD) & (lanes != rank) & behind(asked, epoch - 1)
     if tl.sum((late | ((lanes == WORLD) & (asked != 0))).to(tl.int32), axis=0) == 0:
-        publish_all(table, slot, 0, rank, site, epoch, WORLD)
+        targets = tl.arange(0, MAX_WORLD)
+        words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(site, epoch)
+        flags = all_heaps(table, WORLD) + slot * SLOT_WORDS + rank
+        tl.store(flags, words, mask=(targets < WORLD) & (targets != rank))
 
 
 @triton.jit
