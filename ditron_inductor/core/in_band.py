@@ -9,8 +9,8 @@ at the data. Such data lies in areas of its own, which come in turn, by a count 
 
 Every rank waits for all peers in every use. So who has come to the end of u - 1 knows that all ranks have begun it, and
 have ended u - 2, with the zeros in the area of u - 3: three areas would do. It may send, and needs no credit.
-Words have no epoch and no site. These stand beside each area, one word for each source, which nothing orders either: the
-reader waits for it as it does for the data, and what it reads is of its own site.
+Words have no epoch and no site. A sign beside each area has them, a word for each source, which nothing orders either:
+the reader waits for it as it does for the data, and what it reads is of its own site.
 
 NVIDIA GPUs only: elsewhere it is not known when a store without a release is seen by a peer that waits for it.
 """
@@ -26,9 +26,9 @@ from ditron_inductor.core.layout import (
     IN_BAND_AREAS,
     IN_BAND_BYTES,
     IN_BAND_DATA,
+    IN_BAND_LINES,
     IN_BAND_SITES,
     IN_BAND_USES,
-    IN_BAND_LINES,
     MAX_WORLD,
     POISON,
     SLOT_WORDS,
@@ -45,7 +45,6 @@ from ditron_inductor.core.signals import (
     peer,
     word,
 )
-
 
 LINE = tl.constexpr(32)
 """Words of a line: an area is laid out by whole lines."""
@@ -108,7 +107,7 @@ def decode(words, dtype: tl.constexpr):
 
 @triton.jit
 def sign(table, rank, site, use, WORLD: tl.constexpr):
-    """Tell every peer the site of what this rank sends in this use. Nothing is ordered: the data may be there before."""
+    """Tell every peer the site of what this rank sends in this use. Nothing is ordered: data may be there before."""
     targets = tl.arange(0, MAX_WORLD)
     words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(site, use & EPOCH_MASK)
     signs = all_heaps(table, WORLD) + IN_BAND_SITES + (use & (IN_BAND_AREAS - 1)) * MAX_WORLD + rank
@@ -164,10 +163,10 @@ def wait_in_band(
 ):  # fmt: skip
     """The encoded words [R, C] of all ranks, a tuple, and 1; or anything and 0 after a failure.
 
-    mine: the own ones, of which none is zero. Those of source s lie at `at` + s * stride of the area; inside: which
-    there are, for the others are the own ones. heap: the own one. limit: of polls. piece: what a failure is said to have
-    waited for.
-    Bounded, as `wait`. Now and then it also looks whether a peer is at another site, in flag row 0 if in another kernel.
+    mine: the own ones, of which none is zero. Those of source s lie at `at` + s * stride of the area; inside: which of
+    them there are; for the others stand the own ones. heap: the own one. limit: of polls. piece: for what a failure is
+    said to have waited.
+    Bounded, as `wait`. Now and then it looks whether a peer is at another site, in flag row 0 if in another kernel.
     """
     lanes = tl.arange(0, MAX_WORLD)
     others = (lanes < WORLD) & (lanes != rank)

@@ -1,4 +1,4 @@
-"""Rows that are sent in band: any bits, call after call, among other kernels; and what is said when a rank does not come.
+"""Rows that are sent in band: any bits, call after call, among other kernels; and what is said when a rank stays away.
 
 That sums and norms are right, in every form, is a matter of test_all_reduce_rms_norm.py, whose small cases are in band.
 """
@@ -82,8 +82,9 @@ def _ring(ctx: RankContext) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _problems(ctx: RankContext, label: str, timeout_s: float = calls.TIMEOUT_S) -> list[Problem]:
-    sites = (Site(f"{label}/{place}:in_band", "tile", timeout_s) for place in range(3))
-    return [Problem(ctx, NORM_KINDS[0], size, site=site, dtype=FP16) for size, site in zip(SIZES[ctx.device.type], sites)]
+    sizes = enumerate(SIZES[ctx.device.type])
+    sites = {Site(f"{label}/{place}:in_band", "tile", timeout_s): size for place, size in sizes}
+    return [Problem(ctx, NORM_KINDS[0], size, site=site, dtype=FP16) for site, size in sites.items()]
 
 
 def _call(ctx: RankContext, x: torch.Tensor, label: str) -> torch.Tensor:

@@ -26,6 +26,7 @@ from ditron_inductor.task.nodes import EXTRAS, SAVED
 from tests.lowering.assembly import NVIDIA, Listing, machine_code, resources
 from tests.lowering.cross_compile import TARGETS, WORDS
 
+SHIFTED = HAS_BIAS.value | HAS_RESIDUAL.value | LAYER.value | HAS_WEIGHT.value | HAS_SHIFT.value
 DECODE = HAS_RESIDUAL.value | HAS_WEIGHT.value | ROUND_FIRST.value
 VOLATILE = r"\bld\.volatile\.global"
 WIDE = VOLATILE + r"\.v4\.b32"
@@ -59,7 +60,7 @@ class Case:
 CASES = (
     Case("sm_90", 4096),
     Case("sm_90", 8192),
-    Case("sm_90", 5120, "fp16", form=HAS_BIAS.value | HAS_RESIDUAL.value | LAYER.value | HAS_WEIGHT.value | HAS_SHIFT.value),
+    Case("sm_90", 5120, "fp16", form=SHIFTED),
     Case("sm_90", 4096, "fp32", world=2),
     Case("sm_90", 1024, rows=4, world=2),
     # The words of seven peers are more registers than there are.

@@ -53,7 +53,8 @@ class Scenario:
 
     `programs`: resident programs per launch. `start`, `modulus`: first epoch, and where epochs wrap.
     `impatient`: a wait of a call that may fail can expire while its peer is only slow, not just when all are stuck.
-    `areas`: that launches in band take in turn. `mortal`: this rank may stop for good between any two steps. `fine`: one memory operation per step.
+    `mortal`: this rank may stop for good between any two steps. `fine`: one memory operation per step.
+    `areas`: that launches in band take in turn.
     """
 
     scripts: tuple[tuple[Event, ...], ...]
