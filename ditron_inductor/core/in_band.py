@@ -2,15 +2,15 @@
 
 A release waits until the receiver has acknowledged the data, and a flag is one more look into memory. A word of 32 bits
 is written whole, so none of that is needed where memory holds zeros and no word that is sent is zero: who waits looks
-at the data. Such data lies in areas of its own, of which three come in turn, by a count of these uses on the device:
+at the data. Such data lies in areas of its own, which come in turn, by a count of these uses on the device:
 
-* use u is sent into area u mod 3, and whoever waits for it reads every word of it that was written;
-* meanwhile each rank puts its area u - 1 mod 3, which nobody reads any more, back to zero.
+* use u is sent into area u mod 4, and who waits for it reads all words that may be written;
+* meanwhile each rank puts the area of u - 1, which nobody reads any more, back to zero.
 
 Every rank waits for all peers in every use. So who has come to the end of u - 1 knows that all ranks have begun it, and
-have ended u - 2, with the zeros in area u - 3, which is that of u: it may send, and needs no credit.
-Words have no epoch and no site. These stand beside each area, one word for each source, which nothing orders either: the
-reader waits for it as it does for the data, and what it reads is of its own site.
+have ended u - 2, with the zeros in the area of u - 3: three areas would do. It may send, and needs no credit.
+Words have no epoch and no site. A sign beside each area has them, a word for each source, which nothing orders either:
+the reader waits for it as it does for the data, and what it reads is of its own site.
 
 NVIDIA GPUs only: elsewhere it is not known when a store without a release is seen by a peer that waits for it.
 """
@@ -26,9 +26,9 @@ from ditron_inductor.core.layout import (
     IN_BAND_AREAS,
     IN_BAND_BYTES,
     IN_BAND_DATA,
+    IN_BAND_LINES,
     IN_BAND_SITES,
     IN_BAND_USES,
-    IN_BAND_WORDS,
     MAX_WORLD,
     POISON,
     SLOT_WORDS,
@@ -43,9 +43,11 @@ from ditron_inductor.core.signals import (
     fail,
     healthy,
     peer,
-    publish_all,
     word,
 )
+
+LINE = tl.constexpr(32)
+"""Words of a line: an area is laid out by whole lines."""
 
 
 @triton.jit
@@ -55,9 +57,9 @@ def current_use(ctl):
 
 
 @triton.jit
-def words_before(ctl):
-    """How many words from its beginning on the area of the use before this one may not be zero."""
-    return tl.load(ctl + IN_BAND_WORDS)
+def lines_before(ctl):
+    """How many lines of the area of the use before this one may not be zero, from its beginning on."""
+    return tl.load(ctl + IN_BAND_LINES)
 
 
 @triton.jit
@@ -69,7 +71,7 @@ def may_begin(ctl):
 @triton.jit
 def area(heap, use):
     """Pointer to the 32-bit words of a use in `heap`, of `heap_of`; 16-byte aligned."""
-    words = heap + (IN_BAND_DATA + use % IN_BAND_AREAS * IN_BAND_BYTES) // 8
+    words = heap + (IN_BAND_DATA + (use & (IN_BAND_AREAS - 1)) * IN_BAND_BYTES) // 8
     return tl.multiple_of(words.to(tl.pointer_type(tl.uint32), bitcast=True), 16)
 
 
@@ -105,10 +107,10 @@ def decode(words, dtype: tl.constexpr):
 
 @triton.jit
 def sign(table, rank, site, use, WORLD: tl.constexpr):
-    """Tell every peer the site of what this rank sends in this use. Nothing is ordered: the data may be there before."""
+    """Tell every peer the site of what this rank sends in this use. Nothing is ordered: data may be there before."""
     targets = tl.arange(0, MAX_WORLD)
     words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(site, use & EPOCH_MASK)
-    signs = all_heaps(table, WORLD) + IN_BAND_SITES + use % IN_BAND_AREAS * MAX_WORLD + rank
+    signs = all_heaps(table, WORLD) + IN_BAND_SITES + (use & (IN_BAND_AREAS - 1)) * MAX_WORLD + rank
     tl.store(signs, words, mask=(targets < WORLD) & (targets != rank))
 
 
@@ -117,23 +119,27 @@ def announce(asked, table, rank, slot, site, epoch, WORLD: tl.constexpr, THREADS
     """Tell the peers the site in flag row 0 of the slot too, if they have all given their credits of it: for a peer
     that runs another kernel, where it waits for flags, and would not learn that they have diverged.
 
-    asked: of `ask_to_send`. Nobody waits for this, so it does not wait either.
+    asked: of `ask_to_send`. Nobody waits for this, so it does not wait either; and it says nothing about data.
     """
     lanes = tl.arange(0, THREADS)
     late = (lanes < WORLD) & (lanes != rank) & behind(asked, epoch - 1)
     if tl.sum((late | ((lanes == WORLD) & (asked != 0))).to(tl.int32), axis=0) == 0:
-        publish_all(table, slot, 0, rank, site, epoch, WORLD)
+        targets = tl.arange(0, MAX_WORLD)
+        words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(site, epoch)
+        flags = all_heaps(table, WORLD) + slot * SLOT_WORDS + rank
+        tl.store(flags, words, mask=(targets < WORLD) & (targets != rank))
 
 
 @triton.jit
-def clear_before(heap, use, words, first, step, CHUNK: tl.constexpr):
-    """Put chunks first, first + step, .. of the area of the use before `use` back to zero; it has `words` words.
+def clear_before(heap, use, lines, first, step, CHUNK: tl.constexpr):
+    """Put chunks first, first + step, .. of the area of the use before `use` back to zero; it has `lines` lines.
 
-    heap: the own one.
+    heap: the own one. CHUNK: of words.
     """
     stale = area(heap, use + (IN_BAND_AREAS - 1))
     nothing = tl.zeros((CHUNK,), dtype=tl.uint32)
-    for chunk in range(first, (words + CHUNK - 1) // CHUNK, step):
+    words = lines * LINE
+    for chunk in range(first, (words + (CHUNK - 1)) // CHUNK, step):
         places = chunk * CHUNK + tl.arange(0, CHUNK)
         tl.store(stale + places, nothing, mask=places < words)
 
@@ -157,14 +163,14 @@ def wait_in_band(
 ):  # fmt: skip
     """The encoded words [R, C] of all ranks, a tuple, and 1; or anything and 0 after a failure.
 
-    mine: the own ones, of which none is zero. Those of source s lie at `at` + s * stride of the area; inside: which
-    there are, for the others are the own ones. heap: the own one. limit: of polls. piece: what a failure is said to have
-    waited for.
-    Bounded, as `wait`. Now and then it also looks whether a peer is at another site, in flag row 0 if in another kernel.
+    mine: the own ones, of which none is zero. Those of source s lie at `at` + s * stride of the area; inside: which of
+    them there are; for the others stand the own ones. heap: the own one. limit: of polls. piece: for what a failure is
+    said to have waited.
+    Bounded, as `wait`. Now and then it looks whether a peer is at another site, in flag row 0 if in another kernel.
     """
     lanes = tl.arange(0, MAX_WORLD)
     others = (lanes < WORLD) & (lanes != rank)
-    signs = heap + IN_BAND_SITES + use % IN_BAND_AREAS * MAX_WORLD + lanes
+    signs = heap + IN_BAND_SITES + (use & (IN_BAND_AREAS - 1)) * MAX_WORLD + lanes
     flags = heap + slot * SLOT_WORDS + lanes
     own = area(heap, use)
     expected = word(site, use & EPOCH_MASK)
@@ -213,8 +219,8 @@ def wait_in_band(
 
 @triton.jit
 def close_in_band(number, ctl, slot, epoch, use, words):
-    """`close`, and the use in band ends too, in which so many words of an area may have been written."""
+    """`close`, and the use in band ends too, in which so many words of an area may have been written, whole lines."""
     if number == tl.num_programs(0) - 1:
         tl.store(ctl + IN_BAND_USES, use)
-        tl.store(ctl + IN_BAND_WORDS, words)
+        tl.store(ctl + IN_BAND_LINES, words // LINE)
     close(number, ctl, slot, epoch)

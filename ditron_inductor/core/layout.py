@@ -39,8 +39,8 @@ CREDIT_ROW = tl.constexpr(1024)
 SLOT_WORDS = tl.constexpr(16 * 1025)
 """64-bit words of header for each slot: (MAX_CHUNKS flag rows + 1 credit row) * MAX_WORLD."""
 
-IN_BAND_AREAS = tl.constexpr(3)
-"""Of one use in band, the one before, and the next."""
+IN_BAND_AREAS = tl.constexpr(4)
+"""Of one use in band, the one before, and the next; and a power of two, as a remainder by 3 takes many instructions."""
 
 IN_BAND_SITES = tl.constexpr(2 * 16 * 1025)
 """In 64-bit words: where the sites of uses in band stand, for each area a word of every source."""
@@ -51,7 +51,7 @@ IN_BAND_DATA = tl.constexpr(266240)
 IN_BAND_BYTES = tl.constexpr(1 << 20)
 """Of an area."""
 
-HEADER_BYTES = tl.constexpr(266240 + 3 * (1 << 20))
+HEADER_BYTES = tl.constexpr(266240 + 4 * (1 << 20))
 """Bytes of the heap before the first data slot."""
 
 EPOCH_BITS = tl.constexpr(40)
@@ -79,8 +79,8 @@ TRACE_BUFFER = tl.constexpr(4)
 IN_BAND_USES = tl.constexpr(5)
 """Uses in band that have ended on this rank."""
 
-IN_BAND_WORDS = tl.constexpr(6)
-"""32-bit words at the beginning of an area that may have been written in the last of them."""
+IN_BAND_LINES = tl.constexpr(6)
+"""Lines of 128 bytes at the beginning of an area that may have been written in the last of them."""
 
 SLOT_CTL = tl.constexpr(16)
 """First control word of slot 0."""

@@ -17,7 +17,7 @@ SITE_MASK: int = (1 << words.SITE_BITS.value) - 1
 assert NUM_SLOTS * words.SLOT_WORDS.value == words.IN_BAND_SITES.value
 assert (words.IN_BAND_SITES.value + words.IN_BAND_AREAS.value * MAX_WORLD) * 8 <= words.IN_BAND_DATA.value
 assert words.IN_BAND_DATA.value + words.IN_BAND_AREAS.value * words.IN_BAND_BYTES.value == HEADER_BYTES
-assert words.IN_BAND_WORDS.value < words.SLOT_CTL.value
+assert words.IN_BAND_LINES.value < words.SLOT_CTL.value
 assert (MAX_CHUNKS + 1) * MAX_WORLD == words.SLOT_WORDS.value
 assert words.REVOKED_ROW.value < MAX_CHUNKS == words.CREDIT_ROW.value
 assert words.SLOT_CTL.value + NUM_SLOTS * words.SLOT_CTL_STRIDE.value == CTL_WORDS

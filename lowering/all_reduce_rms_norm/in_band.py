@@ -4,7 +4,7 @@ Problem. Of a few rows hardly anything takes time but the release behind them, t
 data, and one SM that stores a whole row to all peers.
 Algorithm. As in kernel.py in one shot, but the words that are sent are their own signals: see core/in_band.py. All of x
 is cut into chunks of words, whatever the rows, and a program stores each to all peers; other programs wait for whole
-rows, add them up and normalise them. Sums are in rank order, in fp32, and rounded once: the bits are those of kernel.py.
+rows, add them up and normalise them. Sums are in rank order, in fp32, and rounded once: bits as in kernel.py.
 Signal protocol. A program does one thing, and its number says which, so that x is loaded while all else is asked for.
 Number 0 gives the credits that are due, and signs; then come those that send and put zeros back; then those that wait.
 None waits for another of its launch, nor for credits. Programs start in the order of their numbers; and whatever the
@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.in_band import (
+    LINE,
     announce,
     area,
     clear_before,
@@ -30,10 +31,10 @@ from ditron_inductor.core.in_band import (
     decode,
     encode,
     heap_of,
+    lines_before,
     may_begin,
     sign,
     wait_in_band,
-    words_before,
 )
 from ditron_inductor.core.layout import IN_BAND_BYTES, POLL_LIMIT
 from ditron_inductor.core.signals import (
@@ -70,30 +71,32 @@ LEAST_CHUNK = 256
 PATIENCE = 2
 """Polls for each of those that limits are counted in, which acquire, and so take up to twice as long."""
 
-INTERPRETED_MOST_BYTES = 256
+INTERPRETED_MOST_BYTES = 512
 INTERPRETED_LEAST_CHUNK = 16
 INTERPRETED_PROGRAMS = 8
 """So that small problems have several programs of each kind, and are not all in band."""
 
 
 @triton.jit
-def begin(table, ctl, due, rank, slot, site, epoch, use, ok, WORLD: tl.constexpr, THREADS: tl.constexpr):
-    """Sign what the other programs send, and give the credits that are due."""
+def begin(table, ctl, rank, slot, site, epoch, use, before, due, ok, WORLD: tl.constexpr, THREADS: tl.constexpr):
+    """Sign what the other programs send, and give the credits that are due; and `leave`."""
     if ok != 0:
         sign(table, rank, site, use, WORLD)
     asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
+    left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
     settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
     if ok != 0:
         announce(asked, table, rank, slot, site, epoch, WORLD, THREADS)
+    return left
 
 
 @triton.jit
 def send(x, heaps, rank, first, words, stride, use, ok, WORLD: tl.constexpr, CHUNK: tl.constexpr):
-    """Words from `first` on, to all peers. x: pointer to the words of all rows. heaps: of rank, rank + 1, .."""
+    """Words from `first` on, to all peers. x: pointer to the words of all rows. heaps: of rank + 1, .."""
     places = first + tl.arange(0, CHUNK)
     sent = encode(tl.load(x + places, mask=places < words, other=0))
     if ok != 0:
-        for i in tl.static_range(1, WORLD):
+        for i in tl.static_range(WORLD - 1):
             tl.store(area(heaps[i], use) + (rank * stride + places), sent, mask=places < words)
 
 
@@ -146,26 +149,27 @@ def in_band_kernel(
     use = current_use(ctl)
     epoch = current_epoch(ctl, slot)
     due = last_use(ctl)
-    before = words_before(ctl)
+    before = lines_before(ctl)
     ok = may_begin(ctl)
     limit = tl.load(ctl + POLL_LIMIT) * PATIENCE
     # All questions before the first answer.
+    own = heap_of(table, rank)
     heaps = ()
-    for i in tl.static_range(WORLD):
+    for i in tl.static_range(1, WORLD):
         heaps = heaps + (heap_of(table, (rank + i) % WORLD),)  # type: ignore[assignment]
     if program <= senders:
         if program == 0:
-            begin(table, ctl, due, rank, slot, site, epoch, use, ok, WORLD, THREADS)
+            left = begin(table, ctl, rank, slot, site, epoch, use, before, due, ok, WORLD, THREADS)
         else:
             first = (program - 1) * CHUNK
             whole = x.to(tl.pointer_type(tl.uint32), bitcast=True)
             send(whole, heaps, rank, first, words, stride, use, ok, WORLD, CHUNK)
-            clear_before(heaps[0], use, before, program - 1, senders, 4 * THREADS)
-        left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
+            left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
+            clear_before(own, use, before, program - 1, senders, 4 * THREADS)
     else:
         left = reduce(
-            x, given, outputs, heaps[0], limit, ctl, M, N, width, stride, program - 1 - senders, rank, slot, site, epoch,
-            use, before, due, ok, WORLD, AVERAGE, ROWS, BLOCK, BLOCK_WORDS, FORM, EPS, POST_EPS, THREADS,
+            x, given, outputs, own, limit, ctl, M, N, width, stride, program - 1 - senders, rank, slot, site,
+            epoch, use, before, due, ok, WORLD, AVERAGE, ROWS, BLOCK, BLOCK_WORDS, FORM, EPS, POST_EPS, THREADS,
         )  # fmt: skip
     close_in_band(granted(left, THREADS), ctl, slot, epoch, use, WORLD * stride)
 
@@ -192,7 +196,7 @@ def shares(
     are more than `most_bytes`.
     """
     nbytes = M * N * itemsize
-    stride = round_up(ceil_div(nbytes, 4), 64)
+    stride = round_up(ceil_div(nbytes, 4), LINE.value)
     fits = nbytes <= most_bytes and world_size <= MOST_RANKS and world_size * stride * 4 <= IN_BAND_BYTES.value
     if not fits or N * itemsize % 4 != 0 or programs < 4:
         return None

@@ -20,7 +20,7 @@ from ditron_inductor.device.protocol_model import (
 
 GATHER, SCATTER, REDUCE, PUSH = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "push"
 KINDS = [GATHER, SCATTER, REDUCE, PUSH]
-ONE_SHOT, TWO_SHOTS, IN_SLICES = "one_shot", "two_shots", "in_slices"
+ONE_SHOT, TWO_SHOTS, IN_SLICES, IN_BAND = "one_shot", "two_shots", "in_slices", "in_band"
 PRODUCT, FEW_ROWS, CONTRACT = "matmul_all_gather", "few_rows", "all_gather_contract"
 """Those of small products, whose programs send, wait and add in one work item."""
 TO_HEADS, TO_ROWS = "matmul_all_to_all", "all_to_all_matmul"
@@ -95,6 +95,15 @@ HEALTHY = {
     "shots-among-others-w3": same(3, Call(PULL_GATHER, "B", slot=0), *[Call(TWO_SHOTS, "A", slot=0)] * 2),
     "shots-replayed-w2": replace(same(2, *twice_replayed(ONE_SHOT, TWO_SHOTS)), programs=2),
     "fine-shots": replace(same(2, *twice_replayed(TWO_SHOTS, ONE_SHOT)), programs=2, fine=True),
+    "in-band-w2-p2": replace(same(2, *[Call(IN_BAND, "A")] * 6), programs=2),
+    "in-band-w3-p1": replace(same(3, *[Call(IN_BAND, "A", slot=0)] * 4), areas=3),
+    "in-band-replayed-w2": replace(same(2, *twice_replayed(IN_BAND, SCATTER)), programs=2),
+    "in-band-in-a-graph-w3": same(3, *twice_replayed(GATHER, IN_BAND)),
+    # Rank 0 runs ahead in what does not wait, in the same slot and the other one.
+    "in-band-among-others-w2": replace(
+        same(2, *[Call(IN_BAND, "A", slot=0), Call(PUSH, "B", slot=0), Call(PUSH, "B", slot=1)] * 2), programs=2
+    ),
+    "fine-in-band": replace(same(2, *[Call(IN_BAND, "A")] * 5), fine=True),
     "two-sites-w2-p1": same(2, *alternating(GATHER, SCATTER, 6)),
     "two-sites-w2-p2": replace(same(2, *alternating(SCATTER, REDUCE, 4)), programs=2),
     "two-sites-w3-p1": same(3, *alternating(GATHER, SCATTER, 4)),
@@ -132,7 +141,9 @@ def test_failure_half_way_then_reset(first: str, second: str, world: int, progra
     assert found.endings and all(any(ending) for ending in found.endings)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, ONE_SHOT, TWO_SHOTS, IN_SLICES, PRODUCT, FEW_ROWS, TO_HEADS, TO_ROWS])
+@pytest.mark.parametrize(
+    "kind", [*KINDS, ONE_SHOT, TWO_SHOTS, IN_SLICES, IN_BAND, PRODUCT, FEW_ROWS, TO_HEADS, TO_ROWS]
+)
 @pytest.mark.parametrize("world", [2, 3])
 def test_rank_that_never_arrives(kind: str, world: int) -> None:
     call = Call(kind, "A", may_fail=True)
@@ -143,7 +154,7 @@ def test_rank_that_never_arrives(kind: str, world: int) -> None:
         assert any(record is not None and record[0] == "timeout" and record[2] == 0 for record in ending)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, ONE_SHOT, TWO_SHOTS, PRODUCT, FEW_ROWS])
+@pytest.mark.parametrize("kind", [*KINDS, ONE_SHOT, TWO_SHOTS, IN_BAND, PRODUCT, FEW_ROWS])
 @pytest.mark.parametrize("world", [2, 3])
 def test_rank_that_dies_at_any_moment(kind: str, world: int) -> None:
     scenario = replace(same(world, *[Call(kind, "A", may_fail=True)] * 2), mortal=0, fine=world == 2)
@@ -160,7 +171,7 @@ def names_rank_0(ending: Ending) -> bool:
 
 
 @pytest.mark.parametrize("programs", [1, 2])
-@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE, ONE_SHOT, TWO_SHOTS, IN_SLICES])
+@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE, ONE_SHOT, TWO_SHOTS, IN_SLICES, IN_BAND])
 @pytest.mark.parametrize("world", [2, 3])
 def test_rank_that_runs_another_site(kind: str, world: int, programs: int) -> None:
     """Every rank names it, since what the failed launches have pushed completely is published all the same."""
@@ -188,7 +199,7 @@ def test_without_complete_chunks_an_innocent_rank_is_named() -> None:
 
 
 @pytest.mark.parametrize("programs", [1, 2])
-@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE, ONE_SHOT, TWO_SHOTS, IN_SLICES])
+@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE, ONE_SHOT, TWO_SHOTS, IN_SLICES, IN_BAND])
 def test_waits_that_give_up_early(kind: str, programs: int) -> None:
     """Some tiles of a chunk get their credit, others do not: what is read is right, and after the reset all is well."""
     after = (Reset(), Call(SCATTER, "B"), Call(kind, "A"))
@@ -222,8 +233,8 @@ def test_failed_launch_stops_its_senders() -> None:
     assert sender_goes_on(frozenset({P.WITHHELD_CREDITS}))
 
 
-@pytest.mark.parametrize("other", [GATHER, SCATTER, REDUCE])
-@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE])
+@pytest.mark.parametrize("other", [GATHER, SCATTER, REDUCE, IN_BAND])
+@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE, IN_BAND])
 def test_rank_in_another_kernel(kind: str, other: str) -> None:
     """Sites share flags and slots whatever their kind: it is noticed, and no rank takes data of another site."""
     before, after = Call(GATHER, "A", may_fail=True), Call(GATHER, "D", may_fail=True)
@@ -239,6 +250,22 @@ def test_graph_replayed_once_more_on_one_rank() -> None:
     found = explore(Scenario(scripts=((call,) * 3, (call,) * 2)))
     assert found.violation is None, found.trace
     assert found.endings == {(("timeout", 2, 1), None)}
+
+
+@pytest.mark.parametrize("programs", [1, 2])
+def test_three_areas_in_band_are_enough(programs: int) -> None:
+    """The memory has four. Words that are to be zero are not yet in one of two, when it is written again."""
+    for areas in (2, 3):
+        calls = (Call(IN_BAND, "A", slot=0), Call(IN_BAND, "B"), *[Call(IN_BAND, "A")] * 3)
+        found = explore(replace(same(2, *calls), areas=areas, programs=programs))
+        assert ("in band of rank" in (found.violation or "")) == (areas == 2), found.violation
+
+
+@pytest.mark.parametrize("impatient", [False, True], ids=["patient", "impatient"])
+def test_failure_in_band_then_reset(impatient: bool) -> None:
+    found = explore(replace(fails_then_resets(IN_BAND, IN_BAND, 2), impatient=impatient, programs=2))
+    assert found.violation is None, found.trace
+    assert found.endings and all(any(ending) for ending in found.endings)
 
 
 ONE_CALL = same(2, Call(GATHER, "A"))
@@ -277,6 +304,9 @@ BROKEN = [
     (P.SENDS_FIRST, same(2, Call(IN_SLICES, "A")), "no progress"),
     (P.CREDITS, same(2, Call(GATHER, "B", slot=0), Call(TWO_SHOTS, "A", slot=0)), "overwrites slot 0"),
     (P.SITE_HASH, Scenario(scripts=((Call(GATHER, "A"),), (Call(GATHER, "B"),))), "reads"),
+    (P.CLEARED, same(2, *[Call(IN_BAND, "A")] * 5), "in band of rank"),
+    (P.SIGNED, Scenario(scripts=((Call(IN_BAND, "A"),), (Call(IN_BAND, "B"),))), "in band from rank"),
+    (P.SENDS_FIRST, same(2, Call(IN_BAND, "A")), "no progress"),
     (P.ONE_WRITER, same(3, Call(GATHER, "A")), ""),
     (P.RANK_ORDER, same(2, Call(REDUCE, "A")), "not the same bits"),
     (P.WAIT_RESULT, ONE_MISSING, "reads"),

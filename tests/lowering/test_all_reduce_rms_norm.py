@@ -196,7 +196,8 @@ def test_products_match_reference(pool: RankPool, strategy: str) -> None:
     pool.run(_check_all, PRODUCTS, strategy, "product", timeout=100)
 
 
-# In one shot, and on three ranks in two; products that are reduced by the same kernel, and by another in front.
+# In one shot, not in band, and on three ranks in two; products that are reduced by the same kernel, and by another one
+# in front.
 SIZES = {"cpu": (Size(0, 24, 33), Size(4, 24, 150)), "cuda": (Size(0, 512, 4096), Size(4, 512, 16383))}
 
 

@@ -16,6 +16,16 @@ A use is closed, its epoch advanced and its credits due, as soon as the programs
 when it draws no more tickets; it may still settle, wait and read then, as it has read what is due when it started.
 Nobody looks at what that changes before the next launch, so this earliest moment stands for all later ones.
 
+Launches in band (core/in_band.py) also have, with a word of data and one that names the site for each source and area,
+
+    ("sign", dst)             store (site, number of this use in band) beside the area of this use in `dst`'s memory
+    ("drop", dst)             plain stores of data into that area
+    ("announce",)             publish (site, epoch) to all peers, if they have all given their credits of the slot
+    ("clear",)                zeros into the own area of the use before
+    ("watch", src)            wait until `src` has signed and its data is not zero, then read it
+
+Nothing orders their stores, so the moment at which one is seen stands for that of the store.
+
 Launches that pull (the strategy `chunked`; one launch with two programs is what it queues on two streams) also have
 
     ("fill", region, part)    plain stores of data into the own slot, where peers read them
@@ -47,6 +57,8 @@ PULLED, PULLED_RESULT = 3, 4
 REVOKED = 3
 TILES = 2
 
+IN_BAND = "in_band"
+
 PULLS = ("pull_gather", "pull_scatter", "pull_reduce")
 ZERO_COPY = ("pull_scatter", "pull_reduce")
 """Kinds whose data is written into the own slot even when nothing else is done."""
@@ -74,6 +86,8 @@ class Protection(Enum):
     DEVICE_EPOCH = auto()  # a captured launch keeps the epoch of its capture
     SENDS_FIRST = auto()  # items that wait come before items that send
     SITE_HASH = auto()  # the flag's site is not compared
+    CLEARED = auto()  # data in band stays where it was when it has been read
+    SIGNED = auto()  # data in band is read whoever sent it
     ONE_WRITER = auto()  # all sources share one flag word
     RANK_ORDER = auto()  # a reduction starts at the own rank
     WAIT_RESULT = auto()  # what follows a failed wait is done as if it had succeeded
@@ -107,6 +121,7 @@ def items(kind: str, me: int, world: int, without: Without) -> tuple[Item, ...]:
         "one_shot": _one_shot,
         "two_shots": _two_shots,
         "in_slices": _in_slices,
+        IN_BAND: _in_band,
         "pull_gather": _pull_gather,
         "pull_scatter": _pull_scatter,
         "pull_reduce": _pull_reduce,
@@ -261,6 +276,17 @@ def _in_slices(me: int, world: int, others: list[int], without: Without) -> list
         [(*_own_sum(CHUNK, me, world, without), *sums)],
         [row, row],
     ]
+
+
+def _in_band(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+    """A program that signs, one that sends and clears, and two that each add up what all have sent."""
+    clear = () if Protection.CLEARED in without else (("clear",),)
+    begin = (*(("sign", p) for p in others), ("announce",))
+    send = (*(("drop", p) for p in others), *clear)
+    first = me if Protection.RANK_ORDER in without else 0
+    sources = [(first + i) % world for i in range(world)]
+    reads = (*(("own",) if source == me else ("watch", source) for source in sources), ("sum",))
+    return [[begin], [send], [reads, reads]]
 
 
 def _piece(region: int, me: int, world: int, others: list[int], without: Without) -> Item:

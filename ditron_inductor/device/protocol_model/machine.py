@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ditron_inductor.device.protocol_model.launch import ZERO_COPY, Protection, Without
+from ditron_inductor.device.protocol_model.launch import IN_BAND, ZERO_COPY, Protection, Without
 from ditron_inductor.device.protocol_model.programs import Programs, Step
 from ditron_inductor.device.protocol_model.state import (
     SLOTS,
@@ -85,6 +85,9 @@ class Machine:
             arrived=rank.arrived if keep else (0,) * self.world,
             used=(-1,) * SLOTS,
             due=rank.due if Protection.RESET_DUE in self.without else None,
+            uses=0,
+            band=(None,) * (self.programs.areas * self.world),
+            signs=(Word(None, 0),) * (self.programs.areas * self.world),
             poisoned=False,
         )
 
@@ -117,9 +120,12 @@ class Machine:
             # Outputs are NaN; only the epoch goes on.
             rank = rank._replace(event=rank.event + 1, calls=rank.calls + (event.slot is None))
             rank = rank._replace(epochs=put(rank.epochs, slot, epoch), due=(slot, epoch))
+            rank = rank._replace(uses=rank.uses + (event.kind == IN_BAND))
             return f"rank {me} returns NaN", put(state, me, rank)
         taken = min(self.scenario.programs, len(self.programs.items[event.kind, me]))
         launch = Launch(epoch, slot, taken, tuple(Program(i) for i in range(taken)), due=rank.due)
+        if event.kind == IN_BAND:
+            launch = launch._replace(use=rank.uses + 1)
         if (event.may_fail and taken > 1) or helpless:
             # When a program starts matters: another one may have failed before.
             launch = launch._replace(next_item=0, programs=(Program(-1),) * taken)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from ditron_inductor.device.protocol_model.launch import (
+    CHUNK,
+    IN_BAND,
     PULLED,
     PULLED_RESULT,
     PULLS,
@@ -36,7 +38,7 @@ from ditron_inductor.device.protocol_model.state import (
     put,
 )
 
-WAITS, ACCESSES = ("credit", "await"), ("write", "read", "fill", "pull", "check")
+WAITS, ACCESSES = ("credit", "await", "watch"), ("write", "read", "fill", "pull", "check", "drop", "clear")
 NAMES = {"timeout": "no progress", "diverged": "another use of the slot", "revoked": "the slot was overwritten"}
 Step = tuple[str, State]
 
@@ -51,6 +53,7 @@ class Programs:
         self.closing = {(kind, me): closing(kind, me, self.world, without) for kind, me in self.items}
         self.work = {key: (*work, self.closing[key]) for key, work in self.items.items()}
         # Of each slot: the regions of launches that pull only where there are any.
+        self.areas = scenario.areas if IN_BAND in kinds else 0
         self.regions = 1 + (PULLED_RESULT if kinds & set(PULLS) else RESULT)
 
     def call(self, state: State, me: int) -> Call:
@@ -88,10 +91,12 @@ class Programs:
                 done.append(op)
                 state = self._set(state, me, index, self._pass_over(state, me, index))
                 continue
+            if op[0] == "watch" and self._is_elsewhere(state, me, launch, op[1]):
+                return self._fail(state, me, index, "diverged")
             if op[0] in WAITS:
-                seen = self._seen(state, me, op)
-                if not self._reached(seen.epoch, launch.epoch - (op[0] == "credit")):
+                if not self._is_over(state, me, launch, op):
                     return None
+                seen = self._seen(state, me, op)
                 if op[0] == "await" and (seen.site, seen.epoch) != (self.call(state, me).site, launch.epoch):
                     if Protection.SITE_HASH not in self.without:
                         return self._fail(state, me, index, "diverged")
@@ -118,7 +123,7 @@ class Programs:
             state = self._set(state, me, index, self._pass_over(state, me, index))
             launch, _, op = self._at(state, me, index)
         # Waits that have been successful: a group of steps begins with the first of them.
-        while self._reached(self._seen(state, me, op).epoch, launch.epoch - (op[0] == "credit")):
+        while self._is_over(state, me, launch, op):
             state = self._advance(state, me, index)[0]
             launch, _, op = self._at(state, me, index)
         return self._fail(state, me, index, "timeout")
@@ -162,7 +167,8 @@ class Programs:
         rank, launch = state[me], state[me].launch
         assert launch is not None
         use, launch = (launch.slot, launch.epoch), launch._replace(closed=True)
-        return put(state, me, rank._replace(epochs=put(rank.epochs, *use), due=use, launch=launch))
+        uses = launch.use or rank.uses
+        return put(state, me, rank._replace(epochs=put(rank.epochs, *use), due=use, uses=uses, launch=launch))
 
     def _is_wanting(self, state: State, me: int, index: int) -> bool:
         """Whether a program that asks settles: a credit of its item is missing, and a peer has not got its own yet."""
@@ -213,7 +219,28 @@ class Programs:
         assert launch is not None
         if op[0] == "credit":
             return state[me].credits[launch.slot * self.world + op[1]]
+        if op[0] == "watch":
+            return state[me].signs[self._place(launch.use, op[1])]
         return state[me].flags[self._flag(launch.slot, op[1], op[2])]
+
+    def _is_over(self, state: State, me: int, launch: Launch, op: Op) -> bool:
+        """Whether the wait `op` has what it waits for."""
+        seen = self._seen(state, me, op).epoch
+        if op[0] == "watch":
+            signed = seen >= launch.use or Protection.SIGNED in self.without
+            return signed and state[me].band[self._place(launch.use, op[1])] is not None
+        return self._reached(seen, launch.epoch - (op[0] == "credit"))
+
+    def _is_elsewhere(self, state: State, me: int, launch: Launch, source: int) -> bool:
+        """Whether `source` has signed as another site, or announces one, or has published what another one has sent."""
+        site, sign = self.call(state, me).site, state[me].signs[self._place(launch.use, source)]
+        flag = state[me].flags[self._flag(launch.slot, CHUNK, source)]
+        signed = sign.epoch >= launch.use and sign.site != site
+        told = flag.site not in (None, site) and self._reached(flag.epoch, launch.epoch)
+        return (signed or told) and Protection.SIGNED not in self.without
+
+    def _place(self, use: int, source: int) -> int:
+        return use % self.scenario.areas * self.world + source
 
     def _reached(self, seen: int, epoch: int) -> bool:
         if Protection.EPOCH in self.without:
@@ -241,6 +268,14 @@ class Programs:
             state = self._set(state, me, index, program._replace(read=(*program.read, op[2])))
         elif name == "fill":
             state = self._fill(state, me, index)
+        elif name in ("sign", "drop", "clear", "watch"):
+            state = self._in_band(state, me, index)
+        elif name == "announce":
+            peers = [peer for peer in range(self.world) if peer != me]
+            credits = [state[me].credits[launch.slot * self.world + peer].epoch for peer in peers]
+            if all(self._reached(credit, launch.epoch - 1) for credit in credits):
+                for peer in peers:
+                    state = self._publish(state, me, launch, peer, CHUNK)
         elif name == "pull":
             state = self._pull(state, me, index)
         elif name == "own":
@@ -283,6 +318,26 @@ class Programs:
         early = dst.early if to == me else self._destroyed(dst, launch.slot, data)
         state = put(state, to, dst._replace(early=put(early, word, data)))
         return self._set(state, me, index, program._replace(pending=(*program.pending, (to, word, data))))
+
+    def _in_band(self, state: State, me: int, index: int) -> State:
+        launch, program, op = self._at(state, me, index)
+        site, rank = self.call(state, me).site, state[me]
+        if op[0] == "sign":
+            peer, place = state[op[1]], self._place(launch.use, me)
+            return put(state, op[1], peer._replace(signs=put(peer.signs, place, Word(site, launch.use, me))))
+        if op[0] == "drop":
+            peer, place = state[op[1]], self._place(launch.use, me)
+            if peer.band[place] is not None and not (peer.dead or peer.poisoned):
+                raise Violation(f"rank {me} overwrites {peer.band[place]} in band of rank {op[1]}")
+            return put(state, op[1], peer._replace(band=put(peer.band, place, (site, rank.event, me))))
+        if op[0] == "clear":
+            first = self._place(launch.use - 1, 0)
+            band = (*rank.band[:first], *(None,) * self.world, *rank.band[first + self.world :])
+            return put(state, me, rank._replace(band=band))
+        found = rank.band[self._place(launch.use, op[1])]
+        if found != (site, rank.event, op[1]):
+            raise Violation(f"rank {me}, call {rank.event} of {site}: reads {found} in band from rank {op[1]}")
+        return self._set(state, me, index, program._replace(read=(*program.read, op[1])))
 
     def _destroyed(self, rank: Rank, slot: int, data: Any) -> tuple[Any, ...]:
         """`rank.early` when `data` is stored: whatever earlier uses left in the slot to be pulled is in the way."""

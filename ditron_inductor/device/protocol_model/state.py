@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ditron_inductor.core.layout import IN_BAND_AREAS
+
 SLOTS = 2
 
 
@@ -52,6 +54,7 @@ class Scenario:
     `programs`: resident programs per launch. `start`, `modulus`: first epoch, and where epochs wrap.
     `impatient`: a wait of a call that may fail can expire while its peer is only slow, not just when all are stuck.
     `mortal`: this rank may stop for good between any two steps. `fine`: one memory operation per step.
+    `areas`: that launches in band take in turn.
     """
 
     scripts: tuple[tuple[Event, ...], ...]
@@ -60,6 +63,7 @@ class Scenario:
     modulus: int = 16
     fine: bool = False
     impatient: bool = False
+    areas: int = IN_BAND_AREAS.value
     mortal: int | None = None
 
     @property
@@ -83,6 +87,7 @@ class Launch(NamedTuple):
     slot: int
     next_item: int
     programs: tuple[Program, ...]  # sorted: programs are interchangeable
+    use: int = 0  # number of this use in band
     suspect: str = ""  # what was wrong with the first wrong data that was pulled
     due: tuple[int, int] | None = None  # of the rank, as its programs read it when they start
     closed: bool = False  # all programs are counted
@@ -105,6 +110,9 @@ class Rank(NamedTuple):
     arrived: tuple[int, ...]  # [destination] tiles counted
     used: tuple[int, ...]  # [slot] the event that used the slot last: for the checks only
     due: tuple[int, int] | None = None  # (slot, epoch) of the use that was closed last
+    uses: int = 0  # in band, that have ended
+    band: tuple[Any, ...] = ()  # [area][source] data in band, None for zero
+    signs: tuple[Word, ...] = ()  # [area][source], written by the source
     event: int = 0  # position in the script
     calls: int = 0  # eager and captured calls
     barriers: int = 0  # host barriers entered
