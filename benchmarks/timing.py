@@ -67,8 +67,8 @@ def interleaved(
 
     After `most_s` seconds on any rank there is no further round, but for the first two.
 
-    A contestant's call does `per_call` operations; a sample has at least `least_calls` calls. Collective: all ranks hold the same contestants in the same order,
-    and get the same result.
+    A contestant's call does `per_call` operations; a sample has at least `least_calls` calls. Collective: all ranks
+    hold the same contestants in the same order, and get the same result.
     """
     order = list(contestants)
     shuffle = random.Random(0)
