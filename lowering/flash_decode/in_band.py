@@ -31,7 +31,7 @@ from ditron_inductor.core.in_band import (
     may_begin,
     sign,
     wait_in_band,
-    words_before,
+    lines_before,
 )
 from ditron_inductor.core.layout import IN_BAND_BYTES, POLL_LIMIT
 from ditron_inductor.core.signals import ask_to_send, current_epoch, granted, last_use, leave, settle
@@ -108,7 +108,7 @@ def flash_decode_in_band_kernel(
     use = current_use(ctl)
     epoch = current_epoch(ctl, slot)
     due = last_use(ctl)
-    before = words_before(ctl)
+    before = lines_before(ctl)
     ok = may_begin(ctl)
     limit = tl.load(ctl + POLL_LIMIT) * PATIENCE
     heaps = ()
