@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ditron_inductor import quick_interpreter
-from ditron_inductor.quick_interpreter import looked_up_once, patched_once, patient
+from ditron_inductor.quick_interpreter import looked_up_once, patched_once, patient, patient_load
 
 TL = types.ModuleType("tl")
 CORE = types.ModuleType("tl.core")
@@ -108,3 +108,14 @@ def test_a_wait_sleeps_from_its_second_look_on(monkeypatch: pytest.MonkeyPatch) 
     for pointer, order in ((here, "acquire"), (here, "relaxed"), (here, "acquire"), (there, "acquire")):
         look(None, "add", pointer, 0, True, order, "sys")
     assert events == ["look", "look", "sleep", "look", "look"]
+
+
+def test_a_wait_that_looks_at_several_places_sleeps_once_for_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(quick_interpreter.time, "sleep", lambda seconds: events.append("sleep"))
+    load = patient_load(lambda self, pointers, *arguments: events.append(str(pointers.data[0])))
+    places = [types.SimpleNamespace(data=np.array([address, 0])) for address in (1, 2)]
+    for is_volatile in (False, False, True, True, True):
+        for place in places:
+            load(None, place, True, 0, "", "", is_volatile)
+    assert events == [*"121212", "sleep", *"12", "sleep", *"12"]

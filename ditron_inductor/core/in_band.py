@@ -22,6 +22,8 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import (
     DIVERGED,
+    DUE,
+    EPOCH,
     EPOCH_MASK,
     IN_BAND_AREAS,
     IN_BAND_BYTES,
@@ -31,11 +33,11 @@ from ditron_inductor.core.layout import (
     IN_BAND_USES,
     MAX_WORLD,
     POISON,
+    POLL_LIMIT,
     SLOT_WORDS,
     TIMEOUT,
 )
 from ditron_inductor.core.signals import (
-    FIRST_LOOK,
     POISON_PERIOD,
     all_heaps,
     behind,
@@ -43,29 +45,37 @@ from ditron_inductor.core.signals import (
     fail,
     healthy,
     peer,
+    slot_ctl,
     word,
 )
+
+FIRST_LOOK = tl.constexpr(16)
+"""The poll in which a wait first looks at anything but its words: these polls are shorter than those of flags."""
 
 LINE = tl.constexpr(32)
 """Words of a line: an area is laid out by whole lines."""
 
 
 @triton.jit
-def current_use(ctl):
-    """The number of this launch's use in band: one more than those that have ended."""
-    return tl.load(ctl + IN_BAND_USES) + 1
+def ask(ctl, slot):
+    """Begin to load what a program in band has to know, for `answer`. Data that is loaded before that takes no time."""
+    return (
+        tl.load(ctl + IN_BAND_USES),
+        tl.load(slot_ctl(ctl, slot) + EPOCH),
+        tl.load(ctl + DUE),
+        tl.load(ctl + IN_BAND_LINES),
+        tl.load(ctl + POISON),
+        tl.load(ctl + POLL_LIMIT),
+    )
 
 
 @triton.jit
-def lines_before(ctl):
-    """How many lines of the area of the use before this one may not be zero, from its beginning on."""
-    return tl.load(ctl + IN_BAND_LINES)
-
-
-@triton.jit
-def may_begin(ctl):
-    """1 unless an earlier launch poisoned this workspace; then nothing may be sent."""
-    return (tl.load(ctl + POISON) == 0).to(tl.int32)
+def answer(asked):
+    """The number of this use in band, the epoch of its slot, the last use for `settle`, how many lines of the area of
+    the use before may not be zero, 1 unless an earlier launch poisoned this workspace, and the polls of a wait.
+    """
+    ended, epochs, due, lines, poison, limit = asked
+    return ended + 1, (epochs + 1) & EPOCH_MASK, due, lines, (poison == 0).to(tl.int32), limit
 
 
 @triton.jit

@@ -24,24 +24,21 @@ import triton.language as tl
 from ditron_inductor.core.in_band import (
     LINE,
     announce,
+    answer,
     area,
+    ask,
     clear_before,
     close_in_band,
-    current_use,
     decode,
     encode,
     heap_of,
-    lines_before,
-    may_begin,
     sign,
     wait_in_band,
 )
-from ditron_inductor.core.layout import IN_BAND_BYTES, POLL_LIMIT
+from ditron_inductor.core.layout import IN_BAND_BYTES
 from ditron_inductor.core.signals import (
     ask_to_send,
-    current_epoch,
     granted,
-    last_use,
     leave,
     settle,
 )
@@ -78,33 +75,42 @@ INTERPRETED_PROGRAMS = 8
 
 
 @triton.jit
-def begin(table, ctl, rank, slot, site, epoch, use, before, due, ok, WORLD: tl.constexpr, THREADS: tl.constexpr):
+def begin(asked, table, ctl, rank, slot, site, WORLD: tl.constexpr, THREADS: tl.constexpr):
     """Sign what the other programs send, and give the credits that are due; and `leave`."""
+    use, epoch, due, before, ok, _ = answer(asked)
     if ok != 0:
         sign(table, rank, site, use, WORLD)
-    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
+    credits = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
     left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
     settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
     if ok != 0:
-        announce(asked, table, rank, slot, site, epoch, WORLD, THREADS)
+        announce(credits, table, rank, slot, site, epoch, WORLD, THREADS)
     return left
 
 
 @triton.jit
-def send(x, heaps, rank, first, words, stride, use, ok, WORLD: tl.constexpr, CHUNK: tl.constexpr):
-    """Words from `first` on, to all peers. x: pointer to the words of all rows. heaps: of rank + 1, .."""
+def send(
+    asked, x, own, heaps, ctl, words, stride, number, senders, rank, slot,
+    WORLD: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Words of x, which points to those of all rows, to all peers; and zeros; and `leave`. heaps: of rank + 1, .."""
+    first = number * CHUNK
     places = first + tl.arange(0, CHUNK)
     sent = encode(tl.load(x + places, mask=places < words, other=0))
+    use, epoch, due, before, ok, _ = answer(asked)
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
             tl.store(area(heaps[i], use) + (rank * stride + places), sent, mask=places < words)
+    left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
+    clear_before(own, use, before, number, senders, 4 * THREADS)
+    return left
 
 
 @triton.jit
 def reduce(
-    x, given, outputs, heap, limit, ctl, M, N, width, stride, piece, rank, slot, site, epoch, use, before, due, ok,
+    asked, x, given, outputs, own, ctl, M, N, width, stride, piece, rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, PATIENCE: tl.constexpr,
 ):  # fmt: skip
     """The rows of `piece`, and `leave`."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -117,11 +123,12 @@ def reduce(
     at = rows.to(tl.int64) * N + cols
     inside = (rows < M) & (cols < N)
     loaded = extras(given, at, cols, inside, N, FORM)
+    use, epoch, due, before, ok, limit = answer(asked)
     left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
     theirs = (mine,) * WORLD
     if ok != 0:
         theirs, ok = wait_in_band(
-            mine, places, there, stride, heap, limit, ctl, rank, slot, piece, site, epoch, use, WORLD
+            mine, places, there, stride, own, limit * PATIENCE, ctl, rank, slot, piece, site, epoch, use, WORLD
         )
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for i in tl.static_range(WORLD):
@@ -146,31 +153,26 @@ def in_band_kernel(
     ROWS rows.
     """
     program = tl.program_id(0)
-    use = current_use(ctl)
-    epoch = current_epoch(ctl, slot)
-    due = last_use(ctl)
-    before = lines_before(ctl)
-    ok = may_begin(ctl)
-    limit = tl.load(ctl + POLL_LIMIT) * PATIENCE
     # All questions before the first answer.
+    asked = ask(ctl, slot)
     own = heap_of(table, rank)
     heaps = ()
     for i in tl.static_range(1, WORLD):
         heaps = heaps + (heap_of(table, (rank + i) % WORLD),)  # type: ignore[assignment]
     if program <= senders:
         if program == 0:
-            left = begin(table, ctl, rank, slot, site, epoch, use, before, due, ok, WORLD, THREADS)
+            left = begin(asked, table, ctl, rank, slot, site, WORLD, THREADS)
         else:
-            first = (program - 1) * CHUNK
             whole = x.to(tl.pointer_type(tl.uint32), bitcast=True)
-            send(whole, heaps, rank, first, words, stride, use, ok, WORLD, CHUNK)
-            left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
-            clear_before(own, use, before, program - 1, senders, 4 * THREADS)
+            left = send(
+                asked, whole, own, heaps, ctl, words, stride, program - 1, senders, rank, slot, WORLD, CHUNK, THREADS
+            )
     else:
         left = reduce(
-            x, given, outputs, own, limit, ctl, M, N, width, stride, program - 1 - senders, rank, slot, site,
-            epoch, use, before, due, ok, WORLD, AVERAGE, ROWS, BLOCK, BLOCK_WORDS, FORM, EPS, POST_EPS, THREADS,
+            asked, x, given, outputs, own, ctl, M, N, width, stride, program - 1 - senders, rank, slot, site, WORLD,
+            AVERAGE, ROWS, BLOCK, BLOCK_WORDS, FORM, EPS, POST_EPS, THREADS, PATIENCE,
         )  # fmt: skip
+    use, epoch, _, _, _, _ = answer(asked)
     close_in_band(granted(left, THREADS), ctl, slot, epoch, use, WORLD * stride)
 
 

@@ -22,7 +22,6 @@ from ditron_inductor.lowering.all_reduce_rms_norm.in_band import (
 )
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of
 from ditron_inductor.task.nodes import EXTRAS, NORM_KINDS
-from tests.conftest import Place
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.lowering.failures import Failure, call_without_the_last, check_left_waiting, fails, nan_once_poisoned, reset
@@ -198,11 +197,6 @@ def _replayed(ctx: RankContext) -> None:
 
 def test_replayed_in_a_graph(gpu_pool: RankPool) -> None:
     gpu_pool.run(_replayed, timeout=100)
-
-
-@pytest.fixture
-def fragile_place(request: pytest.FixtureRequest) -> Place:
-    return getattr(request, "param", Place("cpu", 2))
 
 
 def _reset_and_work(ctx: RankContext) -> None:
