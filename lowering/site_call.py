@@ -1,0 +1,119 @@
+"""A site's op as a compiled graph calls it: past torch's dispatcher, with its tensors only.
+
+Inductor's code for a graph (see site_kernel.py) has, for every site,
+
+    call_buf3 = site_call("matmul_all_reduce", True, [Input(0)], [Input(1)], None, None, "sum", 2, "0", "step/0", ..)
+    ...
+    buf3 = call_buf3(arg0_1, buf1)
+
+All but the tensors is bound when the code is loaded, in whichever process that is. Where the shapes and strides of the
+operands are fixed by the graph's guards and Inductor's layouts, a call by `tile` is recorded (recording.py), and done
+again from its record (repeat.py). Every other call runs what the op would run.
+
+The op itself is called while somebody may want to see it or to take its place: a profiler, a mode for dispatch, autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+
+from ditron_inductor.lowering.launcher import internals
+from ditron_inductor.lowering.recording import Recorder, recording
+from ditron_inductor.lowering.register import implementations, register
+from ditron_inductor.lowering.repeat import Repeated, record_of
+from ditron_inductor.lowering.tracing import tracing
+from ditron_inductor.task import ops
+from ditron_inductor.task.watch import watch
+
+MOST_ATTEMPTS = 4
+"""Calls of a site that are recorded: some once for a graph's captures, some again when an operand lies elsewhere."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """Stands for a tensor of the call among the arguments of an op."""
+
+    index: int
+
+
+class SiteCall:
+    """One site of one compiled graph. Called with its tensors, in their order.
+
+    arguments: of the op, an Input in the place of each tensor. static: whether every call has operands of the same
+    form. repeated: what can be done again from a record.
+    """
+
+    def __init__(self, kind: str, static: bool, arguments: Sequence[Any]) -> None:
+        self.op = ops.overload(kind)
+        self.implementation = implementations()[kind]
+        self.static = static
+        self.repeated: list[Repeated] = []
+        self._template = list(arguments)
+        self._single = [(place, one.index) for place, one in enumerate(arguments) if isinstance(one, Input)]
+        self._lists = [
+            (place, [one.index for one in given])
+            for place, given in enumerate(arguments)
+            if isinstance(given, (list, tuple))
+        ]
+        self._called = False
+        self._attempts = 0
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        if torch.autograd._profiler_enabled() or torch._C._len_torch_dispatch_stack() or torch.is_grad_enabled():
+            return self.op(*self.arguments(tensors))
+        for repeated in self.repeated:
+            result = repeated(tensors)
+            if result is not None:
+                return result
+        if self.static and self._called:
+            return self._first(tensors)
+        self._called = True
+        return self.implementation(*self.arguments(tensors))
+
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """The arguments of the op for a call with these tensors."""
+        arguments = self._template.copy()
+        for place, index in self._single:
+            arguments[place] = tensors[index]
+        for place, indices in self._lists:
+            arguments[place] = [tensors[index] for index in indices]
+        return arguments
+
+    def _first(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """A call that no record covers, recorded if that may help later ones."""
+        holding = [one for one in self.repeated if one.holds()]
+        if len(holding) < len(self.repeated):
+            # A group made again, a reset: there is something new to record.
+            self.repeated, self._attempts = holding, 0
+        if self._attempts >= MOST_ATTEMPTS or not _can_be_recorded(tensors):
+            return self.implementation(*self.arguments(tensors))
+        self._attempts += 1
+        with Recorder(tensors) as recorder:
+            result = self.implementation(*self.arguments(recorder.operands))
+        record = record_of(recorder, result)
+        if record is not None:
+            self.repeated.append(Repeated(record))
+        return result
+
+
+def _can_be_recorded(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a record made now would hold for later calls."""
+    if watch.observer is not None or tracing.buffer is not None or recording.active is not None:
+        return False
+    found = internals()
+    if found is None or found.settings() is None:
+        return False
+    if any(isinstance(x, FakeTensor) or x.numel() == 0 or x.device != tensors[0].device for x in tensors):
+        return False
+    return not tensors[0].is_cuda or not torch.cuda.is_current_stream_capturing()
+
+
+def site_call(kind: str, static: bool, *arguments: Any) -> SiteCall:
+    """What the code of a compiled graph calls for one site, as above."""
+    register()
+    return SiteCall(kind, static, arguments)
