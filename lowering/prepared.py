@@ -122,6 +122,10 @@ class PreparedCalls:
 
     def keep(self, key: Hashable, prepared: Prepared) -> None:
         """Use `prepared` for the call `key` from now on, until its workspace is released."""
+        if recording.active is not None:
+            here = recording.here()
+            if here is not None:
+                here.found(prepared, None)
         if len(self._known) >= MOST_CALLS:
             self._known.clear()
         self._known[key] = prepared

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,42 +45,78 @@ class SlotUse:
 
 @dataclass(frozen=True)
 class LaunchMade:
-    """A launch of a compiled kernel, `ready` of its launcher, under these `settings` of Triton; the tensors by name."""
+    """A launch of a compiled kernel, `ready` of its launcher, under these `settings` of Triton; the tensors by name.
+
+    slot: what it took for itself, None for a kernel that uses no workspace.
+    """
 
     launcher: Any
     ready: Any
     settings: tuple[Any, ...]
     tensors: dict[str, Any]
+    slot: SlotUse | None = None
 
 
-class Recorder(TorchDispatchMode):
-    """Watches what is done inside its `with` block, on this thread.
+class Scout:
+    """Notes what a call inside its `with` block, on this thread, looks up: `prepared`."""
 
-    operands: to be used in the block instead of those given. allocated: in their order. prepared, chosen: what was
-    looked up. slot, launch: the one of each. problem: the first thing that a record cannot hold, or empty.
-    """
-
-    def __init__(self, operands: Sequence[torch.Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.operands = [with_own_storage(x) for x in operands]
-        self.allocated: list[torch.Tensor] = []
         self.prepared: Any = None
-        self.chosen: Any = None
-        self.slot: SlotUse | None = None
-        self.launch: LaunchMade | None = None
-        self.problem = ""
         self._thread = threading.get_ident()
 
-    def __enter__(self) -> Recorder:
-        assert recording.active is None or not recording.active.is_here(), "a call is being recorded already"
-        super().__enter__()
+    def __enter__(self) -> Self:
+        assert recording.active is None, "a call is being watched already"
         recording.active = self
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        if recording.active is self:
-            recording.active = None
-        super().__exit__(*exc)
+        recording.active = None
+
+    def is_here(self) -> bool:
+        """Whether this thread is the watched one."""
+        return threading.get_ident() == self._thread
+
+    def found(self, prepared: object, chosen: object) -> None:
+        """The call runs what was `chosen` when it was `prepared`; None for what is prepared in this call."""
+        self.prepared = prepared
+
+    def refuse(self, problem: str) -> None:
+        """The call does what a record cannot hold."""
+
+    def took(self, slot: SlotUse) -> None:
+        """A slot was taken for the next launch."""
+
+    def launched(self, launch: LaunchMade) -> None:
+        """A kernel was launched."""
+
+
+class Recorder(Scout, TorchDispatchMode):
+    """Watches all that a call does.
+
+    operands: to be used in the block instead of those given. allocated, launches: in their order. prepared, chosen:
+    what was looked up. problem: the first thing that a record cannot hold, or empty.
+    """
+
+    def __init__(self, operands: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        # Who owns the memory of those to be used.
+        self._owners = tuple(operands)
+        self.operands = [with_own_storage(x) for x in operands]
+        self.allocated: list[torch.Tensor] = []
+        self.chosen: Any = None
+        self.launches: list[LaunchMade] = []
+        self.problem = ""
+        self._slot: SlotUse | None = None
+
+    def __enter__(self) -> Self:
+        Scout.__enter__(self)
+        TorchDispatchMode.__enter__(self)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        TorchDispatchMode.__exit__(self, *exc)
+        Scout.__exit__(self)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -92,40 +128,31 @@ class Recorder(TorchDispatchMode):
             self.refuse(str(func))
         return out
 
-    def is_here(self) -> bool:
-        """Whether this thread is the recorded one."""
-        return threading.get_ident() == self._thread
-
-    def refuse(self, problem: str) -> None:
-        """The call does what a record cannot hold."""
-        self.problem = self.problem or problem
-
     def found(self, prepared: object, chosen: object) -> None:
-        """The call runs what was `chosen` when it was `prepared`."""
-        if self.prepared is not None:
-            self.refuse("two lookups")
+        if self.prepared is not None or chosen is None:
+            self.refuse("another lookup than one that finds")
         self.prepared, self.chosen = prepared, chosen
 
+    def refuse(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
     def took(self, slot: SlotUse) -> None:
-        """A slot was taken for one launch."""
-        if self.slot is not None:
+        if self._slot is not None or any(launch.slot for launch in self.launches):
             self.refuse("two slots")
-        self.slot = slot
+        self._slot = slot
 
     def launched(self, launch: LaunchMade) -> None:
-        """A kernel was launched."""
-        if self.launch is not None:
-            self.refuse("two launches")
-        self.launch = launch
+        self.launches.append(replace(launch, slot=self._slot))
+        self._slot = None
 
 
 class Recording:
-    """The recorder of this process, if one is active; it may be on another thread."""
+    """Who watches a call in this process, if somebody does, on whichever thread."""
 
     def __init__(self) -> None:
-        self.active: Recorder | None = None
+        self.active: Scout | None = None
 
-    def here(self) -> Recorder | None:
+    def here(self) -> Scout | None:
         """That of this thread."""
         active = self.active
         return active if active is not None and active.is_here() else None

@@ -8,9 +8,9 @@ Inductor's code for a graph (see site_kernel.py) has, for every site,
 
 All but the tensors is bound when the code is loaded, in whichever process that is. Where the shapes and strides of the
 operands are fixed by the graph's guards and Inductor's layouts, a call by `tile` is recorded (recording.py), and done
-again from its record (repeat.py). Every other call runs what the op would run.
+again from its record (repeat.py). Every other call runs what the op runs.
 
-The op itself is called while somebody may want to see it or to take its place: a profiler, a mode for dispatch, autograd.
+The op itself is called while somebody may want to see it, or to take its place: a profiler, a mode, autograd.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import torch
 from torch._subclasses import FakeTensor
 
 from ditron_inductor.lowering.launcher import internals
-from ditron_inductor.lowering.recording import Recorder, recording
+from ditron_inductor.lowering.prepared import Prepared
+from ditron_inductor.lowering.recording import Recorder, Scout, recording
 from ditron_inductor.lowering.register import implementations, register
 from ditron_inductor.lowering.repeat import Repeated, record_of
 from ditron_inductor.lowering.tracing import tracing
@@ -45,7 +46,7 @@ class SiteCall:
     """One site of one compiled graph. Called with its tensors, in their order.
 
     arguments: of the op, an Input in the place of each tensor. static: whether every call has operands of the same
-    form. repeated: what can be done again from a record.
+    form. repeated: what can be done again from a record. problem: why the last call that was recorded can not.
     """
 
     def __init__(self, kind: str, static: bool, arguments: Sequence[Any]) -> None:
@@ -53,6 +54,7 @@ class SiteCall:
         self.implementation = implementations()[kind]
         self.static = static
         self.repeated: list[Repeated] = []
+        self.problem = ""
         self._template = list(arguments)
         self._single = [(place, one.index) for place, one in enumerate(arguments) if isinstance(one, Input)]
         self._lists = [
@@ -60,7 +62,7 @@ class SiteCall:
             for place, given in enumerate(arguments)
             if isinstance(given, (list, tuple))
         ]
-        self._called = False
+        self._prepared: Prepared | None = None
         self._attempts = 0
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
@@ -70,10 +72,13 @@ class SiteCall:
             result = repeated(tensors)
             if result is not None:
                 return result
-        if self.static and self._called:
-            return self._first(tensors)
-        self._called = True
-        return self.implementation(*self.arguments(tensors))
+        if self.static and recording.active is None:
+            return self._watched(tensors)
+        return self._run(tensors)
+
+    def _run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        op = self.op if any(isinstance(x, FakeTensor) for x in tensors) else self.implementation
+        return op(*self.arguments(tensors))
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """The arguments of the op for a call with these tensors."""
@@ -84,33 +89,40 @@ class SiteCall:
             arguments[place] = [tensors[index] for index in indices]
         return arguments
 
-    def _first(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """A call that no record covers, recorded if that may help later ones."""
-        holding = [one for one in self.repeated if one.holds()]
-        if len(holding) < len(self.repeated):
-            # A group made again, a reset: there is something new to record.
-            self.repeated, self._attempts = holding, 0
-        if self._attempts >= MOST_ATTEMPTS or not _can_be_recorded(tensors):
-            return self.implementation(*self.arguments(tensors))
+    def _watched(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """A call that no record covers, recorded if later ones may be as this one."""
+        prepared = self._prepared
+        if prepared is None or not prepared.holds():
+            # The first call, a group made again, a reset, a larger weight elsewhere.
+            self.repeated, self._attempts = [], 0
+            with Scout() as scout:
+                result = self._run(tensors)
+            self._prepared = scout.prepared
+            return result
+        if self._attempts >= MOST_ATTEMPTS or not _can_be_recorded(prepared, tensors):
+            return self._run(tensors)
         self._attempts += 1
         with Recorder(tensors) as recorder:
             result = self.implementation(*self.arguments(recorder.operands))
         record = record_of(recorder, result)
-        if record is not None:
+        if isinstance(record, str):
+            self.problem = record
+        else:
             self.repeated.append(Repeated(record))
         return result
 
 
-def _can_be_recorded(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a record made now would hold for later calls."""
-    if watch.observer is not None or tracing.buffer is not None or recording.active is not None:
+def _can_be_recorded(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether this call could be done again from a record."""
+    choice = prepared.now().choice
+    if choice is None or choice[2].strategy != "tile" or watch.observer is not None or tracing.buffer is not None:
         return False
     found = internals()
     if found is None or found.settings() is None:
         return False
     if any(isinstance(x, FakeTensor) or x.numel() == 0 or x.device != tensors[0].device for x in tensors):
         return False
-    return not tensors[0].is_cuda or not torch.cuda.is_current_stream_capturing()
+    return not prepared.workspace.shared.order.is_capturing()
 
 
 def site_call(kind: str, static: bool, *arguments: Any) -> SiteCall:

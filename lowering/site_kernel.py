@@ -1,8 +1,8 @@
 """How Inductor writes down the call of a site: by its `SiteCall` (see site_call.py) instead of the op.
 
-To everything but the text it is the fallback kernel that Inductor makes for any op of others: the same buffers, layouts,
-dependencies, checks of sizes. Where the text is not Python (`cpp_wrapper`, AOTInductor, FX), and where an argument is
-not a plain constant, it stays the op.
+To everything but the text it is the fallback kernel that Inductor makes for any op that is not its own: the same
+buffers, layouts, dependencies, checks of sizes. Where the text is not Python (`cpp_wrapper`, AOTInductor, FX), and
+where an argument is not a plain constant, it stays the op.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
@@ -28,10 +27,12 @@ WRAPPERS = (PythonWrapperCodegen, SubgraphPythonWrapperCodegen)
 """What writes Python; others that do not are derived from these."""
 
 
-class SiteKernel(ir.FallbackKernel):  # type: ignore[misc]
+class SiteKernel(ir.FallbackKernel):
     """The call of one site. call_name: of its SiteCall in the text, empty where it stays the op."""
 
     call_name: str = ""
+    inputs: Sequence[Any]
+    op_overload: Any
 
     def codegen(self, wrapper: Any) -> None:
         """Writes the SiteCall in front of the graph's function, and the call into it."""
@@ -94,9 +95,9 @@ def text_of(value: Any) -> str | None:
     return None
 
 
-def is_static(x: ir.IRNode) -> bool:
+def is_static(x: Any) -> bool:
     """Whether sizes and strides of a buffer are numbers."""
-    return all(isinstance(number, (int, sympy.Integer)) for number in (*x.get_size(), *x.get_stride()))
+    return all(getattr(number, "is_Integer", isinstance(number, int)) for number in (*x.get_size(), *x.get_stride()))
 
 
 def declare(kinds: Sequence[str]) -> None:
