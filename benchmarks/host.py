@@ -6,7 +6,8 @@ the compiled kernels are stand-ins that do nothing: the Python part of the path,
 
 Stages of `tile`: the dispatcher (an op of the same schema that does nothing), the lookup of what is kept for the call,
 the outputs, the token, the slot (its begin and end), the arguments of the launch, and the driver with Triton's
-launcher. `by the JIT`: the whole op when every launch goes through Triton's JIT.
+launcher. `in a graph`: the same call as the code of a compiled graph makes it (`docs/host_path.md`). `by the JIT`: the
+whole op when every launch goes through Triton's JIT.
 
 Stages of `chunked`: the dispatcher, lookup and token together, then what a call no longer costs when its launches do
 nothing, then its products, its copies, and its events; what is left is Python. The all-reduce of so small a product is

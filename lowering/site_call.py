@@ -25,7 +25,7 @@ from torch._subclasses import FakeTensor
 from ditron_inductor.lowering.launcher import internals
 from ditron_inductor.lowering.prepared import Prepared
 from ditron_inductor.lowering.recording import Recorder, Scout, recording
-from ditron_inductor.lowering.register import implementations, register
+from ditron_inductor.lowering.register import implementations
 from ditron_inductor.lowering.repeat import Repeated, record_of
 from ditron_inductor.lowering.tracing import tracing
 from ditron_inductor.task import ops
@@ -127,5 +127,7 @@ def _can_be_recorded(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> boo
 
 def site_call(kind: str, static: bool, *arguments: Any) -> SiteCall:
     """What the code of a compiled graph calls for one site, as above."""
-    register()
+    # In a process that found the code in a cache nothing else may have done what an import of this does.
+    from ditron_inductor import backend  # noqa: F401
+
     return SiteCall(kind, static, arguments)
