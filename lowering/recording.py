@@ -66,7 +66,7 @@ class Scout:
         self._thread = threading.get_ident()
 
     def __enter__(self) -> Self:
-        assert recording.active is None, "a call is being watched already"
+        assert recording.active is None and recording.lock.locked(), "one watches at a time"
         recording.active = self
         return self
 
@@ -147,9 +147,10 @@ class Recorder(Scout, TorchDispatchMode):
 
 
 class Recording:
-    """Who watches a call in this process, if somebody does, on whichever thread."""
+    """Who watches a call in this process, if somebody does, on whichever thread. lock: held by who watches."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self.active: Scout | None = None
 
     def here(self) -> Scout | None:

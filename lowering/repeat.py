@@ -78,9 +78,8 @@ class Step:
         """Launch with these addresses of operands and allocations, on the current stream of the device."""
         shared = self._shared
         if shared is None:
-            template = self._templates.get(0) or self._fill(0, (), ())
-            stream = 0 if device is None else current_handle(device)
-            self.launcher.start(self._ready, stream, self._values(template, addresses))
+            values = self._values(self._templates.get(0) or self._fill(0, (), ()), addresses)
+            self.launcher.start(self._ready, 0 if device is None else current_handle(device), values)
             return
         # As Launch.run.
         generation, slot, site = shared.begin(*self._begin)

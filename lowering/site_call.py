@@ -72,9 +72,13 @@ class SiteCall:
             result = repeated(tensors)
             if result is not None:
                 return result
-        if self.static and recording.active is None:
+        # One call is watched at a time, whichever thread it is on.
+        if not self.static or not recording.lock.acquire(blocking=False):
+            return self._run(tensors)
+        try:
             return self._watched(tensors)
-        return self._run(tensors)
+        finally:
+            recording.lock.release()
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> Any:
         op = self.op if any(isinstance(x, FakeTensor) for x in tensors) else self.implementation
