@@ -6,10 +6,12 @@ import gc
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor import scheduler
 from torch._inductor.utils import run_and_get_code
 from torch.distributed import _functional_collectives as functional
 
@@ -96,6 +98,25 @@ def test_a_wrapper_in_cpp_calls_the_ops(rank_pools: RankPools) -> None:
     for codes in rank_pools.get("cpu", 2).run(compiled_layer, settings(cpp_wrapper=True), False, (8,), timeout=200.0):
         assert codes and not any("site_call" in code for code in codes)
         assert all("ditron::all_gather_matmul" in code or "ditron.all_gather_matmul" in code for code in codes)
+
+
+def layer_in_partitions(ctx: RankContext) -> list[str]:
+    """The code of a graph that is cut at its reduce-scatter, as graphs are cut at what CUDA graphs cannot hold."""
+
+    def should_partition(self: Any, node: Any, *_: Any, **__: Any) -> str | None:
+        op = getattr(node.node, "op_overload", None)
+        return "cut here" if op is torch.ops.ditron.matmul_reduce_scatter.default else None
+
+    with mock.patch.object(scheduler.Scheduler, "should_partition", should_partition):
+        return compiled_layer(ctx, settings(graph_partition=True), False, (8,))
+
+
+def test_a_partition_binds_its_own_sites(rank_pools: RankPools) -> None:
+    for (code,) in rank_pools.get("cpu", 2).run(layer_in_partitions, timeout=200.0):
+        assert sorted(sites_of(code)) == [("all_gather_matmul", True), ("matmul_reduce_scatter", True)]
+        partition = code[code.index("def partition_0(") : code.index("class Runner")]
+        called = re.findall(r"= (call_\w+)\(", partition)
+        assert len(called) == 1 and f"{called[0]} = site_call('all_gather_matmul'" in code
 
 
 def graph_without_our_passes(ctx: RankContext) -> list[str]:
