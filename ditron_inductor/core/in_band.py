@@ -40,11 +40,14 @@ from ditron_inductor.core.layout import (
 from ditron_inductor.core.signals import (
     POISON_PERIOD,
     all_heaps,
+    ask_to_send,
     behind,
     close,
     fail,
     healthy,
+    leave,
     peer,
+    settle,
     slot_ctl,
     word,
 )
@@ -54,6 +57,11 @@ FIRST_LOOK = tl.constexpr(16)
 
 LINE = tl.constexpr(32)
 """Words of a line: an area is laid out by whole lines."""
+
+MOST_RANKS = 8
+"""A thread holds the words of all of them in registers."""
+PATIENCE = 2
+"""Polls for each of those that limits are counted in, which acquire, and so take up to twice as long."""
 
 
 @triton.jit
@@ -138,6 +146,22 @@ def announce(asked, table, rank, slot, site, epoch, WORLD: tl.constexpr, THREADS
         words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(site, epoch)
         flags = all_heaps(table, WORLD) + slot * SLOT_WORDS + rank
         tl.store(flags, words, mask=(targets < WORLD) & (targets != rank))
+
+
+@triton.jit
+def begin(asked, table, ctl, rank, slot, site, WORLD: tl.constexpr, THREADS: tl.constexpr):
+    """What one program of a launch does for all: sign what the others send, and give the credits that are due; and
+    `leave`. asked: of `ask`.
+    """
+    use, epoch, due, before, ok, _ = answer(asked)
+    if ok != 0:
+        sign(table, rank, site, use, WORLD)
+    credits = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
+    left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
+    settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
+    if ok != 0:
+        announce(credits, table, rank, slot, site, epoch, WORLD, THREADS)
+    return left
 
 
 @triton.jit

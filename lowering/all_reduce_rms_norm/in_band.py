@@ -23,25 +23,21 @@ import triton.language as tl
 
 from ditron_inductor.core.in_band import (
     LINE,
-    announce,
+    MOST_RANKS,
+    PATIENCE,
     answer,
     area,
     ask,
+    begin,
     clear_before,
     close_in_band,
     decode,
     encode,
     heap_of,
-    sign,
     wait_in_band,
 )
 from ditron_inductor.core.layout import IN_BAND_BYTES
-from ditron_inductor.core.signals import (
-    ask_to_send,
-    granted,
-    leave,
-    settle,
-)
+from ditron_inductor.core.signals import granted, leave
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import Outputs
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     all_outputs,
@@ -59,33 +55,15 @@ from ditron_inductor.task.nodes import NormNode
 
 MOST_BYTES = 256 << 10
 """Of x. The limit is to be measured: a word costs no more than in kernel.py, but for the zero that it leaves behind."""
-MOST_RANKS = 8
-"""A thread holds the words of all of them in registers."""
 MOST_ELEMENTS = 8192
 """Of a tile of several rows."""
 LEAST_CHUNK = 256
 """Words that a program sends to each peer: as many programs as are free send less than a KB."""
-PATIENCE = 2
-"""Polls for each of those that limits are counted in, which acquire, and so take up to twice as long."""
 
 INTERPRETED_MOST_BYTES = 512
 INTERPRETED_LEAST_CHUNK = 16
 INTERPRETED_PROGRAMS = 8
 """So that small problems have several programs of each kind, and are not all in band."""
-
-
-@triton.jit
-def begin(asked, table, ctl, rank, slot, site, WORLD: tl.constexpr, THREADS: tl.constexpr):
-    """Sign what the other programs send, and give the credits that are due; and `leave`."""
-    use, epoch, due, before, ok, _ = answer(asked)
-    if ok != 0:
-        sign(table, rank, site, use, WORLD)
-    credits = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
-    left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
-    settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-    if ok != 0:
-        announce(credits, table, rank, slot, site, epoch, WORLD, THREADS)
-    return left
 
 
 @triton.jit

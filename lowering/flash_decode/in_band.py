@@ -21,20 +21,20 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.in_band import (
-    announce,
+    MOST_RANKS,
+    PATIENCE,
+    answer,
     area,
+    ask,
+    begin,
     clear_before,
     close_in_band,
-    current_use,
     encode,
     heap_of,
-    may_begin,
-    sign,
     wait_in_band,
-    lines_before,
 )
-from ditron_inductor.core.layout import IN_BAND_BYTES, POLL_LIMIT
-from ditron_inductor.core.signals import ask_to_send, current_epoch, granted, last_use, leave, settle
+from ditron_inductor.core.layout import IN_BAND_BYTES
+from ditron_inductor.core.signals import granted, leave
 from ditron_inductor.lowering.flash_decode.attention import attend_ticket, merge_splits, part_offsets
 from ditron_inductor.lowering.flash_decode.local import LocalAttention, Operands, Shape
 from ditron_inductor.lowering.launch import Launch
@@ -43,12 +43,9 @@ from ditron_inductor.task.nodes import FlashDecode
 
 MOST_ELEMENTS = 2048
 """Of a head's part: a program holds those of all ranks in registers, and a logarithm beside each element."""
-MOST_RANKS = 8
 WORDS_PER_ELEMENT = 2
 INTERPRETED_MOST_BYTES = 4096
 """Of an area, so that not all small problems are in band."""
-PATIENCE = 2
-"""Polls for each of those that limits are counted in, which acquire, and so take up to twice as long."""
 
 
 @triton.jit
@@ -105,16 +102,12 @@ def flash_decode_in_band_kernel(
             ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
         )  # fmt: skip
     # Asked for together with the parts: while tokens are read, the registers are needed for those.
-    use = current_use(ctl)
-    epoch = current_epoch(ctl, slot)
-    due = last_use(ctl)
-    before = lines_before(ctl)
-    ok = may_begin(ctl)
-    limit = tl.load(ctl + POLL_LIMIT) * PATIENCE
+    asked = ask(ctl, slot)
     heaps = ()
     for i in tl.static_range(1, WORLD):
         heaps = heaps + (heap_of(table, (rank + i) % WORLD),)  # type: ignore[assignment]
     own = heap_of(table, rank)
+    use, epoch, due, before, ok, limit = answer(asked)
     stride = heads * (2 * ROWS * HEAD_DIM)
     if last != 0:
         o, lse = merge_splits(partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS)
@@ -131,22 +124,17 @@ def flash_decode_in_band_kernel(
         theirs = (mine,) * WORLD
         if ok != 0:
             theirs, ok = wait_in_band(
-                mine, at, there, stride, own, limit, ctl, rank, slot, head, site, epoch, use, WORLD
+                mine, at, there, stride, own, limit * PATIENCE, ctl, rank, slot, head, site, epoch, use, WORLD
             )
         merged = tl.where(ok != 0, merge_words(theirs, WORLD, MERGED_ROWS, HEAD_DIM), float("nan"))
         places, inside, _, _ = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
         tl.store(out + places, merged.to(out.dtype.element_ty), mask=inside)
     else:
         if program == 0:
-            if ok != 0:
-                sign(table, rank, site, use, WORLD)
-            asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
-            settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-            if ok != 0:
-                announce(asked, table, rank, slot, site, epoch, WORLD, THREADS)
+            left = begin(asked, table, ctl, rank, slot, site, WORLD, THREADS)
         else:
+            left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
             clear_before(own, use, before, program - 1, tl.num_programs(0) - 1, 4 * THREADS)
-        left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
     close_in_band(granted(left, THREADS), ctl, slot, epoch, use, WORLD * stride)
 
 

@@ -13,8 +13,9 @@ import torch
 import triton
 from triton.compiler import ASTSource
 
+from ditron_inductor.core.in_band import PATIENCE
 from ditron_inductor.lowering.flash_decode.config import CONFIGS, Config, deal, merged_splits, select_config
-from ditron_inductor.lowering.flash_decode.in_band import PATIENCE, flash_decode_in_band_kernel
+from ditron_inductor.lowering.flash_decode.in_band import flash_decode_in_band_kernel
 from ditron_inductor.lowering.flash_decode.local import local_attention_kernel, merge_ranks_kernel
 from ditron_inductor.lowering.flash_decode.tile import flash_decode_kernel
 from tests.lowering.assembly import Listing, dialect_of, machine_code, resources
