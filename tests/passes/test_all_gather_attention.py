@@ -304,6 +304,12 @@ def test_left_alone(code: str, form: Callable[..., torch.Tensor]) -> None:
     assert "ditron" not in text(module.graph) and before.count("all_gather") >= text(module.graph).count("all_gather")
 
 
+def test_large_heads_are_left_alone_in_both_directions() -> None:
+    given = tuple(one.requires_grad_() for one in operands(D=264))
+    for module in compiled_graphs(causal, *given):
+        assert fuse_attention(module) == 0 and set(reasons(module)) == {"attention_head_dim"}
+
+
 def test_dropout_is_left_alone() -> None:
     (module,) = compiled_graphs(sequence_first, *operands())
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

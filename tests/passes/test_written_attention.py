@@ -397,6 +397,17 @@ def test_left_alone(form: Form) -> None:
     assert "ditron" not in text(module.graph)
 
 
+@pytest.mark.parametrize("form", [quotient_last, filled, hugging_face], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("D", [256, 264])
+def test_large_heads(form: Form, D: int) -> None:
+    """No kernel takes more than 256 elements: there Inductor's own code is faster."""
+    (module,) = compiled_graphs(form, *operands(D=D))
+    before = text(module.graph).count("permute")
+    assert fuse_attention(module) == (D == 256)
+    if D > 256:
+        assert set(reasons(module)) == {"attention_head_dim"} and before == text(module.graph).count("permute")
+
+
 def test_gradients_are_left_alone() -> None:
     forward, backward = compiled_graphs(hugging_face, *(one.requires_grad_() for one in operands(B=2)))
     for module in (forward, backward):
