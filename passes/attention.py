@@ -169,6 +169,11 @@ def read_attention(node: fx.Node) -> Attention | Refused:
     if not isinstance(causal, bool) or (causal and kernel.square and not proofs.known_equal(queries, keys)):
         return ReasonCode.ATTENTION_FORM
     if flex:
+        scale = flex_call(node).scale
+    # By another one the kernels' largest score is the smallest.
+    if isinstance(scale, (int, float)) and scale <= 0:
+        return ReasonCode.ATTENTION_FORM
+    if flex:
         found = read_flex(node)
         return found if refused(found) else Attention(node, kernel, q, k, v, *found)
     shown = Shown(Mask("causal" if causal else "full"))

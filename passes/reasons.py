@@ -209,7 +209,7 @@ _TEXTS: dict[ReasonCode, str] = {
     ),
     ReasonCode.ATTENTION_FORM: (
         "the attention beside it is of a form that is not known: gather keys and values of one group, both along the "
-        "sequence, with heads of one size, into scaled_dot_product_attention; or use "
+        "sequence, with heads of one size, into scaled_dot_product_attention with a positive scale; or use "
         "ditron_inductor.ops.all_gather_attention"
     ),
     ReasonCode.ATTENTION_HEAD_DIM: (

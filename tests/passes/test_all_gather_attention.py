@@ -290,6 +290,7 @@ def queries_from_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torc
         ("attention_mask", with_prefix),
         ("attention_mask_given", with_given_mask),
         ("attention_form", without_values),
+        ("attention_form", lambda q, k, v: sequence_first(q, k, v, scale=-0.5)),
         ("attention_parts", partly),
         ("layout", batch_gathered),
         ("intermediate_used", queries_from_keys),

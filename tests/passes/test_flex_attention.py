@@ -112,6 +112,10 @@ def capped_twice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
     return attend(q, k, v, score_mod=lambda s, b, h, i, j: torch.tanh(torch.tanh(s) * 2.0) * 2.0)
 
 
+def negative(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return attend(q, k, v, scale=-0.5)
+
+
 GIVEN = create_block_mask(window, None, None, ROWS, WORLD_SIZE * ROWS, device="cpu", BLOCK_SIZE=BLOCK)
 
 
@@ -126,6 +130,7 @@ def given_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
         ("flex_block_mask", given_blocks),
         ("flex_score_mod", biased),
         ("flex_score_mod", capped_twice),
+        ("attention_form", negative),
     ],
     ids=lambda one: one if isinstance(one, str) else one.__name__,
 )
