@@ -95,7 +95,7 @@ def _above(weights: fx.Node) -> list[fx.Node]:
 def _end(node: fx.Node) -> fx.Node:
     """What a node is a view or a repetition of, or the same in a wider dtype."""
     while node.op == "call_function" and isinstance(node.args[0], fx.Node):
-        if node.target is aten.expand.default or widens(node):
+        if node.target in (aten.expand.default, aten.repeat.default) or widens(node):
             node = node.args[0]
         elif node.target in FOLLOWED:
             node = source_of(node)
