@@ -48,27 +48,32 @@ def synchronize(clock: Clock) -> None:
         torch.cuda.synchronize(clock.device)
 
 
-def calls_per_sample(clock: Clock, call: Call) -> int:
-    """How many calls make a sample of SAMPLE_US, equal on all ranks. Warms the contestant up."""
+def calls_per_sample(clock: Clock, call: Call, least: int = 1) -> int:
+    """How many calls make a sample of SAMPLE_US, but at least so many, equal on all ranks. Warms the contestant up."""
     synchronize(clock)
     (slowest,) = clock.largest([clock.sample(call, WARMUP if clock.device.type == "cuda" else 1)])
-    return max(1, min(MAX_CALLS, round(SAMPLE_US / slowest)))
+    return max(least, min(MAX_CALLS, round(SAMPLE_US / slowest)))
 
 
 def interleaved(
-    clock: Clock, contestants: Mapping[str, Call], per_call: int = 1, rounds: int = ROUNDS, most_s: float = math.inf
+    clock: Clock,
+    contestants: Mapping[str, Call],
+    per_call: int = 1,
+    rounds: int = ROUNDS,
+    most_s: float = math.inf,
+    least_calls: int = 1,
 ) -> dict[str, Times]:
     """Times of all contestants, in turns in a new order each round, until they have settled or `rounds` are over.
 
     After `most_s` seconds on any rank there is no further round, but for the first two.
 
-    A contestant's call does `per_call` operations. Collective: all ranks hold the same contestants in the same order,
-    and get the same result.
+    A contestant's call does `per_call` operations; a sample has at least `least_calls` calls. Collective: all ranks
+    hold the same contestants in the same order, and get the same result.
     """
     order = list(contestants)
     shuffle = random.Random(0)
     samples: dict[str, list[float]] = {name: [] for name in order}
-    calls = {name: calls_per_sample(clock, contestants[name]) for name in order}
+    calls = {name: calls_per_sample(clock, contestants[name], least_calls) for name in order}
     gc.collect()
     # A collection in a sample would count as that contestant's host time.
     gc.disable()

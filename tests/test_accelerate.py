@@ -48,6 +48,11 @@ def made(ctx: RankContext) -> nn.Module:
     return model
 
 
+def step_of(model: nn.Module) -> torch.optim.Optimizer:
+    """One tensor after the other: torch updates no list in which some are DTensors and some are not."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+
 def trained(model: nn.Module, optimizer: Any, backward: Any, x: torch.Tensor) -> list[torch.Tensor]:
     """The weights after a step."""
     backward(model(x).square().mean())
@@ -82,10 +87,10 @@ def train_both(ctx: RankContext) -> Counter[str]:
         accelerator = Accelerator(dynamo_plugin=plugin, parallelism_config=parallel)
         matmul.allow_tf32 = False
         model = made(ctx)
-        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        prepared, optimizer = accelerator.prepare(model, step_of(model))
         got = trained(prepared, optimizer, accelerator.backward, x)
         eager = made(ctx)
-        wanted = trained(eager, torch.optim.SGD(eager.parameters(), lr=0.1), torch.Tensor.backward, x)
+        wanted = trained(eager, step_of(eager), torch.Tensor.backward, x)
     for one, other in zip(got, wanted, strict=True):
         assert_near(one, other, num_partials=ctx.world_size)
     return Counter(counters["ditron"])

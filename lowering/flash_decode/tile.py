@@ -60,8 +60,17 @@ INTERPRETED_FUSED_TOKENS = 198
 
 
 @triton.jit
+def all_slots(table, ctl, rank, slot, WORLD: tl.constexpr):
+    """Where the parts lie on every rank, from `rank` on."""
+    slots = (data(table, ctl, rank, slot, tl.float32),)
+    for i in tl.static_range(1, WORLD):
+        slots = slots + (data(table, ctl, (rank + i) % WORLD, slot, tl.float32),)  # type: ignore[assignment]
+    return slots
+
+
+@triton.jit
 def send_ticket(
-    ticket, first_length, asked, ok, due, epoch, slots, heaps,
+    ticket, first_length, asked, ok, due, epoch,
     q, k, v, lengths, block_table, partials, table, ctl, counters,
     heads, kv_heads, splits, capacity, area, strides_q, strides_k, strides_v, stride_pages, rank, slot, site,
     WORLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr,
@@ -70,8 +79,8 @@ def send_ticket(
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     THREADS: tl.constexpr, ATTENDED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one split; if it is the last one of its head, send the head. slots, heaps: of all ranks, that of `rank`
-    first in slots. ok: -1 before the first head. Returns (the flag that was completed, -1 for none; ok).
+    """Attend to one split; if it is the last one of its head, send the head. ok: -1 before the first head. Returns (the
+    flag that was completed, -1 for none; ok).
     """
     current = tl.full((), -1, tl.int32)
     if ATTENDED:
@@ -83,6 +92,9 @@ def send_ticket(
             ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
         )  # fmt: skip
     if last != 0:
+        # Asked for with the parts. While tokens are read, the registers are needed for those.
+        heaps = all_heaps(table, WORLD)
+        slots = all_slots(table, ctl, rank, slot, WORLD)
         o, lse = merge_splits(partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS)
         if ok < 0:
             # Credits: nobody reads any more what the slot's previous use left there.
@@ -111,10 +123,11 @@ def send_ticket(
 
 @triton.jit
 def merge_flag(
-    flag, ok, own, out, table, ctl, heads, area, rank, slot, site, epoch,
+    flag, ok, out, table, ctl, heads, area, rank, slot, site, epoch,
     WORLD: tl.constexpr, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PER_FLAG: tl.constexpr,
 ):  # fmt: skip
-    """Wait for all peers' parts of the heads of a flag that this program has sent, and merge them. own: its slot."""
+    """Wait for all peers' parts of the heads of a flag that this program has sent, and merge them."""
+    own = data(table, ctl, rank, slot, tl.float32)
     # Acquire: the heads' parts of all peers. The own ones were acquired, or stored before a barrier.
     whole = ok & wait_all(table, ctl, rank, slot, flag, site, epoch, WORLD)
     for index in range(0, PER_FLAG):
@@ -145,11 +158,6 @@ def flash_decode_kernel(
     epoch = current_epoch(ctl, slot)
     due = last_use(ctl)
     first_length = tl.load(lengths)
-    heaps = all_heaps(table, WORLD)
-    own = data(table, ctl, rank, slot, tl.float32)
-    slots = (own,)
-    for i in tl.static_range(1, WORLD):
-        slots = slots + (data(table, ctl, (rank + i) % WORLD, slot, tl.float32),)  # type: ignore[assignment]
     # Last, as it takes an address that is loaded.
     asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
     ticket = granted(request, THREADS)
@@ -158,7 +166,7 @@ def flash_decode_kernel(
     ok = tl.full((), -1, tl.int32)
     if ONE_EACH:
         current, ok = send_ticket(
-            ticket, first_length, asked, ok, due, epoch, slots, heaps,
+            ticket, first_length, asked, ok, due, epoch,
             q, k, v, lengths, block_table, partials, table, ctl, counters,
             heads, kv_heads, splits, capacity, area, strides_q, strides_k, strides_v, stride_pages, rank, slot, site,
             WORLD, ROWS, BLOCK_ROWS, MERGED_ROWS, PARTS, HEAD_DIM, MERGED_SPLITS, BLOCK_N, LEAST_BLOCKS, PAGE, PER_FLAG,
@@ -168,7 +176,7 @@ def flash_decode_kernel(
         left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
         if current >= 0:
             merge_flag(
-                current, ok, own, out, table, ctl, heads, area, rank, slot, site, epoch,
+                current, ok, out, table, ctl, heads, area, rank, slot, site, epoch,
                 WORLD, ROWS, MERGED_ROWS, HEAD_DIM, PER_FLAG,
             )  # fmt: skip
     else:
@@ -182,7 +190,7 @@ def flash_decode_kernel(
             if ticket < tickets:
                 request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
                 current, ok = send_ticket(
-                    ticket, first_length, asked, ok, due, epoch, slots, heaps,
+                    ticket, first_length, asked, ok, due, epoch,
                     q, k, v, lengths, block_table, partials, table, ctl, counters, heads, kv_heads, splits, capacity,
                     area, strides_q, strides_k, strides_v, stride_pages, rank, slot, site,
                     WORLD, ROWS, BLOCK_ROWS, MERGED_ROWS, PARTS, HEAD_DIM, MERGED_SPLITS, BLOCK_N, LEAST_BLOCKS, PAGE,
@@ -194,7 +202,7 @@ def flash_decode_kernel(
                     left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
             if (pending >= 0) & ((current >= 0) | (ticket >= tickets)):
                 merge_flag(
-                    pending, ok, own, out, table, ctl, heads, area, rank, slot, site, epoch,
+                    pending, ok, out, table, ctl, heads, area, rank, slot, site, epoch,
                     WORLD, ROWS, MERGED_ROWS, HEAD_DIM, PER_FLAG,
                 )  # fmt: skip
                 pending = tl.full((), -1, tl.int32)
