@@ -52,8 +52,7 @@ def chain_to(atoms: Atoms, node: fx.Node, ends: Collection[fx.Node] = (), *, sca
             padded = ((),) * (len(shape) - len(axes)) + axes
             axes = tuple(axis or new for axis, new in zip(padded, atoms.new(shape), strict=True))
         elif view.target is aten.repeat.default:
-            times = view.args[1]
-            assert isinstance(times, (list, tuple))
+            times = proofs.arguments(view)["repeats"]
             padded = ((),) * (len(times) - len(axes)) + axes
             axes = tuple(new + axis for axis, new in zip(padded, atoms.new(times), strict=True))
         elif view.target in VIEWS:
