@@ -22,7 +22,7 @@ from ditron_inductor.passes.masks import Unknown
 from ditron_inductor.passes.reasons import ReasonCode, Refused, refused
 from ditron_inductor.passes.roots import Moved
 from ditron_inductor.passes.shown_masks import Shown, read_mask
-from ditron_inductor.task.all_gather_attention import Mask
+from ditron_inductor.task.all_gather_attention import MAX_HEAD_DIM, Mask
 
 aten = torch.ops.aten
 
@@ -163,8 +163,15 @@ def read_attention(node: fx.Node) -> Attention | Refused:
     fits = proofs.same_shape(k_value.shape, v_value.shape) and proofs.known_equal(B, k_value.shape[0])
     if not isinstance(scale, (int, float)) or not shared or not fits or not proofs.known_equal(D, k_value.shape[3]):
         return ReasonCode.ATTENTION_FORM
+    if isinstance(D, int) and D > MAX_HEAD_DIM:
+        return ReasonCode.ATTENTION_HEAD_DIM
     causal = bound["is_causal"]
     if not isinstance(causal, bool) or (causal and kernel.square and not proofs.known_equal(queries, keys)):
+        return ReasonCode.ATTENTION_FORM
+    if flex:
+        scale = flex_call(node).scale
+    # By another one the kernels' largest score is the smallest.
+    if isinstance(scale, (int, float)) and scale <= 0:
         return ReasonCode.ATTENTION_FORM
     if flex:
         found = read_flex(node)

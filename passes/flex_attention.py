@@ -161,7 +161,7 @@ def _kept(
 ) -> Score | None:
     """What is done to a score, or to its gradient, which is `hidden` elsewhere."""
     if result.target is not aten.where.self:
-        kept = _softcap(result, given[0])
+        kept = _softcap(result, score)
         return None if kept is None else (TRUE, *kept)
     condition, yes, no = result.args
     truth = Masks({given[3]: QUERY, given[4]: KEY}, shape).operand(result, condition)

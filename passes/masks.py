@@ -377,6 +377,13 @@ def _view(masks: Masks, node: fx.Node) -> Value | None:
     )
 
 
+def _padded(masks: Masks, node: fx.Node) -> Value | None:
+    """By nothing: as `create_block_mask` pads a mask whose sizes are multiples of its blocks."""
+    source, pads = node.args[:2]
+    unchanged = isinstance(pads, (list, tuple)) and all(proofs.known_equal(pad, 0) for pad in pads)
+    return masks.value(source) if unchanged and isinstance(source, fx.Node) else None
+
+
 def _indices(node: fx.Node, source: tuple[Any, ...], result: tuple[Any, ...]) -> list[Affine] | None:
     """Of each dimension of the source, by the indices of the result."""
     ndim = len(result)
@@ -512,6 +519,7 @@ _READERS: dict[object, Callable[[Masks, fx.Node], Value | None]] = {
     prims.convert_element_type.default: _cast,
     aten._to_copy.default: _cast,
     aten.index.Tensor: _index,
+    aten.constant_pad_nd.default: _padded,
     aten.cat.default: _cat,
     aten.cumsum.default: _running_sum,
     **dict.fromkeys(

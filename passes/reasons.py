@@ -15,6 +15,7 @@ from torch import fx
 
 from ditron_inductor.passes.culprits import describe
 from ditron_inductor.sites import NodeRecord
+from ditron_inductor.task.all_gather_attention import MAX_HEAD_DIM
 from ditron_inductor.task.nodes import ATTENTION_KINDS
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class ReasonCode(enum.StrEnum):
     """The attention beside the collective is of a form that is not known, or only its keys or its values are
     gathered.
     """
+    ATTENTION_HEAD_DIM = "attention_head_dim"
+    """The heads of the attention beside the collective are larger than any kernel for it takes."""
     ATTENTION_MASK = "attention_mask"
     """The attention beside the collective has a mask or bias that is not proved to be causal, or a causal window."""
     ATTENTION_MASK_GIVEN = "attention_mask_given"
@@ -150,6 +153,7 @@ class ReasonCode(enum.StrEnum):
 _NOTHING_TO_CHANGE = frozenset(
     {
         ReasonCode.ALREADY_FUSED,
+        ReasonCode.ATTENTION_HEAD_DIM,
         ReasonCode.CONTRACTED,
         ReasonCode.DISABLED,
         ReasonCode.GROUPED_MATMUL,
@@ -205,8 +209,12 @@ _TEXTS: dict[ReasonCode, str] = {
     ),
     ReasonCode.ATTENTION_FORM: (
         "the attention beside it is of a form that is not known: gather keys and values of one group, both along the "
-        "sequence, with heads of one size, into scaled_dot_product_attention; or use "
+        "sequence, with heads of one size, into scaled_dot_product_attention with a positive scale; or use "
         "ditron_inductor.ops.all_gather_attention"
+    ),
+    ReasonCode.ATTENTION_HEAD_DIM: (
+        f"the attention beside it has heads of more than {MAX_HEAD_DIM} elements, which no fast kernel takes: fused, "
+        "all scores would lie in memory; nothing to change"
     ),
     ReasonCode.ATTENTION_MASK: (
         "the attention beside it has a mask or bias that is not proved to be causal, or a causal window: compute it by "

@@ -31,12 +31,15 @@ class Root:
 
 
 def chain_to(atoms: Atoms, node: fx.Node, ends: Collection[fx.Node] = (), *, scaled: bool = False) -> tuple[Root, ...]:
-    """(what `node` is a view of, .., `node`), not beyond `ends`; casts that keep every value do not count. scaled: a
-    multiple is followed to what it is one of, too. Raises Unknown.
+    """(what `node` is a view of, .., `node`), not beyond `ends`; casts that keep every value do not count. With `ends`
+    what is repeated is followed too, scaled: so is a multiple. Raises Unknown.
     """
     nodes = [node]
     while nodes[-1] not in ends and (
-        nodes[-1].target in VIEWS or widens(nodes[-1]) or (scaled and _factor(nodes[-1]) is not None)
+        nodes[-1].target in VIEWS
+        or (ends and nodes[-1].target is aten.repeat.default)
+        or widens(nodes[-1])
+        or (scaled and _factor(nodes[-1]) is not None)
     ):
         source = nodes[-1].args[0]
         assert isinstance(source, fx.Node)
@@ -48,6 +51,10 @@ def chain_to(atoms: Atoms, node: fx.Node, ends: Collection[fx.Node] = (), *, sca
             shape = static_shape(view)
             padded = ((),) * (len(shape) - len(axes)) + axes
             axes = tuple(axis or new for axis, new in zip(padded, atoms.new(shape), strict=True))
+        elif view.target is aten.repeat.default:
+            times = proofs.arguments(view)["repeats"]
+            padded = ((),) * (len(times) - len(axes)) + axes
+            axes = tuple(new + axis for axis, new in zip(padded, atoms.new(times), strict=True))
         elif view.target in VIEWS:
             axes = viewed(atoms, view, axes)
         found.append(Root(view, axes, factor * (_factor(view) or 1.0)))

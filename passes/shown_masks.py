@@ -4,8 +4,9 @@ A mask is understood if it shows row i the keys whose positions are at most that
 second one, and if a row's position goes up by one from row to row but for some jumps. Keys stand in order, or in the
 zig-zag order of a number of ranks. Where the rows stand is this rank's alone: where the program's queries are at
 `rank * S + arange(S)`, or in two chunks, every rank's graph has other numbers, and on some rank two chunks are one. So
-the rows decide nothing but what this rank computes. What is everybody's is the order of the keys, and the length of a
-window, which is as long for every row.
+the rows decide nothing but what this rank computes, and a bound on rows alone, or on keys by a number that may come
+from the rows, is not understood even where it hides nothing here. What is everybody's is the order of the keys, and the
+length of a window, which is as long for every row.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = 
             uppers.append(term)
         elif term.coefs[-2:] == (-1, 1):
             lowers.append(term)
-        elif (term.depends_on((row,)) and term.depends_on((key,))) or term.bounds(shape)[0] < 0:
+        else:
+            # Nor one that holds here: of the place of a rank's rows alone it may not hold on another.
             raise Unknown(node)
     # All by the same positions.
     places = {one.steps for one in uppers} | {one.scaled(-1).steps for one in lowers}
@@ -87,7 +89,7 @@ def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = 
         raise Unknown(node)
     mask = Mask("zigzag_keys" if ranks else "causal", window, offset, jumps)
     # With a finite number a row that sees nothing sees everything.
-    if lowest != -math.inf and not all_see(mask, queries, keys):
+    if lowest != -math.inf and not (all_see(mask, queries, keys) and _in_chunks(mask, queries)):
         raise Unknown(node)
     return Shown(mask, ranks)
 
@@ -99,6 +101,14 @@ def all_see(mask: Mask, queries: Any, keys: Any) -> bool:
     runs = mask.positions(0, 1, queries)
     last = max(run.start + run.count for run in runs)
     return min(run.start for run in runs) >= 0 and (mask.window == 0 or last - mask.window < keys)
+
+
+def _in_chunks(mask: Mask, queries: int) -> bool:
+    """Whether rows stand where they do by halves of a rank's. Then they stand in front of the first key on no rank, if
+    they are as many keys farther on each; one position less, and on rank 0 alone one of them does.
+    """
+    chunk = queries // 2 if queries % 2 == 0 else queries
+    return not any(edge % chunk for run in mask.positions(0, 1, queries) for edge in (run.first, run.start))
 
 
 def _zigzag_ranks(steps: dict[int, int], keys: int) -> int | None:

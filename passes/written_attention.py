@@ -34,7 +34,7 @@ from ditron_inductor.passes.reasons import ReasonCode, Refusal, Refused
 from ditron_inductor.passes.roots import Root, chain_to, moved, widens
 from ditron_inductor.passes.shown_masks import Shown, read_mask
 from ditron_inductor.passes.softmax_algebra import Algebra, Atoms, Axes, Symbol, Unknown, Value, static_shape
-from ditron_inductor.task.all_gather_attention import Mask
+from ditron_inductor.task.all_gather_attention import MAX_HEAD_DIM, Mask
 
 aten = torch.ops.aten
 
@@ -95,7 +95,7 @@ def _above(weights: fx.Node) -> list[fx.Node]:
 def _end(node: fx.Node) -> fx.Node:
     """What a node is a view or a repetition of, or the same in a wider dtype."""
     while node.op == "call_function" and isinstance(node.args[0], fx.Node):
-        if node.target is aten.expand.default or widens(node):
+        if node.target in (aten.expand.default, aten.repeat.default) or widens(node):
             node = node.args[0]
         elif node.target in FOLLOWED:
             node = source_of(node)
@@ -349,6 +349,8 @@ def _read(graph: fx.Graph, proof: Proof, node: fx.Node, value: Value) -> Attenti
         raise _Refused(rejected.at(node))
     if not proofs.wanted_in(node, q.meta["val"].dtype):
         raise _Refused(ReasonCode.CAST_BETWEEN.at(node))
+    if q.meta["val"].shape[3] > MAX_HEAD_DIM:
+        raise _Refused(ReasonCode.ATTENTION_HEAD_DIM.at(node))
     result = moved(atoms, (*whole, wide), value.axes)
     if result is None:
         raise Unknown(node)

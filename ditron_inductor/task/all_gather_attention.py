@@ -31,6 +31,8 @@ ALIGNED: tuple[str, ...] = ("causal_offset", "zigzag")
 """Those for which a rank's queries are at the positions of its keys."""
 PLACED: tuple[str, ...] = ("causal", "zigzag_keys")
 """Those for which every rank's graph has its own numbers of where its rows stand."""
+MAX_HEAD_DIM = 256
+"""Elements of a head at most: what our kernel and the library's fast ones take. Of more, all scores lie in memory."""
 JUMP = re.compile(r"([1-9]\d*)([+-][1-9]\d*)")
 LONGEST_WINDOW = 2**63 - 1
 """What an op can be given. There are no positions beyond, so a longer one is as good."""

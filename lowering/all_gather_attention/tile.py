@@ -43,7 +43,7 @@ from ditron_inductor.core.signals import (
 from ditron_inductor.lowering.all_gather_attention.parts import stacked, with_rows
 from ditron_inductor.lowering.launch import Launch, ceil_div, dot_precision, round_up
 from ditron_inductor.lowering.launcher import Arguments
-from ditron_inductor.task.all_gather_attention import AllGatherAttention, Mask
+from ditron_inductor.task.all_gather_attention import MAX_HEAD_DIM, AllGatherAttention, Mask
 from ditron_inductor.task.ops import sequence_first
 
 SEND_BLOCK = 8192
@@ -52,7 +52,6 @@ SEND_STEPS = 8
 SENDERS = 16
 """Programs that start on the send queue: enough to fill the links, few enough not to be missed by the attention."""
 INTERPRETED_SEND_BLOCK = 1024
-MAX_HEAD_DIM = 256
 
 KEYS = tl.constexpr(0)
 VALUES = tl.constexpr(1)

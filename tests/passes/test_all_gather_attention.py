@@ -290,6 +290,7 @@ def queries_from_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torc
         ("attention_mask", with_prefix),
         ("attention_mask_given", with_given_mask),
         ("attention_form", without_values),
+        ("attention_form", lambda q, k, v: sequence_first(q, k, v, scale=-0.5)),
         ("attention_parts", partly),
         ("layout", batch_gathered),
         ("intermediate_used", queries_from_keys),
@@ -302,6 +303,12 @@ def test_left_alone(code: str, form: Callable[..., torch.Tensor]) -> None:
     assert fuse_attention(module) == 0
     assert set(reasons(module)) == {code}, text(module.graph)
     assert "ditron" not in text(module.graph) and before.count("all_gather") >= text(module.graph).count("all_gather")
+
+
+def test_large_heads_are_left_alone_in_both_directions() -> None:
+    given = tuple(one.requires_grad_() for one in operands(D=264))
+    for module in compiled_graphs(causal, *given):
+        assert fuse_attention(module) == 0 and set(reasons(module)) == {"attention_head_dim"}
 
 
 def test_dropout_is_left_alone() -> None:

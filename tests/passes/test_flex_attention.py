@@ -59,10 +59,17 @@ def in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     return attend(q, k, v, block_mask=blocks(window))
 
 
+def in_blocks_of_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Those of each head, which are all the same."""
+    rows, keys = q.shape[1], WORLD_SIZE * k.shape[1]
+    return attend(q, k, v, block_mask=create_block_mask(window, 1, 4, rows, keys, device="cpu", BLOCK_SIZE=BLOCK))
+
+
 MASKS = {
     full: ("'full', 0, 0, '', 0.5, 0.0", None),
     scores_hidden: ("'causal', 40, 64, '', 0.25, 0.0", window),
     in_blocks: ("'causal', 40, 64, '', 0.25, 0.0", window),
+    in_blocks_of_heads: ("'causal', 40, 64, '', 0.25, 0.0", window),
     capped: ("'causal', 40, 64, '', 0.25, 0.5", window),
 }
 
@@ -104,12 +111,24 @@ def of_another_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
     return attend(q, k, v, block_mask=found)
 
 
+def of_some_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    found = create_block_mask(
+        lambda b, h, i, j: (i + OFFSET >= j) & ((h < 2) | (i + OFFSET - j < WINDOW)), 1, 4, ROWS, WORLD_SIZE * ROWS,
+        device="cpu", BLOCK_SIZE=BLOCK,
+    )  # fmt: skip
+    return attend(q, k, v, block_mask=found)
+
+
 def biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return attend(q, k, v, score_mod=lambda s, b, h, i, j: s + (i - j))
 
 
 def capped_twice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return attend(q, k, v, score_mod=lambda s, b, h, i, j: torch.tanh(torch.tanh(s) * 2.0) * 2.0)
+
+
+def negative(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return attend(q, k, v, scale=-0.5)
 
 
 GIVEN = create_block_mask(window, None, None, ROWS, WORLD_SIZE * ROWS, device="cpu", BLOCK_SIZE=BLOCK)
@@ -123,9 +142,11 @@ def given_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
     ("code", "form"),
     [
         ("flex_block_mask", of_another_mask),
+        ("flex_block_mask", of_some_heads),
         ("flex_block_mask", given_blocks),
         ("flex_score_mod", biased),
         ("flex_score_mod", capped_twice),
+        ("attention_form", negative),
     ],
     ids=lambda one: one if isinstance(one, str) else one.__name__,
 )

@@ -15,6 +15,7 @@ from torch._inductor import config
 from torch.nn.attention import flex_attention as flex
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes.flex_attention import FLEX_BACKWARD, flex_call
 from ditron_inductor.pipeline import JointPipeline
 from tests.passes.graphs import WORLD_SIZE, compiled_graphs, gather_dim, reasons, run_ranks, text
 from tests.passes.test_all_gather_attention import fuse_attention, of_all_ranks
@@ -27,6 +28,7 @@ from tests.passes.test_flex_attention import (
     full,
     given_blocks,
     in_blocks,
+    in_blocks_of_heads,
     operands,
     scores_hidden,
     window,
@@ -72,7 +74,7 @@ def graphs(form: Callable[..., torch.Tensor]) -> list[fx.GraphModule]:
 
 
 @pytest.mark.parametrize(
-    "form", [full, scores_hidden, in_blocks, seen_by_none, zigzag, with_sums], ids=lambda form: form.__name__
+    "form", [full, scores_hidden, in_blocks, in_blocks_of_heads, seen_by_none, zigzag, with_sums], ids=lambda form: form.__name__
 )
 def test_both_directions_are_fused_and_right(form: Callable[..., torch.Tensor]) -> None:
     for direction, module in enumerate(graphs(form)):
@@ -180,6 +182,17 @@ def test_left_alone(codes: tuple[str | None, ...], form: Callable[..., torch.Ten
     for code, module in zip(codes, graphs(form), strict=True):
         assert fuse_attention(module) == (code is None)
         assert set(reasons(module)) == ({code} if code else set()), text(module.graph)
+
+
+def test_a_derivative_is_a_multiple_of_the_gradient() -> None:
+    """The score in its place, as no program has it."""
+    backward = graphs(full)[1]
+    (node,) = backward.graph.find_nodes(op="call_function", target=FLEX_BACKWARD)
+    derivative = flex_call(node).gradient.score_mod  # type: ignore[union-attr]
+    inner = backward.get_submodule(derivative.target)  # type: ignore[attr-defined]
+    output, score = inner.graph.output_node(), next(iter(inner.graph.nodes))
+    output.args = ([score, *output.args[0][1:]],)
+    assert fuse_attention(backward) == 0 and set(reasons(backward)) == {"flex_score_mod"}
 
 
 def test_blocks_of_keys_that_are_not_gathered_are_kept() -> None:

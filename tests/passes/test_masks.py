@@ -121,7 +121,7 @@ def test_long_windows() -> None:
         lambda: ~(ahead(6) < 0),
         lambda: torch.where(ahead(6).int() > -1, 0.0, -math.inf).to(torch.bfloat16),
         lambda: torch.ones(ROWS, KEYS).tril(6).bool(),
-        lambda: (ahead(6) >= 0) & (torch.arange(KEYS) < KEYS) & (ahead(6) > -3),
+        lambda: (ahead(6) >= 0) & (ahead(6) > -3),
         # Gemma's number; the least one of another dtype.
         lambda: torch.where(ahead(6) >= 0, 0.0, -2.3819763e38),
         lambda: torch.where(ahead(6) >= 0, 0.0, torch.finfo(torch.bfloat16).min),
@@ -255,6 +255,28 @@ def test_other_orders_of_keys(keys: Callable[[], torch.Tensor]) -> None:
 def test_unknown(form: Callable[[], torch.Tensor]) -> None:
     with pytest.raises(Unknown):
         read(form)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        # The last rows, which nobody needs; chunks and the one in front; causal blocks beside a causal mask.
+        lambda row, key: (row >= key) & (row < KEYS - 2),
+        lambda row, key: (row >= key) & (row // ROWS - key // ROWS < 2),
+        lambda row, key: (row >= key) & (row // ROWS >= key // ROWS),
+        # Strictly causal: the first row of all sees nothing, and by a finite number everything.
+        lambda row, key: torch.where(row > key, 0.0, LEAST),
+    ],
+)
+def test_what_one_rank_cannot_prove_none_does(form: Callable[..., torch.Tensor]) -> None:
+    """It holds on some ranks, and those would wait for the others."""
+
+    def seen(rank: int) -> torch.Tensor:
+        return form(rank * ROWS + torch.arange(ROWS)[:, None], torch.arange(KEYS))
+
+    for rank in range(RANKS):
+        with pytest.raises(Unknown):
+            read(functools.partial(seen, rank))
 
 
 def test_an_input_is_named() -> None:

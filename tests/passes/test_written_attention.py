@@ -111,6 +111,12 @@ def keys_returned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[to
     return cap(scores_of(q, keys)).softmax(-1) @ repeated(values), keys.clone()
 
 
+def heads_in_turn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Query heads 0 and 2 share a head of keys."""
+    keys, values = (one.repeat(1, 2, 1, 1) for one in gathered(k, v))
+    return cap(q.transpose(1, 2) @ keys.mT * SCALE).softmax(-1) @ values
+
+
 FORMS: dict[Form, str] = {
     hugging_face: "'causal', 11, 16, '', 0.25, 0.5, False",
     filled: "'causal', 0, 0, '', 0.25, 0.0, False",
@@ -118,6 +124,7 @@ FORMS: dict[Form, str] = {
     quotient_last: "'full', 0, 0, '', 0.25, 0.5, False",
     other_factors: "'full', 0, 0, '', 0.15, 30.0, False",
     by_math: "'causal', 0, 0, '', 0.25, 0.0, False",
+    heads_in_turn: "'full', 0, 0, '', 0.25, 0.5, False",
     one_head: "'full', 0, 0, '', 1.0, 0.5, False",
     one_projection: "'full', 0, 0, '', 0.25, 0.5, False",
     keys_returned: "'full', 0, 0, '', 0.25, 0.5, True",
@@ -395,6 +402,17 @@ def test_left_alone(form: Form) -> None:
     names = {node.name for node in module.graph.nodes}
     assert all(node.meta[LEFT_ALONE].culprit.name in names for node in module.graph.nodes if LEFT_ALONE in node.meta)
     assert "ditron" not in text(module.graph)
+
+
+@pytest.mark.parametrize("form", [quotient_last, filled, hugging_face], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("D", [256, 264])
+def test_large_heads(form: Form, D: int) -> None:
+    """No kernel takes more than 256 elements: there Inductor's own code is faster."""
+    (module,) = compiled_graphs(form, *operands(D=D))
+    before = text(module.graph).count("permute")
+    assert fuse_attention(module) == (D == 256)
+    if D > 256:
+        assert set(reasons(module)) == {"attention_head_dim"} and before == text(module.graph).count("permute")
 
 
 def test_gradients_are_left_alone() -> None:
