@@ -60,7 +60,8 @@ from ditron_inductor.passes.vllm_collectives import group_names
 from ditron_inductor.records import record_graph
 from ditron_inductor.sites import SiteSink, current_sink
 from ditron_inductor.summary import summary
-from ditron_inductor.task.ops import SCHEMAS, overload
+from ditron_inductor.task.nodes import COMPILED_BY_US, TASK_KINDS, Projections
+from ditron_inductor.task.ops import NAMESPACE
 
 log = logging.getLogger(__name__)
 
@@ -169,9 +170,10 @@ class DitronPipeline(CustomGraphPass):
         backend.use_table(self.options)
 
     def __call__(self, graph: fx.Graph) -> None:
-        declare_fallbacks()
+        declare_calls()
         before = graph_text(graph) if self.sink is not None else ""
         run(graph, self.options, self.passes)
+        mark_calls(graph)
         if self.options.summary:
             summary.add(graph)
         if self.sink is not None:
@@ -203,19 +205,22 @@ class JointPipeline(DitronPipeline):
 
 
 @functools.cache
-def declare_fallbacks() -> None:
-    """Tell Inductor that its graphs call our ops as they are, once.
+def declare_calls() -> None:
+    """Tell Inductor that its graphs call our ops as they are, and how sites are called; once.
 
-    It would find out by itself, and up to torch 2.12 write down for a log, wanted or not, all that the first call of
-    each op is computed from: of a few layers that took a minute.
+    That they are called it would find out by itself, and up to torch 2.12 write down for a log, wanted or not, all that
+    the first call of each op is computed from: of a few layers that took a minute.
     """
-    from torch._inductor.lowering import lowerings, make_fallback
+    from ditron_inductor.lowering.site_kernel import declare
 
-    for name in SCHEMAS:
-        op = overload(name)
-        if op not in lowerings:
-            # What it wants of strides, the op's tags say.
-            make_fallback(op, warn=False)
+    declare((*TASK_KINDS, Projections.kind))
+
+
+def mark_calls(graph: fx.Graph) -> None:
+    """Let our ops in a graph be called by site: its code is cached under a key that knows our sources."""
+    for node in graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "namespace", "") == NAMESPACE:
+            node.meta[COMPILED_BY_US] = True
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import torch
 from ditron_inductor.device.workspace import Call, Workspace
 from ditron_inductor.lowering.config import Config, select_config
 from ditron_inductor.lowering.launcher import Arguments, Launcher
+from ditron_inductor.lowering.recording import SlotUse, recording, refuse_to_record
 from ditron_inductor.lowering.tracing import clock_of, takes_part, traced, tracing
 
 NUMBERS = ("slot", "site")
@@ -192,13 +193,16 @@ class Launch:
         """
         workspace = self.workspace
         shared = workspace.shared
-        generation, slot, site = shared.begin(
-            self.site_text, nbytes, workspace.options.workspace_limit, workspace.timeout_s
-        )
+        begin = self.site_text, nbytes, workspace.options.workspace_limit, workspace.timeout_s
+        here = recording.here() if recording.active is not None else None
+        if here is not None:
+            here.took(SlotUse(shared, *begin))
+        generation, slot, site = shared.begin(*begin)
         try:
             words = generation.table, generation.ctl, generation.counters
             clock = 0
             if tracing.buffer is not None and takes_part(kernel):
+                refuse_to_record("time stamps")
                 clock = clock_of(workspace.capabilities.arch) or 0
                 arguments = traced(arguments, clock)
                 tracing.buffer.attach(generation, site, self.site_text)
@@ -210,6 +214,7 @@ class Launch:
 
     def call(self, nbytes: int) -> AbstractContextManager[Call]:
         """The use of one slot with at least `nbytes` of data; see Workspace.call."""
+        refuse_to_record("a slot for more than a launch")
         return self.workspace.call(self.site_text, nbytes)
 
     @staticmethod

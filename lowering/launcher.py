@@ -31,6 +31,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from ditron_inductor.device.streams import on_stream
+from ditron_inductor.lowering.recording import LaunchMade, recording, refuse_to_record
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +173,16 @@ class Launcher:
         positions = self.positions
         for name, x in tensors.items():
             values[positions[name]] = tuple([one.data_ptr() for one in x]) if type(x) is tuple else x.data_ptr()
+        here = recording.here() if recording.active is not None else None
+        if here is not None:
+            found = internals()
+            settings = None if found is None else found.settings()
+            assert settings is not None
+            here.launched(LaunchMade(self, ready, settings, dict(tensors)))
+        self.start(ready, stream, values)
+
+    def start(self, ready: Ready, stream: int, values: list[Any]) -> None:
+        """Launch with these arguments, all of them, on `stream`, the current one."""
         if not ready.needs_scratch:
             ready.run(ready.programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *values)
             return
@@ -215,6 +226,7 @@ class Launcher:
         tensors: Mapping[str, Any],
     ) -> None:
         """Launch as everybody does, and keep the compiled kernel."""
+        refuse_to_record("a launch by the JIT")
         assert all(word.data_ptr() % 16 == 0 for word in words)
         chosen = arguments()
         values = {**chosen.values, **dict(zip(self._numbers, numbers, strict=True))}
@@ -289,6 +301,7 @@ class Bound:
 
     def __call__(self, stream: int, *tensors: Any) -> None:
         """Launch on `stream`, any one of the device, which is the current device."""
+        refuse_to_record("a bound launch")
         launcher = self._launcher
         found = internals()
         settings = None

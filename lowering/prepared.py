@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ditron_inductor.device import Workspace
+from ditron_inductor.lowering.recording import recording
 from ditron_inductor.task.plan import Choice, PlanRequest, choose, decisions
 from ditron_inductor.task.watch import watch
 
@@ -81,6 +82,14 @@ class Prepared:
     what: str
     agreed: tuple[int, int] | None
 
+    def holds(self) -> bool:
+        """Whether workspace and agreed size are still those it was prepared for.
+
+        Raises RuntimeError when there is no group of the workspace's name any more.
+        """
+        workspace = self.workspace
+        return workspace.is_current() and workspace.agreed(self.what) is self.agreed
+
     def now(self) -> Chosen:
         """What runs a call on the current stream."""
         if self.eager is not self.captured and self.workspace.shared.order.is_capturing():
@@ -102,13 +111,21 @@ class PreparedCalls:
         prepared = self._known.get(key)
         if prepared is None:
             return None
-        workspace = prepared.workspace
-        if not workspace.is_current() or workspace.agreed(prepared.what) is not prepared.agreed:
+        if not prepared.holds():
             return None
-        return prepared.now().noted()
+        chosen = prepared.now()
+        if recording.active is not None:
+            here = recording.here()
+            if here is not None:
+                here.found(prepared, chosen)
+        return chosen.noted()
 
     def keep(self, key: Hashable, prepared: Prepared) -> None:
         """Use `prepared` for the call `key` from now on, until its workspace is released."""
+        if recording.active is not None:
+            here = recording.here()
+            if here is not None:
+                here.found(prepared, None)
         if len(self._known) >= MOST_CALLS:
             self._known.clear()
         self._known[key] = prepared

@@ -547,10 +547,9 @@ def _after(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def register() -> None:
-    """Bind the implementations, once; further calls do nothing."""
-    library: Any = ops.define()
-    implementations: dict[str, Callable[..., object]] = {
+def implementations() -> Mapping[str, Callable[..., Any]]:
+    """What the ops run, by name."""
+    return {
         AllGatherMatmul.kind: _on_device(_all_gather_matmul),
         MatmulReduceScatter.kind: _on_device(_reduction(MatmulReduceScatter.kind, _prepare_matmul_reduce_scatter)),
         MatmulAllReduce.kind: _on_device(_reduction(MatmulAllReduce.kind, _prepare_matmul_all_reduce)),
@@ -569,5 +568,11 @@ def register() -> None:
         "projections": _on_device(projections),
         **{kind: _on_device(op) for kind, op in attention.make_ops(lookup, _prepare).items()},
     }
-    for name, implementation in implementations.items():
+
+
+@functools.cache
+def register() -> None:
+    """Bind the implementations, once; further calls do nothing."""
+    library: Any = ops.define()
+    for name, implementation in implementations().items():
         library.impl(name, implementation, "CompositeExplicitAutograd")

@@ -518,6 +518,8 @@ PLANNED_KINDS: tuple[str, ...] = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS,
 """Those with times of their own in tables. With a matmul, a norm costs all strategies the same."""
 TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS, *ULYSSES_KINDS, FlashDecode.kind, *ATTENTION_KINDS)
 """All of them."""
+COMPILED_BY_US = "ditron_compiled_by_us"
+"""Key of a graph node's `meta`: our passes are part of what compiles it, hence of the key under which it is cached."""
 
 
 def norm_returns(norm: Norm, saved: tuple[str, ...]) -> tuple[str, ...]:

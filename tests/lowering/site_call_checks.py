@@ -1,0 +1,355 @@
+"""What is done again from a record is what the op does, and only while it would be: checks for ranks on the CPU that
+launch as GPUs do, with kernels that do nothing. What the launches get is compared. See test_site_call.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.host import stand_in_for_kernels
+from ditron_inductor.task.nodes import NORM_KINDS
+from ditron_inductor.task.plan import decisions
+from ditron_inductor.task.watch import watch
+from tests.lowering.calls import Site
+from tests.lowering.decode_problems import Decode, DecodeProblem
+from tests.lowering.problems import TILE_KINDS, Problem, Size
+
+KINDS = (*TILE_KINDS, *NORM_KINDS)
+SIZE = Size(64, 64, 64)
+SCRATCH = {"matmul_all_reduce_rms_norm": 1, "flash_decode": 1}
+"""Tensors that a call allocates and does not return: a sum for the norm's own launch, parts of the attention."""
+EPILOGUE = "silu(mm0) * mm1"
+
+
+class OpsSeen(TorchDispatchMode):
+    """Calls of our ops inside the block: (op, arguments)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "ditron":
+            assert not kwargs
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+class Called:
+    """A call of an op, by the op and by a site of a compiled graph."""
+
+    def __init__(self, op: Any, arguments: Sequence[Any], static: bool = True) -> None:
+        from ditron_inductor.lowering.site_call import Input, site_call
+
+        self.op, self.arguments = op, arguments
+        self.tensors: list[torch.Tensor] = []
+
+        def bound(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [bound(one) for one in value]
+            if not isinstance(value, torch.Tensor):
+                return value
+            self.tensors.append(value)
+            return Input(len(self.tensors) - 1)
+
+        self.site = site_call(op._schema.name.removeprefix("ditron::"), static, *[bound(one) for one in arguments])
+
+    @staticmethod
+    def of(call: Callable[[], object], static: bool = True) -> Called:
+        """The one call of an op that `call` makes."""
+        with OpsSeen() as seen:
+            call()
+        ((op, arguments),) = seen.calls
+        return Called(op, arguments, static)
+
+    def by_op(self, tensors: Sequence[torch.Tensor] | None = None) -> Any:
+        return self.op(*self.site.arguments(tensors or self.tensors))
+
+    def by_site(self, tensors: Sequence[torch.Tensor] | None = None) -> Any:
+        return self.site(*(tensors or self.tensors))
+
+    def elsewhere(self, shift: int = 0) -> list[torch.Tensor]:
+        """Operands of the same form, `shift` elements behind an aligned address."""
+        others = []
+        for x in self.tensors:
+            extent = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+            whole = torch.randn(extent + 64).to(x.dtype)[shift:]
+            others.append(whole.as_strided(x.shape, x.stride(), whole.storage_offset()))
+        return others
+
+
+class Launches:
+    """Arguments of the launches of compiled kernels inside the block."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, Any, list[Any]]] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[Launches]:
+        from ditron_inductor.lowering.launcher import Launcher
+
+        start = Launcher.start
+
+        def noted(launcher: Launcher, ready: Any, stream: int, values: list[Any]) -> None:
+            self.seen.append((launcher, ready, list(values)))
+            start(launcher, ready, stream, values)
+
+        Launcher.start = noted  # type: ignore[method-assign]
+        try:
+            yield self
+        finally:
+            Launcher.start = start  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One call: what ran, its arguments with results in the place of their addresses, the slot, the results."""
+
+    kernels: list[Any]
+    arguments: list[list[Any]]
+    slot: int
+    results: list[torch.Tensor]
+
+
+def launch_of(call: Callable[[], Any]) -> Seen:
+    """What a call does."""
+    with Launches().watched() as launches:
+        results = list(call())
+    names: dict[int, str] = {x.data_ptr(): f"result {index}" for index, x in enumerate(results)}
+    slots = []
+    for launcher, _, values in launches.seen:
+        if "slot" in launcher.positions:
+            slots.append(values[launcher.positions["slot"]])
+            values[launcher.positions["slot"]] = "slot"
+            for word in ("table", "ctl", "counters"):
+                names[values[launcher.positions[word]]] = word
+    (slot,) = slots
+
+    def named(value: Any) -> Any:
+        return tuple(map(named, value)) if isinstance(value, tuple) else names.get(value, value)
+
+    kernels = [(launcher.kernel, ready) for launcher, ready, _ in launches.seen]
+    return Seen(kernels, [[named(value) for value in values] for _, _, values in launches.seen], slot, results)
+
+
+def assert_same(one: Seen, other: Seen, what: str, scratch: int = 0) -> None:
+    """Both calls launch the same, but that the slot is the next one, and return tensors of the same form.
+
+    scratch: tensors that a call allocates and does not return.
+    """
+    assert one.kernels == other.kernels, what
+    between: dict[Any, Any] = {}
+    for ours, theirs in zip(one.arguments, other.arguments, strict=True):
+        for our, their in zip(ours, theirs, strict=True):
+            # Scratch is allocated anew, and is the same place in all launches of a call.
+            assert our == their or (scratch > 0 and between.setdefault(our, their) == their), what
+    assert len(between) <= scratch, f"{what}: {between}"
+    assert other.slot == (one.slot + 1) % 2, f"{what}: slots in turn"
+    forms = [[(x.shape, x.stride(), x.dtype, x.device) for x in seen.results] for seen in (one, other)]
+    assert forms[0] == forms[1], what
+    assert len({x.data_ptr() for x in other.results}) == len(other.results), f"{what}: memory for every result"
+
+
+def repeated(called: Called, times: int = 3) -> Called:
+    """After calls that leave nothing to find out."""
+    for _ in range(times):
+        called.by_site()
+    return called
+
+
+def problems(ctx: Any) -> dict[str, Callable[[], Any]]:
+    """A call of every kind that has a kernel for one launch, and of forms that its operands come in."""
+    from ditron_inductor.task import ops
+
+    found: dict[str, Callable[[], Any]] = {}
+    for index, kind in enumerate(KINDS):
+        site = Site(name=f"calls/{index}:{kind}", timeout_s=30.0)
+        found[kind] = Problem(ctx, kind, SIZE, site=site)
+    found["flash_decode"] = DecodeProblem(
+        ctx, Decode(2, 8, 2, 64, 256), site=Site(name="calls/20:flash_decode", timeout_s=30.0)
+    )
+    group = Site(name="calls/21:parts", timeout_s=30.0).args(ctx)
+    x = torch.randn(64, 64).bfloat16()
+    # The weights are parts of one tensor, as those of a projection that was split.
+    parts = torch.randn(192, 64).bfloat16().split(64)
+    gather, reduce = ops.overload("all_gather_matmul"), ops.overload("matmul_reduce_scatter")
+    found["parts of one weight"] = lambda: gather(x, [part.t() for part in parts], None, 0, True, *group)
+    found["an epilogue"] = lambda: gather(x, [parts[0].t(), parts[1].t()], None, 0, False, *group, [], EPILOGUE)
+    found["a sum with a bias"] = lambda: reduce(
+        [x, x], [parts[0], parts[2]], torch.ones(64).bfloat16(), None, 0, "sum", *group
+    )
+    found["rows as a view"] = lambda: reduce([x.view(2, 32, 64)], [parts[0]], None, None, 1, "sum", *group)
+    return found
+
+
+def every_kind(ctx: Any) -> None:
+    for name, problem in problems(ctx).items():
+        called = repeated(Called.of(problem))
+        assert len(called.site.repeated) == 1, f"{name}: {called.site.problem}"
+        scratch = SCRATCH.get(name, 0)
+        assert_same(launch_of(called.by_op), launch_of(called.by_site), name, scratch)
+        others = called.elsewhere()
+        assert_same(launch_of(lambda: called.by_op(others)), launch_of(lambda: called.by_site(others)), name, scratch)  # noqa: B023
+        assert len(called.site.repeated) == 1, f"{name}: the record does not depend on addresses"
+
+
+def unaligned(ctx: Any, called: Called) -> None:
+    records = len(called.site.repeated)
+    for shift in (1, 8, 3):
+        others = called.elsewhere(shift)
+        called.by_op(others)
+        for _ in range(3):
+            assert_same(launch_of(lambda: called.by_op(others)), launch_of(lambda: called.by_site(others)), "unaligned")  # noqa: B023
+    assert len(called.site.repeated) == records + 2, "8 elements of 2 bytes are aligned"
+
+
+def somebody_watches(ctx: Any, called: Called) -> None:
+    from triton import knobs
+
+    with OpsSeen() as seen:
+        called.by_site()
+    assert len(seen.calls) == 1, "a mode sees the op"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        called.by_site()
+    name = called.op._schema.name
+    assert [event.name for event in profile.events()].count(name) == 1, "a profiler sees the op"
+    observed: list[str] = []
+
+    def observe(run: Any, group_name: str, request: Any, choice: Any) -> Any:
+        observed.append(request.site)
+        return run
+
+    with watch.by(SimpleNamespace(call=observe)):  # type: ignore[arg-type]
+        called.by_site()
+    assert len(observed) == 1, "the tax report is told of the call"
+    before = launch_of(called.by_site)
+    hook = lambda metadata: None  # noqa: E731
+    knobs.runtime.launch_enter_hook.add(hook)
+    with Launches().watched() as launches:
+        called.by_site()
+    knobs.runtime.launch_enter_hook.remove(hook)
+    assert launches.seen == [], "the JIT launches while there are hooks"
+    debug = knobs.runtime.debug
+    knobs.runtime.debug = not debug
+    try:
+        for _ in range(2):
+            called.by_op()
+        launched = launch_of(called.by_site)
+    finally:
+        knobs.runtime.debug = debug
+    assert launched.kernels != before.kernels, "another setting, another compiled kernel"
+    with torch.enable_grad():
+        seen_ops: list[Any] = []
+        called.site.op, op = lambda *arguments: seen_ops.append(arguments) or op(*arguments), called.site.op  # type: ignore[func-returns-value]
+        called.by_site()
+        called.site.op = op
+        assert len(seen_ops) == 1, "autograd sees the op"
+    assert launch_of(called.by_site).kernels == before.kernels
+
+
+def other_results(ctx: Any, called: Called) -> None:
+    """What a record gives is the caller's own."""
+    first = called.by_site()
+    second = called.by_site()
+    assert not {x.data_ptr() for x in first} & {x.data_ptr() for x in second}
+    request = decisions.last(ctx.group_name, called.site._template[-4])
+    assert request is not None and request[1].strategy == "tile"
+
+
+def precision(ctx: Any) -> None:
+    problem = Problem(ctx, "matmul_reduce_scatter", SIZE, site=Site(name="calls/30:fp32"), dtype=torch.float32)
+    called = repeated(Called.of(problem))
+    before = launch_of(called.by_site)
+    torch.set_float32_matmul_precision("high")
+    try:
+        repeated(called)
+        assert_same(launch_of(called.by_op), launch_of(called.by_site), "tf32")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert launch_of(called.by_site).kernels == before.kernels
+
+
+def left_alone(ctx: Any) -> None:
+    """Calls that do more than a launch, and calls of forms that may change."""
+    for strategy in ("library", "chunked"):
+        site = Site(name=f"calls/31:{strategy}", strategy=strategy, timeout_s=30.0)
+        problem = Problem(ctx, "matmul_all_gather", SIZE, site=site)
+        called = repeated(Called.of(problem), times=6)
+        assert called.site.repeated == [] and called.site._attempts == 0, strategy
+    called = Called.of(Problem(ctx, "matmul_all_gather", SIZE, site=Site(name="calls/32:any")), static=False)
+    for rows in (64, 32, 64, 32, 128):
+        called.tensors[0] = torch.randn(rows, 64).bfloat16()
+        called.by_op()
+        assert_same(launch_of(called.by_op), launch_of(called.by_site), f"{rows} rows")
+    assert called.site.repeated == []
+    # The rows are copied before the launch.
+    site = Site(name="calls/33:copied", timeout_s=30.0)
+    copied = Problem(ctx, "matmul_reduce_scatter", SIZE, site=site)
+    copied.left = torch.randn(64, 2 * len(copied.left)).bfloat16().t()[::2]
+    assert copied.left.stride(1) != 1
+    called = repeated(Called.of(copied), times=6)
+    assert called.site.repeated == [] and called.site._attempts > 0
+
+
+def after_a_reset(ctx: Any, called: Called) -> None:
+    import ditron_inductor
+
+    old = called.site.repeated[0]
+    shared = old._prepared.workspace.shared
+    ditron_inductor.reset(dist.group.WORLD)
+    assert not old._prepared.holds() and old(called.tensors) is None
+    repeated(called)
+    assert old not in called.site.repeated and len(called.site.repeated) == 1
+    assert_same(launch_of(called.by_op), launch_of(called.by_site), "after a reset")
+    # A ring that has grown: the same record, other addresses.
+    ring = shared.generations[-1]
+    shared.grow("a larger site", 4 * ring.slot_bytes, 1 << 30, 30.0)
+    new = shared.generations[-1]
+    assert new is not ring
+    with Launches().watched() as launches:
+        called.by_site()
+    ((launcher, _, values),) = launches.seen
+    assert values[launcher.positions["table"]] == new.table.data_ptr() != ring.table.data_ptr()
+
+
+def a_group_made_again(ctx: Any, called: Called, folder: str) -> None:
+    old = called.site.repeated[0]
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/again", ctx.world_size)
+    dist.init_process_group("gloo", store=store, rank=ctx.rank, world_size=ctx.world_size)
+    stand_in_for_kernels(torch.device("cpu"))
+    repeated(called)
+    assert old not in called.site.repeated and len(called.site.repeated) == 1
+    new, ended = (one._prepared.workspace.shared for one in (called.site.repeated[0], old))
+    assert new is not ended and ended.released and not new.released
+    assert_same(launch_of(called.by_op), launch_of(called.by_site), "in another group")
+
+
+def check_all(rank: Any, device: torch.device, folder: str) -> None:
+    """All of the above on one of two ranks; the order is the same on both."""
+    from ditron_inductor.lowering.register import register
+
+    register()
+    stand_in_for_kernels(device)
+    assert dist.group.WORLD is not None
+    name = dist.group.WORLD.group_name
+    ctx = SimpleNamespace(rank=rank.rank, world_size=rank.world_size, device=device, group_name=name)
+    with torch.no_grad():
+        every_kind(ctx)
+        problem = Problem(ctx, "matmul_reduce_scatter", SIZE, site=Site(name="calls/40:kept", timeout_s=30.0))
+        called = repeated(Called.of(problem))
+        other_results(ctx, called)
+        somebody_watches(ctx, called)
+        unaligned(ctx, called)
+        precision(ctx)
+        left_alone(ctx)
+        after_a_reset(ctx, called)
+        a_group_made_again(ctx, called, folder)

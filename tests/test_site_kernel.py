@@ -1,0 +1,189 @@
+"""What Inductor writes for our ops: sites are called past the dispatcher, from code that stands for itself."""
+
+from __future__ import annotations
+
+import gc
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._inductor import scheduler
+from torch._inductor.utils import run_and_get_code
+from torch.distributed import _functional_collectives as functional
+
+from ditron_inductor import backend
+from ditron_inductor.explain import without_caches
+from ditron_inductor.lowering.site_call import Input, SiteCall
+from ditron_inductor.lowering.site_kernel import Text, text_of
+from tests.ranks import RankContext, RankPools, run_ranks
+from tests.tolerances import assert_near
+
+BOUND = re.compile(r"^(call_\w+) = site_call\('(\w+)', (True|False), (.*)\)$", re.MULTILINE)
+OP = re.compile(r"torch\.ops\.ditron\.(\w+)\.default\(")
+SHAPES = (8, 16), (16, 32), (32, 16)
+
+
+def layer(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    group = dist.group.WORLD
+    hidden = functional.all_gather_tensor_autograd(x, 0, group) @ w
+    return functional.reduce_scatter_tensor_autograd(hidden @ v, "sum", 0, group)
+
+
+def compiled_layer(ctx: RankContext, settings: dict[str, Any], backward: bool, rows: tuple[int, ...]) -> list[str]:
+    """The code of its graphs; compares with eager."""
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, **settings)
+    codes: list[str] = []
+    for count in rows:
+        eager = [torch.randn(shape).requires_grad_(backward) for shape in ((count, 16), *SHAPES[1:])]
+        ours = [value.detach().clone().requires_grad_(backward) for value in eager]
+
+        def step() -> torch.Tensor:
+            got = compiled(*ours)  # noqa: B023
+            if backward:
+                got.square().sum().backward()
+            return got.detach()  # type: ignore[no-any-return]
+
+        with without_caches():
+            got, new = run_and_get_code(step)
+        codes += new
+        wanted = layer(*eager)
+        assert_near(got, wanted.detach(), num_partials=ctx.world_size)
+        if backward:
+            wanted.square().sum().backward()
+            for one, other in zip(ours, eager, strict=True):
+                assert one.grad is not None and other.grad is not None
+                assert_near(one.grad, other.grad, num_partials=32)
+    return codes
+
+
+def settings(dynamic: bool = False, strategy: str = "library", **options: Any) -> dict[str, Any]:
+    return {"backend": backend.ditron, "dynamic": dynamic, "options": {"ditron.strategy": strategy, **options}}
+
+
+def sites_of(code: str) -> list[tuple[str, bool]]:
+    """(kind, whether static) of the sites that are called past the dispatcher; each is bound and called once."""
+    found = []
+    for name, kind, static, _ in BOUND.findall(code):
+        assert len(re.findall(rf"= {name}\(", code)) == 1
+        found.append((kind, static == "True"))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["library", "tile"])
+def test_a_static_graph_binds_all_but_the_tensors(rank_pools: RankPools, strategy: str) -> None:
+    pool = rank_pools.get("cpu", 2)
+    for codes in pool.run(compiled_layer, settings(strategy=strategy), True, (8,), timeout=200.0):
+        expected = [("all_gather_matmul", True), ("matmul_reduce_scatter", True)]
+        assert [sites_of(code) for code in codes] == [expected, expected]
+        assert not any(OP.search(code) for code in codes)
+        (gather, _), (scatter, _) = ((found[0], found[3]) for found in BOUND.findall(codes[0]))
+        assert re.search(rf"= {gather}\(\w+, \w+\)", codes[0]), "the shard and the weight, nothing else"
+        # The first in the order of its group has no token, and the second none either: the graph has its order.
+        assert re.search(rf"= {scatter}\(\w+, \w+\)", codes[0])
+
+
+def test_symbolic_sizes_are_no_static_form(rank_pools: RankPools) -> None:
+    pool = rank_pools.get("cpu", 2)
+    expected = [("all_gather_matmul", False), ("matmul_reduce_scatter", False)]
+    for codes in pool.run(compiled_layer, settings(dynamic=True), False, (8, 6, 10), timeout=200.0):
+        assert codes and all(sites_of(code) == expected for code in codes)
+
+
+def test_a_wrapper_in_cpp_calls_the_ops(rank_pools: RankPools) -> None:
+    for codes in rank_pools.get("cpu", 2).run(compiled_layer, settings(cpp_wrapper=True), False, (8,), timeout=200.0):
+        assert codes and not any("site_call" in code for code in codes)
+        assert all("ditron::all_gather_matmul" in code or "ditron.all_gather_matmul" in code for code in codes)
+
+
+def layer_in_partitions(ctx: RankContext) -> list[str]:
+    """The code of a graph that is cut at its reduce-scatter, as graphs are cut at what CUDA graphs cannot hold."""
+
+    def should_partition(self: Any, node: Any, *_: Any, **__: Any) -> str | None:
+        op = getattr(node.node, "op_overload", None)
+        return "cut here" if op is torch.ops.ditron.matmul_reduce_scatter.default else None
+
+    with mock.patch.object(scheduler.Scheduler, "should_partition", should_partition):
+        return compiled_layer(ctx, settings(graph_partition=True), False, (8,))
+
+
+def test_a_partition_binds_its_own_sites(rank_pools: RankPools) -> None:
+    for (code,) in rank_pools.get("cpu", 2).run(layer_in_partitions, timeout=200.0):
+        assert sorted(sites_of(code)) == [("all_gather_matmul", True), ("matmul_reduce_scatter", True)]
+        partition = code[code.index("def partition_0(") : code.index("class Runner")]
+        called = re.findall(r"= (call_\w+)\(", partition)
+        assert len(called) == 1 and f"{called[0]} = site_call('all_gather_matmul'" in code
+
+
+def graph_without_our_passes(ctx: RankContext) -> list[str]:
+    """The code of a graph with an op of ours that Inductor compiles by itself, after one that we compiled."""
+    compiled_layer(ctx, settings(), False, (8,))
+    torch._dynamo.reset()
+
+    def reduced(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        args = ctx.world_size, ctx.group_name, "plain/0", "library", 1 << 30, 0.0
+        return torch.ops.ditron.matmul_all_reduce([a], [b], None, None, "sum", *args)[0]
+
+    with without_caches():
+        _, codes = run_and_get_code(torch.compile(reduced, backend="inductor"), torch.ones(4, 4), torch.ones(4, 4))
+    return codes
+
+
+def test_graphs_without_our_passes_have_ops(rank_pools: RankPools) -> None:
+    for (code,) in rank_pools.get("cpu", 2).run(graph_without_our_passes, timeout=200.0):
+        assert sites_of(code) == [] and OP.findall(code) == ["matmul_all_reduce"]
+
+
+def events_of_ops(ctx: RankContext) -> list[str]:
+    """What a profiler sees of a compiled graph's second step."""
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, **settings())
+    inputs = [torch.randn(shape) for shape in SHAPES]
+    with torch.no_grad(), without_caches():
+        compiled(*inputs)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            compiled(*inputs)
+    return [event.name for event in profile.events() if event.name.startswith("ditron::")]
+
+
+def test_a_profiler_sees_the_ops_of_a_graph(rank_pools: RankPools) -> None:
+    for names in rank_pools.get("cpu", 2).run(events_of_ops, timeout=200.0):
+        assert names == ["ditron::all_gather_matmul", "ditron::matmul_reduce_scatter"]
+
+
+def calls_in_a_graph(ctx: RankContext) -> dict[str, int]:
+    """How many sites there are in this process, and whether a pass has run."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(layer, **settings())
+    inputs = [torch.randn(shape) for shape in SHAPES]
+    with torch.no_grad():
+        for _ in range(3):
+            assert_near(compiled(*inputs), layer(*inputs), num_partials=ctx.world_size)
+    sites = [one for one in gc.get_objects() if type(one) is SiteCall]
+    assert all(one.static and one._prepared is not None for one in sites), "called, and without autograd"
+    return {"sites": len(sites), "rewritten": sum(counters["ditron"].values())}
+
+
+@pytest.mark.timeout(200)
+def test_code_from_the_cache_binds_its_sites_in_another_process(tmp_path: Path) -> None:
+    on = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **on}
+    run_ranks(calls_in_a_graph, 2, env=env, timeout=150.0)
+    for counted in run_ranks(calls_in_a_graph, 2, env=env, timeout=150.0):
+        assert counted == {"sites": 2, "rewritten": 0}
+
+
+def test_what_can_be_written_down() -> None:
+    given = ["a'b", 3, True, None, 0.1, 1e-06, [], [Text("Input(0)"), Text("Input(1)")], Text(None)]
+    texts = [text_of(one) for one in given]
+    wanted = ["a'b", 3, True, None, 0.1, 1e-06, [], [Input(0), Input(1)], None]
+    assert [eval(text or "", {"Input": Input}) for text in texts] == wanted  # noqa: S307
+    for other in (float("inf"), float("nan"), torch.float32, [1, 2], torch.SymInt, object()):
+        assert text_of(other) is None
