@@ -6,7 +6,8 @@ the compiled kernels are stand-ins that do nothing: the Python part of the path,
 
 Stages of `tile`: the dispatcher (an op of the same schema that does nothing), the lookup of what is kept for the call,
 the outputs, the token, the slot (its begin and end), the arguments of the launch, and the driver with Triton's
-launcher. `by the JIT`: the whole op when every launch goes through Triton's JIT.
+launcher. `in a graph`: the same call as the code of a compiled graph makes it (`docs/host_path.md`). `by the JIT`: the
+whole op when every launch goes through Triton's JIT.
 
 Stages of `chunked`: the dispatcher, lookup and token together, then what a call no longer costs when its launches do
 nothing, then its products, its copies, and its events; what is left is Python. The all-reduce of so small a product is
@@ -75,6 +76,25 @@ class Bench:
         op = getattr(torch.ops.ditron, self.kind).default
         operands, arguments = self.operands, self.arguments(strategy)
         return lambda: op(*operands, None, *arguments)
+
+    def in_a_graph(self, strategy: str) -> Call:
+        """The same call as the code of a compiled graph makes it, with operands of a form that is fixed: without
+        gradients, as graphs run.
+        """
+        from ditron_inductor.lowering.site_call import Input, site_call
+
+        tensors: list[Any] = []
+
+        def taken(operand: Any) -> Any:
+            if isinstance(operand, list):
+                return [taken(one) for one in operand]
+            if operand is not None:
+                tensors.append(operand)
+            return None if operand is None else Input(len(tensors) - 1)
+
+        operands = [taken(operand) for operand in self.operands]
+        call = site_call(self.kind, True, *operands, None, *self.arguments(strategy))
+        return lambda: call(*tensors)
 
     @property
     def others(self) -> tuple[None, ...]:
@@ -237,6 +257,8 @@ def stages(bench: Bench) -> dict[str, float]:
     measured["arguments"] = prepared - measured["outputs"] - measured["slot"]
     measured["driver"] = launched - prepared
     measured["whole op"] = measure_issue(whole, shared.synchronize)
+    with torch.no_grad():
+        measured["in a graph"] = measure_issue(bench.in_a_graph("tile"), shared.synchronize)
     known, launcher_module.internals = launcher_module.internals, lambda: None
     measured["by the JIT"] = measure_issue(whole, shared.synchronize)
     launcher_module.internals = known
@@ -245,6 +267,8 @@ def stages(bench: Bench) -> dict[str, float]:
 
 def chunked_stages(bench: Bench) -> dict[str, dict[str, float]]:
     """Microseconds of every stage of the op under `chunked`, by the name of a row."""
+    import torch
+
     from ditron_inductor.lowering import register
     from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
 
@@ -263,6 +287,9 @@ def chunked_stages(bench: Bench) -> dict[str, dict[str, float]]:
         rows[f"{bench.kind}, parts"] = stages_of_call(in_parts, launch, parts)
     for row in rows.values():
         row["whole op"] = dispatch + row.pop("call")
+    synchronize = launch.workspace.shared.synchronize
+    with torch.no_grad():
+        rows[bench.kind]["in a graph"] = measure_issue(bench.in_a_graph("chunked"), synchronize, CHUNKED_CALLS)
     return {name: {"dispatch": dispatch} | row for name, row in rows.items()}
 
 
