@@ -46,7 +46,8 @@ class SiteCall:
     """One site of one compiled graph. Called with its tensors, in their order.
 
     arguments: of the op, an Input in the place of each tensor. static: whether every call has operands of the same
-    form. repeated: what can be done again from a record. problem: why the last call that was recorded can not.
+    form, and there may be a record of one. repeated: what can be done again from a record. problem: why the last call
+    that was recorded can not.
     """
 
     def __init__(self, kind: str, static: bool, arguments: Sequence[Any]) -> None:
@@ -102,6 +103,8 @@ class SiteCall:
             with Scout() as scout:
                 result = self._run(tensors)
             self._prepared = scout.prepared
+            # Without a lookup, as of `projections`, there is nothing whose end would be seen.
+            self.static = scout.prepared is not None
             return result
         if self._attempts >= MOST_ATTEMPTS or not _can_be_recorded(prepared, tensors):
             return self._run(tensors)

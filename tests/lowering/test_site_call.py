@@ -59,6 +59,18 @@ def test_values_from_records(rank_pools: RankPools, kind: str) -> None:
     rank_pools.get("cuda", 2).run(_values, kind, True)
 
 
+def test_an_op_that_looks_nothing_up_is_not_watched() -> None:
+    from ditron_inductor.lowering.site_call import Input, site_call
+
+    call = site_call("projections", True, Input(0), [Input(1), Input(2)], "library")
+    x, *weights = torch.randn(4, 6), torch.randn(6, 5), torch.randn(6, 3)
+    with torch.no_grad():
+        for _ in range(3):
+            for got, weight in zip(call(x, *weights), weights, strict=True):
+                torch.testing.assert_close(got, x @ weight)
+    assert not call.static and not recording.lock.locked()
+
+
 def test_one_call_is_watched_at_a_time() -> None:
     first, second = Recorder([torch.randn(4)]), Recorder([torch.randn(4)])
     with pytest.raises(AssertionError, match="one watches"), first:
