@@ -93,6 +93,10 @@ EPILOGUE_HOST_US = 12.0
 """Of the launch of its kernel."""
 PRODUCT_HOST_US = 12.0
 """Of one more matmul of the library in a call."""
+IN_BAND_US = 2.5
+"""What `chunked` takes less where a norm's kernel sends in band in the place of that of a small all-reduce: 2.1 to 3.1
+were measured (M = 1 to 16, N = 4096 and 8192 in benchmarks/results/norm.csv).
+"""
 SMALL_HOST_US = 55.0
 """Of a small all-reduce by `chunked`; a large one runs in parts, with many launches each."""
 
@@ -213,7 +217,8 @@ class Problem:
     unscattered tensor. captured: inside a CUDA graph, where the host's time does not count. epilogue_bytes: that a
     kernel of its own reads and writes for the epilogue; 0 without one. pre_bytes: likewise, for its part before the
     reduction. library_speed: of the library's kernel that this attention needs, in that of its fastest.
-    more_products: matmuls that `chunked` makes in a call beyond those of one weight, in plain ones.
+    more_products: matmuls that `chunked` makes in a call beyond those of one weight, in plain ones. in_band: whether
+    `chunked` ends with a norm kernel that sends in band.
     """
 
     kind: str
@@ -227,6 +232,7 @@ class Problem:
     pre_bytes: int = 0
     library_speed: float = 1.0
     more_products: int = 0
+    in_band: bool = False
 
 
 def hardware(device_name: str) -> Hardware:
@@ -258,7 +264,7 @@ def _matmul_kinds_us(problem: Problem, on: Hardware) -> dict[str, float]:
         "chunked": _chunked_us(problem, on),
         "tile": _tile_us(problem, on),
     }
-    return {strategy: us + epilogue_us(problem, on, strategy) for strategy, us in device.items()}
+    return {strategy: us + beside_us(problem, on, strategy) for strategy, us in device.items()}
 
 
 def host_us(problem: Problem, strategy: str) -> float:
@@ -270,8 +276,13 @@ def host_us(problem: Problem, strategy: str) -> float:
     return HOST_US[problem.kind][strategy] + EPILOGUE_HOST_US * kernels + PRODUCT_HOST_US * products
 
 
-def epilogue_us(problem: Problem, on: Hardware, strategy: str) -> float:
-    """Microseconds of the epilogue on the GPU."""
+def beside_us(problem: Problem, on: Hardware, strategy: str) -> float:
+    """Microseconds on the GPU of the epilogue, and of what a norm makes of the reduction."""
+    saved = IN_BAND_US if problem.in_band and strategy == "chunked" else 0.0
+    return _epilogue_us(problem, on, strategy) - saved
+
+
+def _epilogue_us(problem: Problem, on: Hardware, strategy: str) -> float:
     parts = [problem.epilogue_bytes] if _has_epilogue_kernel(problem, strategy) else []
     parts += [problem.pre_bytes] if _has_pre_kernel(problem, strategy) else []
     return sum(nbytes / on.memory_bytes_per_s * MICRO + on.launch_us for nbytes in parts)

@@ -51,7 +51,7 @@ class PlanRequest:
         workspace_bytes: symmetric memory that `tile` needs here. tile_available, tile_reason: whether every rank can
         run the tile kernels, and if not, why not.
         chunked_bytes: symmetric memory that `chunked` needs here. chunked_reason: why it cannot run, empty if it can.
-        captured: inside a CUDA graph. epilogue_bytes, pre_bytes, library_speed, more_products: see
+        captured: inside a CUDA graph. epilogue_bytes, pre_bytes, library_speed, more_products, in_band: see
         `cost.Problem`.
     """
 
@@ -76,6 +76,7 @@ class PlanRequest:
     pre_bytes: int = 0
     library_speed: float = 1.0
     more_products: int = 0
+    in_band: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,12 +148,12 @@ def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, .
     if measured is None or not any(strategy in measured.ratio for strategy in able):
         return "", ""
     # The tables are of products alone.
-    plain = _predicted(replace(request, epilogue_bytes=0, pre_bytes=0))
+    plain = _predicted(replace(request, epilogue_bytes=0, pre_bytes=0, in_band=False))
     library_us = measured.library_us or (plain["library"] if plain else 1.0)
     us = {strategy: ratio * library_us for strategy, ratio in measured.ratio.items()}
     if plain:
         problem, on = _problem(request), cost.hardware(request.device_name)
-        us = {strategy: time + cost.epilogue_us(problem, on, strategy) for strategy, time in us.items()}
+        us = {strategy: time + cost.beside_us(problem, on, strategy) for strategy, time in us.items()}
     return _best(request, us, able, 1.0 - (MARGIN if measured.exact else NEAR_MARGIN)), measured.text
 
 
@@ -184,6 +185,7 @@ def _problem(request: PlanRequest) -> cost.Problem:
         request.pre_bytes,
         request.library_speed,
         request.more_products,
+        request.in_band,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import AddNorm, Outputs, make_add_norm
+from ditron_inductor.lowering.all_reduce_rms_norm.in_band import Shares
 from ditron_inductor.lowering.epilogues import Preparer, preparer_of
 from ditron_inductor.lowering.exchange import Operands
 from ditron_inductor.lowering.launch import Launch, rows_of
@@ -37,6 +38,10 @@ class InParts:
     def nbytes(self) -> int:
         return self.product.nbytes
 
+    @property
+    def in_band(self) -> Shares | None:
+        return None
+
 
 @dataclass(frozen=True, eq=False)
 class Small:
@@ -48,6 +53,10 @@ class Small:
     @property
     def nbytes(self) -> int:
         return self.rows.nbytes
+
+    @property
+    def in_band(self) -> Shares | None:
+        return self.rows.in_band
 
 
 Geometry = InParts | Small

@@ -145,6 +145,15 @@ def test_further_products_of_chunks_take_the_host() -> None:
     )
 
 
+def test_a_norm_in_band_makes_chunks_faster() -> None:
+    op, small = "matmul_all_reduce", {"m": 16, "n": 8192, "k": 7168}
+    both = [row(op=op, **small, graph=graph, library_us=47.0, chunked_us=40.9, tile_us=39.5) for graph in (0, 1)]
+    assert with_table(*both, kind=op, **small).strategy == "tile"
+    assert with_table(*both, kind=op, **small, in_band=True).strategy == "chunked"
+    # That which starts less where the host counts.
+    assert with_table(*both, kind=op, **small, in_band=True, captured=False).strategy != "chunked"
+
+
 def test_a_slow_host_must_not_turn_a_gain_into_a_loss() -> None:
     """`chunked` has many launches: in eager mode it is for calls that are long enough to hide them anywhere."""
     short, long = ({"library_us": us, "chunked_us": 0.8 * us, "tile_us": 0.9 * us} for us in (200.0, 2000.0))
