@@ -20,12 +20,12 @@ from ditron_inductor.task.plan import decisions
 from ditron_inductor.task.watch import watch
 from tests.lowering.calls import Site
 from tests.lowering.decode_problems import Decode, DecodeProblem
-from tests.lowering.problems import TILE_KINDS, Problem, Size
+from tests.lowering.problems import NORM, TILE_KINDS, Problem, Size
 
 KINDS = (*TILE_KINDS, *NORM_KINDS)
 SIZE = Size(64, 64, 64)
-SCRATCH = {"matmul_all_reduce_rms_norm": 1, "flash_decode": 1}
-"""Tensors that a call allocates and does not return: a sum for the norm's own launch, parts of the attention."""
+SCRATCH = {"matmul_all_reduce_rms_norm": 1, "flash_decode": 1, "a norm in front": 1}
+"""Tensors that a call allocates and does not return: what goes from one launch to the next, parts of the attention."""
 EPILOGUE = "silu(mm0) * mm1"
 
 
@@ -140,6 +140,14 @@ def launch_of(call: Callable[[], Any]) -> Seen:
     return Seen(kernels, [[named(value) for value in values] for _, _, values in launches.seen], slot, results)
 
 
+def flattened(arguments: Sequence[Any]) -> list[Any]:
+    """With the members of tuples, and how many there are, in their place."""
+    flat: list[Any] = []
+    for argument in arguments:
+        flat += [len(argument), *flattened(argument)] if isinstance(argument, tuple) else [argument]
+    return flat
+
+
 def assert_same(one: Seen, other: Seen, what: str, scratch: int = 0) -> None:
     """Both calls launch the same, but that the slot is the next one, and return tensors of the same form.
 
@@ -147,7 +155,7 @@ def assert_same(one: Seen, other: Seen, what: str, scratch: int = 0) -> None:
     """
     assert one.kernels == other.kernels, what
     between: dict[Any, Any] = {}
-    for ours, theirs in zip(one.arguments, other.arguments, strict=True):
+    for ours, theirs in zip(map(flattened, one.arguments), map(flattened, other.arguments), strict=True):
         for our, their in zip(ours, theirs, strict=True):
             # Scratch is allocated anew, and is the same place in all launches of a call.
             assert our == their or (scratch > 0 and between.setdefault(our, their) == their), what
@@ -183,6 +191,11 @@ def problems(ctx: Any) -> dict[str, Callable[[], Any]]:
     gather, reduce = ops.overload("all_gather_matmul"), ops.overload("matmul_reduce_scatter")
     found["parts of one weight"] = lambda: gather(x, [part.t() for part in parts], None, 0, True, *group)
     found["an epilogue"] = lambda: gather(x, [parts[0].t(), parts[1].t()], None, 0, False, *group, [], EPILOGUE)
+    residual, norm_weight = torch.randn(64, 64).bfloat16(), torch.ones(64).bfloat16()
+    norm = *ops.norm_args(NORM), ""
+    found["a norm in front"] = lambda: gather(
+        x, [parts[0].t()], None, 0, False, *group, [], "", residual, norm_weight, None, *norm
+    )
     found["a sum with a bias"] = lambda: reduce(
         [x, x], [parts[0], parts[2]], torch.ones(64).bfloat16(), None, 0, "sum", *group
     )
