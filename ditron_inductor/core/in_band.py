@@ -12,6 +12,11 @@ have ended u - 2, with the zeros in the area of u - 3: three areas would do. It 
 Words have no epoch and no site. A sign beside each area has them, a word for each source, which nothing orders either:
 the reader waits for it as it does for the data, and what it reads is of its own site.
 
+Threads that load a word each for themselves may see different values while it changes. Where what they saw decides
+which way the program goes, all of them have to go the same: such words are loaded into a block with a place for each
+thread, of which no word is in two, and added up over all of them. (A block that is smaller than that is loaded
+by every warp, and is not the same in all; neither is a scalar.)
+
 NVIDIA GPUs only: elsewhere it is not known when a store without a release is seen by a peer that waits for it.
 """
 
@@ -65,14 +70,16 @@ PATIENCE = 2
 
 
 @triton.jit
-def ask(ctl, slot):
+def ask(ctl, slot, THREADS: tl.constexpr):
     """Begin to load what a program in band has to know, for `answer`. Data that is loaded before that takes no time."""
+    # Another program of this launch may fail meanwhile; nothing else changes before all have left.
+    poison = tl.load(ctl + POISON + tl.arange(0, THREADS) * 0)
     return (
         tl.load(ctl + IN_BAND_USES),
         tl.load(slot_ctl(ctl, slot) + EPOCH),
         tl.load(ctl + DUE),
         tl.load(ctl + IN_BAND_LINES),
-        tl.load(ctl + POISON),
+        poison,
         tl.load(ctl + POLL_LIMIT),
     )
 
@@ -83,7 +90,8 @@ def answer(asked):
     the use before may not be zero, 1 unless an earlier launch poisoned this workspace, and the polls of a wait.
     """
     ended, epochs, due, lines, poison, limit = asked
-    return ended + 1, (epochs + 1) & EPOCH_MASK, due, lines, (poison == 0).to(tl.int32), limit
+    ok = (tl.sum((poison != 0).to(tl.int32), axis=0) == 0).to(tl.int32)
+    return ended + 1, (epochs + 1) & EPOCH_MASK, due, lines, ok, limit
 
 
 @triton.jit
@@ -193,7 +201,7 @@ def is_strange(seen, others, expected, epoch):
 @triton.jit
 def wait_in_band(
     mine, at, inside, stride, heap, limit, ctl, rank, slot, piece, site, epoch, use,
-    WORLD: tl.constexpr,
+    WORLD: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """The encoded words [R, C] of all ranks, a tuple, and 1; or anything and 0 after a failure.
 
@@ -202,7 +210,8 @@ def wait_in_band(
     said to have waited.
     Bounded, as `wait`. Now and then it looks whether a peer is at another site, in flag row 0 if in another kernel.
     """
-    lanes = tl.arange(0, MAX_WORLD)
+    # See the module on blocks of as many places as threads.
+    lanes = tl.arange(0, THREADS)
     others = (lanes < WORLD) & (lanes != rank)
     signs = heap + IN_BAND_SITES + (use & (IN_BAND_AREAS - 1)) * MAX_WORLD + lanes
     flags = heap + slot * SLOT_WORDS + lanes
@@ -211,7 +220,7 @@ def wait_in_band(
     polls = tl.full((), 0, tl.int64)
     late = tl.full((), 1, tl.int32)
     diverged = tl.full((), 0, tl.int32)
-    signed = tl.zeros((MAX_WORLD,), dtype=tl.int64)
+    signed = tl.zeros((THREADS,), dtype=tl.int64)
     words = (mine,) * WORLD
     while (late != 0) & (diverged == 0) & (polls < limit):
         found = ()
@@ -223,8 +232,8 @@ def wait_in_band(
             found = found + (one,)  # type: ignore[assignment]
         words = found
         signed = tl.load(signs, mask=others, other=0, volatile=True)
-        unsigned = tl.sum((others & (signed != expected)).to(tl.int32), axis=0)
-        late = unsigned + any_zero(least).to(tl.int32)
+        unsigned = (others & (signed != expected)).to(tl.int32)
+        late = tl.sum(unsigned + any_zero(least).to(tl.int32), axis=0)
         if (late != 0) & (polls % POISON_PERIOD == FIRST_LOOK):
             limit = tl.where(healthy(ctl) != 0, limit, 0)
             told = tl.load(flags, mask=others, other=0, volatile=True)
@@ -236,12 +245,12 @@ def wait_in_band(
         told = tl.load(flags, mask=others, other=0, volatile=True)
         by_sign = is_strange(signed, others, expected, use)
         strange = by_sign | is_strange(told, others, word(site, epoch), epoch)
-        lane = tl.min(tl.where(others & behind(signed, use), lanes, MAX_WORLD), axis=0)
+        lane = tl.min(tl.where(others & behind(signed, use), lanes, THREADS), axis=0)
         for i in tl.static_range(WORLD):
             lane = tl.where(any_zero(words[i]), tl.minimum(lane, i), lane)
         diverged = tl.sum(strange.to(tl.int32), axis=0)
         if diverged != 0:
-            lane = tl.min(tl.where(strange, lanes, MAX_WORLD), axis=0)
+            lane = tl.min(tl.where(strange, lanes, THREADS), axis=0)
         saw = tl.sum(tl.where(lanes == lane, tl.where(by_sign, signed, told), 0), axis=0)
         if diverged != 0:
             fail(ctl, DIVERGED, rank, lane, piece, slot, word(site, epoch), saw)

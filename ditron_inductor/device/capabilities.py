@@ -19,6 +19,11 @@ from ditron_inductor.device import layout
 OLDEST_CUDA = (8, 0)
 """bf16 tensor cores and system-scope acquire loads as Triton emits them."""
 
+IN_BAND = "DITRON_IN_BAND"
+"""Set to 1 on every rank, kernels of NVIDIA GPUs send small data in band (core/in_band.py). Not by default: of 8000
+calls on 4 GPUs one was wrong, and what caused it has been mended but not run there again.
+"""
+
 SYMM_MEM_BACKEND = "CUDA"
 """torch's own backend, ROCm included: in the others each allocation is a collective call of all ranks there are."""
 
@@ -29,7 +34,8 @@ class Capabilities:
 
     `arch` is "sm_90", "gfx942", "interpreter" or "cpu". `num_sms` is the smallest of the ranks' devices. `peer_access`:
     every rank can load and store the memory of every other. `tile_available`: the `tile` kernels can run, which needs
-    peer access. A reason is a sentence without a full stop, empty where the flag beside it is True.
+    peer access. A reason is a sentence without a full stop, empty where the flag beside it is True. `in_band`: kernels
+    may send in band.
     """
 
     device_type: str
@@ -41,6 +47,7 @@ class Capabilities:
     peer_reason: str
     tile_available: bool
     tile_reason: str
+    in_band: bool = False
 
     def without_peer_access(self, reason: str) -> Capabilities:
         """The same devices when mapping each other's memory failed for `reason`."""
@@ -53,7 +60,7 @@ class RankFacts:
 
     `host` is equal for processes that can hand each other memory: one machine, one container. `device_id` is the UUID
     of a GPU, else "cpu". `peers` maps the other devices that this process sees to whether it can access their memory.
-    `tile_problem` says why this rank alone could not run a `tile` kernel, or is empty.
+    `tile_problem` says why this rank alone could not run a `tile` kernel, or is empty. `in_band`: it may send so.
     """
 
     host: str
@@ -64,6 +71,7 @@ class RankFacts:
     num_sms: int
     peers: dict[str, bool]
     tile_problem: str
+    in_band: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -102,6 +110,8 @@ def _probe_cuda(device: torch.device) -> RankFacts:
         num_sms=properties.multi_processor_count,
         peers=peers,
         tile_problem=problem,
+        # Elsewhere it is not known when a peer sees a store without a release.
+        in_band=torch.version.hip is None and os.environ.get(IN_BAND) == "1",
     )
 
 
@@ -116,6 +126,7 @@ def _probe_cpu(device: torch.device) -> RankFacts:
         num_sms=1,
         peers={},
         tile_problem=problem or ("" if sys.platform == "linux" else "memory shared by file descriptor needs Linux"),
+        in_band=True,
     )
 
 
@@ -172,6 +183,7 @@ def combine(ranks: Sequence[RankFacts]) -> Capabilities:
         peer_reason=peer_reason,
         tile_available=not (tile_reason or peer_reason),
         tile_reason=tile_reason or peer_reason,
+        in_band=all(facts.in_band for facts in ranks),
     )
 
 

@@ -10,7 +10,8 @@ Number 0 gives the credits that are due, and signs; then come those that send an
 None waits for another of its launch, nor for credits. Programs start in the order of their numbers; and whatever the
 order, all of a launch fit on the GPU at once, an SM for each.
 The own x is read by other programs than store the outputs: no output may lie in it.
-Limits. MOST_BYTES of x on each of MOST_RANKS ranks, in whole words of 32 bits a row; NVIDIA.
+Limits. MOST_BYTES of x on each of MOST_RANKS ranks, in whole words of 32 bits a row; where the group has it
+switched on (device/capabilities.py).
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def reduce(
     theirs = (mine,) * WORLD
     if ok != 0:
         theirs, ok = wait_in_band(
-            mine, places, there, stride, own, limit * PATIENCE, ctl, rank, slot, piece, site, epoch, use, WORLD
+            mine, places, there, stride, own, limit * PATIENCE, ctl, rank, slot, piece, site, epoch, use, WORLD, THREADS
         )
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for i in tl.static_range(WORLD):
@@ -132,7 +133,7 @@ def in_band_kernel(
     """
     program = tl.program_id(0)
     # All questions before the first answer.
-    asked = ask(ctl, slot)
+    asked = ask(ctl, slot, THREADS)
     own = heap_of(table, rank)
     heaps = ()
     for i in tl.static_range(1, WORLD):
@@ -193,8 +194,7 @@ def shares(
 
 def shares_of(launch: Launch, M: int, N: int, itemsize: int) -> Shares | None:
     """`shares` for the devices of a group, from what all ranks know; None where nothing is sent in band."""
-    arch = launch.workspace.capabilities.arch
-    if not (launch.interpreted or arch.startswith("sm_")):
+    if not launch.workspace.capabilities.in_band:
         return None
     return shares(
         M,

@@ -9,7 +9,8 @@ Signal protocol. A program does one thing, and its number says which, so that to
 for. Number 0 gives the credits that are due, and signs; each of the others has a ticket (see attention.py). Those put
 back zeros, too. A program waits when it has sent what it waits for, so heads are sent in the order of the programs'
 numbers, in which they start: the first head that some rank has not sent is attended to by programs that wait for none.
-Limits. MOST_ELEMENTS of a head, one area for the parts of all ranks, MOST_RANKS; NVIDIA.
+Limits. MOST_ELEMENTS of a head, one area for the parts of all ranks, MOST_RANKS; where the group has it switched on
+(device/capabilities.py).
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def flash_decode_in_band_kernel(
             ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
         )  # fmt: skip
     # Asked for together with the parts: while tokens are read, the registers are needed for those.
-    asked = ask(ctl, slot)
+    asked = ask(ctl, slot, THREADS)
     heaps = ()
     for i in tl.static_range(1, WORLD):
         heaps = heaps + (heap_of(table, (rank + i) % WORLD),)  # type: ignore[assignment]
@@ -124,7 +125,7 @@ def flash_decode_in_band_kernel(
         theirs = (mine,) * WORLD
         if ok != 0:
             theirs, ok = wait_in_band(
-                mine, at, there, stride, own, limit * PATIENCE, ctl, rank, slot, head, site, epoch, use, WORLD
+                mine, at, there, stride, own, limit * PATIENCE, ctl, rank, slot, head, site, epoch, use, WORLD, THREADS
             )
         merged = tl.where(ok != 0, merge_words(theirs, WORLD, MERGED_ROWS, HEAD_DIM), float("nan"))
         places, inside, _, _ = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
@@ -140,11 +141,10 @@ def flash_decode_in_band_kernel(
 
 def fits(shape: Shape, launch: Launch, world_size: int) -> bool:
     """Whether the parts of all ranks find place, and a program holds those of a head. From what every rank knows."""
-    nvidia = launch.workspace.capabilities.arch.startswith("sm_")
     most_bytes = INTERPRETED_MOST_BYTES if launch.interpreted else IN_BAND_BYTES.value
     words = WORDS_PER_ELEMENT * shape.rows * shape.head_dim
     return (
-        (nvidia or launch.interpreted)
+        launch.workspace.capabilities.in_band
         and world_size <= MOST_RANKS
         and 4 * world_size * words <= most_bytes
         and shape.heads.merged_rows * shape.head_dim <= MOST_ELEMENTS

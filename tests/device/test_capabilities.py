@@ -33,6 +33,11 @@ def test_equal_gpus_of_one_host() -> None:
     assert (joined.arch, joined.device_name, joined.num_sms) == ("sm_90", "GPU", 132)
 
 
+def test_all_ranks_send_in_band_or_none() -> None:
+    assert combine([gpu(0, in_band=True), gpu(1, in_band=True)]).in_band
+    assert not combine([gpu(0, in_band=True), gpu(1)]).in_band
+
+
 def test_ranks_may_share_a_gpu() -> None:
     assert combine([gpu(0), gpu(0)]).peer_access
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +125,15 @@ def test_the_wait_reads_the_data_itself(case: Case) -> None:
     behind = next(place for place in listing.places(NVIDIA.wide_store) if place > last)
     order = [line for line in listing.lines[last:behind] if re.search(r"acquire|fence|membar", line)]
     assert not order, order
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_two_threads_look_at_the_same_word(case: Case) -> None:
+    """They might see different values, and go different ways: a block that is volatile has a place for every thread."""
+    looks = re.findall(r"tt\.load .*isVolatile = true.* : tensor<([\dx]+)x!tt", compiled(case).asm["ttgir"])
+    sizes = [math.prod(map(int, one.split("x"))) for one in looks]
+    # Data of every source, signs, and flags in the wait and behind it.
+    assert len(sizes) >= case.world + 3 and min(sizes) >= 32 * case.num_warps, looks
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
