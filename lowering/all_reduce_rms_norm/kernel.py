@@ -285,7 +285,8 @@ def cut(
     tiles = ceil_div(ceil_div(length, rows), most)
     pieces = ceil_div(length, rows * tiles)
     slices = 1
-    while not one and 2 * slices * pieces <= min(programs, flags) and 2 * slices * least_slice <= N:
+    # A slice is one of one row.
+    while not one and rows * tiles == 1 and 2 * slices * pieces <= min(programs, flags) and 2 * slices * least_slice <= N:
         slices *= 2
     return Cut(one, rows, tiles, pieces, slices if slices >= LEAST_SLICES else 1)
 

@@ -32,7 +32,8 @@ from tests.ranks import RankPool, RankPools
 from tests.tolerances import assert_near
 
 FP16 = torch.float16
-TIMEOUT_S = 5.0
+# A wait in band may take twice as long on a GPU.
+TIMEOUT_S = {"cpu": 5.0, "cuda": 2.0}
 # One row, and five; those of a GPU are decode's.
 SIZES = {"cpu": (Size(0, 1, 34), Size(4, 1, 50)), "cuda": (Size(0, 1, 8192), Size(4, 1, 5120), Size(3, 1, 256))}
 H200 = {"programs": 132, "most_bytes": MOST_BYTES, "least_chunk": LEAST_CHUNK}
@@ -210,7 +211,7 @@ def _reset_and_work(ctx: RankContext) -> None:
 
 
 def _late(ctx: RankContext) -> Failure | None:
-    return call_without_the_last(ctx, _problems(ctx, "late", TIMEOUT_S)[1])
+    return call_without_the_last(ctx, _problems(ctx, "late", TIMEOUT_S[ctx.device.type])[1])
 
 
 def test_a_rank_that_comes_too_late(fragile_pool: RankPool) -> None:
@@ -232,7 +233,8 @@ def _at_another_site(ctx: RankContext, kinds: tuple[str, str]) -> Failure:
     problems = []
     for place, kind in enumerate(kinds):
         size = SIZES[ctx.device.type][0] if kind in NORM_KINDS else SMALL[ctx.device.type]
-        problems.append(Problem(ctx, kind, size, site=Site(f"strange/{place}:{kind}", "tile", TIMEOUT_S), dtype=FP16))
+        site = Site(f"strange/{place}:{kind}", "tile", TIMEOUT_S[ctx.device.type])
+        problems.append(Problem(ctx, kind, size, site=site, dtype=FP16))
     for problem in problems:
         problem.check(problem())
     if ctx.rank == 0:

@@ -47,6 +47,12 @@ def test_cut(m: int, n: int, world: int, expected: Cut) -> None:
     assert cut(m, n, 2, world, **H200) == expected
 
 
+def test_only_single_rows_are_sliced() -> None:
+    """Where flags are fewer than rows, a piece has several, and the kernel for slices takes one."""
+    found = cut(13, 64, 2, 3, programs=12, tile=64, most_pieces=4, round_bytes=512, least_slice=16)
+    assert found.rows * found.tiles > 1 and found.slices == 1
+
+
 @pytest.mark.parametrize("num_sms", [1, 132, 304])
 def test_every_row_has_its_place_and_its_flag(num_sms: int) -> None:
     for world in range(2, MAX_WORLD.value + 1):
