@@ -285,8 +285,9 @@ def cut(
     tiles = ceil_div(ceil_div(length, rows), most)
     pieces = ceil_div(length, rows * tiles)
     slices = 1
-    # A slice is one of one row.
-    while not one and rows * tiles == 1 and 2 * slices * pieces <= min(programs, flags) and 2 * slices * least_slice <= N:
+    # Each of one row.
+    most_slices = min(programs, flags) // pieces if not one and rows * tiles == 1 else 1
+    while 2 * slices <= most_slices and 2 * slices * least_slice <= N:
         slices *= 2
     return Cut(one, rows, tiles, pieces, slices if slices >= LEAST_SLICES else 1)
 
