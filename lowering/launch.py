@@ -66,9 +66,18 @@ def sum_sizes(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> 
     }
 
 
+def is_tf32_allowed() -> bool:
+    """For products of fp32, by torch.set_float32_matmul_precision or torch.backends.cuda.matmul.fp32_precision.
+
+    Once the second one was set, torch.get_float32_matmul_precision raises.
+    """
+    allowed: bool = torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+    return allowed
+
+
 def dot_precision(dtype: torch.dtype) -> str:
-    """`input_precision` of `tl.dot` for operands of `dtype`: fp32 obeys torch.set_float32_matmul_precision."""
-    exact = dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    """`input_precision` of `tl.dot` for operands of `dtype`: fp32 obeys torch's settings."""
+    exact = dtype != torch.float32 or not is_tf32_allowed()
     # AMD GPUs have no tf32, and the compiler refuses the word even where it would not matter.
     return "ieee" if exact or torch.version.hip is not None else "tf32"
 

@@ -25,7 +25,7 @@ from ditron_inductor.device.capabilities import RankFacts, probe
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import Config, select_few_rows_config
 from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, store_outputs, unpacked
-from ditron_inductor.lowering.launch import ceil_div, dot_precision
+from ditron_inductor.lowering.launch import ceil_div, dot_precision, is_tf32_allowed
 from ditron_inductor.lowering.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.prepared import MOST_CALLS, form
 from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, Projections
@@ -168,7 +168,7 @@ class PreparedProjections:
     ) -> Runner:
         tensors = (x, *weights, *extras)
         key = (
-            torch.get_float32_matmul_precision(),
+            is_tf32_allowed(),
             strategy,
             len(weights),
             epilogue,

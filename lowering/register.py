@@ -26,7 +26,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm import library as norm_library
 from ditron_inductor.lowering.epilogues import Finisher, finisher_of_sum, preparer_of
 from ditron_inductor.lowering.flash_decode.op import FlashDecodeOp
-from ditron_inductor.lowering.launch import Launch
+from ditron_inductor.lowering.launch import Launch, is_tf32_allowed
 from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, choose_both, form
 from ditron_inductor.lowering.projections import projections
 from ditron_inductor.lowering.strategies import CHUNKED, PLANNED_AS, TILE, Runner
@@ -401,8 +401,7 @@ def _prepare_all_to_all_matmul(
 
 
 # The ops themselves. The trailing arguments, `site`, are those of the schemas in task/ops.py, in their order. With the
-# operands' forms they are all that a call depends on, but for this:
-_precision = torch.get_float32_matmul_precision
+# operands' forms they are all that a call depends on, but for the precision of fp32.
 
 
 PROLOGUE_DEFAULTS: tuple[Any, ...] = (None, "", *(None,) * len(SHARD_EXTRAS), *ops.SHARD_NORM_DEFAULTS)
@@ -434,7 +433,7 @@ def lookup(
     those that there may be.
     """
     rest = [None if other is None else form(other) for other in others]
-    key = kind, site, _precision(), *rest, *[form(one) for one in operands]
+    key = kind, site, is_tf32_allowed(), *rest, *[form(one) for one in operands]
     return key, calls.find(key)
 
 

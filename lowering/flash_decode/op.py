@@ -11,7 +11,7 @@ import torch
 from ditron_inductor.device import AgreedOptions, workspaces
 from ditron_inductor.lowering.flash_decode import library, tile
 from ditron_inductor.lowering.flash_decode.local import Operands, shape_of
-from ditron_inductor.lowering.launch import Launch
+from ditron_inductor.lowering.launch import Launch, is_tf32_allowed
 from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, choose_both, form
 from ditron_inductor.task import flash_decode as task
 from ditron_inductor.task import ops
@@ -40,7 +40,7 @@ class FlashDecodeOp:
         given = Operands(q, k, v, lengths, block_table)
         forms = [form(one) for one in (q, k, v, lengths)]
         table = None if block_table is None else form(block_table)
-        key = FlashDecode.kind, site, torch.get_float32_matmul_precision(), table, *forms
+        key = FlashDecode.kind, site, is_tf32_allowed(), table, *forms
         run = self._calls.find(key)
         if run is None:
             run = self._prepare(key, given, *site)
