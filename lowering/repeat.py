@@ -16,6 +16,7 @@ import torch
 
 from ditron_inductor.device.ring import Generation
 from ditron_inductor.device.streams import current_handle
+from ditron_inductor.lowering.launch import is_tf32_allowed
 from ditron_inductor.lowering.launcher import internals
 from ditron_inductor.lowering.prepared import Chosen, Prepared
 from ditron_inductor.lowering.recording import LaunchMade, Recorder
@@ -71,32 +72,37 @@ class Step:
                 case _:
                     self._tuples.append((place, given))  # type: ignore[arg-type]
         # Arguments of a launch in each slot of a ring, whose memory they must not keep; of one without a slot, by 0.
-        self._ring: weakref.ref[Generation] | None = None
-        self._templates: dict[int, list[Any]] = {}
+        # Replaced together: threads take turns.
+        self._ring: tuple[weakref.ref[Generation] | None, dict[int, list[Any]]] = (None, {})
 
     def __call__(self, addresses: Sequence[int], device: int | None) -> None:
         """Launch with these addresses of operands and allocations, on the current stream of the device."""
         shared = self._shared
         if shared is None:
-            values = self._values(self._templates.get(0) or self._fill(0, (), ()), addresses)
+            templates = self._ring[1]
+            values = self._values(templates.get(0) or self._fill(templates, 0, (), ()), addresses)
             self.launcher.start(self._ready, 0 if device is None else current_handle(device), values)
             return
         # As Launch.run.
         generation, slot, site = shared.begin(*self._begin)
         try:
-            if self._ring is None or self._ring() is not generation:
-                self._ring, self._templates = weakref.ref(generation), {}
-            template = self._templates.get(slot)
+            ring, templates = self._ring
+            if ring is None or ring() is not generation:
+                self._ring = _, templates = weakref.ref(generation), {}
+            template = templates.get(slot)
             if template is None:
-                template = self._fill(slot, (slot, site), (generation.table, generation.ctl, generation.counters))
+                words = generation.table, generation.ctl, generation.counters
+                template = self._fill(templates, slot, (slot, site), words)
             self.launcher.start(self._ready, shared.order.stream, self._values(template, addresses))
         except BaseException as exc:
             shared.health.fail(exc)
             raise
         shared.end()
 
-    def _fill(self, slot: int, numbers: tuple[int, ...], words: tuple[torch.Tensor, ...]) -> list[Any]:
-        self._templates[slot] = template = self.launcher.values(self._ready, numbers, words)
+    def _fill(
+        self, templates: dict[int, list[Any]], slot: int, numbers: tuple[int, ...], words: tuple[torch.Tensor, ...]
+    ) -> list[Any]:
+        templates[slot] = template = self.launcher.values(self._ready, numbers, words)
         return template
 
     def _values(self, template: list[Any], addresses: Sequence[int]) -> list[Any]:
@@ -122,7 +128,7 @@ class Record:
     chosen: Chosen
     settings: tuple[Any, ...]
     device: torch.device
-    precision: str | None
+    precision: bool | None
     alignment: tuple[int, ...]
     allocations: tuple[Allocation, ...]
     steps: tuple[Step, ...]
@@ -181,9 +187,9 @@ def record_of(recorder: Recorder, result: Any) -> Record | str:
     )
 
 
-def precision_of(operands: Sequence[torch.Tensor]) -> str | None:
-    """The setting that products of fp32 obey; None where there are none."""
-    return torch.get_float32_matmul_precision() if any(x.dtype == torch.float32 for x in operands) else None
+def precision_of(operands: Sequence[torch.Tensor]) -> bool | None:
+    """Whether products of fp32 may be of tf32; None where there are none."""
+    return is_tf32_allowed() if any(x.dtype == torch.float32 for x in operands) else None
 
 
 class Repeated:
@@ -213,9 +219,12 @@ class Repeated:
             return None
         if self._device is not None and torch._C._cuda_getDevice() != self._device:
             return None
-        if self._precision is not None and torch.get_float32_matmul_precision() != self._precision:
+        if self._precision is not None and is_tf32_allowed() != self._precision:
             return None
         addresses = [x.data_ptr() for x in operands]
+        # A tensor without memory, of a class of its own.
+        if 0 in addresses:
+            return None
         if self._is_aligned:
             bits = 0
             for address in addresses:

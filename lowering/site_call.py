@@ -10,7 +10,8 @@ All but the tensors is bound when the code is loaded, in whichever process that 
 operands are fixed by the graph's guards and Inductor's layouts, a call by `tile` is recorded (recording.py), and done
 again from its record (repeat.py). Every other call runs what the op runs.
 
-The op itself is called while somebody may want to see it, or to take its place: a profiler, a mode, autograd.
+The op itself is called while somebody may want to see it, or to take its place: a profiler, a mode, autograd, an
+operand of another class.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
 
 from ditron_inductor.lowering.launcher import internals
 from ditron_inductor.lowering.prepared import Prepared
@@ -33,6 +33,8 @@ from ditron_inductor.task.watch import watch
 
 MOST_ATTEMPTS = 4
 """Calls of a site that are recorded: some once for a graph's captures, some again when an operand lies elsewhere."""
+
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class SiteCall:
             recording.lock.release()
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        op = self.op if any(isinstance(x, FakeTensor) for x in tensors) else self.implementation
+        op = self.implementation if are_plain(tensors) else self.op
         return op(*self.arguments(tensors))
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -119,6 +121,11 @@ class SiteCall:
         return result
 
 
+def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all are tensors with memory of their own; of others, such as FakeTensors, the dispatcher knows more."""
+    return all(type(x) in PLAIN for x in tensors)
+
+
 def _can_be_recorded(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether this call could be done again from a record."""
     choice = prepared.now().choice
@@ -127,7 +134,7 @@ def _can_be_recorded(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> boo
     found = internals()
     if found is None or found.settings() is None:
         return False
-    if any(isinstance(x, FakeTensor) or x.numel() == 0 or x.device != tensors[0].device for x in tensors):
+    if not are_plain(tensors) or any(x.numel() == 0 or x.device != tensors[0].device for x in tensors):
         return False
     return not prepared.workspace.shared.order.is_capturing()
 

@@ -4,17 +4,22 @@ launch as GPUs do, with kernels that do nothing. What the launches get is compar
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.host import stand_in_for_kernels
+from ditron_inductor.errors import DitronError
 from ditron_inductor.task.nodes import NORM_KINDS
 from ditron_inductor.task.plan import decisions
 from ditron_inductor.task.watch import watch
@@ -281,13 +286,70 @@ def precision(ctx: Any) -> None:
     problem = Problem(ctx, "matmul_reduce_scatter", SIZE, site=Site(name="calls/30:fp32"), dtype=torch.float32)
     called = repeated(Called.of(problem))
     before = launch_of(called.by_site)
-    torch.set_float32_matmul_precision("high")
-    try:
-        repeated(called)
-        assert_same(launch_of(called.by_op), launch_of(called.by_site), "tf32")
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    assert launch_of(called.by_site).kernels == before.kernels
+    matmul = torch.backends.cuda.matmul
+
+    def set_otherwise(precision: str) -> None:
+        matmul.fp32_precision = precision  # type: ignore[assignment]
+
+    for setter, exact in ((torch.set_float32_matmul_precision, "highest"), (set_otherwise, "ieee")):
+        setter("high" if exact == "highest" else "tf32")
+        try:
+            repeated(called)
+            launched = launch_of(called.by_site)
+            assert launched.kernels != before.kernels
+            assert_same(launch_of(called.by_op), launched, "tf32")
+        finally:
+            setter(exact)
+        assert launch_of(called.by_site).kernels == before.kernels
+
+
+def other_classes(ctx: Any, called: Called) -> None:
+    """Operands that have no memory themselves, in first calls and behind those that were recorded."""
+    plain = called.elsewhere()
+    mode = FakeTensorMode()
+    fake = [mode.from_tensor(x) for x in plain]
+    for site in (Called(called.op, called.arguments), called):
+        for _ in range(3):
+            with Launches().watched() as launches:
+                results = site.by_site(fake)
+            assert launches.seen == [] and all(isinstance(x, FakeTensor) for x in results)
+            waiting = [AsyncCollectiveTensor(x) for x in plain]
+            assert_same(launch_of(lambda: called.by_op(plain)), launch_of(lambda: site.by_site(waiting)), "wrapped")  # noqa: B023
+    assert len(called.site.repeated) == 1
+
+
+def nothing_kept(ctx: Any, called: Called) -> None:
+    """Neither a call that is recorded nor one that is repeated keeps operands or results."""
+    fresh = Called(called.op, called.arguments)
+    for _ in range(4):
+        operands = fresh.elsewhere()
+        seen = [weakref.ref(x.untyped_storage()) for x in [*operands, *fresh.by_site(operands)]]
+        del operands
+        assert not any(one() for one in seen)
+    assert len(fresh.site.repeated) == 1
+
+
+def after_an_exception(ctx: Any, called: Called) -> None:
+    """In the launch of a call that is recorded, and of one that is repeated."""
+    import ditron_inductor
+    from ditron_inductor.lowering.launcher import Launcher
+    from ditron_inductor.lowering.recording import recording
+
+    for calls in (1, 3):
+        fresh = Called(called.op, called.arguments)
+        repeated(fresh, calls)
+        with mock.patch.object(Launcher, "start", side_effect=MemoryError("no launch")):
+            for wanted in (MemoryError, DitronError):
+                try:
+                    fresh.by_site()
+                except wanted:
+                    continue
+                raise AssertionError(f"{wanted} after {calls} calls")
+        assert recording.active is None and not recording.lock.locked()
+        ditron_inductor.reset(dist.group.WORLD)
+        repeated(fresh)
+        assert len(fresh.site.repeated) == 1
+        assert_same(launch_of(fresh.by_op), launch_of(fresh.by_site), "after an exception")
 
 
 def left_alone(ctx: Any) -> None:
@@ -364,5 +426,8 @@ def check_all(rank: Any, device: torch.device, folder: str) -> None:
         unaligned(ctx, called)
         precision(ctx)
         left_alone(ctx)
+        other_classes(ctx, repeated(Called(called.op, called.arguments)))
+        nothing_kept(ctx, called)
+        after_an_exception(ctx, called)
         after_a_reset(ctx, called)
         a_group_made_again(ctx, called, folder)
