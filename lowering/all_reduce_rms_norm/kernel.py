@@ -398,7 +398,7 @@ def all_reduce_rms_norm(
                 SLICES=cut.slices,
                 SLICE=block_of(width),
                 **constants_of(node, stores_reduced=True),
-                THREADS=32 * num_warps,
+                THREADS=launch.threads(num_warps),
                 num_warps=num_warps,
             ),
         )

@@ -304,7 +304,7 @@ def matmul_all_reduce(
                 AVERAGE=node.reduce_op == "avg",
                 ONE_SHOT=sizes.cut.one_shot,
                 PIECE=sizes.cut.piece,
-                THREADS=32 * sizes.num_warps,
+                THREADS=launch.threads(sizes.num_warps),
                 num_warps=sizes.num_warps,
                 **arrangement.constants_of_sum(),
             ),

@@ -109,7 +109,7 @@ def compiled(kernel: Any, case: Case) -> Any:
         "FORM": case.form,
         "EPS": 1e-6,
         "POST_EPS": 1e-6,
-        "THREADS": 32 * num_warps,
+        "THREADS": TARGETS[case.target].warp_size * num_warps,
         "COPY": True,
     }
     signature: dict[str, Any] = {}
