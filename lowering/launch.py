@@ -203,7 +203,7 @@ class Launch:
         workspace = self.workspace
         shared = workspace.shared
         begin = self.site_text, nbytes, workspace.options.workspace_limit, workspace.timeout_s
-        here = recording.here() if recording.active is not None else None
+        here = recording.here()
         if here is not None:
             here.took(SlotUse(shared, *begin))
         generation, slot, site = shared.begin(*begin)

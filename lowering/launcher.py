@@ -173,7 +173,7 @@ class Launcher:
         positions = self.positions
         for name, x in tensors.items():
             values[positions[name]] = tuple([one.data_ptr() for one in x]) if type(x) is tuple else x.data_ptr()
-        here = recording.here() if recording.active is not None else None
+        here = recording.here()
         if here is not None:
             found = internals()
             settings = None if found is None else found.settings()

@@ -114,18 +114,16 @@ class PreparedCalls:
         if not prepared.holds():
             return None
         chosen = prepared.now()
-        if recording.active is not None:
-            here = recording.here()
-            if here is not None:
-                here.found(prepared, chosen)
+        here = recording.here()
+        if here is not None:
+            here.found(prepared, chosen)
         return chosen.noted()
 
     def keep(self, key: Hashable, prepared: Prepared) -> None:
         """Use `prepared` for the call `key` from now on, until its workspace is released."""
-        if recording.active is not None:
-            here = recording.here()
-            if here is not None:
-                here.found(prepared, None)
+        here = recording.here()
+        if here is not None:
+            here.found(prepared, None)
         if len(self._known) >= MOST_CALLS:
             self._known.clear()
         self._known[key] = prepared

@@ -2,7 +2,7 @@
 
 Most that a call by `tile` costs the host is finding out again what the call before it found out: which tensors are
 allocated, which address goes where. A `Recorder` watches one call and says whether that was all: tensors allocated,
-views taken of them and of the operands, and one launch in one slot of the workspace. It sees every op of torch
+views taken of them and of the operands, and launches, one of them in a slot of the workspace. It sees every op of torch
 (`TorchDispatchMode`), and what starts kernels or takes a slot without torch reports to `recording.active`. Whatever
 else a call does is its `problem`, and such a call is never repeated from its record.
 
@@ -165,10 +165,9 @@ recording = Recording()
 
 def refuse_to_record(problem: str) -> None:
     """What the present call does cannot be recorded, if it is being recorded."""
-    if recording.active is not None:
-        here = recording.here()
-        if here is not None:
-            here.refuse(problem)
+    here = recording.here()
+    if here is not None:
+        here.refuse(problem)
 
 
 def is_view(func: Any) -> bool:

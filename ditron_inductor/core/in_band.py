@@ -108,6 +108,15 @@ def heap_of(table, rank):
 
 
 @triton.jit
+def heaps_of_peers(table, rank, WORLD: tl.constexpr):
+    """Those of rank + 1, rank + 2, .., as by `heap_of`."""
+    heaps = ()
+    for i in tl.static_range(1, WORLD):
+        heaps = heaps + (heap_of(table, (rank + i) % WORLD),)  # type: ignore[assignment]
+    return heaps
+
+
+@triton.jit
 def encode(words):
     """uint32 that are not zero, for `decode`. Of the NaNs one becomes another: of two halves, or of a whole."""
     flipped = words ^ 0xFFFFFFFF

@@ -35,6 +35,7 @@ from ditron_inductor.core.in_band import (
     decode,
     encode,
     heap_of,
+    heaps_of_peers,
     wait_in_band,
 )
 from ditron_inductor.core.layout import IN_BAND_BYTES
@@ -134,10 +135,7 @@ def in_band_kernel(
     program = tl.program_id(0)
     # All questions before the first answer.
     asked = ask(ctl, slot, THREADS)
-    own = heap_of(table, rank)
-    heaps = ()
-    for i in tl.static_range(1, WORLD):
-        heaps = heaps + (heap_of(table, (rank + i) % WORLD),)  # type: ignore[assignment]
+    own, heaps = heap_of(table, rank), heaps_of_peers(table, rank, WORLD)
     if program <= senders:
         if program == 0:
             left = begin(asked, table, ctl, rank, slot, site, WORLD, THREADS)

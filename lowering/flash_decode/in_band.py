@@ -30,8 +30,10 @@ from ditron_inductor.core.in_band import (
     begin,
     clear_before,
     close_in_band,
+    decode,
     encode,
     heap_of,
+    heaps_of_peers,
     wait_in_band,
 )
 from ditron_inductor.core.layout import IN_BAND_BYTES
@@ -62,8 +64,7 @@ def merge_words(parts, WORLD: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
     os = ()
     lses = ()
     for source in tl.static_range(WORLD):
-        bits = (parts[source] ^ 0xFFFFFFFF).to(tl.float32, bitcast=True)
-        o, lse = tl.split(tl.reshape(bits, (R, D, 2)))
+        o, lse = tl.split(tl.reshape(decode(parts[source], tl.float32), (R, D, 2)))
         os = os + (o,)  # type: ignore[assignment]
         lses = lses + (lse,)  # type: ignore[assignment]
     most = lses[0]  # type: ignore[misc]
@@ -104,10 +105,7 @@ def flash_decode_in_band_kernel(
         )  # fmt: skip
     # Asked for together with the parts: while tokens are read, the registers are needed for those.
     asked = ask(ctl, slot, THREADS)
-    heaps = ()
-    for i in tl.static_range(1, WORLD):
-        heaps = heaps + (heap_of(table, (rank + i) % WORLD),)  # type: ignore[assignment]
-    own = heap_of(table, rank)
+    own, heaps = heap_of(table, rank), heaps_of_peers(table, rank, WORLD)
     use, epoch, due, before, ok, limit = answer(asked)
     stride = heads * (2 * ROWS * HEAD_DIM)
     if last != 0:
