@@ -23,7 +23,6 @@ HERE = Path(__file__).parent
 # Rank processes inherit all of these. A table that somebody measured here must not decide what the tests run, and a
 # graph from a cache has not been through the passes.
 os.environ["DITRON_TABLE"] = "shipped"
-os.environ.setdefault("DITRON_IN_BAND", "1")
 os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 # An op whose outputs share memory is an error, as it is for torch where CI=1.
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"

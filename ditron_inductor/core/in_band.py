@@ -65,8 +65,6 @@ LINE = tl.constexpr(32)
 
 MOST_RANKS = 8
 """A thread holds the words of all of them in registers."""
-PATIENCE = 2
-"""Polls for each of those that limits are counted in, which acquire, and so take up to twice as long."""
 
 
 @triton.jit
@@ -217,7 +215,8 @@ def wait_in_band(
     mine: the own ones, of which none is zero. Those of source s lie at `at` + s * stride of the area; inside: which of
     them there are; for the others stand the own ones. heap: the own one. limit: of polls. piece: for what a failure is
     said to have waited.
-    Bounded, as `wait`. Now and then it looks whether a peer is at another site, in flag row 0 if in another kernel.
+    Bounded, as `wait`; on an H200 a poll of 8192 elements takes 2.4 times as long as one of a flag. Now and then it
+    looks whether a peer is at another site, in flag row 0 if in another kernel.
     """
     # See the module on blocks of as many places as threads.
     lanes = tl.arange(0, THREADS)

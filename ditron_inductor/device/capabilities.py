@@ -20,9 +20,7 @@ OLDEST_CUDA = (8, 0)
 """bf16 tensor cores and system-scope acquire loads as Triton emits them."""
 
 IN_BAND = "DITRON_IN_BAND"
-"""Set to 1 on every rank, kernels of NVIDIA GPUs send small data in band (core/in_band.py). Not by default: of 8000
-calls on 4 GPUs one was wrong, and what caused it has been mended but not run there again.
-"""
+"""Set to 0 on any rank, kernels of its group send nothing in band (core/in_band.py)."""
 
 SYMM_MEM_BACKEND = "CUDA"
 """torch's own backend, ROCm included: in the others each allocation is a collective call of all ranks there are."""
@@ -111,7 +109,7 @@ def _probe_cuda(device: torch.device) -> RankFacts:
         peers=peers,
         tile_problem=problem,
         # Elsewhere it is not known when a peer sees a store without a release.
-        in_band=torch.version.hip is None and os.environ.get(IN_BAND) == "1",
+        in_band=torch.version.hip is None and os.environ.get(IN_BAND) != "0",
     )
 
 

@@ -10,8 +10,8 @@ Number 0 gives the credits that are due, and signs; then come those that send an
 None waits for another of its launch, nor for credits. Programs start in the order of their numbers; and whatever the
 order, all of a launch fit on the GPU at once, an SM for each.
 The own x is read by other programs than store the outputs: no output may lie in it.
-Limits. MOST_BYTES of x on each of MOST_RANKS ranks, in whole words of 32 bits a row; where the group has it
-switched on (device/capabilities.py).
+Limits. MOST_BYTES of x on each of MOST_RANKS ranks, in whole words of 32 bits a row; where the group's
+devices do it (device/capabilities.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import triton.language as tl
 from ditron_inductor.core.in_band import (
     LINE,
     MOST_RANKS,
-    PATIENCE,
     answer,
     area,
     ask,
@@ -90,7 +89,7 @@ def send(
 def reduce(
     asked, x, given, outputs, own, ctl, M, N, width, stride, piece, rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, PATIENCE: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """The rows of `piece`, and `leave`."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -108,7 +107,7 @@ def reduce(
     theirs = (mine,) * WORLD
     if ok != 0:
         theirs, ok = wait_in_band(
-            mine, places, there, stride, own, limit * PATIENCE, ctl, rank, slot, piece, site, epoch, use, WORLD, THREADS
+            mine, places, there, stride, own, limit, ctl, rank, slot, piece, site, epoch, use, WORLD, THREADS
         )
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for i in tl.static_range(WORLD):
@@ -126,7 +125,6 @@ def in_band_kernel(
     M, N, words, width, stride, senders, rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
     CHUNK: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
-    PATIENCE: tl.constexpr,
 ):  # fmt: skip
     """See the module. x [M, N], contiguous, has `words` words, `width` in a row; those of a source come `stride` after
     the last one's. given, outputs: as by `rows.extras` and `rows.finish`. Programs: one, `senders`, and one for each
@@ -147,7 +145,7 @@ def in_band_kernel(
     else:
         left = reduce(
             asked, x, given, outputs, own, ctl, M, N, width, stride, program - 1 - senders, rank, slot, site, WORLD,
-            AVERAGE, ROWS, BLOCK, BLOCK_WORDS, FORM, EPS, POST_EPS, THREADS, PATIENCE,
+            AVERAGE, ROWS, BLOCK, BLOCK_WORDS, FORM, EPS, POST_EPS, THREADS,
         )  # fmt: skip
     use, epoch, _, _, _, _ = answer(asked)
     close_in_band(granted(left, THREADS), ctl, slot, epoch, use, WORLD * stride)
@@ -241,7 +239,6 @@ def all_reduce_rms_norm(
                 CHUNK=dealt.chunk,
                 **constants_of(node, stores_reduced=True),
                 THREADS=launch.threads(num_warps),
-                PATIENCE=1 if launch.interpreted else PATIENCE,
                 num_warps=num_warps,
             ),
         )

@@ -9,8 +9,8 @@ Signal protocol. A program does one thing, and its number says which, so that to
 for. Number 0 gives the credits that are due, and signs; each of the others has a ticket (see attention.py). Those put
 back zeros, too. A program waits when it has sent what it waits for, so heads are sent in the order of the programs'
 numbers, in which they start: the first head that some rank has not sent is attended to by programs that wait for none.
-Limits. MOST_ELEMENTS of a head, one area for the parts of all ranks, MOST_RANKS; where the group has it switched on
-(device/capabilities.py).
+Limits. MOST_ELEMENTS of a head, one area for the parts of all ranks, MOST_RANKS; where the group's devices do
+it (device/capabilities.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import triton.language as tl
 
 from ditron_inductor.core.in_band import (
     MOST_RANKS,
-    PATIENCE,
     answer,
     area,
     ask,
@@ -90,7 +89,7 @@ def flash_decode_in_band_kernel(
     PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    THREADS: tl.constexpr, PATIENCE: tl.constexpr,
+    THREADS: tl.constexpr,
 ):  # fmt: skip
     """See the module, and attention.py for the operands. out [heads * ROWS, HEAD_DIM], contiguous. One program, and one
     for each ticket.
@@ -123,7 +122,7 @@ def flash_decode_in_band_kernel(
         theirs = (mine,) * WORLD
         if ok != 0:
             theirs, ok = wait_in_band(
-                mine, at, there, stride, own, limit * PATIENCE, ctl, rank, slot, head, site, epoch, use, WORLD, THREADS
+                mine, at, there, stride, own, limit, ctl, rank, slot, head, site, epoch, use, WORLD, THREADS
             )
         merged = tl.where(ok != 0, merge_words(theirs, WORLD, MERGED_ROWS, HEAD_DIM), float("nan"))
         places, inside, _, _ = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
@@ -161,7 +160,6 @@ def flash_decode(
             **shape.constants(config, splits, launch.interpreted),
             "WORLD": node.world_size,
             "THREADS": launch.threads(config.num_warps),
-            "PATIENCE": 1 if launch.interpreted else PATIENCE,
             "rank": launch.rank,
         }
         return Arguments(programs=1 + shape.heads.heads * splits, values=values)

@@ -13,7 +13,6 @@ import torch
 import triton
 from triton.compiler import ASTSource
 
-from ditron_inductor.core.in_band import PATIENCE
 from ditron_inductor.lowering.flash_decode.config import CONFIGS, Config, deal, merged_splits, select_config
 from ditron_inductor.lowering.flash_decode.in_band import flash_decode_in_band_kernel
 from ditron_inductor.lowering.flash_decode.local import local_attention_kernel, merge_ranks_kernel
@@ -86,7 +85,6 @@ def compiled(kernel: Any, case: Case) -> Any:
         "THREADS": config.num_warps * TARGETS[case.target].warp_size,
         "ATTENDED": case.attended,
         "ONE_EACH": case.one_each,
-        "PATIENCE": PATIENCE,
     }
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}

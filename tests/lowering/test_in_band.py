@@ -32,7 +32,7 @@ from tests.ranks import RankPool, RankPools
 from tests.tolerances import assert_near
 
 FP16 = torch.float16
-# A wait in band may take twice as long on a GPU.
+# A wait in band may take 2.4 times as long on a GPU.
 TIMEOUT_S = {"cpu": 3.0, "cuda": 2.0}
 # One row, and five; those of a GPU are decode's.
 SIZES = {"cpu": (Size(0, 1, 34), Size(4, 1, 50)), "cuda": (Size(0, 1, 8192), Size(4, 1, 5120), Size(3, 1, 256))}

@@ -12,7 +12,7 @@ import pytest
 import triton
 from triton.compiler import ASTSource
 
-from ditron_inductor.lowering.all_reduce_rms_norm.in_band import LEAST_CHUNK, PATIENCE, in_band_kernel
+from ditron_inductor.lowering.all_reduce_rms_norm.in_band import LEAST_CHUNK, in_band_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     HAS_BIAS,
     HAS_RESIDUAL,
@@ -82,7 +82,6 @@ def compiled(case: Case) -> Any:
         "EPS": 1e-6,
         "POST_EPS": 1e-6,
         "THREADS": TARGETS[case.target].warp_size * case.num_warps,
-        "PATIENCE": PATIENCE,
     }
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
