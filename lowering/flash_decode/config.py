@@ -77,15 +77,26 @@ WIDE = {
 }
 """The same for fp32."""
 
-CONFIGS = (*BY_HEAD_DIM.values(), *WIDE.values(), INTERPRETER)
+CROWDED = {128: Config(block_n=128, num_warps=4, num_stages=2).validate()}
+"""In the place of those of BY_HEAD_DIM where more programs than SMs read long caches: memory is faster for fewer bytes
+that each of them has under way, in larger pieces.
+"""
+CROWDED_TOKENS = 15000
+"""Of all heads together, for each SM: from so many on a cache is long."""
+
+CONFIGS = (*BY_HEAD_DIM.values(), *WIDE.values(), *CROWDED.values(), INTERPRETER)
 """Every one that a kernel is launched with, all of them compiled by the tests."""
 
 
-def select_config(*, head_dim: int, dtype: torch.dtype, paged: bool, interpreted: bool) -> Config:
-    """The blocks for heads of `head_dim` elements."""
+def select_config(
+    *, head_dim: int, dtype: torch.dtype, paged: bool, crowded: bool = False, interpreted: bool
+) -> Config:
+    """The blocks for heads of `head_dim` elements. crowded: there are more heads than SMs, and long caches."""
     if interpreted:
         return INTERPRETER
     known = WIDE if dtype == torch.float32 else BY_HEAD_DIM
+    if crowded and not paged and known is BY_HEAD_DIM and head_dim in CROWDED:
+        return CROWDED[head_dim]
     config = known[min(most for most in known if most >= head_dim)]
     # Loads by a block table wait for it: with so many stages as many blocks are under way.
     return replace(config, num_stages=2 * config.num_stages - 1) if paged else config

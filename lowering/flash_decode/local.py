@@ -19,6 +19,7 @@ import triton.language as tl
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.flash_decode.attention import attend_ticket, merge_ranks, merge_splits, part_offsets
 from ditron_inductor.lowering.flash_decode.config import (
+    CROWDED_TOKENS,
     INTERPRETED_SPLITS,
     Config,
     Heads,
@@ -104,8 +105,13 @@ class Shape:
         return self.batch * self.query_heads
 
     def config(self, interpreted: bool) -> Config:
+        heads = self.heads.heads
         return select_config(
-            head_dim=self.head_dim, dtype=self.dtype, paged=self.page > 0, interpreted=interpreted
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            paged=self.page > 0,
+            crowded=heads > self.num_sms and heads * self.capacity > CROWDED_TOKENS * self.num_sms,
+            interpreted=interpreted,
         )
 
     def new_partials(self, x: torch.Tensor, splits: int) -> torch.Tensor:

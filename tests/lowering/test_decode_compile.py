@@ -39,22 +39,26 @@ class Case:
     shared_flags: bool = False
     attended: bool = False
     one_each: bool = False
+    crowded: bool = False
 
     def __str__(self) -> str:
         paged = f"-paged{self.page}" if self.page else ""
-        forms = "-shared" * self.shared_flags + "-attended" * self.attended + "-one" * self.one_each
+        forms = "-shared" * self.shared_flags + "-attended" * self.attended + "-one" * self.one_each + "-crowded" * self.crowded
         return f"{self.target}-{self.group}x{self.head_dim}-{self.dtype}{paged}{forms}"
 
     @property
     def config(self) -> Config:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype]
-        config = select_config(head_dim=self.head_dim, dtype=dtype, paged=self.page > 0, interpreted=False)
+        config = select_config(
+            head_dim=self.head_dim, dtype=dtype, paged=self.page > 0, crowded=self.crowded, interpreted=False
+        )
         return config.for_arch(self.target)
 
 
 CASES = (
     Case("sm_90", 128, one_each=True),
     Case("sm_90", 128, group=8),
+    Case("sm_90", 128, one_each=True, crowded=True),
     Case("sm_90", 256, group=8, dtype="fp16", page=16, shared_flags=True),
     Case("sm_90", 64, group=1, dtype="fp32"),
     Case("gfx942", 128, shared_flags=True),

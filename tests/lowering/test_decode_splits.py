@@ -52,15 +52,26 @@ def test_parts_are_merged_in_few_rounds(heads: int, kv_heads: int, head_dim: int
     assert merged_splits(deal(1, heads, kv_heads), head_dim, splits, interpreted=False) == expected
 
 
+def shape_of(batch: int, capacity: int) -> Shape:
+    return Shape(batch, 32, 8, 128, capacity, 0, torch.bfloat16, (1, 1), (1, 1, 1), (1, 1, 1), 0, 1.0, 0.0, 132, "")
+
+
 @pytest.mark.parametrize(
     ("batch", "capacity", "expected"), [(1, 1 << 20, False), (32, 1 << 18, False), (64, 512, False), (64, 4096, True)]
 )
 def test_only_many_tickets_of_many_tokens_take_two_launches(batch: int, capacity: int, expected: bool) -> None:
-    shape = Shape(batch, 32, 8, 128, capacity, 0, torch.bfloat16, (1, 1), (1, 1, 1), (1, 1, 1), 0, 1.0, 0.0, 132, "")
+    shape = shape_of(batch, capacity)
     config = shape.config(interpreted=False)
     programs = config.programs(shape.heads.heads, shape.num_sms)
     splits = count_splits(shape.heads.heads, capacity, programs, config)
     assert in_two_launches(shape, splits, programs, interpreted=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "capacity", "expected"), [(8, 1 << 20, 64), (32, 1 << 16, 128), (64, 4096, 128), (64, 1024, 64)]
+)
+def test_many_programs_with_long_caches_read_larger_blocks(batch: int, capacity: int, expected: int) -> None:
+    assert shape_of(batch, capacity).config(interpreted=False).block_n == expected
 
 
 def test_benchmark_shapes() -> None:
