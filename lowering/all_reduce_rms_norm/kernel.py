@@ -71,8 +71,8 @@ LEAST_SLICE = 1024
 LEAST_SLICES = 4
 """Fewer were not measured."""
 WIDE_PIECES_PER_SM = 2
-"""Of two shots, where a row is longer than a tile and its program alone on an SM: such pieces get more tiles before
-there are more of them, since every wave of programs takes two rounds.
+"""Where a row is longer than a tile, and an SM has no more programs at once. Rows are dealt to as many pieces, since
+every wave of programs takes a round of signals, or two.
 """
 
 INTERPRETED_ROUND_BYTES = 512
@@ -83,15 +83,24 @@ INTERPRETED_LEAST_SLICE = 16
 
 
 @triton.jit
+def rows_of(ticket, tile, pieces, run, M, ROWS: tl.constexpr):
+    """The rows [ROWS, 1] of a run that tile `tile` of a piece has: in turns with the other pieces, so that none of them
+    has more than one tile more than another. M, which no tensor has, for those behind the end of the run.
+    """
+    rows = (tile * pieces + ticket) * ROWS + tl.arange(0, ROWS)
+    return tl.where(rows < run, rows, M).to(tl.int64)[:, None]
+
+
+@triton.jit
 def one_shot(
-    x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site, epoch,
+    x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, run, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
     FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """The rows of piece `ticket`, and `leave`. slots: pointers, of rank + 1, ..; each has places [source][row]."""
     cols = tl.arange(0, BLOCK)[None, :]
-    first = (ticket * (TILES * ROWS) + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    area = (pieces * (TILES * ROWS)).to(tl.int64) * pitch
+    first = rows_of(ticket, 0, pieces, run, M, ROWS)
+    area = run.to(tl.int64) * pitch
     at = first * N + cols
     inside = (first < M) & (cols < N)
     mine = tl.load(x + at, mask=inside, other=0.0)
@@ -102,7 +111,7 @@ def one_shot(
         for i in tl.static_range(WORLD - 1):
             tl.store(slots[i] + rank * area + first * pitch + cols, mine, mask=inside)
         for tile in range(1, TILES):
-            rows = first + tile * ROWS
+            rows = rows_of(ticket, tile, pieces, run, M, ROWS)
             there = (rows < M) & (cols < N)
             more = tl.load(x + rows * N + cols, mask=there, other=0.0)
             for i in tl.static_range(WORLD - 1):
@@ -116,7 +125,7 @@ def one_shot(
     result = add_up(mine, own, first * pitch + cols, area, inside, whole, rank, WORLD, AVERAGE).to(x.dtype.element_ty)
     finish(result, loaded, outputs, first, at, inside, M, N, FORM, EPS, POST_EPS)
     for tile in range(1, TILES):
-        rows = first + tile * ROWS
+        rows = rows_of(ticket, tile, pieces, run, M, ROWS)
         there = (rows < M) & (cols < N)
         at = rows * N + cols
         more = tl.load(x + at, mask=there, other=0.0)
@@ -136,21 +145,19 @@ def sums_of(rows, cols, sums, pitch, given, known, M, N, FORM: tl.constexpr):
 
 @triton.jit
 def two_shots(
-    x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site, epoch,
+    x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, run, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
     FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """The rows of piece `ticket` of every run, and `leave`. A slot has places [source][row], then sums [owner][row]."""
     cols = tl.arange(0, BLOCK)[None, :]
-    run = (pieces * (TILES * ROWS)).to(tl.int64)
-    first = (ticket * (TILES * ROWS) + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    area = run * pitch
+    area = run.to(tl.int64) * pitch
     sums = WORLD * area
     # Credits: nobody reads any more what the slot's previous use left there.
     ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
     if ok != 0:
         for tile in range(TILES):
-            rows = first + tile * ROWS
+            rows = rows_of(ticket, tile, pieces, run, M, ROWS)
             # All of them, as no load overtakes a store.
             sent = ()
             for i in tl.static_range(1, WORLD):
@@ -168,7 +175,7 @@ def two_shots(
     # Acquire: the own rows of all peers.
     whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
     for tile in range(TILES):
-        rows = first + tile * ROWS
+        rows = rows_of(ticket, tile, pieces, run, M, ROWS)
         ours = rank * run + rows
         there = (ours < M) & (cols < N)
         mine = tl.load(x + ours * N + cols, mask=there, other=0.0)
@@ -185,7 +192,7 @@ def two_shots(
     # Acquire: the sums of all peers.
     known = ok & wait_all(table, ctl, rank, slot, RESULT_ROW + ticket, site, epoch, WORLD)
     for tile in range(TILES):
-        rows = first + tile * ROWS
+        rows = rows_of(ticket, tile, pieces, run, M, ROWS)
         coming, residual = sums_of(rank * run + rows, cols, own + sums, pitch, given, 1, M, N, FORM)
         for i in tl.static_range(WORLD):
             theirs = (rank + i) % WORLD * run + rows
@@ -199,16 +206,17 @@ def two_shots(
     return left
 
 
-@triton.jit(do_not_specialize=["M", "pieces", "rank", "slot", "site"])
+@triton.jit(do_not_specialize=["M", "pieces", "run", "rank", "slot", "site"])
 def all_reduce_rms_norm_kernel(
     x, given, outputs, table, ctl, counters,
-    M, N, pitch, pieces, width, rank, slot, site,
+    M, N, pitch, pieces, run, width, rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ONE_SHOT: tl.constexpr,
     ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr,
     FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """See the module. x [M, N], contiguous; may be the total, but for SLICES. given, outputs: as by `rows.extras` and
-    `rows.finish`. One program for each of `pieces`, or for each of their SLICES, of `width` columns, in SLICE places.
+    `rows.finish`. One program for each of `pieces` of every run of `run` rows, or for each of their SLICES, of `width`
+    columns, in SLICE places.
     """
     # All questions before the first answer: one after the other they would take as long as a signal.
     request = request_ticket(ctl, slot, TILE_TICKET if SLICES == 1 else SEND_TICKET, THREADS, True)
@@ -224,17 +232,17 @@ def all_reduce_rms_norm_kernel(
     ticket = granted(request, THREADS)
     if SLICES > 1:
         left = two_shots_in_slices(
-            x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, width, ticket, rank, slot, site,
+            x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, run, width, ticket, rank, slot, site,
             epoch, WORLD, AVERAGE, SLICES, SLICE, BLOCK, FORM, EPS, POST_EPS, THREADS,
         )  # fmt: skip
     elif ONE_SHOT:
         left = one_shot(
-            x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site,
+            x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, run, ticket, rank, slot, site,
             epoch, WORLD, AVERAGE, ROWS, TILES, BLOCK, FORM, EPS, POST_EPS, THREADS,
         )  # fmt: skip
     else:
         left = two_shots(
-            x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, ticket, rank, slot, site,
+            x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, run, ticket, rank, slot, site,
             epoch, WORLD, AVERAGE, ROWS, TILES, BLOCK, FORM, EPS, POST_EPS, THREADS,
         )  # fmt: skip
     close(granted(left, THREADS), ctl, slot, epoch)
@@ -242,7 +250,8 @@ def all_reduce_rms_norm_kernel(
 
 @dataclass(frozen=True)
 class Cut:
-    """How rows are cut: `pieces` of `tiles` tiles of `rows` rows, in one shot of all of them, in two of every run.
+    """How rows are cut: `pieces` of at most `tiles` tiles of `rows` rows, in one shot of all of them, in two of every
+    run.
 
     slices: of each piece, which then is one row of a run.
     """
@@ -280,10 +289,12 @@ def cut(
         rows //= 2
     flags = REVOKED_ROW.value - (0 if one else RESULT_ROW.value)
     most = min(most_pieces, flags)
-    if not one and block_of(N) > tile:
+    wide = block_of(N) > tile
+    if wide:
         most = min(most, WIDE_PIECES_PER_SM * programs)
     tiles = ceil_div(ceil_div(length, rows), most)
-    pieces = ceil_div(length, rows * tiles)
+    # As many on every SM; else as few as have no more tiles.
+    pieces = most if wide and tiles > 1 else ceil_div(length, rows * tiles)
     slices = 1
     # Each of one row.
     most_slices = min(programs, flags) // pieces if not one and rows * tiles == 1 else 1
@@ -294,7 +305,8 @@ def cut(
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes that all ranks share: the output [M, N], how it is cut, elements of a row in the slot, the slot's bytes.
+    """Sizes that all ranks share: the output [M, N], how it is cut, rows of a run, elements of a row in the slot, the
+    slot's bytes.
 
     in_band: how it is dealt out where all is sent in band, and nothing of the slot is used.
     """
@@ -302,6 +314,7 @@ class Geometry:
     M: int
     N: int
     cut: Cut
+    run: int
     pitch: int
     nbytes: int
     in_band: in_band.Shares | None = None
@@ -347,10 +360,10 @@ def geometry(node: NormNode, launch: Launch, a: torch.Tensor, columns: int) -> G
     # A row begins at a multiple of 16 elements, so that it can be moved 16 bytes at a time.
     pitch = round_up(columns, 16)
     areas = node.world_size * (1 if chosen.one_shot else 2)
-    run = chosen.pieces * chosen.tiles * chosen.rows
+    run = rows if chosen.one_shot else ceil_div(rows, node.world_size)
     dealt = in_band.shares_of(launch, rows, columns, itemsize) if chosen.one_shot else None
     nbytes = 0 if dealt is not None else areas * run * pitch * itemsize
-    return Geometry(M=rows, N=columns, cut=chosen, pitch=pitch, nbytes=nbytes, in_band=dealt)
+    return Geometry(M=rows, N=columns, cut=chosen, run=run, pitch=pitch, nbytes=nbytes, in_band=dealt)
 
 
 def chunked_geometry(node: NormNode, launch: Launch, x: torch.Tensor, columns: int, k: int) -> Geometry:
@@ -387,6 +400,7 @@ def all_reduce_rms_norm(
                 N=sizes.N,
                 pitch=sizes.pitch,
                 pieces=cut.pieces,
+                run=sizes.run,
                 width=width,
                 rank=launch.rank,
                 WORLD=node.world_size,

@@ -43,7 +43,8 @@ class Case:
 
     def __str__(self) -> str:
         paged = f"-paged{self.page}" if self.page else ""
-        forms = "-shared" * self.shared_flags + "-attended" * self.attended + "-one" * self.one_each + "-crowded" * self.crowded
+        forms = "-shared" * self.shared_flags + "-attended" * self.attended + "-one" * self.one_each
+        forms += "-crowded" * self.crowded
         return f"{self.target}-{self.group}x{self.head_dim}-{self.dtype}{paged}{forms}"
 
     @property

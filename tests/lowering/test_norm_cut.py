@@ -37,7 +37,10 @@ H200 = {
         # Two ranks send no less in two shots.
         (2048, 4096, 2, Cut(True, 1, 3, 683)),
         (2048, 4096, 4, Cut(False, 1, 2, 256)),
-        (1638, 5120, 4, Cut(False, 1, 2, 205)),
+        # Long rows, dealt out to as many pieces as run at once.
+        (1638, 5120, 4, Cut(False, 1, 2, 264)),
+        (409, 5120, 2, Cut(True, 1, 2, 264)),
+        (1638, 5120, 2, Cut(True, 1, 7, 264)),
         (4096, 512, 2, Cut(True, 8, 1, 512)),
         # Rather more programs than more rows in each.
         (100, 512, 2, Cut(True, 1, 1, 100)),
