@@ -95,7 +95,7 @@ PRODUCT_HOST_US = 12.0
 """Of one more matmul of the library in a call."""
 IN_BAND_US = 2.5
 """What `chunked` takes less where a norm's kernel sends in band in the place of that of a small all-reduce: 2.1 to 3.1
-were measured (M = 1 to 16, N = 4096 and 8192, benchmarks/results/norm.csv and in_band.csv).
+were measured (M = 1 to 16, N = 4096 and 8192, benchmarks/results/norm.csv).
 """
 SMALL_HOST_US = 55.0
 """Of a small all-reduce by `chunked`; a large one runs in parts, with many launches each."""
