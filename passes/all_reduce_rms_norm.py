@@ -434,9 +434,20 @@ def _is_kept(user: fx.Node) -> bool:
     return all(map(_is_kept, user.users)) if proofs.keeps_order(user) else _is_final(user)
 
 
+PICKS = frozenset({aten.index.Tensor, aten.index_select.default})
+
+
+def _is_foreign(user: fx.Node) -> bool:
+    """Whether nobody but its author knows what an op does: the compiler gives it tensors."""
+    return isinstance(user.target, torch._ops.OpOverload) and user.target.namespace not in ("aten", "prims")
+
+
 def _is_final(user: fx.Node) -> bool:
     """Whether the compiler computes `user` apart from what it reads."""
-    if user.op == "output" or user.target in proofs.MATMULS or is_task(user):
+    if user.op == "output" or user.target in proofs.MATMULS or is_task(user) or _is_foreign(user):
+        return True
+    if user.target in PICKS:
+        # Rows in another number and order, as for the experts that they are sent to.
         return True
     if user.target in proofs.TRANSPOSES:
         return all(_is_final(behind) for behind in user.users)

@@ -11,8 +11,9 @@ After, where the last of the two reductions stood:
     a, b -> add [M, N] -> all_reduce -> wait -> add [M, N]
     x ------------------------------------------'
 
-Half the bytes and half the launches. Parallel attention and MLP blocks (GPT-NeoX, Phi) hold such a sum. Reduce-scatters
-along one dimension are merged alike; where `split` and `cat` move chunks first, the sum stands in front of these.
+Half the bytes and half the launches. Parallel attention and MLP blocks (GPT-NeoX, Phi) hold such a sum, and mixtures of
+experts with an expert that all tokens take; all-reduces may be of different views then. Reduce-scatters along one
+dimension are merged alike; where `split` and `cat` move chunks first, the sum stands in front of these.
 
 The result is that of eager mode up to rounding: the same numbers are added in another order.
 
@@ -145,12 +146,18 @@ def _same_form(one: Reduction, other: Reduction) -> bool:
     left, right = one.collective, other.collective
     kinds = [(at.node.target, at.group_name, at.reduce_op) for at in (left, right)]
     dims = [(each.scatter_dim, bool(each.between)) for each in (one, other)]
-    return (
-        kinds[0] == kinds[1]
-        and dims[0] == dims[1]
-        and proofs.same_shape(_shape(one.source), _shape(other.source))
-        and proofs.same_shape(_shape(left.wait), _shape(right.wait))
+    if kinds[0] != kinds[1] or dims[0] != dims[1]:
+        return False
+    if left.node.target is ALL_REDUCE and all(_is_static(each.source) for each in (one, other)):
+        # Both results are seen as the sum's shape: views of them keep the order, so views of the operands do.
+        return True
+    return proofs.same_shape(_shape(one.source), _shape(other.source)) and proofs.same_shape(
+        _shape(left.wait), _shape(right.wait)
     )
+
+
+def _is_static(node: fx.Node) -> bool:
+    return all(isinstance(size, int) for size in _shape(node))
 
 
 def _shape(node: fx.Node) -> tuple[Any, ...]:
@@ -196,10 +203,17 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _sum(graph: fx.Graph, terms: Sequence[fx.Node], like: fx.Node) -> fx.Node:
-    """Adds the terms, of which the first has the shape of `like`, one after the other."""
-    total, value = terms[0], like.meta["val"]
+    """Adds the terms, each seen as the shape of `like` if it is as large, one after the other."""
+    value = like.meta["val"]
+
+    def seen(term: fx.Node) -> fx.Node:
+        if not _is_static(term) or _shape(term) == _shape(like) or term.meta["val"].numel() != value.numel():
+            return term
+        return rewriting.call(graph, aten.reshape.default, (term, list(value.shape)), term, tuple(value.shape))
+
+    total = seen(terms[0])
     for term in terms[1:]:
-        total = graph.call_function(aten.add.Tensor, (total, term))
+        total = graph.call_function(aten.add.Tensor, (total, seen(term)))
         total.meta.update(rewriting.copied_meta(like))
         total.meta["val"] = rewriting.fake_like(value, value.shape, value.stride())
     return total

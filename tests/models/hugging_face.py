@@ -66,8 +66,8 @@ class Architecture:
     in `keywords` gets it as `hidden_states=`. columns, rows: the linear layers that split their output or input.
     norms: those of a layer. positions: an embedding that is added to the tokens'. flat: columns, rows and norms of a
     layer that work on [tokens, hidden] and hold their part of the tokens, not of the sequence. own_plan: whether the
-    model has a `tp_plan`; one without columns has no other. plain: it is one of `plain.py`. from_sizes: config values
-    that depend on the sizes.
+    model has a `tp_plan`; one without columns has no other. plain: it is one of `plain.py`. chooses: a token's experts,
+    so that a rounding may change all that follows. from_sizes: config values that depend on the sizes.
     """
 
     model_type: str
@@ -84,6 +84,7 @@ class Architecture:
     flat: tuple[str, ...] = ()
     own_plan: bool = True
     plain: bool = False
+    chooses: bool = False
     from_sizes: Mapping[str, Callable[[Sizes], int]] = field(default_factory=dict)
 
     def has(self, form: str) -> bool:
@@ -219,6 +220,22 @@ def _plain(columns: tuple[str, ...], norms: tuple[str, ...] = LLAMA_NORMS, **con
     )
 
 
+def _experts(model_type: str, **config: Any) -> Architecture:
+    """A mixture of experts, of which a token takes two; by its own plan only."""
+    config = {"num_experts_per_tok": 2, "pad_token_id": 0} | config
+    return Architecture(model_type, (), (), LLAMA_NORMS, (), config=config, chooses=True)
+
+
+ALL_TOKENS = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 0,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
 def _head_dim(sizes: Sizes) -> int:
     return sizes.hidden // sizes.heads
 
@@ -265,6 +282,20 @@ ARCHITECTURES = {
     ),
     "phi3": Architecture("phi3", (), (), LLAMA_NORMS, (), config={"pad_token_id": 0}),
     "olmo2": Architecture("olmo2", (), (), GEMMA3_NORMS[1::2], (), config={"pad_token_id": 0}),
+    "mixtral": _experts("mixtral", num_local_experts=4),
+    "qwen3_moe": _experts("qwen3_moe", num_experts=4, moe_intermediate_size=32, head_dim=16),
+    # One expert for all tokens beside those that are chosen; the second has latent attention, which is not cut.
+    "glm4_moe": _experts("glm4_moe", **ALL_TOKENS, head_dim=16),
+    "deepseek_v3": _experts(
+        "deepseek_v3",
+        **ALL_TOKENS,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        num_key_value_heads=4,
+    ),
     "plain_llama": _plain(LLAMA_COLUMNS),
     "plain_neox": _plain(
         ("self_attn.qkv_proj", "mlp.up_proj"), activation="gelu", bias=True, gated=False, packed=True, parallel=True

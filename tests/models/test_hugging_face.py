@@ -36,6 +36,8 @@ CHOSEN = [
             Setup("phi", "sp", train=True),
             Setup("phi3", "hf", train=True),
             Setup("olmo2", "hf"),
+            Setup("qwen3_moe", "hf"),
+            Setup("glm4_moe", "hf", train=True),
         )
     ),
 ]
@@ -47,7 +49,7 @@ WIDE = Sizes(1024, heads=16, kv_heads=8, inner=4096, vocabulary=2048, longest=51
 ON_GPUS = [
     replace(setup, sizes=WIDE, seq_len=256, inductor=True)
     for setup in table.cases(2)
-    if setup.train or setup.form == "hf"
+    if (setup.train or setup.form == "hf") and not ARCHITECTURES[setup.name].chooses
 ]
 
 

@@ -566,6 +566,13 @@ def test_the_option_leaves_it_out() -> None:
     assert not reasons(module)
 
 
+def test_rows_that_are_picked_behind_the_norm() -> None:
+    """As for experts: these are another kernel's, whatever follows."""
+    norm = frozen(LlamaNorm, BF16)
+    module = graph_of(lambda x, places: norm(all_reduce(x)).flatten(0, -2)[places].relu(), tensors()[2], torch.arange(3))
+    assert fused(module) == 1
+
+
 def test_a_reduction_without_a_matmul_gets_a_reason() -> None:
     norm = frozen(LlamaNorm, BF16)
     module = graph_of(lambda x: norm(all_reduce(x)).relu(), tensors()[2])

@@ -99,6 +99,10 @@ MERGED: dict[str, Callable[..., Any]] = {
     "residual_last": lambda a, b, x, bias: x + (all_reduce(b) + (all_reduce(a) + bias)),
     "viewed": lambda a, b, x, bias: all_reduce(a).view(2, 4, 16) + all_reduce(b).view(2, 4, 16),
     "viewed_before": lambda a, b, x, bias: all_reduce(a.view(2, 4, 16)) + all_reduce(b.view(2, 4, 16)),
+    "views_of_different_shapes": lambda a, b, x, bias: all_reduce(a.view(-1)).view(8, 16) + all_reduce(b) + x,
+    "an_expert_for_all": lambda a, b, x, bias: (
+        all_reduce(a.relu()).view(2, 4, 16) + all_reduce((b @ x.T @ x).view(2, 4, 16))
+    ),
     "scatter": lambda a, b, x, bias: reduce_scatter(a) + reduce_scatter(b) + bias,
     "scatter_inner": lambda a, b, x, bias: scatter_dim(a.view(1, 8, 16), 1) + scatter_dim(b.view(1, 8, 16), 1),
     "scatter_columns": lambda a, b, x, bias: scatter_dim(a, 1) + scatter_dim(b, 1),
