@@ -569,7 +569,9 @@ def test_the_option_leaves_it_out() -> None:
 def test_rows_that_are_picked_behind_the_norm() -> None:
     """As for experts: these are another kernel's, whatever follows."""
     norm = frozen(LlamaNorm, BF16)
-    module = graph_of(lambda x, places: norm(all_reduce(x)).flatten(0, -2)[places].relu(), tensors()[2], torch.arange(3))
+    module = graph_of(
+        lambda x, places: norm(all_reduce(x)).flatten(0, -2)[places].relu(), tensors()[2], torch.arange(3)
+    )
     assert fused(module) == 1
 
 
