@@ -22,7 +22,8 @@ from ditron_inductor.passes.masks import Unknown
 from ditron_inductor.passes.reasons import ReasonCode, Refused, refused
 from ditron_inductor.passes.roots import Moved
 from ditron_inductor.passes.shown_masks import Shown, read_mask
-from ditron_inductor.task.all_gather_attention import BIAS_DTYPES, GIVEN, MAX_HEAD_DIM, Mask
+from ditron_inductor.task.all_gather_attention import GIVEN, MAX_HEAD_DIM, Mask
+from ditron_inductor.task.attention_ops import BIAS_DTYPES
 
 aten = torch.ops.aten
 

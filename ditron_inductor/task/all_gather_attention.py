@@ -29,8 +29,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-
 from ditron_inductor.task.policy import Policy, check, common_text, verify_common
 
 MASKS: tuple[str, ...] = ("full", "causal", "zigzag_keys", "causal_offset", "zigzag", "given")
@@ -41,7 +39,6 @@ PLACED: tuple[str, ...] = ("causal", "zigzag_keys")
 GIVEN = "given"
 UNPLACED: tuple[str, ...] = ("full", GIVEN)
 """Those that show every row every key: nothing is known of where rows stand."""
-BIAS_DTYPES: tuple[torch.dtype, ...] = (torch.bool, torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
 """Elements of a head at most: what our kernel and the library's fast ones take. Of more, all scores lie in memory."""
 JUMP = re.compile(r"([1-9]\d*)([+-][1-9]\d*)")

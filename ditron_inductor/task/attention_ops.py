@@ -20,6 +20,7 @@ import torch
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, Mask
 from ditron_inductor.task.policy import Policy
 
+BIAS_DTYPES: tuple[torch.dtype, ...] = (torch.bool, torch.bfloat16, torch.float16, torch.float32)
 SITE_ARGUMENTS = {AllGatherAttention.kind: 13, AttentionReduceScatter.kind: 12}
 """How many stand between the token and the bias, which comes last and is left out where there is none."""
 _SCORES = "str mask, int window, int offset, str jumps, float scale, float softcap"

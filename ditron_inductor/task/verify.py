@@ -15,13 +15,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.task import ops
-from ditron_inductor.task.all_gather_attention import (
-    ALIGNED,
-    BIAS_DTYPES,
-    GIVEN,
-    AllGatherAttention,
-    AttentionReduceScatter,
-)
+from ditron_inductor.task.all_gather_attention import ALIGNED, GIVEN, AllGatherAttention, AttentionReduceScatter
+from ditron_inductor.task.attention_ops import BIAS_DTYPES
 from ditron_inductor.task.epilogue import extras_of, products
 from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.nodes import (

@@ -16,7 +16,6 @@ from ditron_inductor.lowering.launch import Launch
 from ditron_inductor.task import ops
 from ditron_inductor.task.all_gather_attention import (
     ALIGNED,
-    BIAS_DTYPES,
     GIVEN,
     AllGatherAttention,
     AttentionReduceScatter,
@@ -24,7 +23,7 @@ from ditron_inductor.task.all_gather_attention import (
     attention_sizes,
     mask_problem,
 )
-from ditron_inductor.task.attention_ops import split_bias
+from ditron_inductor.task.attention_ops import BIAS_DTYPES, split_bias
 from ditron_inductor.task.nodes import AttentionNode
 from ditron_inductor.task.plan import PlanRequest
 from ditron_inductor.task.policy import Policy
