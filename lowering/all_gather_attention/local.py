@@ -180,13 +180,13 @@ def _laid_out(bias: torch.Tensor, q: torch.Tensor, keys: int, hidden: float) -> 
     """
     while bias.ndim < 4:
         bias = bias.unsqueeze(0)
-    aligned = bias.stride(3) == 1 and not any(stride % BIAS_ALIGNMENT for stride in bias.stride()[:3])
-    as_is = aligned and bias.shape[3] == keys and bias.data_ptr() % (BIAS_ALIGNMENT * q.element_size()) == 0
-    if bias.dtype != q.dtype or hidden != -math.inf or not as_is:
+    usable = bias.dtype == q.dtype and hidden == -math.inf and bias.shape[3] == keys
+    if not usable or not _is_aligned(bias):
         # What is repeated stays one.
-        own = [1 if stride == 0 else size for size, stride in zip(bias.shape[:3], bias.stride()[:3], strict=True)]
-        given = bias[: own[0], : own[1], : own[2]]
-        padded = q.new_empty(*own, round_up(keys, BIAS_ALIGNMENT))[..., :keys]
+        given = bias
+        for dim, stride in enumerate(bias.stride()[:3]):
+            given = given.narrow(dim, 0, 1) if stride == 0 and bias.shape[dim] else given
+        padded = q.new_empty(*given.shape[:3], round_up(keys, BIAS_ALIGNMENT)).narrow(3, 0, keys)
         if bias.dtype == torch.bool:
             padded.zero_().masked_fill_(~given, hidden)
         else:
@@ -195,6 +195,11 @@ def _laid_out(bias: torch.Tensor, q: torch.Tensor, keys: int, hidden: float) -> 
                 padded.masked_fill_(given == -math.inf, hidden)
         bias = padded
     return bias.expand(*q.shape[:3], keys)
+
+
+def _is_aligned(bias: torch.Tensor) -> bool:
+    strides = all(stride % BIAS_ALIGNMENT == 0 for stride in bias.stride()[:3])
+    return strides and bias.stride(3) == 1 and bias.data_ptr() % (BIAS_ALIGNMENT * bias.element_size()) == 0
 
 
 def _unseen(bias: torch.Tensor) -> torch.Tensor:
@@ -231,7 +236,7 @@ def _efficient(
     bias = _laid_out(seen.bias, q, k.shape[2], -math.inf)
     keys, values = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
     found = aten._scaled_dot_product_efficient_attention.default(q, keys, values, bias, True, 0.0, False, scale=scale)
-    return _hidden_rows(found[0], found[1][:, :, : q.shape[2]], seen.bias)
+    return _hidden_rows(found[0], found[1].narrow(2, 0, q.shape[2]), seen.bias)
 
 
 def _efficient_backward(
