@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ditron_inductor import ops
-from ditron_inductor.errors import InvalidTaskNode, StrategyUnavailable
+from ditron_inductor.errors import InvalidTaskNode
 from ditron_inductor.lowering.all_gather_attention import local, tile
 from ditron_inductor.lowering.register import register
 from ditron_inductor.passes.name_sites import _task_facts
@@ -429,8 +429,8 @@ def _refuse(ctx: RankContext) -> None:
         with pytest.raises(ValueError, match="attention/3") as raised:
             forward(ctx, site, Case(kind, 4, 4), (q, k, v), False, bias)
         assert message in str(raised.value), raised.value
-    with pytest.raises(StrategyUnavailable, match="adds no bias"):
-        forward(ctx, Site("attention/4", "tile"), Case("given", 4, 4), (q, k, v), False, torch.zeros(4, 8))
+    node = AllGatherAttention(Mask("given"), 0.25, 0.0, 2, "0", "", Policy())
+    assert "no bias" in tile.obstacle(node, q) and not tile.obstacle(replace(node, mask=Mask("full")), q)
     with pytest.raises(ValueError, match="bias wants a gradient"):
         ops.all_gather_attention(q, k, v, mask="given", bias=torch.zeros(4, 8, requires_grad=True))
 
