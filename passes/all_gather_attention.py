@@ -16,15 +16,18 @@ call stands where the attention stood. Ops: those of `attention.FORWARD`, and in
 matmul, with a soft cap on the scores or without (`written_attention`). Masks: none; `is_causal`, which aligns
 the first query of every rank with the first key of all; and those that are proved to be causal, with a window or
 without, whose keys stand in order or in zig-zag order (`shown_masks`). Where the queries of a rank stand are constants
-of its graph alone: every rank fuses, whatever its constants, and the call has them as `offset` and `jumps`.
+of its graph alone: every rank fuses, whatever its constants, and the call has them as `offset` and `jumps`. What is not
+proved so, on any rank, is handed on as a tensor, the call's `bias`, and its mask is `given`: so is a bias of floats.
 `ditron_inductor.ops.all_gather_attention` takes masks that move with the rank by name.
 
 Calls of that function are in the graph already: they get the options of the compilation here.
 
 It must not fire when
-* there is dropout, a mask or a bias that is not proved, or queries whose heads do not divide among those of the keys;
+* there is dropout, a mask or bias of other sizes or dtypes, or queries whose heads do not divide among those of the
+  keys;
 * the chunks are not all of the W equal chunks, once, in order; or a part of the gathered sequence is taken;
-* the gathered tensor, or a view on the way, is used before the attention, or by what its queries are computed from;
+* the gathered tensor, or a view on the way, is used before the attention, or by what its queries or its bias are
+  computed from;
 * attention is written out, and its scores or probabilities are used otherwise, as by a backward that is written out;
 * keys and values come from different groups, or only one of them is gathered;
 * the dtype is none of bfloat16, float16 and float32.
@@ -125,8 +128,10 @@ def find_match(attention: Attention, gathers: dict[fx.Node, tuple[Collective, Ga
     alike = proofs.same_shape(keys.operand.meta["val"].shape, values.operand.meta["val"].shape)
     if not alike or keys.collective.group_name != values.collective.group_name:
         return ReasonCode.ATTENTION_FORM.at(node)
-    if not attention.fits(keys.collective.world_size):
-        return ReasonCode.ATTENTION_MASK.at(node)
+    of_ranks = attention.of_ranks(keys.collective.world_size)
+    if refused(of_ranks):
+        return of_ranks.at(node)
+    attention = of_ranks
     steps = list(dict.fromkeys((*keys.steps, *values.steps)))
     known = {node, *steps}
     if written is not None:
@@ -198,7 +203,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         dims = (*astuple(attention.mask), attention.scale, attention.softcap, match.return_gathered)
         given = [one.meta["val"] for one in (attention.q, *locals_)]
         fakes = ops.overload(task.kind)(*given, None, *dims, *ops.site_args(task))
-        call = rewriting.call_task(graph, task, (attention.q, *locals_), dims, rewriting.copied_meta(node), fakes)
+        tensors = attention.q, *locals_
+        call = rewriting.call_task(graph, task, tensors, dims, rewriting.copied_meta(node), fakes, bias=attention.bias)
         if attention.written is not None:
             _replace_written(graph, call, attention)
         else:
@@ -354,4 +360,6 @@ def _adopt(graph: fx.Graph, options: Options) -> None:
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target in targets]:
         task = ops.node_from_call(node.target, node.args)
         if task.site == rewriting.UNNAMED_SITE and task.policy.strategy == "auto":
-            node.args = (*node.args[:-3], policy.strategy, policy.workspace_limit, policy.timeout_s)
+            given = policy.strategy, policy.workspace_limit, policy.timeout_s
+            for name, value in zip(("strategy", "workspace_limit", "timeout_s"), given, strict=True):
+                node.update_arg(rewriting.place_of(node.target, name), value)

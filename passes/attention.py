@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from ditron_inductor.passes.masks import Unknown
 from ditron_inductor.passes.reasons import ReasonCode, Refused, refused
 from ditron_inductor.passes.roots import Moved
 from ditron_inductor.passes.shown_masks import Shown, read_mask
-from ditron_inductor.task.all_gather_attention import MAX_HEAD_DIM, Mask
+from ditron_inductor.task.all_gather_attention import GIVEN, MAX_HEAD_DIM, Mask
+from ditron_inductor.task.attention_ops import BIAS_DTYPES
 
 aten = torch.ops.aten
 
@@ -78,8 +79,8 @@ class WrittenOut:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention without dropout and without a mask that is not known: a call of one of these ops, or written out.
-    shown: by that. softcap: 0, or that of the scores.
+    """Attention without dropout: a call of one of these ops, or written out. shown: by its mask. softcap: 0, or that of
+    the scores. tensor: None, or what says what is shown; of all pairs of a query and a key, or repeated for some.
     """
 
     node: fx.Node
@@ -91,14 +92,37 @@ class Attention:
     scale: float
     softcap: float = 0.0
     written: WrittenOut | None = None
+    tensor: fx.Node | None = None
 
     @property
     def mask(self) -> Mask:
         return self.shown.mask
 
-    def fits(self, world_size: int) -> bool:
-        """Whether the keys of so many ranks stand as the mask has it."""
-        return self.shown.ranks in (0, world_size)
+    @property
+    def bias(self) -> fx.Node | None:
+        """What our op gets as its bias."""
+        return self.tensor if self.mask.kind == GIVEN else None
+
+    def of_ranks(self, world_size: int) -> Attention | Refused:
+        """Itself, if the keys of so many ranks stand as the mask has it; else with the mask as a bias."""
+        return self if self.shown.ranks in (0, world_size) else self.with_bias()
+
+    def with_bias(self) -> Attention | Refused:
+        """The same, with nothing known of its mask but the tensor, if our op takes that.
+
+        That is so on every rank, or on none: dtype and sizes are those of one program, whatever its constants are.
+        """
+        if self.tensor is None:
+            return ReasonCode.FLEX_BLOCK_MASK if self.node.target in FLEX else ReasonCode.ATTENTION_MASK
+        value = proofs.tensor(self.tensor)
+        scores = (*self.q.meta["val"].shape[:3], self.k.meta["val"].shape[2])
+        if value is None or value.dtype not in BIAS_DTYPES or value.ndim > len(scores):
+            return ReasonCode.ATTENTION_MASK.at(self.tensor)
+        for size, wanted in zip(reversed(value.shape), reversed(scores), strict=False):
+            if not proofs.known_equal(size, 1) and not proofs.known_equal(size, wanted):
+                static = isinstance(size, int) and isinstance(wanted, int)
+                return (ReasonCode.ATTENTION_MASK if static else ReasonCode.SHAPE_UNPROVEN).at(self.tensor)
+        return replace(self, shown=Shown(Mask(GIVEN)))
 
     @property
     def lse_shape(self) -> tuple[Any, ...]:
@@ -140,7 +164,9 @@ def mask_tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def read_attention(node: fx.Node) -> Attention | Refused:
-    """Proves that a call of a forward or backward op of attention is one that our ops compute."""
+    """Proves that a call of a forward or backward op of attention is one that our ops compute. A mask of which nothing
+    is proved is their bias.
+    """
     kernel = (FORWARD | BACKWARD)[node.target]
     q, k, v = operands(node)
     values = [proofs.tensor(one) for one in (q, k, v)]
@@ -178,15 +204,24 @@ def read_attention(node: fx.Node) -> Attention | Refused:
         return found if refused(found) else Attention(node, kernel, q, k, v, *found)
     shown = Shown(Mask("causal" if causal else "full"))
     bias = bound.get("attn_mask", bound.get("attn_bias"))
-    if bias is not None:
-        try:
-            shown = read_mask(bias, queries, keys)
-        except Unknown as unknown:
-            given = unknown.node.op in ("placeholder", "get_attr")
-            return (ReasonCode.ATTENTION_MASK_GIVEN if given else ReasonCode.ATTENTION_MASK).at(unknown.node)
-        if causal:
-            return ReasonCode.ATTENTION_FORM
-    return Attention(node, kernel, q, k, v, shown, float(scale))
+    if bias is None:
+        return Attention(node, kernel, q, k, v, shown, float(scale))
+    if causal:
+        return ReasonCode.ATTENTION_FORM
+    masked = Attention(node, kernel, q, k, v, shown, float(scale), tensor=unexpanded(bias))
+    try:
+        return replace(masked, shown=read_mask(bias, queries, keys))
+    except Unknown:
+        return masked.with_bias()
+
+
+def unexpanded(node: fx.Node) -> fx.Node:
+    """What a node repeats along dimensions: a compiler that has to hand on a tensor may make a copy of all of it."""
+    while node.target is aten.expand.default:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node
 
 
 def source_of(node: fx.Node) -> fx.Node:

@@ -16,7 +16,7 @@ After:
 The call stands where the backward stood. Ops: those of `attention.BACKWARD`; masks: as all_gather_attention.
 
 It must not fire when
-* there is dropout, a mask or a bias that is not proved, or a gradient of a bias;
+* there is dropout, a mask or bias of other sizes or dtypes, or the gradient of a bias is used;
 * the two gradients are not both scattered along the sequence, in W equal chunks, all of them, in order, summed up,
   over one group; or are used otherwise too;
 * the dtype is none of bfloat16, float16 and float32.
@@ -85,7 +85,7 @@ def find_attention_reduce_scatter(node: fx.Node) -> Match | Refused:
     if len(outputs) != len(node.users) or not set(outputs) <= {0, 1, 2, 3}:
         return ReasonCode.ATTENTION_FORM.at(node)
     if 3 in outputs and outputs[3].users:
-        return ReasonCode.ATTENTION_MASK.at(node)
+        return ReasonCode.ATTENTION_BIAS_GRADIENT.at(outputs[3])
     found: list[Scattered] = []
     for index in (1, 2):
         if index not in outputs:
@@ -97,14 +97,15 @@ def find_attention_reduce_scatter(node: fx.Node) -> Match | Refused:
     keys, values = found
     if keys.collective.group_name != values.collective.group_name:
         return ReasonCode.ATTENTION_FORM.at(node)
-    if not attention.fits(keys.collective.world_size):
-        return ReasonCode.ATTENTION_MASK.at(node)
+    of_ranks = attention.of_ranks(keys.collective.world_size)
+    if refused(of_ranks):
+        return of_ranks.at(node)
     lse = proofs.tensor(backward_operands(node)[2])
     if lse is None or not proofs.same_shape(tuple(lse.shape), attention.lse_shape):
         return ReasonCode.ATTENTION_FORM.at(node)
     if attention.kernel.multiple > 1 and not isinstance(attention.q.meta["val"].shape[2], int):
         return ReasonCode.ATTENTION_FORM.at(node)
-    return Match(attention, keys, values)
+    return Match(of_ranks, keys, values)
 
 
 def find_scattered(gradient: fx.Node) -> Scattered | Refused:
@@ -165,7 +166,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         tensors = (gradient, attention.q, attention.k, attention.v, out, lse)
         dims = (*astuple(attention.mask), attention.scale, attention.softcap)
         fakes = ops.overload(task.kind)(*(one.meta["val"] for one in tensors), None, *dims, *ops.site_args(task))
-        call = rewriting.call_task(graph, task, tensors, dims, rewriting.copied_meta(node), fakes)
+        call = rewriting.call_task(graph, task, tensors, dims, rewriting.copied_meta(node), fakes, bias=attention.bias)
         for user in [user for user in node.users if user.args[1] == 0]:
             user.replace_all_uses_with(rewriting.output(graph, call, 0, rewriting.copied_meta(user)))
             graph.erase_node(user)

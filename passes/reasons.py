@@ -35,6 +35,8 @@ class ReasonCode(enum.StrEnum):
     """It gathers a part of an attention, whose operands or mask the kernel does not take."""
     DECODE_MERGE = "decode_merge"
     """It gathers a part of an attention, and what follows is not proved to merge the parts of all ranks."""
+    ATTENTION_BIAS_GRADIENT = "attention_bias_gradient"
+    """The bias of the attention beside the collective gets a gradient."""
     ATTENTION_DROPOUT = "attention_dropout"
     """The attention beside the collective has dropout."""
     ATTENTION_FORM = "attention_form"
@@ -44,9 +46,9 @@ class ReasonCode(enum.StrEnum):
     ATTENTION_HEAD_DIM = "attention_head_dim"
     """The heads of the attention beside the collective are larger than any kernel for it takes."""
     ATTENTION_MASK = "attention_mask"
-    """The attention beside the collective has a mask or bias that is not proved to be causal, or a causal window."""
-    ATTENTION_MASK_GIVEN = "attention_mask_given"
-    """The attention beside the collective has a mask or bias that is an input of the graph, or made from one."""
+    """The attention beside the collective has a mask or bias that is neither proved to be causal, or a causal window,
+    nor of a form in which it could be handed on.
+    """
     ATTENTION_PARTS = "attention_parts"
     """Attention reads a part of what is gathered, or keys, values or their gradients are passed on: ring attention."""
     ATTENTION_SOFTCAP = "attention_softcap"
@@ -204,6 +206,10 @@ _TEXTS: dict[ReasonCode, str] = {
         "weights exp(log-sum-exp), or uses the parts otherwise; gather both along the first dimension, and use the "
         "parts for softmax(lse) * o, summed over the ranks, alone"
     ),
+    ReasonCode.ATTENTION_BIAS_GRADIENT: (
+        "the bias of the attention beside it gets a gradient, which no kernel for it computes; detach the bias, if it "
+        "is not trained"
+    ),
     ReasonCode.ATTENTION_DROPOUT: (
         "the attention beside it has dropout, whose random numbers would fall on other keys; use none to have it fused"
     ),
@@ -217,13 +223,9 @@ _TEXTS: dict[ReasonCode, str] = {
         "all scores would lie in memory; nothing to change"
     ),
     ReasonCode.ATTENTION_MASK: (
-        "the attention beside it has a mask or bias that is not proved to be causal, or a causal window: compute it by "
-        "comparing aranges, or use is_causal, or ditron_inductor.ops.all_gather_attention with the mask's name"
-    ),
-    ReasonCode.ATTENTION_MASK_GIVEN: (
-        "the attention beside it has a mask or bias that is an input of the graph, or made from one, so nothing is "
-        "known of it: compute it in the model by comparing aranges, or use is_causal, or "
-        "ditron_inductor.ops.all_gather_attention with the mask's name"
+        "the attention beside it has a mask or bias that is not proved to be causal, or a causal window, and cannot be "
+        "handed on as a tensor: use one of bool, bfloat16, float16 or float32 that can be broadcast to [batch, heads, "
+        "queries, keys of all ranks]; in attention that is written out, add it, or hide by -inf"
     ),
     ReasonCode.ATTENTION_PARTS: (
         "attention reads parts of it, or passes them on, one rank's after the other, and other ones on every rank: "

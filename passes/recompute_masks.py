@@ -14,7 +14,7 @@ pointwise reads. There it would be an input of the graph, of which nothing is kn
 query and a key would be kept. The marks are those of activation checkpointing.
 
 It must not fire when
-* the mask is not one that is proved to be causal, or a causal window;
+* the mask is not one that is proved to be causal, or a causal window: what is handed on as a bias is as good kept;
 * the keys are not gathered, or the backward of attention is not to be fused.
 
 The numbers and indices of FlexAttention's blocks are computed again likewise.
@@ -49,7 +49,8 @@ def recompute_masks(graph: fx.Graph, *, options: Options) -> int:
         masks = mask_tensors(node)
         if not masks or tuple(masks) in known or not _is_gathered(operands(node)[1], gathers):
             continue
-        if refused(read_attention(node)):
+        attention = read_attention(node)
+        if refused(attention) or attention.bias is not None:
             continue
         known.add(tuple(masks))
         for one in _made_of(masks):

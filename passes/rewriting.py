@@ -116,6 +116,11 @@ def computed(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Nod
     return node
 
 
+def place_of(target: Any, name: str) -> int:
+    """Which of the arguments of an op has this name."""
+    return [argument.name for argument in target._schema.arguments].index(name)
+
+
 def call_task(
     graph: fx.Graph,
     task: TaskNode,
@@ -124,15 +129,17 @@ def call_task(
     meta: dict[str, Any],
     values: Any,
     epilogue: tuple[tuple[fx.Node, ...], str] = ((), ""),
+    bias: fx.Node | None = None,
 ) -> fx.Node:
     """Inserts the op call of a verified task at the graph's insertion point.
 
     `tensors` are its tensor arguments without the token, `dims` what stands between the token and the site's
-    arguments, `values` the fake tensors that it returns, `epilogue` its extra tensors and its text. The token stays
-    None: the order of the sites is set by a later pass.
+    arguments, `values` the fake tensors that it returns, `epilogue` its extra tensors and its text, `bias` what an
+    attention has at that place. The token stays None: the order of the sites is set by a later pass.
     """
     task.verify()
-    behind = (list(epilogue[0]), epilogue[1]) if epilogue[1] else ()
+    behind: tuple[Any, ...] = (list(epilogue[0]), epilogue[1]) if epilogue[1] else ()
+    behind += () if bias is None else (bias,)
     args = (*tensors, None, *dims, *ops.site_args(task), *behind)
     call = graph.create_node("call_function", ops.overload(task.kind), args, {}, name=task.kind)
     call.meta.update(meta)

@@ -21,7 +21,7 @@ from torch import fx
 from ditron_inductor.passes import proofs
 from ditron_inductor.passes.mask_values import TRUE, Choice, Truth
 from ditron_inductor.passes.masks import Masks, Unknown, hiding, shape_of
-from ditron_inductor.task.all_gather_attention import LONGEST_WINDOW, Mask
+from ditron_inductor.task.all_gather_attention import GIVEN, LONGEST_WINDOW, Mask
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = 
 
 def all_see(mask: Mask, queries: Any, keys: Any) -> bool:
     """Whether every row of such a mask sees one of the keys of all ranks. This rank's alone."""
+    if mask.kind == GIVEN:
+        return False
     if not mask.jumps:
         return mask.offset >= 0 and (mask.window == 0 or proofs.known(mask.offset + queries - mask.window < keys))
     runs = mask.positions(0, 1, queries)

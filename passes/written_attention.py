@@ -8,7 +8,8 @@ for rows that see nothing; so scaled dot-product attention by torch's own operat
 `softmax_algebra` from the scores x
 
     a tanh of c x                          gives scores of its own, and a soft cap: b tanh(c x) has the cap b
-    a mask that is added, or chosen        shows some of the scores, see `masks`; behind the soft cap, and once
+    a mask that is added, or chosen        shows some of the scores, see `masks`; behind the soft cap, and once; where
+                                           nothing is proved of it, it is handed on
 
 and what comes out has to be sum(exp(c x) v) / sum(exp(c x)). The dimensions of queries, keys and values are followed
 from tensors of the graph, those of keys and values from the gathered ones, and play the roles [B, H, S, D]. Casts
@@ -26,15 +27,15 @@ import torch
 from torch import fx
 from torch._inductor import inductor_prims
 
-from ditron_inductor.passes import mask_values, masks, proofs
-from ditron_inductor.passes.attention import FOLLOWED, Attention, Kernel, WrittenOut, source_of
+from ditron_inductor.passes import mask_values, masks, proofs, rewriting
+from ditron_inductor.passes.attention import FOLLOWED, Attention, Kernel, WrittenOut, source_of, unexpanded
 from ditron_inductor.passes.collectives import is_collective
 from ditron_inductor.passes.mask_values import TRUE, Choice
-from ditron_inductor.passes.reasons import ReasonCode, Refusal, Refused
+from ditron_inductor.passes.reasons import ReasonCode, Refusal, Refused, refused
 from ditron_inductor.passes.roots import Root, chain_to, moved, widens
 from ditron_inductor.passes.shown_masks import Shown, read_mask
 from ditron_inductor.passes.softmax_algebra import Algebra, Atoms, Axes, Symbol, Unknown, Value, static_shape
-from ditron_inductor.task.all_gather_attention import MAX_HEAD_DIM, Mask
+from ditron_inductor.task.all_gather_attention import GIVEN, MAX_HEAD_DIM, Mask
 
 aten = torch.ops.aten
 
@@ -110,7 +111,7 @@ class Scores:
     queries and of the keys is the operand of the product, the others what that is a view of.
 
     inside: 0, or a tanh of so many times the product. mask: what is shown, to rows of the atoms `rows`; hidden is what
-    gets a finite number where x counts `hidden_at` times, 0 for -inf.
+    gets a finite number where x counts `hidden_at` times, 0 for -inf. given: the tensor of a mask.
     """
 
     queries: tuple[Root, ...]
@@ -121,9 +122,20 @@ class Scores:
     mask: Shown | None = None
     rows: tuple[int, ...] = ()
     hidden_at: float = 0.0
+    given: Given | None = None
+
+
+@dataclass(frozen=True)
+class Given:
+    """A mask as a tensor, which is added to scores with these axes, or is true where they are shown, or (hides) not."""
+
+    tensor: fx.Node
+    axes: Axes
+    hides: bool
 
 
 ALL = Shown(Mask("full"))
+BY_TENSOR = Shown(Mask(GIVEN))
 
 
 class _Refused(Exception):
@@ -250,12 +262,14 @@ class Proof:
         try:
             mask = read_mask(given, *shape[-2:], hides=hides, lowest=lowest)
         except masks.Unknown as unknown:
-            inputs = unknown.node.op in ("placeholder", "get_attr")
-            code = ReasonCode.ATTENTION_MASK_GIVEN if inputs else ReasonCode.ATTENTION_MASK
-            raise _Refused(code.at(unknown.node)) from None
+            if lowest not in (None, -math.inf):
+                # Beside it scores count for little, and not for nothing, in a row that sees nothing.
+                raise _Refused(ReasonCode.ATTENTION_MASK.at(unknown.node)) from None
+            mask = BY_TENSOR
         if mask == ALL:
             return value
-        shown = replace(origin, mask=mask, rows=axes[-2], hidden_at=0.0 if lowest == -math.inf else count)
+        hidden_at, tensor = 0.0 if lowest == -math.inf else count, Given(given, axes, hides)
+        shown = replace(origin, mask=mask, rows=axes[-2], hidden_at=hidden_at, given=tensor)
         return replace(value, power={("x", shown): count})
 
     def result(self) -> tuple[fx.Node, Value]:
@@ -356,7 +370,7 @@ def _read(graph: fx.Graph, proof: Proof, node: fx.Node, value: Value) -> Attenti
         raise Unknown(node)
     views = tuple(one.node for chain in (keys, values) for one in chain[1:] if one.node not in (k, v))
     softcap = _rounded(count) if origin.inside else 0.0
-    return Attention(
+    attention = Attention(
         node,
         Kernel(square=False),
         q,
@@ -366,7 +380,33 @@ def _read(graph: fx.Graph, proof: Proof, node: fx.Node, value: Value) -> Attenti
         _rounded(count * (origin.inside or 1.0)),
         softcap,
         WrittenOut(proof.between(node), views, result),
+        None if origin.given is None else _operand(graph, atoms, origin.given, (*whole, tokens), node),
     )
+    if origin.given is None or origin.mask != BY_TENSOR:
+        return attention
+    biased = attention.with_bias()
+    if refused(biased):
+        raise _Refused(biased.at(origin.given.tensor))
+    return biased
+
+
+def _operand(graph: fx.Graph, atoms: Atoms, given: Given, wanted: Axes, node: fx.Node) -> fx.Node | None:
+    """A mask as the bias of our op, whose scores have the `wanted` axes; None where it has others. Inserts its negation
+    in front of `node`, if that is what is wanted.
+    """
+    tensor = unexpanded(given.tensor)
+    shape = static_shape(tensor)
+    # The same for all batches and heads, in whatever order they stand.
+    alike = len(shape) <= len(wanted) and all(size == 1 for size in shape[:-2])
+    axes = [atoms.flat(axis) for axis in given.axes]
+    if axes[-2:] != [atoms.flat(axis) for axis in wanted[2:]]:
+        return None
+    if not alike and axes != [atoms.flat(axis) for axis in wanted]:
+        return None
+    if not given.hides:
+        return tensor
+    with graph.inserting_before(node):
+        return rewriting.computed(graph, aten.logical_not.default, (tensor,), tensor)
 
 
 def _number(node: fx.Node, argument: object) -> float | None:

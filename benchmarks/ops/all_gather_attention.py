@@ -183,7 +183,7 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
 
         def attention(i: int) -> torch.Tensor:
             partials = [
-                run.forward(span.queries(q), span.of(gathered[0]), span.of(gathered[1]), span.seen, scale)
+                run.forward(span.queries(q), span.of(gathered[0]), span.of(gathered[1]), span.seen(None, 0), scale)
                 for span in spans
             ]
             return merge(torch.cuda.current_stream().cuda_stream, partials)[0]

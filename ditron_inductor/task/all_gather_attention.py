@@ -10,9 +10,14 @@ one of `MASKS`; for those that move with it the rank is found at run time, so it
                     rows stand where a tensor in its graph says
     causal_offset   key j of all where j <= rank * queries + i: sequence sharded in rank order
     zigzag          as `zigzag_keys`, where the rows stand at the rank's keys: the same work on all
+    given           every key, as far as the ranks know of each other; a tensor, the bias, says the rest
 
-All but the first may have a window: of the keys that a row would see it sees the last ones, so many as the window is
-long, the key at its own position among them.
+All but `full` and `given` may have a window: of the keys that a row would see it sees the last ones, so many as the
+window is long, the key at its own position among them.
+
+A bias is broadcast to [B, Hq, Sq, W * S], the keys of all ranks in rank order. One of floats is added to the scaled
+scores, behind the soft cap; one of bool hides where it is False, as -inf does. Every rank has its own, and reads it
+alone: no transfer follows from what is in it.
 """
 
 from __future__ import annotations
@@ -26,11 +31,14 @@ from typing import ClassVar
 
 from ditron_inductor.task.policy import Policy, check, common_text, verify_common
 
-MASKS: tuple[str, ...] = ("full", "causal", "zigzag_keys", "causal_offset", "zigzag")
+MASKS: tuple[str, ...] = ("full", "causal", "zigzag_keys", "causal_offset", "zigzag", "given")
 ALIGNED: tuple[str, ...] = ("causal_offset", "zigzag")
 """Those for which a rank's queries are at the positions of its keys."""
 PLACED: tuple[str, ...] = ("causal", "zigzag_keys")
 """Those for which every rank's graph has its own numbers of where its rows stand."""
+GIVEN = "given"
+UNPLACED: tuple[str, ...] = ("full", GIVEN)
+"""Those that show every row every key: nothing is known of where rows stand."""
 MAX_HEAD_DIM = 256
 """Elements of a head at most: what our kernel and the library's fast ones take. Of more, all scores lie in memory."""
 JUMP = re.compile(r"([1-9]\d*)([+-][1-9]\d*)")
@@ -54,7 +62,7 @@ class Mask:
 
     def verify(self, kind: str) -> None:
         check(self.kind in MASKS, kind, "mask", self.kind, f"one of {', '.join(MASKS)}")
-        limited = self.window == 0 or (self.window > 0 and self.kind != "full")
+        limited = self.window == 0 or (self.window > 0 and self.kind not in UNPLACED)
         check(limited, kind, "window", self.window, "a positive number of keys beside a causal mask, or 0 for all")
         placed = self.kind in PLACED
         check(self.offset == 0 or placed, kind, "offset", self.offset, f"0, but for {', '.join(PLACED)}")
@@ -174,7 +182,8 @@ class AllGatherAttention(_AttentionNode):
     """out = softmax(cap(scale * q @ all_gather(k)^T), masked) @ all_gather(v), and lse, the logarithms of its sums.
 
     q, out are [B, Hq, Sq, D], k and v [B, Hkv, S, D] of every rank, gathered along the sequence; Hkv divides Hq, and
-    head h attends to head h * Hkv // Hq. lse is [B, Hq, Sq] in fp32.
+    head h attends to head h * Hkv // Hq. lse is [B, Hq, Sq] in fp32. A row that sees nothing has 0 and -inf. With the
+    mask `given` a bias is added behind the cap: see the module.
     """
 
     kind: ClassVar[str] = "all_gather_attention"
@@ -189,7 +198,7 @@ class AttentionReduceScatter(_AttentionNode):
     """The backward of `AllGatherAttention`: grad_q, and of grad_k and grad_v, summed over the ranks, this rank's part.
 
     From grad_out, q, out [B, Hq, Sq, D], the gathered k and v [B, Hkv, W*S, D] and lse; grad_k and grad_v are
-    [B, Hkv, S, D].
+    [B, Hkv, S, D]. Of a bias there is no gradient.
     """
 
     kind: ClassVar[str] = "attention_reduce_scatter"
@@ -246,7 +255,7 @@ def blocks(mask: Mask, rank: int, world_size: int, queries: int, keys: int) -> l
 
 def _of_source(mask: Mask, rank: int, source: int, world_size: int, queries: int, keys: int) -> Iterator[Block]:
     place = mask.place(rank, world_size, queries, keys)
-    if mask.kind == "full":
+    if mask.kind in UNPLACED:
         yield Block(source, 0, queries, 0, keys)
     elif place is not None and not 0 < mask.window < world_size * keys:
         # As few as there can be.

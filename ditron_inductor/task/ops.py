@@ -54,13 +54,8 @@
 `replicated(x, same, group_name, site, names, constants) -> x`
     an alias of x; now and then the ranks compare samples of `same` and the `constants`, and raise where they differ.
     names: where the program reads each of `same`. Both are texts with a line for each.
-`all_gather_attention(q, k, v, token, ...) -> [out, lse, (gathered_k, gathered_v,) token]`
-    q [B, Hq, Sq, D], k and v [B, Hkv, S, D], any strides; out [B, Hq, Sq, D] with the memory of a contiguous
-    [B, Sq, Hq, D], lse [B, Hq, Sq] contiguous, fp32; gathered_k, gathered_v [B, Hkv, W*S, D] with the memory of a
-    contiguous [B, W*S, Hkv, D], present if and only if return_gathered. Masks: see task/all_gather_attention.py.
-`attention_reduce_scatter(grad_out, q, k, v, out, lse, token, ...) -> (grad_q, grad_k, grad_v, token)`
-    its backward, from the gathered k and v [B, Hkv, W*S, D]; grad_q [B, Hq, Sq, D] and this rank's part of the sums
-    over the ranks, grad_k and grad_v [B, Hkv, S, D], with the memory of a contiguous [B, S, H, D].
+`all_gather_attention`, `attention_reduce_scatter`
+    see task/attention_ops.py.
 `projections(x, weights, strategy, extras, epilogue) -> [out_0, .., out_{n-1}]`
     x [M, K] contiguous, weights [K, N_i], out_i = x @ weight_i [M, N_i] contiguous, or what the epilogue makes of them.
     No site and no token: nothing is communicated.
@@ -82,8 +77,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from ditron_inductor.task import ulysses
-from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, Mask
+from ditron_inductor.task import attention_ops, ulysses
 from ditron_inductor.task.epilogue import parse, products
 from ditron_inductor.task.epilogue_torch import out_dtypes
 from ditron_inductor.task.flash_decode import ARGUMENTS as FLASH_DECODE_ARGUMENTS
@@ -136,14 +130,7 @@ SCHEMAS: dict[str, str] = {
     MatmulAllReduceRmsNorm.kind: f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}, {_EPILOGUE}) -> Tensor[]",
     MatmulAllGather.kind: f"({_PRODUCTS}, int gather_dim, {_SITE}) -> (Tensor, Tensor)",
     FlashDecode.kind: f"({FLASH_DECODE_ARGUMENTS}, {_SITE}) -> (Tensor, Tensor)",
-    AllGatherAttention.kind: (
-        "(Tensor q, Tensor k, Tensor v, Tensor? token, str mask, int window, int offset, str jumps, float scale, "
-        f"float softcap, bool return_gathered, {_SITE}) -> Tensor[]"
-    ),
-    AttentionReduceScatter.kind: (
-        "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? token, str mask, int window, "
-        f"int offset, str jumps, float scale, float softcap, {_SITE}) -> (Tensor, Tensor, Tensor, Tensor)"
-    ),
+    **attention_ops.schemas(_SITE),
     AllGatherContract.kind: (
         "(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool gathered_first, bool return_gathered, "
         f"{_SITE}) -> Tensor[]"
@@ -173,8 +160,7 @@ def define() -> Library:
         MatmulAllReduceRmsNorm.kind: _fake_matmul_all_reduce_rms_norm,
         MatmulAllGather.kind: _fake_matmul_all_gather,
         FlashDecode.kind: _fake_flash_decode,
-        AllGatherAttention.kind: _fake_all_gather_attention,
-        AttentionReduceScatter.kind: _fake_attention_reduce_scatter,
+        **attention_ops.fakes(new_token),
         AllGatherContract.kind: _fake_all_gather_contract,
         **ulysses.fakes(new_token),
         "after": _fake_after,
@@ -319,13 +305,8 @@ def node_from_call(target: object, args: Sequence[object]) -> TaskNode:
         paged = value["block_table"] is not None
         return FlashDecode(float(scale), float(softcap), world_size, group_name, site, policy, paged)
     if kind in ATTENTION_KINDS:
-        scale, softcap = value["scale"], value["softcap"]
-        assert isinstance(scale, (int, float)) and isinstance(softcap, (int, float)), f"{kind}: {scale!r}, {softcap!r}"
-        mask = Mask(str(value["mask"]), as_int("window"), as_int("offset"), str(value["jumps"]))
-        common = mask, float(scale), float(softcap), world_size, group_name, site, policy
-        if kind == AttentionReduceScatter.kind:
-            return AttentionReduceScatter(*common)
-        return AllGatherAttention(*common, return_gathered=bool(value["return_gathered"]))
+        attention: TaskNode = attention_ops.node_of(kind, value, (world_size, group_name, site), policy)
+        return attention
     if kind == AllGatherContract.kind:
         return AllGatherContract(
             gather_dim=as_int("gather_dim"),
@@ -497,40 +478,6 @@ def _fake_matmul_all_gather(
     shape = _sum_shape(a, b)
     shape[gather_dim] = shape[gather_dim] * world_size
     return a[0].new_empty(shape), new_token(a[0])
-
-
-def sequence_first(like: torch.Tensor, heads: Any, sequence: Any) -> torch.Tensor:
-    """A new [B, heads, sequence, D], B and D of `like`, with the memory of a contiguous [B, sequence, heads, D]."""
-    return like.new_empty([like.shape[0], sequence, heads, like.shape[3]]).transpose(1, 2)
-
-
-def _fake_all_gather_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    token: torch.Tensor | None,
-    *site: Any,
-) -> list[torch.Tensor]:
-    return_gathered, world_size = site[-7:-5]
-    outputs = [sequence_first(q, q.shape[1], q.shape[2]), q.new_empty(q.shape[:-1], dtype=torch.float32)]
-    if return_gathered:
-        outputs += [sequence_first(one, one.shape[1], world_size * one.shape[2]) for one in (k, v)]
-    return [*outputs, new_token(q)]
-
-
-def _fake_attention_reduce_scatter(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    token: torch.Tensor | None,
-    *site: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    world_size = site[-6]
-    parts = [sequence_first(one, one.shape[1], one.shape[2] // world_size) for one in (k, v)]
-    return sequence_first(q, q.shape[1], q.shape[2]), parts[0], parts[1], new_token(q)
 
 
 def _fake_all_reduce_rms_norm(x: torch.Tensor, *others: Any) -> list[torch.Tensor]:

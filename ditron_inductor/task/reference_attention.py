@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ditron_inductor.task.all_gather_attention import Mask
+from ditron_inductor.task.all_gather_attention import UNPLACED, Mask
 
 
 def visible(
@@ -19,7 +19,7 @@ def visible(
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """bool [queries, W * keys], which keys every row sees, or each of `rows`; None where it sees all."""
-    if mask.kind == "full":
+    if mask.kind in UNPLACED:
         return None
     row = torch.arange(queries, device=device) if rows is None else rows
     key = torch.arange(world_size * keys, device=device)
@@ -44,9 +44,12 @@ def attend(
     seen: torch.Tensor | None,
     scale: float,
     softcap: float = 0.0,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) in fp32, or in the operands' dtype if that is wider. seen: bool [queries, keys], or None for all."""
-    p, _, lse, rows = _probabilities(q, k, None, seen, scale, softcap)
+    """(out, lse) in fp32, or in the operands' dtype if that is wider. seen: bool [queries, keys], or None for all.
+    bias: broadcastable to [B, Hq, queries, keys], added to the scores if it is of floats, else what is seen.
+    """
+    p, _, lse, rows = _probabilities(q, k, None, seen, scale, softcap, bias)
     return (p @ v.unsqueeze(2).to(p.dtype)).reshape(rows), lse
 
 
@@ -61,9 +64,10 @@ def attend_backward(
     seen: torch.Tensor | None,
     scale: float,
     softcap: float = 0.0,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(grad_q, grad_k, grad_v), as `attend`. out, lse: of all keys, of which k and v may be a part."""
-    p, capped, _, rows = _probabilities(q, k, lse, seen, scale, softcap)
+    p, capped, _, rows = _probabilities(q, k, lse, seen, scale, softcap, bias)
     grouped = p.shape[:-1]
     wide = p.dtype
     grad = grad_out.to(wide).reshape(*grouped, grad_out.shape[-1])
@@ -76,8 +80,21 @@ def attend_backward(
     return grad_q, grad_k, (p.mT @ grad).sum(2)
 
 
+def added(bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a bias adds to the scores, in this dtype: of bool, -inf where it is False."""
+    if bias.dtype != torch.bool:
+        return bias.to(dtype)
+    return torch.zeros(bias.shape, dtype=dtype, device=bias.device).masked_fill_(~bias, -math.inf)
+
+
 def _probabilities(
-    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None, seen: torch.Tensor | None, scale: float, softcap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor | None,
+    seen: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Size]:
     """(p [B, Hkv, Hq / Hkv, Sq, S], the tanh of a soft cap alike, lse [B, Hq, Sq], the shape of q)."""
     B, heads, queries, _ = q.shape
@@ -88,6 +105,10 @@ def _probabilities(
     if softcap:
         capped = torch.tanh(scores / softcap)
         scores = capped * softcap
+    if bias is not None:
+        whole = added(bias, wide).expand(B, heads, queries, k.shape[2]).unflatten(1, grouped.shape[1:3])
+        # Filled once more, as autograd makes NaN of a sum of -inf, and of what is filled 0.
+        scores = (scores + whole).masked_fill(whole == -math.inf, -math.inf)
     if seen is not None:
         scores = scores.masked_fill(~seen, -math.inf)
     if lse is None:

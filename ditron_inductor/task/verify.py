@@ -15,7 +15,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.task import ops
-from ditron_inductor.task.all_gather_attention import ALIGNED, AllGatherAttention, AttentionReduceScatter
+from ditron_inductor.task.all_gather_attention import ALIGNED, GIVEN, AllGatherAttention, AttentionReduceScatter
+from ditron_inductor.task.attention_ops import BIAS_DTYPES
 from ditron_inductor.task.epilogue import extras_of, products
 from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.nodes import (
@@ -181,6 +182,22 @@ def _verify_attention(call: fx.Node, task: AttentionNode) -> None:
         keys = keys // task.world_size
     if task.mask.kind in ALIGNED:
         _require(_possible(queries == keys), call, f"has the mask '{task.mask.kind}', but not as many queries as keys")
+    _verify_attention_bias(call, task, q, (*q.shape[:3], keys * task.world_size))
+
+
+def _verify_attention_bias(call: fx.Node, task: AttentionNode, q: torch.Tensor, scores: tuple[Any, ...]) -> None:
+    """It is there for its mask alone, and can be broadcast to the scores of all keys."""
+    place = [argument.name for argument in call.target._schema.arguments].index("bias")  # type: ignore[union-attr]
+    bias = call.args[place] if len(call.args) > place else None
+    if task.mask.kind != GIVEN:
+        _require(bias is None, call, f"has a bias beside the mask '{task.mask.kind}'")
+        return
+    value = _value(call, bias)
+    _require(value.dtype in BIAS_DTYPES, call, f"has a bias of {value.dtype}")
+    _require(value.device == q.device, call, f"mixes {q.device} and {value.device}")
+    sizes = list(zip(reversed(value.shape), reversed(scores), strict=False))
+    fits = value.ndim <= 4 and all(_possible(size == 1) or _possible(size == other) for size, other in sizes)
+    _require(fits, call, "has a bias that is no tensor of queries and keys")
 
 
 def _verify_sum(call: fx.Node, rows: list[torch.Tensor], weights: list[torch.Tensor], bias: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -16,12 +16,14 @@ from ditron_inductor.lowering.launch import Launch
 from ditron_inductor.task import ops
 from ditron_inductor.task.all_gather_attention import (
     ALIGNED,
+    GIVEN,
     AllGatherAttention,
     AttentionReduceScatter,
     Mask,
     attention_sizes,
     mask_problem,
 )
+from ditron_inductor.task.attention_ops import BIAS_DTYPES, split_bias
 from ditron_inductor.task.nodes import AttentionNode
 from ditron_inductor.task.plan import PlanRequest
 from ditron_inductor.task.policy import Policy
@@ -37,13 +39,16 @@ def make_ops(lookup: Lookup, prepare: Prepare) -> dict[str, Callable[..., Any]]:
     def all_gather_attention(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: torch.Tensor | None, *site: Any
     ) -> list[torch.Tensor]:
-        key, run = lookup(AllGatherAttention.kind, site, (q, k, v))
+        site, bias = split_bias(AllGatherAttention.kind, site)
+        operands = (q, k, v) if bias is None else (q, k, v, bias)
+        key, run = lookup(AllGatherAttention.kind, site, operands)
         if run is None:
-            run = _prepare_forward(prepare, key, q, k, v, *site)
-        return [*run(q, k, v), ops.new_token(q)]
+            run = _prepare_forward(prepare, key, operands, *site)
+        return [*run(*operands), ops.new_token(q)]
 
     def attention_reduce_scatter(*args: Any) -> tuple[torch.Tensor, ...]:
-        operands, site = args[:6], args[7:]
+        site, bias = split_bias(AttentionReduceScatter.kind, args[7:])
+        operands = args[:6] if bias is None else (*args[:6], bias)
         key, run = lookup(AttentionReduceScatter.kind, site, operands)
         if run is None:
             run = _prepare_backward(prepare, key, operands, *site)
@@ -58,9 +63,7 @@ def make_ops(lookup: Lookup, prepare: Prepare) -> dict[str, Callable[..., Any]]:
 def _prepare_forward(
     prepare: Prepare,
     key: Hashable,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    operands: tuple[torch.Tensor, ...],
     mask: str,
     window: int,
     offset: int,
@@ -75,7 +78,9 @@ def _prepare_forward(
 ) -> Callable[..., Any]:
     seen, limits = Mask(mask, window, offset, jumps), Policy(*policy)
     node = AllGatherAttention(seen, scale, softcap, world_size, group_name, site, limits, return_gathered)
+    q, k, v, *biases = operands
     _check_operands(node, q, k, v)
+    _check_bias(node, biases, q, world_size * k.shape[2])
     B, heads, queries, D = q.shape
     key_heads, keys = k.shape[1], k.shape[2]
     node = _without_idle_window(node, keys)
@@ -124,7 +129,7 @@ def _prepare_backward(
     node = AttentionReduceScatter(
         Mask(mask, window, offset, jumps), scale, softcap, world_size, group_name, site, Policy(*policy)
     )
-    grad_out, q, k, v, out, lse = operands
+    grad_out, q, k, v, out, lse, *biases = operands
     if k.shape[2] % world_size:
         raise ValueError(
             f"{node.kind} at site '{site}': {k.shape[2]} gathered keys do not divide among {world_size} ranks"
@@ -132,6 +137,7 @@ def _prepare_backward(
     B, heads, queries, D = q.shape
     key_heads, keys = k.shape[1], k.shape[2] // world_size
     _check_operands(node, q, k[:, :, :keys], v[:, :, :keys])
+    _check_bias(node, biases, q, k.shape[2])
     node = _without_idle_window(node, keys)
     given = grad_out, q, k, v, out, lse
 
@@ -220,3 +226,23 @@ def _check_operands(node: AttentionNode, q: torch.Tensor, k: torch.Tensor, v: to
     problem = mask_problem(node.mask, q.shape[2], k.shape[2])
     if problem:
         raise ValueError(f"{where}: {problem}")
+
+
+def _check_bias(node: AttentionNode, biases: Sequence[torch.Tensor], q: torch.Tensor, keys: int) -> None:
+    """Raises ValueError naming what does not fit of a bias, or of none; keys: of all ranks."""
+    where = f"{node.kind} at site '{node.site}'"
+    if (node.mask.kind == GIVEN) != bool(biases):
+        found = "a bias" if biases else "no bias"
+        raise ValueError(f"{where}: {found} beside the mask '{node.mask.kind}'; '{GIVEN}' has one, and no other mask")
+    for bias in biases:
+        if bias.dtype not in BIAS_DTYPES or bias.device != q.device:
+            raise ValueError(
+                f"{where}: bias is {bias.dtype} on {bias.device}, not bool, bfloat16, float16 or float32 on {q.device}"
+            )
+        scores = [*q.shape[:3], keys]
+        pairs = zip(reversed(bias.shape), reversed(scores), strict=False)
+        if bias.dim() > 4 or any(size not in (1, other) for size, other in pairs):
+            raise ValueError(
+                f"{where}: bias is {list(bias.shape)}, which cannot be broadcast to {scores}: batch, heads, queries, "
+                "and the keys of all ranks"
+            )

@@ -9,6 +9,7 @@ order.
 Signal protocol. See lowering/transfers.py. One flag for each source, in row PIECE_ROWS: its keys and values are
 staged. The slot is only written with the credits of all peers, so nothing is ever revoked; a rank whose mask hides a
 source reads nothing of it and waits for nothing, and is held back by the credits alone.
+A bias is cut along its keys like them: each call of the library gets the part for its sources.
 Limits. Keys and values have the same head size.
 """
 
@@ -29,7 +30,7 @@ from ditron_inductor.lowering.exchange import Exchange, Kernels
 from ditron_inductor.lowering.launch import Launch, round_up
 from ditron_inductor.lowering.launcher import Bound
 from ditron_inductor.lowering.transfers import PIECE_ROWS
-from ditron_inductor.task.all_gather_attention import AllGatherAttention, blocks
+from ditron_inductor.task.all_gather_attention import GIVEN, AllGatherAttention, blocks
 
 JOINED_ROWS = 4096
 """Neighbouring sources are attended to in one call from so many rows of queries for each key head on: attention to
@@ -76,7 +77,7 @@ def geometry(node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch
         remote=remote,
         spare=[source for source in others if source not in sources] if node.return_gathered else [],
         numels=(q.numel(), q.shape[:-1].numel(), *(2 * [world * k.numel()] if node.return_gathered else [])),
-        run=local.choose(q, k, v, node.softcap),
+        run=local.choose(q, k, v, node.softcap, biased=node.mask.kind == GIVEN),
         merge=Merge(q, [span.rows for span in spans]),
         kernels=Kernels(launch),
     )
@@ -101,9 +102,12 @@ def all_gather_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """q [B, Hq, Sq, D], k and v [B, Hkv, S, D]; returns [out, lse, (gathered k, gathered v)]. See the module."""
-    q, own = with_rows(q), stacked(k, v)
+    """q [B, Hq, Sq, D], k and v [B, Hkv, S, D], bias [.., Sq, W*S]; returns [out, lse, (gathered k, gathered v)]. See
+    the module.
+    """
+    q, own, length = with_rows(q), stacked(k, v), k.shape[2]
     # Not one tensor: outputs of an op may not share their memory.
     gathered = [own.new_empty(node.world_size, *sizes.shape[1:]) for _ in range(2)]
     run, scale = sizes.run, node.scale
@@ -122,7 +126,7 @@ def all_gather_attention(
                 arrived.append(lane.mark())
             for span in sizes.own:
                 keys, values = span.of_own(own[0]), span.of_own(own[1])
-                partials.append(run.forward(span.queries(q), keys, values, span.seen, scale))
+                partials.append(run.forward(span.queries(q), keys, values, span.seen(bias, length), scale))
             if node.return_gathered:
                 for tensor, part in zip(gathered, own, strict=True):
                     tensor[launch.rank].copy_(part)
@@ -130,7 +134,7 @@ def all_gather_attention(
                 lane.wait(mark)
                 for span in spans:
                     keys, values = span.of(gathered[0]), span.of(gathered[1])
-                    partials.append(run.forward(span.queries(q), keys, values, span.seen, scale))
+                    partials.append(run.forward(span.queries(q), keys, values, span.seen(bias, length), scale))
         out, lse = sizes.merge(call.stream, partials)
         outputs = [out, lse]
         if node.return_gathered:

@@ -27,6 +27,7 @@ def all_gather_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     strategy: str = "auto",
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(cap(scale * q @ K^T), masked) @ V, where K and V are the keys and values of all ranks of the group in
     rank order.
@@ -42,16 +43,21 @@ def all_gather_attention(
             `causal_offset`: what is not after them; rank r holds the r-th of W equal parts;
             `zigzag`: the same, where rank r holds the chunks r and 2 W - 1 - r of 2 W, which is the same work on all
             ranks;
-            `causal`: key j of all where j <= i, the number of the query on its rank, as `is_causal` of torch.
+            `causal`: key j of all where j <= i, the number of the query on its rank, as `is_causal` of torch;
+            `given`: what the bias says.
         window: of the keys that a query would see it sees the last ones only, so many, that at its own position among
-            them; 0 for all, and so is any as long as the sequence. Not beside `full`. Ranks whose keys nobody sees send
-            none.
+            them; 0 for all, and so is any as long as the sequence. Not beside `full` and `given`. Ranks whose keys
+            nobody sees send none.
         scale: 1 / sqrt(D) without one.
         softcap: 0 for none, else cap(s) = softcap * tanh(s / softcap).
         strategy: `library`, `chunked` or `tile`, or `auto` for what the plan expects to be fastest.
+        bias: beside `given`, and no other mask: a tensor that can be broadcast to [B, Hq, Sq, W * S], what this rank's
+            queries make of the keys of all ranks, in rank order. Of bfloat16, float16 or float32, which is added to
+            the scores behind the soft cap, on GPUs as the dtype of q; or of bool, which hides keys where it is False.
+            A query that sees nothing gets zeros. A bias has no gradient. `tile` has none.
 
-    Raises ValueError for operands that do not fit, InvalidTaskNode for a mask, window or strategy that there is not,
-    and what the calls of a workspace raise (docs/errors.md).
+    Raises ValueError for operands that do not fit, and for a bias that wants a gradient; InvalidTaskNode for a mask,
+    window or strategy that there is not; and what the calls of a workspace raise (docs/errors.md).
     """
     group = group if group is not None else dist.group.WORLD
     if group is None:
@@ -59,9 +65,14 @@ def all_gather_attention(
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
     if group.size() == 1:
         raise ValueError("all_gather_attention needs a group of at least 2 ranks; use scaled_dot_product_attention")
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "all_gather_attention: bias wants a gradient, which is not computed; detach it, or attend to keys that are "
+            "gathered by scaled_dot_product_attention"
+        )
     site = group.size(), group.group_name, "", strategy, *_LIMITS
     given = mask, min(window, LONGEST_WINDOW), 0, "", scale, softcap
-    out: torch.Tensor = _Attention.apply(q, k, v, given, site)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Attention.apply(q, k, v, bias, given, site)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -77,21 +88,22 @@ class _Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        bias: torch.Tensor | None,
         given: tuple[str, int, int, str, float, float],
         site: tuple[Any, ...],
     ) -> torch.Tensor:
         op = torch.ops.ditron.all_gather_attention.default
         trained = any(ctx.needs_input_grad[:3])
-        found = op(q, k, v, None, *given, trained, *site)
+        found = op(q, k, v, None, *given, trained, *site, bias)
         ctx.given = *given, *site
         if trained:
-            ctx.save_for_backward(q, found[2], found[3], found[0], found[1])
+            ctx.save_for_backward(q, found[2], found[3], found[0], found[1], bias)
         result: torch.Tensor = found[0]
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, keys, values, out, lse = ctx.saved_tensors
+        q, keys, values, out, lse, bias = ctx.saved_tensors
         op = torch.ops.ditron.attention_reduce_scatter.default
-        grad_q, grad_k, grad_v, _ = op(grads[0], q, keys, values, out, lse, None, *ctx.given)
-        return grad_q, grad_k, grad_v, None, None
+        grad_q, grad_k, grad_v, _ = op(grads[0], q, keys, values, out, lse, None, *ctx.given, bias)
+        return grad_q, grad_k, grad_v, None, None, None

@@ -17,7 +17,7 @@ from ditron_inductor.lowering.all_gather_attention import local
 from ditron_inductor.lowering.all_gather_attention.merge import Merge, in_order
 from ditron_inductor.lowering.all_gather_attention.parts import canonical, joined, stacked, with_rows
 from ditron_inductor.task import reference_attention
-from ditron_inductor.task.all_gather_attention import AllGatherAttention, blocks
+from ditron_inductor.task.all_gather_attention import GIVEN, AllGatherAttention, blocks
 from ditron_inductor.task.watch import communicate
 
 Outputs = list[torch.Tensor]
@@ -42,31 +42,31 @@ def _gather_both(gathered: list[torch.Tensor], own: torch.Tensor, group: dist.Pr
             dist.all_gather_into_tensor(gathered[place].flatten(0, 1), own[place], group=group)
 
 
-def make(
-    node: AllGatherAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]:
-    """(q, k, v) -> [out, lse, (gathered k, gathered v)] for operands of this form."""
+def make(node: AllGatherAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[..., Outputs]:
+    """(q, k, v, and a bias if the mask has one) -> [out, lse, (gathered k, gathered v)] for operands of this form."""
     group: dist.ProcessGroup = distributed_c10d._resolve_process_group(node.group_name)  # type: ignore[arg-type]
     sizes = node.mask, group.rank(), node.world_size, q.shape[2], k.shape[2]
-    run = local.choose(q, k, v, node.softcap)
+    run = local.choose(q, k, v, node.softcap, biased=node.mask.kind == GIVEN)
 
-    def by_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
+    def by_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None) -> Outputs:
         gathered = gather(k, v, group)
         keys, values = canonical(gathered[0]), canonical(gathered[1])
         seen = reference_attention.visible(*sizes, q.device)
-        out, lse = reference_attention.attend(q, keys, values, seen=seen, scale=node.scale, softcap=node.softcap)
+        out, lse = reference_attention.attend(
+            q, keys, values, seen=seen, scale=node.scale, softcap=node.softcap, bias=bias
+        )
         outputs = [in_order(out.to(q.dtype)), lse.float()]
         return [*outputs, keys, values] if node.return_gathered else outputs
 
     spans = joined(sorted(blocks(*sizes), key=lambda block: block.source))
     merge = Merge(q, [span.rows for span in spans])
 
-    def by_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Outputs:
-        q, gathered = with_rows(q), gather(k, v, group)
+    def by_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None) -> Outputs:
+        q, gathered, length = with_rows(q), gather(k, v, group), k.shape[2]
         partials = []
         for span in spans:
             keys, values = span.of(gathered[0]), span.of(gathered[1])
-            partials.append(run.forward(span.queries(q), keys, values, span.seen, node.scale))
+            partials.append(run.forward(span.queries(q), keys, values, span.seen(bias, length), node.scale))
         out, lse = merge(torch.cuda.current_stream(q.device).cuda_stream, partials)
         return [out, lse, *map(canonical, gathered)] if node.return_gathered else [out, lse]
 

@@ -7,24 +7,38 @@ gradients of such a part: what lets keys be taken piece by piece.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.backends.cuda import SDPAParams
 
+from ditron_inductor.lowering.launch import round_up
 from ditron_inductor.task import reference_attention
 from ditron_inductor.task.all_gather_attention import Mask
 
 aten = torch.ops.aten
 
 
+BIAS_ALIGNMENT = 8
+"""Elements: what the library's kernels want of a bias' strides, and as torch pads one for them."""
+CUDNN_HIDDEN = torch.finfo(torch.float16).min
+"""What is not seen gets in the place of -inf, with any dtype: some versions of cuDNN make NaN of that. Beside a score
+that is larger by a thousand it counts for nothing."""
+SUMS_ALIGNMENT = 32
+"""Rows: what the memory-efficient kernel fills its logarithms of sums up to."""
+
+
 @dataclass(frozen=True)
 class Seen:
-    """What rows see of keys, as `Block` has it; everything without arguments."""
+    """What rows see of keys, as `Block` has it; everything without arguments. bias: None, or the part for these rows
+    and keys of one that can be broadcast to the scores, of bool or floats.
+    """
 
     causal: bool = False
     lower: int | None = None
+    bias: torch.Tensor | None = field(default=None, compare=False)
 
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Seen, float], tuple[torch.Tensor, torch.Tensor]]
@@ -73,7 +87,8 @@ def _window(q: torch.Tensor, k: torch.Tensor, seen: Seen) -> dict[str, int]:
 def _math(
     softcap: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = reference_attention.attend(q, k, v, seen=_visible(q, k, seen), scale=scale, softcap=softcap)
+    visible = _visible(q, k, seen)
+    out, lse = reference_attention.attend(q, k, v, seen=visible, scale=scale, softcap=softcap, bias=seen.bias)
     return out.to(q.dtype), lse.float()
 
 
@@ -89,7 +104,8 @@ def _math_backward(
     scale: float,
 ) -> Gradients:
     visible = _visible(q, k, seen)
-    grads = reference_attention.attend_backward(grad_out, q, k, v, out, lse, seen=visible, scale=scale, softcap=softcap)
+    given = grad_out, q, k, v, out, lse
+    grads = reference_attention.attend_backward(*given, seen=visible, scale=scale, softcap=softcap, bias=seen.bias)
     return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
 
 
@@ -161,6 +177,125 @@ def _cudnn_backward(
     return gradients
 
 
+def _laid_out(bias: torch.Tensor, q: torch.Tensor, keys: int, hidden: float) -> torch.Tensor:
+    """A bias as a view [B, Hq, Sq, keys] of memory that the library's kernels take, in the dtype of q: of bool, and
+    where it is -inf, with `hidden` for what is not seen.
+    """
+    while bias.ndim < 4:
+        bias = bias.unsqueeze(0)
+    usable = bias.dtype == q.dtype and hidden == -math.inf and bias.shape[3] == keys
+    if not usable or not _is_aligned(bias):
+        # What is repeated stays one.
+        given = bias
+        for dim, stride in enumerate(bias.stride()[:3]):
+            given = given.narrow(dim, 0, 1) if stride == 0 and bias.shape[dim] else given
+        padded = q.new_empty(*given.shape[:3], round_up(keys, BIAS_ALIGNMENT)).narrow(3, 0, keys)
+        if bias.dtype == torch.bool:
+            padded.zero_().masked_fill_(~given, hidden)
+        else:
+            padded.copy_(given)
+            if hidden != -math.inf:
+                padded.masked_fill_(given == -math.inf, hidden)
+        bias = padded
+    return bias.expand(*q.shape[:3], keys)
+
+
+def _is_aligned(bias: torch.Tensor) -> bool:
+    strides = all(stride % BIAS_ALIGNMENT == 0 for stride in bias.stride()[:3])
+    return strides and bias.stride(3) == 1 and bias.data_ptr() % (BIAS_ALIGNMENT * bias.element_size()) == 0
+
+
+def _unseen(bias: torch.Tensor) -> torch.Tensor:
+    """Which rows a bias hides all keys from, [.., Sq], broadcastable as it is."""
+    return ~bias.any(-1) if bias.dtype == torch.bool else bias.amax(-1) == -math.inf
+
+
+def _hidden_rows(out: torch.Tensor, lse: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) with 0 and -inf in the rows that see nothing, of which kernels make what they like."""
+    unseen = _unseen(bias)
+    return out.masked_fill_(unseen.unsqueeze(-1), 0.0), lse.masked_fill(unseen, -math.inf)
+
+
+def _finite(lse: torch.Tensor) -> torch.Tensor:
+    """Logarithms for the library's backward: of rows that see nothing 0, by which -inf becomes a weight of 0."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
+
+
+def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Keys or values with every head as often as queries want it: what the memory-efficient kernel takes."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _together(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The gradient of repeated heads as that of the heads themselves."""
+    heads = like.shape[1]
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
+
+
+def _efficient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert seen.bias is not None, "only what has a bias comes here"
+    bias = _laid_out(seen.bias, q, k.shape[2], -math.inf)
+    keys, values = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
+    found = aten._scaled_dot_product_efficient_attention.default(q, keys, values, bias, True, 0.0, False, scale=scale)
+    return _hidden_rows(found[0], found[1].narrow(2, 0, q.shape[2]), seen.bias)
+
+
+def _efficient_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    seen: Seen,
+    scale: float,
+) -> Gradients:
+    assert seen.bias is not None, "only what has a bias comes here"
+    bias = _laid_out(seen.bias, q, k.shape[2], -math.inf)
+    keys, values = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
+    rows = q.shape[2]
+    sums = torch.nn.functional.pad(_finite(lse), (0, round_up(rows, SUMS_ALIGNMENT) - rows), value=math.inf)
+    # Without dropout nobody reads the state of the generator.
+    state = torch.empty((), dtype=torch.int64, device=q.device)
+    wanted = [True, True, True, False]
+    found = aten._scaled_dot_product_efficient_attention_backward.default(
+        grad_out, q, keys, values, bias, out, sums, state, state, 0.0, wanted, False, scale=scale
+    )
+    return found[0], _together(found[1], k), _together(found[2], v)
+
+
+def _cudnn_biased(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert seen.bias is not None, "only what has a bias comes here"
+    bias = _laid_out(seen.bias, q, k.shape[2], CUDNN_HIDDEN)
+    found = aten._scaled_dot_product_cudnn_attention.default(q, k, v, bias, True, 0.0, False, False, scale=scale)
+    return _hidden_rows(found[0], found[1].view(q.shape[:-1]), seen.bias)
+
+
+def _cudnn_biased_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    seen: Seen,
+    scale: float,
+) -> Gradients:
+    assert seen.bias is not None, "only what has a bias comes here"
+    bias = _laid_out(seen.bias, q, k.shape[2], CUDNN_HIDDEN)
+    state = torch.empty(2, dtype=torch.int64, device=q.device)
+    sizes, sums = (q.shape[2], k.shape[2]), _finite(lse).unsqueeze(-1)
+    # No lengths: None stands for an undefined tensor.
+    gradients: Gradients = aten._scaled_dot_product_cudnn_attention_backward.default(
+        grad_out, q, k, v, out, sums, state, state, bias, None, None, *sizes, 0.0, False, scale=scale
+    )
+    return gradients
+
+
 def _beside(plain: Local, windowed: Local) -> Local:
     """`plain`, and `windowed` for what has a lower bound, which `plain` does not know."""
 
@@ -196,10 +331,14 @@ FLASH = Local("flash", _flash, _flash_backward, 0.52, 0.45)
 _CUDNN = Local("cudnn", _cudnn, _cudnn_backward, 1.0, 1.0)
 CUDNN = _beside(_CUDNN, FLASH)
 CUDNN_AND_MATH = _beside(_CUDNN, MATH)
+# Their speeds with a bias are guesses: nobody has measured them.
+CUDNN_BIASED = Local("cudnn with a bias", _cudnn_biased, _cudnn_biased_backward, 0.8, 0.8)
+EFFICIENT = Local("memory-efficient", _efficient, _efficient_backward, 0.45, 0.45)
 
 
-def choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float = 0.0) -> Local:
+def choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float = 0.0, *, biased: bool = False) -> Local:
     """The fastest that can run q [B, Hq, Sq, D] and k, v [B, Hkv, S, D], and what the user has not switched off.
+    biased: with a bias.
 
     cuDNN's, where it can, was measured faster than FlashAttention-2 on Hopper at every size. It has no windows as aten
     calls it: what one cuts is FlashAttention's, or else done in plain operations, all scores in memory. So is what has
@@ -210,8 +349,25 @@ def choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float = 0
     # The library pads other heads before it calls these.
     if not q.is_cuda or q.shape[3] % 8 != 0:
         return MATH
+    if biased:
+        return _choose_biased(q, k, v)
     params = SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
     flash = torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.can_use_flash_attention(params)
     if torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.can_use_cudnn_attention(params):
         return CUDNN if flash else CUDNN_AND_MATH
     return FLASH if flash else MATH
+
+
+def _choose_biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Local:
+    """Of those that add a bias. From operands that all ranks have alike, and not from how a rank's bias lies in memory:
+    the plan follows from the kernel's speed.
+    """
+    like = q.new_empty(k.shape[2]).expand(*q.shape[:3], k.shape[2])
+    params = SDPAParams(q, k, v, like, 0.0, False, q.shape[1] != k.shape[1])
+    if torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.can_use_cudnn_attention(params):
+        return CUDNN_BIASED
+    keys, values = (one[:, :1].expand(-1, q.shape[1], -1, -1) for one in (k, v))
+    params = SDPAParams(q, keys, values, like, 0.0, False, False)
+    if torch.backends.cuda.mem_efficient_sdp_enabled() and torch.backends.cuda.can_use_efficient_attention(params):
+        return EFFICIENT
+    return MATH

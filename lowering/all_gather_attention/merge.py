@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ditron_inductor.lowering.launch import ceil_div
 from ditron_inductor.lowering.launcher import Arguments, local_launcher
-from ditron_inductor.task.ops import sequence_first
+from ditron_inductor.task.attention_ops import sequence_first
 
 MERGE_ROWS = 32
 """Rows of one program. A rank has as many programs as heads times this many rows: enough to fill a GPU's memory

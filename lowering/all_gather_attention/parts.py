@@ -27,9 +27,11 @@ class Span:
     causal: bool
     lower: int | None = None
 
-    @property
-    def seen(self) -> Seen:
-        return Seen(self.causal, self.lower)
+    def seen(self, bias: torch.Tensor | None, keys: int) -> Seen:
+        """What its rows see of its keys. bias: of all keys, of which there are `keys` on a rank; of all rows, as the
+        mask that a bias comes with has it.
+        """
+        return Seen(self.causal, self.lower, None if bias is None else self._along(bias, bias.ndim - 1, keys))
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -56,8 +58,14 @@ class Span:
         """Its keys out of those of all ranks, x [B, H, W * keys, D]: a view. Whole keys of every source, or of one
         only.
         """
+        return self._along(x, 2, keys)
+
+    def _along(self, x: torch.Tensor, dim: int, keys: int) -> torch.Tensor:
+        """Its keys along a dimension of W * keys, or all of what is the same for every key."""
+        if dim < 0 or x.shape[dim] == 1:
+            return x
         first = self.source * keys
-        return x[:, :, first + self.first_key : first + (self.count - 1) * keys + self.last_key]
+        return x.narrow(dim, first + self.first_key, (self.count - 1) * keys + self.last_key - self.first_key)
 
 
 def single(block: Block) -> Span:

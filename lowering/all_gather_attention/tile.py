@@ -43,8 +43,8 @@ from ditron_inductor.core.signals import (
 from ditron_inductor.lowering.all_gather_attention.parts import stacked, with_rows
 from ditron_inductor.lowering.launch import Launch, ceil_div, dot_precision, round_up
 from ditron_inductor.lowering.launcher import Arguments
-from ditron_inductor.task.all_gather_attention import MAX_HEAD_DIM, AllGatherAttention, Mask
-from ditron_inductor.task.ops import sequence_first
+from ditron_inductor.task.all_gather_attention import GIVEN, MAX_HEAD_DIM, AllGatherAttention, Mask
+from ditron_inductor.task.attention_ops import sequence_first
 
 SEND_BLOCK = 8192
 """Elements that a program copies in one step; SEND_STEPS of them are one piece of the send queue."""
@@ -343,6 +343,8 @@ def obstacle(node: AllGatherAttention, q: torch.Tensor) -> str:
         return f"its online softmax takes a positive scale, not {node.scale:g}"
     if q.shape[3] > MAX_HEAD_DIM:
         return f"heads of {q.shape[3]} do not fit in the registers of a tile, {MAX_HEAD_DIM} do"
+    if node.mask.kind == GIVEN:
+        return "its kernel adds no bias to the scores"
     return ""
 
 

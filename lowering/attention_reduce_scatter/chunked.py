@@ -30,7 +30,7 @@ from ditron_inductor.lowering.exchange import Exchange, Kernels
 from ditron_inductor.lowering.launch import Launch, round_up
 from ditron_inductor.lowering.launcher import Bound
 from ditron_inductor.lowering.transfers import PIECE_ROWS
-from ditron_inductor.task.all_gather_attention import ALIGNED, AttentionReduceScatter, Mask, blocks
+from ditron_inductor.task.all_gather_attention import ALIGNED, GIVEN, AttentionReduceScatter, Mask, blocks
 
 
 def contributes(mask: Mask, rank: int, owner: int, world_size: int, keys: int) -> bool:
@@ -60,7 +60,7 @@ class Geometry:
 
 def geometry(node: AttentionReduceScatter, launch: Launch, operands: Operands) -> Geometry:
     """See Geometry."""
-    _, q, k, v, _, _ = operands
+    _, q, k, v, *_ = operands
     world, rank = node.world_size, launch.rank
     B, heads, all_keys, D = k.shape
     keys = all_keys // world
@@ -74,7 +74,7 @@ def geometry(node: AttentionReduceScatter, launch: Launch, operands: Operands) -
         stride=stride,
         nbytes=(world - 1) * stride * k.element_size(),
         spans=spans,
-        run=local.choose(q, k[:, :, :keys], v[:, :, :keys], node.softcap),
+        run=local.choose(q, k[:, :, :keys], v[:, :, :keys], node.softcap, biased=node.mask.kind == GIVEN),
         merge=Merge(q, [span.rows for _, of_owner in spans for span in of_owner]),
         kernels=Kernels(launch),
     )
@@ -83,11 +83,11 @@ def geometry(node: AttentionReduceScatter, launch: Launch, operands: Operands) -
 def attention_reduce_scatter(
     node: AttentionReduceScatter, launch: Launch, sizes: Geometry, *operands: torch.Tensor
 ) -> Outputs:
-    """grad_out, q [B, Hq, Sq, D], k and v [B, Hkv, W*S, D], out, lse; returns (grad_q, grad_k, grad_v). See the
-    module.
+    """grad_out, q [B, Hq, Sq, D], k and v [B, Hkv, W*S, D], out, lse, and a bias [.., Sq, W*S] if the mask has one;
+    returns (grad_q, grad_k, grad_v). See the module.
     """
     grad_out, q, k, v, out = (with_rows(one) for one in operands[:5])
-    lse = operands[5]
+    lse, bias = operands[5], operands[6] if node.mask.kind == GIVEN else None
     mine = k.new_empty(sizes.shape)
     partials = k.new_empty(node.world_size, *sizes.shape)
     grads_q: list[torch.Tensor] = []
@@ -98,7 +98,7 @@ def attention_reduce_scatter(
         if not whole:
             target.zero_()
         for span in spans:
-            found = gradients(sizes.run, span, (grad_out, q, k, v, out, lse), sizes.keys, node.scale)
+            found = gradients(sizes.run, span, (grad_out, q, k, v, out, lse), sizes.keys, node.scale, bias)
             grads_q.append(found[0])
             for place, grad in zip(target[:, :, span.first_key : span.last_key], found[1:], strict=True):
                 if whole:

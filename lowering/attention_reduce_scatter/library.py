@@ -17,7 +17,7 @@ from ditron_inductor.lowering.all_gather_attention import local
 from ditron_inductor.lowering.all_gather_attention.merge import Merge, in_order
 from ditron_inductor.lowering.all_gather_attention.parts import Span, joined, with_rows
 from ditron_inductor.task import reference_attention
-from ditron_inductor.task.all_gather_attention import AttentionReduceScatter, blocks
+from ditron_inductor.task.all_gather_attention import GIVEN, AttentionReduceScatter, blocks
 from ditron_inductor.task.watch import communicate
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -25,8 +25,10 @@ Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 """grad_out, q, the gathered k and v, out, lse."""
 
 
-def gradients(run: local.Local, span: Span, operands: Operands, keys: int, scale: float) -> Outputs:
-    """Of its rows of q, and of its keys and values, of which there are `keys` on a rank."""
+def gradients(
+    run: local.Local, span: Span, operands: Operands, keys: int, scale: float, bias: torch.Tensor | None = None
+) -> Outputs:
+    """Of its rows of q, and of its keys and values, of which there are `keys` on a rank. bias: of all keys."""
     grad_out, q, k, v, out, lse = operands
     return run.backward(
         span.queries(grad_out),
@@ -35,7 +37,7 @@ def gradients(run: local.Local, span: Span, operands: Operands, keys: int, scale
         span.among(v, keys),
         span.queries(out),
         span.queries(lse).contiguous(),
-        span.seen,
+        span.seen(bias, keys),
         scale,
     )
 
@@ -48,20 +50,24 @@ def apart(grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make(node: AttentionReduceScatter, operands: Operands) -> Callable[..., Outputs]:
-    """(grad_out, q, k, v, out, lse) -> (grad_q, grad_k, grad_v) for operands of this form."""
+    """(grad_out, q, k, v, out, lse, and a bias if the mask has one) -> (grad_q, grad_k, grad_v) for operands of this
+    form.
+    """
     _, q, k, v, _, _ = operands
     group: dist.ProcessGroup = distributed_c10d._resolve_process_group(node.group_name)  # type: ignore[arg-type]
     world, keys = node.world_size, k.shape[2] // node.world_size
     sizes = node.mask, group.rank(), world, q.shape[2], keys
-    run = local.choose(q, k[:, :, :keys], v[:, :, :keys], node.softcap)
+    biased = node.mask.kind == GIVEN
+    run = local.choose(q, k[:, :, :keys], v[:, :, :keys], node.softcap, biased=biased)
     spans = joined(sorted(blocks(*sizes), key=lambda block: block.source), whole=keys)
     merge = Merge(q, [span.rows for span in spans])
 
     def by_math(*given: torch.Tensor) -> Outputs:
-        grad_out, q, k, v, out, lse = given
+        grad_out, q, k, v, out, lse = given[:6]
+        bias = given[6] if biased else None
         seen = reference_attention.visible(*sizes, q.device)
         found = reference_attention.attend_backward(
-            grad_out, q, k, v, out, lse, seen=seen, scale=node.scale, softcap=node.softcap
+            grad_out, q, k, v, out, lse, seen=seen, scale=node.scale, softcap=node.softcap, bias=bias
         )
         grad_k, grad_v = scattered(torch.stack([_apart(one, world) for one in found[1:]], 1).to(k.dtype))
         return in_order(found[0].to(q.dtype)), grad_k, grad_v
@@ -74,13 +80,13 @@ def make(node: AttentionReduceScatter, operands: Operands) -> Callable[..., Outp
 
     def by_blocks(*given: torch.Tensor) -> Outputs:
         grad_out, q, k, v, out = (with_rows(one) for one in given[:5])
-        operands = grad_out, q, k, v, out, given[5]
+        operands, bias = (grad_out, q, k, v, out, given[5]), given[6] if biased else None
         B, heads, _, D = k.shape
         # Not all of it may be seen.
         parts = k.new_zeros(world, 2, B, keys, heads, D)
         partials = []
         for span in spans:
-            grad_q, *grads = gradients(run, span, operands, keys, node.scale)
+            grad_q, *grads = gradients(run, span, operands, keys, node.scale, bias)
             partials.append(grad_q)
             for which, grad in enumerate(grads):
                 mine = parts[span.source : span.source + span.count, which, :, span.first_key : span.last_key]

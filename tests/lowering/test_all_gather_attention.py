@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from ditron_inductor.task import cost, reference, reference_attention
 from ditron_inductor.task.all_gather_attention import (
     MASKS,
     PLACED,
+    UNPLACED,
     AllGatherAttention,
     Mask,
     attention_sizes,
@@ -58,6 +60,8 @@ class Case:
     stride: int = 0
     jumps: tuple[str, ...] = ()
     softcap: float = 0.0
+    # A name of BIASES.
+    bias: str = ""
 
     def mask(self, rank: int) -> Mask:
         jumps = self.jumps[rank] if rank < len(self.jumps) else ""
@@ -67,6 +71,7 @@ class Case:
         sizes = f"{self.B}x{self.heads}.{self.key_heads}x{self.queries}.{self.keys}x{self.D}"
         mask = self.kind + f".{self.window}" * (self.window > 0) + "-capped" * (self.softcap > 0)
         jumps = "-jumps" * bool(self.jumps)
+        mask += f"-{self.bias}" * bool(self.bias)
         return f"{mask}-{sizes}-{str(self.dtype)[6:]}-{self.layout}{'-gathered' * self.gathered}{jumps}"
 
     def draw(self, ctx: RankContext, heads: int, length: int) -> torch.Tensor:
@@ -77,6 +82,58 @@ class Case:
     def operands(self, ctx: RankContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q = self.draw(ctx, self.heads, self.queries)
         return q, self.draw(ctx, self.key_heads, self.keys), self.draw(ctx, self.key_heads, self.keys)
+
+    def drawn_bias(self, ctx: RankContext) -> torch.Tensor | None:
+        if not self.bias:
+            return None
+        shape = self.B, self.heads, self.queries, ctx.world_size * self.keys
+        bias: torch.Tensor = BIASES[self.bias](ctx, *shape)
+        return bias if bias.dtype == torch.bool else bias.to(self.dtype)
+
+
+def _alibi(ctx: RankContext, B: int, heads: int, queries: int, keys: int) -> torch.Tensor:
+    """Causal, in a sequence that is sharded in rank order."""
+    ahead = (
+        torch.arange(queries, device=ctx.device)[:, None] + ctx.rank * queries - torch.arange(keys, device=ctx.device)
+    )
+    slopes = 2.0 ** -torch.arange(1.0, heads + 1, device=ctx.device)
+    return torch.where(ahead >= 0, -slopes[:, None, None] * ahead, -math.inf)
+
+
+def _documents(ctx: RankContext, B: int, heads: int, queries: int, keys: int) -> torch.Tensor:
+    """Of many lengths, other ones in each sequence; rows see nothing of a rank, and some nothing at all."""
+    places = torch.arange(keys, device=ctx.device)[None] + 3 * torch.arange(B, device=ctx.device)[:, None]
+    found = (places // 11)[:, None, :queries, None] == (places // 11)[:, None, None]
+    found[..., : queries // 4, :] = False
+    return found
+
+
+def _padding(ctx: RankContext, B: int, heads: int, queries: int, keys: int) -> torch.Tensor:
+    """[B, 1, 1, W * S]: all keys of the last rank, and more of the first sequence."""
+    lengths = keys // ctx.world_size - torch.arange(B, device=ctx.device)[:, None, None, None] - 1
+    return torch.arange(keys, device=ctx.device) < lengths.clamp(min=1)
+
+
+def _steep(ctx: RankContext, B: int, heads: int, queries: int, keys: int) -> torch.Tensor:
+    """[H, Sq, 1], the same for all keys, repeated: no softmax sees it, but the logarithm of its sum."""
+    return torch.linspace(-3.0, 3.0, heads * queries, device=ctx.device).view(heads, queries, 1).expand(-1, -1, keys)
+
+
+def _unaligned(ctx: RankContext, B: int, heads: int, queries: int, keys: int) -> torch.Tensor:
+    """Of any values, sequences inside of the keys in memory."""
+    return torch.randn(keys, heads, queries, B, device=ctx.device).permute(3, 1, 2, 0)
+
+
+BIASES: dict[str, Callable[..., torch.Tensor]] = {
+    "alibi": _alibi,
+    "documents": _documents,
+    "padding": _padding,
+    "steep": _steep,
+    "unaligned": _unaligned,
+    "rows": lambda ctx, B, heads, queries, keys: torch.randn(queries, 1, device=ctx.device),
+    "keys": lambda ctx, B, heads, queries, keys: torch.randn(keys, device=ctx.device),
+    "nothing": lambda ctx, *shape: torch.zeros(1, 1, 1, shape[3], dtype=torch.bool, device=ctx.device),
+}
 
 
 CASES = (
@@ -104,28 +161,44 @@ CASES = (
     Case("causal_offset", 40, 40, dtype=FP32, softcap=0.7, gathered=True),
     Case("zigzag", 36, 36, heads=2, D=64, window=21, softcap=2.0),
 )
+BIASED = (
+    Case("given", 20, 20, bias="alibi", gathered=True),
+    Case("given", 37, 19, B=3, dtype=FP32, bias="documents"),
+    Case("given", 24, 24, B=2, dtype=FP16, layout="heads", bias="padding"),
+    Case("given", 9, 20, heads=3, key_heads=1, dtype=FP32, bias="steep"),
+    Case("given", 17, 13, B=2, dtype=FP32, bias="unaligned", softcap=1.5),
+    Case("given", 8, 12, heads=2, dtype=FP32, bias="rows"),
+    Case("given", 7, 12, heads=2, dtype=FP32, bias="keys"),
+    Case("given", 8, 8, dtype=FP32, bias="nothing"),
+    Case("given", 0, 8, dtype=FP32, bias="keys"),
+)
 
 
 def forward(
-    ctx: RankContext, site: Site, case: Case, operands: tuple[torch.Tensor, ...], gathered: bool = False
+    ctx: RankContext,
+    site: Site,
+    case: Case,
+    operands: tuple[torch.Tensor, ...],
+    gathered: bool = False,
+    bias: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """[out, lse, (gathered k, gathered v)] of the op."""
     register()
     op = torch.ops.ditron.all_gather_attention
-    return op(*operands, None, *astuple(case.mask(ctx.rank)), case.D**-0.5, case.softcap, gathered, *site.args(ctx))[
-        :-1
-    ]
+    scores = case.D**-0.5, case.softcap
+    behind = () if bias is None else (bias,)
+    return op(*operands, None, *astuple(case.mask(ctx.rank)), *scores, gathered, *site.args(ctx), *behind)[:-1]
 
 
 def expected(
-    ctx: RankContext, site: Site, case: Case, operands: tuple[torch.Tensor, ...]
+    ctx: RankContext, site: Site, case: Case, operands: tuple[torch.Tensor, ...], bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, lse) in fp64, and the gathered k and v, bit for bit."""
     q, k, v = operands
     keys, values = (reference.all_gather(one.contiguous(), gather_dim=2, **site.group(ctx)) for one in (k, v))
     seen = reference_attention.visible(case.mask(ctx.rank), ctx.rank, ctx.world_size, case.queries, case.keys, q.device)
     operands = q.double(), keys.double(), values.double()
-    out, lse = reference_attention.attend(*operands, seen=seen, scale=case.D**-0.5, softcap=case.softcap)
+    out, lse = reference_attention.attend(*operands, seen=seen, scale=case.D**-0.5, softcap=case.softcap, bias=bias)
     return out, lse, keys, values
 
 
@@ -140,10 +213,10 @@ def assert_close(got: torch.Tensor, wanted: torch.Tensor, roundings: int, what: 
 
 def _check(ctx: RankContext, case: Case, strategy: str) -> None:
     site = Site(strategy=strategy, name=f"attention/0:{strategy}")
-    operands = case.operands(ctx)
+    operands, bias = case.operands(ctx), case.drawn_bias(ctx)
     before = [one.clone() for one in operands]
-    out, lse, *gathered = forward(ctx, site, case, operands, case.gathered)
-    wanted, sums, keys, values = expected(ctx, site, case, operands)
+    out, lse, *gathered = forward(ctx, site, case, operands, case.gathered, bias)
+    wanted, sums, keys, values = expected(ctx, site, case, operands, bias)
     assert out.dtype == case.dtype and out.transpose(1, 2).is_contiguous() and lse.is_contiguous()
     # The parts are rounded before they are merged.
     assert_close(out, wanted, 3, "out")
@@ -160,14 +233,21 @@ def test_matches_reference(pool: RankPool, case: Case, strategy: str) -> None:
     pool.run(_check, case, strategy)
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("strategy", ["chunked", "library"])
+@pytest.mark.parametrize("case", BIASED, ids=str)
+def test_a_bias_matches_reference(rank_pools: RankPools, case: Case, strategy: str, world_size: int) -> None:
+    rank_pools.get("cpu", world_size).run(_check, case, strategy)
+
+
 def _check_gradients(ctx: RankContext, case: Case, strategy: str) -> None:
     site = Site(strategy=strategy, name=f"attention/1:{strategy}")
-    q, k, v = case.operands(ctx)
+    (q, k, v), bias = case.operands(ctx), case.drawn_bias(ctx)
     grad = case.draw(ctx, case.heads, case.queries)
     _, _, keys, values = expected(ctx, site, case, (q, k, v))
     seen = reference_attention.visible(case.mask(ctx.rank), ctx.rank, ctx.world_size, case.queries, case.keys, q.device)
     exact = [one.double().requires_grad_() for one in (q, keys, values)]
-    out, lse = reference_attention.attend(*exact, seen=seen, scale=case.D**-0.5, softcap=case.softcap)
+    out, lse = reference_attention.attend(*exact, seen=seen, scale=case.D**-0.5, softcap=case.softcap, bias=bias)
     out.backward(grad.double())
     wanted = [exact[0].grad]
     for one in exact[1:]:
@@ -176,7 +256,9 @@ def _check_gradients(ctx: RankContext, case: Case, strategy: str) -> None:
     register()
     given = grad, q, keys, values, out.detach().to(case.dtype).transpose(1, 2).contiguous().transpose(1, 2)
     op, scores = torch.ops.ditron.attention_reduce_scatter, (case.D**-0.5, case.softcap)
-    found = op(*given, lse.detach().float(), None, *astuple(case.mask(ctx.rank)), *scores, *site.args(ctx))[:-1]
+    behind = () if bias is None else (bias,)
+    sums = lse.detach().float()
+    found = op(*given, sums, None, *astuple(case.mask(ctx.rank)), *scores, *site.args(ctx), *behind)[:-1]
     for name, got, want in zip(("q", "k", "v"), found, wanted, strict=True):
         assert got.dtype == case.dtype and got.transpose(1, 2).is_contiguous()
         assert want is not None
@@ -187,6 +269,13 @@ def _check_gradients(ctx: RankContext, case: Case, strategy: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_match_reference(pool: RankPool, case: Case, strategy: str) -> None:
     pool.run(_check_gradients, case, strategy)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("strategy", ["chunked", "library"])
+@pytest.mark.parametrize("case", BIASED, ids=str)
+def test_gradients_beside_a_bias(rank_pools: RankPools, case: Case, strategy: str, world_size: int) -> None:
+    rank_pools.get("cpu", world_size).run(_check_gradients, case, strategy)
 
 
 GPU_CASES = (
@@ -203,6 +292,56 @@ GPU_CASES = (
     Case("causal_offset", 1024, 1024, heads=8, D=256, softcap=1.5),
     Case("zigzag", 512, 512, heads=4, D=128, window=300, dtype=FP16, softcap=0.5, gathered=True),
 )
+
+
+GPU_BIASED = (
+    Case("given", 1024, 1024, heads=8, D=128, bias="alibi"),
+    Case("given", 777, 555, heads=4, key_heads=1, D=64, B=2, dtype=FP16, bias="documents", gathered=True),
+    Case("given", 512, 512, heads=8, D=128, B=3, bias="padding"),
+    Case("given", 513, 511, heads=4, D=64, B=2, bias="unaligned"),
+    Case("given", 300, 256, heads=4, D=64, dtype=FP32, bias="documents"),
+    Case("given", 256, 256, heads=4, D=256, bias="steep"),
+    Case("given", 256, 128, heads=4, D=128, bias="rows"),
+    Case("given", 256, 128, heads=4, D=128, B=2, bias="nothing"),
+)
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "library"])
+@pytest.mark.parametrize("large_case", GPU_BIASED, ids=str)
+def test_a_bias_matches_reference_at_size(gpu_pool: RankPool, large_case: Case, strategy: str) -> None:
+    gpu_pool.run(_check, large_case, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "library"])
+@pytest.mark.parametrize("large_case", GPU_BIASED, ids=str)
+def test_gradients_beside_a_bias_at_size(gpu_pool: RankPool, large_case: Case, strategy: str) -> None:
+    gpu_pool.run(_check_gradients, large_case, strategy)
+
+
+def _check_kernels(ctx: RankContext, case: Case) -> None:
+    """Both kernels of the library that add a bias, whichever is chosen, of this rank's keys alone."""
+    bias = case.drawn_bias(ctx)
+    assert bias is not None
+    q, k, v = case.operands(ctx)
+    bias = bias if bias.shape[-1] == 1 else bias[..., : case.keys]
+    grad = case.draw(ctx, case.heads, case.queries)
+    exact = [one.double().requires_grad_() for one in (q, k, v)]
+    wanted, sums = reference_attention.attend(*exact, seen=None, scale=case.D**-0.5, bias=bias)
+    wanted.backward(grad.double())
+    seen = local.Seen(bias=bias)
+    for run in (local.CUDNN_BIASED, local.EFFICIENT)[case.dtype == FP32 :]:
+        out, lse = run.forward(q, k, v, seen, case.D**-0.5)
+        assert_close(out, wanted.detach(), 2, f"out by {run.name}")
+        torch.testing.assert_close(lse.double(), sums.detach(), rtol=1e-4, atol=1e-2)
+        found = run.backward(grad, q, k, v, out, lse.contiguous(), seen, case.D**-0.5)
+        for name, got, one in zip(("q", "k", "v"), found, exact, strict=True):
+            assert one.grad is not None
+            assert_close(got, one.grad, 4, f"gradient of {name} by {run.name}")
+
+
+@pytest.mark.parametrize("large_case", GPU_BIASED, ids=str)
+def test_kernels_that_add_a_bias(gpu_pool: RankPool, large_case: Case) -> None:
+    gpu_pool.run(_check_kernels, large_case)
 
 
 @pytest.mark.parametrize("strategy", ["tile", "chunked", "library"])
@@ -280,6 +419,20 @@ def _refuse(ctx: RankContext) -> None:
             assert message in str(error) and "attention/3" in str(error), error
         else:
             raise AssertionError(f"nothing was raised about: {message}")
+    for kind, bias, message in (
+        ("given", None, "no bias beside the mask 'given'"),
+        ("full", torch.zeros(4, 8), "a bias beside the mask 'full'"),
+        ("given", torch.zeros(4, 4), "bias is [4, 4], which cannot be broadcast to [1, 4, 4, 8]"),
+        ("given", torch.zeros(1, 1, 1, 4, 8), "cannot be broadcast"),
+        ("given", torch.zeros(4, 8, dtype=torch.int64), "bias is torch.int64"),
+    ):
+        with pytest.raises(ValueError, match="attention/3") as raised:
+            forward(ctx, site, Case(kind, 4, 4), (q, k, v), False, bias)
+        assert message in str(raised.value), raised.value
+    node = AllGatherAttention(Mask("given"), 0.25, 0.0, 2, "0", "", Policy())
+    assert "no bias" in tile.obstacle(node, q) and not tile.obstacle(replace(node, mask=Mask("full")), q)
+    with pytest.raises(ValueError, match="bias wants a gradient"):
+        ops.all_gather_attention(q, k, v, mask="given", bias=torch.zeros(4, 8, requires_grad=True))
 
 
 def test_operands_that_do_not_fit_are_named(rank_pools: Any) -> None:
@@ -339,7 +492,7 @@ def test_the_kernel_has_a_window_only_where_it_hides_keys(mask: Mask, rank: int,
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_blocks_cover_what_a_mask_shows_once(kind: str, world_size: int) -> None:
-    windows = (0,) if kind == "full" else (0, 1, 2, 5, 9, 100)
+    windows = (0,) if kind in UNPLACED else (0, 1, 2, 5, 9, 100)
     places = [(offset, jumps) for offset in (-3, 0, 4, 7, 40) for jumps in ("", "3+6", "1+1 3-4 4+2")]
     places = places if kind in PLACED else [(0, "")]
     for queries, keys in ((6, 6), (12, 6), (7, 3), (4, 8)):

@@ -143,3 +143,19 @@ def test_attention_without_the_keys_of_a_rank(fragile_pool: RankPool, strategy: 
     for failure in fragile_pool.run(_miss_a_rank, strategy)[1:]:
         assert failure.type_name == "DitronTimeout" and "missed/0" in failure.message, failure
         assert "for rank 0" in failure.message, failure
+
+
+def _prove_alone(ctx: RankContext) -> Failure:
+    """Rank 0 proves nothing of its mask, and the others do: their graphs' sites have other names."""
+    case = attention.Case("causal" if ctx.rank else "given", 8, 8, bias="" if ctx.rank else "alibi")
+    site = Site(name=f"{case.kind}/0", strategy="chunked", timeout_s=TIMEOUT_S)
+    operands, bias = case.operands(ctx), case.drawn_bias(ctx)
+    return fails(ctx, functools.partial(attention.forward, ctx, site, case, operands, False, bias))
+
+
+def test_a_mask_that_is_proved_on_some_ranks(fragile_pool: RankPool) -> None:
+    failures = fragile_pool.run(_prove_alone)
+    assert {failure.type_name for failure in failures} <= {"DitronDiverged", "DitronTimeout"}, failures
+    told = [failure.message for failure in failures if failure.type_name == "DitronDiverged"]
+    assert told and all("given/0" in message and "causal/0" in message for message in told), failures
+    fragile_pool.run(reset_and_work)

@@ -23,6 +23,8 @@ from tests.rank_process import RankContext
 from tests.tolerances import MODEL_TOLERANCES, relative_error
 
 CONFIG = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=32, max_seq_len=64)
+ALIBI = "alibi"
+"""In the place of a mask: see `alibi`."""
 
 
 class SequenceAttention(nn.Module):
@@ -45,6 +47,9 @@ class SequenceAttention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.form == "flex":
             out = by_flex_attention(q, k, v, self.window)
+        elif self.form not in (None, "graph") and self.mask == ALIBI:
+            bias = alibi(torch.arange(q.shape[2]) + dist.get_rank() * q.shape[2], q.shape[2] * dist.get_world_size())
+            out = all_gather_attention(q, k, v, mask="given", bias=bias)
         elif self.form not in (None, "graph"):
             out = all_gather_attention(q, k, v, mask=self.mask, window=self.window)
         else:
@@ -57,8 +62,17 @@ class SequenceAttention(nn.Module):
                 rows, keys = parts[rank], torch.cat(parts)
             ahead = rows[:, None] - keys
             seen = (ahead >= 0) & (ahead < (self.window or k.shape[2]))
+            if self.mask == ALIBI:
+                seen = alibi(rows, k.shape[2])
             out = scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
         return inner.wo(out.transpose(1, 2).flatten(2))
+
+
+def alibi(rows: torch.Tensor, keys: int) -> torch.Tensor:
+    """What is added to the scores of rows at these positions, [1, heads, rows, keys]: causal, a slope for each head."""
+    ahead = rows[:, None] - torch.arange(keys)
+    slopes = 2.0 ** -torch.arange(1.0, CONFIG.num_heads + 1)
+    return torch.where(ahead >= 0, -slopes[:, None, None] * ahead, -torch.inf)[None]
 
 
 def by_flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
@@ -103,9 +117,7 @@ def step(model: Llama, call: Any, x: torch.Tensor, gradient: torch.Tensor) -> di
     return values | {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
-def check(
-    ctx: RankContext, mask: str, window: int, form: str, strategy: str, batch: int, length: int
-) -> Counter[str]:
+def check(ctx: RankContext, mask: str, window: int, form: str, strategy: str, batch: int, length: int) -> Counter[str]:
     """Forward and training of the sharded model match the whole one; returns the fused sites. form `generated`: by
     Inductor's code, which takes its time, else op by op.
     """

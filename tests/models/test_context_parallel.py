@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from ditron_inductor.task.nodes import ATTENTION_KINDS
-from tests.models.context_parallel import CONFIG, check
+from tests.models.context_parallel import ALIBI, CONFIG, check
 from tests.ranks import RankPools
 
 FORWARD, BACKWARD = ATTENTION_KINDS
@@ -22,6 +22,9 @@ FORWARD, BACKWARD = ATTENTION_KINDS
         ("zigzag", 0, "graph", "tile", 1),
         ("causal_offset", 9, "flex", "chunked", 1),
         ("causal_offset", 0, "generated", "chunked", 1),
+        (ALIBI, 0, "graph", "chunked", 2),
+        (ALIBI, 0, "function", "library", 1),
+        (ALIBI, 0, "generated", "chunked", 1),
     ],
 )
 def test_a_sharded_llama_is_the_whole_one(

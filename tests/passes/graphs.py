@@ -382,23 +382,24 @@ def _run_all_gather_attention(args: list[Any]) -> list[Any]:
     return_gathered = args[0][10]
     keys, values = (torch.cat([arg[index] for arg in args], 2) for index in (1, 2))
     results = []
-    for rank, (q, k, _, _, mask, window, offset, jumps, scale, softcap, *_) in enumerate(args):
+    for rank, (q, k, _, _, mask, window, offset, jumps, scale, softcap, *rest) in enumerate(args):
         seen = reference_attention.visible(
             Mask(mask, window, offset, jumps), rank, len(args), q.shape[2], k.shape[2], q.device
         )
-        outputs = reference_attention.attend(q, keys, values, seen=seen, scale=scale, softcap=softcap)
+        given = dict(seen=seen, scale=scale, softcap=softcap, bias=rest[7] if len(rest) > 7 else None)
+        outputs = reference_attention.attend(q, keys, values, **given)
         results.append([*outputs, *[keys, values] * return_gathered, torch.empty(1)])
     return results
 
 
 def _run_attention_reduce_scatter(args: list[Any]) -> list[Any]:
     found = []
-    for rank, (grad, q, k, v, out, lse, _, mask, window, offset, jumps, scale, softcap, *_) in enumerate(args):
+    for rank, (grad, q, k, v, out, lse, _, mask, window, offset, jumps, scale, softcap, *rest) in enumerate(args):
         seen = reference_attention.visible(
             Mask(mask, window, offset, jumps), rank, len(args), q.shape[2], k.shape[2] // len(args), q.device
         )
-        given = grad, q, k, v, out, lse
-        found.append(reference_attention.attend_backward(*given, seen=seen, scale=scale, softcap=softcap))
+        given = dict(seen=seen, scale=scale, softcap=softcap, bias=rest[6] if len(rest) > 6 else None)
+        found.append(reference_attention.attend_backward(grad, q, k, v, out, lse, **given))
     parts = [_reduce([one[index] for one in found], "sum").chunk(len(args), 2) for index in (1, 2)]
     return [(one[0], parts[0][rank], parts[1][rank], torch.empty(1)) for rank, one in enumerate(found)]
 

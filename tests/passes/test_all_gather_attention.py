@@ -243,28 +243,6 @@ def test_a_mask_of_every_rank_in_its_own_graph() -> None:
     assert lines[0].replace("'causal', 11, 0,", "'causal', 11, 16,") == lines[1]
 
 
-def test_a_mask_of_a_dynamic_length_is_known_on_no_rank() -> None:
-    """Rank 0 is at 0 * S, which is a number."""
-    q, k, _ = operands(B=2)
-    for one in (q, k):
-        torch._dynamo.mark_dynamic(one, 1)
-    for rank in (0, 2):
-        (module,) = compiled_graphs(lambda q, k, rank=rank: masked(rank, q, k, k + 1), q, k)
-        assert fuse_attention(module) == 0
-        assert set(reasons(module)) <= {"attention_mask", "attention_mask_given"}
-
-
-def with_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    seen = torch.arange(q.shape[1])[:, None] >= torch.arange(WORLD_SIZE * q.shape[1])
-    return sequence_first(q, k, v, attn_mask=seen | (torch.arange(WORLD_SIZE * q.shape[1]) < 3))
-
-
-def with_given_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """As padding has it."""
-    seen = torch.arange(q.shape[1])[:, None] >= torch.arange(WORLD_SIZE * q.shape[1])
-    return sequence_first(q, k, v, attn_mask=seen & (k[0, 0, 0, 0] > 0))
-
-
 def without_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return sdpa(q, gather_dim(k, 1).transpose(1, 2), v.repeat(1, WORLD_SIZE, 1, 1).transpose(1, 2))
 
@@ -287,8 +265,6 @@ def queries_from_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torc
 @pytest.mark.parametrize(
     ("code", "form"),
     [
-        ("attention_mask", with_prefix),
-        ("attention_mask_given", with_given_mask),
         ("attention_form", without_values),
         ("attention_form", lambda q, k, v: sequence_first(q, k, v, scale=-0.5)),
         ("attention_parts", partly),

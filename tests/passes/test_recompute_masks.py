@@ -13,7 +13,8 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.recompute_masks import MARK, recompute_masks
 from ditron_inductor.pipeline import JointPipeline
 from tests.passes.graphs import compiled_graphs, run_ranks, text
-from tests.passes.test_all_gather_attention import fuse_attention, masked, of_all_ranks, operands, sdpa, with_prefix
+from tests.passes.test_all_gather_attention import fuse_attention, masked, of_all_ranks, operands, sdpa
+from tests.passes.test_attention_bias import with_prefix
 
 pytestmark = pytest.mark.usefixtures("group")
 

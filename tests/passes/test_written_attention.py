@@ -327,15 +327,19 @@ def dropped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.dropout(cap(scores_of(q, keys)).softmax(-1), 0.1) @ repeated(values)
 
 
-def with_prefix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def hidden_by_a_number(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """A row that sees nothing sees everything, by its scores."""
     keys, values = gathered(k, v)
     seen = (ahead() >= 0) | (torch.arange(WORLD_SIZE * S) < 3)
-    return cap(scores_of(q, keys)).masked_fill(~seen, -math.inf).softmax(-1) @ repeated(values)
+    return cap(scores_of(q, keys)).masked_fill(~seen, -1e30).softmax(-1) @ repeated(values)
 
 
-def with_given_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    keys, values = gathered(k, v)
-    return (cap(scores_of(q, keys)) + q[0, 0, 0, 0]).softmax(-1) @ repeated(values)
+def heads_in_groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """A bias of five dimensions."""
+    keys, values = (one[:, :, None] for one in gathered(k, v))
+    scores = cap(q.transpose(1, 2).unflatten(1, (2, 2)) @ keys.mT * SCALE)
+    slopes = q.sum((0, 1, 3)).view(1, 2, 2, 1, 1)
+    return ((scores + slopes * torch.arange(WORLD_SIZE * S)).softmax(-1) @ values).flatten(1, 2)
 
 
 def with_a_truth_added(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -383,8 +387,8 @@ LEFT: dict[Form, str] = {
     over_queries: "attention_written_out",
     weights_returned: "attention_weights_used",
     dropped: "attention_dropout",
-    with_prefix: "attention_mask",
-    with_given_mask: "attention_mask_given",
+    hidden_by_a_number: "attention_mask",
+    heads_in_groups: "attention_mask",
     with_a_truth_added: "attention_written_out",
     hidden_by_little: "attention_written_out",
     guarded_otherwise: "attention_written_out",

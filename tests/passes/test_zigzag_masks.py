@@ -102,8 +102,10 @@ def test_training() -> None:
 
 
 def test_the_order_of_other_ranks() -> None:
-    """Keys in the zig-zag order of two ranks, gathered from four."""
+    """Keys in the zig-zag order of two ranks, gathered from four: the call has the mask as it is."""
     for rank in (0, 1):
-        (module,) = compiled_graphs(functools.partial(form, rank, 2, 0), *operands())
-        assert fuse_attention(module) == 0
-        assert set(reasons(module)) == {"attention_mask"}
+        one = functools.partial(form, rank, 2, 0)
+        (before,), (after,) = compiled_graphs(one, *operands()), compiled_graphs(one, *operands())
+        assert fuse_attention(after) == 1 and "None, 'given', 0, 0, ''" in text(after.graph)
+        inputs = of_all_ranks(tuple(node.meta["val"] for node in after.graph.nodes if node.op == "placeholder"))
+        torch.testing.assert_close(run_ranks(after, inputs), run_ranks(before, inputs))

@@ -65,11 +65,12 @@ ditron::flash_decode(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor? block
   workspace_limit, float timeout_s) -> (Tensor, Tensor)
 ditron::all_gather_attention(Tensor q, Tensor k, Tensor v, Tensor? token, str mask, int window, int
   offset, str jumps, float scale, float softcap, bool return_gathered, int world_size, str
-  group_name, str site, str strategy, int workspace_limit, float timeout_s) -> Tensor[]
+  group_name, str site, str strategy, int workspace_limit, float timeout_s, Tensor? bias=None) ->
+  Tensor[]
 ditron::attention_reduce_scatter(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor
   lse, Tensor? token, str mask, int window, int offset, str jumps, float scale, float softcap, int
-  world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
-  (Tensor, Tensor, Tensor, Tensor)
+  world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s, Tensor?
+  bias=None) -> (Tensor, Tensor, Tensor, Tensor)
 ditron::all_gather_contract(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool
   gathered_first, bool return_gathered, int world_size, str group_name, str site, str strategy, int
   workspace_limit, float timeout_s) -> Tensor[]

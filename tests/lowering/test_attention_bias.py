@@ -1,0 +1,82 @@
+"""What is done to a bias before the library's kernels get it, and after: on any device; the calls, on tensors
+without memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ditron_inductor.lowering.all_gather_attention import local
+from ditron_inductor.lowering.all_gather_attention.parts import Span
+
+B, HEADS, ROWS, KEYS = 2, 4, 5, 12
+LEAST = torch.finfo(torch.float16).min
+
+
+def biases() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    full = torch.randn(B, HEADS, ROWS, 2 * KEYS).half()
+    full[0, :, 1] = -math.inf
+    return {
+        "all pairs": full[..., KEYS:],
+        "aligned": torch.randn(B, HEADS, ROWS, 16).half()[..., :KEYS],
+        "not contiguous": full.mT.contiguous().mT[..., :KEYS],
+        "bool": full[:, :1, :, :KEYS] > 0,
+        "float32": torch.randn(ROWS, KEYS),
+        "padding": torch.arange(KEYS) < torch.tensor([3, 0]).view(2, 1, 1, 1),
+        "repeated": torch.randn(B, 1, 1, KEYS).half().expand(B, HEADS, ROWS, KEYS),
+        "rows": torch.randn(HEADS, ROWS, 1).half(),
+        "keys": torch.randn(KEYS).half(),
+        "one": torch.tensor(3.0),
+    }
+
+
+@pytest.mark.parametrize("hidden", [-math.inf, LEAST])
+@pytest.mark.parametrize("name", biases())
+def test_it_lies_as_kernels_want_it(name: str, hidden: float) -> None:
+    bias, q = biases()[name], torch.zeros(B, HEADS, ROWS, 64, dtype=torch.float16)
+    found = local._laid_out(bias, q, KEYS, hidden)
+    wanted = torch.zeros(bias.shape).masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else bias
+    wanted = wanted.half().expand(B, HEADS, ROWS, KEYS)
+    assert torch.equal(found, wanted.masked_fill(wanted == -math.inf, hidden))
+    assert found.stride(3) == 1 and all(stride % local.BIAS_ALIGNMENT == 0 for stride in found.stride()[:3])
+    assert found.data_ptr() % 16 == 0
+    assert (found.data_ptr() == bias.data_ptr()) == (name == "aligned" and hidden == -math.inf)
+    if name == "repeated":
+        assert found.untyped_storage().nbytes() == B * 16 * 2
+
+
+@pytest.mark.parametrize("name", biases())
+def test_rows_that_see_nothing(name: str) -> None:
+    bias = biases()[name]
+    added = bias.float().log() if bias.dtype == torch.bool else bias
+    unseen = (added.expand(B, HEADS, ROWS, KEYS) == -math.inf).all(-1)
+    out, lse = torch.full((B, HEADS, ROWS, 64), math.nan), torch.full((B, HEADS, ROWS), math.nan)
+    out, lse = local._hidden_rows(out, lse, bias)
+    assert torch.equal(unseen, lse == -math.inf) and torch.equal(unseen, (out == 0.0).all(-1))
+    assert unseen.any() == (name in ("all pairs", "not contiguous", "bool", "padding")) or name == "bool"
+
+
+def test_keys_of_a_span() -> None:
+    bias = torch.randn(3, 4 * KEYS)
+    for source, count in ((0, 4), (1, 2), (3, 1)):
+        span = Span(source, count, 0, 3, 0, KEYS, causal=False)
+        seen = span.seen(bias, KEYS)
+        assert seen.bias is not None and torch.equal(seen.bias, bias[:, source * KEYS : (source + count) * KEYS])
+        assert span.seen(bias[:, :1], KEYS).bias is not None and span.seen(None, KEYS) == local.Seen()
+        for whole in (bias[:, :1], torch.tensor(1.0)):
+            assert span.seen(whole, KEYS).bias is whole
+
+
+@pytest.mark.parametrize("run", [local.EFFICIENT, local.CUDNN_BIASED], ids=lambda run: run.name)
+@pytest.mark.parametrize("key_heads", [1, 4])
+def test_calls_of_kernels_fit_their_schemas(run: local.Local, key_heads: int) -> None:
+    q = torch.empty(B, HEADS, ROWS, 64, dtype=torch.float16, device="meta")
+    k, v = (torch.empty(B, key_heads, KEYS, 64, dtype=torch.float16, device="meta") for _ in range(2))
+    seen = local.Seen(bias=torch.empty(B, 1, ROWS, KEYS, dtype=torch.bool, device="meta"))
+    out, lse = run.forward(q, k, v, seen, 0.125)
+    assert out.shape == q.shape and lse.shape == q.shape[:-1]
+    grads = run.backward(out, q, k, v, out, lse.contiguous(), seen, 0.125)
+    assert [one.shape for one in grads] == [q.shape, k.shape, v.shape]
