@@ -75,10 +75,10 @@ TILE, WAIT, CREDITS = (int(kind.value) for kind in (trace.TILE, trace.WAIT, trac
 def made_up() -> Trace:
     """Two ranks; on the first one two programs share an SM."""
     events = (
-        Event(TILE, USE, 0, 5, 11, 1, 1000.0, 5000.0),
-        Event(WAIT, USE, 0, 5, 2, 1, 1500.0, 2500.0),
-        Event(CREDITS, USE, 0, 5, 11, 0, 2500.0, 3500.0),
-        Event(TILE, USE, 132, 5, 12, 1, 1000.0, 4000.0),
+        Event(TILE, USE, 0, 5, 11, 1, 1000.0, 5000.0, 2),
+        Event(WAIT, USE, 0, 5, 2, 1, 1500.0, 2500.0, 2),
+        Event(CREDITS, USE, 0, 5, 11, 0, 2500.0, 3500.0, 2),
+        Event(TILE, USE, 132, 5, 12, 1, 1000.0, 4000.0, 2),
     )
     late = (Event(TILE, USE, 0, 0, 11, 0, 3000.0, 6000.0),)
     sites = {SITE: "ab12/0:all_gather_matmul all_gather_matmul[8x16] bfloat16"}
