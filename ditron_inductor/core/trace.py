@@ -102,8 +102,7 @@ def multiprocessor(TRACE: tl.constexpr):
 
 @triton.jit
 def event(ctl, began, site, epoch, detail, peer, KIND: tl.constexpr, TRACE: tl.constexpr):
-    """Keep that what `began` then, of KIND, has ended now. detail: which tile, chunk or piece; peer: a rank; numbers, or
-    scalars.
+    """Keep that what `began` then, of KIND, has ended now. detail: which tile, chunk or piece; peer: a rank.
 
     Nothing where TRACE is OFF, or where the control words name no buffer.
     """
