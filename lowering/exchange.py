@@ -16,6 +16,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of, constant
 from ditron_inductor.lowering.epilogues import PLAIN_SUM, Arrangement, Runs
 from ditron_inductor.lowering.launch import Launch, ceil_div
 from ditron_inductor.lowering.launcher import Arguments, Bound, Launcher
+from ditron_inductor.lowering.tracing import takes_part, traced
 from ditron_inductor.task.nodes import ShardNorm
 
 BLOCK = 8192
@@ -37,7 +38,7 @@ class Kernels:
     """The kernels at one site with operands of one form, which its calls have in common.
 
     launchers: one for each kernel, whose calls have the same sizes but for pieces and rows; `reduce` has one for each
-    number of rows.
+    number of rows. Launches with time stamps have others.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -191,8 +192,16 @@ class Exchange:
         counted: bool = False,
     ) -> Bound:
         words = self._words if counted else self._words[:2]
-        launcher = self._kernels.launcher(key, kernel, names, ("table", "ctl", "counters")[: len(words)])
-        return Bound(launcher, arguments, (*self._numbers, *numbers), words, tensors)
+        word_names = ("table", "ctl", "counters")[: len(words)]
+        kernels, values = self._kernels, (*self._numbers, *numbers)
+
+        def with_clock() -> Bound:
+            clock = kernels.launch.clock(kernel)
+            launcher = kernels.launcher((key, clock), kernel, names, word_names)
+            return Bound(launcher, traced(arguments, clock), values, words, tensors)
+
+        launcher = kernels.launcher(key, kernel, names, word_names)
+        return Bound(launcher, arguments, values, words, tensors, with_clock if takes_part(kernel) else None)
 
     def _block(self, block: int) -> int:
         return INTERPRETED_BLOCK if self._interpreted else block

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from ditron_inductor.device.workspace import Call, Workspace
 from ditron_inductor.lowering.config import Config, select_config
 from ditron_inductor.lowering.launcher import Arguments, Launcher
 from ditron_inductor.lowering.recording import SlotUse, recording, refuse_to_record
-from ditron_inductor.lowering.tracing import clock_of, takes_part, traced, tracing
+from ditron_inductor.lowering.tracing import TraceBuffer, clock_of, takes_part, traced, tracing
 
 NUMBERS = ("slot", "site")
 WORDS = ("table", "ctl", "counters")
@@ -209,13 +209,10 @@ class Launch:
         generation, slot, site = shared.begin(*begin)
         try:
             words = generation.table, generation.ctl, generation.counters
-            clock = 0
-            if tracing.buffer is not None and takes_part(kernel):
+            if tracing.buffer is not None:
                 refuse_to_record("time stamps")
-                clock = clock_of(workspace.capabilities.arch) or 0
-                arguments = traced(arguments, clock)
                 tracing.buffer.attach(generation, site, self.site_text)
-            self.launcher(kernel, clock)(shared.order.stream, arguments, (slot, site), words, tensors)
+            self._start(kernel, shared.order.stream, arguments, (slot, site), words, tensors)
         except BaseException as exc:
             shared.health.fail(exc)
             raise
@@ -224,7 +221,39 @@ class Launch:
     def call(self, nbytes: int) -> AbstractContextManager[Call]:
         """The use of one slot with at least `nbytes` of data; see Workspace.call."""
         refuse_to_record("a slot for more than a launch")
-        return self.workspace.call(self.site_text, nbytes)
+        call = self.workspace.call(self.site_text, nbytes)
+        return call if tracing.buffer is None else self._traced(call, tracing.buffer)
+
+    @contextmanager
+    def _traced(self, call: Call, buffer: TraceBuffer) -> Iterator[Call]:
+        with call:
+            buffer.attach(call.generation, call.site, self.site_text)
+            yield call
+
+    def run_within(
+        self, call: Call, kernel: Any, arguments: Callable[[], Arguments], tensors: Mapping[str, Any]
+    ) -> None:
+        """One launch of `kernel` in a use of a slot, of `call`; see `run`."""
+        words = call.table, call.ctl, call.counters
+        self._start(kernel, call.stream, arguments, (call.slot, call.site), words, tensors)
+
+    def clock(self, kernel: Any) -> int:
+        """The clock that a kernel launched now is to read, 0 for none."""
+        wanted = tracing.buffer is not None and takes_part(kernel)
+        return (clock_of(self.workspace.capabilities.arch) or 0) if wanted else 0
+
+    def _start(
+        self,
+        kernel: Any,
+        stream: int,
+        arguments: Callable[[], Arguments],
+        numbers: tuple[int, ...],
+        words: tuple[torch.Tensor, ...],
+        tensors: Mapping[str, Any],
+    ) -> None:
+        clock = self.clock(kernel)
+        launcher = self.launcher(kernel, clock)
+        launcher(stream, traced(arguments, clock) if clock else arguments, numbers, words, tensors)
 
     @staticmethod
     def shard_block(shard_shape: list[int], dim: int) -> int:

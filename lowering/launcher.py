@@ -32,6 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from ditron_inductor.device.streams import on_stream
 from ditron_inductor.lowering.recording import LaunchMade, recording, refuse_to_record
+from ditron_inductor.lowering.tracing import tracing
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +278,8 @@ class Bound:
     """Launches of a launcher that have all but some tensors in common: numbers and words too.
 
     tensors: names of what comes with every call, in its order: all of the kernel's operands. arguments: see Launcher.
-    The rest of a launch is made ready once for each specialisation.
+    The rest of a launch is made ready once for each specialisation. traced: makes the same launches with time stamps,
+    which take the place of these while a trace is being taken, and are not kept here.
     """
 
     def __init__(
@@ -287,8 +289,10 @@ class Bound:
         numbers: tuple[int, ...],
         words: tuple[torch.Tensor, ...],
         tensors: tuple[str, ...] = (),
+        traced: Callable[[], Bound] | None = None,
     ) -> None:
         self.kernel = launcher.kernel
+        self._traced = traced
         self._launcher = launcher
         self._arguments = arguments
         self._numbers = numbers
@@ -302,6 +306,9 @@ class Bound:
     def __call__(self, stream: int, *tensors: Any) -> None:
         """Launch on `stream`, any one of the device, which is the current device."""
         refuse_to_record("a bound launch")
+        if tracing.buffer is not None and self._traced is not None:
+            self._traced()(stream, *tensors)
+            return
         launcher = self._launcher
         found = internals()
         settings = None

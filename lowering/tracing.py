@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ditron_inductor.core import layout as words
 from ditron_inductor.core import trace
 from ditron_inductor.device.ring import Generation
-from ditron_inductor.lowering.launcher import Arguments
+
+if TYPE_CHECKING:
+    from ditron_inductor.lowering.launcher import Arguments
 
 PARAMETER = "TRACE"
 

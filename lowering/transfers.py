@@ -41,6 +41,7 @@ from ditron_inductor.core.signals import (
     wait_credits,
     word,
 )
+from ditron_inductor.core.trace import CREDITS, END, SEND, SUM, WAIT, event, now
 from ditron_inductor.lowering.epilogues import store_flat_sum
 
 PIECE_ROWS = tl.constexpr(0)
@@ -71,7 +72,7 @@ def sound(table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr):
 @triton.jit(do_not_specialize=["rank", "slot", "site"])
 def stage(
     shard, copy, table, ctl, counters, numel, rank, slot, site,
-    WORLD: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr,
+    WORLD: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Copy shard [numel], contiguous, to the start of the own slot, then publish row PIECE_ROWS to all peers.
 
@@ -82,7 +83,10 @@ def stage(
     # It waits for nothing before that, so peers always get theirs.
     if tl.program_id(0) == 0:
         settle(credits_due(ctl, alive), table, rank, site, WORLD)
+    began = now(TRACE)
     ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+    event(ctl, began, site, epoch, tl.program_id(0), rank, CREDITS, TRACE)
+    sending = now(TRACE)
     mine = data(table, ctl, rank, slot, shard.dtype.element_ty)
     step = tl.num_programs(0) * BLOCK
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -98,15 +102,19 @@ def stage(
         # A program without its credits does not arrive, so the shard is never published.
         if arrive(counters, tl.num_programs(0)):
             publish_all(table, slot, PIECE_ROWS, rank, site, epoch, WORLD)
+    event(ctl, sending, site, epoch, tl.program_id(0), rank, SEND, TRACE)
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "site"])
-def open_slot(table, ctl, rank, slot, site, WORLD: tl.constexpr):
+def open_slot(table, ctl, rank, slot, site, WORLD: tl.constexpr, TRACE: tl.constexpr = 0):
     """Begin a use in which products write straight into the own slot: wait for all credits, or revoke the slot."""
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
     settle(credits_due(ctl, alive), table, rank, site, WORLD)
-    if wait_credits(table, ctl, rank, slot, site, epoch, WORLD) == 0:
+    began = now(TRACE)
+    ok = wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+    event(ctl, began, site, epoch, 0, rank, CREDITS, TRACE)
+    if ok == 0:
         # The products behind this launch overwrite what a peer may be reading. It sees the word before it uses that.
         publish_all(table, slot, REVOKED_ROW, rank, site, epoch, WORLD)
     elif alive != 0:
@@ -114,42 +122,53 @@ def open_slot(table, ctl, rank, slot, site, WORLD: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "first", "count", "parts", "row"])
-def publish_pieces(table, ctl, rank, slot, site, first, count, parts, row, WORLD: tl.constexpr):
+def publish_pieces(
+    table, ctl, rank, slot, site, first, count, parts, row, WORLD: tl.constexpr, TRACE: tl.constexpr = 0
+):
     """Tell their readers that pieces `first`, .., `first + count - 1` in the own slot are complete.
 
     Piece i is row `row + i % parts` of rank + 1 + i // parts. The products before this launch wrote it, so its end was
     theirs too. Not if the slot was not free for them, or the workspace poisoned, when the use began.
     """
     epoch = current_epoch(ctl, slot)
+    began = now(TRACE)
     if tl.load(slot_ctl(ctl, slot) + OPENED) == epoch:
         for i in range(first, first + count):
             publish(table, (rank + 1 + i // parts) % WORLD, slot, row + i % parts, rank, site, epoch)
+    event(ctl, began, site, epoch, first, (rank + 1 + first // parts) % WORLD, SEND, TRACE)
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "first", "count", "parts", "row"])
-def await_pieces(table, ctl, rank, slot, site, first, count, parts, row, WORLD: tl.constexpr):
+def await_pieces(
+    table, ctl, rank, slot, site, first, count, parts, row, WORLD: tl.constexpr, TRACE: tl.constexpr = 0
+):
     """Wait until pieces `first`, .., `first + count - 1` are complete in their sources' slots.
 
     Piece i is row `row + i % parts` of rank - 1 - i // parts. A failure poisons the workspace; what the copies behind
     this launch read then is not used.
     """
     epoch = current_epoch(ctl, slot)
+    began = now(TRACE)
     for i in range(first, first + count):
         # Acquire: what the source wrote before it published, for everything behind this launch on its stream.
         wait(table, ctl, rank, slot, row + i % parts, (rank + WORLD - 1 - i // parts) % WORLD, site, epoch)
+    event(ctl, began, site, epoch, first, (rank + WORLD - 1 - first // parts) % WORLD, WAIT, TRACE)
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "row"])
-def await_all(table, ctl, rank, slot, site, row, WORLD: tl.constexpr):
+def await_all(table, ctl, rank, slot, site, row, WORLD: tl.constexpr, TRACE: tl.constexpr = 0):
     """Wait until every peer has published row `row`. As `await_pieces`."""
-    wait_all(table, ctl, rank, slot, row, site, current_epoch(ctl, slot), WORLD)
+    epoch = current_epoch(ctl, slot)
+    began = now(TRACE)
+    wait_all(table, ctl, rank, slot, row, site, epoch, WORLD)
+    event(ctl, began, site, epoch, row, rank, WAIT, TRACE)
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "row"])
 def reduce_partials(
     partials, extras, outs, table, ctl, counters, numel, N, stride, result, rank, slot, site, row,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, SHARE: tl.constexpr,
-    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """The sum over sources 0..W-1 of partials[source, i], `stride` elements apart, or what EPILOGUE makes of it; NaN
     after a failure.
@@ -160,6 +179,7 @@ def reduce_partials(
     are of results only.
     """
     epoch = current_epoch(ctl, slot)
+    began = now(TRACE)
     ok = sound(table, ctl, rank, slot, site, epoch, WORLD)
     if SHARE:
         ok = ok & (tl.load(slot_ctl(ctl, slot) + OPENED) == epoch).to(tl.int32)
@@ -188,14 +208,17 @@ def reduce_partials(
                 publish_all(table, slot, row, rank, site, epoch, WORLD)
     else:
         finish(ctl, slot, epoch)
+    event(ctl, began, site, epoch, tl.program_id(0), rank, SUM, TRACE)
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "site"])
 def close_slot(
-    outs, numels, table, ctl, rank, slot, site, WORLD: tl.constexpr, NUM_OUTS: tl.constexpr, BLOCK: tl.constexpr
-):
+    outs, numels, table, ctl, rank, slot, site,
+    WORLD: tl.constexpr, NUM_OUTS: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
+):  # fmt: skip
     """End the use of the slot: fill outs, a tuple of [numels[i]], with NaN after a failure."""
     epoch = current_epoch(ctl, slot)
+    began = now(TRACE)
     if sound(table, ctl, rank, slot, site, epoch, WORLD) == 0:
         step = tl.num_programs(0) * BLOCK
         for index in tl.static_range(NUM_OUTS):
@@ -206,6 +229,7 @@ def close_slot(
                 nothing = tl.full((BLOCK,), float("nan"), tl.float32).to(outs[index].dtype.element_ty)
                 tl.store(outs[index] + offsets, nothing, mask=offsets < numels[index])
     finish(ctl, slot, epoch)
+    event(ctl, began, site, epoch, tl.program_id(0), rank, END, TRACE)
 
 
 assert PIECE_ROWS.value < RESULT_ROWS.value < REVOKED_ROW.value

@@ -143,6 +143,9 @@ EVENT_USE = tl.constexpr(3)
 """The site and the epoch, as in a flag word."""
 
 EVENT_PROGRAM = tl.constexpr(4)
+"""The program, and above EVENT_PROGRAM_BITS how many its launch has."""
+
 EVENT_SM = tl.constexpr(5)
 EVENT_DETAIL = tl.constexpr(6)
 EVENT_PEER = tl.constexpr(7)
+EVENT_PROGRAM_BITS = tl.constexpr(32)

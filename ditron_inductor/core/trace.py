@@ -5,7 +5,8 @@ events of a launch go to a buffer of bounded size, whose address stands in the c
 counted and not kept.
 
 A kernel takes part with a parameter `TRACE: tl.constexpr = 0`, one `began = now(TRACE)` before what is to be seen, and
-one `event(..)` behind it; `Launch.run` does the rest. Events of one program may lie inside each other, not across.
+one `event(..)` behind it; `Launch` and `Exchange` do the rest. Events of one program may lie inside each other, not
+across.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ditron_inductor.core.layout import (
     EVENT_KIND,
     EVENT_PEER,
     EVENT_PROGRAM,
+    EVENT_PROGRAM_BITS,
     EVENT_SM,
     EVENT_USE,
     EVENT_WORDS,
@@ -47,6 +49,7 @@ CREDITS = tl.constexpr(3)
 SEND = tl.constexpr(4)
 COPY = tl.constexpr(5)
 SUM = tl.constexpr(6)
+END = tl.constexpr(7)
 
 
 @triton.jit
@@ -115,10 +118,11 @@ def event(ctl, began, site, epoch, detail, peer, KIND: tl.constexpr, TRACE: tl.c
                 tl.store(row + EVENT_END, ended)
                 tl.store(row + EVENT_KIND, tl.full((), KIND, tl.int64))
                 tl.store(row + EVENT_USE, word(site, epoch))
-                tl.store(row + EVENT_PROGRAM, tl.program_id(0).to(tl.int64))
+                programs = tl.num_programs(0).to(tl.int64) << EVENT_PROGRAM_BITS
+                tl.store(row + EVENT_PROGRAM, programs | tl.program_id(0).to(tl.int64))
                 tl.store(row + EVENT_SM, multiprocessor(TRACE).to(tl.int64))
-                tl.store(row + EVENT_DETAIL, detail.to(tl.int64))
-                tl.store(row + EVENT_PEER, peer.to(tl.int64))
+                tl.store(row + EVENT_DETAIL, tl.full((), 0, tl.int64) + detail)
+                tl.store(row + EVENT_PEER, tl.full((), 0, tl.int64) + peer)
 
 
 @triton.jit

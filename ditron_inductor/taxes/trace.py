@@ -30,12 +30,22 @@ NAMES = {
     int(trace.SEND.value): "send",
     int(trace.COPY.value): "copy",
     int(trace.SUM.value): "sum",
+    int(trace.END.value): "end",
 }
 WAITS = (int(trace.WAIT.value), int(trace.CREDITS.value))
-DETAILS = {"tile": "tile", "wait": "chunk", "wait for credits": "tile", "send": "chunk", "copy": "tile", "sum": "tile"}
+DETAILS = {
+    "tile": "tile",
+    "wait": "chunk",
+    "wait for credits": "tile",
+    "send": "chunk",
+    "copy": "tile",
+    "sum": "tile",
+    "end": "program",
+}
 """What an event's detail counts."""
 LANES = 16
 """Rows of one SM: more programs than that share them."""
+PROGRAM_MASK = (1 << layout.EVENT_PROGRAM_BITS.value) - 1
 READS = 20
 APART_S = 0.05
 
@@ -51,7 +61,9 @@ class Alignment:
 
 @dataclass(frozen=True)
 class Event:
-    """What one program did from `begin_ns` to `end_ns` of the host's clock. use: the site's number and the epoch."""
+    """What one program did from `begin_ns` to `end_ns` of the host's clock. use: the site's number and the epoch.
+    programs: how many its launch has.
+    """
 
     kind: int
     use: int
@@ -61,6 +73,7 @@ class Event:
     peer: int
     begin_ns: float
     end_ns: float
+    programs: int = 1
 
 
 @dataclass(frozen=True)
@@ -183,28 +196,23 @@ def _events(rows: Sequence[Sequence[int]], alignment: Alignment) -> Iterator[Eve
         yield Event(
             kind=row[layout.EVENT_KIND.value],
             use=row[layout.EVENT_USE.value],
-            program=row[layout.EVENT_PROGRAM.value],
+            program=row[layout.EVENT_PROGRAM.value] & PROGRAM_MASK,
             sm=row[layout.EVENT_SM.value],
             detail=row[layout.EVENT_DETAIL.value],
             peer=row[layout.EVENT_PEER.value],
             begin_ns=begin,
             end_ns=end,
+            programs=row[layout.EVENT_PROGRAM.value] >> layout.EVENT_PROGRAM_BITS.value,
         )
 
 
 def _waited(rank: RankTrace) -> dict[str, float]:
-    """By site, microseconds of waiting of a program of each call, on average, all calls together."""
-    waits: dict[int, float] = {}
-    programs: dict[int, set[int]] = {}
-    texts: dict[int, str] = {}
-    for event in rank.events:
-        texts.setdefault(event.use, rank.site(event).partition(" ")[0])
-        programs.setdefault(event.use, set()).add(event.program)
-        if event.kind in WAITS:
-            waits[event.use] = waits.get(event.use, 0.0) + (event.end_ns - event.begin_ns) / 1e3
+    """By site, microseconds of waiting of a program of each launch, on average, all launches together."""
     found: dict[str, float] = {}
-    for use, site in texts.items():
-        found[site] = found.get(site, 0.0) + waits.get(use, 0.0) / len(programs[use])
+    for event in rank.events:
+        site = rank.site(event).partition(" ")[0]
+        us = (event.end_ns - event.begin_ns) / 1e3 if event.kind in WAITS else 0.0
+        found[site] = found.get(site, 0.0) + us / event.programs
     return found
 
 
@@ -214,7 +222,7 @@ def _rows(rank: RankTrace, first_ns: float) -> Iterator[dict[str, Any]]:
     yield _named("thread_name", rank.rank, 0, "sites")
     spans: dict[int, tuple[float, float]] = {}
     lanes = _lanes(rank.events)
-    rows = {(event.sm, lanes[event.use, event.sm, event.program]) for event in rank.events}
+    rows = {(event.sm, lanes[_place(event)]) for event in rank.events}
     for sm, lane in sorted(rows):
         name = f"SM {sm}" + (f", program {lane + 1}" if lane else "")
         yield _named("thread_name", rank.rank, 1 + sm * LANES + lane, name)
@@ -225,7 +233,7 @@ def _rows(rank: RankTrace, first_ns: float) -> Iterator[dict[str, Any]]:
         yield _span(
             name,
             rank.rank,
-            1 + event.sm * LANES + lanes[event.use, event.sm, event.program],
+            1 + event.sm * LANES + lanes[_place(event)],
             (event.begin_ns - first_ns, event.end_ns - first_ns),
             {
                 "site": rank.site(event),
@@ -241,11 +249,23 @@ def _rows(rank: RankTrace, first_ns: float) -> Iterator[dict[str, Any]]:
         yield _span(text.partition(" ")[0], rank.rank, 0, (begin - first_ns, end - first_ns), {"site": text, **epoch})
 
 
-def _lanes(events: Sequence[Event]) -> dict[tuple[int, int, int], int]:
-    """For (use, SM, program) the row among those of its SM: programs of a launch on one SM run side by side."""
-    programs: dict[tuple[int, int], set[int]] = {}
+Place = tuple[int, int, tuple[int, int, bool]]
+
+
+def _place(event: Event) -> Place:
+    """(use, SM, what on it has a row to itself): a program of a launch, as far as launches of one use can be told from
+    each other. One that does nothing but wait runs beside those that tell the peers something.
+    """
+    waits = event.programs == 1 and event.kind in WAITS
+    return event.use, event.sm, (event.program, event.programs, waits)
+
+
+def _lanes(events: Sequence[Event]) -> dict[Place, int]:
+    """For each place the row among those of its SM: programs on one SM run side by side."""
+    programs: dict[tuple[int, int], set[tuple[int, int, bool]]] = {}
     for event in events:
-        programs.setdefault((event.use, event.sm), set()).add(event.program)
+        use, sm, program = _place(event)
+        programs.setdefault((use, sm), set()).add(program)
     return {
         (use, sm, program): lane % LANES
         for (use, sm), found in programs.items()

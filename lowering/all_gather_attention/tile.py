@@ -40,6 +40,7 @@ from ditron_inductor.core.signals import (
     wait,
     wait_credits,
 )
+from ditron_inductor.core.trace import COPY, SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.all_gather_attention.parts import stacked, with_rows
 from ditron_inductor.lowering.launch import Launch, ceil_div, dot_precision, round_up
 from ditron_inductor.lowering.launcher import Arguments
@@ -102,7 +103,7 @@ def seen_keys(places, source, keys, WORLD: tl.constexpr, MASK: tl.constexpr):
 @triton.jit
 def push_pieces(
     ticket, num_sends, kv, table, ctl, counters, numel, rank, slot, site, epoch,
-    WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+    WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Push piece `ticket` of the own keys or values [numel] to its peer, take the next one, until none is left.
 
@@ -111,6 +112,7 @@ def push_pieces(
     PIECE_NUMEL: tl.constexpr = SEND_BLOCK * SEND_STEPS
     pieces = tl.cdiv(numel, PIECE_NUMEL).to(tl.int32)
     while ticket < num_sends:
+        began = now(TRACE)
         target = (rank + 1 + ticket // (2 * pieces)) % WORLD
         part = ticket // pieces % 2
         inside = (ticket % pieces).to(tl.int64) * PIECE_NUMEL
@@ -125,6 +127,7 @@ def push_pieces(
             if arrive(counters + part * MAX_WORLD + target, pieces):
                 # All keys, or all values, lie in the target's slot: its tiles may read them.
                 publish(table, target, slot, part, rank, site, epoch)
+        event(ctl, began, site, epoch, part, target, SEND, TRACE)
         ticket = take_send(ctl, slot)
 
 
@@ -138,11 +141,14 @@ def source_of(kv, table, ctl, source, rank, slot, numel):
 
 
 @triton.jit
-def received_all(table, ctl, rank, slot, source, site, epoch):
+def received_all(table, ctl, rank, slot, source, site, epoch, TRACE: tl.constexpr):
     """Wait for the keys and the values of `source`; 1 if they are there, 0 after a failure."""
+    began = now(TRACE)
     # Acquire: all that the source pushed before it published these words.
     ok = wait(table, ctl, rank, slot, KEYS, source, site, epoch)
-    return ok & wait(table, ctl, rank, slot, VALUES, source, site, epoch)
+    ok = ok & wait(table, ctl, rank, slot, VALUES, source, site, epoch)
+    event(ctl, began, site, epoch, VALUES, source, WAIT, TRACE)
+    return ok
 
 
 @triton.jit(
@@ -167,6 +173,7 @@ def all_gather_attention_kernel(
     RETURN_GATHERED: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. q [batches, HEADS, queries, D] with contiguous D; kv [2, batches, keys, KEY_HEADS, D] contiguous.
 
@@ -186,8 +193,9 @@ def all_gather_attention_kernel(
         if ticket == 0:
             settle(credits_due(ctl, alive), table, rank, site, WORLD)
         push_pieces(
-            ticket, num_sends, kv, table, ctl, counters, numel, rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS
-        )
+            ticket, num_sends, kv, table, ctl, counters, numel, rank, slot, site, epoch,
+            WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
+        )  # fmt: skip
     ok = alive
     # One bit for each source whose keys and values are there.
     there = tl.full((), 0, tl.int32)
@@ -196,6 +204,7 @@ def all_gather_attention_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     ticket = take_tile(ctl, slot)
     while ticket < num_tiles:
+        began = now(TRACE)
         # The last rows see most.
         row = (num_m - 1 - ticket // (batches * HEADS)) * BLOCK_M
         head = ticket % (batches * HEADS)
@@ -227,10 +236,10 @@ def all_gather_attention_kernel(
                         # Sends before waits.
                         push_pieces(
                             take_send(ctl, slot), num_sends, kv, table, ctl, counters, numel, rank, slot, site, epoch,
-                            WORLD, SEND_BLOCK, SEND_STEPS,
+                            WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
                         )  # fmt: skip
                         drained = drained | 1
-                    ok = ok & received_all(table, ctl, rank, slot, source, site, epoch)
+                    ok = ok & received_all(table, ctl, rank, slot, source, site, epoch, TRACE)
                     there = there | (1 << source)
                 if ok == 0:
                     # What lies there is not to be read.
@@ -263,6 +272,7 @@ def all_gather_attention_kernel(
         places = ((batch * queries + offs_m) * HEADS + head)[:, None] * D + offs_d[None, :]
         tl.store(out + places, values.to(out.dtype.element_ty), mask=inside[:, None] & (offs_d < D)[None, :])
         tl.store(lse + (batch * HEADS + head) * queries + offs_m, sums, mask=inside)
+        event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
         ticket = take_tile(ctl, slot)
     if RETURN_GATHERED:
         copies = WORLD * batches * 2
@@ -270,6 +280,7 @@ def all_gather_attention_kernel(
         run = keys * (KEY_HEADS * D)
         blocks = tl.cdiv(run, SEND_BLOCK)
         while ticket < copies * blocks:
+            copying = now(TRACE)
             part = ticket // blocks
             source = (rank + WORLD - part // (batches * 2)) % WORLD
             batch = part % batches
@@ -278,16 +289,17 @@ def all_gather_attention_kernel(
                 if drained == 0:
                     push_pieces(
                         take_send(ctl, slot), num_sends, kv, table, ctl, counters, numel, rank, slot, site, epoch,
-                        WORLD, SEND_BLOCK, SEND_STEPS,
+                        WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
                     )  # fmt: skip
                     drained = drained | 1
-                ok = ok & received_all(table, ctl, rank, slot, source, site, epoch)
+                ok = ok & received_all(table, ctl, rank, slot, source, site, epoch, TRACE)
                 there = there | (1 << source)
             offsets = ticket % blocks * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
             start = source_of(kv, table, ctl, source, rank, slot, numel) + which * numel + batch.to(tl.int64) * run
             piece = tl.load(start + offsets, mask=(offsets < run) & (ok != 0), other=float("nan"))
             place = tl.where(which == 0, gathered_k, gathered_v) + (batch.to(tl.int64) * WORLD + source) * run
             tl.store(place + offsets, piece, mask=offsets < run)
+            event(ctl, copying, site, epoch, ticket, source, COPY, TRACE)
             ticket = take_tile(ctl, slot) - num_tiles
     finish(ctl, slot, epoch)
 

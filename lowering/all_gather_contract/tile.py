@@ -39,6 +39,7 @@ from ditron_inductor.core.signals import (
     wait,
     wait_credits,
 )
+from ditron_inductor.core.trace import COPY, SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.gathers import (
     INTERPRETED_SEND_BLOCK,
@@ -61,6 +62,7 @@ INTERPRETED_SENDERS = 2
 def drain_sends(
     ticket, shard, table, ctl, counters, num_sends, pieces, chunk_numel, width, pitch, limit, slot_stride,
     rank, slot, site, epoch, WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
     """Push piece `ticket` of the own shard to its peer, take the next one from the send queue, until none is left.
 
@@ -68,6 +70,7 @@ def drain_sends(
     together. It goes to every peer before the next one does.
     """
     while ticket < num_sends:
+        began = now(TRACE)
         target = (rank + WORLD - 1 - ticket // pieces % (WORLD - 1)) % WORLD
         chunk = ticket // (pieces * (WORLD - 1))
         place = data(table, ctl, target, slot, shard.dtype.element_ty) + rank.to(tl.int64) * slot_stride
@@ -79,29 +82,33 @@ def drain_sends(
                 inside = (index < chunk_numel) & (column < limit)
                 tl.store(place + offsets, tl.load(shard + offsets, mask=inside), mask=inside)
             sent_piece(counters, table, target, chunk, pieces, rank, slot, site, epoch)
+        event(ctl, began, site, epoch, chunk, target, SEND, TRACE)
         ticket = take_send(ctl, slot)
 
 
 @triton.jit
 def copy_whole(
     ticket, shard, gathered, table, ctl, numel, run, slot_stride, num_chunks, alive, rank, slot, site, epoch,
-    WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+    WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Copy piece `ticket` of all shards [numel] to the gathered tensor, which keeps runs of each apart; NaN after a
     failure.
     """
+    began = now(TRACE)
     pieces = tl.cdiv(numel, SEND_BLOCK * SEND_STEPS)
     source = ticket // pieces
     ok = alive
     if source != rank:
         for chunk in range(num_chunks):
             ok = ok & wait(table, ctl, rank, slot, chunk, source, site, epoch)
+        event(ctl, began, site, epoch, num_chunks - 1, source, WAIT, TRACE)
     base = shard_of(shard, table, ctl, source, rank, slot, slot_stride)
     for i in range(SEND_STEPS):
         index = (ticket % pieces).to(tl.int64) * (SEND_BLOCK * SEND_STEPS) + i * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
         values = tl.load(base + index, mask=(index < numel) & (ok != 0), other=float("nan"))
         place = (index // run * WORLD + source) * run + index % run
         tl.store(gathered + place, values, mask=index < numel)
+    event(ctl, began, site, epoch, ticket, source, COPY, TRACE)
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "senders", "num_chunks", "runs"])
@@ -112,7 +119,7 @@ def all_gather_contract_kernel(
     WORLD: tl.constexpr, NUM_FACTORS: tl.constexpr, GATHERED_FIRST: tl.constexpr, RETURN_GATHERED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+    SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. shard: contiguous, its element (k, c) at k * stride_gk + c * stride_gc, k in `runs` runs of
     `block`; factors, columns (the N_i), strides_f*: tuples of NUM_FACTORS, all as [W*S, N_i]; outs [C, N_i], or their
@@ -132,7 +139,7 @@ def all_gather_contract_kernel(
         drain_sends(
             send_ticket, shard, table, ctl, counters, tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0),
             pieces, chunk_numel, width, pitch, limit, slot_stride, rank, slot, site, epoch,
-            WORLD, SEND_BLOCK, SEND_STEPS,
+            WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
         )  # fmt: skip
         ticket = take_tile(ctl, slot)
     ok = alive
@@ -143,6 +150,7 @@ def all_gather_contract_kernel(
         N = columns[i]
         num_o = tl.cdiv(N, BLOCK_O)
         while ticket < first + num_c * num_o:
+            began = now(TRACE)
             block_c, block_o = grouped(ticket - first, num_c, num_o, GROUP_M)
             chunk = block_c // GROUP_M
             offs_c = block_c * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -153,7 +161,9 @@ def all_gather_contract_kernel(
                 source = tl.full((), 0, tl.int32) + step
                 if (source != rank) & (chunk != ready):
                     # Acquire: the whole chunk, which its source pushed before it published this flag.
+                    waited = now(TRACE)
                     ok = ok & wait(table, ctl, rank, slot, chunk, source, site, epoch)
+                    event(ctl, waited, site, epoch, chunk, source, WAIT, TRACE)
                 base = shard_of(shard, table, ctl, source, rank, slot, slot_stride)
                 for j in range(runs):
                     g = base + (j * block).to(tl.int64) * stride_gk
@@ -177,6 +187,7 @@ def all_gather_contract_kernel(
                 places = offs_o.to(tl.int64)[:, None] * C + offs_c[None, :]
                 inside = (offs_o < N)[:, None] & (offs_c < C)[None, :]
             tl.store(outs[i] + places, result, mask=inside)
+            event(ctl, began, site, epoch, ticket - senders, rank, TILE, TRACE)
             ticket = take_tile(ctl, slot)
         first += num_c * num_o
     if RETURN_GATHERED:
@@ -185,7 +196,7 @@ def all_gather_contract_kernel(
         while ticket < first + copies:
             copy_whole(
                 ticket - first, shard, gathered, table, ctl, numel, run, slot_stride, num_chunks, alive, rank, slot,
-                site, epoch, WORLD, SEND_BLOCK, SEND_STEPS,
+                site, epoch, WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
             )  # fmt: skip
             ticket = take_tile(ctl, slot)
     finish(ctl, slot, epoch)

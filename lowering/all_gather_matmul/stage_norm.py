@@ -24,6 +24,7 @@ from ditron_inductor.core.signals import (
     settle,
     wait_credits,
 )
+from ditron_inductor.core.trace import CREDITS, SEND, event, now
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import extras, normalised
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 
@@ -32,7 +33,7 @@ from ditron_inductor.lowering.transfers import PIECE_ROWS
 def stage_norm(
     x, given, outputs, table, ctl, counters, M, N, rank, slot, site,
     WORLD: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Normalise x [M, N], contiguous, into the start of the own slot, then publish row PIECE_ROWS to all peers.
 
@@ -44,7 +45,10 @@ def stage_norm(
     # It waits for nothing before that, so peers always get theirs.
     if tl.program_id(0) == 0:
         settle(credits_due(ctl, alive), table, rank, site, WORLD)
+    began = now(TRACE)
     ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+    event(ctl, began, site, epoch, tl.program_id(0), rank, CREDITS, TRACE)
+    sending = now(TRACE)
     mine = data(table, ctl, rank, slot, x.dtype.element_ty)
     cols = tl.arange(0, BLOCK)[None, :]
     step = tl.num_programs(0) * ROWS
@@ -64,3 +68,4 @@ def stage_norm(
         # A program without its credits does not arrive, so the shard is never published.
         if arrive(counters, tl.num_programs(0)):
             publish_all(table, slot, PIECE_ROWS, rank, site, epoch, WORLD)
+    event(ctl, sending, site, epoch, tl.program_id(0), rank, SEND, TRACE)

@@ -39,6 +39,7 @@ from ditron_inductor.core.in_band import (
 )
 from ditron_inductor.core.layout import IN_BAND_BYTES
 from ditron_inductor.core.signals import granted, leave
+from ditron_inductor.core.trace import SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import Outputs
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     all_outputs,
@@ -69,10 +70,11 @@ INTERPRETED_PROGRAMS = 8
 
 @triton.jit
 def send(
-    asked, x, own, heaps, ctl, words, stride, number, senders, rank, slot,
-    WORLD: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr,
+    asked, x, own, heaps, ctl, words, stride, number, senders, rank, slot, site,
+    WORLD: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Words of x, which points to those of all rows, to all peers; and zeros; and `leave`. heaps: of rank + 1, .."""
+    began = now(TRACE)
     first = number * CHUNK
     places = first + tl.arange(0, CHUNK)
     sent = encode(tl.load(x + places, mask=places < words, other=0))
@@ -82,6 +84,7 @@ def send(
             tl.store(area(heaps[i], use) + (rank * stride + places), sent, mask=places < words)
     left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
     clear_before(own, use, before, number, senders, 4 * THREADS)
+    event(ctl, began, site, epoch, number, rank, SEND, TRACE)
     return left
 
 
@@ -89,9 +92,10 @@ def send(
 def reduce(
     asked, x, given, outputs, own, ctl, M, N, width, stride, piece, rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """The rows of `piece`, and `leave`."""
+    began = now(TRACE)
     dtype: tl.constexpr = x.dtype.element_ty
     rows = (piece * ROWS + tl.arange(0, ROWS))[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
@@ -105,10 +109,12 @@ def reduce(
     use, epoch, due, before, ok, limit = answer(asked)
     left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
     theirs = (mine,) * WORLD
+    waited = now(TRACE)
     if ok != 0:
         theirs, ok = wait_in_band(
             mine, places, there, stride, own, limit, ctl, rank, slot, piece, site, epoch, use, WORLD, THREADS
         )
+    event(ctl, waited, site, epoch, piece, rank, WAIT, TRACE)
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for i in tl.static_range(WORLD):
         total += decode(theirs[i], dtype)
@@ -116,6 +122,7 @@ def reduce(
         total = total / WORLD
     result = tl.where(ok != 0, total, float("nan")).to(dtype)
     finish(result, loaded, outputs, rows, at, inside, M, N, FORM, EPS, POST_EPS)
+    event(ctl, began, site, epoch, piece, rank, TILE, TRACE)
     return left
 
 
@@ -125,6 +132,7 @@ def in_band_kernel(
     M, N, words, width, stride, senders, rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
     CHUNK: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. x [M, N], contiguous, has `words` words, `width` in a row; those of a source come `stride` after
     the last one's. given, outputs: as by `rows.extras` and `rows.finish`. Programs: one, `senders`, and one for each
@@ -140,12 +148,13 @@ def in_band_kernel(
         else:
             whole = x.to(tl.pointer_type(tl.uint32), bitcast=True)
             left = send(
-                asked, whole, own, heaps, ctl, words, stride, program - 1, senders, rank, slot, WORLD, CHUNK, THREADS
-            )
+                asked, whole, own, heaps, ctl, words, stride, program - 1, senders, rank, slot, site,
+                WORLD, CHUNK, THREADS, TRACE,
+            )  # fmt: skip
     else:
         left = reduce(
             asked, x, given, outputs, own, ctl, M, N, width, stride, program - 1 - senders, rank, slot, site, WORLD,
-            AVERAGE, ROWS, BLOCK, BLOCK_WORDS, FORM, EPS, POST_EPS, THREADS,
+            AVERAGE, ROWS, BLOCK, BLOCK_WORDS, FORM, EPS, POST_EPS, THREADS, TRACE,
         )  # fmt: skip
     use, epoch, _, _, _, _ = answer(asked)
     close_in_band(granted(left, THREADS), ctl, slot, epoch, use, WORLD * stride)

@@ -42,6 +42,8 @@ from ditron_inductor.core.signals import (
     slot_ctl,
     wait_all,
 )
+from ditron_inductor.core.trace import CREDITS, WAIT, event, now
+from ditron_inductor.core.trace import TILE as TILE_EVENT
 from ditron_inductor.lowering.all_reduce_rms_norm import in_band
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import Outputs
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
@@ -95,9 +97,10 @@ def rows_of(ticket, tile, pieces, run, M, ROWS: tl.constexpr):
 def one_shot(
     x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, run, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """The rows of piece `ticket`, and `leave`. slots: pointers, of rank + 1, ..; each has places [source][row]."""
+    began = now(TRACE)
     cols = tl.arange(0, BLOCK)[None, :]
     first = rows_of(ticket, 0, pieces, run, M, ROWS)
     area = run.to(tl.int64) * pitch
@@ -106,7 +109,9 @@ def one_shot(
     mine = tl.load(x + at, mask=inside, other=0.0)
     loaded = extras(given, at, cols, inside, N, FORM)
     # Credits: nobody reads any more what the slot's previous use left there.
+    waited = now(TRACE)
     ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+    event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
             tl.store(slots[i] + rank * area + first * pitch + cols, mine, mask=inside)
@@ -121,7 +126,9 @@ def one_shot(
         settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
     left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
     # Acquire: the rows of all peers.
+    waited = now(TRACE)
     whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
+    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
     result = add_up(mine, own, first * pitch + cols, area, inside, whole, rank, WORLD, AVERAGE).to(x.dtype.element_ty)
     finish(result, loaded, outputs, first, at, inside, M, N, FORM, EPS, POST_EPS)
     for tile in range(1, TILES):
@@ -132,6 +139,7 @@ def one_shot(
         result = add_up(more, own, rows * pitch + cols, area, there, whole, rank, WORLD, AVERAGE).to(x.dtype.element_ty)
         loaded = extras(given, at, cols, there, N, FORM)
         finish(result, loaded, outputs, rows, at, there, M, N, FORM, EPS, POST_EPS)
+    event(ctl, began, site, epoch, ticket, rank, TILE_EVENT, TRACE)
     return left
 
 
@@ -147,14 +155,17 @@ def sums_of(rows, cols, sums, pitch, given, known, M, N, FORM: tl.constexpr):
 def two_shots(
     x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, run, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """The rows of piece `ticket` of every run, and `leave`. A slot has places [source][row], then sums [owner][row]."""
+    began = now(TRACE)
     cols = tl.arange(0, BLOCK)[None, :]
     area = run.to(tl.int64) * pitch
     sums = WORLD * area
     # Credits: nobody reads any more what the slot's previous use left there.
+    waited = now(TRACE)
     ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+    event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
     if ok != 0:
         for tile in range(TILES):
             rows = rows_of(ticket, tile, pieces, run, M, ROWS)
@@ -173,7 +184,9 @@ def two_shots(
         settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
     left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
     # Acquire: the own rows of all peers.
+    waited = now(TRACE)
     whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
+    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
     for tile in range(TILES):
         rows = rows_of(ticket, tile, pieces, run, M, ROWS)
         ours = rank * run + rows
@@ -190,7 +203,9 @@ def two_shots(
     if whole != 0:
         publish_all(table, slot, RESULT_ROW + ticket, rank, site, epoch, WORLD)
     # Acquire: the sums of all peers.
+    waited = now(TRACE)
     known = ok & wait_all(table, ctl, rank, slot, RESULT_ROW + ticket, site, epoch, WORLD)
+    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
     for tile in range(TILES):
         rows = rows_of(ticket, tile, pieces, run, M, ROWS)
         coming, residual = sums_of(rank * run + rows, cols, own + sums, pitch, given, 1, M, N, FORM)
@@ -203,6 +218,7 @@ def two_shots(
                 following = (rank + i + 1) % WORLD * run + rows
                 coming, residual = sums_of(following, cols, own + sums, pitch, given, known, M, N, FORM)
             finish(result, loaded, outputs, theirs, theirs * N + cols, there, M, N, FORM, EPS, POST_EPS)
+    event(ctl, began, site, epoch, ticket, rank, TILE_EVENT, TRACE)
     return left
 
 
@@ -212,7 +228,7 @@ def all_reduce_rms_norm_kernel(
     M, N, pitch, pieces, run, width, rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ONE_SHOT: tl.constexpr,
     ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. x [M, N], contiguous; may be the total, but for SLICES. given, outputs: as by `rows.extras` and
     `rows.finish`. One program for each of `pieces` of every run of `run` rows, or for each of their SLICES, of `width`
@@ -233,17 +249,17 @@ def all_reduce_rms_norm_kernel(
     if SLICES > 1:
         left = two_shots_in_slices(
             x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, run, width, ticket, rank, slot, site,
-            epoch, WORLD, AVERAGE, SLICES, SLICE, BLOCK, FORM, EPS, POST_EPS, THREADS,
+            epoch, WORLD, AVERAGE, SLICES, SLICE, BLOCK, FORM, EPS, POST_EPS, THREADS, TRACE,
         )  # fmt: skip
     elif ONE_SHOT:
         left = one_shot(
             x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, run, ticket, rank, slot, site,
-            epoch, WORLD, AVERAGE, ROWS, TILES, BLOCK, FORM, EPS, POST_EPS, THREADS,
+            epoch, WORLD, AVERAGE, ROWS, TILES, BLOCK, FORM, EPS, POST_EPS, THREADS, TRACE,
         )  # fmt: skip
     else:
         left = two_shots(
             x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, run, ticket, rank, slot, site,
-            epoch, WORLD, AVERAGE, ROWS, TILES, BLOCK, FORM, EPS, POST_EPS, THREADS,
+            epoch, WORLD, AVERAGE, ROWS, TILES, BLOCK, FORM, EPS, POST_EPS, THREADS, TRACE,
         )  # fmt: skip
     close(granted(left, THREADS), ctl, slot, epoch)
 

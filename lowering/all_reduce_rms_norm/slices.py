@@ -31,6 +31,7 @@ from ditron_inductor.core.signals import (
     wait_all,
     wait_rows,
 )
+from ditron_inductor.core.trace import CREDITS, SEND, SUM, TILE, WAIT, event, now
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import extras, finish
 from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up
 
@@ -47,7 +48,7 @@ def slice_of(ticket, width, N, SLICES: tl.constexpr, SLICE: tl.constexpr):
 def two_shots_in_slices(
     x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, run, width, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
+    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Slice `ticket` of a row of every run, of `run` rows, and those that nobody has taken; sums; rows; and `leave`.
 
@@ -58,8 +59,11 @@ def two_shots_in_slices(
     sums = WORLD * area
     request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
     # Credits: nobody reads any more what the slot's previous use left there.
+    waited = now(TRACE)
     ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+    event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
     while ticket < run * SLICES:
+        sending = now(TRACE)
         coming = request_ticket(ctl, slot, SEND_TICKET, THREADS, True)
         row, part, there = slice_of(ticket, width, N, SLICES, SLICE)
         sent = ()
@@ -72,15 +76,19 @@ def two_shots_in_slices(
             publish_all(table, slot, ticket, rank, site, epoch, WORLD)
         if ticket == 0:
             settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
+        event(ctl, sending, site, epoch, ticket, rank, SEND, TRACE)
         ticket = granted(coming, THREADS)
     ticket = granted(request, THREADS)
     while ticket < run * SLICES:
+        adding = now(TRACE)
         coming = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
         row, part, there = slice_of(ticket, width, N, SLICES, SLICE)
         ours = rank * run + row
         mine = tl.load(x + ours * N + part, mask=there & (ours < M), other=0.0)
         # Acquire: the slice of the own row, of all peers.
+        awaited = now(TRACE)
         whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
+        event(ctl, awaited, site, epoch, ticket, rank, WAIT, TRACE)
         total = add_up(mine, own, row * pitch + part, area, there, whole, rank, WORLD, AVERAGE)
         if whole != 0:
             for i in tl.static_range(WORLD - 1):
@@ -88,11 +96,14 @@ def two_shots_in_slices(
             # For this rank's other programs too.
             tl.store(own + sums + rank * area + row * pitch + part, total.to(dtype), mask=there)
             publish_all(table, slot, RESULT_ROW + ticket, rank, site, epoch, WORLD, True)
+        event(ctl, adding, site, epoch, ticket, rank, SUM, TRACE)
         ticket = granted(coming, THREADS)
     left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+    began = now(TRACE)
     row = tl.program_id(0) // SLICES
     # Acquire: all slices of the sums, of all ranks.
     known = ok & wait_rows(table, ctl, rank, slot, RESULT_ROW + row * SLICES, site, epoch, WORLD, SLICES)
+    event(ctl, began, site, epoch, row, rank, WAIT, TRACE)
     cols = tl.arange(0, BLOCK)[None, :]
     for owner in range(tl.program_id(0) % SLICES, WORLD, SLICES):
         theirs = (owner * run + row + tl.arange(0, 1)).to(tl.int64)[:, None]
@@ -102,4 +113,5 @@ def two_shots_in_slices(
         result = tl.load(own + sums + theirs * pitch + cols, mask=inside & (known != 0), other=float("nan"))
         loaded = extras(given, at, cols, inside, N, FORM)
         finish(result, loaded, outputs, theirs, at, inside, M, N, FORM, EPS, POST_EPS)
+    event(ctl, began, site, epoch, row, rank, TILE, TRACE)
     return left

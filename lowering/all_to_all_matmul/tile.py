@@ -49,6 +49,7 @@ from ditron_inductor.core.signals import (
     wait,
     wait_credits,
 )
+from ditron_inductor.core.trace import COPY, SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.gathers import INTERPRETED_SEND_BLOCK, SEND_BLOCK, SEND_STEPS, SENDERS, sent_piece
 from ditron_inductor.lowering.launch import Launch, ceil_div
@@ -64,7 +65,7 @@ INTERPRETED_SENDERS = 2
 @triton.jit
 def drain_sends(
     ticket, x, table, ctl, counters, numel, chunk_numel, num_sends, rank, slot, site, epoch,
-    WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+    WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Push piece `ticket` of what peers get of x to its peer, take the next one from the send queue, until none is
     left.
@@ -74,6 +75,7 @@ def drain_sends(
     PIECE_NUMEL: tl.constexpr = SEND_BLOCK * SEND_STEPS
     pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
     while ticket < num_sends:
+        began = now(TRACE)
         # Rank - 1 comes to the pieces of this rank first.
         target = (rank + WORLD - 1 - ticket // pieces % (WORLD - 1)) % WORLD
         chunk = ticket // (pieces * (WORLD - 1))
@@ -89,15 +91,17 @@ def drain_sends(
                 here = offsets < count
                 tl.store(place + offsets, tl.load(source + offsets, mask=here), mask=here)
             sent_piece(counters, table, target, chunk, pieces, rank, slot, site, epoch)
+        event(ctl, began, site, epoch, chunk, target, SEND, TRACE)
         ticket = take_send(ctl, slot)
 
 
 @triton.jit
 def copy_received(
     ticket, x, received, table, ctl, rows, C, parts, numel, chunk_rows, alive, rank, slot, site, epoch,
-    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Copy tile `ticket` of what this rank has received, or keeps, to the caller's output; NaN after a failure."""
+    began = now(TRACE)
     num_m = tl.cdiv(rows, BLOCK_M)
     blocks = tl.cdiv(C, BLOCK_N)
     source = (rank + ticket // (num_m * parts * blocks)) % WORLD
@@ -106,6 +110,7 @@ def copy_received(
     ok = alive
     if source != rank:
         ok = alive & wait(table, ctl, rank, slot, block_row * BLOCK_M // chunk_rows, source, site, epoch)
+        event(ctl, began, site, epoch, block_row * BLOCK_M // chunk_rows, source, WAIT, TRACE)
     offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_c = ticket % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (offs_m < rows)[:, None] & (offs_c < C)[None, :]
@@ -115,6 +120,7 @@ def copy_received(
     tile = tl.load(base + offsets, mask=inside & (ok != 0), other=float("nan"))
     columns = (part * WORLD + source) * C + offs_c
     tl.store(received + offs_m.to(tl.int64)[:, None] * (WORLD * parts * C) + columns[None, :], tile, mask=inside)
+    event(ctl, began, site, epoch, ticket, source, COPY, TRACE)
 
 
 @triton.jit(do_not_specialize=["rows", "parts", "rank", "slot", "site", "senders", "num_chunks"])
@@ -125,7 +131,7 @@ def all_to_all_matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
-    SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+    SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. x [WORLD * rows, parts * C] contiguous, by the rank that the rows are for; weight [parts * WORLD
     * C, N]; out [rows, N] and received [rows, parts * WORLD * C] contiguous. A slot has rows [WORLD * rows, parts * C],
@@ -149,7 +155,7 @@ def all_to_all_matmul_kernel(
         drain_sends(
             send_ticket, x, table, ctl, counters, numel, chunk_numel,
             tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0), rank, slot, site, epoch,
-            WORLD, SEND_BLOCK, SEND_STEPS,
+            WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
         )  # fmt: skip
         ticket = take_tile(ctl, slot)
     slot_data = data(table, ctl, rank, slot, x.dtype.element_ty)
@@ -162,6 +168,7 @@ def all_to_all_matmul_kernel(
     # The chunk of all sources that was waited for last.
     ready = tl.full((), -1, tl.int32)
     while ticket < senders + num_m * num_n:
+        began = now(TRACE)
         request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
         block_row, block_column = grouped(ticket - senders, num_m, num_n, GROUP_M)
         row, column = block_row * BLOCK_M, block_column * BLOCK_N
@@ -185,7 +192,9 @@ def all_to_all_matmul_kernel(
             source = (rank + step) % WORLD
             if chunk != ready:
                 # Acquire: the whole chunk, which its source pushed before it published this flag.
+                waited = now(TRACE)
                 ok = ok & wait(table, ctl, rank, slot, chunk, source, site, epoch)
+                event(ctl, waited, site, epoch, chunk, source, WAIT, TRACE)
                 if DESCRIPTORS and not UPCAST:
                     ok = proxy_fence(ok)
             for part in range(parts):
@@ -206,13 +215,14 @@ def all_to_all_matmul_kernel(
         inside = (offs_m < rows)[:, None] & (offs_n < N)[None, :]
         result = tl.where(ok != 0, acc, float("nan")).to(out.dtype.element_ty)
         tl.store(out + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :], result, mask=inside)
+        event(ctl, began, site, epoch, ticket - senders, rank, TILE, TRACE)
         ticket = granted(request, THREADS)
     if RETURN_RECEIVED:
         ticket -= senders + num_m * num_n
         while ticket < WORLD * num_m * parts * tl.cdiv(C, BLOCK_N):
             copy_received(
                 ticket, x, received, table, ctl, rows, C, parts, numel, chunk_rows, alive, rank, slot, site, epoch,
-                WORLD, BLOCK_M, BLOCK_N,
+                WORLD, BLOCK_M, BLOCK_N, TRACE,
             )  # fmt: skip
             ticket = take_tile(ctl, slot) - (senders + num_m * num_n)
     finish(ctl, slot, epoch)

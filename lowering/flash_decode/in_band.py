@@ -37,6 +37,7 @@ from ditron_inductor.core.in_band import (
 )
 from ditron_inductor.core.layout import IN_BAND_BYTES
 from ditron_inductor.core.signals import granted, leave
+from ditron_inductor.core.trace import SEND, SUM, TILE, WAIT, event, now
 from ditron_inductor.lowering.flash_decode.attention import attend_ticket, merge_splits, part_offsets
 from ditron_inductor.lowering.flash_decode.local import LocalAttention, Operands, Shape
 from ditron_inductor.lowering.launch import Launch
@@ -89,11 +90,12 @@ def flash_decode_in_band_kernel(
     PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    THREADS: tl.constexpr,
+    THREADS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module, and attention.py for the operands. out [heads * ROWS, HEAD_DIM], contiguous. One program, and one
     for each ticket.
     """
+    began = now(TRACE)
     program = tl.program_id(0)
     head, used, last = program, program, tl.full((), 0, tl.int32)
     if program != 0:
@@ -106,6 +108,9 @@ def flash_decode_in_band_kernel(
     asked = ask(ctl, slot, THREADS)
     own, heaps = heap_of(table, rank), heaps_of_peers(table, rank, WORLD)
     use, epoch, due, before, ok, limit = answer(asked)
+    if TRACE:
+        if program != 0:
+            event(ctl, began, site, epoch, program - 1, rank, TILE, TRACE)
     stride = heads * (2 * ROWS * HEAD_DIM)
     if last != 0:
         o, lse = merge_splits(partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS)
@@ -114,19 +119,24 @@ def flash_decode_in_band_kernel(
         lanes = tl.arange(0, 2 * HEAD_DIM)[None, :]
         at = (head * ROWS + rows) * (2 * HEAD_DIM) + lanes
         there = (rows < ROWS) & (lanes >= 0)
+        sending = now(TRACE)
         if ok != 0:
             for i in tl.static_range(WORLD - 1):
                 tl.store(area(heaps[i], use) + (rank * stride + at), mine, mask=there)
         left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
         clear_before(own, use, before, program - 1, tl.num_programs(0) - 1, 4 * THREADS)
+        event(ctl, sending, site, epoch, head, rank, SEND, TRACE)
+        adding = now(TRACE)
         theirs = (mine,) * WORLD
         if ok != 0:
             theirs, ok = wait_in_band(
                 mine, at, there, stride, own, limit, ctl, rank, slot, head, site, epoch, use, WORLD, THREADS
             )
+        event(ctl, adding, site, epoch, head, rank, WAIT, TRACE)
         merged = tl.where(ok != 0, merge_words(theirs, WORLD, MERGED_ROWS, HEAD_DIM), float("nan"))
         places, inside, _, _ = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
         tl.store(out + places, merged.to(out.dtype.element_ty), mask=inside)
+        event(ctl, adding, site, epoch, head, rank, SUM, TRACE)
     else:
         if program == 0:
             left = begin(asked, table, ctl, rank, slot, site, WORLD, THREADS)

@@ -47,6 +47,7 @@ from ditron_inductor.core.signals import (
     settle,
     wait_all,
 )
+from ditron_inductor.core.trace import CREDITS, SEND, SUM, TILE, WAIT, event, now
 from ditron_inductor.lowering.flash_decode import in_band
 from ditron_inductor.lowering.flash_decode.attention import attend_ticket, merge_ranks, merge_splits, part_offsets
 from ditron_inductor.lowering.flash_decode.config import INTERPRETED_PROGRAMS
@@ -78,11 +79,12 @@ def send_ticket(
     PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr, PER_FLAG: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    THREADS: tl.constexpr, ATTENDED: tl.constexpr,
+    THREADS: tl.constexpr, ATTENDED: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split; if it is the last one of its head, send the head. ok: -1 before the first head. Returns (the
     flag that was completed, -1 for none; ok).
     """
+    began = now(TRACE)
     current = tl.full((), -1, tl.int32)
     if ATTENDED:
         head, used, last = ticket, tl.full((), 1, tl.int32), tl.full((), 1, tl.int32)
@@ -99,7 +101,10 @@ def send_ticket(
         o, lse = merge_splits(partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS)
         if ok < 0:
             # Credits: nobody reads any more what the slot's previous use left there.
+            waited = now(TRACE)
             ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+            event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+        sending = now(TRACE)
         if ok != 0:
             at, inside, lse_at, there = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
             for i in tl.static_range(WORLD):
@@ -117,8 +122,10 @@ def send_ticket(
         if (current >= 0) & (ok != 0):
             # The heads' parts lie in every peer's slot.
             publish_to(heaps, slot, current, rank, site, epoch, WORLD)
+        event(ctl, sending, site, epoch, head, rank, SEND, TRACE)
     if ticket == 0:
         settle(tl.where(healthy(ctl) != 0, due, 0), table, rank, site, WORLD)
+    event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
     return current, ok
 
 
@@ -126,15 +133,20 @@ def send_ticket(
 def merge_flag(
     flag, ok, out, table, ctl, heads, area, rank, slot, site, epoch,
     WORLD: tl.constexpr, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PER_FLAG: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
     """Wait for all peers' parts of the heads of a flag that this program has sent, and merge them."""
+    began = now(TRACE)
     own = data(table, ctl, rank, slot, tl.float32)
     # Acquire: the heads' parts of all peers. The own ones were acquired, or stored before a barrier.
+    waited = now(TRACE)
     whole = ok & wait_all(table, ctl, rank, slot, flag, site, epoch, WORLD)
+    event(ctl, waited, site, epoch, flag, rank, WAIT, TRACE)
     for index in range(0, PER_FLAG):
         head = flag * PER_FLAG + index
         if head < heads:
             merge_ranks(own, out, head, heads, area, whole, WORLD, ROWS, MERGED_ROWS, HEAD_DIM)
+    event(ctl, began, site, epoch, flag, rank, SUM, TRACE)
 
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits", "rank", "slot", "site"])
@@ -146,7 +158,7 @@ def flash_decode_kernel(
     PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr, PER_FLAG: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    THREADS: tl.constexpr, ATTENDED: tl.constexpr, ONE_EACH: tl.constexpr,
+    THREADS: tl.constexpr, ATTENDED: tl.constexpr, ONE_EACH: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module, and attention.py for the operands. out [heads * ROWS, HEAD_DIM], contiguous.
 
@@ -171,14 +183,14 @@ def flash_decode_kernel(
             q, k, v, lengths, block_table, partials, table, ctl, counters,
             heads, kv_heads, splits, capacity, area, strides_q, strides_k, strides_v, stride_pages, rank, slot, site,
             WORLD, ROWS, BLOCK_ROWS, MERGED_ROWS, PARTS, HEAD_DIM, MERGED_SPLITS, BLOCK_N, LEAST_BLOCKS, PAGE, PER_FLAG,
-            SCALE, SOFTCAP, PRECISION, UPCAST, THREADS, ATTENDED,
+            SCALE, SOFTCAP, PRECISION, UPCAST, THREADS, ATTENDED, TRACE,
         )  # fmt: skip
         # Before the wait.
         left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
         if current >= 0:
             merge_flag(
                 current, ok, out, table, ctl, heads, area, rank, slot, site, epoch,
-                WORLD, ROWS, MERGED_ROWS, HEAD_DIM, PER_FLAG,
+                WORLD, ROWS, MERGED_ROWS, HEAD_DIM, PER_FLAG, TRACE,
             )  # fmt: skip
     else:
         # The flag that was sent last, and whose heads are not merged yet.
@@ -195,7 +207,7 @@ def flash_decode_kernel(
                     q, k, v, lengths, block_table, partials, table, ctl, counters, heads, kv_heads, splits, capacity,
                     area, strides_q, strides_k, strides_v, stride_pages, rank, slot, site,
                     WORLD, ROWS, BLOCK_ROWS, MERGED_ROWS, PARTS, HEAD_DIM, MERGED_SPLITS, BLOCK_N, LEAST_BLOCKS, PAGE,
-                    PER_FLAG, SCALE, SOFTCAP, PRECISION, UPCAST, THREADS, ATTENDED,
+                    PER_FLAG, SCALE, SOFTCAP, PRECISION, UPCAST, THREADS, ATTENDED, TRACE,
                 )  # fmt: skip
                 ticket = granted(request, THREADS)
                 if ticket >= tickets:
@@ -204,7 +216,7 @@ def flash_decode_kernel(
             if (pending >= 0) & ((current >= 0) | (ticket >= tickets)):
                 merge_flag(
                     pending, ok, out, table, ctl, heads, area, rank, slot, site, epoch,
-                    WORLD, ROWS, MERGED_ROWS, HEAD_DIM, PER_FLAG,
+                    WORLD, ROWS, MERGED_ROWS, HEAD_DIM, PER_FLAG, TRACE,
                 )  # fmt: skip
                 pending = tl.full((), -1, tl.int32)
             pending = tl.where(current >= 0, current, pending)
@@ -279,11 +291,9 @@ def flash_decode(node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shap
         launch.run(flash_decode_kernel, sizes.nbytes, arguments, tensors)
         return out
     with launch.call(sizes.nbytes) as call:
-        words = call.table, call.ctl, call.counters
         # Within the use of the slot: its counters are zeros, and no other call's.
         tensors["partials"] = sizes.local.part(given, call.counters)
-        launcher = launch.launcher(flash_decode_kernel)
-        launcher(call.stream, arguments, (call.slot, call.site), words, tensors)
+        launch.run_within(call, flash_decode_kernel, arguments, tensors)
     return out
 
 

@@ -40,6 +40,7 @@ from ditron_inductor.core.signals import (
     settle,
     wait_all,
 )
+from ditron_inductor.core.trace import COPY, CREDITS, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config, select_few_rows_config
 from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
 from ditron_inductor.lowering.launcher import Arguments
@@ -81,7 +82,7 @@ def matmul_all_gather_kernel(
     WORLD: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts [M, K_i] with contiguous K, M <= BLOCK_M, rights [K_i, N], depths (the K_i) and strides:
     tuples of NUM_PRODUCTS; bias [N], or anything; out [WORLD * M, N], its rows as in interleaved_row.
@@ -109,6 +110,7 @@ def matmul_all_gather_kernel(
     tile = run * run_tiles
     last_tile = tl.minimum(tile + run_tiles, tl.cdiv(N, BLOCK_N))
     while tile < last_tile:
+        began = now(TRACE)
         acc = matmul_tile_of_few_rows(
             lefts, strides_am, M, rights, strides_bk, strides_bn, tile * BLOCK_N, N, depths,
             BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, NUM_PRODUCTS,
@@ -116,7 +118,9 @@ def matmul_all_gather_kernel(
         offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if ok < 0:
             # Credits: nobody reads any more what the slot's previous use left there.
+            waited = now(TRACE)
             ok = may_send(asked, tl.where(run == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+            event(ctl, waited, site, epoch, tile, rank, CREDITS, TRACE)
         acc = plus_bias(acc, bias, tile * BLOCK_N, N, BLOCK_N, HAS_BIAS)
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if ok != 0:
@@ -124,6 +128,7 @@ def matmul_all_gather_kernel(
             for i in tl.static_range(WORLD - 1):
                 tl.store(slots[i] + in_slot, result, mask=in_m & (in_slot >= 0))
         tl.store(out + own_rows + offs_n[None, :], result, mask=in_m & (offs_n < N)[None, :])
+        event(ctl, began, site, epoch, tile, rank, TILE, TRACE)
         tile += 1
     if ok != 0:
         # The run lies in every peer's slot. A run without credits is not sent, and never published.
@@ -132,7 +137,9 @@ def matmul_all_gather_kernel(
         settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
     left = leave(ctl, slot, run, epoch, due, THREADS, True)
     # Acquire: the same run of all peers.
+    copying = now(TRACE)
     whole = ok & wait_all(table, ctl, rank, slot, run, site, epoch, WORLD)
+    event(ctl, copying, site, epoch, run, rank, WAIT, TRACE)
     for first in range(run * run_tiles * BLOCK_N, last_tile * BLOCK_N, COPY_COLUMNS):
         columns = first + tl.arange(0, COPY_COLUMNS)
         for i in tl.static_range(BLOCK_M // COPY_ROWS):
@@ -148,6 +155,7 @@ def matmul_all_gather_kernel(
             for step in tl.static_range(1, WORLD):
                 to_rows = interleaved_row(rows, (rank + step) % WORLD, M, block, WORLD, True).to(tl.int64)
                 tl.store(out + to_rows[:, None] * N + columns[None, :], parts[step - 1], mask=inside)
+    event(ctl, copying, site, epoch, run, rank, COPY, TRACE)
     close(granted(left, THREADS), ctl, slot, epoch)
 
 

@@ -46,6 +46,7 @@ from ditron_inductor.core.signals import (
     wait,
     wait_credits,
 )
+from ditron_inductor.core.trace import COPY, CREDITS, SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
 from ditron_inductor.lowering.launcher import Arguments
@@ -88,7 +89,7 @@ def matmul_all_gather_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts [M, K_i] with contiguous K, rights [K_i, N], depths (the K_i) and strides: tuples of
     NUM_PRODUCTS; bias [N], or anything; out [WORLD * M, N] contiguous, its rows as in interleaved_row.
@@ -124,6 +125,7 @@ def matmul_all_gather_kernel(
     if ticket == 0:
         settle(credits_due(ctl, alive), table, rank, site, WORLD)
     while ticket < tiles:
+        began = now(TRACE)
         request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
         block_row, block_column = grouped(ticket, num_m, num_n, GROUP_M)
         targets = destinations(table, ctl, tl.maximum(sent, 0), tiles, rank, slot, dtype, WORLD, BLOCK)
@@ -157,30 +159,39 @@ def matmul_all_gather_kernel(
         sent = tl.full((), -1, tl.int32)
         if credited == 0:
             # Credits: nobody reads any more what the slot's previous use left there.
+            waited = now(TRACE)
             ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+            event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
             credited += 1
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if ok != 0:
             put_in_outbox(outbox, result, BLOCK_M, BLOCK_N)
             sent = ticket
         store_part(result, out, ticket, rank, num_m, num_n, M, N, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
+        event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
         ticket = granted(request, THREADS)
     # Sends before waits: what is left in the outbox goes now.
+    sending = now(TRACE)
     targets = destinations(table, ctl, tl.maximum(sent, 0), tiles, rank, slot, dtype, WORLD, BLOCK)
     carry(outbox, targets, 0, tl.where(sent < 0, 0, BLOCK_WORDS), WORLD - 1, WORLD - 1, PIECE)
     if sent >= 0:
         publish_to_all(table, counters, 0, sent, tiles, chunk_tiles, rank, slot, site, epoch, WORLD, COUNTED)
+        event(ctl, sending, site, epoch, sent // chunk_tiles, rank, SEND, TRACE)
     # Looked up again: no register holds it while tiles are computed.
     own = data(table, ctl, rank, slot, dtype)
     while ticket < WORLD * tiles:
+        copying = now(TRACE)
         request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
         tile = (ticket - tiles) // (WORLD - 1)
         source = (rank + 1 + (ticket - tiles) % (WORLD - 1)) % WORLD
         # Acquire: all tiles of the chunk, which the source pushed before it published this flag.
+        awaited = now(TRACE)
         whole = alive & wait(table, ctl, rank, slot, tile // chunk_tiles, source, site, epoch)
+        event(ctl, awaited, site, epoch, tile // chunk_tiles, source, WAIT, TRACE)
         offsets = block_offsets(place_of(source, rank, WORLD) * tiles + tile, BLOCK_M, BLOCK_N)
         result = tl.load(own + offsets, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
         store_part(result, out, tile, source, num_m, num_n, M, N, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
+        event(ctl, copying, site, epoch, tile, source, COPY, TRACE)
         ticket = granted(request, THREADS)
     finish(ctl, slot, epoch)
 

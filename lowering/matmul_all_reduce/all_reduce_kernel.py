@@ -43,6 +43,7 @@ from ditron_inductor.core.signals import (
     slot_ctl,
     wait_all,
 )
+from ditron_inductor.core.trace import CREDITS, TILE, WAIT, event, now
 from ditron_inductor.lowering.epilogues import Arrangement, Preparer, arrange, preparer_of, store_flat_sum
 from ditron_inductor.lowering.exchange import Operands
 from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
@@ -91,14 +92,17 @@ def add_up(mine, own, places, stride, inside, whole, rank, WORLD: tl.constexpr, 
 def one_shot(
     x, extras, outs, own, slots, asked, due, table, ctl, numel, N, pieces, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
-    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
+    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Reduce piece `ticket`, and `leave`. slots: pointers, of rank + 1, ..; each has a place [source][piece]."""
+    began = now(TRACE)
     lanes = tl.arange(0, PIECE)
     place = ticket * PIECE + lanes
     mine = tl.load(x + place, mask=place < numel, other=0.0)
     # Credits: nobody reads any more what the slot's previous use left there.
+    waited = now(TRACE)
     ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+    event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
             tl.store(slots[i] + (rank * pieces + ticket) * PIECE + lanes, mine)
@@ -107,9 +111,12 @@ def one_shot(
         settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
     left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
     # Acquire: the piece of all peers.
+    waited = now(TRACE)
     whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
+    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
     total = add_up(mine, own, ticket * PIECE + lanes, pieces * PIECE, lanes >= 0, whole, rank, WORLD, AVERAGE)
     store_flat_sum(total, whole, extras, outs, place, place < numel, N, NUM_OUTS, x.dtype.element_ty, EPILOGUE)
+    event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
     return left
 
 
@@ -117,12 +124,13 @@ def one_shot(
 def two_shots(
     x, extras, outs, own, slots, asked, due, table, ctl, numel, N, pieces, ticket, rank, slot, site, epoch,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
-    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
+    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Reduce piece `ticket` of every run of `pieces`, and `leave`.
 
     A slot has places [source][piece], then sums [owner][piece].
     """
+    began = now(TRACE)
     lanes = tl.arange(0, PIECE)
     theirs = ()
     for i in tl.static_range(1, WORLD):
@@ -131,7 +139,9 @@ def two_shots(
     mine_at = (rank * pieces + ticket) * PIECE + lanes
     mine = tl.load(x + mine_at, mask=mine_at < numel, other=0.0)
     # Credits: nobody reads any more what the slot's previous use left there.
+    waited = now(TRACE)
     ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
+    event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
             tl.store(slots[i] + mine_at, theirs[i])
@@ -140,7 +150,9 @@ def two_shots(
         settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
     left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
     # Acquire: the own piece of all peers.
+    waited = now(TRACE)
     whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
+    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
     total = add_up(mine, own, ticket * PIECE + lanes, pieces * PIECE, lanes >= 0, whole, rank, WORLD, AVERAGE)
     result = total.to(x.dtype.element_ty)
     sums = WORLD * pieces * PIECE
@@ -150,7 +162,9 @@ def two_shots(
         publish_all(table, slot, RESULT_ROW + ticket, rank, site, epoch, WORLD)
     tl.store(x + mine_at, result, mask=mine_at < numel)
     # Acquire: the sums of all peers.
+    waited = now(TRACE)
     known = ok & wait_all(table, ctl, rank, slot, RESULT_ROW + ticket, site, epoch, WORLD)
+    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
     results = ()
     for i in tl.static_range(1, WORLD):
         place = ((rank + i) % WORLD * pieces + ticket) * PIECE + lanes
@@ -167,6 +181,7 @@ def two_shots(
             place = (owner * pieces + ticket) * PIECE + lanes
             total = tl.load(x + place, mask=place < numel, other=0.0).to(tl.float32)
             store_flat_sum(total, known, extras, outs, place, place < numel, N, NUM_OUTS, x.dtype.element_ty, EPILOGUE)
+    event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
     return left
 
 
@@ -174,7 +189,7 @@ def two_shots(
 def all_reduce_kernel(
     x, extras, outs, table, ctl, counters, numel, N, pieces, rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, ONE_SHOT: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
-    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
+    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """x [numel / N, N], contiguous: every rank's product, then the sum. One program for each of `pieces`.
 
@@ -195,12 +210,12 @@ def all_reduce_kernel(
     if ONE_SHOT:
         left = one_shot(
             x, extras, outs, own, slots, asked, due, table, ctl, numel, N, pieces, ticket, rank, slot, site, epoch,
-            WORLD, AVERAGE, PIECE, THREADS, NUM_OUTS, EPILOGUE,
+            WORLD, AVERAGE, PIECE, THREADS, NUM_OUTS, EPILOGUE, TRACE,
         )  # fmt: skip
     else:
         left = two_shots(
             x, extras, outs, own, slots, asked, due, table, ctl, numel, N, pieces, ticket, rank, slot, site, epoch,
-            WORLD, AVERAGE, PIECE, THREADS, NUM_OUTS, EPILOGUE,
+            WORLD, AVERAGE, PIECE, THREADS, NUM_OUTS, EPILOGUE, TRACE,
         )  # fmt: skip
     close(granted(left, THREADS), ctl, slot, epoch)
 

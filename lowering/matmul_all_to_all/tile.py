@@ -49,6 +49,7 @@ from ditron_inductor.core.signals import (
     wait,
     wait_credits,
 )
+from ditron_inductor.core.trace import COPY, CREDITS, SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
 from ditron_inductor.lowering.launcher import Arguments
@@ -89,7 +90,7 @@ def matmul_all_to_all_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts [M, K_i] with contiguous K, rights [K_i, N], depths (the K_i) and strides: tuples of
     NUM_PRODUCTS; bias [N], or anything; N = parts * WORLD * C. out [WORLD * M, parts * C] contiguous, its rows as in
@@ -126,6 +127,7 @@ def matmul_all_to_all_kernel(
     if ticket == 0:
         settle(credits_due(ctl, alive), table, rank, site, WORLD)
     while ticket < WORLD * tiles:
+        began = now(TRACE)
         request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
         owner = scatter_order(ticket // tiles, rank, WORLD)
         tile = ticket % tiles
@@ -164,7 +166,9 @@ def matmul_all_to_all_kernel(
             sent_owner = rank + 0
         if credited == 0:
             # Credits: nobody reads any more what the slot's previous use left there.
+            waited = now(TRACE)
             ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+            event(ctl, waited, site, epoch, tile, rank, CREDITS, TRACE)
             credited += 1
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if owner == rank:
@@ -173,24 +177,31 @@ def matmul_all_to_all_kernel(
             put_in_outbox(outbox, result, BLOCK_M, BLOCK_N)
             sent_owner = owner
             sent_tile = tile
+        event(ctl, began, site, epoch, tile, owner, TILE, TRACE)
         ticket = granted(request, THREADS)
     # Sends before waits: what is left in the outbox goes now.
     if sent_owner != rank:
+        sending = now(TRACE)
         place = (place_of(rank, sent_owner, WORLD) * tiles + sent_tile).to(tl.int64) * BLOCK
         carry(outbox, (data(table, ctl, sent_owner, slot, dtype) + place,), 0, BLOCK_WORDS, 1, 1, PIECE)
         publish_partial(table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED)
+        event(ctl, sending, site, epoch, sent_tile // chunk_tiles, sent_owner, SEND, TRACE)
     # Looked up again: no register holds it while tiles are computed.
     own = data(table, ctl, rank, slot, dtype)
     while ticket < (2 * WORLD - 1) * tiles:
+        copying = now(TRACE)
         request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
         tile = ticket % tiles
         # Rank - 1 sends to this one first.
         source = (rank + 2 * WORLD - 1 - ticket // tiles) % WORLD
         # Acquire: all tiles of the chunk, which the source pushed before it published this flag.
+        awaited = now(TRACE)
         whole = alive & wait(table, ctl, rank, slot, tile // chunk_tiles, source, site, epoch)
+        event(ctl, awaited, site, epoch, tile // chunk_tiles, source, WAIT, TRACE)
         offsets = block_offsets(place_of(source, rank, WORLD) * tiles + tile, BLOCK_M, BLOCK_N)
         result = tl.load(own + offsets, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
         store_tile(result, out, tile, source, num_m, M, C, parts, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
+        event(ctl, copying, site, epoch, tile, source, COPY, TRACE)
         ticket = granted(request, THREADS)
     finish(ctl, slot, epoch)
 

@@ -273,6 +273,28 @@ def somebody_watches(ctx: Any, called: Called) -> None:
     assert launch_of(called.by_site).kernels == before.kernels
 
 
+def a_trace(ctx: Any, called: Called) -> None:
+    """While one is taken no record serves, and none is made; before and afterwards kernels read no clock."""
+    from ditron_inductor.lowering.tracing import PARAMETER, TraceBuffer, tracing
+
+    def clocks(ready: Sequence[tuple[Any, Any]], arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        return [of[kernel.arg_names.index(PARAMETER)] for (kernel, _), of in zip(ready, arguments, strict=True)]
+
+    records, before = list(called.site.repeated), launch_of(called.by_site)
+    assert clocks(before.kernels, before.arguments) == [0]
+    fresh = Called(called.op, called.arguments)
+    with tracing.into(TraceBuffer(ctx.device, 4)):
+        for one in (called, fresh):
+            repeated(one)
+            during = launch_of(one.by_site)
+            assert clocks(during.kernels, during.arguments) != [0] and during.kernels != before.kernels
+    assert called.site.repeated == records and not fresh.site.repeated
+    assert_same(before, launch_of(called.by_site), "after a trace")
+    repeated(fresh)
+    assert fresh.site.repeated
+    assert_same(launch_of(called.by_site), launch_of(fresh.by_site), "recorded after a trace")
+
+
 def other_results(ctx: Any, called: Called) -> None:
     """What a record gives is the caller's own."""
     first = called.by_site()
@@ -423,6 +445,7 @@ def check_all(rank: Any, device: torch.device, folder: str) -> None:
         called = repeated(Called.of(problem))
         other_results(ctx, called)
         somebody_watches(ctx, called)
+        a_trace(ctx, called)
         unaligned(ctx, called)
         precision(ctx)
         left_alone(ctx)

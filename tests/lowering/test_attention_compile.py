@@ -19,7 +19,7 @@ from tests.lowering.test_cross_compile import SHARED_LIMIT
 
 @dataclass(frozen=True)
 class Case:
-    """Heads of D elements in tiles of `config`."""
+    """Heads of D elements in tiles of `config`. trace: the clock of its time stamps, if any."""
 
     target: str
     D: int
@@ -30,6 +30,7 @@ class Case:
     windowed: bool = False
     jumps: int = 0
     softcap: float = 0.0
+    trace: int = 0
 
     def __str__(self) -> str:
         sizes = f"{self.config.block_m}x{self.config.block_n}x{self.D}"
@@ -99,6 +100,7 @@ def compiled(case: Case) -> Any:
         "UPCAST": False,
         "SEND_BLOCK": tile.SEND_BLOCK,
         "SEND_STEPS": tile.SEND_STEPS,
+        "TRACE": case.trace,
     }
     types: dict[str, Any] = {name: f"*{case.dtype}" for name in POINTERS} | WORDS | {"lse": "*fp32", "scale": "fp32"}
     types |= dict.fromkeys(("jump_rows", "jumps"), ("i32",) * max(case.jumps, 1))

@@ -37,11 +37,13 @@ ALIGNED = (*TENSORS, "table", "ctl", "counters", "numel", "N", "stride", "result
 
 
 @functools.cache
-def compiled(name: str, target: str, dtype: str = "bf16", epilogue: str = "") -> tuple[str, int]:
-    """(the GPU's assembly, bytes of shared memory) of a kernel for 4 ranks, specialised as on aligned operands."""
+def compiled(name: str, target: str, dtype: str = "bf16", epilogue: str = "", trace: int = 0) -> tuple[str, int]:
+    """(the GPU's assembly, bytes of shared memory) of a kernel for 4 ranks, specialised as on aligned operands. trace:
+    the clock of its time stamps, if any.
+    """
     sums = arrange(parse(epilogue) if epilogue else None, 1)
     kernel, warps, constants, _, _ = KERNELS[name]
-    constants = {"WORLD": 4, "AVERAGE": True, **sums.constants_of_sum()} | constants
+    constants = {"WORLD": 4, "AVERAGE": True, "TRACE": trace, **sums.constants_of_sum()} | constants
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}

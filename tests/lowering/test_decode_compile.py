@@ -29,7 +29,9 @@ ALIGNED = [["tt.divisibility", 16]]
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel for heads of `head_dim` elements, `group` of which share a key head."""
+    """A kernel for heads of `head_dim` elements, `group` of which share a key head. trace: the clock of its time
+    stamps, if any.
+    """
 
     target: str
     head_dim: int
@@ -40,6 +42,7 @@ class Case:
     attended: bool = False
     one_each: bool = False
     crowded: bool = False
+    trace: int = 0
 
     def __str__(self) -> str:
         paged = f"-paged{self.page}" if self.page else ""
@@ -90,6 +93,7 @@ def compiled(kernel: Any, case: Case) -> Any:
         "THREADS": config.num_warps * TARGETS[case.target].warp_size,
         "ATTENDED": case.attended,
         "ONE_EACH": case.one_each,
+        "TRACE": case.trace,
     }
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}

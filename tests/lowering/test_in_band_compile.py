@@ -35,7 +35,7 @@ WIDE = VOLATILE + r"\.v4\.b32"
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of n elements, `rows` in a tile, of `world` ranks."""
+    """Rows of n elements, `rows` in a tile, of `world` ranks. trace: the clock of its time stamps, if any."""
 
     target: str
     n: int
@@ -44,6 +44,7 @@ class Case:
     rows: int = 1
     form: int = DECODE
     spilled: int = 32
+    trace: int = 0
 
     def __str__(self) -> str:
         return f"{self.target}-{self.rows}x{self.n}-{self.dtype}-w{self.world}-{self.form:x}"
@@ -82,6 +83,7 @@ def compiled(case: Case) -> Any:
         "EPS": 1e-6,
         "POST_EPS": 1e-6,
         "THREADS": TARGETS[case.target].warp_size * case.num_warps,
+        "TRACE": case.trace,
     }
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}

@@ -27,6 +27,7 @@ from triton.runtime.jit import create_function_from_signature
 from ditron_inductor.device.scratch import Scratch
 from ditron_inductor.lowering import launcher as launcher_module
 from ditron_inductor.lowering.launcher import Arguments, Bound, Launcher
+from ditron_inductor.lowering.tracing import TraceBuffer, tracing
 
 DEVICE = torch.device("cuda", 0)
 STREAM = 77
@@ -359,6 +360,18 @@ def test_a_bound_launch_by_the_jit_is_on_its_stream(jit: Jit, monkeypatch: pytes
         patch.setattr(getattr(knobs.runtime, "launch_enter_hook"), "calls", [print])  # noqa: B009
         assert slot(**operands()) == "jit" and slot.streams == [STREAM] * 2
     assert slot(**operands()) == "direct"
+
+
+def test_a_bound_launch_gives_its_place_to_one_with_time_stamps(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, timed = Site(jit), Site(jit, MODE="timed")
+    slot, other = Slot(site, 0, monkeypatch), Slot(timed, 0, monkeypatch)
+    slot.launch = Bound(site.launcher, site.arguments, (0, 12345), (TABLE,), tuple(operands()), lambda: other.launch)
+    assert [slot(**operands()) for _ in range(2)] == ["jit", "direct"]
+    with tracing.into(TraceBuffer(torch.device("cpu"), 1)):
+        for _ in range(2):
+            slot.launch(STREAM, *operands().values())
+    assert [(launch[0], "timed" in launch[1]) for launch in jit.launches[2:]] == [("jit", True), ("direct", True)]
+    assert slot(**operands()) == "direct" and len(jit.compiled) == 2
 
 
 def test_a_bound_launch_with_scratch_memory_gets_it(jit: Jit, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,9 @@ LEAST_WAITS = {True: 2, False: 3}
 
 @dataclass(frozen=True)
 class Case:
-    """Tiles of `rows` rows of n elements, `tiles` of them in a piece; or slices of one row."""
+    """Tiles of `rows` rows of n elements, `tiles` of them in a piece; or slices of one row. trace: the clock of its
+    time stamps, if any.
+    """
 
     target: str
     one_shot: bool
@@ -64,6 +66,7 @@ class Case:
     tiles: int = 1
     form: int = HAS_RESIDUAL.value | HAS_WEIGHT.value | LAYER.value
     slices: int = 1
+    trace: int = 0
 
     def __str__(self) -> str:
         sizes = f"{self.tiles}x{self.rows}x{self.n}" + f"/{self.slices}" * (self.slices > 1)
@@ -111,6 +114,7 @@ def compiled(kernel: Any, case: Case) -> Any:
         "POST_EPS": 1e-6,
         "THREADS": TARGETS[case.target].warp_size * num_warps,
         "COPY": True,
+        "TRACE": case.trace,
     }
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
