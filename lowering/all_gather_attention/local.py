@@ -23,9 +23,10 @@ aten = torch.ops.aten
 
 BIAS_ALIGNMENT = 8
 """Elements: what the library's kernels want of a bias' strides, and as torch pads one for them."""
-CUDNN_HIDDEN = torch.finfo(torch.float16).min
-"""What is not seen gets in the place of -inf, with any dtype: some versions of cuDNN make NaN of that. Beside a score
-that is larger by a thousand it counts for nothing."""
+CUDNN_HIDDEN = {torch.float16: torch.finfo(torch.float16).min, torch.bfloat16: -1e30}
+"""By dtype: what is not seen gets in the place of -inf, of which some versions of cuDNN make NaN. Beside a score that is
+larger by a thousand it counts for nothing.
+"""
 SUMS_ALIGNMENT = 32
 """Rows: what the memory-efficient kernel fills its logarithms of sums up to."""
 
@@ -270,7 +271,7 @@ def _cudnn_biased(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     assert seen.bias is not None, "only what has a bias comes here"
-    bias = _laid_out(seen.bias, q, k.shape[2], CUDNN_HIDDEN)
+    bias = _laid_out(seen.bias, q, k.shape[2], CUDNN_HIDDEN[q.dtype])
     found = aten._scaled_dot_product_cudnn_attention.default(q, k, v, bias, True, 0.0, False, False, scale=scale)
     return _hidden_rows(found[0], found[1].view(q.shape[:-1]), seen.bias)
 
@@ -286,7 +287,7 @@ def _cudnn_biased_backward(
     scale: float,
 ) -> Gradients:
     assert seen.bias is not None, "only what has a bias comes here"
-    bias = _laid_out(seen.bias, q, k.shape[2], CUDNN_HIDDEN)
+    bias = _laid_out(seen.bias, q, k.shape[2], CUDNN_HIDDEN[q.dtype])
     state = torch.empty(2, dtype=torch.int64, device=q.device)
     sizes, sums = (q.shape[2], k.shape[2]), _finite(lse).unsqueeze(-1)
     # No lengths: None stands for an undefined tensor.
