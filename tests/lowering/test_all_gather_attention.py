@@ -336,7 +336,9 @@ def _check_kernels(ctx: RankContext, case: Case) -> None:
         found = run.backward(grad, q, k, v, out, lse.contiguous(), seen, case.D**-0.5)
         for name, got, one in zip(("q", "k", "v"), found, exact, strict=True):
             assert one.grad is not None
-            assert_close(got, one.grad, 4, f"gradient of {name} by {run.name}")
+            # A key that most rows look at has a gradient of as many terms, and as much to round.
+            size = one.grad.abs().amax(-1, keepdim=True).clamp_min(1.0)
+            assert_close((got / size).to(got.dtype), one.grad / size, 4, f"gradient of {name} by {run.name}")
 
 
 @pytest.mark.parametrize("large_case", GPU_BIASED, ids=str)
