@@ -209,10 +209,12 @@ class Launch:
         generation, slot, site = shared.begin(*begin)
         try:
             words = generation.table, generation.ctl, generation.counters
+            clock = 0
             if tracing.buffer is not None:
                 refuse_to_record("time stamps")
+                clock, arguments = self._timed(kernel, arguments)
                 tracing.buffer.attach(generation, site, self.site_text)
-            self._start(kernel, shared.order.stream, arguments, (slot, site), words, tensors)
+            self.launcher(kernel, clock)(shared.order.stream, arguments, (slot, site), words, tensors)
         except BaseException as exc:
             shared.health.fail(exc)
             raise
@@ -234,26 +236,19 @@ class Launch:
         self, call: Call, kernel: Any, arguments: Callable[[], Arguments], tensors: Mapping[str, Any]
     ) -> None:
         """One launch of `kernel` in a use of a slot, of `call`; see `run`."""
+        clock, arguments = self._timed(kernel, arguments)
         words = call.table, call.ctl, call.counters
-        self._start(kernel, call.stream, arguments, (call.slot, call.site), words, tensors)
+        self.launcher(kernel, clock)(call.stream, arguments, (call.slot, call.site), words, tensors)
 
     def clock(self, kernel: Any) -> int:
         """The clock that a kernel launched now is to read, 0 for none."""
         wanted = tracing.buffer is not None and takes_part(kernel)
         return (clock_of(self.workspace.capabilities.arch) or 0) if wanted else 0
 
-    def _start(
-        self,
-        kernel: Any,
-        stream: int,
-        arguments: Callable[[], Arguments],
-        numbers: tuple[int, ...],
-        words: tuple[torch.Tensor, ...],
-        tensors: Mapping[str, Any],
-    ) -> None:
+    def _timed(self, kernel: Any, arguments: Callable[[], Arguments]) -> tuple[int, Callable[[], Arguments]]:
+        """(`clock`, the arguments with it)."""
         clock = self.clock(kernel)
-        launcher = self.launcher(kernel, clock)
-        launcher(stream, traced(arguments, clock) if clock else arguments, numbers, words, tensors)
+        return clock, traced(arguments, clock) if clock else arguments
 
     @staticmethod
     def shard_block(shard_shape: list[int], dim: int) -> int:

@@ -139,9 +139,7 @@ def publish_pieces(
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "first", "count", "parts", "row"])
-def await_pieces(
-    table, ctl, rank, slot, site, first, count, parts, row, WORLD: tl.constexpr, TRACE: tl.constexpr = 0
-):
+def await_pieces(table, ctl, rank, slot, site, first, count, parts, row, WORLD: tl.constexpr, TRACE: tl.constexpr = 0):
     """Wait until pieces `first`, .., `first + count - 1` are complete in their sources' slots.
 
     Piece i is row `row + i % parts` of rank - 1 - i // parts. A failure poisons the workspace; what the copies behind

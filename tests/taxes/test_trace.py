@@ -255,3 +255,18 @@ def test_the_ranks_are_merged_by_sm(tmp_path: Path) -> None:
 def test_a_site_waits_as_long_as_its_programs_do_on_average() -> None:
     # Two programs, one of which waited twice for a microsecond; on the other rank none.
     assert made_up().waited_us() == {"ab12/0:all_gather_matmul": 1.0}
+
+
+def test_launches_of_one_use_have_rows_of_their_own() -> None:
+    """On one SM: a wait beside what tells the peers, and the program of that number of a larger launch."""
+    send, total = int(trace.SEND.value), int(trace.SUM.value)
+    events = (
+        Event(WAIT, USE, 0, 3, 0, 1, 1000.0, 3000.0),
+        Event(send, USE, 0, 3, 0, 1, 2000.0, 4000.0),
+        Event(total, USE, 0, 3, 0, 0, 2500.0, 5000.0, 64),
+    )
+    taken = Trace((RankTrace(0, events, {SITE: "ab12/0:site"}, Alignment(), 0),))
+    rows = [row["tid"] for row in taken.json()["traceEvents"] if row["ph"] == "X" and row["tid"]]
+    assert len(set(rows)) == 3 and {row // LANES for row in rows} == {3}
+    # One program waited for 2 us; nobody of the larger launch.
+    assert taken.waited_us() == {"ab12/0:site": 2.0}
