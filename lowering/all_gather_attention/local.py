@@ -24,8 +24,8 @@ aten = torch.ops.aten
 BIAS_ALIGNMENT = 8
 """Elements: what the library's kernels want of a bias' strides, and as torch pads one for them."""
 CUDNN_HIDDEN = {torch.float16: torch.finfo(torch.float16).min, torch.bfloat16: -1e30}
-"""By dtype: what is not seen gets in the place of -inf, of which some versions of cuDNN make NaN. Beside a score that is
-larger by a thousand it counts for nothing.
+"""By dtype: what is not seen gets in the place of -inf, of which some versions of cuDNN make NaN. Beside a score that
+is larger by a thousand it counts for nothing.
 """
 SUMS_ALIGNMENT = 32
 """Rows: what the memory-efficient kernel fills its logarithms of sums up to."""
