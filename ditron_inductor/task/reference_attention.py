@@ -111,9 +111,14 @@ def _probabilities(
         scores = (scores + whole).masked_fill(whole == -math.inf, -math.inf)
     if seen is not None:
         scores = scores.masked_fill(~seen, -math.inf)
-    if lse is None:
-        lse = torch.logsumexp(scores, -1).reshape(B, heads, queries)
-    # A row that sees nothing has no weights.
-    base = torch.where(lse == -math.inf, 0.0, lse)
-    p = torch.exp(scores - base.to(wide).reshape(*scores.shape[:-1], 1))
-    return p, capped, lse, q.shape
+    if lse is not None:
+        # A row that sees nothing has no weights.
+        base = torch.where(lse == -math.inf, 0.0, lse)
+        return torch.exp(scores - base.to(wide).reshape(*scores.shape[:-1], 1)), capped, lse, q.shape
+    # Not by the logarithm of the sum: beside a large bias nothing is left of it.
+    most = scores.detach().amax(-1, keepdim=True) if k.shape[2] else scores.new_zeros(*scores.shape[:-1], 1)
+    most = torch.where(most == -math.inf, 0.0, most)
+    weights = torch.exp(scores - most)
+    total = weights.sum(-1, keepdim=True)
+    lse = (most + torch.log(total)).reshape(B, heads, queries)
+    return weights / torch.where(total == 0.0, 1.0, total), capped, lse, q.shape

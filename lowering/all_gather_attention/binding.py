@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ditron_inductor.lowering.all_gather_attention import chunked, library, tile
+from ditron_inductor.lowering.all_gather_attention import chunked, library, local, tile
 from ditron_inductor.lowering.attention_reduce_scatter import chunked as backward_chunked
 from ditron_inductor.lowering.attention_reduce_scatter import library as backward_library
 from ditron_inductor.lowering.launch import Launch
@@ -44,7 +44,11 @@ def make_ops(lookup: Lookup, prepare: Prepare) -> dict[str, Callable[..., Any]]:
         key, run = lookup(AllGatherAttention.kind, site, operands)
         if run is None:
             run = _prepare_forward(prepare, key, operands, *site)
-        return [*run(*operands), ops.new_token(q)]
+        if bias is None or bias.dtype == torch.bool:
+            return [*run(*operands), ops.new_token(q)]
+        bias, base = local.anchored(bias, q.dtype)
+        out, lse, *gathered = run(q, k, v, bias)
+        return [out, lse + base, *gathered, ops.new_token(q)]
 
     def attention_reduce_scatter(*args: Any) -> tuple[torch.Tensor, ...]:
         site, bias = split_bias(AttentionReduceScatter.kind, args[7:])
@@ -52,6 +56,9 @@ def make_ops(lookup: Lookup, prepare: Prepare) -> dict[str, Callable[..., Any]]:
         key, run = lookup(AttentionReduceScatter.kind, site, operands)
         if run is None:
             run = _prepare_backward(prepare, key, operands, *site)
+        if bias is not None and bias.dtype != torch.bool:
+            bias, base = local.anchored(bias, operands[1].dtype)
+            operands = (*operands[:5], operands[5] - base, bias)
         return *run(*operands), ops.new_token(operands[1])
 
     return {

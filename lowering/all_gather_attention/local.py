@@ -27,6 +27,10 @@ CUDNN_HIDDEN = {torch.float16: torch.finfo(torch.float16).min, torch.bfloat16: -
 """By dtype: what is not seen gets in the place of -inf, of which some versions of cuDNN make NaN. Beside a score that
 is larger by a thousand it counts for nothing.
 """
+ANCHORED = 1024.0
+"""Biases from which on logarithms of sums lose digits that show."""
+LOWEST = {torch.float16: -6.0e4, torch.float32: -1.0e30}
+"""Less than the largest bias of a row by so much, a key counts for nothing, by the range of the dtypes."""
 SUMS_ALIGNMENT = 32
 """Rows: what the memory-efficient kernel fills its logarithms of sums up to."""
 
@@ -176,6 +180,23 @@ def _cudnn_backward(
         grad_out, q, k, v, out, lse.unsqueeze(-1), state, state, None, None, None, *sizes, 0.0, seen.causal, scale=scale
     )
     return gradients
+
+
+def anchored(bias: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a bias of floats less the largest one of each row, where that is far from 0; these, fp32, [..] of [.., keys]):
+    attention is the same, and its logarithms of sums are so much less.
+
+    Where a mask hides all keys of a row by a large number the logarithm would have no digits left for the sum. What
+    hides beside other keys becomes -inf: of that, and not of numbers at the end of a dtype's range, all that follows
+    takes care. dtype: of the queries, in which kernels may get the bias.
+    """
+    if bias.numel() == 0:
+        return bias, torch.zeros((), device=bias.device)
+    bias = bias.view(1) if bias.ndim == 0 else bias
+    most = bias.amax(-1, keepdim=True)
+    base = torch.where(most.isfinite() & (most.abs() >= ANCHORED), most, 0.0)
+    lowest = LOWEST[torch.float16 if torch.float16 in (dtype, bias.dtype) else torch.float32]
+    return torch.nn.functional.threshold(bias - base, lowest, -math.inf), base.squeeze(-1).float()
 
 
 def _laid_out(bias: torch.Tensor, q: torch.Tensor, keys: int, hidden: float) -> torch.Tensor:

@@ -124,12 +124,22 @@ def _unaligned(ctx: RankContext, B: int, heads: int, queries: int, keys: int) ->
     return torch.randn(keys, heads, queries, B, device=ctx.device).permute(3, 1, 2, 0)
 
 
+def _lowest(ctx: RankContext, B: int, heads: int, queries: int, keys: int) -> torch.Tensor:
+    """Hides by numbers, causally and more: rows that see nothing see all keys alike, or those that are not -inf."""
+    found = _alibi(ctx, B, heads, queries, keys).clamp_min(torch.finfo(torch.float16).min)
+    found[:, 1::4] = torch.finfo(torch.float16).min
+    found[:, 2::4, ::2] = -math.inf
+    found[:, 3::4] = -3.0e4
+    return found
+
+
 BIASES: dict[str, Callable[..., torch.Tensor]] = {
     "alibi": _alibi,
     "documents": _documents,
     "padding": _padding,
     "steep": _steep,
     "unaligned": _unaligned,
+    "lowest": _lowest,
     "rows": lambda ctx, B, heads, queries, keys: torch.randn(queries, 1, device=ctx.device),
     "keys": lambda ctx, B, heads, queries, keys: torch.randn(keys, device=ctx.device),
     "nothing": lambda ctx, *shape: torch.zeros(1, 1, 1, shape[3], dtype=torch.bool, device=ctx.device),
@@ -163,6 +173,8 @@ CASES = (
 )
 BIASED = (
     Case("given", 20, 20, bias="alibi", gathered=True),
+    Case("given", 20, 20, B=2, dtype=FP32, bias="lowest"),
+    Case("given", 20, 20, dtype=FP16, bias="lowest"),
     Case("given", 37, 19, B=3, dtype=FP32, bias="documents"),
     Case("given", 24, 24, B=2, dtype=FP16, layout="heads", bias="padding"),
     Case("given", 9, 20, heads=3, key_heads=1, dtype=FP32, bias="steep"),
@@ -273,7 +285,8 @@ def test_gradients_match_reference(pool: RankPool, case: Case, strategy: str) ->
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("strategy", ["chunked", "library"])
-@pytest.mark.parametrize("case", BIASED, ids=str)
+# Beside large numbers the logarithms of sums that a backward gets have few digits left, the library's own too.
+@pytest.mark.parametrize("case", [case for case in BIASED if case.bias != "lowest"], ids=str)
 def test_gradients_beside_a_bias(rank_pools: RankPools, case: Case, strategy: str, world_size: int) -> None:
     rank_pools.get("cpu", world_size).run(_check_gradients, case, strategy)
 
@@ -301,6 +314,7 @@ GPU_BIASED = (
     Case("given", 513, 511, heads=4, D=64, B=2, bias="unaligned"),
     Case("given", 300, 256, heads=4, D=64, dtype=FP32, bias="documents"),
     Case("given", 256, 256, heads=4, D=256, bias="steep"),
+    Case("given", 256, 256, heads=4, D=64, bias="lowest"),
     Case("given", 256, 128, heads=4, D=128, bias="rows"),
     Case("given", 256, 128, heads=4, D=128, B=2, bias="nothing"),
 )

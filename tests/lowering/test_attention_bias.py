@@ -48,6 +48,32 @@ def test_it_lies_as_kernels_want_it(name: str, hidden: float) -> None:
         assert found.untyped_storage().nbytes() == B * 16 * 2
 
 
+@pytest.mark.parametrize(("given", "wanted"), [(torch.float32, torch.bfloat16), (torch.float32, torch.float16),
+                                               (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)])  # fmt: skip
+def test_large_numbers_are_kept_from_kernels(given: torch.dtype, wanted: torch.dtype) -> None:
+    """As masks have them at the end of a dtype's range, beside what rounds to it: -inf or near 0 is left."""
+    bias = torch.randn(B, HEADS, ROWS, KEYS).to(given)
+    bias[..., 0, 3:] = torch.finfo(given).min
+    bias[..., 1, :] = torch.finfo(given).min
+    bias[..., 2, :] = -3.0e4
+    bias[..., 3, ::2], bias[..., 3, 1::2] = -math.inf, torch.finfo(given).min
+    bias[..., 4, :] = -math.inf
+    near, base = local.anchored(bias, wanted)
+    q = torch.zeros(B, HEADS, ROWS, 64, dtype=wanted)
+    hidden = local.CUDNN_HIDDEN[wanted]
+    laid = local._laid_out(near, q, KEYS, hidden)
+    assert not laid.isinf().any() and torch.equal(laid == hidden, near == -math.inf)
+    rows = torch.where(near == -math.inf, -1.0e9, near.double()).softmax(-1)
+    assert torch.equal(near.amax(-1) == -math.inf, torch.arange(ROWS).eq(4).expand(B, HEADS, ROWS))
+    # Their common part is said apart.
+    kept = near != -math.inf
+    torch.testing.assert_close(
+        (near.double() + base.double().unsqueeze(-1))[kept], bias.double()[kept], rtol=1e-2, atol=1e-2
+    )
+    torch.testing.assert_close(rows[..., 1, :], torch.full((B, HEADS, KEYS), 1 / KEYS, dtype=torch.float64))
+    torch.testing.assert_close(rows[..., 3, 1::2], torch.full((B, HEADS, KEYS // 2), 2 / KEYS, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("name", biases())
 def test_rows_that_see_nothing(name: str) -> None:
     bias = biases()[name]
