@@ -48,8 +48,15 @@ def test_it_lies_as_kernels_want_it(name: str, hidden: float) -> None:
         assert found.untyped_storage().nbytes() == B * 16 * 2
 
 
-@pytest.mark.parametrize(("given", "wanted"), [(torch.float32, torch.bfloat16), (torch.float32, torch.float16),
-                                               (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+    ],
+)
 def test_large_numbers_are_kept_from_kernels(given: torch.dtype, wanted: torch.dtype) -> None:
     """As masks have them at the end of a dtype's range, beside what rounds to it: -inf or near 0 is left."""
     bias = torch.randn(B, HEADS, ROWS, KEYS).to(given)
