@@ -36,7 +36,6 @@ CHOSEN = [
             Setup("phi", "sp", train=True),
             Setup("phi3", "hf", train=True),
             Setup("olmo2", "hf"),
-            Setup("qwen3_moe", "hf"),
             Setup("glm4_moe", "hf", train=True),
         )
     ),
