@@ -16,7 +16,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of, constant
 from ditron_inductor.lowering.epilogues import PLAIN_SUM, Arrangement, Runs
 from ditron_inductor.lowering.launch import Launch, ceil_div
 from ditron_inductor.lowering.launcher import Arguments, Bound, Launcher
-from ditron_inductor.lowering.tracing import takes_part, traced
+from ditron_inductor.lowering.tracing import takes_part
 from ditron_inductor.task.nodes import ShardNorm
 
 BLOCK = 8192
@@ -196,9 +196,9 @@ class Exchange:
         kernels, values = self._kernels, (*self._numbers, *numbers)
 
         def with_clock() -> Bound:
-            clock = kernels.launch.clock(kernel)
+            clock, timed = kernels.launch.timed(kernel, arguments)
             launcher = kernels.launcher((key, clock), kernel, names, word_names)
-            return Bound(launcher, traced(arguments, clock), values, words, tensors)
+            return Bound(launcher, timed, values, words, tensors)
 
         launcher = kernels.launcher(key, kernel, names, word_names)
         return Bound(launcher, arguments, values, words, tensors, with_clock if takes_part(kernel) else None)

@@ -212,7 +212,7 @@ class Launch:
             clock = 0
             if tracing.buffer is not None:
                 refuse_to_record("time stamps")
-                clock, arguments = self._timed(kernel, arguments)
+                clock, arguments = self.timed(kernel, arguments)
                 tracing.buffer.attach(generation, site, self.site_text)
             self.launcher(kernel, clock)(shared.order.stream, arguments, (slot, site), words, tensors)
         except BaseException as exc:
@@ -236,18 +236,14 @@ class Launch:
         self, call: Call, kernel: Any, arguments: Callable[[], Arguments], tensors: Mapping[str, Any]
     ) -> None:
         """One launch of `kernel` in a use of a slot, of `call`; see `run`."""
-        clock, arguments = self._timed(kernel, arguments)
+        clock, arguments = self.timed(kernel, arguments)
         words = call.table, call.ctl, call.counters
         self.launcher(kernel, clock)(call.stream, arguments, (call.slot, call.site), words, tensors)
 
-    def clock(self, kernel: Any) -> int:
-        """The clock that a kernel launched now is to read, 0 for none."""
+    def timed(self, kernel: Any, arguments: Callable[[], Arguments]) -> tuple[int, Callable[[], Arguments]]:
+        """(the clock that a kernel launched now is to read, 0 for none; the arguments with it)."""
         wanted = tracing.buffer is not None and takes_part(kernel)
-        return (clock_of(self.workspace.capabilities.arch) or 0) if wanted else 0
-
-    def _timed(self, kernel: Any, arguments: Callable[[], Arguments]) -> tuple[int, Callable[[], Arguments]]:
-        """(`clock`, the arguments with it)."""
-        clock = self.clock(kernel)
+        clock = (clock_of(self.workspace.capabilities.arch) or 0) if wanted else 0
         return clock, traced(arguments, clock) if clock else arguments
 
     @staticmethod

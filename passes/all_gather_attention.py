@@ -362,4 +362,4 @@ def _adopt(graph: fx.Graph, options: Options) -> None:
         if task.site == rewriting.UNNAMED_SITE and task.policy.strategy == "auto":
             given = policy.strategy, policy.workspace_limit, policy.timeout_s
             for name, value in zip(("strategy", "workspace_limit", "timeout_s"), given, strict=True):
-                node.update_arg(rewriting.place_of(node.target, name), value)
+                rewriting.set_argument(node, name, value)

@@ -435,6 +435,7 @@ def _is_kept(user: fx.Node) -> bool:
 
 
 PICKS = frozenset({aten.index.Tensor, aten.index_select.default})
+"""Rows in another number and order, as for the experts that they are sent to: a kernel of its own."""
 
 
 def _is_foreign(user: fx.Node) -> bool:
@@ -446,12 +447,9 @@ def _is_final(user: fx.Node) -> bool:
     """Whether the compiler computes `user` apart from what it reads."""
     if user.op == "output" or user.target in proofs.MATMULS or is_task(user) or _is_foreign(user):
         return True
-    if user.target in PICKS:
-        # Rows in another number and order, as for the experts that they are sent to.
-        return True
     if user.target in proofs.TRANSPOSES:
         return all(_is_final(behind) for behind in user.users)
-    return proofs.keeps_order(user) or is_collective(user)
+    return proofs.keeps_order(user) or is_collective(user) or user.target in PICKS
 
 
 def _task(match: Match, options: Options) -> tuple[NormNode, tuple[Any, ...]]:

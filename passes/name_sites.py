@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes import rewriting
 from ditron_inductor.passes.order_collectives import Match, find_chain
 from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
@@ -56,10 +57,7 @@ def region_of(chain: Sequence[Match]) -> str:
 
 def rewrite(node: fx.Node, site: str) -> None:
     """Write `site` into the arguments of a Task node."""
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    names = [formal.name for formal in target._schema.arguments]
-    node.update_arg(names.index(SITE_ARGUMENT), site)
+    rewriting.set_argument(node, SITE_ARGUMENT, site)
 
 
 def name_sites(graph: fx.Graph, *, options: Options) -> int:

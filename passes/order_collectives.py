@@ -35,6 +35,7 @@ from torch import fx
 
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.options import Options
+from ditron_inductor.passes import rewriting
 from ditron_inductor.passes.proofs import arguments
 from ditron_inductor.passes.vllm_collectives import is_vllm_collective
 from ditron_inductor.task import ops
@@ -103,7 +104,7 @@ def rewrite(graph: fx.Graph, chain: Sequence[Match]) -> None:
     for previous, current in zip(chain, chain[1:], strict=False):
         token = _token_after(graph, previous)
         if current.is_task:
-            _set_argument(current.node, TOKEN_ARGUMENT, token)
+            rewriting.set_argument(current.node, TOKEN_ARGUMENT, token)
         else:
             _put_after(graph, current.node, token)
 
@@ -175,13 +176,6 @@ def _is_chained(match: Match) -> bool:
         return any(user.args[1] == len(value) - 1 and user.users for user in getitems)
     outputs = list(match.node.users) if isinstance(value, (list, tuple)) else [match.node]
     return any(user.target is ops.overload("token_of") for output in outputs for user in output.users)
-
-
-def _set_argument(node: fx.Node, name: str, value: fx.Node) -> None:
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    names = [formal.name for formal in target._schema.arguments]
-    node.update_arg(names.index(name), value)
 
 
 def _getitem(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:

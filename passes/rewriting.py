@@ -116,9 +116,10 @@ def computed(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Nod
     return node
 
 
-def place_of(target: Any, name: str) -> int:
-    """Which of the arguments of an op has this name."""
-    return [argument.name for argument in target._schema.arguments].index(name)
+def set_argument(node: fx.Node, name: str, value: Any) -> None:
+    """Gives a call of an op, whose arguments are positional, another one of this name."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    node.update_arg([argument.name for argument in node.target._schema.arguments].index(name), value)
 
 
 def call_task(

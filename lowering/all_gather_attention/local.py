@@ -156,32 +156,6 @@ def _flash_backward(
     return gradients
 
 
-def _cudnn(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    found = aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, seen.causal, False, scale=scale)
-    return found[0], found[1].view(q.shape[:-1])
-
-
-def _cudnn_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    seen: Seen,
-    scale: float,
-) -> Gradients:
-    state = torch.empty(2, dtype=torch.int64, device=q.device)
-    sizes = q.shape[2], k.shape[2]
-    # No bias and no lengths: None stands for an undefined tensor.
-    gradients: Gradients = aten._scaled_dot_product_cudnn_attention_backward.default(
-        grad_out, q, k, v, out, lse.unsqueeze(-1), state, state, None, None, None, *sizes, 0.0, seen.causal, scale=scale
-    )
-    return gradients
-
-
 def anchored(bias: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(a bias of floats less the largest one of each row, where that is far from 0; these, fp32, [..] of [.., keys]):
     attention is the same, and its logarithms of sums are so much less.
@@ -288,16 +262,16 @@ def _efficient_backward(
     return found[0], _together(found[1], k), _together(found[2], v)
 
 
-def _cudnn_biased(
+def _cudnn(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    assert seen.bias is not None, "only what has a bias comes here"
-    bias = _laid_out(seen.bias, q, k.shape[2], CUDNN_HIDDEN[q.dtype])
-    found = aten._scaled_dot_product_cudnn_attention.default(q, k, v, bias, True, 0.0, False, False, scale=scale)
-    return _hidden_rows(found[0], found[1].view(q.shape[:-1]), seen.bias)
+    bias = _bias_for_cudnn(q, k, seen)
+    found = aten._scaled_dot_product_cudnn_attention.default(q, k, v, bias, True, 0.0, seen.causal, False, scale=scale)
+    out, lse = found[0], found[1].view(q.shape[:-1])
+    return (out, lse) if seen.bias is None else _hidden_rows(out, lse, seen.bias)
 
 
-def _cudnn_biased_backward(
+def _cudnn_backward(
     grad_out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -307,15 +281,18 @@ def _cudnn_biased_backward(
     seen: Seen,
     scale: float,
 ) -> Gradients:
-    assert seen.bias is not None, "only what has a bias comes here"
-    bias = _laid_out(seen.bias, q, k.shape[2], CUDNN_HIDDEN[q.dtype])
+    bias, sums = _bias_for_cudnn(q, k, seen), lse if seen.bias is None else _finite(lse)
     state = torch.empty(2, dtype=torch.int64, device=q.device)
-    sizes, sums = (q.shape[2], k.shape[2]), _finite(lse).unsqueeze(-1)
+    sizes, causal = (q.shape[2], k.shape[2]), seen.causal
     # No lengths: None stands for an undefined tensor.
     gradients: Gradients = aten._scaled_dot_product_cudnn_attention_backward.default(
-        grad_out, q, k, v, out, sums, state, state, bias, None, None, *sizes, 0.0, False, scale=scale
+        grad_out, q, k, v, out, sums.unsqueeze(-1), state, state, bias, None, None, *sizes, 0.0, causal, scale=scale
     )
     return gradients
+
+
+def _bias_for_cudnn(q: torch.Tensor, k: torch.Tensor, seen: Seen) -> torch.Tensor | None:
+    return None if seen.bias is None else _laid_out(seen.bias, q, k.shape[2], CUDNN_HIDDEN[q.dtype])
 
 
 def _beside(plain: Local, windowed: Local) -> Local:
@@ -354,7 +331,7 @@ _CUDNN = Local("cudnn", _cudnn, _cudnn_backward, 1.0, 1.0)
 CUDNN = _beside(_CUDNN, FLASH)
 CUDNN_AND_MATH = _beside(_CUDNN, MATH)
 # Their speeds with a bias are guesses: nobody has measured them.
-CUDNN_BIASED = Local("cudnn with a bias", _cudnn_biased, _cudnn_biased_backward, 0.8, 0.8)
+CUDNN_BIASED = Local("cudnn with a bias", _cudnn, _cudnn_backward, 0.8, 0.8)
 EFFICIENT = Local("memory-efficient", _efficient, _efficient_backward, 0.45, 0.45)
 
 
