@@ -1,20 +1,32 @@
-"""What the benchmarks of a gather with what stands around it have in common: options, check, times, table.
+"""What the benchmarks of a gather with what stands around it have in common: options, check, times, rows, table.
 
-Contestants of a chain are calls that return the same tensors; `nccl` is the first. `auto` is what the plan picks.
+Contestants of a chain are calls that return the same tensors, but `gemm`, which has its matmuls alone: with the bytes
+on the link it says what the limit is.
+
+    nccl            an all-gather, matmuls, and one kernel of Inductor's for the rest; gloo without a GPU
+    ditron:split    the fused op without what stands around it, and the same kernel of Inductor's
+    ditron          the op with it, as the plan chooses; ditron:tile, ditron:chunked, ditron:library: forced
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tabulate import tabulate
 
-from benchmarks.launch import measure_on_ranks
+from benchmarks.launch import measure_on_ranks, num_ranks
+from benchmarks.ops import command
+from benchmarks.ops.contest import LINK_BYTES_PER_S, OURS
+from benchmarks.records import NORM, Row, by_cell, head_commit, merge_csv
 from benchmarks.session import Session
+from benchmarks.timing import interleaved
 from ditron_inductor.task.plan import decisions
-from ditron_inductor.timing import GRAPH_CALLS, captured, interleaved
+from ditron_inductor.timing import GRAPH_CALLS
 from ditron_inductor.tune_shapes import MODELS, Layer
 
 LIMIT_S = 480.0
@@ -22,23 +34,41 @@ WORKSPACE_LIMIT = 1 << 30
 TIMEOUT_S = 30.0
 ROTATED_BYTES = 400 << 20
 """So many bytes of weights are used in turns, so that none stay in the cache."""
-STRATEGIES = ("auto", "tile", "chunked", "library")
+MAX_ROTATED = 8
 TOLERANCE = 4e-2
 """A few roundings apart: Inductor does not round what it holds in registers, and sums of a norm have another order."""
 
-Call = Callable[[int], Sequence[object]]
+Call = Callable[[int], Sequence[torch.Tensor]]
 
 
-def parser(module: str, description: str | None, rows: Sequence[int]) -> argparse.ArgumentParser:
+@dataclass(frozen=True)
+class Chain:
+    """One problem: rows [m / W, k] of every rank are gathered.
+
+    calls: by contestant, each of the i-th operands. site: of `ditron`, for what the plan says.
+    """
+
+    op: str
+    shape: str
+    m: int
+    k: int
+    calls: dict[str, Call]
+    site: str
+
+    def limit_us(self, world: int, gemm_us: float) -> float:
+        """The matmuls alone, or what a rank receives of bfloat16, whichever takes longer."""
+        received = (world - 1) * self.m // world * self.k * 2
+        return max(gemm_us, received / LINK_BYTES_PER_S * 1e6)
+
+
+def parser(module: str, rows: Sequence[int]) -> argparse.ArgumentParser:
     """The command line of a chain's benchmark. rows: measured by default."""
-    text = (description or "").partition("\n")[0]
-    result = argparse.ArgumentParser(prog=f"python -m {module}", description=text)
+    result = argparse.ArgumentParser(prog=f"python -m {module}")
     result.add_argument("--m", nargs="+", type=int, default=list(rows), help="rows of all ranks")
     result.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["llama-8b", "llama-70b"])
-    result.add_argument("--world", type=int, default=2)
-    result.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, not speed")
-    result.add_argument("--rounds", type=int, default=15)
     result.add_argument("--shrink", type=int, default=1, help="divide all widths by this, to try the program")
+    command.add_common(result, world=2, limit_s=LIMIT_S)
+    command.add_graph(result, "both")
     return result
 
 
@@ -47,42 +77,92 @@ def layers(options: argparse.Namespace) -> list[tuple[str, Layer, int]]:
     return [(name, MODELS[name], m) for name in options.models for m in options.m]
 
 
-def strategies(device: torch.device) -> tuple[str, ...]:
-    """Those of our contestants."""
-    return STRATEGIES if device.type == "cuda" else ("library",)
+def strategies(device: torch.device) -> dict[str, str]:
+    """Those of our contestants, by name; on the CPU the kernels take too long."""
+    return OURS if device.type == "cuda" else {name: OURS[name] for name in ("ditron", "ditron:library")}
 
 
-def contest(session: Session, calls: Mapping[str, Call], rounds: int, title: str, site: str) -> dict[str, float]:
-    """Check all against `nccl`, time them, print a table on rank 0; the eager times. site: of `auto`, for the title."""
-    wanted = calls["nccl"](0)
-    for name, call in calls.items():
-        for got, want in zip(call(0), wanted, strict=True):
-            assert isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor)
+def library(device: torch.device) -> str:
+    """The baseline's name."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def copies_of(device: torch.device, nbytes: int) -> int:
+    """How many sets of operands of so many bytes are used in turns."""
+    return max(1, min(MAX_ROTATED, math.ceil(ROTATED_BYTES / nbytes))) if device.type == "cuda" else 1
+
+
+def right_calls(session: Session, chain: Chain) -> dict[str, Call]:
+    """The contestants whose results are near those of the library."""
+    baseline = library(session.clock.device)
+    wanted = chain.calls[baseline](0)
+
+    def checked(name: str) -> Call:
+        for got, want in zip(chain.calls[name](0), wanted, strict=True):
             torch.testing.assert_close(
-                got, want, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+                got, want, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{name} is not near {baseline}: {text}"
             )
-    times = interleaved(session.clock, calls, rounds)
-    graph: dict[str, float] = {}
-    if session.clock.device.type == "cuda":
-        replays = {name: captured(call) for name, call in calls.items()}
-        graph = {name: us / GRAPH_CALLS for name, us in interleaved(session.clock, replays, rounds).items()}
-    last = decisions.last(session.group_name, site)
-    chosen = f", the plan: {last[1].strategy} ({last[1].reason})" if last else ""
-    if session.rank == 0:
-        print(f"\n{title}, {session.world_size} ranks{chosen}\n{table(times, graph)}", flush=True)
+        return chain.calls[name]
+
+    return {"gemm": chain.calls["gemm"], **session.right((name for name in chain.calls if name != "gemm"), checked)}
+
+
+def contest(session: Session, options: argparse.Namespace, chain: Chain) -> list[Row]:
+    """Rows of all contestants of a chain that are right, in each mode that was asked for."""
+    found: list[Row] = []
+    calls = right_calls(session, chain)
+    for graph in command.modes(options):
+        ready = session.replays(calls, GRAPH_CALLS) if graph else calls
+        times = interleaved(session.clock, ready, GRAPH_CALLS if graph else 1, options.rounds)
+        is_cuda = session.clock.device.type == "cuda" and "gemm" in times
+        found += session.rows_of(
+            times,
+            bench="norm",
+            op=chain.op,
+            shape=chain.shape,
+            graph=graph,
+            limit_us=chain.limit_us(session.world_size, times["gemm"].p50_us) if is_cuda else None,
+            commit=options.commit,
+        )
+    last = decisions.last(session.group_name, chain.site)
+    session.say(
+        f"{chain.op}, {chain.shape}: the plan ran {last[1].strategy}, {last[1].reason}" if last else chain.shape
+    )
     torch.compiler.reset()
-    return times
+    return found
 
 
-def table(times: Mapping[str, float], graph: Mapping[str, float]) -> str:
-    """Microseconds of every contestant and how many times as fast as `nccl` it is, eager and inside CUDA graphs."""
-    rows = [
-        (name, us, times["nccl"] / us, *((graph[name], graph["nccl"] / graph[name]) if graph else ()))
-        for name, us in times.items()
-    ]
-    return tabulate(rows, ["contestant", "eager us", "x", "graph us", "x"][: 5 if graph else 3], floatfmt=".2f")
+def measure(session: Session, options: argparse.Namespace, chains: Iterable[Chain]) -> list[Row]:
+    """All chains, on this rank; rank 0 writes and prints."""
+    rows: list[Row] = []
+    for chain in chains:
+        rows += contest(session, options, chain)
+        if session.rank == 0 and options.out:
+            merge_csv(Path(options.out), rows)
+    if session.rank == 0:
+        print(table(rows), flush=True)
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Microseconds, one line for each cell, and how much faster than `nccl` and `ditron:split` `ditron` is."""
+    names = list(dict.fromkeys(row.contestant for row in rows))
+    lines = []
+    for group in by_cell(rows):
+        us = {row.contestant: row.p50_us for row in group if row.p50_us}
+        ours = us.get("ditron")
+        ratios = [f"{us[name] / ours:.2f}" if ours and name in us else "-" for name in ("nccl", "ditron:split")]
+        mode = "graph" if group[0].graph else "eager"
+        times = [f"{us[name]:.1f}" if name in us else "-" for name in names]
+        lines.append([group[0].op, group[0].shape, mode, *times, *ratios])
+    return tabulate(lines, ["op", "shape", "mode", *names, "over nccl", "over split"], disable_numparse=True)
 
 
 def start(module: str, options: argparse.Namespace) -> int:
     """The exit code of a chain's command."""
-    return measure_on_ranks(module, options, options.world, options.device, LIMIT_S)
+    world = num_ranks(module, options.world, options.device)
+    if not world:
+        return 2
+    options.out = command.out_of(options, NORM)
+    options.commit = options.commit or head_commit()
+    return measure_on_ranks(module, options, world, options.device, options.limit)

@@ -13,13 +13,18 @@ def parser(
     """A command line with the options of all of them. chosen: the sets of shapes that run by default."""
     result = argparse.ArgumentParser(prog=f"python -m {module}")
     result.add_argument("--shapes", nargs="+", choices=sorted(sets), default=chosen)
+    add_common(result, world=world, limit_s=limit_s)
+    return result
+
+
+def add_common(result: argparse.ArgumentParser, *, world: int, limit_s: float) -> None:
+    """The options that do not depend on what a benchmark calls its shapes."""
     result.add_argument("--world", type=int, default=world, help="ranks; 0 for all GPUs")
     result.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, not speed")
     result.add_argument("--rounds", type=int, default=20)
     result.add_argument("--limit", type=float, default=limit_s, help="seconds, after which the ranks are ended")
     result.add_argument("--out", default=None, help="CSV to merge the rows into, '' for none; the committed results")
     result.add_argument("--commit", default="", help="what stands in the column commit; git's HEAD by default")
-    return result
 
 
 def add_graph(to: argparse.ArgumentParser, default: str) -> None:

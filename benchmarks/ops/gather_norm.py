@@ -1,10 +1,9 @@
 """`python -m benchmarks.ops.gather_norm`: a residual sum, an RMS norm, a gather and its matmuls.
 
 The chain in front of attention (`qkv`) and of the MLP (`gate_up`) in a sequence-parallel layer. Contestants,
-interleaved: `nccl`, Inductor's kernel for sum and norm, an all-gather and matmuls; `apart:S`, the same kernel and the
-fused op by strategy S; `prologue:S`, the op with the norm. `auto` is what the plan picks. Times are in microseconds,
-the largest median of any rank, also inside CUDA graphs; every result is checked against `nccl`'s first. The table goes
-to stdout.
+interleaved, eager and inside CUDA graphs: those of `benchmarks.ops.chains`. Inductor's kernel, that of `nccl` and
+`ditron:split`, is for sum and norm. Rows go into benchmarks/results/norm.csv, op `gather_norm`; N is the width of all
+products together.
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.ops import chains
-from benchmarks.ops.chains import ROTATED_BYTES, TIMEOUT_S, WORKSPACE_LIMIT, Call
+from benchmarks.ops.chains import TIMEOUT_S, WORKSPACE_LIMIT, Call, Chain
+from benchmarks.records import Row
 from benchmarks.session import Session
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import Norm, ShardNorm
@@ -30,7 +30,7 @@ MODULE = "benchmarks.ops.gather_norm"
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = chains.parser(MODULE, __doc__, [2048, 8192])
+    result = chains.parser(MODULE, [2048, 8192])
     result.add_argument("--chains", nargs="+", choices=CHAINS, default=list(CHAINS))
     return result
 
@@ -43,12 +43,11 @@ def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> t
     return weight * scaled.to(total.dtype), total
 
 
-def calls_of(
+def chain_of(
     device: torch.device, world: int, group_name: str, chain: str, m: int, widths: Sequence[int], k: int
-) -> dict[str, Call]:
+) -> Chain:
     """The contestants on random operands: x and residual [m / W, k], weights [k, width] with contiguous k."""
-    nbytes = 2 * k * (sum(widths) + 2 * m // world)
-    copies = max(1, min(8, math.ceil(ROTATED_BYTES / nbytes))) if device.type == "cuda" else 1
+    copies = chains.copies_of(device, 2 * k * (sum(widths) + 2 * m // world))
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
@@ -60,52 +59,48 @@ def calls_of(
     op = ops.overload("all_gather_matmul")
 
     def site(name: str, strategy: str) -> tuple[object, ...]:
-        name = f"gather_norm/0:{name}:{chain}:{strategy}"
-        return None, 0, False, world, group_name, name, strategy, WORKSPACE_LIMIT, TIMEOUT_S
+        return None, 0, False, world, group_name, f"gather_norm/0:{chain}:{name}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
 
-    def nccl(i: int) -> Sequence[object]:
+    def gemm(i: int) -> Sequence[torch.Tensor]:
+        return [gathered @ weight for weight in weights[i % copies]]
+
+    def library(i: int) -> Sequence[torch.Tensor]:
         shard, total = normalise(*rows[i % copies], scale)
         dist.all_gather_into_tensor(gathered, shard)
-        return [*(gathered @ weight for weight in weights[i % copies]), total]
+        return [*gemm(i), total]
 
-    def apart(strategy: str) -> Call:
-        fixed = site("apart", strategy)
+    def split(i: int) -> Sequence[torch.Tensor]:
+        shard, total = normalise(*rows[i % copies], scale)
+        return [*op(shard, weights[i % copies], *apart)[:-1], total]
 
-        def call(i: int) -> Sequence[object]:
-            shard, total = normalise(*rows[i % copies], scale)
-            return [*op(shard, weights[i % copies], *fixed)[:-1], total]
+    def fused(name: str, strategy: str) -> Call:
+        fixed, norm = site(name, strategy), ops.shard_norm_args(PROLOGUE)
 
-        return call
-
-    def prologue(strategy: str) -> Call:
-        fixed, norm = site("prologue", strategy), ops.shard_norm_args(PROLOGUE)
-
-        def call(i: int) -> Sequence[object]:
+        def call(i: int) -> Sequence[torch.Tensor]:
             x, residual = rows[i % copies]
             outputs: list[torch.Tensor] = op(x, weights[i % copies], *fixed, [], "", residual, scale, None, *norm)
             return outputs[:-1]
 
         return call
 
-    calls: dict[str, Call] = {"nccl": nccl}
-    for strategy in chains.strategies(device):
-        calls |= {f"apart:{strategy}": apart(strategy), f"prologue:{strategy}": prologue(strategy)}
-    return calls
+    apart = site("split", "auto")
+    calls: dict[str, Call] = {"gemm": gemm, chains.library(device): library, "ditron:split": split}
+    calls |= {name: fused(name, strategy) for name, strategy in chains.strategies(device).items()}
+    return Chain("gather_norm", f"M={m};N={sum(widths)};K={k};chain={chain}", m, k, calls, site("ditron", "auto")[5])
 
 
-def measure(session: Session, options: argparse.Namespace) -> list[dict[str, float]]:
-    """All shapes, on this rank; rank 0 prints."""
-    found, device, world = [], session.clock.device, session.world_size
-    for chain in options.chains:
-        for model, layer, m in chains.layers(options):
-            columns = {"qkv": [layer.query_dim + 2 * layer.key_dim], "gate_up": [layer.hidden_dim] * 2}[chain]
-            widths = [one // world // options.shrink for one in columns]
-            k = layer.dim // options.shrink
-            calls = calls_of(device, world, session.group_name, chain, m, widths, k)
-            title = f"{chain}, {model}, M={m} N={'+'.join(map(str, widths))} K={k}"
-            site = f"gather_norm/0:prologue:{chain}:auto"
-            found.append(chains.contest(session, calls, options.rounds, title, site))
-    return found
+def measure(session: Session, options: argparse.Namespace) -> list[Row]:
+    """All shapes, on this rank."""
+
+    def found() -> Iterator[Chain]:
+        device, world = session.clock.device, session.world_size
+        for chain in options.chains:
+            for _, layer, m in chains.layers(options):
+                columns = {"qkv": [layer.query_dim + 2 * layer.key_dim], "gate_up": [layer.hidden_dim] * 2}[chain]
+                widths = [one // world // options.shrink for one in columns]
+                yield chain_of(device, world, session.group_name, chain, m, widths, layer.dim // options.shrink)
+
+    return chains.measure(session, options, found())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

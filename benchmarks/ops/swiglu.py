@@ -1,9 +1,8 @@
 """`python -m benchmarks.ops.swiglu`: silu(x @ gate) * (x @ up) of a gathered x, with and without the epilogue.
 
-Contestants, interleaved: `nccl`, an all-gather, two matmuls and Inductor's pointwise kernel; `apart:S`, the fused op by
-strategy S and the same pointwise kernel behind it; `epilogue:S`, the op with the epilogue. `auto` is what the plan
-picks. Times are in microseconds, the largest median of any rank, also inside CUDA graphs; every result is checked
-against `nccl`'s first. The table goes to stdout.
+Contestants, interleaved, eager and inside CUDA graphs: those of `benchmarks.ops.chains`. `ditron:split` stores both
+products and leaves silu(..) * .. to Inductor's kernel. `training` returns the products too, for the backward. Rows go
+into benchmarks/results/norm.csv, op `swiglu`; N is the width of one of the two products.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.ops import chains
-from benchmarks.ops.chains import ROTATED_BYTES, TIMEOUT_S, WORKSPACE_LIMIT, Call
+from benchmarks.ops.chains import TIMEOUT_S, WORKSPACE_LIMIT, Call, Chain
+from benchmarks.records import Row
 from benchmarks.session import Session
 from ditron_inductor.task import ops
 
@@ -31,16 +31,14 @@ EPILOGUES = {
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = chains.parser(MODULE, __doc__, [2048, 4096, 8192])
+    result = chains.parser(MODULE, [2048, 4096, 8192])
     result.add_argument("--kinds", nargs="+", choices=sorted(EPILOGUES), default=["inference"])
     return result
 
 
-def calls_of(
-    device: torch.device, world: int, group_name: str, kind: str, m: int, width: int, k: int
-) -> dict[str, Call]:
+def chain_of(device: torch.device, world: int, group_name: str, kind: str, m: int, width: int, k: int) -> Chain:
     """The contestants on random operands: shard [m / W, k], gate and up [k, width] with contiguous k."""
-    copies = max(1, min(8, math.ceil(ROTATED_BYTES / (4 * k * width)))) if device.type == "cuda" else 1
+    copies = chains.copies_of(device, 4 * k * width)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
@@ -53,45 +51,47 @@ def calls_of(
     saved = kind == "training"
     op = ops.overload("all_gather_matmul")
 
-    def nccl(i: int) -> Sequence[object]:
-        dist.all_gather_into_tensor(gathered, shards[i % copies])
-        gate, up = (gathered @ weight for weight in weights[i % copies])
+    def finished(gate: torch.Tensor, up: torch.Tensor) -> list[torch.Tensor]:
         return [finish(gate, up), gate, up] if saved else [finish(gate, up)]
 
+    def gemm(i: int) -> Sequence[torch.Tensor]:
+        return [gathered @ weight for weight in weights[i % copies]]
+
+    def library(i: int) -> Sequence[torch.Tensor]:
+        dist.all_gather_into_tensor(gathered, shards[i % copies])
+        gate, up = gemm(i)
+        return finished(gate, up)
+
     def site(name: str, strategy: str) -> tuple[object, ...]:
-        return world, group_name, f"swiglu/0:{name}:{strategy}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
+        return world, group_name, f"swiglu/0:{kind}:{name}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
 
-    def apart(strategy: str) -> Call:
-        fixed = site("apart", strategy)
+    def split(i: int) -> Sequence[torch.Tensor]:
+        gate, up, _ = op(shards[i % copies], weights[i % copies], None, 0, False, *apart)
+        return finished(gate, up)
 
-        def call(i: int) -> Sequence[object]:
-            gate, up, _ = op(shards[i % copies], weights[i % copies], None, 0, False, *fixed)
-            return [finish(gate, up), gate, up] if saved else [finish(gate, up)]
-
-        return call
-
-    def epilogue(strategy: str) -> Call:
-        fixed = site(kind, strategy)
+    def fused(name: str, strategy: str) -> Call:
+        fixed = site(name, strategy)
         return lambda i: op(
             shards[i % copies], weights[i % copies], None, 0, False, *fixed, [], EPILOGUES[kind]
         )[:-1]  # fmt: skip
 
-    calls: dict[str, Call] = {"nccl": nccl}
-    for strategy in chains.strategies(device):
-        calls |= {f"apart:{strategy}": apart(strategy), f"epilogue:{strategy}": epilogue(strategy)}
-    return calls
+    apart = site("split", "auto")
+    calls: dict[str, Call] = {"gemm": gemm, chains.library(device): library, "ditron:split": split}
+    calls |= {name: fused(name, strategy) for name, strategy in chains.strategies(device).items()}
+    return Chain("swiglu", f"M={m};N={width};K={k};kind={kind}", m, k, calls, site("ditron", "auto")[2])
 
 
-def measure(session: Session, options: argparse.Namespace) -> list[dict[str, float]]:
-    """All shapes, on this rank; rank 0 prints."""
-    found, device, world = [], session.clock.device, session.world_size
-    for kind in options.kinds:
-        for model, layer, m in chains.layers(options):
-            width, k = layer.hidden_dim // world // options.shrink, layer.dim // options.shrink
-            calls = calls_of(device, world, session.group_name, kind, m, width, k)
-            title = f"{kind}, {model}, M={m} N=2x{width} K={k}"
-            found.append(chains.contest(session, calls, options.rounds, title, f"swiglu/0:{kind}:auto"))
-    return found
+def measure(session: Session, options: argparse.Namespace) -> list[Row]:
+    """All shapes, on this rank."""
+
+    def found() -> Iterator[Chain]:
+        device, world = session.clock.device, session.world_size
+        for kind in options.kinds:
+            for _, layer, m in chains.layers(options):
+                width, k = layer.hidden_dim // world // options.shrink, layer.dim // options.shrink
+                yield chain_of(device, world, session.group_name, kind, m, width, k)
+
+    return chains.measure(session, options, found())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
