@@ -52,15 +52,19 @@ def test_flash_decode(rank_pools: RankPools) -> None:
 def test_all_gather_attention(rank_pools: RankPools) -> None:
     rows = _run(rank_pools, "benchmarks.ops.all_gather_attention", _tiny("benchmarks.ops.all_gather_attention"))
     wanted = OURS | {"ditron:chunked", "local", "sdpa", "sdpa:blocks"}
-    assert {row.sizes["mask"] for row in rows} == {"causal_offset", "zigzag"}
+    assert {row.sizes["mask"] for row in rows} == {"causal_offset", "zigzag", "given"}
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
+    biased = [row for row in rows if "bias" in row.sizes]
+    # A `tile` kernel takes no bias.
+    assert {row.contestant for row in biased} == wanted - {"ditron:tile"}
+    assert {row.sizes["bias"] for row in biased} == {"documents", "alibi"}
 
 
 def test_attention_reduce_scatter(rank_pools: RankPools) -> None:
     rows = _run(rank_pools, attention_reduce_scatter.MODULE, _tiny(attention_reduce_scatter.MODULE))
     wanted = OURS - {"ditron:tile"} | {"ditron:chunked", "local", "sdpa", "sdpa:blocks"}
     assert {row.op for row in rows} == {"attention_reduce_scatter"}
-    assert {row.sizes["mask"] for row in rows} == {"causal_offset", "zigzag"}
+    assert {row.sizes["mask"] for row in rows} == {"causal_offset", "zigzag", "given"}
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
     assert attention_reduce_scatter.verdict(rows).startswith("sdpa/ditron ")
 
@@ -70,7 +74,7 @@ def test_a_wrong_gradient_is_not_timed() -> None:
     right = [torch.randn(1, heads, 8, 8).bfloat16() for heads in (4, 2, 2)]
     rows = torch.tensor([0, 3, 7])
     expected = tuple(one[:, :, rows].float() for one in right)
-    problem = attention_reduce_scatter.Problem(cell, (right[0],) * 6, rows, expected)
+    problem = attention_reduce_scatter.Problem(cell, (right[0],) * 6, None, rows, expected)
     problem.check(right)
     # `local` has the first one alone.
     problem.check(right[:1])

@@ -11,8 +11,9 @@ Every rank has `tokens` / W of one sequence, as queries, keys and values. Contes
 
 `sdpa` is what a program calls: FlashAttention's mask that is aligned at the end of the keys. `sdpa:blocks` is what our
 `library` runs, cuDNN's full and causal blocks with one kernel that merges them; for the other masks it is `sdpa` too.
-With a soft cap, which no kernel of the library has, blocks are plain operations, and there is no limit. A contestant is
-timed only if its result is right on all ranks. Rows go into benchmarks/results/attention.csv.
+With a soft cap, which no kernel of the library has, blocks are plain operations, and there is no limit. With a bias
+`sdpa` is `scaled_dot_product_attention`, which chooses its kernel itself. A contestant is timed only if its result is
+right on all ranks. Rows go into benchmarks/results/attention.csv.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tabulate import tabulate
 
 from benchmarks.launch import measure_on_ranks, num_ranks
 from benchmarks.ops import command
+from benchmarks.ops.biases import BIASES
 from benchmarks.records import ATTENTION, Row, by_cell, head_commit, merge_csv
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ TOKENS = (8192, 16384, 32768, 65536, 131072)
 
 @dataclass(frozen=True)
 class Cell:
-    """Of `tokens` in all; see task/all_gather_attention.py for masks."""
+    """Of `tokens` in all; see task/all_gather_attention.py for masks, and biases.py for what the mask `given` is."""
 
     tokens: int
     heads: int
@@ -64,12 +66,20 @@ class Cell:
     mask: str = "causal_offset"
     window: int = 0
     softcap: float = 0.0
+    bias: str = ""
 
     @property
     def shape(self) -> str:
         sizes = f"tokens={self.tokens};heads={self.heads};key_heads={self.key_heads};head_dim={self.head_dim}"
         window = f";window={self.window}" if self.window else ""
-        return f"{sizes};mask={self.mask}{window}" + (f";softcap={self.softcap:g}" if self.softcap else "")
+        bias = f";bias={self.bias}" if self.bias else ""
+        return f"{sizes};mask={self.mask}{window}{bias}" + (f";softcap={self.softcap:g}" if self.softcap else "")
+
+    def bias_of(self, rank: int, world: int, device: torch.device) -> torch.Tensor | None:
+        """What a rank adds to the scores of all heads and keys; None for nothing."""
+        if not self.bias:
+            return None
+        return BIASES[self.bias](rank, self.tokens // world, self.tokens, self.heads, device)
 
 
 def anchors(mask: str) -> list[Cell]:
@@ -91,8 +101,14 @@ SETS: dict[str, Callable[[], list[Cell]]] = {
         for heads in ((16, 8, 256), (32, 16, 128))
         for window in (0, 4096)
     ],
+    "bias": lambda: [Cell(tokens, 32, 8, mask="given", bias=bias) for tokens in TOKENS[:2] for bias in BIASES],
     "few": lambda: [Cell(8192, 32, 8), Cell(8192, 64, 8), Cell(16384, 32, 8), Cell(32768, 32, 8)],
-    "tiny": lambda: [Cell(64, 4, 2, 16), Cell(64, 4, 2, 16, "zigzag", 24), Cell(64, 4, 2, 16, softcap=2.0)],
+    "tiny": lambda: [
+        Cell(64, 4, 2, 16),
+        Cell(64, 4, 2, 16, "zigzag", 24),
+        Cell(64, 4, 2, 16, softcap=2.0),
+        *(Cell(64, 4, 2, 16, "given", bias=bias) for bias in BIASES),
+    ],
 }
 
 
@@ -116,6 +132,7 @@ class Problem:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    bias: torch.Tensor | None
     rows: torch.Tensor
     expected: torch.Tensor
 
@@ -151,9 +168,11 @@ def make_problem(session: Session, cell: Cell, device: Any, group_name: str) -> 
     keys, values = (reference.all_gather(one.contiguous(), **group).float() for one in (k, v))
     rows = sampled_rows(length, device)[:: 1 if length < SAMPLED_ROWS else 2]
     seen = reference_attention.visible(task.Mask(cell.mask, cell.window), rank, world, length, length, device, rows)
+    bias = cell.bias_of(rank, world, device)
     scores: dict[str, float] = {"scale": cell.head_dim**-0.5, "softcap": cell.softcap}
-    expected, _ = reference_attention.attend(q[:, :, rows].float(), keys, values, seen=seen, **scores)
-    return Problem(cell, q, k, v, rows, expected)
+    of_rows = None if bias is None else bias[:, :, rows]
+    expected, _ = reference_attention.attend(q[:, :, rows].float(), keys, values, seen=seen, bias=of_rows, **scores)
+    return Problem(cell, q, k, v, bias, rows, expected)
 
 
 def contestants(session: Session, problem: Problem, group_name: str) -> dict[str, Any]:
@@ -168,29 +187,32 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
     from ditron_inductor.task import ops, reference_attention
     from ditron_inductor.task.policy import Policy
 
-    cell, q, k, v, scale = problem.cell, problem.q, problem.k, problem.v, problem.scale
+    cell, q, k, v, bias, scale = problem.cell, problem.q, problem.k, problem.v, problem.bias, problem.scale
     world, rank, cuda = session.world_size, session.rank, problem.q.is_cuda
     node = task.AllGatherAttention(
         task.Mask(cell.mask, cell.window), scale, cell.softcap, world, group_name, "benchmark", Policy()
     )
     blocks = library.make(node, q, k, v)
-    found: dict[str, Any] = {BLOCKS: lambda i: blocks(q, k, v)[0]}
+    found: dict[str, Any] = {BLOCKS: lambda i: blocks(q, k, v, bias)[0]}
     group = torch.distributed.distributed_c10d._resolve_process_group(group_name)
     gathered = library.gather(k, v, group)
     if cuda:
         spans = joined(sorted(task.blocks(node.mask, rank, world, q.shape[2], k.shape[2]), key=lambda one: one.source))
-        merge, run = Merge(q, [span.rows for span in spans]), local.choose(q, k, v, cell.softcap)
+        run = local.choose(q, k, v, cell.softcap, biased=bias is not None)
+        merge = Merge(q, [span.rows for span in spans])
 
         def attention(i: int) -> torch.Tensor:
-            partials = [
-                run.forward(span.queries(q), span.of(gathered[0]), span.of(gathered[1]), span.seen(None, 0), scale)
-                for span in spans
-            ]
+            partials = []
+            for span in spans:
+                seen = span.seen(bias, k.shape[2])
+                partials.append(run.forward(span.queries(q), span.of(gathered[0]), span.of(gathered[1]), seen, scale))
             return merge(torch.cuda.current_stream().cuda_stream, partials)[0]
 
         found = {"local": attention, **found}
         if cell.softcap:
             found["inductor"] = _written(problem, node, group)
+        elif bias is not None:
+            found["sdpa:chosen"] = _chosen(q, k, v, bias, scale, group)
         elif cell.mask == "causal_offset":
             found["sdpa:aligned"] = _aligned(q, k, v, scale, rank, group, cell.window)
         found |= {} if cell.softcap else _rings(problem, group)
@@ -199,14 +221,14 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
             task.Mask(cell.mask, cell.window), rank, world, q.shape[2], k.shape[2], q.device
         )
         keys, values = canonical(gathered[0]), canonical(gathered[1])
-        given: dict[str, Any] = {"seen": seen, "scale": scale, "softcap": cell.softcap}
+        given: dict[str, Any] = {"seen": seen, "scale": scale, "softcap": cell.softcap, "bias": bias}
         found["local"] = lambda i: reference_attention.attend(q, keys, values, **given)[0].to(q.dtype)
 
     op = ops.overload(node.kind)
 
     def ours(strategy: str) -> Any:
         site = (world, group_name, f"benchmark/0:{node.kind}:{strategy}", strategy, WORKSPACE_LIMIT, TIMEOUT_S)
-        return lambda i: op(q, k, v, None, cell.mask, cell.window, 0, "", scale, cell.softcap, False, *site)[0]
+        return lambda i: op(q, k, v, None, cell.mask, cell.window, 0, "", scale, cell.softcap, False, *site, bias)[0]
 
     found["ditron"] = ours("auto")
     return found | {f"ditron:{strategy}": ours(strategy) for strategy in ("tile", "chunked", "library")}
@@ -228,6 +250,22 @@ def _aligned(q: Any, k: Any, v: Any, scale: float, rank: int, group: Any, window
             q.transpose(1, 2), keys, values, None, None, q.shape[2], keep, 0.0, True, False, scale=scale, **band
         )
         return found[0].transpose(1, 2)
+
+    return call
+
+
+def _chosen(q: Any, k: Any, v: Any, bias: Any, scale: float, group: Any) -> Any:
+    """A gather, and torch's attention with the kernel that torch chooses."""
+    import torch
+
+    from ditron_inductor.lowering.all_gather_attention import library
+    from ditron_inductor.lowering.all_gather_attention.parts import canonical
+
+    def call(i: int) -> torch.Tensor:
+        keys, values = map(canonical, library.gather(k, v, group))
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, keys, values, attn_mask=bias, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
     return call
 

@@ -11,7 +11,7 @@ part of their sum over the ranks. Contestants, all of a shape in one run:
     sdpa:blocks what our `library` runs: the library's backward by blocks of the mask, then one reduce-scatter
     ditron, ditron:chunked, ditron:library     the op, as the plan chooses, and forced
 
-For masks that no kernel has `sdpa` is `sdpa:blocks`.
+For masks that no kernel has, and with a bias, `sdpa` is `sdpa:blocks`.
 A contestant is timed only if its gradients are right on all ranks: those of some queries and of some keys of every rank
 against an fp32 reference. Rows go into benchmarks/results/attention.csv.
 """
@@ -54,6 +54,7 @@ class Problem:
 
     cell: Cell
     operands: tuple[torch.Tensor, ...]
+    bias: torch.Tensor | None
     rows: torch.Tensor
     expected: tuple[torch.Tensor, ...]
 
@@ -97,26 +98,32 @@ def make_problem(session: Session, cell: Cell, device: Any, group_name: str) -> 
     node = task.AllGatherAttention(
         mask, scale, cell.softcap, world, group_name, "benchmark", Policy(), return_gathered=True
     )
-    out, lse, keys, values = library.make(node, q, k, v)(q, k, v)
+    bias = cell.bias_of(rank, world, device)
+    out, lse, keys, values = library.make(node, q, k, v)(q, k, v, bias)
     rows = sampled_rows(length, device)[:: 1 if length < forward.SAMPLED_ROWS else 2]
 
     def seen(of: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor | None:
         shown = visible(mask, rank, world, length, length, device, of)
         return shown if shown is None or columns is None else shown[:, columns]
 
+    def added(of: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor | None:
+        shown = bias if bias is None else bias[:, :, of]
+        return shown if shown is None or columns is None else shown[..., columns]
+
     scores: dict[str, float] = {"scale": scale, "softcap": cell.softcap}
     of_rows = (one[:, :, rows] for one in (grad_out, q))
     given = out[:, :, rows], lse[:, :, rows]
-    grad_q = attend_backward(*of_rows, keys, values, *given, seen=seen(rows), **scores)[0]
+    grad_q = attend_backward(*of_rows, keys, values, *given, seen=seen(rows), bias=added(rows), **scores)[0]
     columns = of_every_shard(rows, length, world)
     parts = [seen(part, columns) for part in torch.arange(length, device=device).split(SEEN_ROWS)]
     masks = [part for part in parts if part is not None]
     sampled = keys[:, :, columns], values[:, :, columns]
     whole = torch.cat(masks) if masks else None
-    grads = torch.stack(attend_backward(grad_out, q, *sampled, out, lse, seen=whole, **scores)[1:])
+    more = added(torch.arange(length, device=device), columns)
+    grads = torch.stack(attend_backward(grad_out, q, *sampled, out, lse, seen=whole, bias=more, **scores)[1:])
     dist.all_reduce(grads)
     of_keys = grads.unflatten(3, (world, -1))[:, :, :, rank]
-    return Problem(cell, (grad_out, q, keys, values, out, lse), rows, (grad_q, *of_keys))
+    return Problem(cell, (grad_out, q, keys, values, out, lse), bias, rows, (grad_q, *of_keys))
 
 
 def contestants(session: Session, problem: Problem, group_name: str) -> dict[str, Any]:
@@ -129,25 +136,26 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
     from ditron_inductor.task import ops, reference_attention
     from ditron_inductor.task.policy import Policy
 
-    cell, operands, scale = problem.cell, problem.operands, problem.scale
+    cell, operands, bias, scale = problem.cell, problem.operands, problem.bias, problem.scale
     world, rank, q = session.world_size, session.rank, problem.operands[1]
     node = task.AttentionReduceScatter(
         task.Mask(cell.mask, cell.window), scale, cell.softcap, world, group_name, "benchmark", Policy()
     )
     blocks = library.make(node, operands)  # type: ignore[arg-type]
-    found: dict[str, Any] = {BLOCKS: lambda i: blocks(*operands)}
+    found: dict[str, Any] = {BLOCKS: lambda i: blocks(*operands, bias)}
     if q.is_cuda:
         group = torch.distributed.distributed_c10d._resolve_process_group(group_name)
         found = {"local": _local(node, problem, rank), **found} | _of_programs(problem, rank, group)
     else:
         seen = reference_attention.visible(node.mask, rank, world, q.shape[2], q.shape[2], q.device)
-        backward = functools.partial(reference_attention.attend_backward, seen=seen, scale=scale, softcap=cell.softcap)
+        given: dict[str, Any] = {"seen": seen, "scale": scale, "softcap": cell.softcap, "bias": bias}
+        backward = functools.partial(reference_attention.attend_backward, **given)
         found["local"] = lambda i: (backward(*operands)[0].to(q.dtype),)
     op = ops.overload(node.kind)
 
     def ours(strategy: str) -> Any:
         site = (world, group_name, f"benchmark/0:{node.kind}:{strategy}", strategy, WORKSPACE_LIMIT, TIMEOUT_S)
-        return lambda i: op(*operands, None, cell.mask, cell.window, 0, "", scale, cell.softcap, *site)[:3]
+        return lambda i: op(*operands, None, cell.mask, cell.window, 0, "", scale, cell.softcap, *site, bias)[:3]
 
     return found | {"ditron": ours("auto")} | {f"ditron:{strategy}": ours(strategy) for strategy in STRATEGIES}
 
@@ -166,10 +174,12 @@ def _local(node: Any, problem: Problem, rank: int) -> Any:
     keys = k.shape[2] // node.world_size
     found = task.blocks(node.mask, rank, node.world_size, q.shape[2], keys)
     spans = joined(sorted(found, key=lambda one: one.source), whole=keys)
-    merge, run = Merge(q, [span.rows for span in spans]), local.choose(q, k[:, :, :keys], v[:, :, :keys], node.softcap)
+    bias, own = problem.bias, (k[:, :, :keys], v[:, :, :keys])
+    run = local.choose(q, *own, node.softcap, biased=bias is not None)
+    merge = Merge(q, [span.rows for span in spans])
 
     def call(i: int) -> tuple[torch.Tensor]:
-        partials = [gradients(run, span, operands, keys, node.scale)[0] for span in spans]  # type: ignore[arg-type]
+        partials = [gradients(run, span, operands, keys, node.scale, bias)[0] for span in spans]  # type: ignore[arg-type]
         return (merge.add(torch.cuda.current_stream().cuda_stream, partials, q),)
 
     return call
