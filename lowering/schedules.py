@@ -82,13 +82,68 @@ def cut(rows: int, parts: int) -> list[tuple[int, int]]:
     return [(first, min(first + length, rows)) for first in range(0, rows, length)] if rows else []
 
 
+WHOLE_GAIN = 0.97
+"""What making some products whole has to take of the time without: the model is no better than that."""
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """What is copied and multiplied after the own shard: `groups` in order, each for one product (or for two, where its
+    rows lie at both ends of the output) with every weight but those in `whole`, by number: these are multiplied once,
+    with all rows, when the last of them are there.
+    """
+
+    groups: tuple[tuple[Piece, ...], ...]
+    whole: tuple[int, ...] = ()
+
+
 @functools.lru_cache(maxsize=1024)
 def gather_schedule(
-    world_size: int, rank: int, rows: int, columns: tuple[int, ...], k: int, itemsize: int, num_sms: int
-) -> tuple[tuple[Piece, ...], ...]:
-    """What is copied and multiplied after the own shard: groups in order, each for one product (or for two, where its
-    rows lie at both ends of the output). rows: of a shard.
+    world_size: int,
+    rank: int,
+    rows: int,
+    columns: tuple[int, ...],
+    k: int,
+    itemsize: int,
+    num_sms: int,
+    *,
+    apart: bool = False,
+) -> Gathering:
+    """See Gathering. rows: of a shard; columns: of each weight. apart: the rows of a shard do not lie together, so the
+    shards are multiplied one by one.
+
+    Narrow weights, such as those of keys and values, have few tiles in a group of rows. While the products with wide
+    ones hide the transfer, theirs can wait until they fill the GPU.
     """
+    widest_first = sorted(range(len(columns)), key=lambda i: -columns[i])
+    best: tuple[float, Gathering] | None = None
+    for count in range(len(columns), 0, -1):
+        in_groups = tuple(columns[i] for i in widest_first[:count])
+        whole = tuple(sorted(widest_first[count:]))
+        us, groups = _in_groups(world_size, rank, rows, in_groups, k, itemsize, num_sms, apart=apart)
+        at_once = tuple(columns[i] for i in whole)
+        us += product_us(world_size * rows, at_once, k, itemsize, num_sms, overlapped=True)
+        if whole:
+            # The own rows are put beside the others, on the way into the slot or by a copy.
+            us += (2 if apart else 1) * rows * k * itemsize / MEMORY_BYTES_US + (LAUNCH_US if apart else 0.0)
+        if best is None or us < (best[0] if best[1].whole else WHOLE_GAIN * best[0]):
+            best = us, Gathering(groups, whole)
+    assert best is not None
+    return best[1]
+
+
+def _in_groups(
+    world_size: int,
+    rank: int,
+    rows: int,
+    columns: tuple[int, ...],
+    k: int,
+    itemsize: int,
+    num_sms: int,
+    *,
+    apart: bool,
+) -> tuple[float, tuple[tuple[Piece, ...], ...]]:
+    """The best groups for products with all these columns, and when the last product ends, in microseconds."""
 
     def cost(group: Sequence[Piece]) -> float:
         lengths = [last - first for first, last in runs(group, rank, world_size, rows)]
@@ -96,7 +151,7 @@ def gather_schedule(
 
     best: tuple[float, tuple[tuple[Piece, ...], ...]] | None = None
     own = product_us(rows, columns, k, itemsize, num_sms, overlapped=True)
-    for parts in PARTS:
+    for parts in (1,) if apart else PARTS:
         if parts > 1 and rows < parts * LEAST_ROWS:
             break
         pieces = [Piece(step, *run) for step in range(1, world_size) for run in cut(rows, parts)]
@@ -106,8 +161,9 @@ def gather_schedule(
         # ends[i]: the earliest end of the first i pieces, and the group that it takes for the last of them.
         ends: list[tuple[float, int]] = [(own, 0)]
         for end in range(1, len(pieces) + 1):
+            begins = range(end - 1 if apart else 0, end)
             ends.append(
-                min((max(ends[begin][0], arrivals[end - 1]) + cost(pieces[begin:end]), begin) for begin in range(end))
+                min((max(ends[begin][0], arrivals[end - 1]) + cost(pieces[begin:end]), begin) for begin in begins)
             )
         groups: list[tuple[Piece, ...]] = []
         end = len(pieces)
@@ -118,7 +174,7 @@ def gather_schedule(
         if best is None or ends[-1][0] < best[0]:
             best = ends[-1][0], tuple(reversed(groups))
     assert best is not None
-    return best[1]
+    return best
 
 
 def runs(group: Sequence[Piece], rank: int, world_size: int, rows: int) -> list[tuple[int, int]]:

@@ -20,9 +20,7 @@ import triton.language as tl
 @triton.jit
 def rows_descriptor(a, M, K, stride_am, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """Descriptor of A [M, K] with contiguous K, for blocks [BLOCK_M, BLOCK_K]. The base is a multiple of 16 bytes."""
-    return tl.make_tensor_descriptor(
-        a, shape=[M, K], strides=[stride_am, 1], block_shape=[BLOCK_M, BLOCK_K]
-    )
+    return tl.make_tensor_descriptor(a, shape=[M, K], strides=[stride_am, 1], block_shape=[BLOCK_M, BLOCK_K])
 
 
 @triton.jit
@@ -31,13 +29,9 @@ def weight_descriptor(
 ):
     """Descriptor of B [K, N]: of its transpose if K_MAJOR (contiguous K, as nn.Linear holds it), else of B itself."""
     if K_MAJOR:
-        return tl.make_tensor_descriptor(
-            b, shape=[N, K], strides=[stride_bn, 1], block_shape=[BLOCK_N, BLOCK_K]
-        )
+        return tl.make_tensor_descriptor(b, shape=[N, K], strides=[stride_bn, 1], block_shape=[BLOCK_N, BLOCK_K])
     else:
-        return tl.make_tensor_descriptor(
-            b, shape=[K, N], strides=[stride_bk, 1], block_shape=[BLOCK_K, BLOCK_N]
-        )
+        return tl.make_tensor_descriptor(b, shape=[K, N], strides=[stride_bk, 1], block_shape=[BLOCK_K, BLOCK_N])
 
 
 @triton.jit

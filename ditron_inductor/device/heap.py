@@ -105,9 +105,7 @@ class CudaHeap:
         process_group = group.process_group()
         assert process_group is not None
         RENDEZVOUS.done += 1
-        handle = outside_pools(
-            self.local.device, functools.partial(symm_mem.rendezvous, self.local, process_group)
-        )
+        handle = outside_pools(self.local.device, functools.partial(symm_mem.rendezvous, self.local, process_group))
         assert handle.rank == group.rank and handle.world_size == group.world_size
         self.addresses = tuple(handle.buffer_ptrs)
         assert self.addresses[group.rank] == self.local.data_ptr()

@@ -4,8 +4,9 @@ Problem. Every rank holds a shard of the activations, rows [S, K] once flattened
 Algorithm. A small kernel puts the own shard into the own slot, where its peers read it. The main stream multiplies the
 own shard straight from the input, or, where a norm makes it, from the slot (stage_norm.py). Meanwhile the side stream
 copies the other shards, that of rank + 1 first, into the gathered tensor; the main stream follows, product by product,
-each on as many rows as came together (lowering/schedules.py). An epilogue is one more launch when all products are
-there; a bias comes with the products.
+each on as many rows as came together (lowering/schedules.py). Narrow weights are multiplied with all rows at once when
+the last of them are there, the own ones among them. An epilogue is one more launch when all products are there; a bias
+comes with the products.
 Signal protocol. See lowering/transfers.py. One flag for each source, in row PIECE_ROWS: its whole shard is staged. The
 slot is only written with the credits of all peers, so nothing is ever revoked.
 Limits. K is the last dimension of the shard. Where the gathered dimension lies inside others, their sizes multiply to
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,7 +30,7 @@ from ditron_inductor.lowering.epilogues import Finisher
 from ditron_inductor.lowering.exchange import Exchange, Kernels, for_batches, multiply, shaped
 from ditron_inductor.lowering.launch import Launch, round_up
 from ditron_inductor.lowering.launcher import Bound
-from ditron_inductor.lowering.schedules import Piece
+from ditron_inductor.lowering.schedules import Gathering, Piece
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 from ditron_inductor.task.epilogue import products
 from ditron_inductor.task.nodes import AllGatherMatmul
@@ -49,33 +50,32 @@ def obstacle(node: AllGatherMatmul, shape: Sequence[int]) -> str:
 @dataclass(frozen=True, eq=False)
 class Geometry:
     """Sizes that all ranks share: `rows` of a shard, in `outer` runs that the gathered tensor keeps apart; the slot's
-    bytes. And what this rank copies and multiplies together: `groups`, see `schedules.gather_schedule`.
+    bytes. And by the widths of its weights what this rank copies and multiplies together: `schedule`.
     """
 
     rows: int
     K: int
     outer: int
     nbytes: int
-    groups: tuple[tuple[Piece, ...], ...]
+    schedule: Callable[[tuple[int, ...]], Gathering] = field(repr=False)
     kernels: Kernels = field(repr=False)
 
 
 def geometry(node: AllGatherMatmul, launch: Launch, shard: torch.Tensor, columns: int, k: int) -> Geometry:
-    """See Geometry. columns: of all weights together, the largest on any rank; k: K."""
-    world = node.world_size
-    rows = math.prod(shard.shape[:-1])
+    """See Geometry. k: K. Widths of weights may differ from rank to rank, and nothing here depends on them."""
+    rows, itemsize = math.prod(shard.shape[:-1]), shard.element_size()
     outer = math.prod(shard.shape[: node.gather_dim])
-    if outer == 1:
-        itemsize = shard.element_size()
-        groups = schedules.gather_schedule(world, launch.rank, rows, (columns,), k, itemsize, launch.num_sms)
-    else:
-        groups = tuple((Piece(step, 0, rows),) for step in range(1, world))
+
+    def schedule(widths: tuple[int, ...]) -> Gathering:
+        sizes = node.world_size, launch.rank, rows, widths, k, itemsize, launch.num_sms
+        return schedules.gather_schedule(*sizes, apart=outer > 1)
+
     return Geometry(
         rows=rows,
         K=k,
         outer=outer,
-        nbytes=round_up(rows * k * shard.element_size(), 256),
-        groups=groups,
+        nbytes=round_up(rows * k * itemsize, 256),
+        schedule=schedule,
         kernels=Kernels(launch),
     )
 
@@ -107,7 +107,7 @@ def all_gather_matmul(
         lefts = plan.rows_of(gathered)
         biases = plan.biases(extras, len(weights))
         rights = weights if plan.lengths is not None else [for_batches(weight, sizes.outer) for weight in weights]
-        parts = [(right, plan.rows_of(out), bias) for right, out, bias in zip(rights, mm, biases, strict=True)]
+        parts = [(rights[i], plan.rows_of(mm[i]), biases[i]) for i in range(len(weights)) if i not in plan.whole]
         with call.fork() as lane:
             copy = lefts[plan.own] if plan.copied else shard
             if node.prologue is None:
@@ -118,8 +118,9 @@ def all_gather_matmul(
                 loaded = pointers(shard_extras(given), shard)
                 plan.stage(lane.main, shard, loaded, all_outputs(node.prologue, outputs))
                 left = plan.staged
-            if node.return_gathered and not plan.copied:
+            if plan.has_own and not plan.copied:
                 lefts[plan.own].copy_(left)
+            own_staged = lane.here() if plan.whole else None
             # One wait for all shards, before the first product, which may leave no SM free.
             plan.wait_all(lane.side)
             for weight, out, bias in parts:
@@ -136,6 +137,11 @@ def all_gather_matmul(
                     for place in places:
                         for weight, out, bias in parts:
                             multiply(lefts[place], weight, out[place], bias)
+            for turn, i in enumerate(plan.whole, start=len(plan.groups)):
+                with lane.beside() if turn % 2 == 0 else HERE:
+                    lane.wait(own_staged)
+                    lane.wait(arrived[-1])
+                    multiply(gathered, weights[i], mm[i], biases[i])
         outs = mm if plan.finisher is None else plan.finisher.finish(mm, extras)
         plan.close(call.stream, (*outs, gathered) if node.return_gathered else tuple(outs))
     if node.return_gathered:
@@ -150,9 +156,10 @@ class _Plan:
     """What calls with one slot have in common: launches, copies, and where rows are.
 
     lengths: of the runs of rows that are multiplied as one, in the order of the gathered tensor; None where a shard's
-    rows do not lie together, and the runs are the ranks'. own: the place of the own run; copied: staging copies it to
-    the gathered tensor. finisher: of the node's epilogue. groups: places of the runs to multiply, and what is
-    copied there before. staged: the own shard in the own slot, in `shard_shape`.
+    rows do not lie together, and the runs are the ranks'. own: the place of the own run. has_own: the gathered tensor
+    gets it too, and where it is `copied`, staging puts it there. finisher: of the node's epilogue. groups: places of
+    the runs to multiply, and what is copied there before. whole: weights that are multiplied with all rows at once.
+    staged: the own shard in the own slot, in `shard_shape`.
     """
 
     stage: Bound
@@ -162,9 +169,11 @@ class _Plan:
     lengths: list[int] | None
     apart: tuple[int, int, int]
     own: int
+    has_own: bool
     copied: bool
     finisher: Finisher | None
     groups: list[tuple[list[int], list[Transfer]]]
+    whole: tuple[int, ...]
     staged: torch.Tensor
 
     def rows_of(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -193,11 +202,12 @@ def _plan(
     world, rank, rows, K, outer = node.world_size, launch.rank, sizes.rows, sizes.K, sizes.outer
     exchange = Exchange(sizes.kernels, call)
     plain = outer == 1
+    schedule = sizes.schedule(tuple(weight.shape[1] for weight in weights))
     # Bytes of a row, and of a run of rows that lie together on both sides.
     pitch = K * shard.element_size()
     run = rows // outer * pitch
     transfers = []
-    for group in sizes.groups:
+    for group in schedule.groups:
         found: list[Transfer] = []
         for piece in together(group):
             source = (rank + piece.step) % world
@@ -208,13 +218,14 @@ def _plan(
             else:
                 found += [((i * world + source) * run, staged + i * run, run) for i in range(outer)]
         transfers.append(found)
-    runs = [schedules.runs(group, rank, world, rows) for group in sizes.groups]
+    runs = [schedules.runs(group, rank, world, rows) for group in schedule.groups]
     lengths, place = schedules.partition([(rank * rows, (rank + 1) * rows), *itertools.chain(*runs)])
     if plain:
         places = [[place[first] for first, _ in of_group] for of_group in runs]
     else:
-        places = [[(rank + piece.step) % world for piece in group] for group in sizes.groups]
-    copied = node.return_gathered and plain
+        places = [[(rank + piece.step) % world for piece in group] for group in schedule.groups]
+    has_own = node.return_gathered or bool(schedule.whole)
+    copied = has_own and plain
     epilogue = node.parsed
     sources = range(len(weights)) if epilogue is None else [min(products(output)) for output in epilogue.outputs]
     numels = [world * rows * weights[source].shape[1] for source in sources]
@@ -231,9 +242,11 @@ def _plan(
         lengths=lengths if plain else None,
         apart=(outer, world, rows // outer),
         own=place[rank * rows] if plain else rank,
+        has_own=has_own,
         copied=copied,
         finisher=None if epilogue is None else Finisher(epilogue, shard, extras),
         groups=list(zip(places, transfers, strict=True)),
+        whole=schedule.whole,
         staged=call.data(rank, shard.dtype)[: rows * K].view(shard_shape),
     )
 

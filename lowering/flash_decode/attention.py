@@ -30,9 +30,7 @@ def cut_splits(length, splits, BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr
 
 
 @triton.jit
-def load_query(
-    q, strides_q, batch, row, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr
-):
+def load_query(q, strides_q, batch, row, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """[BLOCK_ROWS, HEAD_DIM], 0 behind ROWS query heads from `row` on; strides_q: of batch and head."""
     rows = tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, HEAD_DIM)
@@ -203,9 +201,7 @@ def merge_splits(
 
 
 @triton.jit
-def part_offsets(
-    head, heads, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr
-):
+def part_offsets(head, heads, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Where a rank's part of a head lies among its parts, o [heads * ROWS, HEAD_DIM], then lse [heads * ROWS].
 
     (offsets of o [MERGED_ROWS, HEAD_DIM], mask; offsets of lse [MERGED_ROWS], mask). Those of o are the result's too.

@@ -124,9 +124,7 @@ def check(ctx: RankContext, case: Case, site: Site) -> None:
     scales = calls.operand(ctx, [*case.shape[:-1], 1], case.dtype) if case.scaled else None
     before = [one.clone() for one in (*operands, *given) if one is not None]
     names = case.saved.split()
-    outputs = calls.all_reduce_rms_norm(
-        ctx, site, operands, given, case.norm, case.reduce_op, case.post, names, scales
-    )
+    outputs = calls.all_reduce_rms_norm(ctx, site, operands, given, case.norm, case.reduce_op, case.post, names, scales)
     normed = None if case.norm == ALONE else outputs.pop(0)
     total, *saved = outputs
     for out in (total,) if normed is None else (normed, total):

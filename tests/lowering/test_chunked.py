@@ -16,7 +16,7 @@ from ditron_inductor.lowering.all_gather_matmul import chunked as gather
 from ditron_inductor.lowering.matmul_all_gather import chunked as product
 from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce
 from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter
-from ditron_inductor.lowering.schedules import Piece, Reduction
+from ditron_inductor.lowering.schedules import Gathering, Piece, Reduction
 from tests.lowering import calls
 from tests.lowering import test_all_gather_matmul as gather_cases
 from tests.lowering import test_matmul_all_reduce as reduce_cases
@@ -95,7 +95,8 @@ def _cut(ctx: RankContext, kind: str, parts: int, together: int, rows: int) -> N
             runs = [(first, min(first + length, rows)) for first in range(0, rows, length)]
             pieces = [Piece(step, *run) for step in range(1, world) for run in runs]
             together_at = range(0, len(pieces), together)
-            return replace(sizes, groups=tuple(tuple(pieces[i : i + together]) for i in together_at))
+            groups = tuple(tuple(pieces[i : i + together]) for i in together_at)
+            return replace(sizes, schedule=lambda widths: Gathering(groups))
         if kind == "matmul_all_gather":
             return replace(sizes, parts=parts)
         if kind == "all_gather_contract":

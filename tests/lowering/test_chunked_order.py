@@ -17,7 +17,7 @@ from ditron_inductor.lowering.all_gather_matmul import chunked as gather
 from ditron_inductor.lowering.matmul_all_gather import chunked as product
 from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce
 from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter
-from ditron_inductor.lowering.schedules import Piece, Reduction
+from ditron_inductor.lowering.schedules import Gathering, Piece, Reduction
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllGather, MatmulAllReduce, MatmulReduceScatter, Policy
 from tests.lowering.recording import WORLD, FakeOrder, Log, make_launch, record
 
@@ -30,15 +30,17 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     return record(monkeypatch)
 
 
-def a_gather(log: Log, shape: tuple[int, ...], gather_dim: int, groups: Any = None) -> Call:
-    """With two weights, and the gathered tensor as a result."""
+def a_gather(
+    log: Log, shape: tuple[int, ...], gather_dim: int, groups: Any = None, whole: tuple[int, ...] = ()
+) -> Call:
+    """With two weights, and the gathered tensor as a result; what is no group is a rank's."""
     launch = a_site(log)
     node = AllGatherMatmul(gather_dim, WORLD, "g", True, "s", POLICY, 2)
     shard = torch.zeros(shape)
     weights = [torch.zeros(shape[-1], columns) for columns in (24, 48)]
     sizes = gather.geometry(node, launch, shard, 72, shape[-1])
-    if groups is not None:
-        sizes = replace(sizes, groups=groups)
+    cut = groups or tuple((Piece(step, 0, sizes.rows),) for step in range(1, WORLD))
+    sizes = replace(sizes, schedule=lambda widths: Gathering(cut, whole))
     return lambda: gather.all_gather_matmul(node, launch, sizes, shard, weights)
 
 
@@ -89,6 +91,7 @@ THREE_GROUPS = (
     (Piece(2, 0, 32), Piece(2, 32, 64), Piece(3, 0, 32)),
     (Piece(3, 32, 64),),
 )
+ONE_GROUP = (tuple(Piece(step, 0, 64) for step in (1, 2, 3)),)
 CALLS: dict[str, tuple[Callable[[Log], Call], str]] = {
     "gather": (
         lambda log: a_gather(log, (64, 32), 0, THREE_GROUPS),
@@ -106,6 +109,24 @@ CALLS: dict[str, tuple[Callable[[Log], Call], str]] = {
             7, <- side 8, close_slot
         side: <- main 0, await_all 0, copy 2048, copy 2048, copy 2048, copy 2048, copy 2048, copy 2048
         second: <- main 0, <- side 4, 2x16x32 @ 24, 2x16x32 @ 48, <- side 8, 2x16x32 @ 24, 2x16x32 @ 48
+        """,
+    ),
+    "gather, one at once": (
+        lambda log: a_gather(log, (64, 32), 0, THREE_GROUPS, (1,)),
+        """
+        main: stage, 64x32 @ 24, <- side 5, 32x32 @ 24, 64x32 @ 24, <- main 1, <- side 6, 256x32 @ 48, <-
+            second 5, <- side 6, close_slot
+        side: <- main 0, await_all 0, copy 8192, copy 8192, copy 4096, copy 4096
+        second: <- main 0, <- side 3, 64x32 @ 24, <- side 6, 32x32 @ 24
+        """,
+    ),
+    "gather, inner dimension, one at once": (
+        lambda log: a_gather(log, (2, 16, 32), 1, None, (0,)),
+        """
+        main: stage, copy 4096, 2x16x32 @ 48, <- side 6, 2x16x32 @ 48, <- main 2, <- side 8, 128x32 @ 24, <-
+            second 5, <- side 8, close_slot
+        side: <- main 0, await_all 0, copy 2048, copy 2048, copy 2048, copy 2048, copy 2048, copy 2048
+        second: <- main 0, <- side 4, 2x16x32 @ 48, <- side 8, 2x16x32 @ 48
         """,
     ),
     "scatter": (
@@ -228,7 +249,7 @@ class Operators(TorchDispatchMode):
     ("make", "expected", "switches"),
     [
         # Outputs; one split for each tensor of rows.
-        (lambda log: a_gather(log, (64, 32), 0), {"new_empty": 3, "split_with_sizes": 3}, 2),
+        (lambda log: a_gather(log, (64, 32), 0, ONE_GROUP), {"new_empty": 3, "split_with_sizes": 3}, 2),
         # The output and the partials; the rows of a; where the own product goes.
         (lambda log: a_scatter(log, (256, 32), 0), {"new_empty": 2, "split_with_sizes": 1, "slice": 1}, 4),
         (lambda log: a_reduce(log, 256, 1, ((0, 3),)), {"new_empty": 2, "split_with_sizes": 1, "slice": 3}, 0),

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.schedules import Piece, Reduction
+from ditron_inductor.lowering.schedules import Gathering, Piece, Reduction
 
 NUM_SMS = 132
 WORLDS = (2, 3, 4, 8)
@@ -19,7 +19,7 @@ SHAPES = ((14336, 8192), (7168, 4096), (1000, 16384), (1, 1))
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_gather_takes_every_row_once(world: int, rows: int) -> None:
     for (columns, k), rank in itertools.product(SHAPES, range(world)):
-        groups = schedules.gather_schedule(world, rank, rows, (columns,), k, 2, NUM_SMS)
+        groups = schedules.gather_schedule(world, rank, rows, (columns,), k, 2, NUM_SMS).groups
         pieces = [piece for group in groups for piece in group]
         assert all(groups)
         assert [piece.step for piece in pieces] == sorted(piece.step for piece in pieces)
@@ -63,18 +63,40 @@ def test_runs_join_what_lies_together() -> None:
 
 def test_a_long_transfer_is_cut_on_two_ranks() -> None:
     """Where the product is short, the first part of the peer's shard is not kept waiting for the last one."""
-    groups = schedules.gather_schedule(2, 0, 4096, (1024,), 8192, 2, NUM_SMS)
+    groups = schedules.gather_schedule(2, 0, 4096, (1024,), 8192, 2, NUM_SMS).groups
     assert len(groups) > 1
-    assert schedules.gather_schedule(2, 0, 4096, (14336,), 8192, 2, NUM_SMS) == ((Piece(1, 0, 4096),),)
+    assert schedules.gather_schedule(2, 0, 4096, (14336,), 8192, 2, NUM_SMS) == Gathering(((Piece(1, 0, 4096),),))
     assert schedules.scatter_schedule(2, 4096, 8192, NUM_SMS) == Reduction(2, ((0, 1), (1, 1)))
 
 
 def test_small_shards_are_multiplied_together() -> None:
     """Products of 256 rows and 7168 columns leave most of the GPU idle."""
-    groups = schedules.gather_schedule(4, 0, 256, (7168,), 4096, 2, NUM_SMS)
+    groups = schedules.gather_schedule(4, 0, 256, (7168,), 4096, 2, NUM_SMS).groups
     assert len(groups) < 3
     assert len(schedules.scatter_schedule(4, 512, 4096, NUM_SMS).groups) == 3
     assert len(schedules.scatter_schedule(8, 128, 4096, NUM_SMS).groups) < 7
+
+
+def test_narrow_weights_are_multiplied_at_once() -> None:
+    """Those of keys and values behind those of queries; gate and up, as wide as each other, with every group."""
+    queries, keys = 4096, 512
+    found = schedules.gather_schedule(2, 0, 1024, (keys, queries, keys), 8192, 2, NUM_SMS)
+    assert found.whole == (0, 2) and found.groups
+    assert schedules.gather_schedule(2, 0, 1024, (14336, 14336), 8192, 2, NUM_SMS).whole == ()
+    # Of long shards they fill the GPU as they are.
+    assert schedules.gather_schedule(2, 0, 4096, (queries, keys, keys), 8192, 2, NUM_SMS).whole == ()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("columns", [(7,), (1024, 128, 128), (64, 64), (0, 24)])
+def test_every_weight_is_multiplied_with_all_rows(columns: tuple[int, ...], apart: bool) -> None:
+    for world, rows, rank in itertools.product(WORLDS, ROWS, range(2)):
+        found = schedules.gather_schedule(world, rank, rows, columns, 4096, 2, NUM_SMS, apart=apart)
+        assert set(found.whole) < set(range(len(columns))) and list(found.whole) == sorted(found.whole)
+        narrowest = min(width for i, width in enumerate(columns) if i not in found.whole)
+        assert all(columns[i] <= narrowest for i in found.whole)
+        if apart:
+            assert found.groups == tuple((Piece(step, 0, rows),) for step in range(1, world))
 
 
 def test_an_all_reduce_has_more_parts_when_it_is_large() -> None:

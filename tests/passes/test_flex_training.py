@@ -74,7 +74,9 @@ def graphs(form: Callable[..., torch.Tensor]) -> list[fx.GraphModule]:
 
 
 @pytest.mark.parametrize(
-    "form", [full, scores_hidden, in_blocks, in_blocks_of_heads, seen_by_none, zigzag, with_sums], ids=lambda form: form.__name__
+    "form",
+    [full, scores_hidden, in_blocks, in_blocks_of_heads, seen_by_none, zigzag, with_sums],
+    ids=lambda form: form.__name__,
 )
 def test_both_directions_are_fused_and_right(form: Callable[..., torch.Tensor]) -> None:
     for direction, module in enumerate(graphs(form)):

@@ -101,7 +101,9 @@ def test_golden_two_norms_of_one_sum_in_training() -> None:
     assert fused(module) == 1
     # The order of the inputs is another one in each version of torch.
     _, behind = re.sub(r"primals_\d", "primals", text(module.graph)).split("view ", 1)
-    expecttest.assert_expected_inline(behind, """\
+    expecttest.assert_expected_inline(
+        behind,
+        """\
 [8, 16] = aten.reshape(primals, [8, 16])
 matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view], [primals], None, None, None, None, None, primals, primals, primals, primals, primals, None, 'sum', 'layer', 1e-05, False, False, '', 0.0, False, False, 'mean+rstd+other', 4, '0', '', 'auto', 1073741824, 0.0)
 getitem_3 [8, 32] = matmul_all_reduce_rms_norm[0]
@@ -134,7 +136,8 @@ add_7 [] = aten.add.Tensor(add_6, sum_3)
 permute [8, 32] = aten.permute(primals, [1, 0])
 permute_2 [32, 16] = aten.permute(primals, [1, 0])
 return (add_7, primals, primals, rows_2, convert_element_type_4, convert_element_type_5, permute, permute_2)
-""")
+""",
+    )
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, LlamaNorm])

@@ -114,7 +114,11 @@ GUARDS: dict[str, tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "the product is used": ("intermediate_used", lambda x, w, c: ((p := x @ w), all_reduce(p * c)), (X, W, COLUMN)),
     "the result is used": ("intermediate_used", lambda x, w, c: ((p := (x @ w) * c), all_reduce(p)), (X, W, COLUMN)),
     "divided by minus nothing": ("pointwise_between", lambda x, w: all_reduce((x @ w) / -0.0), (X, W)),
-    "another dtype": ("cast_between", lambda x, w, c: all_reduce((x @ w).float() * c), (X.to(BF16), W.to(BF16), COLUMN)),
+    "another dtype": (
+        "cast_between",
+        lambda x, w, c: all_reduce((x @ w).float() * c),
+        (X.to(BF16), W.to(BF16), COLUMN),
+    ),
     "rows in another order": (
         "bias",
         lambda x, w, r: all_reduce(x @ w + r.transpose(0, 1)),
