@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ditron_inductor.task.epilogue import Epilogue
+from ditron_inductor.task.epilogue import Epilogue, Product
 from ditron_inductor.task.epilogue_torch import NAMES
 from ditron_inductor.task.nodes import (
     AllGatherMatmul,
@@ -33,6 +33,17 @@ def epilogue_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
     # After the reduction no matmul adds a bias.
     rows = m // node.world_size if isinstance(node, MatmulReduceScatter) else m
     return rows * n * dtype.itemsize * epilogue.passes(NAMES[dtype], biases=False)
+
+
+def pair_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
+    """What an epilogue that joins two products of a gather moves, see `cost.Problem`; equal on all ranks."""
+    if not isinstance(node, AllGatherMatmul):
+        return 0
+    epilogue = node.parsed
+    if epilogue is None or all(len(group.products) < 2 for group in epilogue.groups()):
+        return 0
+    stored = sum(isinstance(output, Product) for output in epilogue.outputs)
+    return m * n * dtype.itemsize * (epilogue.passes(NAMES[dtype]) + stored) // node.num_weights
 
 
 def pre_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:

@@ -142,6 +142,7 @@ def _possible(
         chunked_reason=chunked_reason,
         epilogue_bytes=costs.epilogue_bytes(node, m, n, x.dtype),
         pre_bytes=costs.pre_bytes(node, m, n, x.dtype),
+        pair_bytes=costs.pair_bytes(node, m, n, x.dtype),
         more_products=costs.more_products(node, x.shape),
         in_band=node.kind == MatmulAllReduceRmsNorm.kind and not chunked_reason and chunked.in_band is not None,
     )

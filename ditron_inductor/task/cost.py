@@ -9,8 +9,8 @@ the parts of a gathered product that are put in their place:
     chunked       = overlapped(matmul / chunk efficiency, transfer at C) + passes P + W chunk costs
     tile          = overlapped(matmul / tile efficiency, transfer at B) + passes P + signals
     epilogue      = bytes that a kernel of its own reads and writes / H + launch, added to library and chunked; tile
-                    computes it in registers, for nothing, and so does the last kernel of chunked reductions, but for
-                    all-reduces in parts
+                    computes it in registers, for nothing but PAIR_COST where it joins two products, and so does the
+                    last kernel of chunked reductions, but for all-reduces in parts
     overlapped    = the longer one + a chunk's share of the shorter one: a gather cannot start before the first chunk, a
                     scatter does not end before the last one; W chunks, and at least MIN_CHUNKS (`chunked` of a gathered
                     product: one for PART_ROWS rows, and at most MIN_CHUNKS)
@@ -102,12 +102,22 @@ SMALL_HOST_US = 55.0
 
 CONTRACT_EFFICIENCY = 0.9
 """Speed of `tile` where the gathered dimension is contracted, in that of the other kernels: it loads by pointers."""
+PAIR_COST = 1.9
+"""What an epilogue of two products costs `tile`, in passes over the memory that it saves: two accumulators of half the
+columns each, and registers that do not suffice. 1.4 to 2.4 on H200s, 2048 to 8192 rows, with and without products that
+are stored too.
+"""
 ATTENTION_SPEED = 0.82
 """Of the library's attention, in that of its matmul: 600 TFLOP/s on an H200."""
 ATTENTION_TILE = 0.62
 """Speed of our attention in that of the library's: 0.63 to 0.69 on an H200."""
 BACKWARD_WORK = 2.5
 """Operations of the backward of attention in those of the forward."""
+
+BIASED_PARTS = 0.95
+"""Speed of attention with a bias in parts, in that of one call: 0.89 to 0.97 on two H200s."""
+BIAS_PASSES = 5
+"""Over a bias, before it can be cut: the largest one of each row, and what it leaves."""
 
 PART_ROWS = 512
 """A part of a gathered product has at least so many rows by `chunked`."""
@@ -218,7 +228,8 @@ class Problem:
     kernel of its own reads and writes for the epilogue; 0 without one. pre_bytes: likewise, for its part before the
     reduction. library_speed: of the library's kernel that this attention needs, in that of its fastest.
     more_products: matmuls that `chunked` makes in a call beyond those of one weight, in plain ones. in_band: whether
-    `chunked` ends with a norm kernel that sends in band.
+    `chunked` ends with a norm kernel that sends in band. pair_bytes: what an epilogue of two products reads of them and
+    writes, these products included where they are outputs; 0 without such a one. bias_bytes: of a bias of attention.
     """
 
     kind: str
@@ -233,6 +244,8 @@ class Problem:
     library_speed: float = 1.0
     more_products: int = 0
     in_band: bool = False
+    pair_bytes: int = 0
+    bias_bytes: int = 0
 
 
 def hardware(device_name: str) -> Hardware:
@@ -283,6 +296,8 @@ def beside_us(problem: Problem, on: Hardware, strategy: str) -> float:
 
 
 def _epilogue_us(problem: Problem, on: Hardware, strategy: str) -> float:
+    if strategy == "tile":
+        return PAIR_COST * problem.pair_bytes / on.memory_bytes_per_s * MICRO
     parts = [problem.epilogue_bytes] if _has_epilogue_kernel(problem, strategy) else []
     parts += [problem.pre_bytes] if _has_pre_kernel(problem, strategy) else []
     return sum(nbytes / on.memory_bytes_per_s * MICRO + on.launch_us for nbytes in parts)
@@ -382,7 +397,8 @@ def _library_us(problem: Problem, on: Hardware) -> float:
 def _chunked_us(problem: Problem, on: Hardware) -> float:
     if _is_small_all_reduce(problem):
         return SMALL_ALL_REDUCE * _library_us(problem, on)
-    matmul = _matmul_us(problem, on, efficiency=on.chunk_efficiency * problem.library_speed)
+    parts_speed = BIASED_PARTS if problem.bias_bytes else 1.0
+    matmul = _matmul_us(problem, on, efficiency=on.chunk_efficiency * problem.library_speed * parts_speed)
     rate = on.copy_bytes_per_s * _pair_gain(problem, on)
     chunks, passes_us = _chunks(problem), _partials_us(problem, on)
     if problem.kind == MatmulAllGather.kind:
@@ -391,7 +407,8 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
     if problem.kind in ATTENTION_KINDS:
         # What the parts return is read again, one [rows, heads * head size] for each source; k has keys and values.
         parts = problem.world_size * problem.n * problem.k / 2
-        passes_us = parts * problem.itemsize / on.memory_bytes_per_s * MICRO
+        read = parts * problem.itemsize + BIAS_PASSES * problem.bias_bytes
+        passes_us = read / on.memory_bytes_per_s * MICRO
     if problem.kind == AllGatherContract.kind:
         # As many parts of the kept dimension as have tiles for half of the GPU.
         chunks = max(1, min(math.ceil(problem.m / 128) * math.ceil(problem.n / 256) // 66, MIN_CHUNKS))

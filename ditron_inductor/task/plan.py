@@ -51,8 +51,8 @@ class PlanRequest:
         workspace_bytes: symmetric memory that `tile` needs here. tile_available, tile_reason: whether every rank can
         run the tile kernels, and if not, why not.
         chunked_bytes: symmetric memory that `chunked` needs here. chunked_reason: why it cannot run, empty if it can.
-        captured: inside a CUDA graph. epilogue_bytes, pre_bytes, library_speed, more_products, in_band: see
-        `cost.Problem`.
+        captured: inside a CUDA graph. epilogue_bytes, pre_bytes, library_speed, more_products, in_band, pair_bytes,
+        bias_bytes: see `cost.Problem`.
     """
 
     site: str
@@ -77,6 +77,8 @@ class PlanRequest:
     library_speed: float = 1.0
     more_products: int = 0
     in_band: bool = False
+    pair_bytes: int = 0
+    bias_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, .
     if measured is None or not any(strategy in measured.ratio for strategy in able):
         return "", ""
     # The tables are of products alone.
-    plain = _predicted(replace(request, epilogue_bytes=0, pre_bytes=0, in_band=False))
+    plain = _predicted(replace(request, epilogue_bytes=0, pre_bytes=0, in_band=False, pair_bytes=0))
     library_us = measured.library_us or (plain["library"] if plain else 1.0)
     us = {strategy: ratio * library_us for strategy, ratio in measured.ratio.items()}
     if plain:
@@ -186,6 +188,8 @@ def _problem(request: PlanRequest) -> cost.Problem:
         request.library_speed,
         request.more_products,
         request.in_band,
+        request.pair_bytes,
+        request.bias_bytes,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ditron_inductor.lowering.all_gather_attention import chunked, library, local, tile
+from ditron_inductor.lowering.all_gather_attention import chunked, library, tile
 from ditron_inductor.lowering.attention_reduce_scatter import chunked as backward_chunked
 from ditron_inductor.lowering.attention_reduce_scatter import library as backward_library
 from ditron_inductor.lowering.launch import Launch
@@ -44,11 +44,7 @@ def make_ops(lookup: Lookup, prepare: Prepare) -> dict[str, Callable[..., Any]]:
         key, run = lookup(AllGatherAttention.kind, site, operands)
         if run is None:
             run = _prepare_forward(prepare, key, operands, *site)
-        if bias is None or bias.dtype == torch.bool:
-            return [*run(*operands), ops.new_token(q)]
-        bias, base = local.anchored(bias, q.dtype)
-        out, lse, *gathered = run(q, k, v, bias)
-        return [out, lse + base, *gathered, ops.new_token(q)]
+        return [*run(*operands), ops.new_token(q)]
 
     def attention_reduce_scatter(*args: Any) -> tuple[torch.Tensor, ...]:
         site, bias = split_bias(AttentionReduceScatter.kind, args[7:])
@@ -56,9 +52,6 @@ def make_ops(lookup: Lookup, prepare: Prepare) -> dict[str, Callable[..., Any]]:
         key, run = lookup(AttentionReduceScatter.kind, site, operands)
         if run is None:
             run = _prepare_backward(prepare, key, operands, *site)
-        if bias is not None and bias.dtype != torch.bool:
-            bias, base = local.anchored(bias, operands[1].dtype)
-            operands = (*operands[:5], operands[5] - base, bias)
         return *run(*operands), ops.new_token(operands[1])
 
     return {
@@ -102,7 +95,8 @@ def _prepare_forward(
         }
         nbytes = {"tile": tiles.nbytes, "chunked": chunks.nbytes}
         speed = chunks.run.speed_with(node.mask)
-        return _request(node, launch, x.dtype, (m, n, depth), nbytes, tile.obstacle(node, q), speed), runners
+        more = tile.obstacle(node, q), speed, _nbytes(biases)
+        return _request(node, launch, x.dtype, (m, n, depth), nbytes, *more), runners
 
     m, n, shared = attention_sizes(node.mask, world_size, B, heads, queries, D, key_heads, keys)
     return prepare(
@@ -156,7 +150,8 @@ def _prepare_backward(
         runner = functools.partial(backward_chunked.attention_reduce_scatter, node, launch, chunks)
         nbytes = {"tile": chunks.nbytes, "chunked": chunks.nbytes}
         speed = chunks.run.speed_with(node.mask)
-        return _request(node, launch, x.dtype, (m, n, depth), nbytes, "", speed), {"tile": runner, "chunked": runner}
+        runners = {"tile": runner, "chunked": runner}
+        return _request(node, launch, x.dtype, (m, n, depth), nbytes, "", speed, _nbytes(biases)), runners
 
     m, n, shared = attention_sizes(node.mask, world_size, B, heads, queries, D, key_heads, keys)
     return prepare(
@@ -179,6 +174,11 @@ def _without_idle_window(node: Node, keys: int) -> Node:
     return replace(node, mask=node.mask.within(node.world_size * keys)) if node.mask.kind in ALIGNED else node
 
 
+def _nbytes(biases: Sequence[torch.Tensor]) -> int:
+    """Of what has the sizes of a bias, however it lies in memory: these are the same on all ranks."""
+    return sum(bias.numel() * bias.element_size() for bias in biases)
+
+
 def _request(
     node: AttentionNode,
     launch: Launch,
@@ -187,6 +187,7 @@ def _request(
     nbytes: dict[str, int],
     tile_reason: str,
     library_speed: float,
+    bias_bytes: int,
 ) -> PlanRequest:
     """What the plan has to know; nbytes: of the slot, by strategy."""
     workspace = launch.workspace
@@ -211,6 +212,7 @@ def _request(
         # Its kernels want what those of `tile` want.
         chunked_reason=capabilities.tile_reason,
         library_speed=library_speed,
+        bias_bytes=bias_bytes,
     )
 
 

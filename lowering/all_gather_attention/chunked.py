@@ -9,7 +9,8 @@ order.
 Signal protocol. See lowering/transfers.py. One flag for each source, in row PIECE_ROWS: its keys and values are
 staged. The slot is only written with the credits of all peers, so nothing is ever revoked; a rank whose mask hides a
 source reads nothing of it and waits for nothing, and is held back by the credits alone.
-A bias is cut along its keys like them: each call of the library gets the part for its sources.
+A bias is cut along its keys like them: each call of the library gets the part for its sources, once large numbers that
+whole rows have are taken from one of floats, since parts are merged by their logarithms (`local.anchored`).
 Limits. Keys and values have the same head size.
 """
 
@@ -111,6 +112,9 @@ def all_gather_attention(
     # Not one tensor: outputs of an op may not share their memory.
     gathered = [own.new_empty(node.world_size, *sizes.shape[1:]) for _ in range(2)]
     run, scale = sizes.run, node.scale
+    anchors: torch.Tensor | None = None
+    if bias is not None and bias.dtype != torch.bool:
+        bias, anchors = run.anchored(bias, q.dtype)
     with launch.call(nbytes=sizes.nbytes) as call:
         plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, k))
         partials: list[Partial] = []
@@ -136,7 +140,7 @@ def all_gather_attention(
                     keys, values = span.of(gathered[0]), span.of(gathered[1])
                     partials.append(run.forward(span.queries(q), keys, values, span.seen(bias, length), scale))
         out, lse = sizes.merge(call.stream, partials)
-        outputs = [out, lse]
+        outputs = [out, lse if anchors is None else lse.add_(anchors)]
         if node.return_gathered:
             outputs += map(canonical, gathered)
         # All of them have the memory of a contiguous tensor.

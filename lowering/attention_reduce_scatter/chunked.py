@@ -88,6 +88,9 @@ def attention_reduce_scatter(
     """
     grad_out, q, k, v, out = (with_rows(one) for one in operands[:5])
     lse, bias = operands[5], operands[6] if node.mask.kind == GIVEN else None
+    if bias is not None and bias.dtype != torch.bool:
+        bias, anchors = sizes.run.anchored(bias, q.dtype)
+        lse = lse - anchors
     mine = k.new_empty(sizes.shape)
     partials = k.new_empty(node.world_size, *sizes.shape)
     grads_q: list[torch.Tensor] = []

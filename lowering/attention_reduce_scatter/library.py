@@ -64,10 +64,10 @@ def make(node: AttentionReduceScatter, operands: Operands) -> Callable[..., Outp
 
     def by_math(*given: torch.Tensor) -> Outputs:
         grad_out, q, k, v, out, lse = given[:6]
-        bias = given[6] if biased else None
+        bias, base = run.anchored_whole(given[6], q.dtype) if biased else (None, 0.0)
         seen = reference_attention.visible(*sizes, q.device)
         found = reference_attention.attend_backward(
-            grad_out, q, k, v, out, lse, seen=seen, scale=node.scale, softcap=node.softcap, bias=bias
+            grad_out, q, k, v, out, lse - base, seen=seen, scale=node.scale, softcap=node.softcap, bias=bias
         )
         grad_k, grad_v = scattered(torch.stack([_apart(one, world) for one in found[1:]], 1).to(k.dtype))
         return in_order(found[0].to(q.dtype)), grad_k, grad_v
@@ -80,7 +80,8 @@ def make(node: AttentionReduceScatter, operands: Operands) -> Callable[..., Outp
 
     def by_blocks(*given: torch.Tensor) -> Outputs:
         grad_out, q, k, v, out = (with_rows(one) for one in given[:5])
-        operands, bias = (grad_out, q, k, v, out, given[5]), given[6] if biased else None
+        bias, base = run.anchored_whole(given[6], q.dtype) if biased else (None, 0.0)
+        operands = grad_out, q, k, v, out, given[5] - base if isinstance(base, torch.Tensor) else given[5]
         B, heads, _, D = k.shape
         # Not all of it may be seen.
         parts = k.new_zeros(world, 2, B, keys, heads, D)

@@ -133,6 +133,20 @@ def _lowest(ctx: RankContext, B: int, heads: int, queries: int, keys: int) -> to
     return found
 
 
+def _least(ctx: RankContext, B: int, heads: int, queries: int, keys: int) -> torch.Tensor:
+    """Hides by the least number of bfloat16, causally, and all keys from some rows."""
+    found = _alibi(ctx, B, heads, queries, keys).clamp_min(torch.finfo(BF16).min)
+    found[:, 1::4] = torch.finfo(BF16).min
+    return found
+
+
+def as_seen(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """A bias as cuDNN's kernel sees it in bfloat16: its least numbers hide."""
+    if bias is None or not bias.is_cuda or bias.dtype != BF16:
+        return bias
+    return bias.masked_fill(bias <= -local.REACH, -math.inf)
+
+
 BIASES: dict[str, Callable[..., torch.Tensor]] = {
     "alibi": _alibi,
     "documents": _documents,
@@ -140,6 +154,7 @@ BIASES: dict[str, Callable[..., torch.Tensor]] = {
     "steep": _steep,
     "unaligned": _unaligned,
     "lowest": _lowest,
+    "least": _least,
     "rows": lambda ctx, B, heads, queries, keys: torch.randn(queries, 1, device=ctx.device),
     "keys": lambda ctx, B, heads, queries, keys: torch.randn(keys, device=ctx.device),
     "nothing": lambda ctx, *shape: torch.zeros(1, 1, 1, shape[3], dtype=torch.bool, device=ctx.device),
@@ -175,6 +190,7 @@ BIASED = (
     Case("given", 20, 20, bias="alibi", gathered=True),
     Case("given", 20, 20, B=2, dtype=FP32, bias="lowest"),
     Case("given", 20, 20, dtype=FP16, bias="lowest"),
+    Case("given", 20, 20, dtype=FP32, bias="least"),
     Case("given", 37, 19, B=3, dtype=FP32, bias="documents"),
     Case("given", 24, 24, B=2, dtype=FP16, layout="heads", bias="padding"),
     Case("given", 9, 20, heads=3, key_heads=1, dtype=FP32, bias="steep"),
@@ -228,7 +244,7 @@ def _check(ctx: RankContext, case: Case, strategy: str) -> None:
     operands, bias = case.operands(ctx), case.drawn_bias(ctx)
     before = [one.clone() for one in operands]
     out, lse, *gathered = forward(ctx, site, case, operands, case.gathered, bias)
-    wanted, sums, keys, values = expected(ctx, site, case, operands, bias)
+    wanted, sums, keys, values = expected(ctx, site, case, operands, as_seen(bias))
     assert out.dtype == case.dtype and out.transpose(1, 2).is_contiguous() and lse.is_contiguous()
     # The parts are rounded before they are merged.
     assert_close(out, wanted, 3, "out")
@@ -259,7 +275,8 @@ def _check_gradients(ctx: RankContext, case: Case, strategy: str) -> None:
     _, _, keys, values = expected(ctx, site, case, (q, k, v))
     seen = reference_attention.visible(case.mask(ctx.rank), ctx.rank, ctx.world_size, case.queries, case.keys, q.device)
     exact = [one.double().requires_grad_() for one in (q, keys, values)]
-    out, lse = reference_attention.attend(*exact, seen=seen, scale=case.D**-0.5, softcap=case.softcap, bias=bias)
+    scores = {"scale": case.D**-0.5, "softcap": case.softcap}
+    out, lse = reference_attention.attend(*exact, seen=seen, bias=as_seen(bias), **scores)
     out.backward(grad.double())
     wanted = [exact[0].grad]
     for one in exact[1:]:
@@ -267,10 +284,10 @@ def _check_gradients(ctx: RankContext, case: Case, strategy: str) -> None:
         wanted.append(reference.reduce_scatter(one.grad, scatter_dim=2, reduce_op="sum", **site.group(ctx)))
     register()
     given = grad, q, keys, values, out.detach().to(case.dtype).transpose(1, 2).contiguous().transpose(1, 2)
-    op, scores = torch.ops.ditron.attention_reduce_scatter, (case.D**-0.5, case.softcap)
+    op = torch.ops.ditron.attention_reduce_scatter
     behind = () if bias is None else (bias,)
     sums = lse.detach().float()
-    found = op(*given, sums, None, *astuple(case.mask(ctx.rank)), *scores, *site.args(ctx), *behind)[:-1]
+    found = op(*given, sums, None, *astuple(case.mask(ctx.rank)), *scores.values(), *site.args(ctx), *behind)[:-1]
     for name, got, want in zip(("q", "k", "v"), found, wanted, strict=True):
         assert got.dtype == case.dtype and got.transpose(1, 2).is_contiguous()
         assert want is not None
@@ -286,7 +303,7 @@ def test_gradients_match_reference(pool: RankPool, case: Case, strategy: str) ->
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("strategy", ["chunked", "library"])
 # Beside large numbers the logarithms of sums that a backward gets have few digits left, the library's own too.
-@pytest.mark.parametrize("case", [case for case in BIASED if case.bias != "lowest"], ids=str)
+@pytest.mark.parametrize("case", [case for case in BIASED if case.bias not in ("lowest", "least")], ids=str)
 def test_gradients_beside_a_bias(rank_pools: RankPools, case: Case, strategy: str, world_size: int) -> None:
     rank_pools.get("cpu", world_size).run(_check_gradients, case, strategy)
 
@@ -315,6 +332,7 @@ GPU_BIASED = (
     Case("given", 300, 256, heads=4, D=64, dtype=FP32, bias="documents"),
     Case("given", 256, 256, heads=4, D=256, bias="steep"),
     Case("given", 256, 256, heads=4, D=64, bias="lowest"),
+    Case("given", 256, 256, heads=4, D=128, bias="least", gathered=True),
     Case("given", 256, 128, heads=4, D=128, bias="rows"),
     Case("given", 256, 128, heads=4, D=128, B=2, bias="nothing"),
 )
@@ -340,10 +358,12 @@ def _check_kernels(ctx: RankContext, case: Case) -> None:
     bias = bias if bias.shape[-1] == 1 else bias[..., : case.keys]
     grad = case.draw(ctx, case.heads, case.queries)
     exact = [one.double().requires_grad_() for one in (q, k, v)]
-    wanted, sums = reference_attention.attend(*exact, seen=None, scale=case.D**-0.5, bias=bias)
+    wanted, sums = reference_attention.attend(*exact, seen=None, scale=case.D**-0.5, bias=as_seen(bias))
     wanted.backward(grad.double())
     seen = local.Seen(bias=bias)
-    for run in (local.CUDNN_BIASED, local.EFFICIENT)[case.dtype == FP32 :]:
+    # Of rows that all of them hide the other kernel makes the mean of all values, as torch's own operations do.
+    kernels = (local.CUDNN_BIASED,) if case.bias == "least" else (local.CUDNN_BIASED, local.EFFICIENT)
+    for run in kernels[case.dtype == FP32 :]:
         out, lse = run.forward(q, k, v, seen, case.D**-0.5)
         assert_close(out, wanted.detach(), 2, f"out by {run.name}")
         torch.testing.assert_close(lse.double(), sums.detach(), rtol=1e-4, atol=1e-2)

@@ -57,28 +57,40 @@ def test_it_lies_as_kernels_want_it(name: str, hidden: float) -> None:
         (torch.float16, torch.float16),
     ],
 )
-def test_large_numbers_are_kept_from_kernels(given: torch.dtype, wanted: torch.dtype) -> None:
+@pytest.mark.parametrize("hides", [False, True])
+def test_large_numbers_are_kept_from_kernels(given: torch.dtype, wanted: torch.dtype, hides: bool) -> None:
     """As masks have them at the end of a dtype's range, beside what rounds to it: -inf or near 0 is left."""
     bias = torch.randn(B, HEADS, ROWS, KEYS).to(given)
-    bias[..., 0, 3:] = torch.finfo(given).min
-    bias[..., 1, :] = torch.finfo(given).min
+    least = torch.finfo(given).min
+    bias[..., 0, 3:] = least
+    bias[..., 1, :] = least
     bias[..., 2, :] = -3.0e4
-    bias[..., 3, ::2], bias[..., 3, 1::2] = -math.inf, torch.finfo(given).min
+    bias[..., 3, ::2], bias[..., 3, 1::2] = -math.inf, least
     bias[..., 4, :] = -math.inf
-    near, base = local.anchored(bias, wanted)
+    near, base = local.anchored(bias, wanted, hides)
     q = torch.zeros(B, HEADS, ROWS, 64, dtype=wanted)
     hidden = local.CUDNN_HIDDEN[wanted]
     laid = local._laid_out(near, q, KEYS, hidden)
-    assert not laid.isinf().any() and torch.equal(laid == hidden, near == -math.inf)
-    rows = torch.where(near == -math.inf, -1.0e9, near.double()).softmax(-1)
-    assert torch.equal(near.amax(-1) == -math.inf, torch.arange(ROWS).eq(4).expand(B, HEADS, ROWS))
+    assert not laid.isinf().any()
+    far = least <= -local.REACH
+    unseen = near.amax(-1) == -math.inf
+    if far and hides:
+        # The least number of all hides all of a row.
+        assert unseen[..., 1].all() and unseen[..., 3].all()
+        near, base, bias = (one[..., [0, 2, 4], :] for one in (near, base.unsqueeze(-1), bias))
+        assert torch.equal(near.amax(-1) == -math.inf, torch.tensor([False, False, True]).expand(B, HEADS, 3))
+        base = base.squeeze(-1)
+    else:
+        assert torch.equal(unseen, torch.arange(ROWS).eq(4).expand(B, HEADS, ROWS))
+        rows = torch.where(near == -math.inf, -1.0e39, near.double()).softmax(-1)
+        torch.testing.assert_close(rows[..., 1, :], torch.full((B, HEADS, KEYS), 1 / KEYS, dtype=torch.float64))
+        torch.testing.assert_close(rows[..., 3, 1::2], torch.full((B, HEADS, KEYS // 2), 2 / KEYS, dtype=torch.float64))
+        assert far == bool((near.isfinite() & (near.abs() > 6.0e4)).any())
     # Their common part is said apart.
-    kept = near != -math.inf
+    kept, wanted_sum = near != -math.inf, bias.double().clamp_min(torch.finfo(wanted).min)
     torch.testing.assert_close(
-        (near.double() + base.double().unsqueeze(-1))[kept], bias.double()[kept], rtol=1e-2, atol=1e-2
+        (near.double() + base.double().unsqueeze(-1))[kept], wanted_sum[kept], rtol=1e-2, atol=1e-2
     )
-    torch.testing.assert_close(rows[..., 1, :], torch.full((B, HEADS, KEYS), 1 / KEYS, dtype=torch.float64))
-    torch.testing.assert_close(rows[..., 3, 1::2], torch.full((B, HEADS, KEYS // 2), 2 / KEYS, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", biases())

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from ditron_inductor.lowering.costs import more_products
+from dataclasses import replace
+
+import torch
+
+from ditron_inductor.lowering.costs import epilogue_bytes, more_products, pair_bytes
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulReduceScatter, Policy
 
 
@@ -24,3 +28,14 @@ def test_rows_that_lie_apart_count_twice() -> None:
 
 def test_a_reduction_multiplies_once() -> None:
     assert more_products(MatmulReduceScatter(0, "sum", 4, "group", "site", Policy()), (64, 32)) == 0
+
+
+def test_an_epilogue_of_two_products_and_what_it_stores() -> None:
+    plain, size = gather(0, 2), (64, 48, torch.bfloat16)
+    swiglu = replace(plain, epilogue="cast(silu(mm0), bf16) * mm1")
+    training = replace(plain, epilogue="cast(silu(mm0), bf16) * mm1; mm0; mm1")
+    apart = replace(plain, epilogue="cast(silu(mm0), bf16); mm1")
+    one = 64 * 24 * 2
+    assert [pair_bytes(node, *size) for node in (plain, apart, swiglu, training)] == [0, 0, 3 * one, 5 * one]
+    assert [epilogue_bytes(node, *size) for node in (swiglu, training)] == [3 * one, 3 * one]
+    assert pair_bytes(MatmulReduceScatter(0, "sum", 4, "group", "site", Policy()), *size) == 0

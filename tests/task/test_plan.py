@@ -278,6 +278,31 @@ def test_an_epilogue_counts_where_it_is_a_kernel_of_its_own() -> None:
     assert eager[1] - eager[0] == cost.EPILOGUE_HOST_US
 
 
+def test_an_epilogue_of_two_products_costs_tile_too() -> None:
+    """Twice what a kernel of its own moves: on two H200s the table's order of the two is turned by it."""
+    problem = problem_of(row(m=4096, n=14336, k=4096))
+    nbytes = 3 * 4096 * 7168 * 2
+    joined = replace(problem, epilogue_bytes=nbytes, pair_bytes=nbytes)
+    added = {name: cost.beside_us(joined, cost.H200, name) for name in ("tile", "chunked")}
+    assert added["tile"] > 1.5 * added["chunked"] > 50.0
+    plain = replaced(m=4096, n=14336, k=4096, captured=True)
+    table = Table((row(m=4096, n=14336, k=4096, graph=1, library_us=817.0, chunked_us=743.0, tile_us=735.0),)).text()
+    assert choose(plain, table).strategy == "tile"
+    assert choose(replace(plain, epilogue_bytes=nbytes, pair_bytes=nbytes), table).strategy == "chunked"
+
+
+def test_a_bias_is_cut_only_where_that_pays() -> None:
+    """Of every head it is as large as all scores."""
+    sizes = attention_sizes(Mask("given"), 8, 1, 32, 1024, 128, 8, 1024)
+    scores = 1024 * 8192 * 2
+    one, heads = (
+        cost.predict(cost.Problem("all_gather_attention", *sizes, 2, 8, library_speed=0.54, bias_bytes=each), cost.H200)
+        for each in (scores, 32 * scores)
+    )
+    assert one["library"] == heads["library"]
+    assert one["chunked"] < heads["chunked"] and heads["chunked"] > heads["library"]
+
+
 @pytest.mark.parametrize(
     ("kind", "m", "free"),
     [
