@@ -83,7 +83,9 @@ def cut(rows: int, parts: int) -> list[tuple[int, int]]:
 
 
 WHOLE_GAIN = 0.97
-"""What making some products whole has to take of the time without: the model is no better than that."""
+"""What making products with wide weights whole has to take of the time without: the model is no better than that."""
+NARROW = 0.5
+"""Weights of at most so much of the widest one's columns: of theirs fewer launches are gain enough."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def gather_schedule(
     ones hide the transfer, theirs can wait until they fill the GPU.
     """
     widest_first = sorted(range(len(columns)), key=lambda i: -columns[i])
-    best: tuple[float, Gathering] | None = None
+    ways: list[tuple[float, Gathering]] = []
     for count in range(len(columns), 0, -1):
         in_groups = tuple(columns[i] for i in widest_first[:count])
         whole = tuple(sorted(widest_first[count:]))
@@ -126,10 +128,11 @@ def gather_schedule(
         if whole:
             # The own rows are put beside the others, on the way into the slot or by a copy.
             us += (2 if apart else 1) * rows * k * itemsize / MEMORY_BYTES_US + (LAUNCH_US if apart else 0.0)
-        if best is None or us < (best[0] if best[1].whole else WHOLE_GAIN * best[0]):
-            best = us, Gathering(groups, whole)
-    assert best is not None
-    return best[1]
+            is_narrow = max(at_once) <= NARROW * max(columns)
+            us = us if is_narrow else us / WHOLE_GAIN
+        ways.append((us, Gathering(groups, whole)))
+    # Of two that are as fast the one with fewer launches.
+    return min(reversed(ways), key=lambda way: way[0])[1]
 
 
 def _in_groups(
