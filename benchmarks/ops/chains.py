@@ -77,14 +77,18 @@ def layers(options: argparse.Namespace) -> list[tuple[str, Layer, int]]:
     return [(name, MODELS[name], m) for name in options.models for m in options.m]
 
 
-def strategies(device: torch.device) -> dict[str, str]:
-    """Those of our contestants, by name; on the CPU the kernels take too long."""
-    return OURS if device.type == "cuda" else {name: OURS[name] for name in ("ditron", "ditron:library")}
-
-
 def library(device: torch.device) -> str:
     """The baseline's name."""
     return "nccl" if device.type == "cuda" else "gloo"
+
+
+def contestants(
+    device: torch.device, gemm: Call, baseline: Call, split: Call, fused: Callable[[str, str], Call]
+) -> dict[str, Call]:
+    """All of a chain, by name. fused: of a name and a strategy; on the CPU the kernels take too long for all of them."""
+    ours = OURS if device.type == "cuda" else {name: OURS[name] for name in ("ditron", "ditron:library")}
+    calls = {"gemm": gemm, library(device): baseline, "ditron:split": split}
+    return calls | {name: fused(name, strategy) for name, strategy in ours.items()}
 
 
 def copies_of(device: torch.device, nbytes: int) -> int:

@@ -84,8 +84,7 @@ def chain_of(
         return call
 
     apart = site("split", "auto")
-    calls: dict[str, Call] = {"gemm": gemm, chains.library(device): library, "ditron:split": split}
-    calls |= {name: fused(name, strategy) for name, strategy in chains.strategies(device).items()}
+    calls = chains.contestants(device, gemm, library, split, fused)
     return Chain("gather_norm", f"M={m};N={sum(widths)};K={k};chain={chain}", m, k, calls, site("ditron", "auto")[5])
 
 

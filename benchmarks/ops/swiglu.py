@@ -76,8 +76,7 @@ def chain_of(device: torch.device, world: int, group_name: str, kind: str, m: in
         )[:-1]  # fmt: skip
 
     apart = site("split", "auto")
-    calls: dict[str, Call] = {"gemm": gemm, chains.library(device): library, "ditron:split": split}
-    calls |= {name: fused(name, strategy) for name, strategy in chains.strategies(device).items()}
+    calls = chains.contestants(device, gemm, library, split, fused)
     return Chain("swiglu", f"M={m};N={width};K={k};kind={kind}", m, k, calls, site("ditron", "auto")[2])
 
 
