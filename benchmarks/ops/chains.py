@@ -85,7 +85,7 @@ def library(device: torch.device) -> str:
 def contestants(
     device: torch.device, gemm: Call, baseline: Call, split: Call, fused: Callable[[str, str], Call]
 ) -> dict[str, Call]:
-    """All of a chain, by name. fused: of a name and a strategy; on the CPU the kernels take too long for all of them."""
+    """All of a chain, by name. fused: of a name and a strategy; on the CPU kernels take too long for all of them."""
     ours = OURS if device.type == "cuda" else {name: OURS[name] for name in ("ditron", "ditron:library")}
     calls = {"gemm": gemm, library(device): baseline, "ditron:split": split}
     return calls | {name: fused(name, strategy) for name, strategy in ours.items()}
