@@ -191,7 +191,9 @@ def anchored(bias: torch.Tensor, dtype: torch.dtype, hides: bool = False) -> tup
     lowest = LOWEST[torch.float16 if torch.float16 in (dtype, bias.dtype) else torch.float32]
     near = torch.nn.functional.threshold(bias - base, lowest, -math.inf)
     if not hides:
-        near = torch.where((most <= -REACH) & bias.isfinite(), bias.clamp_min(torch.finfo(dtype).min), near)
+        # In a dtype that has both of their least numbers.
+        kept = bias.to(torch.promote_types(bias.dtype, dtype)).clamp_min(torch.finfo(dtype).min)
+        near = torch.where((most <= -REACH) & bias.isfinite(), kept, near)
     return near, base.squeeze(-1).float()
 
 

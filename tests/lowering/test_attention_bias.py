@@ -55,6 +55,8 @@ def test_it_lies_as_kernels_want_it(name: str, hidden: float) -> None:
         (torch.float32, torch.float16),
         (torch.bfloat16, torch.bfloat16),
         (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize("hides", [False, True])
@@ -125,3 +127,15 @@ def test_calls_of_kernels_fit_their_schemas(run: local.Local, key_heads: int) ->
     assert out.shape == q.shape and lse.shape == q.shape[:-1]
     grads = run.backward(out, q, k, v, out, lse.contiguous(), seen, 0.125)
     assert [one.shape for one in grads] == [q.shape, k.shape, v.shape]
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("given", DTYPES)
+@pytest.mark.parametrize("wanted", DTYPES)
+def test_the_least_numbers_of_all_dtypes_stay_finite(given: torch.dtype, wanted: torch.dtype) -> None:
+    bias = torch.full((2, KEYS), torch.finfo(given).min, dtype=given)
+    bias[0, 0] = -math.inf
+    near, _ = local.anchored(bias, wanted)
+    assert torch.equal(near.to(wanted).isinf(), bias.isinf())
