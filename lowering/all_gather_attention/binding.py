@@ -95,7 +95,7 @@ def _prepare_forward(
         }
         nbytes = {"tile": tiles.nbytes, "chunked": chunks.nbytes}
         speed = chunks.run.speed_with(node.mask)
-        more = tile.obstacle(node, q), speed, _nbytes(biases)
+        more = tile.obstacle(node, q), speed, _largest_bytes(node, launch, biases, m, depth)
         return _request(node, launch, x.dtype, (m, n, depth), nbytes, *more), runners
 
     m, n, shared = attention_sizes(node.mask, world_size, B, heads, queries, D, key_heads, keys)
@@ -151,7 +151,8 @@ def _prepare_backward(
         nbytes = {"tile": chunks.nbytes, "chunked": chunks.nbytes}
         speed = chunks.run.speed_with(node.mask)
         runners = {"tile": runner, "chunked": runner}
-        return _request(node, launch, x.dtype, (m, n, depth), nbytes, "", speed, _nbytes(biases)), runners
+        more = "", speed, _largest_bytes(node, launch, biases, m, depth)
+        return _request(node, launch, x.dtype, (m, n, depth), nbytes, *more), runners
 
     m, n, shared = attention_sizes(node.mask, world_size, B, heads, queries, D, key_heads, keys)
     return prepare(
@@ -174,9 +175,16 @@ def _without_idle_window(node: Node, keys: int) -> Node:
     return replace(node, mask=node.mask.within(node.world_size * keys)) if node.mask.kind in ALIGNED else node
 
 
-def _nbytes(biases: Sequence[torch.Tensor]) -> int:
-    """Of what has the sizes of a bias, however it lies in memory: these are the same on all ranks."""
-    return sum(bias.numel() * bias.element_size() for bias in biases)
+def _largest_bytes(node: AttentionNode, launch: Launch, biases: Sequence[torch.Tensor], m: int, depth: int) -> int:
+    """Of what has the sizes of a bias, however it lies in memory, on the rank with most queries: agreed on once, like
+    these; m, depth: see `attention_sizes`.
+    """
+    if not biases:
+        return 0
+    own = sum(bias.numel() * bias.element_size() for bias in biases)
+    what = f"bytes of the bias of {node.site or node.kind} {node.kind} beside {depth} columns, {m} rows"
+    known = launch.workspace.agreed(what)
+    return launch.workspace.largest(what, own) if known is None else known[1]
 
 
 def _request(

@@ -29,6 +29,7 @@ from ditron_inductor.task.all_gather_attention import (
     mask_problem,
     visible_part,
 )
+from ditron_inductor.task.plan import PlanRequest, decisions
 from ditron_inductor.task.policy import Policy
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
@@ -292,6 +293,26 @@ def _check_gradients(ctx: RankContext, case: Case, strategy: str) -> None:
         assert got.dtype == case.dtype and got.transpose(1, 2).is_contiguous()
         assert want is not None
         assert_close(got, want, 3 + ctx.world_size, f"gradient of {name}")
+
+
+def _uneven(ctx: RankContext) -> list[PlanRequest]:
+    """The requests of both directions, with a bias and other queries on each rank."""
+    case = Case("given", 20 - 13 * ctx.rank, 12, dtype=FP32, bias="unaligned")
+    sites = [Site(strategy="chunked", name=f"uneven/{direction}") for direction in range(2)]
+    (q, k, v), bias = case.operands(ctx), case.drawn_bias(ctx)
+    assert bias is not None
+    out, lse, *gathered = forward(ctx, sites[0], case, (q, k, v), True, bias)
+    scores = case.D**-0.5, case.softcap
+    op = torch.ops.ditron.attention_reduce_scatter
+    op(out, q, *gathered, out, lse, None, *astuple(case.mask(ctx.rank)), *scores, *sites[1].args(ctx), bias)
+    found = [decisions.last(ctx.group_name, site.name) for site in sites]
+    return [last[0] for last in found if last is not None]
+
+
+def test_the_plan_is_the_same_beside_biases_of_uneven_queries(rank_pools: RankPools) -> None:
+    of_ranks = rank_pools.get("cpu", 2).run(_uneven)
+    assert of_ranks[0] == of_ranks[1]
+    assert [request.bias_bytes for request in of_ranks[0]] == [4 * 20 * 24 * 4] * 2
 
 
 @pytest.mark.parametrize("strategy", ["chunked", "library"])
