@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.ops import attention_reduce_scatter, chains, gather_norm, swiglu
+from benchmarks.ops import all_gather_attention, attention_reduce_scatter, chains, gather_norm, swiglu
 from benchmarks.records import Row, read_csv
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
@@ -67,6 +67,13 @@ def test_attention_reduce_scatter(rank_pools: RankPools) -> None:
     assert {row.sizes["mask"] for row in rows} == {"causal_offset", "zigzag", "given"}
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)
     assert attention_reduce_scatter.verdict(rows).startswith("sdpa/ditron ")
+
+
+def test_a_bias_has_the_keys_of_all_ranks() -> None:
+    """Also where the tokens do not divide."""
+    for cell in (cell for cell in all_gather_attention.SETS["tiny"]() if cell.bias):
+        bias = cell.bias_of(2, 3, torch.device("cpu"))
+        assert bias is not None and bias.shape[2:] == (21, 63)
 
 
 def test_a_wrong_gradient_is_not_timed() -> None:

@@ -79,7 +79,8 @@ class Cell:
         """What a rank adds to the scores of all heads and keys; None for nothing."""
         if not self.bias:
             return None
-        return BIASES[self.bias](rank, self.tokens // world, self.tokens, self.heads, device)
+        length = self.tokens // world
+        return BIASES[self.bias](rank, length, world * length, self.heads, device)
 
 
 def anchors(mask: str) -> list[Cell]:
