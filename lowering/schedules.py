@@ -119,7 +119,7 @@ def gather_schedule(
     """
     widest_first = sorted(range(len(columns)), key=lambda i: -columns[i])
     ways: list[tuple[float, Gathering]] = []
-    for count in range(len(columns), 0, -1):
+    for count in range(len(columns), 0 if rows > 0 else len(columns) - 1, -1):
         in_groups = tuple(columns[i] for i in widest_first[:count])
         whole = tuple(sorted(widest_first[count:]))
         us, groups = _in_groups(world_size, rank, rows, in_groups, k, itemsize, num_sms, apart=apart)

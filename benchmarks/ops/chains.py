@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +167,10 @@ def start(module: str, options: argparse.Namespace) -> int:
     """The exit code of a chain's command."""
     world = num_ranks(module, options.world, options.device)
     if not world:
+        return 2
+    uneven = [m for m in options.m if m % world]
+    if uneven:
+        print(f"{module}: --m {' '.join(map(str, uneven))} does not divide among {world} ranks", file=sys.stderr)
         return 2
     options.out = command.out_of(options, NORM)
     options.commit = options.commit or head_commit()

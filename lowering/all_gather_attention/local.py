@@ -35,6 +35,8 @@ as its logarithms are of base 2, the others see all keys alike.
 """
 ANCHORED = 1024.0
 """Biases from which on logarithms of sums lose digits that show."""
+FAR = 1e8
+"""From there on scores beside a bias have no digits in fp32: a row stays what it is for the kernel."""
 LOWEST = {torch.float16: -6.0e4, torch.float32: -1.0e30}
 """Less than the largest bias of a row by so much, a key counts for nothing, by the range of the dtypes."""
 SUMS_ALIGNMENT = 32
@@ -180,20 +182,21 @@ def anchored(bias: torch.Tensor, dtype: torch.dtype, hides: bool = False) -> tup
 
     Where a mask hides all keys of a row by a large number the logarithm would have no digits left for the sum, by which
     parts are merged. What hides beside other keys becomes -inf: of that, and not of numbers at the end of a dtype's
-    range, all that follows takes care. A row below -REACH becomes -inf too if the kernel `hides` it, and else stays as
-    it is. dtype: of the queries, in which kernels may get the bias.
+    range, all that follows takes care. A row below -FAR stays as it is, or becomes -inf if it is below -REACH and the
+    kernel `hides` it. dtype: of the queries, in which kernels may get the bias.
     """
     if bias.numel() == 0:
         return bias, torch.zeros((), device=bias.device)
     bias = bias.view(1) if bias.ndim == 0 else bias
     most = bias.amax(-1, keepdim=True)
-    base = torch.where(most.isfinite() & (most.abs() >= ANCHORED) & (most > -REACH), most, 0.0)
+    base = torch.where(most.isfinite() & (most.abs() >= ANCHORED) & (most > -FAR), most, 0.0)
     lowest = LOWEST[torch.float16 if torch.float16 in (dtype, bias.dtype) else torch.float32]
     near = torch.nn.functional.threshold(bias - base, lowest, -math.inf)
-    if not hides:
+    if not hides or lowest > -REACH:
         # In a dtype that has both of their least numbers.
         kept = bias.to(torch.promote_types(bias.dtype, dtype)).clamp_min(torch.finfo(dtype).min)
-        near = torch.where((most <= -REACH) & bias.isfinite(), kept, near)
+        stays = (most <= -FAR) & (most > -REACH) if hides else most <= -FAR
+        near = torch.where(stays & bias.isfinite(), kept, near)
     return near, base.squeeze(-1).float()
 
 

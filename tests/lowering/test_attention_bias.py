@@ -95,6 +95,19 @@ def test_large_numbers_are_kept_from_kernels(given: torch.dtype, wanted: torch.d
     )
 
 
+@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize("wanted", [torch.float16, torch.bfloat16, torch.float32])
+def test_rows_that_leave_scores_no_digits_stay(wanted: torch.dtype, hides: bool) -> None:
+    """Eager adds scores to them, and nothing is left of these; the mean of all values is then no matter of digits."""
+    bias = torch.tensor([[-1.0e9, -1.0e9, -math.inf], [-1.0e6, -1.0e6, -1.0e6], [0.0, -1.0e9, 1.0]])
+    near, base = local.anchored(bias, wanted, hides)
+    least = torch.finfo(wanted).min
+    assert base.tolist() == [0.0, -1.0e6, 0.0]
+    assert near[0].tolist() == [max(-1.0e9, least), max(-1.0e9, least), -math.inf]
+    assert near[1].tolist() == [0.0] * 3
+    assert near[2].tolist() == [0.0, -math.inf if wanted == torch.float16 else -1.0e9, 1.0]
+
+
 @pytest.mark.parametrize("name", biases())
 def test_rows_that_see_nothing(name: str) -> None:
     bias = biases()[name]

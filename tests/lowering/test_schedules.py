@@ -90,12 +90,13 @@ def test_narrow_weights_are_multiplied_at_once() -> None:
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("columns", [(7,), (1024, 128, 128), (64, 64), (0, 24)])
 def test_every_weight_is_multiplied_with_all_rows(columns: tuple[int, ...], apart: bool) -> None:
-    for world, rows, rank in itertools.product(WORLDS, ROWS, range(2)):
+    for world, rows, rank in itertools.product(WORLDS, (0, *ROWS), range(2)):
         found = schedules.gather_schedule(world, rank, rows, columns, 4096, 2, NUM_SMS, apart=apart)
         assert set(found.whole) < set(range(len(columns))) and list(found.whole) == sorted(found.whole)
         narrowest = min(width for i, width in enumerate(columns) if i not in found.whole)
         assert all(columns[i] <= narrowest for i in found.whole)
-        if apart:
+        assert bool(found.groups) == (rows > 0) and (found.groups or not found.whole)
+        if apart and rows > 0:
             assert found.groups == tuple((Piece(step, 0, rows),) for step in range(1, world))
 
 
