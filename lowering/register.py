@@ -136,6 +136,7 @@ def _possible(
         workspace_limit=node.policy.workspace_limit,
         device_type=capabilities.device_type,
         device_name=capabilities.device_name,
+        launch_us=capabilities.launch_us,
         tile_available=capabilities.tile_available and not tile_reason,
         tile_reason=tile_reason,
         chunked_bytes=chunked_bytes,

@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from ditron_inductor.device.calibrate import PollRates
 from ditron_inductor.device.capabilities import probe
 from ditron_inductor.device.exchange import meet
 from ditron_inductor.device.handshake import AgreedOptions, agree_options, shake_hands
+from ditron_inductor.device.host_speed import launch_us
 from ditron_inductor.device.watchdog import Watchdog
 from ditron_inductor.device.workspace import SharedWorkspace, Workspace
 from ditron_inductor.errors import DitronCaptureError, DitronDiverged, DitronHandshakeError
@@ -114,7 +116,8 @@ class Registry:
         with torch.inference_mode(False), torch.no_grad():
             session = meet(group, f"open/{device.type}", "begin to use the group", timeout_s)
             table = self._table() if callable(self._table) else self._table
-            agreement = shake_hands(session, options, probe(device), table, timeout_s)
+            facts = replace(probe(device), launch_us=launch_us(device))
+            agreement = shake_hands(session, options, facts, table, timeout_s)
             shared = SharedWorkspace(session, device, agreement, self._rates, timeout_s)
             self._offers[shared] = table
             if agreement.capabilities.tile_available:

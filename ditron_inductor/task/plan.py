@@ -35,6 +35,12 @@ SLOW_HOST = 3.0
 `cost.HOST_US` is from, where one op is called again and again. In the middle of a model, on hosts that share their
 cores, they were seen to take 3 to 4 times as long.
 """
+SLOWEST_HOST = 12.0
+"""And at most so many times, where the group's slowest host was measured."""
+HOST_SPREAD = 1.5
+"""So much longer than back to back launches take in the middle of a model."""
+LAUNCH_US = 11.0
+"""Of an eager torch.mm on the hosts that `cost.HOST_US` is from."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class PlanRequest:
         run the tile kernels, and if not, why not.
         chunked_bytes: symmetric memory that `chunked` needs here. chunked_reason: why it cannot run, empty if it can.
         captured: inside a CUDA graph. epilogue_bytes, pre_bytes, library_speed, more_products, in_band, pair_bytes,
-        bias_bytes: see `cost.Problem`.
+        bias_bytes: see `cost.Problem`. launch_us: of a launch on the slowest host, 0 if unknown.
     """
 
     site: str
@@ -79,6 +85,7 @@ class PlanRequest:
     in_band: bool = False
     pair_bytes: int = 0
     bias_bytes: int = 0
+    launch_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -121,13 +128,13 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
     for source, known in (("your table", tables.parsed(table)), ("the shipped table", tables.shipped())):
         best, reason = _best_measured(request, known, able)
         if best:
-            return Choice(best, f"measured ({source}): {reason}", predicted, "table")
+            return Choice(best, f"measured ({source}): {reason}{_of_the_host(request)}", predicted, "table")
     if predicted is None:
         reason = "on the CPU our kernels run in an interpreter, for tests only"
         return Choice("library", reason, predicted, "obstacle")
     best = _best(request, predicted, able, cost.GAIN)
     times = ", ".join(f"{strategy} {predicted[strategy]:.0f} us" for strategy in ("library", *able))
-    return Choice(best, f"predicted: {times}", predicted, "model")
+    return Choice(best, f"predicted: {times}{_of_the_host(request)}", predicted, "model")
 
 
 def possible(request: PlanRequest) -> tuple[str, ...]:
@@ -162,10 +169,27 @@ def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, .
 def _best(request: PlanRequest, us: Mapping[str, float], able: tuple[str, ...], gain: float) -> str:
     """The fastest by these times of those that take at most `gain` of the library's, or `library`."""
     if request.device_type != "cpu" and not request.captured:
-        problem = _problem(request)
-        us = {strategy: max(time, SLOW_HOST * cost.host_us(problem, strategy)) for strategy, time in us.items()}
+        problem, slow = _problem(request), slow_host(request.launch_us)
+        us = {strategy: max(time, slow * cost.host_us(problem, strategy)) for strategy, time in us.items()}
     gains = [strategy for strategy in able if strategy in us and us[strategy] <= gain * us["library"]]
     return min(gains, key=lambda strategy: us[strategy], default="library")
+
+
+def _of_the_host(request: PlanRequest) -> str:
+    """What a reason says of a host that counts as slower than usual."""
+    if request.captured or slow_host(request.launch_us) == SLOW_HOST:
+        return ""
+    return f"; a launch takes the slowest host {request.launch_us:.0f} us, so many launches count"
+
+
+def slow_host(launch_us: float) -> float:
+    """How much slower the host counts than that of `cost.HOST_US`: by doubling, so that a choice seldom changes from
+    run to run.
+    """
+    slow = SLOW_HOST
+    while slow < SLOWEST_HOST and HOST_SPREAD * launch_us > slow * LAUNCH_US:
+        slow *= 2
+    return slow
 
 
 def _predicted(request: PlanRequest) -> Mapping[str, float] | None:

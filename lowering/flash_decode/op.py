@@ -95,6 +95,7 @@ class FlashDecodeOp:
                 workspace_limit=node.policy.workspace_limit,
                 device_type=capabilities.device_type,
                 device_name=capabilities.device_name,
+                launch_us=capabilities.launch_us,
                 tile_available=not reason,
                 tile_reason=reason,
                 chunked_bytes=nbytes,

@@ -1,0 +1,35 @@
+"""How long this host takes to launch a kernel, by which the plan knows what an eager call of many launches costs here.
+
+Hosts that carry the same GPU differ by several times: their cores are older, shared, or kept busy by others.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+CALLS = 64
+ROUNDS = 5
+SIZE = 64
+
+
+def launch_us(device: torch.device) -> float:
+    """Microseconds of the host for one eager `torch.mm` of a small size, back to back; 0 for what is no GPU.
+
+    The median of a few rounds, some milliseconds in all. Synchronises the device; never inside a capture.
+    """
+    if device.type != "cuda":
+        return 0.0
+    x = torch.zeros(SIZE, SIZE, dtype=torch.bfloat16, device=device)
+    rounds = []
+    # The first one loads libraries.
+    for _ in range(ROUNDS + 1):
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            torch.mm(x, x)
+        rounds.append(1e6 * (time.perf_counter() - begin) / CALLS)
+    torch.cuda.synchronize(device)
+    return round(statistics.median(rounds[1:]), 1)
