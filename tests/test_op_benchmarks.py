@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.ops import all_gather_attention, attention_reduce_scatter, chains, gather_norm, swiglu
+from benchmarks.ops.biases import BIASES
 from benchmarks.records import Row, read_csv
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
@@ -57,7 +58,21 @@ def test_all_gather_attention(rank_pools: RankPools) -> None:
     biased = [row for row in rows if "bias" in row.sizes]
     # A `tile` kernel takes no bias.
     assert {row.contestant for row in biased} == wanted - {"ditron:tile"}
-    assert {row.sizes["bias"] for row in biased} == {"documents", "alibi"}
+    assert {row.sizes["bias"] for row in biased} == {"alibi"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_biases_hide_what_is_ahead(rank: int) -> None:
+    """And documents hide each other: of 16 tokens, 4 in each."""
+    given = rank, 8, 16, 2, torch.device("cpu")
+    seen = BIASES["documents"](*given)
+    slopes = BIASES["alibi"](*given)
+    assert seen.shape == (1, 1, 8, 16) and slopes.shape == (1, 2, 8, 16)
+    for row in range(8):
+        place = 8 * rank + row
+        assert seen[0, 0, row].nonzero().flatten().tolist() == list(range(place // 4 * 4, place + 1))
+        assert slopes[0, :, row].isfinite().sum(-1).tolist() == [place + 1] * 2 and slopes[0, 0, row, place] == 0.0
+        assert place == 0 or slopes[0, :, row, place - 1].tolist() == [-(2.0**-4), -(2.0**-8)]
 
 
 def test_attention_reduce_scatter(rank_pools: RankPools) -> None:
