@@ -128,13 +128,15 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
     for source, known in (("your table", tables.parsed(table)), ("the shipped table", tables.shipped())):
         best, reason = _best_measured(request, known, able)
         if best:
-            return Choice(best, f"measured ({source}): {reason}{_of_the_host(request)}", predicted, "table")
+            reason += _of_the_host(request)
+            return Choice(best, f"measured ({source}): {reason}", predicted, "table")
     if predicted is None:
         reason = "on the CPU our kernels run in an interpreter, for tests only"
         return Choice("library", reason, predicted, "obstacle")
     best = _best(request, predicted, able, cost.GAIN)
     times = ", ".join(f"{strategy} {predicted[strategy]:.0f} us" for strategy in ("library", *able))
-    return Choice(best, f"predicted: {times}{_of_the_host(request)}", predicted, "model")
+    times += _of_the_host(request)
+    return Choice(best, f"predicted: {times}", predicted, "model")
 
 
 def possible(request: PlanRequest) -> tuple[str, ...]:
