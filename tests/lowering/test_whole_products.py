@@ -58,7 +58,9 @@ def _check(ctx: RankContext, module: str, cases: tuple[Any, ...], first: bool) -
 @pytest.mark.parametrize(("module", "first"), [*((module, False) for module in MODULES), ("plain", True)])
 def test_matches_reference(pool: RankPool, module: str, first: bool) -> None:
     cases = MODULES[module].CASES
-    pool.run(_check, module, cases if pool.world_size == 2 else cases[-4:], first)
+    # On four CPU ranks what depends on their number: the groups.
+    few = pool.device_type == "cpu" and pool.world_size > 2
+    pool.run(_check, module, cases[-2:] if few else cases, first)
 
 
 @pytest.mark.parametrize("module", MODULES)
