@@ -18,8 +18,8 @@ from tests.ranks import RankPools
 pytestmark = pytest.mark.timeout(300)
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
-# Every model, and every form of some; all of them, with two layers, by `--all-cases`. The interpreter of kernels takes longest of
-# all, so most run what the fused ops compute by the library.
+# Every model, and every form of some; all of them, with two layers, by `--all-cases`. The interpreter of kernels takes
+# longest of all, so most run what the fused ops compute by the library.
 CHOSEN = [
     Setup("llama", "hf"),
     Setup("llama", "sp", train=True),
