@@ -5,6 +5,7 @@ Hosts that carry the same GPU differ by several times: their cores are older, sh
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 
@@ -15,10 +16,12 @@ ROUNDS = 5
 SIZE = 64
 
 
+@functools.cache
 def launch_us(device: torch.device) -> float:
     """Microseconds of the host for one eager `torch.mm` of a small size, back to back; 0 for what is no GPU.
 
-    The median of a few rounds, some milliseconds in all. Synchronises the device; never inside a capture.
+    The median of a few rounds, some milliseconds in all, once for each device and process, whatever groups there are.
+    Synchronises the device; never inside a capture.
     """
     if device.type != "cuda":
         return 0.0
