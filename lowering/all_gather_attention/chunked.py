@@ -112,9 +112,7 @@ def all_gather_attention(
     # Not one tensor: outputs of an op may not share their memory.
     gathered = [own.new_empty(node.world_size, *sizes.shape[1:]) for _ in range(2)]
     run, scale = sizes.run, node.scale
-    anchors: torch.Tensor | None = None
-    if bias is not None and bias.dtype != torch.bool:
-        bias, anchors = run.anchored(bias, q.dtype)
+    bias, anchors = run.anchored(bias, q.dtype)
     with launch.call(nbytes=sizes.nbytes) as call:
         plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, k))
         partials: list[Partial] = []

@@ -52,11 +52,12 @@ def make(node: AllGatherAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Te
         gathered = gather(k, v, group)
         keys, values = canonical(gathered[0]), canonical(gathered[1])
         seen = reference_attention.visible(*sizes, q.device)
-        bias, base = (None, 0.0) if bias is None else run.anchored_whole(bias, q.dtype)
+        bias, anchors = run.anchored(bias, q.dtype, whole=True)
         out, lse = reference_attention.attend(
             q, keys, values, seen=seen, scale=node.scale, softcap=node.softcap, bias=bias
         )
-        outputs = [in_order(out.to(q.dtype)), lse.float() + base]
+        lse = lse.float()
+        outputs = [in_order(out.to(q.dtype)), lse if anchors is None else lse + anchors]
         return [*outputs, keys, values] if node.return_gathered else outputs
 
     spans = joined(sorted(blocks(*sizes), key=lambda block: block.source))
@@ -64,13 +65,13 @@ def make(node: AllGatherAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
     def by_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None) -> Outputs:
         q, gathered, length = with_rows(q), gather(k, v, group), k.shape[2]
-        bias, base = (None, 0.0) if bias is None else run.anchored_whole(bias, q.dtype)
+        bias, anchors = run.anchored(bias, q.dtype, whole=True)
         partials = []
         for span in spans:
             keys, values = span.of(gathered[0]), span.of(gathered[1])
             partials.append(run.forward(span.queries(q), keys, values, span.seen(bias, length), node.scale))
         out, lse = merge(torch.cuda.current_stream(q.device).cuda_stream, partials)
-        lse = lse + base if isinstance(base, torch.Tensor) else lse
+        lse = lse if anchors is None else lse + anchors
         return [out, lse, *map(canonical, gathered)] if node.return_gathered else [out, lse]
 
     return by_blocks if q.is_cuda else by_math

@@ -63,6 +63,10 @@ Backward = Callable[
 """A function of grad_out, q, k, v, out, lse, and the same."""
 
 
+Anchored = tuple[torch.Tensor | None, torch.Tensor | None]
+"""A bias, and how much of it is to be added to logarithms of sums beside it, [.., Sq]."""
+
+
 @dataclass(frozen=True)
 class Local:
     """A kernel of the library, by its name. speed: in that of the fastest, on an H200; windowed_speed: with a lower
@@ -80,16 +84,15 @@ class Local:
         """The speed that counts where such a mask is seen."""
         return self.windowed_speed if mask.window else self.speed
 
-    def anchored(self, bias: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `anchored`."""
-        return anchored(bias, dtype, self.hides)
+    def anchored(self, bias: torch.Tensor | None, dtype: torch.dtype, *, whole: bool = False) -> Anchored:
+        """See `anchored`; what is no bias of floats stays as it is, with no anchors.
 
-    def anchored_whole(self, bias: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """The same for one call with all keys, as torch's own is: only where the kernel gets a bias of floats in
+        whole: for one call with all keys, as torch's own is. Then it is done only where the kernel gets the bias in
         another dtype, which may have another range, and on the CPU, where a time does not count, but a digit does.
         """
-        needed = bias.dtype != torch.bool and not (bias.is_cuda and bias.dtype == dtype)
-        return self.anchored(bias, dtype) if needed else (bias, 0.0)
+        if bias is None or bias.dtype == torch.bool or (whole and bias.is_cuda and bias.dtype == dtype):
+            return bias, None
+        return anchored(bias, dtype, self.hides)
 
 
 def _visible(q: torch.Tensor, k: torch.Tensor, seen: Seen) -> torch.Tensor | None:

@@ -25,7 +25,7 @@ from ditron_inductor.lowering.all_gather_attention import local
 from ditron_inductor.lowering.all_gather_attention.local import Local
 from ditron_inductor.lowering.all_gather_attention.merge import Merge
 from ditron_inductor.lowering.all_gather_attention.parts import Span, single, with_rows
-from ditron_inductor.lowering.attention_reduce_scatter.library import Operands, Outputs, apart, gradients
+from ditron_inductor.lowering.attention_reduce_scatter.library import Operands, Outputs, apart, gradients, lowered
 from ditron_inductor.lowering.exchange import Exchange, Kernels
 from ditron_inductor.lowering.launch import Launch, round_up
 from ditron_inductor.lowering.launcher import Bound
@@ -87,10 +87,7 @@ def attention_reduce_scatter(
     returns (grad_q, grad_k, grad_v). See the module.
     """
     grad_out, q, k, v, out = (with_rows(one) for one in operands[:5])
-    lse, bias = operands[5], operands[6] if node.mask.kind == GIVEN else None
-    if bias is not None and bias.dtype != torch.bool:
-        bias, anchors = sizes.run.anchored(bias, q.dtype)
-        lse = lse - anchors
+    bias, lse = lowered(sizes.run, operands)
     mine = k.new_empty(sizes.shape)
     partials = k.new_empty(node.world_size, *sizes.shape)
     grads_q: list[torch.Tensor] = []

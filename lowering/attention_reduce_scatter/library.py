@@ -7,7 +7,7 @@ torch's own operations, with the mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,15 @@ def gradients(
     )
 
 
+def lowered(
+    run: local.Local, given: Sequence[torch.Tensor], *, whole: bool = False
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(the bias or None, lse beside it) of Operands, behind which there may be a bias; see `Local.anchored`."""
+    q, lse, bias = given[1], given[5], given[6] if len(given) > 6 else None
+    bias, anchors = run.anchored(bias, q.dtype, whole=whole)
+    return bias, lse if anchors is None else lse - anchors
+
+
 def apart(grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients [2, B, S, H, D] as those of keys and of values, [B, H, S, D]. Outputs of an op may not share their
     memory: one of them is copied.
@@ -57,17 +66,16 @@ def make(node: AttentionReduceScatter, operands: Operands) -> Callable[..., Outp
     group: dist.ProcessGroup = distributed_c10d._resolve_process_group(node.group_name)  # type: ignore[arg-type]
     world, keys = node.world_size, k.shape[2] // node.world_size
     sizes = node.mask, group.rank(), world, q.shape[2], keys
-    biased = node.mask.kind == GIVEN
-    run = local.choose(q, k[:, :, :keys], v[:, :, :keys], node.softcap, biased=biased)
+    run = local.choose(q, k[:, :, :keys], v[:, :, :keys], node.softcap, biased=node.mask.kind == GIVEN)
     spans = joined(sorted(blocks(*sizes), key=lambda block: block.source), whole=keys)
     merge = Merge(q, [span.rows for span in spans])
 
     def by_math(*given: torch.Tensor) -> Outputs:
         grad_out, q, k, v, out, lse = given[:6]
-        bias, base = run.anchored_whole(given[6], q.dtype) if biased else (None, 0.0)
+        bias, lse = lowered(run, given, whole=True)
         seen = reference_attention.visible(*sizes, q.device)
         found = reference_attention.attend_backward(
-            grad_out, q, k, v, out, lse - base, seen=seen, scale=node.scale, softcap=node.softcap, bias=bias
+            grad_out, q, k, v, out, lse, seen=seen, scale=node.scale, softcap=node.softcap, bias=bias
         )
         grad_k, grad_v = scattered(torch.stack([_apart(one, world) for one in found[1:]], 1).to(k.dtype))
         return in_order(found[0].to(q.dtype)), grad_k, grad_v
@@ -80,8 +88,8 @@ def make(node: AttentionReduceScatter, operands: Operands) -> Callable[..., Outp
 
     def by_blocks(*given: torch.Tensor) -> Outputs:
         grad_out, q, k, v, out = (with_rows(one) for one in given[:5])
-        bias, base = run.anchored_whole(given[6], q.dtype) if biased else (None, 0.0)
-        operands = grad_out, q, k, v, out, given[5] - base if isinstance(base, torch.Tensor) else given[5]
+        bias, lse = lowered(run, given, whole=True)
+        operands = grad_out, q, k, v, out, lse
         B, heads, _, D = k.shape
         # Not all of it may be seen.
         parts = k.new_zeros(world, 2, B, keys, heads, D)
