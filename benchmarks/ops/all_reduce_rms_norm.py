@@ -102,7 +102,7 @@ def contestants(session: Session, cell: Cell, device: Any, group_name: str, shar
     import torch
     import torch.distributed as dist
 
-    from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT
+    from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT, library_of
     from ditron_inductor.task import ops, reference
     from ditron_inductor.task.nodes import EXTRAS, Norm
 
@@ -134,7 +134,7 @@ def contestants(session: Session, cell: Cell, device: Any, group_name: str, shar
         dist.all_reduce(reduced)
         return inductor_norm(reduced)
 
-    found: dict[str, Any] = {"nccl" if device.type == "cuda" else "gloo": library}
+    found: dict[str, Any] = {library_of(device): library}
     if device.type == "cuda":
         found |= _symmetric(cell, shared.get((cell.M, cell.N), torch.bfloat16, device), left[0], product, inductor_norm)
 

@@ -22,7 +22,7 @@ from tabulate import tabulate
 
 from benchmarks.launch import measure_on_ranks, num_ranks
 from benchmarks.ops import command
-from benchmarks.ops.contest import LINK_BYTES_PER_S, OURS
+from benchmarks.ops.contest import LINK_BYTES_PER_S, OURS, library_of
 from benchmarks.records import NORM, Row, by_cell, head_commit, merge_csv
 from benchmarks.session import Session
 from benchmarks.timing import interleaved
@@ -78,17 +78,12 @@ def layers(options: argparse.Namespace) -> list[tuple[str, Layer, int]]:
     return [(name, MODELS[name], m) for name in options.models for m in options.m]
 
 
-def library(device: torch.device) -> str:
-    """The baseline's name."""
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
 def contestants(
     device: torch.device, gemm: Call, baseline: Call, split: Call, fused: Callable[[str, str], Call]
 ) -> dict[str, Call]:
     """All of a chain, by name. fused: of a name and a strategy; on the CPU kernels take too long for all of them."""
     ours = OURS if device.type == "cuda" else {name: OURS[name] for name in ("ditron", "ditron:library")}
-    calls = {"gemm": gemm, library(device): baseline, "ditron:split": split}
+    calls = {"gemm": gemm, library_of(device): baseline, "ditron:split": split}
     return calls | {name: fused(name, strategy) for name, strategy in ours.items()}
 
 
@@ -99,7 +94,7 @@ def copies_of(device: torch.device, nbytes: int) -> int:
 
 def right_calls(session: Session, chain: Chain) -> dict[str, Call]:
     """The contestants whose results are near those of the library."""
-    baseline = library(session.clock.device)
+    baseline = library_of(session.clock.device)
     wanted = chain.calls[baseline](0)
 
     def checked(name: str) -> Call:

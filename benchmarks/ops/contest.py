@@ -41,6 +41,11 @@ CONTESTANTS: tuple[str, ...] = (
 Call = Callable[[int], torch.Tensor]
 
 
+def library_of(device: torch.device) -> str:
+    """The collective library of a device, and the name of its contestant."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
 def wanted(request: Request) -> tuple[str, ...]:
     """The contestants that were asked for. ValueError for a name that there is not."""
     unknown = {*request.only, *request.skip} - set(CONTESTANTS)
@@ -102,7 +107,7 @@ class Setting:
     @property
     def library(self) -> str:
         """The baseline's name: the collective library of this device."""
-        return "nccl" if self.device.type == "cuda" else "gloo"
+        return library_of(self.device)
 
     @property
     def has_symmetric_memory(self) -> bool:

@@ -56,10 +56,10 @@ def chain_of(
     weights = [[(draw(width, k) / math.sqrt(k)).t() for width in widths] for _ in range(copies)]
     scale, gathered = draw(k), draw(m, k)
     normalise = torch.compile(add_norm, dynamic=False) if device.type == "cuda" else add_norm
-    op = ops.overload("all_gather_matmul")
+    op, place = ops.overload("all_gather_matmul"), f"gather_norm/0:{chain}"
 
     def site(name: str, strategy: str) -> tuple[object, ...]:
-        return None, 0, False, world, group_name, f"gather_norm/0:{chain}:{name}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
+        return None, 0, False, world, group_name, f"{place}:{name}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
 
     def gemm(i: int) -> Sequence[torch.Tensor]:
         return [gathered @ weight for weight in weights[i % copies]]
@@ -85,7 +85,7 @@ def chain_of(
 
     apart = site("split", "auto")
     calls = chains.contestants(device, gemm, library, split, fused)
-    return Chain("gather_norm", f"M={m};N={sum(widths)};K={k};chain={chain}", m, k, calls, site("ditron", "auto")[5])
+    return Chain("gather_norm", f"M={m};N={sum(widths)};K={k};chain={chain}", m, k, calls, f"{place}:ditron")
 
 
 def measure(session: Session, options: argparse.Namespace) -> list[Row]:

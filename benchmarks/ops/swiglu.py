@@ -49,7 +49,7 @@ def chain_of(device: torch.device, world: int, group_name: str, kind: str, m: in
     pointwise = torch.compile(lambda gate, up: F.silu(gate) * up, dynamic=False) if device.type == "cuda" else None
     finish = pointwise or (lambda gate, up: F.silu(gate) * up)
     saved = kind == "training"
-    op = ops.overload("all_gather_matmul")
+    op, place = ops.overload("all_gather_matmul"), f"swiglu/0:{kind}"
 
     def finished(gate: torch.Tensor, up: torch.Tensor) -> list[torch.Tensor]:
         return [finish(gate, up), gate, up] if saved else [finish(gate, up)]
@@ -63,7 +63,7 @@ def chain_of(device: torch.device, world: int, group_name: str, kind: str, m: in
         return finished(gate, up)
 
     def site(name: str, strategy: str) -> tuple[object, ...]:
-        return world, group_name, f"swiglu/0:{kind}:{name}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
+        return world, group_name, f"{place}:{name}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
 
     def split(i: int) -> Sequence[torch.Tensor]:
         gate, up, _ = op(shards[i % copies], weights[i % copies], None, 0, False, *apart)
@@ -77,7 +77,7 @@ def chain_of(device: torch.device, world: int, group_name: str, kind: str, m: in
 
     apart = site("split", "auto")
     calls = chains.contestants(device, gemm, library, split, fused)
-    return Chain("swiglu", f"M={m};N={width};K={k};kind={kind}", m, k, calls, site("ditron", "auto")[2])
+    return Chain("swiglu", f"M={m};N={width};K={k};kind={kind}", m, k, calls, f"{place}:ditron")
 
 
 def measure(session: Session, options: argparse.Namespace) -> list[Row]:
