@@ -123,6 +123,14 @@ def check_in_poisoned_slots(ctx: RankContext, problem: Problem) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def call_late_and_poisoned(ctx: RankContext, problems: Sequence[Problem]) -> None:
+    """The first problem with a late rank and with slots that hold NaN, then all in a random order."""
+    start_late(ctx, problems[:1], late_rank=-1)
+    fill_slots(ctx)
+    problems[0].check(problems[0](), "poisoned:")
+    call_in_random_order(ctx, problems, BACK_TO_BACK[ctx.device.type, ctx.world_size] // 2)
+
+
 def call_on_two_streams(ctx: RankContext, problems: Sequence[Problem], count: int) -> None:
     """In random order on streams that nothing orders but the workspace itself; every rank is late at times."""
     first = first_outputs(problems)

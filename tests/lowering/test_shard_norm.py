@@ -13,7 +13,7 @@ from ditron_inductor.task.nodes import Norm, ShardNorm
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.lowering.problems import ODD, Problem, chunked_problems
-from tests.lowering.stress import BACK_TO_BACK, call_in_random_order, fill_slots, start_late
+from tests.lowering.stress import call_late_and_poisoned
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
 from tests.tolerances import assert_near
@@ -134,10 +134,7 @@ def _stress(ctx: RankContext) -> None:
     register()
     problems = [NormedGather(ctx, "normed", strategy) for strategy in ("chunked", "tile")]
     problems += chunked_problems(ctx, ["all_gather_matmul"], "plain")
-    start_late(ctx, problems[:1], late_rank=-1)
-    fill_slots(ctx)
-    problems[0].check(problems[0](), "poisoned:")
-    call_in_random_order(ctx, problems, BACK_TO_BACK[ctx.device.type, ctx.world_size] // 2)
+    call_late_and_poisoned(ctx, problems)
 
 
 def test_late_ranks_and_poisoned_slots(pool: RankPool) -> None:

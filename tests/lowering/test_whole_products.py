@@ -17,7 +17,7 @@ from tests.lowering import test_all_gather_matmul as plain
 from tests.lowering import test_epilogues as epilogues
 from tests.lowering import test_shard_norm as norms
 from tests.lowering.problems import chunked_problems
-from tests.lowering.stress import BACK_TO_BACK, call_in_random_order, fill_slots, start_late
+from tests.lowering.stress import call_late_and_poisoned
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
 
@@ -70,11 +70,7 @@ def test_matches_reference_at_size(gpu_pool: RankPool, module: str) -> None:
 
 def _stress(ctx: RankContext) -> None:
     with whole(False):
-        problems = chunked_problems(ctx, [KIND], "whole")
-        start_late(ctx, problems[:1], late_rank=-1)
-        fill_slots(ctx)
-        problems[0].check(problems[0](), "poisoned:")
-        call_in_random_order(ctx, problems, BACK_TO_BACK[ctx.device.type, ctx.world_size] // 2)
+        call_late_and_poisoned(ctx, chunked_problems(ctx, [KIND], "whole"))
 
 
 def test_late_ranks_and_poisoned_slots(pool: RankPool) -> None:
