@@ -17,7 +17,7 @@ from benchmarks.models.facts import ALL, Fact, merge_facts, path_of, read_facts
 from benchmarks.models.request import CONTESTANTS, Barred, Request
 from benchmarks.models.summary import readme_part
 from benchmarks.models.supervise import after_failure, supervise
-from benchmarks.models.tables import report, targets, times_table
+from benchmarks.models.tables import docs_part, report, targets, times_table
 from benchmarks.models.zoo import DECODES, FORMS, MODELS, PHASES, PREFILLS, QUICK, TINY, Cell, Selection, tiny
 from benchmarks.records import Row, merge_csv, read_csv
 from tests.rank_process import RankContext
@@ -82,7 +82,15 @@ ROWS = [row("eager", 9000.0), row("inductor", 3000.0), row("async_tp", None), ro
 
 def test_the_table_compares_with_the_best_of_the_others() -> None:
     line = times_table(ROWS).splitlines()[-1].split()
-    assert line[-6:] == ["9.000", "3.000", "failed", "2.000", "1.50", "2.0"]
+    assert line[-7:] == ["9.000", "3.000", "failed", "2.000", "-", "1.50", "2.0"]
+
+
+def test_how_much_of_what_there_is_to_gain() -> None:
+    limited = [replace(one, limit_us=1500.0) for one in ROWS]
+    assert times_table(limited).splitlines()[-1].split()[-3] == "1.500"
+    assert "How much" not in docs_part(ROWS)
+    line = docs_part([*limited, row("inductor", 9.0, batch=2), row("ditron", 1.0, batch=2)]).splitlines()[-1]
+    assert line.replace(" ", "") == "|prefill|llama3-8b|2|1|1.50|2.00|0.75|"
 
 
 def test_targets() -> None:
@@ -157,6 +165,8 @@ def test_what_ended_the_ranks_is_left_out() -> None:
     assert [(one.cell, one.contestant) for one in again.barred] == [(3, "async_tp")]
     twice = after_failure(again, '[4, "async_tp"]\n')
     assert twice is not None and (twice.barred[-1].cell, twice.barred[-1].contestant) == (None, "async_tp")
+    limit = after_failure(REQUEST, '[3, "limit"]\n')
+    assert limit is not None and [(one.cell, one.contestant) for one in limit.barred] == [(3, "limit")]
     for alone in ("", "timing", "eager"):
         again = after_failure(REQUEST, json.dumps([5, alone]))
         assert again is not None and [(one.cell, one.contestant) for one in again.barred] == [(5, "")]
@@ -215,11 +225,15 @@ def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
     chosen = tuple(replace(cells[kind], model=model) for kind, model in RUN.items())
     architectures = {name: one.like(TINY) for name, one in MODELS.items()}
     barred = (Barred(1, "ditron", "the ranks ended in it"),)
-    request = Request(chosen, "cpu", architectures, rounds=2, out=str(tmp_path / "models.csv"), barred=barred)
+    out = str(tmp_path / "models.csv")
+    request = Request(chosen, "cpu", architectures, rounds=2, out=out, barred=barred, limit=True)
     rows, facts, again = rank_pools.get("cpu", 2).run(_run, request, timeout=200)[0]
     assert again == [], "cells that the results have were measured again"
-    assert {row.contestant for row in read_csv(Path(request.out))} == set(CONTESTANTS)
+    written = read_csv(Path(request.out))
+    assert {row.contestant for row in written} == set(CONTESTANTS), rows
+    assert all(row.limit_us for row in written), [row for row in facts if row.contestant == "limit"]
     reasons = {(fact.op, fact.contestant): fact.why for fact in facts}
+    assert not any(contestant == "limit" for _, contestant in reasons), reasons
     right = {(fact.op, fact.contestant) for fact in facts if not fact.why}
     assert right == {(op, "eager") for op in PHASES} | {("prefill", "ditron"), ("decode", "ditron")}, reasons
     assert {(row.op, row.contestant) for row in rows if row.p50_us} == right
@@ -230,6 +244,33 @@ def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
     assert "this form has none" in reasons["decode", "async_tp"]
     fused = {fact.op: fact.fused for fact in facts if fact.contestant == "ditron"}
     assert "all_gather_matmul" in fused["prefill"] and "flash_decode" in fused["decode"], fused
+
+
+def _shares(ctx: RankContext, cells: list[Cell]) -> list[tuple[list[int], list[int], tuple[int, ...], tuple[int, ...]]]:
+    """Of each cell: how many weights a rank has among the others and alone, and the shapes of what it computes."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from benchmarks.models import alone, forms
+    from benchmarks.models.contestants import whole
+
+    mesh, found = init_device_mesh("cpu", (ctx.world_size,)), []
+    for cell in cells:
+        arch = MODELS[cell.model].like(TINY)
+        among, own = forms.build(arch, cell, mesh), alone.build(arch, cell, ctx.world_size, ctx.rank)
+        given = forms.inputs(arch, cell, ctx.rank, ctx.world_size, ctx.device, torch.float32)
+        with torch.no_grad():
+            shapes = tuple(whole(among(*given)).shape), tuple(own(*given).shape)
+        sizes = [getattr(one, "to_local", lambda one=one: one)().numel() for one in among.parameters()]
+        found.append((sizes, [one.numel() for one in own.parameters()], *shapes))
+    return found
+
+
+def test_the_limit_is_that_of_a_rank_s_share(rank_pools: RankPools) -> None:
+    kinds = {f"{cell.phase} {cell.form}": cell for cell in tiny(Selection(models=("llama3-8b",)).cells())}
+    assert {kind.split()[1] for kind in kinds} == set(FORMS)
+    for among, alone, wanted, found in rank_pools.get("cpu", 2).run(_shares, list(kinds.values()))[1]:
+        assert among == alone and wanted == found
 
 
 HUGGING_FACE = {

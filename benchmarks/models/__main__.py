@@ -43,6 +43,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--tokens", nargs="+", type=int, default=[], help="only cells with so many tokens at once")
     result.add_argument("--full", action="store_true", help="all sizes, not the most important ones of each model")
     result.add_argument("--graph", action="store_true", help="prefill inside CUDA graphs too, as decode always is")
+    result.add_argument(
+        "--limit", action="store_true", help="what a rank's share alone takes too, without communication"
+    )
     result.add_argument("--quick", action="store_true", help="ten cells of all phases in three minutes")
     result.add_argument(
         "--missing", action="store_true", help="only cells that --out has not of this commit and machine"
@@ -89,6 +92,7 @@ def request_of(options: argparse.Namespace) -> Request:
         commit=options.commit or head_commit(),
         missing=options.missing,
         graph=options.graph,
+        limit=options.limit,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.models.architecture import Architecture
-from benchmarks.models.request import Request
+from benchmarks.models.request import LIMIT, Request
 from benchmarks.models.zoo import Cell
 from benchmarks.timing import MIN_ROUNDS, SAMPLE_US, WARMUP
 
@@ -35,7 +35,7 @@ def step_s(cell: Cell, arch: Architecture, world_size: int) -> float:
 
 def cell_s(request: Request, cell: Cell, world_size: int) -> float:
     """All contestants of a cell: compiled, checked, timed."""
-    names = [name for name in request.contestants if not cell.left_out(name)]
+    names = [name for name in request.contestants if not cell.left_out(name)] + [LIMIT] * request.limit
     if request.device == "cpu":
         return CPU_CALL_S * len(names)
     both = 2.0 if cell.phase == "training" else 1.0

@@ -64,7 +64,20 @@ def attend_rows(
     return found[0].reshape(q.shape), found[1].reshape(q.shape[:3])
 
 
-class ContextAttention(nn.Module):
+class Gathering(nn.Module):
+    """Attention with one gather of what all ranks have."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, ..] of each rank as [W * n, ..]."""
+        return all_gather_tensor(x, 0, self.group)
+
+
+class ContextAttention(Gathering):
     """Causal, of this rank's queries to the keys of all ranks.
 
     In torch: a gather of keys and values, attention to the own keys and to all in front of them, merged.
@@ -78,11 +91,9 @@ class ContextAttention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if self.for_ditron:
             return all_gather_attention(q, k, v, mask="causal_offset", scale=self.scale)
-        group = dist.group.WORLD
-        assert group is not None
         rank, length = dist.get_rank(), k.shape[2]
         # Both in one gather, along a dimension that makes it one copy.
-        gathered = all_gather_tensor(torch.stack((k, v)).unsqueeze(0), 0, group)
+        gathered = self.gathered(torch.stack((k, v)).unsqueeze(0))
         out, lse = attend(q, k, v, True, self.scale)
         if not rank:
             return out
@@ -94,7 +105,7 @@ class ContextAttention(nn.Module):
         return (out.float() * share + other.float() * (1.0 - share)).to(q.dtype)
 
 
-class CachedAttention(nn.Module):
+class CachedAttention(Gathering):
     """Of one new token per sequence to a cache whose tokens are divided over the ranks.
 
     The cache is full. The new key and value take the place of the oldest ones, on the rank whose turn it is.
@@ -123,14 +134,12 @@ class CachedAttention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         for cache, new in ((self.keys, k), (self.values, v)):
             cache.index_copy_(2, self.slot, torch.where(self.mine, new, cache.index_select(2, self.slot)))
-        group = dist.group.WORLD
-        assert group is not None
         if self.for_ditron:
             out, lse = attend_rows(q, self.keys, self.values, self.scale)
         else:
             out, lse = attend(q, self.keys, self.values, False, self.scale)
         parts = torch.cat((out.reshape(*lse.shape[:2], -1).float(), lse), dim=-1)
-        gathered = all_gather_tensor(parts, 0, group).view(group.size(), *parts.shape)
+        gathered = self.gathered(parts).view(self.group.size(), *parts.shape)
         weights = torch.softmax(gathered[..., -1], 0)
         return (weights[..., None] * gathered[..., :-1]).sum(0).to(q.dtype).view(q.shape)
 

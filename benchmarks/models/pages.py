@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.models.charts import charts, png, png_path, svg
 from benchmarks.models.facts import Fact, merge_facts, path_of, read_facts, reasons
-from benchmarks.models.request import CONTESTANTS, TITLES, Request
+from benchmarks.models.request import CONTESTANTS, LIMIT, TITLES, Request
 from benchmarks.models.tables import (
     FACT_HEADERS,
     Contest,
@@ -44,6 +44,7 @@ return v===''||isNaN(v)?v:+v},s=d==='1'?1:-1;
 .forEach(r=>b.append(r))})));
 """
 HEADERS = ("phase", "model", "layers", "form", "tokens", "ranks")
+RATIOS = ("Inductor / Ditron", "best other / Ditron", "spread %")
 LOSS, GAIN = 0.98, 1.02
 ABOUT = """Layers of real shapes with random weights, hidden states in and out. Milliseconds of one step: of each rank
 the median of its samples, of the ranks the slowest. All contestants of a row come from one run, in turns in a new order
@@ -51,7 +52,8 @@ each round, and each was compared with eager before it was timed. <code>decode</
 and Inductor too. NVLink multicast is off for everybody (<code>NCCL_NVLS_ENABLE=0</code>)."""
 FORMS = """<code>ar</code>: tensor parallelism with all-reduces; <code>sp</code>: the same with sequence parallelism;
 <code>cp</code>: the sequence is divided over the ranks, and so is <code>kv</code>'s cache. In <code>decode</code> only
-<code>kv</code> has a cache."""
+<code>kv</code> has a cache. <code>limit</code>: one rank's share through Inductor alone, with nothing to wait for: what
+is left of a step if communication costs nothing. Better kernels than Inductor's can be faster."""
 
 
 def page(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
@@ -125,14 +127,16 @@ def _table(headers: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def _times(rows: Sequence[Row], facts: Sequence[Fact]) -> str:
     why = {(fact.cell, fact.contestant): fact.why for fact in reasons(facts, rows)}
     head = "".join(f"<th>{name}</th>" for name in HEADERS)
-    head += "".join(f'<th class="n">{TITLES[name]}</th>' for name in CONTESTANTS)
-    head += '<th class="n">Inductor / Ditron</th><th class="n">best other / Ditron</th><th class="n">spread %</th>'
+    titles = [TITLES[name] for name in (*CONTESTANTS, LIMIT)]
+    head += "".join(f'<th class="n">{title}</th>' for title in (*titles, *RATIOS))
     lines = []
     for one in contests(rows):
         sizes = one.sizes
         line = [one.phase, one.model, sizes["layers"], sizes["form"], one.tokens, str(one.where[1])]
         cells = [f"<td>{html.escape(text)}</td>" for text in line]
         cells += [_time(one, name, why.get((one.rows[0].cell, name), "")) for name in CONTESTANTS]
+        limit = one.limit_us and one.limit_us / 1e3
+        cells.append(f'<td class="n" data-v="{number(limit, 5, "")}">{number(limit, 3)}</td>')
         cells += [_gain(one.gain("inductor")), _gain(one.best_gain), f'<td class="n">{number(one.spread_pct, 1)}</td>']
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return f'<table class="sorts"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table>'

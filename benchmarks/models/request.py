@@ -10,7 +10,15 @@ from benchmarks.models.zoo import Cell
 
 CONTESTANTS: tuple[str, ...] = ("eager", "inductor", "async_tp", "ditron")
 """In the order of the tables."""
-TITLES = {"eager": "eager", "inductor": "Inductor", "async_tp": "Inductor + async TP", "ditron": "Ditron"}
+LIMIT = "limit"
+"""No contestant: a rank's share alone, without communication (`alone.py`), through Inductor."""
+TITLES = {
+    "eager": "eager",
+    "inductor": "Inductor",
+    "async_tp": "Inductor + async TP",
+    "ditron": "Ditron",
+    LIMIT: "limit",
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,7 @@ class Request:
     rounds: most samples of a contestant in one run of a cell; repeats: runs of a cell, whose median is recorded. out:
     the CSV that rows are merged into. first: the number of the cell to begin with; journal: the file that says what
     the ranks are at. architectures: of all the cells' models. graph: prefill inside CUDA graphs too.
+    limit: each cell's limit too.
     """
 
     cells: tuple[Cell, ...]
@@ -41,6 +50,7 @@ class Request:
     out: str = ""
     commit: str = ""
     graph: bool = False
+    limit: bool = False
     missing: bool = False
     first: int = 0
     barred: tuple[Barred, ...] = ()

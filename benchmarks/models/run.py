@@ -13,7 +13,7 @@ import json
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.models import forms
+from benchmarks.models import alone, forms
 from benchmarks.models.architecture import Architecture
 from benchmarks.models.contestants import COMPILERS, Compiler, Step, step_of, whole
 from benchmarks.models.estimate import cell_s
 from benchmarks.models.facts import ALL, Fact, merge_facts, path_of
-from benchmarks.models.request import CONTESTANTS, Request
+from benchmarks.models.request import CONTESTANTS, LIMIT, Request
 from benchmarks.models.zoo import Cell
 from benchmarks.progress import Progress
 from benchmarks.records import Row, merge_csv, read_csv
@@ -184,15 +184,18 @@ class Run(Session):
         if self._built is None or self._built[0] != key:
             self._built = None
             self.free()
-            with self.phases.phase("models"), self.clock.device:
-                before = torch.get_default_dtype()
-                torch.set_default_dtype(self.dtype)
-                try:
-                    model = forms.build(self.architecture(cell), cell, self.mesh)
-                finally:
-                    torch.set_default_dtype(before)
-            self._built = key, model
+            self._built = key, self.made(lambda: forms.build(self.architecture(cell), cell, self.mesh))
         return self._built[1]
+
+    def made(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """A model on this rank's device, in this run's dtype."""
+        with self.phases.phase("models"), self.clock.device:
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(self.dtype)
+            try:
+                return build()
+            finally:
+                torch.set_default_dtype(before)
 
     def architecture(self, cell: Cell) -> Architecture:
         return self.request.architectures[cell.model]
@@ -233,6 +236,9 @@ class Run(Session):
                 failed.append(name)
                 self.say(f"    {name}: {problem}")
                 self.after_failure(name)
+        if self.request.limit and not self.barred(number, LIMIT):
+            self.note_journal(number, LIMIT)
+            self.prepare_limit(cell, given, ready)
         for name in list(ready):
             problem = self.settled(ready[name])
             if problem:
@@ -261,7 +267,7 @@ class Run(Session):
             shape=cell.shape,
             dtype=self._dtype_name,
             graph=graph,
-            limit_us=None,
+            limit_us=times[LIMIT].p50_us if LIMIT in times else None,
             commit=self.request.commit,
         )
         where = "    in graphs: " if graph != self.captures(cell) else "    "
@@ -276,7 +282,7 @@ class Run(Session):
         for name, call in ready.items():
             self.note_journal(number, name)
             replay, got, problem = self.capture(call)
-            if not problem:
+            if not problem and name != LIMIT:
                 problem = self.first_problem(self.difference(got, wanted))
             if problem:
                 self.facts.append(self.fact(cell, name, graph=True, why=problem))
@@ -302,7 +308,7 @@ class Run(Session):
         return eager + others if number % 2 == 0 else eager + others[::-1]
 
     def ordered(self, ready: Mapping[str, Call]) -> dict[str, Call]:
-        return {name: ready[name] for name in CONTESTANTS if name in ready}
+        return {name: ready[name] for name in (*CONTESTANTS, LIMIT) if name in ready}
 
     def captures(self, cell: Cell) -> bool:
         return cell.graph and self.clock.device.type == "cuda"
@@ -357,6 +363,26 @@ class Run(Session):
         facts = {"compile_s": compile_s, "peak_mib": peak, "workspace_mib": workspace}
         self.facts.append(self.fact(cell, name, **facts, fused=text, why=problem))
         return problem
+
+    def prepare_limit(self, cell: Cell, given: tuple[Any, ...], ready: dict[str, Call]) -> None:
+        """Put into `ready` a rank's share alone, through Inductor. Nothing is compared with it."""
+        arch = self.architecture(cell)
+        step, problem = self.attempt("models", lambda: self.alone(arch, cell, given))
+        if not problem and step is not None:
+            _, problem = self.attempt(f"first call: {LIMIT}", step)
+        call: Call = lambda index: step()  # noqa: E731
+        if self.captures(cell) and not problem:
+            call, _, problem = self.capture(call)
+        if problem:
+            self.say(f"    {LIMIT}: {problem}")
+            self.facts.append(self.fact(cell, LIMIT, why=problem))
+        else:
+            ready[LIMIT] = call
+
+    def alone(self, arch: Architecture, cell: Cell, given: tuple[Any, ...]) -> Step:
+        """A step of a rank's share."""
+        model = self.made(lambda: alone.build(arch, cell, self.world_size, self.rank))
+        return step_of(cell.phase, LIMIT, self.compilers["inductor"], model, given)
 
     def settled(self, call: Call) -> str:
         """What is wrong with a further call, now that all are compiled: a compilation would be timed with it."""

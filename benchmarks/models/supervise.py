@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.launch import start_ranks
-from benchmarks.models.request import CONTESTANTS, Barred, Request
+from benchmarks.models.request import CONTESTANTS, LIMIT, Barred, Request
 
 MODULE = "benchmarks.models.run"
 MOST_STARTS = 6
@@ -56,7 +56,7 @@ def after_failure(request: Request, journal: str) -> Request | None:
     number, what = json.loads(lines[-1])
     if number >= len(request.cells):
         return None
-    alone = what in CONTESTANTS and what != "eager"
+    alone = what in (*CONTESTANTS, LIMIT) and what != "eager"
     why = f"the ranks ended in it, by themselves or after {request.cell_limit_s:.0f} s"
     if alone and any(one.contestant == what for one in request.barred):
         barred = Barred(None, what, f"{why}, in two cells")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from benchmarks.models.facts import ALL, Fact, reasons
-from benchmarks.models.request import CONTESTANTS, TITLES
+from benchmarks.models.request import CONTESTANTS, LIMIT, TITLES
 from benchmarks.models.zoo import position
 from benchmarks.records import Row, by_cell
 
@@ -63,6 +63,17 @@ class Contest:
         return theirs / ours if theirs and ours else None
 
     @property
+    def limit_us(self) -> float | None:
+        """Of a rank's share alone."""
+        return self.rows[0].limit_us
+
+    @property
+    def most_gain(self) -> float | None:
+        """How many times as fast as Inductor the limit is."""
+        theirs = self.us("inductor")
+        return theirs / self.limit_us if theirs and self.limit_us else None
+
+    @property
     def best_gain(self) -> float | None:
         """Over the fastest of all others, eager too."""
         gains = [gain for gain in (self.gain(name) for name in CONTESTANTS if name != "ditron") if gain]
@@ -108,8 +119,9 @@ def times_table(rows: Sequence[Row], style: str = "simple") -> str:
         ]
         layers, form = one.sizes["layers"], one.sizes["form"]
         place = [one.phase, f"{one.model} x {layers}", form, one.tokens, str(one.where[1])]
-        lines.append([*place, *times, number(one.best_gain, 2), number(one.spread_pct, 1)])
-    headers = ["phase", "model", "form", "tokens", "ranks", *CONTESTANTS, "best other / ditron", "spread %"]
+        limit = number(one.limit_us and one.limit_us / 1e3, 3)
+        lines.append([*place, *times, limit, number(one.best_gain, 2), number(one.spread_pct, 1)])
+    headers = ["phase", "model", "form", "tokens", "ranks", *CONTESTANTS, LIMIT, "best other / ditron", "spread %"]
     return tabulate(lines, headers, style, disable_numparse=True)
 
 
@@ -170,6 +182,23 @@ def mean_lines(rows: Sequence[Row]) -> list[tuple[str, str, int, int, float | No
     ]
 
 
+def limit_lines(rows: Sequence[Row]) -> list[tuple[str, str, int, int, float | None, float | None, float | None]]:
+    """Of the cells whose limit is known: (phase, model, ranks, cells, geometric means of Inductor's time over Ditron's,
+    of Inductor's over the limit, and of the limit over Ditron's).
+    """
+    groups: dict[tuple[str, str, int], list[Contest]] = {}
+    for one in contests(rows):
+        if one.gain("inductor") and one.most_gain:
+            groups.setdefault((one.phase, one.model, one.where[1]), []).append(one)
+    return [
+        (
+            *(*key, len(found), mean(one.gain("inductor") for one in found), mean(one.most_gain for one in found)),
+            mean(one.limit_us / ours if one.limit_us and (ours := one.us("ditron")) else None for one in found),
+        )
+        for key, found in groups.items()
+    ]
+
+
 @dataclass(frozen=True)
 class Target:
     """What is to be reached on 4 H200s, and what was; None where nothing was measured for it."""
@@ -223,7 +252,16 @@ def docs_part(rows: Sequence[Row]) -> str:
         for phase, model, world, _, inductor, _ in mean_lines(rows)
     ]
     ordered = sorted(rows, key=_place)
-    return "\n".join([times_table(ordered, "github"), "", "Inductor / Ditron, geometric means:", "", *sorted(means)])
+    parts = [times_table(ordered, "github"), "", "Inductor / Ditron, geometric means:", "", *sorted(means)]
+    limits = sorted(
+        (phase, model, str(world), str(cells), *(number(value, 2) for value in values))
+        for phase, model, world, cells, *values in limit_lines(rows)
+    )
+    if limits:
+        headers = ["phase", "model", "ranks", "cells", "Inductor / Ditron", "Inductor / limit", "limit / Ditron"]
+        text = "How much of what there is to gain, geometric means over the cells whose limit was measured:"
+        parts += ["", text, "", tabulate(limits, headers, "github", disable_numparse=True)]
+    return "\n".join(parts)
 
 
 def _place(row: Row) -> tuple[str, int, str, list[int]]:
