@@ -30,6 +30,8 @@ INTERPRETED_BLOCK = 1024
 INTERPRETED_PROGRAMS = 2
 FILL_PROGRAMS = 8
 """Programs that end a use of the slot: few, as they do nothing but after a failure."""
+BIASED_BATCHES = 4
+"""Products of so many batches with a bias are made one by one; of more the launches would cost more than the bias."""
 
 PIECES = ("first", "count", "parts", "row")
 
@@ -288,7 +290,9 @@ def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, added: torch.T
     """out = a @ b + added by the library. a [.., m, K], out [.., m, N] with the same leading dimensions, none or one;
     b [K, N], or as `for_batches` makes it; added: a row [N], a column [m, 1] where a is [m, K], `out` itself, or None.
 
-    Any strides, with contiguous rows in out: the product is written where it belongs.
+    Any strides, with contiguous rows in out: the product is written where it belongs. A product of two dimensions adds
+    a row as it stores its tiles; before one of three the library would write the row to all of out, and read it again.
+    So a few of these are made one by one.
     """
     if out.numel() == 0:
         return
@@ -299,7 +303,10 @@ def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, added: torch.T
             torch.addmm(added, a, b, out=out)
         return
     batches = for_batches(b, a.shape[0])
-    if added is None:
+    if added is not None and added.dim() == 1 and a.shape[0] <= BIASED_BATCHES:
+        for left, right, target in zip(a, batches, out, strict=True):
+            torch.addmm(added, left, right, out=target)
+    elif added is None:
         torch.bmm(a, batches, out=out)
     else:
         torch.baddbmm(added, a, batches, out=out)
