@@ -315,11 +315,21 @@ class Finisher:
     """
 
     def __init__(
-        self, epilogue: Epilogue, like: torch.Tensor, extras: Sequence[torch.Tensor], *, reduced: bool = False
+        self,
+        epilogue: Epilogue,
+        like: torch.Tensor,
+        extras: Sequence[torch.Tensor],
+        *,
+        reduced: bool = False,
+        apart: bool = False,
     ) -> None:
-        """like: any tensor of the node's dtype and device. reduced: the product is a sum that no library adds to."""
+        """like: any tensor of the node's dtype and device. reduced: the product is a sum that no library adds to.
+        apart: the library's products are batches, to which it adds a bias in passes of its own: it does so only where
+        nothing else is left to compute.
+        """
         folded, self.biases = (epilogue, {}) if reduced else epilogue.folded(epilogue_torch.NAMES[like.dtype])
-        if any(extras[row].dtype != like.dtype or not extras[row].is_contiguous() for row in self.biases.values()):
+        unfit = any(extras[row].dtype != like.dtype or not extras[row].is_contiguous() for row in self.biases.values())
+        if unfit or (apart and not all(isinstance(output, Product) for output in folded.outputs)):
             folded, self.biases = epilogue, {}
         outputs = folded.outputs
         self._outputs = outputs
@@ -329,7 +339,8 @@ class Finisher:
         self._dtypes = epilogue_torch.out_dtypes(self._rest, like.dtype)
         self._groups = self._rest.groups()
         self._function = generated(self._rest.text()) if self._made else None
-        self._launchers = [local_launcher(apply_epilogue_kernel, like.device) for _ in self._groups]
+        # By group and number of elements.
+        self._launchers: dict[tuple[int, int], Launcher] = {}
 
     def multiply(
         self, rows: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
@@ -341,13 +352,18 @@ class Finisher:
         ]
         return self.finish(mm, extras)
 
-    def finish(self, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def finish(
+        self,
+        mm: Sequence[torch.Tensor],
+        extras: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
         """The outputs, in the node's order. mm: contiguous, by weight, those with a bias after it; a plain output is
-        one of them.
+        one of them. made: those of `new_outputs`, if `make` has made all of their rows.
         """
-        made = []
-        if self._made:
-            made = self.launch(mm, extras) if mm[0].is_cuda else epilogue_torch.evaluate(self._rest, mm, extras)
+        if made is None:
+            made = self.new_outputs(mm)
+            self.make(mm, extras, made)
         outputs: list[Any] = [mm[output.index] if isinstance(output, Product) else None for output in self._outputs]
         for index, output in zip(self._made, made, strict=True):
             outputs[index] = output
@@ -360,12 +376,31 @@ class Finisher:
         outputs = self.finish([total.view(-1, total.shape[-1]) if total.numel() else total.flatten(0, -2)], extras)
         return [output.view(total.shape) for output in outputs]
 
-    def launch(self, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs that are no products, by the kernel."""
+    def makes_runs(self, whole: Sequence[int]) -> bool:
+        """Whether `make` may be given runs of rows: it computes something, and from nothing that is cut like these.
+        whole: products that are not made in runs.
+        """
+        kinds = {extra.kind for extra in self._rest.extras()}
+        late = any(index in whole for group in self._groups for index in group.products)
+        return bool(self._made) and kinds <= {"scalar", "row"} and not late
+
+    def new_outputs(self, mm: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Memory for the outputs that are no products."""
         sources = [mm[min(products(output))] for output in self._rest.outputs]
-        outs = [torch.empty_like(mm, dtype=dtype) for mm, dtype in zip(sources, self._dtypes, strict=True)]
+        return [torch.empty_like(one, dtype=dtype) for one, dtype in zip(sources, self._dtypes, strict=True)]
+
+    def make(self, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        """Compute the outputs that are no products, or runs of their rows, from the same rows of the products."""
+        if self._made and mm[0].is_cuda:
+            self.launch(mm, extras, outs)
+        elif self._made:
+            for out, value in zip(outs, epilogue_torch.evaluate(self._rest, mm, extras), strict=True):
+                out.copy_(value)
+
+    def launch(self, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+        """`make` by the kernel."""
         x = tuple(extra.contiguous() for extra in extras) or (mm[0],)
-        for number, (group, launcher) in enumerate(zip(self._groups, self._launchers, strict=True)):
+        for number, group in enumerate(self._groups):
             tensors = {
                 "mm": tuple(mm[index] for index in group.products),
                 "x": x,
@@ -373,9 +408,12 @@ class Finisher:
             }
             numel, columns = tensors["mm"][0].numel(), tensors["mm"][0].shape[1]
             if numel > 0:
+                launcher = self._launchers.get((number, numel))
+                if launcher is None:
+                    launcher = local_launcher(apply_epilogue_kernel, mm[0].device)
+                    self._launchers[number, numel] = launcher
                 arguments = functools.partial(_arguments, numel, columns, number, group, self._function)
-                launcher(handle_for(x[0]), arguments, (), (), tensors)
-        return outs
+                launcher(handle_for(mm[0]), arguments, (), (), tensors)
 
 
 def finisher_of_sum(node: WithEpilogue, like: torch.Tensor) -> Finisher | None:

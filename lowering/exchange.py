@@ -31,7 +31,10 @@ INTERPRETED_PROGRAMS = 2
 FILL_PROGRAMS = 8
 """Programs that end a use of the slot: few, as they do nothing but after a failure."""
 BIASED_BATCHES = 4
-"""Products of so many batches with a bias are made one by one; of more the launches would cost more than the bias."""
+BIASED_OPERATIONS = 8e9
+"""Products of so many batches with a bias, of so many operations each, are made one by one: more or smaller ones would
+cost more than the bias.
+"""
 
 PIECES = ("first", "count", "parts", "row")
 
@@ -292,7 +295,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, added: torch.T
 
     Any strides, with contiguous rows in out: the product is written where it belongs. A product of two dimensions adds
     a row as it stores its tiles; before one of three the library would write the row to all of out, and read it again.
-    So a few of these are made one by one.
+    So a few large ones of these are made one by one.
     """
     if out.numel() == 0:
         return
@@ -303,10 +306,15 @@ def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, added: torch.T
             torch.addmm(added, a, b, out=out)
         return
     batches = for_batches(b, a.shape[0])
-    if added is not None and added.dim() == 1 and a.shape[0] <= BIASED_BATCHES:
+    if added is not None and added.dim() == 1 and _one_by_one(a, out):
         for left, right, target in zip(a, batches, out, strict=True):
             torch.addmm(added, left, right, out=target)
     elif added is None:
         torch.bmm(a, batches, out=out)
     else:
         torch.baddbmm(added, a, batches, out=out)
+
+
+def _one_by_one(a: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether the products out = a @ b of batches are better made one by one than with their bias copied to all."""
+    return a.shape[0] <= BIASED_BATCHES and 2.0 * out[0].numel() * a.shape[2] >= BIASED_OPERATIONS

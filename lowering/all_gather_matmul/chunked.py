@@ -5,8 +5,8 @@ Algorithm. A small kernel puts the own shard into the own slot, where its peers 
 own shard straight from the input, or, where a norm makes it, from the slot (stage_norm.py). Meanwhile the side stream
 copies the other shards, that of rank + 1 first, into the gathered tensor; the main stream follows, product by product,
 each on as many rows as came together (lowering/schedules.py). Narrow weights are multiplied with all rows at once when
-the last of them are there, the own ones among them. An epilogue is one more launch when all products are there; a bias
-comes with the products.
+the last of them are there, the own ones among them. An epilogue is a launch behind the products of each run of rows,
+beside those of the next one, or one more launch when all products are there; a bias comes with the products.
 Signal protocol. See lowering/transfers.py. One flag for each source, in row PIECE_ROWS: its whole shard is staged. The
 slot is only written with the credits of all peers, so nothing is ever revoked.
 Limits. K is the last dimension of the shard. Where the gathered dimension lies inside others, their sizes multiply to
@@ -37,6 +37,10 @@ from ditron_inductor.task.nodes import AllGatherMatmul
 from ditron_inductor.task.ops import norm_output
 
 MAX_OUTER = 8
+RUN_ELEMENTS = 4 << 20
+"""Of a shard's product with the widest weight: from so many on an epilogue is computed run by run, beside the products
+that follow; a launch that the GPU has to itself costs less before.
+"""
 
 
 def obstacle(node: AllGatherMatmul, shape: Sequence[int]) -> str:
@@ -108,6 +112,7 @@ def all_gather_matmul(
         biases = plan.biases(extras, len(weights))
         rights = weights if plan.lengths is not None else [for_batches(weight, sizes.outer) for weight in weights]
         parts = [(rights[i], plan.rows_of(mm[i]), biases[i]) for i in range(len(weights)) if i not in plan.whole]
+        ends = None if plan.finisher is None or not plan.ends_in_runs else Ends(plan, mm, extras)
         with call.fork() as lane:
             copy = lefts[plan.own] if plan.copied else shard
             if node.prologue is None:
@@ -125,6 +130,8 @@ def all_gather_matmul(
             plan.wait_all(lane.side)
             for weight, out, bias in parts:
                 multiply(left, weight, out[plan.own], bias)
+            if ends is not None:
+                ends.make(plan.own)
             arrived = []
             base = gathered.data_ptr()
             for _, transfers in plan.groups:
@@ -137,12 +144,15 @@ def all_gather_matmul(
                     for place in places:
                         for weight, out, bias in parts:
                             multiply(lefts[place], weight, out[place], bias)
+                        if ends is not None:
+                            ends.make(place)
             for turn, i in enumerate(plan.whole, start=len(plan.groups)):
                 with lane.beside() if turn % 2 == 0 else HERE:
                     lane.wait(own_staged)
                     lane.wait(arrived[-1])
                     multiply(gathered, weights[i], mm[i], biases[i])
-        outs = mm if plan.finisher is None else plan.finisher.finish(mm, extras)
+        made = None if ends is None else ends.outs
+        outs = mm if plan.finisher is None else plan.finisher.finish(mm, extras, made)
         plan.close(call.stream, (*outs, gathered) if node.return_gathered else tuple(outs))
     if node.return_gathered:
         dim = node.gather_dim
@@ -157,9 +167,9 @@ class _Plan:
 
     lengths: of the runs of rows that are multiplied as one, in the order of the gathered tensor; None where a shard's
     rows do not lie together, and the runs are the ranks'. own: the place of the own run. has_own: the gathered tensor
-    gets it too, and where it is `copied`, staging puts it there. finisher: of the node's epilogue. groups: places of
-    the runs to multiply, and what is copied there before. whole: weights that are multiplied with all rows at once.
-    staged: the own shard in the own slot, in `shard_shape`.
+    gets it too, and where it is `copied`, staging puts it there. finisher: of the node's epilogue, by runs of rows if
+    `ends_in_runs`. groups: places of the runs to multiply, and what is copied there before. whole: weights that are
+    multiplied with all rows at once. staged: the own shard in the own slot, in `shard_shape`.
     """
 
     stage: Bound
@@ -172,6 +182,7 @@ class _Plan:
     has_own: bool
     copied: bool
     finisher: Finisher | None
+    ends_in_runs: bool
     groups: list[tuple[list[int], list[Transfer]]]
     whole: tuple[int, ...]
     staged: torch.Tensor
@@ -188,6 +199,27 @@ class _Plan:
             return [None] * num_weights
         found = self.finisher.biases
         return [extras[found[i]].view(-1) if i in found else None for i in range(num_weights)]
+
+
+class Ends:
+    """What an epilogue makes of the products, in `outs`, run by run."""
+
+    def __init__(self, plan: _Plan, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]) -> None:
+        assert plan.finisher is not None
+        self._finisher = plan.finisher
+        self._extras = extras
+        self.outs = plan.finisher.new_outputs(mm)
+        self._mm = [plan.rows_of(one) for one in mm]
+        self._outs = [plan.rows_of(one) for one in self.outs]
+
+    def make(self, place: int) -> None:
+        """The outputs of the run `place`, whose products are made."""
+        mm, outs = ([runs[place] for runs in of_all] for of_all in (self._mm, self._outs))
+        if mm[0].dim() == 2:
+            self._finisher.make(mm, self._extras, outs)
+            return
+        for i in range(mm[0].shape[0]):
+            self._finisher.make([one[i] for one in mm], self._extras, [one[i] for one in outs])
 
 
 def _plan(
@@ -229,6 +261,8 @@ def _plan(
     epilogue = node.parsed
     sources = range(len(weights)) if epilogue is None else [min(products(output)) for output in epilogue.outputs]
     numels = [world * rows * weights[source].shape[1] for source in sources]
+    finisher = None if epilogue is None else Finisher(epilogue, shard, extras, apart=not plain)
+    columns = max(weight.shape[1] for weight in weights)
     shard_shape = (rows, K) if plain else (outer, rows // outer, K)
     if node.prologue is None:
         stage = exchange.stage(rows * K, copied=copied)
@@ -244,7 +278,8 @@ def _plan(
         own=place[rank * rows] if plain else rank,
         has_own=has_own,
         copied=copied,
-        finisher=None if epilogue is None else Finisher(epilogue, shard, extras),
+        finisher=finisher,
+        ends_in_runs=finisher is not None and finisher.makes_runs(schedule.whole) and rows * columns >= RUN_ELEMENTS,
         groups=list(zip(places, transfers, strict=True)),
         whole=schedule.whole,
         staged=call.data(rank, shard.dtype)[: rows * K].view(shard_shape),

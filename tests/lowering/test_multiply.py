@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ditron_inductor.lowering import exchange
 from ditron_inductor.lowering.exchange import BIASED_BATCHES, multiply
 
 M, K, N = 5, 8, 6
@@ -42,6 +43,13 @@ def itself(out: torch.Tensor) -> torch.Tensor | None:
     return out
 
 
+def test_small_batches_get_their_bias_at_once() -> None:
+    out = torch.empty(2, M, N)
+    with Called() as called:
+        multiply(torch.randn(2, M, K), torch.randn(K, N), out, torch.ones(N))
+    assert called.names == ["baddbmm"]
+
+
 @pytest.mark.parametrize(
     ("outer", "added", "expected"),
     [
@@ -56,7 +64,10 @@ def itself(out: torch.Tensor) -> torch.Tensor | None:
         (BIASED_BATCHES + 1, row, ["baddbmm"]),
     ],
 )
-def test_products_with_what_is_added(outer: int, added: Added, expected: list[str]) -> None:
+def test_products_with_what_is_added(
+    monkeypatch: pytest.MonkeyPatch, outer: int, added: Added, expected: list[str]
+) -> None:
+    monkeypatch.setattr(exchange, "BIASED_OPERATIONS", 0.0)
     leading = (outer,) if outer else ()
     torch.manual_seed(outer)
     # Rows that others lie beside, as those of a rank in a gathered tensor.
