@@ -16,7 +16,6 @@ import triton.language as tl
 
 from ditron_inductor.lowering.launch import ceil_div
 from ditron_inductor.lowering.launcher import Arguments, local_launcher
-from ditron_inductor.task.attention_ops import sequence_first
 
 MERGE_ROWS = 32
 """Rows of one program. A rank has as many programs as heads times this many rows: enough to fill a GPU's memory
@@ -111,7 +110,7 @@ class Merge:
         like = outs[0] if outs else lse
         # Where no row sees anything there are no partials.
         dtype = like.dtype if outs else self._dtype
-        out = sequence_first(like.new_empty(B, 0, 0, D, dtype=dtype), heads, queries)
+        out = like.new_empty(B, queries, heads, D, dtype=dtype).transpose(1, 2)
         if not outs or out.numel() == 0:
             return out.zero_()
         given = tuple(one if one.stride(3) == 1 else one.contiguous() for one in outs)

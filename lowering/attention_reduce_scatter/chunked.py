@@ -100,11 +100,12 @@ def attention_reduce_scatter(
         for span in spans:
             found = gradients(sizes.run, span, (grad_out, q, k, v, out, lse), sizes.keys, node.scale, bias)
             grads_q.append(found[0])
-            for place, grad in zip(target[:, :, span.first_key : span.last_key], found[1:], strict=True):
+            for which, grad in enumerate(found[1:]):
+                rows = grad.transpose(1, 2)
                 if whole:
-                    place.copy_(grad.transpose(1, 2))
+                    target[which].copy_(rows)
                 else:
-                    place.add_(grad.transpose(1, 2))
+                    target[which, :, span.first_key : span.last_key].add_(rows)
 
     with launch.call(nbytes=sizes.nbytes) as call:
         plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, k))
