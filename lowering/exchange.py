@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import triton
 
 from ditron_inductor.device.lanes import Lane, Transfer
 from ditron_inductor.device.workspace import Call
@@ -81,18 +82,20 @@ class Exchange:
         self._interpreted = launch.interpreted
         self._num_sms = launch.num_sms
 
-    def stage(self, numel: int, *, copied: bool) -> Bound:
-        """(shard, copy): put the contiguous `shard` of `numel` elements into the own slot, for all peers to read.
+    def stage(self, numel: int, *, copied: bool, count: int = 1) -> Bound:
+        """(shards, copies): put the tuple `shards` of `count` contiguous tensors of `numel` elements into the own slot,
+        one behind the other, for all peers to read.
 
-        copied: into `copy` too; else `copy` is any tensor, such as the shard.
+        copied: into the tuple `copies` too; else that is any other of such tensors, such as the shards.
         """
 
         def arguments() -> Arguments:
-            block = self._block(BLOCK)
-            values = {"numel": numel, "COPY": copied, "BLOCK": block}
+            # Of all shards together in one step.
+            block = self._block(BLOCK // triton.next_power_of_2(count))
+            values = {"numel": numel, "NUM": count, "COPY": copied, "BLOCK": block}
             return self._arguments(self._programs(numel, block), COPY_WARPS, values)
 
-        return self._bound("stage", transfers.stage, arguments, tensors=("shard", "copy"), counted=True)
+        return self._bound("stage", transfers.stage, arguments, tensors=("shards", "copies"), counted=True)
 
     def stage_norm(self, rows: int, columns: int, prologue: ShardNorm, *, copied: bool) -> Bound:
         """(x, given, outputs): as `stage`, with norm(x) of x [rows, columns]; see `stage_norm.stage_norm`.

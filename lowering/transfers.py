@@ -71,12 +71,13 @@ def sound(table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "slot", "site"])
 def stage(
-    shard, copy, table, ctl, counters, numel, rank, slot, site,
-    WORLD: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
+    shards, copies, table, ctl, counters, numel, rank, slot, site,
+    WORLD: tl.constexpr, NUM: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """Copy shard [numel], contiguous, to the start of the own slot, then publish row PIECE_ROWS to all peers.
+    """Copy shards, a tuple of NUM [numel], contiguous, one behind the other to the start of the own slot, then publish
+    row PIECE_ROWS to all peers.
 
-    COPY: copy it to `copy` too, whatever happens.
+    COPY: copy them to `copies`, another such tuple, too, whatever happens.
     """
     epoch = current_epoch(ctl, slot)
     alive = healthy(ctl)
@@ -87,19 +88,25 @@ def stage(
     ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
     event(ctl, began, site, epoch, tl.program_id(0), rank, CREDITS, TRACE)
     sending = now(TRACE)
-    mine = data(table, ctl, rank, slot, shard.dtype.element_ty)
+    mine = data(table, ctl, rank, slot, shards[0].dtype.element_ty)
     step = tl.num_programs(0) * BLOCK
     first = tl.program_id(0).to(tl.int64) * BLOCK
     for _ in range((numel - 1) // step + 1):
         offsets = first + tl.arange(0, BLOCK)
         first += step
         inside = offsets < numel
-        values = tl.load(shard + offsets, mask=inside)
-        if COPY:
-            tl.store(copy + offsets, values, mask=inside)
-        tl.store(mine + offsets, values, mask=inside & (ok != 0))
+        values = ()
+        # All loads before the first store, which they could not pass.
+        for index in tl.static_range(NUM):
+            values = values + (tl.load(shards[index] + offsets, mask=inside),)  # type: ignore[assignment]
+        place = mine + offsets
+        for index in tl.static_range(NUM):
+            if COPY:
+                tl.store(copies[index] + offsets, values[index], mask=inside)
+            tl.store(place, values[index], mask=inside & (ok != 0))
+            place += numel
     if ok != 0:
-        # A program without its credits does not arrive, so the shard is never published.
+        # A program without its credits does not arrive, so the shards are never published.
         if arrive(counters, tl.num_programs(0)):
             publish_all(table, slot, PIECE_ROWS, rank, site, epoch, WORLD)
     event(ctl, sending, site, epoch, tl.program_id(0), rank, SEND, TRACE)

@@ -1,11 +1,11 @@
 """all_gather_attention, strategy `chunked`: the library's attention to one part of the keys after the other.
 
 Problem. Every rank holds queries, and keys and values of a part of the sequence, that all ranks' queries attend to.
-Algorithm. A small kernel puts the own keys and values into the own slot, where the peers read them. The main stream
-attends to the own ones without waiting. Meanwhile the side stream copies those of rank - 1, rank - 2, ...;
-the main stream follows, source by source, or with several neighbouring sources in one call (see `groups`), and skips
-what the mask hides. Each call returns the logarithms of its sums, by which one kernel merges all of them, in a fixed
-order.
+Algorithm. A small kernel puts the own keys and values into the own slot, one behind the other, where the peers read
+them; where the gathered ones are wanted, it puts them there too. The main stream attends to the own ones, where they
+are, without waiting. Meanwhile the side stream copies those of rank - 1, rank - 2, ...; the main stream follows, source
+by source, or with several neighbouring sources in one call (see `groups`), and skips what the mask hides. Each call
+returns the logarithms of its sums, by which one kernel merges all of them, in a fixed order.
 Signal protocol. See lowering/transfers.py. One flag for each source, in row PIECE_ROWS: its keys and values are
 staged. The slot is only written with the credits of all peers, so nothing is ever revoked; a rank whose mask hides a
 source reads nothing of it and waits for nothing, and is held back by the credits alone.
@@ -26,7 +26,7 @@ from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering.all_gather_attention import local
 from ditron_inductor.lowering.all_gather_attention.local import Local
 from ditron_inductor.lowering.all_gather_attention.merge import Merge, Partial
-from ditron_inductor.lowering.all_gather_attention.parts import Span, canonical, joined, single, stacked, with_rows
+from ditron_inductor.lowering.all_gather_attention.parts import Span, as_sent, canonical, joined, single, with_rows
 from ditron_inductor.lowering.exchange import Exchange, Kernels
 from ditron_inductor.lowering.launch import Launch, round_up
 from ditron_inductor.lowering.launcher import Bound
@@ -41,14 +41,15 @@ for none."""
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """What calls with operands of one form share. shape: of a rank's keys and values stacked, [2, B, S, Hkv, D],
-    `nbytes` in the slot. own, remote: the calls of the library, those of each group after the copies from its
-    sources. spare: sources that the mask hides, but that are gathered for somebody else. numels: of the outputs.
-    run: the library's attention.
+    """What calls with operands of one form share. shape: of a rank's keys, and of its values, [B, S, Hkv, D]; both have
+    `nbytes` in the slot. paired: see `_landing`. own, remote: the calls of the library, those of each group after the
+    copies from its sources. spare: sources that the mask hides, but that are gathered for somebody else. numels: of the
+    outputs. run: the library's attention.
     """
 
     shape: tuple[int, ...]
     nbytes: int
+    paired: bool
     own: list[Span]
     remote: list[tuple[list[int], list[Span]]]
     spare: list[int]
@@ -72,8 +73,9 @@ def geometry(node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch
     spans = [*own, *(span for _, of_group in remote for span in of_group)]
     B, heads, S, D = k.shape
     return Geometry(
-        shape=(2, B, S, heads, D),
+        shape=(B, S, heads, D),
         nbytes=round_up(2 * k.numel() * k.element_size(), 256),
+        paired=not any(span.count > 1 for span in spans),
         own=own,
         remote=remote,
         spare=[source for source in others if source not in sources] if node.return_gathered else [],
@@ -108,30 +110,29 @@ def all_gather_attention(
     """q [B, Hq, Sq, D], k and v [B, Hkv, S, D], bias [.., Sq, W*S]; returns [out, lse, (gathered k, gathered v)]. See
     the module.
     """
-    q, own, length = with_rows(q), stacked(k, v), k.shape[2]
-    # Not one tensor: outputs of an op may not share their memory.
-    gathered = [own.new_empty(node.world_size, *sizes.shape[1:]) for _ in range(2)]
+    q, own, length = with_rows(q), (as_sent(k), as_sent(v)), k.shape[2]
+    targets, gathered = _landing(node, sizes, k)
+    # Where nobody else wants what is gathered, the own part of it stays empty.
+    copies = tuple(tensor[launch.rank] for tensor in gathered) if node.return_gathered else own
+    starts = [tensor.data_ptr() for tensor in targets]
     run, scale = sizes.run, node.scale
     bias, anchors = run.anchored(bias, q.dtype)
     with launch.call(nbytes=sizes.nbytes) as call:
         plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, k))
         partials: list[Partial] = []
         with call.fork() as lane:
-            plan.stage(lane.main, own, own)
+            plan.stage(lane.main, own, copies)
             # One wait for all of them, before the first attention, which may leave no SM free.
             if plan.wait is not None:
                 plan.wait(lane.side)
             arrived = []
-            for both in plan.transfers:
-                for transfers, tensor in zip(both, gathered, strict=True):
-                    lane.copy(transfers, tensor.data_ptr())
+            for by_target in plan.transfers:
+                for transfers, start in zip(by_target, starts, strict=True):
+                    lane.copy(transfers, start)
                 arrived.append(lane.mark())
             for span in sizes.own:
                 keys, values = span.of_own(own[0]), span.of_own(own[1])
                 partials.append(run.forward(span.queries(q), keys, values, span.seen(bias, length), scale))
-            if node.return_gathered:
-                for tensor, part in zip(gathered, own, strict=True):
-                    tensor[launch.rank].copy_(part)
             for (_, spans), mark in zip(sizes.remote, arrived, strict=False):
                 lane.wait(mark)
                 for span in spans:
@@ -146,10 +147,30 @@ def all_gather_attention(
     return outputs
 
 
+def _landing(
+    node: AllGatherAttention, sizes: Geometry, like: torch.Tensor
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(targets of the copies, the gathered keys and values there, each [W, B, S, Hkv, D]).
+
+    Two targets where they are outputs of the op, which may not share their memory. Else one: `paired`, a source's keys
+    and values lie together as in its slot, and are one copy; otherwise, where sources are joined, those of neighbours
+    do.
+    """
+    world = node.world_size
+    if node.return_gathered:
+        both = [like.new_empty(world, *sizes.shape) for _ in range(2)]
+        return both, both
+    if sizes.paired:
+        target = like.new_empty(world, 2, *sizes.shape)
+        return [target], [target.select(1, which) for which in range(2)]
+    target = like.new_empty(2, world, *sizes.shape)
+    return [target], [target[which] for which in range(2)]
+
+
 @dataclass(frozen=True)
 class _Plan:
-    """What calls with one slot have in common: launches, and the copies of each group of sources, those of keys and
-    those of values; spare ones come last.
+    """What calls with one slot have in common: launches, and the copies of each group of sources by target (see
+    `_landing`); spare ones come last.
     """
 
     stage: Bound
@@ -165,10 +186,17 @@ def _plan(node: AllGatherAttention, launch: Launch, sizes: Geometry, call: Call,
     groups_of_sources = [sources for sources, _ in sizes.remote]
     if sizes.spare:
         groups_of_sources.append(sizes.spare)
-    transfers: list[list[list[Transfer]]] = []
-    for sources in groups_of_sources:
+
+    def transfers(sources: list[int]) -> list[list[Transfer]]:
         staged = [(source, call.data(source, k.dtype).data_ptr()) for source in sources]
-        transfers.append([[(source * half, at + which * half, half) for source, at in staged] for which in range(2)])
+        keys = [(source * half, at, half) for source, at in staged]
+        values = [(source * half, at + half, half) for source, at in staged]
+        if node.return_gathered:
+            return [keys, values]
+        if sizes.paired:
+            return [[(source * 2 * half, at, 2 * half) for source, at in staged]]
+        return [[*keys, *((world * half + offset, at, nbytes) for offset, at, nbytes in values)]]
+
     needed = [source for sources in groups_of_sources for source in sources]
     wait: Bound | None
     if needed == [(rank - step) % world for step in range(1, len(needed) + 1)]:
@@ -176,8 +204,8 @@ def _plan(node: AllGatherAttention, launch: Launch, sizes: Geometry, call: Call,
     else:
         wait = exchange.wait_all(PIECE_ROWS.value)
     return _Plan(
-        stage=exchange.stage(2 * k.numel(), copied=False),
+        stage=exchange.stage(k.numel(), copied=node.return_gathered, count=2),
         wait=wait,
         close=exchange.close(sizes.numels),
-        transfers=transfers,
+        transfers=[transfers(sources) for sources in groups_of_sources],
     )

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from ditron_inductor.lowering.all_gather_attention import local
 from ditron_inductor.lowering.all_gather_attention.merge import Merge, in_order
-from ditron_inductor.lowering.all_gather_attention.parts import canonical, joined, stacked, with_rows
+from ditron_inductor.lowering.all_gather_attention.parts import as_sent, canonical, joined, with_rows
 from ditron_inductor.task import reference_attention
 from ditron_inductor.task.all_gather_attention import GIVEN, AllGatherAttention, blocks
 from ditron_inductor.task.watch import communicate
@@ -25,21 +25,25 @@ Outputs = list[torch.Tensor]
 
 def gather(k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Keys and values [B, H, S, D] of all ranks: each [W, B, S, H, D], contiguous, with memory of its own."""
-    own = stacked(k, v)
-    gathered = [own.new_empty(group.size(), *own.shape[1:]) for _ in range(2)]
-    communicate(_gather_both, gathered, own, group)
+    own = [as_sent(k), as_sent(v)]
+    gathered = [one.new_empty(group.size(), *one.shape) for one in own]
+    communicate(_gather_both, [one.flatten(0, 1) for one in gathered], own, group)
     return gathered
 
 
-def _gather_both(gathered: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup) -> None:
-    if own.is_cuda:
-        # One launch for both.
-        with distributed_c10d._coalescing_manager(group, device=own.device):  # type: ignore[no-untyped-call]
-            for place in range(2):
-                dist.all_gather_into_tensor(gathered[place].flatten(0, 1), own[place], group=group)
+def _gather_both(gathered: list[torch.Tensor], own: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Each of `own` [B, ..] of all ranks, in rank order, to the tensor in its place [W * B, ..]."""
+    if own[0].is_cuda:
+        # One launch for both, on the current stream.
+        options = distributed_c10d.AllgatherOptions()
+        options.asyncOp = False
+        work = group.allgather_into_tensor_coalesced(gathered, own, options)
+        # Only of a backend with a stream of its own.
+        if work is not None:
+            work.wait()
     else:
-        for place in range(2):
-            dist.all_gather_into_tensor(gathered[place].flatten(0, 1), own[place], group=group)
+        for out, one in zip(gathered, own, strict=True):
+            dist.all_gather_into_tensor(out, one, group=group)
 
 
 def make(node: AllGatherAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[..., Outputs]:

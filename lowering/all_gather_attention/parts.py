@@ -11,6 +11,9 @@ import torch
 from ditron_inductor.lowering.all_gather_attention.local import Seen
 from ditron_inductor.task.all_gather_attention import Block
 
+ALIGNMENT = 16
+"""Bytes that the library's kernels read at once."""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -52,7 +55,8 @@ class Span:
 
     def of_own(self, own: torch.Tensor) -> torch.Tensor:
         """Its keys out of one rank's own, [B, S, H, D], as [B, H, keys, D]."""
-        return own[:, self.first_key : self.last_key].transpose(1, 2)
+        whole = (self.first_key, self.last_key) == (0, own.shape[1])
+        return (own if whole else own[:, self.first_key : self.last_key]).transpose(1, 2)
 
     def among(self, x: torch.Tensor, keys: int) -> torch.Tensor:
         """Its keys out of those of all ranks, x [B, H, W * keys, D]: a view. Whole keys of every source, or of one
@@ -106,8 +110,16 @@ def with_rows(q: torch.Tensor) -> torch.Tensor:
 
 
 def stacked(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Keys and values [B, H, S, D] as one contiguous tensor [2, B, S, H, D]: what a rank's peers read."""
+    """Keys and values [B, H, S, D] as one contiguous tensor [2, B, S, H, D]: what the kernel of `tile` reads."""
     return torch.stack((k.transpose(1, 2), v.transpose(1, 2)))
+
+
+def as_sent(x: torch.Tensor) -> torch.Tensor:
+    """Keys or values [B, H, S, D] as a contiguous [B, S, H, D]: what a rank's peers read. A view of what a projection
+    returns, else a copy. It starts at a multiple of ALIGNMENT.
+    """
+    rows = x.transpose(1, 2).contiguous()
+    return rows if rows.data_ptr() % ALIGNMENT == 0 else rows.clone()
 
 
 def canonical(gathered: torch.Tensor) -> torch.Tensor:

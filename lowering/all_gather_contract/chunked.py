@@ -117,7 +117,7 @@ def all_gather_contract(
     with launch.call(nbytes=sizes.nbytes) as call:
         plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, shard, [one.numel() for one in outs]))
         with call.fork() as lane:
-            plan.stage(lane.main, staged.view(-1), staged)
+            plan.stage(lane.main, (staged,), (staged,))
             # One wait for all shards, before the first product, which may leave no SM free.
             plan.wait_all(lane.side)
             marks = []

@@ -116,7 +116,7 @@ def all_gather_matmul(
         with call.fork() as lane:
             copy = lefts[plan.own] if plan.copied else shard
             if node.prologue is None:
-                plan.stage(lane.main, shard, copy)
+                plan.stage(lane.main, (shard,), (copy,))
                 left = shaped(shard, plan.shard_shape)
             else:
                 outputs = (copy, *([] if "residual" in node.prologue.extras else [shard]), *returned)

@@ -71,7 +71,7 @@ def all_to_all_matmul(
     with launch.call(nbytes=sizes.nbytes) as call:
         plan = call.kept(sizes, lambda call: _plan(node, launch, sizes, call, x, [one.numel() for one in outs]))
         with call.fork() as lane:
-            plan.stage(lane.main, pieces, pieces)
+            plan.stage(lane.main, (pieces,), (pieces,))
             # One wait for all of them, before the first product, which may leave no SM free.
             plan.wait_all(lane.side)
             base = arrived.data_ptr()

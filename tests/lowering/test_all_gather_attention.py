@@ -42,7 +42,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @dataclass(frozen=True)
 class Case:
     """q [B, heads, queries, D], k and v [B, key_heads, keys, D] of every rank. layout: which of heads and sequence is
-    outside in memory.
+    outside in memory; `slice`: the sequence, and between the heads of one row and the next one are others.
     """
 
     kind: str
@@ -76,9 +76,11 @@ class Case:
         return f"{mask}-{sizes}-{str(self.dtype)[6:]}-{self.layout}{'-gathered' * self.gathered}{jumps}"
 
     def draw(self, ctx: RankContext, heads: int, length: int) -> torch.Tensor:
-        shape = [self.B, length, heads, self.D] if self.layout == "sequence" else [self.B, heads, length, self.D]
-        x = torch.randn(shape, device=ctx.device).to(self.dtype)
-        return x.transpose(1, 2) if self.layout == "sequence" else x
+        if self.layout == "heads":
+            return torch.randn(self.B, heads, length, self.D, device=ctx.device).to(self.dtype)
+        around = 1 if self.layout == "slice" else 0
+        x = torch.randn(self.B, length, around + heads + around, self.D, device=ctx.device).to(self.dtype)
+        return x[:, :, around : around + heads].transpose(1, 2)
 
     def operands(self, ctx: RankContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q = self.draw(ctx, self.heads, self.queries)

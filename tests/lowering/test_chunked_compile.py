@@ -20,7 +20,8 @@ from tests.lowering.cross_compile import TARGETS
 EPILOGUE = "full(x0) + cast(silu(cast(mm0 + row(x1), bf16)), bf16); mm0"
 # By kernel: (kernel, warps, compile-time arguments, waits, releases). A wait is two reads: the first and the loop's.
 KERNELS: dict[str, tuple[Any, int, dict[str, Any], int, int]] = {
-    "stage": (transfers.stage, 8, {"COPY": True, "BLOCK": 8192}, 2, 1),
+    "stage": (transfers.stage, 8, {"NUM": 1, "COPY": True, "BLOCK": 8192}, 2, 1),
+    "stage_two": (transfers.stage, 8, {"NUM": 2, "COPY": True, "BLOCK": 4096}, 2, 1),
     "open_slot": (transfers.open_slot, 1, {}, 2, 1),
     "publish_pieces": (transfers.publish_pieces, 1, {}, 0, 1),
     "await_pieces": (transfers.await_pieces, 1, {}, 2, 0),
@@ -31,8 +32,10 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], int, int]] = {
     "one_shot": (all_reduce_kernel, 4, {"ONE_SHOT": True, "PIECE": 1024, "THREADS": 128}, 4, 2),
     "two_shots": (all_reduce_kernel, 8, {"ONE_SHOT": False, "PIECE": 4096, "THREADS": 256}, 6, 3),
 }
-TENSORS = ("shard", "copy", "partials", "x")
+TENSORS = ("partials", "x")
 WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32", "numel": "i64"}
+TUPLES = {"outs": "NUM_OUTS", "shards": "NUM", "copies": "NUM", "numels": "", "extras": ""}
+"""What tells how many there are; two without it."""
 ALIGNED = (*TENSORS, "table", "ctl", "counters", "numel", "N", "stride", "result")
 
 
@@ -50,8 +53,8 @@ def compiled(name: str, target: str, dtype: str = "bf16", epilogue: str = "", tr
     for place, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument], known[place,] = "constexpr", constants[argument]
-        elif argument in ("outs", "numels", "extras"):
-            count = constants["NUM_OUTS"] if argument == "outs" else 2
+        elif argument in TUPLES:
+            count = constants.get(TUPLES[argument], 2)
             signature[argument] = ("i64" if argument == "numels" else f"*{dtype}",) * count
             attributes |= {(place, i): [["tt.divisibility", 16]] for i in range(count)}
         else:
@@ -88,7 +91,7 @@ def test_an_epilogue_moves_wide_pieces_too(name: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", ["stage", "reduce_partials", "reduce_and_share", "one_shot", "two_shots"])
+@pytest.mark.parametrize("name", ["stage", "stage_two", "reduce_partials", "reduce_and_share", "one_shot", "two_shots"])
 def test_data_moves_in_wide_accesses(name: str, dtype: str) -> None:
     text, _ = compiled(name, "sm_90", dtype)
     assert "ld.global.v4.b32" in text and "st.global.v4.b32" in text
