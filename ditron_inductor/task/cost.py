@@ -25,7 +25,8 @@ An all-to-all is as fast as a reduce-scatter; `library` copies what it moves onc
 our kernel behind a product (`matmul_all_to_all`), out of its slot.
 
 Attention is the matmul that `attention_sizes` makes of it, at the speed of the library's or of our kernel; `chunked`
-reads what its parts return once more.
+reads what its parts return once more. Its parts are as fast as the blocks that `library` calls, but for those with a bias
+and those of the backward.
 
 A norm behind an all-reduce without a product (n columns, k = 1) has, in place of the matmul, a launch and passes over
 what it reads and writes; in our kernel, `tile`, no launch more and one round of signals or two, whichever is faster.
@@ -61,6 +62,8 @@ from ditron_inductor.task.nodes import (
 MICRO = 1e6
 GAIN = 0.945
 """A strategy has to be predicted below this part of `library`: the model's own error must not cost anybody time."""
+SAME_KERNELS_GAIN = 0.983
+"""The same where both call the same kernels, and the model errs about the transfer only."""
 MEAN_ERROR_BOUND = 0.20
 """The model's mean error on the results in benchmarks/results; `model_error` reports it, a test checks it."""
 MIN_CHUNKS = 4
@@ -271,6 +274,17 @@ def predict(problem: Problem, on: Hardware) -> dict[str, float]:
     return {strategy: max(us, host_us(problem, strategy)) for strategy, us in device.items()}
 
 
+def least_gain(problem: Problem) -> float:
+    """Below which part of `library` a strategy has to be predicted."""
+    return SAME_KERNELS_GAIN if _has_same_kernels(problem) else GAIN
+
+
+def _has_same_kernels(problem: Problem) -> bool:
+    """Whether `chunked` and `library` make the same calls: of attention by the library's fastest kernel, forward."""
+    fastest = problem.library_speed == 1.0 and not problem.bias_bytes
+    return problem.kind == AllGatherAttention.kind and fastest
+
+
 def _matmul_kinds_us(problem: Problem, on: Hardware) -> dict[str, float]:
     device = {
         "library": _library_us(problem, on),
@@ -398,7 +412,8 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
     if _is_small_all_reduce(problem):
         return SMALL_ALL_REDUCE * _library_us(problem, on)
     parts_speed = BIASED_PARTS if problem.bias_bytes else 1.0
-    matmul = _matmul_us(problem, on, efficiency=on.chunk_efficiency * problem.library_speed * parts_speed)
+    parts_speed *= 1.0 if _has_same_kernels(problem) else on.chunk_efficiency
+    matmul = _matmul_us(problem, on, efficiency=parts_speed * problem.library_speed)
     rate = on.copy_bytes_per_s * _pair_gain(problem, on)
     chunks, passes_us = _chunks(problem), _partials_us(problem, on)
     if problem.kind == MatmulAllGather.kind:

@@ -2,7 +2,7 @@
 
 The order: what the user forced; what cannot run here; the group's table of measured choices (a user's own, rank 0's
 on all ranks); the tables that ship with the package; the cost model. Whatever decides, `library` is left only for a
-gain: measured, of at least `MARGIN`; predicted, by `cost.GAIN`. Ties go to `library`.
+gain: measured, of at least `MARGIN`; predicted, by `cost.least_gain`. Ties go to `library`.
 
 A site may run by one strategy in eager mode and by another inside CUDA graphs, where the host's time does not count.
 
@@ -133,7 +133,7 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
     if predicted is None:
         reason = "on the CPU our kernels run in an interpreter, for tests only"
         return Choice("library", reason, predicted, "obstacle")
-    best = _best(request, predicted, able, cost.GAIN)
+    best = _best(request, predicted, able, cost.least_gain(_problem(request)))
     times = ", ".join(f"{strategy} {predicted[strategy]:.0f} us" for strategy in ("library", *able))
     times += _of_the_host(request)
     return Choice(best, f"predicted: {times}", predicted, "model")

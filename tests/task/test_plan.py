@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.records import ATTENTION, Row, read_csv
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.task import cost
 from ditron_inductor.task.all_gather_attention import Mask, attention_sizes
@@ -351,6 +352,38 @@ def test_attention_that_the_librarys_fastest_kernel_cannot_do() -> None:
     fastest, slower = (cost.predict(replace(plain, library_speed=speed), cost.H200) for speed in (1.0, 0.45))
     assert min(fastest, key=fastest.__getitem__) == "chunked"
     assert min(slower, key=slower.__getitem__) == "tile" and slower["tile"] == fastest["tile"]
+
+
+def test_attention_is_cut_where_the_measurements_say_so() -> None:
+    """Plain causal attention: what the model chooses of `chunked` and `library` loses nowhere, and seldom misses a
+    gain.
+    """
+    cells: dict[tuple[str, ...], dict[str, Row]] = {}
+    for one in read_csv(ATTENTION):
+        if one.op == "all_gather_attention" and {"mask", "tokens"} == set(one.sizes) - {
+            "heads",
+            "key_heads",
+            "head_dim",
+        }:
+            cells.setdefault(one.cell, {})[one.contestant] = one
+    ratios, cut = [], 0
+    for rows in cells.values():
+        times = [rows[name].p50_us for name in ("ditron:chunked", "ditron:library") if name in rows]
+        if len(times) < 2 or None in times:
+            continue
+        chunked_us, library_us = times
+        sizes, world = rows["ditron:library"].sizes, rows["ditron:library"].world
+        heads, key_heads, size, tokens = (int(sizes[name]) for name in ("heads", "key_heads", "head_dim", "tokens"))
+        m, n, k = attention_sizes(
+            Mask(sizes["mask"]), world, 1, heads, tokens // world, size, key_heads, tokens // world
+        )
+        choice = choose(replaced(kind="all_gather_attention", m=m, n=n, k=k, world_size=world, captured=True))
+        assert choice.strategy in ("chunked", "library"), choice
+        chosen_us = chunked_us if choice.strategy == "chunked" else library_us
+        ratios.append(chosen_us / library_us)
+        assert chosen_us <= 1.05 * min(chunked_us, library_us), (sizes, world, choice.reason)
+        cut += choice.strategy == "chunked"
+    assert len(ratios) >= 16 and cut >= 12 and max(ratios) <= 1.0
 
 
 def test_sites_of_one_name_are_told_apart_by_their_sizes() -> None:
