@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import triton
 from triton.compiler import ASTSource
 
 from ditron_inductor.lowering.all_gather_attention import merge, tile
 from tests.lowering.assembly import Listing, dialect_of, resources
-from tests.lowering.cross_compile import TARGETS, WORDS
+from tests.lowering.cross_compile import WORDS, compile_for
 from tests.lowering.test_cross_compile import SHARED_LIMIT
 
 
@@ -76,7 +75,7 @@ def _compile(
         elif not parameter.do_not_specialize and kind != "fp32":
             attributes[place,] = aligned
     source = ASTSource(kernel, signature, known, attributes)
-    return triton.compile(source, target=TARGETS[target], options=options)
+    return compile_for(target, source, options)
 
 
 @functools.cache

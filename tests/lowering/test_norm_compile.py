@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import triton
 from triton.compiler import ASTSource
 
 from ditron_inductor.lowering.all_gather_matmul.stage_norm import stage_norm
@@ -39,7 +38,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
 )
 from ditron_inductor.task.nodes import EXTRAS, SAVED
 from tests.lowering.assembly import NVIDIA, Listing, dialect_of, machine_code, resources
-from tests.lowering.cross_compile import TARGETS, WORDS
+from tests.lowering.cross_compile import TARGETS, WORDS, compile_for
 
 POINTERS = ("x", "reduced")
 TUPLES = {"given": len(EXTRAS), "outputs": 2 + len(SAVED)}
@@ -135,7 +134,7 @@ def compiled(kernel: Any, case: Case) -> Any:
         if not parameter.do_not_specialize:
             attributes[place,] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, known, attributes)
-    return triton.compile(source, target=TARGETS[case.target], options={"num_warps": num_warps})
+    return compile_for(case.target, source, {"num_warps": num_warps})
 
 
 def assembly(kernel: Any, case: Case) -> str:
