@@ -38,7 +38,6 @@ from ditron_inductor.task.nodes import KINDS
 
 OPS = (*KINDS, *host_attention.KINDS)
 SIZE = 256
-ROUNDS = 15
 CALLS = 200
 CHUNKED_CALLS = 40
 """In a row: less than the 1024 launches that a driver queues before the host has to wait."""
@@ -190,19 +189,37 @@ def benches(device: Any, rank: int, world_size: int) -> list[Bench]:
     ]
 
 
-def best_us(call: Call, calls: int = CALLS, rounds: int = ROUNDS) -> float:
-    """Microseconds of a call that leaves nothing on the device: the least of some rounds."""
-    call()
-    least = float("inf")
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        least = min(least, (time.perf_counter() - begin) / calls)
-    return least * 1e6
+@dataclass(frozen=True)
+class Timer:
+    """Times calls by the least of some rounds, in microseconds of a call."""
+
+    rounds: int
+
+    def best_us(self, call: Call) -> float:
+        """Of a call that leaves nothing on the device."""
+        call()
+        least = float("inf")
+        for _ in range(self.rounds):
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            least = min(least, (time.perf_counter() - begin) / CALLS)
+        return least * 1e6
+
+    def issue_us(self, call: Call, synchronize: Callable[[], None], calls: int = CALLS) -> float:
+        """Until a call is issued, the device idle before every round."""
+        least = float("inf")
+        for _ in range(self.rounds):
+            synchronize()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                call()
+            least = min(least, (time.perf_counter() - begin) / calls)
+        synchronize()
+        return least * 1e6
 
 
-def stages(bench: Bench) -> dict[str, float]:
+def stages(bench: Bench, timer: Timer) -> dict[str, float]:
     """Microseconds of every stage of the op under `tile`."""
     import torch
 
@@ -238,34 +255,34 @@ def stages(bench: Bench) -> dict[str, float]:
             x.new_empty(shape)
 
     measured = {
-        "dispatcher": best_us(lambda: empty_op(*operands, None, *arguments)),
-        "lookup": best_us(lambda: register.lookup(bench.kind, key_arguments, multiplied, *bench.others)),
-        "outputs": best_us(new_outputs),
-        "token": best_us(lambda: ops.new_token(x)),
+        "dispatcher": timer.best_us(lambda: empty_op(*operands, None, *arguments)),
+        "lookup": timer.best_us(lambda: register.lookup(bench.kind, key_arguments, multiplied, *bench.others)),
+        "outputs": timer.best_us(new_outputs),
+        "token": timer.best_us(lambda: ops.new_token(x)),
         # All ranks take as many slots; without a launch these stay as they were.
-        "slot": best_us(slot),
+        "slot": timer.best_us(slot),
     }
-    launched = measure_issue(lambda: found(*operands), shared.synchronize)
+    launched = timer.issue_us(lambda: found(*operands), shared.synchronize)
     runs = []
     for launcher in launch.launchers.values():
         for ready in launcher.ready.values():
             runs.append((ready, ready.run))
             object.__setattr__(ready, "run", lambda *args: None)
-    prepared = best_us(lambda: found(*operands))
+    prepared = timer.best_us(lambda: found(*operands))
     for ready, run in runs:
         object.__setattr__(ready, "run", run)
     measured["arguments"] = prepared - measured["outputs"] - measured["slot"]
     measured["driver"] = launched - prepared
-    measured["whole op"] = measure_issue(whole, shared.synchronize)
+    measured["whole op"] = timer.issue_us(whole, shared.synchronize)
     with torch.no_grad():
-        measured["in a graph"] = measure_issue(bench.in_a_graph("tile"), shared.synchronize)
+        measured["in a graph"] = timer.issue_us(bench.in_a_graph("tile"), shared.synchronize)
     known, launcher_module.internals = launcher_module.internals, lambda: None
-    measured["by the JIT"] = measure_issue(whole, shared.synchronize)
+    measured["by the JIT"] = timer.issue_us(whole, shared.synchronize)
     launcher_module.internals = known
     return measured
 
 
-def chunked_stages(bench: Bench) -> dict[str, dict[str, float]]:
+def chunked_stages(bench: Bench, timer: Timer) -> dict[str, dict[str, float]]:
     """Microseconds of every stage of the op under `chunked`, by the name of a row."""
     import torch
 
@@ -278,22 +295,22 @@ def chunked_stages(bench: Bench) -> dict[str, dict[str, float]]:
     _, found = register.lookup(bench.kind, bench.keyed("chunked"), (x, w), *bench.others)
     assert found is not None
     node, launch, sizes = found.args  # type: ignore[attr-defined]
-    issued = measure_issue(whole, launch.workspace.shared.synchronize, CHUNKED_CALLS)
-    rows = {bench.kind: stages_of_call(lambda: found(*operands), launch, sizes)}
+    issued = timer.issue_us(whole, launch.workspace.shared.synchronize, CHUNKED_CALLS)
+    rows = {bench.kind: stages_of_call(lambda: found(*operands), launch, sizes, timer)}
     dispatch = max(0.0, issued - rows[bench.kind]["call"])
     if bench.kind == "matmul_all_reduce":
         parts = reduce_chunked.parts_geometry(node, launch, x, w.shape[1], w.shape[0])
         in_parts = functools.partial(reduce_chunked.matmul_all_reduce, node, launch, parts, *operands)
-        rows[f"{bench.kind}, parts"] = stages_of_call(in_parts, launch, parts)
+        rows[f"{bench.kind}, parts"] = stages_of_call(in_parts, launch, parts, timer)
     for row in rows.values():
         row["whole op"] = dispatch + row.pop("call")
     synchronize = launch.workspace.shared.synchronize
     with torch.no_grad():
-        rows[bench.kind]["in a graph"] = measure_issue(bench.in_a_graph("chunked"), synchronize, CHUNKED_CALLS)
+        rows[bench.kind]["in a graph"] = timer.issue_us(bench.in_a_graph("chunked"), synchronize, CHUNKED_CALLS)
     return {name: {"dispatch": dispatch} | row for name, row in rows.items()}
 
 
-def stages_of_call(call: Call, launch: Any, sizes: Any) -> dict[str, float]:
+def stages_of_call(call: Call, launch: Any, sizes: Any, timer: Timer) -> dict[str, float]:
     """What a call of `chunked` costs, and of that what it no longer costs without its launches, its products, .."""
     import torch
 
@@ -316,13 +333,13 @@ def stages_of_call(call: Call, launch: Any, sizes: Any) -> dict[str, float]:
     if lane.side != 0:
         changes["copies"] = [(lane, "_copy", lambda *args: None)]
         changes["events"] = [(lane, "_record", lambda stream: mark)]
-    measured = {"call": measure_issue(call, shared.synchronize, CHUNKED_CALLS)}
+    measured = {"call": timer.issue_us(call, shared.synchronize, CHUNKED_CALLS)}
     before, undo = measured["call"], []
     for stage, replaced in changes.items():
         for owner, name, value in replaced:
             undo.append((owner, name, getattr(owner, name)))
             object.__setattr__(owner, name, value)
-        after = measure_issue(call, shared.synchronize, CHUNKED_CALLS)
+        after = timer.issue_us(call, shared.synchronize, CHUNKED_CALLS)
         measured[stage] = before - after
         before = after
     for owner, name, value in undo:
@@ -330,20 +347,7 @@ def stages_of_call(call: Call, launch: Any, sizes: Any) -> dict[str, float]:
     return measured | {"Python": before}
 
 
-def measure_issue(call: Call, synchronize: Callable[[], None], calls: int = CALLS) -> float:
-    """Microseconds until a call is issued, the device idle before every round: the least of some rounds."""
-    least = float("inf")
-    for _ in range(ROUNDS):
-        synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        least = min(least, (time.perf_counter() - begin) / calls)
-    synchronize()
-    return least * 1e6
-
-
-def whole_calls(bench: AttentionBench, device: Any) -> dict[str, float]:
+def whole_calls(bench: AttentionBench, device: Any, timer: Timer) -> dict[str, float]:
     """Microseconds until a call is issued, by strategy."""
     from ditron_inductor.device import AgreedOptions, workspaces
 
@@ -351,10 +355,10 @@ def whole_calls(bench: AttentionBench, device: Any) -> dict[str, float]:
     calls = {strategy: bench.op(strategy) for strategy in host_attention.STRATEGIES}
     for call in calls.values():
         call()
-    return {name: measure_issue(call, shared.synchronize, WHOLE_CALLS) for name, call in calls.items()}
+    return {name: timer.issue_us(call, shared.synchronize, WHOLE_CALLS) for name, call in calls.items()}
 
 
-def contest(bench: Bench | AttentionBench, device: Any) -> dict[str, tuple[float, float]]:
+def contest(bench: Bench | AttentionBench, device: Any, rounds: int) -> dict[str, tuple[float, float]]:
     """(wall, issue) microseconds per call of every contestant, interleaved; the larger median of all ranks."""
     import torch
     import torch.distributed as dist
@@ -364,7 +368,7 @@ def contest(bench: Bench | AttentionBench, device: Any) -> dict[str, tuple[float
     for call in contestants.values():
         for _ in range(10):
             call()
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, call in contestants.items():
             torch.cuda.synchronize()
             dist.barrier(device_ids=[device.index])
@@ -434,19 +438,19 @@ def main_of_rank(rank: Rank, options: argparse.Namespace) -> bool:
     def add(title: str, names: dict[str, str], measured: dict[str, float], digits: int = 2) -> None:
         tables[title].append(names | {column: f"{us:.{digits}f}" for column, us in measured.items()})
 
-    limits = WORKSPACE_LIMIT, TIMEOUT_S
+    limits, timer = (WORKSPACE_LIMIT, TIMEOUT_S), Timer(options.rounds)
     attention = host_attention.attention_benches(device, rank.rank, rank.world_size, limits)
     for bench in [*benches(device, rank.rank, rank.world_size), *attention]:
         if bench.kind not in options.ops:
             continue
         if isinstance(bench, Bench):
-            add(TILE, {"op": bench.kind}, stages(bench))
-            for name, measured in chunked_stages(bench).items():
+            add(TILE, {"op": bench.kind}, stages(bench, timer))
+            for name, measured in chunked_stages(bench, timer).items():
                 add(CHUNKED, {"op": name}, measured)
         elif device.type == "cpu":
-            add(CALL, {"op": bench.kind}, whole_calls(bench, device))
+            add(CALL, {"op": bench.kind}, whole_calls(bench, device, timer))
         if device.type == "cuda":
-            for name, (wall, issue) in contest(bench, device).items():
+            for name, (wall, issue) in contest(bench, device, options.rounds).items():
                 of = {"op": bench.kind, "contestant": name}
                 add(BACK_TO_BACK, of, {"wall": wall, "issue": issue}, digits=1)
         dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
@@ -467,8 +471,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--rounds", type=int, default=15, help="of every time")
     options = parser.parse_args(arguments)
     device_type, problem = device_for(options.ranks, options.device)
+    if options.rounds < 1:
+        problem = "--rounds has to be at least 1"
     if problem:
         print(f"benchmarks.host: {problem}", file=sys.stderr)
         return 2

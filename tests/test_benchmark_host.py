@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.timeout(200)
 def test_every_op_has_its_stages() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.host", "--device", "cpu"],
+        [sys.executable, "-m", "benchmarks.host", "--device", "cpu", "--rounds", "1"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -58,3 +58,10 @@ def test_a_single_rank_is_refused() -> None:
     from benchmarks import host
 
     assert host.main(["--ranks", "1"]) == 2
+
+
+def test_no_rounds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import host
+
+    assert host.main(["--device", "cpu", "--rounds", "0"]) == 2
+    assert "--rounds" in capsys.readouterr().err

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from tests.ranks import RankContext, run_ranks
+from ditron_inductor import backend
+from ditron_inductor.lowering.site_call import SiteCall
+from tests.ranks import RankContext, RankPool
 from tests.tolerances import assert_near
+
+SHAPES = (8, 16), (16, 32), (32, 16)
 
 
 def layer(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -27,7 +32,7 @@ def run_layer(ctx: RankContext, options: dict[str, Any]) -> dict[str, int]:
 
     torch._dynamo.reset()
     counters.clear()
-    eager = [torch.randn(shape).requires_grad_() for shape in ((8, 16), (16, 32), (32, 16))]
+    eager = [torch.randn(shape).requires_grad_() for shape in SHAPES]
     ours = [value.detach().clone().requires_grad_() for value in eager]
     wanted, got = layer(*eager), torch.compile(layer, backend="ditron", options=options)(*ours)
     assert_near(got.detach(), wanted.detach(), num_partials=ctx.world_size)
@@ -46,16 +51,56 @@ def run_layers(ctx: RankContext, several: list[dict[str, Any]]) -> list[dict[str
     return [run_layer(ctx, {"ditron.strategy": "library", **options}) for options in several]
 
 
-@pytest.mark.timeout(300)
-def test_second_process_hits_until_an_option_changes(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RankPool, RankPool]]:
+    """Ranks that keep compiled graphs in a folder, and ranks that look for them there."""
     on = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **on}
-    first = run_ranks(run_layers, 2, [{}], env=env, timeout=200.0)
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), **on}
+    first, second = RankPool(2, env=env), RankPool(2, env=env)
+    yield first, second
+    first.close()
+    second.close()
+
+
+@pytest.mark.timeout(300)
+def test_second_process_hits_until_an_option_changes(pools: tuple[RankPool, RankPool]) -> None:
+    one, other = pools
+    first = one.run(run_layers, [{}], timeout=200.0)
     for (counted,) in first:
         assert counted["hit"] + counted["miss"] == 2 and counted["bypass"] == 0
     # One rank may find what the other has just compiled, but one of them has to compile.
     assert any(counted["rewritten"] > 0 for (counted,) in first)
-    second = run_ranks(run_layers, 2, [{}, {"ditron.workspace_limit": 12345}], env=env, timeout=200.0)
+    second = other.run(run_layers, [{}, {"ditron.workspace_limit": 12345}], timeout=200.0)
     for counted, _ in second:
         assert counted == {"hit": 2, "miss": 0, "bypass": 0, "rewritten": 0}
     assert any(changed["rewritten"] > 0 for _, changed in second)
+
+
+def sites() -> list[SiteCall]:
+    """All that there are in this process."""
+    return [one for one in gc.get_objects() if type(one) is SiteCall]
+
+
+def calls_in_a_graph(ctx: RankContext) -> dict[str, int]:
+    """How many sites a graph brings into this process, and whether a pass has run."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    before = sites()
+    compiled = torch.compile(layer, backend=backend.ditron, dynamic=False, options={"ditron.strategy": "library"})
+    inputs = [torch.randn(shape) for shape in SHAPES]
+    with torch.no_grad():
+        for _ in range(3):
+            assert_near(compiled(*inputs), layer(*inputs), num_partials=ctx.world_size)
+    found = [one for one in sites() if not any(one is known for known in before)]
+    assert all(one.static and one._prepared is not None for one in found), "called, and without autograd"
+    return {"sites": len(found), "rewritten": sum(counters["ditron"].values())}
+
+
+@pytest.mark.timeout(200)
+def test_code_from_the_cache_binds_its_sites_in_another_process(pools: tuple[RankPool, RankPool]) -> None:
+    first, second = pools
+    first.run(calls_in_a_graph, timeout=150.0)
+    for counted in second.run(calls_in_a_graph, timeout=150.0):
+        assert counted == {"sites": 2, "rewritten": 0}

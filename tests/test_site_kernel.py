@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import re
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,9 +15,9 @@ from torch.distributed import _functional_collectives as functional
 
 from ditron_inductor import backend
 from ditron_inductor.explain import without_caches
-from ditron_inductor.lowering.site_call import Input, SiteCall
+from ditron_inductor.lowering.site_call import Input
 from ditron_inductor.lowering.site_kernel import Text, text_of
-from tests.ranks import RankContext, RankPools, run_ranks
+from tests.ranks import RankContext, RankPools
 from tests.tolerances import assert_near
 
 BOUND = re.compile(r"^(call_\w+) = site_call\('(\w+)', (True|False), (.*)\)$", re.MULTILINE)
@@ -153,31 +151,6 @@ def events_of_ops(ctx: RankContext) -> list[str]:
 def test_a_profiler_sees_the_ops_of_a_graph(rank_pools: RankPools) -> None:
     for names in rank_pools.get("cpu", 2).run(events_of_ops, timeout=200.0):
         assert names == ["ditron::all_gather_matmul", "ditron::matmul_reduce_scatter"]
-
-
-def calls_in_a_graph(ctx: RankContext) -> dict[str, int]:
-    """How many sites there are in this process, and whether a pass has run."""
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    counters.clear()
-    compiled = torch.compile(layer, **settings())
-    inputs = [torch.randn(shape) for shape in SHAPES]
-    with torch.no_grad():
-        for _ in range(3):
-            assert_near(compiled(*inputs), layer(*inputs), num_partials=ctx.world_size)
-    sites = [one for one in gc.get_objects() if type(one) is SiteCall]
-    assert all(one.static and one._prepared is not None for one in sites), "called, and without autograd"
-    return {"sites": len(sites), "rewritten": sum(counters["ditron"].values())}
-
-
-@pytest.mark.timeout(200)
-def test_code_from_the_cache_binds_its_sites_in_another_process(tmp_path: Path) -> None:
-    on = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **on}
-    run_ranks(calls_in_a_graph, 2, env=env, timeout=150.0)
-    for counted in run_ranks(calls_in_a_graph, 2, env=env, timeout=150.0):
-        assert counted == {"sites": 2, "rewritten": 0}
 
 
 def test_what_can_be_written_down() -> None:

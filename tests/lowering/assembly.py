@@ -6,7 +6,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import triton
@@ -121,24 +121,31 @@ class Resources:
     spilled_bytes: int
 
 
-def resources(ptx: str) -> Resources:
-    """Of a kernel for sm_90, by the assembler that Triton brings along."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+@cache
+def _assembled(ptx: str) -> tuple[str, bytes]:
+    """(report, machine code) for sm_90, by the assembler that Triton brings along."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file, tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         file.write(ptx)
         file.flush()
-        command = [str(TOOLS / "ptxas"), "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+        command = [str(TOOLS / "ptxas"), "-v", "-arch=sm_90a", file.name, "-o", cubin.name]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        return report, Path(cubin.name).read_bytes()
+
+
+def resources(ptx: str) -> Resources:
+    """Of a kernel for sm_90."""
+    report, _ = _assembled(ptx)
     spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     registers = re.findall(r"Used (\d+) registers", report)
     return Resources(max(map(int, registers)), sum(map(int, spilled)))
 
 
-def machine_code(ptx: str) -> list[str]:
+@cache
+def machine_code(ptx: str) -> tuple[str, ...]:
     """The instructions of a kernel on sm_90, without their addresses, in the order of its file."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file, tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        file.write(ptx)
-        file.flush()
-        subprocess.run([str(TOOLS / "ptxas"), "-arch=sm_90a", file.name, "-o", cubin.name], check=True)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(_assembled(ptx)[1])
+        cubin.flush()
         command = [str(TOOLS / "nvdisasm"), "-c", cubin.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", text, re.MULTILINE)
+    return tuple(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", text, re.MULTILINE))

@@ -157,6 +157,16 @@ def without_assembler(*call: Any) -> tuple[str, str] | None:
     return None
 
 
+def compile_for(target: str, source: ASTSource, options: dict[str, int]) -> Any:
+    """The kernel for a GPU of TARGETS. For sm_90 it is not assembled: tests have that done, and read the report."""
+    with triton.knobs.runtime.scope(), triton.knobs.cache.scope():
+        if target == "sm_90":
+            triton.knobs.runtime.add_stages_inspection_hook = without_assembler
+            # A launch must not find what is not assembled.
+            triton.knobs.cache.dir = str(Path(triton.knobs.cache.dir) / "without_assembler")
+        return triton.compile(source, target=TARGETS[target], options=options)
+
+
 @functools.cache
 def compile_case(case: Case) -> Compiled:
     """The kernel for 4 ranks and, where it takes several weights side by side, two of them.
@@ -235,11 +245,6 @@ def compile_case(case: Case) -> Compiled:
                 attributes[place,] = aligned
     source = ASTSource(fn, signature, known, attributes)
     options = {"num_warps": fits.num_warps, "num_stages": fits.num_stages}
-    with triton.knobs.runtime.scope(), triton.knobs.cache.scope():
-        if case.target == "sm_90":
-            triton.knobs.runtime.add_stages_inspection_hook = without_assembler
-            # A launch must not find what is not assembled.
-            triton.knobs.cache.dir = str(Path(triton.knobs.cache.dir) / "without_assembler")
-        compiled = triton.compile(source, target=TARGETS[case.target], options=options)
+    compiled = compile_for(case.target, source, options)
     assembly = compiled.asm["ptx" if case.target.startswith("sm_") else "amdgcn"]
     return Compiled(assembly, compiled.asm["ttgir"], compiled.metadata.shared)

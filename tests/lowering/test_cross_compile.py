@@ -1,12 +1,14 @@
 """Every kernel for every GPU family, and in the generated code every wait, barrier and release, and a pipelined K loop.
 
-Runs without a GPU. What the checks look for stands in the traps that made them: a signal that overtakes its data has no
+Runs without a GPU. Compilers are slow: a case that differs from others in nothing that they would trip over runs by
+`--all-cases` only. What the checks look for stands in the traps that made them: a signal that overtakes its data has no
 other symptom than a wrong number once in a while, and a K loop that waits none but its time.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -44,51 +46,40 @@ TILES = [
     config.SMALL,
     config.DECODE,
 ]
+FEW_ROWS = list(config.FEW_ROWS.values())
+FEW_ROWS_FP32 = [select_few_rows_config(rows=rows, dtype=torch.float32, interpreted=False) for rows in config.FEW_ROWS]
 MANY_ROWS = ("all_gather_matmul", "matmul_reduce_scatter", "two_shot")
-# The largest tiles in all kernels, which are the ones that could spill; of the others each in one kernel at least.
-TILES_OF = {"all_gather_matmul": TILES, "matmul_reduce_scatter": TILES[::2], "two_shot": TILES[:2]}
 
 
-def _decode_cases() -> list[Case]:
-    bf16 = list(config.FEW_ROWS.values())
-    fp32 = [select_few_rows_config(rows=rows, dtype=torch.float32, interpreted=False) for rows in config.FEW_ROWS]
+def _few_rows_cases() -> list[Case]:
     return [
-        *(Case("one_shot", "sm_90", tile, "bf16") for tile in bf16),
-        *(Case("one_shot", "sm_90", tile, "fp32") for tile in fp32),
-        *(Case("one_shot", target, bf16[0], "bf16", norm=True) for target in ("sm_90", "gfx942")),
-        *(Case("one_shot", target, bf16[0], "bf16") for target in TARGETS if target != "sm_90"),
-        *(Case("one_shot", target, bf16[-1], "bf16") for target in TARGETS if target != "sm_90"),
+        *(Case("one_shot", "sm_90", tile, "bf16") for tile in FEW_ROWS),
+        Case("one_shot", "sm_90", FEW_ROWS_FP32[0], "fp32"),
+        *(Case("one_shot", target, FEW_ROWS[0], "bf16", norm=True) for target in ("sm_90", "gfx942")),
+        *(Case("one_shot", target, FEW_ROWS[0], "bf16") for target in TARGETS if target != "sm_90"),
     ]
 
 
-def _cases(kernel: str) -> list[Case]:
-    descriptors: list[tuple[str, Config, str]] = [
-        *(("sm_90", tile, "bf16") for tile in TILES_OF[kernel]),
-        ("sm_90", config.FP32, "fp32"),
-        ("sm_100", config.LARGE, "bf16"),
+def _many_rows_cases() -> list[Case]:
+    """The largest tile, which is the one that could spill, in all kernels, every other one in the first."""
+    gather, scatter, reduce = MANY_ROWS
+    # Of products that are published early there is one for sm_100 below.
+    descriptors: list[tuple[str, str, Config, str]] = [
+        *((kernel, "sm_90", config.LARGE, "bf16") for kernel in MANY_ROWS),
+        *((gather, "sm_90", tile, "bf16") for tile in TILES[1:]),
+        (gather, "sm_90", config.FP32, "fp32"),
+        *((kernel, "sm_100", config.LARGE, "bf16") for kernel in (gather, reduce)),
     ]
-    pointers: list[tuple[str, Config, str]] = [
-        ("sm_90", config.LARGE, "bf16"),
-        ("gfx942", config.LARGE, "bf16"),
-        ("gfx950", config.LARGE, "bf16"),
+    pointers: list[tuple[str, str, Config, str]] = [
+        *((kernel, target, config.LARGE, "bf16") for kernel in MANY_ROWS for target in ("sm_90", "gfx942")),
+        (gather, "gfx950", config.LARGE, "bf16"),
+        (gather, "gfx942", config.FP32, "fp32"),
     ]
-    if kernel == MANY_ROWS[0]:
-        descriptors.append(("sm_90", config.LARGE, "fp16"))
-        pointers += [
-            ("sm_90", config.DECODE, "bf16"),
-            ("sm_90", config.FP32, "fp32"),
-            ("gfx942", config.FP32, "fp32"),
-            ("gfx950", config.DECODE, "bf16"),
-        ]
     return [
-        *(Case(kernel, *form, descriptors=True) for form in descriptors),
-        *(Case(kernel, *form) for form in pointers),
+        *(Case(*form, descriptors=True) for form in descriptors),
+        *(Case(*form) for form in pointers),
+        *(Case(scatter, target, config.LARGE, "bf16", descriptors=True, early=True) for target in ("sm_90", "sm_100")),
     ]
-
-
-def _early_cases() -> list[Case]:
-    forms = [("sm_90", config.LARGE), ("sm_90", config.MIDDLE), ("sm_100", config.LARGE)]
-    return [Case("matmul_reduce_scatter", target, tile, "bf16", descriptors=True, early=True) for target, tile in forms]
 
 
 # Before the reductions and behind them.
@@ -98,7 +89,6 @@ SAVED = "gelu_tanh(cast(mm0 + row(x1), bf16)); cast(mm0 + row(x1), bf16); mm0"
 SUMS = [
     Case("matmul_reduce_scatter", "sm_90", config.LARGE, "bf16", True, True, True, 3, epilogue=f"{SCALED}; mm0"),
     Case("matmul_reduce_scatter", "sm_90", config.LARGE, "bf16", True, biased=True, epilogue=f"{ADDED}; mm0"),
-    Case("matmul_reduce_scatter", "sm_90", config.MIDDLE, "bf16", descriptors=True, epilogue=RESIDUAL),
     Case("matmul_reduce_scatter", "gfx942", config.LARGE, "bf16", products=2, biased=True, epilogue=RESIDUAL),
     Case("two_shot", "sm_90", config.LARGE, "bf16", descriptors=True, products=3, epilogue=RESIDUAL),
     Case("one_shot", "sm_90", config.FEW_ROWS[16], "bf16", products=3, biased=True, epilogue=f"{SCALED}; {SAVED}"),
@@ -109,17 +99,15 @@ SUMS = [
 
 def _gathered_cases() -> list[Case]:
     """What differs from the other kernels: stores to every peer, and copies."""
-
-    def few_tiles(rows: int) -> Config:
-        return few_rows.select_tiles(rows=rows, dtype=torch.bfloat16, interpreted=False)
-
     return [
         Case("gathered", "sm_90", config.LARGE, "bf16", descriptors=True, biased=True),
-        Case("gathered", "sm_90", config.FP32, "fp32", descriptors=True),
         *(Case("gathered", target, config.LARGE, "bf16", biased=True) for target in ("sm_90", "gfx942")),
-        *(Case("gathered_few", target, few_tiles(64), "bf16", biased=True) for target in ("sm_90", "gfx942")),
-        Case("gathered_few", "sm_90", few_tiles(16), "bf16"),
+        *(Case("gathered_few", target, _few_tiles(64), "bf16", biased=True) for target in ("sm_90", "gfx942")),
     ]
+
+
+def _few_tiles(rows: int) -> Config:
+    return few_rows.select_tiles(rows=rows, dtype=torch.bfloat16, interpreted=False)
 
 
 def _contract_cases() -> list[Case]:
@@ -141,20 +129,60 @@ def _scattered_cases() -> list[Case]:
     ]
 
 
+def _more_cases() -> list[Case]:
+    """What repeats: the same code of another kernel in another tile, or by another compiler of the same family."""
+    gather, scatter, reduce = MANY_ROWS
+    descriptors: list[tuple[str, str, Config, str]] = [
+        (gather, "sm_90", config.LARGE, "fp16"),
+        (scatter, "sm_90", config.NARROW, "bf16"),
+        (scatter, "sm_90", config.SMALL, "bf16"),
+        (reduce, "sm_90", config.MIDDLE, "bf16"),
+        *((kernel, "sm_90", config.FP32, "fp32") for kernel in (scatter, reduce, "gathered")),
+        (scatter, "sm_100", config.LARGE, "bf16"),
+    ]
+    pointers: list[tuple[str, str, Config, str]] = [
+        *((gather, target, config.DECODE, "bf16") for target in ("sm_90", "gfx950")),
+        (gather, "sm_90", config.FP32, "fp32"),
+        *((kernel, "gfx950", config.LARGE, "bf16") for kernel in (scatter, reduce)),
+        *(("one_shot", "sm_90", tile, "fp32") for tile in FEW_ROWS_FP32[1:]),
+        *(("one_shot", target, FEW_ROWS[-1], "bf16") for target in TARGETS if target != "sm_90"),
+        ("gathered_few", "sm_90", _few_tiles(16), "bf16"),
+    ]
+    return [
+        *(Case(*form, descriptors=True) for form in descriptors),
+        *(Case(*form) for form in pointers),
+        Case(scatter, "sm_90", config.MIDDLE, "bf16", descriptors=True, early=True),
+        Case(scatter, "sm_90", config.MIDDLE, "bf16", descriptors=True, epilogue=RESIDUAL),
+    ]
+
+
 CASES = [
-    *(case for kernel in MANY_ROWS for case in _cases(kernel)),
-    *_early_cases(),
-    *_decode_cases(),
+    *_many_rows_cases(),
+    *_few_rows_cases(),
     *SUMS,
     *_gathered_cases(),
     *_contract_cases(),
     *_scattered_cases(),
 ]
-NVIDIA_CASES = [case for case in CASES if case.target.startswith("sm_")]
-DESCRIPTOR_CASES = [case for case in CASES if case.descriptors]
+MORE_CASES = _more_cases()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def each(wanted: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecorator:
+    """A test of every case that is wanted."""
+    cases = [pytest.param(case, id=str(case)) for case in CASES if wanted(case)]
+    more = [pytest.param(case, id=str(case), marks=pytest.mark.all_cases) for case in MORE_CASES if wanted(case)]
+    return pytest.mark.parametrize("case", cases + more)
+
+
+def on_nvidia(case: Case) -> bool:
+    return case.target.startswith("sm_")
+
+
+def by_descriptors(case: Case) -> bool:
+    return case.descriptors
+
+
+@each()
 def test_waits_and_releases_are_there(case: Case) -> None:
     listing, dialect = compile_case(case).listing, dialect_of(case.target)
     releases = listing.places(dialect.release)
@@ -165,7 +193,7 @@ def test_waits_and_releases_are_there(case: Case) -> None:
         assert listing.has_barrier_before(place, dialect.barrier, dialect.store), (place, listing.lines[place])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each()
 def test_no_bulk_stores_and_no_clocks(case: Case) -> None:
     compiled = compile_case(case)
     # The full wait of a bulk store comes only after a release, so its data may come after the signal.
@@ -175,7 +203,7 @@ def test_no_bulk_stores_and_no_clocks(case: Case) -> None:
     assert not re.search(CLOCKS, compiled.assembly)
 
 
-@pytest.mark.parametrize("case", DESCRIPTOR_CASES, ids=str)
+@each(by_descriptors)
 def test_blocks_are_fetched_several_steps_ahead(case: Case) -> None:
     listing = compile_case(case).listing
     loops = listing.loops(NVIDIA.dot)
@@ -193,7 +221,7 @@ def test_blocks_are_fetched_several_steps_ahead(case: Case) -> None:
         end = last
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.descriptors], ids=str)
+@each(lambda case: not case.descriptors)
 def test_operands_are_copied_ahead(case: Case) -> None:
     compiled = compile_case(case)
     if case.target.startswith("sm_"):
@@ -216,7 +244,7 @@ def test_operands_are_copied_ahead(case: Case) -> None:
         assert fetch != "tt.load" or loop.index("tt.dot") < loop.rindex("ttg.local_store")
 
 
-@pytest.mark.parametrize("case", NVIDIA_CASES, ids=str)
+@each(on_nvidia)
 def test_pieces_are_carried_as_they_are(case: Case) -> None:
     listing = compile_case(case).listing
     for (first, last), carries in zip(listing.loops(NVIDIA.dot), case.carrying_loops, strict=True):
@@ -234,9 +262,7 @@ def test_pieces_are_carried_as_they_are(case: Case) -> None:
             assert not names & loaded or re.search(r"\b(ld|st)\.global\.|\bmov\.", line), line
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.target.startswith("gfx") and any(case.carrying_loops)], ids=str
-)
+@each(lambda case: not on_nvidia(case) and any(case.carrying_loops))
 def test_pieces_are_wide_on_amd(case: Case) -> None:
     listing = compile_case(case).listing
     for (first, last), carries in zip(listing.loops(AMD.dot), case.carrying_loops, strict=True):
@@ -244,7 +270,7 @@ def test_pieces_are_wide_on_amd(case: Case) -> None:
         assert not carries or (re.search(AMD.wide_load, loop) and re.search(AMD.wide_store, loop))
 
 
-@pytest.mark.parametrize("case", NVIDIA_CASES, ids=str)
+@each(on_nvidia)
 def test_stores_are_wide(case: Case) -> None:
     tile = case.fitted
     itemsize = 4 if case.dtype == "fp32" else 2
@@ -256,7 +282,7 @@ def test_stores_are_wide(case: Case) -> None:
     assert all(re.search(f"{wide}|st.global.b64", store) for store in stores), "a tile is stored in scattered pieces"
 
 
-@pytest.mark.parametrize("case", [case for case in DESCRIPTOR_CASES if case.kernel == "all_gather_matmul"], ids=str)
+@each(lambda case: case.descriptors and case.kernel == "all_gather_matmul")
 def test_a_proxy_fence_follows_the_wait(case: Case) -> None:
     """The copy unit reads what a peer wrote by another path than the wait that acquired it."""
     compiled = compile_case(case)
@@ -266,13 +292,13 @@ def test_a_proxy_fence_follows_the_wait(case: Case) -> None:
 
 def test_a_proxy_fence_follows_the_wait_for_a_piece() -> None:
     """The first product is of the own piece, and waits for nothing."""
-    case = next(case for case in DESCRIPTOR_CASES if case.kernel == "scattered_rows")
+    case = next(case for case in CASES if case.descriptors and case.kernel == "scattered_rows")
     own, peers = _k_loops(compile_case(case).ttgir)
     between = compile_case(case).ttgir[own.end() : peers.start()]
     assert between.rfind("fence.proxy.async;") > between.rfind("atomic_rmw add, acquire, sys") > 0
 
 
-@pytest.mark.parametrize("case", [case for case in NVIDIA_CASES if case.kernel in OF_FEW_ROWS], ids=str)
+@each(lambda case: on_nvidia(case) and case.kernel in OF_FEW_ROWS)
 def test_leaving_early_takes_the_epoch_of_every_thread(case: Case) -> None:
     """What is always true of a value can be left out by the compiler, and then nothing waits for its load."""
     listing = compile_case(case).listing
@@ -299,12 +325,12 @@ def test_tickets_are_on_their_way_while_the_program_goes_on() -> None:
         assert not any("SHFL.IDX" in line or "VOTE" in line for line in code[place - 12 : place + 12]), code[place]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each()
 def test_shared_memory_fits(case: Case) -> None:
     assert 0 < compile_case(case).shared_bytes <= SHARED_LIMIT[case.target]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.target == "sm_90"], ids=str)
+@each(lambda case: case.target == "sm_90")
 def test_a_grid_is_resident_without_spills(case: Case) -> None:
     compiled, tile = compile_case(case), case.fitted
     needed = resources(compiled.assembly)
@@ -316,7 +342,11 @@ def test_a_grid_is_resident_without_spills(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("target", "kernel"),
-    [*(("sm_90", kernel) for kernel in MANY_ROWS), *zip(list(TARGETS)[1:], MANY_ROWS, strict=True)],
+    [
+        ("sm_90", MANY_ROWS[0]),
+        *(pytest.param("sm_90", kernel, marks=pytest.mark.all_cases) for kernel in MANY_ROWS[1:]),
+        *zip(list(TARGETS)[1:], MANY_ROWS, strict=True),
+    ],
 )
 def test_a_ragged_k_compiles(target: str, kernel: str) -> None:
     compiled = compile_case(Case(kernel, target, config.MIDDLE, "fp16", even_k=False))
@@ -337,7 +367,7 @@ def test_the_barrier_check_can_fail() -> None:
 
 
 def test_the_fence_check_can_fail() -> None:
-    case = next(case for case in DESCRIPTOR_CASES if case.kernel == "all_gather_matmul")
+    case = next(case for case in CASES if case.descriptors and case.kernel == "all_gather_matmul")
     compiled = compile_case(case)
     without = Compiled("", compiled.ttgir.replace("fence.proxy.async", "nothing"), 0)
     assert not any(_fences_between_wait_and_loop(without))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from triton.compiler import ASTSource
 
 from ditron_inductor.lowering.flash_decode.config import CONFIGS, Config, deal, merged_splits, select_config
@@ -18,7 +17,7 @@ from ditron_inductor.lowering.flash_decode.in_band import flash_decode_in_band_k
 from ditron_inductor.lowering.flash_decode.local import local_attention_kernel, merge_ranks_kernel
 from ditron_inductor.lowering.flash_decode.tile import flash_decode_kernel
 from tests.lowering.assembly import Listing, dialect_of, machine_code, resources
-from tests.lowering.cross_compile import TARGETS, WORDS
+from tests.lowering.cross_compile import TARGETS, WORDS, compile_for
 
 SHARED_BYTES = {"sm_90": 227 << 10, "gfx942": 64 << 10}
 POINTERS = ("q", "k", "v", "out")
@@ -111,7 +110,7 @@ def compiled(kernel: Any, case: Case) -> Any:
                 attributes[place,] = ALIGNED
     source = ASTSource(kernel, signature, known, attributes)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return triton.compile(source, target=TARGETS[case.target], options=options)
+    return compile_for(case.target, source, options)
 
 
 def assembly(kernel: Any, case: Case) -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import triton
 from triton.compiler import ASTSource
 
 from ditron_inductor.lowering.all_reduce_rms_norm.in_band import LEAST_CHUNK, in_band_kernel
@@ -25,7 +24,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
 )
 from ditron_inductor.task.nodes import EXTRAS, SAVED
 from tests.lowering.assembly import NVIDIA, Listing, machine_code, resources
-from tests.lowering.cross_compile import TARGETS, WORDS
+from tests.lowering.cross_compile import TARGETS, WORDS, compile_for
 
 SHIFTED = HAS_BIAS.value | HAS_RESIDUAL.value | LAYER.value | HAS_WEIGHT.value | HAS_SHIFT.value
 DECODE = HAS_RESIDUAL.value | HAS_WEIGHT.value | ROUND_FIRST.value
@@ -102,7 +101,7 @@ def compiled(case: Case) -> Any:
             if not parameter.do_not_specialize:
                 attributes[place,] = aligned
     source = ASTSource(in_band_kernel, signature, known, attributes)
-    return triton.compile(source, target=TARGETS[case.target], options={"num_warps": case.num_warps})
+    return compile_for(case.target, source, {"num_warps": case.num_warps})
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -31,8 +31,9 @@ from tests.passes.make_programs import ALGEBRA, make_program, seeded
 from tests.passes.programs import Program
 from tests.tolerances import relative_error
 
-EXAMPLES = 150
-DYNAMIC_EXAMPLES = 15
+# Without `--all-cases` the few.
+EXAMPLES, FEW_EXAMPLES = 150, 60
+DYNAMIC_EXAMPLES, FEW_DYNAMIC_EXAMPLES = 15, 8
 ALGEBRA_EXAMPLES = 40
 GROUP_SIZES = {"world": 4, "row": 2, "column": 2}
 MEMBERS = {"world": [[0, 1, 2, 3]], "row": [[0, 1], [2, 3]], "column": [[0, 2], [1, 3]]}
@@ -117,14 +118,16 @@ def check_many(groups: dict[str, tuple[str, int]], max_examples: int, dynamic: b
     return seen.pop("programs"), seen
 
 
-def test_static_sizes(groups: dict[str, tuple[str, int]]) -> None:
-    count, seen = check_many(groups, EXAMPLES, dynamic=False)
+def test_static_sizes(groups: dict[str, tuple[str, int]], pytestconfig: pytest.Config) -> None:
+    examples = EXAMPLES if pytestconfig.option.all_cases else FEW_EXAMPLES
+    count, seen = check_many(groups, examples, dynamic=False)
     assert seen["fused"] >= 0.2 * count, seen
     assert all(seen[kind] for kind in KINDS), seen
 
 
-def test_dynamic_sizes(groups: dict[str, tuple[str, int]]) -> None:
-    count, seen = check_many(groups, DYNAMIC_EXAMPLES, dynamic=True)
+def test_dynamic_sizes(groups: dict[str, tuple[str, int]], pytestconfig: pytest.Config) -> None:
+    examples = DYNAMIC_EXAMPLES if pytestconfig.option.all_cases else FEW_DYNAMIC_EXAMPLES
+    count, seen = check_many(groups, examples, dynamic=True)
     assert seen["fused"] >= 0.1 * count, seen
 
 
