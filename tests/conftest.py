@@ -77,7 +77,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class _RanksTogether:
-    """With pytest-xdist one worker has all files with pools of ranks; all else runs beside it, test by test."""
+    """With pytest-xdist a worker has all files with pools of ranks, but for those of whole models, which another one
+    has, with pools of its own; all else runs beside them, test by test.
+    """
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
@@ -85,8 +87,10 @@ class _RanksTogether:
 
         class Scheduler(LoadScopeScheduling):
             def _split_scope(self, nodeid: str) -> str:
-                file = nodeid.partition("::")[0]
-                return "ranks" if _has_pools(config.rootpath / file) else nodeid
+                file = config.rootpath / nodeid.partition("::")[0]
+                if not _has_pools(file):
+                    return nodeid
+                return "models" if file.is_relative_to(HERE / "models") else "ranks"
 
         return Scheduler(config, log)
 

@@ -25,8 +25,8 @@ An all-to-all is as fast as a reduce-scatter; `library` copies what it moves onc
 our kernel behind a product (`matmul_all_to_all`), out of its slot.
 
 Attention is the matmul that `attention_sizes` makes of it, at the speed of the library's or of our kernel; `chunked`
-reads what its parts return once more. Its parts are as fast as the blocks that `library` calls, but for those with a bias
-and those of the backward.
+reads what its parts return once more. Its parts are as fast as the blocks that `library` calls, but for those with a
+bias and those of the backward.
 
 A norm behind an all-reduce without a product (n columns, k = 1) has, in place of the matmul, a launch and passes over
 what it reads and writes; in our kernel, `tile`, no launch more and one round of signals or two, whichever is faster.
