@@ -51,6 +51,7 @@ from ditron_inductor.task.nodes import (
     WithEpilogue,
 )
 from ditron_inductor.task.plan import PlanRequest
+from ditron_inductor.task.schemas import required_behind_token
 
 Possible = Callable[[Any, Launch, torch.Tensor, int, int, int], tuple[PlanRequest, dict[str, Runner]]]
 """A function of the node, the launch, the tensor that is communicated, and m, n, k."""
@@ -409,10 +410,8 @@ def _prepare_all_to_all_matmul(
 PROLOGUE_DEFAULTS: tuple[Any, ...] = (None, "", *(None,) * len(SHARD_EXTRAS), *ops.SHARD_NORM_DEFAULTS)
 """Of all arguments of a gather behind those of its site: they come up to the last one that is given."""
 SITE_ARGUMENTS: Mapping[str, int] = {
-    AllGatherMatmul.kind: 8,
-    MatmulReduceScatter.kind: 8,
-    MatmulAllReduce.kind: 7,
-    MatmulAllReduceRmsNorm.kind: 7 + ops.NUM_NORM_ARGS,
+    one.kind: required_behind_token(ops.SCHEMAS[one.kind])
+    for one in (AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce, MatmulAllReduceRmsNorm)
 }
 """Those behind the token without an epilogue's, which come last and are left out where there is none."""
 

@@ -19,25 +19,28 @@ import torch
 
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, Mask
 from ditron_inductor.task.policy import Policy
+from ditron_inductor.task.schemas import SITE, required_behind_token
 
 BIAS_DTYPES: tuple[torch.dtype, ...] = (torch.bool, torch.bfloat16, torch.float16, torch.float32)
-SITE_ARGUMENTS = {AllGatherAttention.kind: 13, AttentionReduceScatter.kind: 12}
-"""How many stand between the token and the bias, which comes last and is left out where there is none."""
 _SCORES = "str mask, int window, int offset, str jumps, float scale, float softcap"
 
 
-def schemas(site: str) -> dict[str, str]:
-    """By kind. site: what an op of a site has behind its own arguments."""
+def schemas() -> dict[str, str]:
+    """By kind."""
     return {
         AllGatherAttention.kind: (
-            f"(Tensor q, Tensor k, Tensor v, Tensor? token, {_SCORES}, bool return_gathered, {site}, "
+            f"(Tensor q, Tensor k, Tensor v, Tensor? token, {_SCORES}, bool return_gathered, {SITE}, "
             "Tensor? bias=None) -> Tensor[]"
         ),
         AttentionReduceScatter.kind: (
             "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? token, "
-            f"{_SCORES}, {site}, Tensor? bias=None) -> (Tensor, Tensor, Tensor, Tensor)"
+            f"{_SCORES}, {SITE}, Tensor? bias=None) -> (Tensor, Tensor, Tensor, Tensor)"
         ),
     }
+
+
+SITE_ARGUMENTS = {kind: required_behind_token(schema) for kind, schema in schemas().items()}
+"""How many stand between the token and the bias, which comes last and is left out where there is none."""
 
 
 def split_bias(kind: str, site: tuple[Any, ...]) -> tuple[tuple[Any, ...], torch.Tensor | None]:

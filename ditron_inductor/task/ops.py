@@ -104,10 +104,10 @@ from ditron_inductor.task.nodes import (
     TaskNode,
     norm_returns,
 )
+from ditron_inductor.task.schemas import SITE
 
 NAMESPACE = "ditron"
 
-_SITE = "int world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s"
 _PRODUCTS = "Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token"
 _EPILOGUE = "Tensor[]? extras=None, str epilogue=''"
 _PROLOGUE = (
@@ -117,25 +117,25 @@ _PROLOGUE = (
 _NORM = (
     f"{', '.join(f'Tensor? {name}' for name in EXTRAS)}, Tensor? token, str reduce_op, "
     "str norm, float eps, bool plus_one, bool round_first, "
-    f"str post, float post_eps, bool post_plus_one, bool post_round_first, str saved, {_SITE}"
+    f"str post, float post_eps, bool post_plus_one, bool post_round_first, str saved, {SITE}"
 )
 SCHEMAS: dict[str, str] = {
     AllGatherMatmul.kind: (
-        f"(Tensor shard, Tensor[] weights, Tensor? token, int gather_dim, bool return_gathered, {_SITE}, "
+        f"(Tensor shard, Tensor[] weights, Tensor? token, int gather_dim, bool return_gathered, {SITE}, "
         f"{_EPILOGUE}, {_PROLOGUE}) -> Tensor[]"
     ),
-    MatmulReduceScatter.kind: f"({_PRODUCTS}, int scatter_dim, str reduce_op, {_SITE}, {_EPILOGUE}) -> Tensor[]",
-    MatmulAllReduce.kind: f"({_PRODUCTS}, str reduce_op, {_SITE}, {_EPILOGUE}) -> Tensor[]",
+    MatmulReduceScatter.kind: f"({_PRODUCTS}, int scatter_dim, str reduce_op, {SITE}, {_EPILOGUE}) -> Tensor[]",
+    MatmulAllReduce.kind: f"({_PRODUCTS}, str reduce_op, {SITE}, {_EPILOGUE}) -> Tensor[]",
     AllReduceRmsNorm.kind: f"(Tensor x, {_NORM}) -> Tensor[]",
     MatmulAllReduceRmsNorm.kind: f"(Tensor[] a, Tensor[] b, Tensor? product_bias, {_NORM}, {_EPILOGUE}) -> Tensor[]",
-    MatmulAllGather.kind: f"({_PRODUCTS}, int gather_dim, {_SITE}) -> (Tensor, Tensor)",
-    FlashDecode.kind: f"({FLASH_DECODE_ARGUMENTS}, {_SITE}) -> (Tensor, Tensor)",
-    **attention_ops.schemas(_SITE),
+    MatmulAllGather.kind: f"({_PRODUCTS}, int gather_dim, {SITE}) -> (Tensor, Tensor)",
+    FlashDecode.kind: f"({FLASH_DECODE_ARGUMENTS}, {SITE}) -> (Tensor, Tensor)",
+    **attention_ops.schemas(),
     AllGatherContract.kind: (
         "(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool gathered_first, bool return_gathered, "
-        f"{_SITE}) -> Tensor[]"
+        f"{SITE}) -> Tensor[]"
     ),
-    **ulysses.schemas(_SITE),
+    **ulysses.schemas(),
     "after": "(Tensor(a) x, Tensor token) -> Tensor(a)",
     "after_": "(Tensor(a!) x, Tensor token) -> ()",
     "token_of": "(Tensor x) -> Tensor",

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ditron_inductor.task.policy import Policy, check, common_text, verify_common
+from ditron_inductor.task.schemas import SITE
 
 if TYPE_CHECKING:
     import torch
@@ -104,16 +105,16 @@ def received_shape(shape: Sequence[Any], scatter_dim: int, world_size: int) -> l
     return result
 
 
-def schemas(site: str) -> dict[str, str]:
-    """By kind. site: what every op of a site ends with."""
+def schemas() -> dict[str, str]:
+    """By kind."""
     return {
         MatmulAllToAll.kind: (
             "(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int gather_dim, int parts, "
-            f"{site}) -> (Tensor, Tensor)"
+            f"{SITE}) -> (Tensor, Tensor)"
         ),
         AllToAllMatmul.kind: (
             "(Tensor x, Tensor weight, Tensor? token, int scatter_dim, int parts, bool return_received, "
-            f"{site}) -> Tensor[]"
+            f"{SITE}) -> Tensor[]"
         ),
     }
 
