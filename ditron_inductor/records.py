@@ -19,6 +19,7 @@ from ditron_inductor.passes.reasons import LEFT_ALONE
 from ditron_inductor.sites import GraphRecord, SiteRecord
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, attention_sizes
 from ditron_inductor.task.cost import part_bytes
+from ditron_inductor.task.epilogue import Product
 from ditron_inductor.task.epilogue import text as expression_text
 from ditron_inductor.task.nodes import (
     NO_NORM,
@@ -44,6 +45,8 @@ from ditron_inductor.task.ops import argument_of, node_from_call
 
 Sizes = tuple[int | None, int | None, int | None]
 """m, n, k of a record, None where a size is not known."""
+MOST_SHOWN = 80
+"""Characters of an epilogue; the node's text has all of it."""
 
 
 def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> GraphRecord:
@@ -175,11 +178,11 @@ def _pattern(task: TaskNode) -> str:
         case AllGatherMatmul():
             matmuls = "matmul" if task.num_weights == 1 else f"{task.num_weights} matmuls"
             used = ", gathered used" * task.return_gathered
-            return f"{_prologue_text(task)}all_gather(dim {task.gather_dim}) -> {matmuls}{used}"
+            return f"{_prologue_text(task)}all_gather(dim {task.gather_dim}) -> {matmuls}{_behind_text(task)}{used}"
         case MatmulReduceScatter():
-            return f"{_sum_text(task)} -> reduce_scatter({task.reduce_op}, dim {task.scatter_dim})"
+            return f"{_sum_text(task)} -> reduce_scatter({task.reduce_op}, dim {task.scatter_dim}){_behind_text(task)}"
         case MatmulAllReduce():
-            return f"{_sum_text(task)} -> all_reduce({task.reduce_op})"
+            return f"{_sum_text(task)} -> all_reduce({task.reduce_op}){_behind_text(task)}"
         case AllReduceRmsNorm():
             return _norm_text(task)
         case MatmulAllReduceRmsNorm():
@@ -210,6 +213,14 @@ def _sum_text(
     parsed = reduction.parsed if isinstance(reduction, WithEpilogue) else None
     before = "" if parsed is None or parsed.pre is None else f" -> {expression_text(parsed.pre)}"
     return matmuls + " + bias" * task.has_bias + before
+
+
+def _behind_text(task: WithEpilogue) -> str:
+    """What is made of the products, or of their sum, as part of the node."""
+    behind = None if task.parsed is None else task.parsed.behind
+    made = [] if behind is None else [expression_text(one) for one in behind.outputs if not isinstance(one, Product)]
+    text = "; ".join(made)
+    return f" -> {text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + ' ..'}" if text else ""
 
 
 def _attention_text(task: AttentionNode) -> str:
