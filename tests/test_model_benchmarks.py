@@ -224,16 +224,18 @@ def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
     cells = {f"{cell.phase} {cell.form}": cell for cell in tiny(Selection(models=("llama3-8b",)).cells())}
     chosen = tuple(replace(cells[kind], model=model) for kind, model in RUN.items())
     architectures = {name: one.like(TINY) for name, one in MODELS.items()}
-    barred = (Barred(1, "ditron", "the ranks ended in it"),)
+    barred = tuple(Barred(number, name, "the ranks ended in it") for number, name in ((1, "ditron"), (0, "limit")))
     out = str(tmp_path / "models.csv")
     request = Request(chosen, "cpu", architectures, rounds=2, out=out, barred=barred, limit=True)
     rows, facts, again = rank_pools.get("cpu", 2).run(_run, request, timeout=200)[0]
     assert again == [], "cells that the results have were measured again"
     written = read_csv(Path(request.out))
     assert {row.contestant for row in written} == set(CONTESTANTS), rows
-    assert all(row.limit_us for row in written), [row for row in facts if row.contestant == "limit"]
+    limited = {cell.phase for cell in chosen} - {chosen[0].phase}
+    assert {row.op for row in written if row.limit_us} == limited, [row for row in facts if row.contestant == "limit"]
     reasons = {(fact.op, fact.contestant): fact.why for fact in facts}
-    assert not any(contestant == "limit" for _, contestant in reasons), reasons
+    of_limit = {op: why for (op, contestant), why in reasons.items() if contestant == "limit"}
+    assert of_limit == {chosen[0].phase: "the ranks ended in it"}, reasons
     right = {(fact.op, fact.contestant) for fact in facts if not fact.why}
     assert right == {(op, "eager") for op in PHASES} | {("prefill", "ditron"), ("decode", "ditron")}, reasons
     assert {(row.op, row.contestant) for row in rows if row.p50_us} == right

@@ -238,7 +238,9 @@ class Run(Session):
                 failed.append(name)
                 self.say(f"    {name}: {problem}")
                 self.after_failure(name)
-        if self.request.limit and not self.barred(number, LIMIT):
+        if self.request.limit and (why := self.barred(number, LIMIT)):
+            self.facts.append(self.fact(cell, LIMIT, why=why))
+        elif self.request.limit:
             self.note_journal(number, LIMIT)
             self.prepare_limit(cell, given, ready)
         for name in list(ready):

@@ -25,8 +25,8 @@ An all-to-all is as fast as a reduce-scatter; `library` copies what it moves onc
 our kernel behind a product (`matmul_all_to_all`), out of its slot.
 
 Attention is the matmul that `attention_sizes` makes of it, at the speed of the library's or of our kernel; `chunked`
-reads what its parts return once more. Its parts are as fast as the blocks that `library` calls, but for those with a
-bias and those of the backward.
+reads what its parts return once more. Its parts are as fast as the blocks that `library` calls where these are the
+library's fastest kernel's, but for those of the backward.
 
 A norm behind an all-reduce without a product (n columns, k = 1) has, in place of the matmul, a launch and passes over
 what it reads and writes; in our kernel, `tile`, no launch more and one round of signals or two, whichever is faster.
@@ -274,9 +274,9 @@ def predict(problem: Problem, on: Hardware) -> dict[str, float]:
     return {strategy: max(us, host_us(problem, strategy)) for strategy, us in device.items()}
 
 
-def least_gain(problem: Problem) -> float:
+def least_gain(problem: Problem, strategy: str) -> float:
     """Below which part of `library` a strategy has to be predicted."""
-    return SAME_KERNELS_GAIN if _has_same_kernels(problem) else GAIN
+    return SAME_KERNELS_GAIN if strategy == "chunked" and _has_same_kernels(problem) else GAIN
 
 
 def _has_same_kernels(problem: Problem) -> bool:

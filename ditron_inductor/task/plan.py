@@ -133,7 +133,8 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
     if predicted is None:
         reason = "on the CPU our kernels run in an interpreter, for tests only"
         return Choice("library", reason, predicted, "obstacle")
-    best = _best(request, predicted, able, cost.least_gain(_problem(request)))
+    problem = _problem(request)
+    best = _best(request, predicted, {strategy: cost.least_gain(problem, strategy) for strategy in able})
     times = ", ".join(f"{strategy} {predicted[strategy]:.0f} us" for strategy in ("library", *able))
     times += _of_the_host(request)
     return Choice(best, f"predicted: {times}", predicted, "model")
@@ -165,16 +166,17 @@ def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, .
     if plain:
         problem, on = _problem(request), cost.hardware(request.device_name)
         us = {strategy: time + cost.beside_us(problem, on, strategy) for strategy, time in us.items()}
-    return _best(request, us, able, 1.0 - (MARGIN if measured.exact else NEAR_MARGIN)), measured.text
+    gain = 1.0 - (MARGIN if measured.exact else NEAR_MARGIN)
+    return _best(request, us, dict.fromkeys(able, gain)), measured.text
 
 
-def _best(request: PlanRequest, us: Mapping[str, float], able: tuple[str, ...], gain: float) -> str:
-    """The fastest by these times of those that take at most `gain` of the library's, or `library`."""
+def _best(request: PlanRequest, us: Mapping[str, float], gains: Mapping[str, float]) -> str:
+    """The fastest by these times of those that take at most their part in `gains` of the library's, or `library`."""
     if request.device_type != "cpu" and not request.captured:
         problem, slow = _problem(request), slow_host(request.launch_us)
         us = {strategy: max(time, slow * cost.host_us(problem, strategy)) for strategy, time in us.items()}
-    gains = [strategy for strategy in able if strategy in us and us[strategy] <= gain * us["library"]]
-    return min(gains, key=lambda strategy: us[strategy], default="library")
+    better = [strategy for strategy, gain in gains.items() if strategy in us and us[strategy] <= gain * us["library"]]
+    return min(better, key=lambda strategy: us[strategy], default="library")
 
 
 def _of_the_host(request: PlanRequest) -> str:

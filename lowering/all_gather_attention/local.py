@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.backends.cuda import SDPAParams
@@ -384,9 +384,16 @@ def choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float = 0
     cuDNN's, where it can, was measured faster than FlashAttention-2 on Hopper at every size. It has no windows as aten
     calls it: what one cuts is FlashAttention's, or else done in plain operations, all scores in memory. So is what has
     a soft cap, which none of these kernels knows.
+
+    Its speed is the same on all ranks, however many queries each of them has.
     """
     if softcap:
         return in_plain_operations(softcap)
+    if q.shape[2] == 0:
+        # None of the kernels takes these, and none is called. But the plan is that of ranks that have queries.
+        row = q.new_empty(q.shape[3]).expand(*q.shape[:2], 1, q.shape[3])
+        others = choose(row, k, v, biased=biased)
+        return replace(MATH, speed=others.speed, windowed_speed=others.windowed_speed)
     # The library pads other heads before it calls these.
     if not q.is_cuda or q.shape[3] % 8 != 0:
         return MATH

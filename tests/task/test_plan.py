@@ -386,6 +386,14 @@ def test_attention_is_cut_where_the_measurements_say_so() -> None:
     assert len(ratios) >= 16 and cut >= 12 and max(ratios) <= 1.0
 
 
+def test_our_own_kernel_has_to_gain_more_than_the_same_kernels() -> None:
+    request = replaced(kind="all_gather_attention", m=768, n=6144, k=2048, world_size=2, captured=True)
+    predicted = choose(request).predicted_us
+    assert predicted is not None and min(predicted, key=predicted.__getitem__) == "tile"
+    assert cost.GAIN < predicted["tile"] / predicted["library"] < cost.SAME_KERNELS_GAIN
+    assert choose(request).strategy == "library"
+
+
 def test_sites_of_one_name_are_told_apart_by_their_sizes() -> None:
     decisions = Decisions()
     small, large = replaced(m=16), replaced(m=32)
