@@ -191,7 +191,7 @@ RUN = {"prefill sp": "gemma3-27b", "training ar": "opt-30b", "decode kv": "llama
 """Kinds of cells and models. A compilation takes seconds, that of a training step most: it has none here."""
 
 
-def _run(ctx: RankContext, request: Request) -> tuple[list[Row], list[Fact], list[Row]]:
+def _run(ctx: RankContext, request: Request) -> tuple[list[Row], list[Fact], list[Row], set[str]]:
     import time
 
     import torch
@@ -215,9 +215,12 @@ def _run(ctx: RankContext, request: Request) -> tuple[list[Row], list[Fact], lis
     compilers = {"eager": lambda model: model, "ditron": ditron, "inductor": wrong, "async_tp": broken}
     run = Run(request, ctx.device, time.monotonic(), compilers)
     run.run()
-    again = Run(replace(request, missing=True), ctx.device, time.monotonic(), compilers)
+    again = Run(replace(request, missing=True, limit=False), ctx.device, time.monotonic(), compilers)
     again.run()
-    return run.rows, run.facts, again.rows
+    # What has no limit yet is missing where that is wanted.
+    again.request = replace(again.request, limit=True)
+    limited = {op for op, _ in again._present()}
+    return run.rows, run.facts, again.rows, limited
 
 
 def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
@@ -227,12 +230,14 @@ def test_runs_on_the_cpu_device(rank_pools: RankPools, tmp_path: Path) -> None:
     barred = tuple(Barred(number, name, "the ranks ended in it") for number, name in ((1, "ditron"), (0, "limit")))
     out = str(tmp_path / "models.csv")
     request = Request(chosen, "cpu", architectures, rounds=2, out=out, barred=barred, limit=True)
-    rows, facts, again = rank_pools.get("cpu", 2).run(_run, request, timeout=200)[0]
+    rows, facts, again, present = rank_pools.get("cpu", 2).run(_run, request, timeout=200)[0]
     assert again == [], "cells that the results have were measured again"
     written = read_csv(Path(request.out))
     assert {row.contestant for row in written} == set(CONTESTANTS), rows
     limited = {cell.phase for cell in chosen} - {chosen[0].phase}
-    assert {row.op for row in written if row.limit_us} == limited, [row for row in facts if row.contestant == "limit"]
+    assert {row.op for row in written if row.limit_us} == limited == present, [
+        row for row in facts if row.contestant == "limit"
+    ]
     reasons = {(fact.op, fact.contestant): fact.why for fact in facts}
     of_limit = {op: why for (op, contestant), why in reasons.items() if contestant == "limit"}
     assert of_limit == {chosen[0].phase: "the ranks ended in it"}, reasons

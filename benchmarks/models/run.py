@@ -110,7 +110,9 @@ class Run(Session):
         return next((one.why for one in found), "")
 
     def _present(self) -> dict[tuple[str, bool], set[str]]:
-        """By op and mode, the shapes that the results have of this machine and commit, if those are to be left out."""
+        """By op and mode, the shapes that the results have of this machine and commit, if those are to be left out.
+        Where limits are wanted, those with one.
+        """
         found: dict[tuple[str, bool], set[str]] = {}
         if self.request.missing:
             example = self.row(
@@ -126,7 +128,8 @@ class Run(Session):
             )
             for row in read_csv(Path(self.request.out)):
                 same = ("gpu", "world", "dtype", "torch", "commit")
-                if all(getattr(row, name) == getattr(example, name) for name in same):
+                complete = row.limit_us is not None or not self.request.limit
+                if complete and all(getattr(row, name) == getattr(example, name) for name in same):
                     found.setdefault((row.op, bool(row.graph)), set()).add(row.shape)
         return found
 

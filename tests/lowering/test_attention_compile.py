@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import triton
 from triton.compiler import ASTSource
 
 from ditron_inductor.lowering.all_gather_attention import merge, tile
@@ -122,6 +123,10 @@ def assembly(compiled: Any) -> str:
     return text
 
 
+MOST_SPILLED = 128 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else 192
+"""Bytes of a thread. Older compilers spill a little more."""
+
+
 @each_case
 def test_waits_and_releases_are_there(case: Case) -> None:
     listing, dialect = Listing(assembly(compiled(case))), dialect_of(case.target)
@@ -145,7 +150,7 @@ def test_products_run_on_tensor_cores_and_fit(case: Case) -> None:
     if case.target == "sm_90":
         # Keys and values of the next steps are on their way.
         assert "cp.async" in text
-        assert resources(text).spilled_bytes <= 128
+        assert resources(text).spilled_bytes <= MOST_SPILLED
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
