@@ -51,10 +51,20 @@ ON_GPUS = [
 ]
 
 
+OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+OTHERWISE = {
+    "gemma3-sp-training": "DTensor scatters where that of 2.13 reduces to all",
+    "glm4_moe-hf-training": "DTensor cannot show the gradients of this plan, in eager mode either",
+}
+"""What torch before 2.13, of which the table is, does otherwise."""
+
+
 def check(rank_pools: RankPools, setup: Setup, device_type: str = "cpu") -> None:
     """Run the model; AssertionError where ranks differ or its sites are not those of the table."""
     if not (HAS_TRANSFORMERS or ARCHITECTURES[setup.name].plain):
         pytest.skip("needs transformers: pip install 'ditron-inductor[models]'")
+    if OLDER and str(setup) in OTHERWISE:
+        pytest.skip(f"torch {torch.__version__}: {OTHERWISE[str(setup)]}")
     pool = rank_pools.get(device_type, table.WORLD_SIZE)
     by_rank = pool.run(run_model, setup, timeout=280)
     assert all(counts == by_rank[0] for counts in by_rank), f"ranks differ: {by_rank}"
