@@ -307,6 +307,42 @@ def apply_epilogue_kernel(
         tl.store(outs[i] + places, results[i].to(outs[i].dtype.element_ty), mask=inside)
 
 
+class Elementwise:
+    """Launches of the elementwise kernel for an epilogue, one for each group. Each number of elements has its own
+    launcher.
+    """
+
+    def __init__(self, epilogue: Epilogue, device: torch.device) -> None:
+        self._groups = epilogue.groups()
+        self._function = generated(epilogue.text()) if self._groups else None
+        self._device = device
+        # By group and number of elements.
+        self._launchers: dict[tuple[int, int], Launcher] = {}
+
+    def __call__(
+        self, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+    ) -> None:
+        """outs = what the epilogue makes of mm, all of them contiguous [.., N], on the current stream; an output may be
+        one of the products.
+        """
+        # Never empty: without any it gets what it does not look at.
+        x = tuple(extra.contiguous() for extra in extras) or (mm[0],)
+        for number, group in enumerate(self._groups):
+            tensors = {
+                "mm": tuple(mm[index] for index in group.products),
+                "x": x,
+                "outs": tuple(outs[index] for index in group.outputs),
+            }
+            numel, columns = tensors["mm"][0].numel(), tensors["mm"][0].shape[-1]
+            if numel > 0:
+                launcher = self._launchers.get((number, numel))
+                if launcher is None:
+                    launcher = local_launcher(apply_epilogue_kernel, self._device)
+                    self._launchers[number, numel] = launcher
+                arguments = functools.partial(_arguments, numel, columns, number, group, self._function)
+                launcher(handle_for(mm[0]), arguments, (), (), tensors)
+
+
 class Finisher:
     """Makes the outputs of a node from what the library computes: products, some with their bias, and one launch for
     each group that has more of an epilogue. Its calls have operands of one form.
@@ -337,10 +373,7 @@ class Finisher:
         self._made = [index for index, output in enumerate(outputs) if not isinstance(output, Product)]
         self._rest = Epilogue(tuple(outputs[index] for index in self._made))
         self._dtypes = epilogue_torch.out_dtypes(self._rest, like.dtype)
-        self._groups = self._rest.groups()
-        self._function = generated(self._rest.text()) if self._made else None
-        # By group and number of elements.
-        self._launchers: dict[tuple[int, int], Launcher] = {}
+        self._elementwise = Elementwise(self._rest, like.device)
 
     def multiply(
         self, rows: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
@@ -381,7 +414,7 @@ class Finisher:
         whole: products that are not made in runs.
         """
         kinds = {extra.kind for extra in self._rest.extras()}
-        late = any(index in whole for group in self._groups for index in group.products)
+        late = any(index in whole for group in self._rest.groups() for index in group.products)
         return bool(self._made) and kinds <= {"scalar", "row"} and not late
 
     def new_outputs(self, mm: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -392,28 +425,10 @@ class Finisher:
     def make(self, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
         """Compute the outputs that are no products, or runs of their rows, from the same rows of the products."""
         if self._made and mm[0].is_cuda:
-            self.launch(mm, extras, outs)
+            self._elementwise(mm, extras, outs)
         elif self._made:
             for out, value in zip(outs, epilogue_torch.evaluate(self._rest, mm, extras), strict=True):
                 out.copy_(value)
-
-    def launch(self, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-        """`make` by the kernel."""
-        x = tuple(extra.contiguous() for extra in extras) or (mm[0],)
-        for number, group in enumerate(self._groups):
-            tensors = {
-                "mm": tuple(mm[index] for index in group.products),
-                "x": x,
-                "outs": tuple(outs[index] for index in group.outputs),
-            }
-            numel, columns = tensors["mm"][0].numel(), tensors["mm"][0].shape[1]
-            if numel > 0:
-                launcher = self._launchers.get((number, numel))
-                if launcher is None:
-                    launcher = local_launcher(apply_epilogue_kernel, mm[0].device)
-                    self._launchers[number, numel] = launcher
-                arguments = functools.partial(_arguments, numel, columns, number, group, self._function)
-                launcher(handle_for(mm[0]), arguments, (), (), tensors)
 
 
 def finisher_of_sum(node: WithEpilogue, like: torch.Tensor) -> Finisher | None:
@@ -428,26 +443,15 @@ class Preparer:
     def __init__(self, pre: Expression, device: torch.device) -> None:
         self._pre = Epilogue((pre,))
         self._kinds = {extra.index: extra.kind for extra in self._pre.extras()}
-        self._group = self._pre.groups()[0]
-        self._function = generated(self._pre.text())
-        self._device = device
-        self._launchers: dict[int, Launcher] = {}
+        self._elementwise = Elementwise(self._pre, device)
 
     def prepare(self, product: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
         """The product [.., N], contiguous, which it overwrites. extras: those of the node, as these rows have them."""
-        numel, columns = product.numel(), product.shape[-1]
-        if numel == 0:
-            return product
-        if not product.is_cuda:
-            (made,) = epilogue_torch.evaluate(self._pre, [product.view(-1, columns)], extras)
-            return product.copy_(made.view(product.shape))
-        launcher = self._launchers.get(numel)
-        if launcher is None:
-            launcher = self._launchers[numel] = local_launcher(apply_epilogue_kernel, self._device)
-        # Never empty: without any it gets what it does not look at.
-        x = tuple(extra.contiguous() for extra in extras) or (product,)
-        arguments = functools.partial(_arguments, numel, columns, 0, self._group, self._function)
-        launcher(handle_for(product), arguments, (), (), {"mm": (product,), "x": x, "outs": (product,)})
+        if product.is_cuda:
+            self._elementwise((product,), extras, (product,))
+        elif product.numel() > 0:
+            (made,) = epilogue_torch.evaluate(self._pre, [product.view(-1, product.shape[-1])], extras)
+            product.copy_(made.view(product.shape))
         return product
 
     def runs(

@@ -7,14 +7,13 @@ sums it takes its own partial results. The numbers are therefore wrong, and nobo
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.models import forms
 from benchmarks.models.architecture import Architecture, Decoder
 from benchmarks.models.forms import CachedAttention, ContextAttention
 from benchmarks.models.zoo import Cell
@@ -52,15 +51,8 @@ def build(arch: Architecture, cell: Cell, world_size: int, rank: int) -> Decoder
 
     Takes the same inputs as `forms.build` of the cell.
     """
-    make_core: Callable[[], nn.Module] | None = None
-    if cell.form == "cp":
-        make_core = functools.partial(AloneContextAttention, arch.scale)
-    if cell.form == "kv":
-        make_core = functools.partial(AloneCachedAttention, arch, cell.batch, cell.cache // world_size, rank == 0)
-    model = Decoder(share(arch, cell.form, world_size), cell.layers, make_core)
-    for part in model.modules():
-        if isinstance(part, CachedAttention):
-            part.fill(torch.Generator(part.keys.device).manual_seed(100 + rank))
+    arch = share(arch, cell.form, world_size)
+    model = forms.decoder(arch, cell, world_size, rank, AloneContextAttention, AloneCachedAttention)
     if cell.form == "sp":
         for layer in model.layers:
             layer.self_attn = Repeated(layer.self_attn, world_size)

@@ -144,6 +144,31 @@ class CachedAttention(Gathering):
         return (weights[..., None] * gathered[..., :-1]).sum(0).to(q.dtype).view(q.shape)
 
 
+def decoder(
+    arch: Architecture,
+    cell: Cell,
+    world_size: int,
+    rank: int,
+    context: type[ContextAttention],
+    cached: type[CachedAttention],
+) -> Decoder:
+    """The cell's layers in the sizes of `arch` with random weights and caches on the default device. context, cached:
+    the attention of the forms `cp` and `kv`.
+    """
+    make_core: Callable[[], nn.Module] | None = None
+    if cell.form == "cp":
+        make_core = functools.partial(context, arch.scale)
+    if cell.form == "kv":
+        make_core = functools.partial(cached, arch, cell.batch, cell.cache // world_size, rank == 0)
+    torch.manual_seed(1)
+    model = Decoder(arch, cell.layers, make_core)
+    own = torch.Generator(torch.get_default_device()).manual_seed(100 + rank)
+    for part in model.modules():
+        if isinstance(part, CachedAttention):
+            part.fill(own)
+    return model
+
+
 def build(arch: Architecture, cell: Cell, mesh: DeviceMesh) -> Decoder:
     """The cell's layers with random weights on the default device, cut over the mesh.
 
@@ -153,17 +178,7 @@ def build(arch: Architecture, cell: Cell, mesh: DeviceMesh) -> Decoder:
     for name, size in _divided(arch, cell).items():
         if size % world_size:
             raise ValueError(f"{name} = {size} of {cell.model} does not divide over {world_size} ranks")
-    make_core: Callable[[], nn.Module] | None = None
-    if cell.form == "cp":
-        make_core = functools.partial(ContextAttention, arch.scale)
-    if cell.form == "kv":
-        make_core = functools.partial(CachedAttention, arch, cell.batch, cell.cache // world_size, rank == 0)
-    torch.manual_seed(1)
-    model = Decoder(arch, cell.layers, make_core)
-    own = torch.Generator(mesh.device_type).manual_seed(100 + rank)
-    for part in model.modules():
-        if isinstance(part, CachedAttention):
-            part.fill(own)
+    model = decoder(arch, cell, world_size, rank, ContextAttention, CachedAttention)
     _random_vectors(model)
     plan = _plan(cell.form)
     for layer in model.layers:

@@ -170,15 +170,24 @@ def mean(values: Iterable[float | None]) -> float | None:
     return statistics.geometric_mean(known) if known else None
 
 
-def mean_lines(rows: Sequence[Row]) -> list[tuple[str, str, int, int, float | None, float | None]]:
-    """(phase, model, ranks, cells, geometric means of Inductor's and of async TP's times over Ditron's)."""
-    groups: dict[tuple[str, str, int], list[Contest]] = {}
+Place = tuple[str, str, int]
+"""(phase, model, ranks)."""
+
+
+def _by_place(rows: Sequence[Row]) -> dict[Place, list[Contest]]:
+    """The cells that Inductor and Ditron have a time of."""
+    groups: dict[Place, list[Contest]] = {}
     for one in contests(rows):
         if one.gain("inductor"):
             groups.setdefault((one.phase, one.model, one.where[1]), []).append(one)
+    return groups
+
+
+def mean_lines(rows: Sequence[Row]) -> list[tuple[str, str, int, int, float | None, float | None]]:
+    """(phase, model, ranks, cells, geometric means of Inductor's and of async TP's times over Ditron's)."""
     return [
         (*key, len(found), mean(one.gain("inductor") for one in found), mean(one.gain("async_tp") for one in found))
-        for key, found in groups.items()
+        for key, found in _by_place(rows).items()
     ]
 
 
@@ -186,17 +195,11 @@ def limit_lines(rows: Sequence[Row]) -> list[tuple[str, str, int, int, float | N
     """Of the cells whose limit is known: (phase, model, ranks, cells, geometric means of Inductor's time over Ditron's,
     of Inductor's over the limit, and of the limit over Ditron's).
     """
-    groups: dict[tuple[str, str, int], list[Contest]] = {}
-    for one in contests(rows):
-        if one.gain("inductor") and one.most_gain:
-            groups.setdefault((one.phase, one.model, one.where[1]), []).append(one)
-    return [
-        (
-            *(*key, len(found), mean(one.gain("inductor") for one in found), mean(one.most_gain for one in found)),
-            mean(one.limit_us / ours if one.limit_us and (ours := one.us("ditron")) else None for one in found),
-        )
-        for key, found in groups.items()
-    ]
+    lines = []
+    for key, found in _by_place([row for row in rows if row.limit_us]).items():
+        gained, most = mean(one.gain("inductor") for one in found), mean(one.most_gain for one in found)
+        lines.append((*key, len(found), gained, most, gained / most if gained and most else None))
+    return lines
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def all_gather_matmul(
         biases = plan.biases(extras, len(weights))
         rights = weights if plan.lengths is not None else [for_batches(weight, sizes.outer) for weight in weights]
         parts = [(rights[i], plan.rows_of(mm[i]), biases[i]) for i in range(len(weights)) if i not in plan.whole]
-        ends = None if plan.finisher is None or not plan.ends_in_runs else Ends(plan, mm, extras)
+        ends = Ends(plan, mm, extras) if plan.ends_in_runs else None
         with call.fork() as lane:
             copy = lefts[plan.own] if plan.copied else shard
             if node.prologue is None:

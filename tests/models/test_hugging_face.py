@@ -51,7 +51,7 @@ ON_GPUS = [
 ]
 
 
-OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+OLDER = torch.__version__ < (2, 13)
 OTHERWISE = {
     "gemma3-sp-training": "DTensor scatters where that of 2.13 reduces to all",
     "glm4_moe-hf-training": "DTensor cannot show the gradients of this plan, in eager mode either",

@@ -76,7 +76,7 @@ def _check_compiled(ctx: RankContext, strategy: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    torch.__version__ < (2, 13),
     reason="Dynamo of torch before 2.13 does not trace a gather along this dimension, with any backend",
 )
 @pytest.mark.timeout(100)
