@@ -105,6 +105,15 @@ class DitronDiverged(DitronError, RuntimeError):
     )
 
 
+class DitronStaleGraph(DitronError, RuntimeError):
+    """``compiled`` and ``found`` are numbers of ranks."""
+
+    message = (
+        "group '{group_name}' has {found} ranks, and a graph that is to run in it was compiled for {compiled}. "
+        "Compile it again: call torch.compiler.reset(), and clear the compiler's cache if the graph came from there"
+    )
+
+
 class DitronNotReplicated(DitronError, RuntimeError):
     """``tensor`` describes the first tensor that differs."""
 

@@ -8,6 +8,7 @@ option                     environment               meaning
 ``ditron.strategy``        DITRON_STRATEGY           ``auto`` (a plan chooses), or one of ``STRATEGIES``
 ``ditron.workspace_limit`` DITRON_WORKSPACE_LIMIT    bytes of symmetric memory that a group may take
 ``ditron.timeout_s``       DITRON_TIMEOUT_S          seconds to wait for a peer; None: the group's own
+``ditron.meeting_s``       DITRON_MEETING_S          seconds that a graph's first run waits for its peers
 ``ditron.fusions``                                   the fusions to apply; all of them by default
 ``ditron.table``           DITRON_TABLE              file of measured choices, or ``shipped``; None: the user's
 ``ditron.strict``          DITRON_STRICT             whether a site that could be fused, and is not, is an error
@@ -18,6 +19,7 @@ option                     environment               meaning
 
 from __future__ import annotations
 
+import ast
 import difflib
 import math
 import os
@@ -44,11 +46,13 @@ SHIPPED = "shipped"
 FUSIONS = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS, FlashDecode.kind, Projections.kind, *ATTENTION_KINDS)
 # They act when the model runs, or on what is printed: a graph from a cache serves all their values.
 NOT_COMPILED = ("table", "summary")
+SHARED = ("strategy", "workspace_limit", "timeout_s", "fusions", "sequence_parallel")
 SWITCHES = {"1": True, "0": False, "true": True, "false": False, "on": True, "off": False}
 ENVIRONMENT = {
     "strategy": "DITRON_STRATEGY",
     "workspace_limit": "DITRON_WORKSPACE_LIMIT",
     "timeout_s": "DITRON_TIMEOUT_S",
+    "meeting_s": "DITRON_MEETING_S",
     "table": "DITRON_TABLE",
     "strict": "DITRON_STRICT",
     "summary": "DITRON_SUMMARY",
@@ -63,6 +67,7 @@ class Options:
     strategy: one of ``STRATEGIES``; forced for every site unless ``auto``.
     workspace_limit: bytes, at least 0; a site that needs more runs by ``library``.
     timeout_s: seconds, above 0; None takes the process group's own timeout.
+    meeting_s: seconds, above 0, that the first run of a graph waits for a rank that does not bring a compiled graph.
     fusions: names out of ``FUSIONS``, kept in that order.
     table: path of a table of measured choices, or ``SHIPPED`` for the shipped tables alone; None takes the one that
     ``python -m ditron_inductor tune`` writes, if there is one.
@@ -76,6 +81,7 @@ class Options:
     strategy: str = "auto"
     workspace_limit: int = 1 << 30
     timeout_s: float | None = None
+    meeting_s: float = 20.0
     fusions: tuple[str, ...] = FUSIONS
     table: str | None = None
     strict: bool = False
@@ -96,6 +102,17 @@ class Options:
         """One stable line with every field that a compiled graph depends on: part of cache keys."""
         names = [field.name for field in fields(self) if field.name not in NOT_COMPILED]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+    def shared(self) -> dict[str, str]:
+        """The options that all ranks of a group must share, as text by their full names: they decide what is fused,
+        what runs, and how long it waits.
+        """
+        return {PREFIX + name: repr(getattr(self, name)) for name in SHARED}
+
+    @staticmethod
+    def of_shared(texts: Mapping[str, str]) -> Options:
+        """Options with these shared ones, as `shared` wrote them."""
+        return Options(**{key.removeprefix(PREFIX): ast.literal_eval(text) for key, text in texts.items()})
 
     @staticmethod
     def keys() -> tuple[str, ...]:
@@ -196,6 +213,14 @@ def _check_timeout_s(key: str, value: Any) -> float | None:
     return float(value)
 
 
+def _check_meeting_s(key: str, value: Any) -> float:
+    if value is None:
+        raise InvalidOptionValue(key=key, value=value, allowed="seconds above 0")
+    seconds = _check_timeout_s(key, value)
+    assert seconds is not None
+    return seconds
+
+
 def _check_fusions(key: str, value: Any) -> tuple[str, ...]:
     names = tuple(value) if isinstance(value, (tuple, list, set, frozenset)) else (value,)
     if not all(name in FUSIONS for name in names):
@@ -227,6 +252,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "strategy": _check_strategy,
     "workspace_limit": _check_workspace_limit,
     "timeout_s": _check_timeout_s,
+    "meeting_s": _check_meeting_s,
     "fusions": _check_fusions,
     "table": _check_table,
     "strict": _check_switch,
@@ -255,6 +281,7 @@ _FROM_TEXT: dict[str, Callable[[str, str], Any]] = {
     "strategy": lambda variable, text: text,
     "workspace_limit": _number(int, "a whole number of bytes"),
     "timeout_s": _number(float, "seconds"),
+    "meeting_s": _number(float, "seconds"),
     "table": lambda variable, text: text,
     "strict": _switch,
     "summary": _switch,

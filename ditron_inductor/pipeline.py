@@ -17,7 +17,7 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +26,9 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._logging import trace_structured
 
+from ditron_inductor.device.agreements import Form
+from ditron_inductor.device.facts import LaunchFacts
+from ditron_inductor.lowering import plain_graph
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
 from ditron_inductor.passes.absorb_norms import absorb_norms
@@ -35,6 +38,8 @@ from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.all_reduce_rms_norm import all_reduce_rms_norm
 from ditron_inductor.passes.all_to_all_matmul import all_to_all_matmul
 from ditron_inductor.passes.attention_reduce_scatter import attention_reduce_scatter
+from ditron_inductor.passes.collectives import group_sizes
+from ditron_inductor.passes.conform import conform
 from ditron_inductor.passes.flash_decode import flash_decode
 from ditron_inductor.passes.matmul_all_gather import matmul_all_gather
 from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
@@ -42,7 +47,7 @@ from ditron_inductor.passes.matmul_all_to_all import matmul_all_to_all
 from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
 from ditron_inductor.passes.merge_reductions import merge_reductions
 from ditron_inductor.passes.move_across import move_across
-from ditron_inductor.passes.name_sites import name_sites
+from ditron_inductor.passes.name_sites import add_key, name_sites
 from ditron_inductor.passes.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.order_collectives import order_collectives
 from ditron_inductor.passes.prepare_products import prepare_products
@@ -57,11 +62,12 @@ from ditron_inductor.passes.split_weights import split_weights
 from ditron_inductor.passes.try_forms import try_forms
 from ditron_inductor.passes.verify_tasks import verify_tasks
 from ditron_inductor.passes.vllm_collectives import group_names
+from ditron_inductor.passes.wire_facts import facts_of, graph_facts
 from ditron_inductor.records import record_graph
 from ditron_inductor.sites import SiteSink, current_sink
 from ditron_inductor.summary import summary
 from ditron_inductor.task.nodes import COMPILED_BY_US, TASK_KINDS, Projections
-from ditron_inductor.task.ops import NAMESPACE
+from ditron_inductor.task.ops import NAMESPACE, overload
 
 log = logging.getLogger(__name__)
 
@@ -171,24 +177,54 @@ class DitronPipeline(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         declare_calls()
-        before = graph_text(graph) if self.sink is not None else ""
+        text = graph_text(graph) if self.sink is not None else ""
+        before = facts_of(graph)
+        plain = plain_graph.dump(graph) if before else ""
         run(graph, self.options, self.passes)
         mark_calls(graph)
+        if before:
+            add_meeting(graph, before, plain, self.options)
         if self.options.summary:
             summary.add(graph)
         if self.sink is not None:
-            self.sink.add(record_graph(graph, graph_before=before, graph_after=graph_text(graph)))
+            self.sink.add(record_graph(graph, graph_before=text, graph_after=graph_text(graph)))
 
     def uuid(self) -> str:
-        """A hash of everything that decides what the passes do: sources, shipped tables, options, order, and the
-        groups that stand behind names which are in the graph but are not torch's.
+        """A hash of everything that decides what the passes do: sources, shipped tables, options, order, the groups
+        that stand behind names which are in the graph but are not torch's, and the size of each group.
 
         What acts at run time only, a user's tuned table above all, stays out: it may differ between a run that fills
         the cache and one that reads it.
         """
         parts = [source_digest(self.root), self.options.text(), *(one.__name__ for one in self.passes)]
         parts += [f"{name}={known}" for name, known in group_names().items()]
+        parts += [f"{name}: {size} ranks" for name, size in sorted(group_sizes().items())]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+class ConformPipeline(CustomGraphPass):
+    """What gives a graph as it was before the passes the forms that the ranks agreed on.
+
+    key: of the graph whose place it takes, by which its sites find what was agreed for them.
+    """
+
+    def __init__(self, forms: Mapping[str, Sequence[Form]], options: Options, key: str) -> None:
+        self.forms = forms
+        self.options = options
+        self.key = key
+
+    def __call__(self, graph: fx.Graph) -> None:
+        declare_calls()
+        conform(graph, self.forms, options=self.options)
+        for name_pass in (order_collectives, name_sites, verify_tasks):
+            name_pass(graph, options=self.options)
+        mark_calls(graph)
+        add_key(graph, self.key)
+        graph.lint()
+
+    def uuid(self) -> None:
+        """None: such a graph is compiled where it is needed, and not kept."""
+        return None
 
 
 class JointPipeline(DitronPipeline):
@@ -211,8 +247,10 @@ def declare_calls() -> None:
     That they are called it would find out by itself, and up to torch 2.12 write down for a log, wanted or not, all that
     the first call of each op is computed from: of a few layers that took a minute.
     """
+    from ditron_inductor.lowering.meeting_kernel import declare_meeting
     from ditron_inductor.lowering.site_kernel import declare
 
+    declare_meeting()
     declare((*TASK_KINDS, Projections.kind))
 
 
@@ -221,6 +259,25 @@ def mark_calls(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "namespace", "") == NAMESPACE:
             node.meta[COMPILED_BY_US] = True
+
+
+def add_meeting(
+    graph: fx.Graph, before: Mapping[str, Sequence[LaunchFacts]], plain: str, options: Options
+) -> None:
+    """Have the ranks compare the graph when it first runs; its sites carry the key by which they find what came of it.
+
+    before: the launches of the graph as Inductor alone would run it. plain: that graph, see lowering/plain_graph.py.
+    """
+    from ditron_inductor.lowering.meeting_kernel import MEETING
+
+    key = graph_facts(before, facts_of(graph), {}).key
+    add_key(graph, key)
+    facts = graph_facts(before, facts_of(graph), options.shared())
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        node = graph.call_function(overload("meet"), (key,))
+    node.meta.update({"val": None, MEETING: (facts.text(), plain, options.meeting_s)})
+    graph.lint()
 
 
 @functools.cache

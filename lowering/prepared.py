@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ditron_inductor.device import Workspace
+from ditron_inductor.device.meetings import Holder
 from ditron_inductor.lowering.recording import recording
 from ditron_inductor.task.plan import Choice, PlanRequest, choose, decisions
 from ditron_inductor.task.watch import watch
@@ -76,7 +77,7 @@ class Prepared:
     ranks agreed on it, see Workspace.agreed.
     """
 
-    workspace: Workspace
+    workspace: Workspace | Holder
     eager: Chosen
     captured: Chosen
     what: str
@@ -92,9 +93,10 @@ class Prepared:
 
     def now(self) -> Chosen:
         """What runs a call on the current stream."""
-        if self.eager is not self.captured and self.workspace.shared.order.is_capturing():
-            return self.captured
-        return self.eager
+        if self.eager is self.captured:
+            return self.eager
+        assert isinstance(self.workspace, Workspace)
+        return self.captured if self.workspace.shared.order.is_capturing() else self.eager
 
 
 class PreparedCalls:
@@ -127,10 +129,15 @@ class PreparedCalls:
         if len(self._known) >= MOST_CALLS:
             self._known.clear()
         self._known[key] = prepared
-        prepared.workspace.shared.at_release.add(self._forget)
+        if isinstance(prepared.workspace, Workspace):
+            prepared.workspace.shared.at_release.add(self._forget)
 
     def __len__(self) -> int:
         return len(self._known)
 
     def _forget(self, shared: object) -> None:
-        self._known = {key: one for key, one in self._known.items() if one.workspace.shared is not shared}
+        self._known = {
+            key: one
+            for key, one in self._known.items()
+            if not isinstance(one.workspace, Workspace) or one.workspace.shared is not shared
+        }

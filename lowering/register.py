@@ -1,11 +1,7 @@
 """Binds the ops of the Task level to the strategies: one function a node kind, called once from the backend.
 
-The first call of a site with operands of one form (see prepared.py) finds the group's workspace, asks the plan for a
-strategy, lays out the slot, and keeps all that; later calls look it up. Whatever the ranks must decide alike follows
-from sizes that all of them share; the one dimension that only the local weight has (columns of an all-gather's weights,
-K of what is summed up, of all products together) is replaced by its largest value on any rank. Columns are agreed on
-once: where the gathered tensor is a weight they are this rank's tokens, which may change here alone, and no layout has
-to follow them.
+Each function makes the node of a call from the op's arguments, and leaves its first call with operands of one form to
+prepare.py; later calls look up what that kept (prepared.py).
 """
 
 from __future__ import annotations
@@ -17,19 +13,16 @@ from typing import Any
 
 import torch
 
-from ditron_inductor.device import AgreedOptions, workspaces
 from ditron_inductor.device.replicas import own_chunk, replicas
-from ditron_inductor.lowering import costs
 from ditron_inductor.lowering.all_gather_attention import binding as attention
 from ditron_inductor.lowering.all_gather_matmul.shard_norm import gather_library, make_shard
-from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm import library as norm_library
 from ditron_inductor.lowering.epilogues import Finisher, finisher_of_sum, preparer_of
 from ditron_inductor.lowering.flash_decode.op import FlashDecodeOp
-from ditron_inductor.lowering.launch import Launch, is_tf32_allowed
-from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, choose_both, form
+from ditron_inductor.lowering.launch import is_tf32_allowed
+from ditron_inductor.lowering.prepare import prepare
+from ditron_inductor.lowering.prepared import PreparedCalls, form
 from ditron_inductor.lowering.projections import projections
-from ditron_inductor.lowering.strategies import CHUNKED, PLANNED_AS, TILE, Runner
 from ditron_inductor.task import ops, reference
 from ditron_inductor.task.nodes import (
     EXTRAS,
@@ -47,108 +40,12 @@ from ditron_inductor.task.nodes import (
     MatmulReduceScatter,
     NormNode,
     Policy,
-    TaskNode,
     WithEpilogue,
 )
-from ditron_inductor.task.plan import PlanRequest
 from ditron_inductor.task.schemas import required_behind_token
-
-Possible = Callable[[Any, Launch, torch.Tensor, int, int, int], tuple[PlanRequest, dict[str, Runner]]]
-"""A function of the node, the launch, the tensor that is communicated, and m, n, k."""
 
 calls = PreparedCalls()
 """Those of this process."""
-
-
-def _prepare(
-    key: Hashable,
-    node: TaskNode,
-    x: torch.Tensor,
-    library: Callable[..., Any],
-    *,
-    sizes: Sequence[int],
-    m: int,
-    shared: int,
-    local: tuple[str, int],
-    possible: Possible | None = None,
-) -> Callable[..., Any]:
-    """What runs a call, kept under `key`. Collective where the ranks have to agree on something first.
-
-    x: the tensor that is communicated, or multiplied before it is. sizes: those that every rank must have alike, by
-    which peers name the site. m: rows of the whole product. shared: its dimension n or k that all ranks have alike;
-    local: the other one, "columns" or "K", and its size on this rank. possible: as `_possible`, which it is for
-    matmuls.
-    """
-    node.verify()
-    policy = node.policy
-    options = AgreedOptions(policy.strategy, policy.workspace_limit, policy.timeout_s)
-    workspace = workspaces.get(node.group_name, x.device, options)
-    name = f"{node.site or node.kind} {node.kind}"
-    launch = Launch(workspace, f"{name}[{'x'.join(map(str, sizes))}] {str(x.dtype).removeprefix('torch.')}")
-    what = f"{local[0]} of {name} beside {shared} {x.dtype}"
-    if possible is not None:
-        # Rows of queries grow with the sequence, and the calls of one function may be of many lengths.
-        what += f", {m} rows"
-    known = workspace.agreed(what) if local[0] == "columns" else None
-    largest = workspace.largest(what, local[1]) if known is None else known[1]
-    n, k = (largest, shared) if local[0] == "columns" else (shared, largest)
-    eager = captured = Chosen(library)
-    # Whatever the local size is: with none of the others there is nothing to communicate.
-    if m * shared > 0:
-        request, runners = (possible or _possible)(node, launch, x, m, n, k)
-        eager, captured = choose_both(node.group_name, workspace.table, request, {"library": library, **runners})
-    prepared = Prepared(workspace, eager, captured, what, workspace.agreed(what))
-    calls.keep(key, prepared)
-    if eager is not captured and workspace.shared.is_first(launch.site_text):
-        # Makes what a capture needs and cannot make: memory, compiled kernels. The same call on all ranks.
-        return captured.noted()
-    return prepared.now().noted()
-
-
-def _possible(
-    node: TaskNode, launch: Launch, x: torch.Tensor, m: int, n: int, k: int
-) -> tuple[PlanRequest, dict[str, Runner]]:
-    """What the plan has to know, and the strategies that it may choose, as functions of the operands."""
-    workspace = launch.workspace
-    capabilities = workspace.capabilities
-    normed = n if isinstance(node, NormNode) else k if isinstance(node, AllGatherMatmul) and node.prologue else 0
-    tile_reason = capabilities.tile_reason or norm_kernel.obstacle(normed)
-    geometry, runner = TILE[node.kind]
-    tile = geometry(node, launch, x, n)
-    runners: dict[str, Runner] = {"tile": functools.partial(runner, node, launch, tile)}
-    obstacle, geometry, runner = CHUNKED[node.kind]
-    # Its kernels want what those of `tile` want.
-    chunked_reason = tile_reason or obstacle(node, x.shape)
-    chunked_bytes = 0
-    if not chunked_reason:
-        chunked = geometry(node, launch, x, n, k)
-        chunked_bytes = workspace.footprint(chunked.nbytes)
-        runners["chunked"] = functools.partial(runner, node, launch, chunked)
-    request = PlanRequest(
-        site=node.site,
-        kind=PLANNED_AS.get(node.kind, node.kind),
-        m=m,
-        n=n,
-        k=k,
-        dtype=x.dtype,
-        world_size=node.world_size,
-        strategy=node.policy.strategy,
-        workspace_bytes=workspace.footprint(tile.nbytes),
-        workspace_limit=node.policy.workspace_limit,
-        device_type=capabilities.device_type,
-        device_name=capabilities.device_name,
-        launch_us=capabilities.launch_us,
-        tile_available=capabilities.tile_available and not tile_reason,
-        tile_reason=tile_reason,
-        chunked_bytes=chunked_bytes,
-        chunked_reason=chunked_reason,
-        epilogue_bytes=costs.epilogue_bytes(node, m, n, x.dtype),
-        pre_bytes=costs.pre_bytes(node, m, n, x.dtype),
-        pair_bytes=costs.pair_bytes(node, m, n, x.dtype),
-        more_products=costs.more_products(node, x.shape),
-        in_band=node.kind == MatmulAllReduceRmsNorm.kind and not chunked_reason and chunked.in_band is not None,
-    )
-    return request, runners
 
 
 def _prepare_all_gather_matmul(
@@ -176,7 +73,8 @@ def _prepare_all_gather_matmul(
         group_name=group_name,
         return_gathered=return_gathered,
     )
-    return _prepare(
+    return prepare(
+        calls,
         key,
         node,
         shard,
@@ -212,7 +110,8 @@ def _prepare_matmul_reduce_scatter(
     )
     library = _finished(reduce, node, a[0])
     leading, N = a[0].shape[:-1], b[0].shape[1]
-    return _prepare(
+    return prepare(
+        calls,
         key,
         node,
         a[0],
@@ -263,7 +162,7 @@ def _prepare_matmul_all_reduce(
     library = _finished(reduce, node, a[0])
     M, N = math.prod(a[0].shape[:-1]), b[0].shape[1]
     local = "K", sum(one.shape[0] for one in b)
-    return _prepare(key, node, a[0], library, sizes=(M, N), m=M, shared=N, local=local)
+    return prepare(calls, key, node, a[0], library, sizes=(M, N), m=M, shared=N, local=local)
 
 
 def _prepare_norm(
@@ -289,7 +188,7 @@ def _prepare_norm(
         N, K = b[0].shape[1], sum(one.shape[0] for one in b)
     M = math.prod(x.shape[:-1])
     library = norm_library.make(node, [*x.shape[:-1], N], x.device)
-    return _prepare(key, node, x, library, sizes=(M, N), m=M, shared=N, local=("K", K))
+    return prepare(calls, key, node, x, library, sizes=(M, N), m=M, shared=N, local=("K", K))
 
 
 def _prepare_matmul_all_gather(
@@ -320,7 +219,7 @@ def _prepare_product(
     """Of a node that sends all rows of its sum of products."""
     leading, N = a[0].shape[:-1], b[0].shape[1]
     local = "K", sum(one.shape[0] for one in b)
-    return _prepare(key, node, a[0], library, sizes=(*leading, N), m=math.prod(leading), shared=N, local=local)
+    return prepare(calls, key, node, a[0], library, sizes=(*leading, N), m=math.prod(leading), shared=N, local=local)
 
 
 def _prepare_all_gather_contract(
@@ -347,7 +246,8 @@ def _prepare_all_gather_contract(
         return_gathered=return_gathered,
     )
     sizes = Contraction.of(shard.shape, gather_dim)
-    return _prepare(
+    return prepare(
+        calls,
         key,
         node,
         shard,
@@ -400,7 +300,7 @@ def _prepare_all_to_all_matmul(
         return_received=return_received,
     )
     m, local = math.prod(x.shape[:-1]) // world_size, ("columns", weight.shape[1])
-    return _prepare(key, node, x, library, sizes=x.shape, m=m, shared=world_size * x.shape[-1], local=local)
+    return prepare(calls, key, node, x, library, sizes=x.shape, m=m, shared=world_size * x.shape[-1], local=local)
 
 
 # The ops themselves. The trailing arguments, `site`, are those of the schemas in task/ops.py, in their order. With the
@@ -564,10 +464,11 @@ def implementations() -> Mapping[str, Callable[..., Any]]:
         "after": _after,
         "after_": ops.do_nothing,
         "token_of": ops.new_token,
+        "meet": ops.meet_nobody,
         "own_chunk": own_chunk,
         "replicated": replicas.compared,
         "projections": _on_device(projections),
-        **{kind: _on_device(op) for kind, op in attention.make_ops(lookup, _prepare).items()},
+        **{kind: _on_device(op) for kind, op in attention.make_ops(lookup, functools.partial(prepare, calls)).items()},
     }
 
 

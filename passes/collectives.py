@@ -83,6 +83,11 @@ def read_group(node: fx.Node) -> tuple[str, int] | ReasonCode:
     return group_name, world_size
 
 
+def group_sizes() -> dict[str, int]:
+    """The number of ranks of every process group that this process knows, by name."""
+    return {str(name): group.size() for group, name in distributed_c10d._world.pg_names.items()}
+
+
 def group_size(group_name: str) -> int | None:
     """The number of ranks of a process group; None if this process knows no group of that name."""
     resolve: Any = distributed_c10d._resolve_process_group

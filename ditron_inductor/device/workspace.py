@@ -233,12 +233,12 @@ class Workspace:
         return layout.heap_bytes(nbytes)
 
     def largest(self, what: str, size: int) -> int:
-        """The largest `size` on any rank, for sizes that only this rank's weights have, such as uneven shards.
-
-        Collective at the first use of `what`, a text equal on all ranks, and when the sizes have changed since.
+        """The largest `size` on any rank, for sizes that only this rank's weights have, such as uneven shards, when the
+        ranks agreed on it: at the first use of `what`, a text equal on all ranks, which is collective. A size that has
+        changed since changes nothing: it may have changed on this rank alone.
         """
         known = self.agreed(what)
-        if known is None or known[0] != size:
+        if known is None:
             try:
                 sizes = agree_options(self._shared.session, self.options, self.timeout_s, what, size)
             except (DitronHandshakeError, DitronDiverged) as exc:

@@ -49,6 +49,8 @@
     the same for a collective that writes into x: x itself, declared as written, so that its memory has one owner.
 `token_of(x) -> token`
     a token ordered after the op that made x.
+`meet(key)`
+    marks a graph whose ranks compare it when it first runs, see device/meetings.py. It computes nothing.
 `own_chunk(x, dim, world_size, group_name) -> chunk`
     this rank's of the world_size equal chunks of x along dim, a copy; found by the rank at run time.
 `replicated(x, same, group_name, site, names, constants) -> x`
@@ -139,6 +141,7 @@ SCHEMAS: dict[str, str] = {
     "after": "(Tensor(a) x, Tensor token) -> Tensor(a)",
     "after_": "(Tensor(a!) x, Tensor token) -> ()",
     "token_of": "(Tensor x) -> Tensor",
+    "meet": "(str key) -> ()",
     "own_chunk": "(Tensor x, int dim, int world_size, str group_name) -> Tensor",
     "replicated": "(Tensor(a) x, Tensor[] same, str group_name, str site, str names, str constants) -> Tensor(a)",
     Projections.kind: f"(Tensor x, Tensor[] weights, str strategy, {_EPILOGUE}) -> Tensor[]",
@@ -166,6 +169,7 @@ def define() -> Library:
         "after": _fake_after,
         "after_": do_nothing,
         "token_of": new_token,
+        "meet": meet_nobody,
         "own_chunk": _fake_own_chunk,
         "replicated": _fake_replicated,
         Projections.kind: _fake_projections,
@@ -190,6 +194,10 @@ def new_token(x: torch.Tensor) -> torch.Tensor:
 
 def do_nothing(x: torch.Tensor, token: torch.Tensor) -> None:
     """`after_`: only its place among the ops that use x matters."""
+
+
+def meet_nobody(key: str) -> None:
+    """`meet`: the meeting of a graph is in the code that Inductor writes for it, see lowering/meeting_kernel.py."""
 
 
 def site_args(node: TaskNode) -> tuple[int, str, str, str, int, float]:

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 from ditron_inductor.errors import InvalidTaskNode
 
+KEY_MARK = "@"
+"""Behind it stands, in a site's name, the key of its graph, which only this rank's graphs need share."""
 STRATEGIES: tuple[str, ...] = ("auto", "library", "chunked", "tile")
+
+
+def shared_site(site: str) -> str:
+    """The part of a site's name that all ranks have alike."""
+    return site.partition(KEY_MARK)[0]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ditron_inductor.task.all_gather_attention import (
 from ditron_inductor.task.attention_ops import BIAS_DTYPES, split_bias
 from ditron_inductor.task.nodes import AttentionNode
 from ditron_inductor.task.plan import PlanRequest
-from ditron_inductor.task.policy import Policy
+from ditron_inductor.task.policy import Policy, shared_site
 
 Lookup = Callable[..., tuple[Hashable, Callable[..., Any] | None]]
 Prepare = Callable[..., Callable[..., Any]]
@@ -182,9 +182,8 @@ def _largest_bytes(node: AttentionNode, launch: Launch, biases: Sequence[torch.T
     if not biases:
         return 0
     own = sum(bias.numel() * bias.element_size() for bias in biases)
-    what = f"bytes of the bias of {node.site or node.kind} {node.kind} beside {depth} columns, {m} rows"
-    known = launch.workspace.agreed(what)
-    return launch.workspace.largest(what, own) if known is None else known[1]
+    what = f"bytes of the bias of {shared_site(node.site) or node.kind} {node.kind} beside {depth} columns, {m} rows"
+    return launch.workspace.largest(what, own)
 
 
 def _request(

@@ -17,6 +17,7 @@ from ditron_inductor.task import flash_decode as task
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import FlashDecode, Policy
 from ditron_inductor.task.plan import PlanRequest
+from ditron_inductor.task.policy import shared_site
 
 Runner = Callable[[Operands], torch.Tensor]
 
@@ -69,7 +70,7 @@ class FlashDecodeOp:
         capabilities = workspace.capabilities
         shape = shape_of(node, given, capabilities.num_sms)
         sizes = (shape.batch, shape.query_heads, shape.kv_heads, shape.head_dim)
-        name = f"{site or node.kind} {node.kind}"
+        name = f"{shared_site(site) or node.kind} {node.kind}"
         launch = Launch(workspace, f"{name}[{'x'.join(map(str, sizes))}] {str(shape.dtype).removeprefix('torch.')}")
         runners: dict[str, Runner] = {"library": library.make(node, shape, device, capabilities.arch)}
         eager = captured = Chosen(runners["library"])

@@ -239,7 +239,7 @@ arg2_1 [2, 4, 32]
 arg3_1 [32]
 arg4_1 [32, 8]
 view [8, 16] = aten.reshape(arg0_1, [8, 16])
-matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view], [arg1_1], None, None, None, None, None, arg2_1, arg3_1, None, None, None, None, 'sum', 'rms', 1e-06, False, False, '', 0.0, False, False, '', 4, '0', '5e5bc8fc/0:matmul_all_reduce_rms_norm', 'auto', 1073741824, 0.0)
+matmul_all_reduce_rms_norm = ditron.matmul_all_reduce_rms_norm([view], [arg1_1], None, None, None, None, None, arg2_1, arg3_1, None, None, None, None, 'sum', 'rms', 1e-06, False, False, '', 0.0, False, False, '', 4, '0', '82de0bd8/0:matmul_all_reduce_rms_norm', 'auto', 1073741824, 0.0)
 getitem_6 [1] = matmul_all_reduce_rms_norm[2]
 getitem_2 [8, 32] = matmul_all_reduce_rms_norm[0]
 getitem_3 [8, 32] = matmul_all_reduce_rms_norm[1]
@@ -248,7 +248,7 @@ rows [2, 4, 32] = aten.reshape(getitem_2, [2, 4, 32])
 view_2 [8, 32] = aten.reshape(rows, [8, 32])
 mm_1 [8, 8] = aten.mm(view_2, arg4_1)
 permute [8, 32] = aten.permute(arg4_1, [1, 0])
-matmul_all_reduce_rms_norm_1 = ditron.matmul_all_reduce_rms_norm([mm_1], [permute], None, None, None, None, None, rows_1, arg3_1, None, None, None, getitem_6, 'sum', 'rms', 1e-06, False, False, '', 0.0, False, False, '', 4, '0', '5e5bc8fc/1:matmul_all_reduce_rms_norm', 'auto', 1073741824, 0.0)
+matmul_all_reduce_rms_norm_1 = ditron.matmul_all_reduce_rms_norm([mm_1], [permute], None, None, None, None, None, rows_1, arg3_1, None, None, None, getitem_6, 'sum', 'rms', 1e-06, False, False, '', 0.0, False, False, '', 4, '0', '82de0bd8/1:matmul_all_reduce_rms_norm', 'auto', 1073741824, 0.0)
 getitem_4 [8, 32] = matmul_all_reduce_rms_norm_1[0]
 getitem_5 [8, 32] = matmul_all_reduce_rms_norm_1[1]
 rows_3 [2, 4, 32] = aten.reshape(getitem_5, [2, 4, 32])

@@ -83,6 +83,7 @@ ditron::all_to_all_matmul(Tensor x, Tensor weight, Tensor? token, int scatter_di
 ditron::after(Tensor(a) x, Tensor token) -> Tensor(a)
 ditron::after_(Tensor(a!) x, Tensor token) -> ()
 ditron::token_of(Tensor x) -> Tensor
+ditron::meet(str key) -> ()
 ditron::own_chunk(Tensor x, int dim, int world_size, str group_name) -> Tensor
 ditron::replicated(Tensor(a) x, Tensor[] same, str group_name, str site, str names, str constants)
   -> Tensor(a)

@@ -1,0 +1,207 @@
+"""What a compiled graph tells the other ranks of its collectives, and what follows when their lists are compared.
+
+`GraphFacts` travels as text: in the code of the compiled graph, so that a graph from a cache has it too, and through
+the store when the ranks meet (see meetings.py). `compare` is a pure function of what all ranks have said, so all of
+them come to the same answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SERVED_BY_LIBRARY = "all_reduce", "reduce_scatter", "all_gather", "all_to_all"
+"""Collectives whose Task nodes, when they run by `library`, issue just the collective that a rank without the node
+issues itself.
+"""
+
+EQUAL_SIZES = "all_reduce", "reduce_scatter", "all_gather"
+"""Collectives to which every rank contributes as many elements."""
+
+
+@dataclass(frozen=True)
+class LaunchFacts:
+    """One launch of a group: a collective, or a Task node.
+
+    wire: the collective, its reduction and its dtype, as "all_reduce sum bfloat16": equal on all ranks, or the program
+    is wrong. numel: elements that this rank contributes, None where the size is a symbol. device_type: "cpu" or "cuda".
+    kind: what Task node it became, empty where it was left alone. local: what only this rank need have (bias, epilogue,
+    number of products), as JSON. site: the node's name. place: a hash of the lines of the program that launch it, as
+    this rank knows them.
+    """
+
+    wire: str
+    numel: int | None
+    device_type: str = ""
+    kind: str = ""
+    local: str = ""
+    site: str = ""
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """The launches of one group in one graph. before: as Inductor alone would run them; after: as the passes left them.
+
+    world_size: the number of ranks that the graph was compiled for.
+    """
+
+    name: str
+    world_size: int
+    before: tuple[LaunchFacts, ...]
+    after: tuple[LaunchFacts, ...]
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether the passes left the group's collectives as they were: then this rank does the same whatever its peers
+        decide, and waits for nobody.
+        """
+        same = [one.wire for one in self.before] == [one.wire for one in self.after]
+        return same and not any(one.kind for one in self.after)
+
+    @property
+    def form(self) -> tuple[tuple[str, str], ...]:
+        """What the passes made of the group's collectives: wire facts and kinds."""
+        return tuple((one.wire, one.kind) for one in self.after)
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """The groups of one graph, and the options that it was compiled with, as text by name."""
+
+    groups: tuple[GroupFacts, ...]
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether all of its groups are."""
+        return all(group.is_bare for group in self.groups)
+
+    @property
+    def program(self) -> str:
+        """A hash of the collectives as the program has them, by the lines that launch them, without sizes: equal for
+        two graphs of one piece of the program, compiled for other sizes or with something else beside the collectives.
+        """
+        groups = [[one.name, one.world_size, [[two.wire, two.place] for two in one.before]] for one in self.groups]
+        return digest(json.dumps(groups))
+
+    @property
+    def sizes(self) -> tuple[int | None, ...]:
+        """Elements of all collectives of the program."""
+        return tuple(launch.numel for group in self.groups for launch in group.before)
+
+    @property
+    def form(self) -> tuple[tuple[tuple[str, str], ...], ...]:
+        """What the passes made of its collectives, by group."""
+        return tuple(group.form for group in self.groups)
+
+    @property
+    def key(self) -> str:
+        """A hash of the program, its sizes and its form: sites find by it what was agreed."""
+        return digest(json.dumps([self.program, self.sizes, self.form]))
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    def parse(text: str) -> GraphFacts:
+        value = json.loads(text)
+        return GraphFacts(tuple(group_of(group) for group in value["groups"]), value["options"])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the lists of one group say together.
+
+    plain: why the graph has to run as Inductor alone would run it, empty where it need not. library: by the number of
+    the launch, why its node has to run by the library. leader: what rank 0 has of its own, by the number of the launch:
+    all ranks plan with that. options: names of options that differ, with the ranks that hold each value. diverged: (the
+    number of the launch, rank, its collective, another rank, its collective) of the first collective that differs.
+    """
+
+    plain: str = ""
+    library: Mapping[int, str] = field(default_factory=dict)
+    leader: Mapping[int, str] = field(default_factory=dict)
+    options: str = ""
+    diverged: tuple[int, int, str, int, str] | None = None
+
+
+def digest(text: str) -> str:
+    """Twelve hex digits."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def group_of(value: Mapping[str, Any]) -> GroupFacts:
+    """The facts of a group from what JSON makes of them."""
+    before, after = ([LaunchFacts(**launch) for launch in value[part]] for part in ("before", "after"))
+    return GroupFacts(value["name"], value["world_size"], tuple(before), tuple(after))
+
+
+def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) -> Verdict:
+    """What follows from the facts of all ranks of a group, and from their options, by rank."""
+    different = differing(options)
+    if different:
+        return Verdict(options=different)
+    diverged = _diverged([group.before for group in groups])
+    if diverged is not None:
+        return Verdict(diverged=diverged)
+    for part, name in (("before", "collectives"), ("after", "launches")):
+        counts = [len(getattr(group, part)) for group in groups]
+        if len(set(counts)) > 1:
+            return Verdict(plain=f"the graphs of the ranks have {by_rank(counts)} {name} of the group")
+    library: dict[int, str] = {}
+    leader: dict[int, str] = {}
+    for number, launches in enumerate(zip(*[group.after for group in groups], strict=True)):
+        wires = [launch.wire for launch in launches]
+        kinds = [launch.kind for launch in launches]
+        if len(set(wires)) > 1:
+            return Verdict(plain=f"the passes made launch {number} of the group {by_rank(wires)}")
+        if len(set(kinds)) > 1:
+            reason = f"the ranks fused it differently: {by_rank([kind or 'left alone' for kind in kinds])}"
+            if wires[0].split()[0] not in SERVED_BY_LIBRARY:
+                return Verdict(plain=reason)
+            library[number] = reason
+        elif kinds[0]:
+            leader[number] = launches[0].local
+    return Verdict(library=library, leader=leader)
+
+
+def differing(settings: Sequence[Mapping[str, str]]) -> str:
+    """The names that do not have the same value on all ranks, as "x is a on rank 0, b on ranks 1, 2"; empty if none."""
+    names = dict.fromkeys(name for values in settings for name in values)
+    found = []
+    for name in names:
+        values = [str(one.get(name)) for one in settings]
+        if len(set(values)) > 1:
+            found.append(f"{name} is {by_rank(values)}")
+    return "; ".join(found)
+
+
+def by_rank(values: Sequence[object]) -> str:
+    """`a on rank 0, b on ranks 1, 2`."""
+    holders: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        holders.setdefault(str(value), []).append(rank)
+    return ", ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in holders.items())
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 0`, `ranks 1, 2`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _diverged(lists: Sequence[Sequence[LaunchFacts]]) -> tuple[int, int, str, int, str] | None:
+    """The first collective that two ranks do not have alike, as far as both have one: a graph may break on one rank."""
+    for rank, launches in enumerate(lists[1:], 1):
+        for number, (first, other) in enumerate(zip(lists[0], launches, strict=False)):
+            sizes = {first.numel, other.numel} - {None} if first.wire.startswith(EQUAL_SIZES) else set()
+            if first.wire != other.wire or len(sizes) > 1:
+                return number, rank, _named(other), 0, _named(first)
+    return None
+
+
+def _named(launch: LaunchFacts) -> str:
+    return launch.wire if launch.numel is None else f"{launch.wire} of {launch.numel} elements"

@@ -1,0 +1,447 @@
+"""Where the ranks compare their compiled graphs, before the first collective of each: the meeting.
+
+Graphs of two ranks may legally differ beside a collective: one rank adds a bias, logs a statistic, breaks its graph, or
+has nothing to multiply. What its peers fused is then not what it runs, and a kernel that waits for signals would wait
+for a rank that is in the library's collective. So every graph that holds collectives meets its peers once, on the host,
+when it runs for the first time, through the store of the process group. What comes of it is a `Decision`.
+
+Who meets whom. Every rank keeps a log of its meetings in each group. An entry says at which *position* the graph
+begins: the number of collectives that the group's library has launched so far, eager ones included. A fused launch does
+not count on any rank, since all have agreed on it, so equal positions are the same point of the program on all ranks.
+A rank pairs its entry with the entry of the same position in each peer's log. A peer whose newest entry is further on
+has passed this point outside of any compiled graph, and will not come.
+
+How they agree. Every entry has a register in the store, which is written once, by compare-and-set. Its own rank writes
+into it what it has seen: the entries of all peers, and what follows from them. Anybody may write "closed" instead, and
+does so when somebody has not come in time. The ranks are agreed when all registers, of all ranks that are connected by
+the groups of these graphs, hold entries that fit together. Everybody reads the same registers, so everybody comes to
+the same answer; and an entry that a former life of the group left in the store cannot have seen the present ones.
+
+A graph that the passes left as it was ("bare") only posts its entry: it runs alike whatever the others decide.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ditron_inductor.device import groups
+from ditron_inductor.device.agreements import Agreement, Agreements, Decision, decide, forms_of
+from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, compare, group_of, ranks_text
+from ditron_inductor.errors import DitronDiverged, DitronHandshakeError, DitronOptionsMismatch, DitronStaleGraph
+
+CLOSED = "closed"
+FIRST_PAUSE_S = 0.0005
+LONGEST_PAUSE_S = 0.02
+GAVE_UP = "a peer gave up waiting"
+NOBODY = ""
+"""Stands for the entry of a bare graph, which has no register."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a rank's log. uid: names its register, empty for a bare graph. facts, options: see facts.py."""
+
+    uid: str
+    position: int
+    facts: GroupFacts
+    options: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """Why a peer does not come. for_good: whether it will not come the next time either."""
+
+    reason: str
+    for_good: bool
+
+
+class GroupLog:
+    """What one process has written and read in the logs of one group."""
+
+    def __init__(self, group: groups.Group, life: str) -> None:
+        self.group = group
+        self.life = life
+        self.store = group.store
+        self._written = 0
+        self._read = [0] * group.world_size
+        self._inside = [0] * group.world_size
+        self._bare: dict[tuple[int, str], Entry] = {}
+
+    def post(self, uid: str, position: int, facts: GroupFacts, options: Mapping[str, str]) -> Entry:
+        """Append an entry to the own log."""
+        value = {"uid": uid, "position": position, "facts": json.loads(GraphFacts((facts,)).text()), "options": options}
+        self.store.set(self._place(self.group.rank, self._written), json.dumps(value))
+        self._written += 1
+        return Entry(uid, position, facts, options)
+
+    def find(self, own: Entry, peer: int) -> Entry | _Elsewhere | None:
+        """The peer's entry at the position of `own`, or why there will be none, or None: not yet.
+
+        An entry of an earlier position is passed over. A bare one is remembered, since its rank posts it only once.
+        """
+        while True:
+            found = self._look(peer)
+            if found is None:
+                if own.position >= self._inside[peer]:
+                    return None
+                return _Elsewhere(f"{ranks_text([peer])} is inside a graph that began earlier", True)
+            if found.position > own.position:
+                passed = _Elsewhere(f"{ranks_text([peer])} ran this part outside of a compiled graph", False)
+                return self.bare(own, peer) or passed
+            self._read[peer] += 1
+            if found.uid == NOBODY:
+                self._bare[peer, _program(found.facts)] = found
+            if found.position == own.position:
+                return found
+            self.runs_plain(peer, found)
+
+    def bare(self, own: Entry, peer: int) -> Entry | None:
+        """What the peer posted for a bare graph with the same collectives, if it ever did."""
+        return self._bare.get((peer, _program(own.facts)))
+
+    def runs_plain(self, peer: int, entry: Entry) -> None:
+        """Note that the peer launches all collectives of this graph by the library."""
+        self._inside[peer] = max(self._inside[peer], entry.position + len(entry.facts.before))
+
+    def _look(self, peer: int) -> Entry | None:
+        key = self._place(peer, self._read[peer])
+        if not self.store.check([key]):
+            return None
+        value = json.loads(self.store.get(key))
+        return Entry(value["uid"], value["position"], group_of(value["facts"]["groups"][0]), value["options"])
+
+    def _place(self, rank: int, index: int) -> str:
+        return f"meetings/{self.life}/{rank}/{index}"
+
+
+def _program(facts: GroupFacts) -> str:
+    """The group's collectives and the lines that launch them, in the graph of any rank that runs the same program."""
+    return json.dumps([[launch.wire, launch.place] for launch in facts.before])
+
+
+class Holder:
+    """Stands for the workspace of a call that has none: it holds as long as what the ranks of the group decided."""
+
+    def __init__(self, meetings: Meetings, process_group: dist.ProcessGroup) -> None:
+        self._meetings = meetings
+        self._version = meetings.version
+        self._name = process_group.group_name
+        self._group = weakref.ref(process_group)
+
+    def is_current(self) -> bool:
+        return self._version == self._meetings.version and groups.find(self._name) is self._group()
+
+    def agreed(self, what: str) -> None:
+        return None
+
+
+class Meetings:
+    """All meetings of a process, and what has been decided in them."""
+
+    def __init__(self) -> None:
+        self._logs: WeakKeyDictionary[dist.ProcessGroup, GroupLog] = WeakKeyDictionary()
+        self._lives: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+        self._agreements = Agreements()
+        self._sites: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[str, str]]] = WeakKeyDictionary()
+        self.version = 0
+        """Grows when what was decided is forgotten."""
+
+    def library_reason(self, group_name: str, site: str) -> str:
+        """Why a node runs by the library whatever the plan says; empty where the ranks have agreed on the node, or have
+        not met because it is no part of a compiled graph.
+        """
+        return self._site(group_name, site)[0]
+
+    def leader(self, group_name: str, site: str) -> str:
+        """What rank 0 has of its own at a site that all ranks have, as JSON; empty where the ranks have not met."""
+        return self._site(group_name, site)[1]
+
+    def _site(self, group_name: str, site: str) -> tuple[str, str]:
+        return self._sites.get(groups.find(group_name), {}).get(site, ("", ""))
+
+    def holder(self, process_group: dist.ProcessGroup) -> Holder:
+        """What a call depends on that was decided here."""
+        return Holder(self, process_group)
+
+    def known(self, facts: GraphFacts) -> Decision | None:
+        """What follows for a graph from what was agreed for this piece of the program, if anything was.
+
+        Raises DitronDiverged, see `agreements.decide`.
+        """
+        agreement = self._agreements.find(facts)
+        return None if agreement is None else self._noted(decide(facts, agreement))
+
+    def forget(self, process_group: dist.ProcessGroup, life: str) -> None:
+        """Meet anew for all graphs of a group, whose ranks have come together in a session of this name."""
+        self._lives[process_group] = life
+        self._logs.pop(process_group, None)
+        # A graph of several groups may be kept with any of them.
+        self._agreements.forget()
+        self._sites = WeakKeyDictionary()
+        self.version += 1
+
+    def meet(self, facts: GraphFacts, limit_s: float) -> Decision:
+        """Agree with the peers of a graph that is about to run. All ranks of its groups come here, or will not.
+
+        Raises DitronStaleGraph, DitronOptionsMismatch and DitronDiverged, the latter two on all ranks alike, and
+        DitronHandshakeError when a store cannot be reached.
+        """
+        check_world_sizes(facts)
+        other = self._agreements.find_other(facts)
+        # Where the peers may run another form of this graph, and wait for it, a bare one waits too.
+        touched = [group for group in facts.groups if other is not None or not group.is_bare]
+        try:
+            if not touched:
+                for group in facts.groups:
+                    log = self._log(group.name)
+                    log.post(NOBODY, position_of(log.group, group), group, facts.options)
+                return Decision()
+            found = _Meeting([self._log(group.name) for group in touched], touched, facts, limit_s).hold(other is None)
+        except dist.DistError as exc:
+            raise DitronHandshakeError(
+                group_name=facts.groups[0].name,
+                rank=groups.resolve(facts.groups[0].name).rank,
+                seconds=0.0,
+                purpose="compare a graph with its peers'",
+                missing=f"the store of the group ({str(exc).splitlines()[0]})",
+            ) from exc
+        if isinstance(found, Decision):
+            return found if other is None else self._noted(decide(facts, other))
+        self._agreements.keep(facts, found)
+        # Graphs that posted their facts and went on have something to keep to from now on.
+        self.version += 1
+        return self._noted(decide(facts, found))
+
+    def _noted(self, decision: Decision) -> Decision:
+        for texts, place in ((decision.library, 0), (decision.leader, 1)):
+            for (group_name, site), text in texts.items():
+                pair = (text, "") if place == 0 else ("", text)
+                self._sites.setdefault(groups.find(group_name), {})[site] = pair
+        return decision
+
+    def _log(self, group_name: str) -> GroupLog:
+        process_group = groups.find(group_name)
+        log = self._logs.get(process_group)
+        if log is None:
+            log = GroupLog(groups.resolve(process_group), self._lives.get(process_group, "first"))
+            self._logs[process_group] = log
+        return log
+
+
+class _Meeting:
+    """One meeting of one graph."""
+
+    def __init__(
+        self, logs: Sequence[GroupLog], touched: Sequence[GroupFacts], facts: GraphFacts, limit_s: float
+    ) -> None:
+        self.logs = logs
+        self.uid = uuid.uuid4().hex
+        self.store = registers(logs[0].group)
+        self.deadline = time.monotonic() + limit_s
+        self.limit_s = limit_s
+        self.own = [
+            log.post(self.uid, position_of(log.group, group), group, facts.options)
+            for log, group in zip(logs, touched, strict=True)
+        ]
+
+    def hold(self, believe_bare: bool) -> Agreement | Decision:
+        """Wait for the peers, compare, agree; a decision without an agreement where somebody does not come.
+
+        believe_bare: whether a peer that does not come is taken to run the bare graph that it once posted.
+        """
+        found: list[dict[int, Entry]] = [{log.group.rank: own} for log, own in zip(self.logs, self.own, strict=True)]
+        decision = self._held(found, believe_bare)
+        if decision.plain:
+            for log, seen in zip(self.logs, found, strict=True):
+                for peer, entry in seen.items():
+                    log.runs_plain(peer, entry)
+        return decision
+
+    def _held(self, found: list[dict[int, Entry]], believe_bare: bool) -> Agreement | Decision:
+        """What is decided; fills in the entries of the peers, by group and rank."""
+        for _ in self._polls():
+            problem = self._collect(found)
+            if problem is not None:
+                return self._close(problem)
+            if not self._missing(found):
+                break
+        else:
+            for log, own, seen in zip(self.logs, self.own, found, strict=True) if believe_bare else ():
+                seen |= {rank: one for rank in self._absent(log, seen) if (one := log.bare(own, rank)) is not None}
+            if self._missing(found):
+                return self._close(_Elsewhere(self._missing(found), False))
+        entries = [[seen[rank] for rank in sorted(seen)] for seen in found]
+        verdicts = [compare([one.facts for one in ranks], [one.options for one in ranks]) for ranks in entries]
+        names = [_members(log.group) for log in self.logs]
+        errors = [_error(log, verdict) for log, verdict in zip(self.logs, verdicts, strict=True)]
+        said = {
+            "seen": {name: [one.uid for one in ranks] for name, ranks in zip(names, entries, strict=True)},
+            "plain": next((verdict.plain for verdict in verdicts if verdict.plain), ""),
+            "error": next((error for error in errors if error is not None), None),
+        }
+        text = json.dumps(said)
+        if self._write(self.uid, text) != text:
+            return self._close(_Elsewhere(GAVE_UP, False))
+        return self._conclude(said, verdicts)
+
+    def _collect(self, found: list[dict[int, Entry]]) -> _Elsewhere | None:
+        """Look into the logs of those who are missing; why one of them will not come, if so."""
+        if self._read(self.uid) is not None:
+            return _Elsewhere(GAVE_UP, False)
+        for log, own, seen in zip(self.logs, self.own, found, strict=True):
+            for peer in self._absent(log, seen):
+                entry = log.find(own, peer)
+                if isinstance(entry, _Elsewhere):
+                    return entry
+                if entry is None:
+                    continue
+                seen[peer] = entry
+                if entry.uid != NOBODY and self._read(entry.uid) == CLOSED:
+                    return _Elsewhere(f"{ranks_text([peer])} gave up waiting at this point", False)
+        return None
+
+    def _conclude(self, own: Mapping[str, Any], verdicts: Sequence[Verdict]) -> Agreement | Decision:
+        """Read the registers of everybody who is connected with this rank, and decide by all of them."""
+        said = {self.uid: own}
+        open_ones = [uid for uids in own["seen"].values() for uid in uids if uid not in (self.uid, NOBODY)]
+        while open_ones:
+            uid = open_ones.pop()
+            if uid in said:
+                continue
+            text = self._wait_for(uid)
+            if text == CLOSED:
+                return Decision(plain=GAVE_UP, final=False)
+            said[uid] = json.loads(text)
+            for uids in said[uid]["seen"].values():
+                open_ones += [other for other in uids if other not in said and other != NOBODY]
+        if not _fit(said):
+            return Decision(plain="the ranks met others than they were met by", final=False)
+        first = sorted(said)
+        for uid in first:
+            if said[uid]["error"] is not None:
+                raise _raised(said[uid]["error"])
+        plain = next((said[uid]["plain"] for uid in first if said[uid]["plain"]), "")
+        forms = {
+            log.group.name: forms_of(entry.facts, verdict)
+            for log, entry, verdict in zip(self.logs, self.own, verdicts, strict=True)
+        }
+        return Agreement(plain=plain, forms={} if plain else forms)
+
+    @staticmethod
+    def _absent(log: GroupLog, seen: Mapping[int, Entry]) -> list[int]:
+        return [rank for rank in range(log.group.world_size) if rank not in seen]
+
+    def _missing(self, found: Sequence[Mapping[int, Entry]]) -> str:
+        """Who has not come, as a sentence; empty if all have."""
+        missing = [
+            f"{ranks_text(absent)} of group '{log.group.name}'"
+            for log, seen in zip(self.logs, found, strict=True)
+            if (absent := self._absent(log, seen))
+        ]
+        return f"{', '.join(missing)} did not bring a compiled graph within {self.limit_s:g} s" if missing else ""
+
+    def _close(self, why: _Elsewhere) -> Decision:
+        self._write(self.uid, CLOSED)
+        return Decision(plain=why.reason, final=why.for_good)
+
+    def _wait_for(self, uid: str) -> str:
+        """What the register holds in the end: closed, if its owner does not write into it in time."""
+        for _ in self._polls():
+            text = self._read(uid)
+            if text is not None:
+                return text
+        return self._write(uid, CLOSED)
+
+    def _polls(self) -> Iterator[None]:
+        """Until the time is up, with growing pauses; at least once."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            yield
+            if time.monotonic() >= self.deadline:
+                return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _read(self, uid: str) -> str | None:
+        return self.store.get(uid).decode() if self.store.check([uid]) else None
+
+    def _write(self, uid: str, text: str) -> str:
+        """What the register holds after an attempt to write `text` into it."""
+        held: str = self.store.compare_set(uid, "", text).decode()
+        return held
+
+
+def check_world_sizes(facts: GraphFacts) -> None:
+    """Raises DitronStaleGraph where a group has another size than the graph was compiled for."""
+    for group in facts.groups:
+        size = groups.find(group.name).size()
+        if size != group.world_size:
+            raise DitronStaleGraph(group_name=group.name, compiled=group.world_size, found=size)
+
+
+def position_of(group: groups.Group, facts: GroupFacts) -> int:
+    """Collectives that the group's library has launched so far for the device of the graph, counted alike on all ranks;
+    0 where the library does not count.
+    """
+    process_group = group.process_group()
+    launches = facts.before or facts.after
+    if process_group is None:
+        return 0
+    try:
+        backend = process_group._get_backend(torch.device(launches[0].device_type or "cpu"))
+        return int(backend._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except (RuntimeError, AttributeError):
+        return 0
+
+
+def registers(group: groups.Group) -> dist.Store:
+    """The store that all groups of a process share, or the group's own where there is no default group."""
+    if dist.is_initialized():
+        return dist.PrefixStore("ditron/registers", distributed_c10d._get_default_store())
+    return dist.PrefixStore("registers", group.store)
+
+
+def _members(group: groups.Group) -> str:
+    """A name of the group that all of its ranks know it by."""
+    return f"{group.name} {','.join(map(str, group.global_ranks))}"
+
+
+def _fit(said: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether all who met in a group saw the same entries there."""
+    seen: dict[str, list[str]] = {}
+    for register in said.values():
+        for members, uids in register["seen"].items():
+            if seen.setdefault(members, uids) != uids:
+                return False
+    return all(uid in said for uids in seen.values() for uid in uids if uid != NOBODY)
+
+
+def _error(log: GroupLog, verdict: Verdict) -> list[Any] | None:
+    """The error of a verdict, as the ranks tell each other."""
+    if verdict.options:
+        return ["options", {"group_name": log.group.name, "differences": verdict.options}]
+    if verdict.diverged is not None:
+        number, rank, own, peer, other = verdict.diverged
+        where = f"collective {number} of a graph, "
+        return ["diverged", {"rank": rank, "site": where + own, "peer": peer, "peer_site": where + other}]
+    return None
+
+
+def _raised(error: Sequence[Any]) -> DitronOptionsMismatch | DitronDiverged:
+    kind, fields = error
+    return DitronOptionsMismatch(**fields) if kind == "options" else DitronDiverged(**fields)
+
+
+meetings = Meetings()
+"""Those of this process."""

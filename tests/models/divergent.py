@@ -1,0 +1,198 @@
+"""Programs whose ranks differ beside their collectives, inside a rank: through Ditron, against eager.
+
+Each function is `program(rank, x, w, b)` for x [M, K], w [K, N] and b [N] of this rank, in the default group. All are
+legal: every rank runs the same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+
+Program = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], Any]
+
+
+def all_reduce(x: torch.Tensor) -> torch.Tensor:
+    return collectives.all_reduce(x, "sum", dist.group.WORLD)
+
+
+def all_gather(x: torch.Tensor) -> torch.Tensor:
+    return collectives.all_gather_tensor(x, 0, dist.group.WORLD)
+
+
+def reduce_scatter(x: torch.Tensor) -> torch.Tensor:
+    return collectives.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD)
+
+
+def bias_before(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return all_reduce(x @ w + b if rank == 0 else x @ w)
+
+
+def residual_behind(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    y = all_reduce(x @ w)
+    return y + b if rank == 0 else y
+
+
+def epilogue_behind(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    y = all_gather(x) @ w
+    return torch.nn.functional.silu(y) if rank == 0 else y
+
+
+def another_weight(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+    full = all_gather(x)
+    return (full @ w, full @ (w * 2)) if rank == 0 else full @ w
+
+
+def statistic_of_gathered(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+    full = all_gather(x)
+    return (full @ w, full.abs().max()) if rank == 0 else full @ w
+
+
+def statistic_of_product(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+    product = x @ w
+    y = all_reduce(product)
+    return (y, product.abs().max()) if rank == 0 else y
+
+
+def nothing_to_multiply(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return all_reduce(torch.zeros(x.shape[0], w.shape[1]) if rank == 1 else x @ w)
+
+
+def norm_on_one(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    y = all_reduce(x @ w) + b
+    return torch.nn.functional.rms_norm(y, (y.shape[-1],)) if rank == 0 else y
+
+
+def graph_break(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    y = all_reduce(x @ w)
+    if rank == 0:
+        torch._dynamo.graph_break()
+    return reduce_scatter(torch.relu(y) @ w.t())
+
+
+@torch._dynamo.disable
+def _eagerly(x: torch.Tensor) -> torch.Tensor:
+    return all_reduce(x) + 0
+
+
+def eager_region(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    y = _eagerly(x @ w) if rank == 1 else all_reduce(x @ w)
+    z = all_reduce(torch.relu(y) @ w.t())
+    return reduce_scatter(z @ w)
+
+
+def reader_between_sums(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+    first = all_reduce(x @ w)
+    second = all_reduce((x + 1) @ w)
+    total = first + second
+    return (total, first.sum()) if rank == 0 else total
+
+
+def reader_of_region(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+    y = all_reduce(x @ w) + b
+    z = torch.nn.functional.rms_norm(y, (y.shape[-1],))
+    out = all_reduce(torch.relu(z @ w.t()) @ w) + y
+    return (out, z.abs().max()) if rank == 0 else out
+
+
+def late_statistic(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0) -> Any:
+    product = x @ w
+    y = all_reduce(product)
+    return (y, product.abs().max()) if rank == 0 and call == 2 else y
+
+
+def nothing_this_time(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0) -> torch.Tensor:
+    return all_reduce(torch.zeros(x.shape[0], w.shape[1]) if rank == 1 and call == 1 else x @ w)
+
+
+def nothing_to_scatter(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0) -> torch.Tensor:
+    return reduce_scatter(torch.zeros(x.shape[0], w.shape[1]) if rank == 1 and call == 1 else x @ w)
+
+
+def gathered_not_multiplied(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0) -> Any:
+    full = all_gather(x)
+    return full.abs().max() if rank == 1 and call == 1 else full @ w
+
+
+def norm_this_time(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0) -> torch.Tensor:
+    y = all_reduce(x @ w) + b
+    return torch.nn.functional.rms_norm(y, (y.shape[-1],)) if rank == 0 and call == 1 else y
+
+
+def no_norm_this_time(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0) -> torch.Tensor:
+    y = all_reduce(x @ w) + b
+    return y if rank == 0 and call == 1 else torch.nn.functional.rms_norm(y, (y.shape[-1],))
+
+
+def tokens_of_one_rank(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0) -> torch.Tensor:
+    tokens = x.shape[0] - (call if rank == 1 else 0)
+    return all_reduce(x[:tokens].t() @ x[:tokens])
+
+
+def two_weights_contracted(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return all_reduce(x @ w if rank == 0 else x[:, : x.shape[1] // 2] @ w[: x.shape[1] // 2] + x @ w)
+
+
+PROGRAMS: dict[str, Program] = {
+    one.__name__: one
+    for one in (
+        bias_before,
+        residual_behind,
+        epilogue_behind,
+        another_weight,
+        statistic_of_gathered,
+        statistic_of_product,
+        nothing_to_multiply,
+        norm_on_one,
+        graph_break,
+        eager_region,
+        reader_between_sums,
+        reader_of_region,
+        two_weights_contracted,
+        tokens_of_one_rank,
+    )
+}
+LATE: dict[str, Program] = {
+    one.__name__: one
+    for one in (
+        late_statistic,
+        nothing_this_time,
+        nothing_to_scatter,
+        gathered_not_multiplied,
+        norm_this_time,
+        no_norm_this_time,
+    )
+}
+"""Programs whose ranks begin alike, and differ in one later call."""
+
+
+def check(ctx: Any, name: str, options: dict[str, Any], calls: int = 3) -> dict[str, int]:
+    """Run a program `calls` times by Ditron and eagerly; returns how often each strategy runs a site."""
+    from torch._dynamo.utils import counters
+
+    from ditron_inductor.task.plan import decisions
+
+    torch._dynamo.reset()
+    counters.clear()
+    rank = dist.get_rank()
+    program: Any = {**PROGRAMS, **LATE}[name]
+    by_call = "call" in inspect.signature(program).parameters
+    compiled = torch.compile(program, backend="ditron", options=options)
+    generator = torch.Generator().manual_seed(rank)
+    decisions._last.clear()
+    rows = 4 * dist.get_world_size()
+    for call in range(calls):
+        x, w, b = (torch.randn(*shape, generator=generator) for shape in ((rows, 16), (16, 8), (8,)))
+        arguments = (rank, x, w, b, call) if by_call else (rank, x, w, b)
+        expected = program(*arguments)
+        found = compiled(*arguments)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    strategies: dict[str, int] = {}
+    for _, choice in decisions._last.values():
+        strategies[choice.strategy] = strategies.get(choice.strategy, 0) + 1
+    return strategies
