@@ -270,7 +270,7 @@ def add_meeting(
     """
     from ditron_inductor.lowering.meeting_kernel import MEETING
 
-    key = graph_facts(before, facts_of(graph), {}).key
+    key = graph_facts(before, facts_of(graph), options.shared()).key
     add_key(graph, key)
     facts = graph_facts(before, facts_of(graph), options.shared())
     first = next(node for node in graph.nodes if node.op != "placeholder")

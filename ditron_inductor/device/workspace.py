@@ -59,30 +59,48 @@ class SharedWorkspace:
         self.timeouts: set[float] = {timeout_s}
         self.largest: dict[str, tuple[int, int]] = {}
         self._sites_seen: set[str] = set()
+        self._sites_begun: set[str] = set()
+        self._in_call = False
         self.scratch = Scratch(device)
         self.at_release: set[Callable[[SharedWorkspace], None]] = set()
 
-    def begin(self, site: str, nbytes: int, limit: int, timeout_s: float) -> tuple[Generation, int, int]:
+    def begin(
+        self, site: str, nbytes: int, limit: int, timeout_s: float, first_timeout_s: float
+    ) -> tuple[Generation, int, int]:
         """Take the next slot for one use; see Workspace.call. (its ring, the slot, the number of `site`)."""
+        if self._in_call:
+            # An exception, such as an interrupt, came where nobody could note it: the peers are a call ahead or behind.
+            self.health.fail(RuntimeError("a call before this one neither ended nor failed"))
         if self.health.failed():
             self.health.check()
         number = self.sites.number(site)
         generation = self.generations[-1] if self.generations else None
         if generation is None or nbytes > generation.slot_bytes:
-            generation = self.grow(site, nbytes, limit, timeout_s)
+            generation = self.grow(site, nbytes, limit, first_timeout_s)
         if self.order.enter():
             generation.captured = True
+        elif site not in self._sites_begun:
+            # A peer may compile its kernel before it answers.
+            self._sites_begun.add(site)
+            timeout_s = first_timeout_s
         # A graph that is replayed sets its own limit again, so with several limits in use none can be relied on.
         unsure = generation.captured and len(self.timeouts) > 1
         if generation.timeout_s != timeout_s or unsure:
             generation.set_poll_limit(self.rates.limit(self.device, timeout_s), timeout_s)
-        self.health.timeout_s = timeout_s
+        self.health.begin(timeout_s)
         slot = self.calls % layout.NUM_SLOTS
+        self._in_call = True
         self.calls += 1
         return generation, slot, number
 
+    def fail(self, cause: BaseException) -> None:
+        """Note an exception in the use that began last, which left this rank's calls out of step with the others'."""
+        self._in_call = False
+        self.health.fail(cause)
+
     def end(self) -> None:
         """The use that began last is on its stream."""
+        self._in_call = False
         self.order.leave()
         if self.health.failed():
             self.health.check()
@@ -160,6 +178,8 @@ class SharedWorkspace:
         self.calls = 0
         self.largest = {}
         self._sites_seen = set()
+        self._sites_begun = set()
+        self._in_call = False
         with torch.inference_mode(False), torch.no_grad():
             for generation in kept:
                 timeout_s = generation.timeout_s
@@ -191,10 +211,13 @@ class SharedWorkspace:
 class Workspace:
     """The workspace of (group, device) as a site with `options` uses it. Get it from `device.workspaces.get`."""
 
-    def __init__(self, shared: SharedWorkspace, options: AgreedOptions, timeout_s: float) -> None:
+    def __init__(
+        self, shared: SharedWorkspace, options: AgreedOptions, timeout_s: float, first_timeout_s: float
+    ) -> None:
         self._shared = shared
         self.options = options
         self.timeout_s = timeout_s
+        self.first_timeout_s = first_timeout_s
 
     @property
     def capabilities(self) -> Capabilities:
@@ -240,7 +263,7 @@ class Workspace:
         known = self.agreed(what)
         if known is None:
             try:
-                sizes = agree_options(self._shared.session, self.options, self.timeout_s, what, size)
+                sizes = agree_options(self._shared.session, self.options, self.first_timeout_s, what, size)
             except (DitronHandshakeError, DitronDiverged) as exc:
                 self._shared.health.fail(exc)
                 raise
@@ -276,7 +299,7 @@ class Workspace:
         kernel failed, DitronPoisoned until the reset after that, DitronCaptureError and WorkspaceError when the slots
         are too small and cannot grow. An exception inside the block leaves the workspace in need of a reset.
         """
-        return Call(self._shared, site, nbytes, self.options.workspace_limit, self.timeout_s)
+        return Call(self._shared, (site, nbytes, self.options.workspace_limit, self.timeout_s, self.first_timeout_s))
 
 
 class Call:
@@ -291,9 +314,9 @@ class Call:
     generation: Generation
     stream: int
 
-    def __init__(self, shared: SharedWorkspace, text: str, nbytes: int, limit: int, timeout_s: float) -> None:
+    def __init__(self, shared: SharedWorkspace, begin: tuple[str, int, int, float, float]) -> None:
         self._shared = shared
-        self._begin = text, nbytes, limit, timeout_s
+        self._begin = begin
 
     def __enter__(self) -> Call:
         shared = self._shared
@@ -345,6 +368,6 @@ class Call:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if value is not None:
-            self._shared.health.fail(value)
+            self._shared.fail(value)
             return
         self._shared.end()
