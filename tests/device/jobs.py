@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ditron_inductor.core.signals import (
     wait,
     wait_credits,
 )
-from ditron_inductor.device import AgreedOptions, Registry, Workspace, reset
+from ditron_inductor.device import AgreedOptions, Registry, Workspace, layout, reset, ring
 from ditron_inductor.errors import DitronError
 from tests.rank_process import RankContext
 
@@ -129,6 +130,46 @@ def grows_beyond_the_limit(ctx: RankContext) -> tuple[str, str]:
     error = caught(ping, workspace, nbytes=1 << 26)
     ping(workspace)
     return error
+
+
+def keeps_within_the_limit(ctx: RankContext) -> tuple[list[int], list[int], tuple[str, str]]:
+    """A ring that rank 0's graph holds stays on all ranks; the most bytes that were there at each growth, what is held
+    after each, and the error of one that would exceed the limit.
+    """
+    limit = layout.HEADER_BYTES * 3 + 20_000_000
+    _, workspace = opened(ctx, AgreedOptions("tile", limit, LIMIT_S))
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    shared, most, held, make_heap = workspace.shared, [], [], ring.make_heap
+    alive.update(generation.heap for generation in shared.generations)
+
+    def make_counted(device: torch.device, nbytes: int) -> Any:
+        gc.collect()
+        heap = make_heap(device, nbytes)
+        alive.add(heap)
+        most.append(sum(one.local.numel() for one in alive))
+        return heap
+
+    ring.make_heap = make_counted
+    assert workspace.largest("columns", 3) == 3
+    try:
+        for nbytes in (1_000_000, 2_000_000, 6_000_000):
+            agreed, more = workspace.agreed("columns"), workspace.footprint(7_000_000)
+            assert workspace.footprint(nbytes) <= limit and more <= limit
+            ping(workspace, nbytes=nbytes)
+            # What is prepared with one answer does not outlive it.
+            same = (workspace.footprint(7_000_000) > limit) == (more > limit)
+            assert workspace.agreed("columns") == agreed and (workspace.agreed("columns") is agreed) == same
+            assert same == (nbytes < 6_000_000)
+            shared.generations[-1].captured |= ctx.rank == 0 and nbytes == 2_000_000
+            assert workspace.footprint(nbytes) <= workspace.nbytes
+            held.append(workspace.nbytes)
+        assert limit // 2 < layout.heap_bytes(7_000_000) < limit < workspace.footprint(7_000_000)
+        error = caught(ping, workspace, nbytes=7_000_000)
+        ping(workspace, nbytes=6_000_000)
+    finally:
+        ring.make_heap = make_heap
+    assert all(nbytes <= limit for nbytes in most)
+    return most, held, error
 
 
 def grows_apart(ctx: RankContext) -> tuple[str, str]:
