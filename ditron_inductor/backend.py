@@ -44,7 +44,8 @@ def ditron(
     mode: as for Inductor (`torch._inductor.list_mode_options`). options: Inductor's keys, and ours under `ditron.`.
     A `post_grad_custom_pre_pass` or `joint_custom_post_pass` of the user, from `options` or from Inductor's config,
     runs before ours.
-    Raises UnknownOption, InvalidOptionValue and InvalidTable, all also ValueError.
+    Raises UnknownOption, InvalidOptionValue and InvalidTable, all also ValueError. From `torch.compile`, which calls
+    this for its first graph, they come as the `inner_exception` of BackendCompilerFailed.
     """
     patches = {**_mode_patches(mode), **passes_for_inductor(options)}
     compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)

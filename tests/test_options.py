@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.exc import BackendCompilerFailed
 
+from ditron_inductor import passes_for_inductor
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
 from ditron_inductor.options import ENVIRONMENT, FUSIONS, Options, cache_folder
 
@@ -27,6 +31,26 @@ def test_ours_and_inductors_keys_are_told_apart() -> None:
 def test_a_callable_value_of_inductor_passes() -> None:
     _, patches = Options.parse({"post_grad_custom_pre_pass": print}, environment={})
     assert patches == {"post_grad_custom_pre_pass": print}
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"ditron.stratgy": "tile"}, UnknownOption),
+        ({"max_autotun": True}, UnknownOption),
+        ({"ditron.strategy": "fast"}, InvalidOptionValue),
+    ],
+)
+def test_what_a_user_of_torch_compile_sees(options: dict[str, Any], error: type[Exception]) -> None:
+    """As the page on options says: torch wraps what a backend raises, and Ditron can be asked before."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x + 1, backend="ditron", options=dict(options))
+    with pytest.raises(BackendCompilerFailed) as wrapped:
+        compiled(torch.ones(2))
+    assert type(wrapped.value.inner_exception) is error and next(iter(options)) in str(wrapped.value)
+    with pytest.raises(ValueError) as plain:
+        passes_for_inductor(options)
+    assert type(plain.value) is error and str(plain.value) in str(wrapped.value)
 
 
 @pytest.mark.parametrize(
