@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.fuzz.maker import Maker
-from tests.fuzz.phrases import ALWAYS, PHRASES
+from tests.fuzz.phrases import CHAINED, FIRST, PHRASES
 from tests.fuzz.program import Call, Place, Program
 
 MAX_COLLECTIVES = 6
@@ -106,9 +106,12 @@ def make_program(seed: int, index: int, place: Place) -> Program:
     )
     wanted = rng.randint(1, MAX_COLLECTIVES)
     while maker.collectives < wanted:
-        phrase = rng.choice(ALWAYS if not maker.lines else PHRASES)
+        phrase = rng.choice(FIRST if not maker.lines else CHAINED if run.differs else PHRASES)
         phrase(maker)
     maker.finish()
+    if run.dynamic == "mark" and maker.breaks:
+        # What is marked as dynamic must not meet what the part before, which knew its sizes, has left.
+        run.dynamic = "all"
     calls = run.calls(len(sizes))
     return Program(
         seed=seed,

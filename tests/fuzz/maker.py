@@ -46,7 +46,9 @@ class Value:
 class Maker:
     """A program that grows. `current` is what the last phrase left, `depth` counts matmuls and collectives.
 
-    parallel: `sequence_parallel` is not off, so what meets a reduced value has to be the same on all ranks.
+    parallel: `sequence_parallel` is not off, so what meets a reduced value has to be the same on all ranks. differs: the
+    ranks are to differ. Then each collective depends on the one before: where two of them do not, Inductor puts them in
+    an order of its own in each rank's graph. breaks: the program has graph breaks.
     """
 
     rng: random.Random
@@ -65,6 +67,7 @@ class Maker:
     depth: int = 0
     count: int = 0
     inside_part: bool = False
+    breaks: bool = False
 
     # Choices.
 
@@ -73,6 +76,11 @@ class Maker:
 
     def length(self) -> int:
         return self.rng.choice(LENGTHS[self.place.device_type])
+
+    def columns(self, rows: Value, by: int = 1) -> int:
+        """How wide a product of these rows is, a multiple of `by`."""
+        lengths = [by * one for one in LENGTHS[self.place.device_type]]
+        return self.rng.choice([one for one in lengths if self.fits((*rows.shape[:-1], Size(one)))] or [by])
 
     def group(self) -> str:
         return self.rng.choice(["A", "A", *self.place.groups])
@@ -135,6 +143,7 @@ class Maker:
     @contextmanager
     def part(self) -> Iterator[None]:
         """What the block adds becomes a function, which one rank runs eagerly."""
+        self.breaks = True
         start, known = len(self.lines), {f"t{number}" for number in range(1, self.count + 1)}
         known |= {one.name for one in self.inputs}
         self.inside_part = True
@@ -158,7 +167,7 @@ class Maker:
     def start(self) -> Value:
         """The value to go on with: the last phrase's, most often."""
         current = self.current
-        if current is not None and self.fits(current.shape) and self.chance(0.75):
+        if current is not None and (self.differs or (self.fits(current.shape) and self.chance(0.75))):
             return current
         if current is not None:
             self.output(current.name)

@@ -22,7 +22,7 @@ def behind_gather(maker: Maker, g: Value) -> None:
     if maker.may_differ(0.4):
         if maker.chance(0.5):
             rank = maker.only_rank(f"has one more weight behind {g.name}")
-            w = maker.weight(g.width, maker.length())
+            w = maker.weight(g.width, maker.columns(g))
             maker.line(f"if RANK == {rank}:")
             maker.line(f"outs.append({g.name} @ {w})", 1)
         else:
@@ -49,11 +49,14 @@ def on_one_rank(maker: Maker, value: Value, where: str) -> Value:
 
 
 def break_graph(maker: Maker) -> None:
-    if maker.may_differ(0.15) and not maker.captured:
+    """On one rank, or now and then on all; not in what is captured."""
+    alone = maker.may_differ(0.15)
+    if maker.captured or maker.inside_part or not (alone or maker.chance(0.03)):
+        return
+    maker.breaks = True
+    if alone:
         maker.line(f"if RANK == {maker.only_rank('breaks its graph')}:")
-        maker.line("torch._dynamo.graph_break()", 1)
-    elif not maker.captured and not maker.inside_part and maker.chance(0.03):
-        maker.line("torch._dynamo.graph_break()")
+    maker.line("torch._dynamo.graph_break()", int(alone))
 
 
 def column(maker: Maker) -> None:
@@ -71,7 +74,7 @@ def column(maker: Maker) -> None:
     g = maker.gathered(x, dim, group)
     break_graph(maker)
     behind_gather(maker, g)
-    n = maker.length()
+    n = maker.columns(g)
     first = maker.matmul(g, n)
     kind = maker.rng.choice(("one", "one", "gated", "several"))
     if kind == "one":
@@ -81,7 +84,7 @@ def column(maker: Maker) -> None:
         gate = maker.rng.choice(ACTIVATIONS[:3]).format(first.name)
         found = maker.assign(f"{gate} * {up.name}", first.shape, same=first.same & up.same)
     else:
-        maker.output(maker.matmul(g, maker.length()).name)
+        maker.output(maker.matmul(g, maker.columns(g)).name)
         found = first
     maker.current = on_one_rank(maker, found, f"behind the gather {g.name}")
 
@@ -92,7 +95,7 @@ def row(maker: Maker) -> None:
     if x.same and maker.trained and maker.chance(0.3):
         x = maker.assign(f"copied({x.name}, {group})", x.shape, x)
     size = maker.size(group)
-    n = maker.length() * (size if maker.chance(0.2) else 1)
+    n = maker.columns(x, size if maker.chance(0.3) else 1)
     eager = maker.may_differ(0.2) and not maker.captured
     if eager:
         with maker.part():
@@ -144,7 +147,7 @@ def contract(maker: Maker) -> None:
     if maker.current is not None:
         maker.output(maker.current.name)
     g = maker.gathered(maker.take((rows, Size(k))), 0, group)
-    if maker.chance(0.4):
+    if maker.chance(0.4) and not maker.differs:
         y = maker.gathered(maker.take((rows, Size(n))), 0, group)
     else:
         y = maker.take((rows * size, Size(n)))
@@ -168,19 +171,25 @@ def scaled_rows(maker: Maker) -> None:
 def gathered_weight(maker: Maker) -> None:
     """The weight is gathered, and each rank has as many tokens as it has."""
     group, k, n = maker.group(), maker.length(), maker.length()
-    w = maker.gathered(maker.take((Size(n), Size(k)), std=k**-0.5, name="w"), 0, group)
-    x = maker.take((Size(1, "L"), Size(k)))
+    w = maker.current
+    if w is None or len(w.shape) != 2 or not (maker.differs or maker.chance(0.2)) or not maker.fits(w.shape):
+        if maker.differs and w is not None:
+            column(maker)
+            return
+        w = maker.take((Size(n), Size(k)), std=k**-0.5, name="w")
+    w = maker.gathered(w, 0, group)
+    x = maker.take((Size(1, "L"), Size(w.width)))
     maker.depth += 1
     text = maker.rng.choice((f"{x.name} @ {w.name}.t()", f"F.linear({x.name}, {w.name})"))
     maker.output(maker.assign(text, (x.shape[0], w.shape[0])).name)
-    if maker.current is None:
+    if maker.current is None or maker.differs:
         maker.current = maker.assign(f"{w.name} * 2", w.shape, w)
 
 
 def product_gathered(maker: Maker) -> None:
     """A matmul whose result is gathered, along its columns most often."""
     x, group = maker.start(), maker.group()
-    product = maker.matmul(x, maker.length())
+    product = maker.matmul(x, maker.columns(x))
     dims = [dim for dim, one in enumerate(product.shape)
             if maker.fits((*product.shape[:dim], one * maker.size(group), *product.shape[dim + 1 :]))]  # fmt: skip
     if not dims:
@@ -211,12 +220,15 @@ def exchanged(maker: Maker) -> None:
         maker.depth += 1
         rows = maker.assign(f"exchange({found.name}, {group}).unflatten(0, ({size}, -1)).movedim(0, 1).flatten(1)",
                             (x.shape[0], Size(size * heads)))  # fmt: skip
-        found = maker.matmul(rows, maker.length())
+        found = maker.matmul(rows, maker.columns(rows))
     maker.current = found
 
 
 def attend(maker: Maker) -> None:
-    """Attention of this rank's queries over all ranks' keys and values, and the product behind it."""
+    """Attention of this rank's queries over all ranks' keys and values, whose gathers come in any order."""
+    if maker.differs:
+        row(maker)
+        return
     group = maker.group()
     if maker.current is not None:
         maker.output(maker.current.name)
@@ -235,7 +247,7 @@ def attend(maker: Maker) -> None:
 def bare(maker: Maker) -> None:
     """A collective without a matmul, as statistics and losses are."""
     x, group = maker.start(), maker.group()
-    if maker.current is None or maker.trained:
+    if maker.current is None or maker.trained or maker.differs:
         maker.current = maker.pointwise(maker.summed(x, group))
         return
     maker.collectives += 1
@@ -243,8 +255,14 @@ def bare(maker: Maker) -> None:
     maker.current = x
 
 
-ALWAYS: Sequence[Callable[[Maker], None]] = (column, column, row, row, contract, product_gathered, exchanged, attend)
-PHRASES: Sequence[Callable[[Maker], None]] = (
-    *(column, row) * 5,
-    *(contract, product_gathered, exchanged, attend, bare, scaled_rows, gathered_weight),
+Phrase = Callable[[Maker], None]
+FIRST: Sequence[Phrase] = (
+    *(column, row) * 3,
+    *(contract, product_gathered, exchanged, attend, scaled_rows, gathered_weight),
 )
+PHRASES: Sequence[Phrase] = (
+    *(column, row) * 4,
+    *(contract, attend, scaled_rows, gathered_weight, product_gathered, exchanged, bare),
+)
+# For ranks that differ: each takes what the last one left.
+CHAINED: Sequence[Phrase] = (*(column, row) * 3, product_gathered, exchanged, gathered_weight, bare)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from tests.fuzz.execute import Settings, Verdict, run_program
 from tests.fuzz.program import Program
 from tests.rank_process import Outcome, RankContext
-from tests.ranks import RankPool
+from tests.ranks import RankPool, RanksFailed
 
 Execute = Callable[[RankContext, Program, Settings], Verdict]
 TEXT_LIMIT = 12_000
@@ -40,13 +40,16 @@ class Failure:
 
 @dataclass
 class Summary:
-    """What came of all programs. `fused` counts sites by kind, on rank 0; `drawn` what programs have in them."""
+    """What came of all programs. `sites` counts what became of sites on rank 0, `drawn` what programs have in them,
+    `broken` says why pools did not start.
+    """
 
     programs: int = 0
     refused: int = 0
     seconds: float = 0.0
     failures: list[Failure] = field(default_factory=list)
-    fused: Counter[str] = field(default_factory=Counter)
+    broken: list[str] = field(default_factory=list)
+    sites: Counter[str] = field(default_factory=Counter)
     drawn: Counter[str] = field(default_factory=Counter)
 
 
@@ -84,6 +87,10 @@ class Fuzzer:
                     verdict, failure = worker.check(program)
                     with lock:
                         self._add(summary, program, verdict, failure)
+            except RanksFailed as error:
+                with lock:
+                    summary.broken.append(str(error))
+                    self.say(f"a pool of ranks did not start\n{error}")
             finally:
                 worker.close()
 
@@ -100,7 +107,7 @@ class Fuzzer:
         summary.drawn.update(_traits(program))
         if verdict is not None:
             summary.refused += bool(verdict.refused)
-            summary.fused.update(dict(verdict.fused))
+            summary.sites.update(dict(verdict.sites))
         if failure is not None:
             summary.failures.append(failure)
             self.say(failure.report)
@@ -113,9 +120,10 @@ class Fuzzer:
             lines.append(f"{one.how} in program {one.program.index}{alone}\n    {self.command(one.program, ())}")
             if one.before:
                 lines.append(f"    with what its ranks ran before: {self.command(one.program, one.before)}")
-        for name, counts in (("drawn", summary.drawn), ("fused", summary.fused)):
+        for name, counts in (("drawn", summary.drawn), ("sites", summary.sites)):
             parts = [f"{key} {count}" for key, count in counts.most_common()]
             lines.append(f"{name}: {', '.join(parts) or 'nothing'}")
+        lines += [f"{len(summary.broken)} pools of ranks did not start"] * bool(summary.broken)
         failed = f"{summary.programs} programs, {len(summary.failures)} failed, {summary.refused} refused by strategy"
         return "\n".join([*lines, f"{failed}, {summary.seconds:.0f} seconds"])
 
