@@ -107,7 +107,9 @@ class _Runner:
         self.ctx = ctx
         self.program = program
         words = {
-            exact: vocabulary(groups, ctx.rank, program.dtype, trained=program.trained, exact=exact)
+            exact: vocabulary(
+                groups, ctx.rank, program.dtype, trained=program.trained, differs=bool(program.differs), exact=exact
+            )
             for exact in (False, True)
         }
         name = f"program {program.index} of seed {program.seed}"

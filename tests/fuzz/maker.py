@@ -46,9 +46,9 @@ class Value:
 class Maker:
     """A program that grows. `current` is what the last phrase left, `depth` counts matmuls and collectives.
 
-    parallel: `sequence_parallel` is not off, so what meets a reduced value has to be the same on all ranks. differs: the
-    ranks are to differ. Then each collective depends on the one before: where two of them do not, Inductor puts them in
-    an order of its own in each rank's graph. breaks: the program has graph breaks.
+    parallel: `sequence_parallel` is not off, so what meets a reduced value has to be the same on all ranks. differs:
+    the ranks are to differ. Then each collective depends on the one before: where two of them do not, Inductor puts
+    them in an order of its own in each rank's graph. breaks: the program has graph breaks.
     """
 
     rng: random.Random

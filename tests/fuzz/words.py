@@ -24,13 +24,8 @@ def wait(launched: Any) -> torch.Tensor:
     return out
 
 
-def packed(x: torch.Tensor) -> torch.Tensor:
-    """Collectives in eager mode take contiguous tensors only, those of compiled graphs any."""
-    return x if torch.compiler.is_compiling() else x.contiguous()
-
-
 def all_reduce(x: torch.Tensor, group: Group, op: str) -> torch.Tensor:
-    return wait(functional.all_reduce(packed(x), op, group))
+    return wait(functional.all_reduce(x, op, group))
 
 
 class Reduced(torch.autograd.Function):
@@ -55,7 +50,7 @@ class Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return all_reduce(grads[0], ctx.group, "sum"), None
+        return all_reduce(grads[0].contiguous(), ctx.group, "sum"), None
 
 
 def rms_norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -72,9 +67,17 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 
 
 def vocabulary(
-    groups: Mapping[str, Group], rank: int, dtype: str, *, trained: bool, exact: bool = False
+    groups: Mapping[str, Group], rank: int, dtype: str, *, trained: bool, differs: bool, exact: bool = False
 ) -> dict[str, Any]:
-    """The globals of a program on this rank. trained: collectives have gradients. exact: all dtypes are float64."""
+    """The globals of a program on this rank.
+
+    trained: collectives have gradients. differs: the ranks' graphs do, and so may the strides of what collectives get,
+    unless it is contiguous. exact: all dtypes are float64.
+    """
+
+    def packed(x: torch.Tensor) -> torch.Tensor:
+        # Collectives in eager mode take contiguous tensors only, those of compiled graphs any.
+        return x if torch.compiler.is_compiling() and not differs else x.contiguous()
 
     def gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
         call = functional.all_gather_tensor_autograd if trained else functional.all_gather_tensor
@@ -85,7 +88,7 @@ def vocabulary(
         return wait(call(packed(x), op, dim, group))
 
     def reduce(x: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
-        return Reduced.apply(x, group, op) if trained else all_reduce(x, group, op)
+        return Reduced.apply(packed(x), group, op) if trained else all_reduce(packed(x), group, op)
 
     def copied(x: torch.Tensor, group: Group) -> torch.Tensor:
         return Copied.apply(x, group) if trained else x
