@@ -49,15 +49,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs what the arguments say; 1 if a program failed."""
     given = arguments(argv)
-    os.environ.update(ENVIRONMENT)
     import torch
 
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     from tests.ranks import rank_environment
 
     backend, env = rank_environment(device, given.world)
-    # All of it here, and for good: pools that start beside each other would undo each other's changes.
-    os.environ.update(env | ENVIRONMENT)
     from tests.fuzz.execute import Settings
     from tests.fuzz.generate import make_program
     from tests.fuzz.program import Place, Program
@@ -76,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for program in itertools.islice(programs, 10 if count is None and not given.only else None):
             print(program, flush=True)
         return 0
+    # All of it here, and for good: pools that start beside each other would undo each other's changes.
+    os.environ.update(env | ENVIRONMENT)
 
     def command(program: Program, before: tuple[int, ...]) -> str:
         words = ["python", "-m", "tests.fuzz", "--seed", str(program.seed), "--world", str(given.world)]

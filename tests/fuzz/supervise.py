@@ -16,12 +16,17 @@ from dataclasses import dataclass, field, replace
 from tests.fuzz.execute import Settings, Verdict, run_program
 from tests.fuzz.program import Program
 from tests.rank_process import Outcome, RankContext
-from tests.ranks import RankPool, RanksFailed
+from tests.ranks import START_LIMIT_S, RankPool, RanksFailed
 
 Execute = Callable[[RankContext, Program, Settings], Verdict]
 TEXT_LIMIT = 12_000
 # A rank whose peer has raised waits for it; after this it is asked for its stacks.
 GRACE_S = 10.0
+RIGHT = "right"
+
+
+def imported(ctx: RankContext, execute: Execute) -> None:
+    """A rank that got `execute` has imported it."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,17 @@ class Failure:
 
 @dataclass
 class Summary:
-    """What came of all programs. `sites` counts what became of sites on rank 0, `drawn` what programs have in them,
-    `broken` says why pools did not start.
+    """What came of all programs.
+
+    unfit: programs that fail through Inductor alone too. broken: why pools did not start. sites: what became of
+    collectives on rank 0, counted. drawn: what programs have in them, counted.
     """
 
     programs: int = 0
     refused: int = 0
     seconds: float = 0.0
     failures: list[Failure] = field(default_factory=list)
+    unfit: list[Failure] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     sites: Counter[str] = field(default_factory=Counter)
     drawn: Counter[str] = field(default_factory=Counter)
@@ -109,23 +117,24 @@ class Fuzzer:
             summary.refused += bool(verdict.refused)
             summary.sites.update(dict(verdict.sites))
         if failure is not None:
-            summary.failures.append(failure)
+            (summary.unfit if failure.by_inductor not in ("", RIGHT) else summary.failures).append(failure)
             self.say(failure.report)
 
     def text(self, summary: Summary) -> str:
         """The last lines: what failed, each with the command that repeats it, and the count of everything."""
         lines = []
-        for one in summary.failures:
+        for one in (*summary.unfit, *summary.failures):
             alone = f"; by Inductor alone: {one.by_inductor}" if one.by_inductor else ""
             lines.append(f"{one.how} in program {one.program.index}{alone}\n    {self.command(one.program, ())}")
             if one.before:
                 lines.append(f"    with what its ranks ran before: {self.command(one.program, one.before)}")
-        for name, counts in (("drawn", summary.drawn), ("sites", summary.sites)):
-            parts = [f"{key} {count}" for key, count in counts.most_common()]
+        for name, found in (("drawn", summary.drawn), ("sites", summary.sites)):
+            parts = [f"{key} {count}" for key, count in found.most_common()]
             lines.append(f"{name}: {', '.join(parts) or 'nothing'}")
         lines += [f"{len(summary.broken)} pools of ranks did not start"] * bool(summary.broken)
-        failed = f"{summary.programs} programs, {len(summary.failures)} failed, {summary.refused} refused by strategy"
-        return "\n".join([*lines, f"{failed}, {summary.seconds:.0f} seconds"])
+        counts = f"{summary.programs} programs, {len(summary.failures)} failed, {summary.seconds:.0f} seconds"
+        others = f"{len(summary.unfit)} failed by Inductor too, {summary.refused} refused by their strategy"
+        return "\n".join([*lines, others, counts])
 
 
 class _Worker:
@@ -153,7 +162,7 @@ class _Worker:
         by_inductor = ""
         if self.fuzzer.compare and self.fuzzer.settings.backend == "ditron":
             alone, _ = self._outcomes(program, replace(self.fuzzer.settings, backend="inductor"))
-            by_inductor = _how(alone) or "right"
+            by_inductor = _how(alone) or RIGHT
             self.close()
         heading = f"{'=' * 20} {how} in program {program.index}"
         heading += f"; by Inductor alone: {by_inductor}" if by_inductor else ""
@@ -164,6 +173,8 @@ class _Worker:
         """What the ranks answered, and the same as text."""
         if self.pool is None:
             self.pool = self.fuzzer.make_pool()
+            # What a rank imports for its first program is not charged to that.
+            self.pool.run(imported, self.fuzzer.execute, timeout=START_LIMIT_S)
         limit = self.fuzzer.limit_s
         outcomes = self.pool.outcomes(self.fuzzer.execute, program, settings, timeout=limit, grace=GRACE_S)
         return outcomes, "\n".join(self._said(self.pool, outcome) for outcome in outcomes)
