@@ -19,9 +19,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 Group = dist.ProcessGroup
 
 
-def wait(launched: Any) -> torch.Tensor:
-    out: torch.Tensor = torch.ops._c10d_functional.wait_tensor(launched)
-    return out
+def wait(result: Any) -> torch.Tensor:
+    """What a functional collective returns, when it is there: in eager mode it may be on its way."""
+    arrived: torch.Tensor = result.wait() if isinstance(result, functional.AsyncCollectiveTensor) else result
+    return arrived
 
 
 def all_reduce(x: torch.Tensor, group: Group, op: str) -> torch.Tensor:
