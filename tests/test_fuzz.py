@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from typing import cast
 
 import pytest
 import torch
 
 from tests.fuzz.__main__ import arguments, main
-from tests.fuzz.execute import Settings, Verdict, difference
+from tests.fuzz.execute import difference, run_program
 from tests.fuzz.generate import make_program
 from tests.fuzz.program import Place, Program
 from tests.fuzz.supervise import Fuzzer
-from tests.rank_process import Outcome, RankContext, RankError
+from tests.fuzz.verdict import Settings, Verdict
+from tests.planted_faults import planted
+from tests.rank_process import Outcome, RankError
 from tests.ranks import RankPool
 
 CPU = Place(2, "cpu", captures=False, averages=False, divergent=0.2)
@@ -84,26 +85,17 @@ def test_a_value_is_held_to_the_reference() -> None:
 def test_some_programs_run() -> None:
     place = Place(2, "cpu", captures=False, averages=False, divergent=0.0)
     said: list[str] = []
-    fuzzer = Fuzzer(make_pool, QUICK, limit_s=60.0, say=said.append)
+    fuzzer = Fuzzer(make_pool, run_program, QUICK, limit_s=60.0, say=said.append)
     summary = fuzzer.run(make_program(11, index, place) for index in range(NUM_PROGRAMS))
     assert summary.programs == NUM_PROGRAMS and not summary.failures, "\n".join(said)
     assert sum(count for name, count in summary.sites.items() if "left alone" not in name) >= NUM_PROGRAMS
     assert f"{NUM_PROGRAMS} programs, 0 failed" in fuzzer.text(summary)
 
 
-def planted(ctx: RankContext, program: Program, settings: Settings) -> Verdict:
-    """In the place of `run_program`: rank 1 is wrong in program 1 and hangs in program 2."""
-    if ctx.rank == 1 and program.index == 1:
-        return Verdict(wrong="3 for 4")
-    if ctx.rank == 1 and program.index == 2:
-        time.sleep(600)
-    return Verdict(sites=(("all_gather_matmul", 1),))
-
-
 def test_faults_are_reported_and_do_not_stop_the_run() -> None:
     said: list[str] = []
     command = "python -m tests.fuzz --seed {} --only {}"
-    fuzzer = Fuzzer(make_pool, QUICK, limit_s=2.0, execute=planted, compare=False, say=said.append,
+    fuzzer = Fuzzer(make_pool, planted, QUICK, limit_s=2.0, compare=False, say=said.append,
                     command=lambda program, before: command.format(program.seed, program.index))  # fmt: skip
     summary = fuzzer.run(make_program(5, index, CPU) for index in range(4))
     assert summary.programs == 4 and summary.sites["all_gather_matmul"] == 2
@@ -151,7 +143,7 @@ def test_failures_are_told_from_what_inductor_fails_in_too() -> None:
         4: [Outcome(0, refused), Outcome(1, refused)],
         5: [Outcome(0, refused), Outcome(1, right)],
     }
-    fuzzer: Fuzzer = Fuzzer(lambda: cast(RankPool, Pool(said)), QUICK, limit_s=1.0, jobs=2, say=lambda text: None)
+    fuzzer = Fuzzer(lambda: cast(RankPool, Pool(said)), planted, QUICK, 1.0, jobs=2, say=lambda text: None)
     summary = fuzzer.run(make_program(5, index, CPU) for index in said)
     failed = {failure.program.index: failure for failure in summary.failures}
     assert {index: failure.how for index, failure in failed.items()} == {
@@ -166,7 +158,7 @@ def test_failures_are_told_from_what_inductor_fails_in_too() -> None:
 
 
 def test_the_time_ends_a_run() -> None:
-    fuzzer = Fuzzer(make_pool, QUICK, limit_s=1.0, execute=planted)
+    fuzzer = Fuzzer(make_pool, planted, QUICK, limit_s=1.0)
     assert fuzzer.run((make_program(5, 0, CPU) for _ in range(3)), seconds=0.0).programs == 0
 
 

@@ -55,10 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tests.ranks import rank_environment
 
     backend, env = rank_environment(device, given.world)
-    from tests.fuzz.execute import Settings
     from tests.fuzz.generate import make_program
     from tests.fuzz.program import Place, Program
-    from tests.fuzz.supervise import Fuzzer
     from tests.ranks import RankPool
 
     place = Place(given.world, device, backend == "nccl", backend == "nccl", given.divergent)
@@ -75,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     # All of it here, and for good: pools that start beside each other would undo each other's changes.
     os.environ.update(env | ENVIRONMENT)
+    from tests.fuzz.execute import run_program
+    from tests.fuzz.supervise import Fuzzer
+    from tests.fuzz.verdict import Settings
 
     def command(program: Program, before: tuple[int, ...]) -> str:
         words = ["python", "-m", "tests.fuzz", "--seed", str(program.seed), "--world", str(given.world)]
@@ -90,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = 60.0 if count is None and not given.only else float("inf")
     fuzzer = Fuzzer(
         make_pool=lambda: RankPool(given.world, device, env=pool_env, group_timeout_s=4 * limit),
+        execute=run_program,
         settings=Settings(given.backend, not given.interpreted, timeout_s=0.75 * limit),
         limit_s=limit,
         jobs=1 if given.only else given.jobs,

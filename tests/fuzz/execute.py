@@ -7,7 +7,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.explain import without_caches
 from ditron_inductor.sites import collect_sites
 from tests.fuzz.program import Call, Place, Program
+from tests.fuzz.verdict import Settings, Verdict
 from tests.fuzz.words import DTYPES, Group, load, vocabulary
 from tests.models.interpreted import code_generated
 from tests.rank_process import RankContext
@@ -29,28 +29,6 @@ WARM_UPS = 3
 OF_EAGER = 6.0
 EAGER_RUNS = 3
 Values = list[torch.Tensor | None]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a rank says of a program: what is wrong, or why the forced strategy was refused.
-
-    sites: how many were fused, by kind, and left alone, by the code of the reason.
-    """
-
-    wrong: str = ""
-    refused: str = ""
-    sites: tuple[tuple[str, int], ...] = ()
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How programs are run. generated: Inductor generates code for them, else their graphs are interpreted."""
-
-    backend: str = "ditron"
-    generated: bool = True
-    timeout_s: float = 60.0
 
 
 def process_groups(ctx: RankContext, place: Place) -> dict[str, Group]:
@@ -116,6 +94,7 @@ class _Runner:
         self.exact = load(program.source, words[True], f"{name}, in float64")
         self.plain = load(program.source, words[False], name)
         self.wrong: list[str] = []
+        self.given: dict[tuple[int, int], list[torch.Tensor]] = {}
         options = dict(program.options) | {"ditron.timeout_s": settings.timeout_s}
         if settings.backend != "ditron":
             options = {}
@@ -138,16 +117,18 @@ class _Runner:
         return self.wrong
 
     def _arguments(self, call: Call, exact: bool = False, turn: int = 0) -> list[torch.Tensor]:
-        """The inputs of a call; in turns after the first they are off by a rounding."""
-        given = self.program.arguments(call.sizes, call.values, self.ctx.rank)
-        dtype = DTYPES[self.program.dtype]
-        rounded = [one.to(dtype) for one in given]
-        if turn:
-            generator = torch.Generator().manual_seed(turn)
-            signs = [torch.randint(0, 2, one.shape, generator=generator) * 2 - 1 for one in given]
-            rounded = [(one * (1 + torch.finfo(dtype).eps * sign)).to(dtype)
-                       for one, sign in zip(given, signs, strict=True)]  # fmt: skip
-        return [(one.double() if exact else one).to(self.ctx.device) for one in rounded]
+        """New tensors for a call's inputs; in turns after the first they are off by a rounding."""
+        kind, dtype = (call.sizes, call.values), DTYPES[self.program.dtype]
+        if kind not in self.given:
+            made = self.program.arguments(*kind, self.ctx.rank)
+            self.given[kind] = [one.to(dtype).to(self.ctx.device) for one in made]
+        given = self.given[kind]
+        if not turn:
+            return [one.double() if exact else one.clone() for one in given]
+        generator = torch.Generator().manual_seed(turn)
+        signs = [(torch.randint(0, 2, one.shape, generator=generator) * 2 - 1).to(one.device) for one in given]
+        off = torch.finfo(dtype).eps
+        return [(one.float() * (1 + off * sign)).to(dtype) for one, sign in zip(given, signs, strict=True)]
 
     def _call(self, fn: Callable[..., Any], given: Sequence[torch.Tensor], mark: bool = False) -> Values:
         """The outputs, and then the gradients of the inputs."""

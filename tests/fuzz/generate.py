@@ -16,7 +16,8 @@ from tests.fuzz.maker import Maker
 from tests.fuzz.phrases import CHAINED, FIRST, PHRASES
 from tests.fuzz.program import Call, Place, Program
 
-MAX_COLLECTIVES = 6
+# Of one program. Most have few: compiling takes the longest.
+NUM_COLLECTIVES = (1, 1, 2, 2, 3, 4, 6)
 STRATEGIES = ("auto", "auto", "library", "chunked", "tile", "tile")
 DTYPES = {"cuda": ("bfloat16", "bfloat16", "bfloat16", "float16", "float32"), "cpu": ("float32", "bfloat16", "float16")}
 # Tokens of a rank: aligned ones, and what no tile divides.
@@ -50,7 +51,7 @@ class Run:
         run.differs = rng.random() < place.divergent
         run.own_tokens = run.differs and rng.random() < 0.5
         run.dynamic = rng.choice(("", "", "", "mark", "all"))
-        run.trained = rng.random() < 0.35
+        run.trained = rng.random() < 0.3
         if place.captures and not run.dynamic and rng.random() < 0.3:
             run.capture = rng.choice(("hand", "hand", "trees"))
             run.trained &= run.capture == "trees"
@@ -104,7 +105,7 @@ def make_program(seed: int, index: int, place: Place) -> Program:
         parallel=run.options.get("ditron.sequence_parallel") != "off",
         differs=run.differs,
     )
-    wanted = rng.randint(1, MAX_COLLECTIVES)
+    wanted = rng.choice(NUM_COLLECTIVES)
     while maker.collectives < wanted:
         phrase = rng.choice(FIRST if not maker.lines else CHAINED if run.differs else PHRASES)
         phrase(maker)

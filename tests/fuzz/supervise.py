@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from tests.fuzz.execute import Settings, Verdict, run_program
 from tests.fuzz.program import Program
-from tests.rank_process import Outcome, RankContext
-from tests.ranks import START_LIMIT_S, RankPool, RanksFailed
+from tests.fuzz.verdict import Execute, Settings, Verdict, imported
+from tests.rank_process import Outcome
+from tests.ranks import START_LIMIT_S, RankPool
 
-Execute = Callable[[RankContext, Program, Settings], Verdict]
 TEXT_LIMIT = 12_000
 # A rank whose peer has raised waits for it; after this it is asked for its stacks.
 GRACE_S = 10.0
 RIGHT = "right"
-
-
-def imported(ctx: RankContext, execute: Execute) -> None:
-    """A rank that got `execute` has imported it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Failure:
 class Summary:
     """What came of all programs.
 
-    unfit: programs that fail through Inductor alone too. broken: why pools did not start. sites: what became of
+    unfit: programs that fail through Inductor alone too. broken: why pools were lost. sites: what became of
     collectives on rank 0, counted. drawn: what programs have in them, counted.
     """
 
@@ -70,10 +66,10 @@ class Fuzzer:
     """
 
     make_pool: Callable[[], RankPool]
+    execute: Execute
     settings: Settings
     limit_s: float
     jobs: int = 1
-    execute: Execute = run_program
     compare: bool = True
     say: Callable[[str], None] = print
     command: Callable[[Program, tuple[int, ...]], str] = lambda program, before: ""
@@ -95,10 +91,11 @@ class Fuzzer:
                     verdict, failure = worker.check(program)
                     with lock:
                         self._add(summary, program, verdict, failure)
-            except RanksFailed as error:
+            except Exception:
+                # A pool that does not start, most likely. The other pools go on.
                 with lock:
-                    summary.broken.append(str(error))
-                    self.say(f"a pool of ranks did not start\n{error}")
+                    summary.broken.append(traceback.format_exc())
+                    self.say(f"a pool of ranks is lost\n{summary.broken[-1]}")
             finally:
                 worker.close()
 
@@ -131,7 +128,7 @@ class Fuzzer:
         for name, found in (("drawn", summary.drawn), ("sites", summary.sites)):
             parts = [f"{key} {count}" for key, count in found.most_common()]
             lines.append(f"{name}: {', '.join(parts) or 'nothing'}")
-        lines += [f"{len(summary.broken)} pools of ranks did not start"] * bool(summary.broken)
+        lines += [f"{len(summary.broken)} pools of ranks were lost"] * bool(summary.broken)
         counts = f"{summary.programs} programs, {len(summary.failures)} failed, {summary.seconds:.0f} seconds"
         others = f"{len(summary.unfit)} failed by Inductor too, {summary.refused} refused by their strategy"
         return "\n".join([*lines, others, counts])
@@ -176,7 +173,11 @@ class _Worker:
             # What a rank imports for its first program is not charged to that.
             self.pool.run(imported, self.fuzzer.execute, timeout=START_LIMIT_S)
         limit = self.fuzzer.limit_s
-        outcomes = self.pool.outcomes(self.fuzzer.execute, program, settings, timeout=limit, grace=GRACE_S)
+        try:
+            outcomes = self.pool.outcomes(self.fuzzer.execute, program, settings, timeout=limit, grace=GRACE_S)
+        except OSError as error:
+            why = f"ended after the program before: {error}"
+            outcomes = [Outcome(rank, lost=why) for rank in range(self.pool.world_size)]
         return outcomes, "\n".join(self._said(self.pool, outcome) for outcome in outcomes)
 
     def _said(self, pool: RankPool, outcome: Outcome) -> str:
