@@ -20,8 +20,12 @@ Group = dist.ProcessGroup
 
 
 def wait(result: Any) -> torch.Tensor:
-    """What a functional collective returns, when it is there: in eager mode it may be on its way."""
-    arrived: torch.Tensor = result.wait() if isinstance(result, functional.AsyncCollectiveTensor) else result
+    """What a functional collective returns, when it is there: in eager mode it may be on its way.
+
+    A result that has a gradient waits by itself, when it is used: torch would lose the gradient here.
+    """
+    on_its_way = isinstance(result, functional.AsyncCollectiveTensor) and not result.requires_grad
+    arrived: torch.Tensor = result.wait() if on_its_way else result
     return arrived
 
 
