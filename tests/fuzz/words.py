@@ -20,13 +20,21 @@ Group = dist.ProcessGroup
 
 
 def wait(result: Any) -> torch.Tensor:
-    """What a functional collective returns, when it is there: in eager mode it may be on its way.
-
-    A result that has a gradient waits by itself, when it is used: torch would lose the gradient here.
-    """
-    on_its_way = isinstance(result, functional.AsyncCollectiveTensor) and not result.requires_grad
-    arrived: torch.Tensor = result.wait() if on_its_way else result
+    """What a functional collective returns, when it is there: in eager mode it may be on its way."""
+    arrived: torch.Tensor = result.wait() if isinstance(result, functional.AsyncCollectiveTensor) else result
     return arrived
+
+
+class Packed(torch.autograd.Function):
+    """x, whose gradient is made contiguous: in eager mode the gradient of a collective takes nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0].contiguous()
 
 
 def all_reduce(x: torch.Tensor, group: Group, op: str) -> torch.Tensor:
@@ -84,13 +92,18 @@ def vocabulary(
         # Collectives in eager mode take contiguous tensors only, those of compiled graphs any.
         return x if torch.compiler.is_compiling() and not differs else x.contiguous()
 
+    def received(result: Any) -> torch.Tensor:
+        if trained and not torch.compiler.is_compiling():
+            return Packed.apply(result)
+        return wait(result)
+
     def gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
         call = functional.all_gather_tensor_autograd if trained else functional.all_gather_tensor
-        return wait(call(packed(x), dim, group))
+        return received(call(packed(x), dim, group))
 
     def scatter(x: torch.Tensor, dim: int, group: Group, op: str = "sum") -> torch.Tensor:
         call = functional.reduce_scatter_tensor_autograd if trained else functional.reduce_scatter_tensor
-        return wait(call(packed(x), op, dim, group))
+        return received(call(packed(x), op, dim, group))
 
     def reduce(x: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
         return Reduced.apply(packed(x), group, op) if trained else all_reduce(packed(x), group, op)
@@ -101,7 +114,7 @@ def vocabulary(
     def exchange(x: torch.Tensor, group: Group) -> torch.Tensor:
         call = functional.all_to_all_single_autograd if trained else functional.all_to_all_single
         splits = [x.shape[0] // group.size()] * group.size()
-        return wait(call(packed(x), splits, splits, group))
+        return received(call(packed(x), splits, splits, group))
 
     words: dict[str, Any] = {
         one.__name__: one for one in (gather, scatter, reduce, copied, exchange, rms_norm, layer_norm, attention)
