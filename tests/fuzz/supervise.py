@@ -22,6 +22,7 @@ from tests.ranks import START_LIMIT_S, RankPool
 TEXT_LIMIT = 12_000
 # A rank whose peer has raised waits for it; after this it is asked for its stacks.
 GRACE_S = 10.0
+SAY_EVERY = 50
 RIGHT = "right"
 
 
@@ -62,7 +63,7 @@ class Fuzzer:
     """Takes programs and runs them on `jobs` pools.
 
     limit_s: for one program. make_pool: a fresh pool of ranks. execute: what ranks do with a program. compare: repeat
-    failures by Inductor alone. say: where reports go, one at a time.
+    failures by Inductor alone, while there is time. say: where reports go, one at a time, and what was done so far.
     """
 
     make_pool: Callable[[], RankPool]
@@ -73,12 +74,14 @@ class Fuzzer:
     compare: bool = True
     say: Callable[[str], None] = print
     command: Callable[[Program, tuple[int, ...]], str] = lambda program, before: ""
+    end: float = float("inf")
 
     def run(self, programs: Iterable[Program], seconds: float = float("inf")) -> Summary:
         """Runs the programs, until they end or the time is over."""
         start = time.monotonic()
+        self.end = start + seconds
         summary, lock = Summary(), threading.Lock()
-        given = _until(iter(programs), start + seconds)
+        given = _until(iter(programs), self.end)
 
         def work() -> None:
             worker = _Worker(self)
@@ -91,6 +94,8 @@ class Fuzzer:
                     verdict, failure = worker.check(program)
                     with lock:
                         self._add(summary, program, verdict, failure)
+                        if summary.programs % SAY_EVERY == 0:
+                            self.say(f"{_counts(summary)}, {time.monotonic() - start:.0f} seconds so far")
             except Exception:
                 # A pool that does not start, most likely. The other pools go on.
                 with lock:
@@ -129,7 +134,7 @@ class Fuzzer:
             parts = [f"{key} {count}" for key, count in found.most_common()]
             lines.append(f"{name}: {', '.join(parts) or 'nothing'}")
         lines += [f"{len(summary.broken)} pools of ranks were lost"] * bool(summary.broken)
-        counts = f"{summary.programs} programs, {len(summary.failures)} failed, {summary.seconds:.0f} seconds"
+        counts = f"{_counts(summary)}, {summary.seconds:.0f} seconds"
         others = f"{len(summary.unfit)} failed by Inductor too, {summary.refused} refused by their strategy"
         return "\n".join([*lines, others, counts])
 
@@ -157,7 +162,8 @@ class _Worker:
             return outcomes[0].value, None
         self.close()
         by_inductor = ""
-        if self.fuzzer.compare and self.fuzzer.settings.backend == "ditron":
+        in_time = time.monotonic() < self.fuzzer.end
+        if self.fuzzer.compare and in_time and self.fuzzer.settings.backend == "ditron":
             alone, _ = self._outcomes(program, replace(self.fuzzer.settings, backend="inductor"))
             by_inductor = _how(alone) or RIGHT
             self.close()
@@ -188,6 +194,10 @@ class _Worker:
             return f"{head}\n{outcome.error.traceback[-TEXT_LIMIT:]}"
         verdict: Verdict = outcome.value
         return f"{head}: {verdict.wrong[:TEXT_LIMIT] or verdict.refused or 'right'}"
+
+
+def _counts(summary: Summary) -> str:
+    return f"{summary.programs} programs, {len(summary.failures)} failed"
 
 
 def _until(programs: Iterator[Program], end: float) -> Iterator[Program]:
