@@ -260,7 +260,12 @@ def transposed_back(graph: fx.Graph, source: fx.Node, replaced: fx.Node) -> fx.N
 
 
 def views_and_strides(node: fx.Node) -> tuple[list[fx.Node], bool]:
-    """(a node and all that views or moves its elements, whether whatever uses these takes any strides)."""
+    """(a node and all that views or moves its elements, whether whatever uses these takes any strides).
+
+    What is kept for the backward has the strides that it had while the graph was traced, or, where it has others, those
+    of the first call as numbers: with sizes that change from call to call it has to keep its own.
+    """
+    has_symbols = any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
     views: dict[fx.Node, None] = {node: None}
     pending, takes_any = [node], True
     while pending:
@@ -269,7 +274,7 @@ def views_and_strides(node: fx.Node) -> tuple[list[fx.Node], bool]:
                 views[user] = None
                 pending.append(user)
             elif user not in views:
-                takes_any &= _takes_any_strides(user)
+                takes_any &= _takes_any_strides(user) and not (user.op == "output" and has_symbols)
     return list(views), takes_any
 
 
