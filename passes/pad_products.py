@@ -23,9 +23,17 @@ it leaves the graph, as with Inductor's padding. What needs them together, a col
 lies column by column is padded as the rows that it lies in. A size is only padded where elements lie together along it:
 M never, for a plain `x @ w`.
 
+The products of a site grow along K too, which each rank contracts alone: what is reduced, scattered or gathered behind
+them stays as it is, and so do all facts that ranks compare.
+
+    matmul_all_reduce([a [M, 4097]], [b [4097, N]])  ->  matmul_all_reduce([pad(a)], [pad(b)])
+
+What a site gathers is sent as it is: another rank may have a collective there that no pass has fused.
+
 It must not fire when
 * the product is not on a GPU, or of another dtype than bf16, fp16 and fp32, or its operands differ in it;
 * a size is dynamic, 0 or 1;
+* it is a site's, and padding K would leave an operand unaligned;
 * an operand lies neither by rows nor by columns, or the rows of a view are not as long as what lies between them;
 * all rows begin on 16 bytes already;
 * the rule finds that the copies cost more than the faster kernel saves.
@@ -34,6 +42,7 @@ It must not fire when
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +51,9 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes import proofs, rewriting
+from ditron_inductor.passes.order_collectives import is_task
 from ditron_inductor.task import alignment
-from ditron_inductor.task.alignment import RULE, Rule, Work
+from ditron_inductor.task.alignment import ALIGNED_BYTES, RULE, Rule, Work
 
 aten = torch.ops.aten
 
@@ -105,7 +115,7 @@ def find_unaligned(node: fx.Node, devices: tuple[str, ...] = GPUS) -> Match | No
     needed: set[str] = set()
     for one, (along_rows, along_columns) in ((of_lhs, "km"), (of_rhs, "nk"), (of_out, "nm")):
         along = along_rows if one.by_rows else along_columns
-        if one.aligned < alignment.ALIGNED_BYTES:
+        if one.aligned < ALIGNED_BYTES:
             if not one.whole or not missing[along]:
                 return None
             needed.add(along)
@@ -126,6 +136,54 @@ def find_unaligned(node: fx.Node, devices: tuple[str, ...] = GPUS) -> Match | No
         launches=sum(map(bool, copied)) + (bias is not None and bool(m + n)),
     )
     return Match(node, lhs, rhs, bias, m, k, n, work)
+
+
+@dataclass(frozen=True)
+class SiteProduct:
+    """A product a [.., K] @ b [K, N] of a site, and how much its K grows."""
+
+    a: fx.Node
+    b: fx.Node
+    k: int
+    work: Work
+
+
+def find_site_products(node: fx.Node, devices: tuple[str, ...] = GPUS) -> list[SiteProduct | None]:
+    """For each product that a site makes before it communicates, what padding K would align; None for the others."""
+    if not is_task(node):
+        return []
+    bound = proofs.arguments(node)
+    return [_site_product(node, a, b, devices) for a, b in zip(bound.get("a", ()), bound.get("b", ()), strict=True)]
+
+
+def _site_product(node: fx.Node, a: fx.Node, b: fx.Node, devices: tuple[str, ...]) -> SiteProduct | None:
+    lhs, rhs = proofs.tensor(a), proofs.tensor(b)
+    if not _paddable([lhs, rhs], devices):
+        return None
+    assert lhs is not None and rhs is not None
+    of_lhs, of_rhs = form(lhs), form(rhs)
+    K, N = rhs.shape
+    k = alignment.missing(K, rhs.dtype)
+    if of_lhs is None or of_rhs is None or not k:
+        return None
+    unaligned = [(one, along) for one, along in ((of_lhs, True), (of_rhs, False)) if one.aligned < ALIGNED_BYTES]
+    # K lies together in a by rows, in b by columns.
+    if not unaligned or any(not one.whole or one.by_rows != along for one, along in unaligned):
+        return None
+    copied = [_copied_bytes(a, node), _copied_bytes(b, node)]
+    out_bytes = lhs.numel() // K * N * lhs.dtype.itemsize
+    of_out = alignment.aligned_bytes(N * lhs.dtype.itemsize)
+    work = Work(
+        speed=alignment.speed_of(lhs.dtype),
+        flops=2 * lhs.numel() * N,
+        moved_bytes=_nbytes(lhs) + _nbytes(rhs) + out_bytes,
+        operand_bytes=min(of_lhs.aligned, of_rhs.aligned),
+        result_bytes=of_out,
+        copied_bytes=sum(copied),
+        launches=sum(map(bool, copied)),
+        padded_result_bytes=of_out,
+    )
+    return SiteProduct(a, b, k, work)
 
 
 def _paddable(values: list[torch.Tensor | None], devices: tuple[str, ...]) -> bool:
@@ -243,11 +301,30 @@ def _padded_bias(graph: fx.Graph, match: Match, padded: dict[Any, fx.Node]) -> f
     return padded[key]
 
 
+def rewrite_site(
+    graph: fx.Graph, node: fx.Node, found: Sequence[SiteProduct | None], padded: dict[Any, fx.Node]
+) -> None:
+    """Pads K of these products of a site; the others stay. padded: as for `rewrite`."""
+    a, b = list(proofs.arguments(node)["a"]), list(proofs.arguments(node)["b"])
+    with graph.inserting_before(node):
+        for index, one in enumerate(found):
+            if one is not None:
+                a[index] = _padded(graph, one.a, 0, one.k, padded)
+                b[index] = _padded(graph, one.b, one.k, 0, padded)
+    rewriting.set_argument(node, "a", a)
+    rewriting.set_argument(node, "b", b)
+    node.meta.pop("eager_input_vals", None)
+
+
 def pad_by(graph: fx.Graph, rule: Rule, devices: tuple[str, ...] = GPUS) -> int:
     """Pads every product for which it pays by a rule; returns how many."""
     padded: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.nodes):
+        factors = [one if one and rule.pays(one.work) else None for one in find_site_products(node, devices)]
+        if any(factors):
+            rewrite_site(graph, node, factors, padded)
+            count += sum(map(bool, factors))
         match = find_unaligned(node, devices)
         if match is not None and rule.pays(match.work):
             rewrite(graph, match, padded)

@@ -14,7 +14,7 @@ from torch.distributed import _functional_collectives as functional
 
 from ditron_inductor.backend import ditron
 from ditron_inductor.explain import without_caches
-from tests.ranks import RankContext, RankPools
+from tests.ranks import RankContext, RankPool, RankPools
 from tests.tolerances import assert_near
 
 
@@ -45,3 +45,27 @@ def test_ranks_compile_one_graph_whatever_their_clocks_say(rank_pools: RankPools
     first, second = rank_pools.get("cpu", 2).run(run_with_another_clock, timeout=100.0)
     assert first == second
     assert first["all_gather_contract"] + first["all_gather_matmul"] == 1
+
+
+def run_unaligned_on_gpus(ctx: RankContext) -> dict[str, int]:
+    """The sizes by which ranks parted, and a matmul of a graph without a site, large enough to be padded."""
+    torch._dynamo.reset()
+    counters.clear()
+    with without_caches():
+        shapes = ((191, 192), (191, 596))
+        given = [torch.randn(shape, dtype=torch.bfloat16, device=ctx.device) / 14 for shape in shapes]
+        compiled = torch.compile(both_gathered, backend=ditron)
+        assert_near(compiled(*given), both_gathered(*(one.double() for one in given)), what="both gathered")
+        x, w = (
+            torch.randn(shape, dtype=torch.bfloat16, device=ctx.device) / 64 for shape in ((2047, 4097), (1023, 4097))
+        )
+        linear = torch.compile(torch.nn.functional.linear, backend=ditron)
+        assert_near(linear(x, w), x.double() @ w.double().t(), what="padded")
+    return dict(counters["ditron"])
+
+
+@pytest.mark.gpu
+def test_unaligned_sizes_on_gpus(gpu_pool: RankPool) -> None:
+    for counted in gpu_pool.run(run_unaligned_on_gpus, timeout=200.0):
+        assert counted["all_gather_contract"] + counted["all_gather_matmul"] == 1
+        assert counted["pad_products"] == 1

@@ -6,8 +6,8 @@ slower. A copy with padded rows costs its bytes and a launch.
 
 The rule compares two times of one product,
 
-    as it is        max(flops / (speed * reached), bytes / bandwidth)
-    with padding    max(flops / speed, bytes / bandwidth) + bytes copied / bandwidth + launches * launch
+    as it is       max(flops / (speed * reached), bytes / bandwidth)
+    with padding   max(flops / (speed * reached then), bytes / bandwidth) + bytes copied / bandwidth + launches * launch
 
 and pads where the second one is shorter by `margin`. Its constants are those of one machine, on purpose: what is
 decided by the sizes alone is decided alike on all ranks, in all runs, and before and behind a cache. They are fitted to
@@ -36,6 +36,7 @@ class Work:
     flops: 2 * batch * M * N * K. moved_bytes: of its operands and its result, once. operand_bytes, result_bytes: a
     power of two up to `ALIGNED_BYTES`, to which all rows of both operands, and of the result, are aligned.
     copied_bytes: what padding reads and writes that is neither read nor written without it. launches: of such copies.
+    padded_result_bytes: as result_bytes, with padding.
     """
 
     speed: Speed
@@ -45,6 +46,7 @@ class Work:
     result_bytes: int
     copied_bytes: float
     launches: int
+    padded_result_bytes: int = ALIGNED_BYTES
 
 
 def _frozen(values: dict[object, float]) -> Mapping[object, float]:
@@ -72,17 +74,19 @@ class Rule:
     launch_s: float = 3e-6
     margin: float = 1.1
 
-    def reached(self, work: Work) -> float:
-        """The part of the speed of aligned operands that a product reaches as it is."""
+    def reached(self, work: Work) -> tuple[float, float]:
+        """The parts of the speed of aligned sizes that a product reaches: (as it is, with padding)."""
         if work.speed == torch.float32:
-            return self.plain
-        return min(self.operand[work.operand_bytes], self.result[work.result_bytes])
+            return self.plain, 1.0
+        as_it_is = min(self.operand[work.operand_bytes], self.result[work.result_bytes])
+        return as_it_is, self.result[work.padded_result_bytes]
 
     def seconds(self, work: Work) -> tuple[float, float]:
         """(as it is, with padding), as above."""
         read, compute = work.moved_bytes / self.bytes_per_s, work.flops / self.flops_per_s[work.speed]
         copies = work.copied_bytes / self.bytes_per_s + work.launches * self.launch_s
-        return max(compute / self.reached(work), read), max(compute, read) + copies
+        as_it_is, padded = self.reached(work)
+        return max(compute / as_it_is, read), max(compute / padded, read) + copies
 
     def pays(self, work: Work) -> bool:
         """Whether the product is faster with padding, by the margin."""

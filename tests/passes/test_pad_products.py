@@ -9,16 +9,32 @@ from typing import Any
 import expecttest
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx
+from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import _functional_collectives as functional
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ditron_inductor.explain import without_caches
 from ditron_inductor.options import Options
+from ditron_inductor.passes import proofs
+from ditron_inductor.passes.order_collectives import is_task
 from ditron_inductor.passes.pad_products import find_unaligned, form, pad_by, pad_products
-from ditron_inductor.pipeline import DitronPipeline
+from ditron_inductor.pipeline import PASSES, DitronPipeline
 from ditron_inductor.task.alignment import Rule
-from tests.passes.graphs import assert_no_new_guards, text, traced
+from tests.passes.graphs import (
+    all_gather,
+    all_reduce,
+    assert_no_new_guards,
+    fuse,
+    gather_dim,
+    reduce_scatter,
+    text,
+    traced,
+)
+from tests.ranks import RankContext, RankPools
 from tests.tolerances import assert_near
 
 aten = torch.ops.aten
@@ -233,3 +249,102 @@ def test_the_pass_goes_by_its_rule() -> None:
     # Decoding reads the weight once; a copy of it would take longer.
     assert passed((17, 4097), (4097, 4095)) == 0
     assert passed((8192, 4096), (4096, 4096)) == 0
+
+
+# Products of sites.
+
+
+def site(fn: Callable[..., Any], *shapes: Any) -> tuple[fx.GraphModule, fx.Node]:
+    """A graph of bf16 on a GPU after the fusions, and its only site."""
+    module = graph_of(fn, *shapes)
+    assert fuse(module) == 1
+    (found,) = [node for node in module.graph.nodes if is_task(node)]
+    return module, found
+
+
+@pytest.mark.usefixtures("group")
+def test_golden_site() -> None:
+    module, _ = site(lambda x, w: all_reduce(x.relu() @ w.t()), (32, 17), (19, 17))
+    assert padded(module) == 1
+    expecttest.assert_expected_inline(
+        text(module.graph),
+        """\
+x_1 [32, 17]
+w_1 [19, 17]
+relu [32, 17] = aten.relu(x_1)
+t [17, 19] = aten.t(w_1)
+constant_pad_nd_default [32, 24] = aten.constant_pad_nd(relu, [0, 7, 0, 0])
+permute_default [19, 17] = aten.permute(t, [1, 0])
+constant_pad_nd_default_1 [19, 24] = aten.constant_pad_nd(permute_default, [0, 7, 0, 0])
+permute_default_1 [24, 19] = aten.permute(constant_pad_nd_default_1, [1, 0])
+matmul_all_reduce = ditron.matmul_all_reduce([constant_pad_nd_default], [permute_default_1], None, None, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
+getitem [32, 19] = matmul_all_reduce[0]
+return getitem
+""",
+    )
+    assert padded(module) == 0
+
+
+SITES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], int]] = {
+    "reduce": (lambda x, w: all_reduce(x @ w), ((32, 17), (17, 24)), 1),
+    "scatter": (lambda x, w: reduce_scatter(x @ w.t()), ((32, 17), (24, 17)), 1),
+    "gather of a product": (lambda x, w: gather_dim(x @ w.t(), 1), ((32, 17), (24, 17)), 1),
+    "sum": (lambda x, w, v: all_reduce(x @ w + x.relu() @ v), ((32, 17), (17, 24), (17, 24)), 2),
+    "one of a sum": (lambda x, y, w, v: all_reduce(x @ w + y @ v), ((32, 17), (32, 16), (17, 24), (16, 24)), 1),
+    "batches of rows": (lambda x, w: all_reduce(x @ w), ((2, 16, 17), (17, 24)), 1),
+    # Rows of b would stay where they are.
+    "rows of b": (lambda x, w: all_reduce(x @ w), ((32, 17), (17, 19)), 0),
+    "columns of a": (lambda x, w: all_reduce(x.t() @ w.t()), ((17, 33), (24, 17)), 0),
+    "aligned": (lambda x, w: all_reduce(x @ w), ((33, 16), (16, 24)), 0),
+    # What is sent stays as it is.
+    "gathered": (lambda x, w: all_gather(x) @ w.t(), ((8, 17), (24, 17)), 0),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", SITES)
+def test_sites(name: str) -> None:
+    """K grows, and neither what the site returns nor any other argument of it."""
+    fn, shapes, found = SITES[name]
+    module, node = site(fn, *shapes)
+    before = dict(proofs.arguments(node))
+    assert padded(module) == found
+    after = proofs.arguments(node)
+    for key, value in after.items():
+        assert key in ("a", "b") or value == before[key]
+    for a, b in zip(after.get("a", ()), after.get("b", ()), strict=True):
+        assert a.meta["val"].shape[-1] == b.meta["val"].shape[0]
+        assert a.meta["val"].shape[-1] == (24 if a not in before["a"] else a.meta["val"].shape[-1])
+    assert padded(module) == 0
+
+
+def run_padded_site(ctx: RankContext) -> dict[str, int]:
+    """The pipeline with a pass in it that pads on the CPU, and wherever it can."""
+    from ditron_inductor import backend  # noqa: F401  (the ops and their kernels)
+
+    def pad_all(graph: fx.Graph, *, options: Options) -> int:
+        return pad_by(graph, ALWAYS, ("cpu",))
+
+    def fn(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        group = dist.group.WORLD
+        reduced = functional.all_reduce(x.relu() @ w, "sum", group)
+        return reduced, functional.reduce_scatter_tensor(torch.tanh(reduced) @ v.t(), "sum", 0, group)
+
+    passes = tuple(pad_all if one is pad_products else one for one in PASSES)
+    patches: dict[str, Any] = {"post_grad_custom_pre_pass": DitronPipeline(Options(), passes=passes)}
+    given = [torch.randn(shape) / 4 for shape in ((8, 17), (17, 20), (12, 20))]
+    torch._dynamo.reset()
+    counters.clear()
+    with without_caches():
+        compiled = torch.compile(
+            fn, backend=lambda gm, inputs: compile_fx(gm, inputs, config_patches=patches), dynamic=False
+        )
+        for one, wanted in zip(compiled(*given), fn(*(each.double() for each in given)), strict=True):
+            assert_near(one, wanted, num_partials=ctx.world_size)
+    return dict(counters["ditron"])
+
+
+def test_padded_sites_on_ranks(rank_pools: RankPools) -> None:
+    for counted in rank_pools.get("cpu", 2).run(run_padded_site, timeout=100.0):
+        assert counted["matmul_all_reduce"] == 1 and counted["matmul_reduce_scatter"] == 1
+        assert counted["pad_all"] == 1

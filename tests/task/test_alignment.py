@@ -34,14 +34,17 @@ def test_a_product_that_waits_for_memory_gains_nothing() -> None:
 
 
 def test_the_worst_of_operands_and_result_counts() -> None:
-    assert EASY.reached(dataclasses.replace(WORK, operand_bytes=16, result_bytes=2)) == 0.5
-    assert EASY.reached(dataclasses.replace(WORK, operand_bytes=2, result_bytes=2)) == 0.25
-    assert EASY.reached(dataclasses.replace(WORK, operand_bytes=16, result_bytes=16)) == 1.0
+    assert EASY.reached(dataclasses.replace(WORK, operand_bytes=16, result_bytes=2)) == (0.5, 1.0)
+    assert EASY.reached(dataclasses.replace(WORK, operand_bytes=2, result_bytes=2)) == (0.25, 1.0)
+    assert EASY.reached(dataclasses.replace(WORK, operand_bytes=16, result_bytes=16)) == (1.0, 1.0)
+    # Where the result cannot be padded.
+    kept = dataclasses.replace(WORK, operand_bytes=2, result_bytes=2, padded_result_bytes=2)
+    assert EASY.reached(kept) == (0.25, 0.5)
 
 
 def test_exact_fp32_has_a_part_of_its_own() -> None:
     exact = dataclasses.replace(WORK, speed=torch.float32)
-    assert EASY.reached(exact) == EASY.plain and not EASY.pays(exact)
+    assert EASY.reached(exact) == (EASY.plain, 1.0) and not EASY.pays(exact)
 
 
 @pytest.mark.parametrize("speed", [torch.bfloat16, torch.float16, torch.float32, TENSOR_FLOAT_32])
@@ -49,7 +52,7 @@ def test_exact_fp32_has_a_part_of_its_own() -> None:
 @pytest.mark.parametrize("result", [2, 4, 8, 16])
 def test_the_shipped_rule_knows_all_forms(speed: torch.dtype | str, operand: int, result: int) -> None:
     work = dataclasses.replace(WORK, speed=speed, operand_bytes=operand, result_bytes=result)
-    assert 0.0 < RULE.reached(work) <= 1.0
+    assert all(0.0 < part <= 1.0 for part in RULE.reached(work))
     assert min(RULE.seconds(work)) > 0.0
 
 
