@@ -14,22 +14,27 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from benchmarks.ops import unaligned
 from benchmarks.ops.unaligned import SETS, Cell, Measured
 from benchmarks.records import Row, read_csv
-from ditron_inductor.passes.pad_products import find_unaligned
+from ditron_inductor.passes.pad_products import find_unaligned, form
 from ditron_inductor.task.alignment import RULE, Work
 from tests.ranks import RankContext, RankPools
 
-US = {"eager": 400.0, "aligned": 100.0, "unpadded": 420.0, "inductor": 150.0, "padded": 140.0}
+US = {"eager": 400.0, "aligned": 100.0, "pitched": 110.0, "unpadded": 420.0, "inductor": 150.0, "padded": 140.0}
 
 
 @pytest.mark.parametrize("cell", [cell for cells in SETS.values() for cell in cells], ids=lambda cell: cell.shape)
 def test_every_cell_can_be_padded(cell: Cell) -> None:
     with FakeTensorMode():
-        given = cell.operands(torch.device("cuda"))
+        *given, _ = cell.operands(torch.device("cuda"))
         module = make_fx(torch.matmul)(*given)
-        aligned = cell.aligned().operands(torch.device("cuda"))
+        *aligned, _ = cell.aligned().operands(torch.device("cuda"))
+        *pitched, out = cell.operands(torch.device("cuda"), step=8)
         whole = make_fx(torch.matmul)(*aligned)
     assert [node for node in module.graph.nodes if find_unaligned(node)]
     assert not [node for node in whole.graph.nodes if find_unaligned(node)]
+    for one in (*pitched, out):
+        found = form(one)
+        assert found is not None and found.aligned == 16
+    assert [one.shape for one in pitched] == [one.shape for one in given]
     assert given[0].shape[-2:] == (cell.m, cell.k) and given[1].shape[-2:] == (cell.k, cell.n)
 
 

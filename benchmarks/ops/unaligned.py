@@ -6,13 +6,16 @@ Contestants, interleaved, eager:
 
     eager       torch.mm alone
     aligned     torch.mm alone, of the next aligned sizes: what padding could reach if it cost nothing
+    pitched     torch.mm alone, of the sizes as they are, with rows of operands and result that begin on 16 bytes:
+                whether longer pitches alone would do, as for rows that a site gathers into memory of ours
     unpadded    silu(relu(x) @ w) by Inductor without padding; with `around=none` x @ w
     inductor    the same with Inductor's `shape_padding`, which measures both and keeps the faster one
     padded      the same with `pad_products` by a rule that pads wherever it can
 
-Neither column is what the pipeline does: it pads by the rule in `ditron_inductor/task/alignment.py`, and the table says
-in which cells. Its last columns are the rule's choice over the better one of both (what a wrong choice costs), and
-Inductor's time over the rule's (above 1: ours is faster). A second table has what the rule's constants should be.
+The pipeline does what `unpadded` or what `padded` does, by the rule in `ditron_inductor/task/alignment.py`; the column
+`rule` says which. The next one is the time of its choice over the better one of both (what a wrong choice costs), the
+last one Inductor's time over that of the choice (above 1: ours is faster). A second table has what the rule's constants
+should be, and what part of the aligned speed `pitched` reaches.
 
 Layouts: `nn` x [M, K] @ w [K, N]; `nt` w [N, K] as `nn.Linear` holds it; `tn` x [K, M], as in a weight's gradient.
 """
@@ -50,7 +53,8 @@ MODULE = "benchmarks.ops.unaligned"
 BUDGET_S, LIMIT_S = 75.0, 240.0
 ALWAYS = Rule(margin=0.0)
 TOLERANCE = 4e-2
-HEADS = ["cell", "eager", "aligned", "unpadded", "inductor", "padded", "rule", "chosen/best", "inductor/chosen"]
+CONTESTANTS = ("eager", "aligned", "pitched", "unpadded", "inductor", "padded")
+HEADS = ["cell", *CONTESTANTS, "rule", "chosen/best", "inductor/chosen"]
 DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -59,6 +63,7 @@ DTYPES = {
 }
 
 Call = Callable[[int], torch.Tensor]
+Operands = Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -85,16 +90,23 @@ class Cell:
         m, n, k = (math.ceil(size / step) * step for size in (self.m, self.n, self.k))
         return Cell(m, n, k, self.layout, self.dtype, self.around, self.batch)
 
-    def operands(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random x [.., M, K] and w [.., K, N], which lie as the layout says."""
+    def operands(self, device: torch.device, step: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Random x [.., M, K] and w [.., K, N], which lie as the layout says, and an empty result by rows.
+
+        step: what the distance of rows in memory is a multiple of.
+        """
         batch = (self.batch,) if self.batch else ()
 
-        def draw(rows: int, columns: int, across: bool) -> torch.Tensor:
-            shape = (*batch, columns, rows) if across else (*batch, rows, columns)
-            drawn = torch.empty(shape, dtype=DTYPES[self.dtype], device=device).normal_()
+        def draw(rows: int, columns: int, across: bool, scale: float) -> torch.Tensor:
+            apart, length = (columns, rows) if across else (rows, columns)
+            shape = (*batch, apart, math.ceil(length / step) * step)
+            drawn = torch.empty(shape, dtype=DTYPES[self.dtype], device=device).normal_(std=scale)
+            drawn = drawn.narrow(-1, 0, length)
             return drawn.mT if across else drawn
 
-        return draw(self.m, self.k, self.layout[0] == "t"), draw(self.k, self.n, self.layout[1] == "t") / self.k**0.5
+        x = draw(self.m, self.k, self.layout[0] == "t", 1.0)
+        w = draw(self.k, self.n, self.layout[1] == "t", self.k**-0.5)
+        return x, w, draw(self.m, self.n, False, 1.0)
 
 
 SETS: dict[str, tuple[Cell, ...]] = {
@@ -179,7 +191,11 @@ def compiled(cell: Cell, device: torch.device, patches: dict[str, Any]) -> Calla
 def contestants(cell: Cell, device: torch.device) -> tuple[dict[str, Call], Work]:
     """All contestants, of operands that are used in turns, and what padding this product works with."""
     nbytes = DTYPES[cell.dtype].itemsize * max(cell.batch, 1) * cell.k * (cell.m + cell.n)
-    own, aligned = ([one.operands(device) for _ in range(copies_of(device, nbytes))] for one in (cell, cell.aligned()))
+    step = alignment.multiple(DTYPES[cell.dtype])
+    own, aligned, pitched = (
+        [one.operands(device, apart) for _ in range(copies_of(device, nbytes))]
+        for one, apart in ((cell, 1), (cell.aligned(), 1), (cell, step))
+    )
     works: list[Work] = []
     devices = (device.type,)
 
@@ -194,10 +210,17 @@ def contestants(cell: Cell, device: torch.device) -> tuple[dict[str, Call], Work
         "padded": {"shape_padding": False, "post_grad_custom_pre_pass": ours},
     }
 
-    def of(fn: Callable[..., torch.Tensor], operands: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Call:
-        return lambda i: fn(*operands[i % len(operands)])
+    def of(fn: Callable[..., torch.Tensor], operands: Operands) -> Call:
+        return lambda i: fn(*operands[i % len(operands)][:2])
 
-    calls = {"eager": of(torch.matmul, own), "aligned": of(torch.matmul, aligned)}
+    def into(operands: Operands) -> Call:
+        def call(i: int) -> torch.Tensor:
+            x, w, out = operands[i % len(operands)]
+            return torch.matmul(x, w, out=out)
+
+        return call
+
+    calls = {"eager": of(torch.matmul, own), "aligned": of(torch.matmul, aligned), "pitched": into(pitched)}
     with without_caches():
         for name, entries in patches.items():
             calls[name] = of(compiled(cell, device, entries), own)
@@ -247,7 +270,7 @@ def table(found: Sequence[Measured]) -> str:
     """Microseconds, and how good the rule's choice is."""
     lines = []
     for one in found:
-        times = [f"{one.us[name]:.1f}" for name in ("eager", "aligned", "unpadded", "inductor", "padded")]
+        times = [f"{one.us[name]:.1f}" for name in CONTESTANTS]
         best = min(one.us["padded"], one.us["unpadded"])
         ratios = [f"{one.chosen_us / best:.2f}", f"{one.us['inductor'] / one.chosen_us:.2f}"]
         lines.append([f"{one.cell.dtype} {one.cell.shape}", *times, "pad" if one.pads else "-", *ratios])
@@ -264,6 +287,9 @@ def fitted(found: Sequence[Measured]) -> str:
         compute_bound = rate > RULE.flops_per_s[speed] / 3
         if compute_bound:
             seen.setdefault((f"flops_per_s[{speed}] (largest)", RULE.flops_per_s[speed]), []).append(rate)
+            seen.setdefault((f"pitched[{min(work.operand_bytes, work.result_bytes)}]", 1.0), []).append(
+                alone / one.us["pitched"]
+            )
         reached = alone / one.us["eager"]
         if work.speed == torch.float32:
             seen.setdefault(("plain", RULE.plain), []).append(reached)
