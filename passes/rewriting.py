@@ -241,7 +241,13 @@ def transposed_back(graph: fx.Graph, source: fx.Node, replaced: fx.Node) -> fx.N
 
     A view, where whatever uses `replaced` takes any strides; else a copy with the strides that it had.
     """
-    node = transposed(graph, source)
+    return with_strides_of(graph, transposed(graph, source), replaced)
+
+
+def with_strides_of(graph: fx.Graph, node: fx.Node, replaced: fx.Node) -> fx.Node:
+    """What stands for the row-major tensor `replaced`, of which `node` holds the elements with other strides: `node`
+    itself, if whatever uses `replaced` takes any strides; else a row-major copy.
+    """
     views, takes_any = views_and_strides(replaced)
     if takes_any:
         for view in views:
@@ -250,12 +256,13 @@ def transposed_back(graph: fx.Graph, source: fx.Node, replaced: fx.Node) -> fx.N
                 view.target = aten.reshape.default
                 view.meta.pop("eager_input_vals", None)
         return node
-    value = node.meta["val"]
     copy = graph.create_node(
         "call_function", aten.clone.default, (node,), {"memory_format": torch.contiguous_format}, name="rows"
     )
     copy.meta.update(copied_meta(node))
-    copy.meta["val"] = fake_like(value, tuple(value.shape), (value.shape[1], 1))
+    value: torch.Tensor = node.meta["val"]
+    shape = tuple(value.shape)
+    copy.meta["val"] = fake_like(value, shape, contiguous_strides(shape))
     return copy
 
 
