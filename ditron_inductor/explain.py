@@ -270,7 +270,8 @@ def bytes_text(count: int) -> str:
 def _changed(options: Options) -> str:
     """The options that differ from the defaults, or nothing."""
     default = Options()
-    names = [field.name for field in fields(Options)]
+    # How long ranks wait for each other changes nothing in a report.
+    names = [field.name for field in fields(Options) if field.name != "meeting_s"]
     changed = [name for name in names if getattr(options, name) != getattr(default, name)]
     return "".join(f"; ditron.{name} = {getattr(options, name)}" for name in changed)
 

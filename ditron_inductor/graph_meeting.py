@@ -36,7 +36,7 @@ from ditron_inductor.pipeline import ConformPipeline
 
 logger = logging.getLogger(__name__)
 
-MOST_ATTEMPTS = 3
+MOST_ATTEMPTS = 2
 """Meetings to which somebody did not come; after so many a graph runs as Inductor alone would run it."""
 
 Other = Callable[[list[Any], Sequence[Any]], tuple[Any, ...]]

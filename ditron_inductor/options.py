@@ -81,7 +81,7 @@ class Options:
     strategy: str = "auto"
     workspace_limit: int = 1 << 30
     timeout_s: float | None = None
-    meeting_s: float = 20.0
+    meeting_s: float = 10.0
     fusions: tuple[str, ...] = FUSIONS
     table: str | None = None
     strict: bool = False

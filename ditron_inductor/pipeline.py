@@ -27,7 +27,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._logging import trace_structured
 
 from ditron_inductor.device.agreements import Form
-from ditron_inductor.device.facts import LaunchFacts
 from ditron_inductor.lowering import plain_graph
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
@@ -63,7 +62,7 @@ from ditron_inductor.passes.split_weights import split_weights
 from ditron_inductor.passes.try_forms import try_forms
 from ditron_inductor.passes.verify_tasks import verify_tasks
 from ditron_inductor.passes.vllm_collectives import group_names
-from ditron_inductor.passes.wire_facts import facts_of, graph_facts
+from ditron_inductor.passes.wire_facts import Before, before_passes, facts_of, graph_facts
 from ditron_inductor.records import record_graph
 from ditron_inductor.sites import SiteSink, current_sink
 from ditron_inductor.summary import summary
@@ -115,6 +114,8 @@ PASSES: tuple[Pass, ...] = (
     name_sites,
     verify_tasks,
 )
+MOVING = ("share_gathers", "merge_reductions", "move_across", "sequence_parallel", "try_forms")
+"""Passes behind which other numbers travel than before, or in another order: right only if all ranks do the same."""
 JOINT_PASSES: tuple[Pass, ...] = (recompute_masks, split_trained_weights)
 
 
@@ -180,12 +181,13 @@ class DitronPipeline(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         declare_calls()
         text = graph_text(graph) if self.sink is not None else ""
-        before = facts_of(graph)
+        before = before_passes(graph)
         plain = plain_graph.dump(graph) if before else ""
-        run(graph, self.options, self.passes)
+        rewritten = run(graph, self.options, self.passes)
         mark_calls(graph)
-        if before:
-            add_meeting(graph, before, plain, self.options)
+        if before is not None:
+            moved = ", ".join(f"{name} {rewritten[name]}" for name in MOVING if rewritten.get(name))
+            add_meeting(graph, before, moved, plain, self.options)
         if self.options.summary:
             summary.add(graph)
         if self.sink is not None:
@@ -263,18 +265,17 @@ def mark_calls(graph: fx.Graph) -> None:
             node.meta[COMPILED_BY_US] = True
 
 
-def add_meeting(
-    graph: fx.Graph, before: Mapping[str, Sequence[LaunchFacts]], plain: str, options: Options
-) -> None:
+def add_meeting(graph: fx.Graph, before: Before, moved: str, plain: str, options: Options) -> None:
     """Have the ranks compare the graph when it first runs; its sites carry the key by which they find what came of it.
 
-    before: the launches of the graph as Inductor alone would run it. plain: that graph, see lowering/plain_graph.py.
+    before: of the graph as Inductor alone would run it. moved: what the passes changed of its collectives. plain: that
+    graph, see lowering/plain_graph.py.
     """
     from ditron_inductor.lowering.meeting_kernel import MEETING
 
-    key = graph_facts(before, facts_of(graph), options.shared()).key
+    key = graph_facts(before, facts_of(graph), moved, options.shared()).key
     add_key(graph, key)
-    facts = graph_facts(before, facts_of(graph), options.shared())
+    facts = graph_facts(before, facts_of(graph), moved, options.shared())
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         node = graph.call_function(overload("meet"), (key,))

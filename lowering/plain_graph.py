@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses import FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler
 from torch.fx._graph_pickler import Options as PickleOptions
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,6 @@ def dump(graph: fx.Graph) -> str:
 
 def load(text: str) -> fx.GraphModule:
     """The module that `dump` wrote."""
-    from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     # Without metadata there is no fake tensor in it, but the unpickler wants to know a mode.
@@ -90,12 +91,32 @@ class PlainGraph:
 
         # Inductor changes the module that it compiles.
         module = load(self._text)
+        _note_numbers(module, inputs)
         with torch.no_grad(), config.patch(
             {"post_grad_custom_pre_pass": self._rewrite, "triton.cudagraphs": False}
         ):
             compiled: Any = compile_fx_inner(module, inputs)
         run: Run = compiled
         return run
+
+
+class _Numbers(FakeTensorProp):
+    """Notes the numbers that a graph computes, of which FakeTensorProp notes symbols only."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, (int, float, bool)):
+            n.meta["val"] = result
+        return result
+
+
+def _note_numbers(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(one, static_shapes=True) if isinstance(one, torch.Tensor) else one for one in inputs]
+    _Numbers(module, mode).propagate_dont_convert_inputs(*fakes)
+    for node in module.graph.nodes:
+        if not isinstance(node.meta.get("val"), (int, float, bool)):
+            node.meta.clear()
 
 
 def restrided(outputs: Sequence[Any], strides: Sequence[tuple[int, ...] | None]) -> tuple[Any, ...]:

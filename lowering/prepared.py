@@ -95,7 +95,7 @@ class Prepared:
         """What runs a call on the current stream."""
         if self.eager is self.captured:
             return self.eager
-        assert isinstance(self.workspace, Workspace)
+        assert not isinstance(self.workspace, Holder)
         return self.captured if self.workspace.shared.order.is_capturing() else self.eager
 
 
@@ -129,7 +129,7 @@ class PreparedCalls:
         if len(self._known) >= MOST_CALLS:
             self._known.clear()
         self._known[key] = prepared
-        if isinstance(prepared.workspace, Workspace):
+        if not isinstance(prepared.workspace, Holder):
             prepared.workspace.shared.at_release.add(self._forget)
 
     def __len__(self) -> int:
@@ -139,5 +139,5 @@ class PreparedCalls:
         self._known = {
             key: one
             for key, one in self._known.items()
-            if not isinstance(one.workspace, Workspace) or one.workspace.shared is not shared
+            if isinstance(one.workspace, Holder) or one.workspace.shared is not shared
         }

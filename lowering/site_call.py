@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ditron_inductor.device import Workspace
+from ditron_inductor.device.meetings import Holder
 from ditron_inductor.lowering.launcher import internals
 from ditron_inductor.lowering.prepared import Prepared
 from ditron_inductor.lowering.recording import Recorder, Scout, recording
@@ -137,7 +137,7 @@ def _can_be_recorded(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> boo
         return False
     if not are_plain(tensors) or any(x.numel() == 0 or x.device != tensors[0].device for x in tensors):
         return False
-    assert isinstance(prepared.workspace, Workspace), "a call that has none runs by the library"
+    assert not isinstance(prepared.workspace, Holder), "a call without a workspace runs by the library"
     return not prepared.workspace.shared.order.is_capturing()
 
 

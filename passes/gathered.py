@@ -290,6 +290,7 @@ def replace(
         values.append(rewriting.new_token(value))
         meta = rewriting.copied_meta(feeds.matmuls[0].mm)
         call = rewriting.call_task(graph, task, (shard, operands), dims, meta, values)
+        call.meta[rewriting.TRANSPOSED] = swapped
         products = [
             rewriting.output(graph, call, index, rewriting.copied_meta(one.mm))
             for index, one in enumerate(feeds.matmuls)

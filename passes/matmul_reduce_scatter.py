@@ -209,6 +209,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             (value, rewriting.new_token(value)),
             product.epilogue,
         )
+        call.meta[rewriting.TRANSPOSED] = match.column_sizes is not None
         scattered = rewriting.output(graph, call, 0, rewriting.copied_meta(wait))
         if match.column_sizes is not None:
             scattered = _rows_of_columns(graph, match.column_sizes, scattered, wait)

@@ -100,6 +100,10 @@ def _mode_of(value: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext()
 
 
+TRANSPOSED = "ditron_transposed"
+"""Marks, in the metadata of a Task node, that it solves the transposed problem."""
+
+
 def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
     """Inserts an op call whose result has this shape, row-major, and the dtype, device and metadata of `origin`."""
     node = graph.call_function(target, args)

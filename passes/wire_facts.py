@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ditron_inductor.device.facts import GraphFacts, GroupFacts, LaunchFacts, di
 from ditron_inductor.passes.collectives import group_size
 from ditron_inductor.passes.order_collectives import GROUP_ARGUMENT, is_task, launches_collective
 from ditron_inductor.passes.proofs import arguments
+from ditron_inductor.passes.rewriting import TRANSPOSED
 from ditron_inductor.passes.vllm_collectives import group_names, is_vllm_collective
 from ditron_inductor.task.nodes import AllGatherMatmul, AttentionNode, FlashDecode, TaskNode
 from ditron_inductor.task.ops import node_from_call
@@ -81,15 +82,50 @@ def facts_of(graph: fx.Graph) -> dict[str, list[LaunchFacts]]:
     return {name: [facts for _, facts in launches] for name, launches in launches_of(graph).items()}
 
 
+@dataclass(frozen=True)
+class Before:
+    """What is noted of a graph before the passes: its launches by group, and the hash of its ops."""
+
+    launches: Mapping[str, Sequence[LaunchFacts]]
+    structure: str
+
+
+def before_passes(graph: fx.Graph) -> Before | None:
+    """What has to be known of a graph that the passes are going to change; None for one without collectives."""
+    launches = facts_of(graph)
+    return Before(launches, _structure(graph)) if launches else None
+
+
 def graph_facts(
-    before: Mapping[str, Sequence[LaunchFacts]], after: Mapping[str, Sequence[LaunchFacts]], options: Mapping[str, str]
+    before: Before, after: Mapping[str, Sequence[LaunchFacts]], moved: str, options: Mapping[str, str]
 ) -> GraphFacts:
-    """The facts of one graph from its launches before the passes and after them."""
+    """The facts of one graph before the passes and after them. moved: see GroupFacts."""
     groups = tuple(
-        GroupFacts(name, group_size(name) or 0, tuple(before.get(name, ())), tuple(after.get(name, ())))
-        for name in sorted({*before, *after})
+        GroupFacts(
+            name,
+            group_size(name) or 0,
+            tuple(before.launches.get(name, ())),
+            tuple(after.get(name, ())),
+            moved,
+            before.structure,
+        )
+        for name in sorted({*before.launches, *after})
     )
     return GraphFacts(groups, dict(options))
+
+
+def _structure(graph: fx.Graph) -> str:
+    """A hash of the ops and of what they read, and of the numbers with a fraction among their arguments. Whole numbers
+    are left out: sizes and offsets, which may be one rank's own.
+    """
+    numbers: dict[fx.Node, int] = {}
+    lines = []
+    for number, node in enumerate(graph.nodes):
+        numbers[node] = number
+        inputs = [numbers[given] for given in node.all_input_nodes]
+        fractions = [one for one in (*node.args, *node.kwargs.values()) if isinstance(one, float)]
+        lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {inputs} {fractions}")
+    return digest("\n".join(lines))
 
 
 def _collective_facts(node: fx.Node) -> LaunchFacts:
@@ -111,8 +147,9 @@ def _task_facts(node: fx.Node) -> LaunchFacts:
     task = node_from_call(node.target, node.args)
     first = _first_tensor(node)
     local = {field.name: getattr(task, field.name) for field in fields(task) if field.name in LOCAL_FIELDS}
+    wire = _wire(WIRES.get(task.kind) or own_wire(task), getattr(task, "reduce_op", None), first.dtype)
     return LaunchFacts(
-        wire=_wire(WIRES.get(task.kind) or own_wire(task), getattr(task, "reduce_op", None), first.dtype),
+        wire=f"{wire} transposed" if _is_transposed(node) else wire,
         numel=_task_numel(node, task),
         device_type=first.device.type,
         kind=f"{task.kind} behind a norm" if isinstance(task, AllGatherMatmul) and task.prologue else task.kind,
@@ -147,6 +184,11 @@ def _task_numel(node: fx.Node, task: TaskNode) -> int | None:
         weight = node.args[1][0].meta["val"]  # type: ignore[index, union-attr]
         return _known([*first.shape[:-1], weight.shape[1]])
     return _known(first.shape)
+
+
+def _is_transposed(node: fx.Node) -> bool:
+    """Whether a Task node solves the transposed problem, and sends the transposes of what its collective had sent."""
+    return bool(node.meta.get(TRANSPOSED))
 
 
 def _first_tensor(node: fx.Node) -> torch.Tensor:

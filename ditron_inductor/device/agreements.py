@@ -38,12 +38,14 @@ class Form:
 class Agreement:
     """What all ranks run: the form of each launch, by group; or, where `plain` says why, what Inductor would run.
 
-    counts: how many collectives the graph of each rank holds, by group and rank.
+    counts: how many collectives the graph of each rank holds, by group and rank. moved: by group what all graphs moved
+    across their collectives, and the hash of their ops, where they moved something.
     """
 
     plain: str = ""
     forms: Mapping[str, tuple[Form, ...]] = field(default_factory=dict)
     counts: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    moved: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,9 @@ def decide(facts: GraphFacts, agreement: Agreement) -> Decision:
     conform = False
     for group in facts.groups:
         forms = agreement.forms.get(group.name, tuple(Form(launch.wire) for launch in group.before))
+        agreed, own = agreement.moved.get(group.name), (group.moved, group.structure)
+        if agreed != own and (agreed is not None or group.moved):
+            raise _unlike(group, forms)
         wires = [form.wire for form in forms]
         if wires != [launch.wire for launch in group.after]:
             if wires != [launch.wire for launch in group.before]:

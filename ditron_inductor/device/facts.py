@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SERVED_BY_LIBRARY = "all_reduce", "reduce_scatter", "all_gather", "all_to_all"
+SERVED_BY_LIBRARY = "all_reduce", "reduce_scatter", "all_gather"
 """Collectives whose Task nodes, when they run by `library`, issue just the collective that a rank without the node
-issues itself.
+issues itself. The nodes of all-to-alls send the same elements in another order.
 """
 
 EQUAL_SIZES = "all_reduce", "reduce_scatter", "all_gather"
@@ -46,13 +46,17 @@ class LaunchFacts:
 class GroupFacts:
     """The launches of one group in one graph. before: as Inductor alone would run them; after: as the passes left them.
 
-    world_size: the number of ranks that the graph was compiled for.
+    world_size: the number of ranks that the graph was compiled for. moved: what the passes moved from one side of a
+    collective to the other, or made one of, so that other numbers travel, or in another order; empty if nothing.
+    structure: a hash of all ops of the graph before the passes.
     """
 
     name: str
     world_size: int
     before: tuple[LaunchFacts, ...]
     after: tuple[LaunchFacts, ...]
+    moved: str = ""
+    structure: str = ""
 
     @property
     def is_bare(self) -> bool:
@@ -60,7 +64,7 @@ class GroupFacts:
         decide, and waits for nobody.
         """
         same = [one.wire for one in self.before] == [one.wire for one in self.after]
-        return same and not any(one.kind for one in self.after)
+        return same and not self.moved and not any(one.kind for one in self.after)
 
     @property
     def form(self) -> tuple[tuple[str, str], ...]:
@@ -138,7 +142,8 @@ def digest(text: str) -> str:
 def group_of(value: Mapping[str, Any]) -> GroupFacts:
     """The facts of a group from what JSON makes of them."""
     before, after = ([LaunchFacts(**launch) for launch in value[part]] for part in ("before", "after"))
-    return GroupFacts(value["name"], value["world_size"], tuple(before), tuple(after))
+    others = value["moved"], value["structure"]
+    return GroupFacts(value["name"], value["world_size"], tuple(before), tuple(after), *others)
 
 
 def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) -> Verdict:
@@ -153,6 +158,10 @@ def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) 
         counts = [len(getattr(group, part)) for group in groups]
         if len(set(counts)) > 1:
             return Verdict(plain=f"the graphs of the ranks have {by_rank(counts)} {name} of the group")
+    moved = [(group.moved, group.structure) for group in groups]
+    if len(set(moved)) > 1 and any(what for what, _ in moved):
+        what = by_rank([what or "nothing" for what, _ in moved])
+        return Verdict(plain=f"the graphs differ, and the passes moved something across their collectives: {what}")
     library: dict[int, str] = {}
     leader: dict[int, str] = {}
     for number, launches in enumerate(zip(*[group.after for group in groups], strict=True)):

@@ -357,7 +357,12 @@ class _Meeting:
             log.group.name: forms_of(entry.facts, verdict)
             for log, entry, verdict in zip(self.logs, self.own, verdicts, strict=True)
         }
-        return Agreement(plain=plain, forms={} if plain else forms)
+        moved = {
+            log.group.name: (entry.facts.moved, entry.facts.structure)
+            for log, entry in zip(self.logs, self.own, strict=True)
+            if entry.facts.moved
+        }
+        return Agreement(plain=plain, forms={} if plain else forms, moved=moved)
 
     @staticmethod
     def _absent(log: GroupLog, seen: Mapping[int, Entry]) -> list[int]:

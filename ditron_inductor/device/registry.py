@@ -102,7 +102,7 @@ class Registry:
             shared = self._open(group, exact, options, timeout_s)
         elif not any(ws._shared is shared and ws.options == options for ws in self._bound.values()):
             self._agree(shared, options, timeout_s)
-        workspace = Workspace(shared, options, timeout_s, max(timeout_s, self.first_timeout_s))
+        workspace = Workspace(shared, options, timeout_s, self.first_timeout_s)
         self._bound[group_name, exact, options] = workspace
         return workspace
 

@@ -38,7 +38,8 @@ class Health:
             layout.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
         )
         self.timeout_s = 0.0
-        self._begun_at: float | None = 0.0 if device.type == "cpu" else None
+        self._on_host = device.type == "cpu"
+        self._begun_at: float | None = None
         self._group = group
         self._sites = sites
         # Reads the word itself: a tensor's item() costs microseconds, and every call asks.
@@ -50,7 +51,7 @@ class Health:
     def begin(self, timeout_s: float) -> None:
         """A call begins whose waits end after so many seconds."""
         self.timeout_s = timeout_s
-        if self._begun_at is not None:
+        if self._on_host:
             self._begun_at = time.monotonic()
 
     def _waited_s(self) -> float:

@@ -246,12 +246,12 @@ class Workspace:
     """The workspace of (group, device) as a site with `options` uses it. Get it from `device.workspaces.get`."""
 
     def __init__(
-        self, shared: SharedWorkspace, options: AgreedOptions, timeout_s: float, first_timeout_s: float
+        self, shared: SharedWorkspace, options: AgreedOptions, timeout_s: float, first_timeout_s: float = 0.0
     ) -> None:
         self._shared = shared
         self.options = options
         self.timeout_s = timeout_s
-        self.first_timeout_s = first_timeout_s
+        self.first_timeout_s = max(timeout_s, first_timeout_s)
 
     @property
     def capabilities(self) -> Capabilities:

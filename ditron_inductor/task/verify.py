@@ -6,6 +6,7 @@ A violation is a mistake of a pass. It is found here, at compile time, and not a
 from __future__ import annotations
 
 import math
+from collections import Counter
 from operator import getitem
 from typing import Any
 
@@ -59,9 +60,10 @@ def verify_graph(graph: fx.Graph) -> None:
         _require(bool(task.site), call, "has no site name")
         _verify_operands(call, task)
         _verify_outputs(call, task)
-    sites = [task.site for _, task in calls]
+    sites = Counter((task.group_name, task.site) for _, task in calls)
     for call, task in calls:
-        _require(sites.count(task.site) == 1, call, f"shares its site name {task.site!r} with another call")
+        alone = sites[task.group_name, task.site] == 1
+        _require(alone, call, f"shares its site name {task.site!r} with another call of its group")
     _verify_tokens(calls)
 
 

@@ -140,11 +140,12 @@ def _sizes_change(ctx: RankContext) -> list[int]:
     return meetings
 
 
-def test_ranks_meet_when_a_local_size_changes_and_only_then(rank_pools: RankPools) -> None:
+def test_ranks_meet_once_for_a_local_size_whatever_becomes_of_it(rank_pools: RankPools) -> None:
     for meetings in rank_pools.get("cpu", 2, label="prepared").run(_sizes_change):
         steps = [after - before for before, after in zip(meetings, meetings[1:], strict=False)]
         before_reset, after_reset = steps[:6], steps[7:]
-        assert before_reset == [0, 0, 1, 0, 1, 0]
+        # It may have changed on one rank alone, and the others would not come.
+        assert before_reset == [0, 0, 0, 0, 0, 0]
         assert after_reset == [1, 0]
 
 
