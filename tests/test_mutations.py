@@ -11,7 +11,18 @@ import re
 import pytest
 
 from tests.mutations.catalogue import MUTATIONS
-from tests.mutations.mutation import KILLED, PAGE, ROOT, Mutation, parts, table, with_table, written_results
+from tests.mutations.mutation import (
+    BEGIN,
+    END,
+    KILLED,
+    PAGE,
+    ROOT,
+    Mutation,
+    parts,
+    table,
+    with_table,
+    written_results,
+)
 
 NAMES = [one.name for one in MUTATIONS]
 ONE = Mutation("a wrong sum", "a.py", "x + y", "x - y", "tests/test_a.py::test_sum")
@@ -55,7 +66,7 @@ def test_a_text_that_does_not_stand_there_once_is_refused() -> None:
 
 def test_results_that_were_not_taken_again_are_kept() -> None:
     two = Mutation("another", "b.py", "1", "2", "tests/test_b.py::test_two")
-    page = with_table("# Page\n\n<!-- begin: python -m tests.mutations --write -->\n<!-- end -->\n\nmore\n", [ONE, two], {})
+    page = with_table(f"# Page\n\n{BEGIN}{END}\nmore\n", [ONE, two], {})
     assert written_results(page) == {ONE.name: "not run", two.name: "not run"}
     page = with_table(page, [ONE, two], {ONE.name: KILLED})
     page = with_table(page, [ONE, two], {two.name: "survived"})

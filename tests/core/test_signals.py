@@ -103,7 +103,7 @@ def launch(kernel: Any, credits: list[int], *, poison: int = 0) -> Found:
 
 
 def check_credits(ctx: RankContext) -> None:
-    """A slot is free when each peer has finished with its previous use, the newest one or a later one, and not before."""
+    """A slot is free when each peer has finished with its previous use, or with a later one, and not before."""
     before = EPOCH_NOW - 1
     for kernel in (may_send_kernel, wait_credits_kernel):
         for credits in ([before, 0, before], [before + 3, 0, before]):
