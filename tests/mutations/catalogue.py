@@ -158,10 +158,10 @@ DEVICE: tuple[Mutation, ...] = (
         "tests/device/test_capabilities.py::test_all_ranks_send_in_band_or_none",
     ),
     Mutation(
-        "a meeting ends with what an earlier life left",
+        "a rank is met under the same name in every life",
         "ditron_inductor/device/exchange.py",
-        """if rank != group.rank and (hello is None or hello["seen"][group.rank] != nonce)""",
-        """if rank != group.rank and hello is None""",
+        "nonce = uuid.uuid4().hex",
+        "nonce = str(group.rank)",
         "tests/device/test_exchange.py::test_leftovers_of_an_earlier_group_are_not_met",
     ),
     Mutation(
@@ -169,10 +169,11 @@ DEVICE: tuple[Mutation, ...] = (
         RING,
         "return min(rounded, most)",
         "return rounded",
-        "tests/device/test_ring.py::test_slots_are_large_enough_and_within_the_limit",
+        "tests/device/test_ring.py::test_the_step_of_sizes_ends_at_the_limit",
     ),
 )
 
+ORDERS = "tests/core/test_order.py::test_orders"
 REDUCTIONS = "tests/lowering/test_matmul_reduce_scatter.py::test_matches_reference"
 ODD_REDUCTION = f"{REDUCTIONS}[cpu2-67x100@0-129-rc-bfloat16-avg-tile]"
 INNER_REDUCTION = f"{REDUCTIONS}[cpu2-2x3x5x16@1-33-rr-bfloat16-sum-tile]"
@@ -192,7 +193,7 @@ LOWERING: tuple[Mutation, ...] = (
         "ditron_inductor/core/order.py",
         "return (rank + step) % WORLD",
         "return (rank + 1 + step) % WORLD",
-        ODD_GATHER,
+        ORDERS,
     ),
     Mutation(
         "chunks are scattered to the wrong ranks",
