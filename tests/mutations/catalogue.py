@@ -178,12 +178,14 @@ REDUCTIONS = "tests/lowering/test_matmul_reduce_scatter.py::test_matches_referen
 ODD_REDUCTION = f"{REDUCTIONS}[cpu2-67x100@0-129-rc-bfloat16-avg-tile]"
 INNER_REDUCTION = f"{REDUCTIONS}[cpu2-2x3x5x16@1-33-rr-bfloat16-sum-tile]"
 ONE_SHOT = "tests/lowering/test_matmul_all_reduce.py::test_matches_reference[cpu2-1x64-40-rr-bfloat16-sum-tile]"
+TWO_SHOTS = "tests/lowering/test_matmul_all_reduce.py::test_matches_reference[cpu2-67x100-129-rc-bfloat16-avg-tile]"
 GATHERS = "tests/lowering/test_all_gather_matmul.py::test_matches_reference"
 ODD_GATHER = f"{GATHERS}[cpu2-67x100@0-r-129c+1r+24p-bfloat16-nogather-tile]"
 BIASED_SUM = "tests/lowering/test_sums.py::test_matches_reference[cpu2-reduce-2x33x48-36-bfloat16-sum-bias]"
 LATE_RANK = "tests/lowering/test_repeated_calls.py::test_a_rank_starts_late[cpu2--1]"
-BACK_TO_BACK = "tests/lowering/test_repeated_calls.py::test_back_to_back_with_random_delays"
 ORDER = "tests/lowering/test_rank_order.py::test_every_sum_has_the_bits_of_the_sum_in_rank_order"
+ROUNDINGS = "tests/lowering/test_epilogues.py::test_every_rounding_of_the_text_is_made"
+UNCREDITED = "tests/lowering/test_uncredited.py::test_nothing_is_sent_without_credits"
 EPILOGUES = "tests/lowering/test_epilogues.py::test_matches_the_text"
 PARTIALS = "lowering/partials.py"
 
@@ -267,18 +269,18 @@ LOWERING: tuple[Mutation, ...] = (
         LATE_RANK,
     ),
     Mutation(
-        "a program's last partial is not carried",
-        "lowering/matmul_reduce_scatter/tile.py",
-        "        carry(outbox, (target,), 0, BLOCK_WORDS, 1, 1, PIECE)\n",
-        "        carry(outbox, (target,), 0, 0, 1, 1, PIECE)\n",
-        ODD_REDUCTION,
+        "a result is not carried before a wait",
+        "lowering/matmul_all_reduce/two_shot.py",
+        "carry(box, targets, 0, carried, num_targets, WORLD - 1, PIECE)",
+        "carry(box, targets, 0, 0, num_targets, WORLD - 1, PIECE)",
+        TWO_SHOTS,
     ),
     Mutation(
         "no credits before the first push of a gather",
         "lowering/all_gather_matmul/tile.py",
         "        if wait_credits(table, ctl, rank, slot, site, epoch, WORLD) != 0:\n            for i",
         "        if epoch != 0:\n            for i",
-        f"{BACK_TO_BACK}[cpu2-all_gather_matmul--1]",
+        f"{UNCREDITED}[cpu2-all_gather_matmul]",
     ),
     Mutation(
         "a gather's tile does not wait for its chunk",
@@ -313,14 +315,14 @@ LOWERING: tuple[Mutation, ...] = (
         "lowering/epilogues.py",
         "mm = mm + (accs[i].to(DTYPE).to(tl.float32),)  # type: ignore[assignment]",
         "mm = mm + (accs[i],)  # type: ignore[assignment]",
-        f"{EPILOGUES}[cpu2-tile]",
+        f"{ROUNDINGS}[cpu2-a product]",
     ),
     Mutation(
         "a cast inside an epilogue is dropped",
         "lowering/epilogues.py",
         'code = f"{value(argument)}.to({TRITON_DTYPES[dtype]}).to(tl.float32)"',
         'code = f"{value(argument)}"',
-        f"{EPILOGUES}[cpu2-tile]",
+        f"{ROUNDINGS}[cpu2-a cast]",
     ),
     Mutation(
         "an extra row is read as a column",
@@ -341,14 +343,14 @@ LOWERING: tuple[Mutation, ...] = (
         "lowering/schedules.py",
         "        base = (rank + piece.step) % world_size * rows\n",
         "        base = (rank - piece.step) % world_size * rows\n",
-        "tests/lowering/test_schedules.py::test_a_gather_takes_every_row_once",
+        "tests/lowering/test_schedules.py::test_runs_join_what_lies_together",
     ),
     Mutation(
         "shards are published by a program that lacks its credits",
         "lowering/transfers.py",
         "    if ok != 0:\n        # A program without its credits does not arrive",
         "    if ok >= 0:\n        # A program without its credits does not arrive",
-        "tests/lowering/test_chunked_failures.py::test_a_reader_that_is_overtaken",
+        f"{UNCREDITED}[cpu2-all_gather_matmul by chunked]",
     ),
     Mutation(
         "a slot is not revoked",
