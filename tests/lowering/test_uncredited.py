@@ -11,7 +11,7 @@ from ditron_inductor.device import layout, workspaces
 from ditron_inductor.errors import DitronTimeout
 from tests.lowering.calls import Site
 from tests.lowering.failures import reset
-from tests.lowering.problems import SMALL, TILE_KINDS, Problem
+from tests.lowering.problems import ODD, SMALL, TILE_KINDS, Problem
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
 
@@ -21,8 +21,9 @@ READER = 1
 """The rank that has not finished with the slot, as far as rank 0 knows."""
 
 
-def check(ctx: RankContext, kind: str, strategy: str) -> None:
-    problem = Problem(ctx, kind, SMALL[ctx.device.type], site=Site(name=f"uncredited/0:{kind}", strategy=strategy))
+def check(ctx: RankContext, kind: str, strategy: str, odd: bool) -> None:
+    site = Site(name=f"uncredited/{odd:d}:{kind}", strategy=strategy)
+    problem = Problem(ctx, kind, (ODD if odd else SMALL)[ctx.device.type], site=site)
     for _ in range(layout.NUM_SLOTS + 1):
         problem.check(problem())
     (shared,) = workspaces.of_group(dist.distributed_c10d._resolve_process_group(ctx.group_name))
@@ -51,7 +52,13 @@ def check(ctx: RankContext, kind: str, strategy: str) -> None:
     reset(ctx)
 
 
-@pytest.mark.parametrize("sending", [*TILE_KINDS, "all_gather_matmul by chunked"])
+SENDING = {
+    **{kind: (kind, "tile", False) for kind in TILE_KINDS},
+    "a gather whose tiles carry nothing": ("all_gather_matmul", "tile", True),
+    "a gather by chunks": ("all_gather_matmul", "chunked", False),
+}
+
+
+@pytest.mark.parametrize("sending", SENDING)
 def test_nothing_is_sent_without_credits(fragile_pool: RankPool, sending: str) -> None:
-    kind, _, strategy = sending.partition(" by ")
-    fragile_pool.run(check, kind, strategy or "tile")
+    fragile_pool.run(check, *SENDING[sending])

@@ -280,7 +280,21 @@ LOWERING: tuple[Mutation, ...] = (
         "lowering/all_gather_matmul/tile.py",
         "        if wait_credits(table, ctl, rank, slot, site, epoch, WORLD) != 0:\n            for i",
         "        if epoch != 0:\n            for i",
+        f"{UNCREDITED}[cpu2-a gather whose tiles carry nothing]",
+    ),
+    Mutation(
+        "no credits before a gather's tile carries",
+        "lowering/all_gather_matmul/tile.py",
+        "carries = carries & (credited > 0)",
+        "carries = carries & (credited > -1)",
         f"{UNCREDITED}[cpu2-all_gather_matmul]",
+    ),
+    Mutation(
+        "no credits before the partials of a reduce-scatter",
+        "lowering/matmul_reduce_scatter/tile.py",
+        "ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)",
+        "ok = alive",
+        f"{UNCREDITED}[cpu2-matmul_reduce_scatter]",
     ),
     Mutation(
         "a gather's tile does not wait for its chunk",
@@ -350,7 +364,7 @@ LOWERING: tuple[Mutation, ...] = (
         "lowering/transfers.py",
         "    if ok != 0:\n        # A program without its credits does not arrive",
         "    if ok >= 0:\n        # A program without its credits does not arrive",
-        f"{UNCREDITED}[cpu2-all_gather_matmul by chunked]",
+        f"{UNCREDITED}[cpu2-a gather by chunks]",
     ),
     Mutation(
         "a slot is not revoked",
