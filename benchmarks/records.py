@@ -17,6 +17,7 @@ GEMM_COLLECTIVES = RESULTS / "gemm_collectives.csv"
 MODELS = RESULTS / "models.csv"
 ATTENTION = RESULTS / "attention.csv"
 NORM = RESULTS / "norm.csv"
+UNALIGNED = RESULTS / "unaligned.csv"
 
 
 @dataclass(frozen=True)

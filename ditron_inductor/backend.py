@@ -6,6 +6,7 @@ from a cache calls them without any pass having run.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch._inductor
 import torch._inductor.config
 from torch import fx
 from torch._inductor.compile_fx import compile_fx
+from torch._logging import warning_once
 
 from ditron_inductor import user_table
 from ditron_inductor.device import workspaces
@@ -23,9 +25,13 @@ from ditron_inductor.lowering import register
 from ditron_inductor.options import Options
 from ditron_inductor.pipeline import DitronPipeline, JointPipeline, with_user_passes
 
+log = logging.getLogger(__name__)
+
 NAME = "ditron"
 USER_PASS_OPTION = "post_grad_custom_pre_pass"
 JOINT_PASS_OPTION = "joint_custom_post_pass"
+# By these a rank would decide alone, by the clock, what our passes see: docs/rank_decisions.md. No option changes them.
+DECIDED_FOR_ALL: dict[str, Any] = {"shape_padding": False}
 
 register.register()
 # What a group takes when only graphs from a cache have run before its first use.
@@ -44,7 +50,8 @@ def ditron(
     mode: as for Inductor (`torch._inductor.list_mode_options`). options: Inductor's keys, and ours under `ditron.`.
     A `post_grad_custom_pre_pass` or `joint_custom_post_pass` of the user, from `options` or from Inductor's config,
     runs before ours.
-    Raises UnknownOption, InvalidOptionValue and InvalidTable, all also ValueError.
+    Raises UnknownOption, InvalidOptionValue and InvalidTable, all also ValueError. From `torch.compile`, which calls
+    this for its first graph, they come as the `inner_exception` of BackendCompilerFailed.
     """
     patches = {**_mode_patches(mode), **passes_for_inductor(options)}
     compiled: Any = compile_fx(gm, example_inputs, config_patches=patches)
@@ -55,9 +62,10 @@ def passes_for_inductor(options: Mapping[str, Any] | None = None) -> dict[str, A
     """The entries of Inductor's config that make it fuse as `backend="ditron"` does, for a stack that calls Inductor
     itself and takes its config as a dict: `torch.compile(model, backend="inductor", options=passes_for_inductor())`.
 
-    options: Inductor's keys, which come back as they are, and ours under `ditron.`. A `post_grad_custom_pre_pass` or
-    `joint_custom_post_pass` of the user, from `options` or from Inductor's config, runs before ours. Each call makes
-    passes of its own; they may be pickled, and take the ops and kernels of Ditron with them into another process.
+    options: Inductor's keys, which come back as they are but for `DECIDED_FOR_ALL`, and ours under `ditron.`. A
+    `post_grad_custom_pre_pass` or `joint_custom_post_pass` of the user, from `options` or from Inductor's config, runs
+    before ours. Each call makes passes of its own; they may be pickled, and take the ops and kernels of Ditron with
+    them into another process.
     Raises UnknownOption, InvalidOptionValue and InvalidTable, all also ValueError.
     """
     ditron_options, entries = Options.parse(options)
@@ -66,7 +74,21 @@ def passes_for_inductor(options: Mapping[str, Any] | None = None) -> dict[str, A
     for option, pipeline in pipelines.items():
         user_passes = entries.pop(option, getattr(torch._inductor.config, option))
         entries[option] = with_user_passes(user_passes, pipeline)
-    return entries
+    return {**entries, **_decided_for_all(entries)}
+
+
+def _decided_for_all(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """What no rank may decide alone, with a word, once, to a user who has asked for something else."""
+    for option, value in DECIDED_FOR_ALL.items():
+        if entries.get(option, value) != value:
+            warning_once(log, REPLACED, option, entries[option], value)
+    return DECIDED_FOR_ALL
+
+
+REPLACED = (
+    "the option %s=%s is taken as %s: by it each rank would decide alone, by the clock, what it compiles, and ranks "
+    "that compile different graphs wait for each other; ditron pads unaligned matmuls itself (pad_products)"
+)
 
 
 def use_table(options: Options) -> None:

@@ -63,7 +63,8 @@ def main() -> int:
     if gpus.rows:
         _print_table("GPUs", gpus.rows, headers=("gpu", "name", "capability", "memory", "SMs"))
         links = [finding.row() for finding in (gpus.peer_access, gpus.symmetric_memory) if finding is not None]
-        _print_table("Between the GPUs", links)
+        if links:
+            _print_table("Between the GPUs", links)
         print(topology_text() or "nvidia-smi topo -m gave no link table", end="\n\n")
     else:
         print("GPUs: none that torch can use\n")
@@ -221,11 +222,12 @@ def _by_name(findings: Sequence[Finding]) -> dict[str, Finding]:
 
 
 def _print_table(title: str, rows: Sequence[Sequence[str]], headers: Sequence[str] = SOFTWARE) -> None:
+    """Print at least one row of as many cells as there are headers."""
     try:
         from tabulate import tabulate
     except ImportError:
         # The doctor has to be able to say that tabulate is missing.
         text = "\n".join("  ".join(row) for row in rows)
     else:
-        text = tabulate(rows, headers=headers, disable_numparse=True, maxcolwidths=[None, None, 60, 60][: len(rows[0])])
+        text = tabulate(rows, headers=headers, disable_numparse=True, maxcolwidths=[None, None, 60, 60][: len(headers)])
     print(f"{title}\n{text}\n", flush=True)

@@ -139,6 +139,14 @@ class DitronCaptureError(DitronError, RuntimeError):
     message = "{site} cannot be captured in a CUDA graph yet: {problem}. Run it once before the capture begins"
 
 
+class DitronInterpreterBusy(DitronError, RuntimeError):
+    message = (
+        "kernel '{kernel}' cannot be launched on the CPU device while another thread of this process runs one: "
+        "Triton's interpreter has no place for two. Call Ditron from one thread, or set the option 'ditron.strategy' "
+        "to 'library'"
+    )
+
+
 class DitronHandshakeError(DitronError, RuntimeError):
     """``missing`` names the ranks that have not come to the exchange in time."""
 

@@ -50,6 +50,7 @@ from ditron_inductor.passes.move_across import move_across
 from ditron_inductor.passes.name_sites import add_key, name_sites
 from ditron_inductor.passes.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.order_collectives import order_collectives
+from ditron_inductor.passes.pad_products import pad_products
 from ditron_inductor.passes.prepare_products import prepare_products
 from ditron_inductor.passes.projections import projections
 from ditron_inductor.passes.recompute_masks import recompute_masks
@@ -109,6 +110,7 @@ PASSES: tuple[Pass, ...] = (
     projections,
     absorb_epilogues,
     absorb_norms,
+    pad_products,
     order_collectives,
     name_sites,
     verify_tasks,
@@ -270,7 +272,7 @@ def add_meeting(
     """
     from ditron_inductor.lowering.meeting_kernel import MEETING
 
-    key = graph_facts(before, facts_of(graph), {}).key
+    key = graph_facts(before, facts_of(graph), options.shared()).key
     add_key(graph, key)
     facts = graph_facts(before, facts_of(graph), options.shared())
     first = next(node for node in graph.nodes if node.op != "placeholder")

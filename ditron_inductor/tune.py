@@ -122,7 +122,7 @@ def entry_of(shape: Shape, timings: Timings, gpu: str, world_size: int, dtype: s
 
 
 def writable(option: str | None) -> Path:
-    """The file behind a value of the option `ditron.table`. Raises InvalidOptionValue for `shipped`, which is none."""
+    """The file behind a value of the option `ditron.table`. Raises InvalidOptionValue where it is none."""
     from ditron_inductor import user_table
 
     path = user_table.path_of(option)
@@ -136,13 +136,14 @@ def add_entries(path: Path, entries: Iterable[Entry]) -> Table:
 
     The file is replaced as a whole: a run that reads it meanwhile sees the old one. Raises InvalidTable.
     """
+    from ditron_inductor import user_table
     from ditron_inductor.task.table import Table
 
-    old = Table.parse(path.read_text(), str(path)) if path.exists() else Table()
+    old = Table.parse(user_table.text_of(path, str(path)), str(path)) if path.exists() else Table()
     merged = old.merged(entries)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text(merged.text())
+    beside.write_text(merged.text(), encoding="utf-8")
     beside.replace(path)
     return merged
 
@@ -186,10 +187,12 @@ def convert(arguments: argparse.Namespace) -> int:
     from ditron_inductor.task.model_error import report_text
     from ditron_inductor.task.results import read_results
     from ditron_inductor.task.table import Table, shipped
+    from ditron_inductor.user_table import text_of
 
     table = shipped()
     if arguments.from_results:
-        table = Table(entry for path in arguments.from_results for entry in read_results(Path(path).read_text(), path))
+        texts = {path: text_of(Path(path), path) for path in arguments.from_results}
+        table = Table(entry for path, text in texts.items() for entry in read_results(text, path))
     if arguments.model_error:
         print(report_text(table.entries, "github" if arguments.markdown else "simple"))
     elif arguments.table:

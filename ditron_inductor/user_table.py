@@ -6,10 +6,11 @@ part of a compiled graph, nor of the key that the graph is cached under.
 
 from __future__ import annotations
 
+import io
 import logging
 from pathlib import Path
 
-from ditron_inductor.errors import InvalidOptionValue
+from ditron_inductor.errors import InvalidOptionValue, InvalidTable
 from ditron_inductor.options import PREFIX, SHIPPED, cache_folder
 from ditron_inductor.task.table import Table
 
@@ -22,10 +23,20 @@ def default_path() -> Path:
 
 
 def path_of(option: str | None) -> Path | None:
-    """The file that a value of the option `ditron.table` stands for; None for `shipped`, which is no file."""
+    """The file that a value of the option `ditron.table` stands for; None for `shipped`, which is no file.
+
+    Raises InvalidOptionValue for a text that cannot be a path.
+    """
     if option == SHIPPED:
         return None
-    return default_path() if option is None else Path(option).expanduser()
+    if option is None:
+        return default_path()
+    if "\0" in option:
+        raise _unreadable(option, "it holds a null character")
+    try:
+        return Path(option).expanduser()
+    except RuntimeError as error:  # no such user, or one without a home
+        raise _unreadable(option, str(error)) from error
 
 
 def read(option: str | None) -> str:
@@ -37,21 +48,38 @@ def read(option: str | None) -> str:
     path = path_of(option)
     if path is None:
         return ""
+    # The user may not know of a file that no option names.
+    default = f" (the default table: move it away, write it anew with 'tune', or set '{PREFIX}table' to '{SHIPPED}')"
+    source = str(path) if option is not None else f"{path}{default}"
     try:
-        text = path.read_text()
+        text = text_of(path, source)
     except FileNotFoundError as error:
         if option is None:
             return ""
-        raise _unreadable(path, error) from error
-    except OSError as error:
+        raise _unreadable(option, error.strerror) from error
+    except (OSError, UnicodeEncodeError) as error:  # the latter where a path has no bytes
         if option is None:
             logger.warning("the table of measured choices at %s cannot be read: %s", path, error)
             return ""
-        raise _unreadable(path, error) from error
-    Table.parse(text, str(path))
+        raise _unreadable(option, str(error)) from error
+    Table.parse(text, source)
     return text
 
 
-def _unreadable(path: Path, error: OSError) -> InvalidOptionValue:
-    allowed = f"the path of a table ({error.strerror}), '{SHIPPED}', or None for {default_path()}"
-    return InvalidOptionValue(key=f"{PREFIX}table", value=str(path), allowed=allowed)
+def text_of(path: Path, source: str) -> str:
+    """The text of a table's file, with plain line ends.
+
+    Raises InvalidTable naming `source` if it is not UTF-8, OSError if it cannot be read.
+    """
+    data = path.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise InvalidTable(source=source, line=line, problem=f"it is not UTF-8: {error.reason}") from error
+    return io.StringIO(text, newline=None).read()
+
+
+def _unreadable(option: str, why: str | None) -> InvalidOptionValue:
+    allowed = f"the path of a table ({why}), '{SHIPPED}', or None for {default_path()}"
+    return InvalidOptionValue(key=f"{PREFIX}table", value=option, allowed=allowed)

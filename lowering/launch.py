@@ -202,7 +202,8 @@ class Launch:
         """
         workspace = self.workspace
         shared = workspace.shared
-        begin = self.site_text, nbytes, workspace.options.workspace_limit, workspace.timeout_s
+        limits = workspace.timeout_s, workspace.first_timeout_s
+        begin = self.site_text, nbytes, workspace.options.workspace_limit, *limits
         here = recording.here()
         if here is not None:
             here.took(SlotUse(shared, *begin))
@@ -216,7 +217,7 @@ class Launch:
                 tracing.buffer.attach(generation, site, self.site_text)
             self.launcher(kernel, clock)(shared.order.stream, arguments, (slot, site), words, tensors)
         except BaseException as exc:
-            shared.health.fail(exc)
+            shared.fail(exc)
             raise
         shared.end()
 

@@ -18,11 +18,13 @@ and under a version of Triton whose internals are not known here.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import logging
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from ditron_inductor.device.streams import on_stream
+from ditron_inductor.errors import DitronInterpreterBusy
 from ditron_inductor.lowering.recording import LaunchMade, recording, refuse_to_record
 from ditron_inductor.lowering.tracing import tracing
 
@@ -40,6 +43,8 @@ KNOWN_TRITON = ((3, 6), (3, 8))
 """Oldest and newest version whose compiled kernels are known to be launched as below."""
 
 SIGNED_32 = 1 << 31
+
+_interpreter = threading.Lock()
 
 Allocator = Callable[[int, int, int | None], torch.Tensor]
 
@@ -234,7 +239,8 @@ class Launcher:
         pointers = {**tensors, **dict(zip(self._words, words, strict=True))}
         launch = functools.partial(self.kernel[(chosen.programs,)], **pointers, **values)
         if not isinstance(self.kernel, JITFunction):
-            launch()
+            with interpreting(self.kernel):
+                launch()
             return
 
         def with_allocator() -> Any:
@@ -260,6 +266,21 @@ class Launcher:
             needs_scratch=bool(getattr(compiled.metadata, "global_scratch_size", 0)),
             compiled=compiled,
         )
+
+
+@contextlib.contextmanager
+def interpreting(kernel: Any) -> Iterator[None]:
+    """A launch in Triton's interpreter, which keeps what it does in variables of its module: for one thread at a time.
+
+    Raises DitronInterpreterBusy instead of waiting: the launch of the other thread may wait for a peer whose launch
+    waits for this one's peer.
+    """
+    if not _interpreter.acquire(blocking=False):
+        raise DitronInterpreterBusy(kernel=getattr(kernel, "__name__", str(kernel)))
+    try:
+        yield
+    finally:
+        _interpreter.release()
 
 
 def local_launcher(kernel: Any, device: torch.device) -> Launcher:

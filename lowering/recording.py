@@ -41,6 +41,7 @@ class SlotUse:
     nbytes: int
     limit: int
     timeout_s: float
+    first_timeout_s: float
 
 
 @dataclass(frozen=True)

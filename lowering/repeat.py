@@ -58,7 +58,13 @@ class Step:
         self._ready = launch.ready
         slot = launch.slot
         self._shared = None if slot is None else slot.shared
-        self._begin = () if slot is None else (slot.site_text, slot.nbytes, slot.limit, slot.timeout_s)
+        self._begin = () if slot is None else (
+            slot.site_text,
+            slot.nbytes,
+            slot.limit,
+            slot.timeout_s,
+            slot.first_timeout_s,
+        )
         self._plain: list[tuple[int, int]] = []
         self._shifted: list[tuple[int, int, int]] = []
         self._tuples: list[tuple[int, Sequence[Pointer]]] = []
@@ -95,7 +101,7 @@ class Step:
                 template = self._fill(templates, slot, (slot, site), words)
             self.launcher.start(self._ready, shared.order.stream, self._values(template, addresses))
         except BaseException as exc:
-            shared.health.fail(exc)
+            shared.fail(exc)
             raise
         shared.end()
 

@@ -310,6 +310,14 @@ def _leave_others_alone(gathers: Sequence[Collective]) -> None:
             leave_alone(gather.node, PATTERN, ReasonCode.DECODE_FORM.at(call))
 
 
+def _prove_again(parts: Parts) -> Match | Refused:
+    """As `prove`, of a graph in which others were rewritten meanwhile: the queries may be the result of one."""
+    attention = Attention()
+    gathers = [read_collective(gather.node) for gather in parts.gathers]
+    found = find_parts(attention, [gather for gather in gathers if isinstance(gather, Collective)])
+    return prove(attention, found[0]) if len(found) == 1 else ReasonCode.DECODE_FORM
+
+
 def flash_decode(graph: fx.Graph, *, options: Options) -> int:
     """Fuses every decode attention with the gathers of its parts, if proved; returns how many were. Others that gather
     parts of an attention get a reason.
@@ -322,7 +330,7 @@ def flash_decode(graph: fx.Graph, *, options: Options) -> int:
     proved = {gather.node for parts in all_parts for gather in parts.gathers}
     _leave_others_alone([gather for gather in gathers if gather.node not in proved])
     for parts in all_parts:
-        match = prove(attention, parts)
+        match = prove(attention, parts) if count == 0 else _prove_again(parts)
         if not refused(match) and PATTERN not in options.fusions:
             match = ReasonCode.DISABLED
         if refused(match):

@@ -241,7 +241,13 @@ def transposed_back(graph: fx.Graph, source: fx.Node, replaced: fx.Node) -> fx.N
 
     A view, where whatever uses `replaced` takes any strides; else a copy with the strides that it had.
     """
-    node = transposed(graph, source)
+    return with_strides_of(graph, transposed(graph, source), replaced)
+
+
+def with_strides_of(graph: fx.Graph, node: fx.Node, replaced: fx.Node) -> fx.Node:
+    """What stands for the row-major tensor `replaced`, of which `node` holds the elements with other strides: `node`
+    itself, if whatever uses `replaced` takes any strides; else a row-major copy.
+    """
     views, takes_any = views_and_strides(replaced)
     if takes_any:
         for view in views:
@@ -250,17 +256,23 @@ def transposed_back(graph: fx.Graph, source: fx.Node, replaced: fx.Node) -> fx.N
                 view.target = aten.reshape.default
                 view.meta.pop("eager_input_vals", None)
         return node
-    value = node.meta["val"]
     copy = graph.create_node(
         "call_function", aten.clone.default, (node,), {"memory_format": torch.contiguous_format}, name="rows"
     )
     copy.meta.update(copied_meta(node))
-    copy.meta["val"] = fake_like(value, tuple(value.shape), (value.shape[1], 1))
+    value: torch.Tensor = node.meta["val"]
+    shape = tuple(value.shape)
+    copy.meta["val"] = fake_like(value, shape, contiguous_strides(shape))
     return copy
 
 
 def views_and_strides(node: fx.Node) -> tuple[list[fx.Node], bool]:
-    """(a node and all that views or moves its elements, whether whatever uses these takes any strides)."""
+    """(a node and all that views or moves its elements, whether whatever uses these takes any strides).
+
+    What is kept for the backward has the strides that it had while the graph was traced, or, where it has others, those
+    of the first call as numbers: with sizes that change from call to call it has to keep its own.
+    """
+    has_symbols = any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
     views: dict[fx.Node, None] = {node: None}
     pending, takes_any = [node], True
     while pending:
@@ -269,7 +281,7 @@ def views_and_strides(node: fx.Node) -> tuple[list[fx.Node], bool]:
                 views[user] = None
                 pending.append(user)
             elif user not in views:
-                takes_any &= _takes_any_strides(user)
+                takes_any &= _takes_any_strides(user) and not (user.op == "output" and has_symbols)
     return list(views), takes_any
 
 

@@ -167,9 +167,11 @@ def rewrite(graph: fx.Graph, match: Match, index: int) -> None:
 
 
 def _scatter(graph: fx.Graph, start: Collective, dim: int) -> fx.Node:
-    assert start.reduce_op is not None
+    """A reduce-scatter of what the all-reduce reads now: where that was a member, it has been gathered meanwhile."""
+    operand = start.node.args[0]
+    assert isinstance(operand, fx.Node) and start.reduce_op is not None
     with graph.inserting_before(start.node):
-        return scattered(graph, start.operand, dim, start.reduce_op, start.world_size, start.group_name)
+        return scattered(graph, operand, dim, start.reduce_op, start.world_size, start.group_name)
 
 
 def _gather(graph: fx.Graph, match: Match, part: fx.Node, users: Sequence[fx.Node], like: fx.Node) -> None:

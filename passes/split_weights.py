@@ -293,7 +293,7 @@ def combines(views: tuple[fx.Node, ...]) -> bool:
         if call.target not in (ops.overload(AllGatherMatmul.kind), ops.overload(Projections.kind)):
             continue
         weights: Any = call.args[1]
-        text = call.args[-1] if isinstance(call.args[-2], (list, tuple)) else ""
+        text = proofs.arguments(call)["epilogue"]
         if text and all(view in weights for view in views):
             indices = {weights.index(view) for view in views}
             return any(indices <= set(group.products) for group in parse(str(text)).groups())

@@ -112,7 +112,7 @@ def _task_facts(node: fx.Node) -> LaunchFacts:
     first = _first_tensor(node)
     local = {field.name: getattr(task, field.name) for field in fields(task) if field.name in LOCAL_FIELDS}
     return LaunchFacts(
-        wire=_wire(WIRES.get(task.kind) or _own_wire(task), getattr(task, "reduce_op", None), first.dtype),
+        wire=_wire(WIRES.get(task.kind) or own_wire(task), getattr(task, "reduce_op", None), first.dtype),
         numel=_task_numel(node, task),
         device_type=first.device.type,
         kind=f"{task.kind} behind a norm" if isinstance(task, AllGatherMatmul) and task.prologue else task.kind,
@@ -130,7 +130,7 @@ def _wire(collective: str, reduce_op: object, dtype: torch.dtype | None) -> str:
     return " ".join(str(part).removeprefix("torch.") for part in (collective, reduce_op, dtype) if part is not None)
 
 
-def _own_wire(task: TaskNode) -> str:
+def own_wire(task: TaskNode) -> str:
     """For a node that stands for several collectives at once: its kind, and what decides how its parts travel."""
     if isinstance(task, AttentionNode):
         return f"{task.kind} {task.mask.name} {task.scale:g} {task.softcap:g} {getattr(task, 'return_gathered', '')}"

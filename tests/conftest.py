@@ -24,6 +24,8 @@ HERE = Path(__file__).parent
 # graph from a cache has not been through the passes.
 os.environ["DITRON_TABLE"] = "shipped"
 os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
+# Machines that run tests are busy, and a rank whose peers are slow to compile is to wait for them.
+os.environ["DITRON_MEETING_S"] = "90"
 # An op whose outputs share memory is an error, as it is for torch where CI=1.
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"
 

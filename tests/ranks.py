@@ -154,6 +154,11 @@ class RankPool:
             pipe.send_bytes(payload)
         return self._collect(timeout, fn.__name__, stop=stop, grace=grace)
 
+    def log_tail(self, rank: int, length: int = LOG_TAIL) -> str:
+        """The end of what a rank wrote: its output, and its stacks where it did not answer."""
+        log = self._log(rank)
+        return log.read_text(errors="replace")[-length:] if log.exists() else ""
+
     def close(self) -> None:
         """End every rank; also the way out of a broken pool."""
         for process, pipe in zip(self._processes, self._pipes, strict=True):
@@ -230,9 +235,7 @@ class RankPool:
             if outcome.error is not None:
                 parts.append(f"--- rank {outcome.rank}\n{outcome.error.traceback}")
             if outcome.lost:
-                log = self._log(outcome.rank)
-                tail = log.read_text(errors="replace")[-LOG_TAIL:] if log.exists() else ""
-                parts.append(f"--- rank {outcome.rank}: {outcome.lost}; end of its log:\n{tail}")
+                parts.append(f"--- rank {outcome.rank}: {outcome.lost}; end of its log:\n{self.log_tail(outcome.rank)}")
         raise RanksFailed("\n".join(parts), outcomes)
 
 

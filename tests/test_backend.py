@@ -12,6 +12,7 @@ import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import fx, nn
 from torch._dynamo.utils import counters
+from torch._logging import warning_once
 from torch.distributed import _functional_collectives as functional
 
 from ditron_inductor import backend
@@ -62,21 +63,39 @@ def test_backend_is_found_by_name() -> None:
     assert "ditron" in torch._dynamo.list_backends(exclude_tags=())
 
 
-def test_plain_call_patches_the_passes_only(patches: Callable[..., dict[str, Any]]) -> None:
+def test_plain_call_patches_the_passes_and_what_ranks_would_decide_alone(
+    patches: Callable[..., dict[str, Any]],
+) -> None:
     given = patches()
-    assert set(given) == {USER_PASS, JOINT_PASS}
+    assert set(given) == {USER_PASS, JOINT_PASS, "shape_padding"}
+    assert given["shape_padding"] is False
     assert isinstance(given[USER_PASS], DitronPipeline) and isinstance(given[JOINT_PASS], JointPipeline)
 
 
 @pytest.mark.parametrize("mode", list(torch._inductor.list_mode_options()))
 def test_mode_means_what_it_means_for_inductor(mode: str, patches: Callable[..., dict[str, Any]]) -> None:
     given = patches(mode=mode)
-    passes = (USER_PASS, JOINT_PASS)
-    assert {key: given[key] for key in given if key not in passes} == torch._inductor.list_mode_options(mode)
+    ours = (USER_PASS, JOINT_PASS, "shape_padding")
+    assert {key: given[key] for key in given if key not in ours} == torch._inductor.list_mode_options(mode)
 
 
 def test_options_win_over_mode(patches: Callable[..., dict[str, Any]]) -> None:
     assert patches(mode="max-autotune", options={"max_autotune": False})["max_autotune"] is False
+
+
+def test_shape_padding_stays_off_and_says_so_once(
+    patches: Callable[..., dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each rank would measure for itself which matmuls Inductor pads, and would compile another graph."""
+    warning_once.cache_clear()
+    with inductor_config.patch(shape_padding=True), caplog.at_level("WARNING", logger=backend.__name__):
+        assert patches()["shape_padding"] is False
+        assert patches(options={"shape_padding": False})["shape_padding"] is False
+        assert not caplog.messages
+        for _ in range(2):
+            assert patches(options={"shape_padding": True})["shape_padding"] is False
+    (message,) = caplog.messages
+    assert message.startswith("the option shape_padding=True is taken as False")
 
 
 def test_unknown_mode(patches: Callable[..., dict[str, Any]]) -> None:

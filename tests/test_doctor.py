@@ -75,6 +75,24 @@ def test_versions_of_torch(monkeypatch: pytest.MonkeyPatch, version: str, ok: bo
     assert bool(found["torch"].remedy) is not ok
 
 
+@pytest.mark.parametrize("tabulate", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_the_report_for_any_number_of_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int, tabulate: bool
+) -> None:
+    links = (TWO_GPUS.peer_access, TWO_GPUS.symmetric_memory) if count > 1 else (None, None)
+    monkeypatch.setattr(doctor, "check_gpus", lambda: Gpus((ROW,) * count, *links))
+    monkeypatch.setattr(doctor, "check_interpreter", lambda software: INTERPRETER)
+    monkeypatch.setattr(doctor, "topology_text", lambda: "")
+    if not tabulate:
+        monkeypatch.setitem(sys.modules, "tabulate", None)
+    doctor.main()
+    text = capsys.readouterr().out
+    assert text.count("141 GiB") == count
+    assert ("Between the GPUs" in text) == (count > 1) and ("none that torch can use" in text) == (count == 0)
+    assert (f"{count} found, 2 are needed" in " ".join(text.split())) == (count < 2)
+
+
 def test_the_report_is_printed_and_something_can_run_here() -> None:
     command = [sys.executable, "-m", "ditron_inductor", "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)

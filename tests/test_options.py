@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.exc import BackendCompilerFailed
 
+from ditron_inductor import passes_for_inductor
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
 from ditron_inductor.options import ENVIRONMENT, FUSIONS, Options, cache_folder
 
@@ -30,9 +34,29 @@ def test_a_callable_value_of_inductor_passes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"ditron.stratgy": "tile"}, UnknownOption),
+        ({"max_autotun": True}, UnknownOption),
+        ({"ditron.strategy": "fast"}, InvalidOptionValue),
+    ],
+)
+def test_what_a_user_of_torch_compile_sees(options: dict[str, Any], error: type[Exception]) -> None:
+    """As the page on options says: torch wraps what a backend raises, and Ditron can be asked before."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x + 1, backend="ditron", options=dict(options))
+    with pytest.raises(BackendCompilerFailed) as wrapped:
+        compiled(torch.ones(2))
+    assert type(wrapped.value.inner_exception) is error and next(iter(options)) in str(wrapped.value)
+    with pytest.raises(ValueError) as plain:
+        passes_for_inductor(options)
+    assert type(plain.value) is error and str(plain.value) in str(wrapped.value)
+
+
+@pytest.mark.parametrize(
     ("key", "named"),
     [
-        ("ditron.stratgy", "ditron.strategy, ditron.workspace_limit, ditron.timeout_s, ditron.fusions"),
+        ("ditron.stratgy", "ditron.strategy, ditron.workspace_limit, ditron.timeout_s, ditron.meeting_s"),
         ("strategy", "ditron.strategy"),
         ("max_autotun", "max_autotune"),
         (5, "ditron.strategy"),
@@ -119,7 +143,7 @@ def test_the_cache_folder_follows_the_platform() -> None:
 
 def test_text_shows_every_field_and_tells_options_apart() -> None:
     assert Options(timeout_s=3).text() == (
-        "strategy='auto', workspace_limit=1073741824, timeout_s=3.0, "
+        "strategy='auto', workspace_limit=1073741824, timeout_s=3.0, meeting_s=20.0, "
         "fusions=('all_gather_matmul', 'matmul_reduce_scatter', 'matmul_all_reduce', 'matmul_all_gather', "
         "'all_gather_contract', 'all_reduce_rms_norm', 'matmul_all_to_all', 'all_to_all_matmul', "
         "'flash_decode', 'projections', 'all_gather_attention', 'attention_reduce_scatter'), "

@@ -24,7 +24,7 @@ from tests.ranks import RankContext, RankPools
 from tests.tolerances import assert_near
 
 LIBRARY = {"ditron.strategy": "library"}
-USER_PASS, JOINT_PASS = "post_grad_custom_pre_pass", "joint_custom_post_pass"
+PASSES = USER_PASS, JOINT_PASS = "post_grad_custom_pre_pass", "joint_custom_post_pass"
 
 
 def layer(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -51,10 +51,11 @@ def test_inductor_fuses_and_matches_eager(rank_pools: RankPools) -> None:
 
 def test_entries_are_passes_and_what_was_given() -> None:
     entries = ditron_inductor.passes_for_inductor({"ditron.strategy": "library", "max_autotune": True})
-    assert set(entries) == {USER_PASS, JOINT_PASS, "max_autotune"}
+    assert set(entries) == {USER_PASS, JOINT_PASS, "shape_padding", "max_autotune"}
     assert isinstance(entries[USER_PASS], DitronPipeline) and isinstance(entries[JOINT_PASS], JointPipeline)
     assert entries[USER_PASS].options.strategy == "library"
-    assert set(ditron_inductor.passes_for_inductor()) == {USER_PASS, JOINT_PASS}
+    assert set(ditron_inductor.passes_for_inductor()) == {USER_PASS, JOINT_PASS, "shape_padding"}
+    assert entries["shape_padding"] is False
 
 
 def user_pass(graph: fx.Graph) -> None: ...
@@ -77,7 +78,7 @@ def test_wrong_options() -> None:
 def test_a_copy_is_the_same_to_the_caches() -> None:
     entries = ditron_inductor.passes_for_inductor(LIBRARY)
     for copied in (copy.deepcopy(entries), pickle.loads(pickle.dumps(entries))):
-        assert [copied[key].uuid() for key in entries] == [entries[key].uuid() for key in entries]
+        assert [copied[key].uuid() for key in PASSES] == [entries[key].uuid() for key in PASSES]
 
 
 def test_a_pickle_brings_the_ops_into_another_process() -> None:

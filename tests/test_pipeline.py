@@ -84,6 +84,7 @@ def test_the_order_of_the_passes() -> None:
         "projections",
         "absorb_epilogues",
         "absorb_norms",
+        "pad_products",
         "order_collectives",
         "name_sites",
         "verify_tasks",

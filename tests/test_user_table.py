@@ -62,6 +62,46 @@ def test_what_is_no_table_is_named(home: Path) -> None:
         user_table.read(str(home / "mine.csv"))
 
 
+@pytest.mark.parametrize("option", ["a\0b", "~nobody-of-this-name/table.csv", "x" * 5000, "\ud800.csv"])
+def test_what_is_no_path_is_named(home: Path, option: str) -> None:
+    with pytest.raises(InvalidOptionValue, match="ditron.table"):
+        user_table.read(option)
+
+
+BROKEN = {
+    "encoding": (b"gpu\n\xff\xfe,", "line 2: it is not UTF-8"),
+    "columns": (b"a,b\n", "line 1: the columns are a,b"),
+    "field": (b"a" * 200_000, "line 1: field larger than field limit"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_table_is_named(home: Path, name: str) -> None:
+    content, problem = BROKEN[name]
+    (home / "mine.csv").write_bytes(content)
+    with pytest.raises(InvalidTable, match=f"mine.csv, {problem}"):
+        user_table.read(str(home / "mine.csv"))
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_default_table_is_named_with_what_to_do(home: Path, name: str) -> None:
+    content, problem = BROKEN[name]
+    path = user_table.default_path()
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with pytest.raises(InvalidTable) as error:
+        user_table.read(None)
+    text = str(error.value)
+    assert text.startswith(f"{path} (the default table") and problem in text
+    assert "'ditron.table' to 'shipped'" in text
+    assert user_table.read("shipped") == ""
+
+
+def test_line_ends_and_a_mark_at_the_beginning_are_no_part_of_a_table(home: Path) -> None:
+    (home / "mine.csv").write_bytes(b"\xef\xbb\xbf" + table(tile_us=50.0).replace("\n", "\r\n").encode())
+    assert user_table.read(str(home / "mine.csv")) == table(tile_us=50.0)
+
+
 class _Messages(logging.Handler):
     def __init__(self) -> None:
         super().__init__()

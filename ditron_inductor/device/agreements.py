@@ -36,10 +36,14 @@ class Form:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks run: the form of each launch, by group; or, where `plain` says why, what Inductor would run."""
+    """What all ranks run: the form of each launch, by group; or, where `plain` says why, what Inductor would run.
+
+    counts: how many collectives the graph of each rank holds, by group and rank.
+    """
 
     plain: str = ""
     forms: Mapping[str, tuple[Form, ...]] = field(default_factory=dict)
+    counts: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

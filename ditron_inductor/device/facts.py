@@ -82,11 +82,12 @@ class GraphFacts:
 
     @property
     def program(self) -> str:
-        """A hash of the collectives as the program has them, by the lines that launch them, without sizes: equal for
-        two graphs of one piece of the program, compiled for other sizes or with something else beside the collectives.
+        """A hash of the collectives as the program has them, by the lines that launch them, and of the options, without
+        sizes: equal for two graphs of one piece of the program, compiled for other sizes or with something else beside
+        the collectives.
         """
         groups = [[one.name, one.world_size, [[two.wire, two.place] for two in one.before]] for one in self.groups]
-        return digest(json.dumps(groups))
+        return digest(json.dumps([groups, sorted(self.options.items())]))
 
     @property
     def sizes(self) -> tuple[int | None, ...]:

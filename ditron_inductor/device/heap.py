@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import mmap
 import os
+import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -153,6 +154,7 @@ class CpuHeap:
         self._fd = -1
         self._fd = os.memfd_create("ditron-heap", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, nbytes)
+        self._status = os.fstat(self._fd)
         self._nbytes = nbytes
         self._maps: list[torch.Tensor] = []
         self.local = self._map(self._fd)
@@ -162,7 +164,7 @@ class CpuHeap:
         self.joined()
 
     def offer(self) -> dict[str, Any]:
-        return {"pid": os.getpid(), "fd": self._fd, "inode": os.fstat(self._fd).st_ino}
+        return {"pid": os.getpid(), "fd": self._fd, "device": self._status.st_dev, "inode": self._status.st_ino}
 
     def prepare(self, offers: Sequence[dict[str, Any]]) -> None:
         pass
@@ -180,10 +182,18 @@ class CpuHeap:
         return self._maps[rank]
 
     def _map_peer(self, offer: dict[str, Any]) -> torch.Tensor:
-        fd = os.open(f"/proc/{offer['pid']}/fd/{offer['fd']}", os.O_RDWR | os.O_CLOEXEC)
+        """Maps what a rank offered, which came through a store that others may write to: a heap like ours or OSError.
+
+        The device is that of all memory without a name, so no file of any file system passes for a heap.
+        """
+        pid, number, device, inode = (_whole_number(offer, name) for name in ("pid", "fd", "device", "inode"))
+        # O_NONBLOCK: a pipe or a device must not stop us before it is refused.
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
-            if os.fstat(fd).st_ino != offer["inode"]:
-                raise OSError(f"process {offer['pid']} is not the rank that offered its heap")
+            found, own = os.fstat(fd), self._status
+            ours = (found.st_dev, found.st_ino) == (device, inode) and device == own.st_dev
+            if not ours or not stat.S_ISREG(found.st_mode) or found.st_size != self._nbytes:
+                raise OSError(f"file {number} of process {pid} is not the heap that the rank offered")
             return self._map(fd)
         finally:
             os.close(fd)
@@ -191,3 +201,11 @@ class CpuHeap:
     def _map(self, fd: int) -> torch.Tensor:
         # The tensor holds the mapping, which ends with the last view of it.
         return torch.frombuffer(mmap.mmap(fd, self._nbytes), dtype=torch.uint8)
+
+
+def _whole_number(offer: dict[str, Any], name: str) -> int:
+    """A number of an offer. Raises OSError for anything else, which must not become part of a path."""
+    value = offer.get(name) if isinstance(offer, dict) else None
+    if type(value) is not int or not 0 <= value < 1 << 64:
+        raise OSError(f"a rank offered its heap with {name} {value!r}, which is not a whole number")
+    return value

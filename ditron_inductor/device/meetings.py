@@ -27,7 +27,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -104,15 +104,15 @@ class GroupLog:
                 self._bare[peer, _program(found.facts)] = found
             if found.position == own.position:
                 return found
-            self.runs_plain(peer, found)
+            self.runs_plain(peer, found.position + len(found.facts.before))
 
     def bare(self, own: Entry, peer: int) -> Entry | None:
         """What the peer posted for a bare graph with the same collectives, if it ever did."""
         return self._bare.get((peer, _program(own.facts)))
 
-    def runs_plain(self, peer: int, entry: Entry) -> None:
-        """Note that the peer launches all collectives of this graph by the library."""
-        self._inside[peer] = max(self._inside[peer], entry.position + len(entry.facts.before))
+    def runs_plain(self, peer: int, position: int) -> None:
+        """Note that the peer is in a graph whose collectives are all the library's, up to a position."""
+        self._inside[peer] = max(self._inside[peer], position)
 
     def _look(self, peer: int) -> Entry | None:
         key = self._place(peer, self._read[peer])
@@ -180,7 +180,17 @@ class Meetings:
         Raises DitronDiverged, see `agreements.decide`.
         """
         agreement = self._agreements.find(facts)
-        return None if agreement is None else self._noted(decide(facts, agreement))
+        if agreement is None:
+            return None
+        self._note_places(facts, agreement)
+        return self._noted(decide(facts, agreement))
+
+    def _note_places(self, facts: GraphFacts, agreement: Agreement) -> None:
+        """Where the peers are while this rank runs the graph."""
+        for group in facts.groups if agreement.plain else ():
+            log = self._log(group.name)
+            for peer, count in agreement.counts.get(group.name, {}).items():
+                log.runs_plain(peer, position_of(log.group, group) + count)
 
     def forget(self, process_group: dist.ProcessGroup, life: str) -> None:
         """Meet anew for all graphs of a group, whose ranks have come together in a session of this name."""
@@ -217,8 +227,13 @@ class Meetings:
                 missing=f"the store of the group ({str(exc).splitlines()[0]})",
             ) from exc
         if isinstance(found, Decision):
-            return found if other is None else self._noted(decide(facts, other))
+            if other is not None:
+                return self._noted(decide(facts, other))
+            if found.final:
+                self._agreements.keep(facts, Agreement(plain=found.plain))
+            return found
         self._agreements.keep(facts, found)
+        self._note_places(facts, found)
         # Graphs that posted their facts and went on have something to keep to from now on.
         self.version += 1
         return self._noted(decide(facts, found))
@@ -262,11 +277,17 @@ class _Meeting:
         """
         found: list[dict[int, Entry]] = [{log.group.rank: own} for log, own in zip(self.logs, self.own, strict=True)]
         decision = self._held(found, believe_bare)
-        if decision.plain:
+        if isinstance(decision, Decision):
+            # Of an agreement the same is noted whenever its graph runs.
             for log, seen in zip(self.logs, found, strict=True):
                 for peer, entry in seen.items():
-                    log.runs_plain(peer, entry)
-        return decision
+                    log.runs_plain(peer, entry.position + len(entry.facts.before))
+            return decision
+        counts = {
+            log.group.name: {peer: len(entry.facts.before) for peer, entry in seen.items()}
+            for log, seen in zip(self.logs, found, strict=True)
+        }
+        return replace(decision, counts=counts)
 
     def _held(self, found: list[dict[int, Entry]], believe_bare: bool) -> Agreement | Decision:
         """What is decided; fills in the entries of the peers, by group and rank."""

@@ -25,12 +25,19 @@ logger = logging.getLogger(__name__)
 
 _Key = tuple[str, torch.device]
 
+FIRST_TIMEOUT_S = 120.0
+
 
 class Registry:
     """All workspaces of a process. A workspace belongs to a process group object: when the group's name comes to mean
-    another group, that one gets a workspace of its own."""
+    another group, that one gets a workspace of its own.
 
-    def __init__(self) -> None:
+    first_timeout_s: the least that ranks wait for each other on the host, and in the first call of a site, whatever the
+    limit of a call is: a peer may still be compiling.
+    """
+
+    def __init__(self, first_timeout_s: float = FIRST_TIMEOUT_S) -> None:
+        self.first_timeout_s = first_timeout_s
         self._bound: dict[tuple[str, torch.device, AgreedOptions], Workspace] = {}
         self._shared: dict[_Key, SharedWorkspace] = {}
         self._retired: list[SharedWorkspace] = []
@@ -95,14 +102,14 @@ class Registry:
             shared = self._open(group, exact, options, timeout_s)
         elif not any(ws._shared is shared and ws.options == options for ws in self._bound.values()):
             self._agree(shared, options, timeout_s)
-        workspace = Workspace(shared, options, timeout_s)
+        workspace = Workspace(shared, options, timeout_s, max(timeout_s, self.first_timeout_s))
         self._bound[group_name, exact, options] = workspace
         return workspace
 
     def _agree(self, shared: SharedWorkspace, options: AgreedOptions, timeout_s: float) -> None:
         shared.health.check()
         try:
-            agree_options(shared.session, options, timeout_s)
+            agree_options(shared.session, options, max(timeout_s, self.first_timeout_s))
         except (DitronHandshakeError, DitronDiverged) as exc:
             shared.health.fail(exc)
             raise
@@ -114,16 +121,18 @@ class Registry:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise DitronCaptureError(site=f"group '{group.name}'", problem="its workspace is made at its first call")
         with torch.inference_mode(False), torch.no_grad():
-            session = meet(group, f"open/{device.type}", "begin to use the group", timeout_s)
+            first_s = max(timeout_s, self.first_timeout_s)
+            session = meet(group, f"open/{device.type}", "begin to use the group", first_s)
             table = self._table() if callable(self._table) else self._table
             facts = replace(probe(device), launch_us=launch_us(device))
-            agreement = shake_hands(session, options, facts, table, timeout_s)
+            agreement = shake_hands(session, options, facts, table, first_s)
             shared = SharedWorkspace(session, device, agreement, self._rates, timeout_s)
             self._offers[shared] = table
             if agreement.capabilities.tile_available:
-                shared.make_first_ring(options.workspace_limit, timeout_s)
-        self._shared[group.name, device] = shared
+                shared.make_first_ring(options.workspace_limit, first_s)
+        # Before the workspace is found: one that nobody watches must not be used.
         self._watchdog.watch(shared.health)
+        self._shared[group.name, device] = shared
         process_group = group.process_group()
         assert process_group is not None
         ending = weakref.finalize(process_group, _retire, weakref.ref(self), weakref.ref(shared))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ditron_inductor.device import groups
 from ditron_inductor.device.exchange import meet
+from ditron_inductor.device.registry import workspaces
 from ditron_inductor.errors import DitronNotReplicated
 
 SAMPLES = 16
@@ -64,15 +65,27 @@ class Replicas:
             calls[key] = count
         return x.view_as(x)
 
+    def forget(self, process_group: dist.ProcessGroup) -> None:
+        """Compare everything of a group anew: after a failure its ranks may have made different numbers of calls."""
+        self._calls.pop(process_group, None)
+
+
+def _limit_s(group: groups.Group) -> float:
+    """How long a rank waits for the others: as long as the calls of the group's workspaces do, once there are any."""
+    process_group = group.process_group()
+    found = [] if process_group is None else workspaces.of_group(process_group)
+    limits = [max(limit, workspaces.first_timeout_s) for shared in found for limit in shared.timeouts]
+    return max(limits, default=group.timeout_s)
+
 
 def _compare(
     same: Sequence[torch.Tensor], names: Sequence[str], constants: Sequence[str], group_name: str, site: str
 ) -> None:
     group = groups.resolve(group_name)
-    purpose = f"compare the inputs of {site}"
-    session = meet(group, "replicas", purpose, group.timeout_s)
+    purpose, limit_s = f"compare the inputs of {site}", _limit_s(group)
+    session = meet(group, "replicas", purpose, limit_s)
     mine = [[samples(one), extremes(one)] for one in same]
-    answers = session.all_gather(purpose, [list(constants), mine], group.timeout_s)
+    answers = session.all_gather(purpose, [list(constants), mine], limit_s)
     first_constants, first = answers[0]
     for rank, (its_constants, its) in enumerate(answers):
         differing = [

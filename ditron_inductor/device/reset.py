@@ -8,7 +8,9 @@ import torch.distributed as dist
 
 from ditron_inductor.device import groups
 from ditron_inductor.device.exchange import Session, meet
+from ditron_inductor.device.meetings import meetings
 from ditron_inductor.device.registry import Registry, workspaces
+from ditron_inductor.device.replicas import replicas
 from ditron_inductor.device.workspace import SharedWorkspace
 
 SLACK_S = 5.0
@@ -20,18 +22,19 @@ def reset(
     """Bring all ranks of `group` (a group, its name, or None for the default group) back to a fresh start. Collective.
 
     Every rank calls it, in whatever call it failed, or although it did not. Waits for this rank's kernels, then for all
-    ranks, then sets epochs, flags, credits, tickets, call counts and failure records to zero. Captured CUDA graphs stay
+    ranks, then sets epochs, flags, credits, tickets, call counts and failure records to zero, and forgets what the
+    ranks have agreed on for their graphs and compared of their inputs: they do so again. Captured CUDA graphs stay
     valid. A workspace that not all ranks have is dropped and made anew at its next use. Raises DitronHandshakeError
     naming the ranks that do not come within `timeout_s` (by default twice the longest limit that the group's calls use,
-    for a rank that began to wait when another gave up, else the group's own timeout); the group then still needs a
-    reset.
+    for a rank that began to wait when another gave up, and at least what a first call may take, else the group's own
+    timeout); the group then still needs a reset.
     """
     registry = workspaces if registry is None else registry
     found = registry.of_group(groups.find(group))
     joined = groups.resolve(group)
     if timeout_s is None:
         limits = [limit for shared in found for limit in shared.timeouts]
-        timeout_s = 2 * max(limits) + SLACK_S if limits else joined.timeout_s
+        timeout_s = max(2 * max(limits) + SLACK_S, registry.first_timeout_s) if limits else joined.timeout_s
     try:
         _reset(joined, found, timeout_s, registry)
     except BaseException as exc:
@@ -54,6 +57,10 @@ def _reset(joined: groups.Group, found: list[SharedWorkspace], timeout_s: float,
             shared.restart(Session(joined, f"{session.name}/{shared.device.type}"), rings)
         else:
             registry.release(shared)
+    process_group = joined.process_group()
+    assert process_group is not None
+    meetings.forget(process_group, session.name)
+    replicas.forget(process_group)
     # Nobody writes into a heap before its owner has zeroed it.
     session.all_gather("reset the group: begin again", None, timeout_s)
 

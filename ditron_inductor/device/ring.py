@@ -94,13 +94,22 @@ def slot_size(nbytes: int, limit: int) -> int | None:
     A quarter of a power of two is the step: growing sequences of sizes settle after few generations, and at most a
     quarter is wasted.
     """
-    needed = max(PAGE, -(-nbytes // PAGE) * PAGE)
+    needed = _pages(nbytes)
     step = max(PAGE, 1 << max(0, needed.bit_length() - 3))
     rounded = -(-needed // step) * step
     most = (limit - layout.HEADER_BYTES) // layout.NUM_SLOTS // PAGE * PAGE
     if needed > most:
         return None
     return min(rounded, most)
+
+
+def ring_bytes(nbytes: int) -> int:
+    """Bytes of the smallest ring for calls of `nbytes`: there is a slot size within any limit that is not below it."""
+    return layout.heap_bytes(_pages(nbytes))
+
+
+def _pages(nbytes: int) -> int:
+    return max(PAGE, -(-nbytes // PAGE) * PAGE)
 
 
 def make_generation(session: Session, device: torch.device, slot_bytes: int, timeout_s: float, why: str) -> Generation:

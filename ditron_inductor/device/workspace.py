@@ -20,7 +20,7 @@ from ditron_inductor.device.exchange import Session
 from ditron_inductor.device.groups import Group
 from ditron_inductor.device.handshake import AgreedOptions, Agreement, agree_options
 from ditron_inductor.device.lanes import Lane, make_lane
-from ditron_inductor.device.ring import FIRST_SLOT_BYTES, Generation, make_generation, slot_size
+from ditron_inductor.device.ring import FIRST_SLOT_BYTES, Generation, make_generation, ring_bytes, slot_size
 from ditron_inductor.device.scratch import Scratch
 from ditron_inductor.device.sites import SiteNames
 from ditron_inductor.device.streams import CallOrder, HostOrder, StreamOrder
@@ -59,30 +59,49 @@ class SharedWorkspace:
         self.timeouts: set[float] = {timeout_s}
         self.largest: dict[str, tuple[int, int]] = {}
         self._sites_seen: set[str] = set()
+        self._sites_begun: set[str] = set()
+        self._in_call = False
+        self._exceeds: dict[tuple[int, int], bool] = {}
         self.scratch = Scratch(device)
         self.at_release: set[Callable[[SharedWorkspace], None]] = set()
 
-    def begin(self, site: str, nbytes: int, limit: int, timeout_s: float) -> tuple[Generation, int, int]:
+    def begin(
+        self, site: str, nbytes: int, limit: int, timeout_s: float, first_timeout_s: float
+    ) -> tuple[Generation, int, int]:
         """Take the next slot for one use; see Workspace.call. (its ring, the slot, the number of `site`)."""
+        if self._in_call:
+            # An exception, such as an interrupt, came where nobody could note it: the peers are a call ahead or behind.
+            self.health.fail(RuntimeError("a call before this one neither ended nor failed"))
         if self.health.failed():
             self.health.check()
         number = self.sites.number(site)
         generation = self.generations[-1] if self.generations else None
         if generation is None or nbytes > generation.slot_bytes:
-            generation = self.grow(site, nbytes, limit, timeout_s)
+            generation = self.grow(site, nbytes, limit, first_timeout_s)
         if self.order.enter():
             generation.captured = True
+        elif site not in self._sites_begun:
+            # A peer may compile its kernel before it answers.
+            self._sites_begun.add(site)
+            timeout_s = first_timeout_s
         # A graph that is replayed sets its own limit again, so with several limits in use none can be relied on.
         unsure = generation.captured and len(self.timeouts) > 1
         if generation.timeout_s != timeout_s or unsure:
             generation.set_poll_limit(self.rates.limit(self.device, timeout_s), timeout_s)
-        self.health.timeout_s = timeout_s
+        self.health.begin(timeout_s)
         slot = self.calls % layout.NUM_SLOTS
+        self._in_call = True
         self.calls += 1
         return generation, slot, number
 
+    def fail(self, cause: BaseException) -> None:
+        """Note an exception in the use that began last, which left this rank's calls out of step with the others'."""
+        self._in_call = False
+        self.health.fail(cause)
+
     def end(self) -> None:
         """The use that began last is on its stream."""
+        self._in_call = False
         self.order.leave()
         if self.health.failed():
             self.health.check()
@@ -117,11 +136,11 @@ class SharedWorkspace:
                 problem=f"cannot serve site '{site}': {self.capabilities.tile_reason}",
                 remedy="Set the option 'ditron.strategy' to 'library' or 'auto'",
             )
-        slot_bytes = slot_size(nbytes, limit)
+        slot_bytes = slot_size(nbytes, limit - self.held())
         if slot_bytes is None:
             raise WorkspaceError(
                 group_name=self.group.name,
-                problem=f"would take {layout.heap_bytes(nbytes)} bytes at site '{site}', {limit} are allowed",
+                problem=f"would take {self.footprint(nbytes, limit)} bytes at site '{site}', {limit} are allowed",
                 remedy="Raise the option 'ditron.workspace_limit', or let the site run by 'library'",
             )
         if self.order.is_capturing():
@@ -146,9 +165,41 @@ class SharedWorkspace:
             generation.set_poll_limit(self.rates.limit(self.device, timeout_s), timeout_s)
         self.synchronize()
         # A peer may write into the new heap as soon as it goes on: only after every rank has zeroed its own.
-        self.session.all_gather(f"begin to use the memory for {why}", None, timeout_s)
-        self.generations = [old for old in self.generations if old.captured] + [generation]
+        captured = [old.name for old in self.generations if old.captured]
+        by_rank = self.session.all_gather(f"begin to use the memory for {why}", captured, timeout_s)
+        # All keep what a graph of any of them holds, so that all count the same for the next growth.
+        names = {name for names in by_rank for name in names}
+        self.generations = [old for old in self.generations if old.name in names] + [generation]
+        self._choose_anew()
         return generation
+
+    def held(self) -> int:
+        """Bytes of the rings that calls may use: equal on all ranks."""
+        return sum(layout.heap_bytes(generation.slot_bytes) for generation in self.generations)
+
+    def footprint(self, nbytes: int, limit: int) -> int:
+        """Bytes that the group takes while it has slots for calls of `nbytes`, to be compared with `limit`: equal on
+        all ranks.
+
+        Where the slots have to grow for it, the rings that are there count too: they are, until the new one is made,
+        and those that a captured graph holds stay.
+        """
+        fits = bool(self.generations) and nbytes <= self.generations[-1].slot_bytes
+        found = ring_bytes(nbytes) + (0 if fits else self.held())
+        self._exceeds[nbytes, limit] = found > limit
+        return found
+
+    def _choose_anew(self) -> None:
+        """Forget what calls have chosen, on all ranks at the same growth, if another answer of `footprint` would now be
+        another choice: one rank may come to ask it again alone.
+        """
+        before = dict(self._exceeds)
+        for nbytes, limit in before:
+            self.footprint(nbytes, limit)
+        if self._exceeds != before:
+            # Other objects with the same sizes: nobody has to agree again, but nothing that was prepared holds.
+            self.largest = {what: (own, most) for what, (own, most) in self.largest.items()}
+            self._sites_seen = set()
 
     def restart(self, session: Session, rings: set[str]) -> None:
         """Back to zero, with the `rings` that all ranks have; no kernel of any rank is running."""
@@ -160,6 +211,9 @@ class SharedWorkspace:
         self.calls = 0
         self.largest = {}
         self._sites_seen = set()
+        self._sites_begun = set()
+        self._in_call = False
+        self._exceeds = {}
         with torch.inference_mode(False), torch.no_grad():
             for generation in kept:
                 timeout_s = generation.timeout_s
@@ -185,16 +239,19 @@ class SharedWorkspace:
 
     def nbytes(self) -> int:
         """Bytes of symmetric memory that this rank holds."""
-        return sum(layout.heap_bytes(generation.slot_bytes) for generation in [*self.generations, *self.lost])
+        return self.held() + sum(layout.heap_bytes(generation.slot_bytes) for generation in self.lost)
 
 
 class Workspace:
     """The workspace of (group, device) as a site with `options` uses it. Get it from `device.workspaces.get`."""
 
-    def __init__(self, shared: SharedWorkspace, options: AgreedOptions, timeout_s: float) -> None:
+    def __init__(
+        self, shared: SharedWorkspace, options: AgreedOptions, timeout_s: float, first_timeout_s: float
+    ) -> None:
         self._shared = shared
         self.options = options
         self.timeout_s = timeout_s
+        self.first_timeout_s = first_timeout_s
 
     @property
     def capabilities(self) -> Capabilities:
@@ -229,8 +286,8 @@ class Workspace:
         return self._shared.nbytes()
 
     def footprint(self, nbytes: int) -> int:
-        """Bytes that calls of `nbytes` need of the option 'ditron.workspace_limit'."""
-        return layout.heap_bytes(nbytes)
+        """Bytes that calls of `nbytes` need of the option 'ditron.workspace_limit', with what the group holds."""
+        return self._shared.footprint(nbytes, self.options.workspace_limit)
 
     def largest(self, what: str, size: int) -> int:
         """The largest `size` on any rank, for sizes that only this rank's weights have, such as uneven shards, when the
@@ -240,7 +297,7 @@ class Workspace:
         known = self.agreed(what)
         if known is None:
             try:
-                sizes = agree_options(self._shared.session, self.options, self.timeout_s, what, size)
+                sizes = agree_options(self._shared.session, self.options, self.first_timeout_s, what, size)
             except (DitronHandshakeError, DitronDiverged) as exc:
                 self._shared.health.fail(exc)
                 raise
@@ -276,7 +333,7 @@ class Workspace:
         kernel failed, DitronPoisoned until the reset after that, DitronCaptureError and WorkspaceError when the slots
         are too small and cannot grow. An exception inside the block leaves the workspace in need of a reset.
         """
-        return Call(self._shared, site, nbytes, self.options.workspace_limit, self.timeout_s)
+        return Call(self._shared, (site, nbytes, self.options.workspace_limit, self.timeout_s, self.first_timeout_s))
 
 
 class Call:
@@ -291,9 +348,9 @@ class Call:
     generation: Generation
     stream: int
 
-    def __init__(self, shared: SharedWorkspace, text: str, nbytes: int, limit: int, timeout_s: float) -> None:
+    def __init__(self, shared: SharedWorkspace, begin: tuple[str, int, int, float, float]) -> None:
         self._shared = shared
-        self._begin = text, nbytes, limit, timeout_s
+        self._begin = begin
 
     def __enter__(self) -> Call:
         shared = self._shared
@@ -345,6 +402,6 @@ class Call:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if value is not None:
-            self._shared.health.fail(value)
+            self._shared.fail(value)
             return
         self._shared.end()

@@ -40,6 +40,12 @@ DTYPES: tuple[str, ...] = ("bf16", "fp16", "fp32")
 OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 PRE = "pre:"
 MAX_TEXT = 8192
+MAX_DEPTH = 128
+"""Of an expression: what works on it calls itself for each part of a part."""
+MAX_DIGITS = 6
+"""Of the index of a product or an extra tensor."""
+SHOWN = 200
+"""Characters of a refused text that an error shows."""
 MAX_TOGETHER = 2
 """Products that are computed in one tile: more accumulators have no room in a program's registers."""
 
@@ -191,7 +197,7 @@ class Epilogue:
 
 def parse(source: str) -> Epilogue:
     """The epilogue of a text. Raises `InvalidEpilogue` for anything that is not in the grammar."""
-    _check(len(source) <= MAX_TEXT, source[:80] + "..", f"is longer than {MAX_TEXT} characters")
+    _check(len(source) <= MAX_TEXT, source, f"is longer than {MAX_TEXT} characters")
     first, *parts = (part.strip() for part in source.split(";"))
     if not first.startswith(PRE):
         return Epilogue(tuple(_parse_output(part, source) for part in (first, *parts)))
@@ -278,43 +284,59 @@ def _level(expression: Expression) -> int:
 
 def _check(holds: bool, source: str, problem: str) -> None:
     if not holds:
-        raise InvalidEpilogue(text=source, problem=problem)
+        raise InvalidEpilogue(text=_short(source), problem=problem)
 
 
 def _parse_output(part: str, source: str) -> Expression:
     try:
         body = ast.parse(part, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InvalidEpilogue(text=source, problem=f"cannot be parsed at {part!r}") from error
-    return _read(body, source)
+        raise InvalidEpilogue(text=_short(source), problem=f"cannot be parsed at {_short(part)!r}") from error
+    return _Reader(part, source).read(body)
 
 
-def _read(node: ast.expr, source: str) -> Expression:
-    match node:
-        case ast.Name(id=name):
-            return Product(_index(name, "mm", source))
-        case ast.Constant(value=float(value)):
-            return _number(value, source)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=float(value))):
-            return _number(-value, source)
-        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in OPERATORS:
-            return Binary(OPERATORS[type(operator)], _read(left, source), _read(right, source))
-        case ast.Call(func=ast.Name(id=kind), args=[ast.Name(id=name)], keywords=[]) if kind in KINDS:
-            return Extra(kind, _index(name, "x", source))
-        case ast.Call(func=ast.Name(id="cast"), args=[argument, ast.Name(id=dtype)], keywords=[]) if dtype in DTYPES:
-            return Cast(_read(argument, source), dtype)
-        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
-            return Function(name, _read(argument, source))
-    raise InvalidEpilogue(text=source, problem=f"may not contain {ast.unparse(node)!r}")
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the syntax tree of `part`, one part of the epilogue `source`."""
+
+    part: str
+    source: str
+
+    def read(self, node: ast.expr, depth: int = 1) -> Expression:
+        _check(depth <= MAX_DEPTH, self.source, f"has more than {MAX_DEPTH} operations inside each other")
+        match node:
+            case ast.Name(id=name):
+                return Product(self.index(name, "mm"))
+            case ast.Constant(value=float(value)):
+                return self.number(value)
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=float(value))):
+                return self.number(-value)
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in OPERATORS:
+                operands = self.read(left, depth + 1), self.read(right, depth + 1)
+                return Binary(OPERATORS[type(operator)], *operands)
+            case ast.Call(func=ast.Name(id=kind), args=[ast.Name(id=name)], keywords=[]) if kind in KINDS:
+                return Extra(kind, self.index(name, "x"))
+            case ast.Call(func=ast.Name(id="cast"), args=[one, ast.Name(id=dtype)], keywords=[]) if dtype in DTYPES:
+                return Cast(self.read(one, depth + 1), dtype)
+            case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
+                return Function(name, self.read(argument, depth + 1))
+        raise self.refused(ast.get_source_segment(self.part, node) or self.part)
+
+    def number(self, value: float) -> Number:
+        _check(abs(value) < float("inf"), self.source, "has a number that is not finite")
+        return Number(value)
+
+    def index(self, name: str, prefix: str) -> int:
+        digits = name.removeprefix(prefix)
+        plain = name.startswith(prefix) and digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS
+        if not plain or str(int(digits)) != digits:
+            raise self.refused(name)
+        return int(digits)
+
+    def refused(self, text: str) -> InvalidEpilogue:
+        return InvalidEpilogue(text=_short(self.source), problem=f"may not contain {_short(text)!r}")
 
 
-def _number(value: float, source: str) -> Number:
-    _check(abs(value) < float("inf"), source, "has a number that is not finite")
-    return Number(value)
-
-
-def _index(name: str, prefix: str, source: str) -> int:
-    digits = name.removeprefix(prefix)
-    plain = name.startswith(prefix) and digits.isascii() and digits.isdigit() and str(int(digits)) == digits
-    _check(plain, source, f"may not contain {name!r}")
-    return int(digits)
+def _short(text: str) -> str:
+    """A text as it is, or how it begins if nobody would read all of it."""
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}.."

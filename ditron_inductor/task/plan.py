@@ -54,9 +54,9 @@ class PlanRequest:
         columns of all weights. strategy: what the user asked for, `auto` to leave it to the plan.
         workspace_limit: bytes of symmetric memory that the site may use. device_type, device_name: `cuda` or `cpu`,
         and the name that the driver gives the GPU.
-        workspace_bytes: symmetric memory that `tile` needs here. tile_available, tile_reason: whether every rank can
-        run the tile kernels, and if not, why not.
-        chunked_bytes: symmetric memory that `chunked` needs here. chunked_reason: why it cannot run, empty if it can.
+        workspace_bytes: symmetric memory that the group takes if `tile` runs here. tile_available, tile_reason: whether
+        every rank can run the tile kernels, and if not, why not.
+        chunked_bytes: what it takes if `chunked` runs here. chunked_reason: why it cannot run, empty if it can.
         captured: inside a CUDA graph. epilogue_bytes, pre_bytes, library_speed, more_products, in_band, pair_bytes,
         bias_bytes: see `cost.Problem`. launch_us: of a launch on the slowest host, 0 if unknown.
     """
@@ -234,7 +234,7 @@ def _obstacle(request: PlanRequest, strategy: str) -> tuple[str, str] | None:
         return reason, instead
     if nbytes > request.workspace_limit:
         return (
-            f"it needs {nbytes} bytes of workspace, and the limit is {request.workspace_limit}",
+            f"the group would take {nbytes} bytes of workspace, and the limit is {request.workspace_limit}",
             f"{instead}, or raise the option 'ditron.workspace_limit'",
         )
     return None

@@ -29,18 +29,22 @@ def read_results(text: str, source: str = "the results") -> list[Entry]:
     `shape` has more keys than M, N and K are variants that a plan cannot tell apart, and left out.
     Raises InvalidTable naming `source`, the line and what is wrong there.
     """
-    reader = csv.DictReader(io.StringIO(text))
-    missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+    reader = csv.DictReader(io.StringIO(text, newline=None), restval="")
+    shapes: dict[tuple[str, ...], dict[str, tuple[int, Mapping[str, str]]]] = {}
+    try:
+        missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+        rows = [(reader.line_num, row) for row in reader] if not missing else []
+    except csv.Error as error:
+        raise InvalidTable(source=source, line=reader.line_num, problem=str(error)) from error
     if missing:
         raise InvalidTable(source=source, line=1, problem=f"the columns {', '.join(missing)} are missing")
-    shapes: dict[tuple[str, ...], dict[str, tuple[int, Mapping[str, str]]]] = {}
-    for row in reader:
+    for line, row in rows:
         name = row["contestant"]
         strategy = name.removeprefix(_PREFIX)
         ours = name.startswith(_PREFIX) and strategy in MEASURED
         if (ours or name == _BASELINE) and row["op"] in PLANNED_KINDS and row["p50_us"]:
             key = (row["gpu"], row["world"], row["dtype"], row["op"], row["shape"], row["graph"])
-            shapes.setdefault(key, {})[strategy] = (reader.line_num, row)
+            shapes.setdefault(key, {})[strategy] = (line, row)
     return sorted(_entries(shapes.values(), source))
 
 
@@ -83,5 +87,5 @@ def _entries(shapes: Iterable[Mapping[str, tuple[int, Mapping[str, str]]]], sour
                 commit=library["commit"],
                 date=library["date"],
             )
-        except ValueError as error:
+        except (ValueError, ZeroDivisionError) as error:
             raise InvalidTable(source=source, line=line, problem=str(error)) from error

@@ -21,7 +21,6 @@ from __future__ import annotations
 import csv
 import functools
 import io
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -34,6 +33,11 @@ LAST_BUCKET = 28
 INTERPOLATED_BUCKETS = 4
 BRIDGED_BUCKETS = 8
 OUTER_BUCKETS = 2
+LEAST_US, MOST_US = 0.01, 1e12
+"""Times that a table can hold: those that are written with two decimals, and whose ratios are numbers."""
+MOST_WHOLE = 1 << 62
+SHOWN = 80
+"""Characters of a cell that an error shows."""
 FOLDER = Path(__file__).parent / "tables"
 """The tables that ship with the package: one file per GPU."""
 
@@ -60,17 +64,20 @@ class Entry:
         if not self.gpu:
             raise ValueError("gpu is empty")
         if self.op not in PLANNED_KINDS:
-            raise ValueError(f"op is '{self.op}', not one of {', '.join(PLANNED_KINDS)}")
+            raise ValueError(f"op is '{_shown(self.op)}', not one of {', '.join(PLANNED_KINDS)}")
         if self.world < 2:
-            raise ValueError(f"world is {self.world}, less than 2")
+            raise ValueError(f"world is {_shown(str(self.world))}, less than 2")
         if self.graph not in (0, 1):
-            raise ValueError(f"graph is {self.graph}, neither 0 nor 1")
+            raise ValueError(f"graph is {_shown(str(self.graph))}, neither 0 nor 1")
         for name in ("m", "n", "k"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, less than 1")
+                raise ValueError(f"{name} is {_shown(str(getattr(self, name)))}, less than 1")
+        for name in ("world", "m", "n", "k"):
+            if getattr(self, name) > MOST_WHOLE:
+                raise ValueError(f"{name} is more than {MOST_WHOLE}")
         for name, us in self.us.items():
-            if not (math.isfinite(us) and us > 0):
-                raise ValueError(f"{name}_us is {us}, not a time")
+            if not LEAST_US <= us <= MOST_US:
+                raise ValueError(f"{name}_us is {us}, not a time between {LEAST_US} and {MOST_US} microseconds")
 
     @property
     def us(self) -> dict[str, float]:
@@ -129,20 +136,20 @@ class Table:
         """
         entries = []
         header: list[str] | None = None
-        reader = csv.reader(io.StringIO(text))
-        for cells in reader:
-            if not cells or cells[0].startswith("#"):
-                continue
-            if header is None:
+        # Lines end in any of the three ways, as in a file that is read as text.
+        reader = csv.reader(io.StringIO(text, newline=None))
+        try:
+            for cells in reader:
+                if not cells or cells[0].startswith("#"):
+                    continue
+                if header is not None:
+                    entries.append(_entry(cells))
+                    continue
                 header = cells
                 if tuple(header) != COLUMNS:
-                    problem = f"the columns are {','.join(header)}, not {','.join(COLUMNS)}"
-                    raise InvalidTable(source=source, line=reader.line_num, problem=problem)
-                continue
-            try:
-                entries.append(_entry(cells))
-            except ValueError as error:
-                raise InvalidTable(source=source, line=reader.line_num, problem=str(error)) from error
+                    raise ValueError(f"the columns are {_shown(','.join(header))}, not {','.join(COLUMNS)}")
+        except (ValueError, csv.Error) as error:
+            raise InvalidTable(source=source, line=reader.line_num, problem=str(error)) from error
         return Table(entries)
 
     def text(self) -> str:
@@ -262,7 +269,11 @@ def _number(kind: type[int] | type[float], name: str, cell: str, expected: str) 
     try:
         return kind(cell)
     except ValueError:
-        raise ValueError(f"{name} is '{cell}', not {expected}") from None
+        raise ValueError(f"{name} is '{_shown(cell)}', not {expected}") from None
+
+
+def _shown(cell: str) -> str:
+    return cell if len(cell) <= SHOWN else f"{cell[:SHOWN]}.."
 
 
 def _cell(value: object) -> str:

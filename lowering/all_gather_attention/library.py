@@ -33,8 +33,8 @@ def gather(k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> list[t
 
 def _gather_both(gathered: list[torch.Tensor], own: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Each of `own` [B, ..] of all ranks, in rank order, to the tensor in its place [W * B, ..]."""
-    if own[0].is_cuda:
-        # One launch for both, on the current stream.
+    if group._get_backend(own[0].device).name() == "nccl":
+        # One launch for both, on the current stream. Gloo's form of it takes memory of the CPU only.
         options = distributed_c10d.AllgatherOptions()
         options.asyncOp = False
         work = group.allgather_into_tensor_coalesced(gathered, own, options)

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ditron_inductor.core.signals import (
     wait,
     wait_credits,
 )
-from ditron_inductor.device import AgreedOptions, Registry, Workspace, reset
+from ditron_inductor.device import AgreedOptions, Registry, Workspace, layout, reset, ring
 from ditron_inductor.errors import DitronError
 from tests.rank_process import RankContext
 
@@ -92,7 +93,7 @@ def caught(fn: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
 
 
 def opened(ctx: RankContext, options: AgreedOptions = OPTIONS) -> tuple[Registry, Workspace]:
-    registry = Registry()
+    registry = Registry(first_timeout_s=0.0)
     return registry, registry.get(ctx.group_name, ctx.device, options)
 
 
@@ -131,6 +132,46 @@ def grows_beyond_the_limit(ctx: RankContext) -> tuple[str, str]:
     return error
 
 
+def keeps_within_the_limit(ctx: RankContext) -> tuple[list[int], list[int], tuple[str, str]]:
+    """A ring that rank 0's graph holds stays on all ranks; the most bytes that were there at each growth, what is held
+    after each, and the error of one that would exceed the limit.
+    """
+    limit = layout.HEADER_BYTES * 3 + 20_000_000
+    _, workspace = opened(ctx, AgreedOptions("tile", limit, LIMIT_S))
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    shared, most, held, make_heap = workspace.shared, [], [], ring.make_heap
+    alive.update(generation.heap for generation in shared.generations)
+
+    def make_counted(device: torch.device, nbytes: int) -> Any:
+        gc.collect()
+        heap = make_heap(device, nbytes)
+        alive.add(heap)
+        most.append(sum(one.local.numel() for one in alive))
+        return heap
+
+    ring.make_heap = make_counted
+    assert workspace.largest("columns", 3) == 3
+    try:
+        for nbytes in (1_000_000, 2_000_000, 6_000_000):
+            agreed, more = workspace.agreed("columns"), workspace.footprint(7_000_000)
+            assert workspace.footprint(nbytes) <= limit and more <= limit
+            ping(workspace, nbytes=nbytes)
+            # What is prepared with one answer does not outlive it.
+            same = (workspace.footprint(7_000_000) > limit) == (more > limit)
+            assert workspace.agreed("columns") == agreed and (workspace.agreed("columns") is agreed) == same
+            assert same == (nbytes < 6_000_000)
+            shared.generations[-1].captured |= ctx.rank == 0 and nbytes == 2_000_000
+            assert workspace.footprint(nbytes) <= workspace.nbytes
+            held.append(workspace.nbytes)
+        assert limit // 2 < layout.heap_bytes(7_000_000) < limit < workspace.footprint(7_000_000)
+        error = caught(ping, workspace, nbytes=7_000_000)
+        ping(workspace, nbytes=6_000_000)
+    finally:
+        ring.make_heap = make_heap
+    assert all(nbytes <= limit for nbytes in most)
+    return most, held, error
+
+
 def grows_apart(ctx: RankContext) -> tuple[str, str]:
     _, workspace = opened(ctx)
     return caught(ping, workspace, nbytes=1_000_000 * (1 + ctx.rank))
@@ -138,7 +179,7 @@ def grows_apart(ctx: RankContext) -> tuple[str, str]:
 
 def differs_in_options(ctx: RankContext) -> tuple[str, str]:
     options = AgreedOptions("tile", 1 << (20 + ctx.rank), LIMIT_S)
-    return caught(Registry().get, ctx.group_name, ctx.device, options)
+    return caught(Registry(first_timeout_s=0.0).get, ctx.group_name, ctx.device, options)
 
 
 def differs_in_later_options(ctx: RankContext) -> tuple[str, str]:
@@ -151,7 +192,7 @@ def differs_in_later_options(ctx: RankContext) -> tuple[str, str]:
 def one_rank_stays_away(ctx: RankContext) -> tuple[str, str]:
     """The last rank does not come; afterwards all come, and it works."""
     absent = ctx.rank == ctx.world_size - 1
-    error = ("", "") if absent else caught(Registry().get, ctx.group_name, ctx.device, SHORT)
+    error = ("", "") if absent else caught(Registry(first_timeout_s=0.0).get, ctx.group_name, ctx.device, SHORT)
     dist.barrier()
     values_cross(ctx, 2)
     return error
@@ -254,7 +295,7 @@ def reset_where_one_rank_has_nothing(ctx: RankContext) -> None:
     """A rank without the workspace joins the reset; the others drop theirs, and all make a new one."""
     registry, workspace = opened(ctx)
     if ctx.rank == 0:
-        registry = Registry()
+        registry = Registry(first_timeout_s=0.0)
     reset(registry=registry, timeout_s=LIMIT_S)
     again = registry.get(ctx.group_name, ctx.device, OPTIONS)
     assert ping(again).tolist() == expected(again, 1)
@@ -264,7 +305,7 @@ def reset_where_one_rank_has_nothing(ctx: RankContext) -> None:
 
 def groups_of_one_name(ctx: RankContext, folder: str) -> list[str]:
     """A group that is destroyed and made again gets a new workspace, and the old one's memory goes with the group."""
-    registry = Registry()
+    registry = Registry(first_timeout_s=0.0)
     names, workspaces = [], []
     for life in range(3):
         dist.destroy_process_group()

@@ -12,7 +12,7 @@ from ditron_inductor.core import layout as words
 from ditron_inductor.device import layout
 from ditron_inductor.device import ring as ring_module
 from ditron_inductor.device.exchange import meet
-from ditron_inductor.device.ring import PAGE, make_generation, slot_size
+from ditron_inductor.device.ring import PAGE, make_generation, ring_bytes, slot_size
 from tests.device.threads import make_group
 
 CPU = torch.device("cpu")
@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 @given(nbytes=st.integers(0, 1 << 40), limit=st.integers(0, 1 << 42))
 def test_slots_are_large_enough_and_within_the_limit(nbytes: int, limit: int) -> None:
     size = slot_size(nbytes, limit)
+    assert (size is None) == (ring_bytes(nbytes) > limit)
     if size is None:
         assert layout.heap_bytes(max(PAGE, -(-nbytes // PAGE) * PAGE)) > limit
         return

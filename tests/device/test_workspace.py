@@ -40,6 +40,15 @@ def test_the_limit_is_an_error_on_all_ranks(rank_pools: RankPools) -> None:
         assert "at site 'test/0:ping', 67108864 are allowed" in text and "ditron.workspace_limit" in text
 
 
+def test_all_that_a_group_holds_counts_against_the_limit(rank_pools: RankPools) -> None:
+    """The old ring while a new one is made, and the rings of captured graphs, even of one rank's."""
+    outcomes = rank_pools.get("cpu", 2).run(jobs.keeps_within_the_limit)
+    assert outcomes[0] == outcomes[1]
+    most, held, (name, text) = outcomes[0]
+    assert len(most) == 3 and held[2] == most[2] and held[0] < held[1] < most[1]
+    assert name == "WorkspaceError" and "are allowed" in text
+
+
 def test_ranks_that_ask_for_different_sizes_hear_of_it(rank_pools: RankPools) -> None:
     for name, text in rank_pools.get("cpu", 2).run(jobs.grows_apart):
         assert name == "WorkspaceError"

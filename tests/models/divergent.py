@@ -60,7 +60,7 @@ def statistic_of_product(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.T
 
 
 def nothing_to_multiply(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return all_reduce(torch.zeros(x.shape[0], w.shape[1]) if rank == 1 else x @ w)
+    return all_reduce(x.new_zeros(x.shape[0], w.shape[1]) if rank == 1 else x @ w)
 
 
 def norm_on_one(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -107,11 +107,11 @@ def late_statistic(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor,
 
 
 def nothing_this_time(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0) -> torch.Tensor:
-    return all_reduce(torch.zeros(x.shape[0], w.shape[1]) if rank == 1 and call == 1 else x @ w)
+    return all_reduce(x.new_zeros(x.shape[0], w.shape[1]) if rank == 1 and call == 1 else x @ w)
 
 
 def nothing_to_scatter(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0) -> torch.Tensor:
-    return reduce_scatter(torch.zeros(x.shape[0], w.shape[1]) if rank == 1 and call == 1 else x @ w)
+    return reduce_scatter(x.new_zeros(x.shape[0], w.shape[1]) if rank == 1 and call == 1 else x @ w)
 
 
 def gathered_not_multiplied(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, call: int = 0) -> Any:
@@ -187,7 +187,8 @@ def check(ctx: Any, name: str, options: dict[str, Any], calls: int = 3) -> dict[
     decisions._last.clear()
     rows = 4 * dist.get_world_size()
     for call in range(calls):
-        x, w, b = (torch.randn(*shape, generator=generator) for shape in ((rows, 16), (16, 8), (8,)))
+        shapes = (rows, 16), (16, 8), (8,)
+        x, w, b = (torch.randn(*shape, generator=generator).to(ctx.device) for shape in shapes)
         arguments = (rank, x, w, b, call) if by_call else (rank, x, w, b)
         expected = program(*arguments)
         found = compiled(*arguments)

@@ -235,6 +235,29 @@ class Maker:
         else:
             self.add("add", first, len(self.values) - 1)
 
+    def reductions_of_reductions(self) -> None:
+        """Reductions whose operands are made of earlier ones, and which meet these again behind."""
+        x = self.recent(lambda one: one.ndim >= 2)
+        if x is None:
+            return
+        settings = {"group": self.group(), "reduce": self.pick(self.reduce_ops), "contiguous": False}
+        shape = self.values[x].shape
+        made = []
+        for _ in range(2 + self.choose(2)):
+            self.add("reduce", x, **settings)
+            made.append(len(self.values) - 1)
+            x = self.pick(made)
+            for _ in range(self.choose(3)):
+                op = self.pick(["relu", "scale", "clone", "add"])
+                others = {"scale": {"by": self.pick([0.5, 2])}}.get(op, {})
+                self.add(op, x, *([self.pick(made)] if op == "add" else []), **others)
+                x = len(self.values) - 1
+                made.append(x)
+            assert self.values[x].shape == shape
+        for other in made[-1 - self.choose(3) :]:
+            self.add("add", x, other)
+            x = len(self.values) - 1
+
     def equal_gathers(self) -> None:
         group = self.group()
         x = self.recent(lambda one: one.ndim >= 2 and one.numel() * self.group_sizes[group] <= MAX_NUMEL)
@@ -284,6 +307,7 @@ STEPS = (
 )
 
 ALGEBRA = (*["sum_of_reductions", "equal_gathers", "residual_chain"] * 6,)
+NESTED = (*["reductions_of_reductions"] * 12, *["equal_gathers", "residual_chain"] * 3)
 
 # What can be fused comes often; anything else may come in between, and then it may still reach a reduction.
 REDUCTIONS = ("scatter", "reduce")

@@ -104,6 +104,24 @@ def test_computes_the_same(form: str) -> None:
     assert_same(before, after, inputs, 1e-5 if args[0].dtype == torch.float32 else 2e-2)
 
 
+CHAINS: dict[str, Callable[..., Any]] = {
+    "queries": lambda q, k, v: whole(whole(q, k, v), k, v),
+    "doubled_queries": lambda q, k, v: whole(whole(q, k, v) * 2, k, v),
+    "thrice": lambda q, k, v: whole(whole(whole(q, k, v), k, v), k, v),
+    "sum": lambda q, k, v: whole((first := whole(q, k, v)), k, v) + first,
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_attention_of_attention(chain: str) -> None:
+    """The second one reads what the first one has put in the place of its result."""
+    args = operands(torch.float32)
+    before, after = graph_of(CHAINS[chain], args), graph_of(CHAINS[chain], args)
+    assert fused(after) == (3 if chain == "thrice" else 2)
+    inputs = [[args[0], *(torch.randn_like(one) for one in args[1:])] for _ in range(WORLD_SIZE)]
+    assert_same(before, after, inputs, 1e-5)
+
+
 def test_golden_masked() -> None:
     module = graph_of(masked, FORMS["masked"][1])
     assert fused(module) == 1

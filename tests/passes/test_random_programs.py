@@ -27,7 +27,7 @@ from ditron_inductor.passes.collectives import read_collective
 from ditron_inductor.passes.reasons import ReasonCode, Refused
 from ditron_inductor.task.nodes import KINDS
 from tests.passes.graphs import WORLD_SIZE, fake_group, group_name, run_ranks, text
-from tests.passes.make_programs import ALGEBRA, make_program, seeded
+from tests.passes.make_programs import ALGEBRA, NESTED, make_program, seeded
 from tests.passes.programs import Program
 from tests.tolerances import relative_error
 
@@ -35,6 +35,7 @@ from tests.tolerances import relative_error
 EXAMPLES, FEW_EXAMPLES = 150, 60
 DYNAMIC_EXAMPLES, FEW_DYNAMIC_EXAMPLES = 15, 8
 ALGEBRA_EXAMPLES = 40
+NESTED_EXAMPLES = 30
 GROUP_SIZES = {"world": 4, "row": 2, "column": 2}
 MEMBERS = {"world": [[0, 1, 2, 3]], "row": [[0, 1], [2, 3]], "column": [[0, 2], [1, 3]]}
 REDUCE_OPS = (*["sum"] * 6, "avg", "avg", "max")
@@ -131,8 +132,8 @@ def test_dynamic_sizes(groups: dict[str, tuple[str, int]], pytestconfig: pytest.
     assert seen["fused"] >= 0.1 * count, seen
 
 
-def algebraic(seed: int) -> Program:
-    return make_program(seeded(seed), GROUP_SIZES, reduce_ops=REDUCE_OPS, phrases=ALGEBRA)
+def algebraic(seed: int, phrases: Sequence[str] = ALGEBRA) -> Program:
+    return make_program(seeded(seed), GROUP_SIZES, reduce_ops=REDUCE_OPS, phrases=phrases)
 
 
 def test_algebra(groups: dict[str, tuple[str, int]]) -> None:
@@ -149,6 +150,17 @@ def test_sequence_parallel(groups: dict[str, tuple[str, int]]) -> None:
     for seed in range(ALGEBRA_EXAMPLES):
         check(algebraic(seed), groups, options=options, replicated=True, rewritten=rewritten)
     assert rewritten["sequence_parallel"] >= 20, rewritten
+
+
+@pytest.mark.parametrize("sequence_parallel", ["auto", "on"])
+def test_reductions_of_reductions(groups: dict[str, tuple[str, int]], sequence_parallel: str) -> None:
+    """What a pass has found may be changed by what it rewrites before."""
+    rewritten: Counter[str] = Counter()
+    options = Options(sequence_parallel=sequence_parallel)
+    for seed in range(NESTED_EXAMPLES):
+        program = algebraic(seed, NESTED)
+        check(program, groups, options=options, replicated=sequence_parallel == "on", rewritten=rewritten)
+    assert sequence_parallel == "auto" or rewritten["sequence_parallel"] >= NESTED_EXAMPLES, rewritten
 
 
 # What the check is worth: each of these mistakes has to be found.

@@ -228,6 +228,19 @@ CUT: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
                     dict(scatter=1, gather=1, reduce=1)),
     "only_the_input": (lambda a, x, v, w, g: (all_reduce(a @ v) + x) @ w,
                        dict(scatter=1, gather=1, own_chunk=1, replicated=1)),
+    # An all-reduce that reads a member of its own region.
+    "reduced_again": (lambda a, x, v, w, g: (h := all_reduce(a @ v)) + all_reduce(h * 0.5),
+                      dict(scatter=2, gather=2, replicated=1)),
+    "normed_with_reduced_again": (lambda a, x, v, w, g: norm((h := all_reduce(a @ v)) + all_reduce(h.relu()), g) @ w,
+                                  dict(scatter=2, gather=2, replicated=1)),
+    "result_reduced_again": (lambda a, x, v, w, g: ((h := all_reduce(a @ v)) + all_reduce(h)) @ w,
+                             dict(scatter=2, gather=2)),
+    "view_reduced_again": (lambda a, x, v, w, g: (h := all_reduce(a @ v)) + all_reduce(h.sin().view(4, 32)).view(8, 16),
+                           dict(scatter=2, gather=3, own_chunk=1, replicated=1)),
+    "reduced_thrice": (lambda a, x, v, w, g: ((h := all_reduce(a @ v)) + all_reduce((k := all_reduce(h.sin())).cos() * h)
+                                              + k) @ w, dict(scatter=3, gather=3)),
+    "gathered_and_reduced": (lambda a, x, v, w, g: ((h := all_reduce(a @ v).sin()) + all_reduce(h) + x, h @ w),
+                             dict(scatter=2, gather=2, own_chunk=1, replicated=1)),
 }  # fmt: skip
 
 
@@ -254,6 +267,15 @@ ENDS: dict[str, Callable[..., Any]] = {
     "local_product": lambda a, x, v, w, g: all_reduce(a @ v).relu() + a @ v,
     "scattered": lambda a, x, v, w, g: all_reduce(a @ v).relu() + scatter_dim(torch.cat([x] * 4), 0),
 }
+
+
+@pytest.mark.parametrize("name", [name for name in CUT if "again" in name or "thrice" in name])
+def test_more_rows_than_two_parts(name: str) -> None:
+    """With the square of the number of ranks as rows, a part of a part has rows too: wrong values would fit."""
+    args = (torch.empty(WORLD_SIZE**2, 6), torch.empty(WORLD_SIZE**2, 16), V, W, G)
+    fn = CUT[name][0] if "view" not in name else lambda a, x, v, w, g: CUT[name][0](a[:8], x[:8], v, w, g)
+    _, module = cut(fn, *args)
+    assert_same(fn, module, *args)
 
 
 @pytest.mark.parametrize("name", ENDS)

@@ -76,6 +76,13 @@ def test_shared(fn: Callable[..., Any]) -> None:
     assert_same_on_all_ranks(fn, X, W, fused=int(fn is SHARED["one_fused"]))
 
 
+def test_gathers_of_gathers() -> None:
+    fn = lambda x: all_gather(all_gather(x)).sin() + all_gather(all_gather(x)).cos()  # noqa: E731
+    count, _, left = shared(fn, X)
+    assert (count, left) == (2, 2)
+    assert_same_on_all_ranks(fn, X, fused=0)
+
+
 def other_group(x: torch.Tensor) -> torch.Tensor:
     name = torch.distributed.new_group(list(range(WORLD_SIZE))).group_name
     return torch.ops._c10d_functional.wait_tensor(

@@ -213,3 +213,15 @@ def test_dynamic_tokens_stay_dynamic() -> None:
     module = traced(lambda x: swiglu(x, torch.empty(48, 16)), X, dynamic=True)
     with assert_no_new_guards(module):
         assert split(module) == 1
+
+
+def test_projections_without_an_epilogue_combine_nothing() -> None:
+    """Halves of a product of few rows, one below the other in front of a reduction that is left alone."""
+
+    def fn(x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        halves = F.linear(all_reduce(x @ v), w).chunk(2, -1)
+        return all_reduce(torch.cat(halves), "max")
+
+    tensors = torch.empty(4, 8), torch.empty(8, 16), W
+    for strategy in ("auto", "tile"):
+        assert split(traced(fn, *tensors), Options(strategy=strategy)) == 0

@@ -300,3 +300,18 @@ def test_guard(code: str, fn: Callable[..., Any], args: tuple[torch.Tensor, ...]
     assert fuse(module) == 0
     assert text(module.graph) == before
     assert reasons(module) == [code]
+
+
+def test_what_is_kept_with_dynamic_sizes_has_the_strides_it_had() -> None:
+    """Inductor's backward would take the strides of the first call for those of all calls."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = scatter_dim(x @ w, 2)
+        return kept, kept.relu()
+
+    for dynamic in (False, True):
+        module = traced(fn, torch.empty(2, 5, 16), B, dynamic=dynamic)
+        assert fuse(module) == 1
+        kept = module.graph.output_node().args[0][0]
+        value: torch.Tensor = kept.meta["val"]
+        assert value.is_contiguous() == dynamic, value.stride()

@@ -52,6 +52,59 @@ def test_nothing_else_is_read(source: str) -> None:
         parse(source)
 
 
+# A few of what Python's parser takes, and what works on its result does not: depth, digits, characters.
+TOO_MUCH = {
+    "terms": "+".join(["mm0"] * 2000),
+    "factors": "*".join(["mm0"] * 2000),
+    "right": "mm0+(" * 150 + "mm0" + ")" * 150,
+    "functions": "exp(" * 150 + "mm0" + ")" * 150,
+    "casts": "cast(" * 150 + "mm0" + ",bf16)" * 150,
+    "negations": "-" * 3000 + "0.5",
+    "index": f"mm{'1' * 5000}",
+    "index_of_an_extra": f"mm0 + row(x{'1' * 5000})",
+    "integer": "mm0 * " + "1" * 5000,
+    "hexadecimal": f"mm0 * 0x{'f' * 5000}",
+    "comparisons": "mm0" + "<mm0" * 1500,
+    "attributes": "mm0" + ".a" * 3000,
+    "brackets": "[" * 100 + "mm0" + "]" * 100,
+    "null": "mm0 \0",
+    "surrogate": "mm0 + \ud800",
+    "string": "'" + "a" * 4000 + "'",
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_too_much_of_anything_is_refused(name: str) -> None:
+    with pytest.raises(InvalidEpilogue) as error:
+        parse(TOO_MUCH[name])
+    assert len(str(error.value)) < 1000
+
+
+def test_as_deep_as_allowed() -> None:
+    source = " + ".join(["mm0"] * language.MAX_DEPTH)
+    epilogue = parse(source)
+    epilogue.verify(1, 0)
+    assert epilogue.text() == source and epilogue.passes("bf16") == 2
+    (sum_of_all,) = evaluate(epilogue, [torch.ones(2, 3)], [])
+    assert torch.equal(sum_of_all, torch.full((2, 3), float(language.MAX_DEPTH)))
+    with pytest.raises(InvalidEpilogue, match="inside each other"):
+        parse(f"{source} + mm0")
+
+
+@given(st.lists(st.sampled_from(["mm0", "mm1", "x0", "row(", "full(x1)", "cast(", ")", "(", ",", " bf16", "+", "-", "*", "/", "0.5",
+                                 "1e400", "1", ";", "pre:", " ", "silu(", "\n", "\\", "#", "'", "[", "]", ":=", "lambda: "])
+                | st.text(max_size=4), max_size=40))  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_a_text_of_any_kind_is_an_epilogue_or_refused(parts: list[str]) -> None:
+    try:
+        epilogue = parse("".join(parts))
+        assert parse(epilogue.text()) == epilogue
+        epilogue.verify(2, 2, reduces=True)
+    except InvalidEpilogue:
+        return
+    epilogue.passes("bf16")
+
+
 def test_outputs_that_share_a_product_are_one_group() -> None:
     found = parse("mm3 + row(x0); silu(mm0) * mm2; mm1; mm2").groups()
     assert found == (Group((0, 2), (1, 3)), Group((1,), (2,)), Group((3,), (0,)))

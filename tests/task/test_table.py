@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ditron_inductor.errors import InvalidTable
+from ditron_inductor.task.nodes import ULYSSES_KINDS
 from ditron_inductor.task.results import read_results
 from ditron_inductor.task.table import COLUMNS, FOLDER, LAST_BUCKET, Entry, Measured, Table, bucket, shipped
 
@@ -63,12 +66,68 @@ LINE = "GPU,4,bfloat16,matmul_all_reduce,4096,8192,7168,0,100.00,90.00,80.00,abc
         (f"{HEADER}\n{LINE.replace('7168,0', '7168,2')}\n", "graph is 2"),
         (f"{HEADER}\n{LINE.replace('4096', '0')}\n", "m is 0"),
         (f"{HEADER}\n{LINE.replace('GPU', '')}\n", "gpu is empty"),
+        (f"{HEADER}\n{LINE.replace('80.00', '1e-320')}\n", "line 2: tile_us is 1e-320, not a time"),
+        (f"{HEADER}\n{LINE.replace('100.00', '0.004')}\n", "line 2: library_us is 0.004, not a time"),
+        (f"{HEADER}\n{LINE.replace('80.00', '1e300')}\n", "line 2: tile_us is 1e+300, not a time"),
+        (f"{HEADER}\n{LINE.replace('GPU', 'G' * 200_000)}\n", "line 2: field larger than field limit"),
+        (f"{HEADER}\n{LINE.replace('4096', '1' * 5000)}\n", "line 2: m is '1111"),
+        (f"{HEADER}\n{LINE.replace('4096', '1' * 4000)}\n", "line 2: m is more than"),
+        (f"{HEADER}\n{LINE.replace('4096', '-' + '1' * 4000)}\n", "line 2: m is -1111"),
+        (f"{HEADER}\n{LINE.replace('matmul_all_reduce', 'a' * 5000)}\n", "line 2: op is 'aaaa"),
+        ("a" * 5000, "line 1: the columns are aaaa"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(text: str, named: str) -> None:
     with pytest.raises(InvalidTable) as error:
         Table.parse(text, "mine.csv")
     assert str(error.value).startswith("mine.csv, line ") and named in str(error.value)
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_end_in_any_way(end: str) -> None:
+    assert Table.parse(end.join([HEADER, LINE, ""])).entries == (ENTRY,)
+    with pytest.raises(InvalidTable, match="line 3: it has 1 fields"):
+        Table.parse(end.join([HEADER, LINE, "odd", LINE]))
+
+
+CELLS = st.sampled_from(["GPU", "4", "bfloat16", "matmul_all_reduce", "4096", "0", "1", "-1", "1e-320", "nan", "inf", "1e308", "100.0",
+                         "", "#", '"', "\r", "\0", "1" * 400]) | st.text(max_size=6)  # fmt: skip
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> str:
+    """A line of a table with a few of its cells changed, or of anything."""
+    cells = LINE.split(",") if draw(st.booleans()) else draw(st.lists(CELLS, max_size=14))
+    for _ in range(draw(st.integers(0, 2)) if cells else 0):
+        cells[draw(st.integers(0, len(cells) - 1))] = draw(CELLS)
+    return ",".join(cells)
+
+
+@given(st.lists(lines(), max_size=4), st.booleans(), st.sampled_from(["\n", "\r\n", "\r"]))
+@settings(max_examples=300, deadline=None)
+def test_a_text_of_any_kind_is_a_table_or_refused(rows: list[str], headed: bool, end: str) -> None:
+    try:
+        table = Table.parse(end.join([HEADER, *rows] if headed else rows), "mine.csv")
+    except InvalidTable as error:
+        assert str(error).startswith("mine.csv, line ")
+        return
+    again = Table.parse(table.text())
+    assert again.text() == table.text() and len(again.entries) == len(table.entries)
+    for m in (1, 4096, 1 << 40):
+        look(table, m)
+
+
+@given(st.lists(CELLS, max_size=20))
+@settings(max_examples=100, deadline=None)
+def test_results_of_any_kind_are_read_or_refused(cells: list[str]) -> None:
+    header, *rows = RESULTS.splitlines()
+    changed = [",".join([*cells, *row.split(",")[len(cells) :]]) for row in rows]
+    for lines in ([header, *rows[:2], *changed], [",".join(cells), *rows], [header, *changed]):
+        try:
+            read_results("\n".join(lines), "mine.csv")
+        except InvalidTable as error:
+            assert str(error).startswith("mine.csv, line ")
 
 
 def test_buckets_are_half_octaves_and_the_last_one_is_open() -> None:
@@ -167,6 +226,22 @@ def test_results_of_another_run_or_a_failure_are_left_out() -> None:
     assert read_results("\n".join(lines)) == [entry(chunked_us=None)]
     lines[3] = lines[3].replace("abc", "def")
     assert read_results("\n".join(lines)) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("GPU", "G" * 200_000), (",4,0,", ",zero,0,"), ("M=4096;N=8192", "M;N"), (",99,100,", ",99,1e-320,")],
+)
+def test_broken_results_are_named(old: str, new: str) -> None:
+    assert old in RESULTS
+    with pytest.raises(InvalidTable, match="gemm.csv, line"):
+        read_results(RESULTS.replace(old, new), "gemm.csv")
+
+
+def test_results_of_no_ranks() -> None:
+    text = RESULTS.replace("matmul_all_reduce", ULYSSES_KINDS[0]).replace("bfloat16,4", "bfloat16,0")
+    with pytest.raises(InvalidTable, match="gemm.csv, line"):
+        read_results(text, "gemm.csv")
 
 
 def test_results_with_another_shape_are_left_out_and_a_bad_one_is_named() -> None:

@@ -1,0 +1,155 @@
+"""What runs right through Inductor runs right through Ditron, whatever differs between the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.models import divergent
+from tests.ranks import RankContext, RankPool, RankPools, RanksFailed
+
+FUSED = {"tile": 1}
+PLAIN: dict[str, int] = {}
+LIBRARY = {"library": 1}
+WITH_TILES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "bias_before": (FUSED, FUSED),
+    "residual_behind": (FUSED, FUSED),
+    "epilogue_behind": (FUSED, FUSED),
+    "another_weight": (FUSED, FUSED),
+    "statistic_of_gathered": (FUSED, FUSED),
+    "statistic_of_product": (PLAIN, LIBRARY),
+    "nothing_to_multiply": (LIBRARY, PLAIN),
+    "norm_on_one": (LIBRARY, LIBRARY),
+    "graph_break": (PLAIN, PLAIN),
+    "eager_region": (PLAIN, PLAIN),
+    "reader_between_sums": (PLAIN, PLAIN),
+    "reader_of_region": ({"tile": 1, "library": 1}, {"tile": 1, "library": 1}),
+    "two_weights_contracted": (FUSED, FUSED),
+    "tokens_of_one_rank": (FUSED, FUSED),
+}
+"""How the sites of each rank run where `tile` is forced."""
+SLOW = ("eager_region",)
+"""A rank that is in the library's collective does not come: the others wait for it."""
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def pair(request: pytest.FixtureRequest, rank_pools: RankPools) -> RankPool:
+    return rank_pools.get(request.param, 2)
+
+
+def options(name: str, **more: Any) -> dict[str, Any]:
+    return {**more, **({"ditron.meeting_s": 1.0} if name in SLOW else {})}
+
+
+@pytest.mark.parametrize("name", list(divergent.PROGRAMS))
+def test_ranks_that_differ_are_right_by_default(pair: RankPool, name: str) -> None:
+    pair.run(divergent.check, name, options(name))
+
+
+@pytest.mark.parametrize("name", list(WITH_TILES))
+def test_local_facts_keep_the_fusion_and_others_give_it_up(pair: RankPool, name: str) -> None:
+    found = pair.run(divergent.check, name, options(name, **{"ditron.strategy": "tile"}))
+    assert tuple(found) == WITH_TILES[name]
+
+
+@pytest.mark.parametrize("name", list(divergent.LATE))
+def test_a_rank_that_differs_later_runs_what_was_agreed(pair: RankPool, name: str) -> None:
+    """The other rank's kernel waits for tiles, and gets them."""
+    found = pair.run(divergent.check, name, {"ditron.strategy": "tile", "ditron.meeting_s": 2.0})
+    assert all(set(one) == {"tile"} for one in found)
+
+
+@pytest.mark.parametrize("name", ["bias_before", "nothing_to_multiply", "graph_break", "reader_between_sums"])
+def test_three_ranks(rank_pools: RankPools, name: str) -> None:
+    rank_pools.get("cpu", 3).run(divergent.check, name, options(name, **{"ditron.strategy": "chunked"}))
+
+
+def test_with_work_divided_among_the_ranks(pair: RankPool) -> None:
+    """One rank reads what the others would hold a part of only."""
+    for name in ("reader_of_region", "reader_between_sums"):
+        pair.run(divergent.check, name, {"ditron.sequence_parallel": "on"})
+
+
+def error_of(ctx: RankContext, program: Any, options: dict[str, Any]) -> str:
+    """The error that a program raises, by class and message."""
+    torch._dynamo.reset()
+    x, w, b = (torch.randn(*shape, device=ctx.device) for shape in ((8, 16), (16, 8), (8,)))
+    try:
+        torch.compile(program, backend="ditron", options=options)(ctx.rank, x, w, b)
+    except Exception as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return ""
+
+
+def other_order(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+    if rank == 0:
+        return divergent.all_reduce(x @ w), divergent.all_gather(b)
+    return divergent.all_gather(b), divergent.all_reduce(x @ w)
+
+
+def other_size(rank: int, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return divergent.all_reduce(x[: 8 - rank] @ w)
+
+
+@pytest.mark.parametrize("program", [other_order, other_size])
+def test_other_collectives_are_an_error_on_all_ranks(pair: RankPool, program: Any) -> None:
+    errors = pair.run(error_of, program, {})
+    assert all(error.startswith("DitronDiverged: rank 1 was at site 'collective 0 of a graph, ") for error in errors)
+
+
+def error_of_rank(ctx: RankContext, options: list[dict[str, Any]]) -> str:
+    return error_of(ctx, divergent.bias_before, options[ctx.rank])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("fusions", ()), ("sequence_parallel", "off"), ("strategy", "library"), ("timeout_s", 7), ("workspace_limit", 9)],
+)
+def test_options_that_differ_are_named_on_all_ranks(pair: RankPool, name: str, value: Any) -> None:
+    # Neither rank has met with these before, whatever ran in this process.
+    first = {"ditron.workspace_limit": (1 << 28) + len(name)}
+    errors = pair.run(error_of_rank, [first, {**first, f"ditron.{name}": value}], timeout=60.0)
+    assert all(error.startswith("DitronOptionsMismatch") and f"ditron.{name} is " in error for error in errors)
+
+
+def reduced(ctx: RankContext, options: dict[str, Any]) -> tuple[float, float]:
+    """The sum and the mean over the ranks of ones, through a product."""
+    torch._dynamo.reset()
+    collectives = divergent.collectives
+    ones = torch.ones(4, 4, device=ctx.device)
+    found = []
+    for reduce_op in ("sum", "avg"):
+
+        def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return collectives.all_reduce(x @ w, reduce_op, dist.group.WORLD)  # noqa: B023
+
+        found.append(float(torch.compile(program, backend="ditron", options=options)(ones, ones / 4)[0, 0]))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "tile"])
+def test_a_cached_graph_is_not_run_by_another_number_of_ranks(tmp_path: Any, strategy: str) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    env |= {"TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
+    for world_size in (2, 3, 2):
+        pool = RankPool(world_size, env=env)
+        try:
+            for found in pool.run(reduced, {"ditron.strategy": strategy}):
+                assert found == (float(world_size), 1.0)
+        finally:
+            pool.close()
+
+
+def stale(ctx: RankContext) -> None:
+    from ditron_inductor.device.facts import GraphFacts, GroupFacts
+    from ditron_inductor.device.meetings import check_world_sizes
+
+    check_world_sizes(GraphFacts((GroupFacts(ctx.group_name, 5, (), ()),)))
+
+
+def test_a_graph_for_another_number_of_ranks_is_an_error(pair: RankPool) -> None:
+    with pytest.raises(RanksFailed, match="has 2 ranks, and a graph that is to run in it was compiled for 5"):
+        pair.run(stale)
