@@ -104,8 +104,8 @@ DEVICE: tuple[Mutation, ...] = (
     Mutation(
         "growth without its last meeting",
         WORKSPACE,
-        '        self.session.all_gather(f"begin to use the memory for {why}", None, timeout_s)\n',
-        "",
+        'by_rank = self.session.all_gather(f"begin to use the memory for {why}", captured, timeout_s)',
+        "by_rank = [captured]",
         f"{POINTS}::test_growth_goes_on_when_all_is_zero",
     ),
     Mutation(
@@ -452,15 +452,15 @@ PASSES: tuple[Mutation, ...] = (
     Mutation(
         "gathers along different dimensions are shared",
         "passes/share_gathers.py",
-        "(match.collective.operand, match.dim, match.collective.group_name)",
-        "(match.collective.operand, 0, match.collective.group_name)",
+        "(operand, match.dim, match.collective.group_name)",
+        "(operand, 0, match.collective.group_name)",
         "tests/passes/test_share_gathers.py::test_left_alone",
     ),
     Mutation(
         "gathers over different groups are shared",
         "passes/share_gathers.py",
-        "(match.collective.operand, match.dim, match.collective.group_name)",
-        '(match.collective.operand, match.dim, "")',
+        "(operand, match.dim, match.collective.group_name)",
+        '(operand, match.dim, "")',
         "tests/passes/test_share_gathers.py::test_left_alone",
     ),
     Mutation(
