@@ -40,8 +40,13 @@ def test_all_ranks_send_in_band_or_none() -> None:
 
 
 def test_the_slowest_host_counts() -> None:
-    assert combine([gpu(0, launch_us=9.5), gpu(1, launch_us=31.0)]).launch_us == 31.0
+    for by_rank in ((9.5, 31.0, 12.0), (31.0, 9.5, 12.0)):
+        assert combine([gpu(rank, launch_us=us) for rank, us in enumerate(by_rank)]).launch_us == 31.0
     assert combine([gpu(0), gpu(1)]).launch_us == 0.0
+
+
+def test_the_smallest_device_counts() -> None:
+    assert combine([gpu(0, num_sms=132), gpu(1, num_sms=114), gpu(2, num_sms=148)]).num_sms == 114
 
 
 def test_ranks_may_share_a_gpu() -> None:

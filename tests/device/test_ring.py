@@ -30,6 +30,13 @@ def test_slots_are_large_enough_and_within_the_limit(nbytes: int, limit: int) ->
     assert size <= max(1.25 * nbytes, nbytes + 2 * PAGE)
 
 
+@pytest.mark.parametrize("pages", [1, 8, 9, 13, 1000, 1023])
+def test_the_step_of_sizes_ends_at_the_limit(pages: int) -> None:
+    nbytes = pages * PAGE
+    assert slot_size(nbytes, layout.heap_bytes(nbytes)) == nbytes
+    assert slot_size(nbytes, layout.heap_bytes(nbytes) - 1) is None
+
+
 def test_slowly_growing_calls_need_few_rings() -> None:
     sizes = {slot_size(nbytes, 1 << 40) for nbytes in range(1 << 20, 1 << 24, 1 << 14)}
     assert len(sizes) <= 4 * 4 + 1

@@ -108,6 +108,33 @@ def test_ranks_with_other_widths_and_with_none(pool: RankPool, strategy: str) ->
         pool.run(_check_uneven, strategy)
 
 
+TINY = 2.0**-12
+"""Lost when it is added to 1 in half precision."""
+ROUNDED = {
+    # What a text reads of a product is what the product is without the text.
+    "a product": ("mm0 - row(x0)", TINY, (1.0,)),
+    "a cast": ("cast(mm0 + row(x0), fp16) - row(x1)", 0.0, (TINY, 1.0)),
+}
+
+
+def _check_rounded(ctx: RankContext, epilogue: str, second: float, rows: tuple[float, ...], strategy: str) -> None:
+    """Products 1 + second of which 1 is left in half precision, as the text asks."""
+    register()
+    shard = torch.tensor([[1.0, second]] * 20, dtype=FP16, device=ctx.device)
+    weight = torch.ones(2, 8, dtype=FP16, device=ctx.device)
+    extras = [torch.full((8,), row, dtype=FP16, device=ctx.device) for row in rows]
+    site = Site(strategy=strategy, name=f"rounded/0:{strategy}")
+    out, _ = torch.ops.ditron.all_gather_matmul(shard, [weight], None, 0, False, *site.args(ctx), extras, epilogue)
+    assert out.count_nonzero() == 0, (strategy, out)
+
+
+@pytest.mark.parametrize("what", ROUNDED)
+def test_every_rounding_of_the_text_is_made(pool: RankPool, what: str) -> None:
+    if pool.world_size == 2:
+        for strategy in ("tile", "chunked", "library"):
+            pool.run(_check_rounded, *ROUNDED[what], strategy)
+
+
 GPU_CASES = (
     Case("cast(silu(mm0), bf16) * mm1", ((3584, "column"), (3584, "column")), (1024, 4096)),
     Case("cast(silu(mm0), bf16) * mm1; mm0; mm1", ((1030, "column"), (1030, "row")), (2, 513, 1024), 1),

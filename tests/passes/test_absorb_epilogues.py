@@ -194,6 +194,7 @@ GUARDS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "an operand depends on the product": (lambda x, w: (p := g(x, w)) * p.amax(-1, keepdim=True), (X, W)),
     "an operand comes late": (late, (torch.empty(8, 16), W, torch.empty(8, 24))),
     "an operand has another order": (lambda x, w, r: g(x, w) + r.transpose(0, 1), (X, W, torch.empty(32, 2, 24))),
+    "an operand lies in another order": (lambda x, w, r: g(x, w) + r, (X, W, FULL.mT.contiguous().mT)),
     "an operand is no float": (lambda x, w, r: g(x, w) + r.long(), (X, W, FULL)),
     "a matrix is added": (lambda x, w, r: torch.addmm(r, all_gather(x), w.t()), (X[0], W, FULL[0])),
     "the sum has a factor": (lambda x, w, b: torch.add(g(x, w), b, alpha=2), (X, W, B)),

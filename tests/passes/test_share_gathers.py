@@ -94,12 +94,6 @@ def permuted(x: torch.Tensor) -> torch.Tensor:
     return torch.cat(torch.chunk(all_gather(x), WORLD_SIZE)[::-1], 1)
 
 
-def written_between(x: torch.Tensor) -> torch.Tensor:
-    first = all_gather(x)
-    torch.ops.aten.copy_(x, x * 2)
-    return first.sin() + all_gather(x).cos()
-
-
 LEFT: dict[str, Callable[..., Any]] = {
     # What DTensor does where the dimension does not divide: the shard of one rank may be padded.
     "cut": lambda x: all_gather(x)[:7].sin() + all_gather(x)[:7].cos(),
@@ -112,7 +106,6 @@ LEFT: dict[str, Callable[..., Any]] = {
     "other_dim": lambda x: all_gather(x).sum() + gather_dim(x, 1).sum(),
     "other_tensor": lambda x: all_gather(x).sin() + all_gather(x + 1).cos(),
     "other_group": lambda x: all_gather(x).sin() + other_group(x).cos(),
-    "written_between": written_between,
 }
 
 
@@ -120,6 +113,33 @@ LEFT: dict[str, Callable[..., Any]] = {
 def test_left_alone(fn: Callable[..., Any]) -> None:
     count, _, left = shared(fn, X)
     assert (count, left) == (0, 2)
+
+
+def gathers_around_a_write(read: Callable[[torch.Tensor], torch.Tensor], *, between: bool) -> int:
+    """How many of two gathers of x go that have an op which writes into `read(x)` between them, or in front of both.
+
+    The op is put there by hand: in a trace the second gather would read the result of the write, which is another node.
+    """
+    module = traced(lambda x, y: (read(x), all_gather(x).sin() + all_gather(x).cos()), X, torch.empty_like(X))
+    x, y = module.graph.find_nodes(op="placeholder")
+    (output,) = module.graph.find_nodes(op="output")
+    gathers = module.graph.find_nodes(op="call_function", target=ALL_GATHER)
+    assert [one.args[0] for one in gathers] == [x, x]
+    target = output.args[0][0]
+    with module.graph.inserting_before(gathers[int(between)]):
+        written = module.graph.call_function(torch.ops.aten.copy_.default, (target, y))
+    written.meta["val"] = target.meta["val"]
+    return share_gathers(module.graph, options=Options())
+
+
+@pytest.mark.parametrize("read", [lambda x: x, lambda x: x[1:]], ids=["the_tensor", "a_view"])
+def test_a_write_between(read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert gathers_around_a_write(read, between=True) == 0
+    assert gathers_around_a_write(read, between=False) == 1
+
+
+def test_a_write_into_another_tensor() -> None:
+    assert gathers_around_a_write(lambda x: x + 1, between=True) == 1
 
 
 def test_three_of_which_two_are_returned() -> None:
