@@ -7,6 +7,7 @@ rank has looked), sums, what a rank does in its own memory, and the ends of wait
 
 All items of a launch are at work at once, one for each program, as on a GPU; but a phase begins when the one before it
 has ended, since the interpreter runs one program at a time, and with one program sends come before waits (rule 5).
+Launches that pull have two streams, so their copies may come before the last products.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tests.protocol_model.launch import phases
+from tests.protocol_model.launch import PULLS, phases
 from tests.protocol_model.machine import Machine
 from tests.protocol_model.programs import Step
-from tests.protocol_model.state import Call, Scenario, State, Violation
+from tests.protocol_model.state import Scenario, State, Violation
 
 PROGRAMS = 64
 WAITS = ("credit", "await", "own", "add", "sum", "ask", "end", "trust", "check", "announce")
+FREE = ("credit", "await", "own", "add", "sum", "end", "trust")
+"""Of those: what waits are over stays so, and the rest is of one program alone."""
 FAILURES = ("timeout", "diverged", "revoked")
 
 
@@ -59,6 +62,8 @@ class _Follower:
             for kind, me in self.machine.programs.items
             for of_kind in [phases(kind, me, scenario.world, frozenset(), scenario.tiles)]
         }
+        # Two streams.
+        self.phase_of |= {key: [0] * len(places) for key, places in self.phase_of.items() if key[0] in PULLS}
         self.furthest: tuple[int, Refusal] | None = None
 
     def run(self, limit: int) -> Refusal | None:
@@ -90,8 +95,13 @@ class _Follower:
         """Where the next step of `me` leads, by itself or behind a step that the trace does not show."""
         taken = self.traces[me][places[me]].label
         after = (*places[:me], places[me] + 1, *places[me + 1 :])
-        for silent, _ in self._silent(state, me):
-            yield silent, places
+        for label, step in self._steps(state, me):
+            if not self._is_silent(state, me, label):
+                continue
+            yield step, places
+            # It changes nothing that other steps look at, so it may as well be taken first. Else both are tried.
+            if label.split()[0] in FREE and not self.machine.programs.call(state, me).may_fail:
+                return
         if taken.startswith("gives "):
             given = self._give(state, me, taken)
             if given is not None:
@@ -145,7 +155,7 @@ class _Follower:
         name, *rest = label.split()
         launch = state[me].launch
         if launch is None:
-            return name == "raises"
+            return name == "raises" or label == "captures 0 calls"
         numbers = [int(one) for one in rest] if all(one.isdigit() for one in rest) else []
         if name == "settle":
             # Only what the trace has shown to be given.
@@ -167,8 +177,3 @@ class _Follower:
             taken = "the end" if me is None else self.traces[me][places[me]].label
             after = sum(places) if me is None else places[me]
             self.furthest = sum(places), Refusal(rank, after, taken, possible)
-
-
-def kinds_of(scenario: Scenario) -> set[str]:
-    """The kinds of a scenario's launches."""
-    return {event.kind for script in scenario.scripts for event in script if isinstance(event, Call)}

@@ -244,9 +244,9 @@ def _matmul_all_gather(me: int, world: int, others: list[int], tiles: int, witho
 
 
 def _all_gather_contract(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
-    """TILES chunks of the own shard to every peer by one sender; then a tile for each chunk, of all shards."""
-    sends = [op for tile in range(tiles) for p in others for op in _send(me, world, p, tile, without)]
-    return [[tuple(sends)], [_reads(tile, tile, others) for tile in range(tiles)]]
+    """TILES chunks of the own shard to every peer; then a tile for each chunk, of all shards."""
+    sends = [_send(me, world, p, tile, without) for tile in range(tiles) for p in others]
+    return [sends, [tuple(op for p in sorted(others) for op in _reads(tile, tile, [p])) for tile in range(tiles)]]
 
 
 def _matmul_all_to_all(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
@@ -270,9 +270,7 @@ def _few_rows(me: int, world: int, others: list[int], tiles: int, without: Witho
     return [runs]
 
 
-def _send_all(
-    me: int, world: int, region: int, targets: list[int], without: Without, *, credit: bool = True
-) -> Item:
+def _send_all(me: int, world: int, region: int, targets: list[int], without: Without, *, credit: bool = True) -> Item:
     """To all of `targets`, then the flags of all."""
     wait = _credits(world, me, next(dst for dst in targets if dst != me), without) if credit else ()
     writes = tuple(("write", dst, region) for dst in targets)
@@ -292,7 +290,7 @@ def _two_shots(me: int, world: int, others: list[int], tiles: int, without: With
 
 
 def _in_slices(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
-    """What is one item in `two_shots`, by a queue of sends, one of sums, and, once for each tile, the sums that are read."""
+    """What is one item in `two_shots`, by a queue of sends, one of sums, and, for each tile, the sums that are read."""
     sums = _send_all(me, world, RESULT, others, without, credit=False)
     row = tuple(_reads(RESULT, RESULT, others))
     return [
@@ -328,7 +326,7 @@ def _own_sum(region: int, me: int, world: int, without: Without) -> Item:
 
 
 def _flash_decode(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
-    """Heads: a rank's part of one goes to all slots, the own one too; all parts are merged when the next one is sent."""
+    """Heads: the own part of one goes to all slots, the own one too; its parts are merged when the next one is sent."""
     merges = [_reduction(head, me, world, without, flag=head) for head in range(tiles)]
     sends = [_send_all(me, world, head, [*others, me], without) for head in range(tiles)]
     if Protection.SENDS_FIRST in without:
@@ -338,7 +336,7 @@ def _flash_decode(me: int, world: int, others: list[int], tiles: int, without: W
 
 
 def _all_gather_attention(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
-    """Keys and values, each with its flag, to every peer; then blocks of queries, over the peers' one after the other."""
+    """Keys and values, each with its flag, to every peer; then blocks of queries, over those of peer after peer."""
     sends = [_send(me, world, p, region, without) for p in others for region in range(tiles)]
     block = tuple(op for p in reversed(others) for op in _both(p, tiles))
     return [sends, [block] * tiles]

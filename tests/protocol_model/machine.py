@@ -24,7 +24,6 @@ from tests.protocol_model.state import (
     put,
 )
 
-
 COLLECTIVE = (Reset, Grow, Meet)
 
 

@@ -48,7 +48,11 @@ class Programs:
     def __init__(self, scenario: Scenario, without: Without) -> None:
         self.scenario, self.without, self.world = scenario, without, scenario.world
         kinds = {event.kind for script in scenario.scripts for event in script if isinstance(event, Call)}
-        self.items = {(kind, me): items(kind, me, self.world, without, scenario.tiles) for kind in kinds for me in range(self.world)}
+        self.items = {
+            (kind, me): items(kind, me, self.world, without, scenario.tiles)
+            for kind in kinds
+            for me in range(self.world)
+        }
         self.closing = {(kind, me): closing(kind, me, self.world, without) for kind, me in self.items}
         self.work = {key: (*work, self.closing[key]) for key, work in self.items.items()}
         # Of each slot: the regions of launches that pull only where there are any.

@@ -1,4 +1,4 @@
-"""What one rank does in Triton's interpreter, as the protocol sees it: every access to memory that ranks share, in order.
+"""What one rank does in Triton's interpreter, as the protocol sees it: its accesses to memory that ranks share.
 
     with recorded() as events:       # inside a rank process, on the CPU device
         ...                          # calls, resets
@@ -33,8 +33,8 @@ Places = Any  # a numpy array of the bytes of a slot or an area
 class Event(NamedTuple):
     """One access or act. `name` says which, and which of the fields it has; see the methods of Recorder.
 
-    time: in nanoseconds, of one clock for all ranks of a host; before a store, after a load. group, ring: whose words they are.
-    program: (launches of this rank before, number of the program); -1 for the host.
+    time: in nanoseconds, of one clock for all ranks of a host; before a store, after a load. group, ring: whose
+    words they are. program: (launches of this rank before, number of the program); -1 for the host.
     """
 
     name: str

@@ -31,7 +31,10 @@ def test_growth_twice_and_in_the_finest_grain() -> None:
 def test_growth_after_a_failure() -> None:
     """A rank that has failed raises where it would grow; behind the reset all of them do."""
     call = Call(GATHER, "A", may_fail=True)
-    scripts = ((call, Grow(), Reset(), Grow(), Call(GATHER, "B")), (ELSEWHERE, ELSEWHERE, Reset(), Grow(), Call(GATHER, "B")))
+    scripts = (
+        (call, Grow(), Reset(), Grow(), Call(GATHER, "B")),
+        (ELSEWHERE, ELSEWHERE, Reset(), Grow(), Call(GATHER, "B")),
+    )
     found = explore(Scenario(scripts=scripts))
     assert found.violation is None, found.trace
     assert found.endings == {(("timeout", 0, 1), None)}
