@@ -155,7 +155,7 @@ class _Follower:
         name, *rest = label.split()
         launch = state[me].launch
         if launch is None:
-            return name == "raises" or label == "captures 0 calls"
+            return name == "raises" or label in ("captures 0 calls", "is poisoned")
         numbers = [int(one) for one in rest] if all(one.isdigit() for one in rest) else []
         if name == "settle":
             # Only what the trace has shown to be given.

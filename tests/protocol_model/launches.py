@@ -148,6 +148,9 @@ class Launched:
         for place, event in enumerate(use.events):
             when, other = event.time, event.peer != me
             strange = "" if (event.site, event.epoch) == right else " of another use"
+            if use.begin.epoch and event.name in ("read", "revoked"):
+                # Outputs are NaN, whatever is loaded.
+                continue
             if event.name in ("write", "read"):
                 if event.slot != use.begin.slot:
                     found.append(Op(when, f"{event.name} in slot {event.slot}"))
@@ -167,6 +170,8 @@ class Launched:
                 looked[event.peer] = place
             elif event.name == "fail":
                 found.append(Op(when, event.text))
+            elif event.name == "close" and use.begin.epoch:
+                continue
             elif event.name == "close":
                 if (event.slot, event.epoch) != (use.begin.slot, use.epoch):
                     found.append(Op(when, "close of another use"))

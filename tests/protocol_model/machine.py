@@ -13,6 +13,7 @@ from tests.protocol_model.state import (
     Grow,
     Launch,
     Meet,
+    Poisoned,
     Program,
     Raised,
     Rank,
@@ -103,6 +104,10 @@ class Machine:
             yield from [self._skip(state, me, rank)] if rank.poisoned else self._grow(state, me, rank)
         elif isinstance(event, Meet):
             yield from self._meet(state, me, rank, event)
+        elif isinstance(event, Poisoned):
+            record = rank.record or ("timeout", rank.event, me)
+            rank = rank._replace(event=rank.event + 1, poisoned=True, record=record)
+            yield f"rank {me} is poisoned", put(state, me, rank)
         elif isinstance(event, Raised):
             yield self._skip(state, me, rank)
         elif isinstance(event, Capture):

@@ -344,7 +344,8 @@ def _begun(begin: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
         generation, slot, number = begin(self, site, *args)
         ring = recorder.know(generation, self.group.name)
         recorder.ring = ring.name
-        recorder.add("begin", ring.name, peer=ring.rank, slot=slot, site=number, text=site)
+        poison = int(generation.ctl[words.POISON.value])
+        recorder.add("begin", ring.name, peer=ring.rank, slot=slot, site=number, epoch=poison, text=site)
         return generation, slot, number
 
     return run
@@ -375,10 +376,22 @@ def _gathered(gather: Callable[..., Any], recorder: Recorder) -> Callable[..., A
 def _zeroed(zero: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
     @functools.wraps(zero)
     def run(self: Generation, record: Any) -> None:
-        recorder.add("zero", recorder.know(self, recorder.group).name)
+        ring = recorder.know(self, recorder.group).name
         zero(self, record)
+        recorder.add("zero", ring, text=", ".join(kept_by(self)))
 
     return run
+
+
+def kept_by(generation: Generation) -> list[str]:
+    """What a zeroed ring still has of its uses."""
+    kept = {
+        "counters": bool(generation.counters.any()),
+        "flags": bool(generation.heap.local[: layout.HEADER_BYTES].any()),
+        "poison": bool(generation.ctl[words.POISON.value]),
+        "due credits": bool(generation.ctl[words.DUE.value]),
+    }
+    return [name for name, is_there in kept.items() if is_there]
 
 
 def _copied(copy: driver.Copy, recorder: Recorder) -> driver.Copy:

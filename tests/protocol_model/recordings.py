@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 import ditron_inductor
+from ditron_inductor.core.layout import POISON
+from ditron_inductor.device import workspaces
 from ditron_inductor.errors import DitronDiverged, DitronTimeout
 from ditron_inductor.lowering.register import register
 from tests.lowering import test_all_gather_attention as attention
@@ -20,7 +22,7 @@ from tests.lowering import test_all_reduce_rms_norm as norms
 from tests.lowering.calls import Site, all_reduce_rms_norm
 from tests.lowering.decode_problems import Decode, DecodeProblem
 from tests.lowering.failures import TIMEOUT_S
-from tests.lowering.problems import CHUNKED_KINDS, KINDS, NORM_KINDS, TILE_KINDS, Problem, Size
+from tests.lowering.problems import CHUNKED_KINDS, FEW_ROWS, KINDS, NORM_KINDS, TILE_KINDS, Problem, Size
 from tests.protocol_model.recorder import Event, recorded
 from tests.rank_process import RankContext
 
@@ -43,6 +45,12 @@ def steps_of(ctx: RankContext, name: str) -> list[Step]:
         "decode": lambda: [
             DecodeProblem(ctx, case, site=Site(f"model/{place}:flash_decode", "tile"))
             for place, case in enumerate(DECODES)
+        ],
+        "waiting": lambda: [
+            *problems(ctx, "tile", (*KINDS, FEW_ROWS)),
+            attentions(ctx)[1],
+            DecodeProblem(ctx, DECODES[1], site=Site("model/9:flash_decode", "tile")),
+            *problems(ctx, "chunked", KINDS),
         ],
         "gather": lambda: problems(ctx, "tile", KINDS[:1]),
         "two shots large": lambda: two_shots(ctx)[:1],
@@ -128,6 +136,45 @@ def late(ctx: RankContext, strategy: str) -> list[Event]:
         for turn, step in enumerate(steps * 2):
             if turn % ctx.world_size == ctx.rank:
                 time.sleep(0.05)
+            step()
+    return events
+
+
+def replay(ctx: RankContext, name: str) -> list[Event]:
+    """Calls that all take the same slot, as those of a replayed graph, and in turn each rank comes late: then the
+    credits are missing when the others begin.
+    """
+    steps = steps_of(ctx, name)
+    for step in steps:
+        step()
+    (shared,) = workspaces.of_group(dist.distributed_c10d._resolve_process_group(ctx.group_name))
+    with recorded() as events:
+        ditron_inductor.reset(dist.group.WORLD)
+        for turn, step in enumerate(steps * 3):
+            shared.calls = 0
+            if turn % ctx.world_size == ctx.rank:
+                time.sleep(0.05)
+            step()
+    return events
+
+
+def poison_and_reset(ctx: RankContext) -> list[Event]:
+    """Calls on a workspace that a kernel has poisoned, before the host knows of it; and after the reset."""
+    steps = problems(ctx, "tile", KINDS)
+    for step in steps:
+        step()
+    (shared,) = workspaces.of_group(dist.distributed_c10d._resolve_process_group(ctx.group_name))
+    with recorded() as events:
+        ditron_inductor.reset(dist.group.WORLD)
+        steps[0]()
+        dist.barrier()
+        shared.generations[-1].ctl[POISON.value] = 1
+        for step in steps:
+            assert all(bool(out.isnan().all()) for out in step())
+        # What tiles of a failed launch have counted.
+        shared.generations[-1].counters.fill_(1)
+        ditron_inductor.reset(dist.group.WORLD)
+        for step in steps:
             step()
     return events
 

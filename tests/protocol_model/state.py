@@ -59,7 +59,11 @@ class Raised(NamedTuple):
     """The rank raises in user code instead of calling, and goes on with its next Reset, if there is one."""
 
 
-Event = Call | Capture | Reset | Grow | Meet | Raised
+class Poisoned(NamedTuple):
+    """A wait of the rank has failed in a launch of no concern here, and its host does not know it yet."""
+
+
+Event = Call | Capture | Reset | Grow | Meet | Raised | Poisoned
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,21 @@ def test_a_late_rank(two: RankPool, strategy: str) -> None:
     assert refusals(two.run(recordings.late, strategy)) == []
 
 
+def test_the_same_slot_again_and_a_late_rank(two: RankPool) -> None:
+    """Credits that are missing are waited for."""
+    traces = two.run(recordings.replay, "waiting")
+    assert {event.slot for event in traces[0] if event.name == "begin"} == {0}
+    assert refusals(traces, replayed=True) == []
+    assert refusals(traces), "the host gives slots in turn"
+
+
+def test_calls_on_a_poisoned_workspace(two: RankPool) -> None:
+    """They send, publish and give nothing; the reset leaves nothing of what they have counted."""
+    traces = two.run(recordings.poison_and_reset)
+    assert sum(event.name == "begin" and event.epoch != 0 for event in traces[0]) == 3
+    assert refusals(traces) == []
+
+
 @pytest.mark.parametrize("strategy", ["tile", "chunked"])
 def test_a_failure_half_way_and_a_reset(rank_pools: RankPools, strategy: str) -> None:
     traces = rank_pools.get("cpu", 2).run(recordings.fail_and_reset, strategy)

@@ -19,12 +19,15 @@ from tests.protocol_model.follow import Taken, follow
 from tests.protocol_model.launch import PULLED, PULLED_RESULT, RESULT
 from tests.protocol_model.launches import Launched, Op, Use, region_of
 from tests.protocol_model.recorder import Event
-from tests.protocol_model.state import Call, Capture, Grow, Raised, Reset, Scenario
+from tests.protocol_model.state import Call, Capture, Grow, Poisoned, Raised, Reset, Scenario
 from tests.protocol_model.state import Event as Act
 
 
-def refusals(traces: Sequence[Sequence[Event]]) -> list[str]:
-    """Why what the ranks did is no path of the model, for each group of ranks; [] if it is one."""
+def refusals(traces: Sequence[Sequence[Event]], *, replayed: bool = False) -> list[str]:
+    """Why what the ranks did is no path of the model, for each group of ranks; [] if it is one.
+
+    replayed: calls take the slots that they are given, as those of a captured graph do, not one after the other.
+    """
     found = []
     groups = sorted({event.group for trace in traces for event in trace if event.name == "begin"})
     for group in groups:
@@ -32,14 +35,15 @@ def refusals(traces: Sequence[Sequence[Event]]) -> list[str]:
         members = [trace for trace in of_group if trace]
         ranks = [next(event.peer for event in trace if event.name == "begin") for trace in members]
         ordered = [trace for _, trace in sorted(zip(ranks, members, strict=True), key=lambda pair: pair[0])]
-        found += [f"group {group}: {text}" for text in _Group(ordered).refusals()]
+        found += [f"group {group}: {text}" for text in _Group(ordered, replayed).refusals()]
     return found
 
 
 class _Group:
     """The traces of one group, by rank."""
 
-    def __init__(self, traces: list[list[Event]]) -> None:
+    def __init__(self, traces: list[list[Event]], replayed: bool) -> None:
+        self.replayed = replayed
         self.world = len(traces)
         self.scripts: list[list[Act]] = []
         self.steps: list[list[Taken | Use]] = []
@@ -89,7 +93,9 @@ class _Group:
                 self._raise(script, steps, use)
                 use = Use(event)
                 steps.append(use)
-                script.append(Call("", str(event.site)))
+                if event.epoch and not any(isinstance(act, Poisoned) for act in script[-2:]):
+                    script.append(Poisoned())
+                script.append(Call("", str(event.site), slot=event.slot if self.replayed else None))
             elif event.name in ("come", "met", "zero"):
                 come |= {event.text} if event.name == "come" else set()
                 begun = {"reset the group: end all kernels": "reset"}.get(event.text, "")
@@ -110,7 +116,8 @@ class _Group:
                     if collective not in meetings:
                         self.problems.append(f"rank {rank} zeroes its memory before it has met the others")
                     own = "its memory" if collective == "reset" else "its new memory"
-                    steps.append(Taken(event.time, f"zeroes {own}"))
+                    kept = f" without {event.text}" if event.text else ""
+                    steps.append(Taken(event.time, f"zeroes {own}{kept}"))
             elif use is not None:
                 use.events.append(event)
                 use.failed |= event.name == "fail"
@@ -118,7 +125,7 @@ class _Group:
                     finished, use = use, None
                     assert finished is not None
         kinds = iter([step for step in steps if isinstance(step, Use)])
-        failed = any(step.failed for step in steps if isinstance(step, Use)) or any(
+        failed = any(step.failed or step.begin.epoch for step in steps if isinstance(step, Use)) or any(
             isinstance(act, Raised) for act in script
         )
         return [self._call(act, next(kinds), failed) if isinstance(act, Call) else act for act in script], steps
@@ -146,7 +153,7 @@ class _Group:
                 found.append(step)
                 continue
             label = f"launches {step.begin.site}: call {step.place}, slot {step.begin.slot}, epoch {step.epoch}"
-            found.append(Taken(step.begin.time, label))
+            found.append(Taken(step.begin.time, "returns NaN" if step.begin.epoch else label))
             launch, rows = next(of_launch)
             taken = _of_rows(launch.kinds[rank], launch.ops(rank), rows)
             found += _in_order(taken, rank, self.world)
