@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.lowering.problems import KINDS
 from tests.protocol_model import recordings
 from tests.protocol_model.recorder import Event
 from tests.protocol_model.traces import refusals
@@ -95,7 +96,7 @@ def test_the_same_slot_again_and_a_late_rank(two: RankPool) -> None:
 def test_calls_on_a_poisoned_workspace(two: RankPool) -> None:
     """They send, publish and give nothing; the reset leaves nothing of what they have counted."""
     traces = two.run(recordings.poison_and_reset)
-    assert sum(event.name == "begin" and event.epoch != 0 for event in traces[0]) == 3
+    assert sum(event.name == "begin" and event.epoch != 0 for event in traces[0]) == len(KINDS)
     assert refusals(traces) == []
 
 
