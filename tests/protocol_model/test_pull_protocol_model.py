@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ditron_inductor.device.protocol_model import Call, Protection, Reset, Scenario, explore
-from tests.device.test_protocol_model import (
+from tests.protocol_model import Call, Protection, Reset, Scenario, explore
+from tests.protocol_model.test_protocol_model import (
     GATHER,
     PULL_GATHER,
     PULL_REDUCE,
@@ -25,6 +25,8 @@ from tests.device.test_protocol_model import (
 )
 
 KINDS = [PULL_GATHER, PULL_SCATTER, PULL_REDUCE]
+OTHERS = ["pull_product", "pull_pieces", "pull_columns"]
+"""A product that is gathered, rows and columns that go to their ranks: their reads are those of the former."""
 P = Protection
 
 
@@ -33,6 +35,9 @@ HEALTHY = {
     **{f"{kind}-w3-p1": same(3, *[Call(kind, "A")] * 3) for kind in KINDS},
     **{f"{kind}-w3-p2": replace(same(3, *[Call(kind, "A", slot=0)] * 2), programs=2) for kind in KINDS[:2]},
     **{f"{kind}-fine-w2-p2": replace(in_one_slot(2, kind, kind, kind), programs=2, fine=True) for kind in KINDS},
+    **{f"{kind}-w2-p2": replace(same(2, *[Call(kind, "A")] * 4), programs=2) for kind in OTHERS},
+    **{f"{kind}-w3-p1": same(3, *[Call(kind, "A", slot=0)] * 2) for kind in OTHERS},
+    **{f"{kind}-fine-w2-p2": replace(in_one_slot(2, kind, GATHER, kind), programs=2, fine=True) for kind in OTHERS},
     # Whoever pushes comes after those who pull, and the other way round: others may still read there.
     "gathers-w3": in_one_slot(3, PULL_GATHER, GATHER, PULL_GATHER),
     "scatters-w3": in_one_slot(3, SCATTER, PULL_SCATTER, SCATTER),
@@ -53,7 +58,7 @@ def test_holds(name: str) -> None:
     assert found.endings == {(None,) * HEALTHY[name].world}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
 @pytest.mark.parametrize("world", [2, 3])
 def test_rank_that_never_arrives_or_dies(kind: str, world: int) -> None:
     call = Call(kind, "A", may_fail=True)
@@ -95,6 +100,13 @@ def test_waits_that_give_up_early(kind: str, programs: int) -> None:
     assert (None, None) in found.endings and any(any(ending) for ending in found.endings)
 
 
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_waits_that_give_up_early(kind: str) -> None:
+    found = explore(one_slot(kind, Reset(), Call(kind, "B"), programs=2))
+    assert found.violation is None, found.trace
+    assert (None, None) in found.endings and any(any(ending) for ending in found.endings)
+
+
 @pytest.mark.parametrize("first", KINDS)
 def test_a_reader_whose_source_did_not_wait(first: str) -> None:
     """A slow reader hears that what it has read was overwritten, by a rank that failed then or had failed before."""
@@ -130,6 +142,10 @@ BROKEN = [
     (P.SITE_HASH, Scenario(scripts=((Call(PULL_GATHER, "A"),), (Call(PULL_GATHER, "B"),))), "pulls ('A'"),
     (P.REVOKE, one_slot(PULL_REDUCE), "pulls ('A', 1"),
     (P.CHECKED, one_slot(PULL_SCATTER), "pulls ('A', 1"),
+    (P.CREDITS, in_one_slot(2, "pull_pieces", "pull_pieces"), ""),
+    (P.REVOKE, one_slot("pull_product"), "pulls ('A', 1"),
+    (P.REVOKE, one_slot("pull_columns"), "pulls ('A', 1"),
+    (P.DATA_BEFORE_FLAG, in_one_slot(2, "pull_pieces"), "pulls None"),
     (P.DEVICE_EPOCH, same(2, *twice_replayed(PULL_GATHER, PULL_GATHER)), ""),
 ]
 

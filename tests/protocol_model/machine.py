@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from ditron_inductor.device.protocol_model.launch import IN_BAND, ZERO_COPY, Protection, Without
-from ditron_inductor.device.protocol_model.programs import Programs, Step
-from ditron_inductor.device.protocol_model.state import (
+from tests.protocol_model.launch import IN_BAND, ZERO_COPY, Protection, Without
+from tests.protocol_model.programs import Programs, Step
+from tests.protocol_model.state import (
     SLOTS,
     Call,
     Capture,
+    Grow,
     Launch,
+    Meet,
+    Poisoned,
     Program,
     Raised,
     Rank,
@@ -21,6 +24,8 @@ from ditron_inductor.device.protocol_model.state import (
     Word,
     put,
 )
+
+COLLECTIVE = (Reset, Grow, Meet)
 
 
 class Machine:
@@ -38,8 +43,8 @@ class Machine:
         """Whether `me` takes no further step."""
         return state[me].dead or state[me].event == len(self.scenario.scripts[me])
 
-    def steps(self, state: State) -> tuple[list[Step], list[tuple[int, int]]]:
-        """The steps from `state`, labelled, and the blocked waits as (rank, program).
+    def steps(self, state: State, ranks: Collection[int] | None = None) -> tuple[list[Step], list[tuple[int, int]]]:
+        """The steps of `ranks`, or all, from `state`, labelled, and the blocked waits as (rank, program).
 
         A step that no other rank can observe or disturb (a launch begins, a tile for the own rank) is taken alone.
         """
@@ -47,11 +52,11 @@ class Machine:
         found: list[Step] = []
         blocked: list[tuple[int, int]] = []
         for me, rank in enumerate(state):
-            if self.done(state, me):
+            if self.done(state, me) or (ranks is not None and me not in ranks):
                 continue
             if rank.launch is None:
                 host = list(self._host(state, me, rank))
-                if not fine and len(host) == 1 and not isinstance(self.scenario.scripts[me][rank.event], Reset):
+                if not fine and len(host) == 1 and not isinstance(self.scenario.scripts[me][rank.event], COLLECTIVE):
                     return host, []
                 found += host
                 continue
@@ -95,11 +100,21 @@ class Machine:
         event = self.scenario.scripts[me][rank.event]
         if isinstance(event, Reset):
             yield from self._reset(state, me, rank)
+        elif isinstance(event, Grow):
+            yield from [self._skip(state, me, rank)] if rank.poisoned else self._grow(state, me, rank)
+        elif isinstance(event, Meet):
+            yield from self._meet(state, me, rank, event)
+        elif isinstance(event, Poisoned):
+            record = rank.record or ("timeout", rank.event, me)
+            rank = rank._replace(event=rank.event + 1, poisoned=True, record=record)
+            yield f"rank {me} is poisoned", put(state, me, rank)
         elif isinstance(event, Raised):
             yield self._skip(state, me, rank)
         elif isinstance(event, Capture):
             rank = rank._replace(event=rank.event + 1, calls=rank.calls + event.calls)
             yield f"rank {me} captures {event.calls} calls", put(state, me, rank)
+        elif dict(rank.met).get(event.site) is False:
+            yield f"rank {me} runs {event.site} by the library", put(state, me, rank._replace(event=rank.event + 1))
         elif rank.poisoned and not event.may_fail:
             raise Violation(f"rank {me} is poisoned at call {rank.event}, which has no reason to fail")
         else:
@@ -156,3 +171,43 @@ class Machine:
             rank = self._zeroed(rank, 0)
             rank = rank if Protection.RESET_COUNT in self.without else rank._replace(calls=0)
         yield label, put(state, me, rank._replace(phase=rank.phase + 1, barriers=rank.barriers + 1))
+
+    def _grow(self, state: State, me: int, rank: Rank) -> Iterator[Step]:
+        """The own device is idle. As a reset, but of new memory, and calls are counted on."""
+        if rank.phase > 0 and any(peer.barriers < rank.barriers for peer in state):
+            if rank.phase == 1 or Protection.GROWTH_BARRIER not in self.without:
+                return
+        if rank.phase == 2:
+            yield f"rank {me} leaves growth", put(state, me, rank._replace(phase=0, event=rank.event + 1))
+            return
+        label = f"rank {me} enters growth"
+        if rank.phase == 1:
+            label = f"rank {me} zeroes its new memory"
+            rank = self._zeroed(rank, 0)
+        yield label, put(state, me, rank._replace(phase=rank.phase + 1, barriers=rank.barriers + 1))
+
+    def _meet(self, state: State, me: int, rank: Rank, event: Meet) -> Iterator[Step]:
+        """Phase 0 tells the others; in phase 1 the first rank that knows what all have, or has waited long enough,
+        stores the verdict, if there is none yet, and every rank takes what is there.
+        """
+        if rank.phase == 0:
+            posts = (*rank.posts, (event.site, event.has_node))
+            yield f"rank {me} comes to meet for {event.site}", put(state, me, rank._replace(phase=1, posts=posts))
+            return
+        known = dict(state[0].verdicts).get(event.site)
+        told = [dict(peer.posts).get(event.site) for peer in state]
+        if known is not None:
+            yield self._learn(state, me, event, known)
+        elif None not in told:
+            yield self._learn(self._store(state, event, all(told)), me, event, all(told))
+        else:
+            alone = Protection.ONE_VERDICT in self.without
+            yield self._learn(state if alone else self._store(state, event, False), me, event, False)
+
+    def _store(self, state: State, event: Meet, fused: bool) -> State:
+        return put(state, 0, state[0]._replace(verdicts=(*state[0].verdicts, (event.site, fused))))
+
+    def _learn(self, state: State, me: int, event: Meet, fused: bool) -> Step:
+        rank = state[me]
+        rank = rank._replace(phase=0, event=rank.event + 1, met=(*rank.met, (event.site, fused)))
+        return f"rank {me} {'fuses' if fused else 'leaves'} {event.site}", put(state, me, rank)

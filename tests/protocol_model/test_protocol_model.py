@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ditron_inductor.device.protocol_model import (
+from tests.protocol_model import (
     Call,
     Capture,
     Ending,
@@ -24,6 +24,7 @@ KINDS = [GATHER, SCATTER, REDUCE, PUSH]
 ONE_SHOT, TWO_SHOTS, IN_SLICES, IN_BAND = "one_shot", "two_shots", "in_slices", "in_band"
 PRODUCT, FEW_ROWS, CONTRACT = "matmul_all_gather", "few_rows", "all_gather_contract"
 """Those of small products, whose programs send, wait and add in one work item."""
+DECODE, ATTENTION, CAUSAL = "flash_decode", "all_gather_attention", "causal_attention"
 TO_HEADS, TO_ROWS = "matmul_all_to_all", "all_to_all_matmul"
 PULL_GATHER, PULL_SCATTER, PULL_REDUCE = "pull_gather", "pull_scatter", "pull_reduce"
 P = Protection
@@ -90,6 +91,11 @@ HEALTHY = {
     **{f"{k}-w3-p1": same(3, *[Call(k, "A", slot=0)] * 3) for k in (PRODUCT, FEW_ROWS)},
     **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (TO_HEADS, TO_ROWS)},
     **{f"{k}-w3-p1": same(3, *[Call(k, "A", slot=0)] * 3) for k in (TO_HEADS, TO_ROWS)},
+    **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (DECODE, ATTENTION, CAUSAL)},
+    **{f"{k}-w3-p1": same(3, *[Call(k, "A", slot=0)] * 3) for k in (DECODE, ATTENTION, CAUSAL)},
+    **{f"fine-{k}": replace(same(2, *[Call(k, "A")] * 3), fine=True) for k in (DECODE, CAUSAL)},
+    "decode-among-others-w2": replace(same(2, *twice_replayed(DECODE, REDUCE)), programs=2),
+    "masked-attention-among-others-w3": same(3, *alternating(CAUSAL, GATHER, 4)),
     "both-around-attention-w2": replace(same(2, *twice_replayed(TO_HEADS, TO_ROWS)), programs=2),
     "products-among-others-w2": same(2, *twice_replayed(PRODUCT, REDUCE)),
     "shots-among-others-w2": replace(same(2, *alternating(TWO_SHOTS, PULL_REDUCE, 6)), programs=2),
@@ -143,7 +149,7 @@ def test_failure_half_way_then_reset(first: str, second: str, world: int, progra
 
 
 @pytest.mark.parametrize(
-    "kind", [*KINDS, ONE_SHOT, TWO_SHOTS, IN_SLICES, IN_BAND, PRODUCT, FEW_ROWS, TO_HEADS, TO_ROWS]
+    "kind", [*KINDS, ONE_SHOT, TWO_SHOTS, IN_SLICES, IN_BAND, PRODUCT, FEW_ROWS, TO_HEADS, TO_ROWS, DECODE, ATTENTION]
 )
 @pytest.mark.parametrize("world", [2, 3])
 def test_rank_that_never_arrives(kind: str, world: int) -> None:
@@ -155,7 +161,7 @@ def test_rank_that_never_arrives(kind: str, world: int) -> None:
         assert any(record is not None and record[0] == "timeout" and record[2] == 0 for record in ending)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, ONE_SHOT, TWO_SHOTS, IN_BAND, PRODUCT, FEW_ROWS])
+@pytest.mark.parametrize("kind", [*KINDS, ONE_SHOT, TWO_SHOTS, IN_BAND, PRODUCT, FEW_ROWS, DECODE])
 @pytest.mark.parametrize("world", [2, 3])
 def test_rank_that_dies_at_any_moment(kind: str, world: int) -> None:
     scenario = replace(same(world, *[Call(kind, "A", may_fail=True)] * 2), mortal=0, fine=world == 2)
@@ -172,7 +178,7 @@ def names_rank_0(ending: Ending) -> bool:
 
 
 # Among three ranks a scatter in two programs has the most states; an all-reduce, which begins as it does, has fewer.
-SLOW = {(3, SCATTER, 2)}
+SLOW = {(3, SCATTER, 2), (3, IN_BAND, 2)}
 
 
 @pytest.mark.parametrize(
@@ -210,7 +216,7 @@ def test_without_complete_chunks_an_innocent_rank_is_named() -> None:
 
 
 @pytest.mark.parametrize("programs", [1, 2])
-@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE, ONE_SHOT, TWO_SHOTS, IN_SLICES, IN_BAND])
+@pytest.mark.parametrize("kind", [GATHER, SCATTER, REDUCE, ONE_SHOT, TWO_SHOTS, IN_SLICES, IN_BAND, DECODE, CAUSAL])
 def test_waits_that_give_up_early(kind: str, programs: int) -> None:
     """Some tiles of a chunk get their credit, others do not: what is read is right, and after the reset all is well."""
     after = (Reset(), Call(SCATTER, "B"), Call(kind, "A"))
@@ -318,6 +324,11 @@ BROKEN = [
     (P.CLEARED, same(2, *[Call(IN_BAND, "A")] * 5), "in band of rank"),
     (P.SIGNED, Scenario(scripts=((Call(IN_BAND, "A"),), (Call(IN_BAND, "B"),))), "in band from rank"),
     (P.SENDS_FIRST, same(2, Call(IN_BAND, "A")), "no progress"),
+    (P.CREDITS, same(3, *[Call(CAUSAL, "A", slot=0)] * 2), "overwrites slot 0"),
+    (P.CREDITS, in_one_slot(2, DECODE, DECODE), "overwrites slot 0"),
+    (P.SENDS_FIRST, same(2, Call(DECODE, "A")), "no progress"),
+    (P.SENDS_FIRST, same(2, Call(ATTENTION, "A")), "no progress"),
+    (P.RANK_ORDER, same(2, Call(DECODE, "A")), "not the same bits"),
     (P.ONE_WRITER, same(3, Call(GATHER, "A")), ""),
     (P.RANK_ORDER, same(2, Call(REDUCE, "A")), "not the same bits"),
     (P.WAIT_RESULT, ONE_MISSING, "reads"),
@@ -334,6 +345,9 @@ BROKEN = [
 
 # Taken away in a test of their own: nothing wrong is read, but a failure is not told as it should be.
 TOLD = {P.COMPLETE_CHUNKS, P.WITHHELD_CREDITS}
+
+OF_THE_HOST = {P.GROWTH_BARRIER, P.ONE_VERDICT}
+"""See test_host_events.py."""
 
 
 @pytest.mark.parametrize("fine", [False, True], ids=["groups", "fine"])
@@ -353,4 +367,4 @@ def test_limit_of_wrap_safe_comparison() -> None:
 
 
 def test_every_protection_is_needed() -> None:
-    assert {missing for missing, _, _ in BROKEN} | TOLD == set(Protection)
+    assert {missing for missing, _, _ in BROKEN} | TOLD | OF_THE_HOST == set(Protection)

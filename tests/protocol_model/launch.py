@@ -10,6 +10,7 @@ An item is a tuple of operations on memory; a resident program takes the next it
     ("arrive", dst, region)   count a tile for `dst` in own memory; the last of TILES sets the count to 0 and publishes
     ("await", region, src)    wait for flag[slot][region][src] in own memory, then compare the site
     ("read", region, src)     read the data that `src` wrote into own slot
+    ("own",)                  read the own part of a reduction, which lies in no slot
     ("sum",)                  what the item has read becomes the value that its next writes carry
 
 A use is closed, its epoch advanced and its credits due, as soon as the programs are counted. A program counts itself
@@ -30,7 +31,7 @@ Launches that pull (the strategy `chunked`; one launch with two programs is what
 
     ("fill", region, part)    plain stores of data into the own slot, where peers read them
     ("pull", region, part, src)   read that part of `src`'s slot
-    ("own",)                  the own part of a reduction, which lies in no slot
+    ("add", src)              add up what has been pulled from there, or the own part
     ("end",)                  the end of the item; what follows is done instead when a wait before it fails
     ("revoke", dst)           tell `dst` that its credit is missing, and that the slot is overwritten even so
     ("check", src)            whether `src` has told so, of the slot that the launch has read from
@@ -44,8 +45,11 @@ Self-sends (dst == me) stand for the rank's own tiles: same words in own memory,
 
 from __future__ import annotations
 
+import itertools
 from enum import Enum, auto
 from typing import Any
+
+from tests.protocol_model.state import TILES
 
 Op = tuple[Any, ...]  # name, then small integers
 Item = tuple[Op, ...]
@@ -55,13 +59,12 @@ CHUNK, TILE, RESULT = 0, 1, 2
 # Data that is pulled, and the words that revoke a slot. Where data is pushed it takes the place of the former.
 PULLED, PULLED_RESULT = 3, 4
 REVOKED = 3
-TILES = 2
 
 IN_BAND = "in_band"
 
-PULLS = ("pull_gather", "pull_scatter", "pull_reduce")
-ZERO_COPY = ("pull_scatter", "pull_reduce")
-"""Kinds whose data is written into the own slot even when nothing else is done."""
+ZERO_COPY = ("pull_scatter", "pull_reduce", "pull_product", "pull_columns")
+PULLS = ("pull_gather", "pull_pieces", *ZERO_COPY)
+"""Of ZERO_COPY data is written into the own slot even when nothing else is done."""
 
 
 class Protection(Enum):
@@ -101,13 +104,20 @@ class Protection(Enum):
     RESET_COUNT = auto()  # reset keeps the host's call count
     RESET_COUNTERS = auto()  # reset keeps the tiles that a failed launch has counted
     RESET_DUE = auto()  # reset keeps the use whose credits are due
+    GROWTH_BARRIER = auto()  # growth lets a rank go on while peers have not zeroed their new memory yet
+    ONE_VERDICT = auto()  # a rank that has waited long enough for a meeting decides for itself alone
 
 
 Without = frozenset[Protection]
 
 
-def items(kind: str, me: int, world: int, without: Without) -> tuple[Item, ...]:
+def items(kind: str, me: int, world: int, without: Without, tiles: int = TILES) -> tuple[Item, ...]:
     """The items of rank `me` for one launch of `kind` in ticket order; KeyError for an unknown kind."""
+    return tuple(item for phase in phases(kind, me, world, without, tiles) for item in phase)
+
+
+def phases(kind: str, me: int, world: int, without: Without, tiles: int = TILES) -> tuple[tuple[Item, ...], ...]:
+    """The same by phase: where programs are few, what a phase does is done when the next one begins."""
     builder = {
         "all_gather_matmul": _all_gather_matmul,
         "matmul_reduce_scatter": _matmul_reduce_scatter,
@@ -125,13 +135,21 @@ def items(kind: str, me: int, world: int, without: Without) -> tuple[Item, ...]:
         "pull_gather": _pull_gather,
         "pull_scatter": _pull_scatter,
         "pull_reduce": _pull_reduce,
+        "pull_product": _pull_product,
+        "pull_pieces": _pull_pieces,
+        "pull_columns": _pull_columns,
+        "flash_decode": _flash_decode,
+        "all_gather_attention": _all_gather_attention,
+        "causal_attention": _causal_attention,
     }[kind]
     others = [(me + i) % world for i in range(1, world)]
-    phases = builder(me, world, others, without)
+    found = builder(me, world, others, tiles, without)
     if Protection.SENDS_FIRST in without:
-        phases = phases[::-1]
-    work = [item for phase in phases for item in phase]
-    return tuple(_settling(item, ticket == 0, others, without) for ticket, item in enumerate(work))
+        found = found[::-1]
+    tickets = itertools.count()
+    return tuple(
+        tuple(_settling(item, next(tickets) == 0, others, without) for item in phase) for phase in found if phase
+    )
 
 
 def closing(kind: str, me: int, world: int, without: Without) -> Item:
@@ -191,102 +209,106 @@ def _reads(region: int, flag: int, sources: list[int]) -> Item:
     return (*(("await", flag, src) for src in sources), *(("read", region, src) for src in sources))
 
 
-def _reduction(region: int, me: int, world: int, without: Without) -> Item:
+def _reduction(region: int, me: int, world: int, without: Without, flag: int = CHUNK) -> Item:
     first = me if Protection.RANK_ORDER in without else 0
-    return (*_reads(region, CHUNK, [(first + i) % world for i in range(world)]), ("sum",))
+    return (*_reads(region, flag, [(first + i) % world for i in range(world)]), ("sum",))
 
 
-def _all_gather_matmul(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+def _all_gather_matmul(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
     """The own shard goes to every peer, then one compute item per peer's chunk."""
     return [[_send(me, world, p, CHUNK, without) for p in others], [_reads(CHUNK, CHUNK, [p]) for p in others]]
 
 
-def _matmul_reduce_scatter(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+def _matmul_reduce_scatter(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
     """TILES tiles per destination, own destination last, counted locally; then one reduction per tile."""
-    sends = [_send(me, world, dst, tile, without, count=True) for dst in (*others, me) for tile in range(TILES)]
-    return [sends, [_reduction(tile, me, world, without) for tile in range(TILES)]]
+    sends = [_send(me, world, dst, tile, without, count=True) for dst in (*others, me) for tile in range(tiles)]
+    return [sends, [_reduction(tile, me, world, without) for tile in range(tiles)]]
 
 
-def _matmul_all_reduce(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+def _matmul_all_reduce(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
     """Two-shot: partials to the owner, reduced rows to all, then the copies out.
 
     The second phase waits for no credit: its item has waited for every peer's flag of this epoch, and a peer raises
     that flag only in a launch that begins after its previous use of the slot ended.
     """
     partials = [_send(me, world, dst, CHUNK, without) for dst in (*others, me)]
-    results = [op for dst in (*others, me) for op in _send(me, world, dst, RESULT, without, credit=False)]
+    results = _send_all(me, world, RESULT, [*others, me], without, credit=False)
     reduce = (*_reduction(CHUNK, me, world, without), *results)
     return [partials, [reduce], [_reads(RESULT, RESULT, [owner]) for owner in (*others, me)]]
 
 
-def _matmul_all_gather(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+def _matmul_all_gather(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
     """TILES tiles, each pushed to all peers; then the copies of theirs."""
-    sends = [_send_all(me, world, tile, others, without) for tile in range(TILES)]
-    return [sends, [_reads(tile, tile, [p]) for tile in range(TILES) for p in others]]
+    sends = [_send_all(me, world, tile, others, without) for tile in range(tiles)]
+    return [sends, [_reads(tile, tile, [p]) for tile in range(tiles) for p in others]]
 
 
-def _all_gather_contract(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
-    """TILES chunks of the own shard to every peer by one sender; then a tile for each chunk, of all shards."""
-    sends = [op for tile in range(TILES) for p in others for op in _send(me, world, p, tile, without)]
-    return [[tuple(sends)], [_reads(tile, tile, others) for tile in range(TILES)]]
+def _all_gather_contract(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
+    """TILES chunks of the own shard to every peer; then a tile for each chunk, of all shards."""
+    sends = [_send(me, world, p, tile, without) for tile in range(tiles) for p in others]
+    return [sends, [tuple(op for p in sorted(others) for op in _reads(tile, tile, [p])) for tile in range(tiles)]]
 
 
-def _matmul_all_to_all(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+def _matmul_all_to_all(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
     """TILES tiles for each peer; then the copies of what they have sent."""
-    sends = [_send(me, world, dst, tile, without) for dst in others for tile in range(TILES)]
-    return [sends, [_reads(tile, tile, [p]) for p in others for tile in range(TILES)]]
+    sends = [_send(me, world, dst, tile, without) for dst in others for tile in range(tiles)]
+    return [sends, [_reads(tile, tile, [p]) for p in others for tile in range(tiles)]]
 
 
-def _all_to_all_matmul(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+def _all_to_all_matmul(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
     """A chunk for every peer; then tiles, each of which waits for all of them, one after the other."""
     sends = [_send(me, world, dst, CHUNK, without) for dst in others]
-    return [sends, [tuple(op for p in others for op in _reads(CHUNK, CHUNK, [p])) for _ in range(TILES)]]
+    return [sends, [tuple(op for p in others for op in _reads(CHUNK, CHUNK, [p])) for _ in range(tiles)]]
 
 
-def _few_rows(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+def _few_rows(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
     """The same of a few rows: a run of tiles is pushed to all peers, and theirs copied, by one program."""
     runs = []
-    for run in range(TILES):
+    for run in range(tiles):
         sends, reads = _send_all(me, world, run, others, without), _reads(run, run, others)
         runs.append((*reads, *sends) if Protection.SENDS_FIRST in without else (*sends, *reads))
     return [runs]
 
 
-def _send_all(me: int, world: int, region: int, others: list[int], without: Without) -> Item:
-    return tuple(op for dst in others for op in _send(me, world, dst, region, without, credit=dst == others[0]))
+def _send_all(me: int, world: int, region: int, targets: list[int], without: Without, *, credit: bool = True) -> Item:
+    """To all of `targets`, then the flags of all."""
+    wait = _credits(world, me, next(dst for dst in targets if dst != me), without) if credit else ()
+    writes = tuple(("write", dst, region) for dst in targets)
+    flags = tuple(("publish", dst, region) for dst in targets)
+    return (*wait, *flags, *writes) if Protection.DATA_BEFORE_FLAG in without else (*wait, *writes, *flags)
 
 
-def _one_shot(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
-    """Two pieces, each pushed to all peers and added up by the program that has sent it."""
-    return [[_piece(region, me, world, others, without) for region in (CHUNK, TILE)]]
+def _one_shot(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
+    """Pieces, each pushed to all peers and added up by the program that has sent it."""
+    return [[_piece(region, me, world, others, without) for region in range(tiles)]]
 
 
-def _two_shots(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+def _two_shots(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
     """A piece of every rank's run: pushed to its owner, the own sum pushed to all, the peers' sums read; one item."""
-    sums = [op for dst in others for op in _send(me, world, dst, RESULT, without, credit=False)]
+    sums = _send_all(me, world, RESULT, others, without, credit=False)
     return [[(*_piece(CHUNK, me, world, others, without), *sums, *_reads(RESULT, RESULT, others))]]
 
 
-def _in_slices(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
-    """What is one item in `two_shots`, by a queue of sends, one of sums, and, twice, the sums that are read."""
-    sums = (op for dst in others for op in _send(me, world, dst, RESULT, without, credit=False))
+def _in_slices(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
+    """What is one item in `two_shots`, by a queue of sends, one of sums, and, for each tile, the sums that are read."""
+    sums = _send_all(me, world, RESULT, others, without, credit=False)
     row = tuple(_reads(RESULT, RESULT, others))
     return [
         [_send_all(me, world, CHUNK, others, without)],
         [(*_own_sum(CHUNK, me, world, without), *sums)],
-        [row, row],
+        [row] * tiles,
     ]
 
 
-def _in_band(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
-    """A program that signs, one that sends and clears, and two that each add up what all have sent."""
-    clear = () if Protection.CLEARED in without else (("clear",),)
+def _in_band(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
+    """A program that signs, one that sends, one that clears, and some that each add up what all have sent."""
+    clear: list[Item] = [] if Protection.CLEARED in without else [(("clear",),)]
     begin = (*(("sign", p) for p in others), ("announce",))
-    send = (*(("drop", p) for p in others), *clear)
+    send = tuple(("drop", p) for p in others)
     first = me if Protection.RANK_ORDER in without else 0
     sources = [(first + i) % world for i in range(world)]
     reads = (*(("own",) if source == me else ("watch", source) for source in sources), ("sum",))
-    return [[begin], [send], [reads, reads]]
+    return [[begin], [send, *clear], [reads] * tiles]
 
 
 def _piece(region: int, me: int, world: int, others: list[int], without: Without) -> Item:
@@ -303,7 +325,36 @@ def _own_sum(region: int, me: int, world: int, without: Without) -> Item:
     return (*reads, ("sum",))
 
 
-def _push(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+def _flash_decode(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
+    """Heads: the own part of one goes to all slots, the own one too; its parts are merged when the next one is sent."""
+    merges = [_reduction(head, me, world, without, flag=head) for head in range(tiles)]
+    sends = [_send_all(me, world, head, [*others, me], without) for head in range(tiles)]
+    if Protection.SENDS_FIRST in without:
+        return [[(*merge, *send) for send, merge in zip(sends, merges, strict=True)]]
+    late = [(*send, *merge) for send, merge in zip(sends[1:], merges[:-1], strict=True)]
+    return [[sends[0], *late, merges[-1]]]
+
+
+def _all_gather_attention(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
+    """Keys and values, each with its flag, to every peer; then blocks of queries, over those of peer after peer."""
+    sends = [_send(me, world, p, region, without) for p in others for region in range(tiles)]
+    block = tuple(op for p in reversed(others) for op in _both(p, tiles))
+    return [sends, [block] * tiles]
+
+
+def _causal_attention(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
+    """The same where only later ranks see the keys: the first rank waits for nobody, nobody waits for the last one."""
+    sends = [_send(me, world, p, region, without) for p in others if p > me for region in range(tiles)]
+    block = tuple(op for p in reversed(others) if p < me for op in _both(p, tiles))
+    return [sends, [block] * tiles if block else []]
+
+
+def _both(source: int, tiles: int) -> Item:
+    """Waits for the keys and the values of `source`, and reads them."""
+    return (*(("await", i, source) for i in range(tiles)), *(("read", i, source) for i in range(tiles)))
+
+
+def _push(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
     """Rank 0 sends and waits for nobody (masked chunks, empty splits): only credits hold it back."""
     if me == 0:
         return [[_send(me, world, p, CHUNK, without) for p in others]]
@@ -317,30 +368,57 @@ def _fill(region: int, part: int, readers: list[int], flag: int, without: Withou
     return (*flags, *fill) if Protection.DATA_BEFORE_FLAG in without else (*fill, *flags)
 
 
-def _pull_gather(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+def _pull_gather(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
     """The own shard goes to the own slot, if it is free; then one copy per peer."""
     stage = (*_credits(world, me, others[0], without), *_fill(PULLED, me, others, CHUNK, without))
     return [[stage], [(("await", CHUNK, p), ("pull", PULLED, p, p)) for p in others]]
 
 
-def _pull_scatter(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+def _pull_scatter(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
     """Products for each peer go to the own slot, free or not; then the peers' products are added up."""
     sends = [op for dst in others for op in _fill(PULLED, dst, [dst], CHUNK, without)]
-    tell = () if Protection.REVOKE in without else tuple(("revoke", p) for p in others)
-    late = (("end",), *tell, *(("fill", PULLED, dst) for dst in others))
+    late = (("end",), *_revocation(others, without), *(("fill", PULLED, dst) for dst in others))
     return [[(*_credits(world, me, others[0], without), *sends, *late)], [_pull_reduction(me, world, others, without)]]
+
+
+def _pull_product(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
+    """A product in the own slot, free or not; then one copy per peer."""
+    sends = _fill(PULLED, me, others, CHUNK, without)
+    late = (("end",), *_revocation(others, without), ("fill", PULLED, me))
+    stage = (*_credits(world, me, others[0], without), *sends, *late)
+    return [[stage], [(("await", CHUNK, p), ("pull", PULLED, p, p)) for p in others]]
+
+
+def _pull_pieces(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
+    """Rows for all peers go to the own slot, if it is free; each copies its own part."""
+    parts = tuple(("fill", PULLED, p) for p in others)
+    flags = tuple(("publish", p, CHUNK) for p in others)
+    stage = (*flags, *parts) if Protection.DATA_BEFORE_FLAG in without else (*parts, *flags)
+    return [[(*_credits(world, me, others[0], without), *stage)], _own_parts(me, others)]
+
+
+def _pull_columns(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
+    """Products for each peer go to the own slot, free or not; each copies its own."""
+    return [_pull_scatter(me, world, others, tiles, without)[0], _own_parts(me, others)]
+
+
+def _own_parts(me: int, others: list[int]) -> list[Item]:
+    return [(("await", CHUNK, p), ("pull", PULLED, me, p)) for p in others]
+
+
+def _revocation(others: list[int], without: Without) -> Item:
+    return () if Protection.REVOKE in without else tuple(("revoke", p) for p in others)
 
 
 def _pull_reduction(me: int, world: int, others: list[int], without: Without) -> Item:
     first = me if Protection.RANK_ORDER in without else 0
-    reads: list[Op] = []
-    for source in [(first + i) % world for i in range(world)]:
-        reads += [("own",)] if source == me else [("await", CHUNK, source), ("pull", PULLED, me, source)]
-    return (*reads, *_checks(others, without), ("trust",), ("sum",))
+    copies = [op for p in reversed(others) for op in (("await", CHUNK, p), ("pull", PULLED, me, p))]
+    adds = [("add", (first + i) % world) for i in range(world)]
+    return (*copies, *_checks(others, without), ("trust",), *adds, ("sum",))
 
 
-def _pull_reduce(me: int, world: int, others: list[int], without: Without) -> list[list[Item]]:
+def _pull_reduce(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
     """As `_pull_scatter`, and the sums go to the own slot, from where every peer copies them."""
-    (sends,), (reduction,) = _pull_scatter(me, world, others, without)
+    (sends,), (reduction,) = _pull_scatter(me, world, others, tiles, without)
     reduction = (*reduction, *_fill(PULLED_RESULT, me, others, RESULT, without))
     return [[sends], [reduction], [(("await", RESULT, p), ("pull", PULLED_RESULT, p, p)) for p in others]]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ditron_inductor.device.protocol_model.launch import Without
-from ditron_inductor.device.protocol_model.machine import Machine
-from ditron_inductor.device.protocol_model.state import Scenario, State, Violation
+from tests.protocol_model.launch import Without
+from tests.protocol_model.machine import Machine
+from tests.protocol_model.state import Scenario, State, Violation
 
 Ending = tuple[tuple[str, int, int] | None, ...]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ditron_inductor.device.protocol_model.launch import (
+from tests.protocol_model.launch import (
     CHUNK,
     IN_BAND,
     PULLED,
@@ -18,7 +18,6 @@ from ditron_inductor.device.protocol_model.launch import (
     PULLS,
     RESULT,
     REVOKED,
-    TILES,
     Item,
     Op,
     Protection,
@@ -26,7 +25,7 @@ from ditron_inductor.device.protocol_model.launch import (
     closing,
     items,
 )
-from ditron_inductor.device.protocol_model.state import (
+from tests.protocol_model.state import (
     Call,
     Launch,
     Program,
@@ -49,7 +48,11 @@ class Programs:
     def __init__(self, scenario: Scenario, without: Without) -> None:
         self.scenario, self.without, self.world = scenario, without, scenario.world
         kinds = {event.kind for script in scenario.scripts for event in script if isinstance(event, Call)}
-        self.items = {(kind, me): items(kind, me, self.world, without) for kind in kinds for me in range(self.world)}
+        self.items = {
+            (kind, me): items(kind, me, self.world, without, scenario.tiles)
+            for kind in kinds
+            for me in range(self.world)
+        }
         self.closing = {(kind, me): closing(kind, me, self.world, without) for kind, me in self.items}
         self.work = {key: (*work, self.closing[key]) for key, work in self.items.items()}
         # Of each slot: the regions of launches that pull only where there are any.
@@ -278,8 +281,9 @@ class Programs:
                     state = self._publish(state, me, launch, peer, CHUNK)
         elif name == "pull":
             state = self._pull(state, me, index)
-        elif name == "own":
-            state = self._set(state, me, index, program._replace(read=(*program.read, me)))
+        elif name in ("own", "add"):
+            source = me if name == "own" else op[1]
+            state = self._set(state, me, index, program._replace(read=(*program.read, source)))
         elif name == "end" or (name == "check" and state[me].poisoned and not self._is_closing(state, me, program)):
             return self._leave_item(state, me, index)
         elif name == "revoke":
@@ -357,7 +361,7 @@ class Programs:
 
     def _pull(self, state: State, me: int, index: int) -> State:
         """Read a part of the source's slot. Wrong data may still be noticed, before it is trusted."""
-        launch, program, (_, region, part, source) = self._at(state, me, index)
+        launch, _, (_, region, part, source) = self._at(state, me, index)
         site, event, peer = self.call(state, me).site, state[me].event, state[source]
         value = tuple(range(self.world)) if region == PULLED_RESULT else None
         word = self._word(launch.slot, region, part)
@@ -368,8 +372,7 @@ class Programs:
                     f"when stores become visible at the {moment} moment"
                 )
                 launch = launch._replace(suspect=text)
-        state = put(state, me, state[me]._replace(launch=launch))
-        return self._set(state, me, index, program._replace(read=(*program.read, source)))
+        return put(state, me, state[me]._replace(launch=launch))
 
     def _check_read(self, state: State, me: int, launch: Launch, region: int, source: int) -> None:
         rank, site, word = state[me], self.call(state, me).site, self._word(launch.slot, region, source)
@@ -407,7 +410,7 @@ class Programs:
             state = self._release(state, me, index)
         launch, _, (_, to, region) = self._at(state, me, index)
         rank = state[me]
-        count = (rank.arrived[to] + 1) % TILES
+        count = (rank.arrived[to] + 1) % self.scenario.tiles
         state = put(state, me, rank._replace(arrived=put(rank.arrived, to, count)))
         if count > 0:
             return state

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ditron_inductor.core.layout import IN_BAND_AREAS
 
 SLOTS = 2
+TILES = 2
 
 
 class Violation(Exception):
@@ -40,11 +41,29 @@ class Reset(NamedTuple):
     """`reset(group)`: a collective call."""
 
 
+class Grow(NamedTuple):
+    """The slots become larger: new memory for all ranks, a collective act in front of a call. Calls are counted on."""
+
+
+class Meet(NamedTuple):
+    """The ranks meet for a site, once and before its first call; has_node: this one could run it by a fused kernel.
+
+    All fuse it if all have a node, and else none does: then its calls go to the library, and are not seen here.
+    """
+
+    site: str
+    has_node: bool = True
+
+
 class Raised(NamedTuple):
     """The rank raises in user code instead of calling, and goes on with its next Reset, if there is one."""
 
 
-Event = Call | Capture | Reset | Raised
+class Poisoned(NamedTuple):
+    """A wait of the rank has failed in a launch of no concern here, and its host does not know it yet."""
+
+
+Event = Call | Capture | Reset | Grow | Meet | Raised | Poisoned
 
 
 @dataclass(frozen=True)
@@ -54,7 +73,7 @@ class Scenario:
     `programs`: resident programs per launch. `start`, `modulus`: first epoch, and where epochs wrap.
     `impatient`: a wait of a call that may fail can expire while its peer is only slow, not just when all are stuck.
     `mortal`: this rank may stop for good between any two steps. `fine`: one memory operation per step.
-    `areas`: that launches in band take in turn.
+    `areas`: that launches in band take in turn. `tiles`: of a launch, for each destination where it has several.
     """
 
     scripts: tuple[tuple[Event, ...], ...]
@@ -65,6 +84,7 @@ class Scenario:
     impatient: bool = False
     areas: int = IN_BAND_AREAS.value
     mortal: int | None = None
+    tiles: int = TILES
 
     @property
     def world(self) -> int:
@@ -116,7 +136,10 @@ class Rank(NamedTuple):
     event: int = 0  # position in the script
     calls: int = 0  # eager and captured calls
     barriers: int = 0  # host barriers entered
-    phase: int = 0  # of a reset
+    phase: int = 0  # of a reset, a growth or a meeting
+    posts: tuple[tuple[str, bool], ...] = ()  # (site, has a node), as this rank has told the others
+    met: tuple[tuple[str, bool], ...] = ()  # (site, fused), as this rank has learnt it
+    verdicts: tuple[tuple[str, bool], ...] = ()  # (site, fused) in the store of the group: rank 0 stands for it
     launch: Launch | None = None
     poisoned: bool = False
     record: tuple[str, int, int] | None = None  # the first failure: kind, event, peer
