@@ -67,9 +67,12 @@ class GroupFacts:
         return same and not self.moved and not any(one.kind for one in self.after)
 
     @property
-    def form(self) -> tuple[tuple[str, str], ...]:
-        """What the passes made of the group's collectives: wire facts and kinds."""
-        return tuple((one.wire, one.kind) for one in self.after)
+    def form(self) -> tuple[tuple[str, ...], ...]:
+        """What the passes made of the group's collectives: wire facts and kinds, and of which graph, if they moved
+        anything across them.
+        """
+        launches = tuple((one.wire, one.kind) for one in self.after)
+        return (*launches, (self.moved, self.structure)) if self.moved else launches
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class GraphFacts:
         return tuple(launch.numel for group in self.groups for launch in group.before)
 
     @property
-    def form(self) -> tuple[tuple[tuple[str, str], ...], ...]:
+    def form(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
         """What the passes made of its collectives, by group."""
         return tuple(group.form for group in self.groups)
 

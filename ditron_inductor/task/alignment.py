@@ -64,12 +64,12 @@ class Rule:
 
     flops_per_s: Mapping[object, float] = field(
         default_factory=lambda: _frozen(
-            {torch.bfloat16: 650e12, torch.float16: 650e12, TENSOR_FLOAT_32: 330e12, torch.float32: 45e12}
+            {torch.bfloat16: 770e12, torch.float16: 770e12, TENSOR_FLOAT_32: 282e12, torch.float32: 51e12}
         )
     )
-    operand: Mapping[object, float] = field(default_factory=lambda: _frozen({2: 0.25, 4: 0.40, 8: 0.60, 16: 1.0}))
-    result: Mapping[object, float] = field(default_factory=lambda: _frozen({2: 0.75, 4: 0.85, 8: 0.90, 16: 1.0}))
-    plain: float = 0.95
+    operand: Mapping[object, float] = field(default_factory=lambda: _frozen({2: 0.19, 4: 0.37, 8: 0.37, 16: 1.0}))
+    result: Mapping[object, float] = field(default_factory=lambda: _frozen({2: 0.13, 4: 0.35, 8: 0.36, 16: 1.0}))
+    plain: float = 0.96
     bytes_per_s: float = 3.5e12
     launch_s: float = 3e-6
     margin: float = 1.1

@@ -247,6 +247,9 @@ def matmul_all_to_all(
 
     def arguments() -> Arguments:
         chunk_tiles = launch.chunk_tiles(sizes.tiles, MAX_CHUNKS.value)
+        constants = launch.sum_constants(sizes.config, lefts, rights, bias)
+        # Blocks of columns begin at multiples of C: the copy unit stops the GPU where that is not at 16 bytes.
+        constants["DESCRIPTORS"] &= sizes.C * lefts[0].element_size() % 16 == 0
         return Arguments(
             programs=sizes.programs,
             values=dict(
@@ -259,7 +262,7 @@ def matmul_all_to_all(
                 chunk_tiles=chunk_tiles,
                 WORLD=node.world_size,
                 COUNTED=chunk_tiles > 1,
-                **launch.sum_constants(sizes.config, lefts, rights, bias),
+                **constants,
             ),
         )
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 # Rank processes inherit all of these: a table that somebody measured here must not decide what runs, and a graph from
 # a cache has not been through the passes.
 ENVIRONMENT = {
+    "DITRON_MEETING_S": "3",
     "DITRON_TABLE": "shipped",
     "DITRON_SUMMARY": "0",
     "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
