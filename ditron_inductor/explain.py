@@ -281,9 +281,14 @@ def _explained(graph: GraphRecord, record: SiteRecord) -> ExplainedSite:
     if not record.fused:
         return ExplainedSite(direction, record, LEFT_ALONE, None, record.reason)
     # torch stays out of this module's imports.
+    from ditron_inductor.device.meetings import meetings
     from ditron_inductor.task.plan import decisions
 
     last = decisions.last(record.group_name, record.site, (record.m, record.n, record.k))
+    plain = meetings.plain_reason(record.group_name, record.site)
+    if plain:
+        reason = f"its graph runs as Inductor alone would run it: {plain}"
+        return ExplainedSite(direction, record, "library", None, reason, "meeting")
     if last is None:
         reason = "it has not run: its tensors were empty, or nothing needed its result"
         return ExplainedSite(direction, record, LEFT_ALONE, None, reason)

@@ -55,7 +55,7 @@ class GraphMeeting:
         self._text = plain
         self._plain = PlainGraph(plain) if plain else None
         self._other: Other | None = None
-        self._version = -1
+        self._version = self._life = -1
         self._groups: list[Any] = []
         self._attempts = 0
         self._lock = threading.Lock()
@@ -75,9 +75,9 @@ class GraphMeeting:
         return all(groups.find(name) is group for name, group in self._groups)
 
     def _decide(self) -> Other | None:
-        if self._version != meetings.version or not self._is_current():
+        if self._life != meetings.life or not self._is_current():
             self._attempts = 0
-        version = meetings.version
+        self._life = meetings.life
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         check_world_sizes(self.facts)
         decision = meetings.known(self.facts)
@@ -85,16 +85,21 @@ class GraphMeeting:
             decision = self._captured()
             if decision is None:
                 return None
+        elif decision is None and self._attempts >= MOST_ATTEMPTS and self.decision is not None:
+            decision = self.decision
         elif decision is None:
             decision = meetings.meet(self.facts, self.limit_s)
             if not decision.final:
                 self._attempts += 1
                 logger.warning("a graph runs without fusion: %s", decision.plain)
+        # A graph that conforms to an agreement has been compiled for it.
+        if decision.conform is None or decision != self.decision:
+            self._other = self._in_place(decision)
         self.decision = decision
-        self._other = self._in_place(decision)
+        meetings.note_plain(self.facts, decision.plain)
         if decision.final or self._attempts >= MOST_ATTEMPTS:
-            self._groups = [(group.name, groups.find(group.name)) for group in self.facts.groups]
-            self._version = version
+            self._version = meetings.version
+        self._groups = [(group.name, groups.find(group.name)) for group in self.facts.groups]
         return self._other
 
     def _captured(self) -> Decision | None:

@@ -26,6 +26,7 @@ import json
 import time
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,10 +51,13 @@ NOBODY = ""
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a rank's log. uid: names its register, empty for a bare graph. facts, options: see facts.py."""
+    """One line of a rank's log. uid: names its register, empty for a bare graph. attempt: how often the rank has posted
+    these facts, this time included. facts, options: see facts.py.
+    """
 
     uid: str
     position: int
+    attempt: int
     facts: GroupFacts
     options: Mapping[str, str]
 
@@ -77,13 +81,17 @@ class GroupLog:
         self._read = [0] * group.world_size
         self._inside = [0] * group.world_size
         self._bare: dict[tuple[int, str], Entry] = {}
+        self._posted: Counter[str] = Counter()
 
     def post(self, uid: str, position: int, facts: GroupFacts, options: Mapping[str, str]) -> Entry:
         """Append an entry to the own log."""
         value = {"uid": uid, "position": position, "facts": json.loads(GraphFacts((facts,)).text()), "options": options}
+        key = GraphFacts((facts,), options).key
+        self._posted[key] += 1
+        value["attempt"] = attempt = self._posted[key]
         self.store.set(self._place(self.group.rank, self._written), json.dumps(value))
         self._written += 1
-        return Entry(uid, position, facts, options)
+        return Entry(uid, position, attempt, facts, options)
 
     def find(self, own: Entry, peer: int) -> Entry | _Elsewhere | None:
         """The peer's entry at the position of `own`, or why there will be none, or None: not yet.
@@ -103,7 +111,10 @@ class GroupLog:
             if found.uid == NOBODY:
                 self._bare[peer, _program(found.facts)] = found
             if found.position == own.position:
-                return found
+                # Positions that do not count alike on all ranks must not pair two calls of one graph.
+                if found.uid == NOBODY or found.attempt == own.attempt:
+                    return found
+                return _Elsewhere(f"{ranks_text([peer])} has come {found.attempt} times, not {own.attempt}", False)
             self.runs_plain(peer, found.position + len(found.facts.before))
 
     def bare(self, own: Entry, peer: int) -> Entry | None:
@@ -119,7 +130,8 @@ class GroupLog:
         if not self.store.check([key]):
             return None
         value = json.loads(self.store.get(key))
-        return Entry(value["uid"], value["position"], group_of(value["facts"]["groups"][0]), value["options"])
+        facts = group_of(value["facts"]["groups"][0])
+        return Entry(value["uid"], value["position"], value["attempt"], facts, value["options"])
 
     def _place(self, rank: int, index: int) -> str:
         return f"meetings/{self.life}/{rank}/{index}"
@@ -154,8 +166,20 @@ class Meetings:
         self._lives: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
         self._agreements = Agreements()
         self._sites: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[str, str]]] = WeakKeyDictionary()
+        self._plain: dict[tuple[str, str], str] = {}
         self.version = 0
-        """Grows when what was decided is forgotten."""
+        """Grows when something was agreed on, and when that is forgotten."""
+        self.life = 0
+        """Grows when all is forgotten."""
+
+    def note_plain(self, facts: GraphFacts, reason: str) -> None:
+        """Remember, for reports, why the sites of a graph do not run."""
+        for group in facts.groups:
+            self._plain.update({(group.name, launch.site): reason for launch in group.after if launch.site})
+
+    def plain_reason(self, group_name: str, site: str) -> str:
+        """Why a site's graph runs as Inductor alone would run it; empty where it does not."""
+        return self._plain.get((group_name, site), "")
 
     def library_reason(self, group_name: str, site: str) -> str:
         """Why a node runs by the library whatever the plan says; empty where the ranks have agreed on the node, or have
@@ -199,7 +223,9 @@ class Meetings:
         # A graph of several groups may be kept with any of them.
         self._agreements.forget()
         self._sites = WeakKeyDictionary()
+        self._plain = {}
         self.version += 1
+        self.life += 1
 
     def meet(self, facts: GraphFacts, limit_s: float) -> Decision:
         """Agree with the peers of a graph that is about to run. All ranks of its groups come here, or will not.
@@ -228,6 +254,7 @@ class Meetings:
             ) from exc
         if isinstance(found, Decision):
             if other is not None:
+                self._agreements.keep(facts, other)
                 return self._noted(decide(facts, other))
             if found.final:
                 self._agreements.keep(facts, Agreement(plain=found.plain))
