@@ -152,6 +152,9 @@ def group_of(value: Mapping[str, Any]) -> GroupFacts:
 def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) -> Verdict:
     """What follows from the facts of all ranks of a group, and from their options, by rank."""
     different = differing(options)
+    if different and any(group.is_bare for group in groups):
+        # A rank with nothing to agree on does not wait, and would not hear of an error.
+        return Verdict(plain=f"the ranks have different options: {different}")
     if different:
         return Verdict(options=different)
     diverged = _diverged([group.before for group in groups])

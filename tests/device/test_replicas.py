@@ -108,3 +108,23 @@ def test_near() -> None:
     assert near([1.0, 8.0], [1.06, 8.0], torch.bfloat16)
     assert not near([1.0, 8.0], [1.06, 8.0], torch.float32)
     assert not near([3], [4], torch.int64)
+
+
+def counts_apart(ctx: RankContext) -> list[str]:
+    """Errors of the calls of a site after a reset, in front of which one rank had made a call more."""
+    import torch.distributed as dist
+
+    from ditron_inductor.device.replicas import replicas
+    from ditron_inductor.device.reset import reset
+
+    x = torch.zeros(3)
+    found = [error_of(replicas, [x], ctx)]
+    # As if an exception had kept the other rank from the next calls.
+    (key,) = replicas._calls[dist.group.WORLD]
+    replicas._calls[dist.group.WORLD][key] += ctx.rank
+    reset()
+    return [*found, *[error_of(replicas, [x], ctx) for _ in range(3)]]
+
+
+def test_a_reset_begins_the_comparisons_anew(rank_pools: RankPools) -> None:
+    assert rank_pools.get("cpu", 2, label="replicas").run(counts_apart, timeout=60.0) == [[""] * 4] * 2

@@ -106,13 +106,23 @@ def error_of_rank(ctx: RankContext, options: list[dict[str, Any]]) -> str:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("fusions", ()), ("sequence_parallel", "off"), ("strategy", "library"), ("timeout_s", 7), ("workspace_limit", 9)],
+    [("sequence_parallel", "off"), ("strategy", "library"), ("timeout_s", 7), ("workspace_limit", 9)],
 )
 def test_options_that_differ_are_named_on_all_ranks(pair: RankPool, name: str, value: Any) -> None:
     # Neither rank has met with these before, whatever ran in this process.
     first = {"ditron.workspace_limit": (1 << 28) + len(name)}
     errors = pair.run(error_of_rank, [first, {**first, f"ditron.{name}": value}], timeout=60.0)
     assert all(error.startswith("DitronOptionsMismatch") and f"ditron.{name} is " in error for error in errors)
+
+
+def bias_with(ctx: RankContext, options: list[dict[str, Any]]) -> dict[str, int]:
+    return divergent.check(ctx, "bias_before", options[ctx.rank])
+
+
+def test_a_rank_that_is_told_to_fuse_nothing_has_its_peers_do_the_same(pair: RankPool) -> None:
+    first = {"ditron.workspace_limit": 1 << 27, "ditron.strategy": "tile"}
+    found = pair.run(bias_with, [first, {**first, "ditron.fusions": ()}], timeout=60.0)
+    assert found == [PLAIN, PLAIN]
 
 
 def reduced(ctx: RankContext, options: dict[str, Any]) -> tuple[float, float]:
