@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -66,14 +66,19 @@ def launches_of(graph: fx.Graph) -> dict[str, list[tuple[fx.Node, LaunchFacts]]]
     """
     aliases = group_names()
     found: dict[str, list[tuple[fx.Node, LaunchFacts]]] = {}
+    order = 0
     for node in graph.nodes:
         if is_task(node):
-            found.setdefault(str(arguments(node)[GROUP_ARGUMENT]), []).append((node, _task_facts(node)))
+            facts = replace(_task_facts(node), order=order)
+            found.setdefault(str(arguments(node)[GROUP_ARGUMENT]), []).append((node, facts))
+            order += 1
         elif launches_collective(node):
             group_name = arguments(node)[GROUP_ARGUMENT]
             group_name = aliases.get(group_name, group_name) if isinstance(group_name, str) else None
             if group_name is not None and (group_size(group_name) or 1) > 1:
-                found.setdefault(group_name, []).append((node, _collective_facts(node)))
+                facts = replace(_collective_facts(node), order=order)
+                found.setdefault(group_name, []).append((node, facts))
+                order += 1
     return found
 
 

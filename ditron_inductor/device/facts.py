@@ -30,7 +30,7 @@ class LaunchFacts:
     is wrong. numel: elements that this rank contributes, None where the size is a symbol. device_type: "cpu" or "cuda".
     kind: what Task node it became, empty where it was left alone. local: what only this rank need have (bias, epilogue,
     number of products), as JSON. site: the node's name. place: a hash of the lines of the program that launch it, as
-    this rank knows them.
+    this rank knows them. order: how many launches of all groups stand in front of it.
     """
 
     wire: str
@@ -40,6 +40,7 @@ class LaunchFacts:
     local: str = ""
     site: str = ""
     place: str = ""
+    order: int = 0
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,10 @@ def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) 
         counts = [len(getattr(group, part)) for group in groups]
         if len(set(counts)) > 1:
             return Verdict(plain=f"the graphs of the ranks have {by_rank(counts)} {name} of the group")
+    orders = [[launch.order for launch in group.after] for group in groups]
+    if any(one != orders[0] for one in orders):
+        # A rank that waits in one group would keep another one waiting in the other.
+        return Verdict(plain=f"launches of other groups stand elsewhere between those of the group: {by_rank(orders)}")
     moved = [(group.moved, group.structure) for group in groups]
     if len(set(moved)) > 1 and any(what for what, _ in moved):
         what = by_rank([what or "nothing" for what, _ in moved])
