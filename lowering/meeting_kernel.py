@@ -69,7 +69,7 @@ def outermost(wrapper: Any) -> PythonWrapperCodegen | None:
 
 def _strides(wrapper: PythonWrapperCodegen, output: Any) -> str:
     """An output's strides as they are written in the graph's function; None for what is no tensor."""
-    if isinstance(output, (ir.NoneAsConstantBuffer, ir.ShapeAsConstantBuffer)):
+    if not isinstance(output, (ir.TensorBox, ir.StorageBox, ir.BaseView, ir.Buffer)):
         return "None"
     known = {symbol for value in V.graph.graph_inputs.values() for symbol in _symbols(value)}
     strides = output.get_stride()

@@ -116,7 +116,9 @@ def make_launch(lane: Any, order: Any, world_size: int = WORLD, rank: int = RANK
         end=lambda: None,
     )
 
-    def begin(site: str, nbytes: int, limit: int, timeout_s: float) -> tuple[Generation, int, int]:
+    def begin(
+        site: str, nbytes: int, limit: int, timeout_s: float, first_timeout_s: float
+    ) -> tuple[Generation, int, int]:
         assert nbytes <= SLOT_BYTES
         order.enter()
         shared.calls += 1

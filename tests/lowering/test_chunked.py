@@ -113,18 +113,18 @@ def _cut(ctx: RankContext, kind: str, parts: int, together: int, rows: int) -> N
         cuts = {"parts": parts, "length": length, "stride": stride, "results": results, "nbytes": nbytes}
         return replace(sizes, groups=groups, **cuts)
 
-    from ditron_inductor.lowering import register
+    from ditron_inductor.lowering import prepare
 
-    kept = dict(register.CHUNKED)
+    kept = dict(prepare.CHUNKED)
     obstacle, _, runner = kept[kind]
-    register.CHUNKED[kind] = (obstacle, cut, runner)  # type: ignore[index]
+    prepare.CHUNKED[kind] = (obstacle, cut, runner)  # type: ignore[index]
     try:
         site = Site(name=f"cut/{parts}/{together}/{rows}:{kind}", strategy="chunked")
         problem = Problem(ctx, kind, Size(rows, 32, 128 if rows % 2 == 0 else 24), site=site)
         for outputs in [problem() for _ in range(2)]:
             problem.check(outputs)
     finally:
-        register.CHUNKED[kind] = kept[kind]  # type: ignore[index]
+        prepare.CHUNKED[kind] = kept[kind]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(("parts", "together", "rows"), [(2, 1, 16), (4, 3, 16), (3, 2, 13), (1, 9, 8)])

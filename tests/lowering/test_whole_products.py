@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from ditron_inductor.device.reset import reset
-from ditron_inductor.lowering import register
+from ditron_inductor.lowering import prepare
 from ditron_inductor.lowering.schedules import Gathering
 from tests.lowering import test_all_gather_matmul as plain
 from tests.lowering import test_epilogues as epilogues
@@ -28,7 +28,7 @@ MODULES: dict[str, Any] = {"plain": plain, "epilogues": epilogues, "norms": norm
 @contextmanager
 def whole(first: bool) -> Iterator[None]:
     """Makes all weights whole but the first one, or but the last one, whatever the schedule would be."""
-    obstacle, geometry, runner = register.CHUNKED[KIND]  # type: ignore[index]
+    obstacle, geometry, runner = prepare.CHUNKED[KIND]  # type: ignore[index]
 
     def forced(*args: Any) -> Any:
         sizes = geometry(*args)
@@ -39,13 +39,13 @@ def whole(first: bool) -> Iterator[None]:
 
         return replace(sizes, schedule=schedule)
 
-    register.CHUNKED[KIND] = obstacle, forced, runner  # type: ignore[index]
+    prepare.CHUNKED[KIND] = obstacle, forced, runner  # type: ignore[index]
     # What calls of the same sites have kept.
     reset(dist.group.WORLD)
     try:
         yield
     finally:
-        register.CHUNKED[KIND] = obstacle, geometry, runner  # type: ignore[index]
+        prepare.CHUNKED[KIND] = obstacle, geometry, runner  # type: ignore[index]
         reset(dist.group.WORLD)
 
 
