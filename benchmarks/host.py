@@ -247,7 +247,7 @@ def stages(bench: Bench, timer: Timer) -> dict[str, float]:
     shared = launch.workspace.shared
 
     def slot() -> None:
-        shared.begin(launch.site_text, 1, WORKSPACE_LIMIT, TIMEOUT_S)
+        shared.begin(launch.site_text, 1, WORKSPACE_LIMIT, TIMEOUT_S, TIMEOUT_S)
         shared.end()
 
     def new_outputs() -> None:

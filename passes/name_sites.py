@@ -31,9 +31,9 @@ SITE_ARGUMENT = "site"
 
 
 def find_sites(graph: fx.Graph) -> tuple[str, list[fx.Node]]:
-    """(a hash of the launches of all groups that have a Task node, the Task nodes in graph order)."""
+    """(the region of the group that has Task nodes, or a hash of the regions of several; the Task nodes in order)."""
     regions = [region_of([facts for _, facts in launches]) for launches in _of_tasks(graph)]
-    return _digest(regions), [node for node in graph.nodes if is_task(node)]
+    return regions[0] if len(regions) == 1 else _digest(regions), [node for node in graph.nodes if is_task(node)]
 
 
 def region_of(launches: Sequence[LaunchFacts]) -> str:

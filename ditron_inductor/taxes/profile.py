@@ -132,7 +132,7 @@ class _Profile:
         taken = self._trace(clock, calls[FUSED], notes) if self.trace else None
         if taken is not None:
             waited = taken.waited_us()
-            sites = [site.with_waits(waited.get(site.record.site)) for site in sites]
+            sites = [site.with_waits(waited.get(shared_site(site.record.site))) for site in sites]
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         return TaxReport(
             sites=tuple(sites),
@@ -273,7 +273,8 @@ def _probed(
     import torch
     import torch.distributed as dist
 
-    from ditron_inductor.task.watch import watch
+    from ditron_inductor.task.policy import shared_site
+from ditron_inductor.task.watch import watch
     from ditron_inductor.taxes.probe import Probe, largest, mark_us
 
     on_gpu = clock.device.type == "cuda"

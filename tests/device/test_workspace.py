@@ -69,7 +69,10 @@ def test_options_that_come_later_are_compared_too(rank_pools: RankPools) -> None
 
 def test_each_call_waits_as_long_as_its_own_options_say(rank_pools: RankPools) -> None:
     _, (name, text) = rank_pools.get("cpu", 2).run(jobs.several_limits)
-    assert name == "DitronTimeout" and f"waited {jobs.SHORT_S:.1f} s" in text
+    assert name == "DitronTimeout"
+    # On the CPU device a limit counts looks; the text says how long they took.
+    waited = float(text.partition("waited ")[2].split()[0])
+    assert jobs.SHORT_S <= waited < jobs.OPTIONS.timeout_s
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
