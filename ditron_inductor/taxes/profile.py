@@ -27,6 +27,7 @@ from ditron_inductor.explain import (
 )
 from ditron_inductor.options import Options
 from ditron_inductor.sites import collect_sites
+from ditron_inductor.task.policy import shared_site
 from ditron_inductor.taxes.accounts import FUSED, INDUCTOR, UNFUSED, SiteTaxes, Step, fused_account, unfused_account
 from ditron_inductor.taxes.intermediates import intermediates
 from ditron_inductor.taxes.pairs import distinct, paired
@@ -273,8 +274,7 @@ def _probed(
     import torch
     import torch.distributed as dist
 
-    from ditron_inductor.task.policy import shared_site
-from ditron_inductor.task.watch import watch
+    from ditron_inductor.task.watch import watch
     from ditron_inductor.taxes.probe import Probe, largest, mark_us
 
     on_gpu = clock.device.type == "cuda"
