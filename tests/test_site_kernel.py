@@ -55,7 +55,8 @@ def compiled_layer(ctx: RankContext, settings: dict[str, Any], backward: bool, r
             wanted.square().sum().backward()
             for one, other in zip(ours, eager, strict=True):
                 assert one.grad is not None and other.grad is not None
-                assert_near(one.grad, other.grad, num_partials=32)
+                # Sums of squares: larger by one more product than what is compared above.
+                assert_near(one.grad, other.grad, num_partials=128)
     return codes
 
 

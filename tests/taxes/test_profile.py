@@ -13,6 +13,7 @@ from torch.distributed import _functional_collectives as funcol
 
 import ditron_inductor
 from ditron_inductor.errors import InvalidOptionValue, NoDefaultGroup
+from ditron_inductor.task.policy import shared_site
 from ditron_inductor.taxes.accounts import Account
 from ditron_inductor.taxes.report import TaxReport
 from ditron_inductor.taxes.trace import NAMES
@@ -76,7 +77,7 @@ def _check_trace(report: TaxReport) -> None:
     # A rank's gather makes the tiles of two shards, its scatter those of two owners.
     for rank in report.trace.ranks:
         for site in report.sites:
-            name = site.record.site
+            name = shared_site(site.record.site)
             assert site.fused is not None and site.fused.in_kernel_us is not None and site.fused.in_kernel_us > 0
             found = [event for event in rank.events if rank.site(event).startswith(f"{name} ")]
             tiles = [event for event in found if NAMES[event.kind] == "tile"]
