@@ -354,8 +354,12 @@ class _Meeting:
                     return entry
                 if entry is None:
                     continue
+                closed = entry.uid != NOBODY and self._read(entry.uid) == CLOSED
+                if closed and _program(entry.facts) != _program(own.facts):
+                    # Left from an earlier graph, behind which fused calls alone have run.
+                    continue
                 seen[peer] = entry
-                if entry.uid != NOBODY and self._read(entry.uid) == CLOSED:
+                if closed:
                     return _Elsewhere(f"{ranks_text([peer])} gave up waiting at this point", False)
         return None
 

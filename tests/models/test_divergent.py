@@ -112,7 +112,7 @@ def test_options_that_differ_are_named_on_all_ranks(pair: RankPool, name: str, v
     # Neither rank has met with these before, whatever ran in this process.
     first = {"ditron.workspace_limit": (1 << 28) + len(name)}
     errors = pair.run(error_of_rank, [first, {**first, f"ditron.{name}": value}], timeout=60.0)
-    assert all(error.startswith("DitronOptionsMismatch") and f"ditron.{name} is " in error for error in errors)
+    assert all(error.startswith("DitronOptionsMismatch") and f"ditron.{name} is " in error for error in errors), errors
 
 
 def bias_with(ctx: RankContext, options: list[dict[str, Any]]) -> dict[str, int]:
