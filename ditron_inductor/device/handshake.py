@@ -14,6 +14,7 @@ from typing import Any
 
 from ditron_inductor.device.capabilities import Capabilities, RankFacts, combine
 from ditron_inductor.device.exchange import Session
+from ditron_inductor.device.facts import differing
 from ditron_inductor.errors import DitronDiverged, DitronOptionsMismatch
 
 logger = logging.getLogger(__name__)
@@ -93,16 +94,6 @@ def _settings(options: AgreedOptions) -> dict[str, Any]:
 
 
 def _compare(group_name: str, settings: Sequence[dict[str, Any]]) -> None:
-    differences = []
-    for name in settings[0]:
-        holders: dict[str, list[int]] = {}
-        for rank, values in enumerate(settings):
-            holders.setdefault(repr(values.get(name)), []).append(rank)
-        if len(holders) > 1:
-            differences.append(f"{name} is " + ", ".join(f"{v} on {_ranks(r)}" for v, r in holders.items()))
+    differences = differing([{name: repr(value) for name, value in values.items()} for values in settings])
     if differences:
-        raise DitronOptionsMismatch(group_name=group_name, differences="; ".join(differences))
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        raise DitronOptionsMismatch(group_name=group_name, differences=differences)

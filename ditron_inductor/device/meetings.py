@@ -266,10 +266,10 @@ class Meetings:
         return self._noted(decide(facts, found))
 
     def _noted(self, decision: Decision) -> Decision:
-        for texts, place in ((decision.library, 0), (decision.leader, 1)):
-            for (group_name, site), text in texts.items():
-                pair = (text, "") if place == 0 else ("", text)
-                self._sites.setdefault(groups.find(group_name), {})[site] = pair
+        said = {key: (reason, "") for key, reason in decision.library.items()}
+        said |= {key: ("", leader) for key, leader in decision.leader.items()}
+        for (group_name, site), texts in said.items():
+            self._sites.setdefault(groups.find(group_name), {})[site] = texts
         return decision
 
     def _log(self, group_name: str) -> GroupLog:
