@@ -221,6 +221,9 @@ class RankPool:
                 os.kill(process.pid, signal.SIGCONT)
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(1.0)
+        for rank in silent:
+            with self._log(rank).open("a") as log:
+                log.write(_thread_states(self._processes[rank].pid))
         for process in self._processes:
             process.kill()
         for rank in silent:
@@ -237,6 +240,17 @@ class RankPool:
             if outcome.lost:
                 parts.append(f"--- rank {outcome.rank}: {outcome.lost}; end of its log:\n{self.log_tail(outcome.rank)}")
         raise RanksFailed("\n".join(parts), outcomes)
+
+
+def _thread_states(pid: int | None) -> str:
+    """Where the threads of a process are, as the system sees it: one that is inside a driver prints no stack."""
+    lines = []
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        with contextlib.suppress(OSError):
+            name = (task / "comm").read_text().strip()
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            lines.append(f"thread {task.name} ({name}): {state}, in {(task / 'wchan').read_text().strip() or '?'}")
+    return "\n".join(["", *lines, ""])
 
 
 class RankPools:

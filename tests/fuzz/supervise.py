@@ -23,6 +23,7 @@ TEXT_LIMIT = 12_000
 # A rank whose peer has raised waits for it; after this it is asked for its stacks.
 GRACE_S = 10.0
 SAY_EVERY = 50
+SLOWEST = 5
 RIGHT = "right"
 
 
@@ -45,7 +46,8 @@ class Summary:
     """What came of all programs.
 
     unfit: programs that fail through Inductor alone too. broken: why pools were lost. sites: what became of
-    collectives on rank 0, counted. drawn: what programs have in them, counted.
+    collectives on rank 0, counted. drawn: what programs have in them, counted. taken: the seconds of each program that
+    ended, by its number.
     """
 
     programs: int = 0
@@ -56,6 +58,7 @@ class Summary:
     broken: list[str] = field(default_factory=list)
     sites: Counter[str] = field(default_factory=Counter)
     drawn: Counter[str] = field(default_factory=Counter)
+    taken: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -118,6 +121,7 @@ class Fuzzer:
         if verdict is not None:
             summary.refused += bool(verdict.refused)
             summary.sites.update(dict(verdict.sites))
+            summary.taken[program.index] = verdict.seconds
         if failure is not None:
             (summary.unfit if failure.by_inductor not in ("", RIGHT) else summary.failures).append(failure)
             self.say(failure.report)
@@ -133,6 +137,8 @@ class Fuzzer:
         for name, found in (("drawn", summary.drawn), ("sites", summary.sites)):
             parts = [f"{key} {count}" for key, count in found.most_common()]
             lines.append(f"{name}: {', '.join(parts) or 'nothing'}")
+        slowest = sorted(summary.taken.items(), key=lambda item: -item[1])[:SLOWEST]
+        lines.append(f"slowest: {', '.join(f'program {index} {seconds:.1f} s' for index, seconds in slowest) or 'none'}")
         lines += [f"{len(summary.broken)} pools of ranks were lost"] * bool(summary.broken)
         counts = f"{_counts(summary)}, {summary.seconds:.0f} seconds"
         others = f"{len(summary.unfit)} failed by Inductor too, {summary.refused} refused by their strategy"
