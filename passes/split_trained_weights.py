@@ -61,16 +61,12 @@ def split_trained_weights(graph: fx.Graph, *, options: Options) -> int:
     copy, twins = rewriting.copied(graph)
     saved = [part for match in found for part, _ in match.halves]
     _keep_forward(copy, {twins[node] for node in backward}, [twins[node] for node in saved])
-    views = []
-    for match in found:
-        twin = find_split(twins[match.product], math.inf)
-        assert twin is not None
-        views.append(rewrite(copy, twin))
+    views = [rewrite(copy, twins[match.product], math.inf) for match in found]
     for each in FORWARD_PASSES:
         each(copy, options=options)
     taken = [match for match, columns in zip(found, views, strict=True) if combines(columns)]
     for match in taken:
-        rewrite(graph, match)
+        rewrite(graph, match.product, math.inf)
     return len(taken)
 
 

@@ -189,9 +189,12 @@ def _half(part: fx.Node, view: fx.Node, width: int) -> int | None:
     return next((half for half in range(HALVES) if proofs.known_equal(found.start, half * width)), None)
 
 
-def rewrite(graph: fx.Graph, match: Match) -> tuple[fx.Node, ...]:
-    """Replaces the product by two; returns the views of its weight."""
-    product, width = match.product, match.width
+def rewrite(graph: fx.Graph, product: fx.Node, most_rows: float = MOST_PROJECTED_ROWS) -> tuple[fx.Node, ...]:
+    """Replaces a product that `find_split` accepts by two; returns the views of its weight."""
+    # Not a match of before: a product may have halves of another one for operands, which are others since that was cut.
+    match = find_split(product, most_rows)
+    assert match is not None, product
+    width = match.width
     for step in match.steps:
         _move_sizes(graph, step)
     call = product.args[0] if product.target is getitem else product
@@ -315,12 +318,10 @@ def split_weights(graph: fx.Graph, *, options: Options) -> int:
     copy, twins = rewriting.copied(graph)
     views = {}
     for match in found.values():
-        twin = find_split(twins[match.product])
-        assert twin is not None
-        views[match.product] = rewrite(copy, twin)
+        views[match.product] = rewrite(copy, twins[match.product])
     projections(copy, options=options)
     absorb_epilogues(copy, options=options)
     taken = [match for match in found.values() if combines(views[match.product])]
     for match in taken:
-        rewrite(graph, match)
+        rewrite(graph, match.product)
     return len(taken)

@@ -26,120 +26,24 @@ import json
 import time
 import uuid
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ditron_inductor.device import groups
 from ditron_inductor.device.agreements import Agreement, Agreements, Decision, decide, forms_of
-from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, compare, group_of, ranks_text
+from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, compare, ranks_text
+from ditron_inductor.device.meeting_log import NOBODY, Elsewhere, Entry, GroupLog, position_of, program_of
 from ditron_inductor.errors import DitronDiverged, DitronHandshakeError, DitronOptionsMismatch, DitronStaleGraph
 
 CLOSED = "closed"
 FIRST_PAUSE_S = 0.0005
 LONGEST_PAUSE_S = 0.02
 GAVE_UP = "a peer gave up waiting"
-NOBODY = ""
-"""Stands for the entry of a bare graph, which has no register."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One line of a rank's log. uid: names its register, empty for a bare graph. attempt: how often the rank has posted
-    these facts, this time included. facts, options: see facts.py.
-    """
-
-    uid: str
-    position: int
-    attempt: int
-    facts: GroupFacts
-    options: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class _Elsewhere:
-    """Why a peer does not come. for_good: whether it will not come the next time either."""
-
-    reason: str
-    for_good: bool
-
-
-class GroupLog:
-    """What one process has written and read in the logs of one group."""
-
-    def __init__(self, group: groups.Group, life: str) -> None:
-        self.group = group
-        self.life = life
-        self.store = group.store
-        self._written = 0
-        self._read = [0] * group.world_size
-        self._inside = [0] * group.world_size
-        self._bare: dict[tuple[int, str], Entry] = {}
-        self._posted: Counter[str] = Counter()
-
-    def post(self, uid: str, position: int, facts: GroupFacts, options: Mapping[str, str]) -> Entry:
-        """Append an entry to the own log."""
-        value = {"uid": uid, "position": position, "facts": json.loads(GraphFacts((facts,)).text()), "options": options}
-        key = GraphFacts((facts,), options).key
-        self._posted[key] += 1
-        value["attempt"] = attempt = self._posted[key]
-        self.store.set(self._place(self.group.rank, self._written), json.dumps(value))
-        self._written += 1
-        return Entry(uid, position, attempt, facts, options)
-
-    def find(self, own: Entry, peer: int) -> Entry | _Elsewhere | None:
-        """The peer's entry at the position of `own`, or why there will be none, or None: not yet.
-
-        An entry of an earlier position is passed over. A bare one is remembered, since its rank posts it only once.
-        """
-        while True:
-            found = self._look(peer)
-            if found is None:
-                if own.position >= self._inside[peer]:
-                    return None
-                return _Elsewhere(f"{ranks_text([peer])} is inside a graph that began earlier", True)
-            if found.position > own.position:
-                passed = _Elsewhere(f"{ranks_text([peer])} ran this part outside of a compiled graph", False)
-                return self.bare(own, peer) or passed
-            self._read[peer] += 1
-            if found.uid == NOBODY:
-                self._bare[peer, _program(found.facts)] = found
-            if found.position == own.position:
-                # Positions that do not count alike on all ranks must not pair two calls of one graph.
-                if found.uid == NOBODY or found.attempt == own.attempt:
-                    return found
-                return _Elsewhere(f"{ranks_text([peer])} has come {found.attempt} times, not {own.attempt}", False)
-            self.runs_plain(peer, found.position + len(found.facts.before))
-
-    def bare(self, own: Entry, peer: int) -> Entry | None:
-        """What the peer posted for a bare graph with the same collectives, if it ever did."""
-        return self._bare.get((peer, _program(own.facts)))
-
-    def runs_plain(self, peer: int, position: int) -> None:
-        """Note that the peer is in a graph whose collectives are all the library's, up to a position."""
-        self._inside[peer] = max(self._inside[peer], position)
-
-    def _look(self, peer: int) -> Entry | None:
-        key = self._place(peer, self._read[peer])
-        if not self.store.check([key]):
-            return None
-        value = json.loads(self.store.get(key))
-        facts = group_of(value["facts"]["groups"][0])
-        return Entry(value["uid"], value["position"], value["attempt"], facts, value["options"])
-
-    def _place(self, rank: int, index: int) -> str:
-        return f"meetings/{self.life}/{rank}/{index}"
-
-
-def _program(facts: GroupFacts) -> str:
-    """The group's collectives and the lines that launch them, in the graph of any rank that runs the same program."""
-    return json.dumps([[launch.wire, launch.place] for launch in facts.before])
 
 
 class Holder:
@@ -328,7 +232,7 @@ class _Meeting:
             for log, own, seen in zip(self.logs, self.own, found, strict=True) if believe_bare else ():
                 seen |= {rank: one for rank in self._absent(log, seen) if (one := log.bare(own, rank)) is not None}
             if self._missing(found):
-                return self._close(_Elsewhere(self._missing(found), False))
+                return self._close(Elsewhere(self._missing(found), False))
         entries = [[seen[rank] for rank in sorted(seen)] for seen in found]
         verdicts = [compare([one.facts for one in ranks], [one.options for one in ranks]) for ranks in entries]
         names = [_members(log.group) for log in self.logs]
@@ -340,27 +244,27 @@ class _Meeting:
         }
         text = json.dumps(said)
         if self._write(self.uid, text) != text:
-            return self._close(_Elsewhere(GAVE_UP, False))
+            return self._close(Elsewhere(GAVE_UP, False))
         return self._conclude(said, verdicts)
 
-    def _collect(self, found: list[dict[int, Entry]]) -> _Elsewhere | None:
+    def _collect(self, found: list[dict[int, Entry]]) -> Elsewhere | None:
         """Look into the logs of those who are missing; why one of them will not come, if so."""
         if self._read(self.uid) is not None:
-            return _Elsewhere(GAVE_UP, False)
+            return Elsewhere(GAVE_UP, False)
         for log, own, seen in zip(self.logs, self.own, found, strict=True):
             for peer in self._absent(log, seen):
                 entry = log.find(own, peer)
-                if isinstance(entry, _Elsewhere):
+                if isinstance(entry, Elsewhere):
                     return entry
                 if entry is None:
                     continue
                 closed = entry.uid != NOBODY and self._read(entry.uid) == CLOSED
-                if closed and _program(entry.facts) != _program(own.facts):
+                if closed and program_of(entry.facts) != program_of(own.facts):
                     # Left from an earlier graph, behind which fused calls alone have run.
                     continue
                 seen[peer] = entry
                 if closed:
-                    return _Elsewhere(f"{ranks_text([peer])} gave up waiting at this point", False)
+                    return Elsewhere(f"{ranks_text([peer])} gave up waiting at this point", False)
         return None
 
     def _conclude(self, own: Mapping[str, Any], verdicts: Sequence[Verdict]) -> Agreement | Decision:
@@ -408,7 +312,7 @@ class _Meeting:
         ]
         return f"{', '.join(missing)} did not bring a compiled graph within {self.limit_s:g} s" if missing else ""
 
-    def _close(self, why: _Elsewhere) -> Decision:
+    def _close(self, why: Elsewhere) -> Decision:
         self._write(self.uid, CLOSED)
         return Decision(plain=why.reason, final=why.for_good)
 
@@ -445,21 +349,6 @@ def check_world_sizes(facts: GraphFacts) -> None:
         size = groups.find(group.name).size()
         if size != group.world_size:
             raise DitronStaleGraph(group_name=group.name, compiled=group.world_size, found=size)
-
-
-def position_of(group: groups.Group, facts: GroupFacts) -> int:
-    """Collectives that the group's library has launched so far for the device of the graph, counted alike on all ranks;
-    0 where the library does not count.
-    """
-    process_group = group.process_group()
-    launches = facts.before or facts.after
-    if process_group is None:
-        return 0
-    try:
-        backend = process_group._get_backend(torch.device(launches[0].device_type or "cpu"))
-        return int(backend._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    except (RuntimeError, AttributeError):
-        return 0
 
 
 def registers(group: groups.Group) -> dist.Store:

@@ -138,7 +138,9 @@ class Fuzzer:
             parts = [f"{key} {count}" for key, count in found.most_common()]
             lines.append(f"{name}: {', '.join(parts) or 'nothing'}")
         slowest = sorted(summary.taken.items(), key=lambda item: -item[1])[:SLOWEST]
-        lines.append(f"slowest: {', '.join(f'program {index} {seconds:.1f} s' for index, seconds in slowest) or 'none'}")
+        lines.append(
+            f"slowest: {', '.join(f'program {index} {seconds:.1f} s' for index, seconds in slowest) or 'none'}"
+        )
         lines += [f"{len(summary.broken)} pools of ranks were lost"] * bool(summary.broken)
         counts = f"{_counts(summary)}, {summary.seconds:.0f} seconds"
         others = f"{len(summary.unfit)} failed by Inductor too, {summary.refused} refused by their strategy"

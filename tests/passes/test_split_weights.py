@@ -166,6 +166,21 @@ def test_splits(fn: Callable[..., Any]) -> None:
     torch.testing.assert_close(run_ranks(after, inputs), run_ranks(before, inputs), rtol=2e-2, atol=2e-2)
 
 
+def test_a_half_is_the_weight_of_another_product_that_is_split() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = F.linear(gather_dim(x, 0), w).chunk(2, -1)
+        first, second = (gather_dim(y, 0) @ gate).chunk(2, -1)
+        return F.silu(gate) * up, F.silu(first) * second
+
+    shapes = (8, 16), (48, 16), (4, 32)
+    fake = [torch.empty(shape, dtype=BF16) for shape in shapes]
+    before, after = traced(fn, *fake), traced(fn, *fake)
+    assert split(after) == 2
+    generator = torch.Generator().manual_seed(0)
+    inputs = [[torch.randn(shape, generator=generator).to(BF16) for shape in shapes] for _ in range(WORLD_SIZE)]
+    torch.testing.assert_close(run_ranks(after, inputs), run_ranks(before, inputs), rtol=2e-2, atol=5e-2)
+
+
 GUARDS: dict[str, Callable[..., Any]] = {
     "nothing is combined": lambda x, w: halves(x, w),
     "three parts": lambda x, w: (h := F.linear(gather_dim(x, 1), w).chunk(3, -1))[0] * h[1] + h[2],

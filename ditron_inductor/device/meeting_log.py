@@ -1,0 +1,124 @@
+"""The log in which a rank tells its peers which compiled graphs it is about to run, one for each group."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ditron_inductor.device import groups
+from ditron_inductor.device.facts import GraphFacts, GroupFacts, group_of, ranks_text
+
+NOBODY = ""
+"""Stands for the entry of a bare graph, which has no register."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a rank's log. uid: names its register, empty for a bare graph. attempt: how often the rank has posted
+    these facts, this time included. facts, options: see facts.py.
+    """
+
+    uid: str
+    position: int
+    attempt: int
+    facts: GroupFacts
+    options: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Why a peer does not come. for_good: whether it will not come the next time either."""
+
+    reason: str
+    for_good: bool
+
+
+class GroupLog:
+    """What one process has written and read in the logs of one group."""
+
+    def __init__(self, group: groups.Group, life: str) -> None:
+        self.group = group
+        self.life = life
+        self.store = group.store
+        self._written = 0
+        self._read = [0] * group.world_size
+        self._inside = [0] * group.world_size
+        self._bare: dict[tuple[int, str], Entry] = {}
+        self._posted: Counter[str] = Counter()
+
+    def post(self, uid: str, position: int, facts: GroupFacts, options: Mapping[str, str]) -> Entry:
+        """Append an entry to the own log."""
+        value = {"uid": uid, "position": position, "facts": json.loads(GraphFacts((facts,)).text()), "options": options}
+        key = GraphFacts((facts,), options).key
+        self._posted[key] += 1
+        value["attempt"] = attempt = self._posted[key]
+        self.store.set(self._place(self.group.rank, self._written), json.dumps(value))
+        self._written += 1
+        return Entry(uid, position, attempt, facts, options)
+
+    def find(self, own: Entry, peer: int) -> Entry | Elsewhere | None:
+        """The peer's entry at the position of `own`, or why there will be none, or None: not yet.
+
+        An entry of an earlier position is passed over. A bare one is remembered, since its rank posts it only once.
+        """
+        while True:
+            found = self._look(peer)
+            if found is None:
+                if own.position >= self._inside[peer]:
+                    return None
+                return Elsewhere(f"{ranks_text([peer])} is inside a graph that began earlier", True)
+            if found.position > own.position:
+                passed = Elsewhere(f"{ranks_text([peer])} ran this part outside of a compiled graph", False)
+                return self.bare(own, peer) or passed
+            self._read[peer] += 1
+            if found.uid == NOBODY:
+                self._bare[peer, program_of(found.facts)] = found
+            if found.position == own.position:
+                # Positions that do not count alike on all ranks must not pair two calls of one graph.
+                if found.uid == NOBODY or found.attempt == own.attempt:
+                    return found
+                return Elsewhere(f"{ranks_text([peer])} has come {found.attempt} times, not {own.attempt}", False)
+            self.runs_plain(peer, found.position + len(found.facts.before))
+
+    def bare(self, own: Entry, peer: int) -> Entry | None:
+        """What the peer posted for a bare graph with the same collectives, if it ever did."""
+        return self._bare.get((peer, program_of(own.facts)))
+
+    def runs_plain(self, peer: int, position: int) -> None:
+        """Note that the peer is in a graph whose collectives are all the library's, up to a position."""
+        self._inside[peer] = max(self._inside[peer], position)
+
+    def _look(self, peer: int) -> Entry | None:
+        key = self._place(peer, self._read[peer])
+        if not self.store.check([key]):
+            return None
+        value = json.loads(self.store.get(key))
+        facts = group_of(value["facts"]["groups"][0])
+        return Entry(value["uid"], value["position"], value["attempt"], facts, value["options"])
+
+    def _place(self, rank: int, index: int) -> str:
+        return f"meetings/{self.life}/{rank}/{index}"
+
+
+def program_of(facts: GroupFacts) -> str:
+    """The group's collectives and the lines that launch them, in the graph of any rank that runs the same program."""
+    return json.dumps([[launch.wire, launch.place] for launch in facts.before])
+
+
+def position_of(group: groups.Group, facts: GroupFacts) -> int:
+    """Collectives that the group's library has launched so far for the device of the graph, counted alike on all ranks;
+    0 where the library does not count.
+    """
+    process_group = group.process_group()
+    launches = facts.before or facts.after
+    if process_group is None:
+        return 0
+    try:
+        backend = process_group._get_backend(torch.device(launches[0].device_type or "cpu"))
+        return int(backend._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except (RuntimeError, AttributeError):
+        return 0
