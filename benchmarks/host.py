@@ -33,8 +33,8 @@ from tabulate import tabulate
 
 from benchmarks import host_attention
 from benchmarks.host_attention import AttentionBench, Call
-from ditron_inductor.processes import Rank, device_for, failures_text, run_ranks
 from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.tools.processes import Rank, device_for, failures_text, run_ranks
 
 OPS = (*KINDS, *host_attention.KINDS)
 SIZE = 256
@@ -80,7 +80,7 @@ class Bench:
         """The same call as the code of a compiled graph makes it, with operands of a form that is fixed: without
         gradients, as graphs run.
         """
-        from ditron_inductor.lowering.site_call import Input, site_call
+        from ditron_inductor.lowering.host.site_call import Input, site_call
 
         tensors: list[Any] = []
 
@@ -105,7 +105,7 @@ class Bench:
 
     def keyed(self, strategy: str) -> tuple[Any, ...]:
         """The arguments of which a call's key is made: with its epilogue, none here, where the op may have one."""
-        from ditron_inductor.lowering.register import SITE_ARGUMENTS
+        from ditron_inductor.lowering.host.register import SITE_ARGUMENTS
 
         epilogue = ("",) if self.kind in SITE_ARGUMENTS else ()
         return *self.arguments(strategy), *epilogue
@@ -223,8 +223,8 @@ def stages(bench: Bench, timer: Timer) -> dict[str, float]:
     """Microseconds of every stage of the op under `tile`."""
     import torch
 
-    from ditron_inductor.lowering import launcher as launcher_module
-    from ditron_inductor.lowering import register
+    from ditron_inductor.lowering.host import launcher as launcher_module
+    from ditron_inductor.lowering.host import register
     from ditron_inductor.task import ops
 
     x, operands, arguments = bench.x, bench.operands, bench.arguments("tile")
@@ -286,7 +286,7 @@ def chunked_stages(bench: Bench, timer: Timer) -> dict[str, dict[str, float]]:
     """Microseconds of every stage of the op under `chunked`, by the name of a row."""
     import torch
 
-    from ditron_inductor.lowering import register
+    from ditron_inductor.lowering.host import register
     from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
 
     x, w, operands = bench.x, bench.w, bench.operands
@@ -428,7 +428,7 @@ def main_of_rank(rank: Rank, options: argparse.Namespace) -> bool:
     import torch.distributed as dist
     import triton
 
-    from ditron_inductor.lowering.register import register
+    from ditron_inductor.lowering.host.register import register
 
     register()
     if device.type == "cpu":

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ditron_inductor.processes import Rank, failures_text, run_ranks
+from ditron_inductor.tools.processes import Rank, failures_text, run_ranks
 
 # Multicast can take a shared host's GPUs out of service; no contestant uses it, nor NVLS in NCCL.
 ENVIRONMENT = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}

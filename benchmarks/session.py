@@ -18,8 +18,8 @@ from benchmarks.records import Row
 from benchmarks.timing import Times, synchronize
 from ditron_inductor.device.reset import reset
 from ditron_inductor.errors import DitronError
-from ditron_inductor.lowering.register import register
-from ditron_inductor.timing import Call, Clock, captured
+from ditron_inductor.lowering.host.register import register
+from ditron_inductor.tune.timing import Call, Clock, captured
 
 T = TypeVar("T")
 

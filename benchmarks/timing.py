@@ -1,10 +1,11 @@
 """Statistics of interleaved timing: every contestant once per round, until all of them have settled.
 
-A sample (`ditron_inductor.timing.Clock.sample`) begins on an idle device: a collective that all ranks leave together,
-one call that is not timed, then `calls` calls between two events. The call that is not timed is all the head start that
-the host gets. Where calls take the device longer, the host is ahead when the first event passes, as in a model that
-runs; where they take the host longer, the event passes when the host has just issued that call, and the time between
-the events is what the host takes. Whichever contestant had the turn before, nothing of its queue hides the host's time.
+A sample (`ditron_inductor.tune.timing.Clock.sample`) begins on an idle device: a collective that all ranks leave
+together, one call that is not timed, then `calls` calls between two events. The call that is not timed is all the head
+start that the host gets. Where calls take the device longer, the host is ahead when the first event passes, as in a
+model that runs; where they take the host longer, the event passes when the host has just issued that call, and the time
+between the events is what the host takes. Whichever contestant had the turn before, nothing of its queue hides the
+host's time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ditron_inductor.timing import Call, Clock
+from ditron_inductor.tune.timing import Call, Clock
 
 ROUNDS = 20
 MIN_ROUNDS = 7

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ditron_inductor.explain import explain
 from ditron_inductor.options import Options
+from ditron_inductor.report.explain import explain
 from ditron_inductor.taxes import profile_taxes
-from ditron_inductor.tune import tune
+from ditron_inductor.tune.tune_command import tune
 
 if TYPE_CHECKING:
     from ditron_inductor.backend import ditron, passes_for_inductor

@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ditron_inductor import demo, doctor
 from ditron_inductor.errors import MissingDependency
 from ditron_inductor.taxes import command as taxes
-from ditron_inductor.tune import add_arguments as add_tune_arguments
-from ditron_inductor.tune import main as tune_main
+from ditron_inductor.tools import demo, doctor
+from ditron_inductor.tune.tune_command import add_arguments as add_tune_arguments
+from ditron_inductor.tune.tune_command import main as tune_main
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,12 +18,12 @@ from torch import fx
 from torch._inductor.compile_fx import compile_fx
 from torch._logging import warning_once
 
-from ditron_inductor import user_table
 from ditron_inductor.device import workspaces
 from ditron_inductor.errors import InvalidOptionValue
-from ditron_inductor.lowering import register
+from ditron_inductor.lowering.host import register
 from ditron_inductor.options import Options
 from ditron_inductor.pipeline import DitronPipeline, JointPipeline, with_user_passes
+from ditron_inductor.tune import user_table
 
 log = logging.getLogger(__name__)
 

@@ -27,45 +27,45 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._logging import trace_structured
 
 from ditron_inductor.device.agreements import Form
-from ditron_inductor.lowering import plain_graph
+from ditron_inductor.lowering.host import plain_graph
 from ditron_inductor.options import Options
-from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
-from ditron_inductor.passes.absorb_norms import absorb_norms
-from ditron_inductor.passes.all_gather_attention import all_gather_attention
-from ditron_inductor.passes.all_gather_contract import all_gather_contract
-from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
-from ditron_inductor.passes.all_reduce_rms_norm import all_reduce_rms_norm
-from ditron_inductor.passes.all_to_all_matmul import all_to_all_matmul
-from ditron_inductor.passes.attention_reduce_scatter import attention_reduce_scatter
-from ditron_inductor.passes.collectives import group_sizes
-from ditron_inductor.passes.conform import conform
-from ditron_inductor.passes.flash_decode import flash_decode
-from ditron_inductor.passes.matmul_all_gather import matmul_all_gather
-from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
-from ditron_inductor.passes.matmul_all_to_all import matmul_all_to_all
-from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
-from ditron_inductor.passes.merge_reductions import merge_reductions
-from ditron_inductor.passes.move_across import move_across
-from ditron_inductor.passes.name_sites import add_key, name_sites
-from ditron_inductor.passes.normalize_collectives import normalize_collectives
-from ditron_inductor.passes.order_collectives import order_collectives
-from ditron_inductor.passes.pad_products import pad_products
-from ditron_inductor.passes.prepare_products import prepare_products
-from ditron_inductor.passes.projections import projections
-from ditron_inductor.passes.recompute_masks import recompute_masks
-from ditron_inductor.passes.require_fusions import require_fusions
-from ditron_inductor.passes.review_left_alone import review_left_alone
-from ditron_inductor.passes.sequence_parallel import sequence_parallel
-from ditron_inductor.passes.share_gathers import share_gathers
-from ditron_inductor.passes.split_trained_weights import split_trained_weights
-from ditron_inductor.passes.split_weights import split_weights
-from ditron_inductor.passes.try_forms import try_forms
-from ditron_inductor.passes.verify_tasks import verify_tasks
-from ditron_inductor.passes.vllm_collectives import group_names
-from ditron_inductor.passes.wire_facts import Before, before_passes, facts_of, graph_facts
-from ditron_inductor.records import record_graph
-from ditron_inductor.sites import SiteSink, current_sink
-from ditron_inductor.summary import summary
+from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
+from ditron_inductor.passes.absorb.absorb_norms import absorb_norms
+from ditron_inductor.passes.absorb.prepare_products import prepare_products
+from ditron_inductor.passes.attention.all_gather_attention import all_gather_attention
+from ditron_inductor.passes.attention.attention_reduce_scatter import attention_reduce_scatter
+from ditron_inductor.passes.attention.flash_decode import flash_decode
+from ditron_inductor.passes.attention.recompute_masks import recompute_masks
+from ditron_inductor.passes.finish.conform import conform
+from ditron_inductor.passes.finish.name_sites import add_key, name_sites
+from ditron_inductor.passes.finish.order_collectives import order_collectives
+from ditron_inductor.passes.finish.pad_products import pad_products
+from ditron_inductor.passes.finish.require_fusions import require_fusions
+from ditron_inductor.passes.finish.review_left_alone import review_left_alone
+from ditron_inductor.passes.finish.verify_tasks import verify_tasks
+from ditron_inductor.passes.finish.wire_facts import Before, before_passes, facts_of, graph_facts
+from ditron_inductor.passes.forms.merge_reductions import merge_reductions
+from ditron_inductor.passes.forms.move_across import move_across
+from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
+from ditron_inductor.passes.forms.split_trained_weights import split_trained_weights
+from ditron_inductor.passes.forms.split_weights import split_weights
+from ditron_inductor.passes.forms.try_forms import try_forms
+from ditron_inductor.passes.fuse.all_gather_contract import all_gather_contract
+from ditron_inductor.passes.fuse.all_gather_matmul import all_gather_matmul
+from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm
+from ditron_inductor.passes.fuse.all_to_all_matmul import all_to_all_matmul
+from ditron_inductor.passes.fuse.matmul_all_gather import matmul_all_gather
+from ditron_inductor.passes.fuse.matmul_all_reduce import matmul_all_reduce
+from ditron_inductor.passes.fuse.matmul_all_to_all import matmul_all_to_all
+from ditron_inductor.passes.fuse.matmul_reduce_scatter import matmul_reduce_scatter
+from ditron_inductor.passes.fuse.projections import projections
+from ditron_inductor.passes.graph.collectives import group_sizes
+from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.normalize.share_gathers import share_gathers
+from ditron_inductor.passes.normalize.vllm_collectives import group_names
+from ditron_inductor.report.records import record_graph
+from ditron_inductor.report.sites import SiteSink, current_sink
+from ditron_inductor.report.summary import summary
 from ditron_inductor.task.nodes import COMPILED_BY_US, TASK_KINDS, Projections
 from ditron_inductor.task.ops import NAMESPACE, overload
 
@@ -251,8 +251,8 @@ def declare_calls() -> None:
     That they are called it would find out by itself, and up to torch 2.12 write down for a log, wanted or not, all that
     the first call of each op is computed from: of a few layers that took a minute.
     """
-    from ditron_inductor.lowering.meeting_kernel import declare_meeting
-    from ditron_inductor.lowering.site_kernel import declare
+    from ditron_inductor.lowering.host.meeting_kernel import declare_meeting
+    from ditron_inductor.lowering.host.site_kernel import declare
 
     declare_meeting()
     declare((*TASK_KINDS, Projections.kind))
@@ -269,9 +269,9 @@ def add_meeting(graph: fx.Graph, before: Before, moved: str, plain: str, options
     """Have the ranks compare the graph when it first runs; its sites carry the key by which they find what came of it.
 
     before: of the graph as Inductor alone would run it. moved: what the passes changed of its collectives. plain: that
-    graph, see lowering/plain_graph.py.
+    graph, see lowering/host/plain_graph.py.
     """
-    from ditron_inductor.lowering.meeting_kernel import MEETING
+    from ditron_inductor.lowering.host.meeting_kernel import MEETING
 
     key = graph_facts(before, facts_of(graph), moved, options.shared()).key
     add_key(graph, key)

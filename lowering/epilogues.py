@@ -22,8 +22,8 @@ import triton.language as tl
 
 from ditron_inductor.core import pointwise
 from ditron_inductor.device.streams import handle_for
-from ditron_inductor.lowering.launch import ceil_div
-from ditron_inductor.lowering.launcher import Arguments, Launcher, local_launcher
+from ditron_inductor.lowering.host.launch import ceil_div
+from ditron_inductor.lowering.host.launcher import Arguments, Launcher, local_launcher
 from ditron_inductor.task import epilogue_torch
 from ditron_inductor.task.epilogue import (
     FUNCTIONS,

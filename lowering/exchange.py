@@ -15,9 +15,9 @@ from ditron_inductor.lowering import transfers
 from ditron_inductor.lowering.all_gather_matmul.stage_norm import stage_norm
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of, constants_of, warps_of
 from ditron_inductor.lowering.epilogues import PLAIN_SUM, Arrangement, Runs
-from ditron_inductor.lowering.launch import Launch, ceil_div
-from ditron_inductor.lowering.launcher import Arguments, Bound, Launcher
-from ditron_inductor.lowering.tracing import takes_part
+from ditron_inductor.lowering.host.launch import Launch, ceil_div
+from ditron_inductor.lowering.host.launcher import Arguments, Bound, Launcher
+from ditron_inductor.lowering.host.tracing import takes_part
 from ditron_inductor.task.nodes import ShardNorm
 
 BLOCK = 8192

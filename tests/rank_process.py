@@ -136,7 +136,7 @@ def rank_main(setup: RankSetup, pipe: Connection) -> None:
     faulthandler.enable(file=sys.stderr)
     # The pool asks for stacks of ranks that did not answer in time.
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-    from ditron_inductor.quick_interpreter import make_quick
+    from ditron_inductor.core.quick_interpreter import make_quick
 
     try:
         make_quick()

@@ -18,9 +18,9 @@ from torch.distributed import _functional_collectives as functional
 from ditron_inductor import backend
 from ditron_inductor.backend import ditron
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
-from ditron_inductor.explain import without_caches
 from ditron_inductor.pipeline import DitronPipeline, JointPipeline, UserPassThen
-from ditron_inductor.sites import collect_sites
+from ditron_inductor.report.explain import without_caches
+from ditron_inductor.report.sites import collect_sites
 from tests.conftest import CPU_PLACES, Place
 from tests.passes import graphs
 from tests.ranks import RankContext, RankPools

@@ -20,6 +20,7 @@ import pytest
 
 import ditron_inductor.lowering
 import ditron_inductor.passes
+import ditron_inductor.passes.normalize
 import tests.lowering
 import tests.passes
 from tests import test_docs
@@ -31,7 +32,7 @@ PAGE = ROOT / "docs" / "contributing.md"
 BLOCK = re.compile(r'^```(python|diff) title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PACKAGES: dict[str, ModuleType] = {
-    "passes": ditron_inductor.passes,
+    "passes/normalize": ditron_inductor.passes.normalize,
     "lowering": ditron_inductor.lowering,
     "tests/passes": tests.passes,
     "tests/lowering": tests.lowering,

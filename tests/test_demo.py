@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from ditron_inductor import demo
-from ditron_inductor.demo_model import Llama, LlamaConfig, tensor_parallel
+from ditron_inductor.tools import demo
+from ditron_inductor.tools.demo_model import Llama, LlamaConfig, tensor_parallel
 from tests.ranks import RankContext, RankPools
 
 

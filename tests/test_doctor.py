@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from ditron_inductor import doctor
-from ditron_inductor.doctor import Finding, Gpus, judge
+from ditron_inductor.tools import doctor
+from ditron_inductor.tools.doctor import Finding, Gpus, judge
 
 NAMES = ("python", "torch", "triton", "tabulate", "numpy", "C++ compiler", "shared memory")
 INTERPRETER = Finding("interpreter", True, "")

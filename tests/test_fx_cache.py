@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from ditron_inductor import backend
-from ditron_inductor.lowering.site_call import SiteCall
+from ditron_inductor.lowering.host.site_call import SiteCall
 from tests.ranks import RankContext, RankPool
 from tests.tolerances import assert_near
 

@@ -41,8 +41,8 @@ def test_the_package_alone_imports_neither_torch_nor_triton() -> None:
     assert done.stdout.split() == ["False", "False"], done.stderr
 
 
-def test_explain_is_the_function_and_stays_it() -> None:
-    done = run_python("import ditron_inductor, ditron_inductor.explain; print(callable(ditron_inductor.explain))")
+def test_tune_is_the_function_and_stays_it() -> None:
+    done = run_python("import ditron_inductor, ditron_inductor.tune.measure; print(callable(ditron_inductor.tune))")
     assert done.stdout.strip() == "True", done.stderr
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from ditron_inductor import measure as module
 from ditron_inductor.errors import StrategyUnavailable
-from ditron_inductor.measure import SiteShape, Timings, measure
 from ditron_inductor.task.nodes import KINDS, ULYSSES_KINDS
+from ditron_inductor.tune import measure as module
+from ditron_inductor.tune.measure import SiteShape, Timings, measure
 from tests.ranks import RankContext, RankPools
 
 

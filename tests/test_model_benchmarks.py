@@ -303,7 +303,7 @@ def test_layers_compute_what_those_of_transformers_do(kind: str) -> None:
 
     from benchmarks.models.architecture import Decoder
     from benchmarks.models.configs import of_config
-    from ditron_inductor.demo_model import rotary_table
+    from ditron_inductor.tools.demo_model import rotary_table
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = transformers.AutoConfig.for_model(

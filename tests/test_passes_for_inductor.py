@@ -18,8 +18,8 @@ from torch.distributed import _functional_collectives as functional
 
 import ditron_inductor
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
-from ditron_inductor.explain import without_caches
 from ditron_inductor.pipeline import DitronPipeline, JointPipeline, UserPassThen
+from ditron_inductor.report.explain import without_caches
 from tests.ranks import RankContext, RankPools
 from tests.tolerances import assert_near
 

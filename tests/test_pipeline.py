@@ -17,13 +17,14 @@ from torch._dynamo.utils import counters
 from torch._inductor import lowering
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from ditron_inductor import pipeline, user_table
+from ditron_inductor import pipeline
 from ditron_inductor.options import Options
 from ditron_inductor.pipeline import PACKAGE, PASSES, DitronPipeline, UserPassThen, with_user_passes
-from ditron_inductor.sites import collect_sites
+from ditron_inductor.report.sites import collect_sites
 from ditron_inductor.task.nodes import KINDS
 from ditron_inductor.task.ops import SCHEMAS, overload
 from ditron_inductor.task.table import Table
+from ditron_inductor.tune import user_table
 from tests.passes import graphs
 
 
@@ -163,8 +164,8 @@ def test_uuid_is_stable(package: Path) -> None:
     "source",
     [
         "pipeline.py",
-        "passes/order_collectives.py",
-        "lowering/register.py",
+        "passes/finish/order_collectives.py",
+        "lowering/host/register.py",
         "task/plan.py",
         "core/signals.py",
         "device/workspace.py",
@@ -179,7 +180,7 @@ def test_uuid_changes_with_a_source(package: Path, source: str) -> None:
 def test_uuid_follows_the_linked_folders() -> None:
     """In a checkout, passes and lowering are links: their sources count under their names in the package."""
     hashed = {str(path.relative_to(PACKAGE)) for path in pipeline._hashed_files(PACKAGE)}
-    assert {"passes/order_collectives.py", "lowering/register.py", "core/signals.py"} <= hashed
+    assert {"passes/finish/order_collectives.py", "lowering/host/register.py", "core/signals.py"} <= hashed
 
 
 def test_uuid_changes_with_a_new_or_moved_source(package: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ditron_inductor import quick_interpreter
-from ditron_inductor.quick_interpreter import looked_up_once, patched_once, patient, patient_load
+from ditron_inductor.core import quick_interpreter
+from ditron_inductor.core.quick_interpreter import looked_up_once, patched_once, patient, patient_load
 
 TL = types.ModuleType("tl")
 CORE = types.ModuleType("tl.core")

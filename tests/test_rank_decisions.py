@@ -13,7 +13,7 @@ from torch._inductor.fx_passes import pad_mm
 from torch.distributed import _functional_collectives as functional
 
 from ditron_inductor.backend import ditron
-from ditron_inductor.explain import without_caches
+from ditron_inductor.report.explain import without_caches
 from tests.ranks import RankContext, RankPool, RankPools
 from tests.tolerances import assert_near
 

@@ -14,9 +14,9 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed import _functional_collectives as functional
 
 from ditron_inductor import backend
-from ditron_inductor.explain import without_caches
-from ditron_inductor.lowering.site_call import Input
-from ditron_inductor.lowering.site_kernel import Text, text_of
+from ditron_inductor.lowering.host.site_call import Input
+from ditron_inductor.lowering.host.site_kernel import Text, text_of
+from ditron_inductor.report.explain import without_caches
 from tests.ranks import RankContext, RankPools
 from tests.tolerances import assert_near
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ditron_inductor.passes.reasons import ReasonCode
+from ditron_inductor.passes.graph.reasons import ReasonCode
 from ditron_inductor.task.flash_decode import NO_CHUNKS
 
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from benchmarks.ops import unaligned
 from benchmarks.ops.unaligned import SETS, Cell, Measured
 from benchmarks.records import Row, read_csv
-from ditron_inductor.passes.pad_products import find_unaligned, form
+from ditron_inductor.passes.finish.pad_products import find_unaligned, form
 from ditron_inductor.task.alignment import RULE, Work
 from tests.ranks import RankContext, RankPools
 

@@ -28,8 +28,8 @@ from torch.distributed.tensor.parallel import (
 
 from benchmarks.models.architecture import Architecture, Decoder
 from benchmarks.models.zoo import Cell
-from ditron_inductor.demo_model import rotary_table
 from ditron_inductor.ops import all_gather_attention
+from ditron_inductor.tools.demo_model import rotary_table
 
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")

@@ -34,9 +34,9 @@ from benchmarks.records import Row, merge_csv, read_csv
 from benchmarks.session import Session
 from benchmarks.timing import interleaved, median_of_runs
 from ditron_inductor.device.registry import workspaces
-from ditron_inductor.explain import without_caches
-from ditron_inductor.sites import SiteSink, collect_sites
-from ditron_inductor.timing import Call, captured
+from ditron_inductor.report.explain import without_caches
+from ditron_inductor.report.sites import SiteSink, collect_sites
+from ditron_inductor.tune.timing import Call, captured
 from tests.tolerances import MODEL_TOLERANCES, relative_error
 
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}

@@ -27,8 +27,8 @@ from benchmarks.records import NORM, Row, by_cell, head_commit, merge_csv
 from benchmarks.session import Session
 from benchmarks.timing import interleaved
 from ditron_inductor.task.plan import decisions
-from ditron_inductor.timing import GRAPH_CALLS
-from ditron_inductor.tune_shapes import MODELS, Layer
+from ditron_inductor.tune.timing import GRAPH_CALLS
+from ditron_inductor.tune.tune_shapes import MODELS, Layer
 
 LIMIT_S = 480.0
 WORKSPACE_LIMIT = 1 << 30

@@ -189,7 +189,7 @@ def contestants(session: Session, problem: Problem, group_name: str, tune: bool)
     from benchmarks.ops.read import Reader
     from ditron_inductor.lowering.flash_decode.config import Config
     from ditron_inductor.lowering.flash_decode.local import Operands, make_local, shape_of
-    from ditron_inductor.lowering.projections import facts_of
+    from ditron_inductor.lowering.projections.kernel import facts_of
     from ditron_inductor.task import flash_decode as reference
     from ditron_inductor.task import ops
     from ditron_inductor.task.nodes import FlashDecode, Policy

@@ -42,10 +42,10 @@ from benchmarks.ops.chains import copies_of
 from benchmarks.records import UNALIGNED, Row, head_commit, merge_csv
 from benchmarks.session import Session
 from benchmarks.timing import interleaved
-from ditron_inductor.explain import without_caches
 from ditron_inductor.options import Options
-from ditron_inductor.passes.pad_products import find_unaligned, pad_by
+from ditron_inductor.passes.finish.pad_products import find_unaligned, pad_by
 from ditron_inductor.pipeline import DitronPipeline
+from ditron_inductor.report.explain import without_caches
 from ditron_inductor.task import alignment
 from ditron_inductor.task.alignment import RULE, Rule, Work
 

@@ -11,8 +11,8 @@ import time
 import torch
 import triton
 
-from ditron_inductor import quick_interpreter
 from ditron_inductor.core import layout as words
+from ditron_inductor.core import quick_interpreter
 from ditron_inductor.core.signals import wait
 from ditron_inductor.device import layout
 

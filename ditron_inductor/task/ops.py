@@ -1,6 +1,6 @@
 """The ops of the Task level: schema, tags and fake implementation of each node kind.
 
-`define()` declares them; the implementations are bound by `ditron_inductor.lowering.register`. Schemas in words:
+`define()` declares them; the implementations are bound by `ditron_inductor.lowering.host.register`. Schemas in words:
 
 `all_gather_matmul(shard, weights, token, ...) -> [out_0, .., out_{n-1}, (gathered,) (total, <saved>,) token]`
     shard [.., S, .., K] with S at gather_dim (never the last dimension), weights [K, N_i] with any strides.
@@ -197,7 +197,7 @@ def do_nothing(x: torch.Tensor, token: torch.Tensor) -> None:
 
 
 def meet_nobody(key: str) -> None:
-    """`meet`: the meeting of a graph is in the code that Inductor writes for it, see lowering/meeting_kernel.py."""
+    """`meet`: the meeting of a graph is in the code that Inductor writes, see lowering/host/meeting_kernel.py."""
 
 
 def site_args(node: TaskNode) -> tuple[int, str, str, str, int, float]:

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ditron_inductor.doctor import require
 from ditron_inductor.errors import DitronError, MissingDependency
-from ditron_inductor.processes import Rank, device_for, failures_text, run_ranks
 from ditron_inductor.task.nodes import STRATEGIES
+from ditron_inductor.tools.doctor import require
+from ditron_inductor.tools.processes import Rank, device_for, failures_text, run_ranks
 
 if TYPE_CHECKING:
     import torch
 
-    from ditron_inductor.demo_model import Llama, LlamaConfig
+    from ditron_inductor.tools.demo_model import Llama, LlamaConfig
 
 TINY, LLAMA_8B, LLAMA_70B = "llama-tiny", "llama-8b", "llama-70b"
 LAYERS = {TINY: 1, LLAMA_8B: 4, LLAMA_70B: 2}
@@ -187,7 +187,7 @@ def _model(rank: Rank, request: TaxRequest, device: torch.device) -> Llama:
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
-    from ditron_inductor.demo_model import Llama, tensor_parallel
+    from ditron_inductor.tools.demo_model import Llama, tensor_parallel
 
     torch.manual_seed(0)
     with device:
@@ -197,7 +197,7 @@ def _model(rank: Rank, request: TaxRequest, device: torch.device) -> Llama:
 
 
 def _config(request: TaxRequest, ranks: int) -> LlamaConfig:
-    from ditron_inductor.demo_model import LlamaConfig
+    from ditron_inductor.tools.demo_model import LlamaConfig
 
     if request.model == TINY:
         heads = 2 * ranks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ditron_inductor.sites import SiteRecord
+from ditron_inductor.report.sites import SiteRecord
 from ditron_inductor.task.nodes import (
     ATTENTION_KINDS,
     AllGatherContract,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ditron_inductor.explain import ExplainedSite
+    from ditron_inductor.report.explain import ExplainedSite
 
 NORMED = "_rms_norm"
 """Ends the kinds whose node has a norm, which is a kernel of its own where it is not worth to be absorbed."""

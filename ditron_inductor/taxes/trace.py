@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ditron_inductor.core import layout, trace
-from ditron_inductor.lowering.tracing import TraceBuffer, clock_of, tracing
+from ditron_inductor.lowering.host.tracing import TraceBuffer, clock_of, tracing
 
 if TYPE_CHECKING:
-    from ditron_inductor.timing import Clock
+    from ditron_inductor.tune.timing import Clock
 
 CAPACITY = 1 << 17
 """Events of one rank: 8 MiB."""

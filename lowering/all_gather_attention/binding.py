@@ -1,4 +1,4 @@
-"""Binds the ops of attention to their strategies; see lowering/register.py, which hands in what all kinds share."""
+"""Binds the ops of attention to their strategies; see lowering/host/register.py, which hands in what kinds share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ditron_inductor.lowering.all_gather_attention import chunked, library, tile
 from ditron_inductor.lowering.attention_reduce_scatter import chunked as backward_chunked
 from ditron_inductor.lowering.attention_reduce_scatter import library as backward_library
-from ditron_inductor.lowering.launch import Launch
+from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.task import ops
 from ditron_inductor.task.all_gather_attention import (
     ALIGNED,
@@ -34,7 +34,7 @@ Node = TypeVar("Node", AllGatherAttention, AttentionReduceScatter)
 
 
 def make_ops(lookup: Lookup, prepare: Prepare) -> dict[str, Callable[..., Any]]:
-    """The implementations by kind. lookup, prepare: of lowering/register.py."""
+    """The implementations by kind. lookup, prepare: of lowering/host/register.py."""
 
     def all_gather_attention(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: torch.Tensor | None, *site: Any

@@ -28,8 +28,8 @@ from ditron_inductor.lowering.all_gather_attention.local import Local
 from ditron_inductor.lowering.all_gather_attention.merge import Merge, Partial
 from ditron_inductor.lowering.all_gather_attention.parts import Span, as_sent, canonical, joined, single, with_rows
 from ditron_inductor.lowering.exchange import Exchange, Kernels
-from ditron_inductor.lowering.launch import Launch, round_up
-from ditron_inductor.lowering.launcher import Bound
+from ditron_inductor.lowering.host.launch import Launch, round_up
+from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 from ditron_inductor.task.all_gather_attention import GIVEN, AllGatherAttention, blocks
 

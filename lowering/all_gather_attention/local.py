@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.backends.cuda import SDPAParams
 
-from ditron_inductor.lowering.launch import round_up
+from ditron_inductor.lowering.host.launch import round_up
 from ditron_inductor.task import reference_attention
 from ditron_inductor.task.all_gather_attention import Mask
 

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.lowering.launch import ceil_div
-from ditron_inductor.lowering.launcher import Arguments, local_launcher
+from ditron_inductor.lowering.host.launch import ceil_div
+from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 
 MERGE_ROWS = 32
 """Rows of one program. A rank has as many programs as heads times this many rows: enough to fill a GPU's memory

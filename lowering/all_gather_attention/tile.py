@@ -42,8 +42,8 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.core.trace import COPY, SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.all_gather_attention.parts import stacked, with_rows
-from ditron_inductor.lowering.launch import Launch, ceil_div, dot_precision, round_up
-from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, dot_precision, round_up
+from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.all_gather_attention import GIVEN, MAX_HEAD_DIM, AllGatherAttention, Mask
 from ditron_inductor.task.attention_ops import sequence_first
 

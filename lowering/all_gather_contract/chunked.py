@@ -24,8 +24,8 @@ from ditron_inductor.device.lanes import HERE, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
 from ditron_inductor.lowering.exchange import Exchange, Kernels, multiply
-from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
-from ditron_inductor.lowering.launcher import Bound
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
+from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 from ditron_inductor.task.nodes import AllGatherContract, Contraction
 

@@ -49,8 +49,8 @@ from ditron_inductor.lowering.gathers import (
     sent_piece,
     shard_of,
 )
-from ditron_inductor.lowering.launch import Launch, ceil_div, dot_precision, round_up
-from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, dot_precision, round_up
+from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import AllGatherContract, Contraction
 
 MOST_CHUNKS = 8

@@ -28,8 +28,8 @@ from ditron_inductor.lowering import schedules
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import all_outputs, pointers, shard_extras
 from ditron_inductor.lowering.epilogues import Finisher
 from ditron_inductor.lowering.exchange import Exchange, Kernels, for_batches, multiply, shaped
-from ditron_inductor.lowering.launch import Launch, round_up
-from ditron_inductor.lowering.launcher import Bound
+from ditron_inductor.lowering.host.launch import Launch, round_up
+from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.schedules import Gathering, Piece
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 from ditron_inductor.task.epilogue import products

@@ -28,8 +28,8 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     reduced_outputs,
     warps_of,
 )
-from ditron_inductor.lowering.launch import ceil_div
-from ditron_inductor.lowering.launcher import Arguments, Launcher, local_launcher
+from ditron_inductor.lowering.host.launch import ceil_div
+from ditron_inductor.lowering.host.launcher import Arguments, Launcher, local_launcher
 from ditron_inductor.task.nodes import norm_returns
 
 TILE = 4096

@@ -51,8 +51,8 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     pointers,
     warps_of,
 )
-from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
-from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
+from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import NormNode
 
 MOST_BYTES = 256 << 10

@@ -59,8 +59,8 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     with_rows,
 )
 from ditron_inductor.lowering.all_reduce_rms_norm.slices import two_shots_in_slices
-from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
-from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
+from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up
 from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, NormNode
 

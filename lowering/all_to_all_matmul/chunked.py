@@ -24,8 +24,8 @@ from ditron_inductor.device.lanes import Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering.all_to_all_matmul.tile import by_rank
 from ditron_inductor.lowering.exchange import Exchange, Kernels, multiply
-from ditron_inductor.lowering.launch import Launch, round_up
-from ditron_inductor.lowering.launcher import Bound
+from ditron_inductor.lowering.host.launch import Launch, round_up
+from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 from ditron_inductor.task.nodes import AllToAllMatmul
 from ditron_inductor.task.ulysses import received_shape

@@ -52,8 +52,8 @@ from ditron_inductor.core.signals import (
 from ditron_inductor.core.trace import COPY, SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.gathers import INTERPRETED_SEND_BLOCK, SEND_BLOCK, SEND_STEPS, SENDERS, sent_piece
-from ditron_inductor.lowering.launch import Launch, ceil_div
-from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.host.launch import Launch, ceil_div
+from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import AllToAllMatmul
 from ditron_inductor.task.ulysses import received_shape
 

@@ -27,8 +27,8 @@ from ditron_inductor.lowering.all_gather_attention.merge import Merge
 from ditron_inductor.lowering.all_gather_attention.parts import Span, single, with_rows
 from ditron_inductor.lowering.attention_reduce_scatter.library import Operands, Outputs, apart, gradients, lowered
 from ditron_inductor.lowering.exchange import Exchange, Kernels
-from ditron_inductor.lowering.launch import Launch, round_up
-from ditron_inductor.lowering.launcher import Bound
+from ditron_inductor.lowering.host.launch import Launch, round_up
+from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 from ditron_inductor.task.all_gather_attention import ALIGNED, GIVEN, AttentionReduceScatter, Mask, blocks
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ditron_inductor.lowering.launch import ceil_div
+from ditron_inductor.lowering.host.launch import ceil_div
 
 MOST_ROWS = 64
 """Query heads that one program carries; of more that share a key head, several programs read it."""

@@ -40,8 +40,8 @@ from ditron_inductor.core.signals import granted, leave
 from ditron_inductor.core.trace import SEND, SUM, TILE, WAIT, event, now
 from ditron_inductor.lowering.flash_decode.attention import attend_ticket, merge_splits, part_offsets
 from ditron_inductor.lowering.flash_decode.local import LocalAttention, Operands, Shape
-from ditron_inductor.lowering.launch import Launch
-from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.host.launch import Launch
+from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import FlashDecode
 
 MOST_ELEMENTS = 2048

@@ -28,8 +28,8 @@ from ditron_inductor.lowering.flash_decode.config import (
     merged_splits,
     select_config,
 )
-from ditron_inductor.lowering.launch import dot_precision, round_up
-from ditron_inductor.lowering.launcher import Arguments, Launcher, local_launcher
+from ditron_inductor.lowering.host.launch import dot_precision, round_up
+from ditron_inductor.lowering.host.launcher import Arguments, Launcher, local_launcher
 from ditron_inductor.task.nodes import FlashDecode
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

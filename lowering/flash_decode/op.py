@@ -11,8 +11,8 @@ import torch
 from ditron_inductor.device import AgreedOptions, workspaces
 from ditron_inductor.lowering.flash_decode import library, tile
 from ditron_inductor.lowering.flash_decode.local import Operands, shape_of
-from ditron_inductor.lowering.launch import Launch, is_tf32_allowed
-from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, choose_both, form
+from ditron_inductor.lowering.host.launch import Launch, is_tf32_allowed
+from ditron_inductor.lowering.host.prepared import Chosen, Prepared, PreparedCalls, choose_both, form
 from ditron_inductor.task import flash_decode as task
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import FlashDecode, Policy

@@ -52,8 +52,8 @@ from ditron_inductor.lowering.flash_decode import in_band
 from ditron_inductor.lowering.flash_decode.attention import attend_ticket, merge_ranks, merge_splits, part_offsets
 from ditron_inductor.lowering.flash_decode.config import INTERPRETED_PROGRAMS
 from ditron_inductor.lowering.flash_decode.local import LocalAttention, Operands, Shape, make_local
-from ditron_inductor.lowering.launch import Launch, ceil_div, round_up
-from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
+from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import FlashDecode
 
 FUSED_TOKENS = 3072

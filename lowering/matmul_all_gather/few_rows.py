@@ -42,8 +42,8 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.core.trace import COPY, CREDITS, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config, select_few_rows_config
-from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
-from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, sum_sizes
+from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.matmul_all_gather.parts import gathered_like, place_of
 from ditron_inductor.task.nodes import MatmulAllGather
 

@@ -48,8 +48,8 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.core.trace import COPY, CREDITS, SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
-from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, sum_sizes
+from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.matmul_all_gather.parts import gathered_like, place_of
 from ditron_inductor.lowering.partials import block_offsets, publish_to_all, put_in_outbox
 from ditron_inductor.task.nodes import MatmulAllGather

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ditron_inductor.lowering.launch import Launch
+from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.matmul_all_gather import few_rows, many_rows
 from ditron_inductor.task.nodes import MatmulAllGather
 

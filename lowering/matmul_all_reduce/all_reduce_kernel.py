@@ -46,8 +46,8 @@ from ditron_inductor.core.signals import (
 from ditron_inductor.core.trace import CREDITS, TILE, WAIT, event, now
 from ditron_inductor.lowering.epilogues import Arrangement, Preparer, arrange, preparer_of, store_flat_sum
 from ditron_inductor.lowering.exchange import Operands
-from ditron_inductor.lowering.launch import Launch, ceil_div, rows_of
-from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, rows_of
+from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import MatmulAllReduce
 
 MOST_BYTES = 8 << 20

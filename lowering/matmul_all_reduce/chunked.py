@@ -28,8 +28,8 @@ from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
 from ditron_inductor.lowering.epilogues import Finisher, Preparer, finisher_of_sum, preparer_of
 from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, Operands
-from ditron_inductor.lowering.launch import Launch, ceil_div, round_up, rows_of
-from ditron_inductor.lowering.launcher import Bound
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up, rows_of
+from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel
 from ditron_inductor.lowering.transfers import PIECE_ROWS, RESULT_ROWS
 from ditron_inductor.task.nodes import MatmulAllReduce

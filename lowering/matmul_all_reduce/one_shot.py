@@ -55,8 +55,8 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
 )
 from ditron_inductor.lowering.config import Config, select_few_rows_config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange, prepared, store_sum
-from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
-from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, sum_sizes
+from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import MatmulAllReduce, MatmulAllReduceRmsNorm
 
 MOST_ROWS = 64

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ditron_inductor.lowering.launch import Launch
+from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
 from ditron_inductor.task.nodes import MatmulAllReduce
 

@@ -17,7 +17,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import AddNorm, Outpu
 from ditron_inductor.lowering.all_reduce_rms_norm.in_band import Shares
 from ditron_inductor.lowering.epilogues import Preparer, preparer_of
 from ditron_inductor.lowering.exchange import Operands
-from ditron_inductor.lowering.launch import Launch, rows_of
+from ditron_inductor.lowering.host.launch import Launch, rows_of
 from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel, chunked
 from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
 

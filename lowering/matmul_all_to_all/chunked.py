@@ -24,8 +24,8 @@ from ditron_inductor.device.lanes import HERE, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
 from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, multiply
-from ditron_inductor.lowering.launch import Launch, round_up, rows_of
-from ditron_inductor.lowering.launcher import Bound
+from ditron_inductor.lowering.host.launch import Launch, round_up, rows_of
+from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 from ditron_inductor.task.nodes import MatmulAllToAll
 from ditron_inductor.task.ulysses import gathered_shape

@@ -27,8 +27,8 @@ from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
 from ditron_inductor.lowering.epilogues import Arrangement, Preparer, arrange, preparer_of
 from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, Operands, shaped
-from ditron_inductor.lowering.launch import Launch, round_up, rows_of
-from ditron_inductor.lowering.launcher import Bound
+from ditron_inductor.lowering.host.launch import Launch, round_up, rows_of
+from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.schedules import Reduction
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 from ditron_inductor.task.nodes import MatmulReduceScatter

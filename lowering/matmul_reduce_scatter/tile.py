@@ -54,8 +54,8 @@ from ditron_inductor.core.signals import (
 from ditron_inductor.core.trace import CREDITS, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_sum
-from ditron_inductor.lowering.launch import Launch, ceil_div, longest_first, sum_sizes
-from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, sum_sizes
+from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.partials import publish_partial, put_prepared, reduced_slice
 from ditron_inductor.task.nodes import MatmulReduceScatter
 

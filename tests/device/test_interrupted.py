@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from ditron_inductor.errors import DitronInterpreterBusy, DitronPoisoned
-from ditron_inductor.lowering.launcher import interpreting
+from ditron_inductor.lowering.host.launcher import interpreting
 from tests.device import jobs
 from tests.ranks import RankContext, RankPools
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import ditron_inductor
 from ditron_inductor.errors import StrategyUnavailable
-from ditron_inductor.explain import without_caches
-from ditron_inductor.sites import collect_sites
+from ditron_inductor.report.explain import without_caches
+from ditron_inductor.report.sites import collect_sites
 from tests.fuzz.program import Call, Place, Program
 from tests.fuzz.verdict import Settings, Verdict
 from tests.fuzz.words import DTYPES, Group, load, vocabulary

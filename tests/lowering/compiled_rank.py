@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 
-from ditron_inductor.processes import Rank
+from ditron_inductor.tools.processes import Rank
 
 
 def check_on_rank(rank: Rank, folder: str) -> bool:
-    """`site_call_checks.check_all`, for `ditron_inductor.processes.run_ranks`."""
+    """`site_call_checks.check_all`, for `ditron_inductor.tools.processes.run_ranks`."""
     os.environ.pop("TRITON_INTERPRET", None)
     device = rank.join()
     from tests.lowering import site_call_checks

@@ -19,8 +19,8 @@ from ditron_inductor.device import driver, layout
 from ditron_inductor.device.handshake import AgreedOptions
 from ditron_inductor.device.ring import Generation
 from ditron_inductor.device.workspace import Workspace
-from ditron_inductor.lowering.launch import Launch
-from ditron_inductor.lowering.launcher import Bound
+from ditron_inductor.lowering.host.launch import Launch
+from ditron_inductor.lowering.host.launcher import Bound
 
 WORLD = 4
 RANK = 1

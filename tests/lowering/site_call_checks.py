@@ -52,7 +52,7 @@ class Called:
     """A call of an op, by the op and by a site of a compiled graph."""
 
     def __init__(self, op: Any, arguments: Sequence[Any], static: bool = True) -> None:
-        from ditron_inductor.lowering.site_call import Input, site_call
+        from ditron_inductor.lowering.host.site_call import Input, site_call
 
         self.op, self.arguments = op, arguments
         self.tensors: list[torch.Tensor] = []
@@ -99,7 +99,7 @@ class Launches:
 
     @contextmanager
     def watched(self) -> Iterator[Launches]:
-        from ditron_inductor.lowering.launcher import Launcher
+        from ditron_inductor.lowering.host.launcher import Launcher
 
         start = Launcher.start
 
@@ -275,7 +275,7 @@ def somebody_watches(ctx: Any, called: Called) -> None:
 
 def a_trace(ctx: Any, called: Called) -> None:
     """While one is taken no record serves, and none is made; before and afterwards kernels read no clock."""
-    from ditron_inductor.lowering.tracing import PARAMETER, TraceBuffer, tracing
+    from ditron_inductor.lowering.host.tracing import PARAMETER, TraceBuffer, tracing
 
     def clocks(ready: Sequence[tuple[Any, Any]], arguments: Sequence[Sequence[Any]]) -> list[Any]:
         return [of[kernel.arg_names.index(PARAMETER)] for (kernel, _), of in zip(ready, arguments, strict=True)]
@@ -354,8 +354,8 @@ def nothing_kept(ctx: Any, called: Called) -> None:
 def after_an_exception(ctx: Any, called: Called) -> None:
     """In the launch of a call that is recorded, and of one that is repeated."""
     import ditron_inductor
-    from ditron_inductor.lowering.launcher import Launcher
-    from ditron_inductor.lowering.recording import recording
+    from ditron_inductor.lowering.host.launcher import Launcher
+    from ditron_inductor.lowering.host.recording import recording
 
     for calls in (1, 3):
         fresh = Called(called.op, called.arguments)
@@ -432,7 +432,7 @@ def a_group_made_again(ctx: Any, called: Called, folder: str) -> None:
 
 def check_all(rank: Any, device: torch.device, folder: str) -> None:
     """All of the above on one of two ranks; the order is the same on both."""
-    from ditron_inductor.lowering.register import register
+    from ditron_inductor.lowering.host.register import register
 
     register()
     stand_in_for_kernels(device)

@@ -14,8 +14,8 @@ import torch
 from ditron_inductor import ops
 from ditron_inductor.errors import InvalidTaskNode
 from ditron_inductor.lowering.all_gather_attention import local, tile
-from ditron_inductor.lowering.register import register
-from ditron_inductor.passes.wire_facts import own_wire
+from ditron_inductor.lowering.host.register import register
+from ditron_inductor.passes.finish.wire_facts import own_wire
 from ditron_inductor.task import cost, reference, reference_attention
 from ditron_inductor.task.all_gather_attention import (
     MASKS,

@@ -11,9 +11,9 @@ from torch._dynamo.utils import counters
 from torch.distributed import _functional_collectives as functional
 
 from ditron_inductor.backend import ditron
-from ditron_inductor.explain import build_report, without_caches
 from ditron_inductor.options import Options
-from ditron_inductor.sites import collect_sites
+from ditron_inductor.report.explain import build_report, without_caches
+from ditron_inductor.report.sites import collect_sites
 from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import EXTRAS, NORM_KINDS, Norm
 from tests.conftest import Place

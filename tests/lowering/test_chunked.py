@@ -113,7 +113,7 @@ def _cut(ctx: RankContext, kind: str, parts: int, together: int, rows: int) -> N
         cuts = {"parts": parts, "length": length, "stride": stride, "results": results, "nbytes": nbytes}
         return replace(sizes, groups=groups, **cuts)
 
-    from ditron_inductor.lowering import prepare
+    from ditron_inductor.lowering.host import prepare
 
     kept = dict(prepare.CHUNKED)
     obstacle, _, runner = kept[kind]

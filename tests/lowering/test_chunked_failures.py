@@ -15,7 +15,7 @@ from ditron_inductor.device import layout, workspaces
 from ditron_inductor.device.workspace import SharedWorkspace
 from ditron_inductor.errors import DitronError
 from ditron_inductor.lowering import transfers
-from ditron_inductor.lowering.launcher import Bound
+from ditron_inductor.lowering.host.launcher import Bound
 from tests.conftest import CPU_PLACES
 from tests.lowering.failures import Failure, diverge, fails, hasty, reset_and_work, stop_a_rank
 from tests.lowering.problems import CHUNKED_KINDS

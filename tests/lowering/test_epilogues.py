@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ditron_inductor.lowering.epilogues import Finisher
-from ditron_inductor.lowering.register import register
+from ditron_inductor.lowering.host.register import register
 from ditron_inductor.task.epilogue import FUNCTIONS, KINDS, parse, products, walk
 from ditron_inductor.task.epilogue_torch import TORCH_DTYPES, evaluate, extra_shape
 from tests.lowering import calls

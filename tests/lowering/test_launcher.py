@@ -25,9 +25,9 @@ from triton.runtime import _allocation
 from triton.runtime.jit import create_function_from_signature
 
 from ditron_inductor.device.scratch import Scratch
-from ditron_inductor.lowering import launcher as launcher_module
-from ditron_inductor.lowering.launcher import Arguments, Bound, Launcher
-from ditron_inductor.lowering.tracing import TraceBuffer, tracing
+from ditron_inductor.lowering.host import launcher as launcher_module
+from ditron_inductor.lowering.host.launcher import Arguments, Bound, Launcher
+from ditron_inductor.lowering.host.tracing import TraceBuffer, tracing
 
 DEVICE = torch.device("cuda", 0)
 STREAM = 77

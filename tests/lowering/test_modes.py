@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ditron_inductor.device import streams
-from ditron_inductor.lowering import prepared
+from ditron_inductor.lowering.host import prepared
 from ditron_inductor.task.plan import Choice, PlanRequest, decisions
 from tests.lowering.calls import Site
 from tests.lowering.problems import KINDS, SMALL, Problem

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import ditron_inductor
 from ditron_inductor.device import workspaces
-from ditron_inductor.lowering import prepared as prepared_module
-from ditron_inductor.lowering import register
-from ditron_inductor.lowering.prepared import Chosen, Prepared, PreparedCalls, form
+from ditron_inductor.lowering.host import prepared as prepared_module
+from ditron_inductor.lowering.host import register
+from ditron_inductor.lowering.host.prepared import Chosen, Prepared, PreparedCalls, form
 from ditron_inductor.task.plan import decisions
 from tests.lowering import calls
 from tests.lowering.calls import Site

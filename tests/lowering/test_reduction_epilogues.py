@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from ditron_inductor.lowering.register import register
+from ditron_inductor.lowering.host.register import register
 from ditron_inductor.task import reference
 from ditron_inductor.task.epilogue import KINDS, Epilogue, extras_of, parse
 from ditron_inductor.task.epilogue_torch import TORCH_DTYPES, evaluate, extra_shape

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from ditron_inductor.lowering.register import register
+from ditron_inductor.lowering.host.register import register
 from ditron_inductor.task import ops, reference
 from ditron_inductor.task.nodes import Norm, ShardNorm
 from tests.lowering import calls

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm
-from ditron_inductor.lowering.launch import Launch
-from ditron_inductor.lowering.launcher import Arguments
+from ditron_inductor.lowering.host.launch import Launch
+from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel as reduction
 from ditron_inductor.task.nodes import EXTRAS, AllReduceRmsNorm, MatmulAllReduce, Norm, Policy
 from tests.lowering.recording import make_launch

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from ditron_inductor.device.reset import reset
-from ditron_inductor.lowering import prepare
+from ditron_inductor.lowering.host import prepare
 from ditron_inductor.lowering.schedules import Gathering
 from tests.lowering import test_all_gather_matmul as plain
 from tests.lowering import test_epilogues as epilogues

@@ -14,10 +14,10 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import scaled_dot_product_attention
 
 from ditron_inductor.backend import ditron
-from ditron_inductor.demo_model import Attention, Llama, LlamaConfig, rotate
-from ditron_inductor.explain import without_caches
 from ditron_inductor.ops import all_gather_attention
-from ditron_inductor.sites import collect_sites
+from ditron_inductor.report.explain import without_caches
+from ditron_inductor.report.sites import collect_sites
+from ditron_inductor.tools.demo_model import Attention, Llama, LlamaConfig, rotate
 from tests.models.interpreted import interpreted
 from tests.rank_process import RankContext
 from tests.tolerances import MODEL_TOLERANCES, relative_error

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ditron_inductor.backend import ditron
-from ditron_inductor.explain import without_caches
-from ditron_inductor.sites import GraphRecord, collect_sites
+from ditron_inductor.report.explain import without_caches
+from ditron_inductor.report.sites import GraphRecord, collect_sites
 from tests.models.hugging_face import ARCHITECTURES, Sizes
 from tests.models.interpreted import interpreted
 from tests.rank_process import RankContext

@@ -12,8 +12,8 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn.attention import flex_attention as flex
 
 from ditron_inductor.backend import ditron
-from ditron_inductor.explain import without_caches
-from ditron_inductor.sites import collect_sites
+from ditron_inductor.report.explain import without_caches
+from ditron_inductor.report.sites import collect_sites
 from ditron_inductor.task import reference, reference_attention
 from ditron_inductor.task.nodes import ATTENTION_KINDS
 from tests.rank_process import RankContext

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ditron_inductor.demo_model import LlamaConfig
+from ditron_inductor.tools.demo_model import LlamaConfig
 from tests.models.llama import STRATEGY, Setup, check_inference, check_training
 from tests.ranks import RankPool, RankPools, run_ranks
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_inductor.explain import without_caches
-from ditron_inductor.sites import collect_sites
+from ditron_inductor.report.explain import without_caches
+from ditron_inductor.report.sites import collect_sites
 from tests.passes.make_programs import make_program, seeded
 from tests.passes.programs import Program
 from tests.ranks import RankContext, RankPools

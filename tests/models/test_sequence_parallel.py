@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.distributed._functional_collectives import all_reduce
 
-from ditron_inductor.demo_model import LlamaConfig
 from ditron_inductor.errors import DitronNotReplicated
-from ditron_inductor.explain import without_caches
-from ditron_inductor.sites import collect_sites
+from ditron_inductor.report.explain import without_caches
+from ditron_inductor.report.sites import collect_sites
+from ditron_inductor.tools.demo_model import LlamaConfig
 from tests.models.interpreted import interpreted, without_generated_code
 from tests.models.llama import Setup, assert_matches, build, compiled, inputs, step
 from tests.ranks import RankContext, RankPools

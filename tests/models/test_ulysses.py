@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 
 from ditron_inductor.backend import ditron
-from ditron_inductor.explain import without_caches
-from ditron_inductor.sites import collect_sites
+from ditron_inductor.report.explain import without_caches
+from ditron_inductor.report.sites import collect_sites
 from tests.models.interpreted import interpreted
 from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from ditron_inductor.explain import without_caches
 from ditron_inductor.ops import all_gather_attention
-from ditron_inductor.sites import collect_sites
+from ditron_inductor.report.explain import without_caches
+from ditron_inductor.report.sites import collect_sites
 from tests.models.interpreted import interpreted
 from tests.rank_process import RankContext
 from tests.ranks import RankPools

@@ -12,7 +12,7 @@ from torch import fx
 from torch.distributed import _functional_collectives as functional
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.flash_decode import flash_decode
+from ditron_inductor.passes.attention.flash_decode import flash_decode
 from tests.passes.graphs import WORLD_SIZE, compiled_graphs, run_ranks
 
 B, HQ, HKV, S, D = 2, 6, 2, 40, 16

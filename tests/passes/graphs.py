@@ -24,21 +24,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.all_gather_contract import all_gather_contract
-from ditron_inductor.passes.all_gather_matmul import all_gather_matmul
-from ditron_inductor.passes.all_to_all_matmul import all_to_all_matmul
-from ditron_inductor.passes.matmul_all_gather import matmul_all_gather
-from ditron_inductor.passes.matmul_all_reduce import matmul_all_reduce
-from ditron_inductor.passes.matmul_all_to_all import matmul_all_to_all
-from ditron_inductor.passes.matmul_reduce_scatter import matmul_reduce_scatter
-from ditron_inductor.passes.merge_reductions import merge_reductions
-from ditron_inductor.passes.move_across import move_across
-from ditron_inductor.passes.normalize_collectives import normalize_collectives
-from ditron_inductor.passes.proofs import arguments
-from ditron_inductor.passes.reasons import LEFT_ALONE
-from ditron_inductor.passes.sequence_parallel import sequence_parallel
-from ditron_inductor.passes.share_gathers import share_gathers
-from ditron_inductor.passes.try_forms import try_forms
+from ditron_inductor.passes.forms.merge_reductions import merge_reductions
+from ditron_inductor.passes.forms.move_across import move_across
+from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
+from ditron_inductor.passes.forms.try_forms import try_forms
+from ditron_inductor.passes.fuse.all_gather_contract import all_gather_contract
+from ditron_inductor.passes.fuse.all_gather_matmul import all_gather_matmul
+from ditron_inductor.passes.fuse.all_to_all_matmul import all_to_all_matmul
+from ditron_inductor.passes.fuse.matmul_all_gather import matmul_all_gather
+from ditron_inductor.passes.fuse.matmul_all_reduce import matmul_all_reduce
+from ditron_inductor.passes.fuse.matmul_all_to_all import matmul_all_to_all
+from ditron_inductor.passes.fuse.matmul_reduce_scatter import matmul_reduce_scatter
+from ditron_inductor.passes.graph.proofs import arguments
+from ditron_inductor.passes.graph.reasons import LEFT_ALONE
+from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.normalize.share_gathers import share_gathers
 from ditron_inductor.task import flash_decode as attention
 from ditron_inductor.task import reference, reference_attention
 from ditron_inductor.task.all_gather_attention import Mask

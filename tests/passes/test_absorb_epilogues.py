@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
+from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
 from ditron_inductor.task.verify import task_calls
 from tests.passes.graphs import (
     WORLD_SIZE,

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes import rewriting
-from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
-from ditron_inductor.passes.absorb_norms import COMPUTED, FEW_ROWS, LEAST_ROWS, absorb_norms, find_prologue
-from ditron_inductor.passes.name_sites import name_sites
-from ditron_inductor.passes.order_collectives import order_collectives
-from ditron_inductor.passes.reasons import ReasonCode
-from ditron_inductor.passes.verify_tasks import verify_tasks
+from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
+from ditron_inductor.passes.absorb.absorb_norms import COMPUTED, FEW_ROWS, LEAST_ROWS, absorb_norms, find_prologue
+from ditron_inductor.passes.finish.name_sites import name_sites
+from ditron_inductor.passes.finish.order_collectives import order_collectives
+from ditron_inductor.passes.finish.verify_tasks import verify_tasks
+from ditron_inductor.passes.graph import rewriting
+from ditron_inductor.passes.graph.reasons import ReasonCode
 from ditron_inductor.task.nodes import AllGatherMatmul
 from ditron_inductor.task.verify import task_calls
 from tests.passes.graphs import (

@@ -11,9 +11,9 @@ import torch
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ditron_inductor.passes.affine import Affine, NotAffine, Step, affine
-from ditron_inductor.passes.mask_values import Choice, Truth, Value
-from ditron_inductor.passes.masks import Masks, Unknown
+from ditron_inductor.passes.attention.affine import Affine, NotAffine, Step, affine
+from ditron_inductor.passes.attention.mask_values import Choice, Truth, Value
+from ditron_inductor.passes.attention.masks import Masks, Unknown
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 

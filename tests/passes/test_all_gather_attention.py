@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.all_gather_attention import all_gather_attention
-from ditron_inductor.passes.attention_reduce_scatter import attention_reduce_scatter
-from ditron_inductor.passes.normalize_collectives import normalize_collectives
-from ditron_inductor.passes.share_gathers import share_gathers
+from ditron_inductor.passes.attention.all_gather_attention import all_gather_attention
+from ditron_inductor.passes.attention.attention_reduce_scatter import attention_reduce_scatter
+from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.normalize.share_gathers import share_gathers
 from tests.passes.graphs import (
     WORLD_SIZE,
     all_gather,

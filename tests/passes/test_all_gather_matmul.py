@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.all_gather_matmul import Match, all_gather_matmul, find_all_gather_matmul
-from ditron_inductor.passes.collectives import ALL_GATHER, collectives
+from ditron_inductor.passes.fuse.all_gather_matmul import Match, all_gather_matmul, find_all_gather_matmul
+from ditron_inductor.passes.graph.collectives import ALL_GATHER, collectives
 from tests.passes import graphs
 from tests.passes.graphs import (
     all_gather,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.all_to_all_matmul import Match, find_all_to_all_matmul
-from ditron_inductor.passes.collectives import ALL_TO_ALL, collectives
+from ditron_inductor.passes.fuse.all_to_all_matmul import Match, find_all_to_all_matmul
+from ditron_inductor.passes.graph.collectives import ALL_TO_ALL, collectives
 from tests.passes.exchanges import (
     TO_HEADS,
     TO_ROWS,

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.options import Options
-from ditron_inductor.passes.name_sites import name_sites
+from ditron_inductor.passes.finish.name_sites import name_sites
 from ditron_inductor.task.verify import verify_graph
 from tests.passes.graphs import WORLD_SIZE, compiled_graphs, gather_dim, reasons, run_ranks, scatter_dim, text
 from tests.passes.test_all_gather_attention import fuse_attention, masked, operands, repeated, sdpa, sequence_first

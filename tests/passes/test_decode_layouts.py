@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from tests.passes.decoding import (
     HKV,
     HQ,

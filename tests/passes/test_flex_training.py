@@ -15,7 +15,7 @@ from torch._inductor import config
 from torch.nn.attention import flex_attention as flex
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.flex_attention import FLEX_BACKWARD, flex_call
+from ditron_inductor.passes.attention.flex_attention import FLEX_BACKWARD, flex_call
 from ditron_inductor.pipeline import JointPipeline
 from tests.passes.graphs import WORLD_SIZE, compiled_graphs, gather_dim, reasons, run_ranks, text
 from tests.passes.test_all_gather_attention import fuse_attention, of_all_ranks

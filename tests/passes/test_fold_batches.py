@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from tests.passes.graphs import (
     all_reduce,
     assert_no_new_guards,

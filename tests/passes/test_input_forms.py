@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ditron_inductor.passes.collectives import is_collective
+from ditron_inductor.passes.graph.collectives import is_collective
 from tests.passes.graphs import (
     WORLD_SIZE,
     all_gather,

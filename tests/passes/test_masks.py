@@ -11,8 +11,8 @@ import torch
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ditron_inductor.passes.masks import Unknown
-from ditron_inductor.passes.shown_masks import read_mask
+from ditron_inductor.passes.attention.masks import Unknown
+from ditron_inductor.passes.attention.shown_masks import read_mask
 from ditron_inductor.task.all_gather_attention import Mask
 from ditron_inductor.task.reference_attention import visible
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.collectives import ALL_GATHER, collectives
-from ditron_inductor.passes.matmul_all_gather import Match, find_matmul_all_gather, matmul_all_gather
+from ditron_inductor.passes.fuse.matmul_all_gather import Match, find_matmul_all_gather, matmul_all_gather
+from ditron_inductor.passes.graph.collectives import ALL_GATHER, collectives
 from tests.passes import graphs
 from tests.passes.graphs import (
     all_gather,

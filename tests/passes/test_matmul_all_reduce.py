@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.collectives import ALL_REDUCE, collectives
-from ditron_inductor.passes.matmul_all_reduce import Match, find_matmul_all_reduce, matmul_all_reduce
+from ditron_inductor.passes.fuse.matmul_all_reduce import Match, find_matmul_all_reduce, matmul_all_reduce
+from ditron_inductor.passes.graph.collectives import ALL_REDUCE, collectives
 from tests.passes.graphs import (
     all_reduce,
     assert_no_new_guards,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.collectives import ALL_TO_ALL, collectives
-from ditron_inductor.passes.matmul_all_to_all import Match, find_matmul_all_to_all
+from ditron_inductor.passes.fuse.matmul_all_to_all import Match, find_matmul_all_to_all
+from ditron_inductor.passes.graph.collectives import ALL_TO_ALL, collectives
 from tests.passes.exchanges import TO_HEADS, Form, heads_batch_first, heads_by_cat, heads_sequence_first
 from tests.passes.graphs import (
     all_to_all,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.collectives import REDUCE_SCATTER, collectives
-from ditron_inductor.passes.matmul_reduce_scatter import Match, find_matmul_reduce_scatter, matmul_reduce_scatter
+from ditron_inductor.passes.fuse.matmul_reduce_scatter import Match, find_matmul_reduce_scatter, matmul_reduce_scatter
+from ditron_inductor.passes.graph.collectives import REDUCE_SCATTER, collectives
 from tests.passes.graphs import (
     all_gather,
     assert_no_new_guards,

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.collectives import ALL_REDUCE, REDUCE_SCATTER
-from ditron_inductor.passes.merge_reductions import merge_reductions
-from ditron_inductor.passes.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.forms.merge_reductions import merge_reductions
+from ditron_inductor.passes.graph.collectives import ALL_REDUCE, REDUCE_SCATTER
+from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from tests.passes.graphs import (
     WORLD_SIZE,
     all_reduce,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.move_across import move_across
-from ditron_inductor.passes.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.forms.move_across import move_across
+from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from tests.passes.graphs import (
     all_gather,
     all_reduce,

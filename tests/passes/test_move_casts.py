@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from tests.passes.graphs import (
     all_gather,
     all_reduce,

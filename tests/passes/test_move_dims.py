@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from tests.passes.graphs import (
     all_gather,
     assert_no_new_guards,

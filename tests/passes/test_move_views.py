@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.collectives import ALL_GATHER, collectives
-from ditron_inductor.passes.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.graph.collectives import ALL_GATHER, collectives
+from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from tests.passes.graphs import (
     all_gather,
     assert_no_new_guards,

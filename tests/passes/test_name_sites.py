@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.name_sites import find_sites, name_sites
-from ditron_inductor.passes.order_collectives import order_collectives
-from ditron_inductor.passes.verify_tasks import verify_tasks
+from ditron_inductor.passes.finish.name_sites import find_sites, name_sites
+from ditron_inductor.passes.finish.order_collectives import order_collectives
+from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.task.ops import node_from_call
 from tests.passes import graphs
 

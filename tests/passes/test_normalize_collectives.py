@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from tests.passes.graphs import (
     WORLD_SIZE,
     all_gather,

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.options import Options
-from ditron_inductor.passes.order_collectives import find_chain, order_collectives
+from ditron_inductor.passes.finish.order_collectives import find_chain, order_collectives
 from ditron_inductor.task import ops, reference
 
 WORLD_SIZE = 4

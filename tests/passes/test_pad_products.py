@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ditron_inductor.explain import without_caches
 from ditron_inductor.options import Options
-from ditron_inductor.passes import proofs
-from ditron_inductor.passes.order_collectives import is_task
-from ditron_inductor.passes.pad_products import find_unaligned, form, pad_by, pad_products
+from ditron_inductor.passes.finish.order_collectives import is_task
+from ditron_inductor.passes.finish.pad_products import find_unaligned, form, pad_by, pad_products
+from ditron_inductor.passes.graph import proofs
 from ditron_inductor.pipeline import PASSES, DitronPipeline
+from ditron_inductor.report.explain import without_caches
 from ditron_inductor.task.alignment import Rule
 from tests.passes.graphs import (
     all_gather,

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.merge_reductions import merge_reductions
-from ditron_inductor.passes.prepare_products import prepare_products
+from ditron_inductor.passes.absorb.prepare_products import prepare_products
+from ditron_inductor.passes.forms.merge_reductions import merge_reductions
 from ditron_inductor.pipeline import run
 from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm, MatmulReduceScatter
 from ditron_inductor.task.verify import task_calls

@@ -12,8 +12,8 @@ from torch import fx
 from torch.nn.functional import silu
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
-from ditron_inductor.passes.projections import projections
+from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
+from ditron_inductor.passes.fuse.projections import projections
 from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS
 from tests.passes.graphs import all_reduce, compiled_graphs, fuse, run_ranks, text, traced
 

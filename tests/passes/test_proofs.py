@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from ditron_inductor.passes import proofs
+from ditron_inductor.passes.graph import proofs
 from tests.passes.graphs import traced
 
 aten = torch.ops.aten

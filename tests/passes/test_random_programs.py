@@ -22,9 +22,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ditron_inductor import pipeline
 from ditron_inductor.options import Options
-from ditron_inductor.passes import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, products, proofs
-from ditron_inductor.passes.collectives import read_collective
-from ditron_inductor.passes.reasons import ReasonCode, Refused
+from ditron_inductor.passes.fuse import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from ditron_inductor.passes.graph import products, proofs
+from ditron_inductor.passes.graph.collectives import read_collective
+from ditron_inductor.passes.graph.reasons import ReasonCode, Refused
 from ditron_inductor.task.nodes import KINDS
 from tests.passes.graphs import WORLD_SIZE, fake_group, group_name, run_ranks, text
 from tests.passes.make_programs import ALGEBRA, NESTED, make_program, seeded

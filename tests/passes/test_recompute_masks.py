@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from torch._inductor import config
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.recompute_masks import MARK, recompute_masks
+from ditron_inductor.passes.attention.recompute_masks import MARK, recompute_masks
 from ditron_inductor.pipeline import JointPipeline
 from tests.passes.graphs import compiled_graphs, run_ranks, text
 from tests.passes.test_all_gather_attention import fuse_attention, masked, of_all_ranks, operands, sdpa

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
-from ditron_inductor.passes.all_reduce_rms_norm import all_reduce_rms_norm
-from ditron_inductor.passes.name_sites import name_sites
-from ditron_inductor.passes.order_collectives import order_collectives
-from ditron_inductor.passes.verify_tasks import verify_tasks
+from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
+from ditron_inductor.passes.finish.name_sites import name_sites
+from ditron_inductor.passes.finish.order_collectives import order_collectives
+from ditron_inductor.passes.finish.verify_tasks import verify_tasks
+from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm
 from ditron_inductor.task.verify import task_calls
 from tests.passes.graphs import all_gather, all_reduce, assert_no_new_guards, fuse, reduce_scatter, text, traced
 from tests.passes.graphs import scatter_dim as scatter

@@ -10,7 +10,7 @@ import torch
 
 from ditron_inductor.errors import DitronNotFused
 from ditron_inductor.options import Options
-from ditron_inductor.passes.require_fusions import require_fusions
+from ditron_inductor.passes.finish.require_fusions import require_fusions
 from ditron_inductor.pipeline import PASSES, run
 from tests.passes.graphs import all_gather, all_reduce, reduce_scatter, text, traced
 

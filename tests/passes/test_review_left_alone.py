@@ -11,9 +11,9 @@ import torch.ao.quantization.fx._decomposed  # registers quantized_decomposed
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.other_matmuls import MATMULS, other_matmul
-from ditron_inductor.passes.reasons import LEFT_ALONE, Reason
-from ditron_inductor.passes.review_left_alone import review_left_alone
+from ditron_inductor.passes.finish.review_left_alone import review_left_alone
+from ditron_inductor.passes.graph.other_matmuls import MATMULS, other_matmul
+from ditron_inductor.passes.graph.reasons import LEFT_ALONE, Reason
 from tests.passes.graphs import WORLD_SIZE, all_gather, all_reduce, c10d, fuse, group_name, reduce_scatter, traced
 
 pytestmark = pytest.mark.usefixtures("group")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.collectives import ALL_GATHER
-from ditron_inductor.passes.normalize_collectives import normalize_collectives
-from ditron_inductor.passes.share_gathers import share_gathers
+from ditron_inductor.passes.graph.collectives import ALL_GATHER
+from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.normalize.share_gathers import share_gathers
 from tests.passes.graphs import (
     WORLD_SIZE,
     all_gather,

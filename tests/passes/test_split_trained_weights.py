@@ -15,7 +15,7 @@ from torch._inductor import config
 from torch.distributed import _functional_collectives as functional
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.split_trained_weights import split_trained_weights
+from ditron_inductor.passes.forms.split_trained_weights import split_trained_weights
 from ditron_inductor.pipeline import run
 from tests.passes.graphs import WORLD_SIZE, assert_no_new_guards, compiled_graphs, run_ranks, text
 

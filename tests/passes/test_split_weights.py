@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.absorb_epilogues import absorb_epilogues
-from ditron_inductor.passes.name_sites import name_sites
-from ditron_inductor.passes.order_collectives import order_collectives
-from ditron_inductor.passes.projections import projections
-from ditron_inductor.passes.split_weights import split_weights
-from ditron_inductor.passes.verify_tasks import verify_tasks
+from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
+from ditron_inductor.passes.finish.name_sites import name_sites
+from ditron_inductor.passes.finish.order_collectives import order_collectives
+from ditron_inductor.passes.finish.verify_tasks import verify_tasks
+from ditron_inductor.passes.forms.split_weights import split_weights
+from ditron_inductor.passes.fuse.projections import projections
 from tests.passes.graphs import (
     WORLD_SIZE,
     all_reduce,

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.normalize_collectives import normalize_collectives
-from ditron_inductor.passes.order_collectives import order_collectives
+from ditron_inductor.passes.finish.order_collectives import order_collectives
+from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from ditron_inductor.pipeline import DitronPipeline
 from tests.passes.graphs import WORLD_SIZE, all_reduce, assert_no_new_guards, fuse, reasons, run_ranks, text, traced
 

@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.normalize_collectives import normalize_collectives
-from ditron_inductor.passes.reasons import LEFT_ALONE
-from ditron_inductor.passes.share_gathers import share_gathers
+from ditron_inductor.passes.graph.reasons import LEFT_ALONE
+from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
+from ditron_inductor.passes.normalize.share_gathers import share_gathers
 from ditron_inductor.pipeline import run
 from tests.passes.graphs import WORLD_SIZE, compiled_graphs, gather_dim, reasons, run_ranks, text
 from tests.passes.test_all_gather_attention import fuse_attention, of_all_ranks, operands, repeated, sequence_first

@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from torch._inductor import config
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.name_sites import name_sites
+from ditron_inductor.passes.finish.name_sites import name_sites
 from ditron_inductor.pipeline import JointPipeline
 from tests.passes.graphs import WORLD_SIZE, compiled_graphs, gather_dim, reasons, run_ranks, text
 from tests.passes.test_all_gather_attention import fuse_attention, of_all_ranks, operands

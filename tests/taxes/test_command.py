@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from ditron_inductor.__main__ import main
-from ditron_inductor.processes import Rank
 from ditron_inductor.taxes import command
 from ditron_inductor.taxes.accounts import SiteTaxes, Step, fused_account, unfused_account
 from ditron_inductor.taxes.command import TaxRequest
 from ditron_inductor.taxes.intermediates import Intermediates
 from ditron_inductor.taxes.probe import Spent
 from ditron_inductor.taxes.report import TaxReport
+from ditron_inductor.tools.processes import Rank
 from tests.ranks import RankContext, RankPool, RankPools
 from tests.test_explain import site
 

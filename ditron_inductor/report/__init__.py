@@ -1,0 +1,1 @@
+"""What a user can read of what was done: explain, the records behind it, and the summary."""

@@ -1,0 +1,360 @@
+"""``explain``: what Ditron does at every collective of a function, and why.
+
+    report = ditron_inductor.explain(model)(tokens)   # on all ranks of the groups involved
+    print(report)                                     # a table, one row per collective site
+    report.sites[0].strategy                          # the same, to read from code
+    ditron_inductor.explain(model, measure=True)      # and every strategy timed at every site
+
+Nothing here imports torch before ``explain`` is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from ditron_inductor.options import Options
+from ditron_inductor.report.sites import GraphRecord, SiteRecord, collect_sites, stopped_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from ditron_inductor.task.plan import PlanRequest
+    from ditron_inductor.tune.measure import Timings
+
+LEFT_ALONE = "-"
+# A report is neither an error nor in need of a summary line.
+UNASKED = {"ditron.strict": False, "ditron.summary": False}
+
+
+@dataclass(frozen=True)
+class ExplainedSite:
+    """One collective of one compiled graph.
+
+    direction: ``forward``, ``backward`` or ``graph`` where the compiler does not say.
+    record: what the passes saw and did, see ``SiteRecord``.
+    strategy: what runs here, or ``-`` for a collective that was left alone.
+    predicted_us: the cost model's microseconds for one call by this strategy, None where it has none.
+    reason: why this strategy, or why the collective was left alone.
+    source: what decided, see ``task.plan.Choice``; empty for a collective that was left alone.
+    predictions: the cost model's microseconds by strategy. measured: those that were timed on request, by strategy, the
+    maximum over ranks; None where nothing was timed. request: what the plan was asked, None where nothing ran.
+    """
+
+    direction: str
+    record: SiteRecord
+    strategy: str
+    predicted_us: float | None
+    reason: str
+    source: str = ""
+    predictions: Mapping[str, float] = field(default_factory=dict)
+    measured: Timings | None = None
+    request: PlanRequest | None = None
+
+    def row(self) -> dict[str, str]:
+        """The cells of this site's line in the printed table, by column."""
+        record = self.record
+        return {
+            "graph": self.direction,
+            "collective": record.kind,
+            "pattern": record.pattern,
+            "shape": " ".join(record.shapes),
+            "dtype": record.dtype.removeprefix("torch."),
+            "group": record.group_name if record.world_size is None else f"{record.group_name} (x{record.world_size})",
+            "strategy": self.strategy,
+            "moved": LEFT_ALONE if record.bytes_moved is None else bytes_text(record.bytes_moved),
+            "by": self.source or LEFT_ALONE,
+            "predicted": times_text(self.predictions),
+            "measured": times_text({} if self.measured is None else self.measured.us),
+            "why": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """All collective sites of a function's graphs, in graph order; ``text()``, or ``str()``, prints them as a table,
+    and below it what stopped those that were left alone.
+    """
+
+    sites: tuple[ExplainedSite, ...]
+    graphs: tuple[GraphRecord, ...]
+    options: Options
+
+    @property
+    def fused(self) -> tuple[ExplainedSite, ...]:
+        return tuple(site for site in self.sites if site.record.fused)
+
+    @property
+    def left_alone(self) -> tuple[ExplainedSite, ...]:
+        return tuple(site for site in self.sites if not site.record.fused)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self) -> str:
+        """The table, the sites left alone with the node and the line of each, and a summary."""
+        from tabulate import tabulate
+
+        if not self.graphs:
+            return "Ditron compiled no graph: the function holds no tensor operation that torch.compile captures."
+        graphs = f"{len(self.graphs)} graph{'s' if len(self.graphs) > 1 else ''}"
+        if not self.sites:
+            return f"Ditron compiled {graphs} without a collective: nothing to fuse."
+        rows = [site.row() for site in self.sites]
+        if not any(site.measured for site in self.sites):
+            for row in rows:
+                del row["measured"]
+        widths = {"why": 48, "shape": 34, "pattern": 30, "predicted": 18, "measured": 18}
+        limits = [widths.get(column) for column in rows[0]]
+        table = tabulate(rows, headers="keys", disable_numparse=True, maxcolwidths=limits)
+        notes = dict.fromkeys(note for site in self.sites if site.measured for note in site.measured.notes)
+        missing = "".join(f"\nno time: {note}" for note in notes)
+        summary = f"{len(self.fused)} of {len(self.sites)} collectives fused, in {graphs}{_changed(self.options)}"
+        records = [site.record for site in self.left_alone]
+        stopped = [stopped_text(one.node, one.line, one.reason_code, one.culprit) for one in records]
+        alone = "\n".join(["\nleft alone:", *stopped]) if stopped else ""
+        return f"{table}{missing}{alone}\n{summary}"
+
+
+def explain(
+    fn: Callable[..., Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    backward: bool = True,
+    measure: bool = False,
+) -> Callable[..., Report]:
+    """``explain(fn)(*args, **kwargs)`` compiles and runs ``fn`` once with Ditron and reports on its collectives.
+
+    It is collective: all ranks of the groups in ``fn`` have to call it. ``mode`` and ``options`` are those of
+    ``torch.compile``, but ``ditron.strict`` is off. The compiler's caches are off too, since a hit has no reasons to
+    show. Where the outputs need gradients and ``backward`` is true, the backward pass runs too, without touching any
+    ``.grad``. The state of the random generators is restored; other side effects of ``fn`` are those of one run.
+    ``measure`` times the strategies that can run at each site, one call alone on random data of the site's shapes,
+    inside a CUDA graph if ``mode`` uses them.
+    """
+    parsed, _ = Options.parse(options)
+
+    @functools.wraps(fn, assigned=("__doc__",), updated=())
+    def run(*args: Any, **kwargs: Any) -> Report:
+        import torch
+
+        args, kwargs = cut_from_graph((args, kwargs))
+        with collect_sites() as sink, without_caches(), random_state_kept():
+            outputs = torch.compile(fn, backend=fresh_backend(mode, options))(*args, **kwargs)
+            if backward:
+                run_backward(outputs)
+        report = build_report(sink.graphs, parsed)
+        return measured_report(report, graph=uses_graphs(mode)) if measure else report
+
+    return run
+
+
+def fresh_backend(mode: str | None, options: Mapping[str, Any] | None) -> Callable[..., Any]:
+    """Ditron as a backend of its own: Dynamo would answer from an earlier compilation with an equal one."""
+
+    def fresh(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        from ditron_inductor.backend import ditron
+
+        return ditron(gm, example_inputs, mode=mode, options={**(options or {}), **UNASKED})
+
+    return fresh
+
+
+def measured_report(report: Report, *, graph: bool, rounds: int | None = None, chosen: bool = False) -> Report:
+    """The report with every site timed that has run; sites of one shape share a measurement. Collective.
+
+    chosen: only `library` and the strategy that runs, not all that could.
+    """
+    from ditron_inductor.task.plan import possible
+    from ditron_inductor.tune.timing import ROUNDS
+
+    known: dict[Any, Timings] = {}
+    sites = []
+    for site in report.sites:
+        request, record = site.request, site.record
+        if request is None or not record.rows or not record.columns:
+            sites.append(site)
+            continue
+        # Equal on all ranks even where their weights are not.
+        terms = len(record.columns), len(record.depths), record.bias, record.epilogue, record.parts
+        strategies = tuple(dict.fromkeys(("library", site.strategy))) if chosen else ("library", *possible(request))
+        key = (record.group_name, replace(request, site=""), record.dim, terms, strategies)
+        if key not in known:
+            known[key] = _timings(record, request, report.options, strategies, graph, rounds or ROUNDS)
+        sites.append(replace(site, measured=known[key]))
+    return replace(report, sites=tuple(sites))
+
+
+def _timings(
+    record: SiteRecord, request: PlanRequest, options: Options, strategies: Sequence[str], graph: bool, rounds: int
+) -> Timings:
+    import torch
+
+    from ditron_inductor.tune.measure import SiteShape, measure
+
+    device = torch.device("cpu")
+    if request.device_type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    return measure(
+        SiteShape(
+            request.kind,
+            record.rows,
+            record.columns,
+            record.dim,
+            request.dtype,
+            request.world_size,
+            record.depths,
+            record.bias,
+            record.epilogue,
+            record.parts,
+        ),
+        group_name=record.group_name,
+        device=device,
+        strategies=strategies,
+        graph=graph and request.device_type == "cuda",
+        rounds=rounds,
+        workspace_limit=options.workspace_limit,
+        timeout_s=options.timeout_arg,
+    )
+
+
+def uses_graphs(mode: str | None) -> bool:
+    """Whether a mode of ``torch.compile`` runs the model inside CUDA graphs."""
+    import torch._inductor
+
+    modes: dict[str, dict[str, Any]] = torch._inductor.list_mode_options()
+    return mode is not None and bool(modes[mode].get("triton.cudagraphs"))
+
+
+def build_report(graphs: Sequence[GraphRecord], options: Options) -> Report:
+    """The report on graphs that were compiled inside ``collect_sites`` and have run."""
+    sites = [_explained(graph, record) for graph in graphs for record in graph.sites]
+    return Report(tuple(sites), tuple(graphs), options)
+
+
+@contextlib.contextmanager
+def without_caches() -> Iterator[None]:
+    """Compile anew inside the block: a cache hit runs no pass, and so has nothing to tell."""
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
+        # Compilations of the same function by other backends count against the limit.
+        torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit + 64),
+    ):
+        yield
+
+
+def times_text(times: Mapping[str, float]) -> str:
+    """'library 20, tile 12 us', or '-' for no times."""
+    return ", ".join(f"{name} {us:.0f}" for name, us in times.items()) + " us" if times else LEFT_ALONE
+
+
+def bytes_text(count: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if size == int(size) else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("the loop returns at its last unit")
+
+
+def _changed(options: Options) -> str:
+    """The options that differ from the defaults, or nothing."""
+    default = Options()
+    # How long ranks wait for each other changes nothing in a report.
+    names = [field.name for field in fields(Options) if field.name != "meeting_s"]
+    changed = [name for name in names if getattr(options, name) != getattr(default, name)]
+    return "".join(f"; ditron.{name} = {getattr(options, name)}" for name in changed)
+
+
+def _explained(graph: GraphRecord, record: SiteRecord) -> ExplainedSite:
+    direction = {None: "graph", False: "forward", True: "backward"}[graph.is_backward]
+    if not record.fused:
+        return ExplainedSite(direction, record, LEFT_ALONE, None, record.reason)
+    # torch stays out of this module's imports.
+    from ditron_inductor.device.meetings import meetings
+    from ditron_inductor.task.plan import decisions
+
+    last = decisions.last(record.group_name, record.site, (record.m, record.n, record.k))
+    plain = meetings.plain_reason(record.group_name, record.site)
+    if plain:
+        reason = f"its graph runs as Inductor alone would run it: {plain}"
+        return ExplainedSite(direction, record, "library", None, reason, "meeting")
+    if last is None:
+        reason = "it has not run: its tensors were empty, or nothing needed its result"
+        return ExplainedSite(direction, record, LEFT_ALONE, None, reason)
+    request, choice = last
+    return ExplainedSite(
+        direction=direction,
+        record=record,
+        strategy=choice.strategy,
+        predicted_us=None if choice.predicted_us is None else choice.predicted_us[choice.strategy],
+        reason=choice.reason,
+        source=choice.source,
+        predictions=choice.predicted_us or {},
+        request=request,
+    )
+
+
+def cut_from_graph(inputs: Any) -> Any:
+    """The same inputs as leaves, so that the backward run ends at them and leaves the caller's graph alone."""
+    import torch
+    from torch.utils import _pytree
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf:
+            return value.detach().requires_grad_()
+        return value
+
+    return _pytree.tree_map(cut, inputs)
+
+
+def run_backward(outputs: Any) -> None:
+    """Gradients of all outputs that have them, to every leaf below; they are computed and dropped."""
+    import torch
+    from torch.utils import _pytree
+
+    roots = [
+        value
+        for value in _pytree.tree_leaves(outputs)
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None and value.is_floating_point()
+    ]
+    leaves = _leaves_below(roots)
+    if roots and leaves:
+        torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
+
+
+def _leaves_below(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors whose gradients would be accumulated: parameters and inputs, wherever the function found them."""
+    found: list[torch.Tensor] = []
+    seen: set[Any] = set()
+    stack: list[Any] = [root.grad_fn for root in roots]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        # Only AccumulateGrad nodes hold the leaf itself.
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.append(variable)
+        stack.extend(child for child, _ in node.next_functions)
+    return found
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[None]:
+    import torch
+
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        yield

@@ -1,0 +1,76 @@
+"""One line on what was fused, when the first graph that holds collectives is compiled.
+
+    ditron: 2 of 3 collectives of the first graph fused (1 all_gather_matmul, 1 matmul_reduce_scatter), left alone: ..
+
+It is a warning of the logger `ditron_inductor.report.summary`: that is shown where no logging is set up, as torch's own
+hints are. It comes once per process, on rank 0 only; later graphs, backward graphs among them, add up at debug level.
+A graph from a cache runs no pass and is not counted. The option `ditron.summary` silences it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+
+import torch.distributed as dist
+from torch import fx
+
+from ditron_inductor.passes.finish.order_collectives import is_task, launches_collective
+from ditron_inductor.passes.graph.reasons import LEFT_ALONE
+
+log = logging.getLogger(__name__)
+
+
+class Summary:
+    """How many collectives were fused, by kind, and left alone, by reason, in the graphs of a process.
+
+    Only the text that it logs depends on it. Backward graphs are compiled by threads of their own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._graphs = 0
+        self._fused: Counter[str] = Counter()
+        self._left: Counter[str] = Counter()
+
+    def add(self, graph: fx.Graph) -> None:
+        """Count the sites of a rewritten graph, and log the sum: the first time for everybody to see."""
+        fused = Counter(_name(node) for node in graph.nodes if is_task(node))
+        left = Counter(_reason(node) for node in graph.nodes if launches_collective(node))
+        if not fused and not left:
+            return
+        with self._lock:
+            self._graphs += 1
+            self._fused += fused
+            self._left += left
+            level = logging.WARNING if self._graphs == 1 else logging.DEBUG
+            text = self.text()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            log.log(level, "%s", text)
+
+    def text(self) -> str:
+        """The line."""
+        fused, left = self._fused.total(), self._left.total()
+        graphs = "the first graph" if self._graphs == 1 else f"{self._graphs} graphs"
+        text = f"ditron: {fused} of {fused + left} collectives of {graphs} fused"
+        text += f" ({_counts_text(self._fused)})" if fused else ""
+        if left:
+            text += f", left alone: {_counts_text(self._left)}; ditron_inductor.explain(model)(*inputs) says where"
+        return text
+
+
+def _counts_text(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common())
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target).split(".")[1]
+
+
+def _reason(node: fx.Node) -> str:
+    return str(node.meta[LEFT_ALONE].code) if LEFT_ALONE in node.meta else "no_pattern"
+
+
+summary = Summary()
+"""That of this process."""

@@ -1,0 +1,1 @@
+"""The host's path of a call: binding the ops, planning, launching, recording, repeating."""

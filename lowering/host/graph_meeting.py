@@ -1,0 +1,137 @@
+"""What the code of a compiled graph asks first: whether it may run as it was rewritten.
+
+Inductor's code for a graph that holds collectives (see lowering/host/meeting_kernel.py) begins with
+
+    meeting_buf0 = graph_meeting("..", "..", 20.0)
+    ...
+    def call(self, args):
+        arg0_1, arg1_1 = args
+        other = meeting_buf0()
+        if other is not None:
+            return other([arg0_1, arg1_1], ((8, 1), None))
+
+The first call meets the peers (device/meetings.py); later calls look up what was decided.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+# In a process that found the code in a cache nothing else may have done what an import of this does.
+from ditron_inductor import backend as backend
+from ditron_inductor.device import groups
+from ditron_inductor.device.agreements import Decision
+from ditron_inductor.device.facts import GraphFacts
+from ditron_inductor.device.meetings import check_world_sizes, meetings
+from ditron_inductor.errors import DitronCaptureError, DitronDiverged
+from ditron_inductor.lowering.host.plain_graph import PlainGraph, restrided
+from ditron_inductor.options import Options
+from ditron_inductor.pipeline import ConformPipeline
+
+logger = logging.getLogger(__name__)
+
+MOST_ATTEMPTS = 2
+"""Meetings to which somebody did not come; after so many a graph runs as Inductor alone would run it."""
+
+Other = Callable[[list[Any], Sequence[Any]], tuple[Any, ...]]
+"""A function of the graph's inputs and of the strides that its outputs are expected with."""
+
+
+class GraphMeeting:
+    """One compiled graph in front of its peers. facts: the text of its GraphFacts. plain: of the graph before our
+    passes, see plain_graph.py. limit_s: seconds to wait for a rank that does not come.
+    """
+
+    def __init__(self, facts: str, plain: str, limit_s: float) -> None:
+        self.facts = GraphFacts.parse(facts)
+        self.limit_s = limit_s
+        self.decision: Decision | None = None
+        self._text = plain
+        self._plain = PlainGraph(plain) if plain else None
+        self._other: Other | None = None
+        self._version = self._life = -1
+        self._groups: list[Any] = []
+        self._attempts = 0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> Other | None:
+        """None where the graph runs as it was rewritten; else what runs in its place.
+
+        Raises what `Meetings.meet` raises, DitronCaptureError where a graph that waits for its peers is captured before
+        it has run, and RuntimeError where there is no group of a name any more.
+        """
+        if self._version == meetings.version and self._is_current():
+            return self._other
+        with self._lock:
+            return self._decide()
+
+    def _is_current(self) -> bool:
+        return all(groups.find(name) is group for name, group in self._groups)
+
+    def _decide(self) -> Other | None:
+        if self._life != meetings.life or not self._is_current():
+            self._attempts = 0
+        self._life = meetings.life
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        check_world_sizes(self.facts)
+        decision = meetings.known(self.facts)
+        if decision is None and capturing:
+            decision = self._captured()
+            if decision is None:
+                return None
+        elif decision is None and self._attempts >= MOST_ATTEMPTS and self.decision is not None:
+            decision = self.decision
+        elif decision is None:
+            decision = meetings.meet(self.facts, self.limit_s)
+            if not decision.final:
+                self._attempts += 1
+                logger.warning("a graph runs without fusion: %s", decision.plain)
+        # A graph that conforms to an agreement has been compiled for it.
+        if decision.conform is None or decision != self.decision:
+            self._other = self._in_place(decision)
+        self.decision = decision
+        meetings.note_plain(self.facts, decision.plain)
+        if decision.final or self._attempts >= MOST_ATTEMPTS:
+            self._version = meetings.version
+        self._groups = [(group.name, groups.find(group.name)) for group in self.facts.groups]
+        return self._other
+
+    def _captured(self) -> Decision | None:
+        """What a capture makes of a graph that is not decided; None where nobody waits for this rank."""
+        if self.facts.is_bare:
+            return None
+        if self._attempts:
+            return Decision(plain="its peers had not come before it was captured")
+        raise DitronCaptureError(site="a graph", problem="its ranks have not compared it")
+
+    def _in_place(self, decision: Decision) -> Other | None:
+        if not decision.plain and decision.conform is None:
+            return None
+        if self._plain is None:
+            # Without the graph as it was there is nothing that would be right.
+            name = self.facts.groups[0].name
+            rank = groups.resolve(name).rank
+            raise DitronDiverged(
+                rank=rank, site="a graph", peer="another", peer_site=f"a graph unlike it: {decision.plain}"
+            )
+        if decision.conform is not None:
+            rewrite = ConformPipeline(decision.conform, Options.of_shared(self.facts.options), self.facts.key)
+            return functools.partial(_run, PlainGraph(self._text, rewrite))
+        compile_it = decision.final or self._attempts >= MOST_ATTEMPTS
+        return functools.partial(_run, self._plain if compile_it else self._plain.interpret)
+
+
+def _run(plain: Callable[[Sequence[Any]], Sequence[Any]], inputs: list[Any], strides: Sequence[Any]) -> tuple[Any, ...]:
+    with torch.no_grad():
+        return restrided(plain(inputs), strides)
+
+
+def graph_meeting(facts: str, plain: str, limit_s: float) -> GraphMeeting:
+    """What the code of a compiled graph makes when it is loaded."""
+    return GraphMeeting(facts, plain, limit_s)

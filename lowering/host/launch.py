@@ -1,0 +1,257 @@
+"""What every `tile` launch needs besides its kernel: a workspace, a tile shape, a grid, and operands as rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ditron_inductor.device.workspace import Call, Workspace
+from ditron_inductor.lowering.config import Config, select_config
+from ditron_inductor.lowering.host.launcher import Arguments, Launcher
+from ditron_inductor.lowering.host.recording import SlotUse, recording, refuse_to_record
+from ditron_inductor.lowering.host.tracing import TraceBuffer, clock_of, takes_part, traced, tracing
+
+NUMBERS = ("slot", "site")
+WORDS = ("table", "ctl", "counters")
+"""Parameters of every kernel of the protocol: what `Launch.run` passes by itself."""
+
+INTERPRETED_CHUNKS = 4
+"""Flags that a launch of the interpreter gets along with, so that small problems have tiles that share one."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    """The smallest multiple of b that is at least a."""
+    return ceil_div(a, b) * b
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """x [.., K] as rows [M, K] with contiguous K; a view where its strides allow, else a copy."""
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x
+    # Not -1: a rank with an empty slice of K has rows of no length.
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def longest_first(
+    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """(a_i [.., K_i] as rows, b_i) in the order in which a kernel adds up the products a_i @ b_i: the longest K first.
+
+    The first K loop is the one that carries finished tiles to peers.
+    """
+    if len(a) == 1:
+        return (rows_of(a[0]),), (b[0],)
+    pairs = sorted(zip(a, b, strict=True), key=lambda pair: -pair[1].shape[0])
+    return tuple(rows_of(left) for left, _ in pairs), tuple(right for _, right in pairs)
+
+
+def sum_sizes(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """The sizes that a kernel takes with the operands of `longest_first`."""
+    return {
+        "depths": tuple(right.shape[0] for right in rights),
+        "strides_am": tuple(left.stride(0) for left in lefts),
+        "strides_bk": tuple(right.stride(0) for right in rights),
+        "strides_bn": tuple(right.stride(1) for right in rights),
+    }
+
+
+def is_tf32_allowed() -> bool:
+    """For products of fp32, by torch.set_float32_matmul_precision or torch.backends.cuda.matmul.fp32_precision.
+
+    Once the second one was set, torch.get_float32_matmul_precision raises.
+    """
+    allowed: bool = torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+    return allowed
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """`input_precision` of `tl.dot` for operands of `dtype`: fp32 obeys torch's settings."""
+    exact = dtype != torch.float32 or not is_tf32_allowed()
+    # AMD GPUs have no tf32, and the compiler refuses the word even where it would not matter.
+    return "ieee" if exact or torch.version.hip is not None else "tf32"
+
+
+def is_block_loadable(x: torch.Tensor) -> bool:
+    """Whether a tensor descriptor can describe x [R, C] or its transpose: one dimension contiguous, all aligned."""
+    if x.numel() == 0 or x.data_ptr() % 16 != 0 or 1 not in x.stride():
+        return False
+    pitch = x.stride(1) if x.stride(0) == 1 else x.stride(0)
+    return pitch * x.element_size() % 16 == 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The calls of one site with operands of one form: their workspace, and the site's name, which peers see when
+    something goes wrong. launchers: of its kernels, by identity and clock of their time stamps.
+    """
+
+    workspace: Workspace
+    site_text: str
+    launchers: dict[tuple[int, int], Launcher] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def rank(self) -> int:
+        return self.workspace.rank
+
+    @property
+    def interpreted(self) -> bool:
+        return self.workspace.device.type == "cpu"
+
+    @property
+    def num_sms(self) -> int:
+        """Of the group's smallest device: tile shapes follow from it, and slots are laid out by tile shapes."""
+        return self.workspace.capabilities.num_sms
+
+    def config(self, *, rows: int, columns: int, repeats: int, dtype: torch.dtype) -> Config:
+        """Tile shape for `repeats` outputs of `rows` x `columns`; group_m is what one group really has."""
+        config = select_config(
+            rows=rows,
+            columns=columns,
+            repeats=repeats,
+            dtype=dtype,
+            interpreted=self.interpreted,
+            num_sms=self.num_sms,
+        ).for_arch(self.workspace.capabilities.arch)
+        half = ceil_div(ceil_div(rows, config.block_m), 2)
+        return replace(config, group_m=min(config.group_m, 1 << (half - 1).bit_length()))
+
+    def constants(self, config: Config, a: torch.Tensor, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """The compile-time arguments that every matrix-product kernel takes, and its launch options.
+
+        a: rows [.., K] with contiguous K; weights: [K, N_i].
+        """
+        K = a.shape[-1]
+        threads = self.threads(config.num_warps)
+        return {
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "GROUP_M": config.group_m,
+            "DESCRIPTORS": self.loads_by_descriptor(a, weights),
+            # One bit for each weight.
+            "K_MAJOR": sum(1 << i for i, weight in enumerate(weights) if weight.stride(0) == 1),
+            "EVEN_K": K % config.block_k == 0,
+            "PRECISION": dot_precision(a.dtype),
+            "UPCAST": self.interpreted,
+            "THREADS": threads,
+            # In 32-bit words, 16 bytes for each thread.
+            "PIECE": 4 * threads,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
+
+    def sum_constants(
+        self, config: Config, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], bias: torch.Tensor | None
+    ) -> dict[str, Any]:
+        """`constants` of a kernel that adds up products of rows [M, K_i] with weights [K_i, N], and a bias: a row [N]
+        (HAS_BIAS is 1) or a column [M, 1] (2).
+        """
+        constants = self.constants(config, lefts[0], rights)
+        constants["DESCRIPTORS"] &= all(self.loads_by_descriptor(left, ()) for left in lefts[1:])
+        constants["EVEN_K"] = all(right.shape[0] % config.block_k == 0 for right in rights)
+        return {**constants, "NUM_PRODUCTS": len(lefts), "HAS_BIAS": 0 if bias is None else bias.dim()}
+
+    def loads_by_descriptor(self, a: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether the copy unit can fetch blocks of these operands: on NVIDIA GPUs since Hopper, 16-byte aligned."""
+        arch = self.workspace.capabilities.arch
+        if not (arch == "interpreter" or arch.startswith(("sm_9", "sm_10", "sm_11", "sm_12"))):
+            return False
+        rows = a.flatten(0, -2)
+        # With K = 1 either stride may be 1, and rows are loaded as rows.
+        if rows.stride(0) * rows.element_size() % 16 != 0:
+            return False
+        return all(is_block_loadable(x) for x in (rows, *weights))
+
+    def programs(self, work: int, config: Config) -> int:
+        """Grid of a persistent kernel with `work` tickets. Any number is right; this many keep the GPU busy."""
+        return max(1, min(work, self.num_sms * config.programs_per_sm))
+
+    def threads(self, num_warps: int) -> int:
+        """Of a program: AMD's data-centre GPUs have warps of 64 threads."""
+        return num_warps * (64 if self.workspace.capabilities.arch.startswith("gfx9") else 32)
+
+    def launcher(self, kernel: Any, clock: int = 0) -> Launcher:
+        """The site's launcher of a kernel with the parameters NUMBERS (not specialised on) and WORDS.
+
+        clock: of its time stamps, 0 for none.
+        """
+        found = self.launchers.get((id(kernel), clock))
+        if found is None:
+            workspace = self.workspace
+            scratch = workspace.shared.scratch
+            found = Launcher(kernel, workspace.device, numbers=NUMBERS, words=WORDS, allocator=scratch)
+            self.launchers[id(kernel), clock] = found
+        return found
+
+    def run(self, kernel: Any, nbytes: int, arguments: Callable[[], Arguments], tensors: Mapping[str, Any]) -> None:
+        """One use of a slot with at least `nbytes` of data, by one launch of `kernel`. Raises as Workspace.call.
+
+        kernel: see `launcher`. tensors: its other pointers, by name, in the same order each time. arguments: the rest;
+        see Launcher for what it may depend on.
+        """
+        workspace = self.workspace
+        shared = workspace.shared
+        limits = workspace.timeout_s, workspace.first_timeout_s
+        begin = self.site_text, nbytes, workspace.options.workspace_limit, *limits
+        here = recording.here()
+        if here is not None:
+            here.took(SlotUse(shared, *begin))
+        generation, slot, site = shared.begin(*begin)
+        try:
+            words = generation.table, generation.ctl, generation.counters
+            clock = 0
+            if tracing.buffer is not None:
+                refuse_to_record("time stamps")
+                clock, arguments = self.timed(kernel, arguments)
+                tracing.buffer.attach(generation, site, self.site_text)
+            self.launcher(kernel, clock)(shared.order.stream, arguments, (slot, site), words, tensors)
+        except BaseException as exc:
+            shared.fail(exc)
+            raise
+        shared.end()
+
+    def call(self, nbytes: int) -> AbstractContextManager[Call]:
+        """The use of one slot with at least `nbytes` of data; see Workspace.call."""
+        refuse_to_record("a slot for more than a launch")
+        call = self.workspace.call(self.site_text, nbytes)
+        return call if tracing.buffer is None else self._traced(call, tracing.buffer)
+
+    @contextmanager
+    def _traced(self, call: Call, buffer: TraceBuffer) -> Iterator[Call]:
+        with call:
+            buffer.attach(call.generation, call.site, self.site_text)
+            yield call
+
+    def run_within(
+        self, call: Call, kernel: Any, arguments: Callable[[], Arguments], tensors: Mapping[str, Any]
+    ) -> None:
+        """One launch of `kernel` in a use of a slot, of `call`; see `run`."""
+        clock, arguments = self.timed(kernel, arguments)
+        words = call.table, call.ctl, call.counters
+        self.launcher(kernel, clock)(call.stream, arguments, (call.slot, call.site), words, tensors)
+
+    def timed(self, kernel: Any, arguments: Callable[[], Arguments]) -> tuple[int, Callable[[], Arguments]]:
+        """(the clock that a kernel launched now is to read, 0 for none; the arguments with it)."""
+        wanted = tracing.buffer is not None and takes_part(kernel)
+        clock = (clock_of(self.workspace.capabilities.arch) or 0) if wanted else 0
+        return clock, traced(arguments, clock) if clock else arguments
+
+    @staticmethod
+    def shard_block(shard_shape: list[int], dim: int) -> int:
+        """`block` of interleaved_row for shards of `shard_shape` [.., K] along `dim`."""
+        return math.prod(shard_shape[dim:-1])
+
+    def chunk_tiles(self, tiles: int, max_chunks: int) -> int:
+        """Tiles of one chunk, when `tiles` of them share at most `max_chunks` flags."""
+        return ceil_div(max(tiles, 1), min(max_chunks, INTERPRETED_CHUNKS) if self.interpreted else max_chunks)

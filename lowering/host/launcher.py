@@ -1,0 +1,358 @@
+"""Launches of compiled kernels without the work that Triton's JIT does each time.
+
+`kernel[grid](...)` looks at every argument, builds text from what it saw, looks the compiled kernel up by it, checks
+global variables, asks the driver about every pointer and calls two hooks: tens of microseconds with 35 arguments,
+most of which never change. A `Launcher` stands for one kernel at one site. It leaves the first launch of each
+specialisation to the JIT, keeps the compiled kernel and the arguments in their order, and later only fills in what
+differs: the addresses of the tensors and a few numbers. Where the numbers are few as well, a `Bound` keeps one list of
+arguments for each of their values.
+
+What decides which compiled kernel runs is the same as for the JIT, since Triton's own function tells it: the
+specialisation of every tensor (dtype, 16-byte alignment, on AMD GPUs whether it is small), and the two settings that
+are options of every compilation. All else is a fixed value of the launcher, but for parameters that the kernel does not
+specialise on, which stay within 32 bits so that their type cannot change, and pointers that always look the same.
+
+The JIT runs every launch in the interpreter, while launch hooks (of a profiler, say) or other hooks of Triton are set,
+and under a version of Triton whose internals are not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from ditron_inductor.device.streams import on_stream
+from ditron_inductor.errors import DitronInterpreterBusy
+from ditron_inductor.lowering.host.recording import LaunchMade, recording, refuse_to_record
+from ditron_inductor.lowering.host.tracing import tracing
+
+logger = logging.getLogger(__name__)
+
+KNOWN_TRITON = ((3, 6), (3, 8))
+"""Oldest and newest version whose compiled kernels are known to be launched as below."""
+
+SIGNED_32 = 1 << 31
+
+_interpreter = threading.Lock()
+
+Allocator = Callable[[int, int, int | None], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What does not come with every call: programs, and by name the other parameters and the options."""
+
+    programs: int
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Internals:
+    """What we use of Triton beyond its public interface."""
+
+    runtime: Any
+    compilation: Any
+    specialize: Callable[..., Any]
+    compiled_class: Any
+    allocator: contextvars.ContextVar[Any]
+
+    def settings(self) -> tuple[Any, ...] | None:
+        """What the JIT makes part of every compilation's options; None while somebody listens to launches, or changes
+        compilations.
+        """
+        runtime = self.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        # A chain of hooks, a function, or None.
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            return None
+        if getattr(runtime, "add_stages_inspection_hook", None) is not None:
+            return None
+        return runtime.debug, self.compilation.instrumentation_mode
+
+
+@functools.cache
+def internals() -> Internals | None:
+    """Triton's internals, or None, with a warning, if this version has others."""
+    numbers = re.findall(r"\d+", triton.__version__)
+    oldest, newest = (".".join(map(str, version)) for version in KNOWN_TRITON)
+    problem = f"{oldest} to {newest} are known"
+    if KNOWN_TRITON[0] <= (int(numbers[0]), int(numbers[1])) <= KNOWN_TRITON[1]:
+        try:
+            from triton import knobs
+            from triton._C.libtriton import native_specialize_impl
+            from triton.compiler.compiler import CompiledKernel
+            from triton.runtime._allocation import _allocator
+
+            found = Internals(knobs.runtime, knobs.compilation, native_specialize_impl, CompiledKernel, _allocator)
+            found.settings()
+            return found
+        except (ImportError, AttributeError) as exc:
+            problem = f"{type(exc).__name__}: {exc}"
+    logger.warning(
+        "Triton %s is launched through its JIT, which costs tens of microseconds for every call (%s)",
+        triton.__version__,
+        problem,
+    )
+    return None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A compiled kernel with its arguments in order; those that differ from call to call are to be filled in."""
+
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    programs: int
+    template: list[Any]
+    needs_scratch: bool
+    compiled: Any
+
+
+class Launcher:
+    """One kernel at one site, whose operands differ from call to call in their addresses only.
+
+    numbers: names of int parameters whose values come with every call; the kernel must not specialise on them. words:
+    names of pointers whose dtype and alignment are always the same. allocator: of scratch memory. `ready`: what the JIT
+    has compiled so far, by specialisation.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        device: torch.device,
+        *,
+        numbers: tuple[str, ...],
+        words: tuple[str, ...],
+        allocator: Allocator,
+    ) -> None:
+        self.kernel = kernel
+        self.device = device
+        self._numbers = numbers
+        self._words = words
+        self._allocator = allocator
+        self.ready: dict[Any, Ready] = {}
+        self.positions: dict[str, int] = {}
+        self.flags: dict[str, tuple[bool, bool, bool]] = {}
+        # Of the NVIDIA or AMD compiler, known from the first launch on.
+        self.backend: Any = None
+        if isinstance(kernel, JITFunction):
+            for position, param in enumerate(kernel.params):
+                self.positions[param.name] = position
+                align = not param.do_not_specialize_on_alignment
+                self.flags[param.name] = (param.is_const, not param.do_not_specialize, align)
+            params = [kernel.params[self.positions[name]] for name in numbers]
+            eager = [param.name for param in params if not param.do_not_specialize or param.annotation]
+            assert not eager, f"{kernel} specialises on {eager}, which differ from call to call"
+
+    def __call__(
+        self,
+        stream: int,
+        arguments: Callable[[], Arguments],
+        numbers: tuple[int, ...],
+        words: tuple[torch.Tensor, ...],
+        tensors: Mapping[str, Any],
+    ) -> None:
+        """Launch on `stream`, the current one of the device, which is the current device.
+
+        arguments: asked for before the first launch of each specialisation; depends on nothing but the specialisations
+        of the tensors (dtypes and 16-byte alignment) and on what never changes at the site. numbers, words: values for
+        those names. tensors: the other operands by name, tensors or tuples of them, on the device; the same names in
+        the same order in every call.
+        """
+        ready = self._ready(tensors)
+        if ready is None:
+            self._launch_by_jit(arguments, numbers, words, tensors)
+            return
+        values = self.values(ready, numbers, words)
+        positions = self.positions
+        for name, x in tensors.items():
+            values[positions[name]] = tuple([one.data_ptr() for one in x]) if type(x) is tuple else x.data_ptr()
+        here = recording.here()
+        if here is not None:
+            found = internals()
+            settings = None if found is None else found.settings()
+            assert settings is not None
+            here.launched(LaunchMade(self, ready, settings, dict(tensors)))
+        self.start(ready, stream, values)
+
+    def start(self, ready: Ready, stream: int, values: list[Any]) -> None:
+        """Launch with these arguments, all of them, on `stream`, the current one."""
+        if not ready.needs_scratch:
+            ready.run(ready.programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *values)
+            return
+        found = internals()
+        assert found is not None
+        before = found.allocator.set(self._allocator)
+        try:
+            ready.run(ready.programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *values)
+        finally:
+            found.allocator.reset(before)
+
+    def values(self, ready: Ready, numbers: tuple[int, ...], words: tuple[torch.Tensor, ...]) -> list[Any]:
+        """The arguments of a launch in their order; those of tensors are still to be filled in."""
+        positions = self.positions
+        values = ready.template.copy()
+        for i, name in enumerate(self._numbers):
+            values[positions[name]] = number = numbers[i]
+            assert -SIGNED_32 <= number < SIGNED_32, f"{name} = {number} does not fit in 32 bits"
+        # Addresses instead of tensors: about every tensor the driver would be asked again.
+        for i, name in enumerate(self._words):
+            values[positions[name]] = words[i].data_ptr()
+        return values
+
+    def _ready(self, tensors: Mapping[str, Any]) -> Ready | None:
+        """What the JIT would run, unless it has to."""
+        found = internals()
+        if found is None or self.backend is None or self.kernel.pre_run_hooks:
+            return None
+        settings = found.settings()
+        return None if settings is None else self.ready.get(self._key(found, settings, tensors))
+
+    def _key(self, found: Internals, settings: tuple[Any, ...], tensors: Mapping[str, Any]) -> tuple[Any, ...]:
+        specialize, backend, flags = found.specialize, self.backend, self.flags
+        return settings, *[specialize(backend, x, *flags[name]) for name, x in tensors.items()]
+
+    def _launch_by_jit(
+        self,
+        arguments: Callable[[], Arguments],
+        numbers: tuple[int, ...],
+        words: tuple[torch.Tensor, ...],
+        tensors: Mapping[str, Any],
+    ) -> None:
+        """Launch as everybody does, and keep the compiled kernel."""
+        refuse_to_record("a launch by the JIT")
+        assert all(word.data_ptr() % 16 == 0 for word in words)
+        chosen = arguments()
+        values = {**chosen.values, **dict(zip(self._numbers, numbers, strict=True))}
+        pointers = {**tensors, **dict(zip(self._words, words, strict=True))}
+        launch = functools.partial(self.kernel[(chosen.programs,)], **pointers, **values)
+        if not isinstance(self.kernel, JITFunction):
+            with interpreting(self.kernel):
+                launch()
+            return
+
+        def with_allocator() -> Any:
+            triton.set_allocator(self._allocator)
+            return launch()
+
+        # In a context of its own: the allocator that the caller has set stays his.
+        compiled: Any = contextvars.copy_context().run(with_allocator)
+        found = internals()
+        settings = None if found is None else found.settings()
+        # While somebody changes compilations this may be another kernel than later.
+        if found is None or settings is None or not isinstance(compiled, found.compiled_class):
+            return
+        self.backend = self.kernel.device_caches[self.device.index][3]
+        params = self.kernel.params
+        self.ready[self._key(found, settings, tensors)] = Ready(
+            run=compiled.run,
+            function=compiled.function,
+            metadata=compiled.packed_metadata,
+            programs=chosen.programs,
+            # Options are no parameters, and pointers are filled in.
+            template=[None if param.name in pointers else values.get(param.name, param.default) for param in params],
+            needs_scratch=bool(getattr(compiled.metadata, "global_scratch_size", 0)),
+            compiled=compiled,
+        )
+
+
+@contextlib.contextmanager
+def interpreting(kernel: Any) -> Iterator[None]:
+    """A launch in Triton's interpreter, which keeps what it does in variables of its module: for one thread at a time.
+
+    Raises DitronInterpreterBusy instead of waiting: the launch of the other thread may wait for a peer whose launch
+    waits for this one's peer.
+    """
+    if not _interpreter.acquire(blocking=False):
+        raise DitronInterpreterBusy(kernel=getattr(kernel, "__name__", str(kernel)))
+    try:
+        yield
+    finally:
+        _interpreter.release()
+
+
+def local_launcher(kernel: Any, device: torch.device) -> Launcher:
+    """Of a kernel that uses no workspace: it has neither the protocol's words nor scratch memory.
+
+    Called as `launcher(stream, arguments, (), (), tensors)`.
+    """
+    return Launcher(kernel, device, numbers=(), words=(), allocator=_no_scratch)
+
+
+def _no_scratch(nbytes: int, alignment: int, stream: int | None) -> torch.Tensor:
+    raise AssertionError("the kernel takes no scratch memory")
+
+
+class Bound:
+    """Launches of a launcher that have all but some tensors in common: numbers and words too.
+
+    tensors: names of what comes with every call, in its order: all of the kernel's operands. arguments: see Launcher.
+    The rest of a launch is made ready once for each specialisation. traced: makes the same launches with time stamps,
+    which take the place of these while a trace is being taken, and are not kept here.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        arguments: Callable[[], Arguments],
+        numbers: tuple[int, ...],
+        words: tuple[torch.Tensor, ...],
+        tensors: tuple[str, ...] = (),
+        traced: Callable[[], Bound] | None = None,
+    ) -> None:
+        self.kernel = launcher.kernel
+        self._traced = traced
+        self._launcher = launcher
+        self._arguments = arguments
+        self._numbers = numbers
+        self._words = words
+        self._names = tensors
+        # Of no use, and unknown, in the interpreter.
+        self._flags = [launcher.flags.get(name, ()) for name in tensors]
+        self._places = [launcher.positions.get(name, 0) for name in tensors]
+        self._filled: dict[Any, tuple[Ready, list[Any]]] = {}
+
+    def __call__(self, stream: int, *tensors: Any) -> None:
+        """Launch on `stream`, any one of the device, which is the current device."""
+        refuse_to_record("a bound launch")
+        if tracing.buffer is not None and self._traced is not None:
+            self._traced()(stream, *tensors)
+            return
+        launcher = self._launcher
+        found = internals()
+        settings = None
+        if found is not None and launcher.backend is not None and not self.kernel.pre_run_hooks:
+            settings = found.settings()
+        if settings is not None:
+            specialize, backend = found.specialize, launcher.backend  # type: ignore[union-attr]
+            key = settings, *[specialize(backend, x, *flags) for flags, x in zip(self._flags, tensors, strict=True)]
+            filled = self._filled.get(key) or self._fill(key)
+            if filled is not None:
+                ready, values = filled
+                if tensors:
+                    values = values.copy()
+                    for place, x in zip(self._places, tensors, strict=True):
+                        values[place] = tuple([one.data_ptr() for one in x]) if type(x) is tuple else x.data_ptr()
+                ready.run(ready.programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *values)
+                return
+        with on_stream(stream, launcher.device):
+            launcher(stream, self._arguments, self._numbers, self._words, dict(zip(self._names, tensors, strict=True)))
+
+    def _fill(self, key: Any) -> tuple[Ready, list[Any]] | None:
+        ready = self._launcher.ready.get(key)
+        if ready is None or ready.needs_scratch:
+            return None
+        self._filled[key] = ready, self._launcher.values(ready, self._numbers, self._words)
+        return self._filled[key]

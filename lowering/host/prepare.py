@@ -1,0 +1,174 @@
+"""The first call of a site with operands of one form: what the ranks agreed on, sizes, the plan, the choice.
+
+The first call finds the group's workspace, asks the plan for a strategy, lays out the slot, and keeps all that; later
+calls look it up (prepared.py). What the ranks must decide alike follows from sizes that all of them share, from what
+rank 0 has of its own, as the meeting of the graph told everybody, and from one dimension that only the local weight has
+(columns of an all-gather's weights, K of what is summed up, of all products together). Its largest value on any rank
+takes its place; the ranks agree on it once for each site, since it may change later on one rank alone: where the
+gathered tensor is a weight, or tokens are contracted, it is this rank's number of tokens. No layout has to follow it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ditron_inductor.device import AgreedOptions, groups, workspaces
+from ditron_inductor.device.meetings import meetings
+from ditron_inductor.lowering import costs
+from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
+from ditron_inductor.lowering.host.launch import Launch
+from ditron_inductor.lowering.host.prepared import Chosen, Prepared, PreparedCalls, choose_both
+from ditron_inductor.lowering.host.strategies import CHUNKED, PLANNED_AS, TILE, Runner
+from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduceRmsNorm, NormNode, TaskNode
+from ditron_inductor.task.plan import Choice, PlanRequest
+from ditron_inductor.task.policy import shared_site
+
+Possible = Callable[[Any, Launch, torch.Tensor, int, int, int], tuple[PlanRequest, dict[str, Runner]]]
+"""A function of the node, the launch, the tensor that is communicated, and m, n, k."""
+
+
+def prepare(
+    calls: PreparedCalls,
+    key: Hashable,
+    node: TaskNode,
+    x: torch.Tensor,
+    library: Callable[..., Any],
+    *,
+    sizes: Sequence[int],
+    m: int,
+    shared: int,
+    local: tuple[str, int],
+    possible: Possible | None = None,
+) -> Callable[..., Any]:
+    """What runs a call, kept in `calls` under `key`. Collective where the ranks have to agree on something first.
+
+    x: the tensor that is communicated, or multiplied before it is. sizes: those that every rank must have alike, by
+    which peers name the site. m: rows of the whole product. shared: its dimension n or k that all ranks have alike;
+    local: the other one, "columns" or "K", and its size on this rank. possible: as `_possible`, which it is for
+    matmuls.
+    """
+    node.verify()
+    n, k = (local[1], shared) if local[0] == "columns" else (shared, local[1])
+    reason = meetings.library_reason(node.group_name, node.site)
+    if reason:
+        return _by_library(calls, key, node, x, library, reason, (m, n, k))
+    policy = node.policy
+    options = AgreedOptions(policy.strategy, policy.workspace_limit, policy.timeout_s)
+    workspace = workspaces.get(node.group_name, x.device, options)
+    name = f"{shared_site(node.site) or node.kind} {node.kind}"
+    launch = Launch(workspace, f"{name}[{'x'.join(map(str, sizes))}] {str(x.dtype).removeprefix('torch.')}")
+    what = f"{local[0]} of {name} beside {shared} {x.dtype}"
+    if possible is not None:
+        # Rows of queries grow with the sequence, and the calls of one function may be of many lengths.
+        what += f", {m} rows"
+    largest = workspace.largest(what, local[1])
+    n, k = (largest, shared) if local[0] == "columns" else (shared, largest)
+    eager = captured = Chosen(library)
+    # Whatever the local size is: with none of the others there is nothing to communicate.
+    if m * shared > 0:
+        request, runners = (possible or _possible_as_agreed)(node, launch, x, m, n, k)
+        eager, captured = choose_both(node.group_name, workspace.table, request, {"library": library, **runners})
+    prepared = Prepared(workspace, eager, captured, what, workspace.agreed(what))
+    calls.keep(key, prepared)
+    if eager is not captured and workspace.shared.is_first(launch.site_text):
+        # Makes what a capture needs and cannot make: memory, compiled kernels. The same call on all ranks.
+        return captured.noted()
+    return prepared.now().noted()
+
+
+def _by_library(
+    calls: PreparedCalls,
+    key: Hashable,
+    node: TaskNode,
+    x: torch.Tensor,
+    library: Callable[..., Any],
+    reason: str,
+    sizes: tuple[int, int, int],
+) -> Callable[..., Any]:
+    """A call that the ranks agreed to run by the library: without a workspace, since a peer may have no use for one."""
+    m, n, k = sizes
+    request = PlanRequest(
+        site=node.site,
+        kind=PLANNED_AS.get(node.kind, node.kind),
+        m=m,
+        n=n,
+        k=k,
+        dtype=x.dtype,
+        world_size=node.world_size,
+        strategy=node.policy.strategy,
+        workspace_bytes=0,
+        workspace_limit=node.policy.workspace_limit,
+        device_type=x.device.type,
+        device_name="",
+        tile_available=False,
+        tile_reason=reason,
+        chunked_bytes=0,
+        chunked_reason=reason,
+    )
+    chosen = Chosen(library, (node.group_name, request, Choice("library", reason, None, "meeting")))
+    calls.keep(key, Prepared(meetings.holder(groups.find(node.group_name)), chosen, chosen, "", None))
+    return chosen.noted()
+
+
+def _possible_as_agreed(
+    node: TaskNode, launch: Launch, x: torch.Tensor, m: int, n: int, k: int
+) -> tuple[PlanRequest, dict[str, Runner]]:
+    """As `_possible`, planned with what rank 0 has of its own."""
+    leader = meetings.leader(node.group_name, node.site)
+    planned = replace(node, **json.loads(leader)) if leader else node
+    return _possible(node, planned, launch, x, m, n, k)
+
+
+def _possible(
+    node: TaskNode, planned: TaskNode, launch: Launch, x: torch.Tensor, m: int, n: int, k: int
+) -> tuple[PlanRequest, dict[str, Runner]]:
+    """What the plan has to know, and the strategies that it may choose, as functions of the operands.
+
+    planned: the node as rank 0 has it, by which all ranks choose alike.
+    """
+    workspace = launch.workspace
+    capabilities = workspace.capabilities
+    normed = n if isinstance(node, NormNode) else k if isinstance(node, AllGatherMatmul) and node.prologue else 0
+    tile_reason = capabilities.tile_reason or norm_kernel.obstacle(normed)
+    geometry, runner = TILE[node.kind]
+    tile = geometry(node, launch, x, n)
+    runners: dict[str, Runner] = {"tile": functools.partial(runner, node, launch, tile)}
+    obstacle, geometry, runner = CHUNKED[node.kind]
+    # Its kernels want what those of `tile` want.
+    chunked_reason = tile_reason or obstacle(node, x.shape)
+    chunked_bytes = 0
+    if not chunked_reason:
+        chunked = geometry(node, launch, x, n, k)
+        chunked_bytes = workspace.footprint(chunked.nbytes)
+        runners["chunked"] = functools.partial(runner, node, launch, chunked)
+    request = PlanRequest(
+        site=node.site,
+        kind=PLANNED_AS.get(node.kind, node.kind),
+        m=m,
+        n=n,
+        k=k,
+        dtype=x.dtype,
+        world_size=node.world_size,
+        strategy=node.policy.strategy,
+        workspace_bytes=workspace.footprint(tile.nbytes),
+        workspace_limit=node.policy.workspace_limit,
+        device_type=capabilities.device_type,
+        device_name=capabilities.device_name,
+        launch_us=capabilities.launch_us,
+        tile_available=capabilities.tile_available and not tile_reason,
+        tile_reason=tile_reason,
+        chunked_bytes=chunked_bytes,
+        chunked_reason=chunked_reason,
+        epilogue_bytes=costs.epilogue_bytes(planned, m, n, x.dtype),
+        pre_bytes=costs.pre_bytes(planned, m, n, x.dtype),
+        pair_bytes=costs.pair_bytes(planned, m, n, x.dtype),
+        more_products=costs.more_products(planned, x.shape),
+        in_band=node.kind == MatmulAllReduceRmsNorm.kind and not chunked_reason and chunked.in_band is not None,
+    )
+    return request, runners

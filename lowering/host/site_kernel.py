@@ -1,0 +1,126 @@
+"""How Inductor writes down the call of a site: by its `SiteCall` (see site_call.py) instead of the op.
+
+To everything but the text it is the fallback kernel that Inductor makes for any op that is not its own: the same
+buffers, layouts, dependencies, checks of sizes. Where the text is not Python (`cpp_wrapper`, AOTInductor, FX), and
+where an argument is not a plain constant, it stays the op.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._inductor import ir
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen, SubgraphPythonWrapperCodegen
+from torch._inductor.lowering import fallback_handler, make_fallback, register_lowering
+from torch._inductor.virtualized import V
+from torch.utils import _pytree as pytree
+
+from ditron_inductor.task.nodes import COMPILED_BY_US
+from ditron_inductor.task.ops import SCHEMAS, overload
+
+IMPORT = "from ditron_inductor.lowering.host.site_call import Input, site_call"
+TOKEN = "token"
+WRAPPERS = (PythonWrapperCodegen, SubgraphPythonWrapperCodegen)
+"""What writes Python; others that do not are derived from these."""
+
+
+class SiteKernel(ir.FallbackKernel):
+    """The call of one site. call_name: of its SiteCall in the text, empty where it stays the op."""
+
+    call_name: str = ""
+    inputs: Sequence[Any]
+    op_overload: Any
+
+    def codegen(self, wrapper: Any) -> None:
+        """Writes the SiteCall in front of the graph's function, and the call into it."""
+        arguments = self.site_arguments() if type(wrapper) in WRAPPERS and not V.graph.aot_mode else None
+        if arguments is not None:
+            self.call_name = f"call_{self.get_name()}"
+            static = all(is_static(x) for x in self.inputs)
+            text = ", ".join([repr(self.op_overload._schema.name.rpartition("::")[2]), repr(static), *arguments])
+            wrapper.add_import_once(IMPORT)
+            wrapper.header.writeline(f"{self.call_name} = site_call({text})")
+        super().codegen(wrapper)
+
+    def get_kernel_name(self) -> str:
+        """What is called."""
+        name: str = self.call_name or super().get_kernel_name()
+        return name
+
+    def codegen_args(self) -> list[str]:
+        """What it is called with: all tensors but the token, which orders calls in the graph and has done so."""
+        if not self.call_name:
+            arguments: list[str] = super().codegen_args()
+            return arguments
+        token = self._token()
+        return [x.codegen_reference() for index, x in enumerate(self.inputs) if index != token]
+
+    def _token(self) -> int | None:
+        """Which input is the token."""
+        names = [argument.name for argument in self.op_overload._schema.arguments]
+        given, _ = self.unflatten_args(list(range(len(self.inputs))), [None] * len(self.constant_args))
+        place = names.index(TOKEN) if TOKEN in names else len(given)
+        token: int | None = given[place] if place < len(given) else None
+        return token
+
+    def site_arguments(self) -> list[str] | None:
+        """The op's arguments as text, with an Input for each tensor; None where they cannot be written down."""
+        token = self._token()
+        numbers = iter(range(len(self.inputs)))
+        inputs = [None if index == token else f"Input({next(numbers)})" for index in range(len(self.inputs))]
+        given, by_name = self.unflatten_args([Text(one) for one in inputs], self.constant_args)
+        texts = [text_of(one) for one in given]
+        return None if by_name or None in texts else texts  # type: ignore[return-value]
+
+
+class Text:
+    """Source text in the place of a tensor."""
+
+    def __init__(self, text: str | None) -> None:
+        self.text = repr(text) if text is None else text
+
+
+def text_of(value: Any) -> str | None:
+    """Python that makes the argument; None where there is none."""
+    if isinstance(value, Text):
+        return value.text
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+        return repr(value)
+    # Of tensors only, or empty.
+    if isinstance(value, (list, tuple)) and all(isinstance(one, Text) for one in value):
+        return f"[{', '.join(one.text for one in value)}]"
+    return None
+
+
+def is_static(x: Any) -> bool:
+    """Whether sizes and strides of a buffer are numbers."""
+    return all(getattr(number, "is_Integer", isinstance(number, int)) for number in (*x.get_size(), *x.get_stride()))
+
+
+def declare(kinds: Sequence[str]) -> None:
+    """Tell Inductor that its graphs call our ops as they are, and those of `kinds` past the dispatcher."""
+    from torch._inductor.lowering import lowerings
+
+    for name in SCHEMAS:
+        op = overload(name)
+        if op not in lowerings:
+            # What it wants of strides, the op's tags say.
+            make_fallback(op, warn=False)
+        if name in kinds:
+            register_lowering(op, type_promotion_kind=None)(_handler(op))
+
+
+def _handler(op: torch._ops.OpOverload) -> Any:
+    plain = fallback_handler(op)
+
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        if COMPILED_BY_US not in V.current_node.meta:
+            return plain(*args, **kwargs)
+        outputs = SiteKernel.create(op, *args, **kwargs)
+        return pytree.tree_map(lambda x: ir.TensorBox.create(x) if isinstance(x, ir.IRNode) else x, outputs)
+
+    handler._is_fallback_handler = True  # type: ignore[attr-defined]
+    return handler

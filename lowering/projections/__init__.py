@@ -1,0 +1,1 @@
+"""projections: several matmuls of one tensor with few rows."""

@@ -1,0 +1,202 @@
+"""projections: out_i = x @ weight_i for all weights in one launch, for a few rows (decoding), with an epilogue.
+
+Problem. A product of up to 64 rows takes as long as reading its weight. One rank's part of a projection is small: the
+library's launch for each has not filled the GPU when it ends, and the next one begins behind it.
+Algorithm. One program for each tile of 64 columns of any weight, in one grid; all rows are in one tile, see
+`matmul_tile_of_few_rows`. Products that an epilogue combines (gate and up) are computed in one tile, with half the
+steps of K in flight for each. Nothing is communicated, and no program waits.
+Limits. A few rows, weights with contiguous K; anything else is done by the library, one product after the other, and
+one launch for the epilogue.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ditron_inductor.core.matmul import matmul_tile_of_few_rows
+from ditron_inductor.core.matmul_pair import matmul_pair_of_few_rows
+from ditron_inductor.device.capabilities import RankFacts, probe
+from ditron_inductor.device.streams import handle_for
+from ditron_inductor.lowering.config import Config, select_few_rows_config
+from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, store_outputs, unpacked
+from ditron_inductor.lowering.host.launch import ceil_div, dot_precision, is_tf32_allowed
+from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
+from ditron_inductor.lowering.host.prepared import MOST_CALLS, form
+from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, Projections
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+Runner = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
+"""A function of (x, weights, extra tensors)."""
+
+
+@triton.jit(do_not_specialize=["M"])
+def projections_kernel(
+    x, weights, extras, outs, M, K, columns, strides_bk, strides_bn,
+    NUM_GROUPS: tl.constexpr, FIRST_WEIGHTS: tl.constexpr, NUM_TOGETHER: tl.constexpr,
+    FIRST_OUTS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PAIR_K: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """See the module. x [M, K] contiguous, M <= BLOCK_M; weights, columns, strides_b*: tuples with one for each weight.
+
+    Groups of weights and their outputs as in all_gather_matmul/tile.py. PAIR_K: BLOCK_K where two are multiplied.
+    """
+    tile = tl.program_id(0)
+    offs_m = tl.arange(0, BLOCK_M)
+    for g in tl.static_range(NUM_GROUPS):
+        N = columns[unpacked(FIRST_WEIGHTS, g)]
+        tiles = tl.cdiv(N, BLOCK_N)
+        if (tile >= 0) & (tile < tiles):
+            column = tile * BLOCK_N
+            if unpacked(NUM_TOGETHER, g) == 2:
+                accs = matmul_pair_of_few_rows(
+                    x, K, M, weights[unpacked(FIRST_WEIGHTS, g)], strides_bk[unpacked(FIRST_WEIGHTS, g)],
+                    strides_bn[unpacked(FIRST_WEIGHTS, g)], weights[unpacked(FIRST_WEIGHTS, g) + 1],
+                    strides_bk[unpacked(FIRST_WEIGHTS, g) + 1], strides_bn[unpacked(FIRST_WEIGHTS, g) + 1],
+                    column, N, K, BLOCK_M, BLOCK_N, PAIR_K, EVEN_K, PRECISION, UPCAST,
+                )  # fmt: skip
+            else:
+                accs = (matmul_tile_of_few_rows(
+                    (x,), (K,), M, (weights[unpacked(FIRST_WEIGHTS, g)],), (strides_bk[unpacked(FIRST_WEIGHTS, g)],),
+                    (strides_bn[unpacked(FIRST_WEIGHTS, g)],), column, N, (K,),
+                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 1,
+                ),)  # fmt: skip
+            offs_n = column + tl.arange(0, BLOCK_N)
+            store_outputs(
+                accs, 1, extras, outs, offs_m[:, None], offs_n[None, :], (offs_m < M)[:, None], (offs_n < N)[None, :],
+                N, g, unpacked(NUM_TOGETHER, g), unpacked(FIRST_OUTS, g), unpacked(NUM_OUTS, g),
+                x.dtype.element_ty, EPILOGUE,
+            )  # fmt: skip
+        # Below 0 in all that follow, for a program whose tile this was.
+        tile -= tiles
+
+
+@functools.cache
+def facts_of(device: torch.device) -> RankFacts:
+    """What a device of this process is, and why kernels cannot run on it if they cannot."""
+    return probe(device)
+
+
+def prepare(
+    node: Projections, x: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor], strategy: str
+) -> Runner:
+    """What computes the outputs for operands of these forms: the kernel where it can run. In the interpreter, which is
+    slow, only if `tile` is forced.
+    """
+    M, K = x.shape
+    if x.device.type == "cpu" and strategy != "tile":
+        return by_library(node, x, extras)
+    fits = 0 < M <= MOST_PROJECTED_ROWS and K > 0 and x.dtype in DTYPES and x.is_contiguous()
+    if not fits or any(weight.stride(0) != 1 for weight in weights) or facts_of(x.device).tile_problem:
+        return by_library(node, x, extras)
+    interpreted = x.device.type == "cpu"
+    config = select_few_rows_config(rows=M, dtype=x.dtype, interpreted=interpreted)
+    config = config.for_arch(facts_of(x.device).arch)
+    arrangement = arrange(node.parsed, node.num_weights)
+    launcher = local_launcher(projections_kernel, x.device)
+    # Now: later they would keep these operands alive.
+    arguments = _arguments(x, [weights[index] for index in arrangement.weights], arrangement, config)
+
+    def run(x: torch.Tensor, weights: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        outs = arrangement.new_outputs(x, M, weights)
+        tensors = {
+            "x": x,
+            "weights": tuple(weights[index] for index in arrangement.weights),
+            # Never empty: without any it gets what it does not look at.
+            "extras": tuple(extra.contiguous() for extra in extras) or (x,),
+            "outs": tuple(outs[index] for index in arrangement.outputs),
+        }
+        launcher(handle_for(x), lambda: arguments, (), (), tensors)
+        return outs
+
+    return run
+
+
+def by_library(node: Projections, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Runner:
+    """One product after the other, and what the epilogue makes of them."""
+    parsed = node.parsed
+    if parsed is None:
+        return lambda x, weights, extras: [x @ weight for weight in weights]
+    return Finisher(parsed, x, extras).multiply
+
+
+def _arguments(x: torch.Tensor, weights: Sequence[torch.Tensor], arrangement: Arrangement, config: Config) -> Arguments:
+    """weights: in the kernel's order."""
+    K = x.shape[1]
+    pair_k = max(config.block_k // 2, 16)
+    widths = [weights[first].shape[1] for first in arrangement.first_weights]
+    values: dict[str, Any] = {
+        "M": x.shape[0],
+        "K": K,
+        "columns": tuple(weight.shape[1] for weight in weights),
+        "strides_bk": tuple(weight.stride(0) for weight in weights),
+        "strides_bn": tuple(weight.stride(1) for weight in weights),
+        **arrangement.constants(),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "PAIR_K": pair_k,
+        "EVEN_K": K % max(config.block_k, pair_k) == 0,
+        "PRECISION": dot_precision(x.dtype),
+        "UPCAST": x.device.type == "cpu",
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    return Arguments(programs=sum(ceil_div(N, config.block_n) for N in widths), values=values)
+
+
+class PreparedProjections:
+    """What was prepared, by the operands' forms and the epilogue."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Runner] = {}
+
+    def find(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        strategy: str,
+        extras: Sequence[torch.Tensor],
+        epilogue: str,
+    ) -> Runner:
+        tensors = (x, *weights, *extras)
+        key = (
+            is_tf32_allowed(),
+            strategy,
+            len(weights),
+            epilogue,
+            *[form(tensor) for tensor in tensors],
+        )
+        run = self._known.get(key)
+        if run is None:
+            if len(self._known) >= MOST_CALLS:
+                self._known.clear()
+            node = Projections(len(weights), len(extras), epilogue)
+            run = self._known[key] = prepare(node, x, weights, extras, strategy)
+        return run
+
+
+calls = PreparedProjections()
+"""Those of this process."""
+
+
+def projections(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    strategy: str,
+    extras: Sequence[torch.Tensor] | None = None,
+    epilogue: str = "",
+) -> list[torch.Tensor]:
+    """[x @ weight for weight in weights], or what the epilogue makes of these products and of the extra tensors.
+
+    x [M, K], weights [K, N_i], results [M, N_i] contiguous. strategy: what the options force, or `auto`.
+    Raises `InvalidTaskNode` for an epilogue that does not fit.
+    """
+    return calls.find(x, weights, strategy, extras or (), epilogue)(x, weights, extras or ())

@@ -1,0 +1,1 @@
+"""Pointwise work and norms beside a Task node become part of it."""

@@ -1,0 +1,358 @@
+"""Pointwise ops behind an `all_gather_matmul`, a reduction of matmuls, or `projections`, become its epilogue.
+
+Before:
+
+    shard, [gate, up] -> ditron.all_gather_matmul -> getitem 0 -> reshape -> float -> neg, exp, add 1, div -> bfloat16
+                                                  -> getitem 1 -> reshape -> mul by that
+After:
+
+    shard, [gate, up] -> ditron.all_gather_matmul(.., epilogue="cast(silu(mm0), bf16) * mm1") -> getitem 0 -> reshape
+
+and likewise, of the sum after its reduction:
+
+    a, b -> ditron.matmul_reduce_scatter -> getitem 0 -> add(residual, that)
+    a, b -> ditron.matmul_reduce_scatter(.., extras=[residual], epilogue="full(x0) + mm0") -> getitem 0
+
+What `prepare_products` has put in front of the reduction stays there: "pre: mm0 * column(x0); full(x1) + mm0".
+
+A value between that something else uses too, such as a product that the backward wants, becomes one more output.
+
+An absorbed op leaves Inductor's kernels, so it may only go where Inductor's kernel would have read the products from
+memory and ended: then `tile` saves that kernel and `library` runs one like it. It must not fire when
+* the result, or a product, feeds anything that Inductor fuses with it (another pointwise op, a reduction, a copy): only
+  matmuls, attention, collectives, our ops and the graph's outputs end a chain;
+* another operand is not stored anyhow (a placeholder, a matmul's result, ..): Inductor computes it on the way;
+* another operand depends on the products, or cannot be computed before the node;
+* an op is not in `expressions.POINTWISE`, changes the shape by broadcasting, or its result is not contiguous;
+* products of more than two weights, or of different widths, would be combined.
+
+It runs behind all_reduce_rms_norm: a residual sum that a norm reads is that node's, or Inductor's with the norm.
+
+Only the ops and shapes on the gathered side are looked at, which are equal on all ranks. The width of a weight is not,
+but whether two are equal is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.finish.order_collectives import launches_collective
+from ditron_inductor.passes.graph import expressions, proofs, rewriting
+from ditron_inductor.task import ops
+from ditron_inductor.task.epilogue import (
+    MAX_TOGETHER,
+    Binary,
+    Cast,
+    Epilogue,
+    Expression,
+    Extra,
+    Function,
+    Product,
+    products,
+    walk,
+)
+from ditron_inductor.task.nodes import Projections, WithEpilogue
+from ditron_inductor.task.verify import task_calls
+
+aten = torch.ops.aten
+
+MAX_PARTS = 64
+"""Of one expression: a value that is used twice is written twice."""
+MAX_EXTRAS = 8
+MAX_OUTPUTS = 8
+ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention")
+RESHAPING: frozenset[object] = proofs.MAY_KEEP_ORDER - {aten.clone.default} | proofs.SLICES
+
+
+@dataclass
+class Chain:
+    """What was read behind one call. plain: products and their views; values: every node that can be computed in the
+    epilogue, views included; extras: the tensors that it takes, with their kinds, by number.
+    """
+
+    call: fx.Node
+    plain: dict[fx.Node, int]
+    values: dict[fx.Node, Expression]
+    groups: list[frozenset[int]]
+    extras: dict[tuple[fx.Node, str], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Match:
+    """The nodes whose values become outputs of `call`, products that are used themselves included, with their
+    expressions; the extra tensors by index; and all nodes that the epilogue may stand for.
+    """
+
+    call: fx.Node
+    outputs: dict[fx.Node, Expression]
+    extras: tuple[fx.Node, ...]
+    covered: frozenset[fx.Node]
+
+
+def find_epilogue(call: fx.Node, task: WithEpilogue) -> Match | None:
+    """What can be absorbed into `call` with a gain, as drawn above; None if there is nothing."""
+    known = task.parsed
+    if known is not None and (known.pre is None or known.behind is not None):
+        return None
+    chain = _read_chain(call, task)
+    kept = _closed(chain)
+    outputs = {
+        node: chain.values[node]
+        for node in call.graph.nodes
+        if node in kept and not _is_view(node, chain) and _is_needed(node, kept, chain)
+    }
+    computed = [node for node in outputs if node not in chain.plain]
+    if not computed or len(outputs) > MAX_OUTPUTS:
+        return None
+    # What is computed first, then the products themselves.
+    ordered = [*computed, *(node for node in outputs if node in chain.plain)]
+    of_node = call.meta["val"][0].dtype
+    read = {
+        node: outputs[node] if node in chain.plain else expressions.as_output(outputs[node], _dtype(node), of_node)
+        for node in ordered
+    }
+    if {index for output in read.values() for index in products(output)} != set(range(task.num_operands)):
+        return None
+    used = {number: None for output in read.values() for number in _extras(output)}
+    numbers = {number: task.num_extras + index for index, number in enumerate(used)}
+    by_number = {number: node for (node, _), number in chain.extras.items()}
+    return Match(
+        call,
+        {node: _renumbered(output, numbers) for node, output in read.items()},
+        tuple(by_number[number] for number in used),
+        frozenset(kept),
+    )
+
+
+def _read_chain(call: fx.Node, task: WithEpilogue) -> Chain:
+    """Everything behind the products that an epilogue can compute."""
+    plain = {
+        user: int(user.args[1])  # type: ignore[arg-type]
+        for user in call.users
+        if user.target is getitem and user.args[1] in range(task.num_operands)
+    }
+    chain = Chain(call, plain, {node: Product(index) for node, index in plain.items()}, [])
+    for node in call.graph.nodes:
+        if node.op != "call_function" or node in chain.values or not any(one in chain.values for one in node.args):
+            continue
+        value, source = proofs.tensor(node), node.args[0]
+        if value is None or not proofs.row_major(value):
+            continue
+        if proofs.keeps_order(node) and source in chain.values:
+            chain.values[node] = chain.values[source]
+            if source in chain.plain:
+                chain.plain[node] = chain.plain[source]
+        elif node.target in expressions.POINTWISE:
+            _read_pointwise(node, value, chain)
+    return chain
+
+
+def _read_pointwise(node: fx.Node, value: torch.Tensor, chain: Chain) -> None:
+    """Adds the value of a pointwise op to the chain if an epilogue can compute it."""
+    inputs = [one for one in node.all_input_nodes if one in chain.values]
+    together = frozenset(index for one in inputs for index in products(chain.values[one]))
+    for group in chain.groups:
+        together |= group if group & together else frozenset()
+    widths = [_width(chain, index) for index in together]
+    if len(together) > MAX_TOGETHER or not all(proofs.known_equal(width, widths[0]) for width in widths):
+        return
+    if not all(proofs.same_shape(one.meta["val"].shape, value.shape) for one in inputs):
+        return
+    before = dict(chain.extras)
+
+    def read(operand: fx.Node) -> Expression | None:
+        if operand in chain.values:
+            return chain.values[operand]
+        return _read_extra(operand, value, widths[0], chain)
+
+    expression = expressions.read_pointwise(node, read)
+    if expression is None or sum(1 for _ in walk(expression)) > MAX_PARTS or len(chain.extras) > MAX_EXTRAS:
+        chain.extras = before
+        return
+    chain.values[node] = expression
+    chain.groups = [group for group in chain.groups if not group & together] + [together]
+
+
+def _read_extra(node: fx.Node, value: torch.Tensor, width: Any, chain: Chain) -> Expression | None:
+    """An operand that is no part of the chain: an extra tensor, or a pointwise op of such; None if it is neither."""
+    operand = proofs.tensor(node)
+    assert operand is not None
+    if operand.device != value.device:
+        return None
+    if not is_stored(node):
+        if node.target not in expressions.POINTWISE:
+            return None
+        return expressions.read_pointwise(node, lambda one: _read_extra(one, value, width, chain))
+    kind = expressions.spread(operand, value, width)
+    late = proofs.depends_on(node, {chain.call}) or rewriting.pinned(node, chain.call) is not None
+    if not kind or late or not proofs.row_major(operand):
+        return None
+    return Extra(kind, chain.extras.setdefault((node, kind), len(chain.extras)))
+
+
+def is_stored(node: fx.Node) -> bool:
+    """Whether a tensor is in memory whatever Inductor fuses."""
+    source = proofs.views_up(node)[-1]
+    if source.target is aten.slice.Tensor and is_stored(source.all_input_nodes[0]):
+        return True
+    if source.op != "call_function" or source.target in proofs.MATMULS or source.target is getitem:
+        return source.target is not getitem or _launches(source.args[0])
+    return _launches(source) or any(_ends(user) for user in source.users)
+
+
+def _launches(node: object) -> bool:
+    """Whether a node runs a kernel that is not Inductor's."""
+    if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    waits = node.target.namespace in ("_c10d_functional", ops.NAMESPACE)
+    attends = node.target._opname.startswith(ATTENTION)
+    return waits or attends or launches_collective(node) or node.target in proofs.MATMULS
+
+
+def _closed(chain: Chain) -> set[fx.Node]:
+    """The nodes of the chain that are left when neither an absorbed value nor its products feed anything that Inductor
+    would fuse with it.
+    """
+    kept = set(chain.values)
+    while True:
+        is_open = {node for node in kept if not all(user in kept or _ends(user) for user in node.users)}
+        again = {chain.plain[node] for node in is_open if node in chain.plain}
+        lost = {node for node in kept - chain.plain.keys() if node in is_open or products(chain.values[node]) & again}
+        if not lost:
+            return kept
+        kept -= lost
+
+
+def _ends(user: fx.Node) -> bool:
+    """Whether Inductor computes nothing of `user` in the kernel that makes its operand."""
+    if user.op == "output" or _launches(user):
+        return True
+    return user.target in RESHAPING and all(_ends(one) for one in user.users)
+
+
+def _is_view(node: fx.Node, chain: Chain) -> bool:
+    return node.args[0] is not chain.call and proofs.keeps_order(node)
+
+
+def _is_needed(node: fx.Node, kept: set[fx.Node], chain: Chain) -> bool:
+    """Whether something outside of the chain uses a value, or a view of it."""
+    return any(user not in kept or (_is_view(user, chain) and _is_needed(user, kept, chain)) for user in node.users)
+
+
+def _width(chain: Chain, index: int) -> Any:
+    return chain.call.meta["val"][index].shape[-1]
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    value = proofs.tensor(node)
+    assert value is not None
+    return value.dtype
+
+
+def _extras(expression: Expression) -> list[int]:
+    return [one.index for one in walk(expression) if isinstance(one, Extra)]
+
+
+def _renumbered(expression: Expression, numbers: dict[int, int]) -> Expression:
+    match expression:
+        case Extra(kind, index):
+            return Extra(kind, numbers[index])
+        case Function(_, argument) | Cast(argument, _):
+            return replace(expression, argument=_renumbered(argument, numbers))
+        case Binary(operator, left, right):
+            return Binary(operator, _renumbered(left, numbers), _renumbered(right, numbers))
+    return expression
+
+
+def rewrite(graph: fx.Graph, match: Match, task: WithEpilogue) -> fx.Node:
+    """Replaces the call by one with the epilogue, and returns that."""
+    call = match.call
+    for extra in match.extras:
+        rewriting.hoist(extra, call)
+    args, known, extras = call.args, task.parsed, list(match.extras)
+    if known is not None:
+        # What is computed before the reduction stays.
+        *first, before, _ = call.args
+        assert isinstance(before, (list, tuple))
+        args, extras = tuple(first), [*before, *extras]
+    epilogue = Epilogue(tuple(match.outputs.values()), None if known is None else known.pre)
+    epilogue.verify(task.num_operands, len(extras), reduces=task.reduces)
+    old = call.meta["val"]
+    values = []
+    for node, made in match.outputs.items():
+        like = old[min(products(made))]
+        values.append(rewriting.fake_like(like, tuple(like.shape), tuple(like.stride()), _dtype(node)))
+    values += old[task.num_operands :]
+    with graph.inserting_before(call):
+        new = graph.create_node("call_function", call.target, (*args, extras, epilogue.text()), {}, name=task.kind)
+        new.meta.update(rewriting.copied_meta(call))
+        new.meta["val"] = values
+        outputs = [
+            rewriting.output(graph, new, index, rewriting.copied_meta(node)) for index, node in enumerate(match.outputs)
+        ]
+        for user in list(call.users):
+            # The gathered tensor.
+            if user not in match.covered:
+                assert isinstance(user.args[1], int)
+                index = user.args[1] - task.num_operands + len(outputs)
+                user.replace_all_uses_with(rewriting.output(graph, new, index, rewriting.copied_meta(user)))
+    # All of them before any is used: the ways to them lead through each other.
+    viewed = [_viewed(graph, node, output, match) for node, output in zip(match.outputs, outputs, strict=True)]
+    for node, output in zip(match.outputs, viewed, strict=True):
+        node.replace_all_uses_with(output)
+    rewriting.erase_unused(graph, [*match.covered, *call.users])
+    # And what was computed on the way to an operand.
+    rewriting.erase_unused(graph, [call, *(node for node in graph.nodes if node.target in expressions.POINTWISE)])
+    return new
+
+
+def _viewed(graph: fx.Graph, node: fx.Node, output: fx.Node, match: Match) -> fx.Node:
+    """`output` in the shape of `node`: through the views on a way from a product to it."""
+    views: list[fx.Node] = []
+    current = node
+    while current.args[0] is not match.call:
+        if proofs.keeps_order(current):
+            views.append(current)
+        current = next(one for one in current.all_input_nodes if one in match.covered)
+    for view in reversed(views):
+        shape, strides = tuple(view.meta["val"].shape), tuple(view.meta["val"].stride())
+        if proofs.same_shape(tuple(output.meta["val"].shape), shape):
+            continue
+        with graph.inserting_before(node):
+            copy = graph.create_node("call_function", view.target, (output, *view.args[1:]), dict(view.kwargs))
+        copy.meta.update(rewriting.copied_meta(view))
+        copy.meta["val"] = rewriting.fake_like(output.meta["val"], shape, strides, output.meta["val"].dtype)
+        output = copy
+    return output
+
+
+def absorb_epilogues(graph: fx.Graph, *, options: Options) -> int:
+    """Gives every call the epilogue that provably follows it; returns how many got one."""
+    count = 0
+    for call, task in _calls(graph):
+        match = find_epilogue(call, task)
+        if match is not None:
+            rewrite(graph, match, task)
+            count += 1
+    return count
+
+
+def _calls(graph: fx.Graph) -> list[tuple[fx.Node, WithEpilogue]]:
+    """Everything that may have an epilogue."""
+    sites = [(call, task) for call, task in task_calls(graph) if isinstance(task, WithEpilogue)]
+    local = graph.find_nodes(op="call_function", target=ops.overload(Projections.kind))
+    return [*sites, *((call, _projections(call)) for call in local)]
+
+
+def _projections(call: fx.Node) -> Projections:
+    weights, extras, epilogue = call.args[1], (), ""
+    if len(call.args) > 3:
+        extras, epilogue = call.args[3:]  # type: ignore[assignment]
+    assert isinstance(weights, (list, tuple)) and isinstance(extras, (list, tuple)) and isinstance(epilogue, str)
+    return Projections(len(weights), len(extras), epilogue)

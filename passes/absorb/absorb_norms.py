@@ -1,0 +1,228 @@
+"""The norm in front of an `all_gather_matmul` becomes its prologue, with the sum of the residual in front of that.
+
+Before:
+
+    x, residual -> add -> float -> pow 2, mean, + eps, rsqrt -> mul -> bfloat16 -> mul by weight -> reshape
+                -> any other use of the sum
+    reshape, weights -> ditron.all_gather_matmul
+
+After:
+
+    x, weights, residual, weight -> ditron.all_gather_matmul(.., norm="rms") -> getitem 0 ..
+                                                                             -> getitem -2, the sum
+
+So the norm is written where peers read it, and not to memory first. In a layer that is sequence parallel x is what a
+reduce-scatter left, and the sum is the residual of the next layer.
+
+A norm that is absorbed leaves Inductor's kernels. It must not fire when
+* the result, or a value inside the norm, is used by anything else, but for means and inverse deviations of the rows and
+  the scaled rows, where a backward saves them: the node returns those;
+* what is normalised is not stored anyhow, and is no sum of two tensors of one shape that are: Inductor computes it in
+  the kernel of the norm, and would have to write it for the node;
+* a view between the norm and the gather changes rows, or the sizes of one are dynamic;
+* rows are longer than `nodes.MOST_NORM_COLUMNS`, or of a dynamic length;
+* there are fewer than LEAST_ROWS rows in all, or a dynamic number of them, or another strategy is forced: only
+  `chunked` saves the copy, to `tile` and `library` a norm is a launch in front, as it was. Forced, `chunked` has it for
+  any number of rows.
+
+Only the shard's side is looked at, which is equal on all ranks; not the columns of the weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.absorb.absorb_epilogues import is_stored
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.norms import FoundNorm, find_norm, rsqrt_before
+from ditron_inductor.passes.graph.reasons import ReasonCode
+from ditron_inductor.task import ops
+from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, SHARD_SAVED, AllGatherMatmul, ShardNorm
+from ditron_inductor.task.verify import task_calls
+
+log = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+FEW_ROWS = "few_rows"
+COMPUTED = "computed_with_the_norm"
+LEAST_ROWS = 2048
+"""Of all ranks together. With these the plan begins to choose `chunked`, for wide weights first."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A call whose shard is a view of `norm`'s result, by `views`, the result excluded.
+
+    x: what the node takes; residual: what it adds to that, or None where x is what is normalised.
+    """
+
+    call: fx.Node
+    norm: FoundNorm
+    views: tuple[fx.Node, ...]
+    x: fx.Node
+    residual: fx.Node | None
+
+    @property
+    def prologue(self) -> ShardNorm:
+        given = {"residual": self.residual, "weight": self.norm.weight, "shift": self.norm.shift}
+        extras = tuple(name for name, one in given.items() if one is not None)
+        return ShardNorm(self.norm.norm, extras, tuple(name for name in SHARD_SAVED if name in self.norm.saved))
+
+
+def find_prologue(call: fx.Node, task: AllGatherMatmul, options: Options) -> Match | str | None:
+    """The norm that can be absorbed with a gain, as drawn above; why it cannot, a `ReasonCode` or one of those here;
+    or None if there is no norm.
+    """
+    shard = call.args[0]
+    assert isinstance(shard, fx.Node)
+    *views, result = proofs.views_up(shard)
+    rsqrt = None if task.prologue is not None else rsqrt_before(result)
+    if rsqrt is None:
+        return None
+    norm = find_norm(rsqrt)
+    if isinstance(norm, ReasonCode):
+        return norm
+    if norm.result is not result:
+        return ReasonCode.NORM_FORM
+    others = [one for argument in call.args[1:] if isinstance(argument, (list, tuple)) for one in argument]
+    if any(len(node.users) != 1 for node in (*views, result)) or shard in others:
+        return ReasonCode.INTERMEDIATE_USED
+    value, rows = proofs.tensor(shard), proofs.tensor(norm.x)
+    assert value is not None and rows is not None
+    if not proofs.known_equal(value.shape[-1], rows.shape[-1]):
+        return ReasonCode.LAYOUT
+    if not proofs.known(value.shape[-1] <= MOST_NORM_COLUMNS):
+        return ReasonCode.NORM_WIDTH
+    if views and not all(isinstance(size, int) for size in (*value.shape, *rows.shape)):
+        return ReasonCode.SHAPE_UNPROVEN
+    if not pays(value.shape, task, options):
+        return FEW_ROWS
+    order = {node: index for index, node in enumerate(call.graph.nodes)}
+    inner = set(norm.inner)
+    # The node returns what is saved, so whatever uses that has to come later.
+    if any(order[user] < order[call] for one in norm.saved.values() for user in one.users if user not in inner):
+        return ReasonCode.NORM_USED
+    operands = _terms(norm, call, order) or ((norm.x, None) if _is_kept(norm.x, call) else None)
+    return COMPUTED if operands is None else Match(call, norm, tuple(views), *operands)
+
+
+def pays(shape: Any, task: AllGatherMatmul, options: Options) -> bool:
+    """Whether a shard of this shape is likely to be staged by `chunked`; equal on all ranks."""
+    if options.strategy != "auto":
+        return options.strategy == "chunked"
+    static = all(isinstance(size, int) for size in shape[:-1])
+    return static and task.world_size * math.prod(shape[:-1]) >= LEAST_ROWS
+
+
+def _terms(norm: FoundNorm, call: fx.Node, order: dict[fx.Node, int]) -> tuple[fx.Node, fx.Node] | None:
+    """The two tensors that what is normalised is a plain sum of, if the node can add them and return the sum."""
+    total = norm.x
+    value = proofs.tensor(total)
+    if total.target is not aten.add.Tensor or total.kwargs.get("alpha", 1) != 1 or value is None:
+        return None
+    left, right = total.args
+    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+        return None
+    for term in (left, right):
+        one = proofs.tensor(term)
+        fits = one is not None and one.dtype == value.dtype and proofs.same_shape(one.shape, value.shape)
+        if one is None or not fits or not proofs.row_major(one) or not _is_kept(term, call):
+            return None
+    # What uses the sum gets it from the node, so it has to come later.
+    fused = _fused(norm)
+    is_late = all(user in fused or order[user] > order[call] for user in total.users)
+    return (left, right) if is_late and proofs.row_major(value) else None
+
+
+def _fused(norm: FoundNorm) -> set[fx.Node]:
+    """The nodes that go with the norm, what it normalises excluded."""
+    fused = set(norm.inner)
+    if norm.wide is not norm.x and fused.issuperset(norm.wide.users):
+        fused.add(norm.wide)
+    return fused
+
+
+def _is_kept(node: fx.Node, call: fx.Node) -> bool:
+    """Whether a tensor is in memory when the node runs, whatever Inductor fuses: by itself, or as something needs it
+    that waits for the node.
+    """
+    source = proofs.views_up(node)[-1]
+    return is_stored(source) or any(proofs.depends_on(user, {call}) for user in source.users)
+
+
+def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
+    """Replaces the call by one with the prologue, and returns that."""
+    call, norm, prologue = match.call, match.norm, match.prologue
+    shape = tuple(call.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    old = call.meta["val"]
+    without = len(old) - 1
+    names = prologue.returned
+    like = norm.x.meta["val"]
+    values = [_returned(like, shape, name) for name in names]
+    with graph.inserting_before(call):
+        x = _shaped(graph, match.x, shape)
+        # Those of an epilogue, where there is none.
+        behind: tuple[Any, ...] = () if len(call.args) > 11 else ([], "")
+        tensors = match.residual, norm.weight, norm.shift
+        args: tuple[Any, ...] = (x, *call.args[1:], *behind, *tensors, *ops.shard_norm_args(prologue))
+        new = graph.create_node("call_function", call.target, args, {}, name=AllGatherMatmul.kind)
+        new.meta.update(rewriting.copied_meta(call))
+        new.meta["val"] = [*old[:without], *values, old[without]]
+        for user in list(call.users):
+            index = user.args[1]
+            assert isinstance(index, int)
+            place = index if index < without else index + len(values)
+            user.replace_all_uses_with(rewriting.output(graph, new, place, rewriting.copied_meta(user)))
+        replaced = {"total": norm.x, **norm.saved}
+        fused = {*_fused(norm), norm.x}
+        for number, name in enumerate(names):
+            node = replaced[name]
+            users = [user for user in node.users if user not in fused]
+            if users:
+                made = rewriting.output(graph, new, without + number, rewriting.copied_meta(node))
+                made = _shaped(graph, made, tuple(node.meta["val"].shape))
+                for user in users:
+                    user.replace_input_with(node, made)
+    rewriting.erase_unused(graph, [*call.users, call, *match.views, *norm.inner, norm.wide, norm.x])
+    return new
+
+
+def _returned(like: torch.Tensor, shape: tuple[Any, ...], name: str) -> torch.Tensor:
+    """The fake value of an output that the prologue makes, for a shard of this shape."""
+    sizes = (*shape[:-1], 1) if name in ("mean", "rstd") else shape
+    dtype = None if name == "total" else torch.float32
+    return rewriting.fake_like(like, sizes, rewriting.contiguous_strides(sizes), dtype)
+
+
+def _shaped(graph: fx.Graph, node: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
+    """A tensor in this shape, whose sizes are all known if it is another: itself, or a reshape that is inserted."""
+    value = node.meta["val"]
+    if proofs.same_shape(tuple(value.shape), shape):
+        return node
+    rows = graph.create_node("call_function", aten.reshape.default, (node, list(shape)), name="rows")
+    rows.meta.update(rewriting.copied_meta(node))
+    rows.meta["val"] = rewriting.fake_like(value, shape, rewriting.contiguous_strides(shape))
+    return rows
+
+
+def absorb_norms(graph: fx.Graph, *, options: Options) -> int:
+    """Gives every gather the norm that provably makes its shard, where that gains; returns how many got one."""
+    count = 0
+    for call, task in task_calls(graph):
+        if not isinstance(task, AllGatherMatmul):
+            continue
+        match = find_prologue(call, task, options)
+        if isinstance(match, str):
+            log.debug("the norm in front of %s is left to the compiler: %s", call, match)
+        elif match is not None:
+            rewrite(graph, match)
+            count += 1
+    return count

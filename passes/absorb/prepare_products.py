@@ -1,0 +1,218 @@
+"""Pointwise ops between a matmul and its reduction become the part `pre:` of the node's epilogue.
+
+Before, with any number of order-keeping views in between:
+
+    mm(a, b) -> * scale [M, 1] -> reduce_scatter -> wait
+
+After:
+
+    [a], [b] -> ditron.matmul_reduce_scatter(.., extras=[scale], epilogue="pre: mm0 * column(x0); mm0") -> getitem 0
+
+and likewise for an all-reduce, and for sums of matmuls as one product. What a rank reduces is computed in registers
+before a tile is sent (`tile`), or of each product where it lies (`chunked`, `library`). So the reduction is fused with
+the matmul, and the ops lose their kernel in `tile`. Every rank computes what its own graph says: scales need not be
+replicated.
+
+It runs behind the passes that fuse reductions of plain products, on what they left alone because of such an op; a
+scalar factor has been moved behind the reduction by then, in bfloat16 and float32 (see `move_across`).
+
+It must not fire when
+* an op is not in `expressions.POINTWISE`, or changes the shape by broadcasting;
+* two products are combined by anything but a plain sum, or a value on the way is used elsewhere too;
+* another operand is neither one element, a row, one for each row nor of the product's shape, or not contiguous;
+* what is reduced has another dtype than the product;
+* columns are scattered, and an operand has the product's shape: the transposed problem would have to copy it.
+
+Which ops these are is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.absorb.absorb_epilogues import MAX_EXTRAS, MAX_PARTS, is_stored
+from ditron_inductor.passes.fuse import matmul_all_reduce, matmul_reduce_scatter
+from ditron_inductor.passes.graph import expressions, proofs
+from ditron_inductor.passes.graph.collectives import ALL_REDUCE, REDUCE_SCATTER, collectives
+from ditron_inductor.passes.graph.products import Pre, Product, find_product
+from ditron_inductor.passes.graph.reasons import LEFT_ALONE, ReasonCode, Refusal, Refused, leave_alone, refused
+from ditron_inductor.task.epilogue import Expression, Extra, walk
+from ditron_inductor.task.epilogue import Product as Operand
+
+BETWEEN: frozenset[ReasonCode] = frozenset(
+    {ReasonCode.POINTWISE_BETWEEN, ReasonCode.CAST_BETWEEN, ReasonCode.BIAS, ReasonCode.NO_MATMUL}
+)
+"""What the passes in front say of an op that this one may take; of several ops in a row that no matmul is there."""
+
+
+def find_prepared(node: fx.Node, users: Collection[fx.Node]) -> Product | Refused:
+    """As `find_product`, or a product with what is computed of it before it is reduced."""
+    found = find_product(node, users)
+    if not refused(found):
+        return found
+    why = found if isinstance(found, Refusal) else found.at(node)
+    return _Reading(node, users, why).product() if why.code in BETWEEN else why
+
+
+class _Reading:
+    """One search, from the tensor that is reduced up to the product. why: what to say where there is none."""
+
+    def __init__(self, node: fx.Node, users: Collection[fx.Node], why: Refusal) -> None:
+        self._node = node
+        self._why = why
+        self._inside = _upwards(node)
+        self._private = self._find_private(set(users))
+        self._leaves: dict[fx.Node, Product | None] = {}
+        self._values: dict[fx.Node, Expression | None] = {}
+        self._found: dict[fx.Node, Product] = {}
+        self._extras: dict[tuple[fx.Node, str], int] = {}
+
+    def product(self) -> Product | Refusal:
+        if not self._reaches(self._node):
+            return self._used_elsewhere()
+        expression = self._read(self._node)
+        if len(self._found) > 1:
+            return ReasonCode.PRODUCTS_COMBINED.at(self._node)
+        if expression is None or len(self._extras) > MAX_EXTRAS:
+            return self._why
+        (leaf, product) = next(iter(self._found.items()))
+        value, dtype = proofs.tensor(self._node), product.mm.meta["val"].dtype
+        assert value is not None
+        if value.dtype != dtype:
+            return ReasonCode.CAST_BETWEEN.at(self._node)
+        path = self._path(leaf)
+        views = (*(one for one in path if proofs.keeps_order(one)), *product.views)
+        between = [one for one in self._values if one is not leaf]
+        extras = tuple(one for one, _ in self._extras)
+        pre = Pre(expressions.as_output(expression, dtype, dtype), extras)
+        return replace(product, views=views, steps=(*between, *product.steps), pre=pre)
+
+    def _find_private(self, users: set[fx.Node]) -> set[fx.Node]:
+        """Nodes whose value serves what is reduced alone."""
+        private: set[fx.Node] = set()
+        order = {node: index for index, node in enumerate(self._node.graph.nodes)}
+        for one in sorted(self._inside, key=lambda node: order[node], reverse=True):
+            allowed = users if one is self._node else private
+            if all(user in allowed for user in one.users):
+                private.add(one)
+        return private
+
+    def _leaf(self, node: fx.Node) -> Product | None:
+        """The product that a node is."""
+        if node not in self._leaves:
+            found = find_product(node, node.users) if node in self._private else None
+            self._leaves[node] = found if isinstance(found, Product) else None
+        return self._leaves[node]
+
+    def _reaches(self, node: fx.Node) -> bool:
+        """Whether a node is made of a product that serves nothing else."""
+        if node not in self._private:
+            return False
+        if self._leaf(node) is not None:
+            return True
+        sources = node.all_input_nodes if node in self._inside and _passes(node) else []
+        return any(map(self._reaches, sources))
+
+    def _read(self, node: fx.Node) -> Expression | None:
+        """The value of a node that is made of the product."""
+        if node not in self._values:
+            self._values[node] = self._computed(node)
+        return self._values[node]
+
+    def _computed(self, node: fx.Node) -> Expression | None:
+        product = self._leaf(node)
+        if product is not None:
+            self._found[node] = product
+            return Operand(0)
+        if proofs.keeps_order(node):
+            return self._read(node.all_input_nodes[0])
+        expression = expressions.read_pointwise(node, lambda one: self._operand(one, node))
+        return expression if expression is None or sum(1 for _ in walk(expression)) <= MAX_PARTS else None
+
+    def _operand(self, operand: fx.Node, node: fx.Node) -> Expression | None:
+        if not self._reaches(operand):
+            return self._extra(operand, node)
+        same = proofs.same_shape(operand.meta["val"].shape, node.meta["val"].shape)
+        return self._read(operand) if same else None
+
+    def _extra(self, operand: fx.Node, node: fx.Node) -> Expression | None:
+        """An operand that comes from elsewhere; a conversion of what is in memory as part of the text."""
+        source = operand.args[0] if operand.target in expressions.CASTS else None
+        if isinstance(source, fx.Node) and is_stored(source):
+            converted = expressions.read_pointwise(operand, lambda one: self._extra(one, node))
+            if converted is not None:
+                return converted
+        given, value = proofs.tensor(operand), proofs.tensor(node)
+        assert given is not None and value is not None
+        if given.device != value.device or not proofs.row_major(given):
+            return None
+        kind = expressions.spread(given, value, self._width(node))
+        return Extra(kind, self._extras.setdefault((operand, kind), len(self._extras))) if kind else None
+
+    def _width(self, node: fx.Node) -> Any:
+        """Columns of the product that a node is made of."""
+        while (product := self._leaf(node)) is None:
+            node = next(one for one in node.all_input_nodes if self._reaches(one))
+        return product.mm.meta["val"].shape[-1]
+
+    def _path(self, leaf: fx.Node) -> list[fx.Node]:
+        """From what is reduced to the product, without that."""
+        path, node = list[fx.Node](), self._node
+        while node is not leaf:
+            path.append(node)
+            node = next(one for one in node.all_input_nodes if one in self._values)
+        return path
+
+    def _used_elsewhere(self) -> Refusal:
+        for node in () if self._why.code is ReasonCode.NO_MATMUL else self._inside:
+            if node not in self._private and isinstance(find_product(node, node.users), Product):
+                other = proofs.other_user([node], self._private)
+                return ReasonCode.INTERMEDIATE_USED.at(other or node)
+        return self._why
+
+
+def _passes(node: fx.Node) -> bool:
+    return proofs.keeps_order(node) or node.target in expressions.POINTWISE
+
+
+def _upwards(node: fx.Node) -> set[fx.Node]:
+    """What a node is made of by views and pointwise ops, the first others included; some of it, if it is much."""
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending and len(found) < MAX_PARTS:
+        current = pending.pop(0)
+        if current not in found:
+            found.add(current)
+            pending += current.all_input_nodes if _passes(current) else []
+    return found
+
+
+def prepare_products(graph: fx.Graph, *, options: Options) -> int:
+    """Fuses every reduction of what is computed of a provable product; returns how many. Others may get a reason."""
+    count = 0
+    for target, fusion in ((REDUCE_SCATTER, matmul_reduce_scatter), (ALL_REDUCE, matmul_all_reduce)):
+        find: Callable[..., Any] = FINDERS[target]
+        for node in collectives(graph, target):
+            reason = node.meta.get(LEFT_ALONE)
+            if reason is None or reason.pattern != fusion.PATTERN or ReasonCode(reason.code) not in BETWEEN:
+                continue
+            match = find(node, find_prepared)
+            if not refused(match) and fusion.PATTERN not in options.fusions:
+                match = ReasonCode.DISABLED
+            if refused(match):
+                leave_alone(node, fusion.PATTERN, match)
+                continue
+            fusion.rewrite(graph, match, options)
+            count += 1
+    return count
+
+
+FINDERS: dict[object, Callable[..., Any]] = {
+    REDUCE_SCATTER: matmul_reduce_scatter.find_matmul_reduce_scatter,
+    ALL_REDUCE: matmul_all_reduce.find_matmul_all_reduce,
+}

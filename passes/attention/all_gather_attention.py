@@ -1,0 +1,365 @@
+"""all_gather of keys and values -> attention becomes one `ditron::all_gather_attention`.
+
+Before: both gathered along the sequence, in any order of dimensions that views bring to [B, H, S, D], in one gather
+(keys and values stacked) or two; here as [B, S, H, D], through split, getitem and cat:
+
+    k [B, S, H, D] -> all_gather_into_tensor -> wait -> split -> getitem x W -> cat [B, W*S, H, D] -> permute -> keys
+    v [B, S, H, D] -> all_gather_into_tensor -> wait -> split -> getitem x W -> cat [B, W*S, H, D] -> permute -> values
+    _scaled_dot_product_flash_attention(q, keys, values) -> getitem 0: out
+
+After:
+
+    q, k -> permute, v -> permute -> ditron.all_gather_attention -> getitem 0: out [B, H, S, D]
+
+Where the backward, or anything behind the attention, wants the gathered keys and values, the node returns them. The
+call stands where the attention stood. Ops: those of `attention.FORWARD`, and in inference graphs matmul, softmax,
+matmul, with a soft cap on the scores or without (`written_attention`). Masks: none; `is_causal`, which aligns
+the first query of every rank with the first key of all; and those that are proved to be causal, with a window or
+without, whose keys stand in order or in zig-zag order (`shown_masks`). Where the queries of a rank stand are constants
+of its graph alone: every rank fuses, whatever its constants, and the call has them as `offset` and `jumps`. What is not
+proved so, on any rank, is handed on as a tensor, the call's `bias`, and its mask is `given`: so is a bias of floats.
+`ditron_inductor.ops.all_gather_attention` takes masks that move with the rank by name.
+
+Calls of that function are in the graph already: they get the options of the compilation here.
+
+It must not fire when
+* there is dropout, a mask or bias of other sizes or dtypes, or queries whose heads do not divide among those of the
+  keys;
+* the chunks are not all of the W equal chunks, once, in order; or a part of the gathered sequence is taken;
+* the gathered tensor, or a view on the way, is used before the attention, or by what its queries or its bias are
+  computed from;
+* attention is written out, and its scores or probabilities are used otherwise, as by a backward that is written out;
+* keys and values come from different groups, or only one of them is gathered;
+* the dtype is none of bfloat16, float16 and float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+from operator import getitem
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.attention.attention_calls import (
+    FORWARD,
+    SEQUENCE,
+    Attention,
+    follow,
+    operands,
+    read_attention,
+    replay,
+    replayable,
+    scaled,
+    unread,
+    unrepeated,
+    views_above,
+)
+from ditron_inductor.passes.attention.shown_masks import all_see
+from ditron_inductor.passes.attention.written_attention import Written, find_written, prove
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, collectives, read_collective
+from ditron_inductor.passes.graph.gathered import Gathered, gathered_tensor
+from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_alone, refused
+from ditron_inductor.task import ops
+from ditron_inductor.task.all_gather_attention import AllGatherAttention
+from ditron_inductor.task.nodes import ATTENTION_KINDS
+
+aten = torch.ops.aten
+
+PATTERN = AllGatherAttention.kind
+SWAPPED = [0, 2, 1, 3]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Keys or values: views from what a collective gathered. chain: [the gathered tensor, .., the attention's
+    operand]; repeats: the nodes from there to the attention, if it gets every head several times.
+    """
+
+    collective: Collective
+    gathered: Gathered
+    chain: tuple[fx.Node, ...]
+    repeats: tuple[fx.Node, ...] = ()
+
+    @property
+    def operand(self) -> fx.Node:
+        return self.chain[-1]
+
+    @property
+    def steps(self) -> tuple[fx.Node, ...]:
+        splits = [node.args[0] for node in self.chain if node.target is getitem]
+        return *self.gathered.steps, *(one for one in splits if isinstance(one, fx.Node)), *self.chain, *self.repeats
+
+    @property
+    def may_be_used(self) -> tuple[fx.Node, ...]:
+        """The nodes whose value the node's outputs hold as well."""
+        first, *views = self.chain
+        swaps = len(views) == 1 and views[0].target in proofs.TRANSPOSES and proofs.permutation(views[0]) == SWAPPED
+        return (first, self.operand) if swaps else (self.operand,)
+
+
+@dataclass(frozen=True)
+class Match:
+    """Attention and its gathered keys and values; return_gathered: they are used otherwise too."""
+
+    attention: Attention
+    keys: Source
+    values: Source
+    return_gathered: bool
+
+
+def find_all_gather_attention(node: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathered]]) -> Match | Refused:
+    """Proves that the attention `node` reads gathered keys and values as drawn above, or says why not."""
+    attention = read_attention(node)
+    return attention.at(node) if refused(attention) else find_match(attention, gathers)
+
+
+def find_match(attention: Attention, gathers: dict[fx.Node, tuple[Collective, Gathered]]) -> Match | Refused:
+    """Proves that an attention reads gathered keys and values as drawn above, or says why not."""
+    node, written = attention.node, attention.written
+    sources = [find_source(operand, gathers) for operand in (attention.k, attention.v)]
+    for source in sources:
+        if refused(source):
+            return source
+    keys, values = (source for source in sources if isinstance(source, Source))
+    alike = proofs.same_shape(keys.operand.meta["val"].shape, values.operand.meta["val"].shape)
+    if not alike or keys.collective.group_name != values.collective.group_name:
+        return ReasonCode.ATTENTION_FORM.at(node)
+    of_ranks = attention.of_ranks(keys.collective.world_size)
+    if refused(of_ranks):
+        return of_ranks.at(node)
+    attention = of_ranks
+    steps = list(dict.fromkeys((*keys.steps, *values.steps)))
+    known = {node, *steps}
+    if written is not None:
+        steps += written.views
+        known |= {*written.views, *written.between}
+        other = proofs.other_user(written.between, known)
+        if other is not None:
+            return ReasonCode.ATTENTION_WEIGHTS_USED.at(other)
+    order = {one: index for index, one in enumerate(node.graph.nodes)}
+    may_be_used = (*keys.may_be_used, *values.may_be_used)
+    used = []
+    for step in steps:
+        others = [user for user in step.users if user not in known]
+        late = step in may_be_used and all(order[user] > order[node] for user in others)
+        if others and not late:
+            return ReasonCode.INTERMEDIATE_USED.at(others[0])
+        used += others
+    return Match(attention, keys, values, bool(used))
+
+
+def find_source(operand: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathered]]) -> Source | Refused:
+    """Proves that a tensor [B, H, W*S, D] is gathered along its sequence."""
+    operand, repeats = unrepeated(operand)
+    chain = views_above(operand, list(gathers))
+    if chain is None:
+        return ReasonCode.ATTENTION_FORM.at(operand)
+    collective, gathered = gathers[chain[0]]
+    world = collective.world_size
+    if follow(chain, gathered.dim, world) != SEQUENCE:
+        parts = [view for view in chain[1:] if view.target in proofs.SLICES]
+        return ReasonCode.ATTENTION_PARTS.at(parts[0]) if parts else ReasonCode.LAYOUT.at(operand)
+    if not replayable(chain, gathered.dim, world):
+        return ReasonCode.SHAPE_UNPROVEN.at(operand)
+    return Source(collective, gathered, tuple(chain), repeats)
+
+
+def find_gathers(graph: fx.Graph) -> dict[fx.Node, tuple[Collective, Gathered]]:
+    """What is gathered along any dimension, by the node that holds it."""
+    found = {}
+    for node in collectives(graph, ALL_GATHER):
+        collective = read_collective(node)
+        if isinstance(collective, Collective):
+            gathered = gathered_tensor(collective)
+            if isinstance(gathered, Gathered):
+                found[gathered.node] = collective, gathered
+    return found
+
+
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
+    """Replaces the match by one op call and returns that call."""
+    attention, keys, values = match.attention, match.keys, match.values
+    node = attention.node
+    collective = keys.collective
+    task = AllGatherAttention(
+        attention.mask,
+        attention.scale,
+        attention.softcap,
+        collective.world_size,
+        collective.group_name,
+        rewriting.UNNAMED_SITE,
+        rewriting.policy(options),
+        match.return_gathered,
+    )
+    with graph.inserting_before(node):
+        locals_ = [
+            replay(graph, one.chain, one.gathered.dim, collective.world_size, one.collective.operand)
+            for one in (keys, values)
+        ]
+        dims = (*astuple(attention.mask), attention.scale, attention.softcap, match.return_gathered)
+        given = [one.meta["val"] for one in (attention.q, *locals_)]
+        fakes = ops.overload(task.kind)(*given, None, *dims, *ops.site_args(task))
+        tensors = attention.q, *locals_
+        call = rewriting.call_task(graph, task, tensors, dims, rewriting.copied_meta(node), fakes, bias=attention.bias)
+        if attention.written is not None:
+            _replace_written(graph, call, attention)
+        else:
+            for user in [user for user in node.users if user.target is getitem]:
+                user.replace_all_uses_with(_output(graph, call, attention, user))
+                graph.erase_node(user)
+        if match.return_gathered:
+            for index, source in enumerate((keys, values), 2):
+                _hand_on(graph, call, index, source, node)
+    # What follows stands where it does: only now.
+    written = () if attention.written is None else (*attention.written.between, *attention.written.views)
+    rewriting.erase_unused(graph, [*keys.steps, *values.steps, *written, node])
+    return call
+
+
+def _replace_written(graph: fx.Graph, call: fx.Node, attention: Attention) -> None:
+    """Gives what used the result of attention that is written out that of the call."""
+    node, written = attention.node, attention.written
+    assert written is not None
+    meta = rewriting.copied_meta(node)
+    new = written.moved.insert(graph, rewriting.output(graph, call, 0, meta))
+    if new.meta["val"].dtype != node.meta["val"].dtype:
+        narrow, dtype = new, node.meta["val"].dtype
+        new = graph.call_function(torch.ops.prims.convert_element_type.default, (narrow, dtype))
+        new.meta = {**meta, "val": narrow.meta["val"].to(dtype)}
+    node.replace_all_uses_with(new)
+
+
+def _output(graph: fx.Graph, call: fx.Node, attention: Attention, old: fx.Node) -> fx.Node:
+    """What stands for one of the kernel's outputs."""
+    index = old.args[1]
+    assert isinstance(index, int)
+    if index > 1:
+        return unread(graph, old) if proofs.tensor(old) is not None else old
+    new = rewriting.output(graph, call, index, rewriting.copied_meta(old))
+    if index == 1 and attention.kernel.unseen != -math.inf and not sees_everywhere(attention):
+        new = _finite(graph, new)
+    if index == 1 and attention.kernel.base != math.e:
+        new = scaled(graph, new, 1.0 / math.log(attention.kernel.base))
+    if index == 1 and attention.kernel.multiple > 1 and old.users:
+        padding = [0, attention.lse_shape[2] - new.meta["val"].shape[2]]
+        return rewriting.computed(graph, aten.constant_pad_nd.default, (new, padding, math.inf), new)
+    if index == 1 and attention.kernel.lse:
+        return rewriting.computed(graph, aten.unsqueeze.default, (new, -1), new)
+    return new
+
+
+def sees_everywhere(attention: Attention) -> bool:
+    """Whether every row sees a key. This rank's alone: what follows is no collective."""
+    return all_see(attention.mask, attention.q.meta["val"].shape[2], attention.k.meta["val"].shape[2])
+
+
+def _finite(graph: fx.Graph, lse: fx.Node) -> fx.Node:
+    """Inserts logarithms that are 0 for a row that sees nothing, as the library has them: of -inf its backward, which
+    may be left alone, would make a gradient of NaN for all.
+    """
+    hidden = rewriting.computed(graph, aten.eq.Scalar, (lse, -math.inf), lse)
+    return rewriting.computed(graph, aten.where.self, (hidden, unread(graph, lse), lse), lse)
+
+
+def _hand_on(graph: fx.Graph, call: fx.Node, index: int, source: Source, attention: fx.Node) -> None:
+    """Gives what else uses the gathered keys or values those that the call returns."""
+    operand, first = source.operand, source.chain[0]
+    known = (attention, call, *source.steps)
+    of_operand, of_first = ([user for user in one.users if user not in known] for one in (operand, first))
+    if not of_operand and not of_first:
+        return
+    whole = rewriting.output(graph, call, index, rewriting.copied_meta(operand))
+    for user in of_operand:
+        user.replace_input_with(operand, whole)
+    if first is operand or not of_first:
+        return
+    swapped = rewriting.computed(graph, aten.permute.default, (whole, SWAPPED), first)
+    for user in of_first:
+        user.replace_input_with(first, swapped)
+
+
+def all_gather_attention(graph: fx.Graph, *, options: Options) -> int:
+    """Fuses every attention to keys and values whose gathers can be proved; returns how many. Gathers that feed an
+    attention which was left alone get a reason.
+    """
+    _adopt(graph, options)
+    count = 0
+    for node in [node for node in graph.nodes if node.op == "call_function" and node.target in FORWARD]:
+        gathers = find_gathers(graph)
+        if not gathers:
+            break
+        match = find_all_gather_attention(node, gathers)
+        if isinstance(match, Match) and not usable(match.attention):
+            match = ReasonCode.ATTENTION_FORM.at(node)
+        if isinstance(match, Match) and PATTERN not in options.fusions:
+            match = ReasonCode.DISABLED
+        if refused(match):
+            for collective in _fed_by(node, gathers):
+                leave_alone(collective.node, PATTERN, match.at(node))
+            continue
+        rewrite(graph, match, options)
+        count += 1
+    gathers = find_gathers(graph)
+    for written in find_written(graph, gathers):
+        gathers = find_gathers(graph)
+        count += _fuse_written(graph, written, gathers, options)
+    return count
+
+
+def _fuse_written(
+    graph: fx.Graph, written: Written, gathers: dict[fx.Node, tuple[Collective, Gathered]], options: Options
+) -> int:
+    before = set(graph.nodes)
+    attention = prove(graph, written, gathers)
+    match = attention if refused(attention) else find_match(attention, gathers)
+    if isinstance(match, Match) and PATTERN not in options.fusions:
+        match = ReasonCode.DISABLED
+    if not refused(match):
+        rewrite(graph, match, options)
+        return 1
+    why = match.at(written.node)
+    # Views that the proof inserted.
+    inserted = set(graph.nodes) - before
+    rewriting.erase_unused(graph, inserted)
+    for gathered in written.gathered:
+        leave_alone(gathers[gathered][0].node, PATTERN, why.code.at(written.node) if why.node in inserted else why)
+    return 0
+
+
+def usable(attention: Attention) -> bool:
+    """Whether whatever is used of the kernel's outputs can be replaced."""
+    q = attention.q.meta["val"]
+    for user in attention.node.users:
+        if user.target is not getitem:
+            return False
+        value = proofs.tensor(user)
+        if user.args[1] == 1 and user.users:
+            if value is None or not proofs.same_shape(tuple(value.shape), attention.lse_shape):
+                return False
+            if attention.kernel.multiple > 1 and not isinstance(q.shape[2], int):
+                return False
+        elif user.args[1] not in (0, 1) and user.users and value is None:
+            return False
+    return True
+
+
+def _fed_by(node: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathered]]) -> list[Collective]:
+    """The gathers that the keys and values of an attention are views of."""
+    chains = [views_above(unrepeated(one)[0], list(gathers)) for one in operands(node)[1:]]
+    return [gathers[chain[0]][0] for chain in chains if chain is not None]
+
+
+def _adopt(graph: fx.Graph, options: Options) -> None:
+    """Calls that the user's own function left in the graph run as the options say."""
+    targets = {ops.overload(kind) for kind in ATTENTION_KINDS}
+    policy = rewriting.policy(options)
+    for node in [node for node in graph.nodes if node.op == "call_function" and node.target in targets]:
+        task = ops.node_from_call(node.target, node.args)
+        if task.site == rewriting.UNNAMED_SITE and task.policy.strategy == "auto":
+            given = policy.strategy, policy.workspace_limit, policy.timeout_s
+            for name, value in zip(("strategy", "workspace_limit", "timeout_s"), given, strict=True):
+                rewriting.set_argument(node, name, value)

@@ -1,0 +1,333 @@
+"""Attention in a graph as the algebra of softmaxes sees it: what a rank's part is, and what merges the parts.
+
+Seeds, where chains of `softmax_algebra` begin: a batched product of queries and keys is scores x, indexed by the
+tokens; one of exponentials and values multiplies by v and sums; `where` with -inf takes tokens away, if its condition
+is arange(tokens) < lengths; and torch's attention ops give a weighted sum and the logarithm of its weights. Dimensions
+of operands are followed from the tensors in the graph through views, with roles by where they come out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from operator import getitem
+
+import torch
+from torch import fx
+
+from ditron_inductor.passes.attention.roots import VIEWS, Root, chain_to, viewed
+from ditron_inductor.passes.attention.softmax_algebra import (
+    Algebra,
+    Atoms,
+    Axes,
+    Symbol,
+    Unknown,
+    Value,
+    static_shape,
+)
+from ditron_inductor.passes.graph import proofs
+from ditron_inductor.passes.graph.collectives import Collective
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+MOVES = VIEWS | proofs.SLICES | proofs.CASTS | {aten.select.int, aten.cat.default}
+NEGATIONS = (aten.bitwise_not.default, aten.logical_not.default)
+SDPA = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+MUST_BE_OFF = ("dropout_p", "is_causal", "return_debug_mask")
+MUST_BE_NONE = ("attn_bias", "attn_mask")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What x of an attention is: products of query and keys over `dim`, indexed by the tokens `atom`.
+
+    lengths: None, or (a tensor, its atoms, what to add to it): only tokens below are there.
+    """
+
+    node: fx.Node
+    query: Root
+    keys: Root
+    atom: int
+    dim: tuple[int, ...]
+    lengths: tuple[fx.Node, Axes, int] | None = None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What x and v of the merging are: the gathered parts, indexed by the rank."""
+
+    atom: int
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What outputs and log-sum-exps were gathered as, side by side: the atoms of that dimension, `both`, and those that
+    the outputs have of it.
+    """
+
+    ranks: Ranks
+    both: tuple[int, ...]
+    wide: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A rank's output and log-sum-exp, and what gathers them: one collective each, or one for both, side by side in the
+    last dimension.
+    """
+
+    output: fx.Node
+    logsum: fx.Node
+    gathers: tuple[Collective, ...]
+
+
+def calls_of_parts(node: fx.Node) -> list[tuple[fx.Node, int]]:
+    """(call, index) of the outputs of torch's attention ops that `node` is made of by views, cuts, casts and cats."""
+    pending, found = [node], list[tuple[fx.Node, int]]()
+    while pending:
+        one = pending.pop()
+        source = one.args[0] if one.args else None
+        if one.target is getitem and isinstance(source, fx.Node) and source.target in SDPA:
+            index = one.args[1]
+            assert isinstance(index, int)
+            found.append((source, index))
+        elif one.target in MOVES:
+            pending += one.all_input_nodes
+    return found
+
+
+class Attention:
+    """The seeds of the algebra for the part of a rank, and for the merging of two gathered tensors."""
+
+    def __init__(self) -> None:
+        self.atoms = Atoms()
+        self.algebra = Algebra(self.atoms, self._seed)
+        self._gathered: dict[fx.Node, Value] = {}
+        self._calls: dict[fx.Node, Axes] = {}
+
+    def gather(self, parts: Parts) -> Ranks:
+        """Let the gathered outputs and log-sum-exps be v and x."""
+        ranks = Ranks(self.atoms.atom(parts.gathers[0].world_size))
+        places = [self.algebra.value(part).axes for part in (parts.output, parts.logsum)]
+        if not all(places):
+            raise Unknown(parts.output)
+        axes = [((ranks.atom, *place[0]), *place[1:]) for place in places]
+        if len(parts.gathers) == 1:
+            if self.atoms.of(axes[0][:-1]) != self.atoms.of(axes[1][:-1]):
+                raise Unknown(parts.logsum)
+            (both,) = self.atoms.new((static_shape(parts.gathers[0].wait)[-1],))
+            joined = Joined(ranks, both, self.atoms.flat(axes[0][-1]))
+            place = (*axes[0][:-1], both)
+            self._gathered[parts.gathers[0].wait] = Value(place, {("b", joined): 1.0}, is_log=False)
+            return ranks
+        for gather, place, symbol in zip(parts.gathers, axes, (("v", ranks), ("x", ranks)), strict=True):
+            self._gathered[gather.wait] = Value(place, {symbol: 1.0}, is_log=symbol[0] == "x")
+        return ranks
+
+    def _taken_apart(self, node: fx.Node) -> Value | None:
+        """One of the two that were gathered side by side; None if that is not what `node` is."""
+        cut = _cut(node)
+        if cut is None:
+            return None
+        source, dim, start, length, kept = cut
+        whole = self.algebra.value(source)
+        ((symbol, count),) = whole.power.items() if len(whole.power) == 1 else (((), 0.0),)
+        if count != 1.0 or not isinstance(symbol[1], Joined):
+            return None
+        joined, axes = symbol[1], self.atoms.of(whole.axes)
+        dim %= len(axes)
+        if axes[dim] != self.atoms.flat(joined.both):
+            return None
+        size = math.prod(self.atoms.size(atom) for atom in joined.wide)
+        if (start, length) == (0, size) and kept:
+            return Value((*axes[:dim], joined.wide, *axes[dim + 1 :]), {("v", joined.ranks): 1.0}, is_log=False)
+        if (start, length) != (size, 1):
+            raise Unknown(node)
+        return Value((*axes[:dim], *[()] * kept, *axes[dim + 1 :]), {("x", joined.ranks): 1.0}, is_log=True)
+
+    def _seed(self, node: fx.Node) -> Value | None:
+        if node in self._gathered:
+            return self._gathered[node]
+        if node.op != "call_function":
+            return None
+        if node.target is aten.bmm.default:
+            return self._product(node)
+        if node.target is aten.where.self:
+            return self._masked(node)
+        if node.target is getitem and isinstance(node.args[0], fx.Node) and node.args[0].target in SDPA:
+            return self._sdpa(node, node.args[0])
+        return self._taken_apart(node) if self._gathered else None
+
+    def _product(self, node: fx.Node) -> Value:
+        """Scores, or their exponentials times values."""
+        left, right = node.args
+        assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+        try:
+            weights = self.algebra.value(left)
+        except Unknown:
+            return self._scores(node, left, right)
+        root, (batch, tokens, dim) = self._root(right)
+        axes = self.atoms.of(weights.axes)
+        if not self.atoms.bind(batch, axes[0]) or not self.atoms.bind(tokens, axes[2]):
+            raise Unknown(node)
+        weighted = Value(weights.axes, {**weights.power, ("v", root): 1.0}, weights.is_log)
+        total = self.algebra.total(weighted, [2], node, keepdim=True)
+        return replace(total, axes=(*total.axes[:2], dim))
+
+    def _scores(self, node: fx.Node, left: fx.Node, right: fx.Node) -> Value:
+        query, (batch, rows, dim) = self._root(left)
+        keys, (key_batch, key_dim, tokens) = self._root(right)
+        if len(tokens) != 1 or not self.atoms.bind(key_batch, batch) or not self.atoms.bind(key_dim, dim):
+            raise Unknown(node)
+        origin = Scores(node, query, keys, tokens[0], dim)
+        return Value((batch, rows, tokens), {("x", origin): 1.0}, is_log=True)
+
+    def _root(self, node: fx.Node) -> tuple[Root, Axes]:
+        """(what `node` is a view of, the axes of `node`)."""
+        chain = chain_to(self.atoms, node)
+        return chain[0], chain[-1].axes
+
+    def _masked(self, node: fx.Node) -> Value | None:
+        """Scores, and -inf where there is no token; None if that is not what `node` is."""
+        condition, chosen, other = node.args
+        kept = not _is_minus_infinity(chosen)
+        if not kept or not _is_minus_infinity(other):
+            chosen = other if not kept else None
+        if not isinstance(chosen, fx.Node):
+            return None
+        scores = self.algebra.value(chosen)
+        ((symbol, count),) = scores.power.items() if len(scores.power) == 1 else (((), 0.0),)
+        if not symbol or symbol[0] != "x" or not isinstance(symbol[1], Scores) or symbol[1].lengths is not None:
+            raise Unknown(node)
+        assert isinstance(condition, fx.Node)
+        lengths = self._lengths(condition, kept, scores.axes, symbol[1].atom)
+        return replace(scores, power={("x", replace(symbol[1], lengths=lengths)): count})
+
+    def _lengths(self, condition: fx.Node, kept: bool, scores: Axes, tokens: int) -> tuple[fx.Node, Axes, int]:
+        """The lengths of a mask over scores: where it is true the score is `kept`, or not. Raises Unknown."""
+        views = []
+        while condition.target in NEGATIONS or condition.target in VIEWS:
+            views.append(condition)
+            kept ^= condition.target in NEGATIONS
+            source = condition.args[0]
+            assert isinstance(source, fx.Node)
+            condition = source
+        form = _COMPARISONS.get(condition.target)
+        if form is None:
+            raise Unknown(condition)
+        left, right = condition.args
+        assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+        below, including = form
+        # As `index < length` or `index <= length`, of what is kept.
+        index, length = (left, right) if below else (right, left)
+        if not kept:
+            index, length, including = length, index, not including
+        index_root, index_axes = self._root(index)
+        length_root, length_axes = self._root(length)
+        value = proofs.tensor(length_root.node)
+        if not _counts_up(index_root.node) or value is None or value.is_floating_point() or value.dtype == torch.bool:
+            raise Unknown(condition)
+        axes = self.algebra.broadcast(condition, index_axes, length_axes)
+        for view in reversed(views):
+            if view.target is aten.expand.default:
+                # What is repeated is left to the op on the elements, which repeats too.
+                axes = ((),) * (len(static_shape(view)) - len(axes)) + axes
+            elif view.target not in NEGATIONS:
+                axes = viewed(self.atoms, view, axes)
+        padded = ((),) * (len(scores) - len(axes)) + axes
+        for mine, theirs in zip(padded, scores, strict=True):
+            if mine and not self.atoms.bind(mine, theirs):
+                raise Unknown(condition)
+        if self.atoms.of(index_root.axes) != ((tokens,),):
+            raise Unknown(condition)
+        return length_root.node, length_root.axes, int(including)
+
+    def _sdpa(self, node: fx.Node, call: fx.Node) -> Value:
+        """Output and log-sum-exp of torch's own ops."""
+        bound = proofs.arguments(call)
+        off = not any(bound.get(name) for name in MUST_BE_OFF) and all(bound.get(name) is None for name in MUST_BE_NONE)
+        query, key, value = (bound[name] for name in ("query", "key", "value"))
+        (B, H, L, D), (_, heads, S, _) = static_shape(query), static_shape(key)
+        alike = static_shape(value) == static_shape(key) == (B, heads, S, D) and heads > 0 and H % heads == 0
+        if not off or not alike or S == 1:
+            raise Unknown(call)
+        # One for both results. Query heads that share a key head follow one another.
+        if call not in self._calls:
+            self._calls[call] = self.atoms.new((B, heads, H // heads, L, S, D, D))
+        batch, head, group, rows, tokens, dim, wide = self._calls[call]
+        queries, keys = Root(query, (batch, head + group, rows, dim)), Root(key, (batch, head, tokens, dim))
+        origin = Scores(call, queries, keys, tokens[0], dim)
+        scale = bound.get("scale")
+        count = D**-0.5 if scale is None else float(scale)
+        if not 0.0 < count < math.inf:
+            raise Unknown(call)
+        total: Symbol = ("Z", count, origin)
+        if node.args[1] == 0:
+            values = Root(value, (batch, head, tokens, wide))
+            power = {("N", count, origin, values): 1.0, total: -1.0}
+            return Value((batch, head + group, rows, wide), power, is_log=False)
+        shape = static_shape(node)
+        if node.args[1] != 1 or shape[:3] != (B, H, L) or math.prod(shape) != B * H * L:
+            raise Unknown(node)
+        return Value((batch, head + group, rows, *[()] * (len(shape) - 3)), {total: 1.0}, is_log=True)
+
+
+_COMPARISONS: dict[object, tuple[bool, bool]] = {
+    aten.lt.Tensor: (True, False),
+    aten.le.Tensor: (True, True),
+    aten.gt.Tensor: (False, False),
+    aten.ge.Tensor: (False, True),
+}
+"""(whether the left operand is the smaller one, whether they may be equal)."""
+
+
+def _cut(node: fx.Node) -> tuple[fx.Node, int, int, int, bool] | None:
+    """(source, dimension, start, length, whether the dimension is kept) of a piece of a tensor of static size."""
+    target, source = node.target, node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if target is aten.select.int:
+        dim, index = node.args[1:]
+        value = proofs.tensor(source)
+        if not isinstance(dim, int) or not isinstance(index, int) or value is None:
+            return None
+        size = value.shape[dim]
+        return (source, dim, index % size, 1, False) if isinstance(size, int) else None
+    if target is aten.slice.Tensor:
+        bound, value, result = proofs.arguments(node), proofs.tensor(source), proofs.tensor(node)
+        dim, start = bound["dim"], bound["start"] or 0
+        if bound["step"] != 1 or not isinstance(start, int) or value is None or result is None:
+            return None
+        size, length = value.shape[dim], result.shape[dim]
+        if not isinstance(size, int) or not isinstance(length, int):
+            return None
+        return source, dim, start + size if start < 0 else start, length, True
+    if target is getitem and source.target is aten.split_with_sizes.default:
+        whole, sizes, *dims = source.args
+        index = node.args[1]
+        if not isinstance(whole, fx.Node) or not isinstance(sizes, (list, tuple)) or not isinstance(index, int):
+            return None
+        if not all(isinstance(size, int) for size in sizes):
+            return None
+        known = [size for size in sizes if isinstance(size, int)]
+        dim = dims[0] if dims else 0
+        assert isinstance(dim, int)
+        return whole, dim, sum(known[:index]), known[index], True
+    return None
+
+
+def _is_minus_infinity(node: object) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.full.default and bool(node.args[1] == -math.inf)
+
+
+def _counts_up(node: fx.Node) -> bool:
+    """Whether a node is arange(n)."""
+    if node.target is not prims.iota.default:
+        return False
+    bound = proofs.arguments(node)
+    return bound["start"] == 0 and bound["step"] == 1

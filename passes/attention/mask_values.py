@@ -1,0 +1,104 @@
+"""The values that `masks` knows of tensors: affine integers, truths about them, and choices between two numbers.
+
+Integers are those of mathematics here. `fits` and `rounded` say what a dtype holds of them: nothing is proved of one
+that wraps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ditron_inductor.passes.attention.affine import Affine
+
+LEAST = -1e30
+"""No score comes near: programs hide by -inf, by the least number of a dtype, or by one of this magnitude."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Whether every one of the terms is at least 0, or any of them."""
+
+    terms: frozenset[Affine]
+    every: bool = True
+
+    def negated(self) -> Truth:
+        # Of an integer: not t >= 0 is -t - 1 >= 0.
+        terms = (term.scaled(-1) for term in self.terms)
+        return Truth(frozenset(replace(term, const=term.const - 1) for term in terms), not self.every)
+
+    def both(self, other: Truth) -> Truth | None:
+        """`self and other`; None if that is neither a conjunction nor a disjunction."""
+        for one, another in ((self, other), (other, self)):
+            if not one.terms:
+                return another if one.every else one
+        if all(one.every or len(one.terms) == 1 for one in (self, other)):
+            return Truth(self.terms | other.terms)
+        return None
+
+
+TRUE, FALSE = Truth(frozenset()), Truth(frozenset(), every=False)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`yes` where it is true, else `no`."""
+
+    truth: Truth
+    yes: float
+    no: float
+
+
+Value = Affine | Truth | Choice
+
+
+def fits(term: Affine, shape: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Whether a dtype holds a term everywhere."""
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        return term.is_constant
+    lowest, highest = term.bounds(shape)
+    return torch.iinfo(dtype).min <= lowest and highest <= torch.iinfo(dtype).max
+
+
+def hides(number: float, dtype: torch.dtype) -> bool:
+    """Whether a score that this number is added to, or replaces, counts for nothing beside one as it is."""
+    return number <= max(LEAST, torch.finfo(dtype).min)
+
+
+def rounded(number: float, dtype: torch.dtype) -> float | None:
+    """As a dtype holds it; None if it does not."""
+    if dtype.is_floating_point:
+        return torch.tensor(number, dtype=torch.float64).to(dtype).item()
+    if dtype == torch.bool or dtype.is_complex or not math.isfinite(number) or number != int(number):
+        return None
+    return number if torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max else None
+
+
+def mapped(value: Value, change: Callable[[Affine], Affine]) -> Value:
+    if isinstance(value, Affine):
+        return change(value)
+    if isinstance(value, Truth):
+        return replace(value, terms=frozenset(map(change, value.terms)))
+    return replace(value, truth=replace(value.truth, terms=frozenset(map(change, value.truth.terms))))
+
+
+def number(number: bool | int | float, ndim: int) -> Value:
+    if isinstance(number, bool):
+        return TRUE if number else FALSE
+    return Affine(number, (0,) * ndim) if isinstance(number, int) else Choice(TRUE, number, number)
+
+
+def as_choice(value: Value) -> Choice | None:
+    if isinstance(value, Affine):
+        return Choice(TRUE, value.const, value.const) if value.is_constant else None
+    return Choice(value, 1.0, 0.0) if isinstance(value, Truth) else value
+
+
+def compared(term: Affine) -> Truth:
+    if not term.is_constant:
+        return Truth(frozenset((term,)))
+    return TRUE if term.const >= 0 else FALSE

@@ -1,0 +1,91 @@
+"""A mask that the graph computes is computed again for the backward of its attention, not kept for it.
+
+Before, in the joint graph of forward and backward:
+
+    arange .. -> where = mask [Sq, Skv] -> _scaled_dot_product_flash_attention(q, keys, values, mask) -> ..
+                                    \\---> _scaled_dot_product_flash_attention_backward(grad, .., mask) -> ..
+
+After, the nodes of the mask are marked, so that the backward graph begins with
+
+    arange .. -> where = mask -> _scaled_dot_product_flash_attention_backward(grad, .., mask) -> ..
+
+The partitioner would hand the mask from the forward to the backward, as it hands on whatever an op that is not
+pointwise reads. There it would be an input of the graph, of which nothing is known; and a tensor of all pairs of a
+query and a key would be kept. The marks are those of activation checkpointing.
+
+It must not fire when
+* the mask is not one that is proved to be causal, or a causal window: what is handed on as a bias is as good kept;
+* the keys are not gathered, or the backward of attention is not to be fused.
+
+The numbers and indices of FlexAttention's blocks are computed again likewise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.attention.attention_calls import (
+    BACKWARD,
+    FOLLOWED,
+    mask_tensors,
+    operands,
+    read_attention,
+)
+from ditron_inductor.passes.attention.attention_reduce_scatter import PATTERN
+from ditron_inductor.passes.graph.collectives import ALL_GATHER, WAIT, collectives
+from ditron_inductor.passes.graph.reasons import refused
+
+aten = torch.ops.aten
+
+BETWEEN = FOLLOWED | {WAIT, aten.expand.default, aten.cat.default, aten.split.Tensor, aten.split_with_sizes.default}
+MARK = "recompute"
+"""What the partitioner of AOTAutograd reads of a node."""
+
+
+def recompute_masks(graph: fx.Graph, *, options: Options) -> int:
+    """Marks every known mask of a backward of attention; returns how many."""
+    gathers = set(collectives(graph, ALL_GATHER))
+    if PATTERN not in options.fusions or not gathers:
+        return 0
+    known: set[tuple[fx.Node, ...]] = set()
+    for node in [node for node in graph.nodes if node.op == "call_function" and node.target in BACKWARD]:
+        masks = mask_tensors(node)
+        if not masks or tuple(masks) in known or not _is_gathered(operands(node)[1], gathers):
+            continue
+        attention = read_attention(node)
+        if refused(attention) or attention.bias is not None:
+            continue
+        known.add(tuple(masks))
+        for one in _made_of(masks):
+            # What a user's own checkpointing says of a node stays.
+            one.meta.setdefault(MARK, CheckpointPolicy.MUST_RECOMPUTE)
+    return len(known)
+
+
+def _is_gathered(keys: fx.Node, gathers: set[fx.Node]) -> bool:
+    """Whether keys are views, or parts put together, of what a collective gathers."""
+    seen: set[fx.Node] = set()
+    left = [keys]
+    while left:
+        node = left.pop()
+        if node in gathers:
+            return True
+        if node not in seen and node.target in BETWEEN:
+            seen.add(node)
+            left += node.all_input_nodes
+    return False
+
+
+def _made_of(masks: list[fx.Node]) -> set[fx.Node]:
+    """The masks, and what they are computed from."""
+    found: set[fx.Node] = set()
+    left = list(masks)
+    while left:
+        node = left.pop()
+        if node not in found and node.op == "call_function":
+            found.add(node)
+            left += node.all_input_nodes
+    return found

@@ -1,0 +1,97 @@
+"""Ring attention: attention to one rank's keys after the other, as torch's `context_parallel` has it. Seen, and left
+alone.
+
+    cat(k, v) -> all_gather -> part of rank r - 1, of r - 2, .. -> attention -> merged by logarithms of sums
+    cat(k, v) -> all_to_all: all to rank r + 1 -> attention, and again all_to_all -> ..
+    its backward -> gradients of keys and values + those of the rank in front -> all_to_all: all to rank r + 1 -> ..
+
+What a rank attends to depends on the rank: which parts, how many, all rows or the second half, all keys of a part or
+the first half. So the graphs differ in their ops, not in constants alone, and no rank can prove of its own graph what
+the others will find in theirs. A rank whose causal rows see nothing but its own keys has a gather that it never reads.
+And a gradient that comes from a neighbour is what that rank's program makes of it: here it is any tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import getitem
+
+import torch
+from torch import fx
+
+from ditron_inductor.passes.attention.attention_calls import BACKWARD, FORWARD, operands, views_above
+from ditron_inductor.passes.graph import proofs
+from ditron_inductor.passes.graph.collectives import ALL_GATHER, ALL_TO_ALL, WAIT
+
+aten = torch.ops.aten
+
+# Gradients are put together, and added up, on their way.
+MOVES: frozenset[object] = (
+    proofs.MAY_KEEP_ORDER
+    | proofs.SLICES
+    | proofs.CASTS
+    | {aten.cat.default, aten.slice_scatter.default, aten.add.Tensor, ALL_TO_ALL, WAIT}
+)
+
+
+def ring_attention(collective: fx.Node) -> fx.Node | None:
+    """The attention that a collective passes keys and values around for, or their gradients; None if for none."""
+    kernels = [node for node in collective.graph.nodes if node.target in FORWARD or node.target in BACKWARD]
+    passed_on = collective.target is ALL_TO_ALL and _is_passed_on(collective)
+    if not kernels or not (passed_on or collective.target is ALL_GATHER):
+        return None
+    waits = [user for user in collective.users if user.target is WAIT]
+    for kernel in kernels:
+        if any(_is_part(operand, waits) for operand in operands(kernel)[1:]):
+            return kernel
+        if passed_on and kernel.target in BACKWARD and _gradients(kernel) & set(_made_of(collective)):
+            return kernel
+        # Nobody reads what is gathered.
+        if not any(wait.users for wait in waits) and _roots(*operands(kernel)[1:]) == _roots(*_parts(collective)):
+            return kernel
+    return None
+
+
+def _is_passed_on(exchange: fx.Node) -> bool:
+    """Whether an all-to-all sends everything to one rank, and gets everything from one."""
+    bound = proofs.arguments(exchange)
+    both = bound["output_split_sizes"], bound["input_split_sizes"]
+    return all(
+        isinstance(splits, (list, tuple)) and len(splits) > 1 and sum(size != 0 for size in splits) == 1
+        for splits in both
+    )
+
+
+def _is_part(operand: fx.Node, waits: list[fx.Node]) -> bool:
+    """Whether keys are views of a part of what came."""
+    chain = views_above(operand, waits)
+    return chain is not None and any(view.target in proofs.SLICES for view in chain)
+
+
+def _gradients(backward: fx.Node) -> set[fx.Node]:
+    """Of keys and values."""
+    return {user for user in backward.users if user.target is getitem and user.args[1] in (1, 2)}
+
+
+def _made_of(collective: fx.Node) -> Iterator[fx.Node]:
+    """What is sent, and what that is made of by moves and sums."""
+    seen: set[fx.Node] = set()
+    left = collective.all_input_nodes
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            left += node.all_input_nodes if node.target in MOVES else []
+
+
+def _parts(collective: fx.Node) -> list[fx.Node]:
+    """What is sent, or what that is put together from."""
+    (operand, *_) = collective.all_input_nodes
+    whole = proofs.views_up(operand)[-1]
+    return whole.all_input_nodes if whole.target is aten.cat.default else [whole]
+
+
+def _roots(*nodes: fx.Node) -> set[fx.Node]:
+    """The tensors that nodes are views of."""
+    return {proofs.views_up(node)[-1] for node in nodes}

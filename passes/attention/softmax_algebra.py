@@ -1,0 +1,362 @@
+"""What a chain of exponentials, sums and quotients amounts to: the proof behind `flash_decode`.
+
+There are many ways to write a softmax and its sum: the maximum subtracted or not, by a quotient or by a logarithm, with
+guards against infinities. The compiler's graph shows each in its own ops. So values are followed by what they are: a
+*variable* x that is indexed by one axis (tokens, or ranks), and elements v indexed by it too. Every value is a product
+
+    exp(sum of coefficients * symbols)            or the logarithm of one
+
+whose symbols are x, v (in exponents its logarithm is meant), the maxima m, which are not looked into, and what sums
+over the axis of x give: Z = sum exp(c x) and N = sum exp(c x) v. The rules are exact in real numbers:
+
+    exp, log                                      the same symbols, as a product or as its logarithm
+    a * b, a / b; log a + log b, log a - log b    coefficients are added or subtracted
+    number * log a                                coefficients are multiplied
+    max of log a over the axis                    m, a new symbol: whatever it is, it has to cancel
+    sum of exp(c x + rest) over the axis          exp(rest) * Z, where rest does not depend on the axis
+    sum of exp(c x + rest) * v over the axis      exp(rest) * N
+    any op on the elements of values like m       a new symbol m again
+    any other op on the elements                  j, which depends on the axis and stands in the way of a sum
+    whether j holds for any index, or for all     a new symbol m
+    where(m, a, b), equal but for such symbols    the same, with a new symbol m
+
+A softmax-weighted sum is what comes out as N / Z, whatever the way. Casts between floating-point types count as
+nothing: they round. The axes of a tensor are followed too, through views, indices of dimensions of size 1, and cats of
+a tensor's chunks, as lists of *atoms*, see `Atoms`: two values are combined only where their axes are the same, so that
+nothing that was permuted or repeated passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.passes.graph import proofs
+
+aten = torch.ops.aten
+
+Symbol = tuple[Any, ...]
+"""("x", origin), ("v", origin), ("m", node), ("j", origin of x, node), ("Z", c, origin of x), ("N", c, origin of x,
+origin of v); ("b", ..) is of nobody's axis here: what a seed cuts x and v out of.
+"""
+Axes = tuple[tuple[int, ...], ...]
+"""Of every dimension the atoms that it runs over, the slowest first; none where its size is 1."""
+
+MOST_STEPS = 60
+"""From a value up to where its chain begins: twice as many as any form takes, and few of a deep model's."""
+TESTS = (aten.any.dim, aten.any.dims, aten.all.dim, aten.all.dims)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Unknown(Exception):
+    """The algebra does not know what `node` is."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+
+
+class Atoms:
+    """Indices that dimensions are made of. An atom may turn out to be two, when a view splits a dimension, and to be
+    the same as another one.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._parts: dict[int, tuple[int, ...]] = {}
+
+    def new(self, shape: Sequence[int]) -> Axes:
+        """Axes of a tensor that nothing is known of."""
+        return tuple(() if size == 1 else (self.atom(size),) for size in shape)
+
+    def atom(self, size: int) -> int:
+        self._sizes.append(size)
+        return len(self._sizes) - 1
+
+    def size(self, atom: int) -> int:
+        return self._sizes[atom]
+
+    def flat(self, atoms: Sequence[int]) -> tuple[int, ...]:
+        """What these atoms are made of."""
+        found: list[int] = []
+        for atom in atoms:
+            parts = self._parts.get(atom)
+            found += [atom] if parts is None else self.flat(parts)
+        return tuple(found)
+
+    def of(self, axes: Axes) -> Axes:
+        """`flat` of every dimension."""
+        return tuple(self.flat(axis) for axis in axes)
+
+    def take(self, atoms: Sequence[int], size: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """(the slowest of these atoms, together of this size; the others); splits one where it must and can."""
+        taken, rest = list[int](), list(self.flat(atoms))
+        while size > 1 and rest:
+            atom = rest.pop(0)
+            here = self.size(atom)
+            if size % here == 0:
+                taken.append(atom)
+                size //= here
+            elif here % size == 0:
+                self._parts[atom] = self.atom(size), self.atom(here // size)
+                rest = [*self._parts[atom], *rest]
+            else:
+                return None
+        return (tuple(taken), tuple(rest)) if size == 1 else None
+
+    def reshaped(self, axes: Axes, shape: Sequence[int]) -> Axes | None:
+        """The axes of a reshape."""
+        rest: tuple[int, ...] = sum(self.of(axes), ())
+        found = []
+        for size in shape:
+            step = self.take(rest, size)
+            if step is None:
+                return None
+            found.append(step[0])
+            rest = step[1]
+        return None if rest else tuple(found)
+
+    def bind(self, fresh: Sequence[int], known: Sequence[int]) -> bool:
+        """Make atoms of a tensor that appears for the first time the same as known ones, in order."""
+        left, right = list(self.flat(fresh)), list(self.flat(known))
+        while left and right:
+            one, other = left[0], right[0]
+            if self.size(one) == self.size(other):
+                self._parts[left.pop(0)] = (right.pop(0),)
+                continue
+            larger, smaller = (left, right) if self.size(one) > self.size(other) else (right, left)
+            step = self.take(larger[:1], self.size(smaller[0]))
+            if step is None:
+                return False
+            larger[:1] = [*step[0], *step[1]]
+        return not left and not right
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor: the exponential of a sum, or (is_log) the sum. power: its coefficients, without zeros."""
+
+    axes: Axes
+    power: Mapping[Symbol, float]
+    is_log: bool
+
+    def is_opaque(self) -> bool:
+        """Whether it depends on the axis through maxima only."""
+        return self.is_log and all(symbol[0] == "m" for symbol in self.power)
+
+
+def static_shape(node: fx.Node) -> tuple[int, ...]:
+    """The sizes of a tensor, all of which are numbers. Raises Unknown."""
+    value = proofs.tensor(node)
+    if value is None or not all(isinstance(size, int) for size in value.shape):
+        raise Unknown(node)
+    return tuple(value.shape)
+
+
+def combined(left: Mapping[Symbol, float], right: Mapping[Symbol, float], factor: float) -> dict[Symbol, float]:
+    """left + factor * right."""
+    total = dict(left)
+    for symbol, count in right.items():
+        total[symbol] = total.get(symbol, 0.0) + factor * count
+    return {symbol: count for symbol, count in total.items() if count != 0.0}
+
+
+class Algebra:
+    """Values of the nodes of a graph. seed: what a node is that starts a chain, None for any other node."""
+
+    def __init__(self, atoms: Atoms, seed: Callable[[fx.Node], Value | None]) -> None:
+        self.atoms = atoms
+        self._seed = seed
+        self._known: dict[fx.Node, Value] = {}
+        self._depth = 0
+
+    def value(self, node: object) -> Value:
+        """What a node is. Raises Unknown."""
+        assert isinstance(node, fx.Node)
+        found = self._known.get(node)
+        if found is not None:
+            return found
+        if self._depth >= MOST_STEPS:
+            raise Unknown(node)
+        self._depth += 1
+        try:
+            found = self._seed(node) or self._read(node)
+        finally:
+            self._depth -= 1
+        self._known[node] = found
+        return found
+
+    def total(self, value: Value, dims: Sequence[int], node: fx.Node, keepdim: bool) -> Value:
+        """The sum over `dims`, all of which x is indexed by. Raises Unknown at `node`."""
+        x = [symbol for symbol in value.power if symbol[0] == "x"]
+        v = [symbol for symbol in value.power if symbol[0] == "v"]
+        if value.is_log or len(x) != 1 or len(v) > 1 or any(value.power[symbol] != 1.0 for symbol in v):
+            raise Unknown(node)
+        if any(symbol[0] == "j" for symbol in value.power):
+            raise Unknown(node)
+        count = value.power[x[0]]
+        summed: Symbol = ("N", count, x[0][1], v[0][1]) if v else ("Z", count, x[0][1])
+        rest = {symbol: times for symbol, times in value.power.items() if symbol not in (*x, *v)}
+        return Value(self._without(value, dims, node, keepdim), combined(rest, {summed: 1.0}, 1.0), False)
+
+    def _without(self, value: Value, dims: Sequence[int], node: fx.Node, keepdim: bool) -> Axes:
+        """The axes that are left when `dims` are reduced, which have to be those of x, and nothing else."""
+        axes = self.atoms.of(value.axes)
+        dims = [dim % len(axes) for dim in dims]
+        x = next((symbol for symbol in value.power if symbol[0] in ("x", "j")), None)
+        reduced = sum((axes[dim] for dim in sorted(dims)), ())
+        if x is None or reduced != self.atoms.flat((x[1].atom,)):
+            raise Unknown(node)
+        kept = [(() if dim in dims else axis) for dim, axis in enumerate(axes)]
+        return tuple(axis for dim, axis in enumerate(kept) if keepdim or dim not in dims)
+
+    def _read(self, node: fx.Node) -> Value:
+        if node.op != "call_function":
+            raise Unknown(node)
+        if node.target is getitem:
+            source, index = node.args
+            # Of (values, indices).
+            if isinstance(source, fx.Node) and source.target is aten.max.dim and index == 0:
+                bound = proofs.arguments(source)
+                return self._maximum(node, bound["self"], [bound["dim"]], bound["keepdim"])
+            raise Unknown(node)
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            raise Unknown(node)
+        bound = proofs.arguments(node)
+        if target in proofs.CASTS and target is not aten.view.dtype:
+            return self._cast(node)
+        if target is aten.permute.default or target is aten.transpose.int:
+            value = self.value(node.args[0])
+            return Value(tuple(value.axes[dim] for dim in proofs.permutation(node)), value.power, value.is_log)
+        if target in proofs.ORDER_KEEPING or (target is aten.expand.default and proofs.keeps_order(node)):
+            return self._reshaped(node)
+        if target is aten.select.int:
+            return self._selected(node)
+        if target is aten.cat.default:
+            return self._put_together(node)
+        if target in TESTS and bound["dim"] is not None:
+            dims = bound["dim"] if isinstance(bound["dim"], (list, tuple)) else [bound["dim"]]
+            return self._opaque(node, bound["self"], dims, bound["keepdim"])
+        if target is aten.sum.dim_IntList and bound["dtype"] in (None, *FLOATS) and bound["dim"]:
+            return self.total(self.value(node.args[0]), bound["dim"], node, bound["keepdim"])
+        if target is aten.amax.default and bound["dim"]:
+            return self._maximum(node, bound["self"], bound["dim"], bound["keepdim"])
+        if target in (aten.exp.default, aten.log.default):
+            value = self.value(node.args[0])
+            if value.is_log is (target is aten.log.default):
+                raise Unknown(node)
+            return Value(value.axes, value.power, not value.is_log)
+        return self._pointwise(node, target, bound)
+
+    def _cast(self, node: fx.Node) -> Value:
+        source, result = proofs.tensor(node.args[0]), proofs.tensor(node)
+        if source is None or result is None or source.dtype not in FLOATS or result.dtype not in FLOATS:
+            raise Unknown(node)
+        return self.value(node.args[0])
+
+    def _reshaped(self, node: fx.Node) -> Value:
+        value = self.value(node.args[0])
+        axes = self.atoms.reshaped(value.axes, static_shape(node))
+        if axes is None:
+            raise Unknown(node)
+        return Value(axes, value.power, value.is_log)
+
+    def _selected(self, node: fx.Node) -> Value:
+        """Of a dimension of one element, that element."""
+        value, dim = self.value(node.args[0]), node.args[1]
+        if not isinstance(dim, int) or value.axes[dim]:
+            raise Unknown(node)
+        dim %= len(value.axes)
+        return Value(value.axes[:dim] + value.axes[dim + 1 :], value.power, value.is_log)
+
+    def _put_together(self, node: fx.Node) -> Value:
+        """All equal chunks of one tensor in their order, or equal views of them: what gathers make of an inner
+        dimension.
+        """
+        parts = list(proofs.arguments(node)["tensors"])
+        chunks = [proofs.views_up(part)[-1] for part in parts]
+        pieces = [proofs.piece(chunk) for chunk in chunks]
+        found = [piece for piece in pieces if piece is not None]
+        shapes = [(static_shape(chunk), static_shape(part)) for chunk, part in zip(chunks, parts, strict=True)]
+        if not found or len(found) < len(pieces) or any(shape != shapes[0] for shape in shapes):
+            raise Unknown(node)
+        source, dim = found[0].source, found[0].dim
+        length, cat_dim = shapes[0][0][dim], proofs.arguments(node)["dim"]
+        value = self.value(source)
+        places = [(one.source, one.dim, one.start) for one in found]
+        if places != [(source, dim, index * length) for index in range(len(parts))]:
+            raise Unknown(node)
+        step = self.atoms.take(value.axes[dim], len(parts))
+        if step is None or static_shape(source)[dim] != len(parts) * length:
+            raise Unknown(node)
+        chunk_axes = (*value.axes[:dim], step[1], *value.axes[dim + 1 :])
+        axes = self.atoms.reshaped(chunk_axes, shapes[0][1])
+        if axes is None:
+            raise Unknown(node)
+        cat_dim %= len(axes)
+        return Value((*axes[:cat_dim], step[0] + axes[cat_dim], *axes[cat_dim + 1 :]), value.power, value.is_log)
+
+    def _maximum(self, node: fx.Node, source: object, dims: Sequence[int], keepdim: bool) -> Value:
+        if not self.value(source).is_log:
+            raise Unknown(node)
+        return self._opaque(node, source, dims, keepdim)
+
+    def _opaque(self, node: fx.Node, source: object, dims: Sequence[int], keepdim: bool) -> Value:
+        """What is known of a whole axis at once."""
+        return Value(self._without(self.value(source), dims, node, keepdim), {("m", node): 1.0}, True)
+
+    def _pointwise(self, node: fx.Node, target: torch._ops.OpOverload, bound: Mapping[str, Any]) -> Value:
+        left, right = bound.get("self"), bound.get("other")
+        multiplies = target in (aten.mul.Tensor, aten.div.Tensor)
+        adds = target in (aten.add.Tensor, aten.sub.Tensor) and bound.get("alpha", 1) == 1
+        if multiplies and isinstance(left, fx.Node) and isinstance(right, (int, float)) and right > 0:
+            value = self.value(left)
+            if value.is_log:
+                factor = float(right) if target is aten.mul.Tensor else 1.0 / right
+                return Value(value.axes, {symbol: count * factor for symbol, count in value.power.items()}, True)
+        if (multiplies or adds) and isinstance(left, fx.Node) and isinstance(right, fx.Node):
+            one, other = self.value(left), self.value(right)
+            if one.is_log is other.is_log is adds:
+                sign = 1.0 if target in (aten.mul.Tensor, aten.add.Tensor) else -1.0
+                axes = self.broadcast(node, one.axes, other.axes)
+                return Value(axes, combined(one.power, other.power, sign), adds)
+        if target is aten.scalar_tensor.default or (target is aten.full.default and not bound["size"]):
+            return Value((), {("m", node): 1.0}, True)
+        if target is aten.where.self:
+            chosen = self._chosen(node)
+            if chosen is not None:
+                return chosen
+        if torch.Tag.pointwise in target.tags:
+            values = [self.value(given) for given in node.all_input_nodes]
+            if values:
+                axes = values[0].axes
+                for value in values[1:]:
+                    axes = self.broadcast(node, axes, value.axes)
+                indexed = [symbol for value in values for symbol in value.power if symbol[0] in ("x", "v", "j")]
+                if not indexed and all(value.is_opaque() for value in values):
+                    return Value(axes, {("m", node): 1.0}, True)
+                if indexed and all(symbol[1] == indexed[0][1] for symbol in indexed):
+                    return Value(axes, {("j", indexed[0][1], node): 1.0}, True)
+        raise Unknown(node)
+
+    def _chosen(self, node: fx.Node) -> Value | None:
+        """`where` between values that differ by maxima only; None for any other."""
+        condition, left, right = (self.value(given) for given in node.args)
+        rest = [{one: count for one, count in value.power.items() if one[0] != "m"} for value in (left, right)]
+        if not condition.is_opaque() or left.is_log is not right.is_log or rest[0] != rest[1]:
+            return None
+        axes = self.broadcast(node, condition.axes, self.broadcast(node, left.axes, right.axes))
+        return Value(axes, combined(rest[0], {("m", node): 1.0}, 1.0), left.is_log)
+
+    def broadcast(self, node: fx.Node, left: Axes, right: Axes) -> Axes:
+        """The axes of an op on the elements. Raises Unknown where they differ, but for dimensions of size 1."""
+        count = max(len(left), len(right))
+        one, other = (self.atoms.of(((),) * (count - len(axes)) + axes) for axes in (left, right))
+        if any(a and b and a != b for a, b in zip(one, other, strict=True)):
+            raise Unknown(node)
+        return tuple(a or b for a, b in zip(one, other, strict=True))

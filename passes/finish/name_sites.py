@@ -1,0 +1,79 @@
+"""Gives every Task node its site: the name that flags carry, that errors print and that all ranks agree on.
+
+    matmul_all_reduce(.., site="")  ->  matmul_all_reduce(.., site="3f9c01ab/2:matmul_all_reduce")
+
+A site is `region/number:kind`. The region is a hash of the launches of the node's group in this graph, by their wire
+facts (see wire_facts.py): kind of collective, reduction, dtype. The number counts these launches, those that were left
+alone included. So two ranks have the same names although one has a bias, an epilogue or a
+collective without a matmul where the other has none. Sizes are not part of the name: one rank may compile a graph with
+a symbol where another has a number, and DTensor shards unevenly. Nor are group names: the ranks of a tensor-parallel
+group are in different data-parallel groups.
+
+Behind all passes `add_key` appends `@key` to the names: by it a site finds what the ranks agreed on for its graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from torch import fx
+
+from ditron_inductor.device.facts import LaunchFacts
+from ditron_inductor.options import Options
+from ditron_inductor.passes.finish.order_collectives import is_task
+from ditron_inductor.passes.finish.wire_facts import launches_of
+from ditron_inductor.passes.graph import rewriting
+from ditron_inductor.task.ops import node_from_call
+from ditron_inductor.task.policy import KEY_MARK, shared_site
+
+SITE_ARGUMENT = "site"
+
+
+def find_sites(graph: fx.Graph) -> tuple[str, list[fx.Node]]:
+    """(the region of the group that has Task nodes, or a hash of the regions of several; the Task nodes in order)."""
+    regions = [region_of([facts for _, facts in launches]) for launches in _of_tasks(graph)]
+    return regions[0] if len(regions) == 1 else _digest(regions), [node for node in graph.nodes if is_task(node)]
+
+
+def region_of(launches: Sequence[LaunchFacts]) -> str:
+    """Eight hex digits over what the launches of one group have in common with those of its other ranks."""
+    return _digest([launch.wire for launch in launches])
+
+
+def rewrite(node: fx.Node, site: str) -> None:
+    """Write `site` into the arguments of a Task node."""
+    rewriting.set_argument(node, SITE_ARGUMENT, site)
+
+
+def name_sites(graph: fx.Graph, *, options: Options) -> int:
+    """Name all sites of `graph`; returns how many names changed."""
+    changed = 0
+    for launches in _of_tasks(graph):
+        region = region_of([facts for _, facts in launches])
+        for number, (node, _) in enumerate(launches):
+            if not is_task(node):
+                continue
+            task = node_from_call(node.target, node.args)
+            site = f"{region}/{number}:{task.kind}"
+            if shared_site(task.site) != site:
+                rewrite(node, site)
+                changed += 1
+    return changed
+
+
+def add_key(graph: fx.Graph, key: str) -> None:
+    """Append the key of the graph to the names of its sites."""
+    for node in graph.nodes:
+        if is_task(node):
+            site = shared_site(node_from_call(node.target, node.args).site)
+            rewrite(node, f"{site}{KEY_MARK}{key}")
+
+
+def _of_tasks(graph: fx.Graph) -> list[list[tuple[fx.Node, LaunchFacts]]]:
+    """The launches of each group that has a Task node."""
+    return [launches for launches in launches_of(graph).values() if any(is_task(node) for node, _ in launches)]
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]

@@ -1,0 +1,201 @@
+"""Chains the Task nodes and the remaining collectives of their groups in graph order.
+
+Two ranks that run two sites in different orders wait for each other forever, and Inductor may reorder independent
+extern ops. So the launches form one chain, which only data dependencies can hold through every reordering:
+
+    before                                       after
+    y, token = matmul_all_reduce(a, b, None)     y, token = matmul_all_reduce(a, b, None)
+    h = all_gather_into_tensor(x, ..)            h = all_gather_into_tensor(after(x, token), ..)
+                                                 token_1 = token_of(h)
+    z, _ = matmul_all_reduce(c, d, None)         z, _ = matmul_all_reduce(c, d, token_1)
+
+A Task kernel keeps SMs while it waits, so the chain is one across all groups that have a Task node: two groups that
+overlap in their ranks must not wait for each other either. A collective of any other group stays as it is, and so
+does a graph without a Task node. A group that the graph holds as an object, or by vLLM's name for it, may be any group:
+it is chained.
+
+What puts a collective behind the token costs no copy. `after` is an alias: right for collectives that read their input
+where it lies. A reduction whose input nobody uses afterwards is run in place by Inductor, which loses sight of what an
+alias stands for once somebody writes into it, and would give the memory away before the wait: there `after_(x, token)`
+says that it writes into x, and the collective keeps its input. Otherwise Inductor copies the input and works on the
+copy, fused with what computes the input; an alias in between would split the two. There the token becomes an operand
+of the copy, `where(token != 0, x, x)`: x bit for bit, whatever the token holds. `token_of` hangs on the launch, not
+on the wait, so transfers still overlap with what follows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.errors import GraphVerificationError
+from ditron_inductor.options import Options
+from ditron_inductor.passes.graph import rewriting
+from ditron_inductor.passes.graph.proofs import arguments
+from ditron_inductor.passes.normalize.vllm_collectives import is_vllm_collective
+from ditron_inductor.task import ops
+from ditron_inductor.task.nodes import TASK_KINDS
+
+GROUP_ARGUMENT = "group_name"
+TOKEN_ARGUMENT = "token"
+# Inductor runs these in place, the first two on their input where nobody uses it afterwards, else on a copy.
+REDUCED_IN_PLACE = ("all_reduce", "all_reduce_coalesced")
+COPIED = (*REDUCED_IN_PLACE, "broadcast")
+# `where` is a plain select for these; Inductor has none for the others (complex, float8).
+SELECTABLE = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+@dataclass(frozen=True)
+class Match:
+    """One launch of the chain: a Task node, or a collective that no pass has fused."""
+
+    node: fx.Node
+    is_task: bool
+
+
+def is_task(node: fx.Node) -> bool:
+    """Whether the node is a call of one of the Task ops."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.namespace == ops.NAMESPACE and target._opname in TASK_KINDS
+
+
+def launches_collective(node: fx.Node) -> bool:
+    """Whether the node launches a collective: any op of others that names a process group."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace == ops.NAMESPACE:
+        return False
+    return any(argument.name == GROUP_ARGUMENT for argument in target._schema.arguments)
+
+
+def find_chain(graph: fx.Graph) -> list[Match]:
+    """The launches to keep in order, in graph order; empty for a graph without a Task node."""
+    groups = {arguments(node)[GROUP_ARGUMENT] for node in graph.nodes if is_task(node)}
+    chain: list[Match] = []
+    for node in graph.nodes:
+        if is_task(node):
+            chain.append(Match(node, is_task=True))
+        elif groups and launches_collective(node):
+            group = arguments(node)[GROUP_ARGUMENT]
+            if not isinstance(group, str) or group in groups or is_vllm_collective(node):
+                chain.append(Match(node, is_task=False))
+    return chain
+
+
+def rewrite(graph: fx.Graph, chain: Sequence[Match]) -> None:
+    """Put each launch of `chain` behind the one before it."""
+    for previous, current in zip(chain, chain[1:], strict=False):
+        token = _token_after(graph, previous)
+        if current.is_task:
+            rewriting.set_argument(current.node, TOKEN_ARGUMENT, token)
+        else:
+            _put_after(graph, current.node, token)
+
+
+def order_collectives(graph: fx.Graph, *, options: Options) -> int:
+    """Chain the launches of `graph`; returns how many were put behind another one, 0 for a graph chained before."""
+    chain = find_chain(graph)
+    if any(_is_chained(match) for match in chain):
+        return 0
+    rewrite(graph, chain)
+    return max(len(chain) - 1, 0)
+
+
+def _token_after(graph: fx.Graph, match: Match) -> fx.Node:
+    """The token that the launch returns, or a new one that hangs on its first output."""
+    value = match.node.meta["val"]
+    if match.is_task:
+        return _getitem(graph, match.node, len(value) - 1)
+    launched = _getitem(graph, match.node, 0) if isinstance(value, (list, tuple)) else match.node
+    return _call_behind(graph, launched, ops.overload("token_of"), (launched,))
+
+
+def _put_after(graph: fx.Graph, node: fx.Node, token: fx.Node) -> None:
+    for position, given in enumerate(node.args):
+        first = given[0] if isinstance(given, (list, tuple)) and given else given
+        if not isinstance(first, fx.Node) or not isinstance(first.meta.get("val"), torch.Tensor):
+            continue
+        with graph.inserting_before(node):
+            ordered = _ordered_input(graph, node, first, token)
+        # One input is enough: the tensors of a list are launched together.
+        new = [ordered, *given[1:]] if isinstance(given, (list, tuple)) else ordered
+        node.update_arg(position, new)
+        return
+    raise GraphVerificationError(
+        where="order_collectives", problem=f"{node.name} ({node.target}) has no tensor input that could be ordered"
+    )
+
+
+def _ordered_input(graph: fx.Graph, node: fx.Node, x: fx.Node, token: fx.Node) -> fx.Node:
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    if target._opname in REDUCED_IN_PLACE and _dies_at(graph, x, node):
+        _call(graph, ops.overload("after_"), (x, token), node)
+        return x
+    if target._opname in COPIED and x.meta["val"].dtype in SELECTABLE:
+        scalar = _call(graph, torch.ops.aten.squeeze.default, (token,), node)  # x may be a scalar itself
+        condition = _call(graph, torch.ops.aten.ne.Scalar, (scalar, 0), node)
+        return _call(graph, torch.ops.aten.where.self, (condition, x, x), node)
+    return _call(graph, ops.overload("after"), (x, token), node)
+
+
+def _dies_at(graph: fx.Graph, x: fx.Node, node: fx.Node) -> bool:
+    """Whether nothing reads the memory of x after `node`, and the caller does not own it."""
+    storage = x.meta["val"].untyped_storage()._cdata
+    for other in graph.nodes:
+        value = other.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata != storage:
+            continue
+        if other.op != "call_function" or any(node < user for user in other.users):
+            return False
+    return True
+
+
+def _is_chained(match: Match) -> bool:
+    """Whether something waits for the token of the launch."""
+    value = match.node.meta["val"]
+    if match.is_task:
+        getitems = [user for user in match.node.users if user.target is operator.getitem]
+        return any(user.args[1] == len(value) - 1 and user.users for user in getitems)
+    outputs = list(match.node.users) if isinstance(value, (list, tuple)) else [match.node]
+    return any(user.target is ops.overload("token_of") for output in outputs for user in output.users)
+
+
+def _getitem(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
+    """The existing getitem of an output, or a new one."""
+    for user in node.users:
+        if user.target is operator.getitem and user.args[1] == index:
+            return user
+    return _call_behind(graph, node, operator.getitem, (node, index))
+
+
+def _call_behind(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    with graph.inserting_after(node):
+        return _call(graph, target, args, node)
+
+
+def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node) -> fx.Node:
+    """A new call with its fake value, attributed to the source line of `origin`."""
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
+    for key in ("stack_trace", "nn_module_stack"):
+        if key in origin.meta:
+            node.meta[key] = origin.meta[key]
+    return node

@@ -1,0 +1,337 @@
+"""Matmuls whose rows do not begin on 16 bytes get padded operands, where a rule of their sizes says that it pays.
+
+    x [M, 4097], w [4097, N] -> mm [M, N]
+
+becomes
+
+    x -> constant_pad_nd [M, 4104]
+    w -> constant_pad_nd [4104, N]  -> mm [M, N]
+
+and, where the width of the result is not aligned either (N = 1023),
+
+    w -> constant_pad_nd [4104, 1024] -> mm [M, 1024] -> slice [M, 1023]
+
+The same for addmm, whose bias is padded too, bmm and baddbmm. Inductor does this by `shape_padding`, in front of all
+passes, and decides it by a benchmark on each rank: two ranks may compile two graphs, of which one has a site that the
+other has not. So that is off (see `backend`), and this pass stands behind all fusions, where nothing depends on what it
+does: it sees the products that no site took, it looks at sizes, dtypes and strides only, and the constants of its rule
+(`task.alignment`) are the same on all machines.
+
+A padded operand is computed by the kernel that computes the operand itself, if only the product reads it and Inductor
+generates it; otherwise it is a copy. The result is a view, whose rows are further apart than they are long, also where
+it leaves the graph, as with Inductor's padding. What needs them together, a collective say, gets a copy. A matrix that
+lies column by column is padded as the rows that it lies in. A size is only padded where elements lie together along it:
+M never, for a plain `x @ w`.
+
+The products of a site grow along K too, which each rank contracts alone: what is reduced, scattered or gathered behind
+them stays as it is, and so do all facts that ranks compare.
+
+    matmul_all_reduce([a [M, 4097]], [b [4097, N]])  ->  matmul_all_reduce([pad(a)], [pad(b)])
+
+What a site gathers is sent as it is: another rank may have a collective there that no pass has fused.
+
+It must not fire when
+* the product is not on a GPU, or of another dtype than bf16, fp16 and fp32, or its operands differ in it;
+* a size is dynamic, 0 or 1;
+* it is a site's, and padding K would leave an operand unaligned;
+* an operand lies neither by rows nor by columns, or the rows of a view are not as long as what lies between them;
+* all rows begin on 16 bytes already;
+* the rule finds that the copies cost more than the faster kernel saves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.finish.order_collectives import is_task
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.task import alignment
+from ditron_inductor.task.alignment import ALIGNED_BYTES, RULE, Rule, Work
+
+aten = torch.ops.aten
+
+OPERANDS: dict[object, tuple[str, str]] = {
+    aten.mm.default: ("self", "mat2"),
+    aten.addmm.default: ("mat1", "mat2"),
+    aten.bmm.default: ("self", "mat2"),
+    aten.baddbmm.default: ("batch1", "batch2"),
+}
+BIASED: frozenset[object] = frozenset({aten.addmm.default, aten.baddbmm.default})
+CONVERT = torch.ops.prims.convert_element_type.default
+GPUS = ("cuda",)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a matrix, or a batch of them, lies in memory.
+
+    by_rows: whether elements lie together along the rows; else along the columns. aligned: bytes to which all of these
+    begin. whole: whether they are as far apart as they are long, so that longer ones are further apart.
+    """
+
+    by_rows: bool
+    aligned: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Match:
+    """A product lhs [.., M, K] @ rhs [.., K, N], and how much each of its sizes grows."""
+
+    node: fx.Node
+    lhs: fx.Node
+    rhs: fx.Node
+    bias: fx.Node | None
+    m: int
+    k: int
+    n: int
+    work: Work
+
+
+def find_unaligned(node: fx.Node, devices: tuple[str, ...] = GPUS) -> Match | None:
+    """Proves that a node is a product of which padding would align what is not; None if it is not one."""
+    if node.target not in OPERANDS:
+        return None
+    bound = proofs.arguments(node)
+    lhs, rhs = (bound[name] for name in OPERANDS[node.target])
+    bias = bound["self"] if node.target in BIASED else None
+    values = [proofs.tensor(one) for one in (lhs, rhs, node, *([bias] if node.target in BIASED else []))]
+    if not _paddable(values, devices):
+        return None
+    a, b, out = values[0], values[1], values[2]
+    assert a is not None and b is not None and out is not None
+    of_lhs, of_rhs, of_out = form(a), form(b), form(out)
+    if of_lhs is None or of_rhs is None or of_out is None:
+        return None
+    M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
+    missing = {name: alignment.missing(size, a.dtype) for name, size in (("m", M), ("k", K), ("n", N))}
+    needed: set[str] = set()
+    for one, (along_rows, along_columns) in ((of_lhs, "km"), (of_rhs, "nk"), (of_out, "nm")):
+        along = along_rows if one.by_rows else along_columns
+        if one.aligned < ALIGNED_BYTES:
+            if not one.whole or not missing[along]:
+                return None
+            needed.add(along)
+    if not needed:
+        return None
+    m, k, n = (missing[name] if name in needed else 0 for name in "mkn")
+    operands = ([lhs] if m + k else []) + ([rhs] if k + n else [])
+    copied = [_copied_bytes(one, node) for one in operands]
+    if n and not rewriting.views_and_strides(node)[1]:
+        copied.append(2 * _nbytes(out))
+    work = Work(
+        speed=alignment.speed_of(a.dtype),
+        flops=2 * out.numel() * K,
+        moved_bytes=sum(map(_nbytes, (a, b, out))),
+        operand_bytes=min(of_lhs.aligned, of_rhs.aligned),
+        result_bytes=of_out.aligned,
+        copied_bytes=sum(copied),
+        launches=sum(map(bool, copied)) + (bias is not None and bool(m + n)),
+    )
+    return Match(node, lhs, rhs, bias, m, k, n, work)
+
+
+@dataclass(frozen=True)
+class SiteProduct:
+    """A product a [.., K] @ b [K, N] of a site, and how much its K grows."""
+
+    a: fx.Node
+    b: fx.Node
+    k: int
+    work: Work
+
+
+def find_site_products(node: fx.Node, devices: tuple[str, ...] = GPUS) -> list[SiteProduct | None]:
+    """For each product that a site makes before it communicates, what padding K would align; None for the others."""
+    if not is_task(node):
+        return []
+    bound = proofs.arguments(node)
+    return [_site_product(node, a, b, devices) for a, b in zip(bound.get("a", ()), bound.get("b", ()), strict=True)]
+
+
+def _site_product(node: fx.Node, a: fx.Node, b: fx.Node, devices: tuple[str, ...]) -> SiteProduct | None:
+    lhs, rhs = proofs.tensor(a), proofs.tensor(b)
+    if not _paddable([lhs, rhs], devices):
+        return None
+    assert lhs is not None and rhs is not None
+    of_lhs, of_rhs = form(lhs), form(rhs)
+    K, N = rhs.shape
+    k = alignment.missing(K, rhs.dtype)
+    if of_lhs is None or of_rhs is None or not k:
+        return None
+    unaligned = [(one, along) for one, along in ((of_lhs, True), (of_rhs, False)) if one.aligned < ALIGNED_BYTES]
+    # K lies together in a by rows, in b by columns.
+    if not unaligned or any(not one.whole or one.by_rows != along for one, along in unaligned):
+        return None
+    copied = [_copied_bytes(a, node), _copied_bytes(b, node)]
+    out_bytes = lhs.numel() // K * N * lhs.dtype.itemsize
+    of_out = alignment.aligned_bytes(N * lhs.dtype.itemsize)
+    work = Work(
+        speed=alignment.speed_of(lhs.dtype),
+        flops=2 * lhs.numel() * N,
+        moved_bytes=_nbytes(lhs) + _nbytes(rhs) + out_bytes,
+        operand_bytes=min(of_lhs.aligned, of_rhs.aligned),
+        result_bytes=of_out,
+        copied_bytes=sum(copied),
+        launches=sum(map(bool, copied)),
+        padded_result_bytes=of_out,
+    )
+    return SiteProduct(a, b, k, work)
+
+
+def _paddable(values: list[torch.Tensor | None], devices: tuple[str, ...]) -> bool:
+    """Whether these are tensors of one dtype that is known here, of known sizes above 1, on a GPU."""
+    if any(value is None for value in values):
+        return False
+    found = [value for value in values if value is not None]
+    alike = {(value.dtype, value.device) for value in found}
+    static = all(isinstance(size, int) for value in found for size in (*value.shape, *_steps(value)))
+    (dtype, device) = next(iter(alike))
+    large = static and all(size > 1 for value in found[:3] for size in value.shape[-2:])
+    filled = large and all(value.numel() for value in found)
+    return filled and len(alike) == 1 and dtype in alignment.DTYPES and device.type in devices
+
+
+def _steps(value: torch.Tensor) -> tuple[Any, ...]:
+    """Where the tensor begins in its memory, and its strides."""
+    return (value.storage_offset(), *value.stride())
+
+
+def form(value: torch.Tensor) -> Form | None:
+    """How a tensor [.., R, C] of known sizes lies; None where neither rows nor columns do."""
+    rows, columns = value.stride()[-2:]
+    if columns == 1:
+        apart, length = rows, value.shape[-1]
+    elif rows == 1:
+        apart, length = columns, value.shape[-2]
+    else:
+        return None
+    begins = (apart, *_steps(value)[:-2])
+    aligned = alignment.aligned_bytes(*(int(begin) * value.dtype.itemsize for begin in begins))
+    return Form(columns == 1, aligned, apart == length)
+
+
+def _nbytes(value: torch.Tensor) -> int:
+    return math.prod(value.shape) * value.dtype.itemsize
+
+
+def _copied_bytes(operand: fx.Node, product: fx.Node) -> int:
+    """What a padded operand costs beside the operand: nothing where one kernel writes it in its place."""
+    value = proofs.tensor(operand)
+    assert value is not None
+    written_here = operand.op == "call_function" and list(operand.users) == [product] and _generated(operand)
+    return 0 if written_here else 2 * _nbytes(value)
+
+
+def _generated(node: fx.Node) -> bool:
+    """Whether Inductor generates the kernel that computes a node, and could write its result anywhere."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target is CONVERT or torch.Tag.pointwise in node.target.tags
+    return False
+
+
+def rewrite(graph: fx.Graph, match: Match, padded: dict[Any, fx.Node]) -> None:
+    """Pads the operands and cuts the result. padded: what was padded before, by tensor and lengths."""
+    node, (m, k, n) = match.node, (match.m, match.k, match.n)
+    with graph.inserting_before(node):
+        lhs, rhs = _padded(graph, match.lhs, m, k, padded), _padded(graph, match.rhs, k, n, padded)
+        operands = (lhs, rhs) if match.bias is None else (_padded_bias(graph, match, padded), lhs, rhs)
+        product = graph.create_node(
+            "call_function", node.target, (*operands, *node.args[len(operands) :]), node.kwargs, name="padded_product"
+        )
+        product.meta.update(rewriting.copied_meta(node))
+        rewriting.recompute(product)
+        result = product
+        for dim, more in ((-2, m), (-1, n)):
+            if more:
+                value = result.meta["val"]
+                args = (result, value.ndim + dim, 0, value.shape[dim] - more)
+                result = rewriting.computed(graph, aten.slice.Tensor, args, product)
+        if result.meta["val"].stride() != node.meta["val"].stride():
+            result = rewriting.with_strides_of(graph, result, node)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _padded(graph: fx.Graph, source: fx.Node, rows: int, columns: int, padded: dict[Any, fx.Node]) -> fx.Node:
+    """Inserts a matrix, or each of a batch, with zeros below and to the right; in the layout that it has."""
+    if not rows + columns:
+        return source
+    key = (source, rows, columns)
+    if key not in padded:
+        found = form(source.meta["val"])
+        assert found is not None
+        if found.by_rows:
+            made = rewriting.computed(graph, aten.constant_pad_nd.default, (source, [0, columns, 0, rows]), source)
+        else:
+            lying = _swapped(graph, source)
+            lying = rewriting.computed(graph, aten.constant_pad_nd.default, (lying, [0, rows, 0, columns]), lying)
+            made = _swapped(graph, lying)
+        padded[key] = made
+    return padded[key]
+
+
+def _swapped(graph: fx.Graph, source: fx.Node) -> fx.Node:
+    """Inserts a view with rows and columns exchanged."""
+    order = list(range(source.meta["val"].ndim))
+    order[-2:] = order[:-3:-1]
+    return rewriting.computed(graph, aten.permute.default, (source, order), source)
+
+
+def _padded_bias(graph: fx.Graph, match: Match, padded: dict[Any, fx.Node]) -> fx.Node:
+    """Inserts what is added to the padded product: as long as that where it was as long as the product."""
+    bias = match.bias
+    assert bias is not None
+    shape = bias.meta["val"].shape
+    columns = match.n if len(shape) and shape[-1] > 1 else 0
+    rows = match.m if len(shape) > 1 and shape[-2] > 1 else 0
+    if not rows + columns:
+        return bias
+    key = (bias, rows, columns)
+    if key not in padded:
+        lengths = [0, columns, 0, rows] if len(shape) > 1 else [0, columns]
+        padded[key] = rewriting.computed(graph, aten.constant_pad_nd.default, (bias, lengths), bias)
+    return padded[key]
+
+
+def rewrite_site(
+    graph: fx.Graph, node: fx.Node, found: Sequence[SiteProduct | None], padded: dict[Any, fx.Node]
+) -> None:
+    """Pads K of these products of a site; the others stay. padded: as for `rewrite`."""
+    a, b = list(proofs.arguments(node)["a"]), list(proofs.arguments(node)["b"])
+    with graph.inserting_before(node):
+        for index, one in enumerate(found):
+            if one is not None:
+                a[index] = _padded(graph, one.a, 0, one.k, padded)
+                b[index] = _padded(graph, one.b, one.k, 0, padded)
+    rewriting.set_argument(node, "a", a)
+    rewriting.set_argument(node, "b", b)
+    node.meta.pop("eager_input_vals", None)
+
+
+def pad_by(graph: fx.Graph, rule: Rule, devices: tuple[str, ...] = GPUS) -> int:
+    """Pads every product for which it pays by a rule; returns how many."""
+    padded: dict[Any, fx.Node] = {}
+    count = 0
+    for node in list(graph.nodes):
+        factors = [one if one and rule.pays(one.work) else None for one in find_site_products(node, devices)]
+        if any(factors):
+            rewrite_site(graph, node, factors, padded)
+            count += sum(map(bool, factors))
+        match = find_unaligned(node, devices)
+        if match is not None and rule.pays(match.work):
+            rewrite(graph, match, padded)
+            count += 1
+    return count
+
+
+def pad_products(graph: fx.Graph, *, options: Options) -> int:
+    """Pads every product of unaligned sizes for which it pays; returns how many."""
+    return pad_by(graph, RULE)

@@ -1,0 +1,40 @@
+"""The option `ditron.strict`: a graph in which a collective beside a matmul could be fused, and is not, is an error.
+
+No node changes. `ReasonCode.changeable` decides what counts; a fusion that the option `ditron.fusions` leaves out does
+not. The reasons are equal on all ranks, so either all of them raise or none does; and a graph that raises is in no
+cache.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ditron_inductor.errors import DitronNotFused
+from ditron_inductor.options import FUSIONS, Options
+from ditron_inductor.passes.graph.culprits import describe
+from ditron_inductor.passes.graph.reasons import LEFT_ALONE, Reason, ReasonCode
+from ditron_inductor.report.sites import stopped_text
+
+
+def find_not_fused(graph: fx.Graph, options: Options) -> list[fx.Node]:
+    """The collectives that were left alone for a reason that a user could change."""
+    return [node for node in graph.nodes if LEFT_ALONE in node.meta and _counts(node.meta[LEFT_ALONE], options)]
+
+
+def _counts(reason: Reason, options: Options) -> bool:
+    disabled = reason.pattern in FUSIONS and reason.pattern not in options.fusions
+    return ReasonCode(reason.code).changeable and not disabled
+
+
+def require_fusions(graph: fx.Graph, *, options: Options) -> int:
+    """Raises `DitronNotFused` if the option asks for it and a site is left alone without need; returns 0."""
+    found = find_not_fused(graph, options) if options.strict else []
+    if found:
+        raise DitronNotFused(count=len(found), sites="".join(f"\n{_text(node)}" for node in found))
+    return 0
+
+
+def _text(node: fx.Node) -> str:
+    reason: Reason = node.meta[LEFT_ALONE]
+    stopped = stopped_text(node.name, describe(node).line, reason.code, reason.culprit)
+    return f"{stopped}\n    {reason.text}"

@@ -1,0 +1,198 @@
+"""The last word on the collectives that were left alone, once all fusions have had their turn. No node changes.
+
+    gather bf16 -> to fp8 -> _scaled_mm     no_matmul, cast_between    -> fp8_matmul
+    gather int8 -> dequantize -> mm         no_matmul, cast_between    -> quantized_matmul
+    _int_mm -> * scale -> reduce_scatter    pointwise_between          -> quantized_matmul
+    all_reduce(amax(x), "max")              reduce_op                  -> no_matmul
+    fused product -> relu -> all_reduce     pointwise_between          -> already_fused
+    keys -> all_to_all -> part -> attention unequal_splits, no_matmul  -> attention_parts
+
+A fusion looks for the matmuls that it takes; what it says of a chain with another kind at its end misses the point. So
+the chain is followed here: from a reduction upwards through casts, views and scales, from a gather downwards through
+those that make or read quantised numbers. A gather that is scaled more than once on the way down (a norm) is not next
+to the matmul.
+
+A reason of the collective itself, such as its reduce op, counts where a matmul is next to it; else there is nothing to
+fuse, whatever the collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from operator import getitem
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.attention.ring_attention import ring_attention
+from ditron_inductor.passes.finish.order_collectives import is_task
+from ditron_inductor.passes.graph import proofs
+from ditron_inductor.passes.graph.collectives import WAIT, is_collective
+from ditron_inductor.passes.graph.other_matmuls import dequantizes, other_matmul, quantizes
+from ditron_inductor.passes.graph.reasons import LEFT_ALONE, Reason, ReasonCode, Refusal, leave_alone
+from ditron_inductor.task.all_gather_attention import AllGatherAttention
+from ditron_inductor.task.nodes import ATTENTION_KINDS
+
+aten = torch.ops.aten
+
+VAGUE = frozenset(
+    {
+        ReasonCode.NO_MATMUL,
+        ReasonCode.CAST_BETWEEN,
+        ReasonCode.POINTWISE_BETWEEN,
+        ReasonCode.LAYOUT,
+        ReasonCode.CHUNKS_PARTIAL,
+    }
+)
+OWN = frozenset(
+    {
+        ReasonCode.GROUP_UNKNOWN,
+        ReasonCode.REDUCE_OP,
+        ReasonCode.UNEQUAL_SPLITS,
+        ReasonCode.UNSUPPORTED_COLLECTIVE,
+        ReasonCode.WAIT_FORM,
+        ReasonCode.WORLD_SIZE,
+    }
+)
+# They move elements, cut them apart and put them together, and change none.
+MOVES: frozenset[object] = proofs.MAY_KEEP_ORDER | proofs.SLICES | {aten.cat.default, aten.view.dtype, WAIT}
+SCALES: frozenset[object] = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
+CLAMPS: frozenset[object] = frozenset(
+    {
+        aten.clamp.default,
+        aten.clamp_min.default,
+        aten.clamp_max.default,
+        aten.minimum.default,
+        aten.maximum.default,
+        aten.round.default,
+        aten.sub.Tensor,
+        aten.add.Tensor,
+    }
+)
+
+
+def find_other_matmul(collective: fx.Node) -> Refusal | None:
+    """The matmul of a kind that no fusion takes yet, or the dequantisation, that a collective is next to; or None."""
+    below = None if _reduces(collective) else _below(collective)
+    if below is not None:
+        return below
+    for node in _upwards(collective, MOVES | proofs.CASTS | SCALES):
+        code = other_matmul(node)
+        if code is not None:
+            return code.at(node)
+    return None
+
+
+def _reduces(collective: fx.Node) -> bool:
+    """Whether a collective reduces what it sends: then its result is as good as any other tensor."""
+    target = collective.target
+    assert isinstance(target, torch._ops.OpOverload)
+    return target._opname.startswith(("all_reduce", "reduce_scatter"))
+
+
+def _below(gather: fx.Node) -> Refusal | None:
+    """What a gather feeds, at most one scaling away."""
+    pending: list[tuple[fx.Node, int, fx.Node | None]] = [(gather, 0, None)]
+    seen: set[tuple[fx.Node, int]] = set()
+    while pending:
+        node, scalings, dequantized = pending.pop()
+        if (node, scalings) in seen:
+            continue
+        seen.add((node, scalings))
+        for user in node.users:
+            code = other_matmul(user)
+            if code is not None:
+                return code.at(user)
+            if user.target in proofs.MATMULS:
+                if dequantized is not None:
+                    return ReasonCode.QUANTIZED_MATMUL.at(dequantized)
+                continue
+            wide = dequantized or (user if dequantizes(user) or _widens_bytes(user) else None)
+            if user.target in SCALES and scalings == 0:
+                pending.append((user, 1, wide))
+            elif _passes(user):
+                pending.append((user, scalings, wide))
+    return None
+
+
+def _passes(node: fx.Node) -> bool:
+    return node.target in MOVES | proofs.CASTS | CLAMPS or quantizes(node) or dequantizes(node)
+
+
+def _widens_bytes(node: fx.Node) -> bool:
+    """Whether a node converts elements of one byte, which are quantised numbers, to larger ones."""
+    if node.target not in proofs.CASTS or node.target is aten.view.dtype:
+        return False
+    source, result = proofs.tensor(node.args[0]), proofs.tensor(node)
+    if source is None or result is None or source.dtype is torch.bool:
+        return False
+    return source.dtype.itemsize == 1 and result.dtype.itemsize > 1
+
+
+def is_beside_matmul(collective: fx.Node) -> bool:
+    """Whether a matmul of any kind makes what a collective sends, or uses what it brings, with nothing between but
+    moves and casts.
+    """
+    quiet = MOVES | proofs.CASTS
+    near = _upwards(collective, quiet)
+    return any(map(proofs.is_matmul, near if _reduces(collective) else chain(near, _downwards(collective, quiet))))
+
+
+def _upwards(node: fx.Node, through: frozenset[object]) -> Iterator[fx.Node]:
+    """What `node` is made from through ops of `through`, their first sources that are none included."""
+    pending, seen = list(node.all_input_nodes), set[fx.Node]()
+    while pending:
+        current = pending.pop()
+        if current not in seen:
+            seen.add(current)
+            yield current
+            pending.extend(current.all_input_nodes if current.target in through else [])
+
+
+def _downwards(node: fx.Node, through: frozenset[object]) -> Iterator[fx.Node]:
+    """What uses `node` through ops of `through`, their first users that are none included."""
+    pending, seen = list(node.users), set[fx.Node]()
+    while pending:
+        current = pending.pop()
+        if current not in seen:
+            seen.add(current)
+            yield current
+            pending.extend(current.users if current.target in through else [])
+
+
+def review_left_alone(graph: fx.Graph, *, options: Options) -> int:
+    """Puts the reasons right that the fusions could not know; returns how many."""
+    count = 0
+    for node in [node for node in graph.nodes if LEFT_ALONE in node.meta and is_collective(node)]:
+        given = node.meta[LEFT_ALONE]
+        attention = None if given.pattern in ATTENTION_KINDS else ring_attention(node)
+        if attention is not None:
+            leave_alone(node, AllGatherAttention.kind, ReasonCode.ATTENTION_PARTS.at(attention))
+            count += 1
+            continue
+        better = _better(node, given)
+        if better is not None:
+            leave_alone(node, given.pattern, better)
+            count += 1
+    return count
+
+
+def _better(node: fx.Node, given: Reason) -> ReasonCode | Refusal | None:
+    code = ReasonCode(given.code)
+    if code in OWN:
+        return None if is_beside_matmul(node) else ReasonCode.NO_MATMUL
+    if code not in VAGUE:
+        return None
+    return find_other_matmul(node) or (_fused_product(node) if _reduces(node) else None)
+
+
+def _fused_product(reduction: fx.Node) -> Refusal | None:
+    """The output of a Task node from which one op makes what is reduced, where no other matmul does."""
+    (operand, *_) = reduction.all_input_nodes
+    sources = [proofs.views_up(source)[-1] for source in proofs.views_up(operand)[-1].all_input_nodes]
+    fused = [source for source in sources if source.target is getitem and is_task(source.all_input_nodes[0])]
+    if not fused or any(map(proofs.is_matmul, sources)):
+        return None
+    return ReasonCode.ALREADY_FUSED.at(fused[0])

@@ -1,0 +1,213 @@
+"""What the collectives of a graph look like to the other ranks, and what only this rank has beside them.
+
+*Wire facts* are what two ranks must share for a collective to be right: its kind, the reduction, the dtype, and how
+many elements a rank contributes. *Local facts* are what a rank may have for itself: a bias, an epilogue, how many
+products are added up. `facts_of(graph)` lists both, group by group, in graph order. `device/meetings.py` compares the
+lists of all ranks when a graph first runs.
+
+A Task node has the wire facts of the collective that it stands for, where it stands for exactly one, so that a rank
+which has fused a collective and a rank which has not describe it alike.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.device.facts import GraphFacts, GroupFacts, LaunchFacts, digest
+from ditron_inductor.passes.finish.order_collectives import GROUP_ARGUMENT, is_task, launches_collective
+from ditron_inductor.passes.graph.collectives import group_size
+from ditron_inductor.passes.graph.proofs import arguments
+from ditron_inductor.passes.graph.rewriting import TRANSPOSED
+from ditron_inductor.passes.normalize.vllm_collectives import group_names, is_vllm_collective
+from ditron_inductor.task.nodes import AllGatherMatmul, AttentionNode, FlashDecode, TaskNode
+from ditron_inductor.task.ops import node_from_call
+
+FRAME = re.compile(r'File "([^"]*)", line (\d+)')
+WIRES: Mapping[str, str] = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "matmul_all_reduce": "all_reduce",
+    "all_reduce_rms_norm": "all_reduce",
+    "matmul_all_reduce_rms_norm": "all_reduce",
+    "matmul_reduce_scatter": "reduce_scatter",
+    "all_gather_matmul": "all_gather",
+    "all_gather_contract": "all_gather",
+    "matmul_all_gather": "all_gather",
+    "matmul_all_to_all": "all_to_all",
+    "all_to_all_matmul": "all_to_all",
+}
+"""The collective that an op launches, by the op's name; ops that are not listed are compared by their own names."""
+LOCAL_FIELDS = (
+    "num_weights", "num_products", "has_bias", "num_extras", "epilogue", "return_gathered", "num_factors",
+    "gather_dim", "scatter_dim",
+)  # fmt: skip
+"""Fields of a Task node that a rank may have for itself."""
+
+
+def launches_of(graph: fx.Graph) -> dict[str, list[tuple[fx.Node, LaunchFacts]]]:
+    """The launches of every group with more than one rank, by the group's name, in graph order: nodes and their facts.
+
+    Groups that the graph holds as objects are left out, and so are groups that this process does not know: nobody can
+    say by which store their ranks would meet.
+    """
+    aliases = group_names()
+    found: dict[str, list[tuple[fx.Node, LaunchFacts]]] = {}
+    order = 0
+    for node in graph.nodes:
+        if is_task(node):
+            facts = replace(_task_facts(node), order=order)
+            found.setdefault(str(arguments(node)[GROUP_ARGUMENT]), []).append((node, facts))
+            order += 1
+        elif launches_collective(node):
+            group_name = arguments(node)[GROUP_ARGUMENT]
+            group_name = aliases.get(group_name, group_name) if isinstance(group_name, str) else None
+            if group_name is not None and (group_size(group_name) or 1) > 1:
+                facts = replace(_collective_facts(node), order=order)
+                found.setdefault(group_name, []).append((node, facts))
+                order += 1
+    return found
+
+
+def facts_of(graph: fx.Graph) -> dict[str, list[LaunchFacts]]:
+    """The facts of the launches of every group, by the group's name, in graph order."""
+    return {name: [facts for _, facts in launches] for name, launches in launches_of(graph).items()}
+
+
+@dataclass(frozen=True)
+class Before:
+    """What is noted of a graph before the passes: its launches by group, and the hash of its ops."""
+
+    launches: Mapping[str, Sequence[LaunchFacts]]
+    structure: str
+
+
+def before_passes(graph: fx.Graph) -> Before | None:
+    """What has to be known of a graph that the passes are going to change; None for one without collectives."""
+    launches = facts_of(graph)
+    return Before(launches, _structure(graph)) if launches else None
+
+
+def graph_facts(
+    before: Before, after: Mapping[str, Sequence[LaunchFacts]], moved: str, options: Mapping[str, str]
+) -> GraphFacts:
+    """The facts of one graph before the passes and after them. moved: see GroupFacts."""
+    groups = tuple(
+        GroupFacts(
+            name,
+            group_size(name) or 0,
+            tuple(before.launches.get(name, ())),
+            tuple(after.get(name, ())),
+            moved,
+            before.structure,
+        )
+        for name in sorted({*before.launches, *after})
+    )
+    return GraphFacts(groups, dict(options))
+
+
+def _structure(graph: fx.Graph) -> str:
+    """A hash of the ops and of what they read, and of the numbers with a fraction among their arguments. Whole numbers
+    are left out: sizes and offsets, which may be one rank's own.
+    """
+    numbers: dict[fx.Node, int] = {}
+    lines = []
+    for number, node in enumerate(graph.nodes):
+        numbers[node] = number
+        inputs = [numbers[given] for given in node.all_input_nodes]
+        fractions = [one for one in (*node.args, *node.kwargs.values()) if isinstance(one, float)]
+        lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {inputs} {fractions}")
+    return digest("\n".join(lines))
+
+
+def _collective_facts(node: fx.Node) -> LaunchFacts:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    name = node.target._opname
+    values = [given.meta["val"] for given in node.all_input_nodes if isinstance(given.meta.get("val"), torch.Tensor)]
+    first = values[0] if values else None
+    bound = arguments(node)
+    reduce_op = "sum" if is_vllm_collective(node) and name != "all_gather" else bound.get("reduce_op")
+    return LaunchFacts(
+        wire=_wire(WIRES.get(name, str(node.target)), reduce_op, None if first is None else first.dtype),
+        numel=_total(values),
+        device_type="" if first is None else first.device.type,
+        place=_place(node.meta.get("stack_trace") or ""),
+    )
+
+
+def _task_facts(node: fx.Node) -> LaunchFacts:
+    task = node_from_call(node.target, node.args)
+    first = _first_tensor(node)
+    local = {field.name: getattr(task, field.name) for field in fields(task) if field.name in LOCAL_FIELDS}
+    wire = _wire(WIRES.get(task.kind) or own_wire(task), getattr(task, "reduce_op", None), first.dtype)
+    return LaunchFacts(
+        wire=f"{wire} transposed" if _is_transposed(node) else wire,
+        numel=_task_numel(node, task),
+        device_type=first.device.type,
+        kind=f"{task.kind} behind a norm" if isinstance(task, AllGatherMatmul) and task.prologue else task.kind,
+        local=json.dumps(local, sort_keys=True),
+        site=task.site,
+    )
+
+
+def _place(stack_trace: str) -> str:
+    """A hash of the lines of the program that launch a collective."""
+    return digest(" ".join(f"{file}:{line}" for file, line in FRAME.findall(stack_trace)))
+
+
+def _wire(collective: str, reduce_op: object, dtype: torch.dtype | None) -> str:
+    return " ".join(str(part).removeprefix("torch.") for part in (collective, reduce_op, dtype) if part is not None)
+
+
+def own_wire(task: TaskNode) -> str:
+    """For a node that stands for several collectives at once: its kind, and what decides how its parts travel."""
+    if isinstance(task, AttentionNode):
+        return f"{task.kind} {task.mask.name} {task.scale:g} {task.softcap:g} {getattr(task, 'return_gathered', '')}"
+    assert isinstance(task, FlashDecode), f"the wire facts of {task.kind} are not known"
+    return f"{task.kind} {task.scale:g} {task.softcap:g} {task.paged}"
+
+
+def _task_numel(node: fx.Node, task: TaskNode) -> int | None:
+    """Elements that this rank contributes: of its operand, or of its product where that is what travels."""
+    first = _first_tensor(node)
+    if isinstance(task, AttentionNode | FlashDecode):
+        return None
+    if task.kind.startswith("matmul_"):
+        weight = node.args[1][0].meta["val"]  # type: ignore[index, union-attr]
+        return _known([*first.shape[:-1], weight.shape[1]])
+    return _known(first.shape)
+
+
+def _is_transposed(node: fx.Node) -> bool:
+    """Whether a Task node solves the transposed problem, and sends the transposes of what its collective had sent."""
+    return bool(node.meta.get(TRANSPOSED))
+
+
+def _first_tensor(node: fx.Node) -> torch.Tensor:
+    first = node.args[0]
+    value = (first[0] if isinstance(first, (list, tuple)) else first).meta["val"]  # type: ignore[union-attr]
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def _known(shape: Sequence[Any]) -> int | None:
+    """The number of elements, where every size is a number."""
+    return math.prod(shape) if all(isinstance(size, int) for size in shape) else None
+
+
+def _total(values: Sequence[torch.Tensor]) -> int | None:
+    counts = [_known(value.shape) for value in values]
+    return None if None in counts else sum(count for count in counts if count is not None)

@@ -1,0 +1,1 @@
+"""Other forms of the same program, which fuse better or send fewer bytes."""

@@ -1,0 +1,214 @@
+"""What stands beside a collective moves to its other side, where that sends fewer bytes or lets a fusion take it.
+
+A widening cast moves behind a gather, which copies elements: the same bits, half the bytes. This is the pass:
+
+    x bf16 -> to fp32 -> all_gather -> wait -> split .. cat      x -> all_gather -> wait -> split .. cat -> to fp32
+
+Scalar factors, and views of an all-reduce's operand that move elements, move behind the reduction. `try_forms` does
+this, for a reduction that a fusion takes then:
+
+    mm -> * 0.5 -> reduce_scatter -> wait                        mm -> reduce_scatter -> wait -> * 0.5
+    mm -> * 0.5 -> transpose -> all_reduce -> wait               mm -> all_reduce -> wait -> * 0.5 -> transpose -> clone
+
+A factor that is a power of two gives the same bits, as long as nothing leaves the range of the dtype. Any other one
+rounds once, behind the sum, and not once on each rank. In float16, whose range a sum of products may leave, factors
+stay. Views change nothing.
+
+It must not fire when
+* the cast narrows (see `move_casts`), a part of the gathered tensor is taken (then one rank may have padded its shard,
+  behind the cast), or a fusion takes the gather as it is;
+* it is a reduction that stands next to a cast: it would add up other numbers, a narrow sum being less exact;
+* the factor is a tensor, which may differ between ranks, or no finite number;
+* anything that moves is used otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.forms.move_casts import CASTS, as_dtype
+from ditron_inductor.passes.fuse.all_gather_contract import find_all_gather_contract
+from ditron_inductor.passes.fuse.all_gather_matmul import find_all_gather_matmul
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    Collective,
+    collectives,
+    read_collective,
+)
+from ditron_inductor.passes.graph.reasons import refused
+from ditron_inductor.passes.normalize.share_gathers import Match as Gather
+from ditron_inductor.passes.normalize.share_gathers import find_whole_gather
+
+aten = torch.ops.aten
+
+FACTORS: frozenset[object] = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
+FACTOR_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+
+FUSIONS = (find_all_gather_matmul, find_all_gather_contract)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A reduction, and what moves behind it: factors and views in a row, the innermost first."""
+
+    collective: Collective
+    moved: tuple[fx.Node, ...]
+
+
+def find_moved(node: fx.Node) -> Match | None:
+    """Proves that what keeps a matmul from its reduction could stand behind it; None if it could not, or there is
+    nothing of the kind.
+    """
+    if node.op != "call_function" or node.target not in (ALL_REDUCE, REDUCE_SCATTER):
+        return None
+    collective = read_collective(node)
+    if refused(collective):
+        return None
+    source, users = collective.operand, {node}
+    if node.target is REDUCE_SCATTER and source.target is aten.cat.default:
+        chunks = proofs.regrouped(source, collective.world_size)
+        if refused(chunks) or proofs.sole_user(source) is None:
+            return None
+        source, users = chunks.source, set(chunks.between)
+    chain, innermost = _chain_up(source, transposes=node.target is ALL_REDUCE)
+    needed = [one for one in chain if not proofs.keeps_order(one)]
+    alone = all(proofs.sole_user(one) is not None for one in (*chain[1:], innermost)) and set(source.users) <= users
+    if not needed or not alone or not (innermost.target in proofs.MATMULS or innermost.target is aten.add.Tensor):
+        return None
+    # A scatter cuts what the views make, so these stay in front of it.
+    return Match(collective, tuple(reversed(chain if node.target is ALL_REDUCE else needed)))
+
+
+def _chain_up(node: fx.Node, *, transposes: bool) -> tuple[list[fx.Node], fx.Node]:
+    """The views and factors from `node` up, and what they are applied to."""
+    chain: list[fx.Node] = []
+    while proofs.keeps_order(node) or is_factor(node) or (transposes and node.target in proofs.TRANSPOSES):
+        chain.append(node)
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return chain, node
+
+
+def is_factor(node: fx.Node) -> bool:
+    """Whether a node multiplies a tensor with a number, and nothing else."""
+    source, result = proofs.tensor(node.args[0]) if node.args else None, proofs.tensor(node)
+    if source is None or result is None or result.dtype not in FACTOR_DTYPES or source.dtype != result.dtype:
+        return False
+    if node.target is aten.neg.default:
+        return True
+    if node.target not in FACTORS or node.kwargs:
+        return False
+    factor = node.args[1]
+    return isinstance(factor, (int, float)) and math.isfinite(factor) and factor != 0
+
+
+def rewrite(graph: fx.Graph, match: Match) -> None:
+    """Moves factors and views behind the reduction."""
+    node, wait = match.collective.node, match.collective.wait
+    if node.target is REDUCE_SCATTER:
+        _rewrite_scatter(graph, match)
+        return
+    first, last = match.moved[0], match.moved[-1]
+    source = first.args[0]
+    assert isinstance(source, fx.Node)
+    value = source.meta["val"]
+    node.update_arg(0, source)
+    wait.replace_all_uses_with(last)
+    first.update_arg(0, wait)
+    for one in (node, wait):
+        shape = tuple(value.shape)
+        one.meta["val"] = rewriting.fake_like(value, shape, rewriting.contiguous_strides(shape))
+        one.meta.pop("eager_input_vals", None)
+    behind = wait
+    for one in match.moved:
+        behind.append(one)
+        behind = one
+    if any(one.target in proofs.TRANSPOSES and not proofs.keeps_order(one) for one in match.moved):
+        _copy_row_major(graph, last)
+
+
+def _copy_row_major(graph: fx.Graph, node: fx.Node) -> None:
+    """A collective returns a row-major tensor, and so does what now stands in its place."""
+    users = list(node.users)
+    with graph.inserting_before(node.next):
+        shape = tuple(node.meta["val"].shape)
+        copy = rewriting.call(graph, aten.clone.default, (node,), node, shape)
+        copy.kwargs = {"memory_format": torch.contiguous_format}
+    for user in users:
+        user.replace_input_with(node, copy)
+
+
+def _rewrite_scatter(graph: fx.Graph, match: Match) -> None:
+    wait = match.collective.wait
+    users, result = list(wait.users), wait
+    for factor in match.moved:
+        source = factor.args[0]
+        assert isinstance(source, fx.Node)
+        with graph.inserting_before(result.next):
+            target: Any = factor.target
+            args = (result, *factor.args[1:])
+            result = rewriting.call(graph, target, args, wait, tuple(wait.meta["val"].shape))
+        factor.replace_all_uses_with(source)
+        graph.erase_node(factor)
+    for user in users:
+        user.replace_input_with(wait, result)
+
+
+def find_widened(node: fx.Node) -> Gather | None:
+    """Proves that a gather's operand is a widening cast, which could stand behind it; None if it is not."""
+    collective = read_collective(node)
+    if refused(collective) or not all(refused(find(node)) for find in FUSIONS):
+        return None
+    cast = collective.operand
+    if cast.target not in CASTS or set(cast.kwargs) - {"dtype"}:
+        return None
+    source, result = proofs.tensor(cast.args[0]), proofs.tensor(cast)
+    assert source is not None and result is not None
+    floating = source.is_floating_point() and result.is_floating_point() and source.device == result.device
+    return find_whole_gather(node) if floating and source.dtype.itemsize < result.dtype.itemsize else None
+
+
+def rewrite_widened(graph: fx.Graph, match: Gather) -> None:
+    """Gathers what is cast, and casts what is gathered; a cast back to the first dtype goes."""
+    gathered, cast = match.gathered, match.collective.operand
+    source = cast.args[0]
+    assert isinstance(source, fx.Node)
+    dtype = source.meta["val"].dtype
+    users, wide_value = list(gathered.users), gathered.meta["val"]
+    match.collective.node.update_arg(0, source)
+    for step in match.steps:
+        step.meta["val"] = as_dtype(step.meta["val"], dtype)
+        step.meta.pop("eager_input_vals", None)
+    with graph.inserting_before(gathered.next):
+        wide = graph.call_function(cast.target, (gathered, *cast.args[1:]), cast.kwargs)  # type: ignore[arg-type]
+    wide.meta.update(rewriting.copied_meta(cast))
+    wide.meta["val"] = wide_value
+    for user in users:
+        user.replace_input_with(gathered, wide)
+    for user in [user for user in wide.users if user.target in CASTS and user.meta["val"].dtype == dtype]:
+        user.replace_all_uses_with(gathered)
+        graph.erase_node(user)
+    rewriting.erase_unused(graph, [wide, cast])
+
+
+def move_across(graph: fx.Graph, *, options: Options) -> int:
+    """Moves widening casts behind gathers; returns how many."""
+    if not options.fusions:
+        return 0
+    count = 0
+    for node in collectives(graph, ALL_GATHER):
+        match = find_widened(node)
+        if match is not None:
+            rewrite_widened(graph, match)
+            count += 1
+    return count

@@ -1,0 +1,198 @@
+"""Views of a gathered tensor that hide its rows from a matmul move in front of the gather.
+
+Before, where the matmul contracts several dimensions of the gathered tensor, in any order:
+
+    x [B, S, H, D] -> all_gather -> wait -> split .. cat [B, W*S, H, D] -> permute [B, W*S, D, H]
+      -> reshape [B*W*S, D*H] -> mm
+
+After, with K = D*H:
+
+    x -> permute [B, S, D, H] -> reshape [B, S, K] -> all_gather -> wait -> split .. cat [B, W*S, K]
+      -> reshape [B, W*S, D, H] -> reshape [B*W*S, D*H] -> mm
+
+`torch.einsum("bshd,hdn->bsn")` writes its products so. A gather copies elements, so moving them before gives the same
+bits; what had to be copied for the new order is the shard and no longer the whole. Permutes may move the gathered
+dimension too (batch and sequence change places). Done by `try_forms`, for a gather that a fusion takes then.
+
+It must not fire when
+* the gathered tensor, or a view before the last permute, is used otherwise;
+* the contracted dimensions are not the last ones, or the gathered one is among them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.collectives import ALL_GATHER, WAIT, Collective, read_collective
+from ditron_inductor.passes.graph.gathered import Gathered, gathered_tensor
+
+aten = torch.ops.aten
+
+MOVED: frozenset[object] = proofs.TRANSPOSES | {aten.unsqueeze.default}
+
+
+@dataclass(frozen=True)
+class Match:
+    """A gather whose result is first used by `moved`, one after the other, unsqueezes and permutes.
+
+    `gather_dim` is the gathered dimension behind them. The dimensions from `merged` on become the last one.
+    """
+
+    collective: Collective
+    gathered: Gathered
+    moved: tuple[fx.Node, ...]
+    gather_dim: int
+    merged: int
+
+    @property
+    def last(self) -> fx.Node:
+        """The node whose place the new gathered tensor takes."""
+        return self.moved[-1] if self.moved else self.gathered.node
+
+
+def find_moved(node: fx.Node) -> Match | None:
+    """Proves that the first views of a gather may stand before it, and that this changes what a matmul sees."""
+    if node.op != "call_function" or node.target is not ALL_GATHER:
+        return None
+    collective = read_collective(node)
+    if not isinstance(collective, Collective):
+        return None
+    gathered = gathered_tensor(collective)
+    # A matrix, transposed or not, is the business of the fusion.
+    if not isinstance(gathered, Gathered) or gathered.node.meta["val"].ndim == 2:
+        return None
+    moved, dim = _moved(gathered)
+    last = moved[-1] if moved else gathered.node
+    value = proofs.tensor(last)
+    assert value is not None
+    merged = _merged(last, value, dim)
+    if merged is None or (not moved and merged == value.ndim - 1):
+        return None
+    return Match(collective, gathered, moved, dim, merged)
+
+
+def _moved(gathered: Gathered) -> tuple[tuple[fx.Node, ...], int]:
+    """(unsqueezes and permutes up to the last one that moves rows or columns, the gathered dimension behind them)."""
+    chain, found = list[fx.Node](), tuple[fx.Node, ...]()
+    dim = at = gathered.dim
+    node = proofs.sole_user(gathered.node)
+    while node is not None and node.target in MOVED and (value := proofs.tensor(node)) is not None:
+        chain.append(node)
+        if node.target is aten.unsqueeze.default:
+            new = proofs.arguments(node)["dim"] % value.ndim
+            at += new <= at
+        else:
+            at = proofs.permutation(node).index(at)
+            if not proofs.keeps_order(node):
+                found, dim = tuple(chain), at
+        node = proofs.sole_user(node)
+    return found, dim
+
+
+def _merged(last: fx.Node, value: torch.Tensor, dim: int) -> int | None:
+    """The first of the last dimensions, all behind `dim`, that matmuls contract as one; None if there is none."""
+    widths = [
+        shape[-1]
+        for view in proofs.views_down(last)
+        if len(shape := view.meta["val"].shape) > 1
+        for user in view.users
+        if user.target in (aten.mm.default, aten.bmm.default) and user.args[0] is view
+    ]
+    width = 1
+    for first in range(value.ndim - 1, dim, -1):
+        width = width * value.shape[first]
+        if widths and all(proofs.known_equal(one, width) for one in widths):
+            return first
+    return None
+
+
+def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
+    """Gathers the shard behind its views, and returns the new gather."""
+    old, whole, dim = match.collective, match.last.meta["val"].shape, match.gather_dim
+    times = old.world_size
+    with graph.inserting_before(old.node):
+        shard = old.operand
+        for view in match.moved:
+            shard = _viewed(graph, view, shard)
+        # The whole's sizes as arguments.
+        sizes = [_size(graph, shard, one) for one in range(len(whole))]
+        sizes[dim] = whole[dim] if isinstance(whole[dim], int) else -1
+        shard = _merged_shard(graph, match, shard, sizes)
+        chunk = _size(graph, shard, 0)
+        value = shard.meta["val"]
+        flat = (value.shape[0] * times, *value.shape[1:])
+        gather = _call(graph, ALL_GATHER, (shard, times, old.group_name), old.node, flat)
+    with graph.inserting_before(match.last):
+        result = _call(graph, WAIT, (gather,), old.wait, flat)
+        if dim > 0:
+            chunks = _call(graph, aten.split.Tensor, (result, chunk), old.wait, flat)
+            chunks.meta["val"] = [rewriting.fake_like(value, value.shape, _row_major(value.shape))] * times
+            parts = [rewriting.output(graph, chunks, index, rewriting.copied_meta(old.wait)) for index in range(times)]
+            shape = (*value.shape[:dim], value.shape[dim] * times, *value.shape[dim + 1 :])
+            result = _call(graph, aten.cat.default, (parts, dim), old.wait, shape)
+        result = _call(graph, aten.reshape.default, (result, sizes), match.last, tuple(whole))
+    match.last.replace_all_uses_with(result)
+    rewriting.erase_unused(graph, [*match.gathered.steps, *match.moved])
+    return gather
+
+
+def _size(graph: fx.Graph, node: fx.Node, dim: int) -> Any:
+    """A size of a tensor as an argument: an int, or a new node that asks for it."""
+    length = node.meta["val"].shape[dim]
+    if isinstance(length, int):
+        return length
+    asked = graph.call_function(aten.sym_size.int, (node, dim))
+    asked.meta["val"] = length
+    return asked
+
+
+def _viewed(graph: fx.Graph, view: fx.Node, shard: fx.Node) -> fx.Node:
+    """An unsqueeze or permute of the gathered tensor, of the shard instead."""
+    node = graph.call_function(view.target, (shard, *view.args[1:]), view.kwargs)  # type: ignore[arg-type]
+    node.meta.update(rewriting.copied_meta(view))
+    value = shard.meta["val"]
+    shape, strides = list(value.shape), list(value.stride())
+    if view.target is aten.unsqueeze.default:
+        dim = proofs.arguments(view)["dim"] % (value.ndim + 1)
+        strides.insert(dim, shape[dim] * strides[dim] if dim < value.ndim else 1)
+        shape.insert(dim, 1)
+    else:
+        order = proofs.permutation(view)
+        shape, strides = [shape[one] for one in order], [strides[one] for one in order]
+    node.meta["val"] = rewriting.fake_like(value, tuple(shape), tuple(strides))
+    return node
+
+
+def _merged_shard(graph: fx.Graph, match: Match, shard: fx.Node, sizes: list[Any]) -> fx.Node:
+    """The shard with its last dimensions as one, in row-major order. `sizes` are the whole's, as arguments."""
+    value = shard.meta["val"]
+    if not proofs.row_major(value):
+        shard = _call(graph, aten.clone.default, (shard,), shard, tuple(value.shape))
+        shard.kwargs = {"memory_format": torch.contiguous_format}
+    if match.merged == value.ndim - 1:
+        return shard
+    width = math.prod(value.shape[match.merged :])
+    first = [*sizes[: match.merged], width if isinstance(width, int) else -1]
+    first[match.gather_dim] = _size(graph, shard, match.gather_dim)
+    return _call(graph, aten.reshape.default, (shard, first), shard, (*value.shape[: match.merged], width))
+
+
+def _row_major(shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    strides: list[Any] = [1]
+    for length in reversed(shape[1:]):
+        strides.insert(0, strides[0] * length)
+    return tuple(strides)
+
+
+def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
+    """A new call with the metadata of `origin`, whose value is contiguous."""
+    node = graph.call_function(target, args)
+    node.meta.update(rewriting.copied_meta(origin))
+    node.meta["val"] = rewriting.fake_like(origin.meta["val"], shape, _row_major(shape))
+    return node

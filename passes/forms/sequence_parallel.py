@@ -1,0 +1,288 @@
+"""Row-wise work between all-reduces is done by every rank for its own rows only: sequence parallelism.
+
+Before, as Hugging Face's `tp_plan` and Megatron without sequence parallelism have it:
+
+    mm -> all_reduce -> wait [B, S, N] -> + x [B, S, N] -> norm [B, S, N] -> mm, mm
+                                           '-> + (the next all-reduce's result) -> ..
+
+After, for a dimension that divides, S here:
+
+    mm -> split .. cat -> reduce_scatter -> wait [B, S/W, N] -> + own_chunk(x) -> norm [B, S/W, N] -> all_gather -> ..
+                                                                '-> + ..
+
+    .. -> split .. cat [B, S, N] -> mm, mm
+
+so that both collectives are fused with the matmuls beside them (`matmul_reduce_scatter`, `all_gather_matmul`), and the
+row-wise work shrinks to 1/W. The residual stays in parts from one all-reduce to the next. What leaves the region
+otherwise is gathered: every rank has the same bits of it.
+
+`own_chunk` cuts a replicated tensor where it enters; the rank is found at run time and is no part of the graph. Whether
+the graph's inputs that enter are replicated cannot be seen in it, nor whether a number in it is another one on another
+rank (`x * rank`, `mask[rank:]`): `replicated` compares samples of the inputs, and the numbers, over the ranks while the
+program runs, and raises where they differ.
+
+The result is that of eager mode up to rounding: a reduction may add in another order.
+
+Decided by sizes, shipped numbers (`task/sequence_cost.py`) and the option `ditron.sequence_parallel`. It must not fire
+* with dynamic sizes, or if no dimension of the rows divides by the number of ranks;
+* in a backward graph, or where what has to be gathered for others costs more than is saved: training graphs save
+  what is replicated for the backward;
+* across ops that are not row-wise, random ones, and operands that are not replicated (see `row_regions`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.absorb.prepare_products import find_prepared
+from ditron_inductor.passes.fuse.all_reduce_rms_norm import find_sum, prove
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.chunked_collectives import gathered, scattered
+from ditron_inductor.passes.graph.collectives import WAIT, Collective
+from ditron_inductor.passes.graph.culprits import user_line
+from ditron_inductor.passes.graph.norms import normalised
+from ditron_inductor.passes.graph.reasons import ReasonCode, refused
+from ditron_inductor.passes.graph.row_regions import Region, find_regions
+from ditron_inductor.task import ops
+from ditron_inductor.task.nodes import AllGatherMatmul, AllReduceRmsNorm, MatmulAllReduce, MatmulReduceScatter
+from ditron_inductor.task.sequence_cost import Gathered, Reduced, Work, pays
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Match:
+    """A region, and the dimension of its rows that is cut."""
+
+    region: Region
+    dim: int
+
+    @property
+    def group_name(self) -> str:
+        return self.region.reductions[0].group_name
+
+    @property
+    def world_size(self) -> int:
+        return self.region.reductions[0].world_size
+
+
+def find_sequence_parallel(region: Region, options: Options) -> Match | None:
+    """The region with the first dimension that divides, if the option asks for it or it is predicted to pay."""
+    world_size = region.reductions[0].world_size
+    dims = [dim for dim, length in enumerate(region.rows) if length and length % world_size == 0]
+    if not dims:
+        return None
+    if options.sequence_parallel == "on":
+        return Match(region, dims[0])
+    fuses = {AllGatherMatmul.kind, MatmulReduceScatter.kind} <= set(options.fusions)
+    return Match(region, dims[0]) if fuses and pays(work(region, options)) else None
+
+
+def work(region: Region, options: Options) -> Work:
+    """What the cost model has to know of a region."""
+    rows = 1
+    for length in region.rows:
+        rows *= length
+    first = region.reductions[0]
+    normed = _with_norm(region) if {MatmulAllReduce.kind, AllReduceRmsNorm.kind} <= set(options.fusions) else ()
+    return Work(
+        m=rows,
+        reduced=tuple(
+            Reduced(n=_columns(one.wait), k=_contracted(one), has_norm=one.node in normed) for one in region.reductions
+        ),
+        gathered=tuple(Gathered(n=_columns_behind(node, region), k=_columns(node)) for node in region.exits),
+        itemsize=first.wait.meta["val"].dtype.itemsize,
+        world_size=first.world_size,
+    )
+
+
+def _with_norm(region: Region) -> set[fx.Node]:
+    """The all-reduces that would be one node with a norm behind them, if nothing were divided."""
+    found = set()
+    for rsqrt in region.members:
+        rows = normalised(rsqrt) if rsqrt.target is aten.rsqrt.default else None
+        total = None if rows is None else find_sum(rows)
+        if total is not None and not isinstance(prove(total, rsqrt), ReasonCode):
+            found.add(total.launch)
+    return found
+
+
+def _columns(node: fx.Node) -> int:
+    length = node.meta["val"].shape[-1]
+    assert isinstance(length, int)
+    return length
+
+
+def _contracted(start: Collective) -> int:
+    """K of the matmuls that are reduced, of all together; 0 if no fusion takes them, or a size is dynamic."""
+    product = find_prepared(start.operand, (start.node,))
+    if refused(product):
+        return 0
+    lengths = [factors.lhs.meta["val"].shape[1] for factors in product.factors]
+    return sum(lengths) if all(isinstance(length, int) for length in lengths) else 0
+
+
+def _columns_behind(node: fx.Node, region: Region) -> int:
+    """The columns of all weights that the whole tensor is multiplied with; 0 if some size is dynamic."""
+    inside = set(region.members)
+    views = [view for view in proofs.views_down(node) if view is node or view not in inside]
+    matmuls = {user for view in views for user in view.users if user.args and user.args[0] is view}
+    lengths = [user.meta["val"].shape[1] for user in matmuls if proofs.proved_mm(user) is None]
+    return sum(lengths) if all(isinstance(length, int) for length in lengths) else 0
+
+
+def rewrite(graph: fx.Graph, match: Match, index: int) -> None:
+    """Cuts the rows of the region, which is the graph's `index`th that is cut."""
+    region = match.region
+    places, constants = [_place(root) for root in region.roots], _constants(region)
+    inside = set(region.members)
+    outside_users = {node: [user for user in node.users if user not in inside] for node in region.exits}
+    chunks = {source: _own_chunk(graph, match, source) for source in region.entering}
+    starts = {one.wait: one for one in region.reductions}
+    for node in region.members:
+        part = node
+        if node in starts:
+            part = _scatter(graph, starts[node], match.dim)
+            for user in [user for user in node.users if user in inside]:
+                user.replace_input_with(node, part)
+        else:
+            for source in [source for source in node.all_input_nodes if source in chunks]:
+                node.replace_input_with(source, chunks[source])
+            rewriting.recompute(node)
+        if node in outside_users:
+            _gather(graph, match, part, outside_users[node], node)
+        if node in starts:
+            rewriting.erase_unused(graph, [node, starts[node].node])
+    if region.roots or constants:
+        _compare(graph, match, ("\n".join(places), "\n".join(constants)), index)
+
+
+def _scatter(graph: fx.Graph, start: Collective, dim: int) -> fx.Node:
+    """A reduce-scatter of what the all-reduce reads now: where that was a member, it has been gathered meanwhile."""
+    operand = start.node.args[0]
+    assert isinstance(operand, fx.Node) and start.reduce_op is not None
+    with graph.inserting_before(start.node):
+        return scattered(graph, operand, dim, start.reduce_op, start.world_size, start.group_name)
+
+
+def _gather(graph: fx.Graph, match: Match, part: fx.Node, users: Sequence[fx.Node], like: fx.Node) -> None:
+    """Puts the parts together for those that read the whole of `like`."""
+    with graph.inserting_before(part.next):
+        whole = gathered(graph, part, match.dim, match.world_size, match.group_name)
+    for user in users:
+        user.replace_input_with(like, whole)
+
+
+def _own_chunk(graph: fx.Graph, match: Match, source: fx.Node) -> fx.Node:
+    value = source.meta["val"]
+    shape = list(value.shape)
+    shape[match.dim] //= match.world_size
+    args = (source, match.dim, match.world_size, match.group_name)
+    first = next(node for node in match.region.members if source in node.all_input_nodes)
+    with graph.inserting_before(first):
+        return rewriting.call(graph, ops.overload("own_chunk"), args, source, tuple(shape))
+
+
+def _compare(graph: fx.Graph, match: Match, texts: tuple[str, str], index: int) -> None:
+    """Has the ranks compare what is taken for replicated: the smallest root is read behind the comparison, or where
+    there is none the smallest input. texts: where the roots are read, and the constants, a line for each.
+    """
+    roots = list(match.region.roots)
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    users = {one: _readers(one) for one in roots or placeholders if proofs.tensor(one) is not None}
+    one = min((one for one in users if users[one]), key=_num_elements, default=None)
+    if one is None:
+        return
+    args = (one, roots, match.group_name, _site(match, index), *texts)
+    with graph.inserting_before(placeholders[-1].next):
+        compared = rewriting.call(graph, ops.overload("replicated"), args, one, tuple(one.meta["val"].shape))
+    compared.meta["val"] = one.meta["val"]
+    for user in users[one]:
+        user.replace_input_with(one, compared)
+
+
+def _num_elements(node: fx.Node) -> float:
+    """Infinite where a size is dynamic: comparing it would fix it."""
+    shape = node.meta["val"].shape
+    return math.prod(shape) if all(isinstance(length, int) for length in shape) else math.inf
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    return [user for user in node.users if user.op == "call_function" and not _writes(user)]
+
+
+def _place(root: fx.Node) -> str:
+    """Where the program reads an input of the graph, without the folders; empty if that is not known."""
+    lines = (user_line(user.meta.get("stack_trace") or "") for user in root.users)
+    file, _, rest = next(filter(None, lines), "").partition(":")
+    return f"{Path(file).name}:{rest}" if rest else ""
+
+
+def _constants(region: Region) -> list[str]:
+    """A hash of all numbers in the region, and in what enters it, and each of them with its op once; none of none."""
+    reduced = {one.wait for one in region.reductions}
+    found = {node for node in region.members if node not in reduced}
+    pending = [source for node in found for source in node.all_input_nodes if source not in region.members]
+    while pending:
+        node = pending.pop()
+        if node not in found and node.op == "call_function" and node.target is not WAIT:
+            found.add(node)
+            pending += node.all_input_nodes
+    texts = [_constant(node) for node in region.members[0].graph.nodes if node in found]
+    texts = [text for text in texts if text]
+    digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:8]
+    return [digest, *dict.fromkeys(texts)] if texts else []
+
+
+def _constant(node: fx.Node) -> str:
+    """An op with its arguments, `_` for tensors, devices left out; empty if it has no others."""
+    given = [value for value in (*node.args, *node.kwargs.values()) if not isinstance(value, torch.device)]
+    text = ", ".join(map(_argument, given))
+    name = str(getattr(node.target, "__name__", node.target))
+    return f"{name}({text})" if set(text) - set("_[], ") else ""
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_argument, value))}]"
+    return "_" if isinstance(value, fx.Node) else str(value)
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _site(match: Match, index: int) -> str:
+    """The name of a comparison: a hash of the region's ops and shapes, which all ranks share."""
+    facts: list[Any] = [match.region.rows, match.dim, match.world_size, index]
+    facts += [(str(node.target), _columns(node)) for node in match.region.members if proofs.tensor(node) is not None]
+    return f"sequence_parallel/{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
+
+
+def sequence_parallel(graph: fx.Graph, *, options: Options) -> int:
+    """Cuts the rows of every region where that pays; returns how many all-reduces went."""
+    if options.sequence_parallel == "off" or not options.fusions:
+        return 0
+    if any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")):
+        return 0
+    count = index = 0
+    # Read anew after each: what a region reads may have been a member of another one.
+    while (match := _first_match(graph, options)) is not None:
+        count += len(match.region.reductions)
+        rewrite(graph, match, index)
+        index += 1
+    return count
+
+
+def _first_match(graph: fx.Graph, options: Options) -> Match | None:
+    matches = (find_sequence_parallel(region, options) for region in find_regions(graph))
+    return next((match for match in matches if match is not None), None)

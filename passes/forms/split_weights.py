@@ -1,0 +1,327 @@
+"""A weight that holds gate and up side by side becomes two views of it, where one epilogue combines their products.
+
+Before:
+
+    shard, [weight [K, 2F]] -> ditron.all_gather_matmul -> getitem 0 [M, 2F] -> reshape [B, S, 2F]
+      -> split -> getitem 0 [B, S, F] -> silu ..
+               -> getitem 1 [B, S, F] -> mul by that
+
+After:
+
+    weight -> slice [K, F] twice
+    shard, [slice, slice] -> ditron.all_gather_matmul -> getitem 0 [M, F] -> reshape [B, S, F] -> silu ..
+                                                      -> getitem 1 [M, F] -> reshape [B, S, F] -> mul by that
+
+and then, by absorb_epilogues, `cast(silu(mm0), bf16) * mm1`: the two halves of the product are in one program's
+registers, while a tile of the one product has columns of one half only. A view costs nothing; nothing is copied.
+
+A bias of the whole product becomes two views of it likewise: `silu(mm0 + row(x0)) * (mm1 + row(x1))`.
+
+The same for a plain `mm` or `addmm` of a few rows, which `projections` takes then. It is tried on a copy of the graph:
+what no epilogue combines stays one product, such as Q, K and V in one weight. For training see `split_trained_weights`.
+
+It must not fire when
+* the product is not cut into two halves of its columns, at once and completely, or is used as a whole too;
+* the width of the product is dynamic;
+* the result feeds something that Inductor fuses with it, see absorb_epilogues;
+* the strategy is `library`, to which one wide matmul is better than two.
+
+Only whether the halves are equally wide counts: wherever one rank combines them element by element, all do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
+from ditron_inductor.passes.finish.order_collectives import is_task
+from ditron_inductor.passes.fuse.projections import projections
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.biases import Matmul, read_matmul
+from ditron_inductor.task import ops
+from ditron_inductor.task.epilogue import parse
+from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, AllGatherMatmul, Projections
+
+aten = torch.ops.aten
+
+HALVES = 2
+SIZE = aten.sym_size.int
+RESHAPES: frozenset[object] = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})
+
+
+@dataclass(frozen=True)
+class Match:
+    """A product, an output of an `all_gather_matmul` or an `mm`, and its halves: each a node, first or second.
+
+    steps: from the product to what is cut, views and the sum with a bias. view: the last view among them, in the shape
+    of the halves but for their width; the product itself if there is none.
+    """
+
+    product: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    steps: tuple[fx.Node, ...]
+    view: fx.Node
+    halves: tuple[tuple[fx.Node, int], ...]
+
+    @property
+    def width(self) -> int:
+        """Of a half."""
+        return int(self.product.meta["val"].shape[-1]) // HALVES
+
+
+def find_split(product: fx.Node, most_rows: float = MOST_PROJECTED_ROWS) -> Match | None:
+    """Proves that all uses of a product are its two halves; None if they are not. most_rows: of a plain matmul."""
+    weight, bias = _operands(product, most_rows)
+    value = proofs.tensor(product)
+    if weight is None or value is None or not isinstance(value.shape[-1], int) or value.shape[-1] % HALVES:
+        return None
+    steps, view = [product], product
+    while (only := _sole_reader(steps[-1])) is not None:
+        if only.target in RESHAPES:
+            if not proofs.known_equal(only.meta["val"].shape[-1], value.shape[-1]):
+                return None
+            view = only
+        elif bias is None and (row := _added_row(only, steps[-1])) is not None:
+            bias = row
+        else:
+            break
+        steps.append(only)
+    halves = []
+    for part in _parts(steps[-1]):
+        half = _half(part, steps[-1], value.shape[-1] // HALVES)
+        if half is None:
+            return None
+        halves.append((part, half))
+    sizes = [(step, user.args[1]) for step in steps for user in step.users if user.target is SIZE]
+    if {half for _, half in halves} != set(range(HALVES)) or not all(_size_source(*one) for one in sizes):
+        return None
+    return Match(product, weight, bias, tuple(steps), view, tuple(halves))
+
+
+def _sole_reader(node: fx.Node) -> fx.Node | None:
+    """The only node that reads elements of a node, which it reads once."""
+    readers = [user for user in node.users if user.target is not SIZE]
+    return readers[0] if len(readers) == 1 and readers[0].all_input_nodes.count(node) == 1 else None
+
+
+def _size_source(step: fx.Node, dim: Any) -> fx.Node | None:
+    """What has a size of a step too: that size, or a tensor along the same dimension; None if nothing is known to."""
+    if step.target in RESHAPES:
+        sizes: Any = step.args[1]
+        return sizes[dim] if isinstance(sizes[dim], fx.Node) else None
+    matmul = read_matmul(step)
+    return matmul.rows if isinstance(matmul, Matmul) and dim == 0 else None
+
+
+def _move_sizes(graph: fx.Graph, step: fx.Node) -> None:
+    """Reads a step's dynamic sizes where it has them from."""
+    for user in [user for user in step.users if user.target is SIZE]:
+        source = _size_source(step, user.args[1])
+        assert source is not None
+        if proofs.tensor(source) is not None:
+            user.replace_input_with(step, source)
+        else:
+            user.replace_all_uses_with(source)
+            graph.erase_node(user)
+
+
+def _added_row(node: fx.Node, product: fx.Node) -> fx.Node | None:
+    """The row of its own dtype that `node` adds to a product; None if it does something else."""
+    if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1 or len(node.all_input_nodes) != 2:
+        return None
+    (other,) = (one for one in node.all_input_nodes if one is not product)
+    row, value = proofs.tensor(other), proofs.tensor(node)
+    if row is None or value is None or not row.dtype == value.dtype == product.meta["val"].dtype:
+        return None
+    same = proofs.same_shape(product.meta["val"].shape, value.shape)
+    return other if same and proofs.is_row(row, value.shape[-1]) else None
+
+
+def _operands(product: fx.Node, most_rows: float) -> tuple[fx.Node | None, fx.Node | None]:
+    """(the second operand of a product, its bias), if it may be split: a plain one of a site, or of a matmul of at most
+    so many rows; else None.
+    """
+    weight: Any = None
+    if product.target in (aten.mm.default, aten.addmm.default):
+        matmul = read_matmul(product)
+        if not isinstance(matmul, Matmul):
+            return None, None
+        rows = product.meta["val"].shape[0]
+        few = most_rows == math.inf or (isinstance(rows, int) and 0 < rows <= most_rows)
+        return (matmul.weight, matmul.bias) if few else (None, None)
+    if product.target is getitem and isinstance(product.args[0], fx.Node):
+        call, index = product.args[0], product.args[1]
+        if call.target is ops.overload(AllGatherMatmul.kind):
+            weights: Any = call.args[1]
+            weight = weights[index] if index in range(len(weights)) else None
+    return weight if isinstance(weight, fx.Node) else None, None
+
+
+def _parts(view: fx.Node) -> Iterator[fx.Node]:
+    """The users of `view`, and in the place of a split its parts."""
+    for user in view.users:
+        if user.target is SIZE:
+            continue
+        if user.target in (aten.split.Tensor, aten.split_with_sizes.default):
+            yield from user.users
+        else:
+            yield user
+
+
+def _half(part: fx.Node, view: fx.Node, width: int) -> int | None:
+    """Which half of the columns of `view` a node is; None if it is something else."""
+    found = proofs.piece(part)
+    value = proofs.tensor(part)
+    whole = proofs.tensor(view)
+    if found is None or value is None or whole is None or found.source is not view:
+        return None
+    if found.dim != whole.ndim - 1 or not proofs.known_equal(value.shape[-1], width):
+        return None
+    return next((half for half in range(HALVES) if proofs.known_equal(found.start, half * width)), None)
+
+
+def rewrite(graph: fx.Graph, product: fx.Node, most_rows: float = MOST_PROJECTED_ROWS) -> tuple[fx.Node, ...]:
+    """Replaces a product that `find_split` accepts by two; returns the views of its weight."""
+    # Not a match of before: a product may have halves of another one for operands, which are others since that was cut.
+    match = find_split(product, most_rows)
+    assert match is not None, product
+    width = match.width
+    for step in match.steps:
+        _move_sizes(graph, step)
+    call = product.args[0] if product.target is getitem else product
+    assert isinstance(call, fx.Node)
+    with graph.inserting_before(call):
+        views = tuple(_columns(graph, match.weight, half * width, width) for half in range(HALVES))
+        if call is product:
+            made = [_mm(graph, product, view, width) for view in views]
+        else:
+            made = _outputs(graph, call, product, views, width)
+    for part, half in match.halves:
+        with graph.inserting_before(part):
+            shaped = _shaped(graph, made[half], match.view, part)
+            part.replace_all_uses_with(_biased(graph, shaped, match.bias, half * width, width, part))
+    parts = [part for part, _ in match.halves]
+    splits = [user for user in match.steps[-1].users if user not in parts]
+    rewriting.erase_unused(graph, [*parts, *splits, *match.steps])
+    if call is not product:
+        rewriting.erase_unused(graph, [*call.users, call])
+    return views
+
+
+def _columns(graph: fx.Graph, weight: fx.Node, start: int, width: int) -> fx.Node:
+    """Inserts a view of columns of a matrix, or of a row."""
+    value: torch.Tensor = weight.meta["val"]
+    args = (weight, value.ndim - 1, start, start + width)
+    node = graph.create_node("call_function", aten.slice.Tensor, args, name="columns")
+    node.meta.update(rewriting.copied_meta(weight))
+    node.meta["val"] = rewriting.fake_like(value, (*value.shape[:-1], width), tuple(value.stride()))
+    return node
+
+
+def _biased(graph: fx.Graph, half: fx.Node, bias: fx.Node | None, start: int, width: int, part: fx.Node) -> fx.Node:
+    """Inserts the sum of a half and its columns of the bias; the half itself if there is none."""
+    if bias is None:
+        return half
+    added = graph.create_node(
+        "call_function", aten.add.Tensor, (half, _columns(graph, bias, start, width)), name="biased"
+    )
+    added.meta.update(rewriting.copied_meta(part))
+    value: torch.Tensor = half.meta["val"]
+    added.meta["val"] = rewriting.fake_like(value, tuple(value.shape), tuple(value.stride()))
+    return added
+
+
+def _mm(graph: fx.Graph, product: fx.Node, weight: fx.Node, width: int) -> fx.Node:
+    matmul = read_matmul(product)
+    assert isinstance(matmul, Matmul)
+    node = graph.create_node("call_function", aten.mm.default, (matmul.rows, weight), name="half")
+    node.meta.update(rewriting.copied_meta(product))
+    node.meta["val"] = _product(product, width)
+    return node
+
+
+def _product(product: fx.Node, width: int) -> torch.Tensor:
+    value: torch.Tensor = product.meta["val"]
+    return rewriting.fake_like(value, (value.shape[0], width), (width, 1))
+
+
+def _outputs(
+    graph: fx.Graph, call: fx.Node, product: fx.Node, views: tuple[fx.Node, ...], width: int
+) -> list[fx.Node]:
+    """A call like `call` with `views` in the place of the product's weight: its products with them. The other outputs
+    are replaced.
+    """
+    weights: Any = call.args[1]
+    split = product.args[1]
+    assert isinstance(split, int)
+    args = (call.args[0], [*weights[:split], *views, *weights[split + 1 :]], *call.args[2:])
+    values = list(call.meta["val"])
+    new = graph.create_node("call_function", call.target, args, {}, name=AllGatherMatmul.kind)
+    new.meta.update(rewriting.copied_meta(call))
+    new.meta["val"] = [*values[:split], *(_product(product, width) for _ in views), *values[split + 1 :]]
+    for user in list(call.users):
+        index = user.args[1]
+        assert isinstance(index, int)
+        if index != split:
+            moved = index if index < split else index + HALVES - 1
+            user.replace_all_uses_with(rewriting.output(graph, new, moved, rewriting.copied_meta(user)))
+    return [rewriting.output(graph, new, split + half, rewriting.copied_meta(product)) for half in range(HALVES)]
+
+
+def _shaped(graph: fx.Graph, half: fx.Node, view: fx.Node, part: fx.Node) -> fx.Node:
+    """Inserts the view of a half in the shape of `part`; the half itself if it has that."""
+    value: torch.Tensor = part.meta["val"]
+    if view.target not in RESHAPES:
+        return half
+    sizes: Any = view.args[1]
+    node = graph.call_function(aten.reshape.default, (half, [*sizes[:-1], half.meta["val"].shape[-1]]))
+    node.meta.update(rewriting.copied_meta(part))
+    shape = tuple(value.shape)
+    node.meta["val"] = rewriting.fake_like(value, shape, rewriting.contiguous_strides(shape))
+    return node
+
+
+def combines(views: tuple[fx.Node, ...]) -> bool:
+    """Whether one epilogue makes something of the products with all of these weights."""
+    for call in views[0].users:
+        if call.target not in (ops.overload(AllGatherMatmul.kind), ops.overload(Projections.kind)):
+            continue
+        weights: Any = call.args[1]
+        text = proofs.arguments(call)["epilogue"]
+        if text and all(view in weights for view in views):
+            indices = {weights.index(view) for view in views}
+            return any(indices <= set(group.products) for group in parse(str(text)).groups())
+    return False
+
+
+def split_weights(graph: fx.Graph, *, options: Options) -> int:
+    """Splits every weight of which an epilogue combines the halves of the product then; returns how many."""
+    if options.strategy == "library" or not any(is_task(node) for node in graph.nodes):
+        return 0
+    found: dict[object, Match] = {}
+    for node in graph.nodes:
+        match = find_split(node)
+        if match is not None:
+            # One product of a call: the others are made anew with it.
+            found.setdefault(node.args[0] if node.target is getitem else node, match)
+    if not found:
+        return 0
+    copy, twins = rewriting.copied(graph)
+    views = {}
+    for match in found.values():
+        views[match.product] = rewrite(copy, twins[match.product])
+    projections(copy, options=options)
+    absorb_epilogues(copy, options=options)
+    taken = [match for match in found.values() if combines(views[match.product])]
+    for match in taken:
+        rewrite(graph, match.product)
+    return len(taken)

@@ -1,0 +1,1 @@
+"""A collective and the matmuls or the norm beside it become one Task node."""

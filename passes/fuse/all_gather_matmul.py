@@ -1,0 +1,145 @@
+"""all_gather -> mm becomes one `ditron::all_gather_matmul`.
+
+Before, for a gather along dimension 0 or along an inner dimension (`split`, `getitem` and `cat` move the chunks there):
+
+    shard [B, S, K] -> all_gather_into_tensor -> wait -> split -> getitem x W -> cat [B, W*S, K] -> reshape [B*W*S, K]
+      -> mm(reshape, weight_0) [B*W*S, N_0]
+      -> mm(reshape, weight_1) [B*W*S, N_1]
+      -> any other use of the gathered tensor
+
+After:
+
+    shard, [weight_0, weight_1] -> ditron.all_gather_matmul -> getitem 0 [B*W*S, N_0]
+                                                            -> getitem 1 [B*W*S, N_1]
+                                                            -> getitem 2 [B, W*S, K]   only if used otherwise
+
+A view instead of split and cat (batch size 1) keeps row-major order, so it reads as a gather along dimension 0.
+
+`addmm` with a row as its bias counts as mm: the bias is added behind the node (and absorbed, see absorb_epilogues).
+
+All matmuls of one gather go into one node if their weights are available before the gathered tensor is first
+used; ops that only prepare a weight (permute, cast) are moved up for that. A matmul whose weight cannot come so
+early uses the node's gathered output instead.
+
+A gathered tensor that is the second operand (a sharded parameter) is fused as the transposed problem, where the matmul
+keeps the gathered dimension: it makes the columns of the product.
+
+    shard [N/W, K] -> all_gather -> wait -> permute [K, N] -> mm(x [M, K], permute) [M, N]
+    shard [K, N/W] -> all_gather -> wait -> split -> cat [K, N] -> mm(x, cat) [M, N]
+
+become
+
+    shard, [permute(x)] -> ditron.all_gather_matmul -> getitem 0 [N, M] -> permute [M, N]
+    permute(shard), [permute(x)] -> the same
+
+It must not fire when
+* the chunks are not all of the W equal chunks, once, in order, or any of them is used otherwise;
+* the matmul contracts the gathered dimension: a first operand that was gathered along its last one, or transposed (a
+  weight gradient), or a second operand gathered along its first one;
+* a view changes the last dimension before the matmul, or the other operand depends on the gathered tensor;
+* there is a bias that is no row (addmm with a matrix, or with factors), a cast, a matmul with a matrix for each batch,
+  or a dtype other than bfloat16, float16 and float32;
+* the gathered tensor is cut (DTensor, where the dimension does not divide): only the last rank pads its shard, but
+  the cut stands on every rank. Nothing here looks at how the shard was made, so all ranks leave such a site alone
+  together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, collectives, read_collective
+from ditron_inductor.passes.graph.gathered import (
+    Feeds,
+    Gathered,
+    Matmul,
+    Use,
+    collect,
+    contracts,
+    find_feeding,
+    replace,
+)
+from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_alone, refused
+from ditron_inductor.task.nodes import AllGatherMatmul
+
+PATTERN = AllGatherMatmul.kind
+
+
+@dataclass(frozen=True)
+class Match:
+    """One gather and the matmuls that it feeds.
+
+    `gathered` is the node that holds the tensor gathered along `gather_dim`, which is read as its transpose if it is
+    `swapped` (gathered along the last dimension).
+    """
+
+    collective: Collective
+    gathered: fx.Node
+    gather_dim: int
+    swapped: bool
+    feeds: Feeds
+
+
+def find_all_gather_matmul(node: fx.Node) -> Match | Refused:
+    """Proves that the all-gather `node` feeds matmuls as drawn above, or says why not."""
+    collective = read_collective(node)
+    if isinstance(collective, ReasonCode):
+        return collective
+    return find_feeding(collective, partial(_match, collective))
+
+
+def _match(collective: Collective, gathered: Gathered) -> Match | Refused:
+    """Collects the matmuls on views of the gathered tensor that can be proved."""
+    value = proofs.tensor(gathered.node)
+    assert value is not None
+    swapped = value.ndim == 2 and gathered.dim == 1
+    feeds = collect(collective, gathered, partial(_read, gathered, swapped))
+    if refused(feeds):
+        return feeds
+    return Match(collective, gathered.node, 0 if swapped else gathered.dim, swapped, feeds)
+
+
+def _read(gathered: Gathered, swapped: bool, use: Use, value: torch.Tensor) -> Matmul | ReasonCode:
+    """A matmul that keeps the gathered dimension, as rows of the product or as its columns."""
+    if contracts(use, gathered.dim == value.ndim - 1):
+        return ReasonCode.CONTRACTED
+    if gathered.dim == value.ndim - 1 and not swapped:
+        return ReasonCode.LAST_DIM
+    return Matmul(use.user, use.operand, use.transposed != swapped)
+
+
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
+    """Replaces the match by one op call and returns that call."""
+    collective, feeds = match.collective, match.feeds
+    task = AllGatherMatmul(
+        gather_dim=match.gather_dim,
+        world_size=collective.world_size,
+        group_name=collective.group_name,
+        return_gathered=feeds.return_gathered,
+        site=rewriting.UNNAMED_SITE,
+        policy=rewriting.policy(options),
+        num_weights=len(feeds.matmuls),
+    )
+    dims = (match.gather_dim, feeds.return_gathered)
+    return replace(graph, feeds, match.gathered, task, collective.operand, dims, swapped=match.swapped)
+
+
+def all_gather_matmul(graph: fx.Graph, *, options: Options) -> int:
+    """Fuses every all-gather that provably feeds matmuls; returns how many were. The others get a reason."""
+    count = 0
+    for node in collectives(graph, ALL_GATHER):
+        match = find_all_gather_matmul(node)
+        if isinstance(match, Match) and PATTERN not in options.fusions:
+            match = ReasonCode.DISABLED
+        if refused(match):
+            leave_alone(node, PATTERN, match)
+            continue
+        rewrite(graph, match, options)
+        count += 1
+    return count

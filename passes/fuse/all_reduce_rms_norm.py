@@ -1,0 +1,552 @@
+"""all_reduce -> + bias -> + residual -> norm becomes one `ditron::all_reduce_rms_norm`; with a matmul in front, one
+`ditron::matmul_all_reduce_rms_norm`.
+
+Before, with any number of order-keeping views in between:
+
+    a, b -> ditron.matmul_all_reduce -> (+ bias [N]) -> (+ residual) = total [B, S, N] -> norm -> mm, ..
+                                                                       total -> ..
+
+After, with the same views behind the call:
+
+    a, b, bias, residual, weight, shift -> ditron.matmul_all_reduce_rms_norm -> getitem 0 -> mm, ..
+                                                                                getitem 1 -> ..
+
+Two norms of one sum, as of parallel attention and MLP blocks (GPT-NeoX), are both the node's: the `other` one has the
+same form and a weight and shift of its own. In training they share their scaled rows, since the compiler has removed
+what both compute, and are fused together or not at all; in inference they share nothing but the sum.
+
+A norm in front of the residual alone, with none behind (OLMo 2), gives the node without the last norm, and without its
+output. There may be a second bias, as parallel attention and MLP blocks have (see `merge_reductions`), and a norm
+in front of the residual (Gemma 2 and 3): `post`. What the backward saves of all this is returned too: the reduced
+tensor, means and inverse deviations of the rows, and scaled rows. What `prepare_products` has put in front of the
+reduction stays there.
+
+Runs behind `matmul_all_reduce`, so what has become of the all-reduce is known: one that is still there gives the node
+without a matmul. The call stands where that stood, and what it needs in addition is moved in front of it; the
+order of collectives does not change. The norm may be of the RMS or the layer kind: see `norms`.
+
+It must not fire when
+* something that the call needs is computed from the sum, or cannot be moved in front of it;
+* the reduced tensor is used before bias and residual are added, by an op on elements; a sum before the last, or a
+  value of whole rows inside the norm, is used elsewhere: the compiler would compute it once more;
+* the norm feeds an op on elements: the compiler computes the two together, and the node would make them two; so do more
+  than two norms of one sum that share its scaled rows, which the compiler makes in one kernel;
+* the rows of the norm are not those of the reduced tensor, or are longer than one program takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.finish.order_collectives import is_task
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.collectives import ALL_REDUCE, WAIT, is_collective, read_collective
+from ditron_inductor.passes.graph.norms import FoundNorm, find_norm, find_two_norms, normalised, rsqrt_before
+from ditron_inductor.passes.graph.reasons import ReasonCode, leave_alone
+from ditron_inductor.task import ops
+from ditron_inductor.task.nodes import (
+    AS_SUM,
+    MOST_NORM_COLUMNS,
+    NO_NORM,
+    SAVED,
+    AllReduceRmsNorm,
+    MatmulAllReduce,
+    MatmulAllReduceRmsNorm,
+    Norm,
+    NormNode,
+)
+
+aten = torch.ops.aten
+
+PATTERN = AllReduceRmsNorm.kind
+
+
+@dataclass(frozen=True)
+class Sum:
+    """`total` = post(reduced + bias + second_bias) + residual. launch: what reduces. between: from `reduced` to the
+    total, without it. views: those among them, and behind the total up to `rows`.
+    """
+
+    launch: fx.Node
+    reduced: fx.Node
+    biases: tuple[fx.Node, ...]
+    post: FoundNorm | None
+    residual: fx.Node | None
+    total: fx.Node
+    between: tuple[fx.Node, ...]
+    views: tuple[fx.Node, ...]
+    views_behind: tuple[fx.Node, ...]
+
+    @property
+    def kept(self) -> int:
+        """How many of `between` may be used elsewhere too: the reduced tensor and views of it."""
+        return next((i for i, node in enumerate(self.between) if i and node not in self.views), len(self.between))
+
+
+@dataclass(frozen=True)
+class Match:
+    """A sum and the norm of it; None where the one in front of the residual is the only one. other: a second norm of
+    it, of the same form.
+    """
+
+    sum: Sum
+    norm: FoundNorm | None
+    other: FoundNorm | None = None
+
+    @property
+    def behind(self) -> tuple[FoundNorm, ...]:
+        """The norms of the sum."""
+        return tuple(one for one in (self.norm, self.other) if one is not None)
+
+    @property
+    def norms(self) -> tuple[FoundNorm, ...]:
+        """All of them."""
+        return (*self.behind, *(() if self.sum.post is None else (self.sum.post,)))
+
+    @property
+    def extras(self) -> dict[str, fx.Node | None]:
+        """By their names in `nodes.EXTRAS`."""
+        post, (bias, second_bias) = self.sum.post, (*self.sum.biases, None, None)[:2]
+        return {
+            "bias": bias,
+            "second_bias": second_bias,
+            "post_weight": None if post is None else post.weight,
+            "post_shift": None if post is None else post.shift,
+            "residual": self.sum.residual,
+            "weight": None if self.norm is None else self.norm.weight,
+            "shift": None if self.norm is None else self.norm.shift,
+            "other_weight": None if self.other is None else self.other.weight,
+            "other_shift": None if self.other is None else self.other.shift,
+        }
+
+    @property
+    def saved(self) -> dict[str, fx.Node]:
+        """What others use too, by the names in `nodes.SAVED`, in their order."""
+        found, post = self.sum, self.sum.post
+        nodes = {} if self.norm is None else dict(self.norm.saved)
+        nodes |= {} if self.other is None else {"other": self.other.result}
+        nodes |= {} if post is None else {f"post_{name}": node for name, node in post.saved.items()}
+        if any(_others(found, node) for node in found.between[: found.kept]):
+            nodes["reduced"] = found.reduced
+        return {name: nodes[name] for name in SAVED if name in nodes}
+
+
+def find_sum(rows: fx.Node) -> Sum | None:
+    """What the rows are, if an all-reduce is what they come from."""
+    *views_behind, total = _views(rows)
+    for way in _ways(total):
+        *between, reduced = way.nodes
+        between = [reduced, *between[:0:-1]] if between else []
+        launch = reduced.args[0]
+        assert isinstance(launch, fx.Node)
+        terms = _terms(way)
+        if terms is not None:
+            views = [node for node in between[1:] if proofs.keeps_order(node)]
+            biases, residual = terms
+            tail = total, tuple(between), tuple(views), tuple(views_behind[::-1])
+            return Sum(launch, reduced, biases, way.post, residual, *tail)
+    return None
+
+
+def _terms(way: _Way) -> tuple[tuple[fx.Node, ...], fx.Node | None] | None:
+    """(the biases in the order in which they are added, the residual), if a node can add what the way adds."""
+    biases, residual = list[fx.Node](), None
+    for add, other in way.steps:
+        value, added = proofs.tensor(add), proofs.tensor(other)
+        if value is None or added is None or added.dtype != value.dtype:
+            return None
+        # A norm stands between the biases and the residual.
+        behind = way.post is not None and way.post.result < add
+        if proofs.same_shape(added.shape, value.shape) and residual is None and not biases:
+            if way.post is not None and not behind:
+                return None
+            residual = other
+        elif proofs.is_row(added, value.shape[-1]) and len(biases) < 2 and not behind:
+            biases.insert(0, other)
+        else:
+            return None
+    return tuple(biases), residual
+
+
+def prove(found: Sum, rsqrt: fx.Node) -> Match | ReasonCode:
+    """The match of a sum and the norm that `rsqrt` belongs to, or why there is none."""
+    if found.launch.target is ALL_REDUCE and isinstance(collective := read_collective(found.launch), ReasonCode):
+        return collective
+    pair = find_two_norms(rsqrt)
+    if pair is not None:
+        return _proved(Match(found, *pair), pair[0].x)
+    norm = find_norm(rsqrt)
+    if isinstance(norm, ReasonCode):
+        return norm
+    for other in _equal_norms(norm, rsqrt):
+        both = _proved(Match(found, norm, other), norm.x)
+        if isinstance(both, Match):
+            return both
+    return _proved(Match(found, norm), norm.x)
+
+
+def _equal_norms(norm: FoundNorm, rsqrt: fx.Node) -> Iterator[FoundNorm]:
+    """Other norms of the same rows and of the same form, of which nothing is saved."""
+    for other in _rsqrts(rsqrt.graph):
+        found = find_norm(other) if other is not rsqrt and normalised(other) is norm.x else None
+        if isinstance(found, FoundNorm) and found.norm == norm.norm and not found.saved:
+            yield found
+
+
+def _proved(match: Match, rows: fx.Node) -> Match | ReasonCode:
+    """The match, whose norms are of `rows`, if all of it is proved."""
+    code = _rejected(match, rows)
+    if code is not None:
+        return code
+    for norm in match.behind:
+        if any(not _is_final(user) for view in proofs.views_down(norm.result) for user in view.users):
+            return ReasonCode.NORM_SHARED if _is_shared(norm) else ReasonCode.NORM_CONSUMER
+    return _hoisted(match)
+
+
+def _is_shared(norm: FoundNorm) -> bool:
+    """Whether more norms are made of the same scaled rows: what one does with its weight is none of the others'.
+
+    The compiler finds the common part of them in training, where it removes equal subexpressions.
+    """
+    if norm.weight is not None or norm.shift is not None:
+        return False
+    columns = norm.result.meta["val"].shape[-1]
+    scaled = [user for user in norm.result.users if user.target is aten.mul.Tensor]
+    rows = {one for user in scaled for one in user.all_input_nodes if one is not norm.result}
+    return sum((value := proofs.tensor(one)) is not None and proofs.is_row(value, columns) for one in rows) > 1
+
+
+def _find_post_norm(rsqrt: fx.Node) -> Found | None:
+    """The norm that `rsqrt` belongs to, of reduced rows, with a residual behind it and no other norm; None if it is
+    nothing of the kind.
+    """
+    norm = find_norm(rsqrt)
+    added = None if isinstance(norm, ReasonCode) else proofs.sole_user(list(proofs.views_down(norm.result))[-1])
+    if added is None or added.target is not aten.add.Tensor:
+        return None
+    found = find_sum(added)
+    if found is None or found.post is None or rsqrt not in found.post.inner:
+        return None
+    code = _rejected(match := Match(found, None), found.total)
+    # Otherwise the compiler computes the sum with what follows, and need not write it.
+    if code is None and not any(_is_final(user) for view in proofs.views_down(found.total) for user in view.users):
+        code = ReasonCode.NORM_CONSUMER
+    return found.launch, code or _hoisted(match)
+
+
+def _rejected(match: Match, rows: fx.Node) -> ReasonCode | None:
+    """Proves all but what stands behind the node, of which `rows` is the sum; None if it is."""
+    found = match.sum
+    if found.launch.target is ALL_REDUCE and isinstance(collective := read_collective(found.launch), ReasonCode):
+        return collective
+    reduced, total = proofs.tensor(found.reduced), proofs.tensor(rows)
+    assert reduced is not None and total is not None
+    normed = [total] if found.post is None else [total, found.post.x.meta["val"]]
+    if reduced.ndim == 0 or not all(proofs.known_equal(reduced.shape[-1], one.shape[-1]) for one in normed):
+        return ReasonCode.LAYOUT
+    if reduced.dtype != total.dtype:
+        return ReasonCode.CAST_BETWEEN
+    if not proofs.known(total.shape[-1] <= MOST_NORM_COLUMNS):
+        return ReasonCode.NORM_WIDTH
+    needed = [one for one in match.extras.values() if one is not None]
+    if any(found.launch < one and proofs.depends_on(one, {found.launch}) for one in needed):
+        return ReasonCode.OPERAND_DEPENDS
+    for index, node in enumerate(found.between):
+        others = _others(found, node)
+        if others and (index >= found.kept or not all(map(_is_kept, others))):
+            return ReasonCode.INTERMEDIATE_USED
+    as_sum = [found.reduced, *(norm.result for norm in match.behind)]
+    if any(one not in as_sum and _rows_shape(found, one) is None for one in match.saved.values()):
+        return ReasonCode.SHAPE_UNPROVEN
+    return None
+
+
+def _hoisted(match: Match) -> Match | ReasonCode:
+    """The match, if what it needs can be computed before the reduction."""
+    needed = [one for one in match.extras.values() if one is not None]
+    late = not all(rewriting.can_hoist(one, match.sum.launch) for one in needed)
+    return ReasonCode.OPERAND_LATE if late else match
+
+
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
+    """Replaces the match by one op call and returns that call."""
+    found, saved = match.sum, match.saved
+    launch = found.launch
+    results = {name: one.result for name, one in zip(("normed", "other"), match.behind, strict=False)}
+    extras = tuple(match.extras.values())
+    for one in extras:
+        if one is not None:
+            rewriting.hoist(one, launch)
+    task, operands = _task(match, options)
+    like: torch.Tensor = found.reduced.meta["val"]
+    outputs = [_contiguous(like, name) for name in task.returned]
+    with graph.inserting_before(launch):
+        call = rewriting.call_task(
+            graph,
+            task,
+            (*operands, *extras),
+            (task.reduce_op, *ops.norm_args(task.norm), *ops.norm_args(task.post), "+".join(task.saved)),
+            rewriting.copied_meta(launch),
+            [*outputs, rewriting.new_token(like)],
+            _epilogue(launch, task),
+        )
+        origins = {"total": found.reduced, **saved, **results}
+        made = {
+            name: rewriting.output(graph, call, index, rewriting.copied_meta(origins[name]))
+            for index, name in enumerate(task.returned)
+        }
+    of_rows = {name: node for name, node in saved.items() if name not in ("reduced", "other")}
+    shapes = {name: _rows_shape(found, node) for name, node in of_rows.items()}
+    for name, result in results.items():
+        with graph.inserting_before(result):
+            normed = _replayed(graph, made[name], (*found.views, *found.views_behind))
+        result.replace_all_uses_with(normed)
+    with graph.inserting_before(found.total if found.between else launch):
+        found.total.replace_all_uses_with(_replayed(graph, made["total"], found.views))
+    if "reduced" in saved:
+        found.reduced.replace_all_uses_with(made["reduced"])
+    inner = {one for each in match.norms for one in each.inner}
+    for name, node in of_rows.items():
+        with graph.inserting_before(node):
+            rows = _as_rows(graph, made[name], node, shapes[name])
+        for user in [user for user in node.users if user not in inner]:
+            user.replace_input_with(node, rows)
+    rewriting.erase_unused(graph, _replaced(match))
+    return call
+
+
+def all_reduce_rms_norm(graph: fx.Graph, *, options: Options) -> int:
+    """Fuses every all-reduce with the norm behind it, if proved; returns how many were. Others may get a reason."""
+    # What has a norm behind goes with that: it is looked for first.
+    count = sum(_fuse(graph, rsqrt, _find_norm_behind, options) for rsqrt in _rsqrts(graph))
+    return count + sum(_fuse(graph, rsqrt, _find_post_norm, options) for rsqrt in _rsqrts(graph))
+
+
+def _rsqrts(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="call_function", target=aten.rsqrt.default))
+
+
+Found = tuple[fx.Node, Match | ReasonCode]
+"""What reduces, and a match, or why there is none."""
+
+
+def _find_norm_behind(rsqrt: fx.Node) -> Found | None:
+    """The norm that `rsqrt` belongs to, behind a sum; None if it is not."""
+    rows = normalised(rsqrt)
+    found = None if rows is None else find_sum(rows)
+    return None if found is None else (found.launch, prove(found, rsqrt))
+
+
+def _fuse(graph: fx.Graph, rsqrt: fx.Node, find: Callable[[fx.Node], Found | None], options: Options) -> bool:
+    """Fuses what is found at `rsqrt`; whether it did."""
+    found = find(rsqrt)
+    if found is None:
+        return False
+    launch, match = found
+    if isinstance(match, Match) and PATTERN not in options.fusions:
+        match = ReasonCode.DISABLED
+    if isinstance(match, ReasonCode):
+        # A reduction that is fused with its matmul is no site that was left alone; and of another one, what a user
+        # could change is said for the matmul beside it.
+        if launch.target is ALL_REDUCE and not match.changeable:
+            leave_alone(launch, PATTERN, match)
+        return False
+    rewrite(graph, match, options)
+    return True
+
+
+@dataclass(frozen=True)
+class _Way:
+    """From a total up to `nodes[-1]`, the total first: steps are its (sum, other term), in this order. post: a norm on
+    it, of which only the result is among the nodes.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    steps: tuple[tuple[fx.Node, fx.Node], ...] = ()
+    post: FoundNorm | None = None
+
+
+def _ways(total: fx.Node) -> list[_Way]:
+    """All ways to a reduced tensor, through at most three sums and a norm; to the latest reduction first."""
+    found, pending = [], [_Way((total,))]
+    while pending:
+        way = pending.pop()
+        nodes = (*way.nodes[:-1], *_views(way.nodes[-1]))
+        top = nodes[-1]
+        if _is_reduced(top):
+            found.append(_Way(nodes, way.steps, way.post))
+        elif way.post is None and way.steps and (post := _norm_up(top)) is not None:
+            pending.append(_Way((*nodes, post.x), way.steps, post))
+        elif top.target is aten.add.Tensor and top.kwargs.get("alpha", 1) == 1 and len(way.steps) < 3:
+            left, right = top.args
+            if isinstance(left, fx.Node) and isinstance(right, fx.Node) and left is not right:
+                pending.append(_Way((*nodes, left), (*way.steps, (top, right)), way.post))
+                pending.append(_Way((*nodes, right), (*way.steps, (top, left)), way.post))
+    order = {node: index for index, node in enumerate(total.graph.nodes)} if len(found) > 1 else {}
+    return sorted(found, key=lambda way: order.get(way.nodes[-1], 0), reverse=True)
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    """As `proofs.views_up`, but not beyond a reduced tensor."""
+    chain = [node]
+    while not _is_reduced(chain[-1]) and proofs.keeps_order(chain[-1]):
+        source = chain[-1].args[0]
+        assert isinstance(source, fx.Node)
+        chain.append(source)
+    return chain
+
+
+def _is_reduced(node: fx.Node) -> bool:
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return False
+    if node.target is WAIT:
+        return source.target is ALL_REDUCE
+    return source.target is ops.overload(MatmulAllReduce.kind) and node.target is getitem and node.args[1:] == (0,)
+
+
+def _norm_up(result: fx.Node) -> FoundNorm | None:
+    """The norm whose result a node is."""
+    rsqrt = rsqrt_before(result)
+    norm = None if rsqrt is None else find_norm(rsqrt)
+    return norm if isinstance(norm, FoundNorm) and norm.result is result else None
+
+
+def _others(found: Sum, node: fx.Node) -> list[fx.Node]:
+    """Who uses one of `between` besides what is fused."""
+    fused = {*found.between, found.total}
+    if found.post is not None:
+        fused |= {*found.post.inner}
+        fused |= {found.post.wide} if fused.issuperset(found.post.wide.users) else set()
+    return [user for user in node.users if user not in fused]
+
+
+def _is_kept(user: fx.Node) -> bool:
+    """Whether what uses the reduced tensor too takes it from memory, or is a view."""
+    return all(map(_is_kept, user.users)) if proofs.keeps_order(user) else _is_final(user)
+
+
+PICKS = frozenset({aten.index.Tensor, aten.index_select.default})
+"""Rows in another number and order, as for the experts that they are sent to: a kernel of its own."""
+
+
+def _is_foreign(user: fx.Node) -> bool:
+    """Whether nobody but its author knows what an op does: the compiler gives it tensors."""
+    return isinstance(user.target, torch._ops.OpOverload) and user.target.namespace not in ("aten", "prims")
+
+
+def _is_final(user: fx.Node) -> bool:
+    """Whether the compiler computes `user` apart from what it reads."""
+    if user.op == "output" or user.target in proofs.MATMULS or is_task(user) or _is_foreign(user):
+        return True
+    if user.target in proofs.TRANSPOSES:
+        return all(_is_final(behind) for behind in user.users)
+    return proofs.keeps_order(user) or is_collective(user) or user.target in PICKS
+
+
+def _task(match: Match, options: Options) -> tuple[NormNode, tuple[Any, ...]]:
+    """The node, and its operands."""
+    found, norm = match.sum, match.norm
+    last = Norm(NO_NORM, 0.0) if norm is None else norm.norm
+    extras = tuple(name for name, one in match.extras.items() if one is not None)
+    behind = None if found.post is None else found.post.norm, tuple(match.saved)
+    policy, site = rewriting.policy(options), rewriting.UNNAMED_SITE
+    if found.launch.target is ALL_REDUCE:
+        collective = read_collective(found.launch)
+        assert not isinstance(collective, ReasonCode) and collective.reduce_op is not None
+        group = collective.world_size, collective.group_name
+        return AllReduceRmsNorm(collective.reduce_op, last, extras, *group, site, policy, *behind), (
+            collective.operand,
+        )
+    reduction = ops.node_from_call(found.launch.target, found.launch.args)
+    assert isinstance(reduction, MatmulAllReduce)
+    group = reduction.world_size, reduction.group_name
+    task = MatmulAllReduceRmsNorm(
+        reduction.reduce_op,
+        last,
+        extras,
+        *group,
+        site,
+        policy,
+        *behind,
+        num_products=reduction.num_products,
+        has_bias=reduction.has_bias,
+        num_extras=reduction.num_extras,
+        epilogue=reduction.epilogue,
+    )
+    return task, tuple(ops.argument_of(found.launch.target, found.launch.args, name) for name in ("a", "b", "bias"))
+
+
+def _epilogue(launch: fx.Node, task: NormNode) -> tuple[tuple[fx.Node, ...], str]:
+    """The extra tensors and the text of what is computed before the reduction."""
+    if not isinstance(task, MatmulAllReduceRmsNorm) or not task.epilogue:
+        return (), ""
+    return tuple(ops.argument_of(launch.target, launch.args, "extras")), task.epilogue
+
+
+def _contiguous(like: torch.Tensor, name: str) -> torch.Tensor:
+    """The fake value of an output, for reduced rows like these; see `ops.norm_output`."""
+    shape = tuple(like.shape)
+    dtype = None if name in AS_SUM else torch.float32
+    if dtype is not None and name != "scaled":
+        shape = (*shape[:-1], 1)
+    return rewriting.fake_like(like, shape, rewriting.contiguous_strides(shape), dtype)
+
+
+def _rows_shape(found: Sum, node: fx.Node) -> list[Any] | None:
+    """The shape of what is saved as arguments of a reshape of the node's output; None if that is not known.
+
+    Dynamic sizes are taken from the last view on the way, which has the same but for the last dimension.
+    """
+    value, reduced = proofs.tensor(node), proofs.tensor(found.reduced)
+    assert value is not None and reduced is not None
+    if all(isinstance(length, int) for length in value.shape):
+        return list(value.shape)
+    views = [*found.views, *found.views_behind]
+    if not views:
+        return [] if proofs.same_shape(value.shape[:-1], reduced.shape[:-1]) else None
+    last = proofs.tensor(views[-1])
+    reshaped = views[-1].target in rewriting.VIEWS or views[-1].target is aten.reshape.default
+    if not reshaped or last is None or not proofs.same_shape(value.shape[:-1], last.shape[:-1]):
+        return None
+    sizes = views[-1].args[1]
+    assert isinstance(sizes, (list, tuple))
+    return [*sizes[:-1], value.shape[-1]] if isinstance(value.shape[-1], int) else None
+
+
+def _as_rows(graph: fx.Graph, source: fx.Node, like: fx.Node, sizes: list[Any] | None) -> fx.Node:
+    """What is saved, in the shape that it had."""
+    assert sizes is not None
+    value, wanted = source.meta["val"], like.meta["val"]
+    if not sizes or proofs.same_shape(value.shape, wanted.shape):
+        return source
+    node = graph.create_node("call_function", aten.reshape.default, (source, sizes), name="saved")
+    node.meta.update(rewriting.copied_meta(like))
+    shape = tuple(wanted.shape)
+    node.meta["val"] = rewriting.fake_like(value, shape, rewriting.contiguous_strides(shape))
+    return node
+
+
+def _replaced(match: Match) -> list[fx.Node]:
+    """All nodes of the match, which go where nobody else uses them."""
+    found = match.sum
+    norms = [one for norm in match.norms for one in (*norm.inner, norm.wide)]
+    return [*norms, *found.views_behind, found.total, *found.between, found.reduced, found.launch]
+
+
+def _replayed(graph: fx.Graph, node: fx.Node, views: tuple[fx.Node, ...]) -> fx.Node:
+    """The same views of `node`, at the graph's insertion point."""
+    for view in views:
+        assert isinstance(view.target, torch._ops.OpOverload)
+        copy = graph.create_node("call_function", view.target, (node, *view.args[1:]), dict(view.kwargs), name="rows")
+        copy.meta.update(rewriting.copied_meta(view))
+        node = copy
+    return node

@@ -1,0 +1,253 @@
+"""mm -> all_gather becomes one `ditron::matmul_all_gather`.
+
+Before, for a gather along any dimension of the product, most often the last one (a column-parallel layer whose output
+is replicated, logits above all). What is gathered along dimension 0 is moved there by split, getitem and cat, by slices
+and cat, or by a view with the ranks as a dimension, a permute and a reshape:
+
+    a [B, S, K] -> reshape [B*S, K] -> mm(reshape, b [K, N]) -> reshape [B, S, N] -> all_gather_into_tensor
+      -> wait [W*B, S, N] -> split -> getitem x W -> cat [B, S, W*N]
+
+    .. -> wait [W*B, S, N] -> reshape [W, B, S, N] -> permute [B, S, W, N] -> reshape [B, S, W*N]
+
+After:
+
+    a [B, S, K], b [K, N] -> ditron.matmul_all_gather -> getitem 0 [B, S, W*N]
+
+A product of one row is gathered along dimension 0, and a view does the rest: its columns are one after the other.
+A sum of matmuls, and a bias of one row, are computed by the node too: each rank adds its own part before the gather.
+`a` is the tensor that the graph already has in the shape of the product; where there is none, one new reshape makes it.
+The call stands where the collective stood, so the order of collectives does not change.
+
+A gather that feeds a matmul belongs to `all_gather_matmul`, which runs first: what it takes is not here any more.
+
+It must not fire when
+* the product, or anything between it and the gathered tensor, is used otherwise;
+* the chunks are not all of the W equal chunks, once, in order (a permute that moves anything else than the ranks stays,
+  behind a gather along dimension 0);
+* a view between the product and the gather changes the last dimension;
+* there is a cast, a batched matmul, an op on the elements, an added tensor that is no row, or a dtype other than
+  bfloat16, float16 and float32;
+* fewer elements than there are ranks are cut off behind the gather, or elements are picked by index (DTensor, where
+  the dimension does not divide): the last rank pads its product, and only there it is seen. But the cut stands on every
+  rank, and W or more elements are never padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.fuse.matmul_reduce_scatter import lhs_in_shape
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, collectives, read_collective
+from ditron_inductor.passes.graph.gathered import gathered_tensor
+from ditron_inductor.passes.graph.products import Product, find_product
+from ditron_inductor.passes.graph.reasons import LEFT_ALONE, ReasonCode, Refused, leave_alone, refused
+from ditron_inductor.task.nodes import MatmulAllGather
+
+aten = torch.ops.aten
+
+PATTERN = MatmulAllGather.kind
+PICKS: frozenset[object] = frozenset({aten.index_select.default, aten.index.Tensor})
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The products of all ranks, each of `shape`, along its dimension `dim`: what the node `result` holds.
+
+    between: the nodes from the waited-for tensor to the result, without both. sizes: of the result, as arguments of a
+    reshape, where the ranks are a dimension of their own there.
+    """
+
+    result: fx.Node
+    dim: int
+    shape: tuple[Any, ...]
+    between: tuple[fx.Node, ...] = ()
+    sizes: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Match:
+    """A product, or a sum of them, and the gather of it.
+
+    `lefts` are the first operands: each a node in the product's shape, or a node and the sizes to reshape it to for
+    that. `steps` are the nodes from the products to the result, all included.
+    """
+
+    collective: Collective
+    product: Product
+    gathered: Gathered
+    lefts: tuple[tuple[fx.Node, tuple[Any, ...] | None], ...]
+    steps: tuple[fx.Node, ...]
+
+
+def find_matmul_all_gather(node: fx.Node) -> Match | Refused:
+    """Proves that the all-gather `node` gathers matmuls as drawn above, or says why not."""
+    collective = read_collective(node)
+    if isinstance(collective, ReasonCode):
+        return collective
+    operand = collective.operand
+    product = find_product(operand, (node,))
+    if refused(product):
+        return product.at(proofs.views_up(operand)[-1])
+    gathered = _find_gathered(collective)
+    if refused(gathered):
+        return gathered.at(collective.wait)
+    columns = product.mm.meta["val"].shape[1]
+    if not proofs.known_equal(gathered.shape[-1], columns):
+        return ReasonCode.LAYOUT.at(operand)
+    cut = _cut_behind(gathered, collective.world_size)
+    if cut is not None:
+        return ReasonCode.UNEVEN_SHARDS.at(cut)
+    lefts = [lhs_in_shape(factors.lhs, product, gathered.shape) for factors in product.factors]
+    proved = tuple(left for left in lefts if left is not None)
+    # Rows follow from the number of elements, unless there are none.
+    if len(proved) < len(lefts) or not proofs.known(columns > 0):
+        return ReasonCode.SHAPE_UNPROVEN.at(operand)
+    steps = (*product.steps, node, collective.wait, *gathered.between, gathered.result)
+    return Match(collective, product, gathered, proved, tuple(dict.fromkeys(steps)))
+
+
+def _find_gathered(collective: Collective) -> Gathered | Refused:
+    """Proves along which dimension the products are gathered, and which node holds them so."""
+    wait = collective.wait
+    shape = tuple(collective.operand.meta["val"].shape)
+    inner = gathered_tensor(collective)
+    if refused(inner):
+        return inner
+    if inner.node is not wait:
+        between = tuple(step for step in inner.steps if step not in (collective.node, wait, inner.node))
+        return Gathered(inner.node, inner.dim, shape, between)
+    views = list(proofs.views_down(wait))
+    moves = [user for view in views for user in view.users if user.target in proofs.TRANSPOSES and user not in views]
+    # Whatever happens to it later, the waited-for tensor itself is a gather along dimension 0.
+    return (_find_moved(collective, moves[0]) if moves else None) or Gathered(wait, 0, shape)
+
+
+def _find_moved(collective: Collective, move: fx.Node) -> Gathered | None:
+    """The form with a permute: a view [W, *shape] of the waited-for tensor, used for nothing else, whose first
+    dimension goes to `dim`.
+    """
+    source = move.args[0]
+    assert isinstance(source, fx.Node)
+    chain = proofs.views_up(source)
+    value = source.meta["val"]
+    order = proofs.permutation(move)
+    dim = order.index(0)
+    moved = [0] + [one for one in order if one != 0]
+    if moved != list(range(value.ndim)) or dim >= value.ndim - 1 or collective.wait not in chain:
+        return None
+    between = chain[: chain.index(collective.wait)]
+    only = all(proofs.sole_user(one) is not None for one in (*between, collective.wait))
+    # Whoever reads it as it lies would see that it lies in another way: only copies of it in row-major order do not.
+    copies = [user for user in move.users if user.target in proofs.ORDER_KEEPING and proofs.row_major(user.meta["val"])]
+    sizes = _sizes_in_graph(source, move.meta["val"].shape)
+    apart = proofs.known_equal(value.shape[0], collective.world_size)
+    if not apart or not only or len(copies) != len(move.users) or sizes.count(-1) > 1:
+        return None
+    return Gathered(move, dim, tuple(value.shape[1:]), tuple(between), sizes)
+
+
+def _sizes_in_graph(view: fx.Node, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`shape` as arguments of a reshape: ints, what the arguments of `view` hold, and -1 for what they do not."""
+    bound = proofs.arguments(view) if isinstance(view.target, torch._ops.OpOverload) else {}
+    named = [one for one in bound.get("shape") or bound.get("size") or () if isinstance(one, fx.Node)]
+    sizes: list[Any] = []
+    for length in shape:
+        holders = [node for node in named if proofs.known_equal(proofs.size(node), length)]
+        sizes.append(length if isinstance(length, int) else holders[0] if holders else -1)
+    return tuple(sizes)
+
+
+def _cut_behind(gathered: Gathered, world_size: int) -> fx.Node | None:
+    """What cuts off, or leaves out, what may be the padding of uneven shards; None if nothing does."""
+    whole = gathered.result.meta["val"]
+    for view in proofs.views_down(gathered.result):
+        value = view.meta["val"]
+        same = proofs.same_shape(value.shape, whole.shape)
+        for user in view.users:
+            if user.target in PICKS:
+                return user
+            if user.target is not aten.slice.Tensor:
+                continue
+            bound = proofs.arguments(user)
+            dim = bound["dim"] % value.ndim
+            start = 0 if bound["start"] is None else proofs.size(bound["start"])
+            left_out = value.shape[dim] - user.meta["val"].shape[dim]
+            harmless = proofs.known_equal(left_out, 0) or proofs.known(left_out >= world_size)
+            if proofs.known_equal(start, 0) and not harmless and (not same or dim == gathered.dim):
+                return user
+    return None
+
+
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
+    """Replaces the match by one op call and returns that call."""
+    collective, product, gathered = match.collective, match.product, match.gathered
+    result, like = gathered.result, collective.wait.meta["val"]
+    task = MatmulAllGather(
+        gather_dim=gathered.dim,
+        world_size=collective.world_size,
+        group_name=collective.group_name,
+        site=rewriting.UNNAMED_SITE,
+        policy=rewriting.policy(options),
+        num_products=len(product.factors),
+        has_bias=bool(product.biases),
+    )
+    shape = list(gathered.shape)
+    shape[gathered.dim] = shape[gathered.dim] * collective.world_size
+    with graph.inserting_before(collective.node):
+        lefts = []
+        for lhs, sizes in match.lefts:
+            wanted = (*gathered.shape[:-1], lhs.meta["val"].shape[-1])
+            lefts.append(lhs if sizes is None else rewriting.reshaped_rows(graph, lhs, sizes, wanted))
+        values = (rewriting.fake_like(like, tuple(shape), _row_major_strides(shape)), rewriting.new_token(like))
+        call = rewriting.call_task(
+            graph,
+            task,
+            (lefts, [factors.rhs for factors in product.factors], rewriting.bias_row(graph, product.biases)),
+            (gathered.dim,),
+            rewriting.copied_meta(product.mm),
+            values,
+        )
+        whole = rewriting.output(graph, call, 0, rewriting.copied_meta(result))
+        if gathered.sizes is not None:
+            value = result.meta["val"]
+            view = graph.call_function(aten.reshape.default, (whole, list(gathered.sizes)))
+            view.meta.update(rewriting.copied_meta(result))
+            view.meta["val"] = rewriting.fake_like(value, tuple(value.shape), _row_major_strides(list(value.shape)))
+            whole = view
+    result.replace_all_uses_with(whole)
+    views = [view for factors in product.factors for view in proofs.views_up(factors.lhs)[:-1]]
+    rewriting.erase_unused(graph, [*match.steps, *views])
+    return call
+
+
+def _row_major_strides(shape: list[Any]) -> tuple[Any, ...]:
+    strides: list[Any] = [1]
+    for length in reversed(shape[1:]):
+        strides.insert(0, strides[0] * length)
+    return tuple(strides)
+
+
+def matmul_all_gather(graph: fx.Graph, *, options: Options) -> int:
+    """Fuses every all-gather of one provable matmul; returns how many were. The others get a reason, or keep one that
+    says more than that no matmul is there.
+    """
+    count = 0
+    for node in collectives(graph, ALL_GATHER):
+        match = find_matmul_all_gather(node)
+        if isinstance(match, Match) and PATTERN not in options.fusions:
+            match = ReasonCode.DISABLED
+        if refused(match):
+            known, code = node.meta.get(LEFT_ALONE), match.at(node).code
+            if known is None or (known.code == ReasonCode.NO_MATMUL.value and code is not ReasonCode.NO_MATMUL):
+                leave_alone(node, PATTERN, match)
+            continue
+        node.meta.pop(LEFT_ALONE, None)
+        rewrite(graph, match, options)
+        count += 1
+    return count

@@ -1,0 +1,247 @@
+"""mm -> all_to_all becomes one `ditron::matmul_all_to_all`: of the product each rank gets some columns of every row.
+
+Before, as in front of an attention that has all of the sequence and some of the heads (Ulysses), C columns in a head:
+
+    x [B, S, K] -> reshape [B*S, K] -> mm(reshape, w [K, N]) -> reshape [B, S, W, h, C] -> permute [W, S, B, h, C]
+      -> clone -> all_to_all_single -> wait -> reshape [W*S, B, h, C] -> permute [B, W*S, h, C] -> clone
+
+    .. -> mm -> reshape [B, S, W*h, C] -> shard_dim_alltoall(gather 1, shard 2) [B, W*S, h, C]
+
+After:
+
+    x [B, S, K], w [K, N] -> ditron.matmul_all_to_all -> getitem 0 [B, W*S, h*C] -> reshape [B, W*S, h, C]
+
+Any order of the elements on their way will do: views, permutes, copies and cats of equal chunks are followed by axes.
+The last node that holds rows and then columns in their order, the ranks in front of some of the rows, is what the op
+returns. Where there is none, the last copy is made from the output by a permute.
+Several runs of columns for each rank, as of queries, keys and values that lie side by side, are `parts`. A sum of
+matmuls, and a bias of one row, are computed by the node too. The call stands where the collective stood.
+
+It must not fire when
+* the product, or anything between it and what the node returns, is used otherwise;
+* the splits are not W equal ones, or the ranks share out rows of the product;
+* there is a cast, a batched matmul, an op on the elements, an added tensor that is no row, or a dtype other than
+  bfloat16, float16 and float32;
+* it is not certain how views divide symbolic sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.graph import all_to_all, axes, proofs, rewriting
+from ditron_inductor.passes.graph.all_to_all import AllToAll, Chain, read_all_to_all
+from ditron_inductor.passes.graph.axes import Axis
+from ditron_inductor.passes.graph.collectives import ALL_TO_ALL, SHARD_DIM, collectives
+from ditron_inductor.passes.graph.products import Product, find_product
+from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, refused
+from ditron_inductor.task.nodes import MatmulAllToAll
+
+aten = torch.ops.aten
+
+PATTERN = MatmulAllToAll.kind
+ATTENTION = "_scaled_dot_product"
+"""How the names of torch's attentions begin, which take any strides."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A product, or a sum of them, and the all-to-all of its columns.
+
+    The product is [first * second, parts * W * columns], what the node returns [first, W * second, parts * columns].
+    result: the node whose place that takes, with these sizes as arguments of a reshape. order: the axes of the result
+    by their place in what the node returns, `axes_sizes`, where it has to be permuted; else None. steps: all nodes from
+    the products to the result.
+    """
+
+    collective: AllToAll
+    product: Product
+    first: Any
+    second: Any
+    parts: int
+    result: fx.Node
+    sizes: list[Any]
+    axes_sizes: tuple[Any, ...]
+    order: tuple[int, ...] | None
+    steps: tuple[fx.Node, ...]
+
+
+def find_matmul_all_to_all(node: fx.Node) -> Match | Refused:
+    """Proves that the all-to-all `node` shares out the columns of matmuls as drawn above, or says why not."""
+    collective = read_all_to_all(node)
+    if isinstance(collective, ReasonCode):
+        return collective
+    up = all_to_all.above(collective)
+    top = up.nodes[0]
+    product = find_product(top, top.users)
+    if refused(product):
+        if top.target is aten.cat.default and refused(chunks := proofs.regrouped(top, collective.world_size)):
+            return chunks.at(top)
+        return product.at(top)
+    other = proofs.other_user((*up.nodes, *up.between), {node, *up.nodes, *up.between})
+    if other is not None:
+        return ReasonCode.INTERMEDIATE_USED.at(other)
+    writes = all_to_all.written(one for factors in product.factors for one in (factors.lhs, factors.rhs))
+    if writes is not None:
+        return ReasonCode.INTERMEDIATE_USED.at(writes)
+    value, whole = proofs.tensor(product.mm), proofs.tensor(top)
+    assert value is not None and whole is not None
+    rows, columns = Axis(value.shape[0]), Axis(value.shape[1])
+    shaped = axes.reshaped(((rows,), (columns,)), whole.shape)
+    sent = None if shaped is None else _last(up, shaped)
+    exchange = None if sent is None else all_to_all.exchanged(collective, sent)
+    if exchange is None:
+        return ReasonCode.SHAPE_UNPROVEN.at(collective.operand)
+    ranks, came, layout = exchange
+    down = all_to_all.below(collective)
+    behind = list(down.layouts(layout))
+    of_rows, of_columns = list(axes.leaves([rows])), list(axes.leaves([columns]))
+    if not any(one is ranks for one in of_columns):
+        return ReasonCode.ROWS_EXCHANGED.at(product.mm)
+    outer, inner = all_to_all.split_at(of_columns, ranks)
+    parts = all_to_all.concrete(axes.size_of(outer))
+    found = None if parts is None else _result(behind, came, of_rows, [*outer, *inner])
+    if parts is None or found is None:
+        return ReasonCode.SHAPE_UNPROVEN.at(collective.operand)
+    result, sizes, place, order = found
+    first, second = axes.size_of(of_rows[:place]), axes.size_of(of_rows[place:])
+    lhs_columns = [factors.lhs.meta["val"].shape[1] for factors in product.factors]
+    if any(all_to_all.rows_and_columns(first, second, one) is None for one in lhs_columns):
+        return ReasonCode.SHAPE_UNPROVEN.at(collective.operand)
+    given = [*of_rows[:place], came, *of_rows[place:], *outer, *inner]
+    nodes = [one for one, _ in behind]
+    steps = (*product.steps, *up.nodes, *up.between, node, *nodes[: nodes.index(result) + 1], *down.between)
+    return Match(
+        collective,
+        product,
+        first,
+        second,
+        parts,
+        result,
+        sizes,
+        tuple(axis.size for axis in given),
+        order,
+        tuple(dict.fromkeys(steps)),
+    )
+
+
+def _last(chain: Chain, first: axes.Layout) -> axes.Layout | None:
+    """The layout of a chain's last node."""
+    found = list(chain.layouts(first))
+    return found[-1][1] if len(found) == len(chain.nodes) else None
+
+
+def _result(
+    behind: list[tuple[fx.Node, axes.Layout]], came: Axis, rows: list[Axis], columns: list[Axis]
+) -> tuple[fx.Node, list[Any], int, tuple[int, ...] | None] | None:
+    """(the node that the op's output stands for, its sizes, which of the rows' axes the ranks stand in front of, the
+    permutation that makes the node from the output, if one is needed); None where its sizes cannot be written.
+    """
+    for node, layout in reversed(behind):
+        order = axes.flat(layout)
+        before, _ = all_to_all.split_at(order, came)
+        others = [axis for axis in order if axis is not came]
+        in_order = len(before) <= len(rows) and all_to_all.same_axes(others, [*rows, *columns])
+        sizes = all_to_all.sizes_of(node)
+        if in_order and sizes is not None and (proofs.row_major(node.meta["val"]) or _takes_any_strides(node)):
+            return node, sizes, len(before), None
+    copies = [(node, layout) for node, layout in behind if proofs.row_major(node.meta["val"])]
+    node, layout = copies[-1]
+    given, sizes = [came, *rows, *columns], all_to_all.sizes_of(node)
+    if sizes is None or sum(not isinstance(axis.size, int) for axis in given) > 1:
+        return None
+    return node, sizes, 0, tuple(next(i for i, one in enumerate(given) if one is axis) for axis in axes.flat(layout))
+
+
+def _takes_any_strides(node: fx.Node) -> bool:
+    """Whether whatever reads the elements of a node, or of views of it, takes them however they lie."""
+    views, takes_any = rewriting.views_and_strides(node)
+    if takes_any:
+        return True
+    readers = {user for view in views for user in view.users if user not in views}
+    return all(
+        isinstance(user.target, torch._ops.OpOverload) and user.target._opname.startswith(ATTENTION) for user in readers
+    )
+
+
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
+    """Replaces the match by one op call and returns that call."""
+    collective, product, first, second = match.collective, match.product, match.first, match.second
+    result, like, world_size = match.result, collective.wait.meta["val"], collective.world_size
+    task = MatmulAllToAll(
+        gather_dim=0 if proofs.known_equal(first, 1) else 1,
+        parts=match.parts,
+        world_size=world_size,
+        group_name=collective.group_name,
+        site=rewriting.UNNAMED_SITE,
+        policy=rewriting.policy(options),
+        num_products=len(product.factors),
+        has_bias=bool(product.biases),
+    )
+    columns = product.mm.meta["val"].shape[1] // world_size
+    shape = all_to_all.shape_of(first, world_size * second, columns)
+    with graph.inserting_before(collective.node):
+        lefts = []
+        for factors in product.factors:
+            depth = factors.lhs.meta["val"].shape[1]
+            sizes = all_to_all.rows_and_columns(first, second, depth)
+            assert sizes is not None
+            lefts.append(all_to_all.reshape(graph, factors.lhs, sizes, all_to_all.shape_of(first, second, depth)))
+        values = (rewriting.fake_like(like, shape, rewriting.contiguous_strides(shape)), rewriting.new_token(like))
+        call = rewriting.call_task(
+            graph,
+            task,
+            (lefts, [factors.rhs for factors in product.factors], rewriting.bias_row(graph, product.biases)),
+            (task.gather_dim, task.parts),
+            rewriting.copied_meta(product.mm),
+            values,
+        )
+    with graph.inserting_before(result):
+        whole = rewriting.output(graph, call, 0, rewriting.copied_meta(result))
+        if match.order is not None:
+            whole = _permuted(graph, whole, match)
+        whole = all_to_all.reshape(graph, whole, match.sizes, tuple(result.meta["val"].shape))
+    if not proofs.row_major(result.meta["val"]):
+        for view in rewriting.views_and_strides(result)[0]:
+            # A view asks for strides that fit, a reshape does not.
+            if view.target in rewriting.VIEWS:
+                view.target = aten.reshape.default
+                view.meta.pop("eager_input_vals", None)
+    result.replace_all_uses_with(whole)
+    views = [view for factors in product.factors for view in proofs.views_up(factors.lhs)[:-1]]
+    rewriting.erase_unused(graph, [*match.steps, *views])
+    return call
+
+
+def _permuted(graph: fx.Graph, out: fx.Node, match: Match) -> fx.Node:
+    """Inserts what puts the output's axes into the order of the result: a copy."""
+    assert match.order is not None
+    sizes = [size if isinstance(size, int) else -1 for size in match.axes_sizes]
+    apart = all_to_all.reshape(graph, out, sizes, match.axes_sizes)
+    shape = tuple(match.axes_sizes[axis] for axis in match.order)
+    moved = rewriting.call(graph, aten.permute.default, (apart, list(match.order)), apart, shape)
+    strides = apart.meta["val"].stride()
+    moved.meta["val"] = rewriting.fake_like(apart.meta["val"], shape, tuple(strides[axis] for axis in match.order))
+    copy = rewriting.call(graph, aten.clone.default, (moved,), moved, shape)
+    copy.kwargs = {"memory_format": torch.contiguous_format}
+    return copy
+
+
+def matmul_all_to_all(graph: fx.Graph, *, options: Options) -> int:
+    """Fuses every all-to-all of provable matmuls; returns how many were. The others get a reason."""
+    count = 0
+    for node in [*collectives(graph, ALL_TO_ALL), *collectives(graph, SHARD_DIM)]:
+        match = find_matmul_all_to_all(node)
+        if isinstance(match, Match) and PATTERN not in options.fusions:
+            match = ReasonCode.DISABLED
+        if refused(match):
+            all_to_all.leave(node, PATTERN, match)
+            continue
+        rewrite(graph, match, options)
+        count += 1
+    return count

@@ -1,0 +1,265 @@
+"""mm -> reduce_scatter becomes one `ditron::matmul_reduce_scatter`, and so does the reduce-scatter of a sum of matmuls.
+
+Before, for a scatter along dimension 0, or along an inner one (`split`, `getitem` and `cat` move the chunks to
+dimension 0):
+
+    a [B, W*S, K] -> reshape [B*W*S, K] -> mm(reshape, b [K, N]) -> reshape [B, W*S, N]
+      -> split -> getitem x W -> cat [W*B, S, N] -> reduce_scatter_tensor -> wait [B, S, N]
+
+After:
+
+    [a [B, W*S, K]], [b [K, N]] -> ditron.matmul_reduce_scatter -> getitem 0 [B, S, N]
+
+Of a sum of products all of them are operands, and so is a bias, a row:
+
+    reshape(mm(dq, wq)) + reshape(mm(dk, wk)) -> split, cat -> reduce_scatter_tensor -> wait
+    [dq, dk], [wq, wk] -> ditron.matmul_reduce_scatter -> getitem 0
+
+`a` is the tensor that the graph already has in the shape of the product; where there is none, one new reshape
+makes it from sizes that stand in the graph. The call stands where the collective stood, so the order of
+collectives does not change.
+
+A scatter along the last dimension is fused as the transposed problem, in two dimensions:
+
+    permute(b) [N, K], permute(a) [K, M] -> ditron.matmul_reduce_scatter -> getitem 0 [N/W, M]
+      -> permute [M, N/W] -> reshape [B, S, N/W]
+
+and a bias is a column [N, 1] there.
+
+It must not fire when
+* the chunks are not all of the W equal chunks of the scattered dimension, once, in order (a permuted `cat` sends
+  every chunk to another rank);
+* a view changes the last dimension in between;
+* the product, or anything between it and the collective, is used otherwise: it has to be computed as a whole anyway;
+* something is added that is neither a product nor a row, see `products`;
+* there is a cast, a batched matmul, an op on the elements, another reduction than sum and avg, or a dtype other than
+  bfloat16, float16 and float32;
+* the chunks are padded (DTensor, where the dimension does not divide): only the last rank cuts its result, but the
+  pad stands on every rank. Nothing here looks at what follows the collective, so all ranks leave such a site alone
+  together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.collectives import REDUCE_SCATTER, Collective, collectives, read_collective
+from ditron_inductor.passes.graph.products import FindProduct, Product, classify, find_product
+from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_alone, refused
+from ditron_inductor.task.nodes import MatmulReduceScatter
+
+PATTERN = MatmulReduceScatter.kind
+
+
+@dataclass(frozen=True)
+class Match:
+    """A product, or a sum of them, and the reduce-scatter of it.
+
+    `lefts` are the first operands: each a node in the product's shape, or a node and the sizes to reshape it to for
+    that. Where the product's columns are scattered, `column_sizes` are the result's sizes, and there are no `lefts`.
+    `steps` are the nodes from the products to the result, all included.
+    """
+
+    collective: Collective
+    product: Product
+    scatter_dim: int
+    lefts: tuple[tuple[fx.Node, tuple[Any, ...] | None], ...]
+    column_sizes: tuple[Any, ...] | None
+    steps: tuple[fx.Node, ...]
+
+
+def find_matmul_reduce_scatter(node: fx.Node, find: FindProduct | None = None) -> Match | Refused:
+    """Proves that the reduce-scatter `node` reduces matmuls as drawn above, or says why not.
+
+    find: what reads the product, by default `find_product`.
+    """
+    collective = read_collective(node)
+    if isinstance(collective, ReasonCode):
+        return collective
+    chain = proofs.views_up(collective.operand)
+    scatter_dim, full = 0, collective.operand
+    between: tuple[fx.Node, ...] = ()
+    if chain[-1].target is torch.ops.aten.cat.default:
+        chunks = _scattered_chunks(chain, collective)
+        if refused(chunks):
+            return chunks.at(chain[-1])
+        scatter_dim, full, between = chunks.split_dim, chunks.source, (*chain, *chunks.between)
+    product = (find or find_product)(full, between or (collective.node,))
+    if refused(product):
+        return product.at(proofs.views_up(full)[-1])
+    code = _rejected_shape(collective, product, full, scatter_dim)
+    if code is not None:
+        return code.at(full)
+    steps = tuple(dict.fromkeys((*product.steps, *between, collective.node, collective.wait)))
+    shape = tuple(collective.wait.meta["val"].shape)
+    if scatter_dim == len(shape) - 1:
+        sizes = _sizes_in_graph(product, shape)
+        if product.pre is not None:
+            pre = product.pre.transposed()
+            if pre is None:
+                return ReasonCode.LAYOUT.at(full)
+            product = replace(product, pre=pre)
+        return ReasonCode.SHAPE_UNPROVEN.at(full) if sizes is None else Match(collective, product, 0, (), sizes, steps)
+    lefts = [lhs_in_shape(factors.lhs, product, tuple(full.meta["val"].shape)) for factors in product.factors]
+    proved = tuple(left for left in lefts if left is not None)
+    if len(proved) < len(lefts):
+        return ReasonCode.SHAPE_UNPROVEN.at(full)
+    return Match(collective, product, scatter_dim, proved, None, steps)
+
+
+def _scattered_chunks(chain: list[fx.Node], collective: Collective) -> proofs.Regrouped | Refused:
+    """Proves that the operand is the W chunks of an inner dimension, put one after the other along dimension 0."""
+    chunks = proofs.regrouped(chain[-1], collective.world_size)
+    if refused(chunks):
+        return _classify_cat(chain[-1]) if chunks is ReasonCode.NO_MATMUL else chunks
+    operand, cat = proofs.tensor(chain[0]), proofs.tensor(chain[-1])
+    assert operand is not None and cat is not None
+    if any(proofs.sole_user(one) is None for one in chain):
+        return ReasonCode.INTERMEDIATE_USED.at(proofs.other_user(chain, {collective.node, *chain}) or chain[-1])
+    return chunks if chunks.cat_dim == 0 and proofs.same_shape(operand.shape, cat.shape) else ReasonCode.LAYOUT
+
+
+def _classify_cat(cat: fx.Node) -> ReasonCode:
+    """Why a cat that does not put together the pieces of one tensor is no product."""
+    codes = {classify(proofs.views_up(part)[-1]) for part in cat.all_input_nodes}
+    return ReasonCode.CHUNKS_PARTIAL if codes - {ReasonCode.NO_MATMUL} else ReasonCode.NO_MATMUL
+
+
+def _rejected_shape(collective: Collective, product: Product, full: fx.Node, scatter_dim: int) -> ReasonCode | None:
+    """Proves that scattering `full` along `scatter_dim` scatters rows of the product, or its columns."""
+    whole, rows, result = proofs.tensor(full), proofs.tensor(product.mm), proofs.tensor(collective.wait)
+    assert whole is not None and rows is not None and result is not None
+    if whole.dtype != result.dtype:
+        return ReasonCode.MIXED_DTYPES
+    if whole.ndim < 2 or not proofs.known_equal(whole.shape[-1], rows.shape[-1]):
+        return ReasonCode.LAYOUT
+    expected = list(whole.shape)
+    expected[scatter_dim] = result.shape[scatter_dim] if result.ndim == whole.ndim else 0
+    divides = proofs.known_equal(expected[scatter_dim] * collective.world_size, whole.shape[scatter_dim])
+    same = divides and proofs.same_shape(tuple(expected), result.shape)
+    return None if same and proofs.known(rows.shape[-1] > 0) else ReasonCode.SHAPE_UNPROVEN
+
+
+def lhs_in_shape(
+    operand: fx.Node, product: Product, shape: tuple[Any, ...]
+) -> tuple[fx.Node, tuple[Any, ...] | None] | None:
+    """A first operand in the product's `shape` (but for the last dimension): a node, or a node and the sizes to
+    reshape it to.
+    """
+    lhs = proofs.tensor(operand)
+    assert lhs is not None
+    wanted = (*shape[:-1], lhs.shape[-1])
+    for view in proofs.views_up(operand):
+        value = proofs.tensor(view)
+        if value is not None and proofs.same_shape(value.shape, wanted):
+            return view, None
+    sizes = _sizes_in_graph(product, wanted)
+    return None if sizes is None else (operand, sizes)
+
+
+def _sizes_in_graph(product: Product, wanted: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """`wanted` as reshape arguments: ints, nodes of the graph that hold a symbolic size, and -1 at most once."""
+    given = [size for view in product.steps if proofs.keeps_order(view) for size in _view_sizes(view)]
+    sizes: list[Any] = []
+    for length in wanted:
+        if isinstance(length, int):
+            sizes.append(length)
+            continue
+        named = [node for node in given if proofs.known_equal(proofs.size(node), length)]
+        sizes.append(named[0] if named else -1)
+    return tuple(sizes) if sizes.count(-1) <= 1 else None
+
+
+def _view_sizes(view: fx.Node) -> list[fx.Node]:
+    sizes = proofs.arguments(view).get("shape") or proofs.arguments(view).get("size") or []
+    return [size for size in sizes if isinstance(size, fx.Node)]
+
+
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
+    """Replaces the match by one op call and returns that call."""
+    collective, product = match.collective, match.product
+    wait = collective.wait
+    assert collective.reduce_op is not None
+    task = MatmulReduceScatter(
+        scatter_dim=match.scatter_dim,
+        reduce_op=collective.reduce_op,
+        world_size=collective.world_size,
+        group_name=collective.group_name,
+        site=rewriting.UNNAMED_SITE,
+        policy=rewriting.policy(options),
+        num_products=len(product.factors),
+        has_bias=bool(product.biases),
+        num_extras=len(product.epilogue[0]),
+        epilogue=product.epilogue[1],
+    )
+    with graph.inserting_before(collective.node):
+        lefts, rights, value = _operands(graph, match)
+        call = rewriting.call_task(
+            graph,
+            task,
+            (lefts, rights, _bias(graph, match)),
+            (match.scatter_dim, collective.reduce_op),
+            rewriting.copied_meta(product.mm),
+            (value, rewriting.new_token(value)),
+            product.epilogue,
+        )
+        call.meta[rewriting.TRANSPOSED] = match.column_sizes is not None
+        scattered = rewriting.output(graph, call, 0, rewriting.copied_meta(wait))
+        if match.column_sizes is not None:
+            scattered = _rows_of_columns(graph, match.column_sizes, scattered, wait)
+    wait.replace_all_uses_with(scattered)
+    views = [view for factors in product.factors for view in proofs.views_up(factors.lhs)[:-1]]
+    operands = [one for factors in product.factors for one in (factors.lhs, factors.rhs)]
+    turned = [one for one in operands if one.target in proofs.TRANSPOSES]
+    rewriting.erase_unused(graph, [*match.steps, *views, *turned])
+    return call
+
+
+def _operands(graph: fx.Graph, match: Match) -> tuple[list[fx.Node], list[fx.Node], torch.Tensor]:
+    """The first and the second operands of the op, and the fake value of what it returns."""
+    product, value = match.product, match.collective.wait.meta["val"]
+    if match.column_sizes is not None:
+        lefts = [rewriting.transposed(graph, factors.rhs) for factors in product.factors]
+        rights = [rewriting.transposed(graph, factors.lhs) for factors in product.factors]
+        columns, rows = value.shape[-1], product.mm.meta["val"].shape[0]
+        return lefts, rights, rewriting.fake_like(value, (columns, rows), (rows, 1))
+    whole = (product.views[0] if product.views else product.mm).meta["val"].shape[:-1]
+    lefts = []
+    for lhs, sizes in match.lefts:
+        shape = (*whole, lhs.meta["val"].shape[-1])
+        lefts.append(lhs if sizes is None else rewriting.reshaped_rows(graph, lhs, sizes, shape))
+    return lefts, [factors.rhs for factors in product.factors], value
+
+
+def _bias(graph: fx.Graph, match: Match) -> fx.Node | None:
+    """What every rank adds to its product: a row of it, a column of the transposed one."""
+    bias = rewriting.bias_row(graph, match.product.biases)
+    return bias if bias is None or match.column_sizes is None else rewriting.column(graph, bias)
+
+
+def _rows_of_columns(graph: fx.Graph, sizes: tuple[Any, ...], scattered: fx.Node, wait: fx.Node) -> fx.Node:
+    """The result in its own shape, from scattered columns [N/W, M]."""
+    rows = rewriting.transposed_back(graph, scattered, wait)
+    shape = tuple(wait.meta["val"].shape)
+    return rows if len(shape) == 2 else rewriting.reshaped_rows(graph, rows, sizes, shape)
+
+
+def matmul_reduce_scatter(graph: fx.Graph, *, options: Options) -> int:
+    """Fuses every reduce-scatter of provable matmuls; returns how many were. The others get a reason."""
+    count = 0
+    for node in collectives(graph, REDUCE_SCATTER):
+        match = find_matmul_reduce_scatter(node)
+        if isinstance(match, Match) and PATTERN not in options.fusions:
+            match = ReasonCode.DISABLED
+        if refused(match):
+            leave_alone(node, PATTERN, match)
+            continue
+        rewrite(graph, match, options)
+        count += 1
+    return count

@@ -1,0 +1,138 @@
+"""Matmuls of one tensor with few rows become one `ditron::projections`: the Q, K and V of a decode step, gate and up.
+
+Before (inference graphs hold one view of the tensor for each consumer):
+
+    x [B, 1, K] -> reshape [B, K] -> mm(reshape, weight_0 [K, N_0]) [B, N_0]
+                -> reshape [B, K] -> mm(reshape, weight_1 [K, N_1]) [B, N_1]
+
+After:
+
+    x -> reshape [B, K], [weight_0, weight_1] -> ditron.projections -> getitem 0 [B, N_0]
+                                                                    -> getitem 1 [B, N_1]
+
+With few rows a matmul takes as long as reading its weight, and a weight that is one rank's part of a projection is
+small: each launch ends before it has filled the GPU. One launch reads them all. See lowering/projections/kernel.py.
+
+A bias (`addmm`) is added behind the call, where it may become part of the call's epilogue (absorb_epilogues.py), as the
+gate and up projections' silu(gate) * up does.
+
+Nothing is communicated, so ranks need not agree on it. It must not fire when
+* the graph holds no collective of ours: it is no tensor-parallel model's, and all of it is Inductor's;
+* the number of rows is dynamic, or more than `MOST_PROJECTED_ROWS`;
+* a weight does not lie as `nn.Linear` holds it, with the contracted dimension contiguous;
+* a weight cannot be computed before the first of the products, or is computed from one of them;
+* the dtype is none of bfloat16, float16 and float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.finish.order_collectives import is_task
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.biases import Matmul, read_matmul, with_bias
+from ditron_inductor.task import ops
+from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, Projections
+
+PATTERN = Projections.kind
+MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+@dataclass(frozen=True)
+class Match:
+    """Matmuls in graph order whose first operands are views [rows, K] of one tensor."""
+
+    matmuls: tuple[fx.Node, ...]
+
+    @property
+    def x(self) -> fx.Node:
+        return _operands(self.matmuls[0])[0]
+
+    @property
+    def weights(self) -> list[fx.Node]:
+        return [_operands(mm)[1] for mm in self.matmuls]
+
+
+def find_projections(graph: fx.Graph) -> list[Match]:
+    """The groups of two and more matmuls that share their first operand and may be computed together."""
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    for mm in graph.nodes:
+        if mm.target in MATMULS and _is_candidate(mm):
+            groups.setdefault(proofs.views_up(_operands(mm)[0])[-1], []).append(mm)
+    return [Match(tuple(group)) for found in groups.values() for group in _together(found) if len(group) > 1]
+
+
+def _operands(mm: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """(rows, weight) of a matmul that was proved."""
+    matmul = read_matmul(mm)
+    assert isinstance(matmul, Matmul) and isinstance(matmul.rows, fx.Node) and isinstance(matmul.weight, fx.Node)
+    return matmul.rows, matmul.weight
+
+
+def _is_candidate(mm: fx.Node) -> bool:
+    matmul = read_matmul(mm)
+    if not isinstance(matmul, Matmul):
+        return False
+    x, weight = proofs.tensor(matmul.rows), proofs.tensor(matmul.weight)
+    assert x is not None and weight is not None
+    few = isinstance(x.shape[0], int) and 0 < x.shape[0] <= MOST_PROJECTED_ROWS
+    return few and proofs.known_equal(weight.stride(0), 1) and proofs.row_major(x)
+
+
+def _together(matmuls: list[fx.Node]) -> Iterator[list[fx.Node]]:
+    """The matmuls of one source in groups of one shape whose weights are there when the first one runs."""
+    left = matmuls
+    while left:
+        first, group = left[0], [left[0]]
+        others: list[fx.Node] = []
+        operand = proofs.tensor(_operands(first)[0])
+        assert operand is not None
+        for mm in left[1:]:
+            rows, weight = _operands(mm)
+            value = proofs.tensor(rows)
+            assert value is not None
+            # `first` cannot be hoisted before itself, so a weight computed from a product is late, too.
+            fits = proofs.same_shape(value.shape, operand.shape) and not proofs.depends_on(weight, set(group))
+            (group if fits and rewriting.can_hoist(weight, first) else others).append(mm)
+        yield group
+        left = others
+
+
+def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
+    """Replaces the matmuls by one op call at the first of them, and returns that call."""
+    first = match.matmuls[0]
+    for weight in match.weights:
+        rewriting.hoist(weight, first)
+    args = (match.x, match.weights, options.strategy)
+    with graph.inserting_before(first):
+        call = graph.create_node("call_function", ops.overload(PATTERN), args, {}, name=PATTERN)
+        call.meta.update(rewriting.copied_meta(first))
+        call.meta["val"] = [mm.meta["val"] for mm in match.matmuls]
+        outputs = [
+            rewriting.output(graph, call, index, rewriting.copied_meta(mm)) for index, mm in enumerate(match.matmuls)
+        ]
+    views = [view for mm in match.matmuls for view in proofs.views_up(_operands(mm)[0])[:-1]]
+    for mm, output in zip(match.matmuls, outputs, strict=True):
+        mm.replace_all_uses_with(with_bias(output, mm))
+    rewriting.erase_unused(graph, [*match.matmuls, *views])
+    return call
+
+
+def projections(graph: fx.Graph, *, options: Options) -> int:
+    """Puts matmuls of one tensor with few rows together; returns how many calls stand for them now."""
+    if PATTERN not in options.fusions or options.strategy == "library":
+        return 0
+    if not any(is_task(node) for node in graph.nodes):
+        return 0
+    count = 0
+    for match in find_projections(graph):
+        # A weight may be computed from the products of another match, which stay where that one's call is.
+        if all(rewriting.can_hoist(weight, match.matmuls[0]) for weight in match.weights):
+            rewrite(graph, match, options)
+            count += 1
+    return count

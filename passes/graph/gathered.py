@@ -1,0 +1,325 @@
+"""A gathered tensor, what uses it, and how a Task node takes its place: shared by the fusions of a gather with matmuls.
+
+The tensor is what the collective brings, gathered along dimension 0, or what split and cat make of it, gathered along
+an inner one. Its matmuls read order-keeping views of it, or transposes of those. A fusion says of each use what it is
+(`Matmul`, or a reason); `collect` finds those that can go into one node in front of the first use of the tensor, and
+`replace` writes that node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.biases import read_matmul, with_bias, with_bias_column
+from ditron_inductor.passes.graph.collectives import Collective
+from ditron_inductor.passes.graph.reasons import ReasonCode, Refusal, Refused, refused
+from ditron_inductor.task.nodes import TaskNode
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """`mm` as the node computes it, with `operand`; if `transposed`, it computes the transpose, with the operand's."""
+
+    mm: fx.Node
+    operand: fx.Node
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class Feeds:
+    """The matmuls in graph order that one gathered tensor feeds.
+
+    steps: all nodes from the collective to the tensor, and its views. first_use: the first node that reads elements of
+    it.
+    """
+
+    matmuls: tuple[Matmul, ...]
+    steps: tuple[fx.Node, ...]
+    first_use: fx.Node
+    return_gathered: bool
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The node that holds the tensor gathered along `dim`, and all nodes from the collective to it."""
+
+    node: fx.Node
+    dim: int
+    steps: tuple[fx.Node, ...]
+
+
+def find_feeding(collective: Collective, match: Callable[[Gathered], Found | Refused]) -> Found | Refused:
+    """What `match` finds of the waited-for tensor, or else of what split and cat make of it."""
+    # Dimension 0 first: its matmuls use the waited-for tensor itself. If there are none, look behind split and cat.
+    direct = match(Gathered(collective.wait, 0, (collective.node, collective.wait)))
+    if not refused(direct):
+        return direct
+    cats = _cats_of_pieces(collective.wait)
+    if cats:
+        inner = _inner_gathered(collective, cats)
+        return inner if refused(inner) else match(inner)
+    parts = [piece for piece in _pieces_of(collective.wait) if proofs.feeds_matmul(piece)]
+    return ReasonCode.CHUNKS_PARTIAL.at(parts[0]) if direct is ReasonCode.NO_MATMUL and parts else direct
+
+
+def gathered_tensor(collective: Collective) -> Gathered | Refused:
+    """The tensor gathered along an inner dimension if pieces of the waited-for tensor are put together, else that."""
+    cats = _cats_of_pieces(collective.wait)
+    if cats:
+        return _inner_gathered(collective, cats)
+    return Gathered(collective.wait, 0, (collective.node, collective.wait))
+
+
+def _inner_gathered(collective: Collective, cats: list[fx.Node]) -> Gathered | Refused:
+    """The gathered tensor of a gather along an inner dimension, which `cats` put together from chunks."""
+    if len(cats) > 1:
+        return ReasonCode.INTERMEDIATE_USED.at(cats[1])
+    chunks = proofs.regrouped(cats[0], collective.world_size)
+    if refused(chunks):
+        unread = chunks is ReasonCode.NO_MATMUL and proofs.feeds_matmul(cats[0])
+        return (ReasonCode.CHUNKS_PARTIAL if unread else chunks).at(cats[0])
+    result, source = proofs.tensor(cats[0]), proofs.tensor(chunks.source)
+    assert result is not None and source is not None
+    if chunks.source is not collective.wait or chunks.split_dim != 0 or result.ndim != source.ndim:
+        return ReasonCode.CHUNKS_PARTIAL.at(cats[0])
+    other = proofs.other_user([collective.wait], chunks.between)
+    if other is not None:
+        return ReasonCode.INTERMEDIATE_USED.at(other)
+    steps = (collective.node, collective.wait, *chunks.between, cats[0])
+    return Gathered(cats[0], chunks.cat_dim, steps)
+
+
+def _pieces_of(wait: fx.Node) -> list[fx.Node]:
+    """The slices of the waited-for tensor, and the parts that it is split into."""
+    pieces = [user for user in wait.users if user.target in proofs.SLICES]
+    return pieces + [part for split in pieces for part in split.users if part.target in proofs.SLICES]
+
+
+def _cats_of_pieces(wait: fx.Node) -> list[fx.Node]:
+    """The cat nodes that put pieces of the waited-for tensor together, directly."""
+    users = dict.fromkeys(user for piece in _pieces_of(wait) for user in piece.users)
+    return [user for user in users if user.target is torch.ops.aten.cat.default]
+
+
+@dataclass(frozen=True)
+class Use:
+    """`user` reads the gathered tensor through `view`, which holds its transpose if `transposed`."""
+
+    view: fx.Node
+    user: fx.Node
+    transposed: bool
+
+    @property
+    def first(self) -> bool:
+        """Of a matmul: whether the view is its first operand."""
+        return self.user.args[-2] is self.view
+
+    @property
+    def operand(self) -> fx.Node:
+        """Of a matmul: the other operand."""
+        # addmm begins with what it adds.
+        operand = self.user.args[-1 if self.first else -2]
+        assert isinstance(operand, fx.Node)
+        return operand
+
+
+def contracts(use: Use, last_dim: bool) -> bool:
+    """Whether a matmul on rows (the last dimension, and all others as one) contracts the gathered dimension, given
+    whether that is the last one.
+    """
+    return use.first == (use.transposed != last_dim)
+
+
+def collect(
+    collective: Collective, gathered: Gathered, read: Callable[[Use, torch.Tensor], Matmul | ReasonCode]
+) -> Feeds | Refused:
+    """Collects the matmuls on views of the gathered tensor that can be proved.
+
+    read: what a use is that `read_use` lets through, given the tensor's value.
+    """
+    value = proofs.tensor(gathered.node)
+    assert value is not None
+    views, uses = _uses(gathered.node)
+    order = {node: index for index, node in enumerate(collective.node.graph.nodes)}
+    refusals: list[Refusal] = []
+    candidates: dict[fx.Node, Matmul] = {}
+    for use in uses:
+        found = _read_use(use, value, read)
+        if isinstance(found, Matmul):
+            candidates[use.user] = found
+        else:
+            refusals.append(found.at(use.user))
+    if not candidates:
+        return _strongest(refusals)
+    first_use = min((use.user for use in uses), key=lambda one: order[one])
+    matmuls: list[Matmul] = []
+    for mm in sorted(candidates, key=lambda one: order[one]):
+        candidate = candidates[mm]
+        if proofs.depends_on(candidate.operand, {collective.wait}):
+            refusals.append(ReasonCode.OPERAND_DEPENDS.at(candidate.operand))
+        elif (pinned := rewriting.pinned(candidate.operand, first_use)) is not None:
+            refusals.append(ReasonCode.OPERAND_LATE.at(pinned))
+        else:
+            matmuls.append(candidate)
+    if not matmuls:
+        return _strongest(refusals)
+    fused = {one.mm for one in matmuls}
+    return_gathered = any(use.user not in fused for use in uses)
+    if return_gathered and not proofs.row_major(value):
+        return ReasonCode.INTERMEDIATE_USED.at(next(use.user for use in uses if use.user not in fused))
+    steps = tuple(dict.fromkeys([*gathered.steps, *views]))
+    return Feeds(tuple(matmuls), steps, first_use, return_gathered)
+
+
+def _uses(gathered: fx.Node) -> tuple[list[fx.Node], list[Use]]:
+    """(views of the gathered tensor, also of its transposes, each before its own views; all other uses)."""
+    views, uses = list(proofs.views_down(gathered)), list[Use]()
+    for view in list(views):
+        for user in view.users:
+            if user in views:
+                continue
+            if not _transposes_matrix(user):
+                uses.append(Use(view, user, False))
+                continue
+            turned = list(proofs.views_down(user))
+            views += turned
+            uses += [Use(one, last, True) for one in turned for last in one.users if last not in turned]
+    return views, uses
+
+
+def _transposes_matrix(node: fx.Node) -> bool:
+    """Whether a node transposes the matrix that its source is with all dimensions but the last one as rows. Dimensions
+    of size 1 may stand anywhere.
+    """
+    value = proofs.tensor(node)
+    if node.target not in proofs.TRANSPOSES or value is None:
+        return False
+    source = proofs.tensor(node.args[0])
+    assert source is not None
+    moved = [dim for dim in proofs.permutation(node) if not proofs.known_equal(source.shape[dim], 1)]
+    in_order = sorted(moved)
+    return len(moved) > 1 and moved == [in_order[-1], *in_order[:-1]]
+
+
+def _read_use(
+    use: Use, value: torch.Tensor, read: Callable[[Use, torch.Tensor], Matmul | ReasonCode]
+) -> Matmul | ReasonCode:
+    """The matmul that a use of the gathered tensor (`value`) is, or why it cannot be fused."""
+    view, user = use.view, use.user
+    if user.target in proofs.TRANSPOSES:
+        # More than two dimensions: it moves rows (batch and sequence change places).
+        return ReasonCode.LAYOUT if proofs.feeds_matmul(user) else ReasonCode.NO_MATMUL
+    if user.target in proofs.SLICES:
+        return _rejected_slice(user)
+    if user.target in proofs.CASTS:
+        return ReasonCode.CAST_BETWEEN if proofs.feeds_matmul(user) else ReasonCode.NO_MATMUL
+    matmul = read_matmul(user)
+    if refused(matmul) and user.target is not torch.ops.aten.addmm.default:
+        return matmul
+    left, right = user.args[-2:]
+    if view not in (left, right):
+        return ReasonCode.NO_MATMUL  # it is what addmm adds
+    if left is right:
+        return ReasonCode.OPERAND_DEPENDS
+    found = read(use, value)
+    if refused(found):
+        return found
+    if refused(matmul):
+        return matmul
+    rows = proofs.tensor(view)
+    assert rows is not None
+    if not proofs.known_equal(rows.shape[0 if use.transposed else 1], value.shape[-1]):
+        return ReasonCode.LAYOUT
+    # Rows follow from the number of elements, unless there are none.
+    return found if proofs.known(value.shape[-1] > 0) else ReasonCode.SHAPE_UNPROVEN
+
+
+def _rejected_slice(part: fx.Node) -> ReasonCode:
+    """A part of the gathered tensor: the padding of uneven shards is cut off at the end of a dimension but the last."""
+    if part.target is not torch.ops.aten.slice.Tensor or not proofs.feeds_matmul(part):
+        return ReasonCode.NO_MATMUL
+    bound = proofs.arguments(part)
+    value = proofs.tensor(part)
+    assert value is not None
+    start = 0 if bound["start"] is None else proofs.size(bound["start"])
+    cut = bound["dim"] % value.ndim < value.ndim - 1 and proofs.known_equal(start, 0)
+    return ReasonCode.UNEVEN_SHARDS if cut else ReasonCode.NO_MATMUL
+
+
+def _strongest(refusals: list[Refusal]) -> Refused:
+    """The reason to report when every use was rejected: the first one that names a matmul, if any does."""
+    named = [one for one in refusals if one.code is not ReasonCode.NO_MATMUL]
+    actionable = [one for one in named if one.code is not ReasonCode.CONTRACTED]
+    return next(iter(actionable or named), ReasonCode.NO_MATMUL)
+
+
+def replace(
+    graph: fx.Graph,
+    feeds: Feeds,
+    gathered: fx.Node,
+    task: TaskNode,
+    shard: fx.Node,
+    dims: tuple[Any, ...],
+    *,
+    swapped: bool,
+) -> fx.Node:
+    """Replaces the matmuls, and all other uses of the gathered tensor, by one op call; returns that call.
+
+    shard: what the node takes; dims: its arguments behind the token. swapped: the node's gathered tensor is the
+    transpose of `gathered`.
+    """
+    first_use = feeds.first_use
+    for one in feeds.matmuls:
+        rewriting.hoist(one.operand, first_use)
+    value = gathered.meta["val"]
+    with graph.inserting_before(first_use):
+        shard = rewriting.transposed(graph, shard) if swapped else shard
+        operands = [
+            rewriting.transposed(graph, one.operand) if one.transposed else one.operand for one in feeds.matmuls
+        ]
+        values = [_in_order(one.mm, one.transposed) for one in feeds.matmuls]
+        values += [_in_order(gathered, swapped)] if feeds.return_gathered else []
+        values.append(rewriting.new_token(value))
+        meta = rewriting.copied_meta(feeds.matmuls[0].mm)
+        call = rewriting.call_task(graph, task, (shard, operands), dims, meta, values)
+        call.meta[rewriting.TRANSPOSED] = swapped
+        products = [
+            rewriting.output(graph, call, index, rewriting.copied_meta(one.mm))
+            for index, one in enumerate(feeds.matmuls)
+        ]
+        if feeds.return_gathered:
+            returned = rewriting.output(graph, call, len(operands), rewriting.copied_meta(gathered))
+            if swapped:
+                returned = rewriting.transposed_back(graph, returned, gathered)
+            gathered.replace_all_uses_with(returned)
+            # Views of it may stand before the call: all uses stand behind it.
+            for view in feeds.steps:
+                if view < call and view is not gathered and proofs.depends_on(view, {returned}):
+                    first_use.prepend(view)
+    for one, product in zip(feeds.matmuls, products, strict=True):
+        if one.transposed:
+            product = with_bias_column(product, one.mm)
+            with graph.inserting_before(one.mm):
+                product = rewriting.transposed_back(graph, product, one.mm)
+        else:
+            product = with_bias(product, one.mm)
+        one.mm.replace_all_uses_with(product)
+    turned = [one.operand for one in feeds.matmuls if one.operand.target in proofs.TRANSPOSES]
+    rewriting.erase_unused(graph, [*feeds.steps, *(one.mm for one in feeds.matmuls), *turned])
+    return call
+
+
+def _in_order(node: fx.Node, transposed: bool) -> torch.Tensor:
+    """The fake value of what the op returns for a matmul or for the gathered tensor."""
+    value: torch.Tensor = node.meta["val"]
+    if not transposed:
+        return value
+    return rewriting.fake_like(value, (value.shape[1], value.shape[0]), (value.shape[0], 1))

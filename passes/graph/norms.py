@@ -1,0 +1,361 @@
+"""Reads an RMS norm or a layer norm off a graph, as Inductor's decompositions leave it, from its `rsqrt`; proved.
+
+    x -> convert fp32 -> pow 2 -> mean last dim -> + eps -> rsqrt -> * (converted x)                          RMS norm
+    x -> convert fp32 -> var_mean last dim -> variance + eps -> rsqrt -> * (converted x - mean)              layer norm
+
+and then, each at most once, in eager's order: a conversion back to the dtype of x, `* weight`, `+ shift`. In fp32 there
+are no conversions. `nn.RMSNorm`, `nn.LayerNorm` and the norms of Llama, Gemma and their relatives arrive like this, in
+torch 2.11 and 2.13. Weights are rows [N] that lie in memory; `1 + weight` in fp32 is understood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.passes.graph import proofs
+from ditron_inductor.passes.graph.collectives import WAIT
+from ditron_inductor.passes.graph.reasons import ReasonCode
+from ditron_inductor.task import ops
+from ditron_inductor.task.nodes import Norm
+
+aten = torch.ops.aten
+
+ADDS: frozenset[object] = frozenset({aten.add.Tensor, aten.add.Scalar})
+LAST_OF_NORMS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.mul.Tensor, aten.add.Tensor)
+"""What may follow the inverse deviation, each at most once."""
+
+
+@dataclass(frozen=True)
+class FoundNorm:
+    """`result` = norm(x), of one shape and dtype. wide: x in fp32, which others may use too. inner: the nodes from
+    there to the result, which is the last. saved: those of them that others use too, by their names in `nodes.SAVED`.
+    """
+
+    norm: Norm
+    x: fx.Node
+    wide: fx.Node
+    weight: fx.Node | None
+    shift: fx.Node | None
+    inner: tuple[fx.Node, ...]
+    saved: Mapping[str, fx.Node]
+
+    @property
+    def result(self) -> fx.Node:
+        return self.inner[-1]
+
+
+@dataclass(frozen=True)
+class _Statistics:
+    """What an rsqrt is of: wide is x in fp32; mean is what a layer norm subtracts from it. eps: a number if fixed."""
+
+    form: str
+    eps: object
+    wide: fx.Node
+    inner: tuple[fx.Node, ...]
+    mean: fx.Node | None
+
+
+def normalised(rsqrt: fx.Node) -> fx.Node | None:
+    """What is normalised if `rsqrt` belongs to a norm over the last dimension, whether all of that is proved or not."""
+    statistics = _statistics(rsqrt)
+    return None if statistics is None else _narrow(statistics.wide)
+
+
+def find_norm(rsqrt: fx.Node) -> FoundNorm | ReasonCode:
+    """Proves that `rsqrt` is part of a norm as drawn above, whose inner values nobody else uses, but for those that a
+    node can return (see `_saved`); or says why not.
+    """
+    found = _read_norms(rsqrt, (None,))
+    return found if isinstance(found, ReasonCode) else found[0]
+
+
+def find_two_norms(rsqrt: fx.Node) -> tuple[FoundNorm, FoundNorm] | None:
+    """As `find_norm`, two norms of one form that part behind the scaled rows: each has a weight or a shift of its own.
+
+    The compiler leaves them so where it removes what is computed twice, as in training.
+    """
+    found = _read_norms(rsqrt, (0, 1))
+    if isinstance(found, ReasonCode):
+        return None
+    first, second = found
+    parted = first.result not in second.inner and second.result not in first.inner
+    return (first, second) if parted and first.norm == second.norm else None
+
+
+def _read_norms(rsqrt: fx.Node, branches: Sequence[int | None]) -> tuple[FoundNorm, ...] | ReasonCode:
+    """The norms along these branches, see `_Tail`; or why one of them is none."""
+    statistics = _statistics(rsqrt)
+    if statistics is None:
+        return ReasonCode.NORM_FORM
+    x, eps = _narrow(statistics.wide), statistics.eps
+    inner = [*statistics.inner, rsqrt]
+    value = proofs.tensor(x)
+    assert value is not None
+    if value.dtype not in proofs.MATMUL_DTYPES:
+        return ReasonCode.DTYPE
+    # A number may be a tensor of the graph where everything is dynamic.
+    if not isinstance(eps, (int, float)) or not 0.0 <= eps < float("inf"):
+        return ReasonCode.NORM_FORM
+    scaling = [(user, centred) for user in rsqrt.users if (centred := _centred(user, rsqrt, statistics)) is not None]
+    if len(scaling) != 1:
+        return ReasonCode.NORM_USED if scaling else ReasonCode.NORM_FORM
+    scaled, centred = scaling[0]
+    if statistics.mean is not None:
+        inner.append(centred)
+    tails = [_Tail(scaled, value.dtype, value.shape[-1], branch) for branch in branches]
+    for tail in tails:
+        tail.follow()
+        found = proofs.tensor(tail.nodes[-1])
+        if found is None or found.dtype != value.dtype or not proofs.same_shape(found.shape, value.shape):
+            return ReasonCode.NORM_FORM
+    results = {tail.nodes[-1] for tail in tails}
+    names = {"mean": statistics.mean, "rstd": rsqrt, "scaled": scaled}
+    known = {name: node for name, node in names.items() if node is not None and node not in results}
+    inside = dict.fromkeys([*inner, *(node for tail in tails for node in tail.nodes)])
+    saved = _saved(known, inside, results)
+    if saved is None:
+        return ReasonCode.NORM_USED
+    return tuple(
+        FoundNorm(
+            Norm(statistics.form, float(eps), tail.plus_one, tail.round_first),
+            x,
+            statistics.wide,
+            tail.weight,
+            tail.shift,
+            (*inner, *tail.nodes),
+            saved,
+        )
+        for tail in tails
+    )
+
+
+def rsqrt_before(result: fx.Node) -> fx.Node | None:
+    """The inverse deviation of the norm that a node may be the result of: behind it are a conversion, a product and a
+    sum with a row, each at most once.
+    """
+    node, steps = result, 0
+    while node.target in LAST_OF_NORMS and steps < len(LAST_OF_NORMS):
+        rsqrt = next((one for one in node.all_input_nodes if one.target is aten.rsqrt.default), None)
+        if rsqrt is not None:
+            return rsqrt
+        sources = [one for one in node.all_input_nodes if one.op == "call_function" and _same_rows(one, node)]
+        if len(sources) != 1:
+            return None
+        node, steps = sources[0], steps + 1
+    return None
+
+
+def _same_rows(one: fx.Node, other: fx.Node) -> bool:
+    left, right = proofs.tensor(one), proofs.tensor(other)
+    return left is not None and right is not None and proofs.same_shape(left.shape, right.shape)
+
+
+def _centred(scaled: fx.Node, rsqrt: fx.Node, statistics: _Statistics) -> fx.Node | None:
+    """What `rsqrt` scales: x, or for a layer norm what lies between x and its mean; None if it is neither."""
+    centred = _other_factor(scaled, rsqrt)
+    if centred is None:
+        return None
+    if statistics.mean is None:
+        return centred if centred in (statistics.wide, _narrow(statistics.wide)) else None
+    is_difference = centred.target is aten.sub.Tensor and centred.args == (statistics.wide, statistics.mean)
+    return centred if is_difference and centred.kwargs.get("alpha", 1) == 1 else None
+
+
+def _saved(
+    names: Mapping[str, fx.Node], inside: Collection[fx.Node], results: Collection[fx.Node]
+) -> dict[str, fx.Node] | None:
+    """Of the inner nodes but the results, those that others use too, if a node can return them all.
+
+    That are the mean and the inverse deviation of each row, for others with one element in a row; and scaled rows, for
+    the backward: anything else of whole rows would be computed from these anew, by a kernel of its own.
+    """
+    saved = dict[str, fx.Node]()
+    known = {node: name for name, node in names.items()}
+    for node in inside:
+        if node in results:
+            continue
+        others = [user for user in node.users if user not in inside]
+        if not others:
+            continue
+        name = known.get(node)
+        if name is None or not all(user.op == "output" or (name != "scaled" and _of_rows(user)) for user in others):
+            return None
+        # It is computed in fp32, whatever the operands are.
+        if not _has_dtype(node, torch.float32):
+            return None
+        saved[name] = node
+    return saved
+
+
+def _of_rows(node: fx.Node) -> bool:
+    """Whether a node has one element for each row."""
+    value = proofs.tensor(node)
+    return value is not None and value.ndim > 0 and proofs.known_equal(value.shape[-1], 1)
+
+
+class _Tail:
+    """What follows the scaled rows [.., N], node by node: conversion, weight, shift.
+
+    branch: which way to go, 0 or 1, where two nodes read what has no weight and no shift yet; None: no further there.
+    """
+
+    def __init__(self, scaled: fx.Node, dtype: torch.dtype, columns: Any, branch: int | None = None) -> None:
+        self.nodes = [scaled]
+        self._branch = branch
+        self.weight: fx.Node | None = None
+        self.shift: fx.Node | None = None
+        self.plus_one = False
+        self.round_first = False
+        self._rounded = dtype == torch.float32
+        self._dtype = dtype
+        self._columns = columns
+
+    def follow(self) -> None:
+        """Take nodes as long as they belong to the norm."""
+        while (user := self._next()) is not None and self._takes(user):
+            self.nodes.append(user)
+
+    def _next(self) -> fx.Node | None:
+        """The user of the last node; what is scaled may be saved for the backward too."""
+        last = self.nodes[-1]
+        users = [user for user in last.users if len(self.nodes) > 1 or user.op != "output"]
+        if len(users) == 2 and self._branch is not None and self.weight is None and self.shift is None:
+            taken, self._branch = users[self._branch], None
+            return taken
+        return users[0] if len(users) == 1 else None
+
+    def _takes(self, user: fx.Node) -> bool:
+        if user.target in proofs.CASTS:
+            fits = not self._rounded and user.args[0] is self.nodes[-1] and _converts(user, self._dtype)
+            self._rounded |= fits
+            return fits
+        # In 16 bits: with a weight the result has been rounded once more, and a shift would be a third time.
+        narrow = self._rounded and self._dtype != torch.float32
+        if user.target is aten.mul.Tensor and self.weight is None and self.shift is None:
+            row, plus_one = self._weight(_other_factor(user, self.nodes[-1]))
+            if row is None or (narrow and (plus_one or not _has_dtype(row, self._dtype))):
+                return False
+            self.weight, self.plus_one, self.round_first = row, plus_one, narrow
+            return True
+        if user.target is aten.add.Tensor and self.shift is None and not narrow:
+            row = self._row(_other_term(user, self.nodes[-1]))
+            self.shift = row
+            return row is not None
+        return False
+
+    def _weight(self, factor: fx.Node | None) -> tuple[fx.Node | None, bool]:
+        """(the weight, whether one is added to it) of a factor."""
+        if factor is not None and factor.target in ADDS:
+            source, one = factor.args[0], factor.args[1]
+            added = isinstance(source, fx.Node) and one == 1.0 and factor.kwargs.get("alpha", 1) == 1
+            # In 16 bits the sum would be rounded.
+            if added and _has_dtype(factor, torch.float32):
+                return self._row(source), True
+            return None, False
+        return self._row(factor), False
+
+    def _row(self, node: object) -> fx.Node | None:
+        """A row of N elements that lies in memory: `node`, or what it is a widening conversion of."""
+        if not isinstance(node, fx.Node):
+            return None
+        node = _narrow(node)
+        value, top = proofs.tensor(node), proofs.views_up(node)[-1]
+        if value is None or value.dtype not in proofs.MATMUL_DTYPES:
+            return None
+        # Anything else would be a kernel of its own.
+        in_memory = top.op in ("placeholder", "get_attr") or top.target in (WAIT, ops.overload("replicated"))
+        return node if in_memory and proofs.is_row(value, self._columns) else None
+
+
+def _statistics(rsqrt: fx.Node) -> _Statistics | None:
+    summed = rsqrt.args[0]
+    if not isinstance(summed, fx.Node) or summed.target not in ADDS or summed.kwargs.get("alpha", 1) != 1:
+        return None
+    mean, eps = summed.args[0], summed.args[1]
+    if not isinstance(mean, fx.Node):
+        return None
+    if mean.target is aten.mean.dim:
+        bound = proofs.arguments(mean)
+        square = bound["self"]
+        wide = _squared(square)
+        if wide is None or bound["dtype"] is not None or not _over_last(bound["dim"], bound["keepdim"], square):
+            return None
+        return _Statistics("rms", eps, wide, (square, mean, summed), None)
+    if mean.target is getitem and mean.args[1] == 0 and isinstance(mean.args[0], fx.Node):
+        both = mean.args[0]
+        if both.target is not aten.var_mean.correction:
+            return None
+        bound = proofs.arguments(both)
+        wide = bound["self"]
+        over_rows = _over_last(bound["dim"], bound["keepdim"], wide)
+        others = [user for user in both.users if user.args[1] == 1]
+        if bound["correction"] != 0 or not over_rows or len(others) != 1 or not _has_dtype(wide, torch.float32):
+            return None
+        return _Statistics("layer", eps, wide, (both, mean, others[0], summed), others[0])
+    return None
+
+
+def _squared(node: object) -> fx.Node | None:
+    """x, in fp32, of x * x."""
+    if not isinstance(node, fx.Node) or not _has_dtype(node, torch.float32):
+        return None
+    x = node.args[0] if node.args else None
+    power = node.target is aten.pow.Tensor_Scalar and node.args[1] == 2
+    product = node.target is aten.mul.Tensor and node.args[0] is node.args[1]
+    found = isinstance(x, fx.Node) and (power or product) and _has_dtype(x, torch.float32)
+    return x if found and isinstance(x, fx.Node) else None
+
+
+def _over_last(dims: Any, keepdim: Any, node: fx.Node) -> bool:
+    value = proofs.tensor(node)
+    if value is None or not keepdim or not isinstance(dims, (list, tuple)) or len(dims) != 1:
+        return False
+    return value.ndim > 0 and dims[0] % value.ndim == value.ndim - 1
+
+
+def _narrow(node: fx.Node) -> fx.Node:
+    """What `node` is a conversion to fp32 of, or itself."""
+    source = node.args[0] if node.args else None
+    if node.target in proofs.CASTS and _converts(node, torch.float32) and isinstance(source, fx.Node):
+        value = proofs.tensor(source)
+        if value is not None and value.dtype in (torch.bfloat16, torch.float16):
+            return source
+    return node
+
+
+def _converts(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a conversion is one of the values, not of the bits, to `dtype`."""
+    source, result = proofs.tensor(node.args[0]), proofs.tensor(node)
+    if node.target is aten.view.dtype or source is None or result is None:
+        return False
+    return result.dtype == dtype and source.is_floating_point() and source.device == result.device
+
+
+def _has_dtype(node: fx.Node, dtype: torch.dtype) -> bool:
+    value = proofs.tensor(node)
+    return value is not None and value.dtype == dtype
+
+
+def _other_factor(node: fx.Node, factor: fx.Node) -> fx.Node | None:
+    """The other operand of a product."""
+    if node.target is not aten.mul.Tensor:
+        return None
+    return _other(node, factor)
+
+
+def _other_term(node: fx.Node, term: fx.Node) -> fx.Node | None:
+    """The other operand of a plain sum."""
+    if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
+        return None
+    return _other(node, term)
+
+
+def _other(node: fx.Node, operand: fx.Node) -> fx.Node | None:
+    others = [one for one in node.args if one is not operand]
+    return others[0] if len(others) == 1 and isinstance(others[0], fx.Node) else None

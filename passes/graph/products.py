@@ -1,0 +1,246 @@
+"""The matmuls that a reduction reduces: read upwards from the collective's operand, proved, or named as what they are
+instead.
+
+    mm(a, b)                                      a product
+    add(p, q), addmm(p, a, b)                     the sum of what p and q are, in this order
+    add(p, row), add(row, p), addmm(row, a, b)    p plus a bias: a row [N] of the product, or [1, .., 1, N]
+
+All of it behind views that keep the order of elements, at one dtype, with products of one shape and each tensor in
+between used once. Of several biases, as of parallel attention and MLP blocks, the sum is taken first: it rounds once
+more or once less.
+
+Which nodes these are is the same on all ranks, and so is the order of the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from operator import getitem
+
+import torch
+from torch import fx
+
+from ditron_inductor.passes.graph import proofs
+from ditron_inductor.passes.graph.reasons import ReasonCode, Refusal, Refused
+from ditron_inductor.task import ops
+from ditron_inductor.task.epilogue import Binary, Cast, Epilogue, Expression, Extra, Function, extras_of
+from ditron_inductor.task.epilogue import Product as Operand
+from ditron_inductor.task.nodes import MAX_PRODUCTS, TASK_KINDS
+
+aten = torch.ops.aten
+
+ADDS: frozenset[object] = frozenset({aten.add.Tensor, aten.addmm.default})
+
+
+@dataclass(frozen=True)
+class Factors:
+    """lhs [M, K] @ rhs [K, N]."""
+
+    lhs: fx.Node
+    rhs: fx.Node
+
+
+@dataclass(frozen=True)
+class Pre:
+    """What is computed of a product before it is reduced: an expression of `mm0` and of these extra tensors."""
+
+    expression: Expression
+    extras: tuple[fx.Node, ...]
+
+    def transposed(self) -> Pre | None:
+        """The same of the product's transpose; None where a tensor of its shape would have to be copied."""
+        if any(one.kind == "full" for one in extras_of([self.expression])):
+            return None
+        return Pre(_transposed(self.expression), self.extras)
+
+
+def _transposed(expression: Expression) -> Expression:
+    match expression:
+        case Extra(kind, index):
+            return Extra({"row": "column", "column": "row"}.get(kind, kind), index)
+        case Function(_, argument) | Cast(argument, _):
+            return replace(expression, argument=_transposed(argument))
+        case Binary(operator, left, right):
+            return Binary(operator, _transposed(left), _transposed(right))
+    return expression
+
+
+@dataclass(frozen=True)
+class Product:
+    """Views of the sum of one product or several, and perhaps of biases.
+
+    mm: the node that computes the first one, [M, N]. views: what lies between it and the result but for the adds,
+    [outermost, .., innermost]. steps: all nodes that compute the result, views and adds included; without the biases.
+    pre: what is computed of it before it is reduced (see `prepare_products`).
+    """
+
+    factors: tuple[Factors, ...]
+    biases: tuple[fx.Node, ...]
+    mm: fx.Node
+    views: tuple[fx.Node, ...]
+    steps: tuple[fx.Node, ...]
+    pre: Pre | None = None
+
+    @property
+    def epilogue(self) -> tuple[tuple[fx.Node, ...], str]:
+        """The extra tensors and the text that a node with this product has; none and "" without a `pre`."""
+        return ((), "") if self.pre is None else (self.pre.extras, Epilogue((Operand(0),), self.pre.expression).text())
+
+
+FindProduct = Callable[[fx.Node, Collection[fx.Node]], Product | Refused]
+"""`find_product`, or what finds more."""
+
+
+def find_product(node: fx.Node, users: Collection[fx.Node]) -> Product | Refused:
+    """Proves that `node` is a sum of products as above, of which nothing is used otherwise; or says what it is.
+
+    `users` are the nodes that may use `node` itself.
+    """
+    product = _read(node)
+    if isinstance(product, Refusal):
+        return product
+    inner = [one for one in product.steps if one is not node]
+    # A tensor that is added to itself is used twice by one node.
+    twice = len(set(product.steps)) < len(product.steps)
+    if twice or any(proofs.sole_user(one) is None for one in inner) or any(user not in users for user in node.users):
+        return ReasonCode.INTERMEDIATE_USED.at(proofs.other_user(product.steps, {*users, *product.steps}) or node)
+    return product if len(product.factors) <= MAX_PRODUCTS else ReasonCode.SUM_OF_MATMULS.at(node)
+
+
+def _read(node: fx.Node) -> Product | Refusal:
+    chain = proofs.views_up(node)
+    views, top = tuple(chain[:-1]), chain[-1]
+    if top.target not in ADDS:
+        code = proofs.proved_mm(top)
+        if code is not None:
+            return classify(top).at(top)
+        return Product((_factors(top),), (), top, views, tuple(chain))
+    total = _read_addmm(top) if top.target is aten.addmm.default else _read_add(top)
+    if isinstance(total, Refusal):
+        return total
+    return Product(total.factors, total.biases, total.mm, (*views, *total.views), (*chain, *total.steps))
+
+
+def _read_addmm(node: fx.Node) -> Product | Refusal:
+    bound, value = proofs.arguments(node), proofs.tensor(node)
+    if bound["beta"] != 1 or bound["alpha"] != 1:
+        return ReasonCode.POINTWISE_BETWEEN.at(node)
+    factors = Factors(bound["mat1"], bound["mat2"])
+    code = proofs.rejected_dtypes([value, *map(proofs.tensor, (factors.lhs, factors.rhs))])
+    if code is not None:
+        return code.at(node)
+    # As if it were an mm of its own and an add; the add is what computes it.
+    return _sum(node, bound["self"], Product((factors,), (), node, (), ()))
+
+
+def _read_add(node: fx.Node) -> Product | Refusal:
+    bound = proofs.arguments(node)
+    left, right = bound["self"], bound["other"]
+    terms = [_read(one) if _same_shape(one, node) else ReasonCode.NO_MATMUL.at(node) for one in (left, right)]
+    products = [one for one in terms if isinstance(one, Product)]
+    if not products:
+        named = [one for one in terms if isinstance(one, Refusal) and one.code is not ReasonCode.NO_MATMUL]
+        return named[0] if named else classify(node).at(node)
+    if bound["alpha"] != 1:
+        return ReasonCode.POINTWISE_BETWEEN.at(node)
+    if len(products) == 2:
+        return _added(node, *products)
+    return _sum(node, right if isinstance(terms[0], Product) else left, products[0])
+
+
+def _sum(node: fx.Node, other: object, product: Product) -> Product | Refusal:
+    """What `node` is, which adds `other`, a row or products before it, to `product`."""
+    if _same_shape(other, node):
+        before = _read(other)  # type: ignore[arg-type]
+        if isinstance(before, Product):
+            return _added(node, before, product)
+        if not _is_row(other, node):
+            return ReasonCode.BIAS.at(node) if before.code is ReasonCode.NO_MATMUL else before
+    if not _is_row(other, node):
+        return (ReasonCode.SUM_OF_MATMULS if _is_product(other) else ReasonCode.BIAS).at(node)
+    value, rows = proofs.tensor(node), proofs.tensor(product.mm)
+    assert isinstance(other, fx.Node) and value is not None and rows is not None
+    if not proofs.known_equal(value.shape[-1], rows.shape[-1]):
+        return ReasonCode.LAYOUT.at(node)
+    return _added(node, Product((), (other,), product.mm, (), ()), product)
+
+
+def _added(node: fx.Node, left: Product, right: Product) -> Product | Refusal:
+    """What `node` is, left + right; of one of them there may be the bias alone."""
+    one, other = proofs.tensor(left.mm), proofs.tensor(right.mm)
+    assert one is not None and other is not None
+    biases = (*left.biases, *right.biases)
+    dtypes = {value.dtype for value in (one, other, *map(proofs.tensor, biases)) if value is not None}
+    if len(dtypes) > 1:
+        return ReasonCode.MIXED_DTYPES.at(node)
+    if not proofs.same_shape(one.shape, other.shape):
+        return ReasonCode.LAYOUT.at(node)
+    path = left if left.factors else right
+    factors, steps = (*left.factors, *right.factors), (*left.steps, *right.steps)
+    return Product(factors, biases, path.mm, path.views, steps)
+
+
+def _factors(mm: fx.Node) -> Factors:
+    lhs, rhs = mm.args
+    assert isinstance(lhs, fx.Node) and isinstance(rhs, fx.Node)
+    return Factors(lhs, rhs)
+
+
+def _same_shape(one: object, node: fx.Node) -> bool:
+    value, result = proofs.tensor(one), proofs.tensor(node)
+    return value is not None and result is not None and proofs.same_shape(value.shape, result.shape)
+
+
+def _is_row(one: object, node: fx.Node) -> bool:
+    """Whether `one` is added to every row of `node` alike: as long as a row, and 1 in all other dimensions."""
+    value, result = proofs.tensor(one), proofs.tensor(node)
+    if value is None or result is None or value.ndim > result.ndim:
+        return False
+    return proofs.is_row(value, result.shape[-1])
+
+
+def classify(node: fx.Node) -> ReasonCode:
+    """Why `node`, which is no order-keeping view, is not a matmul that a reduction can be fused with."""
+    code = proofs.proved_mm(node)
+    if code is ReasonCode.BIAS:
+        return ReasonCode.SUM_OF_MATMULS if _is_product(node.args[0]) else ReasonCode.BIAS
+    if code is not ReasonCode.NO_MATMUL and code is not None:
+        return code
+    if node.target is aten.constant_pad_nd.default or _has_padded_part(node):
+        return ReasonCode.UNEVEN_SHARDS
+    if _is_task_output(node):
+        return ReasonCode.ALREADY_FUSED
+    behind = [_is_product(source) for source in node.all_input_nodes]
+    if node.target is aten.add.Tensor and any(behind):
+        return ReasonCode.SUM_OF_MATMULS if all(behind) else ReasonCode.BIAS
+    if not any(behind):
+        return ReasonCode.NO_MATMUL
+    if node.target in proofs.CASTS:
+        return ReasonCode.CAST_BETWEEN
+    if node.target in proofs.TRANSPOSES:
+        return ReasonCode.LAYOUT
+    if node.target in proofs.SLICES:
+        return ReasonCode.CHUNKS_PARTIAL
+    pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return ReasonCode.POINTWISE_BETWEEN if pointwise else ReasonCode.NO_MATMUL
+
+
+def _has_padded_part(node: fx.Node) -> bool:
+    return node.target is aten.cat.default and any(proofs.padded(part) for part in node.all_input_nodes)
+
+
+def _is_product(node: object) -> bool:
+    """Whether a node is a matmul of any kind, a sum that holds one, or a matmul that was fused, behind views."""
+    if not isinstance(node, fx.Node):
+        return False
+    top = proofs.views_up(node)[-1]
+    if top.target is aten.add.Tensor:
+        return any(_is_product(source) for source in top.all_input_nodes)
+    return proofs.is_matmul(top) or _is_task_output(top)
+
+
+def _is_task_output(node: fx.Node) -> bool:
+    if node.target is not getitem or not isinstance(node.args[0], fx.Node):
+        return False
+    return any(node.args[0].target is ops.overload(kind) for kind in TASK_KINDS)

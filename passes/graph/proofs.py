@@ -1,0 +1,354 @@
+"""What the passes prove about a graph: sizes, dtypes, views, chunks, users. Nothing here changes a graph or
+adds a guard.
+
+Sizes may be symbolic. `known_equal` answers True only where equality holds for every value that the symbols can
+take, and never specialises one: what cannot be proved is not equal.
+
+Which facts are equal on all ranks: the full-size side of a collective (the gathered tensor, the operand of a
+reduce-scatter or of an all-reduce) has the same shape on every rank, and in SPMD programs the same ops. The
+shard side may differ: where a dimension does not divide, DTensor pads the last rank's shard before a gather and
+slices its result after a scatter, on that rank alone. But on the full-size side it then cuts the padding off,
+or adds it, on every rank. So the proofs look at the full-size side only, and all ranks come to one answer.
+
+What cannot be seen: the weight's own sharded dimension, one rank's alone, may be uneven (DTensor with
+`use_local_output=False`). The fusions do not care, and the ranks compare it when they first run a site. But a
+rank whose part of it is 1 may have had its matmul replaced by a product of vectors before any pass of ours
+runs; then that rank is missing when the others meet, which is an error with names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ditron_inductor.passes.graph.other_matmuls import other_matmul
+from ditron_inductor.passes.graph.reasons import ReasonCode, Refused
+
+aten = torch.ops.aten
+
+MATMUL_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+
+# Ops that keep every element, in row-major order, at the same dtype: only the division into dimensions changes.
+ORDER_KEEPING: frozenset[object] = frozenset(
+    {
+        aten.reshape.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.alias.default,
+        aten.detach.default,
+        aten.clone.default,
+    }
+)
+CASTS: frozenset[object] = frozenset(
+    {
+        torch.ops.prims.convert_element_type.default,
+        aten._to_copy.default,
+        aten.to.dtype,
+        aten.view.dtype,
+    }
+)
+TRANSPOSES: frozenset[object] = frozenset({aten.permute.default, aten.transpose.int, aten.t.default})
+# These keep the order only where they move dimensions of size 1, grow nothing, or take everything.
+MAY_KEEP_ORDER: frozenset[object] = ORDER_KEEPING | TRANSPOSES | {aten.expand.default, aten.slice.Tensor}
+SLICES: frozenset[object] = frozenset({aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, getitem})
+BATCHED: frozenset[object] = frozenset({aten.bmm.default, aten.baddbmm.default})
+MATMULS: frozenset[object] = BATCHED | {aten.mm.default, aten.mm.dtype, aten.addmm.default}
+
+
+def known(condition: Any) -> bool:
+    """Whether a (symbolic) condition is certain to hold; adds no guard."""
+    return bool(statically_known_true(condition))
+
+
+def known_equal(left: Any, right: Any) -> bool:
+    """Whether two (symbolic) sizes are certain to be equal; adds no guard."""
+    return left == right if isinstance(left, int) and isinstance(right, int) else known(left == right)
+
+
+def same_shape(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
+    return len(left) == len(right) and all(known_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def tensor(node: object) -> torch.Tensor | None:
+    """The fake tensor of a node; None for other values, and for placeholders that hold objects such as a mesh."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def size(argument: Any) -> Any:
+    """The (symbolic) integer that an op's argument stands for: an int, or a node that computes one."""
+    return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an op call by schema name, with defaults filled in."""
+    assert isinstance(node.target, torch._ops.OpOverload), f"not an op call: {node.format_node()}"
+    bound: dict[str, Any] = {}
+    for index, argument in enumerate(node.target._schema.arguments):
+        if index < len(node.args) and not argument.kwarg_only:
+            bound[argument.name] = node.args[index]
+        elif argument.name in node.kwargs:
+            bound[argument.name] = node.kwargs[argument.name]
+        elif argument.has_default_value():
+            bound[argument.name] = argument.default_value
+    return bound
+
+
+def keeps_order(node: fx.Node) -> bool:
+    """Whether a node holds the elements of its first argument, in row-major order, at the same dtype."""
+    if node.op != "call_function" or node.target not in MAY_KEEP_ORDER:
+        return False
+    source, result = tensor(node.args[0]), tensor(node)
+    if source is None or result is None or source.dtype != result.dtype or source.device != result.device:
+        return False
+    if node.target in TRANSPOSES:
+        moved = [dim for dim in permutation(node) if not known_equal(source.shape[dim], 1)]
+        return moved == sorted(moved)
+    if node.target is aten.expand.default:
+        added = result.ndim - source.ndim
+        ones = all(known_equal(size, 1) for size in result.shape[:added])
+        return ones and same_shape(source.shape, result.shape[added:])
+    # A slice that takes everything: with a step it would have fewer elements.
+    return node.target in ORDER_KEEPING or same_shape(source.shape, result.shape)
+
+
+def permutation(node: fx.Node) -> list[int]:
+    """The source's dimensions in the order of the result's, of a permute, transpose or t."""
+    bound, value = arguments(node), tensor(node)
+    assert value is not None
+    if node.target is aten.permute.default:
+        return [dim % value.ndim for dim in bound["dims"]]
+    order = list(range(value.ndim))
+    if node.target is aten.t.default:
+        return order[::-1]
+    first, second = bound["dim0"] % value.ndim, bound["dim1"] % value.ndim
+    order[first], order[second] = order[second], order[first]
+    return order
+
+
+def views_up(node: fx.Node) -> list[fx.Node]:
+    """`node` and what it is a view of, up to the first node that is no order-keeping view: [node, .., source]."""
+    chain = [node]
+    while keeps_order(chain[-1]):
+        source = chain[-1].args[0]
+        assert isinstance(source, fx.Node)
+        chain.append(source)
+    return chain
+
+
+def views_down(node: fx.Node) -> Iterator[fx.Node]:
+    """`node` and all order-keeping views of it, each before its own views."""
+    yield node
+    for user in node.users:
+        if keeps_order(user) and user.args[0] is node:
+            yield from views_down(user)
+
+
+def sole_user(node: fx.Node) -> fx.Node | None:
+    """The only user of a node, which uses it once."""
+    if len(node.users) != 1:
+        return None
+    (user,) = node.users
+    return user if list(user.all_input_nodes).count(node) == 1 else None
+
+
+def other_user(nodes: Iterable[fx.Node], known: Collection[fx.Node]) -> fx.Node | None:
+    """The first node that uses one of `nodes` and is none of `known`."""
+    return next((user for node in nodes for user in node.users if user not in known), None)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A node as the part [start, start + length) of dimension `dim` of `source`."""
+
+    source: fx.Node
+    dim: int
+    start: Any
+    length: Any
+
+
+def piece(node: fx.Node) -> Piece | None:
+    """Reads `split[i]`, `split_with_sizes[i]` or a slice with step 1 as a piece of a tensor; None for anything else."""
+    if node.target is getitem:
+        return _split_piece(node)
+    if node.target is not aten.slice.Tensor:
+        return None
+    bound = arguments(node)
+    source, result = tensor(bound["self"]), tensor(node)
+    start = 0 if bound["start"] is None else size(bound["start"])
+    if source is None or result is None or not known_equal(size(bound["step"]), 1) or not known(start >= 0):
+        return None
+    dim = bound["dim"] % source.ndim
+    length = result.shape[dim]
+    # A start beyond the end is clamped, and then the piece does not begin where the slice says.
+    return Piece(bound["self"], dim, start, length) if known(start + length <= source.shape[dim]) else None
+
+
+def _split_piece(node: fx.Node) -> Piece | None:
+    split, index = node.args
+    if not isinstance(split, fx.Node) or not isinstance(index, int) or index < 0:
+        return None
+    if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
+        return None
+    bound = arguments(split)
+    source, result = tensor(bound["self"]), tensor(node)
+    if source is None or result is None:
+        return None
+    dim = bound["dim"] % source.ndim
+    if split.target is aten.split.Tensor:
+        start = index * size(bound["split_size"])
+    else:
+        start = sum((size(length) for length in bound["split_sizes"][:index]), 0)
+    return Piece(bound["self"], dim, start, result.shape[dim])
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """`cat(chunks of source along split_dim, cat_dim)` with W equal chunks that cover the source in order.
+
+    `between` are the nodes from the source to the result, without both: splits and pieces. None of them is used
+    otherwise.
+    """
+
+    source: fx.Node
+    result: fx.Node
+    split_dim: int
+    cat_dim: int
+    between: tuple[fx.Node, ...]
+
+
+def regrouped(cat: fx.Node, world_size: int) -> Regrouped | Refused:
+    """Proves that `cat` concatenates the `world_size` equal chunks of one tensor, all of them, once, in order."""
+    assert cat.target is aten.cat.default
+    bound = arguments(cat)
+    parts: list[fx.Node] = list(bound["tensors"])
+    if any(padded(part) for part in parts):
+        return ReasonCode.UNEVEN_SHARDS
+    pieces = [piece(part) for part in parts]
+    result = tensor(cat)
+    if result is None or not pieces:
+        return ReasonCode.NO_MATMUL
+    first = pieces[0]
+    found = [one for one in pieces if one is not None]
+    if first is None or len(found) != len(pieces) or any(one.source is not first.source for one in found):
+        return ReasonCode.NO_MATMUL
+    if len(found) != world_size or any(one.dim != first.dim for one in found):
+        return ReasonCode.CHUNKS_PARTIAL
+    source = tensor(first.source)
+    assert source is not None
+    total = source.shape[first.dim]
+    # W chunks of one length that fill the dimension: this length is the dimension divided by W, on every rank.
+    if not all(known_equal(one.length * world_size, total) for one in found):
+        return ReasonCode.CHUNKS_PARTIAL
+    if not all(known_equal(one.start, index * one.length) for index, one in enumerate(found)):
+        return ReasonCode.CHUNKS_PERMUTED
+    between = list(dict.fromkeys([*_splits(parts), *parts]))
+    other = other_user(between, {cat, *between})
+    if other is not None:
+        return ReasonCode.INTERMEDIATE_USED.at(other)
+    return Regrouped(first.source, cat, first.dim, bound["dim"] % result.ndim, tuple(between))
+
+
+def _splits(parts: list[fx.Node]) -> list[fx.Node]:
+    return [part.args[0] for part in parts if part.target is getitem and isinstance(part.args[0], fx.Node)]
+
+
+def padded(node: fx.Node) -> bool:
+    """Whether a node was padded, as a shard is that is smaller than the others."""
+    return any(view.target is aten.constant_pad_nd.default for view in views_up(node))
+
+
+def proved_mm(node: fx.Node) -> ReasonCode | None:
+    """None if `node` is a 2-D matmul with one dtype that kernels exist for; else the reason that it is not."""
+    if node.target is aten.mm.dtype:
+        return ReasonCode.MIXED_DTYPES
+    if node.target is aten.addmm.default:
+        return ReasonCode.BIAS
+    if node.target in BATCHED:
+        return ReasonCode.BATCHED_MATMUL
+    if node.target is not aten.mm.default:
+        return other_matmul(node) or ReasonCode.NO_MATMUL
+    return rejected_dtypes([tensor(node), tensor(node.args[0]), tensor(node.args[1])])
+
+
+def rejected_dtypes(values: Collection[torch.Tensor | None]) -> ReasonCode | None:
+    """None if all of these are tensors of one dtype that kernels exist for; else the reason that they are not."""
+    dtypes = {None if value is None else value.dtype for value in values}
+    if len(dtypes) != 1:
+        return ReasonCode.MIXED_DTYPES
+    return None if dtypes <= set(MATMUL_DTYPES) else ReasonCode.DTYPE
+
+
+def is_matmul(node: fx.Node) -> bool:
+    """Whether a node is a matmul of any kind, also of one that no fusion takes."""
+    return node.target in MATMULS or other_matmul(node) is not None
+
+
+def feeds_matmul(node: fx.Node) -> bool:
+    """Whether a matmul of any kind uses `node`, or an order-keeping or transposed view of it."""
+    users = [user for view in views_down(node) for user in view.users]
+    return any(is_matmul(user) or (user.target in TRANSPOSES and feeds_matmul(user)) for user in users)
+
+
+def depends_on(node: fx.Node, sources: set[fx.Node]) -> bool:
+    """Whether `node` is, or is computed from, one of `sources`."""
+    return any(ancestor in sources for ancestor in ancestors(node))
+
+
+def ancestors(node: fx.Node) -> Iterator[fx.Node]:
+    """`node` and everything that it is computed from, each once."""
+    seen = {node}
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        yield current
+        for source in current.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                pending.append(source)
+
+
+def wanted_in(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a tensor is of this dtype, or is rounded to it at once, behind views and transposes, by all its users."""
+    value = tensor(node)
+    assert value is not None
+    if value.dtype == dtype:
+        return True
+    users = list(node.users)
+    for user in users:
+        if user.target in CASTS:
+            result = tensor(user)
+            if result is None or result.dtype != dtype:
+                return False
+        elif user.target in TRANSPOSES or keeps_order(user):
+            users += user.users
+        else:
+            return False
+    return bool(users)
+
+
+def is_row(value: torch.Tensor, columns: Any) -> bool:
+    """Whether a tensor is certain to hold one row of so many `columns`: 1 in all dimensions but the last."""
+    if value.ndim == 0 or not known_equal(value.shape[-1], columns):
+        return False
+    return all(known_equal(size, 1) for size in value.shape[:-1])
+
+
+def row_major(value: torch.Tensor) -> bool:
+    """Whether a tensor is certain to be contiguous."""
+    expected: Any = 1
+    for length, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not known_equal(length, 1) and not known_equal(stride, expected):
+            return False
+        expected = expected * length
+    return True

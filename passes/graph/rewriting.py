@@ -1,0 +1,351 @@
+"""How a pass writes a Task node into a graph: the op call, its outputs, its metadata, and the removal of what
+it replaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.graph import proofs
+from ditron_inductor.task import ops
+from ditron_inductor.task.nodes import Policy, TaskNode
+
+# Written by a late pass, which sees all sites of the graph.
+UNNAMED_SITE = ""
+
+aten = torch.ops.aten
+
+COMMUNICATING = ("_c10d_functional", "_c10d_functional_autograd", "symm_mem", "vllm", ops.NAMESPACE)
+VIEWS: frozenset[object] = frozenset({aten.view.default, aten._unsafe_view.default})
+MOVES: frozenset[object] = proofs.MAY_KEEP_ORDER | proofs.SLICES
+ANY_STRIDES: frozenset[object] = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.cat.default,
+        aten.sum.default,
+        aten.sum.dim_IntList,
+        aten.mean.dim,
+        aten.amax.default,
+        aten.var_mean.correction,
+        aten.sym_size.int,
+        torch.ops.prims.convert_element_type.default,
+    }
+)
+
+
+def policy(options: Options) -> Policy:
+    """What the options say about how a site runs."""
+    return Policy(options.strategy, options.workspace_limit, options.timeout_arg)
+
+
+def copied_meta(node: fx.Node) -> dict[str, Any]:
+    """The metadata of a node for its replacement: all but the values of its eager inputs, which are other ones now."""
+    return {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
+
+
+def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of the graph to try a rewrite on, and its nodes by those of the original."""
+    copy, twins = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy.output(copy.graph_copy(graph, twins))
+    return copy, twins
+
+
+def new_token(like: torch.Tensor) -> torch.Tensor:
+    """The fake token of a site whose tensors are on the device of `like`, a fake tensor."""
+    with _mode_of(like):
+        return ops.new_token(like)
+
+
+def fake_like(
+    like: torch.Tensor, shape: tuple[Any, ...], strides: tuple[Any, ...], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A fake tensor beside `like`, one too, made from (symbolic) shape and strides alone.
+
+    Running the op that it stands for would have the symbols' relations checked, which adds guards.
+    """
+    with _mode_of(like):
+        return like.new_empty_strided(shape, strides, dtype=dtype)
+
+
+def contiguous_strides(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The strides of a row-major tensor."""
+    strides: list[Any] = [1]
+    for length in reversed(shape[1:]):
+        strides.insert(0, strides[0] * length)
+    return tuple(strides[: len(shape)])
+
+
+def recompute(node: fx.Node) -> None:
+    """Brings the fake value of an op call up to date with those of its arguments, whose sizes are all known."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    target: Any = node.target
+    old = node.meta["val"]
+    with _mode_of(old[0] if isinstance(old, (list, tuple)) else old):
+        node.meta["val"] = target(*args, **kwargs)
+    node.meta.pop("eager_input_vals", None)
+
+
+def _mode_of(value: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    return value.fake_mode if isinstance(value, FakeTensor) else contextlib.nullcontext()
+
+
+TRANSPOSED = "ditron_transposed"
+"""Marks, in the metadata of a Task node, that it solves the transposed problem."""
+
+
+def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node, shape: tuple[Any, ...]) -> fx.Node:
+    """Inserts an op call whose result has this shape, row-major, and the dtype, device and metadata of `origin`."""
+    node = graph.call_function(target, args)
+    node.meta.update(copied_meta(origin))
+    node.meta["val"] = fake_like(origin.meta["val"], shape, contiguous_strides(shape))
+    return node
+
+
+def computed(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Node) -> fx.Node:
+    """Inserts an op call with the metadata of `origin`, a tensor; its fake value is computed from those of `args`."""
+    node = graph.call_function(target, args)
+    node.meta.update(copied_meta(origin))
+    recompute(node)
+    return node
+
+
+def set_argument(node: fx.Node, name: str, value: Any) -> None:
+    """Gives a call of an op, whose arguments are positional, another one of this name."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    node.update_arg([argument.name for argument in node.target._schema.arguments].index(name), value)
+
+
+def call_task(
+    graph: fx.Graph,
+    task: TaskNode,
+    tensors: tuple[Any, ...],
+    dims: tuple[Any, ...],
+    meta: dict[str, Any],
+    values: Any,
+    epilogue: tuple[tuple[fx.Node, ...], str] = ((), ""),
+    bias: fx.Node | None = None,
+) -> fx.Node:
+    """Inserts the op call of a verified task at the graph's insertion point.
+
+    `tensors` are its tensor arguments without the token, `dims` what stands between the token and the site's
+    arguments, `values` the fake tensors that it returns, `epilogue` its extra tensors and its text, `bias` what an
+    attention has at that place. The token stays None: the order of the sites is set by a later pass.
+    """
+    task.verify()
+    behind: tuple[Any, ...] = (list(epilogue[0]), epilogue[1]) if epilogue[1] else ()
+    behind += () if bias is None else (bias,)
+    args = (*tensors, None, *dims, *ops.site_args(task), *behind)
+    call = graph.create_node("call_function", ops.overload(task.kind), args, {}, name=task.kind)
+    call.meta.update(meta)
+    call.meta["val"] = values
+    return call
+
+
+def output(graph: fx.Graph, call: fx.Node, index: int, meta: dict[str, Any]) -> fx.Node:
+    """Inserts `call[index]`, with the metadata of the node that it stands for."""
+    node = graph.call_function(getitem, (call, index))
+    node.meta.update(meta)
+    node.meta["val"] = call.meta["val"][index]
+    return node
+
+
+def regrouped(graph: fx.Graph, source: fx.Node, split_dim: int, cat_dim: int, parts: int, origin: fx.Node) -> fx.Node:
+    """Inserts the `parts` equal chunks of `source` along one dimension, concatenated along another, with the metadata
+    of `origin`. The dimension that is split has a known size.
+    """
+    value: torch.Tensor = source.meta["val"]
+    sizes = list(value.shape)
+    sizes[split_dim] //= parts
+    split = graph.call_function(aten.split.Tensor, (source, sizes[split_dim], split_dim))
+    split.meta.update(copied_meta(origin))
+    split.meta["val"] = [fake_like(value, tuple(sizes), tuple(value.stride())) for _ in range(parts)]
+    pieces = [output(graph, split, index, copied_meta(origin)) for index in range(parts)]
+    sizes[cat_dim] *= parts
+    return call(graph, aten.cat.default, (pieces, cat_dim), origin, tuple(sizes))
+
+
+def reshaped_rows(graph: fx.Graph, source: fx.Node, sizes: tuple[Any, ...], shape: tuple[Any, ...]) -> fx.Node:
+    """Inserts a reshape that divides the rows of a 2-D tensor into several dimensions: always a view.
+
+    `shape` is the result's (symbolic) shape, `sizes` the same as arguments: ints, nodes of the graph, or -1
+    once.
+    """
+    value: torch.Tensor = source.meta["val"]
+    strides = [value.stride(0), value.stride(1)]
+    for length in reversed(shape[1:-1]):
+        strides.insert(0, strides[0] * length)
+    node = graph.create_node("call_function", aten.reshape.default, (source, list(sizes)), name="rows")
+    node.meta.update(copied_meta(source))
+    node.meta["val"] = fake_like(value, shape, tuple(strides))
+    return node
+
+
+def bias_row(graph: fx.Graph, biases: Sequence[fx.Node]) -> fx.Node | None:
+    """The sum of biases [1, .., 1, N] as [N]: None of none, one itself, or what is inserted."""
+    total: fx.Node | None = None
+    for bias in biases:
+        one = row(graph, bias)
+        if total is None:
+            total = one
+            continue
+        summed = graph.create_node("call_function", aten.add.Tensor, (total, one), name="biases")
+        summed.meta.update(copied_meta(one))
+        value: torch.Tensor = one.meta["val"]
+        summed.meta["val"] = fake_like(value, tuple(value.shape), (1,))
+        total = summed
+    return total
+
+
+def row(graph: fx.Graph, bias: fx.Node) -> fx.Node:
+    """A bias [1, .., 1, N] as [N]: itself, or a reshape that is inserted; a view where it is contiguous."""
+    if bias.meta["val"].ndim == 1:
+        return bias
+    value: torch.Tensor = bias.meta["val"]
+    node = graph.create_node("call_function", aten.reshape.default, (bias, [-1]), name="row")
+    node.meta.update(copied_meta(bias))
+    node.meta["val"] = fake_like(value, (value.shape[-1],), (value.stride(-1),))
+    return node
+
+
+def column(graph: fx.Graph, row: fx.Node) -> fx.Node:
+    """Inserts a view of a row [N] as [N, 1]."""
+    value: torch.Tensor = row.meta["val"]
+    node = graph.create_node("call_function", aten.unsqueeze.default, (row, 1), name="column")
+    node.meta.update(copied_meta(row))
+    node.meta["val"] = fake_like(value, (value.shape[0], 1), (value.stride(0), 1))
+    return node
+
+
+def transposed(graph: fx.Graph, source: fx.Node) -> fx.Node:
+    """Inserts the transpose of a matrix, a view; the matrix itself, if `source` is a transpose of one."""
+    if source.target in proofs.TRANSPOSES and proofs.permutation(source) == [1, 0]:
+        matrix = source.args[0]
+        assert isinstance(matrix, fx.Node)
+        return matrix
+    value: torch.Tensor = source.meta["val"]
+    node = graph.create_node("call_function", aten.permute.default, (source, [1, 0]), name="transposed")
+    node.meta.update(copied_meta(source))
+    node.meta["val"] = fake_like(value, (value.shape[1], value.shape[0]), (value.stride(1), value.stride(0)))
+    return node
+
+
+def transposed_back(graph: fx.Graph, source: fx.Node, replaced: fx.Node) -> fx.Node:
+    """Inserts the transpose of what a transposed problem gave, in the place of the matrix `replaced`.
+
+    A view, where whatever uses `replaced` takes any strides; else a copy with the strides that it had.
+    """
+    return with_strides_of(graph, transposed(graph, source), replaced)
+
+
+def with_strides_of(graph: fx.Graph, node: fx.Node, replaced: fx.Node) -> fx.Node:
+    """What stands for the row-major tensor `replaced`, of which `node` holds the elements with other strides: `node`
+    itself, if whatever uses `replaced` takes any strides; else a row-major copy.
+    """
+    views, takes_any = views_and_strides(replaced)
+    if takes_any:
+        for view in views:
+            # A view asks for strides that fit, a reshape does not.
+            if view.target in VIEWS:
+                view.target = aten.reshape.default
+                view.meta.pop("eager_input_vals", None)
+        return node
+    copy = graph.create_node(
+        "call_function", aten.clone.default, (node,), {"memory_format": torch.contiguous_format}, name="rows"
+    )
+    copy.meta.update(copied_meta(node))
+    value: torch.Tensor = node.meta["val"]
+    shape = tuple(value.shape)
+    copy.meta["val"] = fake_like(value, shape, contiguous_strides(shape))
+    return copy
+
+
+def views_and_strides(node: fx.Node) -> tuple[list[fx.Node], bool]:
+    """(a node and all that views or moves its elements, whether whatever uses these takes any strides).
+
+    What is kept for the backward has the strides that it had while the graph was traced, or, where it has others, those
+    of the first call as numbers: with sizes that change from call to call it has to keep its own.
+    """
+    has_symbols = any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
+    views: dict[fx.Node, None] = {node: None}
+    pending, takes_any = [node], True
+    while pending:
+        for user in pending.pop().users:
+            if user.target in MOVES and user not in views:
+                views[user] = None
+                pending.append(user)
+            elif user not in views:
+                takes_any &= _takes_any_strides(user) and not (user.op == "output" and has_symbols)
+    return list(views), takes_any
+
+
+def _takes_any_strides(user: fx.Node) -> bool:
+    """Whether the compiler generates, or lays out, what the op reads; the output of a graph gets the strides it had."""
+    target = user.target
+    if user.op == "output" or target in ANY_STRIDES:
+        return True
+    return isinstance(target, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in target.tags or target.namespace == ops.NAMESPACE
+    )
+
+
+def erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Erases those of the nodes that nothing uses any more, users before what they use."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in sorted(set(nodes), key=lambda one: order[one], reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def hoist(node: fx.Node, before: fx.Node) -> None:
+    """Moves `node`, and whatever it is computed from that stands after `before`, to just before it.
+
+    The caller has proved that all of these may move (`can_hoist`).
+    """
+    for late in _late(node, before):
+        before.prepend(late)
+
+
+def can_hoist(node: fx.Node, before: fx.Node) -> bool:
+    """Whether `node` can be computed before `before`: nothing that it needs from there on has to stay where it is."""
+    return pinned(node, before) is None
+
+
+def pinned(node: fx.Node, before: fx.Node) -> fx.Node | None:
+    """The first op that has to stay behind `before`, and that `node` needs; None if there is none."""
+    return next((late for late in _late(node, before) if _pinned(late)), None)
+
+
+def _late(node: fx.Node, before: fx.Node) -> list[fx.Node]:
+    """What `node` needs, itself included, that stands at or after `before`; in graph order."""
+    order = {one: index for index, one in enumerate(node.graph.nodes)}
+    limit = order[before]
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        if current not in found and order[current] >= limit:
+            found.add(current)
+            pending.extend(current.all_input_nodes)
+    return sorted(found, key=lambda one: order[one])
+
+
+def _pinned(node: fx.Node) -> bool:
+    """Whether a node has to stay where it is: side effects, randomness, or communication."""
+    target = node.target
+    if node.op != "call_function" or node.is_impure():
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    communicates = target.namespace in COMMUNICATING
+    return communicates or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags

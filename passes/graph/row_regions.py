@@ -1,0 +1,230 @@
+"""Where a rank could compute its own rows only: from the all-reduces of a graph through all that works row by row.
+
+A region is made of all-reduces of one group whose results, of one shape but for the last dimension, meet in row-wise
+ops. In it each row of a result depends on the same row of what goes in, and on operands that all rows share:
+
+    all_reduce -> wait -> + residual -> mean over the last dimension, rsqrt, * -> * weight -> matmul
+                            '-> the residual of the next all_reduce
+
+Members are the results of the all-reduces and the row-wise ops behind them: pointwise ops with operands that are
+members, whole (`entering`, of which a rank takes its rows) or shared by all rows; reductions of the last dimension that
+keep it; copies. Members that something else reads are `exits`.
+
+What is not a member may differ between ranks, unless it is replicated: the result of an all-reduce or an all-gather of
+the group, or made of such results by ops that give the same on all ranks. A graph does not show whether its inputs are
+replicated. Those that a region takes for replicated, norm weights and the first residual, are its `roots`, which the
+ranks compare when they run; what comes from a matmul or another collective is not replicated and ends the region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from operator import getitem
+
+import torch
+from torch import fx
+
+from ditron_inductor.passes.graph import proofs
+from ditron_inductor.passes.graph.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    WAIT,
+    Collective,
+    collectives,
+    read_collective,
+)
+
+aten = torch.ops.aten
+
+REDUCTIONS: frozenset[object] = frozenset(
+    {
+        aten.mean.dim,
+        aten.sum.dim_IntList,
+        aten.amax.default,
+        aten.amin.default,
+        aten.var.correction,
+        aten.var_mean.correction,
+    }
+)
+# What gives the same on all ranks if its operands do, beside pointwise ops, views and pieces.
+DETERMINISTIC: frozenset[object] = REDUCTIONS | {
+    aten.embedding.default,
+    aten.cat.default,
+    aten.arange.start_step,
+    aten.arange.default,
+    aten.full.default,
+    aten.scalar_tensor.default,
+    aten._to_copy.default,
+}
+
+
+@dataclass(frozen=True)
+class Region:
+    """Row-wise work behind `reductions`; `rows` is the shape of all members but for the last dimension.
+
+    `members` are in graph order, results of the reductions included. `entering` are whole tensors that members read,
+    `roots` the placeholders that have to be equal on all ranks.
+    """
+
+    rows: tuple[int, ...]
+    reductions: tuple[Collective, ...]
+    members: tuple[fx.Node, ...]
+    entering: tuple[fx.Node, ...]
+    roots: tuple[fx.Node, ...]
+
+    @property
+    def exits(self) -> tuple[fx.Node, ...]:
+        """Members that a node outside of the region reads."""
+        inside = set(self.members)
+        return tuple(node for node in self.members if any(user not in inside for user in node.users))
+
+
+@dataclass
+class _Growing:
+    """Members so far of the regions of one group and shape, and what each of them reads from outside."""
+
+    group_name: str
+    rows: tuple[int, ...]
+    members: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    replicated: dict[fx.Node, frozenset[fx.Node] | None] = field(default_factory=dict)
+
+    def starts_at(self, one: Collective) -> bool:
+        """Whether the result of an all-reduce is a member."""
+        value = one.wait.meta["val"]
+        return one.group_name == self.group_name and value.dtype in proofs.MATMUL_DTYPES and self.has_rows(value)
+
+    def takes(self, node: fx.Node) -> list[fx.Node] | None:
+        """The operands from outside of a row-wise op on members; None if the node is none."""
+        if node.op != "call_function" or not any(source in self.members for source in node.all_input_nodes):
+            return None
+        if node.target is getitem:
+            return []
+        if not isinstance(node.target, torch._ops.OpOverload) or not self._is_row_wise(node):
+            return None
+        outside = [source for source in node.all_input_nodes if source not in self.members]
+        fits = all(self._fits(source, node) and self.roots_of(source) is not None for source in outside)
+        return outside if fits else None
+
+    def _is_row_wise(self, node: fx.Node) -> bool:
+        target = node.target
+        assert isinstance(target, torch._ops.OpOverload)
+        values = node.meta.get("val")
+        results = values if isinstance(values, (list, tuple)) else [values]
+        if not all(isinstance(one, torch.Tensor) and self.has_rows(one) for one in results):
+            return False
+        if target in REDUCTIONS:
+            bound, source = proofs.arguments(node), proofs.tensor(node.args[0])
+            assert source is not None
+            dims = bound["dim"] if isinstance(bound["dim"], (list, tuple)) else [bound["dim"]]
+            return bool(bound["keepdim"]) and [dim in (-1, source.ndim - 1) for dim in dims] == [True]
+        if target is aten._to_copy.default:
+            return set(node.kwargs) <= {"dtype"}
+        return is_pointwise(target)
+
+    def has_rows(self, value: torch.Tensor) -> bool:
+        """Whether a tensor has all rows and a last dimension of known size."""
+        known = all(isinstance(length, int) for length in value.shape)
+        return known and tuple(value.shape[:-1]) == self.rows
+
+    def _fits(self, source: fx.Node, node: fx.Node) -> bool:
+        """Whether an operand from outside has all rows, or none of its own."""
+        value = proofs.tensor(source)
+        if value is None:
+            return False
+        return self.has_rows(value) or all(proofs.known_equal(length, 1) for length in value.shape[:-1])
+
+    def roots_of(self, node: fx.Node) -> frozenset[fx.Node] | None:
+        """The placeholders that a replicated tensor comes from; None if it may differ between ranks."""
+        if node not in self.replicated:
+            self.replicated[node] = self._roots_of(node)
+        return self.replicated[node]
+
+    def _roots_of(self, node: fx.Node) -> frozenset[fx.Node] | None:
+        if node.op == "placeholder":
+            return frozenset({node}) if proofs.tensor(node) is not None else None
+        if node.op != "call_function":
+            return None
+        if node.target is WAIT:
+            return frozenset() if self._is_equal_everywhere(node.args[0]) else None
+        target = node.target
+        made = target in DETERMINISTIC or target in proofs.MAY_KEEP_ORDER or target in proofs.SLICES
+        if not made and not is_pointwise(target):
+            return None
+        roots: frozenset[fx.Node] = frozenset()
+        for source in node.all_input_nodes:
+            found = self.roots_of(source)
+            if found is None:
+                return None
+            roots |= found
+        return roots
+
+    def _is_equal_everywhere(self, node: object) -> bool:
+        return (
+            isinstance(node, fx.Node)
+            and node.target in (ALL_REDUCE, ALL_GATHER)
+            and proofs.arguments(node)["group_name"] == self.group_name
+        )
+
+
+def is_pointwise(target: object) -> bool:
+    """Whether an op computes each element from the elements in its place, and nothing else."""
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def find_regions(graph: fx.Graph) -> list[Region]:
+    """All regions of a graph whose sizes are known, in graph order."""
+    starts = [one for node in collectives(graph, ALL_REDUCE) if isinstance(one := read_collective(node), Collective)]
+    waits = {one.wait: one for one in starts}
+    growing: dict[tuple[str, tuple[int, ...]], _Growing] = {}
+    for one in starts:
+        value = one.wait.meta["val"]
+        shape, known = tuple(value.shape), all(isinstance(length, int) for length in value.shape)
+        if len(shape) > 1 and known and value.dtype in proofs.MATMUL_DTYPES:
+            growing.setdefault((one.group_name, shape[:-1]), _Growing(one.group_name, shape[:-1]))
+    for node in graph.nodes:
+        for each in growing.values():
+            if node in waits and each.starts_at(waits[node]):
+                each.members[node] = []
+            elif (outside := each.takes(node)) is not None:
+                each.members[node] = outside
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    regions = [_region(each, part, waits) for each in growing.values() for part in _connected(each.members)]
+    return sorted(regions, key=lambda one: order[one.members[0]])
+
+
+def _connected(members: Iterable[fx.Node]) -> list[list[fx.Node]]:
+    """The members in groups of those that read each other, each in the order given."""
+    ordered = list(members)
+    inside, left, parts = set(ordered), set(ordered), []
+    for start in ordered:
+        if start not in left:
+            continue
+        found, pending = {start}, [start]
+        while pending:
+            node = pending.pop()
+            for other in (*node.users, *node.all_input_nodes):
+                if other in inside and other not in found:
+                    found.add(other)
+                    pending.append(other)
+        left -= found
+        parts.append([node for node in ordered if node in found])
+    return parts
+
+
+def _region(growing: _Growing, members: list[fx.Node], waits: dict[fx.Node, Collective]) -> Region:
+    outside = dict.fromkeys(source for node in members for source in growing.members[node])
+    roots: dict[fx.Node, None] = {}
+    for source in outside:
+        found = growing.roots_of(source)
+        assert found is not None
+        roots.update(dict.fromkeys(sorted(found)))
+    return Region(
+        rows=growing.rows,
+        reductions=tuple(waits[node] for node in members if node in waits),
+        members=tuple(members),
+        entering=tuple(source for source in outside if growing.has_rows(source.meta["val"])),
+        roots=tuple(roots),
+    )

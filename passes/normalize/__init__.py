@@ -1,0 +1,1 @@
+"""One spelling for each collective, and for what stands around it."""

@@ -1,0 +1,132 @@
+"""Equal gathers of one tensor become one.
+
+    x -> all_gather -> wait -> split .. cat -> a            x -> all_gather -> wait -> split .. cat -> a
+    x -> all_gather -> wait -> split .. cat -> b                                                    -> b
+
+Inference graphs hold one gather for each consumer. Gathers are equal if they gather the same node over the same group
+along the same dimension. Exact: the same bits, sent once. The matmuls behind it are fused with the one that remains.
+
+Whether two gathers read the same node is seen on the shard's side, which may differ between ranks: where a dimension
+does not divide, DTensor pads the last rank's shard, for each gather anew, so that this rank alone would gather two
+tensors and the others one. But such a gather is cut afterwards on every rank. So a gather is shared only if all that is
+made of it by views and chunks takes the whole of it: then no rank pads.
+
+It must not fire when
+* a part of the gathered tensor is taken: chunks that are not all put together again, or a slice;
+* both results are returned, as they are or through views: the caller would get one piece of memory twice;
+* the tensor is written to between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ditron_inductor.options import Options
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, collectives, read_collective
+from ditron_inductor.passes.graph.reasons import refused
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Match:
+    """A gather of which all is used: `gathered` holds the tensor along `dim`; `steps` lead there from the gather."""
+
+    collective: Collective
+    gathered: fx.Node
+    dim: int
+    steps: tuple[fx.Node, ...]
+
+
+def find_whole_gather(node: fx.Node) -> Match | None:
+    """Proves that nobody takes a part of what `node` gathers, which means that no rank padded its shard; or None."""
+    collective = read_collective(node)
+    if refused(collective):
+        return None
+    wait = collective.wait
+    match = Match(collective, wait, 0, (node, wait))
+    users = list(wait.users)
+    if users and all(_is_piece(user) for user in users):
+        chunks = _put_together(collective)
+        if chunks is None:
+            return None
+        match = Match(collective, chunks.result, chunks.cat_dim, (node, wait, *chunks.between, chunks.result))
+    return match if not any(_is_piece(user) for view in aliases(match.gathered) for user in view.users) else None
+
+
+def _is_piece(node: fx.Node) -> bool:
+    """Whether a node takes a part of a tensor, as far as is known."""
+    return node.target in proofs.SLICES and not proofs.keeps_order(node)
+
+
+def _put_together(collective: Collective) -> proofs.Regrouped | None:
+    """The chunks of a gather along an inner dimension, if they are all put together, once, and used by nothing else."""
+    cats = {user for node in collective.wait.users for piece in (node, *node.users) for user in piece.users}
+    found = [cat for cat in cats if cat.target is aten.cat.default]
+    if len(found) != 1:
+        return None
+    chunks = proofs.regrouped(found[0], collective.world_size)
+    if refused(chunks) or chunks.source is not collective.wait or chunks.split_dim != 0:
+        return None
+    return chunks if all(user in chunks.between for user in collective.wait.users) else None
+
+
+def aliases(node: fx.Node) -> Iterator[fx.Node]:
+    """`node` and what may be a view of it, of any kind."""
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        yield current
+        pending += [user for user in current.users if user.target in proofs.MAY_KEEP_ORDER]
+
+
+def can_replace(match: Match, first: Match) -> bool:
+    """Whether the result of the equal gather `first` may stand for that of `match`."""
+    if _is_returned(match) and _is_returned(first):
+        return False
+    return not _written_between(first.collective, match.collective)
+
+
+def _is_returned(match: Match) -> bool:
+    return any(user.op == "output" for alias in aliases(match.gathered) for user in alias.users)
+
+
+def _written_between(first: Collective, second: Collective) -> bool:
+    """Whether an op between the two gathers writes into the memory of their operand."""
+    storage = first.operand.meta["val"].untyped_storage()._cdata
+    node = min(first.node, second.node).next
+    while node not in (first.node, second.node):
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            values = [proofs.tensor(one) for one in node.all_input_nodes]
+            if any(value is not None and value.untyped_storage()._cdata == storage for value in values):
+                return True
+        node = node.next
+    return False
+
+
+def share_gathers(graph: fx.Graph, *, options: Options) -> int:
+    """Makes one gather of several equal ones; returns how many went."""
+    if not options.fusions:
+        return 0
+    count = 0
+    kept: dict[tuple[fx.Node, int, str], list[Match]] = {}
+    matches = [match for node in collectives(graph, ALL_GATHER) if (match := find_whole_gather(node)) is not None]
+    for match in sorted(matches, key=lambda one: one.gathered):
+        # What the gather reads now: a gather of a gather may have been found before the inner ones became one.
+        operand = match.collective.node.args[0]
+        assert isinstance(operand, fx.Node)
+        firsts = kept.setdefault((operand, match.dim, match.collective.group_name), [])
+        first = next((one for one in firsts if can_replace(match, one)), None)
+        if first is None:
+            firsts.append(match)
+            continue
+        match.gathered.replace_all_uses_with(first.gathered)
+        rewriting.erase_unused(graph, match.steps)
+        count += 1
+    return count

@@ -1,0 +1,105 @@
+"""One collective of several tensors becomes single collectives, for those tensors that a fusion takes.
+
+Before:
+
+    mm [M, N], x -> all_reduce_coalesced([mm, x, y]) -> getitem 0 -> wait
+                                                     -> getitem 1 -> wait
+                                                     -> getitem 2 -> wait
+
+After, if the first tensor is fused and the others are not:
+
+    mm -> all_reduce -> wait
+    x, y -> all_reduce_coalesced([x, y]) -> getitem 0 -> wait
+                                         -> getitem 1 -> wait
+
+The singles stand where the coalesced one stood, in the order of its list, before what is left of it: one launch is
+better than several, so the tensors that no fusion takes stay together. Which ones are taken is decided by `try_forms`.
+
+The in-place form means the same for a tensor that is taken: a fusion proves that the product is used by nothing but
+the collective. What is left of it stays in place.
+
+It must not fire when
+* the list of tensors is itself the result of an op (`_foreach_div`): then there is no operand to read;
+* the list of results is used as a whole, or one of them is taken out twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, c10d
+
+SINGLE: dict[object, object] = {
+    c10d.all_reduce_coalesced.default: ALL_REDUCE,
+    c10d.all_reduce_coalesced_.default: ALL_REDUCE,
+    c10d.all_gather_into_tensor_coalesced.default: ALL_GATHER,
+    c10d.reduce_scatter_tensor_coalesced.default: REDUCE_SCATTER,
+}
+IN_PLACE: object = c10d.all_reduce_coalesced_.default
+
+
+@dataclass(frozen=True)
+class Match:
+    """A coalesced collective: `operands[i]` gives `results[i]`, or None where nobody takes that result."""
+
+    node: fx.Node
+    operands: tuple[fx.Node, ...]
+    results: tuple[fx.Node | None, ...]
+
+
+def find_coalesced(node: fx.Node) -> Match | None:
+    """Reads a coalesced collective member by member; None if it is none, or cannot be read."""
+    if node.op != "call_function" or node.target not in SINGLE or node.kwargs:
+        return None
+    operands = node.args[0]
+    if not isinstance(operands, (list, tuple)) or any(proofs.tensor(one) is None for one in operands):
+        return None
+    results: list[fx.Node | None] = [None] * len(operands)
+    for user in node.users:
+        index = user.args[1] if user.target is getitem and user.args[0] is node else None
+        if not isinstance(index, int) or not 0 <= index < len(results) or results[index] is not None:
+            return None
+        results[index] = user
+    return Match(node, tuple(one for one in operands if isinstance(one, fx.Node)), tuple(results))
+
+
+def rewrite(graph: fx.Graph, match: Match, taken: Collection[int]) -> dict[int, fx.Node]:
+    """Makes single collectives of the members `taken`, and of the last one if only one is left; returns them."""
+    node, singles = match.node, dict[int, fx.Node]()
+    left = [index for index in range(len(match.operands)) if index not in taken]
+    if len(left) == 1 and node.target is not IN_PLACE and match.results[left[0]] is not None:
+        taken, left = range(len(match.operands)), []
+    for index in sorted(taken):
+        result = match.results[index]
+        assert result is not None
+        with graph.inserting_before(node):
+            singles[index] = _single(graph, match, index, result)
+        result.replace_all_uses_with(singles[index])
+        graph.erase_node(result)
+    if not left:
+        graph.erase_node(node)
+        return singles
+    node.args = ([match.operands[index] for index in left], *node.args[1:])
+    node.meta["val"] = [node.meta["val"][index] for index in left]
+    node.meta.pop("eager_input_vals", None)
+    for position, index in enumerate(left):
+        result = match.results[index]
+        if result is not None:
+            result.args = (node, position)
+    return singles
+
+
+def _single(graph: fx.Graph, match: Match, index: int, result: fx.Node) -> fx.Node:
+    target: Any = SINGLE[match.node.target]
+    assert isinstance(target, torch._ops.OpOverload)
+    single = graph.call_function(target, (match.operands[index], *match.node.args[1:]))
+    single.meta.update(rewriting.copied_meta(match.node))
+    single.meta["val"] = result.meta["val"]
+    return single
