@@ -17,6 +17,7 @@ from ditron_inductor.lowering.all_gather_attention.function import all_gather_at
 from ditron_inductor.lowering.host.register import register
 from ditron_inductor.options import Options
 from ditron_inductor.task import flash_decode as task
+from ditron_inductor.task.nodes import FlashDecode, Policy
 from ditron_inductor.task.ops import overload
 
 __all__ = ["all_gather_attention", "flash_decode"]
@@ -73,24 +74,33 @@ def flash_decode(
         )
     name, world_size = _named(group)
     chosen = DEFAULTS if options is None else options
-    out: torch.Tensor
-    out, _ = _FLASH_DECODE(
-        q,
-        k_cache,
-        v_cache,
-        lengths,
-        block_table,
-        None,
+    node = _text(
         1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
         float(softcap),
         world_size,
         name,
         site,
-        chosen.strategy,
-        chosen.workspace_limit,
-        chosen.timeout_arg,
+        (chosen.strategy, chosen.workspace_limit, chosen.timeout_arg),
+        block_table is not None,
     )
+    operands = [q, k_cache, v_cache, lengths]
+    out: torch.Tensor = _FLASH_DECODE(operands if block_table is None else [*operands, block_table], node, None)[0]
     return out
+
+
+# A function that is being compiled takes the text as it is.
+@torch._dynamo.assume_constant_result
+def _text(
+    scale: float,
+    softcap: float,
+    world_size: int,
+    group_name: str,
+    site: str,
+    policy: tuple[str, int, float],
+    paged: bool,
+) -> str:
+    """The node of a call."""
+    return FlashDecode(scale, softcap, world_size, group_name, site, Policy(*policy), paged).text()
 
 
 def _named(group: dist.ProcessGroup | str | None) -> tuple[str, int]:

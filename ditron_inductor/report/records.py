@@ -41,7 +41,7 @@ from ditron_inductor.task.nodes import (
     UlyssesNode,
     WithEpilogue,
 )
-from ditron_inductor.task.ops import argument_of, node_from_call
+from ditron_inductor.task.ops import node_from_call, operand, operands_from_call
 
 Sizes = tuple[int | None, int | None, int | None]
 """m, n, k of a record, None where a size is not known."""
@@ -73,10 +73,10 @@ def _task_record(node: fx.Node) -> SiteRecord:
     if isinstance(task, AttentionNode):
         return _attention_record(node, task)
     gathers = isinstance(task, AllGatherMatmul | AllGatherContract)
-    left, right = node.args[0], [] if isinstance(task, AllReduceRmsNorm) else node.args[1]
-    right = right if isinstance(right, (list, tuple)) else [right]
-    lefts = [_value(one) for one in (left if isinstance(left, (list, tuple)) else [left])]
-    weights = [_value(weight) for weight in right]
+    operands = list(operands_from_call(node).values())
+    left, right = operands[0], [] if isinstance(task, AllReduceRmsNorm) else operands[1]
+    lefts = [_value(one) for one in (left if isinstance(left, list) else [left])]
+    weights = [_value(weight) for weight in (right if isinstance(right, list) else [right])]
     lhs = lefts[0]
     rows = [_hint(size) for size in lhs.shape[:-1]]
     # The products that a gather feeds lie side by side, all others are added up; without any, x has its own columns.
@@ -132,21 +132,21 @@ def _fused_record(
         bytes_moved=None if m is None or n is None or k is None else _task_bytes(task, m, n, k, itemsize),
         strategy=task.policy.strategy,
         node=node.name,
-        text=task.text(),
+        text=f"{task.kind} {task.text()}",
         line=describe(node).line,
     )
 
 
 def _decode_record(node: fx.Node, task: FlashDecode) -> SiteRecord:
     """m: query heads of all sequences, of n elements each. There is no product to be timed: no rows, no columns."""
-    q, k, v = (_value(one) for one in node.args[:3])
+    q, k, v = (_value(operand(node, name)) for name in "qkv")
     sizes = _hint(q.shape[0] * q.shape[1]), _hint(q.shape[2]), 1
     return _fused_record(node, task, q, (q, k, v), sizes)
 
 
 def _attention_record(node: fx.Node, task: AttentionNode) -> SiteRecord:
     """Its sizes are those of a matmul with as many operations; see `attention_sizes`."""
-    q, k = (_value(argument_of(node.target, node.args, name)) for name in ("q", "k"))
+    q, k = (_value(operand(node, name)) for name in ("q", "k"))
     hints = [_hint(size) for size in (*q.shape, *k.shape[1:3])]
     sizes: Sizes = None, None, None
     if None not in hints:

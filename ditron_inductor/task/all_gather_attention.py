@@ -25,12 +25,15 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, TypeVar
 
-from ditron_inductor.task.policy import Policy, check, common_text, verify_common
+from ditron_inductor.task.codec import INLINED
+from ditron_inductor.task.node import Node, Slots, single
+from ditron_inductor.task.policy import Policy, check, verify_common
 
+T = TypeVar("T")
 MASKS: tuple[str, ...] = ("full", "causal", "zigzag_keys", "causal_offset", "zigzag", "given")
 ALIGNED: tuple[str, ...] = ("causal_offset", "zigzag")
 """Those for which a rank's queries are at the positions of its keys."""
@@ -146,7 +149,7 @@ def _joined(segments: list[Segment]) -> list[Segment]:
 
 
 @dataclass(frozen=True)
-class _AttentionNode:
+class _AttentionNode(Node):
     """What the two nodes have in common. scale: of the products of queries and keys, before the softmax. softcap: 0, or
     what the scores s become is softcap * tanh(s / softcap).
     """
@@ -158,7 +161,7 @@ class _AttentionNode:
     world_size: int
     group_name: str
     site: str
-    policy: Policy
+    policy: Policy = field(metadata=INLINED)
 
     def verify(self) -> None:
         self.mask.verify(self.kind)
@@ -166,15 +169,12 @@ class _AttentionNode:
         check(0.0 <= self.softcap < math.inf, self.kind, "softcap", self.softcap, "a number, 0 for none")
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
-    def text(self) -> str:
-        softcap = f", softcap={self.softcap:g}" if self.softcap else ""
-        return (
-            f"{self.kind}(mask={self.mask.text()}, scale={self.scale:g}{softcap}{self._own_text()}, "
-            f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
-        )
+    def split(self, operands: Sequence[T]) -> Sequence[T]:
+        """As they are, the bias last."""
+        return operands
 
-    def _own_text(self) -> str:
-        return ""
+    def _bias_slots(self) -> Slots:
+        return single(("bias",)) if self.mask.kind == GIVEN else ()
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,8 @@ class AllGatherAttention(_AttentionNode):
     kind: ClassVar[str] = "all_gather_attention"
     return_gathered: bool = False
 
-    def _own_text(self) -> str:
-        return f", return_gathered={self.return_gathered}"
+    def slots(self) -> Slots:
+        return (*single(("q", "k", "v")), *self._bias_slots())
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,9 @@ class AttentionReduceScatter(_AttentionNode):
     """
 
     kind: ClassVar[str] = "attention_reduce_scatter"
+
+    def slots(self) -> Slots:
+        return (*single(("grad_out", "q", "k", "v", "out", "lse")), *self._bias_slots())
 
 
 @dataclass(frozen=True)

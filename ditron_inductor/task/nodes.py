@@ -10,23 +10,26 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
 
 from ditron_inductor.errors import InvalidEpilogue, InvalidTaskNode
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
+from ditron_inductor.task.codec import INLINED
 from ditron_inductor.task.epilogue import Epilogue, parse
+from ditron_inductor.task.node import Node, Slots, single
 from ditron_inductor.task.policy import STRATEGIES as STRATEGIES
 from ditron_inductor.task.policy import Policy as Policy
-from ditron_inductor.task.policy import check, common_text, verify_common
+from ditron_inductor.task.policy import check, verify_common
 from ditron_inductor.task.ulysses import AllToAllMatmul, MatmulAllToAll
 
+T = TypeVar("T")
 REDUCE_OPS: tuple[str, ...] = ("sum", "avg")
 MAX_PRODUCTS = 8
 """Of one reduction: each of them is a loop of its own in a kernel."""
 
 
-class WithEpilogue:
+class WithEpilogue(Node):
     """A node whose outputs are products, or what an epilogue makes of them."""
 
     kind: ClassVar[str]
@@ -63,8 +66,8 @@ class WithEpilogue:
         unused = 0 if self.parsed is not None else self.num_extras
         check(unused == 0, self.kind, "num_extras", self.num_extras, "0, as there is no epilogue")
 
-    def _epilogue_text(self) -> str:
-        return f"epilogue={self.epilogue!r}, " if self.epilogue else ""
+    def _extra_slots(self) -> Slots:
+        return (("extras", self.num_extras),) if self.num_extras else ()
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,23 @@ class Projections(WithEpilogue):
     num_weights: int
     num_extras: int = 0
     epilogue: str = ""
+    strategy: str = "auto"
 
     @property
     def num_operands(self) -> int:
         return self.num_weights
+
+    def verify(self) -> None:
+        self.verify_epilogue()
+        check(self.strategy in STRATEGIES, self.kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
+
+    def slots(self) -> Slots:
+        return (("x", None), ("weights", self.num_weights), *self._extra_slots())
+
+    def split(self, operands: Sequence[T]) -> tuple[T, Sequence[T], Sequence[T]]:
+        """(x, weights, extra tensors)."""
+        end = 1 + self.num_weights
+        return operands[0], operands[1:end], operands[end:]
 
 
 @dataclass(frozen=True)
@@ -101,7 +117,7 @@ class AllGatherMatmul(WithEpilogue):
     group_name: str
     return_gathered: bool
     site: str
-    policy: Policy
+    policy: Policy = field(metadata=INLINED)
     num_weights: int
     num_extras: int = 0
     epilogue: str = ""
@@ -111,6 +127,19 @@ class AllGatherMatmul(WithEpilogue):
     def num_operands(self) -> int:
         return self.num_weights
 
+    def slots(self) -> Slots:
+        prologue = () if self.prologue is None else single(self.prologue.extras)
+        return (("shard", None), ("weights", self.num_weights), *self._extra_slots(), *prologue)
+
+    def split(self, operands: Sequence[T]) -> tuple[T, Sequence[T], Sequence[T], Sequence[T | None]]:
+        """(shard, weights, extra tensors, those of the norm in front: see `SHARD_EXTRAS`)."""
+        weights = 1 + self.num_weights
+        extras = weights + self.num_extras
+        given: Sequence[T | None] = ()
+        if self.prologue is not None:
+            given = by_names(SHARD_EXTRAS, self.prologue.extras, operands[extras:])
+        return operands[0], operands[1:weights], operands[weights:extras], given
+
     def verify(self) -> None:
         check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
         self.verify_epilogue()
@@ -118,19 +147,9 @@ class AllGatherMatmul(WithEpilogue):
             self.prologue.verify(self.kind)
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
-    def text(self) -> str:
-        return (
-            f"{self.kind}(gather_dim={self.gather_dim}, num_weights={self.num_weights}, "
-            f"return_gathered={self.return_gathered}, {self._epilogue_text()}{self._prologue_text()}"
-            f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
-        )
-
-    def _prologue_text(self) -> str:
-        return "" if self.prologue is None else f"{self.prologue.text()}, "
-
 
 @dataclass(frozen=True)
-class AllGatherContract:
+class AllGatherContract(Node):
     """out_i = G.T @ factor_i, or factor_i @ G if not `gathered_first`: all products contract what one gather gathers.
 
     shard is [.., S, ..] with S at `gather_dim`. G [W*K, C] is the gathered tensor with all dimensions but the last one
@@ -145,20 +164,20 @@ class AllGatherContract:
     group_name: str
     return_gathered: bool
     site: str
-    policy: Policy
+    policy: Policy = field(metadata=INLINED)
     num_factors: int = 1
+
+    def slots(self) -> Slots:
+        return (("shard", None), ("factors", self.num_factors))
+
+    def split(self, operands: Sequence[T]) -> tuple[T, Sequence[T]]:
+        """(shard, factors)."""
+        return operands[0], operands[1:]
 
     def verify(self) -> None:
         check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
         check(self.num_factors >= 1, self.kind, "num_factors", self.num_factors, "at least one factor")
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
-
-    def text(self) -> str:
-        return (
-            f"{self.kind}(gather_dim={self.gather_dim}, gathered_first={self.gathered_first}, "
-            f"num_factors={self.num_factors}, return_gathered={self.return_gathered}, "
-            f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
-        )
 
 
 @dataclass(frozen=True)
@@ -200,24 +219,24 @@ class MatmulReduceScatter(WithEpilogue):
     world_size: int
     group_name: str
     site: str
-    policy: Policy
+    policy: Policy = field(metadata=INLINED)
     num_products: int = 1
     has_bias: bool = False
     num_extras: int = 0
     epilogue: str = ""
+
+    def slots(self) -> Slots:
+        return (*_product_slots(self.num_products, self.has_bias), *self._extra_slots())
+
+    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], T | None, Sequence[T]]:
+        """(first operands, second ones, bias, extra tensors)."""
+        return split_products(self.num_products, self.has_bias, operands)
 
     def verify(self) -> None:
         check(self.scatter_dim >= 0, self.kind, "scatter_dim", self.scatter_dim, "a dimension, 0 or more")
         _verify_reduction(self.kind, self.reduce_op, self.num_products)
         self.verify_epilogue()
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
-
-    def text(self) -> str:
-        return (
-            f"{self.kind}(scatter_dim={self.scatter_dim}, "
-            f"{_reduction_text(self.reduce_op, self.num_products, self.has_bias)}, {self._epilogue_text()}"
-            f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
-        )
 
 
 @dataclass(frozen=True)
@@ -237,22 +256,23 @@ class MatmulAllReduce(WithEpilogue):
     world_size: int
     group_name: str
     site: str
-    policy: Policy
+    policy: Policy = field(metadata=INLINED)
     num_products: int = 1
     has_bias: bool = False
     num_extras: int = 0
     epilogue: str = ""
 
+    def slots(self) -> Slots:
+        return (*_product_slots(self.num_products, self.has_bias), *self._extra_slots())
+
+    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], T | None, Sequence[T]]:
+        """(first operands, second ones, bias, extra tensors)."""
+        return split_products(self.num_products, self.has_bias, operands)
+
     def verify(self) -> None:
         _verify_reduction(self.kind, self.reduce_op, self.num_products)
         self.verify_epilogue()
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
-
-    def text(self) -> str:
-        return (
-            f"{self.kind}({_reduction_text(self.reduce_op, self.num_products, self.has_bias)}, {self._epilogue_text()}"
-            f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
-        )
 
 
 @dataclass(frozen=True)
@@ -272,12 +292,6 @@ class Norm:
     def verify(self, kind: str) -> None:
         check(self.form in NORMS, kind, "norm", self.form, f"one of {', '.join(NORMS)}")
         check(0.0 <= self.eps < math.inf, kind, "eps", self.eps, "a number, 0 or more")
-
-    def text(self) -> str:
-        if self.form == NO_NORM:
-            return NO_NORM
-        flags = ", plus_one" * self.plus_one + ", round_first" * self.round_first
-        return f"{self.form}(eps={self.eps:g}{flags})"
 
 
 NO_NORM = "none"
@@ -324,13 +338,9 @@ class ShardNorm:
         _verify_names(kind, "extras", self.extras, SHARD_EXTRAS)
         _verify_names(kind, "saved", self.saved, SHARD_SAVED)
 
-    def text(self) -> str:
-        saved = f", saved={'+'.join(self.saved)}" if self.saved else ""
-        return f"norm={self.norm.text()}, norm_extras={'+'.join(self.extras)}{saved}"
-
 
 @dataclass(frozen=True)
-class _ReductionWithNorm:
+class _ReductionWithNorm(Node):
     """What the two nodes with a norm have in common.
 
     extras: which of `EXTRAS` there are. post: a norm of the reduced rows alone, before the residual is added;
@@ -345,7 +355,7 @@ class _ReductionWithNorm:
     world_size: int
     group_name: str
     site: str
-    policy: Policy
+    policy: Policy = field(metadata=INLINED)
     post: Norm | None = None
     saved: tuple[str, ...] = ()
 
@@ -360,10 +370,10 @@ class _ReductionWithNorm:
             of_norm = {"weight", "shift", "other_weight", "other_shift", "mean", "rstd", "scaled", "other"}
             behind = of_norm & {*self.extras, *self.saved}
             check(not behind, self.kind, "norm", self.norm.form, f"a norm, as there are {', '.join(sorted(behind))}")
-        for field, names, known in (("extras", self.extras, EXTRAS), ("saved", self.saved, SAVED)):
-            _verify_names(self.kind, field, names, known)
-            no_post = self.post is not None or not any(name.startswith("post_") for name in names)
-            check(no_post, self.kind, field, names, "without names of a norm before the residual, as there is none")
+        for name, names, known in (("extras", self.extras, EXTRAS), ("saved", self.saved, SAVED)):
+            _verify_names(self.kind, name, names, known)
+            no_post = self.post is not None or not any(one.startswith("post_") for one in names)
+            check(no_post, self.kind, name, names, "without names of a norm before the residual, as there is none")
         given = {"other_weight", "other_shift"} & {*self.extras}
         no_other = not given or "other" in self.saved
         check(no_other, self.kind, "extras", self.extras, "without those of another norm, as it is not returned")
@@ -373,17 +383,6 @@ class _ReductionWithNorm:
     def returned(self) -> tuple[str, ...]:
         """The names of the outputs, without the token."""
         return norm_returns(self.norm, self.saved)
-
-    def text(self) -> str:
-        post = "" if self.post is None else f"post={self.post.text()}, "
-        saved = f"saved={'+'.join(self.saved)}, " if self.saved else ""
-        return (
-            f"{self.kind}({self._reduction_text()}, {post}norm={self.norm.text()}, extras={'+'.join(self.extras)}, "
-            f"{saved}{common_text(self.world_size, self.group_name, self.site, self.policy)})"
-        )
-
-    def _reduction_text(self) -> str:
-        return f"reduce_op={self.reduce_op}"
 
 
 @dataclass(frozen=True)
@@ -398,6 +397,13 @@ class AllReduceRmsNorm(_ReductionWithNorm):
 
     kind: ClassVar[str] = "all_reduce_rms_norm"
 
+    def slots(self) -> Slots:
+        return (("x", None), *single(self.extras))
+
+    def split(self, operands: Sequence[T]) -> tuple[T, Sequence[T | None]]:
+        """(x, the other tensors: see `EXTRAS`)."""
+        return operands[0], by_names(EXTRAS, self.extras, operands[1:])
+
 
 @dataclass(frozen=True)
 class MatmulAllReduceRmsNorm(_ReductionWithNorm):
@@ -411,6 +417,18 @@ class MatmulAllReduceRmsNorm(_ReductionWithNorm):
     has_bias: bool = False
     num_extras: int = 0
     epilogue: str = ""
+
+    def slots(self) -> Slots:
+        products = _product_slots(self.num_products, self.has_bias, "product_bias")
+        return (*products, *single(self.extras), *self.reduction._extra_slots())
+
+    def split(
+        self, operands: Sequence[T]
+    ) -> tuple[Sequence[T], Sequence[T], T | None, Sequence[T | None], Sequence[T]]:
+        """(first operands, second ones, their bias, those of the norm: see `EXTRAS`, extra tensors)."""
+        a, b, bias, behind = split_products(self.num_products, self.has_bias, operands)
+        count = len(self.extras)
+        return a, b, bias, by_names(EXTRAS, self.extras, behind[:count]), behind[count:]
 
     @functools.cached_property
     def reduction(self) -> MatmulAllReduce:
@@ -434,13 +452,9 @@ class MatmulAllReduceRmsNorm(_ReductionWithNorm):
         fits = parsed is None or parsed.behind is None
         check(fits, self.kind, "epilogue", self.epilogue, "one without a part behind the reduction")
 
-    def _reduction_text(self) -> str:
-        text = _reduction_text(self.reduce_op, self.num_products, self.has_bias)
-        return f"{text}, epilogue={self.epilogue!r}" if self.epilogue else text
-
 
 @dataclass(frozen=True)
-class MatmulAllGather:
+class MatmulAllGather(Node):
     """out = all_gather(sum_i a_i @ b_i + bias, gather_dim): what all ranks compute, in rank order, along `gather_dim`.
 
     a_i is [.., K_i], b_i is [K_i, N], bias is a row [N] where there is one; the sum [.., N] has the same shape on every
@@ -452,24 +466,25 @@ class MatmulAllGather:
     world_size: int
     group_name: str
     site: str
-    policy: Policy
+    policy: Policy = field(metadata=INLINED)
     num_products: int = 1
     has_bias: bool = False
+
+    def slots(self) -> Slots:
+        return _product_slots(self.num_products, self.has_bias)
+
+    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], T | None]:
+        """(first operands, second ones, bias)."""
+        return split_products(self.num_products, self.has_bias, operands)[:3]
 
     def verify(self) -> None:
         check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
         _verify_products(self.kind, self.num_products)
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
 
-    def text(self) -> str:
-        return (
-            f"{self.kind}(gather_dim={self.gather_dim}, num_products={self.num_products}, has_bias={self.has_bias}, "
-            f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
-        )
-
 
 @dataclass(frozen=True)
-class FlashDecode:
+class FlashDecode(Node):
     """out = attention of one query per sequence over the tokens of all ranks, bit-identical on every rank.
 
     q and out are [B, Hq, D]; each rank holds some tokens of every sequence: caches [B, S, Hkv, D], or (paged) blocks
@@ -482,20 +497,21 @@ class FlashDecode:
     world_size: int
     group_name: str
     site: str
-    policy: Policy
+    policy: Policy = field(metadata=INLINED)
     paged: bool = False
+
+    def slots(self) -> Slots:
+        return single(("q", "k", "v", "lengths", *("block_table",) * self.paged))
+
+    def split(self, operands: Sequence[T]) -> tuple[T, T, T, T, T | None]:
+        """(query, keys, values, lengths, block table)."""
+        q, k, v, lengths, *table = operands
+        return q, k, v, lengths, table[0] if table else None
 
     def verify(self) -> None:
         check(0.0 < self.scale < math.inf, self.kind, "scale", self.scale, "a number above 0")
         check(0.0 <= self.softcap < math.inf, self.kind, "softcap", self.softcap, "a number, 0 for none")
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
-
-    def text(self) -> str:
-        softcap = f"softcap={self.softcap:g}, " if self.softcap else ""
-        return (
-            f"{self.kind}(scale={self.scale:g}, {softcap}paged={self.paged}, "
-            f"{common_text(self.world_size, self.group_name, self.site, self.policy)})"
-        )
 
 
 MatmulNode = AllGatherMatmul | MatmulReduceScatter | MatmulAllReduce | MatmulAllGather | AllGatherContract
@@ -518,6 +534,25 @@ PLANNED_KINDS: tuple[str, ...] = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS,
 """Those with times of their own in tables. With a matmul, a norm costs all strategies the same."""
 TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS, *ULYSSES_KINDS, FlashDecode.kind, *ATTENTION_KINDS)
 """All of them."""
+NODES: dict[str, type[Node]] = {
+    node.kind: node
+    for node in (
+        AllGatherMatmul,
+        MatmulReduceScatter,
+        MatmulAllReduce,
+        MatmulAllGather,
+        AllGatherContract,
+        AllReduceRmsNorm,
+        MatmulAllReduceRmsNorm,
+        MatmulAllToAll,
+        AllToAllMatmul,
+        FlashDecode,
+        AllGatherAttention,
+        AttentionReduceScatter,
+        Projections,
+    )
+}
+"""The declarations by kind: of all Task nodes, and of `projections`, which is no site."""
 COMPILED_BY_US = "ditron_compiled_by_us"
 """Key of a graph node's `meta`: our passes are part of what compiles it, hence of the key under which it is cached."""
 
@@ -525,6 +560,26 @@ COMPILED_BY_US = "ditron_compiled_by_us"
 def norm_returns(norm: Norm, saved: tuple[str, ...]) -> tuple[str, ...]:
     """The names of the outputs of a reduction with this norm, without the token."""
     return (*("normed",) * (norm.form != NO_NORM), "total", *saved)
+
+
+def by_names(known: Sequence[str], given: Sequence[str], operands: Sequence[T]) -> tuple[T | None, ...]:
+    """The operands of the names that are given, in the places of all known names; None in the other places."""
+    found = dict(zip(given, operands, strict=True))
+    return tuple(found.get(name) for name in known)
+
+
+def _product_slots(num_products: int, has_bias: bool, bias: str = "bias") -> Slots:
+    """The operands of a sum of products."""
+    return (("a", num_products), ("b", num_products), *((bias, None),) * has_bias)
+
+
+def split_products(
+    num_products: int, has_bias: bool, operands: Sequence[T]
+) -> tuple[Sequence[T], Sequence[T], T | None, Sequence[T]]:
+    """(first operands, second ones, bias, what stands behind them) of a sum of products."""
+    products = 2 * num_products
+    bias = operands[products] if has_bias else None
+    return operands[:num_products], operands[num_products:products], bias, operands[products + has_bias :]
 
 
 def _verify_names(kind: str, field: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
@@ -540,7 +595,3 @@ def _verify_reduction(kind: str, reduce_op: str, num_products: int) -> None:
 def _verify_products(kind: str, num_products: int) -> None:
     within = 1 <= num_products <= MAX_PRODUCTS
     check(within, kind, "num_products", num_products, f"at least one matmul, and at most {MAX_PRODUCTS}")
-
-
-def _reduction_text(reduce_op: str, num_products: int, has_bias: bool) -> str:
-    return f"reduce_op={reduce_op}, num_products={num_products}, has_bias={has_bias}"

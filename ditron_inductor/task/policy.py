@@ -35,9 +35,6 @@ class Policy:
         check(self.workspace_limit >= 0, kind, "workspace_limit", self.workspace_limit, "a number of bytes, 0 or more")
         check(self.timeout_s >= 0.0, kind, "timeout_s", self.timeout_s, "seconds, or 0 for the group's own timeout")
 
-    def text(self) -> str:
-        return f"strategy={self.strategy}, workspace_limit={self.workspace_limit}, timeout_s={self.timeout_s:g}"
-
 
 def check(holds: bool, kind: str, field: str, value: object, expected: str) -> None:
     if not holds:
@@ -48,7 +45,3 @@ def verify_common(kind: str, world_size: int, group_name: str, policy: Policy) -
     check(world_size >= 2, kind, "world_size", world_size, "at least 2 ranks")
     check(bool(group_name), kind, "group_name", group_name, "the name of a process group")
     policy.verify(kind)
-
-
-def common_text(world_size: int, group_name: str, site: str, policy: Policy) -> str:
-    return f"world_size={world_size}, group_name={group_name!r}, site={site!r}, {policy.text()}"

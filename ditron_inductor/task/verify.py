@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from operator import getitem
 from typing import Any
 
@@ -16,12 +17,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.task import ops
-from ditron_inductor.task.all_gather_attention import ALIGNED, GIVEN, AllGatherAttention, AttentionReduceScatter
+from ditron_inductor.task.all_gather_attention import ALIGNED, AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.attention_ops import BIAS_DTYPES
 from ditron_inductor.task.epilogue import extras_of, products
 from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.nodes import (
-    SHARD_EXTRAS,
     TASK_KINDS,
     AllGatherContract,
     AllGatherMatmul,
@@ -41,6 +41,8 @@ from ditron_inductor.task.nodes import (
     WithEpilogue,
 )
 
+Given = Mapping[str, Any]
+"""The values of a call's operands by name: tensors and lists of tensors."""
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -57,6 +59,9 @@ def verify_graph(graph: fx.Graph) -> None:
     for call, task in calls:
         task.verify()
         _require(not call.kwargs, call, "has keyword arguments")
+        found = sum(1 if count is None else count for _, count in task.slots())
+        given = len(ops.operands_of(call))
+        _require(given == found, call, f"has {given} operands, and its node has {found}")
         _require(bool(task.site), call, "has no site name")
         _verify_operands(call, task)
         _verify_outputs(call, task)
@@ -69,21 +74,25 @@ def verify_graph(graph: fx.Graph) -> None:
 
 def _verify_operands(call: fx.Node, task: TaskNode) -> None:
     """Shapes, dtypes and devices of the tensors, as far as they are known: unknown sizes are not an error."""
+    given: Given = {
+        name: [_value(call, one) for one in value] if isinstance(value, list) else _value(call, value)
+        for name, value in task.named(ops.operands_of(call)).items()
+    }
     if isinstance(task, AllReduceRmsNorm):
-        x = _value(call, call.args[0])
+        x = given["x"]
         _require(x.ndim >= 1, call, "reduces and normalises a scalar")
         _require(x.dtype in DTYPES, call, f"has dtype {x.dtype}, which no kernel takes")
-        _verify_extras(call, task, x, x.shape[-1])
+        _verify_extras(call, task, given, x, x.shape[-1])
         return
     if isinstance(task, FlashDecode):
-        _verify_decode(call, task)
+        _verify_decode(call, task, given)
         return
     if isinstance(task, AttentionNode):
-        _verify_attention(call, task)
+        _verify_attention(call, task, given)
         return
-    left, right = call.args[0], call.args[1]
-    weights = [_value(call, weight) for weight in (right if isinstance(right, (list, tuple)) else [right])]
-    rows = [_value(call, one) for one in (left if isinstance(left, (list, tuple)) else [left])]
+    left, right = list(given.values())[:2]
+    weights: list[torch.Tensor] = right if isinstance(right, list) else [right]
+    rows: list[torch.Tensor] = left if isinstance(left, list) else [left]
     first = rows[0]
     _require(first.ndim >= 2, call, f"has a first operand with {first.ndim} dimensions, not 2 or more")
     _require(first.dtype in DTYPES, call, f"has dtype {first.dtype}, which no kernel takes")
@@ -106,7 +115,7 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         rows *= len(weights)
     else:
         bias = "product_bias" if isinstance(task, MatmulAllReduceRmsNorm) else "bias"
-        _verify_sum(call, rows, weights, ops.argument_of(call.target, call.args, bias))
+        _verify_sum(call, rows, weights, given.get(bias))
     for value, weight in zip(rows, weights, strict=True):
         _require(_possible(weight.shape[0] == value.shape[-1]), call, "multiplies shapes that do not fit")
     whole: Any = math.prod(first.shape[:-1])
@@ -115,15 +124,15 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _require(task.scatter_dim < first.ndim - 1, call, f"scatters dimension {task.scatter_dim} of {first.ndim}")
         divides = first.shape[task.scatter_dim] % task.world_size == 0
         _require(_possible(divides), call, "scatters a dimension that does not divide by the number of ranks")
-        _verify_epilogue(call, task, first, whole // task.world_size, [weights[0].shape[1]], whole)
+        _verify_epilogue(call, task, given, first, whole // task.world_size, [weights[0].shape[1]], whole)
     elif isinstance(task, AllGatherMatmul):
         _require(task.gather_dim < first.ndim - 1, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
         gathered = task.world_size * math.prod(first.shape[:-1])
-        _verify_epilogue(call, task, first, gathered, [weight.shape[1] for weight in weights])
-        _verify_prologue(call, task, first)
+        _verify_epilogue(call, task, given, first, gathered, [weight.shape[1] for weight in weights])
+        _verify_prologue(call, task, given, first)
     elif isinstance(task, MatmulAllReduceRmsNorm):
-        _verify_epilogue(call, task.reduction, first, whole, [weights[0].shape[1]], whole)
-        _verify_extras(call, task, first, weights[0].shape[1])
+        _verify_epilogue(call, task.reduction, given, first, whole, [weights[0].shape[1]], whole)
+        _verify_extras(call, task, given, first, weights[0].shape[1])
     elif isinstance(task, MatmulAllGather):
         _require(task.gather_dim < first.ndim, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
     elif isinstance(task, MatmulAllToAll):
@@ -132,7 +141,7 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _require(_possible(divides), call, "scatters columns that do not divide by the number of ranks")
     else:
         assert isinstance(task, MatmulAllReduce)
-        _verify_epilogue(call, task, first, whole, [weights[0].shape[1]], whole)
+        _verify_epilogue(call, task, given, first, whole, [weights[0].shape[1]], whole)
 
 
 def _verify_scattered(call: fx.Node, task: AllToAllMatmul, x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -145,8 +154,8 @@ def _verify_scattered(call: fx.Node, task: AllToAllMatmul, x: torch.Tensor, weig
     _require(_possible(fits), call, "multiplies shapes that do not fit")
 
 
-def _verify_decode(call: fx.Node, task: FlashDecode) -> None:
-    q, k, v, lengths = (_value(call, argument) for argument in call.args[:4])
+def _verify_decode(call: fx.Node, task: FlashDecode, given: Given) -> None:
+    q, k, v, lengths = (given[name] for name in ("q", "k", "v", "lengths"))
     _require(q.ndim == 3 and k.ndim == 4 and v.ndim == 4, call, "has a query or a cache of other dimensions")
     _require(q.dtype in DTYPES, call, f"has dtype {q.dtype}, which no kernel takes")
     for value in (k, v):
@@ -162,10 +171,10 @@ def _verify_decode(call: fx.Node, task: FlashDecode) -> None:
         _require(_possible(k.shape[0] == q.shape[0]), call, "has a cache of another number of sequences")
 
 
-def _verify_attention(call: fx.Node, task: AttentionNode) -> None:
+def _verify_attention(call: fx.Node, task: AttentionNode, given: Given) -> None:
     """Queries, keys and values fit together; what is gathered already divides by the number of ranks."""
     names = ("q", "k", "v") if isinstance(task, AllGatherAttention) else ("q", "k", "v", "grad_out", "out")
-    q, k, *others = (_value(call, ops.argument_of(call.target, call.args, name)) for name in names)
+    q, k, *others = (given[name] for name in names)
     for value in (q, k, *others):
         _require(value.ndim == 4, call, f"has an operand with {value.ndim} dimensions, not 4")
         _require(value.dtype in DTYPES, call, f"has dtype {value.dtype}, which no kernel takes")
@@ -184,17 +193,14 @@ def _verify_attention(call: fx.Node, task: AttentionNode) -> None:
         keys = keys // task.world_size
     if task.mask.kind in ALIGNED:
         _require(_possible(queries == keys), call, f"has the mask '{task.mask.kind}', but not as many queries as keys")
-    _verify_attention_bias(call, task, q, (*q.shape[:3], keys * task.world_size))
+    _verify_attention_bias(call, given, q, (*q.shape[:3], keys * task.world_size))
 
 
-def _verify_attention_bias(call: fx.Node, task: AttentionNode, q: torch.Tensor, scores: tuple[Any, ...]) -> None:
-    """It is there for its mask alone, and can be broadcast to the scores of all keys."""
-    place = [argument.name for argument in call.target._schema.arguments].index("bias")  # type: ignore[union-attr]
-    bias = call.args[place] if len(call.args) > place else None
-    if task.mask.kind != GIVEN:
-        _require(bias is None, call, f"has a bias beside the mask '{task.mask.kind}'")
+def _verify_attention_bias(call: fx.Node, given: Given, q: torch.Tensor, scores: tuple[Any, ...]) -> None:
+    """A bias can be broadcast to the scores of all keys. Whether there is one, the mask says."""
+    if "bias" not in given:
         return
-    value = _value(call, bias)
+    value = given["bias"]
     _require(value.dtype in BIAS_DTYPES, call, f"has a bias of {value.dtype}")
     _require(value.device == q.device, call, f"mixes {q.device} and {value.device}")
     sizes = list(zip(reversed(value.shape), reversed(scores), strict=False))
@@ -202,7 +208,9 @@ def _verify_attention_bias(call: fx.Node, task: AttentionNode, q: torch.Tensor, 
     _require(fits, call, "has a bias that is no tensor of queries and keys")
 
 
-def _verify_sum(call: fx.Node, rows: list[torch.Tensor], weights: list[torch.Tensor], bias: object) -> None:
+def _verify_sum(
+    call: fx.Node, rows: list[torch.Tensor], weights: list[torch.Tensor], bias: torch.Tensor | None
+) -> None:
     """What is added together has one shape, but for a bias, which is a row of it."""
     leading, columns = rows[0].shape[:-1], weights[0].shape[1]
     for value, weight in zip(rows, weights, strict=True):
@@ -211,7 +219,7 @@ def _verify_sum(call: fx.Node, rows: list[torch.Tensor], weights: list[torch.Ten
         alike = all(_possible(size == other) for size, other in sizes)
         _require(alike, call, "adds products of different shapes")
     if bias is not None:
-        value = _value(call, bias)
+        value = bias
         is_row = value.ndim == 1 and _possible(value.shape[0] == columns)
         is_column = value.ndim == 2 and value.shape[1] == 1 and _possible(value.shape[0] == leading[0])
         of_matrix = call.target is ops.overload(MatmulReduceScatter.kind) and rows[0].ndim == 2
@@ -221,7 +229,7 @@ def _verify_sum(call: fx.Node, rows: list[torch.Tensor], weights: list[torch.Ten
 
 
 def _verify_epilogue(
-    call: fx.Node, task: WithEpilogue, first: torch.Tensor, rows: Any, widths: list[Any], whole: Any = 0
+    call: fx.Node, task: WithEpilogue, given: Given, first: torch.Tensor, rows: Any, widths: list[Any], whole: Any = 0
 ) -> None:
     """Widths of products that are combined, and the sizes of the extra tensors beside so many `rows`; `whole`: of what
     is reduced.
@@ -233,37 +241,33 @@ def _verify_epilogue(
         width = widths[group.products[0]]
         for index in group.products:
             _require(_possible(widths[index] == width), call, "combines products of different widths")
-    given = ops.argument_of(call.target, call.args, "extras")
-    assert isinstance(given, (list, tuple))
     parts = [(output, rows) for output in epilogue.outputs]
     parts += [] if epilogue.pre is None else [(epilogue.pre, whole)]
     for part, length in parts:
         shape = (length, widths[min(products(part))])
         for extra in extras_of([part]):
-            value = _value(call, given[extra.index])
+            value = given["extras"][extra.index]
             _require(value.device == first.device, call, f"mixes {first.device} and {value.device}")
             _require(value.dtype in DTYPES, call, f"has an extra tensor of {value.dtype}")
             fits: Any = value.numel() == math.prod(extra_shape(extra.kind, shape))
             _require(_possible(fits), call, f"has an extra tensor that is no {extra.kind}: x{extra.index}")
 
 
-def _verify_prologue(call: fx.Node, task: AllGatherMatmul, first: torch.Tensor) -> None:
-    """The tensors of the norm in front of a gather; without one there are none."""
-    arguments = [argument.name for argument in call.target._schema.arguments]  # type: ignore[union-attr]
-    given = [one for name, one in zip(arguments, call.args, strict=False) if name in SHARD_EXTRAS and one is not None]
-    _require(task.prologue is not None or not given, call, "has tensors of a norm, and no norm")
+def _verify_prologue(call: fx.Node, task: AllGatherMatmul, given: Given, first: torch.Tensor) -> None:
+    """The tensors of the norm in front of a gather."""
     if task.prologue is not None:
-        _verify_extras(call, task.prologue, first, first.shape[-1])
-        if "residual" in task.prologue.extras:
-            residual = _value(call, ops.argument_of(call.target, call.args, "residual"))
-            fits: Any = residual.numel() == first.numel()
+        _verify_extras(call, task.prologue, given, first, first.shape[-1])
+        if "residual" in given:
+            fits: Any = given["residual"].numel() == first.numel()
             _require(_possible(fits), call, "adds a residual of another size")
 
 
-def _verify_extras(call: fx.Node, task: NormNode | ShardNorm, first: torch.Tensor, columns: Any) -> None:
+def _verify_extras(
+    call: fx.Node, task: NormNode | ShardNorm, given: Given, first: torch.Tensor, columns: Any
+) -> None:
     """Those of a norm over rows of so many `columns`."""
     for name in task.extras:
-        value = _value(call, ops.argument_of(call.target, call.args, name))
+        value = given[name]
         _require(value.device == first.device, call, f"mixes {first.device} and {value.device}")
         if name == "residual":
             _require(value.dtype == first.dtype, call, f"mixes {first.dtype} and {value.dtype}")
@@ -299,7 +303,7 @@ def _verify_tokens(calls: list[tuple[fx.Node, TaskNode]]) -> None:
     """Every call but the first waits for the token of what stands before it; no token orders two things."""
     token_of = ops.overload("token_of")
     for index, (call, _) in enumerate(calls):
-        token = ops.argument_of(call.target, call.args, "token")
+        token = call.args[ops.TOKEN]
         if token is None:
             _require(index == 0, call, "has no token, though another site comes before it")
             continue

@@ -13,71 +13,28 @@ from ditron_inductor.lowering.all_gather_attention import chunked, library, tile
 from ditron_inductor.lowering.attention_reduce_scatter import chunked as backward_chunked
 from ditron_inductor.lowering.attention_reduce_scatter import library as backward_library
 from ditron_inductor.lowering.host.launch import Launch
-from ditron_inductor.task import ops
 from ditron_inductor.task.all_gather_attention import (
     ALIGNED,
     GIVEN,
     AllGatherAttention,
     AttentionReduceScatter,
-    Mask,
     attention_sizes,
     mask_problem,
 )
-from ditron_inductor.task.attention_ops import BIAS_DTYPES, split_bias
+from ditron_inductor.task.attention_ops import BIAS_DTYPES
 from ditron_inductor.task.nodes import AttentionNode
 from ditron_inductor.task.plan import PlanRequest
-from ditron_inductor.task.policy import Policy, shared_site
+from ditron_inductor.task.policy import shared_site
 
-Lookup = Callable[..., tuple[Hashable, Callable[..., Any] | None]]
 Prepare = Callable[..., Callable[..., Any]]
 Node = TypeVar("Node", AllGatherAttention, AttentionReduceScatter)
 
 
-def make_ops(lookup: Lookup, prepare: Prepare) -> dict[str, Callable[..., Any]]:
-    """The implementations by kind. lookup, prepare: of lowering/host/register.py."""
-
-    def all_gather_attention(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: torch.Tensor | None, *site: Any
-    ) -> list[torch.Tensor]:
-        site, bias = split_bias(AllGatherAttention.kind, site)
-        operands = (q, k, v) if bias is None else (q, k, v, bias)
-        key, run = lookup(AllGatherAttention.kind, site, operands)
-        if run is None:
-            run = _prepare_forward(prepare, key, operands, *site)
-        return [*run(*operands), ops.new_token(q)]
-
-    def attention_reduce_scatter(*args: Any) -> tuple[torch.Tensor, ...]:
-        site, bias = split_bias(AttentionReduceScatter.kind, args[7:])
-        operands = args[:6] if bias is None else (*args[:6], bias)
-        key, run = lookup(AttentionReduceScatter.kind, site, operands)
-        if run is None:
-            run = _prepare_backward(prepare, key, operands, *site)
-        return *run(*operands), ops.new_token(operands[1])
-
-    return {
-        AllGatherAttention.kind: all_gather_attention,
-        AttentionReduceScatter.kind: attention_reduce_scatter,
-    }
-
-
-def _prepare_forward(
-    prepare: Prepare,
-    key: Hashable,
-    operands: tuple[torch.Tensor, ...],
-    mask: str,
-    window: int,
-    offset: int,
-    jumps: str,
-    scale: float,
-    softcap: float,
-    return_gathered: bool,
-    world_size: int,
-    group_name: str,
-    site: str,
-    *policy: Any,
+def prepare_forward(
+    prepare: Prepare, key: Hashable, node: AllGatherAttention, operands: Sequence[torch.Tensor]
 ) -> Callable[..., Any]:
-    seen, limits = Mask(mask, window, offset, jumps), Policy(*policy)
-    node = AllGatherAttention(seen, scale, softcap, world_size, group_name, site, limits, return_gathered)
+    """What runs a forward. prepare: see lowering/host/prepare.py, with the calls that it keeps."""
+    world_size = node.world_size
     q, k, v, *biases = operands
     _check_operands(node, q, k, v)
     _check_bias(node, biases, q, world_size * k.shape[2])
@@ -112,28 +69,15 @@ def _prepare_forward(
     )
 
 
-def _prepare_backward(
-    prepare: Prepare,
-    key: Hashable,
-    operands: tuple[torch.Tensor, ...],
-    mask: str,
-    window: int,
-    offset: int,
-    jumps: str,
-    scale: float,
-    softcap: float,
-    world_size: int,
-    group_name: str,
-    site: str,
-    *policy: Any,
+def prepare_backward(
+    prepare: Prepare, key: Hashable, node: AttentionReduceScatter, operands: Sequence[torch.Tensor]
 ) -> Callable[..., Any]:
-    node = AttentionReduceScatter(
-        Mask(mask, window, offset, jumps), scale, softcap, world_size, group_name, site, Policy(*policy)
-    )
+    """What runs a backward; see `prepare_forward`."""
+    world_size = node.world_size
     grad_out, q, k, v, out, lse, *biases = operands
     if k.shape[2] % world_size:
         raise ValueError(
-            f"{node.kind} at site '{site}': {k.shape[2]} gathered keys do not divide among {world_size} ranks"
+            f"{node.kind} at site '{node.site}': {k.shape[2]} gathered keys do not divide among {world_size} ranks"
         )
     B, heads, queries, D = q.shape
     key_heads, keys = k.shape[1], k.shape[2] // world_size

@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 
 from ditron_inductor.lowering.host.register import register
-from ditron_inductor.task.all_gather_attention import LONGEST_WINDOW
+from ditron_inductor.task.all_gather_attention import (
+    GIVEN,
+    LONGEST_WINDOW,
+    AllGatherAttention,
+    AttentionReduceScatter,
+    Mask,
+)
 from ditron_inductor.task.policy import Policy
 
 # Here and not in the function, which a compiler traces.
@@ -70,13 +76,25 @@ def all_gather_attention(
             "all_gather_attention: bias wants a gradient, which is not computed; detach it, or attend to keys that are "
             "gathered by scaled_dot_product_attention"
         )
-    site = group.size(), group.group_name, "", strategy, *_LIMITS
-    given = mask, min(window, LONGEST_WINDOW), 0, "", scale, softcap
-    out: torch.Tensor = _Attention.apply(q, k, v, bias, given, site)  # type: ignore[no-untyped-call]
+    if (mask == GIVEN) != (bias is not None):
+        found = "no bias" if bias is None else "a bias"
+        raise ValueError(
+            f"all_gather_attention: {found} beside the mask '{mask}'; '{GIVEN}' has one, and no other mask"
+        )
+    seen = mask, min(window, LONGEST_WINDOW), scale, softcap
+    site = group.size(), group.group_name, strategy
+    out: torch.Tensor = _Attention.apply(q, k, v, bias, seen, site)  # type: ignore[no-untyped-call]
     return out
 
 
-_LIMITS = Policy().workspace_limit, Policy().timeout_s
+# A function that is being compiled takes the texts as they are.
+@torch._dynamo.assume_constant_result
+def _texts(
+    mask: str, window: int, scale: float, softcap: float, world_size: int, group_name: str, strategy: str, trained: bool
+) -> tuple[str, str]:
+    """The nodes of the forward and of the backward."""
+    common = Mask(mask, window), scale, softcap, world_size, group_name, "", Policy(strategy)
+    return AllGatherAttention(*common, trained).text(), AttentionReduceScatter(*common).text()
 
 
 class _Attention(torch.autograd.Function):
@@ -89,13 +107,13 @@ class _Attention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         bias: torch.Tensor | None,
-        given: tuple[str, int, int, str, float, float],
-        site: tuple[Any, ...],
+        seen: tuple[str, int, float, float],
+        site: tuple[int, str, str],
     ) -> torch.Tensor:
-        op = torch.ops.ditron.all_gather_attention.default
         trained = any(ctx.needs_input_grad[:3])
-        found = op(q, k, v, None, *given, trained, *site, bias)
-        ctx.given = *given, *site
+        forward, ctx.backward_node = _texts(*seen, *site, trained)
+        operands = [q, k, v] if bias is None else [q, k, v, bias]
+        found = torch.ops.ditron.all_gather_attention.default(operands, forward, None)
         if trained:
             ctx.save_for_backward(q, found[2], found[3], found[0], found[1], bias)
         result: torch.Tensor = found[0]
@@ -104,6 +122,6 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, keys, values, out, lse, bias = ctx.saved_tensors
-        op = torch.ops.ditron.attention_reduce_scatter.default
-        grad_q, grad_k, grad_v, _ = op(grads[0], q, keys, values, out, lse, None, *ctx.given, bias)
-        return grad_q, grad_k, grad_v, None, None, None
+        operands = [grads[0], q, keys, values, out, lse, *(() if bias is None else (bias,))]
+        found = torch.ops.ditron.attention_reduce_scatter.default(operands, ctx.backward_node, None)
+        return found[0], found[1], found[2], None, None, None

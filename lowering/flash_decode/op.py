@@ -1,9 +1,9 @@
-"""Binds the op `flash_decode` to its strategies, as register.py does for the ops with matmuls."""
+"""Prepares a call of `flash_decode`, as lowering/host/prepare.py does for the ops with matmuls."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -11,101 +11,72 @@ import torch
 from ditron_inductor.device import AgreedOptions, workspaces
 from ditron_inductor.lowering.flash_decode import library, tile
 from ditron_inductor.lowering.flash_decode.local import Operands, shape_of
-from ditron_inductor.lowering.host.launch import Launch, is_tf32_allowed
-from ditron_inductor.lowering.host.prepared import Chosen, Prepared, PreparedCalls, choose_both, form
+from ditron_inductor.lowering.host.launch import Launch
+from ditron_inductor.lowering.host.prepared import Chosen, Prepared, PreparedCalls, choose_both
 from ditron_inductor.task import flash_decode as task
-from ditron_inductor.task import ops
-from ditron_inductor.task.nodes import FlashDecode, Policy
+from ditron_inductor.task.nodes import FlashDecode
 from ditron_inductor.task.plan import PlanRequest
 from ditron_inductor.task.policy import shared_site
 
-Runner = Callable[[Operands], torch.Tensor]
+Runner = Callable[..., torch.Tensor]
 
 
-class FlashDecodeOp:
-    """The op. calls: where prepared calls are kept."""
+def prepare(
+    calls: PreparedCalls, key: Hashable, node: FlashDecode, operands: Sequence[torch.Tensor]
+) -> Callable[..., Any]:
+    """What runs a call, kept in `calls` under `key`. What the ranks decide alike follows from the query alone: the size
+    of a cache may be this rank's own.
+    """
+    given = Operands(*node.split(operands))
+    node.verify()
+    task.check_operands(given.q, given.k, given.v, given.lengths, given.block_table)
+    options = AgreedOptions(node.policy.strategy, node.policy.workspace_limit, node.policy.timeout_s)
+    device = given.q.device
+    workspace = workspaces.get(node.group_name, device, options)
+    capabilities = workspace.capabilities
+    shape = shape_of(node, given, capabilities.num_sms)
+    sizes = (shape.batch, shape.query_heads, shape.kv_heads, shape.head_dim)
+    name = f"{shared_site(node.site) or node.kind} {node.kind}"
+    launch = Launch(workspace, f"{name}[{'x'.join(map(str, sizes))}] {str(shape.dtype).removeprefix('torch.')}")
+    runners: dict[str, Runner] = {"library": _of_tensors(library.make(node, shape, device, capabilities.arch))}
+    eager = captured = Chosen(runners["library"])
+    if shape.rows * shape.head_dim > 0:
+        reason = capabilities.tile_reason or tile.obstacle(shape)
+        nbytes = 0
+        if not reason:
+            geometry = tile.geometry(node, launch, shape)
+            nbytes = workspace.footprint(geometry.nbytes)
+            runners["tile"] = _of_tensors(functools.partial(tile.flash_decode, node, launch, geometry, shape))
+            runners["chunked"] = runners["tile"]
+        forced = node.policy.strategy == "chunked"
+        request = PlanRequest(
+            site=node.site,
+            kind=node.kind,
+            m=shape.rows,
+            n=shape.head_dim,
+            k=1,
+            dtype=shape.dtype,
+            world_size=node.world_size,
+            strategy=node.policy.strategy,
+            workspace_bytes=nbytes,
+            workspace_limit=node.policy.workspace_limit,
+            device_type=capabilities.device_type,
+            device_name=capabilities.device_name,
+            launch_us=capabilities.launch_us,
+            tile_available=not reason,
+            tile_reason=reason,
+            chunked_bytes=nbytes,
+            chunked_reason=reason or ("" if forced else task.NO_CHUNKS),
+        )
+        eager, captured = choose_both(node.group_name, workspace.table, request, runners)
+    prepared = Prepared(workspace, eager, captured, name, workspace.agreed(name))
+    calls.keep(key, prepared)
+    if eager is not captured and workspace.shared.is_first(launch.site_text):
+        # Makes what a capture needs and cannot make: memory, compiled kernels. The same call on all ranks.
+        return captured.noted()
+    return prepared.now().noted()
 
-    def __init__(self, calls: PreparedCalls) -> None:
-        self._calls = calls
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        lengths: torch.Tensor,
-        block_table: torch.Tensor | None,
-        token: torch.Tensor | None,
-        *site: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        given = Operands(q, k, v, lengths, block_table)
-        forms = [form(one) for one in (q, k, v, lengths)]
-        table = None if block_table is None else form(block_table)
-        key = FlashDecode.kind, site, is_tf32_allowed(), table, *forms
-        run = self._calls.find(key)
-        if run is None:
-            run = self._prepare(key, given, *site)
-        return run(given), ops.new_token(q)
-
-    def _prepare(
-        self,
-        key: Hashable,
-        given: Operands,
-        scale: float,
-        softcap: float,
-        world_size: int,
-        group_name: str,
-        site: str,
-        *policy: Any,
-    ) -> Runner:
-        """What runs a call, kept under `key`. What the ranks decide alike follows from the query alone: the size of a
-        cache may be this rank's own.
-        """
-        node = FlashDecode(scale, softcap, world_size, group_name, site, Policy(*policy), given.block_table is not None)
-        node.verify()
-        task.check_operands(given.q, given.k, given.v, given.lengths, given.block_table)
-        options = AgreedOptions(node.policy.strategy, node.policy.workspace_limit, node.policy.timeout_s)
-        device = given.q.device
-        workspace = workspaces.get(group_name, device, options)
-        capabilities = workspace.capabilities
-        shape = shape_of(node, given, capabilities.num_sms)
-        sizes = (shape.batch, shape.query_heads, shape.kv_heads, shape.head_dim)
-        name = f"{shared_site(site) or node.kind} {node.kind}"
-        launch = Launch(workspace, f"{name}[{'x'.join(map(str, sizes))}] {str(shape.dtype).removeprefix('torch.')}")
-        runners: dict[str, Runner] = {"library": library.make(node, shape, device, capabilities.arch)}
-        eager = captured = Chosen(runners["library"])
-        if shape.rows * shape.head_dim > 0:
-            reason = capabilities.tile_reason or tile.obstacle(shape)
-            nbytes = 0
-            if not reason:
-                geometry = tile.geometry(node, launch, shape)
-                nbytes = workspace.footprint(geometry.nbytes)
-                runners["tile"] = functools.partial(tile.flash_decode, node, launch, geometry, shape)
-                runners["chunked"] = runners["tile"]
-            forced = node.policy.strategy == "chunked"
-            request = PlanRequest(
-                site=site,
-                kind=node.kind,
-                m=shape.rows,
-                n=shape.head_dim,
-                k=1,
-                dtype=shape.dtype,
-                world_size=world_size,
-                strategy=node.policy.strategy,
-                workspace_bytes=nbytes,
-                workspace_limit=node.policy.workspace_limit,
-                device_type=capabilities.device_type,
-                device_name=capabilities.device_name,
-                launch_us=capabilities.launch_us,
-                tile_available=not reason,
-                tile_reason=reason,
-                chunked_bytes=nbytes,
-                chunked_reason=reason or ("" if forced else task.NO_CHUNKS),
-            )
-            eager, captured = choose_both(group_name, workspace.table, request, runners)
-        prepared = Prepared(workspace, eager, captured, name, workspace.agreed(name))
-        self._calls.keep(key, prepared)
-        if eager is not captured and workspace.shared.is_first(launch.site_text):
-            # Makes what a capture needs and cannot make: memory, compiled kernels. The same call on all ranks.
-            return captured.noted()
-        return prepared.now().noted()
+def _of_tensors(run: Callable[[Operands], torch.Tensor]) -> Runner:
+    """The same as a function of the tensors of a call."""
+    return lambda *tensors: run(Operands(*tensors))

@@ -2,7 +2,7 @@
 
 Inductor's code for a graph (see site_kernel.py) has, for every site,
 
-    call_buf3 = site_call("matmul_all_reduce", True, [Input(0)], [Input(1)], None, None, "sum", 2, "0", "step/0", ..)
+    call_buf3 = site_call("matmul_all_reduce", True, [Input(0), Input(1)], "reduce_op=sum world_size=2 ..", None)
     ...
     buf3 = call_buf3(arg0_1, buf1)
 

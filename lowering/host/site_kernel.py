@@ -19,10 +19,9 @@ from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
 from ditron_inductor.task.nodes import COMPILED_BY_US
-from ditron_inductor.task.ops import SCHEMAS, overload
+from ditron_inductor.task.ops import SCHEMAS, TOKEN, overload
 
 IMPORT = "from ditron_inductor.lowering.host.site_call import Input, site_call"
-TOKEN = "token"
 WRAPPERS = (PythonWrapperCodegen, SubgraphPythonWrapperCodegen)
 """What writes Python; others that do not are derived from these."""
 
@@ -60,10 +59,8 @@ class SiteKernel(ir.FallbackKernel):
 
     def _token(self) -> int | None:
         """Which input is the token."""
-        names = [argument.name for argument in self.op_overload._schema.arguments]
         given, _ = self.unflatten_args(list(range(len(self.inputs))), [None] * len(self.constant_args))
-        place = names.index(TOKEN) if TOKEN in names else len(given)
-        token: int | None = given[place] if place < len(given) else None
+        token: int | None = given[TOKEN]
         return token
 
     def site_arguments(self) -> list[str] | None:

@@ -153,33 +153,18 @@ def _arguments(x: torch.Tensor, weights: Sequence[torch.Tensor], arrangement: Ar
 
 
 class PreparedProjections:
-    """What was prepared, by the operands' forms and the epilogue."""
+    """What was prepared, by the node and the forms of the operands."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Runner] = {}
 
-    def find(
-        self,
-        x: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        strategy: str,
-        extras: Sequence[torch.Tensor],
-        epilogue: str,
-    ) -> Runner:
-        tensors = (x, *weights, *extras)
-        key = (
-            is_tf32_allowed(),
-            strategy,
-            len(weights),
-            epilogue,
-            *[form(tensor) for tensor in tensors],
-        )
+    def find(self, node: Projections, operands: Sequence[torch.Tensor]) -> Runner:
+        key = is_tf32_allowed(), node, *[form(one) for one in operands]
         run = self._known.get(key)
         if run is None:
             if len(self._known) >= MOST_CALLS:
                 self._known.clear()
-            node = Projections(len(weights), len(extras), epilogue)
-            run = self._known[key] = prepare(node, x, weights, extras, strategy)
+            run = self._known[key] = prepare(node, *node.split(operands), node.strategy)
         return run
 
 
@@ -187,16 +172,10 @@ calls = PreparedProjections()
 """Those of this process."""
 
 
-def projections(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    strategy: str,
-    extras: Sequence[torch.Tensor] | None = None,
-    epilogue: str = "",
-) -> list[torch.Tensor]:
+def projections(node: Projections, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """[x @ weight for weight in weights], or what the epilogue makes of these products and of the extra tensors.
 
-    x [M, K], weights [K, N_i], results [M, N_i] contiguous. strategy: what the options force, or `auto`.
+    operands: x [M, K], weights [K, N_i], extra tensors; results [M, N_i] contiguous.
     Raises `InvalidTaskNode` for an epilogue that does not fit.
     """
-    return calls.find(x, weights, strategy, extras or (), epilogue)(x, weights, extras or ())
+    return calls.find(node, operands)(*node.split(operands))

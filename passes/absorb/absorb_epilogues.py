@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from operator import getitem
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -275,12 +275,9 @@ def rewrite(graph: fx.Graph, match: Match, task: WithEpilogue) -> fx.Node:
     call = match.call
     for extra in match.extras:
         rewriting.hoist(extra, call)
-    args, known, extras = call.args, task.parsed, list(match.extras)
-    if known is not None:
-        # What is computed before the reduction stays.
-        *first, before, _ = call.args
-        assert isinstance(before, (list, tuple))
-        args, extras = tuple(first), [*before, *extras]
+    operands, known = ops.operands_from_call(call), task.parsed
+    # What is computed before the reduction stays.
+    extras = [*operands.get("extras", ()), *match.extras]
     epilogue = Epilogue(tuple(match.outputs.values()), None if known is None else known.pre)
     epilogue.verify(task.num_operands, len(extras), reduces=task.reduces)
     old = call.meta["val"]
@@ -290,9 +287,9 @@ def rewrite(graph: fx.Graph, match: Match, task: WithEpilogue) -> fx.Node:
         values.append(rewriting.fake_like(like, tuple(like.shape), tuple(like.stride()), _dtype(node)))
     values += old[task.num_operands :]
     with graph.inserting_before(call):
-        new = graph.create_node("call_function", call.target, (*args, extras, epilogue.text()), {}, name=task.kind)
-        new.meta.update(rewriting.copied_meta(call))
-        new.meta["val"] = values
+        with_epilogue: Any = replace(cast(Any, task), num_extras=len(extras), epilogue=epilogue.text())
+        given, token = {**operands, "extras": extras}, call.args[ops.TOKEN]
+        new = rewriting.call_task(graph, with_epilogue, given, rewriting.copied_meta(call), values, token)
         outputs = [
             rewriting.output(graph, new, index, rewriting.copied_meta(node)) for index, node in enumerate(match.outputs)
         ]
@@ -347,12 +344,4 @@ def _calls(graph: fx.Graph) -> list[tuple[fx.Node, WithEpilogue]]:
     """Everything that may have an epilogue."""
     sites = [(call, task) for call, task in task_calls(graph) if isinstance(task, WithEpilogue)]
     local = graph.find_nodes(op="call_function", target=ops.overload(Projections.kind))
-    return [*sites, *((call, _projections(call)) for call in local)]
-
-
-def _projections(call: fx.Node) -> Projections:
-    weights, extras, epilogue = call.args[1], (), ""
-    if len(call.args) > 3:
-        extras, epilogue = call.args[3:]  # type: ignore[assignment]
-    assert isinstance(weights, (list, tuple)) and isinstance(extras, (list, tuple)) and isinstance(epilogue, str)
-    return Projections(len(weights), len(extras), epilogue)
+    return [*sites, *((call, ops.node_from_call(call.target, call.args)) for call in local)]

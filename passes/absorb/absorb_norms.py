@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,7 +81,8 @@ def find_prologue(call: fx.Node, task: AllGatherMatmul, options: Options) -> Mat
     """The norm that can be absorbed with a gain, as drawn above; why it cannot, a `ReasonCode` or one of those here;
     or None if there is no norm.
     """
-    shard = call.args[0]
+    operands = ops.operands_from_call(call)
+    shard = operands["shard"]
     assert isinstance(shard, fx.Node)
     *views, result = proofs.views_up(shard)
     rsqrt = None if task.prologue is not None else rsqrt_before(result)
@@ -92,7 +93,7 @@ def find_prologue(call: fx.Node, task: AllGatherMatmul, options: Options) -> Mat
         return norm
     if norm.result is not result:
         return ReasonCode.NORM_FORM
-    others = [one for argument in call.args[1:] if isinstance(argument, (list, tuple)) for one in argument]
+    others = [*operands["weights"], *operands.get("extras", ())]
     if any(len(node.users) != 1 for node in (*views, result)) or shard in others:
         return ReasonCode.INTERMEDIATE_USED
     value, rows = proofs.tensor(shard), proofs.tensor(norm.x)
@@ -110,8 +111,8 @@ def find_prologue(call: fx.Node, task: AllGatherMatmul, options: Options) -> Mat
     # The node returns what is saved, so whatever uses that has to come later.
     if any(order[user] < order[call] for one in norm.saved.values() for user in one.users if user not in inner):
         return ReasonCode.NORM_USED
-    operands = _terms(norm, call, order) or ((norm.x, None) if _is_kept(norm.x, call) else None)
-    return COMPUTED if operands is None else Match(call, norm, tuple(views), *operands)
+    terms = _terms(norm, call, order) or ((norm.x, None) if _is_kept(norm.x, call) else None)
+    return COMPUTED if terms is None else Match(call, norm, tuple(views), *terms)
 
 
 def pays(shape: Any, task: AllGatherMatmul, options: Options) -> bool:
@@ -161,21 +162,20 @@ def _is_kept(node: fx.Node, call: fx.Node) -> bool:
 def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
     """Replaces the call by one with the prologue, and returns that."""
     call, norm, prologue = match.call, match.norm, match.prologue
-    shape = tuple(call.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    operands = ops.operands_from_call(call)
+    shape = tuple(operands["shard"].meta["val"].shape)
     old = call.meta["val"]
     without = len(old) - 1
     names = prologue.returned
     like = norm.x.meta["val"]
     values = [_returned(like, shape, name) for name in names]
     with graph.inserting_before(call):
-        x = _shaped(graph, match.x, shape)
-        # Those of an epilogue, where there is none.
-        behind: tuple[Any, ...] = () if len(call.args) > 11 else ([], "")
-        tensors = match.residual, norm.weight, norm.shift
-        args: tuple[Any, ...] = (x, *call.args[1:], *behind, *tensors, *ops.shard_norm_args(prologue))
-        new = graph.create_node("call_function", call.target, args, {}, name=AllGatherMatmul.kind)
-        new.meta.update(rewriting.copied_meta(call))
-        new.meta["val"] = [*old[:without], *values, old[without]]
+        operands["shard"] = _shaped(graph, match.x, shape)
+        operands |= {"residual": match.residual, "weight": norm.weight, "shift": norm.shift}
+        task = replace(ops.node_from_call(call.target, call.args), prologue=prologue)
+        everything = [*old[:without], *values, old[without]]
+        token = call.args[ops.TOKEN]
+        new = rewriting.call_task(graph, task, operands, rewriting.copied_meta(call), everything, token)
         for user in list(call.users):
             index = user.args[1]
             assert isinstance(index, int)

@@ -36,7 +36,7 @@ It must not fire when
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 
 import torch
@@ -200,11 +200,9 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             replay(graph, one.chain, one.gathered.dim, collective.world_size, one.collective.operand)
             for one in (keys, values)
         ]
-        dims = (*astuple(attention.mask), attention.scale, attention.softcap, match.return_gathered)
-        given = [one.meta["val"] for one in (attention.q, *locals_)]
-        fakes = ops.overload(task.kind)(*given, None, *dims, *ops.site_args(task))
-        tensors = attention.q, *locals_
-        call = rewriting.call_task(graph, task, tensors, dims, rewriting.copied_meta(node), fakes, bias=attention.bias)
+        operands = {"q": attention.q, "k": locals_[0], "v": locals_[1], "bias": attention.bias}
+        fakes = ops.call(task, **rewriting.values_of(operands))
+        call = rewriting.call_task(graph, task, operands, rewriting.copied_meta(node), fakes)
         if attention.written is not None:
             _replace_written(graph, call, attention)
         else:
@@ -360,6 +358,4 @@ def _adopt(graph: fx.Graph, options: Options) -> None:
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target in targets]:
         task = ops.node_from_call(node.target, node.args)
         if task.site == rewriting.UNNAMED_SITE and task.policy.strategy == "auto":
-            given = policy.strategy, policy.workspace_limit, policy.timeout_s
-            for name, value in zip(("strategy", "workspace_limit", "timeout_s"), given, strict=True):
-                rewriting.set_argument(node, name, value)
+            rewriting.change_task(node, replace(task, policy=policy))

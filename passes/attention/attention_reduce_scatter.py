@@ -25,7 +25,7 @@ It must not fire when
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from operator import getitem
 
 from torch import fx
@@ -163,10 +163,17 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             lse = rewriting.computed(graph, rewriting.aten.slice.Tensor, (lse, 2, 0, rows), lse)
         if attention.kernel.base != math.e:
             lse = scaled(graph, lse, math.log(attention.kernel.base))
-        tensors = (gradient, attention.q, attention.k, attention.v, out, lse)
-        dims = (*astuple(attention.mask), attention.scale, attention.softcap)
-        fakes = ops.overload(task.kind)(*(one.meta["val"] for one in tensors), None, *dims, *ops.site_args(task))
-        call = rewriting.call_task(graph, task, tensors, dims, rewriting.copied_meta(node), fakes, bias=attention.bias)
+        operands = {
+            "grad_out": gradient,
+            "q": attention.q,
+            "k": attention.k,
+            "v": attention.v,
+            "out": out,
+            "lse": lse,
+            "bias": attention.bias,
+        }
+        values = ops.call(task, **rewriting.values_of(operands))
+        call = rewriting.call_task(graph, task, operands, rewriting.copied_meta(node), values)
         for user in [user for user in node.users if user.args[1] == 0]:
             user.replace_all_uses_with(rewriting.output(graph, call, 0, rewriting.copied_meta(user)))
             graph.erase_node(user)

@@ -257,12 +257,11 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     like: torch.Tensor = match.q.node.meta["val"]
     out = rewriting.fake_like(like, match.q.shape, rewriting.contiguous_strides(match.q.shape))
     with graph.inserting_before(launch):
-        operands = [_inserted(graph, one) for one in (match.q, match.k, match.v)]
-        lengths = _inserted_lengths(graph, match, B)
+        operands = {name: _inserted(graph, one) for name, one in zip("qkv", (match.q, match.k, match.v), strict=True)}
+        operands["lengths"] = _inserted_lengths(graph, match, B)
         meta = rewriting.copied_meta(match.merged)
         values = (out, rewriting.new_token(like))
-        tensors = (*operands, lengths, None)
-        call = rewriting.call_task(graph, task, tensors, (task.scale, task.softcap), meta, values)
+        call = rewriting.call_task(graph, task, operands, meta, values)
         result = rewriting.output(graph, call, 0, meta)
     merged: torch.Tensor = match.merged.meta["val"]
     with graph.inserting_before(match.merged):

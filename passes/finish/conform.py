@@ -32,9 +32,7 @@ from ditron_inductor.passes.graph import rewriting
 from ditron_inductor.passes.graph.collectives import Collective, read_collective
 from ditron_inductor.passes.graph.proofs import MATMUL_DTYPES
 from ditron_inductor.passes.graph.reasons import ReasonCode
-from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import (
-    EXTRAS,
     AllGatherMatmul,
     AllReduceRmsNorm,
     MatmulAllReduce,
@@ -122,10 +120,10 @@ def _zeros(graph: fx.Graph, origin: fx.Node, shape: Sequence[Any]) -> fx.Node:
     return node
 
 
-def _factors(graph: fx.Graph, x: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+def _factors(graph: fx.Graph, x: fx.Node) -> dict[str, list[fx.Node]]:
     """A product of zeros in the shape of x."""
     shape = tuple(x.meta["val"].shape)
-    return [_zeros(graph, x, (*shape[:-1], 1))], [_zeros(graph, x, (1, shape[-1]))]
+    return {"a": [_zeros(graph, x, (*shape[:-1], 1))], "b": [_zeros(graph, x, (1, shape[-1]))]}
 
 
 def _contiguous(graph: fx.Graph, x: fx.Node) -> fx.Node:
@@ -139,9 +137,8 @@ def _all_reduce(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     assert collective.reduce_op is not None
     task = MatmulAllReduce(reduce_op=collective.reduce_op, num_extras=1, epilogue=ADD_ALL, **_common(match, options))
     values = [x.meta["val"], rewriting.new_token(x.meta["val"])]
-    tensors = (*_factors(graph, x), None)
     meta = rewriting.copied_meta(wait)
-    call = rewriting.call_task(graph, task, tensors, (task.reduce_op,), meta, values, ((x,), ADD_ALL))
+    call = rewriting.call_task(graph, task, {**_factors(graph, x), "extras": [x]}, meta, values)
     return rewriting.output(graph, call, 0, meta)
 
 
@@ -151,19 +148,16 @@ def _reduce_with_norm(graph: fx.Graph, match: Match, options: Options) -> fx.Nod
     x, wait = _contiguous(graph, collective.operand), collective.wait
     assert collective.reduce_op is not None
     common = {"reduce_op": collective.reduce_op, "norm": Norm(), "extras": (), **_common(match, options)}
-    none = (None,) * len(EXTRAS)
     task: AllReduceRmsNorm | MatmulAllReduceRmsNorm
-    tensors: tuple[Any, ...]
-    epilogue: tuple[tuple[fx.Node, ...], str]
+    operands: dict[str, Any]
     if match.form.kind == AllReduceRmsNorm.kind:
-        task, tensors, epilogue = AllReduceRmsNorm(**common), (x, *none), ((), "")
+        task, operands = AllReduceRmsNorm(**common), {"x": x}
     else:
         task = MatmulAllReduceRmsNorm(num_products=1, num_extras=1, epilogue=ADD_ALL, **common)
-        tensors, epilogue = (*_factors(graph, x), None, *none), ((x,), ADD_ALL)
+        operands = {**_factors(graph, x), "extras": [x]}
     values = [x.meta["val"], x.meta["val"], rewriting.new_token(x.meta["val"])]
-    dims = (task.reduce_op, *ops.norm_args(task.norm), *ops.norm_args(None), "")
     meta = rewriting.copied_meta(wait)
-    call = rewriting.call_task(graph, task, tensors, dims, meta, values, epilogue)
+    call = rewriting.call_task(graph, task, operands, meta, values)
     return rewriting.output(graph, call, task.returned.index("total"), meta)
 
 
@@ -179,9 +173,8 @@ def _reduce_scatter(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         scatter_dim=dim, reduce_op=collective.reduce_op, num_extras=1, epilogue=ADD_ALL, **_common(match, options)
     )
     values = [wait.meta["val"], rewriting.new_token(wait.meta["val"])]
-    tensors, dims = (*_factors(graph, x), None), (dim, task.reduce_op)
     meta = rewriting.copied_meta(wait)
-    call = rewriting.call_task(graph, task, tensors, dims, meta, values, ((x,), ADD_ALL))
+    call = rewriting.call_task(graph, task, {**_factors(graph, x), "extras": [x]}, meta, values)
     return rewriting.output(graph, call, 0, meta)
 
 
@@ -196,8 +189,8 @@ def _all_gather(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     rows = gathered_like.numel() // shape[-1] if shape[-1] else 0
     values = [value.new_empty(rows, 1), gathered_like, rewriting.new_token(value)]
     meta = rewriting.copied_meta(wait)
-    tensors = (x, [_zeros(graph, x, (shape[-1], 1))])
-    call = rewriting.call_task(graph, task, tensors, (dim, True), meta, values)
+    operands = {"shard": x, "weights": [_zeros(graph, x, (shape[-1], 1))]}
+    call = rewriting.call_task(graph, task, operands, meta, values)
     gathered = rewriting.output(graph, call, 1, meta)
     return rewriting.regrouped(graph, gathered, dim, 0, world_size, gathered) if dim else gathered
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -26,8 +27,6 @@ from ditron_inductor.passes.finish.wire_facts import launches_of
 from ditron_inductor.passes.graph import rewriting
 from ditron_inductor.task.ops import node_from_call
 from ditron_inductor.task.policy import KEY_MARK, shared_site
-
-SITE_ARGUMENT = "site"
 
 
 def find_sites(graph: fx.Graph) -> tuple[str, list[fx.Node]]:
@@ -43,7 +42,7 @@ def region_of(launches: Sequence[LaunchFacts]) -> str:
 
 def rewrite(node: fx.Node, site: str) -> None:
     """Write `site` into the arguments of a Task node."""
-    rewriting.set_argument(node, SITE_ARGUMENT, site)
+    rewriting.change_task(node, replace(node_from_call(node.target, node.args), site=site))
 
 
 def name_sites(graph: fx.Graph, *, options: Options) -> int:

@@ -35,14 +35,12 @@ from torch import fx
 
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.options import Options
-from ditron_inductor.passes.graph import rewriting
 from ditron_inductor.passes.graph.proofs import arguments
 from ditron_inductor.passes.normalize.vllm_collectives import is_vllm_collective
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import TASK_KINDS
 
 GROUP_ARGUMENT = "group_name"
-TOKEN_ARGUMENT = "token"
 # Inductor runs these in place, the first two on their input where nobody uses it afterwards, else on a copy.
 REDUCED_IN_PLACE = ("all_reduce", "all_reduce_coalesced")
 COPIED = (*REDUCED_IN_PLACE, "broadcast")
@@ -85,15 +83,22 @@ def launches_collective(node: fx.Node) -> bool:
     return any(argument.name == GROUP_ARGUMENT for argument in target._schema.arguments)
 
 
+def group_of(node: fx.Node) -> Any:
+    """The name of the group of a Task node or of a collective; a node of the graph where that is not a constant."""
+    if is_task(node):
+        return ops.node_from_call(node.target, node.args).group_name
+    return arguments(node)[GROUP_ARGUMENT]
+
+
 def find_chain(graph: fx.Graph) -> list[Match]:
     """The launches to keep in order, in graph order; empty for a graph without a Task node."""
-    groups = {arguments(node)[GROUP_ARGUMENT] for node in graph.nodes if is_task(node)}
+    groups = {group_of(node) for node in graph.nodes if is_task(node)}
     chain: list[Match] = []
     for node in graph.nodes:
         if is_task(node):
             chain.append(Match(node, is_task=True))
         elif groups and launches_collective(node):
-            group = arguments(node)[GROUP_ARGUMENT]
+            group = group_of(node)
             if not isinstance(group, str) or group in groups or is_vllm_collective(node):
                 chain.append(Match(node, is_task=False))
     return chain
@@ -104,7 +109,7 @@ def rewrite(graph: fx.Graph, chain: Sequence[Match]) -> None:
     for previous, current in zip(chain, chain[1:], strict=False):
         token = _token_after(graph, previous)
         if current.is_task:
-            rewriting.set_argument(current.node, TOKEN_ARGUMENT, token)
+            current.node.update_arg(ops.TOKEN, token)
         else:
             _put_after(graph, current.node, token)
 

@@ -52,7 +52,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.order_collectives import is_task
 from ditron_inductor.passes.graph import proofs, rewriting
-from ditron_inductor.task import alignment
+from ditron_inductor.task import alignment, ops
 from ditron_inductor.task.alignment import ALIGNED_BYTES, RULE, Rule, Work
 
 aten = torch.ops.aten
@@ -152,8 +152,8 @@ def find_site_products(node: fx.Node, devices: tuple[str, ...] = GPUS) -> list[S
     """For each product that a site makes before it communicates, what padding K would align; None for the others."""
     if not is_task(node):
         return []
-    bound = proofs.arguments(node)
-    return [_site_product(node, a, b, devices) for a, b in zip(bound.get("a", ()), bound.get("b", ()), strict=True)]
+    given = ops.operands_from_call(node)
+    return [_site_product(node, a, b, devices) for a, b in zip(given.get("a", ()), given.get("b", ()), strict=True)]
 
 
 def _site_product(node: fx.Node, a: fx.Node, b: fx.Node, devices: tuple[str, ...]) -> SiteProduct | None:
@@ -305,14 +305,14 @@ def rewrite_site(
     graph: fx.Graph, node: fx.Node, found: Sequence[SiteProduct | None], padded: dict[Any, fx.Node]
 ) -> None:
     """Pads K of these products of a site; the others stay. padded: as for `rewrite`."""
-    a, b = list(proofs.arguments(node)["a"]), list(proofs.arguments(node)["b"])
+    operands = ops.operands_from_call(node)
+    a, b = operands["a"], operands["b"]
     with graph.inserting_before(node):
         for index, one in enumerate(found):
             if one is not None:
                 a[index] = _padded(graph, one.a, 0, one.k, padded)
                 b[index] = _padded(graph, one.b, one.k, 0, padded)
-    rewriting.set_argument(node, "a", a)
-    rewriting.set_argument(node, "b", b)
+    rewriting.change_task(node, ops.node_from_call(node.target, node.args), a=a, b=b)
     node.meta.pop("eager_input_vals", None)
 
 

@@ -22,13 +22,13 @@ import torch
 from torch import fx
 
 from ditron_inductor.device.facts import GraphFacts, GroupFacts, LaunchFacts, digest
-from ditron_inductor.passes.finish.order_collectives import GROUP_ARGUMENT, is_task, launches_collective
+from ditron_inductor.passes.finish.order_collectives import group_of, is_task, launches_collective
 from ditron_inductor.passes.graph.collectives import group_size
 from ditron_inductor.passes.graph.proofs import arguments
 from ditron_inductor.passes.graph.rewriting import TRANSPOSED
 from ditron_inductor.passes.normalize.vllm_collectives import group_names, is_vllm_collective
 from ditron_inductor.task.nodes import AllGatherMatmul, AttentionNode, FlashDecode, TaskNode
-from ditron_inductor.task.ops import node_from_call
+from ditron_inductor.task.ops import node_from_call, operand
 
 FRAME = re.compile(r'File "([^"]*)", line (\d+)')
 WIRES: Mapping[str, str] = {
@@ -70,10 +70,10 @@ def launches_of(graph: fx.Graph) -> dict[str, list[tuple[fx.Node, LaunchFacts]]]
     for node in graph.nodes:
         if is_task(node):
             facts = replace(_task_facts(node), order=order)
-            found.setdefault(str(arguments(node)[GROUP_ARGUMENT]), []).append((node, facts))
+            found.setdefault(group_of(node), []).append((node, facts))
             order += 1
         elif launches_collective(node):
-            group_name = arguments(node)[GROUP_ARGUMENT]
+            group_name = group_of(node)
             group_name = aliases.get(group_name, group_name) if isinstance(group_name, str) else None
             if group_name is not None and (group_size(group_name) or 1) > 1:
                 facts = replace(_collective_facts(node), order=order)
@@ -186,7 +186,7 @@ def _task_numel(node: fx.Node, task: TaskNode) -> int | None:
     if isinstance(task, AttentionNode | FlashDecode):
         return None
     if task.kind.startswith("matmul_"):
-        weight = node.args[1][0].meta["val"]  # type: ignore[index, union-attr]
+        weight = operand(node, "b")[0].meta["val"]
         return _known([*first.shape[:-1], weight.shape[1]])
     return _known(first.shape)
 
@@ -197,7 +197,7 @@ def _is_transposed(node: fx.Node) -> bool:
 
 
 def _first_tensor(node: fx.Node) -> torch.Tensor:
-    first = node.args[0]
+    first = node.args[0][0]  # type: ignore[index]
     value = (first[0] if isinstance(first, (list, tuple)) else first).meta["val"]  # type: ignore[union-attr]
     assert isinstance(value, torch.Tensor)
     return value

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
@@ -47,7 +47,6 @@ from ditron_inductor.passes.fuse.projections import projections
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.biases import Matmul, read_matmul
 from ditron_inductor.task import ops
-from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, AllGatherMatmul, Projections
 
 aten = torch.ops.aten
@@ -161,7 +160,7 @@ def _operands(product: fx.Node, most_rows: float) -> tuple[fx.Node | None, fx.No
     if product.target is getitem and isinstance(product.args[0], fx.Node):
         call, index = product.args[0], product.args[1]
         if call.target is ops.overload(AllGatherMatmul.kind):
-            weights: Any = call.args[1]
+            weights = ops.operand(call, "weights")
             weight = weights[index] if index in range(len(weights)) else None
     return weight if isinstance(weight, fx.Node) else None, None
 
@@ -260,14 +259,14 @@ def _outputs(
     """A call like `call` with `views` in the place of the product's weight: its products with them. The other outputs
     are replaced.
     """
-    weights: Any = call.args[1]
-    split = product.args[1]
+    operands = ops.operands_from_call(call)
+    weights, split = operands["weights"], product.args[1]
     assert isinstance(split, int)
-    args = (call.args[0], [*weights[:split], *views, *weights[split + 1 :]], *call.args[2:])
+    operands["weights"] = [*weights[:split], *views, *weights[split + 1 :]]
     values = list(call.meta["val"])
-    new = graph.create_node("call_function", call.target, args, {}, name=AllGatherMatmul.kind)
-    new.meta.update(rewriting.copied_meta(call))
-    new.meta["val"] = [*values[:split], *(_product(product, width) for _ in views), *values[split + 1 :]]
+    values[split : split + 1] = [_product(product, width) for _ in views]
+    task = replace(ops.node_from_call(call.target, call.args), num_weights=len(operands["weights"]))
+    new = rewriting.call_task(graph, task, operands, rewriting.copied_meta(call), values, call.args[ops.TOKEN])
     for user in list(call.users):
         index = user.args[1]
         assert isinstance(index, int)
@@ -295,11 +294,10 @@ def combines(views: tuple[fx.Node, ...]) -> bool:
     for call in views[0].users:
         if call.target not in (ops.overload(AllGatherMatmul.kind), ops.overload(Projections.kind)):
             continue
-        weights: Any = call.args[1]
-        text = proofs.arguments(call)["epilogue"]
-        if text and all(view in weights for view in views):
+        weights, parsed = ops.operand(call, "weights"), ops.node_from_call(call.target, call.args).parsed
+        if parsed is not None and all(view in weights for view in views):
             indices = {weights.index(view) for view in views}
-            return any(indices <= set(group.products) for group in parse(str(text)).groups())
+            return any(indices <= set(group.products) for group in parsed.groups())
     return False
 
 

@@ -109,8 +109,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         policy=rewriting.policy(options),
         num_factors=len(feeds.matmuls),
     )
-    dims = (dim, match.gathered_first, feeds.return_gathered)
-    return replace(graph, feeds, match.gathered.node, task, collective.operand, dims, swapped=False)
+    return replace(graph, feeds, match.gathered.node, task, collective.operand, swapped=False)
 
 
 def all_gather_contract(graph: fx.Graph, *, options: Options) -> int:

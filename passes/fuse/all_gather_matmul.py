@@ -126,8 +126,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         policy=rewriting.policy(options),
         num_weights=len(feeds.matmuls),
     )
-    dims = (match.gather_dim, feeds.return_gathered)
-    return replace(graph, feeds, match.gathered, task, collective.operand, dims, swapped=match.swapped)
+    return replace(graph, feeds, match.gathered, task, collective.operand, swapped=match.swapped)
 
 
 def all_gather_matmul(graph: fx.Graph, *, options: Options) -> int:

@@ -281,8 +281,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     found, saved = match.sum, match.saved
     launch = found.launch
     results = {name: one.result for name, one in zip(("normed", "other"), match.behind, strict=False)}
-    extras = tuple(match.extras.values())
-    for one in extras:
+    for one in match.extras.values():
         if one is not None:
             rewriting.hoist(one, launch)
     task, operands = _task(match, options)
@@ -292,11 +291,9 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         call = rewriting.call_task(
             graph,
             task,
-            (*operands, *extras),
-            (task.reduce_op, *ops.norm_args(task.norm), *ops.norm_args(task.post), "+".join(task.saved)),
+            {**operands, **match.extras},
             rewriting.copied_meta(launch),
             [*outputs, rewriting.new_token(like)],
-            _epilogue(launch, task),
         )
         origins = {"total": found.reduced, **saved, **results}
         made = {
@@ -452,8 +449,8 @@ def _is_final(user: fx.Node) -> bool:
     return proofs.keeps_order(user) or is_collective(user) or user.target in PICKS
 
 
-def _task(match: Match, options: Options) -> tuple[NormNode, tuple[Any, ...]]:
-    """The node, and its operands."""
+def _task(match: Match, options: Options) -> tuple[NormNode, dict[str, Any]]:
+    """The node, and its operands but for those of the norm."""
     found, norm = match.sum, match.norm
     last = Norm(NO_NORM, 0.0) if norm is None else norm.norm
     extras = tuple(name for name, one in match.extras.items() if one is not None)
@@ -463,13 +460,12 @@ def _task(match: Match, options: Options) -> tuple[NormNode, tuple[Any, ...]]:
         collective = read_collective(found.launch)
         assert not isinstance(collective, ReasonCode) and collective.reduce_op is not None
         group = collective.world_size, collective.group_name
-        return AllReduceRmsNorm(collective.reduce_op, last, extras, *group, site, policy, *behind), (
-            collective.operand,
-        )
+        task = AllReduceRmsNorm(collective.reduce_op, last, extras, *group, site, policy, *behind)
+        return task, {"x": collective.operand}
     reduction = ops.node_from_call(found.launch.target, found.launch.args)
     assert isinstance(reduction, MatmulAllReduce)
     group = reduction.world_size, reduction.group_name
-    task = MatmulAllReduceRmsNorm(
+    fused = MatmulAllReduceRmsNorm(
         reduction.reduce_op,
         last,
         extras,
@@ -482,14 +478,8 @@ def _task(match: Match, options: Options) -> tuple[NormNode, tuple[Any, ...]]:
         num_extras=reduction.num_extras,
         epilogue=reduction.epilogue,
     )
-    return task, tuple(ops.argument_of(found.launch.target, found.launch.args, name) for name in ("a", "b", "bias"))
-
-
-def _epilogue(launch: fx.Node, task: NormNode) -> tuple[tuple[fx.Node, ...], str]:
-    """The extra tensors and the text of what is computed before the reduction."""
-    if not isinstance(task, MatmulAllReduceRmsNorm) or not task.epilogue:
-        return (), ""
-    return tuple(ops.argument_of(launch.target, launch.args, "extras")), task.epilogue
+    operands = ops.operands_from_call(found.launch)
+    return fused, {**operands, "product_bias": operands.pop("bias", None)}
 
 
 def _contiguous(like: torch.Tensor, name: str) -> torch.Tensor:

@@ -226,8 +226,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         call = rewriting.call_task(
             graph,
             task,
-            (x, match.weight),
-            (task.scatter_dim, task.parts, task.return_received),
+            {"x": x, "weight": match.weight},
             rewriting.copied_meta(match.mm),
             values,
         )

@@ -85,15 +85,14 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         call = rewriting.call_task(
             graph,
             task,
-            (
-                [factors.lhs for factors in product.factors],
-                [factors.rhs for factors in product.factors],
-                rewriting.bias_row(graph, product.biases),
-            ),
-            (collective.reduce_op,),
+            {
+                "a": [factors.lhs for factors in product.factors],
+                "b": [factors.rhs for factors in product.factors],
+                "bias": rewriting.bias_row(graph, product.biases),
+                "extras": product.epilogue[0],
+            },
             rewriting.copied_meta(mm),
             values,
-            product.epilogue,
         )
         reduced = rewriting.output(graph, call, 0, rewriting.copied_meta(mm))
     result = reduced

@@ -196,8 +196,11 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         call = rewriting.call_task(
             graph,
             task,
-            (lefts, [factors.rhs for factors in product.factors], rewriting.bias_row(graph, product.biases)),
-            (task.gather_dim, task.parts),
+            {
+                "a": lefts,
+                "b": [factors.rhs for factors in product.factors],
+                "bias": rewriting.bias_row(graph, product.biases),
+            },
             rewriting.copied_meta(product.mm),
             values,
         )

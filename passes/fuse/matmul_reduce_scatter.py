@@ -203,11 +203,9 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         call = rewriting.call_task(
             graph,
             task,
-            (lefts, rights, _bias(graph, match)),
-            (match.scatter_dim, collective.reduce_op),
+            {"a": lefts, "b": rights, "bias": _bias(graph, match), "extras": product.epilogue[0]},
             rewriting.copied_meta(product.mm),
             (value, rewriting.new_token(value)),
-            product.epilogue,
         )
         call.meta[rewriting.TRANSPOSED] = match.column_sizes is not None
         scattered = rewriting.output(graph, call, 0, rewriting.copied_meta(wait))

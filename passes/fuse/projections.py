@@ -36,7 +36,6 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.order_collectives import is_task
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.biases import Matmul, read_matmul, with_bias
-from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, Projections
 
 PATTERN = Projections.kind
@@ -108,11 +107,11 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     first = match.matmuls[0]
     for weight in match.weights:
         rewriting.hoist(weight, first)
-    args = (match.x, match.weights, options.strategy)
+    task = Projections(len(match.weights), strategy=options.strategy)
     with graph.inserting_before(first):
-        call = graph.create_node("call_function", ops.overload(PATTERN), args, {}, name=PATTERN)
-        call.meta.update(rewriting.copied_meta(first))
-        call.meta["val"] = [mm.meta["val"] for mm in match.matmuls]
+        values = [mm.meta["val"] for mm in match.matmuls]
+        operands = {"x": match.x, "weights": match.weights}
+        call = rewriting.call_task(graph, task, operands, rewriting.copied_meta(first), values)
         outputs = [
             rewriting.output(graph, call, index, rewriting.copied_meta(mm)) for index, mm in enumerate(match.matmuls)
         ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -267,14 +267,12 @@ def replace(
     gathered: fx.Node,
     task: TaskNode,
     shard: fx.Node,
-    dims: tuple[Any, ...],
     *,
     swapped: bool,
 ) -> fx.Node:
     """Replaces the matmuls, and all other uses of the gathered tensor, by one op call; returns that call.
 
-    shard: what the node takes; dims: its arguments behind the token. swapped: the node's gathered tensor is the
-    transpose of `gathered`.
+    shard: what the node takes. swapped: the node's gathered tensor is the transpose of `gathered`.
     """
     first_use = feeds.first_use
     for one in feeds.matmuls:
@@ -289,7 +287,8 @@ def replace(
         values += [_in_order(gathered, swapped)] if feeds.return_gathered else []
         values.append(rewriting.new_token(value))
         meta = rewriting.copied_meta(feeds.matmuls[0].mm)
-        call = rewriting.call_task(graph, task, (shard, operands), dims, meta, values)
+        (_, (name, _), *_) = task.slots()
+        call = rewriting.call_task(graph, task, {"shard": shard, name: operands}, meta, values)
         call.meta[rewriting.TRANSPOSED] = swapped
         products = [
             rewriting.output(graph, call, index, rewriting.copied_meta(one.mm))

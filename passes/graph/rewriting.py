@@ -5,7 +5,7 @@ it replaces.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.task import ops
-from ditron_inductor.task.nodes import Policy, TaskNode
+from ditron_inductor.task.node import Node
+from ditron_inductor.task.policy import Policy
 
 # Written by a late pass, which sees all sites of the graph.
 UNNAMED_SITE = ""
@@ -120,36 +121,36 @@ def computed(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: fx.Nod
     return node
 
 
-def set_argument(node: fx.Node, name: str, value: Any) -> None:
-    """Gives a call of an op, whose arguments are positional, another one of this name."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    node.update_arg([argument.name for argument in node.target._schema.arguments].index(name), value)
-
-
 def call_task(
     graph: fx.Graph,
-    task: TaskNode,
-    tensors: tuple[Any, ...],
-    dims: tuple[Any, ...],
+    task: Node,
+    operands: Mapping[str, Any],
     meta: dict[str, Any],
     values: Any,
-    epilogue: tuple[tuple[fx.Node, ...], str] = ((), ""),
-    bias: fx.Node | None = None,
+    token: Any = None,
 ) -> fx.Node:
-    """Inserts the op call of a verified task at the graph's insertion point.
+    """Inserts the op call of a verified node at the graph's insertion point.
 
-    `tensors` are its tensor arguments without the token, `dims` what stands between the token and the site's
-    arguments, `values` the fake tensors that it returns, `epilogue` its extra tensors and its text, `bias` what an
-    attention has at that place. The token stays None: the order of the sites is set by a later pass.
+    operands: by name, see `Node.slots`; None or missing for those that the node does not have. values: the fake tensors
+    that the call returns. token: None until a later pass orders the sites.
     """
     task.verify()
-    behind: tuple[Any, ...] = (list(epilogue[0]), epilogue[1]) if epilogue[1] else ()
-    behind += () if bias is None else (bias,)
-    args = (*tensors, None, *dims, *ops.site_args(task), *behind)
+    args = ops.arguments(task, token, **operands)
     call = graph.create_node("call_function", ops.overload(task.kind), args, {}, name=task.kind)
     call.meta.update(meta)
     call.meta["val"] = values
     return call
+
+
+def values_of(operands: Mapping[str, fx.Node | None]) -> dict[str, Any]:
+    """The fake tensors of operands by name."""
+    return {name: node.meta["val"] for name, node in operands.items() if node is not None}
+
+
+def change_task(call: fx.Node, task: Node, **operands: Any) -> None:
+    """Gives the op call of a node another node of its kind, and other operands for those of these names."""
+    given = {**ops.operands_from_call(call), **operands}
+    call.args = ops.arguments(task, call.args[ops.TOKEN], **given)
 
 
 def output(graph: fx.Graph, call: fx.Node, index: int, meta: dict[str, Any]) -> fx.Node:

@@ -8,6 +8,7 @@ all ranks at once.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
@@ -24,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes.finish.order_collectives import group_of, is_task
 from ditron_inductor.passes.forms.merge_reductions import merge_reductions
 from ditron_inductor.passes.forms.move_across import move_across
 from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
@@ -39,14 +41,8 @@ from ditron_inductor.passes.graph.proofs import arguments
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.normalize.share_gathers import share_gathers
-from ditron_inductor.task import flash_decode as attention
-from ditron_inductor.task import reference, reference_attention
-from ditron_inductor.task.all_gather_attention import Mask
-from ditron_inductor.task.epilogue import Epilogue, parse
-from ditron_inductor.task.epilogue_torch import evaluate
-from ditron_inductor.task.nodes import EXTRAS
-from ditron_inductor.task.ops import norms_of, shard_norm_of
-from ditron_inductor.task.reference import sum_of_products
+from ditron_inductor.task.nodes import NODES
+from tests.passes.node_values import evaluate_nodes, reduced
 
 WORLD_SIZE = 4
 PREPARATIONS = (
@@ -228,7 +224,7 @@ def run_ranks(
         ]
         if node.op == "output":
             return [tree_map(lambda one: one, arg[0][0]) for arg in args]
-        together = _TOGETHER.get(_op_name(node.target))
+        together = _together(node.target)
         if together is not None:
             values[node] = [None] * world_size
             for ranks in _groups_of(node, groups or {}, world_size):
@@ -242,19 +238,17 @@ def run_ranks(
 def _groups_of(
     node: fx.Node, groups: Mapping[str, Sequence[Sequence[int]]], world_size: int
 ) -> Sequence[Sequence[int]]:
-    name = arguments(node).get("group_name")
+    name = group_of(node) if is_task(node) else arguments(node).get("group_name")
     return groups.get(str(name), [range(world_size)])
 
 
-def _op_name(target: Any) -> str:
-    return f"{target.namespace}.{target._opname}" if isinstance(target, torch._ops.OpOverload) else ""
-
-
-def _reduce(values: list[torch.Tensor], op: str) -> torch.Tensor:
-    if op == "max":
-        return torch.stack(values).amax(0)
-    total = torch.stack(values).sum(0)
-    return total / len(values) if op == "avg" else total
+def _together(target: Any) -> Callable[[list[Any]], list[Any]] | None:
+    """What computes an op of all ranks together from its arguments by rank; None for an op that does not communicate."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    if target.namespace == "ditron" and target._opname in NODES:
+        return functools.partial(evaluate_nodes, target._opname)
+    return _TOGETHER.get(f"{target.namespace}.{target._opname}")
 
 
 def _members(name: str, args: list[Any]) -> list[Any]:
@@ -262,83 +256,6 @@ def _members(name: str, args: list[Any]) -> list[Any]:
     single = _TOGETHER[f"_c10d_functional.{name}"]
     members = [single([(arg[0][index], *arg[1:]) for arg in args]) for index in range(len(args[0][0]))]
     return [list(results) for results in zip(*members, strict=True)]
-
-
-def _run_all_gather_matmul(args: list[Any]) -> list[Any]:
-    dim, return_gathered = args[0][3], args[0][4]
-    prologues = [shard_norm_of(arg[13:16], arg[16:]) for arg in args]
-    shards = [
-        (arg[0], ()) if prologue is None else reference.norm_shard(arg[0], arg[13:16], prologue)
-        for arg, prologue in zip(args, prologues, strict=True)
-    ]
-    gathered = torch.cat([shard for shard, _ in shards], dim)
-    extra = [gathered] if return_gathered else []
-    results = []
-    for arg, (_, returned) in zip(args, shards, strict=True):
-        outputs = [gathered.flatten(0, -2) @ weight for weight in arg[1]]
-        if len(arg) > 12 and arg[12]:
-            outputs = evaluate(parse(arg[12]), outputs, arg[11])
-        results.append([*outputs, *extra, *returned, torch.empty(1)])
-    return results
-
-
-def _run_all_gather_contract(args: list[Any]) -> list[Any]:
-    dim, gathered_first, return_gathered = args[0][3:6]
-    gathered = torch.cat([arg[0] for arg in args], dim)
-    rows = gathered.flatten(0, -2)
-    contracted_first = rows.t() if dim == gathered.ndim - 1 else rows
-    extra = [gathered] if return_gathered else []
-    results = []
-    for arg in args:
-        outputs = [contracted_first.t() @ one if gathered_first else one @ contracted_first for one in arg[1]]
-        results.append([*outputs, *extra, torch.empty(1)])
-    return results
-
-
-def _run_projections(x: torch.Tensor, weights: Any, _: str, extras: Any = (), epilogue: str = "") -> list[torch.Tensor]:
-    outputs = [x @ weight for weight in weights]
-    return evaluate(parse(epilogue), outputs, extras) if epilogue else outputs
-
-
-def _run_matmul_reduce_scatter(args: list[Any]) -> list[Any]:
-    dim, op = args[0][4], args[0][5]
-    chunks = _reduce([_sent(arg, 12) for arg in args], op).chunk(len(args), dim)
-    return [[*_finished(chunk, arg, 12), torch.empty(1)] for chunk, arg in zip(chunks, args, strict=True)]
-
-
-def _run_matmul_all_reduce(args: list[Any]) -> list[Any]:
-    total = _reduce([_sent(arg, 11) for arg in args], args[0][4])
-    return [[*_finished(total, arg, 11), torch.empty(1)] for arg in args]
-
-
-def _sent(arg: Any, first: int) -> torch.Tensor:
-    """What a rank reduces; first: as of `_finished`."""
-    total = sum_of_products(*arg[:3])
-    pre = parse(arg[first + 1]).pre if len(arg) > first else None
-    return total if pre is None else evaluate(Epilogue((pre,)), [total.flatten(0, -2)], arg[first])[0].view(total.shape)
-
-
-def _finished(reduced: torch.Tensor, arg: Any, first: int) -> list[torch.Tensor]:
-    """The outputs of a reduction. first: place of an epilogue's extra tensors among the arguments, if it has one."""
-    if len(arg) <= first:
-        return [reduced]
-    outputs = evaluate(parse(arg[first + 1]), [reduced.flatten(0, -2)], arg[first])
-    return [output.view(reduced.shape) for output in outputs]
-
-
-def _normalised(args: list[Any], reduced: torch.Tensor, first: int) -> list[Any]:
-    """first: place of the bias among the arguments; the token and the reduction stand before the norms'."""
-    found = []
-    for arg in args:
-        behind = first + len(EXTRAS)
-        given, (norm, post, saved) = arg[first:behind], norms_of(arg[behind + 2 :])
-        found.append((*reference.add_norm(reduced, given, norm, post, saved), torch.empty(1)))
-    return found
-
-
-def _run_matmul_all_gather(args: list[Any]) -> list[Any]:
-    gathered = torch.cat([sum_of_products(*arg[:3]) for arg in args], args[0][4])
-    return [(gathered, torch.empty(1)) for _ in args]
 
 
 def _run_all_to_all(args: list[Any]) -> list[Any]:
@@ -353,68 +270,15 @@ def _run_shard_dim(args: list[Any]) -> list[Any]:
     return [torch.cat([chunks[rank] for chunks in sent], gathered) for rank in range(len(args))]
 
 
-def _run_matmul_all_to_all(args: list[Any]) -> list[Any]:
-    dim, parts = args[0][4:6]
-    runs = [sum_of_products(*arg[:3]).unflatten(-1, (parts, len(args), -1)) for arg in args]
-    return [
-        (torch.cat([one[..., rank, :].flatten(-2) for one in runs], dim), torch.empty(1)) for rank in range(len(args))
-    ]
-
-
-def _run_all_to_all_matmul(args: list[Any]) -> list[Any]:
-    _, _, _, dim, parts, return_received, *_ = args[0]
-    sent = [arg[0].unflatten(-1, (parts, -1)).chunk(len(args), dim) for arg in args]
-    results = []
-    for rank, arg in enumerate(args):
-        received = torch.stack([chunks[rank] for chunks in sent], -2).flatten(-3)
-        out = received.flatten(0, -2) @ arg[1]
-        results.append([out, *([received] if return_received else []), torch.empty(1)])
-    return results
-
-
-def _run_flash_decode(args: list[Any]) -> list[Any]:
-    parts = [attention.local_attention(*arg[:5], scale=arg[6], softcap=arg[7]) for arg in args]
-    merged = attention.merge(*zip(*parts, strict=True)).to(args[0][0].dtype)
-    return [(merged, torch.empty(1)) for _ in args]
-
-
-def _run_all_gather_attention(args: list[Any]) -> list[Any]:
-    return_gathered = args[0][10]
-    keys, values = (torch.cat([arg[index] for arg in args], 2) for index in (1, 2))
-    results = []
-    for rank, (q, k, _, _, mask, window, offset, jumps, scale, softcap, *rest) in enumerate(args):
-        seen = reference_attention.visible(
-            Mask(mask, window, offset, jumps), rank, len(args), q.shape[2], k.shape[2], q.device
-        )
-        given = dict(seen=seen, scale=scale, softcap=softcap, bias=rest[7] if len(rest) > 7 else None)
-        outputs = reference_attention.attend(q, keys, values, **given)
-        results.append([*outputs, *[keys, values] * return_gathered, torch.empty(1)])
-    return results
-
-
-def _run_attention_reduce_scatter(args: list[Any]) -> list[Any]:
-    found = []
-    for rank, (grad, q, k, v, out, lse, _, mask, window, offset, jumps, scale, softcap, *rest) in enumerate(args):
-        seen = reference_attention.visible(
-            Mask(mask, window, offset, jumps), rank, len(args), q.shape[2], k.shape[2] // len(args), q.device
-        )
-        given = dict(seen=seen, scale=scale, softcap=softcap, bias=rest[6] if len(rest) > 6 else None)
-        found.append(reference_attention.attend_backward(grad, q, k, v, out, lse, **given))
-    parts = [_reduce([one[index] for one in found], "sum").chunk(len(args), 2) for index in (1, 2)]
-    return [(one[0], parts[0][rank], parts[1][rank], torch.empty(1)) for rank, one in enumerate(found)]
-
-
 _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "_c10d_functional.all_gather_into_tensor": lambda args: [torch.cat([arg[0] for arg in args])] * len(args),
     "_c10d_functional.reduce_scatter_tensor": lambda args: list(
-        _reduce([arg[0] for arg in args], args[0][1]).chunk(len(args))
+        reduced([arg[0] for arg in args], args[0][1]).chunk(len(args))
     ),
-    "_c10d_functional.all_reduce": lambda args: [_reduce([arg[0] for arg in args], args[0][1])] * len(args),
-    "_c10d_functional.all_reduce_": lambda args: [_reduce([one[0] for one in args], args[0][1]) for _ in args],
+    "_c10d_functional.all_reduce": lambda args: [reduced([arg[0] for arg in args], args[0][1])] * len(args),
+    "_c10d_functional.all_reduce_": lambda args: [reduced([one[0] for one in args], args[0][1]) for _ in args],
     "_c10d_functional.all_to_all_single": _run_all_to_all,
     "_dtensor.shard_dim_alltoall": _run_shard_dim,
-    "ditron.matmul_all_to_all": _run_matmul_all_to_all,
-    "ditron.all_to_all_matmul": _run_all_to_all_matmul,
     "_c10d_functional.wait_tensor": lambda args: [arg[0] for arg in args],
     "_c10d_functional.all_reduce_coalesced": lambda args: _members("all_reduce", args),
     "_c10d_functional.all_reduce_coalesced_": lambda args: _members("all_reduce_", args),
@@ -425,19 +289,6 @@ _TOGETHER: dict[str, Callable[[list[Any]], list[Any]]] = {
     "ditron.after": lambda args: [arg[0] for arg in args],
     "ditron.after_": lambda args: [None for _ in args],
     "ditron.token_of": lambda args: [torch.empty(1) for _ in args],
-    "ditron.all_gather_matmul": _run_all_gather_matmul,
-    "ditron.all_gather_contract": _run_all_gather_contract,
-    "ditron.matmul_reduce_scatter": _run_matmul_reduce_scatter,
-    "ditron.matmul_all_reduce": _run_matmul_all_reduce,
-    "ditron.all_reduce_rms_norm": lambda args: _normalised(args, _reduce([arg[0] for arg in args], args[0][11]), 1),
-    "ditron.matmul_all_reduce_rms_norm": lambda args: _normalised(
-        args, _reduce([_sent(arg, 29) for arg in args], args[0][13]), 3
-    ),
-    "ditron.projections": lambda args: [_run_projections(*arg) for arg in args],
-    "ditron.matmul_all_gather": _run_matmul_all_gather,
-    "ditron.flash_decode": _run_flash_decode,
-    "ditron.all_gather_attention": _run_all_gather_attention,
-    "ditron.attention_reduce_scatter": _run_attention_reduce_scatter,
 }
 
 

@@ -45,7 +45,7 @@ def test_golden_weight_gradient() -> None:
         """\
 x_1 [8, 16]
 g_1 [32, 24]
-all_gather_contract = ditron.all_gather_contract(x_1, [g_1], None, 0, True, False, 4, '0', '', 'auto', 1073741824, 0.0)
+all_gather_contract = ditron.all_gather_contract([x_1, g_1], "gather_dim=0 gathered_first world_size=4 group_name=0 site=''", None)
 getitem [16, 24] = all_gather_contract[0]
 return getitem
 """,
@@ -61,7 +61,7 @@ def test_golden_gradient_of_a_batch() -> None:
 x_1 [2, 8, 16]
 g_1 [2, 32, 24]
 view_1 [64, 24] = aten.view(g_1, [64, 24])
-all_gather_contract = ditron.all_gather_contract(x_1, [view_1], None, 1, True, False, 4, '0', '', 'auto', 1073741824, 0.0)
+all_gather_contract = ditron.all_gather_contract([x_1, view_1], "gather_dim=1 gathered_first world_size=4 group_name=0 site=''", None)
 getitem_4 [16, 24] = all_gather_contract[0]
 return getitem_4
 """,
@@ -80,7 +80,7 @@ def test_golden_second_operand_and_used_elsewhere() -> None:
         """\
 x_1 [8, 16]
 a_1 [24, 32]
-all_gather_contract = ditron.all_gather_contract(x_1, [a_1], None, 0, False, True, 4, '0', '', 'auto', 1073741824, 0.0)
+all_gather_contract = ditron.all_gather_contract([x_1, a_1], "gather_dim=0 world_size=4 group_name=0 return_gathered site=''", None)
 getitem [24, 16] = all_gather_contract[0]
 getitem_1 [32, 16] = all_gather_contract[1]
 sum_1 [] = aten.sum(getitem_1)
@@ -97,7 +97,7 @@ def test_golden_last_dim() -> None:
         """\
 x_1 [2, 8, 16]
 w_1 [64, 5]
-all_gather_contract = ditron.all_gather_contract(x_1, [w_1], None, 2, True, False, 4, '0', '', 'auto', 1073741824, 0.0)
+all_gather_contract = ditron.all_gather_contract([x_1, w_1], "gather_dim=2 gathered_first world_size=4 group_name=0 site=''", None)
 getitem_4 [16, 5] = all_gather_contract[0]
 _unsafe_view [2, 8, 5] = aten._unsafe_view(getitem_4, [2, 8, 5])
 return _unsafe_view

@@ -53,7 +53,7 @@ def test_golden_sequence_first() -> None:
         """\
 x_1 [2, 3, 16]
 w_1 [16, 40]
-matmul_all_to_all = ditron.matmul_all_to_all([x_1], [w_1], None, None, 1, 1, 4, '0', '', 'auto', 1073741824, 0.0)
+matmul_all_to_all = ditron.matmul_all_to_all([x_1, w_1], "gather_dim=1 parts=1 world_size=4 group_name=0 site=''", None)
 getitem [2, 12, 10] = matmul_all_to_all[0]
 reshape_default [2, 12, 2, 5] = aten.reshape(getitem, [2, 12, 2, 5])
 return reshape_default
@@ -76,7 +76,7 @@ def test_golden_parts() -> None:
 x_1 [6, 16]
 w_1 [16, 120]
 b_1 [120]
-matmul_all_to_all = ditron.matmul_all_to_all([x_1], [w_1], b_1, None, 0, 3, 4, '0', '', 'auto', 1073741824, 0.0)
+matmul_all_to_all = ditron.matmul_all_to_all([x_1, w_1, b_1], "gather_dim=0 parts=3 world_size=4 group_name=0 site='' has_bias", None)
 getitem [24, 30] = matmul_all_to_all[0]
 reshape_default [24, 3, 2, 5] = aten.reshape(getitem, [24, 3, 2, 5])
 return reshape_default

@@ -56,7 +56,7 @@ t [32, 32] = aten.t(wq_1)
 view [2, 32] = aten.view(x_1, [2, 32])
 t_1 [32, 16] = aten.t(wk_1)
 t_2 [32, 16] = aten.t(wv_1)
-projections = ditron.projections(view, [t, t_1, t_2], 'auto')
+projections = ditron.projections([view, t, t_1, t_2], 'num_weights=3', None)
 getitem_1 [2, 32] = projections[0]
 getitem_2 [2, 16] = projections[1]
 getitem_3 [2, 16] = projections[2]
@@ -67,7 +67,7 @@ cat [2, 1, 32] = aten.cat([_unsafe_view_1, _unsafe_view_2], -1)
 add [2, 1, 32] = aten.add.Tensor(_unsafe_view, cat)
 t_3 [32, 32] = aten.t(wo_1)
 view_3 [2, 32] = aten.view(add, [2, 32])
-matmul_all_reduce = ditron.matmul_all_reduce([view_3], [t_3], None, None, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
+matmul_all_reduce = ditron.matmul_all_reduce([view_3, t_3], "reduce_op=sum world_size=4 group_name=0 site=''", None)
 getitem [2, 32] = matmul_all_reduce[0]
 _unsafe_view_3 [2, 1, 32] = aten.reshape(getitem, [2, 1, 32])
 return _unsafe_view_3
@@ -109,12 +109,12 @@ arg3_1 [32, 32]
 view [2, 32] = aten.reshape(arg1_1, [2, 32])
 permute [32, 32] = aten.permute(arg0_1, [1, 0])
 permute_1 [32, 32] = aten.permute(arg2_1, [1, 0])
-projections_1 = ditron.projections(view, [permute, permute_1], 'auto', [], 'cast(silu(mm0), bf16) * mm1')
+projections_1 = ditron.projections([view, permute, permute_1], "num_weights=2 epilogue='cast(silu(mm0), bf16) * mm1'", None)
 getitem_3 [2, 32] = projections_1[0]
 reshape_default [2, 1, 32] = aten.reshape(getitem_3, [2, 1, 32])
 view_4 [2, 32] = aten.reshape(reshape_default, [2, 32])
 permute_2 [32, 32] = aten.permute(arg3_1, [1, 0])
-matmul_all_reduce = ditron.matmul_all_reduce([view_4], [permute_2], None, None, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
+matmul_all_reduce = ditron.matmul_all_reduce([view_4, permute_2], "reduce_op=sum world_size=4 group_name=0 site=''", None)
 getitem [2, 32] = matmul_all_reduce[0]
 view_5 [2, 1, 32] = aten.reshape(getitem, [2, 1, 32])
 return (view_5,)
@@ -141,13 +141,13 @@ wo_1 [32, 48]
 view [2, 32] = aten.view(x_1, [2, 32])
 t [32, 32] = aten.t(wq_1)
 t_1 [32, 16] = aten.t(wk_1)
-projections = ditron.projections(view, [t, t_1], 'auto')
+projections = ditron.projections([view, t, t_1], 'num_weights=2', None)
 getitem_1 [2, 32] = projections[0]
 getitem_2 [2, 16] = projections[1]
 biased [2, 32] = aten.add.Tensor(getitem_1, bq_1)
 cat [2, 48] = aten.cat([biased, getitem_2], -1)
 t_2 [48, 32] = aten.t(wo_1)
-matmul_all_reduce = ditron.matmul_all_reduce([cat], [t_2], None, None, 'sum', 4, '0', '', 'auto', 1073741824, 0.0)
+matmul_all_reduce = ditron.matmul_all_reduce([cat, t_2], "reduce_op=sum world_size=4 group_name=0 site=''", None)
 getitem [2, 32] = matmul_all_reduce[0]
 return getitem
 """,

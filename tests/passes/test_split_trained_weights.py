@@ -87,7 +87,7 @@ primals_3 [16, 24]
 permute [16, 48] = aten.permute(primals_2, [1, 0])
 columns [16, 24] = aten.slice.Tensor(permute, 1, 0, 24)
 columns_1 [16, 24] = aten.slice.Tensor(permute, 1, 24, 48)
-all_gather_matmul_1 = ditron.all_gather_matmul(primals_1, [columns, columns_1], None, 1, True, 4, '0', '7d6d4625/0:all_gather_matmul', 'auto', 1073741824, 0.0, [], 'cast(silu(mm0), bf16) * mm1; mm0; mm1')
+all_gather_matmul_1 = ditron.all_gather_matmul([primals_1, columns, columns_1], "gather_dim=1 world_size=4 group_name=0 return_gathered site=7d6d4625/0:all_gather_matmul num_weights=2 epilogue='cast(silu(mm0), bf16) * mm1; mm0; mm1'", None)
 getitem_18 [1] = all_gather_matmul_1[4]
 getitem_14 [64, 24] = all_gather_matmul_1[0]
 getitem_15 [64, 24] = all_gather_matmul_1[1]
@@ -97,7 +97,7 @@ view [64, 16] = aten.reshape(getitem_17, [64, 16])
 reshape_default_2 [2, 32, 24] = aten.reshape(getitem_14, [2, 32, 24])
 permute_1 [24, 16] = aten.permute(primals_3, [1, 0])
 view_2 [64, 24] = aten.reshape(reshape_default_2, [64, 24])
-matmul_reduce_scatter = ditron.matmul_reduce_scatter([reshape_default_2], [permute_1], None, getitem_18, 1, 'sum', 4, '0', '7d6d4625/1:matmul_reduce_scatter', 'auto', 1073741824, 0.0)
+matmul_reduce_scatter = ditron.matmul_reduce_scatter([reshape_default_2, permute_1], 'scatter_dim=1 reduce_op=sum world_size=4 group_name=0 site=7d6d4625/1:matmul_reduce_scatter', getitem_18)
 getitem_13 [2, 8, 16] = matmul_reduce_scatter[0]
 permute_4 [16, 24] = aten.permute(permute_1, [1, 0])
 permute_8 [48, 16] = aten.permute(permute, [1, 0])

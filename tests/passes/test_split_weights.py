@@ -74,7 +74,7 @@ arg1_1 [48, 16]
 permute [16, 48] = aten.permute(arg1_1, [1, 0])
 columns [16, 24] = aten.slice.Tensor(permute, 1, 0, 24)
 columns_1 [16, 24] = aten.slice.Tensor(permute, 1, 24, 48)
-all_gather_matmul_2 = ditron.all_gather_matmul(arg0_1, [columns, columns_1], None, 1, False, 4, '0', 'be5e4ea9/0:all_gather_matmul', 'auto', 1073741824, 0.0, [], 'cast(silu(mm0), bf16) * mm1')
+all_gather_matmul_2 = ditron.all_gather_matmul([arg0_1, columns, columns_1], "gather_dim=1 world_size=4 group_name=0 site=be5e4ea9/0:all_gather_matmul num_weights=2 epilogue='cast(silu(mm0), bf16) * mm1'", None)
 getitem_9 [64, 24] = all_gather_matmul_2[0]
 reshape_default_2 [2, 32, 24] = aten.reshape(getitem_9, [2, 32, 24])
 return (reshape_default_2,)
@@ -95,11 +95,11 @@ t [16, 48] = aten.t(w_1)
 view [2, 16] = aten.view(x_1, [2, 16])
 columns [16, 24] = aten.slice.Tensor(t, 1, 0, 24)
 columns_1 [16, 24] = aten.slice.Tensor(t, 1, 24, 48)
-projections_1 = ditron.projections(view, [columns, columns_1], 'auto', [], 'silu(mm0) * mm1')
+projections_1 = ditron.projections([view, columns, columns_1], "num_weights=2 epilogue='silu(mm0) * mm1'", None)
 getitem_3 [2, 24] = projections_1[0]
 reshape_default_2 [2, 1, 24] = aten.reshape(getitem_3, [2, 1, 24])
 view_1 [2, 24] = aten.view(reshape_default_2, [2, 24])
-matmul_all_reduce = ditron.matmul_all_reduce([view_1], [o_1], None, None, 'sum', 4, '0', '016bcfc6/0:matmul_all_reduce', 'auto', 1073741824, 0.0)
+matmul_all_reduce = ditron.matmul_all_reduce([view_1, o_1], 'reduce_op=sum world_size=4 group_name=0 site=016bcfc6/0:matmul_all_reduce', None)
 getitem [2, 16] = matmul_all_reduce[0]
 _unsafe_view_1 [2, 1, 16] = aten.reshape(getitem, [2, 1, 16])
 return _unsafe_view_1
@@ -121,7 +121,7 @@ columns [16, 24] = aten.slice.Tensor(permute, 1, 0, 24)
 columns_1 [16, 24] = aten.slice.Tensor(permute, 1, 24, 48)
 columns_2 [24] = aten.slice.Tensor(arg2_1, 0, 0, 24)
 columns_3 [24] = aten.slice.Tensor(arg2_1, 0, 24, 48)
-all_gather_matmul_2 = ditron.all_gather_matmul(arg0_1, [columns, columns_1], None, 1, False, 4, '0', 'be5e4ea9/0:all_gather_matmul', 'auto', 1073741824, 0.0, [columns_2, columns_3], 'cast(silu(cast(mm0 + row(x0), bf16)), bf16) * cast(mm1 + row(x1), bf16)')
+all_gather_matmul_2 = ditron.all_gather_matmul([arg0_1, columns, columns_1, columns_2, columns_3], "gather_dim=1 world_size=4 group_name=0 site=be5e4ea9/0:all_gather_matmul num_weights=2 num_extras=2 epilogue='cast(silu(cast(mm0 + row(x0), bf16)), bf16) * cast(mm1 + row(x1), bf16)'", None)
 getitem_9 [64, 24] = all_gather_matmul_2[0]
 reshape_default_2 [2, 32, 24] = aten.reshape(getitem_9, [2, 32, 24])
 return (reshape_default_2,)

@@ -35,51 +35,19 @@ def test_golden_schemas() -> None:
     expecttest.assert_expected_inline(
         lines,
         """\
-ditron::all_gather_matmul(Tensor shard, Tensor[] weights, Tensor? token, int gather_dim, bool
-  return_gathered, int world_size, str group_name, str site, str strategy, int workspace_limit,
-  float timeout_s, Tensor[]? extras=None, str epilogue="", Tensor? residual=None, Tensor?
-  weight=None, Tensor? shift=None, str norm="", float eps=0., bool plus_one=False, bool
-  round_first=False, str saved="") -> Tensor[]
-ditron::matmul_reduce_scatter(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int scatter_dim,
-  str reduce_op, int world_size, str group_name, str site, str strategy, int workspace_limit, float
-  timeout_s, Tensor[]? extras=None, str epilogue="") -> Tensor[]
-ditron::matmul_all_reduce(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, str reduce_op, int
-  world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s,
-  Tensor[]? extras=None, str epilogue="") -> Tensor[]
-ditron::all_reduce_rms_norm(Tensor x, Tensor? bias, Tensor? second_bias, Tensor? post_weight,
-  Tensor? post_shift, Tensor? residual, Tensor? weight, Tensor? shift, Tensor? other_weight, Tensor?
-  other_shift, Tensor? token, str reduce_op, str norm, float eps, bool plus_one, bool round_first,
-  str post, float post_eps, bool post_plus_one, bool post_round_first, str saved, int world_size,
-  str group_name, str site, str strategy, int workspace_limit, float timeout_s) -> Tensor[]
-ditron::matmul_all_reduce_rms_norm(Tensor[] a, Tensor[] b, Tensor? product_bias, Tensor? bias,
-  Tensor? second_bias, Tensor? post_weight, Tensor? post_shift, Tensor? residual, Tensor? weight,
-  Tensor? shift, Tensor? other_weight, Tensor? other_shift, Tensor? token, str reduce_op, str norm,
-  float eps, bool plus_one, bool round_first, str post, float post_eps, bool post_plus_one, bool
-  post_round_first, str saved, int world_size, str group_name, str site, str strategy, int
-  workspace_limit, float timeout_s, Tensor[]? extras=None, str epilogue="") -> Tensor[]
-ditron::matmul_all_gather(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int gather_dim, int
-  world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s) ->
-  (Tensor, Tensor)
-ditron::flash_decode(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor? block_table, Tensor?
-  token, float scale, float softcap, int world_size, str group_name, str site, str strategy, int
-  workspace_limit, float timeout_s) -> (Tensor, Tensor)
-ditron::all_gather_attention(Tensor q, Tensor k, Tensor v, Tensor? token, str mask, int window, int
-  offset, str jumps, float scale, float softcap, bool return_gathered, int world_size, str
-  group_name, str site, str strategy, int workspace_limit, float timeout_s, Tensor? bias=None) ->
-  Tensor[]
-ditron::attention_reduce_scatter(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor
-  lse, Tensor? token, str mask, int window, int offset, str jumps, float scale, float softcap, int
-  world_size, str group_name, str site, str strategy, int workspace_limit, float timeout_s, Tensor?
-  bias=None) -> (Tensor, Tensor, Tensor, Tensor)
-ditron::all_gather_contract(Tensor shard, Tensor[] factors, Tensor? token, int gather_dim, bool
-  gathered_first, bool return_gathered, int world_size, str group_name, str site, str strategy, int
-  workspace_limit, float timeout_s) -> Tensor[]
-ditron::matmul_all_to_all(Tensor[] a, Tensor[] b, Tensor? bias, Tensor? token, int gather_dim, int
-  parts, int world_size, str group_name, str site, str strategy, int workspace_limit, float
-  timeout_s) -> (Tensor, Tensor)
-ditron::all_to_all_matmul(Tensor x, Tensor weight, Tensor? token, int scatter_dim, int parts, bool
-  return_received, int world_size, str group_name, str site, str strategy, int workspace_limit,
-  float timeout_s) -> Tensor[]
+ditron::all_gather_matmul(Tensor[] operands, str node, Tensor? token) -> Tensor[]
+ditron::matmul_reduce_scatter(Tensor[] operands, str node, Tensor? token) -> Tensor[]
+ditron::matmul_all_reduce(Tensor[] operands, str node, Tensor? token) -> Tensor[]
+ditron::matmul_all_gather(Tensor[] operands, str node, Tensor? token) -> Tensor[]
+ditron::all_gather_contract(Tensor[] operands, str node, Tensor? token) -> Tensor[]
+ditron::all_reduce_rms_norm(Tensor[] operands, str node, Tensor? token) -> Tensor[]
+ditron::matmul_all_reduce_rms_norm(Tensor[] operands, str node, Tensor? token) -> Tensor[]
+ditron::matmul_all_to_all(Tensor[] operands, str node, Tensor? token) -> Tensor[]
+ditron::all_to_all_matmul(Tensor[] operands, str node, Tensor? token) -> Tensor[]
+ditron::flash_decode(Tensor[] operands, str node, Tensor? token) -> Tensor[]
+ditron::all_gather_attention(Tensor[] operands, str node, Tensor? token) -> Tensor[]
+ditron::attention_reduce_scatter(Tensor[] operands, str node, Tensor? token) -> Tensor[]
+ditron::projections(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 ditron::after(Tensor(a) x, Tensor token) -> Tensor(a)
 ditron::after_(Tensor(a!) x, Tensor token) -> ()
 ditron::token_of(Tensor x) -> Tensor
@@ -87,8 +55,6 @@ ditron::meet(str key) -> ()
 ditron::own_chunk(Tensor x, int dim, int world_size, str group_name) -> Tensor
 ditron::replicated(Tensor(a) x, Tensor[] same, str group_name, str site, str names, str constants)
   -> Tensor(a)
-ditron::projections(Tensor x, Tensor[] weights, str strategy, Tensor[]? extras=None, str
-  epilogue="") -> Tensor[]
 """,
     )
 

@@ -1,0 +1,73 @@
+"""What the declarations of all node kinds have in common: their text, and the operands of their calls.
+
+Every kind is called by one schema, `ditron.<kind>(Tensor[] operands, str node, Tensor? token) -> Tensor[]`. The text of
+the node says which of the operands is which: `slots()` names them in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from ditron_inductor.task.codec import encode
+
+T = TypeVar("T")
+Slots = tuple[tuple[str, int | None], ...]
+"""Operands by name, in the order of a call: None says that there is one tensor, a number that there is a list of so
+many tensors."""
+
+
+class Node:
+    """A declared node kind: a frozen dataclass of everything that a site needs at run time, except its tensors."""
+
+    kind: ClassVar[str]
+
+    def verify(self) -> None:
+        """Raises `InvalidTaskNode` for a wrong field, naming it."""
+        raise NotImplementedError
+
+    def slots(self) -> Slots:
+        """The names of the operands of a call."""
+        raise NotImplementedError
+
+    def text(self) -> str:
+        """One line, the same for equal nodes, see codec.py."""
+        return encode(self)
+
+    def flat(self, given: Mapping[str, Any]) -> list[Any]:
+        """The operands of a call, in its order. given: by name, None or missing where a slot does not exist.
+
+        Raises AssertionError where the node and the operands do not fit.
+        """
+        names = [name for name, _ in self.slots()]
+        left = [name for name, value in given.items() if name not in names and value is not None and len(value)]
+        assert not left, f"{self.kind} has no operand {', '.join(left)}: {self.text()}"
+        operands: list[Any] = []
+        for name, count in self.slots():
+            value = given.get(name, ())
+            if count is None:
+                assert value is not None and not isinstance(value, (list, tuple)), f"{self.kind} has no {name}"
+                operands.append(value)
+            else:
+                assert len(value) == count, f"{self.kind} has {len(value)} {name}, not {count}"
+                operands.extend(value)
+        return operands
+
+    def named(self, operands: Sequence[T]) -> dict[str, Any]:
+        """The operands of a call by name: a tensor, or a list of tensors."""
+        found: dict[str, Any] = {}
+        place = 0
+        for name, count in self.slots():
+            if count is None:
+                found[name] = operands[place]
+                place += 1
+            else:
+                found[name] = list(operands[place : place + count])
+                place += count
+        assert place == len(operands), f"{self.kind} has {place} operands, not {len(operands)}: {self.text()}"
+        return found
+
+
+def single(names: Sequence[str]) -> Slots:
+    """Slots of one tensor each."""
+    return tuple((name, None) for name in names)

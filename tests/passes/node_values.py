@@ -1,0 +1,195 @@
+"""What the Task nodes of all ranks compute, from the operands of all ranks together, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ditron_inductor.task import flash_decode as attention
+from ditron_inductor.task import ops, reference, reference_attention
+from ditron_inductor.task.epilogue import Epilogue
+from ditron_inductor.task.epilogue_torch import evaluate
+from ditron_inductor.task.nodes import EXTRAS, NODES, SHARD_EXTRAS, Projections
+from ditron_inductor.task.reference import sum_of_products
+
+
+class Call:
+    """The call of a node on one rank: the node, and its operands by name as attributes."""
+
+    def __init__(self, kind: str, arguments: Sequence[Any]) -> None:
+        self.node: Any = ops.parsed(kind, arguments[ops.NODE])
+        self.given: dict[str, Any] = self.node.named(arguments[ops.OPERANDS])
+
+    def __getattr__(self, name: str) -> Any:
+        return self.given[name]
+
+
+def reduced(values: list[torch.Tensor], op: str) -> torch.Tensor:
+    """The reduction of the values of all ranks."""
+    if op == "max":
+        return torch.stack(values).amax(0)
+    total = torch.stack(values).sum(0)
+    return total / len(values) if op == "avg" else total
+
+
+def evaluate_nodes(kind: str, arguments: list[Any]) -> list[Any]:
+    """The results of the ranks. arguments: of the op, by rank."""
+    results = _BY_KIND[kind]([Call(kind, one) for one in arguments])
+    if kind == Projections.kind:
+        return results
+    return [[*one, torch.empty(1)] for one in results]
+
+
+def _all_gather_matmul(calls: list[Call]) -> list[Any]:
+    shards = []
+    for call in calls:
+        prologue = call.node.prologue
+        extras = [call.given.get(name) for name in SHARD_EXTRAS]
+        shards.append((call.shard, ()) if prologue is None else reference.norm_shard(call.shard, extras, prologue))
+    gathered = torch.cat([shard for shard, _ in shards], calls[0].node.gather_dim)
+    results = []
+    for call, (_, returned) in zip(calls, shards, strict=True):
+        outputs = _after_epilogue(call, [gathered.flatten(0, -2) @ weight for weight in call.weights])
+        results.append([*outputs, *[gathered] * call.node.return_gathered, *returned])
+    return results
+
+
+def _all_gather_contract(calls: list[Call]) -> list[Any]:
+    node = calls[0].node
+    gathered = torch.cat([call.shard for call in calls], node.gather_dim)
+    rows = gathered.flatten(0, -2)
+    first = rows.t() if node.gather_dim == gathered.ndim - 1 else rows
+    results = []
+    for call in calls:
+        outputs = [first.t() @ one if node.gathered_first else one @ first for one in call.factors]
+        results.append([*outputs, *[gathered] * node.return_gathered])
+    return results
+
+
+def _projections(calls: list[Call]) -> list[Any]:
+    return [_after_epilogue(call, [call.x @ weight for weight in call.weights]) for call in calls]
+
+
+def _after_epilogue(call: Call, products: list[torch.Tensor]) -> list[torch.Tensor]:
+    parsed = call.node.parsed
+    return products if parsed is None else evaluate(parsed, products, call.given.get("extras", ()))
+
+
+def _matmul_reduce_scatter(calls: list[Call]) -> list[Any]:
+    node = calls[0].node
+    chunks = reduced([_sent(call) for call in calls], node.reduce_op).chunk(len(calls), node.scatter_dim)
+    return [_finished(chunk, call) for chunk, call in zip(chunks, calls, strict=True)]
+
+
+def _matmul_all_reduce(calls: list[Call]) -> list[Any]:
+    total = reduced([_sent(call) for call in calls], calls[0].node.reduce_op)
+    return [_finished(total, call) for call in calls]
+
+
+def _sent(call: Call) -> torch.Tensor:
+    """What a rank reduces."""
+    total = sum_of_products(call.a, call.b, call.given.get("bias"))
+    pre = None if call.node.parsed is None else call.node.parsed.pre
+    if pre is None:
+        return total
+    return evaluate(Epilogue((pre,)), [total.flatten(0, -2)], call.extras)[0].view(total.shape)
+
+
+def _finished(value: torch.Tensor, call: Call) -> list[torch.Tensor]:
+    """The outputs of a reduction."""
+    return [output.view(value.shape) for output in _after_epilogue(call, [value.flatten(0, -2)])]
+
+
+def _all_reduce_rms_norm(calls: list[Call]) -> list[Any]:
+    return _normalised(calls, reduced([call.x for call in calls], calls[0].node.reduce_op))
+
+
+def _matmul_all_reduce_rms_norm(calls: list[Call]) -> list[Any]:
+    sent = []
+    for call in calls:
+        total = sum_of_products(call.a, call.b, call.given.get("product_bias"))
+        pre = None if call.node.reduction.parsed is None else call.node.reduction.parsed.pre
+        if pre is not None:
+            total = evaluate(Epilogue((pre,)), [total.flatten(0, -2)], call.extras)[0].view(total.shape)
+        sent.append(total)
+    return _normalised(calls, reduced(sent, calls[0].node.reduce_op))
+
+
+def _normalised(calls: list[Call], value: torch.Tensor) -> list[Any]:
+    found = []
+    for call in calls:
+        extras = [call.given.get(name) for name in EXTRAS]
+        found.append(reference.add_norm(value, extras, call.node.norm, call.node.post, call.node.saved))
+    return found
+
+
+def _matmul_all_gather(calls: list[Call]) -> list[Any]:
+    products = [sum_of_products(call.a, call.b, call.given.get("bias")) for call in calls]
+    return [[torch.cat(products, calls[0].node.gather_dim)] for _ in calls]
+
+
+def _matmul_all_to_all(calls: list[Call]) -> list[Any]:
+    node, count = calls[0].node, len(calls)
+    runs = [
+        sum_of_products(call.a, call.b, call.given.get("bias")).unflatten(-1, (node.parts, count, -1)) for call in calls
+    ]
+    return [[torch.cat([one[..., rank, :].flatten(-2) for one in runs], node.gather_dim)] for rank in range(count)]
+
+
+def _all_to_all_matmul(calls: list[Call]) -> list[Any]:
+    node = calls[0].node
+    sent = [call.x.unflatten(-1, (node.parts, -1)).chunk(len(calls), node.scatter_dim) for call in calls]
+    results = []
+    for rank, call in enumerate(calls):
+        received = torch.stack([chunks[rank] for chunks in sent], -2).flatten(-3)
+        results.append([received.flatten(0, -2) @ call.weight, *[received] * node.return_received])
+    return results
+
+
+def _flash_decode(calls: list[Call]) -> list[Any]:
+    parts = [
+        attention.local_attention(
+            call.q,
+            call.k,
+            call.v,
+            call.lengths,
+            call.given.get("block_table"),
+            scale=call.node.scale,
+            softcap=call.node.softcap,
+        )
+        for call in calls
+    ]
+    merged = attention.merge(*zip(*parts, strict=True)).to(calls[0].q.dtype)
+    return [[merged] for _ in calls]
+
+
+def _scores(call: Call, rank: int, world_size: int, keys: int) -> dict[str, Any]:
+    seen = reference_attention.visible(call.node.mask, rank, world_size, call.q.shape[2], keys, call.q.device)
+    return dict(seen=seen, scale=call.node.scale, softcap=call.node.softcap, bias=call.given.get("bias"))
+
+
+def _all_gather_attention(calls: list[Call]) -> list[Any]:
+    keys, values = (torch.cat([call.given[name] for call in calls], 2) for name in ("k", "v"))
+    results = []
+    for rank, call in enumerate(calls):
+        outputs = reference_attention.attend(
+            call.q, keys, values, **_scores(call, rank, len(calls), call.k.shape[2])
+        )
+        results.append([*outputs, *[keys, values] * call.node.return_gathered])
+    return results
+
+
+def _attention_reduce_scatter(calls: list[Call]) -> list[Any]:
+    found = []
+    for rank, call in enumerate(calls):
+        given = _scores(call, rank, len(calls), call.k.shape[2] // len(calls))
+        found.append(
+            reference_attention.attend_backward(call.grad_out, call.q, call.k, call.v, call.out, call.lse, **given)
+        )
+    parts = [reduced([one[index] for one in found], "sum").chunk(len(calls), 2) for index in (1, 2)]
+    return [[one[0], parts[0][rank], parts[1][rank]] for rank, one in enumerate(found)]
+
+
+_BY_KIND: dict[str, Callable[[list[Call]], list[Any]]] = {kind: globals()[f"_{kind}"] for kind in NODES}
