@@ -80,7 +80,7 @@ class Bench:
         """The same call as the code of a compiled graph makes it, with operands of a form that is fixed: without
         gradients, as graphs run.
         """
-        from ditron_inductor.lowering.host.site_call import Input, site_call
+        from ditron_inductor.runtime import Input, site_call
 
         tensors: list[Any] = []
 

@@ -19,7 +19,7 @@ from benchmarks.timing import Times, synchronize
 from ditron_inductor.device.reset import reset
 from ditron_inductor.errors import DitronError
 from ditron_inductor.lowering.host.register import register
-from ditron_inductor.tune.timing import Call, Clock, captured
+from ditron_inductor.report.timing import Call, Clock, captured
 
 T = TypeVar("T")
 

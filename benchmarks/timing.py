@@ -1,6 +1,6 @@
 """Statistics of interleaved timing: every contestant once per round, until all of them have settled.
 
-A sample (`ditron_inductor.tune.timing.Clock.sample`) begins on an idle device: a collective that all ranks leave
+A sample (`ditron_inductor.report.timing.Clock.sample`) begins on an idle device: a collective that all ranks leave
 together, one call that is not timed, then `calls` calls between two events. The call that is not timed is all the head
 start that the host gets. Where calls take the device longer, the host is ahead when the first event passes, as in a
 model that runs; where they take the host longer, the event passes when the host has just issued that call, and the time
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ditron_inductor.tune.timing import Call, Clock
+from ditron_inductor.report.timing import Call, Clock
 
 ROUNDS = 20
 MIN_ROUNDS = 7

@@ -13,12 +13,13 @@ from ditron_inductor.options import Options
 from ditron_inductor.report.explain import explain
 from ditron_inductor.taxes import profile_taxes
 from ditron_inductor.tune.tune_command import tune
+from ditron_inductor.version import VERSION
 
 if TYPE_CHECKING:
     from ditron_inductor.backend import ditron, passes_for_inductor
     from ditron_inductor.device.reset import reset
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["Options", "ditron", "explain", "passes_for_inductor", "profile_taxes", "reset", "tune"]
 
 

@@ -18,12 +18,10 @@ from torch import fx
 from torch._inductor.compile_fx import compile_fx
 from torch._logging import warning_once
 
-from ditron_inductor.device import workspaces
+from ditron_inductor import runtime
 from ditron_inductor.errors import InvalidOptionValue
-from ditron_inductor.lowering.host import register
 from ditron_inductor.options import Options
 from ditron_inductor.pipeline import DitronPipeline, JointPipeline, with_user_passes
-from ditron_inductor.tune import user_table
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +31,7 @@ JOINT_PASS_OPTION = "joint_custom_post_pass"
 # By these a rank would decide alone, by the clock, what our passes see: docs/rank_decisions.md. No option changes them.
 DECIDED_FOR_ALL: dict[str, Any] = {"shape_padding": False}
 
-register.register()
-# What a group takes when only graphs from a cache have run before its first use.
-workspaces.use_table(lambda: user_table.read(Options.from_environment().table))
+runtime.prepare()
 
 
 def ditron(
@@ -69,7 +65,7 @@ def passes_for_inductor(options: Mapping[str, Any] | None = None) -> dict[str, A
     Raises UnknownOption, InvalidOptionValue and InvalidTable, all also ValueError.
     """
     ditron_options, entries = Options.parse(options)
-    use_table(ditron_options)
+    runtime.use_table(ditron_options)
     pipelines = {USER_PASS_OPTION: DitronPipeline(ditron_options), JOINT_PASS_OPTION: JointPipeline(ditron_options)}
     for option, pipeline in pipelines.items():
         user_passes = entries.pop(option, getattr(torch._inductor.config, option))
@@ -89,11 +85,6 @@ REPLACED = (
     "the option %s=%s is taken as %s: by it each rank would decide alone, by the clock, what it compiles, and ranks "
     "that compile different graphs wait for each other; ditron pads unaligned matmuls itself (pad_products)"
 )
-
-
-def use_table(options: Options) -> None:
-    """What groups take their strategies from when they are first used, from now on."""
-    workspaces.use_table(user_table.read(options.table))
 
 
 def _mode_patches(mode: str | None) -> dict[str, Any]:

@@ -26,8 +26,11 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._logging import trace_structured
 
+from ditron_inductor import runtime
+from ditron_inductor.codegen import plain_graph
+from ditron_inductor.codegen.meeting_kernel import MEETING, declare_meeting
+from ditron_inductor.codegen.site_kernel import declare
 from ditron_inductor.device.agreements import Form
-from ditron_inductor.lowering.host import plain_graph
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
 from ditron_inductor.passes.absorb.absorb_norms import absorb_norms
@@ -40,8 +43,10 @@ from ditron_inductor.passes.finish.conform import conform
 from ditron_inductor.passes.finish.name_sites import add_key, name_sites
 from ditron_inductor.passes.finish.order_collectives import order_collectives
 from ditron_inductor.passes.finish.pad_products import pad_products
+from ditron_inductor.passes.finish.record_sites import record_graph
 from ditron_inductor.passes.finish.require_fusions import require_fusions
 from ditron_inductor.passes.finish.review_left_alone import review_left_alone
+from ditron_inductor.passes.finish.summary import summary
 from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.passes.finish.wire_facts import Before, before_passes, facts_of, graph_facts
 from ditron_inductor.passes.forms.merge_reductions import merge_reductions
@@ -63,11 +68,9 @@ from ditron_inductor.passes.graph.collectives import group_sizes
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.normalize.share_gathers import share_gathers
 from ditron_inductor.passes.normalize.vllm_collectives import group_names
-from ditron_inductor.report.records import record_graph
-from ditron_inductor.report.sites import SiteSink, current_sink
-from ditron_inductor.report.summary import summary
 from ditron_inductor.task.nodes import COMPILED_BY_US, TASK_KINDS, Projections
 from ditron_inductor.task.ops import NAMESPACE, overload
+from ditron_inductor.task.site_records import SiteSink, current_sink
 
 log = logging.getLogger(__name__)
 
@@ -172,11 +175,9 @@ class DitronPipeline(CustomGraphPass):
         self.sink: SiteSink | None = current_sink()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In another process the passes need what `backend` sets up on import: the Task ops, their kernels, a table."""
-        from ditron_inductor import backend
-
+        """In another process the passes bring the Task ops, their kernels and a table with them."""
         vars(self).update(state)
-        backend.use_table(self.options)
+        runtime.use_table(self.options)
 
     def __call__(self, graph: fx.Graph) -> None:
         declare_calls()
@@ -251,9 +252,6 @@ def declare_calls() -> None:
     That they are called it would find out by itself, and up to torch 2.12 write down for a log, wanted or not, all that
     the first call of each op is computed from: of a few layers that took a minute.
     """
-    from ditron_inductor.lowering.host.meeting_kernel import declare_meeting
-    from ditron_inductor.lowering.host.site_kernel import declare
-
     declare_meeting()
     declare((*TASK_KINDS, Projections.kind))
 
@@ -269,10 +267,8 @@ def add_meeting(graph: fx.Graph, before: Before, moved: str, plain: str, options
     """Have the ranks compare the graph when it first runs; its sites carry the key by which they find what came of it.
 
     before: of the graph as Inductor alone would run it. moved: what the passes changed of its collectives. plain: that
-    graph, see lowering/host/plain_graph.py.
+    graph, see codegen/plain_graph.py.
     """
-    from ditron_inductor.lowering.host.meeting_kernel import MEETING
-
     key = graph_facts(before, facts_of(graph), moved, options.shared()).key
     add_key(graph, key)
     facts = graph_facts(before, facts_of(graph), moved, options.shared())

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ditron_inductor
+from benchmarks.tolerances import assert_near
 from tests.models.interpreted import without_generated_code
 from tests.ranks import RankContext, RankPools
-from tests.tolerances import assert_near
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None, reason="needs accelerate: pip install 'ditron-inductor[models]'"

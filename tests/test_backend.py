@@ -15,16 +15,16 @@ from torch._dynamo.utils import counters
 from torch._logging import warning_once
 from torch.distributed import _functional_collectives as functional
 
+from benchmarks.tolerances import assert_near
 from ditron_inductor import backend
 from ditron_inductor.backend import ditron
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
 from ditron_inductor.pipeline import DitronPipeline, JointPipeline, UserPassThen
 from ditron_inductor.report.explain import without_caches
-from ditron_inductor.report.sites import collect_sites
+from ditron_inductor.task.site_records import collect_sites
 from tests.conftest import CPU_PLACES, Place
 from tests.passes import graphs
 from tests.ranks import RankContext, RankPools
-from tests.tolerances import assert_near
 
 LIBRARY = {"ditron.strategy": "library"}
 USER_PASS, JOINT_PASS = "post_grad_custom_pre_pass", "joint_custom_post_pass"

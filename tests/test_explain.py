@@ -17,9 +17,9 @@ import ditron_inductor.backend  # the name, where the package is not installed
 from ditron_inductor.errors import UnknownOption
 from ditron_inductor.options import Options
 from ditron_inductor.report.explain import ExplainedSite, Report, bytes_text
-from ditron_inductor.report.sites import GraphRecord, NodeRecord, SiteRecord
+from ditron_inductor.report.measure import Timings
 from ditron_inductor.task.policy import shared_site
-from ditron_inductor.tune.measure import Timings
+from ditron_inductor.task.site_records import GraphRecord, NodeRecord, SiteRecord
 from tests.ranks import RankContext, RankPools
 
 # The first compilation on a fresh machine precompiles Inductor's C++ headers, once for all tests.

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
+from benchmarks.tolerances import assert_near
 from ditron_inductor import backend
 from ditron_inductor.lowering.host.site_call import SiteCall
 from tests.ranks import RankContext, RankPool
-from tests.tolerances import assert_near
 
 SHAPES = (8, 16), (16, 32), (32, 16)
 

@@ -42,7 +42,7 @@ def test_the_package_alone_imports_neither_torch_nor_triton() -> None:
 
 
 def test_tune_is_the_function_and_stays_it() -> None:
-    done = run_python("import ditron_inductor, ditron_inductor.tune.measure; print(callable(ditron_inductor.tune))")
+    done = run_python("import ditron_inductor, ditron_inductor.report.measure; print(callable(ditron_inductor.tune))")
     assert done.stdout.strip() == "True", done.stderr
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ditron_inductor.errors import StrategyUnavailable
+from ditron_inductor.report.measure import SiteShape, Timings, measure
 from ditron_inductor.task.nodes import KINDS, ULYSSES_KINDS
 from ditron_inductor.tune import measure as module
-from ditron_inductor.tune.measure import SiteShape, Timings, measure
 from tests.ranks import RankContext, RankPools
 
 

@@ -17,11 +17,11 @@ from torch._inductor import config as inductor_config
 from torch.distributed import _functional_collectives as functional
 
 import ditron_inductor
+from benchmarks.tolerances import assert_near
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
 from ditron_inductor.pipeline import DitronPipeline, JointPipeline, UserPassThen
 from ditron_inductor.report.explain import without_caches
 from tests.ranks import RankContext, RankPools
-from tests.tolerances import assert_near
 
 LIBRARY = {"ditron.strategy": "library"}
 PASSES = USER_PASS, JOINT_PASS = "post_grad_custom_pre_pass", "joint_custom_post_pass"

@@ -17,14 +17,13 @@ from torch._dynamo.utils import counters
 from torch._inductor import lowering
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from ditron_inductor import pipeline
+from ditron_inductor import pipeline, user_table
 from ditron_inductor.options import Options
 from ditron_inductor.pipeline import PACKAGE, PASSES, DitronPipeline, UserPassThen, with_user_passes
-from ditron_inductor.report.sites import collect_sites
 from ditron_inductor.task.nodes import KINDS
 from ditron_inductor.task.ops import SCHEMAS, overload
+from ditron_inductor.task.site_records import collect_sites
 from ditron_inductor.task.table import Table
-from ditron_inductor.tune import user_table
 from tests.passes import graphs
 
 

@@ -12,10 +12,10 @@ from torch._inductor import config as inductor_config
 from torch._inductor.fx_passes import pad_mm
 from torch.distributed import _functional_collectives as functional
 
+from benchmarks.tolerances import assert_near
 from ditron_inductor.backend import ditron
 from ditron_inductor.report.explain import without_caches
 from tests.ranks import RankContext, RankPool, RankPools
-from tests.tolerances import assert_near
 
 
 def both_gathered(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

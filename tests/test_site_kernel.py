@@ -13,12 +13,12 @@ from torch._inductor import scheduler
 from torch._inductor.utils import run_and_get_code
 from torch.distributed import _functional_collectives as functional
 
+from benchmarks.tolerances import assert_near
 from ditron_inductor import backend
+from ditron_inductor.codegen.site_kernel import Text, text_of
 from ditron_inductor.lowering.host.site_call import Input
-from ditron_inductor.lowering.host.site_kernel import Text, text_of
 from ditron_inductor.report.explain import without_caches
 from tests.ranks import RankContext, RankPools
-from tests.tolerances import assert_near
 
 BOUND = re.compile(r"^(call_\w+) = site_call\('(\w+)', (True|False), (.*)\)$", re.MULTILINE)
 OP = re.compile(r"torch\.ops\.ditron\.(\w+)\.default\(")

@@ -12,12 +12,12 @@ import torch
 
 from ditron_inductor import pipeline
 from ditron_inductor.options import Options
+from ditron_inductor.passes.finish.summary import Summary
 from ditron_inductor.pipeline import DitronPipeline
-from ditron_inductor.report.summary import Summary
 from tests.passes import graphs
 
 A, B = torch.empty(32, 16), torch.empty(16, 16)
-LOGGER = "ditron_inductor.report.summary"
+LOGGER = "ditron_inductor.passes.finish.summary"
 LINE = (
     "ditron: 2 of 4 collectives of the first graph fused (2 matmul_all_reduce), left alone: 1 already_fused, "
     "1 intermediate_used; ditron_inductor.explain(model)(*inputs) says where"

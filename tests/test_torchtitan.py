@@ -23,9 +23,9 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.distributed.tensor import DTensor
 
+from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
 from tests.models.interpreted import without_generated_code
 from tests.ranks import RankContext, RankPool, RankPools
-from tests.tolerances import MODEL_TOLERANCES, relative_error
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -14,11 +14,11 @@ import torch
 import ditron_inductor
 from ditron_inductor.__main__ import main
 from ditron_inductor.errors import InvalidOptionValue
+from ditron_inductor.report.measure import SiteShape, Timings
 from ditron_inductor.task import cost
 from ditron_inductor.task.model_error import mean_error, model_error, report_text
 from ditron_inductor.task.nodes import KINDS
 from ditron_inductor.task.table import FOLDER, Entry, Table, shipped
-from ditron_inductor.tune.measure import SiteShape, Timings
 from ditron_inductor.tune.tune_command import add_entries, entry_of, summary
 from ditron_inductor.tune.tune_shapes import MODELS, WHOLE_ROWS, Shape, given_shapes, model_shapes
 from tests.ranks import RankContext, RankPools

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from ditron_inductor import user_table
 from ditron_inductor.errors import InvalidOptionValue, InvalidTable
 from ditron_inductor.task.table import Entry, Table
-from ditron_inductor.tune import user_table
 from tests.ranks import RankContext, RankPools
 
 # The first compilation on a fresh machine precompiles Inductor's C++ headers, once for all tests.

@@ -14,9 +14,9 @@ import torch
 from torch._dynamo.utils import counters
 
 import ditron_inductor
+from benchmarks.tolerances import assert_near
 from tests.models.interpreted import without_generated_code
 from tests.ranks import RankContext, RankPools
-from tests.tolerances import assert_near
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install vllm==0.32.0")
 

@@ -33,11 +33,11 @@ from benchmarks.progress import Progress
 from benchmarks.records import Row, merge_csv, read_csv
 from benchmarks.session import Session
 from benchmarks.timing import interleaved, median_of_runs
+from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
 from ditron_inductor.device.registry import workspaces
 from ditron_inductor.report.explain import without_caches
-from ditron_inductor.report.sites import SiteSink, collect_sites
-from ditron_inductor.tune.timing import Call, captured
-from tests.tolerances import MODEL_TOLERANCES, relative_error
+from ditron_inductor.report.timing import Call, captured
+from ditron_inductor.task.site_records import SiteSink, collect_sites
 
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 GRAPH_CALLS = 4

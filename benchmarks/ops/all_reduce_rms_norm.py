@@ -185,7 +185,7 @@ def right_calls(session: Session, cell: Cell, group_name: str, shared: Any) -> d
     """The contestants of a shape whose results are right."""
     import torch
 
-    from tests.tolerances import assert_near
+    from benchmarks.tolerances import assert_near
 
     # A function of the same text is compiled for every shape, more often than the compiler allows.
     torch._dynamo.reset()

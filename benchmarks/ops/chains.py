@@ -26,8 +26,8 @@ from benchmarks.ops.contest import LINK_BYTES_PER_S, OURS, library_of
 from benchmarks.records import NORM, Row, by_cell, head_commit, merge_csv
 from benchmarks.session import Session
 from benchmarks.timing import interleaved
+from ditron_inductor.report.timing import GRAPH_CALLS
 from ditron_inductor.task.plan import decisions
-from ditron_inductor.tune.timing import GRAPH_CALLS
 from ditron_inductor.tune.tune_shapes import MODELS, Layer
 
 LIMIT_S = 480.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.ops.contest import Contest
-from tests.tolerances import TOLERANCES, assert_near
+from benchmarks.tolerances import TOLERANCES, assert_near
 
 BLOCK_ELEMENTS = 1 << 26
 """Values that are compared at a time: as float32, so that checking takes little memory beside the operands."""

@@ -294,7 +294,7 @@ def right_calls(session: Session, request: Request, cell: Cell, group_name: str)
     """The contestants of a shape whose results are right."""
     import torch
 
-    from tests.tolerances import assert_near
+    from benchmarks.tolerances import assert_near
 
     torch._dynamo.reset()
     problem = make_problem(cell, session)

@@ -41,8 +41,8 @@ from benchmarks.records import Row, merge_csv, results_of
 from benchmarks.session import Session
 from benchmarks.timing import Times, interleaved, median_of_runs
 from ditron_inductor.lowering.host.register import register
+from ditron_inductor.report.timing import Call, captured
 from ditron_inductor.task.plan import decisions
-from ditron_inductor.tune.timing import Call, captured
 
 CONTESTS: dict[str, Callable[[Setting, Cell], Contest]] = {
     "all_gather_matmul": all_gather_matmul.contest,

@@ -16,6 +16,7 @@ from ditron_inductor.device.capabilities import Capabilities, RankFacts, combine
 from ditron_inductor.device.exchange import Session
 from ditron_inductor.device.facts import differing
 from ditron_inductor.errors import DitronDiverged, DitronOptionsMismatch
+from ditron_inductor.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,7 @@ def versions() -> dict[str, str]:
     import torch
     import triton
 
-    from ditron_inductor import __version__
-
-    return {"ditron": __version__, "torch": str(torch.__version__), "triton": str(triton.__version__)}
+    return {"ditron": VERSION, "torch": str(torch.__version__), "triton": str(triton.__version__)}
 
 
 def shake_hands(session: Session, options: AgreedOptions, facts: RankFacts, table: str, timeout_s: float) -> Agreement:

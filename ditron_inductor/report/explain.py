@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ditron_inductor.options import Options
-from ditron_inductor.report.sites import GraphRecord, SiteRecord, collect_sites, stopped_text
+from ditron_inductor.task.site_records import GraphRecord, SiteRecord, collect_sites, stopped_text
 
 if TYPE_CHECKING:
     import torch
 
+    from ditron_inductor.report.measure import Timings
     from ditron_inductor.task.plan import PlanRequest
-    from ditron_inductor.tune.measure import Timings
 
 LEFT_ALONE = "-"
 # A report is neither an error nor in need of a summary line.
@@ -169,8 +169,8 @@ def measured_report(report: Report, *, graph: bool, rounds: int | None = None, c
 
     chosen: only `library` and the strategy that runs, not all that could.
     """
+    from ditron_inductor.report.timing import ROUNDS
     from ditron_inductor.task.plan import possible
-    from ditron_inductor.tune.timing import ROUNDS
 
     known: dict[Any, Timings] = {}
     sites = []
@@ -194,7 +194,7 @@ def _timings(
 ) -> Timings:
     import torch
 
-    from ditron_inductor.tune.measure import SiteShape, measure
+    from ditron_inductor.report.measure import SiteShape, measure
 
     device = torch.device("cpu")
     if request.device_type == "cuda":

@@ -201,7 +201,7 @@ def do_nothing(x: torch.Tensor, token: torch.Tensor) -> None:
 
 
 def meet_nobody(key: str) -> None:
-    """`meet`: the meeting of a graph is in the code that Inductor writes, see lowering/host/meeting_kernel.py."""
+    """`meet`: the meeting of a graph is in the code that Inductor writes, see codegen/meeting_kernel.py."""
 
 
 def _fake(kind: str, operands: Sequence[torch.Tensor], node: str, token: torch.Tensor | None) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ditron_inductor.report.sites import SiteRecord
+from ditron_inductor.task.site_records import SiteRecord
 from ditron_inductor.taxes.intermediates import Intermediates
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ditron_inductor.report.sites import SiteRecord
 from ditron_inductor.task.nodes import (
     ATTENTION_KINDS,
     AllGatherContract,
@@ -23,6 +22,7 @@ from ditron_inductor.task.nodes import (
     MatmulAllToAll,
     MatmulReduceScatter,
 )
+from ditron_inductor.task.site_records import SiteRecord
 
 GATHERED = (AllGatherMatmul.kind, AllGatherContract.kind, *ATTENTION_KINDS)
 """Kinds with the parts of all ranks in memory: gathered before they are used or, in a backward, yet to be reduced."""

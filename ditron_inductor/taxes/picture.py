@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ditron_inductor.errors import MissingDependency
-from ditron_inductor.taxes.accounts import FUSED, UNFUSED, Account, Step
-
-if TYPE_CHECKING:
-    from ditron_inductor.taxes.report import TaxReport
+from ditron_inductor.taxes.accounts import FUSED, UNFUSED, Account, SiteTaxes, Step
 
 PARTS = {
     "compute": ("compute_us", "#bdbdbd"),
@@ -19,6 +17,25 @@ PARTS = {
 LAUNCH, REST = ("launch", "#1b9e77"), ("rest of the step", "#e6e6e6")
 WIDTH, MOST_SITES = 0.38, 24
 """Of a bar; and how many sites are drawn: those that take longest without fusion."""
+
+
+
+class Drawable(Protocol):
+    """What a picture shows of a tax report."""
+
+    @property
+    def sites(self) -> Sequence[SiteTaxes]: ...
+
+    @property
+    def steps(self) -> Mapping[str, Step]: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def device(self) -> str: ...
+
+    def total(self, form: str, field: str) -> float: ...
 
 
 def pyplot() -> Any:
@@ -34,7 +51,7 @@ def pyplot() -> Any:
     return pyplot
 
 
-def save(report: TaxReport, path: str | Path) -> None:
+def save(report: Drawable, path: str | Path) -> None:
     """Write the picture to `path`, in the format of its suffix. Raises MissingDependency."""
     plot = pyplot()
     sites = sorted(report.sites, key=lambda site: 0.0 if site.unfused is None else -site.unfused.us)[:MOST_SITES]
@@ -70,7 +87,7 @@ def _site_parts(account: Account) -> list[tuple[float, str]]:
     return parts
 
 
-def _step_parts(report: TaxReport, form: str, step: Step) -> list[tuple[float, str]]:
+def _step_parts(report: Drawable, form: str, step: Step) -> list[tuple[float, str]]:
     """(us, colour) from below; the rest is what no account has."""
     parts = [(report.total(form, field), colour) for field, colour in PARTS.values()]
     parts[0] = max(0.0, parts[0][0] + report.total(form, "other_us")), parts[0][1]

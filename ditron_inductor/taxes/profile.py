@@ -26,8 +26,8 @@ from ditron_inductor.report.explain import (
     run_backward,
     without_caches,
 )
-from ditron_inductor.report.sites import collect_sites
 from ditron_inductor.task.policy import shared_site
+from ditron_inductor.task.site_records import collect_sites
 from ditron_inductor.taxes.accounts import FUSED, INDUCTOR, UNFUSED, SiteTaxes, Step, fused_account, unfused_account
 from ditron_inductor.taxes.intermediates import intermediates
 from ditron_inductor.taxes.pairs import distinct, paired
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     import torch
 
     from ditron_inductor.report.explain import ExplainedSite, Report
-    from ditron_inductor.report.sites import SiteRecord
+    from ditron_inductor.report.timing import Clock
+    from ditron_inductor.task.site_records import SiteRecord
     from ditron_inductor.taxes.probe import Key, Spent
     from ditron_inductor.taxes.trace import Trace
-    from ditron_inductor.tune.timing import Clock
 
 GRAPHS = "triton.cudagraphs"
 CPU_ROUNDS = 2
@@ -108,7 +108,7 @@ class _Profile:
         import torch
         import torch.distributed as dist
 
-        from ditron_inductor.tune.timing import ROUNDS, Clock
+        from ditron_inductor.report.timing import ROUNDS, Clock
 
         device = _device_of(self.fn, self.inputs)
         world = dist.group.WORLD
@@ -206,7 +206,7 @@ class _Profile:
         notes: list[str],
     ) -> dict[str, Step]:
         """The times of whole steps, eagerly and, where they can be captured, in CUDA graphs: all in turns."""
-        from ditron_inductor.tune.timing import interleaved
+        from ditron_inductor.report.timing import interleaved
 
         ready: dict[str, Callable[[int], Any]] = dict(calls)
         if self.graphs and clock.device.type == "cuda":
@@ -223,8 +223,8 @@ def _captured(
 ) -> Callable[[int], Any] | None:
     """The step as one CUDA graph, or None with a note where it cannot be captured on some rank."""
     from ditron_inductor.device.reset import reset
-    from ditron_inductor.tune.measure import attempt
-    from ditron_inductor.tune.timing import captured
+    from ditron_inductor.report.measure import attempt
+    from ditron_inductor.report.timing import captured
 
     replay, problem = attempt(functools.partial(captured, call, 1), clock.device)
     problems = [text for text in clock.agree(problem) if text]

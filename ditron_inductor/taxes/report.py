@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ditron_inductor.report.sites import SiteRecord
+from ditron_inductor.task.site_records import SiteRecord
 from ditron_inductor.taxes.accounts import FUSED, INDUCTOR, UNFUSED, Account, SiteTaxes, Step, explained
 
 if TYPE_CHECKING:

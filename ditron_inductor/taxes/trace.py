@@ -19,7 +19,7 @@ from ditron_inductor.core import layout, trace
 from ditron_inductor.lowering.host.tracing import TraceBuffer, clock_of, tracing
 
 if TYPE_CHECKING:
-    from ditron_inductor.tune.timing import Clock
+    from ditron_inductor.report.timing import Clock
 
 CAPACITY = 1 << 17
 """Events of one rank: 8 MiB."""

@@ -100,7 +100,7 @@ def _run_form(rank: Rank, setup: DemoSetup, form: str, config: LlamaConfig, devi
     import ditron_inductor.backend  # noqa: F401  (the name "ditron", in a checkout that is not installed)
     from ditron_inductor.options import Options
     from ditron_inductor.report.explain import build_report, without_caches
-    from ditron_inductor.report.sites import collect_sites
+    from ditron_inductor.task.site_records import collect_sites
     from ditron_inductor.tools.demo_model import Llama, tensor_parallel
 
     say = _Progress(rank.rank, setup.start)

@@ -25,11 +25,12 @@ from ditron_inductor.task.nodes import KINDS
 from ditron_inductor.tools.doctor import require
 from ditron_inductor.tools.processes import Rank, device_for, failures_text, run_ranks
 from ditron_inductor.tune.tune_shapes import MODELS, TOKENS, Shape, given_shapes, model_shapes
+from ditron_inductor.version import VERSION
 
 if TYPE_CHECKING:
     from ditron_inductor.report.explain import Report
+    from ditron_inductor.report.measure import Timings
     from ditron_inductor.task.table import Entry, Table
-    from ditron_inductor.tune.measure import Timings
 
 GRAPHS = {"eager": (False,), "graph": (True,), "both": (False, True)}
 DTYPES = ("bfloat16", "float16", "float32")
@@ -96,7 +97,6 @@ def report_entries(report: Report, *, graph: bool) -> list[Entry]:
 
 def entry_of(shape: Shape, timings: Timings, gpu: str, world_size: int, dtype: str, graph: bool) -> list[Entry]:
     """One line of a table, none where `library` failed, to which all others are compared."""
-    from ditron_inductor import __version__
     from ditron_inductor.task.table import Entry
 
     us = timings.us
@@ -115,7 +115,7 @@ def entry_of(shape: Shape, timings: Timings, gpu: str, world_size: int, dtype: s
             library_us=us["library"],
             chunked_us=us.get("chunked"),
             tile_us=us.get("tile"),
-            commit=f"v{__version__}",
+            commit=f"v{VERSION}",
             date=datetime.date.today().isoformat(),
         )
     ]
@@ -123,7 +123,7 @@ def entry_of(shape: Shape, timings: Timings, gpu: str, world_size: int, dtype: s
 
 def writable(option: str | None) -> Path:
     """The file behind a value of the option `ditron.table`. Raises InvalidOptionValue where it is none."""
-    from ditron_inductor.tune import user_table
+    from ditron_inductor import user_table
 
     path = user_table.path_of(option)
     if path is None:
@@ -136,8 +136,8 @@ def add_entries(path: Path, entries: Iterable[Entry]) -> Table:
 
     The file is replaced as a whole: a run that reads it meanwhile sees the old one. Raises InvalidTable.
     """
+    from ditron_inductor import user_table
     from ditron_inductor.task.table import Table
-    from ditron_inductor.tune import user_table
 
     old = Table.parse(user_table.text_of(path, str(path)), str(path)) if path.exists() else Table()
     merged = old.merged(entries)
@@ -187,7 +187,7 @@ def convert(arguments: argparse.Namespace) -> int:
     from ditron_inductor.task.model_error import report_text
     from ditron_inductor.task.results import read_results
     from ditron_inductor.task.table import Table, shipped
-    from ditron_inductor.tune.user_table import text_of
+    from ditron_inductor.user_table import text_of
 
     table = shipped()
     if arguments.from_results:
@@ -253,8 +253,8 @@ def rank_main(rank: Rank, request: TuneRequest) -> bool:
     from tqdm import tqdm
 
     import ditron_inductor.backend  # noqa: F401  (binds the ops)
-    from ditron_inductor.tune.measure import SiteShape, measure
-    from ditron_inductor.tune.timing import ROUNDS
+    from ditron_inductor.report.measure import SiteShape, measure
+    from ditron_inductor.report.timing import ROUNDS
 
     device = rank.join()
     world = dist.group.WORLD

@@ -14,7 +14,7 @@ from ditron_inductor.device.workspace import Call, Workspace
 from ditron_inductor.lowering.config import Config, select_config
 from ditron_inductor.lowering.host.launcher import Arguments, Launcher
 from ditron_inductor.lowering.host.recording import SlotUse, recording, refuse_to_record
-from ditron_inductor.lowering.host.tracing import TraceBuffer, clock_of, takes_part, traced, tracing
+from ditron_inductor.lowering.host.tracing import PARAMETER, TraceBuffer, clock_of, takes_part, tracing
 
 NUMBERS = ("slot", "site")
 WORDS = ("table", "ctl", "counters")
@@ -245,7 +245,7 @@ class Launch:
         """(the clock that a kernel launched now is to read, 0 for none; the arguments with it)."""
         wanted = tracing.buffer is not None and takes_part(kernel)
         clock = (clock_of(self.workspace.capabilities.arch) or 0) if wanted else 0
-        return clock, traced(arguments, clock) if clock else arguments
+        return clock, _with_clock(arguments, clock) if clock else arguments
 
     @staticmethod
     def shard_block(shard_shape: list[int], dim: int) -> int:
@@ -255,3 +255,13 @@ class Launch:
     def chunk_tiles(self, tiles: int, max_chunks: int) -> int:
         """Tiles of one chunk, when `tiles` of them share at most `max_chunks` flags."""
         return ceil_div(max(tiles, 1), min(max_chunks, INTERPRETED_CHUNKS) if self.interpreted else max_chunks)
+
+
+def _with_clock(arguments: Callable[[], Arguments], clock: int) -> Callable[[], Arguments]:
+    """The same arguments for a kernel that reads this clock."""
+
+    def with_clock() -> Arguments:
+        chosen = arguments()
+        return replace(chosen, values={**chosen.values, PARAMETER: clock})
+
+    return with_clock

@@ -139,11 +139,3 @@ def _can_be_recorded(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> boo
         return False
     assert not isinstance(prepared.workspace, Holder), "a call without a workspace runs by the library"
     return not prepared.workspace.shared.order.is_capturing()
-
-
-def site_call(kind: str, static: bool, *arguments: Any) -> SiteCall:
-    """What the code of a compiled graph calls for one site, as above."""
-    # In a process that found the code in a cache nothing else may have done what an import of this does.
-    from ditron_inductor import backend  # noqa: F401
-
-    return SiteCall(kind, static, arguments)

@@ -7,18 +7,14 @@ so that what runs before and afterwards is what was compiled without.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from ditron_inductor.core import layout as words
 from ditron_inductor.core import trace
 from ditron_inductor.device.ring import Generation
-
-if TYPE_CHECKING:
-    from ditron_inductor.lowering.host.launcher import Arguments
 
 PARAMETER = "TRACE"
 
@@ -97,13 +93,3 @@ tracing = Tracing()
 def takes_part(kernel: Any) -> bool:
     """Whether a kernel can write events."""
     return PARAMETER in kernel.arg_names
-
-
-def traced(arguments: Callable[[], Arguments], clock: int) -> Callable[[], Arguments]:
-    """The same arguments for a kernel that reads `clock`."""
-
-    def with_clock() -> Arguments:
-        chosen = arguments()
-        return replace(chosen, values={**chosen.values, PARAMETER: clock})
-
-    return with_clock

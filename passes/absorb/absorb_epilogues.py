@@ -42,8 +42,8 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.finish.order_collectives import launches_collective
 from ditron_inductor.passes.graph import expressions, proofs, rewriting
+from ditron_inductor.passes.graph.launches import launches_collective
 from ditron_inductor.task import ops
 from ditron_inductor.task.epilogue import (
     MAX_TOGETHER,

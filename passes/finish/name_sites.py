@@ -22,9 +22,9 @@ from torch import fx
 
 from ditron_inductor.device.facts import LaunchFacts
 from ditron_inductor.options import Options
-from ditron_inductor.passes.finish.order_collectives import is_task
 from ditron_inductor.passes.finish.wire_facts import launches_of
 from ditron_inductor.passes.graph import rewriting
+from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.task.ops import node_from_call
 from ditron_inductor.task.policy import KEY_MARK, shared_site
 

@@ -35,12 +35,10 @@ from torch import fx
 
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.options import Options
-from ditron_inductor.passes.graph.proofs import arguments
+from ditron_inductor.passes.graph.launches import group_of, is_task, launches_collective
 from ditron_inductor.passes.normalize.vllm_collectives import is_vllm_collective
 from ditron_inductor.task import ops
-from ditron_inductor.task.nodes import TASK_KINDS
 
-GROUP_ARGUMENT = "group_name"
 # Inductor runs these in place, the first two on their input where nobody uses it afterwards, else on a copy.
 REDUCED_IN_PLACE = ("all_reduce", "all_reduce_coalesced")
 COPIED = (*REDUCED_IN_PLACE, "broadcast")
@@ -65,29 +63,6 @@ class Match:
 
     node: fx.Node
     is_task: bool
-
-
-def is_task(node: fx.Node) -> bool:
-    """Whether the node is a call of one of the Task ops."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return target.namespace == ops.NAMESPACE and target._opname in TASK_KINDS
-
-
-def launches_collective(node: fx.Node) -> bool:
-    """Whether the node launches a collective: any op of others that names a process group."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace == ops.NAMESPACE:
-        return False
-    return any(argument.name == GROUP_ARGUMENT for argument in target._schema.arguments)
-
-
-def group_of(node: fx.Node) -> Any:
-    """The name of the group of a Task node or of a collective; a node of the graph where that is not a constant."""
-    if is_task(node):
-        return ops.node_from_call(node.target, node.args).group_name
-    return arguments(node)[GROUP_ARGUMENT]
 
 
 def find_chain(graph: fx.Graph) -> list[Match]:

@@ -50,8 +50,8 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.finish.order_collectives import is_task
 from ditron_inductor.passes.graph import proofs, rewriting
+from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.task import alignment, ops
 from ditron_inductor.task.alignment import ALIGNED_BYTES, RULE, Rule, Work
 

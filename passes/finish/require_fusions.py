@@ -13,7 +13,7 @@ from ditron_inductor.errors import DitronNotFused
 from ditron_inductor.options import FUSIONS, Options
 from ditron_inductor.passes.graph.culprits import describe
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE, Reason, ReasonCode
-from ditron_inductor.report.sites import stopped_text
+from ditron_inductor.task.site_records import stopped_text
 
 
 def find_not_fused(graph: fx.Graph, options: Options) -> list[fx.Node]:

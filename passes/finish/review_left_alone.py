@@ -27,9 +27,9 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.attention.ring_attention import ring_attention
-from ditron_inductor.passes.finish.order_collectives import is_task
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.collectives import WAIT, is_collective
+from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.passes.graph.other_matmuls import dequantizes, other_matmul, quantizes
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE, Reason, ReasonCode, Refusal, leave_alone
 from ditron_inductor.task.all_gather_attention import AllGatherAttention

@@ -22,8 +22,8 @@ import torch
 from torch import fx
 
 from ditron_inductor.device.facts import GraphFacts, GroupFacts, LaunchFacts, digest
-from ditron_inductor.passes.finish.order_collectives import group_of, is_task, launches_collective
 from ditron_inductor.passes.graph.collectives import group_size
+from ditron_inductor.passes.graph.launches import group_of, is_task, launches_collective
 from ditron_inductor.passes.graph.proofs import arguments
 from ditron_inductor.passes.graph.rewriting import TRANSPOSED
 from ditron_inductor.passes.normalize.vllm_collectives import group_names, is_vllm_collective

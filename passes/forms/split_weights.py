@@ -42,10 +42,10 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
-from ditron_inductor.passes.finish.order_collectives import is_task
 from ditron_inductor.passes.fuse.projections import projections
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.biases import Matmul, read_matmul
+from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, AllGatherMatmul, Projections
 

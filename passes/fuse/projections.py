@@ -33,9 +33,9 @@ import torch
 from torch import fx
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.finish.order_collectives import is_task
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.biases import Matmul, read_matmul, with_bias
+from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, Projections
 
 PATTERN = Projections.kind

@@ -22,6 +22,13 @@ ALL_REDUCE: object = c10d.all_reduce.default
 ALL_TO_ALL: object = c10d.all_to_all_single.default
 SHARD_DIM: object = torch.ops._dtensor.shard_dim_alltoall.default
 WAIT: object = c10d.wait_tensor.default
+SINGLE: dict[object, object] = {
+    c10d.all_reduce_coalesced.default: ALL_REDUCE,
+    c10d.all_reduce_coalesced_.default: ALL_REDUCE,
+    c10d.all_gather_into_tensor_coalesced.default: ALL_GATHER,
+    c10d.reduce_scatter_tensor_coalesced.default: REDUCE_SCATTER,
+}
+"""The collective of one tensor for each coalesced one of several."""
 
 
 @dataclass(frozen=True)

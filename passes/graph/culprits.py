@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-import ditron_inductor
-from ditron_inductor.report.sites import NodeRecord
+from ditron_inductor.task.site_records import NodeRecord
 
 # A frame as Python prints it: the code is missing where the source is not at hand.
 FRAME = re.compile(
@@ -45,9 +44,9 @@ def user_line(stack_trace: str) -> str:
 @cache
 def _libraries() -> tuple[str, ...]:
     """The folders whose frames no user wrote."""
-    torch_file, our_file = torch.__file__, ditron_inductor.__file__
-    assert torch_file is not None and our_file is not None
-    return tuple(f"{Path(file).parent}/" for file in (torch_file, our_file))
+    assert torch.__file__ is not None
+    # By the name of the module, which is found through a link: `ditron_inductor/passes/graph`.
+    return f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/"
 
 
 def _value_text(value: object) -> str:

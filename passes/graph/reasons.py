@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from ditron_inductor.passes.graph.culprits import describe
-from ditron_inductor.report.sites import NodeRecord
 from ditron_inductor.task.all_gather_attention import MAX_HEAD_DIM
 from ditron_inductor.task.nodes import ATTENTION_KINDS
+from ditron_inductor.task.site_records import NodeRecord
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

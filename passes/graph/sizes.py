@@ -19,8 +19,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.graph import proofs
-from ditron_inductor.passes.graph.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
-from ditron_inductor.passes.normalize.split_coalesced import SINGLE
+from ditron_inductor.passes.graph.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SINGLE, WAIT
 
 aten = torch.ops.aten
 

@@ -34,14 +34,8 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.graph import proofs, rewriting
-from ditron_inductor.passes.graph.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, c10d
+from ditron_inductor.passes.graph.collectives import SINGLE, c10d
 
-SINGLE: dict[object, object] = {
-    c10d.all_reduce_coalesced.default: ALL_REDUCE,
-    c10d.all_reduce_coalesced_.default: ALL_REDUCE,
-    c10d.all_gather_into_tensor_coalesced.default: ALL_GATHER,
-    c10d.reduce_scatter_tensor_coalesced.default: REDUCE_SCATTER,
-}
 IN_PLACE: object = c10d.all_reduce_coalesced_.default
 
 

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 import ditron_inductor
+from benchmarks.tolerances import TOLERANCES
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.report.explain import without_caches
-from ditron_inductor.report.sites import collect_sites
+from ditron_inductor.task.site_records import collect_sites
 from tests.fuzz.program import Call, Place, Program
 from tests.fuzz.verdict import Settings, Verdict
 from tests.fuzz.words import DTYPES, Group, load, vocabulary
 from tests.models.interpreted import code_generated
 from tests.rank_process import RankContext
-from tests.tolerances import TOLERANCES
 
 WARM_UPS = 3
 # An error that the program's own dtype makes in eager mode is no fault; compiled, it rounds at other places. Where much

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from benchmarks.tolerances import assert_near
 from ditron_inductor.ops import flash_decode
 from ditron_inductor.options import Options
 from ditron_inductor.task import flash_decode as reference
@@ -15,7 +16,6 @@ from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.lowering.problems import Problem
 from tests.rank_process import RankContext
-from tests.tolerances import assert_near
 
 SHARPNESS = 3.0
 """Of the scores: so that few tokens count, and a wrong one is seen."""

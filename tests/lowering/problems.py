@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.tolerances import assert_near
 from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import EXTRAS, KINDS, NORM_KINDS, ULYSSES_KINDS, Norm
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
-from tests.tolerances import assert_near
 
 FEW_ROWS = "matmul_all_reduce of few rows"
 """An all-reduce that takes one shot."""

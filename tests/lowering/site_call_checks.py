@@ -52,7 +52,7 @@ class Called:
     """A call of an op, by the op and by a site of a compiled graph."""
 
     def __init__(self, op: Any, arguments: Sequence[Any], static: bool = True) -> None:
-        from ditron_inductor.lowering.host.site_call import Input, site_call
+        from ditron_inductor.runtime import Input, site_call
 
         self.op, self.arguments = op, arguments
         self.tensors: list[torch.Tensor] = []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.tolerances import TOLERANCES
 from ditron_inductor import ops
 from ditron_inductor.errors import InvalidTaskNode
 from ditron_inductor.lowering.all_gather_attention import local, tile
@@ -34,7 +35,6 @@ from tests.lowering.attention_biases import BIASES, as_seen
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
-from tests.tolerances import TOLERANCES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed import _functional_collectives as functional
 
+from benchmarks.tolerances import assert_near
 from ditron_inductor.backend import ditron
 from ditron_inductor.options import Options
 from ditron_inductor.report.explain import build_report, without_caches
-from ditron_inductor.report.sites import collect_sites
 from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import EXTRAS, NORM_KINDS, Norm
+from ditron_inductor.task.site_records import collect_sites
 from tests.conftest import Place
 from tests.lowering import calls
 from tests.lowering.calls import Site
@@ -24,7 +25,6 @@ from tests.lowering.problems import SMALL, Problem, Size
 from tests.lowering.stress import call_in_poisoned_slots, call_in_random_order, replay_with_new_operands
 from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
-from tests.tolerances import assert_near
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Handshakes are bounded by it too, so it leaves time to ranks on a busy machine.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.tolerances import assert_near
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.lowering import schedules
 from ditron_inductor.lowering.all_gather_contract import chunked as contract
@@ -26,7 +27,6 @@ from tests.lowering.problems import CHUNKED_KINDS, KINDS, ODD, SMALL, Problem, S
 from tests.lowering.stress import BACK_TO_BACK, call_in_poisoned_slots, call_in_random_order, start_late
 from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
-from tests.tolerances import assert_near
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from benchmarks.tolerances import TOLERANCES
 from ditron_inductor.lowering.epilogues import Finisher
 from ditron_inductor.lowering.host.register import register
 from ditron_inductor.task.epilogue import FUNCTIONS, KINDS, parse, products, walk
@@ -15,7 +16,6 @@ from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
-from tests.tolerances import TOLERANCES
 
 ROUNDINGS = 3
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.tolerances import assert_near
 from ditron_inductor.core.layout import IN_BAND_AREAS, IN_BAND_BYTES, IN_BAND_DATA, IN_BAND_LINES, IN_BAND_USES
 from ditron_inductor.device import workspaces
 from ditron_inductor.lowering.all_reduce_rms_norm.in_band import (
@@ -29,7 +30,6 @@ from tests.lowering.problems import NORM, SMALL, Problem, Size
 from tests.lowering.stress import call_in_random_order, check_in_poisoned_slots, replay_with_new_operands
 from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
-from tests.tolerances import assert_near
 
 FP16 = torch.float16
 # A wait in band may take 2.4 times as long on a GPU.

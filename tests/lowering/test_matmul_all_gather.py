@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from benchmarks.tolerances import assert_near
 from ditron_inductor.lowering.config import FEW_ROWS
 from ditron_inductor.lowering.matmul_all_gather import few_rows
 from ditron_inductor.task import reference
@@ -14,7 +15,6 @@ from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
-from tests.tolerances import assert_near
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

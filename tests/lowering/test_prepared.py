@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ditron_inductor
+from benchmarks.tolerances import assert_near
 from ditron_inductor.device import workspaces
 from ditron_inductor.lowering.host import prepared as prepared_module
 from ditron_inductor.lowering.host import register
@@ -20,7 +21,6 @@ from tests.lowering.calls import Site
 from tests.lowering.problems import KINDS, SMALL, Problem, Size
 from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
-from tests.tolerances import assert_near
 
 
 class FakeWorkspace:

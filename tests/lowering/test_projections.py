@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from benchmarks.tolerances import assert_near
 from ditron_inductor.lowering import config
 from ditron_inductor.lowering.projections.kernel import kernel as lowering
 from ditron_inductor.task.epilogue import parse
@@ -20,7 +21,6 @@ from tests.lowering.cross_compile import NUM_WEIGHTS, compile_case
 from tests.lowering.cross_compile import Case as Compilation
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
-from tests.tolerances import assert_near
 
 SWIGLU = "cast(silu(mm0), bf16) * mm1"
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from benchmarks.tolerances import TOLERANCES
 from ditron_inductor.lowering.host.register import register
 from ditron_inductor.task import reference
 from ditron_inductor.task.epilogue import KINDS, Epilogue, extras_of, parse
@@ -17,7 +18,6 @@ from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
-from tests.tolerances import TOLERANCES
 
 ROUNDINGS = 4
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

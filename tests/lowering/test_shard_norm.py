@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from benchmarks.tolerances import assert_near
 from ditron_inductor.lowering.host.register import register
 from ditron_inductor.task import ops, reference
 from ditron_inductor.task.nodes import Norm, ShardNorm
@@ -16,7 +17,6 @@ from tests.lowering.problems import ODD, Problem, chunked_problems
 from tests.lowering.stress import call_late_and_poisoned
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
-from tests.tolerances import assert_near
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LLAMA = Norm("rms", 1e-6, round_first=True)

@@ -60,7 +60,7 @@ def test_values_from_records(rank_pools: RankPools, kind: str) -> None:
 
 
 def test_an_op_that_looks_nothing_up_is_not_watched() -> None:
-    from ditron_inductor.lowering.host.site_call import Input, site_call
+    from ditron_inductor.runtime import Input, site_call
 
     call = site_call("projections", True, Input(0), [Input(1), Input(2)], "library")
     x, *weights = torch.randn(4, 6), torch.randn(6, 5), torch.randn(6, 3)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from benchmarks.tolerances import assert_near
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
-from tests.tolerances import assert_near
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STRATEGIES = ("tile", "chunked", "library")

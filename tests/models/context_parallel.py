@@ -13,14 +13,14 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
 from ditron_inductor.backend import ditron
 from ditron_inductor.ops import all_gather_attention
 from ditron_inductor.report.explain import without_caches
-from ditron_inductor.report.sites import collect_sites
+from ditron_inductor.task.site_records import collect_sites
 from ditron_inductor.tools.demo_model import Attention, Llama, LlamaConfig, rotate
 from tests.models.interpreted import interpreted
 from tests.rank_process import RankContext
-from tests.tolerances import MODEL_TOLERANCES, relative_error
 
 CONFIG = LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=32, max_seq_len=64)
 ALIBI = "alibi"

@@ -11,14 +11,14 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
 from ditron_inductor.backend import ditron
 from ditron_inductor.options import Options
 from ditron_inductor.report.explain import build_report, without_caches
-from ditron_inductor.report.sites import collect_sites
+from ditron_inductor.task.site_records import collect_sites
 from ditron_inductor.tools.demo_model import Llama, LlamaConfig, tensor_parallel
 from tests.models.interpreted import code_generated
 from tests.rank_process import RankContext
-from tests.tolerances import MODEL_TOLERANCES, relative_error
 
 STRATEGY = "ditron.strategy"
 

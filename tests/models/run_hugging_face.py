@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from benchmarks.tolerances import MODEL_TOLERANCES
 from ditron_inductor.backend import ditron
 from ditron_inductor.report.explain import without_caches
-from ditron_inductor.report.sites import GraphRecord, collect_sites
+from ditron_inductor.task.site_records import GraphRecord, collect_sites
 from tests.models.hugging_face import ARCHITECTURES, Sizes
 from tests.models.interpreted import interpreted
 from tests.rank_process import RankContext
-from tests.tolerances import MODEL_TOLERANCES
 
 # A gradient that is zero but for rounding (a key's bias shifts all of a query's scores alike) is compared with this
 # part of the largest one.

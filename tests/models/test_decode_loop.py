@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
+from benchmarks.tolerances import relative_error
 from ditron_inductor import ops
 from ditron_inductor.backend import ditron
 from ditron_inductor.options import Options
@@ -16,7 +17,6 @@ from ditron_inductor.task import flash_decode as task
 from tests.models.decode_loop import Attend, Layer, generate, plain_attention, torch_attention
 from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
-from tests.tolerances import relative_error
 
 BATCH, STEPS = 2, 5
 HEAD_DIM = {"cpu": 16, "cuda": 64}

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn.attention import flex_attention as flex
 
+from benchmarks.tolerances import relative_error
 from ditron_inductor.backend import ditron
 from ditron_inductor.report.explain import without_caches
-from ditron_inductor.report.sites import collect_sites
 from ditron_inductor.task import reference, reference_attention
 from ditron_inductor.task.nodes import ATTENTION_KINDS
+from ditron_inductor.task.site_records import collect_sites
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
-from tests.tolerances import relative_error
 
 FORWARD, BACKWARD = ATTENTION_KINDS
 HEADS, KEY_HEADS, D, ROWS, BLOCK, CAP = 8, 2, 64, 256, 128, 2.0

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
 from ditron_inductor.report.explain import without_caches
-from ditron_inductor.report.sites import collect_sites
+from ditron_inductor.task.site_records import collect_sites
 from tests.models.interpreted import code_generated, without_generated_code
 from tests.ranks import RankContext, RankPools
-from tests.tolerances import MODEL_TOLERANCES, relative_error
 
 TILE: dict[str, Any] = {"ditron.strategy": "tile"}
 Tensors = Sequence[torch.Tensor]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ditron_inductor.report.explain import without_caches
-from ditron_inductor.report.sites import collect_sites
+from ditron_inductor.task.site_records import collect_sites
 from ditron_inductor.tools.demo_model import LlamaConfig
 from tests.models.interpreted import without_generated_code
 from tests.models.llama import Setup, assert_matches, build, compiled, inputs, step

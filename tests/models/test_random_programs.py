@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.tolerances import relative_error
 from ditron_inductor.report.explain import without_caches
-from ditron_inductor.report.sites import collect_sites
+from ditron_inductor.task.site_records import collect_sites
 from tests.passes.make_programs import make_program, seeded
 from tests.passes.programs import Program
 from tests.ranks import RankContext, RankPools
-from tests.tolerances import relative_error
 
 TILE: dict[str, Any] = {"ditron.strategy": "tile"}
 GROUP_SIZES = {2: {"world": 2, "again": 2}, 4: {"world": 4, "row": 2, "column": 2}}

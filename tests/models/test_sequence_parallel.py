@@ -11,7 +11,7 @@ from torch.distributed._functional_collectives import all_reduce
 
 from ditron_inductor.errors import DitronNotReplicated
 from ditron_inductor.report.explain import without_caches
-from ditron_inductor.report.sites import collect_sites
+from ditron_inductor.task.site_records import collect_sites
 from ditron_inductor.tools.demo_model import LlamaConfig
 from tests.models.interpreted import interpreted, without_generated_code
 from tests.models.llama import Setup, assert_matches, build, compiled, inputs, step

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 
+from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
 from ditron_inductor.backend import ditron
 from ditron_inductor.report.explain import without_caches
-from ditron_inductor.report.sites import collect_sites
+from ditron_inductor.task.site_records import collect_sites
 from tests.models.interpreted import interpreted
 from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
-from tests.tolerances import MODEL_TOLERANCES, relative_error
 
 
 def exchange(x: torch.Tensor) -> torch.Tensor:

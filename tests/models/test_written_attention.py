@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
+from benchmarks.tolerances import MODEL_TOLERANCES, relative_error
 from ditron_inductor.ops import all_gather_attention
 from ditron_inductor.report.explain import without_caches
-from ditron_inductor.report.sites import collect_sites
+from ditron_inductor.task.site_records import collect_sites
 from tests.models.interpreted import interpreted
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
-from tests.tolerances import MODEL_TOLERANCES, relative_error
 
 B, LENGTH, HEADS, KEY_HEADS, D = 2, 24, 4, 2, 16
 SCALE, SOFTCAP, WINDOW = 0.25, 0.8, 15

@@ -25,7 +25,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 
 from ditron_inductor.options import Options
-from ditron_inductor.passes.finish.order_collectives import group_of, is_task
 from ditron_inductor.passes.forms.merge_reductions import merge_reductions
 from ditron_inductor.passes.forms.move_across import move_across
 from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
@@ -37,6 +36,7 @@ from ditron_inductor.passes.fuse.matmul_all_gather import matmul_all_gather
 from ditron_inductor.passes.fuse.matmul_all_reduce import matmul_all_reduce
 from ditron_inductor.passes.fuse.matmul_all_to_all import matmul_all_to_all
 from ditron_inductor.passes.fuse.matmul_reduce_scatter import matmul_reduce_scatter
+from ditron_inductor.passes.graph.launches import group_of, is_task
 from ditron_inductor.passes.graph.proofs import arguments
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives

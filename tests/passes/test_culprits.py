@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from ditron_inductor.options import Options
+from ditron_inductor.passes.finish.record_sites import record_graph
 from ditron_inductor.passes.fuse.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.graph.culprits import user_line
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE, Reason, ReasonCode, Refusal, refused
-from ditron_inductor.report.records import record_graph
 from tests.passes.graphs import WORLD_SIZE, all_gather, all_reduce, compiled_graphs, fuse, reduce_scatter, traced
 
 pytestmark = pytest.mark.usefixtures("group")

@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from benchmarks.tolerances import assert_near, relative_error
 from ditron_inductor.options import Options
-from ditron_inductor.passes.finish.order_collectives import is_task
 from ditron_inductor.passes.finish.pad_products import find_unaligned, form, pad_by, pad_products
 from ditron_inductor.passes.graph import proofs
+from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.pipeline import PASSES, DitronPipeline
 from ditron_inductor.report.explain import without_caches
 from ditron_inductor.task.alignment import Rule
@@ -35,7 +36,6 @@ from tests.passes.graphs import (
     traced,
 )
 from tests.ranks import RankContext, RankPools
-from tests.tolerances import assert_near, relative_error
 
 aten = torch.ops.aten
 PADS, SLICE, CLONE = aten.constant_pad_nd.default, aten.slice.Tensor, aten.clone.default

@@ -20,6 +20,7 @@ from torch import fx
 from torch._inductor.fx_passes import post_grad
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from benchmarks.tolerances import relative_error
 from ditron_inductor import pipeline
 from ditron_inductor.options import Options
 from ditron_inductor.passes.fuse import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
@@ -30,7 +31,6 @@ from ditron_inductor.task.nodes import KINDS
 from tests.passes.graphs import WORLD_SIZE, fake_group, group_name, run_ranks, text
 from tests.passes.make_programs import ALGEBRA, NESTED, make_program, seeded
 from tests.passes.programs import Program
-from tests.tolerances import relative_error
 
 # Without `--all-cases` the few.
 EXAMPLES, FEW_EXAMPLES = 150, 60

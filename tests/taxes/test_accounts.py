@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ditron_inductor.report.sites import SiteRecord
 from ditron_inductor.task.nodes import ATTENTION_KINDS, KINDS, ULYSSES_KINDS, AllReduceRmsNorm, FlashDecode
+from ditron_inductor.task.site_records import SiteRecord
 from ditron_inductor.taxes.accounts import (
     Account,
     SiteTaxes,

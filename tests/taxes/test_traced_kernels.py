@@ -13,9 +13,9 @@ import torch.distributed as dist
 from ditron_inductor.core.layout import TRACE_BUFFER
 from ditron_inductor.device import workspaces
 from ditron_inductor.lowering.host.tracing import tracing
+from ditron_inductor.report.timing import Clock
 from ditron_inductor.task.nodes import NORM_KINDS
 from ditron_inductor.taxes.trace import NAMES, Trace, take_trace
-from ditron_inductor.tune.timing import Clock
 from tests.lowering import test_all_gather_attention as attention
 from tests.lowering.calls import Site
 from tests.lowering.decode_problems import Decode, DecodeProblem

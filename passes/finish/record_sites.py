@@ -11,12 +11,11 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.finish.name_sites import find_sites
-from ditron_inductor.passes.finish.order_collectives import GROUP_ARGUMENT, is_task, launches_collective
 from ditron_inductor.passes.graph.collectives import group_size
 from ditron_inductor.passes.graph.culprits import describe
+from ditron_inductor.passes.graph.launches import GROUP_ARGUMENT, is_task, launches_collective
 from ditron_inductor.passes.graph.proofs import arguments
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE
-from ditron_inductor.report.sites import GraphRecord, SiteRecord
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, attention_sizes
 from ditron_inductor.task.cost import part_bytes
 from ditron_inductor.task.epilogue import Product
@@ -42,6 +41,7 @@ from ditron_inductor.task.nodes import (
     WithEpilogue,
 )
 from ditron_inductor.task.ops import node_from_call, operand, operands_from_call
+from ditron_inductor.task.site_records import GraphRecord, SiteRecord
 
 Sizes = tuple[int | None, int | None, int | None]
 """m, n, k of a record, None where a size is not known."""

@@ -1,4 +1,4 @@
-"""How Inductor writes down a graph's meeting (lowering/host/graph_meeting.py), in front of all that the graph does.
+"""How Inductor writes down a graph's meeting (ditron_inductor/graph_meeting.py), in front of all that the graph does.
 
 The pass pipeline puts one call of `ditron.meet` into each graph that holds collectives. It computes nothing; where
 Inductor comes to it, it adds its lines to the head of the graph's function. Code that is not Python (`cpp_wrapper`,
@@ -19,7 +19,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from ditron_inductor.task.ops import overload
 
-IMPORT = "from ditron_inductor.lowering.host.graph_meeting import graph_meeting"
+IMPORT = "from ditron_inductor.graph_meeting import graph_meeting"
 MEETING = "ditron_meeting"
 """In the metadata of the node: the arguments of `graph_meeting`."""
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ditron_inductor.task.nodes import COMPILED_BY_US
 from ditron_inductor.task.ops import SCHEMAS, TOKEN, overload
 
-IMPORT = "from ditron_inductor.lowering.host.site_call import Input, site_call"
+IMPORT = "from ditron_inductor.runtime import Input, site_call"
 WRAPPERS = (PythonWrapperCodegen, SubgraphPythonWrapperCodegen)
 """What writes Python; others that do not are derived from these."""
 

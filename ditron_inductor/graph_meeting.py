@@ -1,6 +1,6 @@
 """What the code of a compiled graph asks first: whether it may run as it was rewritten.
 
-Inductor's code for a graph that holds collectives (see lowering/host/meeting_kernel.py) begins with
+Inductor's code for a graph that holds collectives (see ditron_inductor/codegen/meeting_kernel.py) begins with
 
     meeting_buf0 = graph_meeting("..", "..", 20.0)
     ...
@@ -23,18 +23,20 @@ from typing import Any
 
 import torch
 
-# In a process that found the code in a cache nothing else may have done what an import of this does.
-from ditron_inductor import backend as backend
+from ditron_inductor import runtime
+from ditron_inductor.codegen.plain_graph import PlainGraph, restrided
 from ditron_inductor.device import groups
 from ditron_inductor.device.agreements import Decision
 from ditron_inductor.device.facts import GraphFacts
 from ditron_inductor.device.meetings import check_world_sizes, meetings
 from ditron_inductor.errors import DitronCaptureError, DitronDiverged
-from ditron_inductor.lowering.host.plain_graph import PlainGraph, restrided
 from ditron_inductor.options import Options
 from ditron_inductor.pipeline import ConformPipeline
 
 logger = logging.getLogger(__name__)
+
+# A process that found the code of a graph in a cache may have imported nothing else of ours.
+runtime.prepare()
 
 MOST_ATTEMPTS = 2
 """Meetings to which somebody did not come; after so many a graph runs as Inductor alone would run it."""

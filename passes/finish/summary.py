@@ -2,8 +2,9 @@
 
     ditron: 2 of 3 collectives of the first graph fused (1 all_gather_matmul, 1 matmul_reduce_scatter), left alone: ..
 
-It is a warning of the logger `ditron_inductor.report.summary`: that is shown where no logging is set up, as torch's own
-hints are. It comes once per process, on rank 0 only; later graphs, backward graphs among them, add up at debug level.
+It is a warning of the logger `ditron_inductor.passes.finish.summary`: that is shown where no logging is set up, as
+torch's own hints are. It comes once per process, on rank 0 only; later graphs, backward graphs among them, add up at
+debug level.
 A graph from a cache runs no pass and is not counted. The option `ditron.summary` silences it.
 """
 
@@ -16,7 +17,7 @@ from collections import Counter
 import torch.distributed as dist
 from torch import fx
 
-from ditron_inductor.passes.finish.order_collectives import is_task, launches_collective
+from ditron_inductor.passes.graph.launches import is_task, launches_collective
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,42 @@
+"""What a process needs before a graph of ours runs in it: the Task ops, their kernels, and a table of strategies.
+
+The code that Inductor writes imports its calls of sites from here. A process that found that code in a cache may have
+imported nothing else of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ditron_inductor import user_table
+from ditron_inductor.device import workspaces
+from ditron_inductor.lowering.host.register import register
+from ditron_inductor.lowering.host.site_call import Input, SiteCall
+from ditron_inductor.options import Options
+
+__all__ = ["Input", "prepare", "site_call", "use_table"]
+
+
+@functools.cache
+def prepare() -> None:
+    """Declare the ops and bind their kernels, once. Groups take their strategies from the table that the environment
+    names, until `use_table` is called: in a process that runs graphs from a cache alone, nothing else names one.
+    """
+    register()
+    workspaces.use_table(lambda: user_table.read(Options.from_environment().table))
+
+
+def use_table(options: Options) -> None:
+    """Have groups that are first used from now on take their strategies from the table of these options.
+
+    Raises InvalidOptionValue and InvalidTable, as `user_table.read` does.
+    """
+    prepare()
+    workspaces.use_table(user_table.read(options.table))
+
+
+def site_call(kind: str, static: bool, *arguments: Any) -> SiteCall:
+    """What the code of a compiled graph calls for one site, see lowering/host/site_call.py."""
+    prepare()
+    return SiteCall(kind, static, arguments)
