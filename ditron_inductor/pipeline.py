@@ -88,35 +88,59 @@ class Pass(Protocol):
 
 
 PASSES: tuple[Pass, ...] = (
+    # One spelling for each collective, before anything looks for one.
     normalize_collectives,
+    # Equal gathers become one, so that each fusion sees all users of what is gathered.
     share_gathers,
+    # Attention takes its gathers first: the passes that move things would take its views and casts for their own.
     all_gather_attention,
     attention_reduce_scatter,
+    # Fewer collectives, before anything is moved across those that remain.
     merge_reductions,
+    # What only delays a collective goes to its other side, so that the matmul stands beside it.
     move_across,
+    # An all-reduce becomes a reduce-scatter and a gather, which the fusions behind then take.
     sequence_parallel,
+    # Other forms are tried with all the fusions that follow, and kept where one of these fires.
     try_forms,
+    # Gathers before reductions: a matmul between both goes with its gather, and its result is reduced afterwards.
     all_gather_matmul,
     matmul_reduce_scatter,
     matmul_all_reduce,
+    # Reductions whose product was changed in between: those that the passes above could not take as they stand.
     prepare_products,
+    # The norm behind a reduction, fused by then or not.
     all_reduce_rms_norm,
+    # Gathers of results: those that no matmul behind them has taken.
     matmul_all_gather,
+    # Three gathers of parts that no matmul reads, once the gathers of matmuls are gone.
     flash_decode,
+    # Weight gradients: gathers that the forward form did not take.
     all_gather_contract,
+    # All-to-alls, which share no matmul with the gathers above.
     matmul_all_to_all,
     all_to_all_matmul,
+    # The reasons of what was left alone, once no fusion can follow.
     review_left_alone,
+    # An error, where `ditron.strict` is set, before any time goes into the rest.
     require_fusions,
+    # Gate and up apart, as the epilogues read them.
     split_weights,
+    # Matmuls that are left and that no fusion can take any more.
     projections,
+    # Epilogues and prologues, once all nodes that may have them stand.
     absorb_epilogues,
     absorb_norms,
+    # Products that remain torch's, once the fused ones are gone.
     pad_products,
+    # The order of what is launched, once nothing that is launched changes.
     order_collectives,
+    # Names by place in that order.
     name_sites,
+    # The last word.
     verify_tasks,
 )
+"""The compiler from graph to graph. A comment says why the pass, or the passes, below it stand at this place."""
 MOVING = ("share_gathers", "merge_reductions", "move_across", "sequence_parallel", "try_forms")
 """Passes behind which other numbers travel than before, or in another order: right only if all ranks do the same."""
 JOINT_PASSES: tuple[Pass, ...] = (recompute_masks, split_trained_weights)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ditron_inductor.task.epilogue import Epilogue, Product
+from ditron_inductor.task.epilogue import Epilogue, ProductTerm
 from ditron_inductor.task.epilogue_torch import NAMES
 from ditron_inductor.task.nodes import (
     AllGatherMatmul,
@@ -42,7 +42,7 @@ def pair_bytes(node: TaskNode, m: int, n: int, dtype: torch.dtype) -> int:
     epilogue = node.parsed
     if epilogue is None or all(len(group.products) < 2 for group in epilogue.groups()):
         return 0
-    stored = sum(isinstance(output, Product) for output in epilogue.outputs)
+    stored = sum(isinstance(output, ProductTerm) for output in epilogue.outputs)
     return m * n * dtype.itemsize * (epilogue.passes(NAMES[dtype]) + stored) // node.num_weights
 
 

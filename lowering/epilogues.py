@@ -33,9 +33,9 @@ from ditron_inductor.task.epilogue import (
     Expression,
     Extra,
     Function,
-    Group,
     Number,
-    Product,
+    OutputGroup,
+    ProductTerm,
     extras_of,
     parse,
     products,
@@ -86,7 +86,7 @@ def _source(epilogue: Epilogue, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(expression: Expression, group: Group, names: dict[Expression, str], body: list[str]) -> str:
+def _line(expression: Expression, group: OutputGroup, names: dict[Expression, str], body: list[str]) -> str:
     """The name of the value of `expression`, after the lines of `body`; equal parts are computed once."""
     if expression in names:
         return names[expression]
@@ -95,7 +95,7 @@ def _line(expression: Expression, group: Group, names: dict[Expression, str], bo
         return _line(part, group, names, body)
 
     match expression:
-        case Product(index):
+        case ProductTerm(index):
             code = f"mm[{group.products.index(index)}]"
         case Extra(kind, index):
             place = {"scalar": "", "row": " + columns", "column": " + rows", "full": " + places"}[kind]
@@ -124,7 +124,7 @@ class Arrangement:
     """
 
     function: Any
-    groups: tuple[Group, ...]
+    groups: tuple[OutputGroup, ...]
     weights: tuple[int, ...]
     outputs: tuple[int, ...]
     sources: tuple[int, ...]
@@ -186,7 +186,8 @@ def arrange(epilogue: Epilogue | None, num_weights: int) -> Arrangement:
     """For a node with so many weights; without an epilogue each product is its own output."""
     if epilogue is None:
         order = tuple(range(num_weights))
-        return Arrangement(None, tuple(Group((i,), (i,)) for i in order), order, order, order, ("",) * num_weights)
+        groups = tuple(OutputGroup((index,), (index,)) for index in order)
+        return Arrangement(None, groups, order, order, order, ("",) * num_weights)
     if epilogue.pre is not None:
         reads_all = any(extra.kind == "full" for extra in extras_of([epilogue.pre]))
         return replace(
@@ -365,12 +366,12 @@ class Finisher:
         """
         folded, self.biases = (epilogue, {}) if reduced else epilogue.folded(epilogue_torch.NAMES[like.dtype])
         unfit = any(extras[row].dtype != like.dtype or not extras[row].is_contiguous() for row in self.biases.values())
-        if unfit or (apart and not all(isinstance(output, Product) for output in folded.outputs)):
+        if unfit or (apart and not all(isinstance(output, ProductTerm) for output in folded.outputs)):
             folded, self.biases = epilogue, {}
         outputs = folded.outputs
         self._outputs = outputs
         # What is left to compute: an output that is a product stays where it is.
-        self._made = [index for index, output in enumerate(outputs) if not isinstance(output, Product)]
+        self._made = [index for index, output in enumerate(outputs) if not isinstance(output, ProductTerm)]
         self._rest = Epilogue(tuple(outputs[index] for index in self._made))
         self._dtypes = epilogue_torch.out_dtypes(self._rest, like.dtype)
         self._elementwise = Elementwise(self._rest, like.device)
@@ -397,7 +398,7 @@ class Finisher:
         if made is None:
             made = self.new_outputs(mm)
             self.make(mm, extras, made)
-        outputs: list[Any] = [mm[output.index] if isinstance(output, Product) else None for output in self._outputs]
+        outputs: list[Any] = [mm[output.index] if isinstance(output, ProductTerm) else None for output in self._outputs]
         for index, output in zip(self._made, made, strict=True):
             outputs[index] = output
         return outputs
@@ -488,7 +489,7 @@ def preparer_of(node: WithEpilogue, device: torch.device) -> Preparer | None:
     return None if pre is None else Preparer(pre, device)
 
 
-def _arguments(numel: int, columns: int, number: int, group: Group, function: Any) -> Arguments:
+def _arguments(numel: int, columns: int, number: int, group: OutputGroup, function: Any) -> Arguments:
     values = {
         "numel": numel,
         "N": columns,

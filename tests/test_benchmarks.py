@@ -26,8 +26,8 @@ from benchmarks.ops.shapes import SETS, Cell, Selection
 from benchmarks.progress import Phases, Progress
 from benchmarks.records import read_csv
 from benchmarks.timing import Times, median_of_runs, standard_error
+from ditron_inductor.report.matmul_shapes import WHOLE_ROWS, divides
 from ditron_inductor.task.nodes import KINDS, STRATEGIES
-from ditron_inductor.tune.tune_shapes import WHOLE_ROWS, divides
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 

@@ -14,13 +14,13 @@ import torch
 import ditron_inductor
 from ditron_inductor.__main__ import main
 from ditron_inductor.errors import InvalidOptionValue
+from ditron_inductor.report.matmul_shapes import MODELS, WHOLE_ROWS, MatmulShape, given_shapes, model_shapes
 from ditron_inductor.report.measure import SiteShape, Timings
 from ditron_inductor.task import cost
 from ditron_inductor.task.model_error import mean_error, model_error, report_text
 from ditron_inductor.task.nodes import KINDS
 from ditron_inductor.task.table import FOLDER, Entry, Table, shipped
 from ditron_inductor.tune.tune_command import add_entries, entry_of, summary
-from ditron_inductor.tune.tune_shapes import MODELS, WHOLE_ROWS, Shape, given_shapes, model_shapes
 from tests.ranks import RankContext, RankPools
 
 # The first compilation on a fresh machine precompiles Inductor's C++ headers, once for all tests.
@@ -96,20 +96,20 @@ def test_what_cannot_be_measured_is_said(arguments: list[str], named: str, capsy
 def test_a_models_sites() -> None:
     shapes = model_shapes("llama-70b", KINDS, (16, 4096), 4)
     assert shapes == [
-        Shape("all_gather_matmul", 4096, 2560, 8192),
-        Shape("all_gather_matmul", 4096, 14336, 8192),
-        Shape("matmul_reduce_scatter", 4096, 8192, 2048),
-        Shape("matmul_reduce_scatter", 4096, 8192, 7168),
-        Shape("matmul_all_reduce", 16, 8192, 2048),
-        Shape("matmul_all_reduce", 4096, 8192, 2048),
-        Shape("matmul_all_reduce", 16, 8192, 7168),
-        Shape("matmul_all_reduce", 4096, 8192, 7168),
+        MatmulShape("all_gather_matmul", 4096, 2560, 8192),
+        MatmulShape("all_gather_matmul", 4096, 14336, 8192),
+        MatmulShape("matmul_reduce_scatter", 4096, 8192, 2048),
+        MatmulShape("matmul_reduce_scatter", 4096, 8192, 7168),
+        MatmulShape("matmul_all_reduce", 16, 8192, 2048),
+        MatmulShape("matmul_all_reduce", 4096, 8192, 2048),
+        MatmulShape("matmul_all_reduce", 16, 8192, 7168),
+        MatmulShape("matmul_all_reduce", 4096, 8192, 7168),
         # The logits, once for the model.
-        Shape("matmul_all_gather", 16, 32064, 8192),
-        Shape("matmul_all_gather", 4096, 32064, 8192),
+        MatmulShape("matmul_all_gather", 16, 32064, 8192),
+        MatmulShape("matmul_all_gather", 4096, 32064, 8192),
         # Weight gradients: what is contracted are the tokens.
-        Shape("all_gather_contract", 8192, 2560, 4096),
-        Shape("all_gather_contract", 8192, 14336, 4096),
+        MatmulShape("all_gather_contract", 8192, 2560, 4096),
+        MatmulShape("all_gather_contract", 8192, 14336, 4096),
     ]
     for model in MODELS:
         assert model_shapes(model, KINDS, (256,), 2)
@@ -117,8 +117,8 @@ def test_a_models_sites() -> None:
 
 def test_rows_that_do_not_divide_are_for_ops_that_have_them_on_all_ranks() -> None:
     with_all = (*WHOLE_ROWS, "all_gather_contract")
-    assert given_shapes(KINDS, (3,), (8,), (16,), 2) == [Shape(op, 3, 8, 16) for op in with_all]
-    assert given_shapes(KINDS, (3,), (8,), (15,), 2) == [Shape(op, 3, 8, 15) for op in WHOLE_ROWS]
+    assert given_shapes(KINDS, (3,), (8,), (16,), 2) == [MatmulShape(op, 3, 8, 16) for op in with_all]
+    assert given_shapes(KINDS, (3,), (8,), (15,), 2) == [MatmulShape(op, 3, 8, 15) for op in WHOLE_ROWS]
     with pytest.raises(ValueError, match="3 rows do not divide over 2 ranks"):
         SiteShape.of_matmul("matmul_reduce_scatter", 3, 8, 16, torch.float32, 2)
     gather = SiteShape.of_matmul("all_gather_matmul", 8, 24, 16, torch.float32, 2)
@@ -128,7 +128,7 @@ def test_rows_that_do_not_divide_are_for_ops_that_have_them_on_all_ranks() -> No
 
 
 def test_a_site_whose_library_failed_has_no_line() -> None:
-    shape = Shape("matmul_all_reduce", 4, 8, 16)
+    shape = MatmulShape("matmul_all_reduce", 4, 8, 16)
     assert entry_of(shape, Timings({"tile": 5.0}, ()), "GPU", 4, "float32", False) == []
     (entry,) = entry_of(shape, Timings({"library": 6.0, "tile": 5.0}, ()), "GPU", 4, "float32", True)
     assert (entry.graph, entry.us) == (1, {"library": 6.0, "tile": 5.0}) and entry.commit.startswith("v")

@@ -26,9 +26,9 @@ from benchmarks.ops.contest import LINK_BYTES_PER_S, OURS, library_of
 from benchmarks.records import NORM, Row, by_cell, head_commit, merge_csv
 from benchmarks.session import Session
 from benchmarks.timing import interleaved
+from ditron_inductor.report.matmul_shapes import MODELS, LayerWidths
 from ditron_inductor.report.timing import GRAPH_CALLS
 from ditron_inductor.task.plan import decisions
-from ditron_inductor.tune.tune_shapes import MODELS, Layer
 
 LIMIT_S = 480.0
 WORKSPACE_LIMIT = 1 << 30
@@ -73,7 +73,7 @@ def parser(module: str, rows: Sequence[int]) -> argparse.ArgumentParser:
     return result
 
 
-def layers(options: argparse.Namespace) -> list[tuple[str, Layer, int]]:
+def layers(options: argparse.Namespace) -> list[tuple[str, LayerWidths, int]]:
     """(name of a model, its layer, rows) of a run."""
     return [(name, MODELS[name], m) for name in options.models for m in options.m]
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from ditron_inductor.report.matmul_shapes import MODELS, WHOLE_ROWS, sizes
 from ditron_inductor.task.nodes import KINDS, ULYSSES_KINDS, MatmulAllToAll
-from ditron_inductor.tune.tune_shapes import MODELS, WHOLE_ROWS, sizes
 
 PREFILL = (8192, 4096, 2048)
 DECODE = (1, 16, 64, 128, 256)

@@ -34,7 +34,7 @@ class AgreedOptions:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class HandshakeResult:
     """What a group settled on: its capabilities, and the table of measured choices that the plan uses on all ranks."""
 
     capabilities: Capabilities
@@ -49,7 +49,9 @@ def versions() -> dict[str, str]:
     return {"ditron": VERSION, "torch": str(torch.__version__), "triton": str(triton.__version__)}
 
 
-def shake_hands(session: Session, options: AgreedOptions, facts: RankFacts, table: str, timeout_s: float) -> Agreement:
+def shake_hands(
+    session: Session, options: AgreedOptions, facts: RankFacts, table: str, timeout_s: float
+) -> HandshakeResult:
     """Agree with all ranks of a new group. Collective. Raises DitronOptionsMismatch and DitronHandshakeError."""
     digest = hashlib.blake2b(table.encode(), digest_size=8).hexdigest()
     offer: dict[str, Any] = {
@@ -68,7 +70,7 @@ def shake_hands(session: Session, options: AgreedOptions, facts: RankFacts, tabl
             session.group.name,
             different,
         )
-    return Agreement(combine([RankFacts(**offer["facts"]) for offer in offers]), offers[0]["table"])
+    return HandshakeResult(combine([RankFacts(**offer["facts"]) for offer in offers]), offers[0]["table"])
 
 
 def agree_options(

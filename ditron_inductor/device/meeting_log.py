@@ -17,7 +17,7 @@ NOBODY = ""
 
 
 @dataclass(frozen=True)
-class Entry:
+class LogEntry:
     """One line of a rank's log. uid: names its register, empty for a bare graph. attempt: how often the rank has posted
     these facts, this time included. facts, options: see facts.py.
     """
@@ -47,10 +47,10 @@ class GroupLog:
         self._written = 0
         self._read = [0] * group.world_size
         self._inside = [0] * group.world_size
-        self._bare: dict[tuple[int, str], Entry] = {}
+        self._bare: dict[tuple[int, str], LogEntry] = {}
         self._posted: Counter[str] = Counter()
 
-    def post(self, uid: str, position: int, facts: GroupFacts, options: Mapping[str, str]) -> Entry:
+    def post(self, uid: str, position: int, facts: GroupFacts, options: Mapping[str, str]) -> LogEntry:
         """Append an entry to the own log."""
         value = {"uid": uid, "position": position, "facts": json.loads(GraphFacts((facts,)).text()), "options": options}
         key = GraphFacts((facts,), options).key
@@ -58,9 +58,9 @@ class GroupLog:
         value["attempt"] = attempt = self._posted[key]
         self.store.set(self._place(self.group.rank, self._written), json.dumps(value))
         self._written += 1
-        return Entry(uid, position, attempt, facts, options)
+        return LogEntry(uid, position, attempt, facts, options)
 
-    def find(self, own: Entry, peer: int) -> Entry | Elsewhere | None:
+    def find(self, own: LogEntry, peer: int) -> LogEntry | Elsewhere | None:
         """The peer's entry at the position of `own`, or why there will be none, or None: not yet.
 
         An entry of an earlier position is passed over. A bare one is remembered, since its rank posts it only once.
@@ -84,7 +84,7 @@ class GroupLog:
                 return Elsewhere(f"{ranks_text([peer])} has come {found.attempt} times, not {own.attempt}", False)
             self.runs_plain(peer, found.position + len(found.facts.before))
 
-    def bare(self, own: Entry, peer: int) -> Entry | None:
+    def bare(self, own: LogEntry, peer: int) -> LogEntry | None:
         """What the peer posted for a bare graph with the same collectives, if it ever did."""
         return self._bare.get((peer, program_of(own.facts)))
 
@@ -92,13 +92,13 @@ class GroupLog:
         """Note that the peer is in a graph whose collectives are all the library's, up to a position."""
         self._inside[peer] = max(self._inside[peer], position)
 
-    def _look(self, peer: int) -> Entry | None:
+    def _look(self, peer: int) -> LogEntry | None:
         key = self._place(peer, self._read[peer])
         if not self.store.check([key]):
             return None
         value = json.loads(self.store.get(key))
         facts = group_of(value["facts"]["groups"][0])
-        return Entry(value["uid"], value["position"], value["attempt"], facts, value["options"])
+        return LogEntry(value["uid"], value["position"], value["attempt"], facts, value["options"])
 
     def _place(self, rank: int, index: int) -> str:
         return f"meetings/{self.life}/{rank}/{index}"

@@ -37,7 +37,7 @@ from torch.distributed import distributed_c10d
 from ditron_inductor.device import groups
 from ditron_inductor.device.agreements import Agreement, Agreements, Decision, decide, forms_of
 from ditron_inductor.device.facts import GraphFacts, GroupFacts, Verdict, compare, ranks_text
-from ditron_inductor.device.meeting_log import NOBODY, Elsewhere, Entry, GroupLog, position_of, program_of
+from ditron_inductor.device.meeting_log import NOBODY, Elsewhere, GroupLog, LogEntry, position_of, program_of
 from ditron_inductor.errors import DitronDiverged, DitronHandshakeError, DitronOptionsMismatch, DitronStaleGraph
 
 CLOSED = "closed"
@@ -206,7 +206,7 @@ class _Meeting:
 
         believe_bare: whether a peer that does not come is taken to run the bare graph that it once posted.
         """
-        found: list[dict[int, Entry]] = [{log.group.rank: own} for log, own in zip(self.logs, self.own, strict=True)]
+        found: list[dict[int, LogEntry]] = [{log.group.rank: own} for log, own in zip(self.logs, self.own, strict=True)]
         decision = self._held(found, believe_bare)
         if isinstance(decision, Decision):
             # Of an agreement the same is noted whenever its graph runs.
@@ -220,7 +220,7 @@ class _Meeting:
         }
         return replace(decision, counts=counts)
 
-    def _held(self, found: list[dict[int, Entry]], believe_bare: bool) -> Agreement | Decision:
+    def _held(self, found: list[dict[int, LogEntry]], believe_bare: bool) -> Agreement | Decision:
         """What is decided; fills in the entries of the peers, by group and rank."""
         for _ in self._polls():
             problem = self._collect(found)
@@ -247,7 +247,7 @@ class _Meeting:
             return self._close(Elsewhere(GAVE_UP, False))
         return self._conclude(said, verdicts)
 
-    def _collect(self, found: list[dict[int, Entry]]) -> Elsewhere | None:
+    def _collect(self, found: list[dict[int, LogEntry]]) -> Elsewhere | None:
         """Look into the logs of those who are missing; why one of them will not come, if so."""
         if self._read(self.uid) is not None:
             return Elsewhere(GAVE_UP, False)
@@ -300,10 +300,10 @@ class _Meeting:
         return Agreement(plain=plain, forms={} if plain else forms, moved=moved)
 
     @staticmethod
-    def _absent(log: GroupLog, seen: Mapping[int, Entry]) -> list[int]:
+    def _absent(log: GroupLog, seen: Mapping[int, LogEntry]) -> list[int]:
         return [rank for rank in range(log.group.world_size) if rank not in seen]
 
-    def _missing(self, found: Sequence[Mapping[int, Entry]]) -> str:
+    def _missing(self, found: Sequence[Mapping[int, LogEntry]]) -> str:
         """Who has not come, as a sentence; empty if all have."""
         missing = [
             f"{ranks_text(absent)} of group '{log.group.name}'"

@@ -18,7 +18,7 @@ from ditron_inductor.device.calibrate import PollRates
 from ditron_inductor.device.capabilities import Capabilities
 from ditron_inductor.device.exchange import Session
 from ditron_inductor.device.groups import Group
-from ditron_inductor.device.handshake import AgreedOptions, Agreement, agree_options
+from ditron_inductor.device.handshake import AgreedOptions, HandshakeResult, agree_options
 from ditron_inductor.device.lanes import Lane, make_lane
 from ditron_inductor.device.ring import FIRST_SLOT_BYTES, Generation, make_generation, ring_bytes, slot_size
 from ditron_inductor.device.scratch import Scratch
@@ -39,7 +39,7 @@ class SharedWorkspace:
     """
 
     def __init__(
-        self, session: Session, device: torch.device, agreement: Agreement, rates: PollRates, timeout_s: float
+        self, session: Session, device: torch.device, agreement: HandshakeResult, rates: PollRates, timeout_s: float
     ) -> None:
         self.name = session.name
         self.session = session

@@ -18,6 +18,7 @@ import torch
 from ditron_inductor.device import groups
 from ditron_inductor.device.reset import reset
 from ditron_inductor.errors import StrategyUnavailable
+from ditron_inductor.report.matmul_shapes import divides
 from ditron_inductor.report.timing import GRAPH_CALLS, ROUNDS, Call, Clock, captured, interleaved
 from ditron_inductor.task.epilogue import extras_of, parse, products
 from ditron_inductor.task.epilogue_torch import extra_shape
@@ -32,7 +33,6 @@ from ditron_inductor.task.nodes import (
     MatmulReduceScatter,
 )
 from ditron_inductor.task.table import MEASURED
-from ditron_inductor.tune.tune_shapes import divides
 
 Result = TypeVar("Result")
 _UNAVAILABLE = "it cannot run here: "

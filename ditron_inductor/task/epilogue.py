@@ -51,7 +51,7 @@ MAX_TOGETHER = 2
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductTerm:
     """The product with weight `index`."""
 
     index: int
@@ -95,11 +95,11 @@ class Cast:
     dtype: str
 
 
-Expression = Product | Extra | Number | Function | Binary | Cast
+Expression = ProductTerm | Extra | Number | Function | Binary | Cast
 
 
 @dataclass(frozen=True)
-class Group:
+class OutputGroup:
     """Products that are computed together, and the outputs made of them: indices of both, ascending."""
 
     products: tuple[int, ...]
@@ -120,9 +120,9 @@ class Epilogue:
     @property
     def behind(self) -> Epilogue | None:
         """What is made of a reduced sum; None where that is the output."""
-        return None if self.outputs == (Product(0),) else Epilogue(self.outputs)
+        return None if self.outputs == (ProductTerm(0),) else Epilogue(self.outputs)
 
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[OutputGroup, ...]:
         """The products in groups that share outputs, in the order of their first product."""
         sets: list[set[int]] = []
         for output in self.outputs:
@@ -130,7 +130,7 @@ class Epilogue:
             together = [one for one in sets if one & used]
             sets = [one for one in sets if one not in together] + [used.union(*together)]
         return tuple(
-            Group(
+            OutputGroup(
                 tuple(sorted(one)),
                 tuple(i for i, output in enumerate(self.outputs) if one & set(products(output))),
             )
@@ -146,9 +146,9 @@ class Epilogue:
         """The dtype of every output; "" for the node's own."""
         return tuple(output.dtype if isinstance(output, Cast) else "" for output in self.outputs)
 
-    def is_plain(self, group: Group) -> bool:
+    def is_plain(self, group: OutputGroup) -> bool:
         """Whether the outputs of a group are its products themselves."""
-        return all(isinstance(self.outputs[output], Product) for output in group.outputs)
+        return all(isinstance(self.outputs[output], ProductTerm) for output in group.outputs)
 
     def passes(self, dtype: str, *, biases: bool = True) -> int:
         """How many tensors [rows, N] are read and written where the products of a node of `dtype` are made first, with
@@ -157,9 +157,9 @@ class Epilogue:
         folded = self.folded(dtype)[0] if biases else self
         return sum(folded._passes(group) for group in folded.groups())
 
-    def _passes(self, group: Group) -> int:
-        made = [self.outputs[i] for i in group.outputs if not isinstance(self.outputs[i], Product)]
-        read = {one for output in made for one in walk(output) if isinstance(one, Product)}
+    def _passes(self, group: OutputGroup) -> int:
+        made = [self.outputs[i] for i in group.outputs if not isinstance(self.outputs[i], ProductTerm)]
+        read = {one for output in made for one in walk(output) if isinstance(one, ProductTerm)}
         full = {one for output in made for one in walk(output) if isinstance(one, Extra) and one.kind == "full"}
         return len(read) + len(full) + len(made)
 
@@ -167,7 +167,7 @@ class Epilogue:
         """The epilogue of products that have their biases already, in a node of `dtype`, and the extra tensors that are
         biases, by product: rows that are added wherever the product is used, to be rounded to `dtype` at once.
         """
-        uses = Counter(one.index for output in self.outputs for one in walk(output) if isinstance(one, Product))
+        uses = Counter(one.index for output in self.outputs for one in walk(output) if isinstance(one, ProductTerm))
         sums = Counter(one for output in self.outputs for one in _biased(output, dtype, rounded=True))
         biases = {product: row for (product, row), count in sums.items() if count == uses[product]}
         return Epilogue(tuple(_unbiased(output, biases, dtype) for output in self.outputs)), biases
@@ -208,7 +208,7 @@ def parse(source: str) -> Epilogue:
 def text(expression: Expression) -> str:
     """The one text of an expression."""
     match expression:
-        case Product(index):
+        case ProductTerm(index):
             return f"mm{index}"
         case Extra(kind, index):
             return f"{kind}(x{index})"
@@ -244,7 +244,7 @@ def extras_of(expressions: Iterable[Expression]) -> Iterator[Extra]:
 def _biased(expression: Expression, dtype: str, *, rounded: bool) -> Iterator[tuple[int, int]]:
     """(product, row) of the sums of both in an expression that are rounded to `dtype` at once; `rounded`: it is."""
     match expression:
-        case Binary("+", Product(product), Extra("row", row)):
+        case Binary("+", ProductTerm(product), Extra("row", row)):
             if rounded or dtype == "fp32":
                 yield product, row
         case Cast(argument, to):
@@ -258,11 +258,11 @@ def _biased(expression: Expression, dtype: str, *, rounded: bool) -> Iterator[tu
 
 def _unbiased(expression: Expression, biases: dict[int, int], dtype: str) -> Expression:
     match expression:
-        case Binary("+", Product(product), Extra("row", row)) if biases.get(product) == row:
-            return Product(product)
+        case Binary("+", ProductTerm(product), Extra("row", row)) if biases.get(product) == row:
+            return ProductTerm(product)
         case Cast(argument, to):
             inner = _unbiased(argument, biases, dtype)
-            return inner if isinstance(inner, Product) and to == dtype else Cast(inner, to)
+            return inner if isinstance(inner, ProductTerm) and to == dtype else Cast(inner, to)
         case Function(name, argument):
             return Function(name, _unbiased(argument, biases, dtype))
         case Binary(operator, left, right):
@@ -272,7 +272,7 @@ def _unbiased(expression: Expression, biases: dict[int, int], dtype: str) -> Exp
 
 def products(expression: Expression) -> frozenset[int]:
     """The indices of the products in an expression."""
-    return frozenset(one.index for one in walk(expression) if isinstance(one, Product))
+    return frozenset(one.index for one in walk(expression) if isinstance(one, ProductTerm))
 
 
 def _level(expression: Expression) -> int:
@@ -306,7 +306,7 @@ class _Reader:
         _check(depth <= MAX_DEPTH, self.source, f"has more than {MAX_DEPTH} operations inside each other")
         match node:
             case ast.Name(id=name):
-                return Product(self.index(name, "mm"))
+                return ProductTerm(self.index(name, "mm"))
             case ast.Constant(value=float(value)):
                 return self.number(value)
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=float(value))):

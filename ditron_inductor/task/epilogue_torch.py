@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ditron_inductor.task.epilogue import Binary, Cast, Epilogue, Expression, Extra, Function, Number, Product
+from ditron_inductor.task.epilogue import Binary, Cast, Epilogue, Expression, Extra, Function, Number, ProductTerm
 from ditron_inductor.task.epilogue import products as product_indices
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -72,7 +72,7 @@ def _value(
         return _value(part, products, extras, shape, compute, known)
 
     match expression:
-        case Product(index):
+        case ProductTerm(index):
             result = products[index].to(compute)
         case Extra(kind, index):
             result = extras[index].to(compute).reshape(extra_shape(kind, shape))

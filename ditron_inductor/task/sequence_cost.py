@@ -39,7 +39,7 @@ class Reduced:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class GatheredRows:
     """A tensor [m, k] that leaves the region, times weights of n columns together; n is 0 where no matmul is fused."""
 
     n: int
@@ -47,17 +47,17 @@ class Gathered:
 
 
 @dataclass(frozen=True)
-class Work:
+class RegionWork:
     """A region: m rows in all."""
 
     m: int
     reduced: tuple[Reduced, ...]
-    gathered: tuple[Gathered, ...]
+    gathered: tuple[GatheredRows, ...]
     itemsize: int
     world_size: int
 
 
-def predict(work: Work, on: cost.Hardware) -> tuple[float, float]:
+def predict(work: RegionWork, on: cost.Hardware) -> tuple[float, float]:
     """Microseconds of the replicated and of the sharded form."""
     replicated = sharded = 0.0
     for one in work.reduced:
@@ -72,12 +72,12 @@ def predict(work: Work, on: cost.Hardware) -> tuple[float, float]:
     return replicated + row_wise, sharded + row_wise / work.world_size
 
 
-def pays(work: Work) -> bool:
+def pays(work: RegionWork) -> bool:
     """Whether the sharded form is predicted to gain on every GPU that is known: all ranks come to one answer."""
     return all(sharded <= GAIN * replicated for replicated, sharded in (predict(work, on) for on in cost.KNOWN))
 
 
-def _norm_gain_us(work: Work, one: Reduced, on: cost.Hardware) -> float:
+def _norm_gain_us(work: RegionWork, one: Reduced, on: cost.Hardware) -> float:
     """What one node for a reduction and its norm takes less than two kernels."""
     nbytes = work.m * one.n * work.itemsize
     if not one.has_norm or nbytes > cost.SMALL_BYTES:
@@ -85,10 +85,10 @@ def _norm_gain_us(work: Work, one: Reduced, on: cost.Hardware) -> float:
     return NORM_LAUNCH * on.launch_us + 2 * nbytes / on.memory_bytes_per_s * cost.MICRO
 
 
-def _best_us(work: Work, kind: str, n: int, k: int, has_matmul: bool, on: cost.Hardware) -> float:
+def _best_us(work: RegionWork, kind: str, n: int, k: int, has_matmul: bool, on: cost.Hardware) -> float:
     problem = _problem(work, kind, n, k)
     return min(cost.predict(problem, on).values()) if has_matmul else cost.collective_us(problem, on)
 
 
-def _problem(work: Work, kind: str, n: int, k: int) -> cost.Problem:
+def _problem(work: RegionWork, kind: str, n: int, k: int) -> cost.Problem:
     return cost.Problem(kind, work.m, n, k, work.itemsize, work.world_size)

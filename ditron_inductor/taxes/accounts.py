@@ -79,7 +79,7 @@ class SiteTaxes:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTimes:
     """Microseconds of a whole step, the largest of any rank. graph_us: in a CUDA graph, None where there is none."""
 
     eager_us: float
@@ -150,7 +150,7 @@ def fused_account(spent: Spent, bytes_: Intermediates | None, bytes_per_us: floa
 
 
 def explained(
-    sites: list[SiteTaxes] | tuple[SiteTaxes, ...], steps: Mapping[str, Step], graph: bool
+    sites: list[SiteTaxes] | tuple[SiteTaxes, ...], steps: Mapping[str, StepTimes], graph: bool
 ) -> Explained | None:
     """The gain of the fused step over the unfused one; graph: both in CUDA graphs. None where one has no time."""
     times = {name: step.graph_us if graph else step.eager_us for name, step in steps.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ditron_inductor.errors import MissingDependency
-from ditron_inductor.taxes.accounts import FUSED, UNFUSED, Account, SiteTaxes, Step
+from ditron_inductor.taxes.accounts import FUSED, UNFUSED, Account, SiteTaxes, StepTimes
 
 PARTS = {
     "compute": ("compute_us", "#bdbdbd"),
@@ -27,7 +27,7 @@ class Drawable(Protocol):
     def sites(self) -> Sequence[SiteTaxes]: ...
 
     @property
-    def steps(self) -> Mapping[str, Step]: ...
+    def steps(self) -> Mapping[str, StepTimes]: ...
 
     @property
     def world_size(self) -> int: ...
@@ -87,7 +87,7 @@ def _site_parts(account: Account) -> list[tuple[float, str]]:
     return parts
 
 
-def _step_parts(report: Drawable, form: str, step: Step) -> list[tuple[float, str]]:
+def _step_parts(report: Drawable, form: str, step: StepTimes) -> list[tuple[float, str]]:
     """(us, colour) from below; the rest is what no account has."""
     parts = [(report.total(form, field), colour) for field, colour in PARTS.values()]
     parts[0] = max(0.0, parts[0][0] + report.total(form, "other_us")), parts[0][1]

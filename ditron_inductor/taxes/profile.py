@@ -28,7 +28,15 @@ from ditron_inductor.report.explain import (
 )
 from ditron_inductor.task.policy import shared_site
 from ditron_inductor.task.site_records import collect_sites
-from ditron_inductor.taxes.accounts import FUSED, INDUCTOR, UNFUSED, SiteTaxes, Step, fused_account, unfused_account
+from ditron_inductor.taxes.accounts import (
+    FUSED,
+    INDUCTOR,
+    UNFUSED,
+    SiteTaxes,
+    StepTimes,
+    fused_account,
+    unfused_account,
+)
 from ditron_inductor.taxes.intermediates import intermediates
 from ditron_inductor.taxes.pairs import distinct, paired
 from ditron_inductor.taxes.report import TaxReport
@@ -204,7 +212,7 @@ class _Profile:
         rounds: int,
         compiled: Report,
         notes: list[str],
-    ) -> dict[str, Step]:
+    ) -> dict[str, StepTimes]:
         """The times of whole steps, eagerly and, where they can be captured, in CUDA graphs: all in turns."""
         from ditron_inductor.report.timing import interleaved
 
@@ -215,7 +223,7 @@ class _Profile:
                 if replay is not None:
                     ready[f"{name} graph"] = replay
         times = interleaved(clock, ready, rounds)
-        return {name: Step(times[name], times.get(f"{name} graph")) for name in calls}
+        return {name: StepTimes(times[name], times.get(f"{name} graph")) for name in calls}
 
 
 def _captured(
@@ -264,7 +272,7 @@ def _bandwidth(clock: Clock, rounds: int) -> float:
 
 
 def _probed(
-    clock: Clock, calls: Mapping[str, Callable[[int], None]], steps: Mapping[str, Step], rounds: int
+    clock: Clock, calls: Mapping[str, Callable[[int], None]], steps: Mapping[str, StepTimes], rounds: int
 ) -> dict[str, tuple[dict[Key, Spent], dict[tuple[str, str], Spent]]]:
     """By contestant what the calls of every site took: medians over the rounds, the largest of any rank.
 

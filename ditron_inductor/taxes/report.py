@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ditron_inductor.task.site_records import SiteRecord
-from ditron_inductor.taxes.accounts import FUSED, INDUCTOR, UNFUSED, Account, SiteTaxes, Step, explained
+from ditron_inductor.taxes.accounts import FUSED, INDUCTOR, UNFUSED, Account, SiteTaxes, StepTimes, explained
 
 if TYPE_CHECKING:
     from ditron_inductor.taxes.trace import Trace
@@ -46,7 +46,7 @@ class TaxReport:
 
     sites: tuple[SiteTaxes, ...]
     left_alone: tuple[SiteRecord, ...]
-    steps: Mapping[str, Step]
+    steps: Mapping[str, StepTimes]
     device: str
     world_size: int
     bytes_per_us: float

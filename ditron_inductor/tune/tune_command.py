@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from ditron_inductor.errors import DitronError, InvalidOptionValue
 from ditron_inductor.options import Options
+from ditron_inductor.report.matmul_shapes import MODELS, TOKENS, MatmulShape, given_shapes, model_shapes
 from ditron_inductor.task.nodes import KINDS
 from ditron_inductor.tools.doctor import require
 from ditron_inductor.tools.processes import Rank, device_for, failures_text, run_ranks
-from ditron_inductor.tune.tune_shapes import MODELS, TOKENS, Shape, given_shapes, model_shapes
 from ditron_inductor.version import VERSION
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ WAIT_S = 60.0
 class TuneRequest:
     """What the ranks measure, and where rank 0 writes it after every shape."""
 
-    shapes: tuple[Shape, ...]
+    shapes: tuple[MatmulShape, ...]
     dtype: str
     graphs: tuple[bool, ...]
     rounds: int
@@ -88,14 +88,14 @@ def report_entries(report: Report, *, graph: bool) -> list[Entry]:
     for site in report.sites:
         if site.request is not None and site.measured is not None:
             request = site.request
-            shape = Shape(request.kind, request.m, request.n, request.k)
+            shape = MatmulShape(request.kind, request.m, request.n, request.k)
             dtype = str(request.dtype).removeprefix("torch.")
             on_gpu = request.device_type == "cuda"
             entries += entry_of(shape, site.measured, request.device_name, request.world_size, dtype, graph and on_gpu)
     return entries
 
 
-def entry_of(shape: Shape, timings: Timings, gpu: str, world_size: int, dtype: str, graph: bool) -> list[Entry]:
+def entry_of(shape: MatmulShape, timings: Timings, gpu: str, world_size: int, dtype: str, graph: bool) -> list[Entry]:
     """One line of a table, none where `library` failed, to which all others are compared."""
     from ditron_inductor.task.table import Entry
 
@@ -213,7 +213,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     if problem:
         print(f"tune: {problem}", file=sys.stderr)
         return 2
-    shapes: list[Shape] = []
+    shapes: list[MatmulShape] = []
     for model in arguments.model:
         shapes += model_shapes(model, arguments.op, arguments.m, ranks)
     if arguments.n or arguments.k or not arguments.model:

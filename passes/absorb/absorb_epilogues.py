@@ -53,7 +53,7 @@ from ditron_inductor.task.epilogue import (
     Expression,
     Extra,
     Function,
-    Product,
+    ProductTerm,
     products,
     walk,
 )
@@ -71,7 +71,7 @@ RESHAPING: frozenset[object] = proofs.MAY_KEEP_ORDER - {aten.clone.default} | pr
 
 
 @dataclass
-class Chain:
+class EpilogueChain:
     """What was read behind one call. plain: products and their views; values: every node that can be computed in the
     epilogue, views included; extras: the tensors that it takes, with their kinds, by number.
     """
@@ -130,14 +130,14 @@ def find_epilogue(call: fx.Node, task: WithEpilogue) -> Match | None:
     )
 
 
-def _read_chain(call: fx.Node, task: WithEpilogue) -> Chain:
+def _read_chain(call: fx.Node, task: WithEpilogue) -> EpilogueChain:
     """Everything behind the products that an epilogue can compute."""
     plain = {
         user: int(user.args[1])  # type: ignore[arg-type]
         for user in call.users
         if user.target is getitem and user.args[1] in range(task.num_operands)
     }
-    chain = Chain(call, plain, {node: Product(index) for node, index in plain.items()}, [])
+    chain = EpilogueChain(call, plain, {node: ProductTerm(index) for node, index in plain.items()}, [])
     for node in call.graph.nodes:
         if node.op != "call_function" or node in chain.values or not any(one in chain.values for one in node.args):
             continue
@@ -153,7 +153,7 @@ def _read_chain(call: fx.Node, task: WithEpilogue) -> Chain:
     return chain
 
 
-def _read_pointwise(node: fx.Node, value: torch.Tensor, chain: Chain) -> None:
+def _read_pointwise(node: fx.Node, value: torch.Tensor, chain: EpilogueChain) -> None:
     """Adds the value of a pointwise op to the chain if an epilogue can compute it."""
     inputs = [one for one in node.all_input_nodes if one in chain.values]
     together = frozenset(index for one in inputs for index in products(chain.values[one]))
@@ -179,7 +179,7 @@ def _read_pointwise(node: fx.Node, value: torch.Tensor, chain: Chain) -> None:
     chain.groups = [group for group in chain.groups if not group & together] + [together]
 
 
-def _read_extra(node: fx.Node, value: torch.Tensor, width: Any, chain: Chain) -> Expression | None:
+def _read_extra(node: fx.Node, value: torch.Tensor, width: Any, chain: EpilogueChain) -> Expression | None:
     """An operand that is no part of the chain: an extra tensor, or a pointwise op of such; None if it is neither."""
     operand = proofs.tensor(node)
     assert operand is not None
@@ -215,7 +215,7 @@ def _launches(node: object) -> bool:
     return waits or attends or launches_collective(node) or node.target in proofs.MATMULS
 
 
-def _closed(chain: Chain) -> set[fx.Node]:
+def _closed(chain: EpilogueChain) -> set[fx.Node]:
     """The nodes of the chain that are left when neither an absorbed value nor its products feed anything that Inductor
     would fuse with it.
     """
@@ -236,16 +236,16 @@ def _ends(user: fx.Node) -> bool:
     return user.target in RESHAPING and all(_ends(one) for one in user.users)
 
 
-def _is_view(node: fx.Node, chain: Chain) -> bool:
+def _is_view(node: fx.Node, chain: EpilogueChain) -> bool:
     return node.args[0] is not chain.call and proofs.keeps_order(node)
 
 
-def _is_needed(node: fx.Node, kept: set[fx.Node], chain: Chain) -> bool:
+def _is_needed(node: fx.Node, kept: set[fx.Node], chain: EpilogueChain) -> bool:
     """Whether something outside of the chain uses a value, or a view of it."""
     return any(user not in kept or (_is_view(user, chain) and _is_needed(user, kept, chain)) for user in node.users)
 
 
-def _width(chain: Chain, index: int) -> Any:
+def _width(chain: EpilogueChain, index: int) -> Any:
     return chain.call.meta["val"][index].shape[-1]
 
 

@@ -41,8 +41,7 @@ from ditron_inductor.passes.graph import expressions, proofs
 from ditron_inductor.passes.graph.collectives import ALL_REDUCE, REDUCE_SCATTER, collectives
 from ditron_inductor.passes.graph.products import Pre, Product, find_product
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE, ReasonCode, Refusal, Refused, leave_alone, refused
-from ditron_inductor.task.epilogue import Expression, Extra, walk
-from ditron_inductor.task.epilogue import Product as Operand
+from ditron_inductor.task.epilogue import Expression, Extra, ProductTerm, walk
 
 BETWEEN: frozenset[ReasonCode] = frozenset(
     {ReasonCode.POINTWISE_BETWEEN, ReasonCode.CAST_BETWEEN, ReasonCode.BIAS, ReasonCode.NO_MATMUL}
@@ -128,7 +127,7 @@ class _Reading:
         product = self._leaf(node)
         if product is not None:
             self._found[node] = product
-            return Operand(0)
+            return ProductTerm(0)
         if proofs.keeps_order(node):
             return self._read(node.all_input_nodes[0])
         expression = expressions.read_pointwise(node, lambda one: self._operand(one, node))

@@ -25,7 +25,7 @@ class NotAffine(ValueError):
     """What is asked for is no `Affine`."""
 
 
-class Step(NamedTuple):
+class Threshold(NamedTuple):
     """`jump` more where the index of `dim` is `at`, a positive number, or larger."""
 
     dim: int
@@ -41,7 +41,7 @@ class Affine:
 
     const: int
     coefs: tuple[int, ...]
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Threshold, ...] = ()
 
     @property
     def is_constant(self) -> bool:
@@ -119,7 +119,7 @@ class Run(NamedTuple):
         return self.far + coef * self.first, self.far + coef * (self.end - 1)
 
 
-def affine(const: int, coefs: tuple[int, ...], steps: Iterable[Step]) -> Affine:
+def affine(const: int, coefs: tuple[int, ...], steps: Iterable[Threshold]) -> Affine:
     """Of any steps: those in front of the first index are part of the constant."""
     jumps: dict[tuple[int, int], int] = {}
     for dim, at, jump in steps:
@@ -127,7 +127,7 @@ def affine(const: int, coefs: tuple[int, ...], steps: Iterable[Step]) -> Affine:
             const += jump
         else:
             jumps[dim, at] = jumps.get((dim, at), 0) + jump
-    return Affine(const, coefs, tuple(Step(*place, jump) for place, jump in sorted(jumps.items()) if jump))
+    return Affine(const, coefs, tuple(Threshold(*place, jump) for place, jump in sorted(jumps.items()) if jump))
 
 
 def _behind(at: int, size: Any) -> bool:
@@ -149,7 +149,7 @@ def _reached(index: Affine, at: int, shape: Sequence[Any]) -> Affine:
         return _leading(index, at, shape, dims)
     (dim,) = dims
     coef, size = index.coefs[dim], shape[dim]
-    steps: list[Step] = []
+    steps: list[Threshold] = []
     length = size if isinstance(size, int) else LONGEST
     for first, end, far in index.runs(dim, length):
         # far + const + coef * i >= at
@@ -162,7 +162,7 @@ def _reached(index: Affine, at: int, shape: Sequence[Any]) -> Affine:
         elif missing > 0:
             stop = first
         if begin < stop:
-            steps += [Step(dim, begin, 1), *([Step(dim, stop, -1)] if stop < length else [])]
+            steps += [Threshold(dim, begin, 1), *([Threshold(dim, stop, -1)] if stop < length else [])]
     return affine(0, nothing, steps)
 
 
@@ -176,7 +176,7 @@ def _leading(index: Affine, at: int, shape: Sequence[Any], dims: Sequence[int]) 
     rest = sum(index.coefs[dim] * (shape[dim] - 1) for dim in dims if dim != first)
     if begin > 0 and coef * (begin - 1) + rest + index.const >= at:
         raise NotAffine
-    return affine(0, (0,) * len(shape), [Step(first, begin, 1)]).cleaned(shape)
+    return affine(0, (0,) * len(shape), [Threshold(first, begin, 1)]).cleaned(shape)
 
 
 def product(one: Affine, other: Affine) -> Affine:
@@ -193,7 +193,7 @@ def product(one: Affine, other: Affine) -> Affine:
     steps = []
     for edge in edges:
         values = [value.const + sum(step.jump for step in value.steps if step.at <= edge) for value in (one, other)]
-        steps.append(Step(dim, edge, values[0] * values[1] - before))
+        steps.append(Threshold(dim, edge, values[0] * values[1] - before))
         before = values[0] * values[1]
     return affine(one.const * other.const, one.coefs, steps)
 
@@ -206,7 +206,7 @@ def floored(value: Affine, divisor: int, shape: Sequence[Any]) -> Affine:
     if len(dims) != 1 or divisor <= 0 or value.coefs[dims[0]] != 1 or not isinstance(shape[dims[0]], int):
         raise NotAffine
     (dim,) = dims
-    steps: list[Step] = []
+    steps: list[Threshold] = []
     before = value.const // divisor
     for first, end, far in value.runs(dim, shape[dim]):
         ahead = value.const + far
@@ -214,7 +214,7 @@ def floored(value: Affine, divisor: int, shape: Sequence[Any]) -> Affine:
         if len(steps) + len(places) >= MOST_STEPS:
             raise NotAffine
         for place in (first, *places):
-            steps.append(Step(dim, place, (ahead + place) // divisor - before))
+            steps.append(Threshold(dim, place, (ahead + place) // divisor - before))
             before = (ahead + place) // divisor
     return affine(value.const // divisor, (0,) * len(shape), steps)
 
@@ -289,7 +289,7 @@ def _merged(left: Sequence[Any], dim: int, result: Sequence[Any]) -> Taken | Non
         if len(places) > MOST_STEPS:
             return None
         # From 0 on again with each of the dimension outside.
-        steps = (Step(dim, place, 1 - size if place % (rest * size) == 0 else 1) for place in places)
+        steps = (Threshold(dim, place, 1 - size if place % (rest * size) == 0 else 1) for place in places)
         found.append(affine(0, (0,) * len(result), steps))
         index = index.plus(found[-1].scaled(-rest))
     return None

@@ -46,7 +46,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.attention.attention_calls import (
     FORWARD,
     SEQUENCE,
-    Attention,
+    AttentionCall,
     follow,
     operands,
     read_attention,
@@ -105,7 +105,7 @@ class Source:
 class Match:
     """Attention and its gathered keys and values; return_gathered: they are used otherwise too."""
 
-    attention: Attention
+    attention: AttentionCall
     keys: Source
     values: Source
     return_gathered: bool
@@ -117,7 +117,7 @@ def find_all_gather_attention(node: fx.Node, gathers: dict[fx.Node, tuple[Collec
     return attention.at(node) if refused(attention) else find_match(attention, gathers)
 
 
-def find_match(attention: Attention, gathers: dict[fx.Node, tuple[Collective, Gathered]]) -> Match | Refused:
+def find_match(attention: AttentionCall, gathers: dict[fx.Node, tuple[Collective, Gathered]]) -> Match | Refused:
     """Proves that an attention reads gathered keys and values as drawn above, or says why not."""
     node, written = attention.node, attention.written
     sources = [find_source(operand, gathers) for operand in (attention.k, attention.v)]
@@ -218,7 +218,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     return call
 
 
-def _replace_written(graph: fx.Graph, call: fx.Node, attention: Attention) -> None:
+def _replace_written(graph: fx.Graph, call: fx.Node, attention: AttentionCall) -> None:
     """Gives what used the result of attention that is written out that of the call."""
     node, written = attention.node, attention.written
     assert written is not None
@@ -231,7 +231,7 @@ def _replace_written(graph: fx.Graph, call: fx.Node, attention: Attention) -> No
     node.replace_all_uses_with(new)
 
 
-def _output(graph: fx.Graph, call: fx.Node, attention: Attention, old: fx.Node) -> fx.Node:
+def _output(graph: fx.Graph, call: fx.Node, attention: AttentionCall, old: fx.Node) -> fx.Node:
     """What stands for one of the kernel's outputs."""
     index = old.args[1]
     assert isinstance(index, int)
@@ -250,7 +250,7 @@ def _output(graph: fx.Graph, call: fx.Node, attention: Attention, old: fx.Node) 
     return new
 
 
-def sees_everywhere(attention: Attention) -> bool:
+def sees_everywhere(attention: AttentionCall) -> bool:
     """Whether every row sees a key. This rank's alone: what follows is no collective."""
     return all_see(attention.mask, attention.q.meta["val"].shape[2], attention.k.meta["val"].shape[2])
 
@@ -328,7 +328,7 @@ def _fuse_written(
     return 0
 
 
-def usable(attention: Attention) -> bool:
+def usable(attention: AttentionCall) -> bool:
     """Whether whatever is used of the kernel's outputs can be replaced."""
     q = attention.q.meta["val"]
     for user in attention.node.users:

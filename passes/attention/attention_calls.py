@@ -22,7 +22,7 @@ from ditron_inductor.passes.attention.flex_attention import (
     flex_call,
     read_flex,
 )
-from ditron_inductor.passes.attention.masks import Unknown
+from ditron_inductor.passes.attention.masks import UnknownMask
 from ditron_inductor.passes.attention.roots import Moved
 from ditron_inductor.passes.attention.shown_masks import Shown, read_mask
 from ditron_inductor.passes.graph import proofs, rewriting
@@ -83,7 +83,7 @@ class WrittenOut:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionCall:
     """Attention without dropout: a call of one of these ops, or written out. shown: by its mask. softcap: 0, or that of
     the scores. tensor: None, or what says what is shown; of all pairs of a query and a key, or repeated for some.
     """
@@ -108,11 +108,11 @@ class Attention:
         """What our op gets as its bias."""
         return self.tensor if self.mask.kind == GIVEN else None
 
-    def of_ranks(self, world_size: int) -> Attention | Refused:
+    def of_ranks(self, world_size: int) -> AttentionCall | Refused:
         """Itself, if the keys of so many ranks stand as the mask has it; else with the mask as a bias."""
         return self if self.shown.ranks in (0, world_size) else self.with_bias()
 
-    def with_bias(self) -> Attention | Refused:
+    def with_bias(self) -> AttentionCall | Refused:
         """The same, with nothing known of its mask but the tensor, if our op takes that.
 
         That is so on every rank, or on none: dtype and sizes are those of one program, whatever its constants are.
@@ -168,7 +168,7 @@ def mask_tensors(node: fx.Node) -> list[fx.Node]:
     return [mask] if isinstance(mask, fx.Node) else []
 
 
-def read_attention(node: fx.Node) -> Attention | Refused:
+def read_attention(node: fx.Node) -> AttentionCall | Refused:
     """Proves that a call of a forward or backward op of attention is one that our ops compute. A mask of which nothing
     is proved is their bias.
     """
@@ -206,17 +206,17 @@ def read_attention(node: fx.Node) -> Attention | Refused:
         return ReasonCode.ATTENTION_FORM
     if flex:
         found = read_flex(node)
-        return found if refused(found) else Attention(node, kernel, q, k, v, *found)
+        return found if refused(found) else AttentionCall(node, kernel, q, k, v, *found)
     shown = Shown(Mask("causal" if causal else "full"))
     bias = bound.get("attn_mask", bound.get("attn_bias"))
     if bias is None:
-        return Attention(node, kernel, q, k, v, shown, float(scale))
+        return AttentionCall(node, kernel, q, k, v, shown, float(scale))
     if causal:
         return ReasonCode.ATTENTION_FORM
-    masked = Attention(node, kernel, q, k, v, shown, float(scale), tensor=unexpanded(bias))
+    masked = AttentionCall(node, kernel, q, k, v, shown, float(scale), tensor=unexpanded(bias))
     try:
         return replace(masked, shown=read_mask(bias, queries, keys))
-    except Unknown:
+    except UnknownMask:
         return masked.with_bias()
 
 

@@ -76,7 +76,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Parts:
+class GatheredParts:
     """A rank's output and log-sum-exp, and what gathers them: one collective each, or one for both, side by side in the
     last dimension.
     """
@@ -101,7 +101,7 @@ def calls_of_parts(node: fx.Node) -> list[tuple[fx.Node, int]]:
     return found
 
 
-class Attention:
+class PartAlgebra:
     """The seeds of the algebra for the part of a rank, and for the merging of two gathered tensors."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Attention:
         self._gathered: dict[fx.Node, Value] = {}
         self._calls: dict[fx.Node, Axes] = {}
 
-    def gather(self, parts: Parts) -> Ranks:
+    def gather(self, parts: GatheredParts) -> Ranks:
         """Let the gathered outputs and log-sum-exps be v and x."""
         ranks = Ranks(self.atoms.atom(parts.gathers[0].world_size))
         places = [self.algebra.value(part).axes for part in (parts.output, parts.logsum)]

@@ -34,7 +34,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.attention.attention_calls import (
     BACKWARD,
     SEQUENCE,
-    Attention,
+    AttentionCall,
     backward_operands,
     follow,
     read_attention,
@@ -71,7 +71,7 @@ class Scattered:
 class Match:
     """A backward of attention and its scattered gradients, of keys and of values."""
 
-    attention: Attention
+    attention: AttentionCall
     keys: Scattered
     values: Scattered
 

@@ -37,8 +37,8 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.attention.attention_parts import (
-    Attention,
-    Parts,
+    GatheredParts,
+    PartAlgebra,
     Ranks,
     Scores,
     calls_of_parts,
@@ -82,17 +82,17 @@ class _Operand:
     shape: tuple[int, ...]
 
 
-def find_parts(attention: Attention, gathers: Sequence[Collective]) -> list[Parts]:
+def find_parts(attention: PartAlgebra, gathers: Sequence[Collective]) -> list[GatheredParts]:
     """What gathers o and lse of the same attention."""
     outputs: list[tuple[Symbol, fx.Node, Collective]] = []
     sums: dict[Symbol, tuple[fx.Node, Collective]] = {}
-    found: list[Parts] = []
+    found: list[GatheredParts] = []
     for gather in gathers:
         members = _joined(gather.operand)
         read = [_read_part(attention, member) for member in members or [gather.operand]]
         if members is not None:
             if read[0] == (True, read[1][1]) and read[1][0] is False and read[1][1] is not None:
-                found.append(Parts(members[0], members[1], (gather,)))
+                found.append(GatheredParts(members[0], members[1], (gather,)))
             continue
         ((is_output, total),) = read
         if total is not None and is_output:
@@ -102,7 +102,7 @@ def find_parts(attention: Attention, gathers: Sequence[Collective]) -> list[Part
     for total, output, gather in outputs:
         if total in sums:
             logsum, other = sums[total]
-            found.append(Parts(output, logsum, (gather, other)))
+            found.append(GatheredParts(output, logsum, (gather, other)))
     return found
 
 
@@ -118,7 +118,7 @@ def _joined(node: fx.Node) -> list[fx.Node] | None:
     return list(members) if column is not None and proofs.known_equal(column.shape[-1], 1) else None
 
 
-def _read_part(attention: Attention, node: fx.Node) -> tuple[bool, Symbol | None]:
+def _read_part(attention: PartAlgebra, node: fx.Node) -> tuple[bool, Symbol | None]:
     """(whether a tensor is the output of an attention, not its log-sum-exp; the sum of its weights, if it is any)."""
     try:
         value = attention.algebra.value(node)
@@ -134,7 +134,7 @@ def _read_part(attention: Attention, node: fx.Node) -> tuple[bool, Symbol | None
     return True, total if output is not None and powers == {output: 1.0, total: -1.0} else None
 
 
-def prove(attention: Attention, parts: Parts) -> Match | Refused:
+def prove(attention: PartAlgebra, parts: GatheredParts) -> Match | Refused:
     """The match of gathered parts, or why there is none."""
     if len({(gather.group_name, gather.world_size) for gather in parts.gathers}) > 1:
         return ReasonCode.DECODE_MERGE
@@ -164,7 +164,7 @@ def prove(attention: Attention, parts: Parts) -> Match | Refused:
     return Match(parts.gathers, merged, q, k, v, lengths, scale)
 
 
-def _find_merged(attention: Attention, ranks: Ranks, parts: Parts) -> fx.Node | Refused:
+def _find_merged(attention: PartAlgebra, ranks: Ranks, parts: GatheredParts) -> fx.Node | Refused:
     """The node that is the merging of all parts, which nothing but it uses."""
     total: Symbol = ("Z", 1.0, ranks)
     wanted = {("N", 1.0, ranks, ranks): 1.0, total: -1.0}
@@ -190,7 +190,7 @@ def _find_merged(attention: Attention, ranks: Ranks, parts: Parts) -> fx.Node | 
 
 
 def _operands(
-    attention: Attention, parts: Parts, merged: fx.Node
+    attention: PartAlgebra, parts: GatheredParts, merged: fx.Node
 ) -> tuple[_Operand, _Operand, _Operand, tuple[fx.Node, int] | None, float] | None:
     """q, k, v, lengths and scale, if every dimension has its role."""
     atoms = attention.atoms
@@ -315,9 +315,9 @@ def _leave_others_alone(gathers: Sequence[Collective]) -> None:
             leave_alone(gather.node, PATTERN, ReasonCode.DECODE_FORM.at(call))
 
 
-def _prove_again(parts: Parts) -> Match | Refused:
+def _prove_again(parts: GatheredParts) -> Match | Refused:
     """As `prove`, of a graph in which others were rewritten meanwhile: the queries may be the result of one."""
-    attention = Attention()
+    attention = PartAlgebra()
     gathers = [read_collective(gather.node) for gather in parts.gathers]
     found = find_parts(attention, [gather for gather in gathers if isinstance(gather, Collective)])
     return prove(attention, found[0]) if len(found) == 1 else ReasonCode.DECODE_FORM
@@ -329,7 +329,7 @@ def flash_decode(graph: fx.Graph, *, options: Options) -> int:
     """
     found = [read_collective(node) for node in collectives(graph, ALL_GATHER)]
     gathers = [gather for gather in found if isinstance(gather, Collective)]
-    attention = Attention()
+    attention = PartAlgebra()
     count = 0
     all_parts = find_parts(attention, gathers)
     proved = {gather.node for parts in all_parts for gather in parts.gathers}

@@ -34,7 +34,7 @@ from torch._higher_order_ops.flex_attention import flex_attention, flex_attentio
 from ditron_inductor.passes.attention.affine import Affine
 from ditron_inductor.passes.attention.flex_blocks import are_counted, are_transposed
 from ditron_inductor.passes.attention.mask_values import TRUE, Truth
-from ditron_inductor.passes.attention.masks import Masks, Unknown
+from ditron_inductor.passes.attention.masks import Masks, UnknownMask
 from ditron_inductor.passes.attention.shown_masks import Shown, shown_by
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused
 
@@ -91,7 +91,7 @@ def read_flex(node: fx.Node) -> tuple[Shown, float, float] | Refused:
     shape = call.q.meta["val"].shape[2], call.k.meta["val"].shape[2]
     try:
         score = _read_score(node, call, shape)
-    except Unknown:
+    except UnknownMask:
         score = None
     if score is None or call.score_tensors or not isinstance(call.scale, (int, float)):
         return ReasonCode.FLEX_SCORE_MOD.at(node)
@@ -104,7 +104,7 @@ def read_flex(node: fx.Node) -> tuple[Shown, float, float] | Refused:
         if call.gradient is not None and not are_transposed(call.block_mask):
             return ReasonCode.FLEX_BLOCK_MASK.at(node)
         return shown_by(seen, shape, node), call.scale * factor, softcap
-    except Unknown as unknown:
+    except UnknownMask as unknown:
         return ReasonCode.FLEX_BLOCK_MASK.at(unknown.node if unknown.node.graph is node.graph else node)
 
 
@@ -126,15 +126,15 @@ Inner = tuple[list[fx.Node], fx.Node, Sequence[Any]]
 def _inner(node: fx.Node, attribute: object) -> Inner:
     module = node.graph.owning_module
     if not isinstance(attribute, fx.Node) or attribute.op != "get_attr" or module is None:
-        raise Unknown(node)
+        raise UnknownMask(node)
     inner = module.get_submodule(str(attribute.target))
     if not isinstance(inner, fx.GraphModule):
-        raise Unknown(node)
+        raise UnknownMask(node)
     given = list(inner.graph.find_nodes(op="placeholder"))
     (result,) = inner.graph.find_nodes(op="output")[0].args
     results = result if isinstance(result, (tuple, list)) else [result]
     if not results or not isinstance(results[0], fx.Node):
-        raise Unknown(node)
+        raise UnknownMask(node)
     return given, results[0], results[1:]
 
 
@@ -199,5 +199,5 @@ def _mask_truth(node: fx.Node, attribute: object, shape: tuple[Any, Any]) -> Tru
     given, result, others = _inner(node, attribute)
     truth = Masks({given[2]: QUERY, given[3]: KEY}, shape).value(result) if len(given) == 4 and not others else None
     if not isinstance(truth, Truth):
-        raise Unknown(node)
+        raise UnknownMask(node)
     return truth

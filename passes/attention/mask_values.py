@@ -45,7 +45,7 @@ TRUE, FALSE = Truth(frozenset()), Truth(frozenset(), every=False)
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """`yes` where it is true, else `no`."""
 
     truth: Truth
@@ -53,7 +53,7 @@ class Choice:
     no: float
 
 
-Value = Affine | Truth | Choice
+Value = Affine | Truth | Selection
 
 
 def fits(term: Affine, shape: Sequence[Any], dtype: torch.dtype) -> bool:
@@ -89,13 +89,13 @@ def mapped(value: Value, change: Callable[[Affine], Affine]) -> Value:
 def number(number: bool | int | float, ndim: int) -> Value:
     if isinstance(number, bool):
         return TRUE if number else FALSE
-    return Affine(number, (0,) * ndim) if isinstance(number, int) else Choice(TRUE, number, number)
+    return Affine(number, (0,) * ndim) if isinstance(number, int) else Selection(TRUE, number, number)
 
 
-def as_choice(value: Value) -> Choice | None:
+def as_choice(value: Value) -> Selection | None:
     if isinstance(value, Affine):
-        return Choice(TRUE, value.const, value.const) if value.is_constant else None
-    return Choice(value, 1.0, 0.0) if isinstance(value, Truth) else value
+        return Selection(TRUE, value.const, value.const) if value.is_constant else None
+    return Selection(value, 1.0, 0.0) if isinstance(value, Truth) else value
 
 
 def compared(term: Affine) -> Truth:

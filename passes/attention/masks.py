@@ -1,9 +1,9 @@
 """What a mask that a graph computes shows of the keys: proved from `arange`, comparisons and choices between numbers.
 
 Every tensor on the way is an integer that is affine in its own indices (`Affine`), a conjunction or a disjunction of
-such integers being at least 0 (`Truth`), or one of two numbers by such a truth (`Choice`). Views, slices, and indexing
-by affine tensors replace indices; nothing is ever computed element by element. What is none of these raises `Unknown`
-with the node: an input of the graph, or an op that is not known here.
+such integers being at least 0 (`Truth`), or one of two numbers by such a truth (`Selection`). Views, slices, and
+indexing by affine tensors replace indices; nothing is ever computed element by element. What is none of these raises
+`UnknownMask` with the node: an input of the graph, or an op that is not known here.
 
 `shown_masks` says what such a mask shows.
 """
@@ -19,8 +19,8 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.attention import affine, mask_values
-from ditron_inductor.passes.attention.affine import Affine, NotAffine, Step
-from ditron_inductor.passes.attention.mask_values import FALSE, TRUE, Choice, Truth, Value
+from ditron_inductor.passes.attention.affine import Affine, NotAffine, Threshold
+from ditron_inductor.passes.attention.mask_values import FALSE, TRUE, Selection, Truth, Value
 from ditron_inductor.passes.graph import proofs
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ DEEPEST = 64
 """Nodes between a mask and the ranges it is made of: many times what programs have."""
 
 
-class Unknown(Exception):
+class UnknownMask(Exception):
     """A node that is none of what this module knows."""
 
     def __init__(self, node: fx.Node) -> None:
@@ -56,7 +56,7 @@ class Masks:
         if node not in self._values:
             # No network is followed up to its inputs.
             if self._depth == DEEPEST:
-                raise Unknown(node)
+                raise UnknownMask(node)
             self._depth += 1
             try:
                 self._values[node] = self._find(node)
@@ -67,13 +67,13 @@ class Masks:
     def _find(self, node: fx.Node) -> Value:
         find = _READERS.get(node.target) if node.op == "call_function" else None
         if find is None or proofs.tensor(node) is None:
-            raise Unknown(node)
+            raise UnknownMask(node)
         try:
             found = find(self, node)
         except NotAffine:
-            raise Unknown(node) from None
+            raise UnknownMask(node) from None
         if found is None:
-            raise Unknown(node)
+            raise UnknownMask(node)
         tensor = proofs.tensor(node)
         assert tensor is not None
         return self.converted(node, found, tensor.dtype)
@@ -83,20 +83,20 @@ class Masks:
         shape = self.shape(node)
         value = mask_values.mapped(value, lambda term: term.cleaned(shape))
         found: Value | None = value
-        if isinstance(value, Choice):
+        if isinstance(value, Selection):
             yes, no = (mask_values.rounded(number, dtype) for number in (value.yes, value.no))
-            found = None if yes is None or no is None else Choice(value.truth, yes, no)
+            found = None if yes is None or no is None else Selection(value.truth, yes, no)
         elif isinstance(value, Affine):
             found = value if mask_values.fits(value, shape, dtype) else None
         if found is None:
-            raise Unknown(node)
+            raise UnknownMask(node)
         return found
 
     def shape(self, node: fx.Node) -> tuple[Any, ...]:
         """Of a node's value."""
         shape = shape_of(node)
         if self._sizes and shape:
-            raise Unknown(node)
+            raise UnknownMask(node)
         return self._sizes or shape
 
     def operand(self, node: fx.Node, argument: object) -> Value:
@@ -104,7 +104,7 @@ class Masks:
         ndim = len(self.shape(node))
         if not isinstance(argument, fx.Node):
             if not isinstance(argument, (bool, int, float)):
-                raise Unknown(node)
+                raise UnknownMask(node)
             return mask_values.number(argument, ndim)
         added = ndim - len(self.shape(argument))
         return mask_values.mapped(self.value(argument), lambda term: term.widened(added))
@@ -121,7 +121,7 @@ class Masks:
 def shape_of(node: fx.Node) -> tuple[Any, ...]:
     value = proofs.tensor(node)
     if value is None:
-        raise Unknown(node)
+        raise UnknownMask(node)
     return tuple(value.shape)
 
 
@@ -137,9 +137,9 @@ def _iota(masks: Masks, node: fx.Node) -> Value | None:
 def hiding(node: fx.Node, value: Value) -> tuple[Truth, float] | None:
     """(where a float is 0, what it is elsewhere), if that hides whatever it is added to."""
     tensor = proofs.tensor(node)
-    if not isinstance(value, Choice) or tensor is None or not tensor.dtype.is_floating_point:
+    if not isinstance(value, Selection) or tensor is None or not tensor.dtype.is_floating_point:
         return None
-    if value == Choice(TRUE, 0.0, 0.0):
+    if value == Selection(TRUE, 0.0, 0.0):
         return TRUE, -math.inf
     lowest = min(value.yes, value.no)
     if max(value.yes, value.no) != 0.0 or not mask_values.hides(lowest, tensor.dtype):
@@ -170,7 +170,7 @@ def _sum(sign: int) -> Callable[[Masks, fx.Node], Value | None]:
             return None
         both = shows[0][0].both(shows[1][0])
         # Hidden twice is hidden, by a number that is no larger.
-        return None if both is None else Choice(both, 0.0, max(shows[0][1], shows[1][1]))
+        return None if both is None else Selection(both, 0.0, max(shows[0][1], shows[1][1]))
 
     return read
 
@@ -192,10 +192,10 @@ def _product(masks: Masks, node: fx.Node) -> Value | None:
         # `choice` where `kept`, else 0.
         if choice.no == 0.0 or choice.truth == TRUE:
             both = choice.truth.both(kept.truth)
-            return None if both is None else Choice(both, choice.yes, 0.0)
+            return None if both is None else Selection(both, choice.yes, 0.0)
         if choice.yes == 0.0:
             both = choice.truth.negated().both(kept.truth)
-            return None if both is None else Choice(both, choice.no, 0.0)
+            return None if both is None else Selection(both, choice.no, 0.0)
     return None
 
 
@@ -262,7 +262,7 @@ def _unequal(masks: Masks, node: fx.Node) -> Value | None:
 def _truths(masks: Masks, node: fx.Node) -> list[Truth]:
     found = [masks.operand(node, one) for one in node.args[:2]]
     if not all(isinstance(one, Truth) for one in found):
-        raise Unknown(node)
+        raise UnknownMask(node)
     return [one for one in found if isinstance(one, Truth)]
 
 
@@ -297,13 +297,13 @@ def _where(masks: Masks, node: fx.Node) -> Value | None:
     if yes.truth != TRUE:
         return None
     if no.truth == TRUE:
-        chosen: Choice | None = Choice(truth, yes.yes, no.yes)
+        chosen: Selection | None = Selection(truth, yes.yes, no.yes)
     elif yes.yes in (no.yes, no.no):
         # yes where the truth or the other's own one (or its opposite) holds: the negation of neither.
         own = no.truth if yes.yes == no.yes else no.truth.negated()
         other = no.no if yes.yes == no.yes else no.yes
         neither = truth.negated().both(own.negated())
-        chosen = None if neither is None else Choice(neither.negated(), yes.yes, other)
+        chosen = None if neither is None else Selection(neither.negated(), yes.yes, other)
     else:
         chosen = None
     tensor = proofs.tensor(node)
@@ -322,13 +322,13 @@ def _one_of(truth: Truth, yes: Affine, no: Affine, shape: Sequence[Any]) -> Affi
 
 def _as_affine(value: Value, shape: Sequence[Any]) -> Affine | None:
     """A value of this shape as an integer; if it is one of two, then as one that jumps."""
-    if not isinstance(value, Choice) or not isinstance(value.yes, int) or not isinstance(value.no, int):
+    if not isinstance(value, Selection) or not isinstance(value.yes, int) or not isinstance(value.no, int):
         return value if isinstance(value, Affine) else None
     yes, no = (Affine(number, (0,) * len(shape)) for number in (value.yes, value.no))
     return _one_of(value.truth, yes, no, shape) if value.truth.terms else (yes if value.truth.every else no)
 
 
-def _as_truth(choice: Choice) -> Truth:
+def _as_truth(choice: Selection) -> Truth:
     if bool(choice.yes) == bool(choice.no):
         return TRUE if choice.yes else FALSE
     return choice.truth if choice.yes else choice.truth.negated()
@@ -462,15 +462,15 @@ def _cat(masks: Masks, node: fx.Node) -> Value | None:
     start, behind = 0, values[0].const
     for value, size in zip(values, sizes, strict=True):
         own = value.steps_of(dim)
-        steps.append(Step(dim, start, value.const - slope * start - behind))
-        steps += [Step(dim, start + at, jump) for at, jump in own.items()]
+        steps.append(Threshold(dim, start, value.const - slope * start - behind))
+        steps += [Threshold(dim, start + at, jump) for at, jump in own.items()]
         behind = value.const - slope * start + sum(own.values())
         start += size
     coefs = tuple(slope if place == dim else coef for place, coef in enumerate(values[0].coefs))
     return affine.affine(values[0].const, coefs, steps)
 
 
-def _elsewhere(value: Affine, dim: int) -> tuple[Step, ...]:
+def _elsewhere(value: Affine, dim: int) -> tuple[Threshold, ...]:
     return tuple(step for step in value.steps if step.dim != dim)
 
 

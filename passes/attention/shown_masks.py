@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import fx
 
-from ditron_inductor.passes.attention.mask_values import TRUE, Choice, Truth
-from ditron_inductor.passes.attention.masks import Masks, Unknown, hiding, shape_of
+from ditron_inductor.passes.attention.mask_values import TRUE, Selection, Truth
+from ditron_inductor.passes.attention.masks import Masks, UnknownMask, hiding, shape_of
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.task.all_gather_attention import GIVEN, LONGEST_WINDOW, Mask
 
@@ -40,13 +40,13 @@ def read_mask(node: fx.Node, queries: Any, keys: Any, *, hides: bool = False, lo
     value, shape = Masks().value(node), shape_of(node)
     if hides and isinstance(value, Truth):
         value = value.negated()
-    if isinstance(value, Choice) and lowest is None:
+    if isinstance(value, Selection) and lowest is None:
         shown = hiding(node, value)
         if shown is None:
-            raise Unknown(node)
+            raise UnknownMask(node)
         value, lowest = shown
     if not isinstance(value, Truth) or len(shape) < 2 or not proofs.same_shape(shape[-2:], (queries, keys)):
-        raise Unknown(node)
+        raise UnknownMask(node)
     return shown_by(value, shape, node, -math.inf if lowest is None else lowest)
 
 
@@ -59,38 +59,38 @@ def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = 
         return Shown(Mask("full"))
     # With a dynamic length `rank * S` is a number on rank 0 alone: there it would be known, on other ranks not.
     if not isinstance(queries, int) or not isinstance(keys, int):
-        raise Unknown(node)
+        raise UnknownMask(node)
     # Of one row nothing tells a bound that moves with the rows from one that does not.
     if not truth.every and len(truth.terms) != 1 or queries <= 1 or keys <= 1:
-        raise Unknown(node)
+        raise UnknownMask(node)
     uppers, lowers = [], []
     row, key = len(shape) - 2, len(shape) - 1
     for term in truth.terms:
         if term.depends_on(range(row)):
-            raise Unknown(node)
+            raise UnknownMask(node)
         if term.coefs[-2:] == (1, -1):
             uppers.append(term)
         elif term.coefs[-2:] == (-1, 1):
             lowers.append(term)
         else:
             # Nor one that holds here: of the place of a rank's rows alone it may not hold on another.
-            raise Unknown(node)
+            raise UnknownMask(node)
     # All by the same positions.
     places = {one.steps for one in uppers} | {one.scaled(-1).steps for one in lowers}
     if not uppers or len(places) != 1:
-        raise Unknown(node)
+        raise UnknownMask(node)
     offset = min(one.const for one in uppers)
     window = min(offset + min(one.const for one in lowers) + 1, LONGEST_WINDOW) if lowers else 0
     if lowers and window <= 0:
-        raise Unknown(node)
+        raise UnknownMask(node)
     jumps = " ".join(f"{at}{jump:+}" for at, jump in uppers[0].steps_of(row).items())
     ranks = _zigzag_ranks({at: -jump for at, jump in uppers[0].steps_of(key).items()}, keys)
     if ranks is None:
-        raise Unknown(node)
+        raise UnknownMask(node)
     mask = Mask("zigzag_keys" if ranks else "causal", window, offset, jumps)
     # With a finite number a row that sees nothing sees everything.
     if lowest != -math.inf and not (all_see(mask, queries, keys) and _in_chunks(mask, queries)):
-        raise Unknown(node)
+        raise UnknownMask(node)
     return Shown(mask, ranks)
 
 

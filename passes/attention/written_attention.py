@@ -30,13 +30,13 @@ from torch._inductor import inductor_prims
 from ditron_inductor.passes.attention import mask_values, masks
 from ditron_inductor.passes.attention.attention_calls import (
     FOLLOWED,
-    Attention,
+    AttentionCall,
     Kernel,
     WrittenOut,
     source_of,
     unexpanded,
 )
-from ditron_inductor.passes.attention.mask_values import TRUE, Choice
+from ditron_inductor.passes.attention.mask_values import TRUE, Selection
 from ditron_inductor.passes.attention.roots import Root, chain_to, moved, widens
 from ditron_inductor.passes.attention.shown_masks import Shown, read_mask
 from ditron_inductor.passes.attention.softmax_algebra import (
@@ -122,7 +122,7 @@ def _end(node: fx.Node) -> fx.Node:
 
 
 @dataclass(frozen=True)
-class Scores:
+class WrittenScores:
     """What x of an attention is: products of queries and keys over `dim`, indexed by the tokens `atom`; the last of the
     queries and of the keys is the operand of the product, the others what that is a view of.
 
@@ -196,7 +196,7 @@ class Proof:
         (batch, rows, dim), (key_batch, key_dim, tokens) = queries[-1].axes, keys[-1].axes
         if len(tokens) != 1 or not self.atoms.bind(key_batch, batch) or not self.atoms.bind(key_dim, dim):
             raise Unknown(node)
-        origin = Scores(queries, keys, tokens[0], dim)
+        origin = WrittenScores(queries, keys, tokens[0], dim)
         factor = queries[-1].factor * keys[-1].factor
         return Value((batch, rows, tokens), {("x", origin): factor}, is_log=True)
 
@@ -214,7 +214,7 @@ class Proof:
         total = self.algebra.total(weighted, [2], node, keepdim=True)
         return replace(total, axes=(*total.axes[:2], wide))
 
-    def _origin(self, value: Value, node: fx.Node) -> tuple[Scores, float]:
+    def _origin(self, value: Value, node: fx.Node) -> tuple[WrittenScores, float]:
         """(what the scores are, how often they count) of scores that nothing hides."""
         ((symbol, count),) = value.power.items() if len(value.power) == 1 else (((), 0.0),)
         if not value.is_log or not symbol or symbol[0] != "x" or symbol[1].mask is not None:
@@ -277,7 +277,7 @@ class Proof:
             raise Unknown(node)
         try:
             mask = read_mask(given, *shape[-2:], hides=hides, lowest=lowest)
-        except masks.Unknown as unknown:
+        except masks.UnknownMask as unknown:
             if lowest not in (None, -math.inf):
                 # Beside it scores count for little, and not for nothing, in a row that sees nothing.
                 raise _Refused(ReasonCode.ATTENTION_MASK.at(unknown.node)) from None
@@ -333,7 +333,7 @@ class Proof:
         return tuple(sorted(needed))
 
 
-def prove(graph: fx.Graph, written: Written, gathered: Collection[fx.Node]) -> Attention | Refused:
+def prove(graph: fx.Graph, written: Written, gathered: Collection[fx.Node]) -> AttentionCall | Refused:
     """The attention [B, H, S, D] that is written out, or why it is not proved. Inserts views in front of its result,
     if keys and values do not have these dimensions in this order: whoever does not take them erases them.
     """
@@ -349,11 +349,11 @@ def prove(graph: fx.Graph, written: Written, gathered: Collection[fx.Node]) -> A
         return (ReasonCode.SHAPE_UNPROVEN if dynamic else proof.code()).at(unknown.node)
 
 
-def _read(graph: fx.Graph, proof: Proof, node: fx.Node, value: Value) -> Attention:
+def _read(graph: fx.Graph, proof: Proof, node: fx.Node, value: Value) -> AttentionCall:
     atoms = proof.atoms
     output: Symbol = next(symbol for symbol in value.power if symbol[0] == "N")
     _, count, origin, values = output
-    assert isinstance(origin, Scores)
+    assert isinstance(origin, WrittenScores)
     if origin.hidden_at not in (0.0, count):
         raise Unknown(node)
     queries, keys = origin.queries, origin.keys
@@ -386,7 +386,7 @@ def _read(graph: fx.Graph, proof: Proof, node: fx.Node, value: Value) -> Attenti
         raise Unknown(node)
     views = tuple(one.node for chain in (keys, values) for one in chain[1:] if one.node not in (k, v))
     softcap = _rounded(count) if origin.inside else 0.0
-    attention = Attention(
+    attention = AttentionCall(
         node,
         Kernel(square=False),
         q,
@@ -429,9 +429,9 @@ def _number(node: fx.Node, argument: object) -> float | None:
     """What an operand of `node` holds everywhere."""
     try:
         value = masks.Masks().operand(node, argument)
-    except masks.Unknown:
+    except masks.UnknownMask:
         return None
-    return value.yes if isinstance(value, Choice) and value.truth == TRUE else None
+    return value.yes if isinstance(value, Selection) and value.truth == TRUE else None
 
 
 def _all_hidden(node: object) -> tuple[object, int] | None:

@@ -69,7 +69,7 @@ GPUS = ("cuda",)
 
 
 @dataclass(frozen=True)
-class Form:
+class MatrixForm:
     """How a matrix, or a batch of them, lies in memory.
 
     by_rows: whether elements lie together along the rows; else along the columns. aligned: bytes to which all of these
@@ -204,7 +204,7 @@ def _steps(value: torch.Tensor) -> tuple[Any, ...]:
     return (value.storage_offset(), *value.stride())
 
 
-def form(value: torch.Tensor) -> Form | None:
+def form(value: torch.Tensor) -> MatrixForm | None:
     """How a tensor [.., R, C] of known sizes lies; None where neither rows nor columns do."""
     rows, columns = value.stride()[-2:]
     if columns == 1:
@@ -215,7 +215,7 @@ def form(value: torch.Tensor) -> Form | None:
         return None
     begins = (apart, *_steps(value)[:-2])
     aligned = alignment.aligned_bytes(*(int(begin) * value.dtype.itemsize for begin in begins))
-    return Form(columns == 1, aligned, apart == length)
+    return MatrixForm(columns == 1, aligned, apart == length)
 
 
 def _nbytes(value: torch.Tensor) -> int:

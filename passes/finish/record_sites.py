@@ -18,7 +18,7 @@ from ditron_inductor.passes.graph.proofs import arguments
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, attention_sizes
 from ditron_inductor.task.cost import part_bytes
-from ditron_inductor.task.epilogue import Product
+from ditron_inductor.task.epilogue import ProductTerm
 from ditron_inductor.task.epilogue import text as expression_text
 from ditron_inductor.task.nodes import (
     NO_NORM,
@@ -218,7 +218,8 @@ def _sum_text(
 def _behind_text(task: WithEpilogue) -> str:
     """What is made of the products, or of their sum, as part of the node."""
     behind = None if task.parsed is None else task.parsed.behind
-    made = [] if behind is None else [expression_text(one) for one in behind.outputs if not isinstance(one, Product)]
+    outputs = () if behind is None else behind.outputs
+    made = [expression_text(output) for output in outputs if not isinstance(output, ProductTerm)]
     text = "; ".join(made)
     return f" -> {text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + ' ..'}" if text else ""
 

@@ -47,7 +47,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Reduction:
+class SummedReduction:
     """One reduction in a sum: `leaf` is the summand, a view of the result that only the sum uses.
 
     `source` is what is reduced, before `between` (splits, pieces, cat) moves the chunks of `scatter_dim`.
@@ -65,7 +65,7 @@ class Match:
     """The sum at `root`: the reductions to merge, in graph order, the other summands, and all its additions."""
 
     root: fx.Node
-    reductions: tuple[Reduction, ...]
+    reductions: tuple[SummedReduction, ...]
     others: tuple[fx.Node, ...]
     additions: tuple[fx.Node, ...]
 
@@ -112,7 +112,7 @@ def _summands(root: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return leaves, additions
 
 
-def _read(leaf: fx.Node, root: fx.Node) -> Reduction | None:
+def _read(leaf: fx.Node, root: fx.Node) -> SummedReduction | None:
     """The reduction whose result `leaf` is a view of, if only the sum uses it."""
     chain = proofs.views_up(leaf)
     wait = chain[-1]
@@ -125,24 +125,24 @@ def _read(leaf: fx.Node, root: fx.Node) -> Reduction | None:
     if refused(collective) or not proofs.same_shape(value.shape, root.meta["val"].shape):
         return None
     if node.target is ALL_REDUCE:
-        return Reduction(collective, leaf, collective.operand, 0, ())
+        return SummedReduction(collective, leaf, collective.operand, 0, ())
     return _read_scatter(collective, leaf)
 
 
-def _read_scatter(collective: Collective, leaf: fx.Node) -> Reduction | None:
+def _read_scatter(collective: Collective, leaf: fx.Node) -> SummedReduction | None:
     cat = collective.operand
     if cat.target is not aten.cat.default:
         unpadded = not proofs.padded(cat)
-        return Reduction(collective, leaf, cat, 0, ()) if unpadded else None
+        return SummedReduction(collective, leaf, cat, 0, ()) if unpadded else None
     chunks = proofs.regrouped(cat, collective.world_size)
     if refused(chunks) or chunks.cat_dim != 0 or proofs.sole_user(cat) is None:
         return None
     if proofs.padded(chunks.source):
         return None
-    return Reduction(collective, leaf, chunks.source, chunks.split_dim, (*chunks.between, cat))
+    return SummedReduction(collective, leaf, chunks.source, chunks.split_dim, (*chunks.between, cat))
 
 
-def _same_form(one: Reduction, other: Reduction) -> bool:
+def _same_form(one: SummedReduction, other: SummedReduction) -> bool:
     left, right = one.collective, other.collective
     kinds = [(at.node.target, at.group_name, at.reduce_op) for at in (left, right)]
     dims = [(each.scatter_dim, bool(each.between)) for each in (one, other)]

@@ -54,7 +54,7 @@ from ditron_inductor.passes.graph.reasons import ReasonCode, refused
 from ditron_inductor.passes.graph.row_regions import Region, find_regions
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import AllGatherMatmul, AllReduceRmsNorm, MatmulAllReduce, MatmulReduceScatter
-from ditron_inductor.task.sequence_cost import Gathered, Reduced, Work, pays
+from ditron_inductor.task.sequence_cost import GatheredRows, Reduced, RegionWork, pays
 
 aten = torch.ops.aten
 
@@ -87,19 +87,19 @@ def find_sequence_parallel(region: Region, options: Options) -> Match | None:
     return Match(region, dims[0]) if fuses and pays(work(region, options)) else None
 
 
-def work(region: Region, options: Options) -> Work:
+def work(region: Region, options: Options) -> RegionWork:
     """What the cost model has to know of a region."""
     rows = 1
     for length in region.rows:
         rows *= length
     first = region.reductions[0]
     normed = _with_norm(region) if {MatmulAllReduce.kind, AllReduceRmsNorm.kind} <= set(options.fusions) else ()
-    return Work(
+    return RegionWork(
         m=rows,
         reduced=tuple(
             Reduced(n=_columns(one.wait), k=_contracted(one), has_norm=one.node in normed) for one in region.reductions
         ),
-        gathered=tuple(Gathered(n=_columns_behind(node, region), k=_columns(node)) for node in region.exits),
+        gathered=tuple(GatheredRows(n=_columns_behind(node, region), k=_columns(node)) for node in region.exits),
         itemsize=first.wait.meta["val"].dtype.itemsize,
         world_size=first.world_size,
     )

@@ -46,7 +46,7 @@ from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, col
 from ditron_inductor.passes.graph.gathered import (
     Feeds,
     Gathered,
-    Matmul,
+    OrientedMatmul,
     Use,
     collect,
     contracts,
@@ -84,16 +84,16 @@ def _match(collective: Collective, gathered: Gathered) -> Match | Refused:
         return feeds
     # Of each matmul it is known so far whether the gathered tensor is its second operand.
     first = not feeds.matmuls[0].transposed
-    matmuls = tuple(Matmul(one.mm, one.operand, one.transposed == first) for one in feeds.matmuls)
+    matmuls = tuple(OrientedMatmul(one.mm, one.operand, one.transposed == first) for one in feeds.matmuls)
     feeds = Feeds(matmuls, feeds.steps, feeds.first_use, feeds.return_gathered)
     return Match(collective, gathered, first, feeds)
 
 
-def _read(gathered: Gathered, use: Use, value: torch.Tensor) -> Matmul | ReasonCode:
+def _read(gathered: Gathered, use: Use, value: torch.Tensor) -> OrientedMatmul | ReasonCode:
     """A matmul that contracts the gathered dimension; `transposed` stands for the gathered tensor as second operand."""
     if not contracts(use, gathered.dim == value.ndim - 1):
         return ReasonCode.NO_MATMUL
-    return Matmul(use.user, use.operand, not use.first)
+    return OrientedMatmul(use.user, use.operand, not use.first)
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:

@@ -58,7 +58,7 @@ from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, col
 from ditron_inductor.passes.graph.gathered import (
     Feeds,
     Gathered,
-    Matmul,
+    OrientedMatmul,
     Use,
     collect,
     contracts,
@@ -105,13 +105,13 @@ def _match(collective: Collective, gathered: Gathered) -> Match | Refused:
     return Match(collective, gathered.node, 0 if swapped else gathered.dim, swapped, feeds)
 
 
-def _read(gathered: Gathered, swapped: bool, use: Use, value: torch.Tensor) -> Matmul | ReasonCode:
+def _read(gathered: Gathered, swapped: bool, use: Use, value: torch.Tensor) -> OrientedMatmul | ReasonCode:
     """A matmul that keeps the gathered dimension, as rows of the product or as its columns."""
     if contracts(use, gathered.dim == value.ndim - 1):
         return ReasonCode.CONTRACTED
     if gathered.dim == value.ndim - 1 and not swapped:
         return ReasonCode.LAST_DIM
-    return Matmul(use.user, use.operand, use.transposed != swapped)
+    return OrientedMatmul(use.user, use.operand, use.transposed != swapped)
 
 
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:

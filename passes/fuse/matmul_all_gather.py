@@ -56,7 +56,7 @@ PICKS: frozenset[object] = frozenset({aten.index_select.default, aten.index.Tens
 
 
 @dataclass(frozen=True)
-class Gathered:
+class GatheredProducts:
     """The products of all ranks, each of `shape`, along its dimension `dim`: what the node `result` holds.
 
     between: the nodes from the waited-for tensor to the result, without both. sizes: of the result, as arguments of a
@@ -80,7 +80,7 @@ class Match:
 
     collective: Collective
     product: Product
-    gathered: Gathered
+    gathered: GatheredProducts
     lefts: tuple[tuple[fx.Node, tuple[Any, ...] | None], ...]
     steps: tuple[fx.Node, ...]
 
@@ -112,7 +112,7 @@ def find_matmul_all_gather(node: fx.Node) -> Match | Refused:
     return Match(collective, product, gathered, proved, tuple(dict.fromkeys(steps)))
 
 
-def _find_gathered(collective: Collective) -> Gathered | Refused:
+def _find_gathered(collective: Collective) -> GatheredProducts | Refused:
     """Proves along which dimension the products are gathered, and which node holds them so."""
     wait = collective.wait
     shape = tuple(collective.operand.meta["val"].shape)
@@ -121,14 +121,14 @@ def _find_gathered(collective: Collective) -> Gathered | Refused:
         return inner
     if inner.node is not wait:
         between = tuple(step for step in inner.steps if step not in (collective.node, wait, inner.node))
-        return Gathered(inner.node, inner.dim, shape, between)
+        return GatheredProducts(inner.node, inner.dim, shape, between)
     views = list(proofs.views_down(wait))
     moves = [user for view in views for user in view.users if user.target in proofs.TRANSPOSES and user not in views]
     # Whatever happens to it later, the waited-for tensor itself is a gather along dimension 0.
-    return (_find_moved(collective, moves[0]) if moves else None) or Gathered(wait, 0, shape)
+    return (_find_moved(collective, moves[0]) if moves else None) or GatheredProducts(wait, 0, shape)
 
 
-def _find_moved(collective: Collective, move: fx.Node) -> Gathered | None:
+def _find_moved(collective: Collective, move: fx.Node) -> GatheredProducts | None:
     """The form with a permute: a view [W, *shape] of the waited-for tensor, used for nothing else, whose first
     dimension goes to `dim`.
     """
@@ -149,7 +149,7 @@ def _find_moved(collective: Collective, move: fx.Node) -> Gathered | None:
     apart = proofs.known_equal(value.shape[0], collective.world_size)
     if not apart or not only or len(copies) != len(move.users) or sizes.count(-1) > 1:
         return None
-    return Gathered(move, dim, tuple(value.shape[1:]), tuple(between), sizes)
+    return GatheredProducts(move, dim, tuple(value.shape[1:]), tuple(between), sizes)
 
 
 def _sizes_in_graph(view: fx.Node, shape: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -163,7 +163,7 @@ def _sizes_in_graph(view: fx.Node, shape: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(sizes)
 
 
-def _cut_behind(gathered: Gathered, world_size: int) -> fx.Node | None:
+def _cut_behind(gathered: GatheredProducts, world_size: int) -> fx.Node | None:
     """What cuts off, or leaves out, what may be the padding of uneven shards; None if nothing does."""
     whole = gathered.result.meta["val"]
     for view in proofs.views_down(gathered.result):

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.graph import proofs
-from ditron_inductor.task.epilogue import Binary, Cast, Expression, Function, Number, Product
+from ditron_inductor.task.epilogue import Binary, Cast, Expression, Function, Number, ProductTerm
 from ditron_inductor.task.epilogue_torch import NAMES
 
 aten = torch.ops.aten
@@ -164,6 +164,6 @@ def as_output(expression: Expression, dtype: torch.dtype, of_node: torch.dtype) 
         inner = expression.argument
         # The node rounds to its own dtype anyhow.
         is_last = expression.dtype == NAMES[of_node] and not isinstance(inner, Cast)
-        return inner if is_last and not isinstance(inner, Product) else Cast(expression, NAMES[of_node])
+        return inner if is_last and not isinstance(inner, ProductTerm) else Cast(expression, NAMES[of_node])
     is_named = isinstance(expression, Cast) and expression.dtype == NAMES[dtype]
     return expression if is_named else Cast(expression, NAMES[dtype])

@@ -2,8 +2,8 @@
 
 The tensor is what the collective brings, gathered along dimension 0, or what split and cat make of it, gathered along
 an inner one. Its matmuls read order-keeping views of it, or transposes of those. A fusion says of each use what it is
-(`Matmul`, or a reason); `collect` finds those that can go into one node in front of the first use of the tensor, and
-`replace` writes that node.
+(`OrientedMatmul`, or a reason); `collect` finds those that can go into one node in front of the first use of the
+tensor, and `replace` writes that node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class Matmul:
+class OrientedMatmul:
     """`mm` as the node computes it, with `operand`; if `transposed`, it computes the transpose, with the operand's."""
 
     mm: fx.Node
@@ -41,7 +41,7 @@ class Feeds:
     it.
     """
 
-    matmuls: tuple[Matmul, ...]
+    matmuls: tuple[OrientedMatmul, ...]
     steps: tuple[fx.Node, ...]
     first_use: fx.Node
     return_gathered: bool
@@ -139,7 +139,7 @@ def contracts(use: Use, last_dim: bool) -> bool:
 
 
 def collect(
-    collective: Collective, gathered: Gathered, read: Callable[[Use, torch.Tensor], Matmul | ReasonCode]
+    collective: Collective, gathered: Gathered, read: Callable[[Use, torch.Tensor], OrientedMatmul | ReasonCode]
 ) -> Feeds | Refused:
     """Collects the matmuls on views of the gathered tensor that can be proved.
 
@@ -150,17 +150,17 @@ def collect(
     views, uses = _uses(gathered.node)
     order = {node: index for index, node in enumerate(collective.node.graph.nodes)}
     refusals: list[Refusal] = []
-    candidates: dict[fx.Node, Matmul] = {}
+    candidates: dict[fx.Node, OrientedMatmul] = {}
     for use in uses:
         found = _read_use(use, value, read)
-        if isinstance(found, Matmul):
+        if isinstance(found, OrientedMatmul):
             candidates[use.user] = found
         else:
             refusals.append(found.at(use.user))
     if not candidates:
         return _strongest(refusals)
     first_use = min((use.user for use in uses), key=lambda one: order[one])
-    matmuls: list[Matmul] = []
+    matmuls: list[OrientedMatmul] = []
     for mm in sorted(candidates, key=lambda one: order[one]):
         candidate = candidates[mm]
         if proofs.depends_on(candidate.operand, {collective.wait}):
@@ -210,8 +210,8 @@ def _transposes_matrix(node: fx.Node) -> bool:
 
 
 def _read_use(
-    use: Use, value: torch.Tensor, read: Callable[[Use, torch.Tensor], Matmul | ReasonCode]
-) -> Matmul | ReasonCode:
+    use: Use, value: torch.Tensor, read: Callable[[Use, torch.Tensor], OrientedMatmul | ReasonCode]
+) -> OrientedMatmul | ReasonCode:
     """The matmul that a use of the gathered tensor (`value`) is, or why it cannot be fused."""
     view, user = use.view, use.user
     if user.target in proofs.TRANSPOSES:

@@ -24,8 +24,7 @@ from torch import fx
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refusal, Refused
 from ditron_inductor.task import ops
-from ditron_inductor.task.epilogue import Binary, Cast, Epilogue, Expression, Extra, Function, extras_of
-from ditron_inductor.task.epilogue import Product as Operand
+from ditron_inductor.task.epilogue import Binary, Cast, Epilogue, Expression, Extra, Function, ProductTerm, extras_of
 from ditron_inductor.task.nodes import MAX_PRODUCTS, TASK_KINDS
 
 aten = torch.ops.aten
@@ -85,7 +84,9 @@ class Product:
     @property
     def epilogue(self) -> tuple[tuple[fx.Node, ...], str]:
         """The extra tensors and the text that a node with this product has; none and "" without a `pre`."""
-        return ((), "") if self.pre is None else (self.pre.extras, Epilogue((Operand(0),), self.pre.expression).text())
+        if self.pre is None:
+            return (), ""
+        return self.pre.extras, Epilogue((ProductTerm(0),), self.pre.expression).text()
 
 
 FindProduct = Callable[[fx.Node, Collection[fx.Node]], Product | Refused]

@@ -168,7 +168,7 @@ def other_user(nodes: Iterable[fx.Node], known: Collection[fx.Node]) -> fx.Node 
 
 
 @dataclass(frozen=True)
-class Piece:
+class SlicedPart:
     """A node as the part [start, start + length) of dimension `dim` of `source`."""
 
     source: fx.Node
@@ -177,7 +177,7 @@ class Piece:
     length: Any
 
 
-def piece(node: fx.Node) -> Piece | None:
+def piece(node: fx.Node) -> SlicedPart | None:
     """Reads `split[i]`, `split_with_sizes[i]` or a slice with step 1 as a piece of a tensor; None for anything else."""
     if node.target is getitem:
         return _split_piece(node)
@@ -191,10 +191,10 @@ def piece(node: fx.Node) -> Piece | None:
     dim = bound["dim"] % source.ndim
     length = result.shape[dim]
     # A start beyond the end is clamped, and then the piece does not begin where the slice says.
-    return Piece(bound["self"], dim, start, length) if known(start + length <= source.shape[dim]) else None
+    return SlicedPart(bound["self"], dim, start, length) if known(start + length <= source.shape[dim]) else None
 
 
-def _split_piece(node: fx.Node) -> Piece | None:
+def _split_piece(node: fx.Node) -> SlicedPart | None:
     split, index = node.args
     if not isinstance(split, fx.Node) or not isinstance(index, int) or index < 0:
         return None
@@ -209,7 +209,7 @@ def _split_piece(node: fx.Node) -> Piece | None:
         start = index * size(bound["split_size"])
     else:
         start = sum((size(length) for length in bound["split_sizes"][:index]), 0)
-    return Piece(bound["self"], dim, start, result.shape[dim])
+    return SlicedPart(bound["self"], dim, start, result.shape[dim])
 
 
 @dataclass(frozen=True)

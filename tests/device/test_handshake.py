@@ -11,7 +11,7 @@ import pytest
 from ditron_inductor.device.capabilities import RankFacts
 from ditron_inductor.device.exchange import meet
 from ditron_inductor.device.groups import Group
-from ditron_inductor.device.handshake import AgreedOptions, Agreement, agree_options, shake_hands, versions
+from ditron_inductor.device.handshake import AgreedOptions, HandshakeResult, agree_options, shake_hands, versions
 from ditron_inductor.errors import DitronHandshakeError, DitronOptionsMismatch
 from tests.device.threads import on_ranks
 
@@ -29,7 +29,7 @@ FACTS = RankFacts(
 )
 
 
-def shake(group: Group, options: AgreedOptions = OPTIONS, facts: RankFacts = FACTS, table: str = "") -> Agreement:
+def shake(group: Group, options: AgreedOptions = OPTIONS, facts: RankFacts = FACTS, table: str = "") -> HandshakeResult:
     return shake_hands(meet(group, "open", "begin", LIMIT_S), options, facts, table, LIMIT_S)
 
 
@@ -49,7 +49,7 @@ def test_equal_ranks_agree() -> None:
     ],
 )
 def test_different_options_are_named(change: dict[str, Any], text: str) -> None:
-    def run(group: Group) -> Agreement:
+    def run(group: Group) -> HandshakeResult:
         return shake(group, dataclasses.replace(OPTIONS, **change) if group.rank == 1 else OPTIONS)
 
     for result in on_ranks(3, run):
@@ -66,7 +66,7 @@ def test_different_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_weakest_rank_counts() -> None:
-    def run(group: Group) -> Agreement:
+    def run(group: Group) -> HandshakeResult:
         return shake(group, facts=dataclasses.replace(FACTS, tile_problem="it is old") if group.rank == 1 else FACTS)
 
     for agreement in on_ranks(2, run):

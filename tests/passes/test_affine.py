@@ -11,9 +11,9 @@ import torch
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ditron_inductor.passes.attention.affine import Affine, NotAffine, Step, affine
-from ditron_inductor.passes.attention.mask_values import Choice, Truth, Value
-from ditron_inductor.passes.attention.masks import Masks, Unknown
+from ditron_inductor.passes.attention.affine import Affine, NotAffine, Threshold, affine
+from ditron_inductor.passes.attention.mask_values import Selection, Truth, Value
+from ditron_inductor.passes.attention.masks import Masks, UnknownMask
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -42,7 +42,7 @@ def of_value(value: Value, shape: tuple[int, ...]) -> torch.Tensor:
         return as_tensor(value, shape)
     if isinstance(value, Truth):
         return holds(value, shape)
-    assert isinstance(value, Choice)
+    assert isinstance(value, Selection)
     return torch.where(holds(value.truth, shape), value.yes, value.no)
 
 
@@ -85,7 +85,7 @@ def test_what_is_read_is_what_is_computed(seed: int) -> None:
         (node,) = graph.find_nodes(op="output")[0].args
         try:
             value = Masks().value(node)
-        except Unknown:
+        except UnknownMask:
             continue
         known += 1
         wanted = form()
@@ -96,14 +96,14 @@ def test_what_is_read_is_what_is_computed(seed: int) -> None:
 
 
 def test_steps_are_in_order() -> None:
-    steps = [Step(0, 8, 3), Step(0, 0, 2), Step(0, 4, 1), Step(0, 8, -3), Step(0, 4, 1)]
-    assert affine(5, (1,), steps) == Affine(7, (1,), (Step(0, 4, 2),))
+    steps = [Threshold(0, 8, 3), Threshold(0, 0, 2), Threshold(0, 4, 1), Threshold(0, 8, -3), Threshold(0, 4, 1)]
+    assert affine(5, (1,), steps) == Affine(7, (1,), (Threshold(0, 4, 2),))
 
 
 def test_a_jump_within_rows_is_none_of_both_indices() -> None:
     """[0 1 2 9 | 10 11 12 13] as two rows."""
-    jumping = affine(0, (1,), [Step(0, 3, 6)])
+    jumping = affine(0, (1,), [Threshold(0, 3, 6)])
     with pytest.raises(NotAffine):
         jumping.at([Affine(0, (4, 1))], (2, 4))
-    at_rows = affine(0, (1,), [Step(0, 4, 6)])
+    at_rows = affine(0, (1,), [Threshold(0, 4, 6)])
     assert as_tensor(at_rows.at([Affine(0, (4, 1))], (2, 4)), (2, 4)).tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]

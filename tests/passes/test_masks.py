@@ -11,7 +11,7 @@ import torch
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ditron_inductor.passes.attention.masks import Unknown
+from ditron_inductor.passes.attention.masks import UnknownMask
 from ditron_inductor.passes.attention.shown_masks import read_mask
 from ditron_inductor.task.all_gather_attention import Mask
 from ditron_inductor.task.reference_attention import visible
@@ -218,7 +218,7 @@ def test_other_orders_of_keys(keys: Callable[[], torch.Tensor]) -> None:
         return of_chunks(rank)[0][:, None] >= keys()
 
     for rank in (0, RANKS - 1):
-        with pytest.raises(Unknown):
+        with pytest.raises(UnknownMask):
             read(functools.partial(form, rank))
 
 
@@ -253,7 +253,7 @@ def test_other_orders_of_keys(keys: Callable[[], torch.Tensor]) -> None:
     ],
 )
 def test_unknown(form: Callable[[], torch.Tensor]) -> None:
-    with pytest.raises(Unknown):
+    with pytest.raises(UnknownMask):
         read(form)
 
 
@@ -275,11 +275,11 @@ def test_what_one_rank_cannot_prove_none_does(form: Callable[..., torch.Tensor])
         return form(rank * ROWS + torch.arange(ROWS)[:, None], torch.arange(KEYS))
 
     for rank in range(RANKS):
-        with pytest.raises(Unknown):
+        with pytest.raises(UnknownMask):
             read(functools.partial(seen, rank))
 
 
 def test_an_input_is_named() -> None:
-    with pytest.raises(Unknown) as raised:
+    with pytest.raises(UnknownMask) as raised:
         read(lambda given: (ahead(6) >= 0) & given[:, :KEYS], torch.ones(ROWS, 2 * KEYS, dtype=torch.bool))
     assert raised.value.node.op == "placeholder"

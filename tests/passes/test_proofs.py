@@ -17,7 +17,7 @@ aten = torch.ops.aten
 X = torch.empty(4, 8)
 
 
-def piece_of(fn: Callable[..., Any]) -> proofs.Piece | None:
+def piece_of(fn: Callable[..., Any]) -> proofs.SlicedPart | None:
     """What the last node of `fn` is of its argument."""
     graph = traced(fn, X).graph
     (output,) = graph.find_nodes(op="output")

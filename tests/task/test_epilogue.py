@@ -17,9 +17,9 @@ from ditron_inductor.task.epilogue import (
     Expression,
     Extra,
     Function,
-    Group,
     Number,
-    Product,
+    OutputGroup,
+    ProductTerm,
     parse,
 )
 from ditron_inductor.task.epilogue_torch import evaluate, extra_shape
@@ -107,7 +107,7 @@ def test_a_text_of_any_kind_is_an_epilogue_or_refused(parts: list[str]) -> None:
 
 def test_outputs_that_share_a_product_are_one_group() -> None:
     found = parse("mm3 + row(x0); silu(mm0) * mm2; mm1; mm2").groups()
-    assert found == (Group((0, 2), (1, 3)), Group((1,), (2,)), Group((3,), (0,)))
+    assert found == (OutputGroup((0, 2), (1, 3)), OutputGroup((1,), (2,)), OutputGroup((3,), (0,)))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def _expressions() -> st.SearchStrategy[Expression]:
     extras = st.builds(Extra, st.sampled_from(language.KINDS), st.integers(0, 3)).map(
         lambda one: Extra(language.KINDS[one.index], one.index)
     )
-    leaves = st.builds(Product, st.integers(0, 1)) | extras | numbers
+    leaves = st.builds(ProductTerm, st.integers(0, 1)) | extras | numbers
     return st.recursive(
         leaves,
         lambda inner: (
@@ -181,7 +181,7 @@ def test_torch_computes_what_the_text_says(expression: Expression, seed: int) ->
     """Python reads the text as the arithmetic that it looks like."""
     torch.manual_seed(seed)
     mm = torch.randn(2, 3, 4)
-    expression = Binary("+", expression, Product(0))
+    expression = Binary("+", expression, ProductTerm(0))
     x = [torch.randn(extra_shape(kind, mm[0].shape)) for kind in language.KINDS]
     names = {
         "neg": torch.neg, "relu": torch.relu, "square": torch.square, "exp": torch.exp, "erf": torch.erf,
@@ -205,7 +205,7 @@ def _with_tensors(expression: Expression, names: dict[str, object]) -> Expressio
         case Number(value):
             index = 100 + len(names)
             names[f"mm{index}"] = torch.tensor(value)
-            return Product(index)
+            return ProductTerm(index)
         case Function(name, argument):
             return Function(name, _with_tensors(argument, names))
         case Cast(argument, dtype):

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from ditron_inductor.task import cost
-from ditron_inductor.task.sequence_cost import Gathered, Reduced, Work, pays, predict
+from ditron_inductor.task.sequence_cost import GatheredRows, Reduced, RegionWork, pays, predict
 
 
-def llama(rows: int, dim: int, hidden: int, qkv: int, world_size: int) -> Work:
+def llama(rows: int, dim: int, hidden: int, qkv: int, world_size: int) -> RegionWork:
     """A layer: attention's and the MLP's reduction, and a gather behind each."""
-    return Work(
+    return RegionWork(
         m=rows,
         reduced=(Reduced(dim, dim // world_size), Reduced(dim, hidden // world_size)),
-        gathered=(Gathered(2 * hidden // world_size, dim), Gathered(qkv // world_size, dim)),
+        gathered=(GatheredRows(2 * hidden // world_size, dim), GatheredRows(qkv // world_size, dim)),
         itemsize=2,
         world_size=world_size,
     )
@@ -34,11 +34,11 @@ def test_llama_70b(rows: int, expected: bool) -> None:
 def test_gathers_for_others_do_not_pay() -> None:
     """A graph for training saves residuals, whole."""
     work = llama(8192, 4096, 14336, 6144, 4)
-    assert not pays(replace(work, gathered=work.gathered + (Gathered(0, 4096), Gathered(0, 4096))))
+    assert not pays(replace(work, gathered=work.gathered + (GatheredRows(0, 4096), GatheredRows(0, 4096))))
 
 
 def test_without_matmuls_both_forms_send_the_same() -> None:
-    work = Work(m=8192, reduced=(Reduced(4096, 0),), gathered=(Gathered(0, 4096),), itemsize=2, world_size=4)
+    work = RegionWork(m=8192, reduced=(Reduced(4096, 0),), gathered=(GatheredRows(0, 4096),), itemsize=2, world_size=4)
     replicated, sharded = predict(work, cost.H200)
     assert replicated < 1.5 * sharded and sharded < 1.5 * replicated
 

@@ -14,7 +14,7 @@ from ditron_inductor.task.site_records import SiteRecord
 from ditron_inductor.taxes.accounts import (
     Account,
     SiteTaxes,
-    Step,
+    StepTimes,
     explained,
     fused_account,
     unfused_account,
@@ -50,13 +50,13 @@ def test_the_gain_is_compared_with_the_accounts() -> None:
     unfused = unfused_account(Spent("library", 1, 100.0, 40.0), None, 1.0)
     fused = fused_account(Spent("tile", 1, 70.0, 0.0), None, 1.0, unfused)
     sites = [SiteTaxes("forward", site(), False, unfused, fused)]
-    steps = {"unfused": Step(250.0, 200.0), "fused": Step(205.0, 168.0)}
+    steps = {"unfused": StepTimes(250.0, 200.0), "fused": StepTimes(205.0, 168.0)}
     in_graph, eager = explained(sites, steps, True), explained(sites, steps, False)
     assert in_graph is not None and (in_graph.measured_us, in_graph.taxes_us) == (32.0, 30.0)
     assert eager is not None and (eager.measured_us, eager.taxes_us) == (45.0, 30.0 + 13.0)
     assert in_graph.part == pytest.approx(30 / 32)
-    assert explained(sites, {"unfused": Step(1.0), "fused": Step(2.0)}, True) is None
-    longer = explained(sites, {"unfused": Step(1.0), "fused": Step(2.0)}, False)
+    assert explained(sites, {"unfused": StepTimes(1.0), "fused": StepTimes(2.0)}, True) is None
+    longer = explained(sites, {"unfused": StepTimes(1.0), "fused": StepTimes(2.0)}, False)
     assert longer is not None and longer.part is None
 
 
@@ -142,5 +142,5 @@ def test_what_marks_take_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_without_its_host() -> None:
-    assert [Step(*us).device_us for us in ((9.0, 4.0), (9.0, 10.0), (9.0, None))] == [4.0, 9.0, 9.0]
+    assert [StepTimes(*us).device_us for us in ((9.0, 4.0), (9.0, 10.0), (9.0, None))] == [4.0, 9.0, 9.0]
     assert Spent("tile", 3, 8.0, 2.0).scaled(0.5) == Spent("tile", 3, 4.0, 1.0)

@@ -14,7 +14,7 @@ import torch
 
 from ditron_inductor.__main__ import main
 from ditron_inductor.taxes import command
-from ditron_inductor.taxes.accounts import SiteTaxes, Step, fused_account, unfused_account
+from ditron_inductor.taxes.accounts import SiteTaxes, StepTimes, fused_account, unfused_account
 from ditron_inductor.taxes.command import TaxRequest
 from ditron_inductor.taxes.intermediates import Intermediates
 from ditron_inductor.taxes.probe import Spent
@@ -35,7 +35,7 @@ def made_up() -> TaxReport:
         fused = fused_account(Spent("tile", 1, 70.0, 0.0), bytes_, 4000.0, unfused)
         taxed = SiteTaxes("forward", site(site=f"ab12/{index}:matmul_all_reduce"), True, unfused, fused)
         sites.append(taxed.with_launches(20.0, 12.0))
-    steps = {"inductor": Step(270.0, 210.0), "unfused": Step(260.0, 200.0), "fused": Step(180.0, 142.0)}
+    steps = {"inductor": StepTimes(270.0, 210.0), "unfused": StepTimes(260.0, 200.0), "fused": StepTimes(180.0, 142.0)}
     return TaxReport(tuple(sites), (), steps, "NVIDIA H200", 2, 4000.0, 15, ("inductor: a note",))
 
 

@@ -1,4 +1,4 @@
-"""What `python -m ditron_inductor tune` measures: shapes from the command line, or those of a model's layers."""
+"""Shapes that are measured: given on a command line, or those of the layers of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAST_SCATTERED = 128
 
 
 @dataclass(frozen=True)
-class Shape:
+class MatmulShape:
     """One op on one rank's matmul [m, k] @ [k, n]; m counts all gathered or unscattered rows, k all contracted ones."""
 
     op: str
@@ -38,7 +38,7 @@ def divides(op: str, m: int, k: int, world_size: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerWidths:
     """The widths of a transformer: of the model, all queries, all keys (or values), feed-forward, vocabulary."""
 
     dim: int
@@ -63,16 +63,16 @@ class Layer:
 
 
 PARTS = ("attention", "mlp")
-MODELS: dict[str, Layer] = {
-    "llama-70b": Layer(8192, 8192, 1024, 28672, 128256),
-    "llama-8b": Layer(4096, 4096, 1024, 14336, 128256),
-    "qwen3-32b": Layer(5120, 8192, 1024, 25600, 151936),
-    "llama-405b": Layer(16384, 16384, 1024, 53248, 128256),
+MODELS: dict[str, LayerWidths] = {
+    "llama-70b": LayerWidths(8192, 8192, 1024, 28672, 128256),
+    "llama-8b": LayerWidths(4096, 4096, 1024, 14336, 128256),
+    "qwen3-32b": LayerWidths(5120, 8192, 1024, 25600, 151936),
+    "llama-405b": LayerWidths(16384, 16384, 1024, 53248, 128256),
 }
 """By name, in the order in which benchmarks measure them."""
 
 
-def model_shapes(model: str, ops: Sequence[str], tokens: Sequence[int], world_size: int) -> list[Shape]:
+def model_shapes(model: str, ops: Sequence[str], tokens: Sequence[int], world_size: int) -> list[MatmulShape]:
     """The forward sites of one layer of `model` over `world_size` ranks.
 
     ValueError where a width does not divide over the ranks.
@@ -82,7 +82,7 @@ def model_shapes(model: str, ops: Sequence[str], tokens: Sequence[int], world_si
     if any(width % world_size for width in divided):
         raise ValueError(f"the widths {divided} of {model} do not divide over {world_size} ranks")
     shapes = (
-        Shape(op, *sizes(op, m, n, k))
+        MatmulShape(op, *sizes(op, m, n, k))
         for op in ops
         for n, k in (layer.widths(op, part, world_size) for part in PARTS)
         for m in tokens
@@ -93,7 +93,7 @@ def model_shapes(model: str, ops: Sequence[str], tokens: Sequence[int], world_si
 
 def given_shapes(
     ops: Sequence[str], tokens: Sequence[int], columns: Sequence[int], depths: Sequence[int], world_size: int
-) -> list[Shape]:
+) -> list[MatmulShape]:
     """Every op at every m of `tokens` with every pair (n, k) of `columns` and `depths`; without those whose
     tokens do not divide over the ranks.
 
@@ -104,7 +104,7 @@ def given_shapes(
     if any(size < 1 for size in (*tokens, *columns, *depths)):
         raise ValueError("sizes have to be at least 1")
     return [
-        Shape(op, m, n, k)
+        MatmulShape(op, m, n, k)
         for op in ops
         for n, k in zip(columns, depths, strict=True)
         for m in tokens
