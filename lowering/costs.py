@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from ditron_inductor.task.epilogue import Epilogue, ProductTerm
-from ditron_inductor.task.epilogue_torch import NAMES
 from ditron_inductor.task.nodes import (
     AllGatherMatmul,
     MatmulAllReduceRmsNorm,
@@ -16,6 +15,7 @@ from ditron_inductor.task.nodes import (
     TaskNode,
     WithEpilogue,
 )
+from ditron_inductor.task.torch_dtypes import NAMES
 
 APART = 2
 """A product of rows that do not lie together takes the host as long as so many others."""

@@ -25,6 +25,7 @@ from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.host.launch import ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments, Launcher, local_launcher
 from ditron_inductor.task import epilogue_torch
+from ditron_inductor.task.dtypes import ACTIVATIONS
 from ditron_inductor.task.epilogue import (
     FUNCTIONS,
     Binary,
@@ -42,9 +43,10 @@ from ditron_inductor.task.epilogue import (
     text,
 )
 from ditron_inductor.task.nodes import WithEpilogue
+from ditron_inductor.task.torch_dtypes import NAMES, TORCH_DTYPES
 
 PARAMETERS = "GROUP: tl.constexpr, mm, x, rows, columns, places, in_rows, in_columns, inside"
-TRITON_DTYPES = {"bf16": "tl.bfloat16", "fp16": "tl.float16", "fp32": "tl.float32"}
+TRITON_DTYPES = {dtype.short: f"tl.{dtype.name}" for dtype in ACTIVATIONS}
 PACKED_BITS = 8
 """Of one number in the compile-time integers that stand for lists."""
 BLOCK = 2048
@@ -165,13 +167,13 @@ class Arrangement:
     def new_outputs_of_sum(self, like: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
         """Memory for the outputs, of `shape` each, of a node with the dtype of `like`."""
         return [
-            like.new_empty(shape, dtype=epilogue_torch.TORCH_DTYPES.get(dtype, like.dtype)) for dtype in self.dtypes
+            like.new_empty(shape, dtype=TORCH_DTYPES.get(dtype, like.dtype)) for dtype in self.dtypes
         ]
 
     def new_outputs(self, shard: torch.Tensor, rows: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Memory for the outputs of `rows` rows, in the node's order."""
         return [
-            shard.new_empty(rows, weights[source].shape[1], dtype=epilogue_torch.TORCH_DTYPES.get(dtype, shard.dtype))
+            shard.new_empty(rows, weights[source].shape[1], dtype=TORCH_DTYPES.get(dtype, shard.dtype))
             for source, dtype in zip(self.sources, self.dtypes, strict=True)
         ]
 
@@ -364,7 +366,7 @@ class Finisher:
         apart: the library's products are batches, to which it adds a bias in passes of its own: it does so only where
         nothing else is left to compute.
         """
-        folded, self.biases = (epilogue, {}) if reduced else epilogue.folded(epilogue_torch.NAMES[like.dtype])
+        folded, self.biases = (epilogue, {}) if reduced else epilogue.folded(NAMES[like.dtype])
         unfit = any(extras[row].dtype != like.dtype or not extras[row].is_contiguous() for row in self.biases.values())
         if unfit or (apart and not all(isinstance(output, ProductTerm) for output in folded.outputs)):
             folded, self.biases = epilogue, {}

@@ -201,12 +201,12 @@ def _timings(
         device = torch.device("cuda", torch.cuda.current_device())
     return measure(
         SiteShape(
-            request.kind,
+            request.problem.kind,
             record.rows,
             record.columns,
             record.dim,
-            request.dtype,
-            request.world_size,
+            getattr(torch, request.problem.precision.operand.name),
+            request.problem.world_size,
             record.depths,
             record.bias,
             record.epilogue,

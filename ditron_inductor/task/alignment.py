@@ -97,8 +97,6 @@ class Rule:
 RULE = Rule()
 """What the pipeline pads by."""
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
 
 def speed_of(dtype: torch.dtype) -> Speed:
     """What products of operands of this dtype are computed in, by torch's settings, which are part of cache keys."""

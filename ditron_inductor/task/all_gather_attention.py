@@ -25,11 +25,12 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
 
 from ditron_inductor.task.codec import INLINED
+from ditron_inductor.task.exchange import GATHERED_OPERAND, SCATTERED_GRADIENTS, Exchange
 from ditron_inductor.task.node import Node, Slots, single
 from ditron_inductor.task.policy import Policy, check, verify_common
 
@@ -187,6 +188,9 @@ class AllGatherAttention(_AttentionNode):
     """
 
     kind: ClassVar[str] = "all_gather_attention"
+    exchange: ClassVar[Exchange | None] = GATHERED_OPERAND
+    computes: ClassVar[str] = "attention"
+    host_us: ClassVar[Mapping[str, float]] = {"library": 260.0, "chunked": 260.0, "tile": 46.0}
     return_gathered: bool = False
 
     def slots(self) -> Slots:
@@ -202,6 +206,9 @@ class AttentionReduceScatter(_AttentionNode):
     """
 
     kind: ClassVar[str] = "attention_reduce_scatter"
+    exchange: ClassVar[Exchange | None] = SCATTERED_GRADIENTS
+    computes: ClassVar[str] = "attention_backward"
+    host_us: ClassVar[Mapping[str, float]] = {"library": 300.0, "chunked": 400.0, "tile": 400.0}
 
     def slots(self) -> Slots:
         return (*single(("grad_out", "q", "k", "v", "out", "lse")), *self._bias_slots())

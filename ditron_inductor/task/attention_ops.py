@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
+from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
-BIAS_DTYPES: tuple[torch.dtype, ...] = (torch.bool, torch.bfloat16, torch.float16, torch.float32)
+BIAS_DTYPES: tuple[torch.dtype, ...] = (torch.bool, *ACTIVATION_DTYPES)
 
 
 def sequence_first(like: torch.Tensor, heads: Any, sequence: Any) -> torch.Tensor:

@@ -44,20 +44,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
-from ditron_inductor.task.nodes import (
-    ATTENTION_KINDS,
-    ULYSSES_KINDS,
-    AllGatherContract,
-    AllGatherMatmul,
-    AllReduceRmsNorm,
-    AllToAllMatmul,
-    FlashDecode,
-    MatmulAllGather,
-    MatmulAllReduce,
-    MatmulAllToAll,
-    MatmulReduceScatter,
+from ditron_inductor.task.exchange import (
+    EXCHANGED_PRODUCT,
+    GATHERED_PRODUCT,
+    REDUCED_PRODUCT,
+    SCATTERED_PRODUCT,
+    Exchange,
 )
+from ditron_inductor.task.nodes import NODES
+from ditron_inductor.task.problem import Problem
 
 MICRO = 1e6
 GAIN = 0.945
@@ -75,23 +70,6 @@ SMALL_ALL_REDUCE = 0.86
 """Up to so many bytes `chunked` is one kernel of ours in the place of the library's all-reduce; on 2 and 4 H200s it
 took 0.67 to 0.97 of the library's time.
 """
-HOST_US = {
-    AllGatherMatmul.kind: {"library": 75.0, "chunked": 150.0, "tile": 42.0},
-    MatmulReduceScatter.kind: {"library": 75.0, "chunked": 210.0, "tile": 36.0},
-    MatmulAllReduce.kind: {"library": 70.0, "chunked": 500.0, "tile": 36.0},
-    AllReduceRmsNorm.kind: {"library": 60.0, "chunked": 36.0, "tile": 36.0},
-    FlashDecode.kind: {"library": 80.0, "chunked": 36.0, "tile": 36.0},
-    # Those of the kinds with as many launches.
-    MatmulAllGather.kind: {"library": 80.0, "chunked": 210.0, "tile": 42.0},
-    # In the measure of the others, on a slower host: by `chunked` it has twice their products.
-    AllGatherContract.kind: {"library": 80.0, "chunked": 480.0, "tile": 42.0},
-    MatmulAllToAll.kind: {"library": 90.0, "chunked": 210.0, "tile": 42.0},
-    AllToAllMatmul.kind: {"library": 90.0, "chunked": 210.0, "tile": 42.0},
-    # On a slower host, in the measure of `flash_decode` there.
-    AllGatherAttention.kind: {"library": 260.0, "chunked": 260.0, "tile": 46.0},
-    AttentionReduceScatter.kind: {"library": 300.0, "chunked": 400.0, "tile": 400.0},
-}
-"""What a call takes the host, by `python -m benchmarks.host`: in eager mode none takes less."""
 EPILOGUE_HOST_US = 12.0
 """Of the launch of its kernel."""
 PRODUCT_HOST_US = 12.0
@@ -103,8 +81,6 @@ were measured (M = 1 to 16, N = 4096 and 8192, benchmarks/results/norm.csv).
 SMALL_HOST_US = 55.0
 """Of a small all-reduce by `chunked`; a large one runs in parts, with many launches each."""
 
-CONTRACT_EFFICIENCY = 0.9
-"""Speed of `tile` where the gathered dimension is contracted, in that of the other kernels: it loads by pointers."""
 PAIR_COST = 1.9
 """What an epilogue of two products costs `tile`, in passes over the memory that it saves: two accumulators of half the
 columns each, and registers that do not suffice. 1.4 to 2.4 on H200s, 2048 to 8192 rows, with and without products that
@@ -224,33 +200,6 @@ UNKNOWN = Hardware(
 KNOWN: tuple[Hardware, ...] = (H200, H100)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One rank's share of a site: it multiplies [m, k] by [k, n]; m counts the rows of the whole gathered or
-    unscattered tensor. captured: inside a CUDA graph, where the host's time does not count. epilogue_bytes: that a
-    kernel of its own reads and writes for the epilogue; 0 without one. pre_bytes: likewise, for its part before the
-    reduction. library_speed: of the library's kernel that this attention needs, in that of its fastest.
-    more_products: matmuls that `chunked` makes in a call beyond those of one weight, in plain ones. in_band: whether
-    `chunked` ends with a norm kernel that sends in band. pair_bytes: what an epilogue of two products reads of them and
-    writes, these products included where they are outputs; 0 without such a one. bias_bytes: of a bias of attention.
-    """
-
-    kind: str
-    m: int
-    n: int
-    k: int
-    itemsize: int
-    world_size: int
-    captured: bool = True
-    epilogue_bytes: int = 0
-    pre_bytes: int = 0
-    library_speed: float = 1.0
-    more_products: int = 0
-    in_band: bool = False
-    pair_bytes: int = 0
-    bias_bytes: int = 0
-
-
 def hardware(device_name: str) -> Hardware:
     """The numbers of a GPU by the name that its driver gives it."""
     for one in KNOWN:
@@ -259,12 +208,25 @@ def hardware(device_name: str) -> Hardware:
     return UNKNOWN
 
 
+def exchange_of(problem: Problem) -> Exchange:
+    """The collective of the problem's kind."""
+    exchange = NODES[problem.kind].exchange
+    assert exchange is not None, f"{problem.kind} does not communicate"
+    return exchange
+
+
+def computes(problem: Problem) -> str:
+    """What the problem's kind computes, see `Node`."""
+    return NODES[problem.kind].computes
+
+
 def predict(problem: Problem, on: Hardware) -> dict[str, float]:
     """Predicted microseconds of one call, by strategy."""
-    if problem.kind == AllReduceRmsNorm.kind:
+    problem = problem.as_expected()
+    if computes(problem) == "norm":
         ours = _norm_tile_us(problem, on)
         device = {"library": _norm_library_us(problem, on), "chunked": ours, "tile": ours}
-    elif problem.kind == FlashDecode.kind:
+    elif computes(problem) == "decode":
         ours = _decode_tile_us(problem, on)
         device = {"library": _decode_library_us(problem, on), "chunked": ours, "tile": ours}
     else:
@@ -282,7 +244,7 @@ def least_gain(problem: Problem, strategy: str) -> float:
 def _has_same_kernels(problem: Problem) -> bool:
     """Whether `chunked` and `library` make the same calls: of attention by the library's fastest kernel, forward."""
     fastest = problem.library_speed == 1.0 and not problem.bias_bytes
-    return problem.kind == AllGatherAttention.kind and fastest
+    return computes(problem) == "attention" and fastest
 
 
 def _matmul_kinds_us(problem: Problem, on: Hardware) -> dict[str, float]:
@@ -300,7 +262,7 @@ def host_us(problem: Problem, strategy: str) -> float:
         return SMALL_HOST_US
     kernels = _has_epilogue_kernel(problem, strategy) + _has_pre_kernel(problem, strategy)
     products = problem.more_products if strategy == "chunked" else 0
-    return HOST_US[problem.kind][strategy] + EPILOGUE_HOST_US * kernels + PRODUCT_HOST_US * products
+    return NODES[problem.kind].host_us[strategy] + EPILOGUE_HOST_US * kernels + PRODUCT_HOST_US * products
 
 
 def beside_us(problem: Problem, on: Hardware, strategy: str) -> float:
@@ -326,35 +288,18 @@ def _has_epilogue_kernel(problem: Problem, strategy: str) -> bool:
     """Whether the epilogue is a launch of its own."""
     if problem.epilogue_bytes == 0 or strategy == "tile":
         return False
-    ends_with_it = problem.kind == MatmulReduceScatter.kind or _is_small_all_reduce(problem)
+    ends_with_it = exchange_of(problem) == SCATTERED_PRODUCT or _is_small_all_reduce(problem)
     return strategy == "library" or not ends_with_it
 
 
 def _is_small_all_reduce(problem: Problem) -> bool:
-    return problem.kind == MatmulAllReduce.kind and problem.m * problem.n * problem.itemsize <= SMALL_BYTES
+    reduces = computes(problem) == "matmul" and exchange_of(problem) == REDUCED_PRODUCT
+    return reduces and problem.m * problem.n * problem.result_bytes <= SMALL_BYTES
 
 
-def received_bytes(problem: Problem) -> float:
+def received_bytes(problem: Problem) -> int:
     """What one rank receives from its peers in one call."""
-    peers = problem.world_size - 1
-    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind, *ATTENTION_KINDS):
-        return problem.m * problem.k * problem.itemsize * peers / problem.world_size
-    if problem.kind == MatmulAllGather.kind:
-        return problem.m * problem.n * problem.itemsize * peers
-    if problem.kind == FlashDecode.kind:
-        return part_bytes(problem.m, problem.n) * peers
-    scattered = problem.m * problem.n * problem.itemsize * peers / problem.world_size
-    if problem.kind in (MatmulReduceScatter.kind, MatmulAllToAll.kind):
-        return scattered
-    if problem.kind == AllToAllMatmul.kind:
-        return problem.m * problem.k * problem.itemsize * peers / problem.world_size
-    assert problem.kind in (MatmulAllReduce.kind, AllReduceRmsNorm.kind), f"not a kind: {problem.kind}"
-    return 2 * scattered
-
-
-def part_bytes(heads: int, head_dim: int) -> int:
-    """Of a rank's part of an attention: output and log-sum-exp, fp32."""
-    return 4 * heads * (head_dim + 1)
+    return exchange_of(problem).received_bytes(problem)
 
 
 def _decode_library_us(problem: Problem, on: Hardware) -> float:
@@ -377,14 +322,14 @@ def _norm_library_us(problem: Problem, on: Hardware) -> float:
 
 
 def _norm_tile_us(problem: Problem, on: Hardware) -> float:
-    nbytes = problem.m * problem.n * problem.itemsize
+    nbytes = problem.m * problem.n * problem.result_bytes
     one_shot = (problem.world_size - 1) * nbytes / _link_rate(problem, on) * MICRO
     two_shots = received_bytes(problem) / _link_rate(problem, on) * MICRO + on.signal_us
     return on.launch_us + on.signal_us + min(one_shot, two_shots) + _norm_passes_us(problem, on)
 
 
 def _norm_passes_us(problem: Problem, on: Hardware) -> float:
-    return NORM_PASSES * problem.m * problem.n * problem.itemsize / on.memory_bytes_per_s * MICRO
+    return NORM_PASSES * problem.m * problem.n * problem.result_bytes / on.memory_bytes_per_s * MICRO
 
 
 def collective_us(problem: Problem, on: Hardware) -> float:
@@ -400,10 +345,10 @@ def product_us(problem: Problem, on: Hardware) -> float:
 
 
 def _library_us(problem: Problem, on: Hardware) -> float:
-    columns = 0.0
-    if problem.kind == MatmulAllGather.kind:
+    exchange, columns = exchange_of(problem), 0.0
+    if exchange == GATHERED_PRODUCT:
         columns = on.launch_us + _passes_us(problem, on, problem.world_size)
-    if problem.kind in ULYSSES_KINDS:
+    if exchange.wire == "all_to_all":
         columns = on.launch_us + _moved_us(problem, on)
     return product_us(problem, on) + collective_us(problem, on) + columns
 
@@ -416,38 +361,34 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
     matmul = _matmul_us(problem, on, efficiency=parts_speed * problem.library_speed)
     rate = on.copy_bytes_per_s * _pair_gain(problem, on)
     chunks, passes_us = _chunks(problem), _partials_us(problem, on)
-    if problem.kind == MatmulAllGather.kind:
+    if exchange_of(problem) == GATHERED_PRODUCT:
         rate = min(rate, PORT_BYTES_PER_S)
         chunks, passes_us = max(1, min(problem.m // PART_ROWS, MIN_CHUNKS)), _passes_us(problem, on, problem.world_size)
-    if problem.kind in ATTENTION_KINDS:
+    if _is_attention(problem):
         # What the parts return is read again, one [rows, heads * head size] for each source; k has keys and values.
         parts = problem.world_size * problem.n * problem.k / 2
-        read = parts * problem.itemsize + BIAS_PASSES * problem.bias_bytes
+        read = parts * problem.operand_bytes + BIAS_PASSES * problem.bias_bytes
         passes_us = read / on.memory_bytes_per_s * MICRO
-    if problem.kind == AllGatherContract.kind:
-        # As many parts of the kept dimension as have tiles for half of the GPU.
-        chunks = max(1, min(math.ceil(problem.m / 128) * math.ceil(problem.n / 256) // 66, MIN_CHUNKS))
     transfer = received_bytes(problem) / rate * MICRO
-    chunks_us = _rounds(problem) * problem.world_size * on.chunk_us
+    chunks_us = exchange_of(problem).rounds * problem.world_size * on.chunk_us
     return _overlapped(matmul, transfer, chunks) + passes_us + chunks_us
 
 
 def _tile_us(problem: Problem, on: Hardware) -> float:
-    if problem.kind == AttentionReduceScatter.kind:
+    if computes(problem) == "attention_backward":
         # There is no such kernel: what stands for it runs by `chunked`.
         return _chunked_us(problem, on)
-    if problem.kind == AllGatherAttention.kind:
+    if _is_attention(problem):
         attention = _matmul_us(problem, on, efficiency=ATTENTION_TILE)
         transfer = received_bytes(problem) / _link_rate(problem, on) * MICRO
         return _overlapped(attention, transfer, _chunks(problem)) + on.signal_us
-    contracted = CONTRACT_EFFICIENCY if problem.kind == AllGatherContract.kind else 1.0
-    matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * contracted * _fill(problem))
+    matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * _fill(problem))
     fast = problem.m <= FEW_ROWS or problem.n >= WIDE_COLUMNS
-    if problem.m in MIDDLE_ROWS and not (fast and problem.kind == MatmulAllGather.kind):
+    if problem.m in MIDDLE_ROWS and not (fast and exchange_of(problem) == GATHERED_PRODUCT):
         matmul /= MIDDLE_EFFICIENCY
     transfer = received_bytes(problem) / _link_rate(problem, on) * MICRO
     overlapped = _overlapped(matmul, transfer, _chunks(problem))
-    return overlapped + _partials_us(problem, on) + _rounds(problem) * on.signal_us
+    return overlapped + _partials_us(problem, on) + exchange_of(problem).rounds * on.signal_us
 
 
 def _overlapped(matmul: float, transfer: float, chunks: int) -> float:
@@ -460,44 +401,32 @@ def _chunks(problem: Problem) -> int:
 
 def _partials_us(problem: Problem, on: Hardware) -> float:
     """Partial results are written and read again, and so are the results of an all-reduce, and gathered products."""
-    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind, AllToAllMatmul.kind, *ATTENTION_KINDS):
+    exchange = exchange_of(problem)
+    if exchange.of == "operand":
         return 0.0
-    if problem.kind == MatmulAllToAll.kind:
+    if exchange == EXCHANGED_PRODUCT:
         return _moved_us(problem, on)
-    gathered = problem.kind == MatmulAllGather.kind
-    return _passes_us(problem, on, problem.world_size - 1 if gathered else _rounds(problem))
+    return _passes_us(problem, on, problem.world_size - 1 if exchange.is_whole else exchange.rounds)
 
 
 def _moved_us(problem: Problem, on: Hardware) -> float:
     """What an all-to-all moves is read and written once, to lie together for each rank, or to be put in its place."""
-    width = problem.n if problem.kind == MatmulAllToAll.kind else problem.k
-    return 2.0 * problem.m * width * problem.itemsize / on.memory_bytes_per_s * MICRO
+    width = problem.n if exchange_of(problem).of == "product" else problem.k
+    return 2.0 * problem.m * width * problem.result_bytes / on.memory_bytes_per_s * MICRO
 
 
 def _passes_us(problem: Problem, on: Hardware, passes: int) -> float:
     """P of the module, `passes` times."""
-    return passes * 2.0 * problem.m * problem.n * problem.itemsize / on.memory_bytes_per_s * MICRO
-
-
-def _rounds(problem: Problem) -> int:
-    return 2 if problem.kind == MatmulAllReduce.kind else 1
+    return passes * 2.0 * problem.m * problem.n * problem.result_bytes / on.memory_bytes_per_s * MICRO
 
 
 def _link_rate(problem: Problem, on: Hardware) -> float:
-    rates = {
-        AllGatherMatmul.kind: on.gather_bytes_per_s,
-        MatmulReduceScatter.kind: on.scatter_bytes_per_s,
-        MatmulAllReduce.kind: on.all_reduce_bytes_per_s,
-        AllReduceRmsNorm.kind: on.all_reduce_bytes_per_s,
-        MatmulAllGather.kind: on.all_reduce_bytes_per_s,
-        FlashDecode.kind: on.gather_bytes_per_s,
-        AllGatherAttention.kind: on.gather_bytes_per_s,
-        AttentionReduceScatter.kind: on.scatter_bytes_per_s,
-        AllGatherContract.kind: on.gather_bytes_per_s,
-        MatmulAllToAll.kind: on.scatter_bytes_per_s,
-        AllToAllMatmul.kind: on.scatter_bytes_per_s,
-    }
-    return rates[problem.kind] * _pair_gain(problem, on)
+    rate: float = getattr(on, exchange_of(problem).rate)
+    return rate * _pair_gain(problem, on)
+
+
+def _is_attention(problem: Problem) -> bool:
+    return computes(problem) in ("attention", "attention_backward")
 
 
 def _pair_gain(problem: Problem, on: Hardware) -> float:
@@ -505,12 +434,12 @@ def _pair_gain(problem: Problem, on: Hardware) -> float:
 
 
 def _matmul_us(problem: Problem, on: Hardware, *, efficiency: float) -> float:
-    rate = on.matmul_flops_fp32 if problem.itemsize == 4 else on.matmul_flops
-    if problem.kind in ATTENTION_KINDS:
-        efficiency *= ATTENTION_SPEED / (BACKWARD_WORK if problem.kind == AttentionReduceScatter.kind else 1.0)
+    rate: float = getattr(on, problem.precision.flops)
+    if _is_attention(problem):
+        efficiency *= ATTENTION_SPEED / (BACKWARD_WORK if computes(problem) == "attention_backward" else 1.0)
     compute = 2.0 * problem.m * problem.n * problem.k / (rate * efficiency)
-    elements = problem.m * problem.k + problem.k * problem.n + problem.m * problem.n
-    memory = elements * problem.itemsize / on.memory_bytes_per_s
+    operands = (problem.m * problem.k + problem.k * problem.n) * problem.operand_bytes
+    memory = (operands + problem.m * problem.n * problem.result_bytes) / on.memory_bytes_per_s
     return max(compute, memory) * MICRO + on.launch_us
 
 

@@ -31,12 +31,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ditron_inductor.errors import InvalidEpilogue
+from ditron_inductor.task.dtypes import ACTIVATIONS
 
 KINDS: tuple[str, ...] = ("scalar", "row", "column", "full")
 FUNCTIONS: tuple[str, ...] = (
     "neg", "relu", "square", "exp", "erf", "tanh", "sigmoid", "silu", "gelu", "gelu_tanh",
 )  # fmt: skip
-DTYPES: tuple[str, ...] = ("bf16", "fp16", "fp32")
+DTYPES: tuple[str, ...] = tuple(dtype.short for dtype in ACTIVATIONS)
 OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 PRE = "pre:"
 MAX_TEXT = 8192

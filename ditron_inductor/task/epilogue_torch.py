@@ -10,9 +10,7 @@ import torch.nn.functional as F
 
 from ditron_inductor.task.epilogue import Binary, Cast, Epilogue, Expression, Extra, Function, Number, ProductTerm
 from ditron_inductor.task.epilogue import products as product_indices
-
-TORCH_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+from ditron_inductor.task.torch_dtypes import TORCH_DTYPES
 
 Tensor = torch.Tensor
 

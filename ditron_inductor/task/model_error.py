@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ditron_inductor.task import cost
+from ditron_inductor.task.dtypes import precision
+from ditron_inductor.task.problem import Problem
 from ditron_inductor.task.table import MEASURED, Entry
-
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,11 @@ class ModelError:
     worst_at: str
 
 
-def problem_of(entry: Entry) -> cost.Problem:
-    """What the model is asked about an entry."""
-    itemsize = ITEMSIZE[entry.dtype]
-    return cost.Problem(entry.op, entry.m, entry.n, entry.k, itemsize, entry.world, captured=bool(entry.graph))
+def problem_of(entry: Entry) -> Problem:
+    """What the model is asked about an entry, whose dtype is one of the table of dtypes."""
+    of_products = precision(entry.dtype)
+    assert of_products is not None, f"no kernel of ours takes {entry.dtype}"
+    return Problem(entry.op, entry.m, entry.n, entry.k, of_products, entry.world, captured=bool(entry.graph))
 
 
 def relative_error(entry: Entry, strategy: str, on: cost.Hardware) -> float:
@@ -43,7 +44,7 @@ def relative_error(entry: Entry, strategy: str, on: cost.Hardware) -> float:
 
 def model_error(entries: Iterable[Entry]) -> list[ModelError]:
     """One line per op and strategy that was measured on a GPU that the model knows, ops in their order, see `cost`."""
-    known = [entry for entry in entries if entry.dtype in ITEMSIZE and cost.hardware(entry.gpu) is not cost.UNKNOWN]
+    known = [entry for entry in entries if precision(entry.dtype) and cost.hardware(entry.gpu) is not cost.UNKNOWN]
     rows = []
     for op in dict.fromkeys(entry.op for entry in known):
         for strategy in MEASURED:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from ditron_inductor.task.codec import encode
+from ditron_inductor.task.exchange import Exchange
 
 T = TypeVar("T")
 Slots = tuple[tuple[str, int | None], ...]
@@ -18,9 +19,18 @@ many tensors."""
 
 
 class Node:
-    """A declared node kind: a frozen dataclass of everything that a site needs at run time, except its tensors."""
+    """A declared node kind: a frozen dataclass of everything that a site needs at run time, except its tensors.
+
+    exchange: the collective; None for a kind that does not communicate. computes: `matmul`, `norm`, `attention`,
+    `attention_backward` or `decode`. host_us: microseconds of the host for one eager call by each strategy, measured by
+    `python -m benchmarks.host`. planned_as: the kind whose strategies are chosen for this one, empty for its own.
+    """
 
     kind: ClassVar[str]
+    exchange: ClassVar[Exchange | None] = None
+    computes: ClassVar[str] = "matmul"
+    host_us: ClassVar[Mapping[str, float]] = {}
+    planned_as: ClassVar[str] = ""
 
     def verify(self) -> None:
         """Raises `InvalidTaskNode` for a wrong field, naming it."""

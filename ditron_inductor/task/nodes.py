@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
@@ -17,6 +17,14 @@ from ditron_inductor.errors import InvalidEpilogue, InvalidTaskNode
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter
 from ditron_inductor.task.codec import INLINED
 from ditron_inductor.task.epilogue import Epilogue, parse
+from ditron_inductor.task.exchange import (
+    GATHERED_OPERAND,
+    GATHERED_PARTS,
+    GATHERED_PRODUCT,
+    REDUCED_PRODUCT,
+    SCATTERED_PRODUCT,
+    Exchange,
+)
 from ditron_inductor.task.node import Node, Slots, single
 from ditron_inductor.task.policy import STRATEGIES as STRATEGIES
 from ditron_inductor.task.policy import Policy as Policy
@@ -112,6 +120,8 @@ class AllGatherMatmul(WithEpilogue):
     """
 
     kind: ClassVar[str] = "all_gather_matmul"
+    exchange: ClassVar[Exchange | None] = GATHERED_OPERAND
+    host_us: ClassVar[Mapping[str, float]] = {"library": 75.0, "chunked": 150.0, "tile": 42.0}
     gather_dim: int
     world_size: int
     group_name: str
@@ -158,6 +168,8 @@ class AllGatherContract(Node):
     """
 
     kind: ClassVar[str] = "all_gather_contract"
+    exchange: ClassVar[Exchange | None] = GATHERED_OPERAND
+    host_us: ClassVar[Mapping[str, float]] = {"library": 80.0, "chunked": 480.0, "tile": 42.0}
     gather_dim: int
     gathered_first: bool
     world_size: int
@@ -213,6 +225,8 @@ class MatmulReduceScatter(WithEpilogue):
     """
 
     kind: ClassVar[str] = "matmul_reduce_scatter"
+    exchange: ClassVar[Exchange | None] = SCATTERED_PRODUCT
+    host_us: ClassVar[Mapping[str, float]] = {"library": 75.0, "chunked": 210.0, "tile": 36.0}
     reduces: ClassVar[bool] = True
     scatter_dim: int
     reduce_op: str
@@ -251,6 +265,8 @@ class MatmulAllReduce(WithEpilogue):
     """
 
     kind: ClassVar[str] = "matmul_all_reduce"
+    exchange: ClassVar[Exchange | None] = REDUCED_PRODUCT
+    host_us: ClassVar[Mapping[str, float]] = {"library": 70.0, "chunked": 500.0, "tile": 36.0}
     reduces: ClassVar[bool] = True
     reduce_op: str
     world_size: int
@@ -340,7 +356,7 @@ class ShardNorm:
 
 
 @dataclass(frozen=True)
-class _ReductionWithNorm(Node):
+class ReductionWithNorm(Node):
     """What the two nodes with a norm have in common.
 
     extras: which of `EXTRAS` there are. post: a norm of the reduced rows alone, before the residual is added;
@@ -386,7 +402,7 @@ class _ReductionWithNorm(Node):
 
 
 @dataclass(frozen=True)
-class AllReduceRmsNorm(_ReductionWithNorm):
+class AllReduceRmsNorm(ReductionWithNorm):
     """reduced = all_reduce(x, reduce_op), total = post(reduced + bias + second_bias) + residual, normed = norm(total);
     all bit-identical on every rank.
 
@@ -396,6 +412,9 @@ class AllReduceRmsNorm(_ReductionWithNorm):
     """
 
     kind: ClassVar[str] = "all_reduce_rms_norm"
+    exchange: ClassVar[Exchange | None] = REDUCED_PRODUCT
+    computes: ClassVar[str] = "norm"
+    host_us: ClassVar[Mapping[str, float]] = {"library": 60.0, "chunked": 36.0, "tile": 36.0}
 
     def slots(self) -> Slots:
         return (("x", None), *single(self.extras))
@@ -406,13 +425,16 @@ class AllReduceRmsNorm(_ReductionWithNorm):
 
 
 @dataclass(frozen=True)
-class MatmulAllReduceRmsNorm(_ReductionWithNorm):
+class MatmulAllReduceRmsNorm(ReductionWithNorm):
     """As `AllReduceRmsNorm` with x = sum_i a_i @ b_i + product_bias: what `MatmulAllReduce` reduces. has_bias: whether
     there is that row, which every rank adds before the reduction. num_extras, epilogue: of an epilogue that has a part
     before the reduction only.
     """
 
     kind: ClassVar[str] = "matmul_all_reduce_rms_norm"
+    exchange: ClassVar[Exchange | None] = REDUCED_PRODUCT
+    # The norm costs all strategies the same.
+    planned_as: ClassVar[str] = MatmulAllReduce.kind
     num_products: int = 1
     has_bias: bool = False
     num_extras: int = 0
@@ -462,6 +484,8 @@ class MatmulAllGather(Node):
     """
 
     kind: ClassVar[str] = "matmul_all_gather"
+    exchange: ClassVar[Exchange | None] = GATHERED_PRODUCT
+    host_us: ClassVar[Mapping[str, float]] = {"library": 80.0, "chunked": 210.0, "tile": 42.0}
     gather_dim: int
     world_size: int
     group_name: str
@@ -492,6 +516,9 @@ class FlashDecode(Node):
     """
 
     kind: ClassVar[str] = "flash_decode"
+    exchange: ClassVar[Exchange | None] = GATHERED_PARTS
+    computes: ClassVar[str] = "decode"
+    host_us: ClassVar[Mapping[str, float]] = {"library": 80.0, "chunked": 36.0, "tile": 36.0}
     scale: float
     softcap: float
     world_size: int

@@ -18,13 +18,12 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
-
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.task import cost
 from ditron_inductor.task import table as tables
+from ditron_inductor.task.dtypes import PRECISIONS
+from ditron_inductor.task.problem import Problem, Requirement
 
-DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 OURS: tuple[str, ...] = ("chunked", "tile")
 """The strategies that a plan may put in the library's place."""
 MARGIN = 0.01
@@ -32,7 +31,7 @@ NEAR_MARGIN = 0.03
 """What a strategy has to gain over `library` where its shape was measured, and where only one close to it was."""
 SLOW_HOST = 3.0
 """In eager mode a strategy counts with at least what its launches take on a host so many times slower than the one that
-`cost.HOST_US` is from, where one op is called again and again. In the middle of a model, on hosts that share their
+`Node.host_us` is from, where one op is called again and again. In the middle of a model, on hosts that share their
 cores, they were seen to take 3 to 4 times as long.
 """
 SLOWEST_HOST = 12.0
@@ -40,7 +39,7 @@ SLOWEST_HOST = 12.0
 HOST_SPREAD = 1.5
 """So much longer than back to back launches take in the middle of a model."""
 LAUNCH_US = 11.0
-"""Of an eager torch.mm on the hosts that `cost.HOST_US` is from."""
+"""Of an eager torch.mm on the hosts that `Node.host_us` is from."""
 
 
 @dataclass(frozen=True)
@@ -48,44 +47,32 @@ class PlanRequest:
     """Everything that the choice for one call depends on, the table of measured choices aside.
 
     Attributes:
+        problem: what is computed and moved.
         site: the site's name, for messages.
-        kind: the node kind, as in `nodes.KINDS`.
-        m, n, k: the matmul [m, k] @ [k, n] of one rank; m counts all gathered or unscattered rows, n the
-        columns of all weights. strategy: what the user asked for, `auto` to leave it to the plan.
-        workspace_limit: bytes of symmetric memory that the site may use. device_type, device_name: `cuda` or `cpu`,
-        and the name that the driver gives the GPU.
-        workspace_bytes: symmetric memory that the group takes if `tile` runs here. tile_available, tile_reason: whether
-        every rank can run the tile kernels, and if not, why not.
-        chunked_bytes: what it takes if `chunked` runs here. chunked_reason: why it cannot run, empty if it can.
-        captured: inside a CUDA graph. epilogue_bytes, pre_bytes, library_speed, more_products, in_band, pair_bytes,
-        bias_bytes: see `cost.Problem`. launch_us: of a launch on the slowest host, 0 if unknown.
+        strategy: what the user asked for, `auto` to leave it to the plan.
+        workspace_limit: bytes of symmetric memory that the site may use.
+        device_type, device_name: `cuda` or `cpu`, and the name that the driver gives the GPU.
+        tile, chunked: what these strategies want.
+        launch_us: microseconds of a launch on the slowest host of the group, 0 if unknown.
     """
 
+    problem: Problem
     site: str
-    kind: str
-    m: int
-    n: int
-    k: int
-    dtype: torch.dtype
-    world_size: int
     strategy: str
-    workspace_bytes: int
     workspace_limit: int
     device_type: str
     device_name: str
-    tile_available: bool
-    tile_reason: str
-    chunked_bytes: int
-    chunked_reason: str
-    captured: bool = False
-    epilogue_bytes: int = 0
-    pre_bytes: int = 0
-    library_speed: float = 1.0
-    more_products: int = 0
-    in_band: bool = False
-    pair_bytes: int = 0
-    bias_bytes: int = 0
+    tile: Requirement
+    chunked: Requirement
     launch_us: float = 0.0
+
+    def wants(self, strategy: str) -> Requirement:
+        """What one of our strategies wants."""
+        return self.tile if strategy == "tile" else self.chunked
+
+    def inside_graphs(self) -> PlanRequest:
+        """The same call inside a CUDA graph."""
+        return replace(self, problem=replace(self.problem, captured=True))
 
 
 @dataclass(frozen=True)
@@ -109,7 +96,8 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
 
     Raises `StrategyUnavailable` if a strategy is forced and cannot run here; `auto` takes another one then.
     """
-    predicted = _predicted(request)
+    problem = request.problem
+    predicted = _predicted(request, problem)
     if request.strategy == "library":
         return Choice("library", "forced by the option ditron.strategy", predicted, "forced")
     obstacles = {strategy: _obstacle(request, strategy) for strategy in OURS}
@@ -123,7 +111,7 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
     if not able:
         reasons = dict.fromkeys(obstacle[0] for obstacle in obstacles.values() if obstacle is not None)
         return Choice("library", "; ".join(reasons), predicted, "obstacle")
-    if 0 in (request.m, request.n, request.k):
+    if problem.is_empty:
         return Choice("library", "there is nothing to compute", predicted, "obstacle")
     for source, known in (("your table", tables.parsed(table)), ("the shipped table", tables.shipped())):
         best, reason = _best_measured(request, known, able)
@@ -133,7 +121,6 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
     if predicted is None:
         reason = "on the CPU our kernels run in an interpreter, for tests only"
         return Choice("library", reason, predicted, "obstacle")
-    problem = _problem(request)
     best = _best(request, predicted, {strategy: cost.least_gain(problem, strategy) for strategy in able})
     times = ", ".join(f"{strategy} {predicted[strategy]:.0f} us" for strategy in ("library", *able))
     times += _of_the_host(request)
@@ -147,24 +134,25 @@ def possible(request: PlanRequest) -> tuple[str, ...]:
 
 def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, ...]) -> tuple[str, str]:
     """The best strategy that `known` vouches for and what it says; empty texts where it says nothing."""
+    problem = request.problem.as_expected()
     measured = known.lookup(
         gpu=request.device_name,
-        world=request.world_size,
-        dtype=str(request.dtype).removeprefix("torch."),
-        op=request.kind,
-        m=request.m,
-        n=request.n,
-        k=request.k,
-        graph=request.captured,
+        world=problem.world_size,
+        dtype=problem.precision.operand.name,
+        op=problem.kind,
+        m=problem.m,
+        n=problem.n,
+        k=problem.k,
+        graph=problem.captured,
     )
     if measured is None or not any(strategy in measured.ratio for strategy in able):
         return "", ""
     # The tables are of products alone.
-    plain = _predicted(replace(request, epilogue_bytes=0, pre_bytes=0, in_band=False, pair_bytes=0))
+    plain = _predicted(request, replace(problem, epilogue_bytes=0, pre_bytes=0, in_band=False, pair_bytes=0))
     library_us = measured.library_us or (plain["library"] if plain else 1.0)
     us = {strategy: ratio * library_us for strategy, ratio in measured.ratio.items()}
     if plain:
-        problem, on = _problem(request), cost.hardware(request.device_name)
+        on = cost.hardware(request.device_name)
         us = {strategy: time + cost.beside_us(problem, on, strategy) for strategy, time in us.items()}
     gain = 1.0 - (MARGIN if measured.exact else NEAR_MARGIN)
     return _best(request, us, dict.fromkeys(able, gain)), measured.text
@@ -172,8 +160,9 @@ def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, .
 
 def _best(request: PlanRequest, us: Mapping[str, float], gains: Mapping[str, float]) -> str:
     """The fastest by these times of those that take at most their part in `gains` of the library's, or `library`."""
-    if request.device_type != "cpu" and not request.captured:
-        problem, slow = _problem(request), slow_host(request.launch_us)
+    problem = request.problem
+    if request.device_type != "cpu" and not problem.captured:
+        slow = slow_host(request.launch_us)
         us = {strategy: max(time, slow * cost.host_us(problem, strategy)) for strategy, time in us.items()}
     better = [strategy for strategy, gain in gains.items() if strategy in us and us[strategy] <= gain * us["library"]]
     return min(better, key=lambda strategy: us[strategy], default="library")
@@ -181,13 +170,13 @@ def _best(request: PlanRequest, us: Mapping[str, float], gains: Mapping[str, flo
 
 def _of_the_host(request: PlanRequest) -> str:
     """What a reason says of a host that counts as slower than usual."""
-    if request.captured or slow_host(request.launch_us) == SLOW_HOST:
+    if request.problem.captured or slow_host(request.launch_us) == SLOW_HOST:
         return ""
     return f"; a launch takes the slowest host {request.launch_us:.0f} us, so many launches count"
 
 
 def slow_host(launch_us: float) -> float:
-    """How much slower the host counts than that of `cost.HOST_US`: by doubling, so that a choice seldom changes from
+    """How much slower the host counts than that of `Node.host_us`: by doubling, so that a choice seldom changes from
     run to run.
     """
     slow = SLOW_HOST
@@ -196,45 +185,25 @@ def slow_host(launch_us: float) -> float:
     return slow
 
 
-def _predicted(request: PlanRequest) -> Mapping[str, float] | None:
-    if request.device_type == "cpu" or 0 in (request.m, request.n, request.k):
+def _predicted(request: PlanRequest, problem: Problem) -> Mapping[str, float] | None:
+    if request.device_type == "cpu" or problem.is_empty:
         return None
-    return cost.predict(_problem(request), cost.hardware(request.device_name))
-
-
-def _problem(request: PlanRequest) -> cost.Problem:
-    return cost.Problem(
-        request.kind,
-        request.m,
-        request.n,
-        request.k,
-        request.dtype.itemsize,
-        request.world_size,
-        request.captured,
-        request.epilogue_bytes,
-        request.pre_bytes,
-        request.library_speed,
-        request.more_products,
-        request.in_band,
-        request.pair_bytes,
-        request.bias_bytes,
-    )
+    return cost.predict(problem, cost.hardware(request.device_name))
 
 
 def _obstacle(request: PlanRequest, strategy: str) -> tuple[str, str] | None:
     """Why one of our strategies cannot run this call, and what to do about it; None if it can."""
     instead = "Use 'auto' or 'library'"
-    if request.dtype not in DTYPES:
-        return f"no kernel of ours takes {request.dtype}", f"{instead}, or compute in bfloat16, float16 or float32"
-    if strategy == "tile":
-        nbytes, reason = request.workspace_bytes, "" if request.tile_available else request.tile_reason
-    else:
-        nbytes, reason = request.chunked_bytes, request.chunked_reason
-    if reason:
-        return reason, instead
-    if nbytes > request.workspace_limit:
+    precision = request.problem.precision
+    if precision not in PRECISIONS:
+        taken = ", ".join(dict.fromkeys(row.operand.name for row in PRECISIONS))
+        return f"no kernel of ours takes {precision.operand.name}", f"{instead}, or compute in one of {taken}"
+    wants = request.wants(strategy)
+    if wants.reason:
+        return wants.reason, instead
+    if wants.nbytes > request.workspace_limit:
         return (
-            f"the group would take {nbytes} bytes of workspace, and the limit is {request.workspace_limit}",
+            f"the group would take {wants.nbytes} bytes of workspace, and the limit is {request.workspace_limit}",
             f"{instead}, or raise the option 'ditron.workspace_limit'",
         )
     return None
@@ -265,7 +234,7 @@ class Decisions:
             return
         self._last[key] = (request, choice)
         sized = self._sized.setdefault(key, {})
-        sizes = (request.m, request.n, request.k)
+        sizes = (request.problem.m, request.problem.n, request.problem.k)
         sized.pop(sizes, None)
         sized[sizes] = (request, choice)
         if len(sized) > SIZES_KEPT:

@@ -14,7 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ditron_inductor.task import cost
+from ditron_inductor.task.dtypes import Precision
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
+from ditron_inductor.task.problem import Problem
 
 GAIN = 0.98
 """The sharded form has to be predicted below this part of the replicated one, matmuls included, on every known GPU."""
@@ -53,7 +55,7 @@ class RegionWork:
     m: int
     reduced: tuple[Reduced, ...]
     gathered: tuple[GatheredRows, ...]
-    itemsize: int
+    precision: Precision
     world_size: int
 
 
@@ -68,7 +70,7 @@ def predict(work: RegionWork, on: cost.Hardware) -> tuple[float, float]:
             replicated += cost.product_us(_problem(work, AllGatherMatmul.kind, each.n, each.k), on)
         sharded += _best_us(work, AllGatherMatmul.kind, each.n, each.k, each.n > 0, on)
     elements = sum(PASSES * work.m * one.n for one in work.reduced) + sum(work.m * each.k for each in work.gathered)
-    row_wise = elements * work.itemsize / on.memory_bytes_per_s * cost.MICRO
+    row_wise = elements * work.precision.result.itemsize / on.memory_bytes_per_s * cost.MICRO
     return replicated + row_wise, sharded + row_wise / work.world_size
 
 
@@ -79,7 +81,7 @@ def pays(work: RegionWork) -> bool:
 
 def _norm_gain_us(work: RegionWork, one: Reduced, on: cost.Hardware) -> float:
     """What one node for a reduction and its norm takes less than two kernels."""
-    nbytes = work.m * one.n * work.itemsize
+    nbytes = work.m * one.n * work.precision.result.itemsize
     if not one.has_norm or nbytes > cost.SMALL_BYTES:
         return 0.0
     return NORM_LAUNCH * on.launch_us + 2 * nbytes / on.memory_bytes_per_s * cost.MICRO
@@ -90,5 +92,5 @@ def _best_us(work: RegionWork, kind: str, n: int, k: int, has_matmul: bool, on: 
     return min(cost.predict(problem, on).values()) if has_matmul else cost.collective_us(problem, on)
 
 
-def _problem(work: RegionWork, kind: str, n: int, k: int) -> cost.Problem:
-    return cost.Problem(kind, work.m, n, k, work.itemsize, work.world_size)
+def _problem(work: RegionWork, kind: str, n: int, k: int) -> Problem:
+    return Problem(kind, work.m, n, k, work.precision, work.world_size)

@@ -13,11 +13,12 @@ is 1, or 3 where queries, keys and values lie side by side and each of them has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from ditron_inductor.task.codec import INLINED
+from ditron_inductor.task.exchange import EXCHANGED_OPERAND, EXCHANGED_PRODUCT, Exchange
 from ditron_inductor.task.node import Node, Slots, single
 from ditron_inductor.task.policy import Policy, check, verify_common
 
@@ -36,6 +37,8 @@ class MatmulAllToAll(Node):
     """
 
     kind: ClassVar[str] = "matmul_all_to_all"
+    exchange: ClassVar[Exchange | None] = EXCHANGED_PRODUCT
+    host_us: ClassVar[Mapping[str, float]] = {"library": 90.0, "chunked": 210.0, "tile": 42.0}
     gather_dim: int
     parts: int
     world_size: int
@@ -71,6 +74,8 @@ class AllToAllMatmul(Node):
     """
 
     kind: ClassVar[str] = "all_to_all_matmul"
+    exchange: ClassVar[Exchange | None] = EXCHANGED_OPERAND
+    host_us: ClassVar[Mapping[str, float]] = {"library": 90.0, "chunked": 210.0, "tile": 42.0}
     scatter_dim: int
     parts: int
     return_received: bool

@@ -40,10 +40,10 @@ from ditron_inductor.task.nodes import (
     TaskNode,
     WithEpilogue,
 )
+from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES, OPERAND_DTYPES
 
 Given = Mapping[str, Any]
 """The values of a call's operands by name: tensors and lists of tensors."""
-DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def task_calls(graph: fx.Graph) -> list[tuple[fx.Node, TaskNode]]:
@@ -81,7 +81,7 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
     if isinstance(task, AllReduceRmsNorm):
         x = given["x"]
         _require(x.ndim >= 1, call, "reduces and normalises a scalar")
-        _require(x.dtype in DTYPES, call, f"has dtype {x.dtype}, which no kernel takes")
+        _require(x.dtype in ACTIVATION_DTYPES, call, f"has dtype {x.dtype}, which no kernel takes")
         _verify_extras(call, task, given, x, x.shape[-1])
         return
     if isinstance(task, FlashDecode):
@@ -95,7 +95,7 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
     rows: list[torch.Tensor] = left if isinstance(left, list) else [left]
     first = rows[0]
     _require(first.ndim >= 2, call, f"has a first operand with {first.ndim} dimensions, not 2 or more")
-    _require(first.dtype in DTYPES, call, f"has dtype {first.dtype}, which no kernel takes")
+    _require(first.dtype in OPERAND_DTYPES, call, f"has dtype {first.dtype}, which no kernel takes")
     for value in [*rows, *weights]:
         _require(value.dtype == first.dtype, call, f"mixes {first.dtype} and {value.dtype}")
         _require(value.device == first.device, call, f"mixes {first.device} and {value.device}")
@@ -157,7 +157,7 @@ def _verify_scattered(call: fx.Node, task: AllToAllMatmul, x: torch.Tensor, weig
 def _verify_decode(call: fx.Node, task: FlashDecode, given: Given) -> None:
     q, k, v, lengths = (given[name] for name in ("q", "k", "v", "lengths"))
     _require(q.ndim == 3 and k.ndim == 4 and v.ndim == 4, call, "has a query or a cache of other dimensions")
-    _require(q.dtype in DTYPES, call, f"has dtype {q.dtype}, which no kernel takes")
+    _require(q.dtype in ACTIVATION_DTYPES, call, f"has dtype {q.dtype}, which no kernel takes")
     for value in (k, v):
         _require(value.dtype == q.dtype, call, f"mixes {q.dtype} and {value.dtype}")
         _require(_possible(value.shape[3] == q.shape[2]), call, "has keys or values of another head size")
@@ -177,7 +177,7 @@ def _verify_attention(call: fx.Node, task: AttentionNode, given: Given) -> None:
     q, k, *others = (given[name] for name in names)
     for value in (q, k, *others):
         _require(value.ndim == 4, call, f"has an operand with {value.ndim} dimensions, not 4")
-        _require(value.dtype in DTYPES, call, f"has dtype {value.dtype}, which no kernel takes")
+        _require(value.dtype in ACTIVATION_DTYPES, call, f"has dtype {value.dtype}, which no kernel takes")
         _require(value.dtype == q.dtype, call, f"mixes {q.dtype} and {value.dtype}")
         _require(value.device == q.device, call, f"mixes {q.device} and {value.device}")
     for value, like in zip(others, (k, q, q), strict=False):
@@ -248,7 +248,7 @@ def _verify_epilogue(
         for extra in extras_of([part]):
             value = given["extras"][extra.index]
             _require(value.device == first.device, call, f"mixes {first.device} and {value.device}")
-            _require(value.dtype in DTYPES, call, f"has an extra tensor of {value.dtype}")
+            _require(value.dtype in ACTIVATION_DTYPES, call, f"has an extra tensor of {value.dtype}")
             fits: Any = value.numel() == math.prod(extra_shape(extra.kind, shape))
             _require(_possible(fits), call, f"has an extra tensor that is no {extra.kind}: x{extra.index}")
 
@@ -273,7 +273,7 @@ def _verify_extras(
             _require(value.dtype == first.dtype, call, f"mixes {first.dtype} and {value.dtype}")
             _require(_possible(value.shape[-1] == columns), call, "adds a residual whose rows do not fit")
         else:
-            _require(value.dtype in DTYPES, call, f"has dtype {value.dtype}, which no kernel takes")
+            _require(value.dtype in ACTIVATION_DTYPES, call, f"has dtype {value.dtype}, which no kernel takes")
             _require(_possible(value.numel() == columns), call, f"has a {name} that does not fit")
 
 

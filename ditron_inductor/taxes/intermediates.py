@@ -9,24 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ditron_inductor.task.nodes import (
-    ATTENTION_KINDS,
-    AllGatherContract,
-    AllGatherMatmul,
-    AllReduceRmsNorm,
-    AllToAllMatmul,
-    FlashDecode,
-    MatmulAllGather,
-    MatmulAllReduce,
-    MatmulAllReduceRmsNorm,
-    MatmulAllToAll,
-    MatmulReduceScatter,
+from ditron_inductor.task.exchange import (
+    EXCHANGED_OPERAND,
+    EXCHANGED_PRODUCT,
+    GATHERED_PRODUCT,
+    REDUCED_PRODUCT,
+    SCATTERED_PRODUCT,
 )
+from ditron_inductor.task.nodes import NODES, ReductionWithNorm
 from ditron_inductor.task.site_records import SiteRecord
-
-GATHERED = (AllGatherMatmul.kind, AllGatherContract.kind, *ATTENTION_KINDS)
-"""Kinds with the parts of all ranks in memory: gathered before they are used or, in a backward, yet to be reduced."""
-NORMED = (AllReduceRmsNorm.kind, MatmulAllReduceRmsNorm.kind)
 
 
 @dataclass(frozen=True)
@@ -54,28 +45,31 @@ def intermediates(record: SiteRecord) -> Intermediates | None:
     copies = _copies(record)
     # An epilogue reads each product (or sum) that the library's kernels have written before it.
     finished = 2 * product if record.epilogue else 0
-    kind = record.kind
-    if kind in GATHERED:
-        gathered = record.bytes_moved * world // max(world - 1, 1)
-        return Intermediates(gathered + copies * gathered + finished, gathered, 2 * record.bytes_moved)
-    if kind == MatmulReduceScatter.kind:
-        return Intermediates(product + copies * product + finished // world, product, 2 * received)
-    if kind == MatmulAllReduce.kind:
-        return Intermediates(product + finished, product, 2 * received)
-    if kind in NORMED:
-        # The reduced sum is written by the collective and read by the norm.
-        own = 0 if kind == AllReduceRmsNorm.kind else product
-        return Intermediates(own + product, own + product, 2 * received)
-    if kind == MatmulAllGather.kind:
-        return Intermediates(product + copies * product * world, product, 0)
-    if kind == MatmulAllToAll.kind:
-        # It is brought into the order of the ranks, which is a write and a read more.
-        return Intermediates(3 * product, product, 0)
-    if kind == AllToAllMatmul.kind:
+    declared = NODES[record.kind]
+    exchange, computes = declared.exchange, declared.computes
+    assert exchange is not None
+    if computes == "decode":
+        return None
+    if exchange == EXCHANGED_OPERAND:
         exchanged = record.m * (record.k or 0) * record.itemsize
         return Intermediates(3 * exchanged, exchanged, 2 * exchanged * (world - 1) // world)
-    assert kind == FlashDecode.kind, kind
-    return None
+    if exchange.of == "operand":
+        # The parts of all ranks are in memory: gathered before they are used or, in a backward, yet to be reduced.
+        gathered = record.bytes_moved * world // max(world - 1, 1)
+        return Intermediates(gathered + copies * gathered + finished, gathered, 2 * record.bytes_moved)
+    if exchange == SCATTERED_PRODUCT:
+        return Intermediates(product + copies * product + finished // world, product, 2 * received)
+    if issubclass(declared, ReductionWithNorm):
+        # The reduced sum is written by the collective and read by the norm.
+        own = 0 if computes == "norm" else product
+        return Intermediates(own + product, own + product, 2 * received)
+    if exchange == REDUCED_PRODUCT:
+        return Intermediates(product + finished, product, 2 * received)
+    if exchange == GATHERED_PRODUCT:
+        return Intermediates(product + copies * product * world, product, 0)
+    assert exchange == EXCHANGED_PRODUCT, record.kind
+    # It is brought into the order of the ranks, which is a write and a read more.
+    return Intermediates(3 * product, product, 0)
 
 
 def _copies(record: SiteRecord) -> int:

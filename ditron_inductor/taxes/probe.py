@@ -72,7 +72,7 @@ class Probe:
         self, run: Callable[..., Any], group_name: str, request: PlanRequest, choice: Choice
     ) -> Callable[..., Any]:
         """`run` between two marks."""
-        key = group_name, request.site, request.m
+        key = group_name, request.site, request.problem.m
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             call = self._open = _Call(key, choice.strategy, self._mark())

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ditron_inductor.errors import DitronError, InvalidOptionValue
 from ditron_inductor.options import Options
 from ditron_inductor.report.matmul_shapes import MODELS, TOKENS, MatmulShape, given_shapes, model_shapes
+from ditron_inductor.task.dtypes import PRECISIONS
 from ditron_inductor.task.nodes import KINDS
 from ditron_inductor.tools.doctor import require
 from ditron_inductor.tools.processes import Rank, device_for, failures_text, run_ranks
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from ditron_inductor.task.table import Entry, Table
 
 GRAPHS = {"eager": (False,), "graph": (True,), "both": (False, True)}
-DTYPES = ("bfloat16", "float16", "float32")
 # The interpreter takes seconds for what a GPU does in microseconds.
 CPU_ROUNDS = 3
 WAIT_S = 60.0
@@ -88,10 +88,11 @@ def report_entries(report: Report, *, graph: bool) -> list[Entry]:
     for site in report.sites:
         if site.request is not None and site.measured is not None:
             request = site.request
-            shape = MatmulShape(request.kind, request.m, request.n, request.k)
-            dtype = str(request.dtype).removeprefix("torch.")
+            problem = request.problem
+            shape = MatmulShape(problem.kind, problem.m, problem.n, problem.k)
+            dtype = problem.precision.operand.name
             on_gpu = request.device_type == "cuda"
-            entries += entry_of(shape, site.measured, request.device_name, request.world_size, dtype, graph and on_gpu)
+            entries += entry_of(shape, site.measured, request.device_name, problem.world_size, dtype, graph and on_gpu)
     return entries
 
 
@@ -157,7 +158,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--n", nargs="+", type=int, default=[], help="columns of one rank's weights; goes with --k")
     what.add_argument("--k", nargs="+", type=int, default=[], help="contracted size on one rank; goes with --n")
-    what.add_argument("--dtype", choices=DTYPES, help="bfloat16 by default, on the CPU float32")
+    dtypes = [row.operand.name for row in PRECISIONS]
+    what.add_argument("--dtype", choices=dtypes, help="bfloat16 by default, on the CPU float32")
     what.add_argument("--graph", choices=GRAPHS, default="both", help="eager mode, CUDA graphs, or both (default)")
     how = parser.add_argument_group("how")
     how.add_argument("--ranks", type=int, default=0, help="rank processes to start; one per GPU by default")

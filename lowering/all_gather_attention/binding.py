@@ -13,6 +13,7 @@ from ditron_inductor.lowering.all_gather_attention import chunked, library, tile
 from ditron_inductor.lowering.attention_reduce_scatter import chunked as backward_chunked
 from ditron_inductor.lowering.attention_reduce_scatter import library as backward_library
 from ditron_inductor.lowering.host.launch import Launch
+from ditron_inductor.lowering.host.planning import plan_request, requirement
 from ditron_inductor.task.all_gather_attention import (
     ALIGNED,
     GIVEN,
@@ -25,6 +26,8 @@ from ditron_inductor.task.attention_ops import BIAS_DTYPES
 from ditron_inductor.task.nodes import AttentionNode
 from ditron_inductor.task.plan import PlanRequest
 from ditron_inductor.task.policy import shared_site
+from ditron_inductor.task.problem import Problem
+from ditron_inductor.task.torch_dtypes import precision_of
 
 Prepare = Callable[..., Callable[..., Any]]
 Node = TypeVar("Node", AllGatherAttention, AttentionReduceScatter)
@@ -50,10 +53,22 @@ def prepare_forward(
             "tile": functools.partial(tile.all_gather_attention, node, launch, tiles),
             "chunked": functools.partial(chunked.all_gather_attention, node, launch, chunks),
         }
-        nbytes = {"tile": tiles.nbytes, "chunked": chunks.nbytes}
-        speed = chunks.run.speed_with(node.mask)
-        more = tile.obstacle(node, q), speed, _largest_bytes(node, launch, biases, m, depth)
-        return _request(node, launch, x.dtype, (m, n, depth), nbytes, *more), runners
+        problem = Problem(
+            node.kind,
+            m,
+            n,
+            depth,
+            precision_of(x.dtype),
+            world_size,
+            captured=False,
+            library_speed=chunks.run.speed_with(node.mask),
+            bias_bytes=_largest_bytes(node, launch, biases, m, depth),
+        )
+        reason = launch.workspace.capabilities.tile_reason
+        in_tiles = requirement(launch, tiles.nbytes, reason or tile.obstacle(node, q))
+        # The kernels of `chunked` want what those of `tile` want, but for its limits.
+        in_chunks = requirement(launch, chunks.nbytes, reason)
+        return plan_request(launch, node, problem, tile=in_tiles, chunked=in_chunks), runners
 
     m, n, shared = attention_sizes(node.mask, world_size, B, heads, queries, D, key_heads, keys)
     return prepare(
@@ -92,11 +107,20 @@ def prepare_backward(
         chunks = backward_chunked.geometry(node, launch, given)
         # There is no kernel of ours that does all of it: what stands for one are the library's, told apart by nobody.
         runner = functools.partial(backward_chunked.attention_reduce_scatter, node, launch, chunks)
-        nbytes = {"tile": chunks.nbytes, "chunked": chunks.nbytes}
-        speed = chunks.run.speed_with(node.mask)
         runners = {"tile": runner, "chunked": runner}
-        more = "", speed, _largest_bytes(node, launch, biases, m, depth)
-        return _request(node, launch, x.dtype, (m, n, depth), nbytes, *more), runners
+        problem = Problem(
+            node.kind,
+            m,
+            n,
+            depth,
+            precision_of(x.dtype),
+            world_size,
+            captured=False,
+            library_speed=chunks.run.speed_with(node.mask),
+            bias_bytes=_largest_bytes(node, launch, biases, m, depth),
+        )
+        wants = requirement(launch, chunks.nbytes, launch.workspace.capabilities.tile_reason)
+        return plan_request(launch, node, problem, tile=wants, chunked=wants), runners
 
     m, n, shared = attention_sizes(node.mask, world_size, B, heads, queries, D, key_heads, keys)
     return prepare(
@@ -128,44 +152,6 @@ def _largest_bytes(node: AttentionNode, launch: Launch, biases: Sequence[torch.T
     own = sum(bias.numel() * bias.element_size() for bias in biases)
     what = f"bytes of the bias of {shared_site(node.site) or node.kind} {node.kind} beside {depth} columns, {m} rows"
     return launch.workspace.largest(what, own)
-
-
-def _request(
-    node: AttentionNode,
-    launch: Launch,
-    dtype: torch.dtype,
-    sizes: tuple[int, int, int],
-    nbytes: dict[str, int],
-    tile_reason: str,
-    library_speed: float,
-    bias_bytes: int,
-) -> PlanRequest:
-    """What the plan has to know; nbytes: of the slot, by strategy."""
-    workspace = launch.workspace
-    capabilities = workspace.capabilities
-    tile_reason = capabilities.tile_reason or tile_reason
-    return PlanRequest(
-        site=node.site,
-        kind=node.kind,
-        m=sizes[0],
-        n=sizes[1],
-        k=sizes[2],
-        dtype=dtype,
-        world_size=node.world_size,
-        strategy=node.policy.strategy,
-        workspace_bytes=workspace.footprint(nbytes["tile"]),
-        workspace_limit=node.policy.workspace_limit,
-        device_type=capabilities.device_type,
-        device_name=capabilities.device_name,
-        launch_us=capabilities.launch_us,
-        tile_available=capabilities.tile_available and not tile_reason,
-        tile_reason=tile_reason,
-        chunked_bytes=workspace.footprint(nbytes["chunked"]),
-        # Its kernels want what those of `tile` want.
-        chunked_reason=capabilities.tile_reason,
-        library_speed=library_speed,
-        bias_bytes=bias_bytes,
-    )
 
 
 def _check_operands(node: AttentionNode, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -31,8 +31,8 @@ from ditron_inductor.lowering.flash_decode.config import (
 from ditron_inductor.lowering.host.launch import dot_precision, round_up
 from ditron_inductor.lowering.host.launcher import Arguments, Launcher, local_launcher
 from ditron_inductor.task.nodes import FlashDecode
+from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256)
 MERGE_WARPS = 4
 
@@ -155,7 +155,7 @@ def shape_of(node: FlashDecode, given: Operands, num_sms: int) -> Shape:
     problem = ""
     if head_dim not in HEAD_DIMS:
         problem = f"heads have {head_dim} elements, not one of {', '.join(map(str, HEAD_DIMS))}"
-    elif given.q.dtype not in DTYPES:
+    elif given.q.dtype not in ACTIVATION_DTYPES:
         problem = f"no kernel of ours takes {given.q.dtype}"
     return Shape(
         batch=batch,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ from ditron_inductor.device import AgreedOptions, workspaces
 from ditron_inductor.lowering.flash_decode import library, tile
 from ditron_inductor.lowering.flash_decode.local import Operands, shape_of
 from ditron_inductor.lowering.host.launch import Launch
+from ditron_inductor.lowering.host.planning import plan_request, requirement
 from ditron_inductor.lowering.host.prepared import Chosen, Prepared, PreparedCalls, choose_both
 from ditron_inductor.task import flash_decode as task
 from ditron_inductor.task.nodes import FlashDecode
-from ditron_inductor.task.plan import PlanRequest
 from ditron_inductor.task.policy import shared_site
+from ditron_inductor.task.problem import Problem, Requirement
+from ditron_inductor.task.torch_dtypes import precision_of
 
 Runner = Callable[..., torch.Tensor]
 
@@ -42,32 +45,18 @@ def prepare(
     eager = captured = Chosen(runners["library"])
     if shape.rows * shape.head_dim > 0:
         reason = capabilities.tile_reason or tile.obstacle(shape)
-        nbytes = 0
+        wants = Requirement(reason=reason)
         if not reason:
             geometry = tile.geometry(node, launch, shape)
-            nbytes = workspace.footprint(geometry.nbytes)
+            wants = requirement(launch, geometry.nbytes)
             runners["tile"] = _of_tensors(functools.partial(tile.flash_decode, node, launch, geometry, shape))
             runners["chunked"] = runners["tile"]
-        forced = node.policy.strategy == "chunked"
-        request = PlanRequest(
-            site=node.site,
-            kind=node.kind,
-            m=shape.rows,
-            n=shape.head_dim,
-            k=1,
-            dtype=shape.dtype,
-            world_size=node.world_size,
-            strategy=node.policy.strategy,
-            workspace_bytes=nbytes,
-            workspace_limit=node.policy.workspace_limit,
-            device_type=capabilities.device_type,
-            device_name=capabilities.device_name,
-            launch_us=capabilities.launch_us,
-            tile_available=not reason,
-            tile_reason=reason,
-            chunked_bytes=nbytes,
-            chunked_reason=reason or ("" if forced else task.NO_CHUNKS),
-        )
+        # Without chunks it is the same kernel, for those who ask for it by name.
+        unasked = "" if node.policy.strategy == "chunked" else task.NO_CHUNKS
+        in_chunks = replace(wants, reason=reason or unasked)
+        precision = precision_of(shape.dtype)
+        problem = Problem(node.kind, shape.rows, shape.head_dim, 1, precision, node.world_size, captured=False)
+        request = plan_request(launch, node, problem, tile=wants, chunked=in_chunks)
         eager, captured = choose_both(node.group_name, workspace.table, request, runners)
     prepared = Prepared(workspace, eager, captured, name, workspace.agreed(name))
     calls.keep(key, prepared)

@@ -23,11 +23,14 @@ from ditron_inductor.device.meetings import meetings
 from ditron_inductor.lowering import costs
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
 from ditron_inductor.lowering.host.launch import Launch
+from ditron_inductor.lowering.host.planning import plan_request, requirement
 from ditron_inductor.lowering.host.prepared import Chosen, Prepared, PreparedCalls, choose_both
-from ditron_inductor.lowering.host.strategies import CHUNKED, PLANNED_AS, TILE, Runner
+from ditron_inductor.lowering.host.strategies import CHUNKED, TILE, Runner
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduceRmsNorm, NormNode, TaskNode
 from ditron_inductor.task.plan import Choice, PlanRequest
 from ditron_inductor.task.policy import shared_site
+from ditron_inductor.task.problem import Problem, Requirement
+from ditron_inductor.task.torch_dtypes import precision_of
 
 Possible = Callable[[Any, Launch, torch.Tensor, int, int, int], tuple[PlanRequest, dict[str, Runner]]]
 """A function of the node, the launch, the tensor that is communicated, and m, n, k."""
@@ -92,24 +95,10 @@ def _by_library(
     sizes: tuple[int, int, int],
 ) -> Callable[..., Any]:
     """A call that the ranks agreed to run by the library: without a workspace, since a peer may have no use for one."""
-    m, n, k = sizes
+    problem = Problem(node.planned_as or node.kind, *sizes, precision_of(x.dtype), node.world_size, captured=False)
+    wants = Requirement(reason=reason)
     request = PlanRequest(
-        site=node.site,
-        kind=PLANNED_AS.get(node.kind, node.kind),
-        m=m,
-        n=n,
-        k=k,
-        dtype=x.dtype,
-        world_size=node.world_size,
-        strategy=node.policy.strategy,
-        workspace_bytes=0,
-        workspace_limit=node.policy.workspace_limit,
-        device_type=x.device.type,
-        device_name="",
-        tile_available=False,
-        tile_reason=reason,
-        chunked_bytes=0,
-        chunked_reason=reason,
+        problem, node.site, node.policy.strategy, node.policy.workspace_limit, x.device.type, "", wants, wants
     )
     chosen = Chosen(library, (node.group_name, request, Choice("library", reason, None, "meeting")))
     calls.keep(key, Prepared(meetings.holder(groups.find(node.group_name)), chosen, chosen, "", None))
@@ -142,33 +131,24 @@ def _possible(
     obstacle, geometry, runner = CHUNKED[node.kind]
     # Its kernels want what those of `tile` want.
     chunked_reason = tile_reason or obstacle(node, x.shape)
-    chunked_bytes = 0
+    in_chunks = Requirement(reason=chunked_reason)
     if not chunked_reason:
         chunked = geometry(node, launch, x, n, k)
-        chunked_bytes = workspace.footprint(chunked.nbytes)
+        in_chunks = requirement(launch, chunked.nbytes)
         runners["chunked"] = functools.partial(runner, node, launch, chunked)
-    request = PlanRequest(
-        site=node.site,
-        kind=PLANNED_AS.get(node.kind, node.kind),
-        m=m,
-        n=n,
-        k=k,
-        dtype=x.dtype,
-        world_size=node.world_size,
-        strategy=node.policy.strategy,
-        workspace_bytes=workspace.footprint(tile.nbytes),
-        workspace_limit=node.policy.workspace_limit,
-        device_type=capabilities.device_type,
-        device_name=capabilities.device_name,
-        launch_us=capabilities.launch_us,
-        tile_available=capabilities.tile_available and not tile_reason,
-        tile_reason=tile_reason,
-        chunked_bytes=chunked_bytes,
-        chunked_reason=chunked_reason,
+    problem = Problem(
+        node.planned_as or node.kind,
+        m,
+        n,
+        k,
+        precision_of(x.dtype),
+        node.world_size,
+        captured=False,
         epilogue_bytes=costs.epilogue_bytes(planned, m, n, x.dtype),
         pre_bytes=costs.pre_bytes(planned, m, n, x.dtype),
         pair_bytes=costs.pair_bytes(planned, m, n, x.dtype),
         more_products=costs.more_products(planned, x.shape),
         in_band=node.kind == MatmulAllReduceRmsNorm.kind and not chunked_reason and chunked.in_band is not None,
     )
-    return request, runners
+    in_tiles = requirement(launch, tile.nbytes, tile_reason)
+    return plan_request(launch, node, problem, tile=in_tiles, chunked=in_chunks), runners

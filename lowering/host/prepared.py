@@ -56,7 +56,7 @@ def choose_both(
     group_name: str, table: str, request: PlanRequest, runners: Mapping[str, Callable[..., Any]]
 ) -> tuple[Chosen, Chosen]:
     """What runs outside and inside CUDA graphs; one object if that is the same. table: the group's, of measurements."""
-    captured = choose(replace(request, captured=True), table)
+    captured = choose(request.inside_graphs(), table)
     eager = choose(request, table)
     if eager.strategy == captured.strategy:
         chosen = Chosen(runners[eager.strategy], (group_name, request, eager))
@@ -65,7 +65,7 @@ def choose_both(
     captured = replace(captured, reason=f"inside CUDA graphs: {captured.reason}")
     return (
         Chosen(runners[eager.strategy], (group_name, request, eager)),
-        Chosen(runners[captured.strategy], (group_name, replace(request, captured=True), captured)),
+        Chosen(runners[captured.strategy], (group_name, request.inside_graphs(), captured)),
     )
 
 

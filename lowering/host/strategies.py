@@ -72,5 +72,3 @@ CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
     MatmulAllToAll.kind: (columns_chunked.obstacle, columns_chunked.geometry, columns_chunked.matmul_all_to_all),
     AllToAllMatmul.kind: (received_chunked.obstacle, received_chunked.geometry, received_chunked.all_to_all_matmul),
 }
-PLANNED_AS: Mapping[str, str] = {MatmulAllReduceRmsNorm.kind: MatmulAllReduce.kind}
-"""Kinds whose strategies are chosen as another's: a norm costs all of them the same."""

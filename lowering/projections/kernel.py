@@ -29,8 +29,7 @@ from ditron_inductor.lowering.host.launch import ceil_div, dot_precision, is_tf3
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.prepared import MOST_CALLS, form
 from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, Projections
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 Runner = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]]
 """A function of (x, weights, extra tensors)."""
@@ -93,7 +92,7 @@ def prepare(
     M, K = x.shape
     if x.device.type == "cpu" and strategy != "tile":
         return by_library(node, x, extras)
-    fits = 0 < M <= MOST_PROJECTED_ROWS and K > 0 and x.dtype in DTYPES and x.is_contiguous()
+    fits = 0 < M <= MOST_PROJECTED_ROWS and K > 0 and x.dtype in OPERAND_DTYPES and x.is_contiguous()
     if not fits or any(weight.stride(0) != 1 for weight in weights) or facts_of(x.device).tile_problem:
         return by_library(node, x, extras)
     interpreted = x.device.type == "cpu"

@@ -49,12 +49,12 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, collectives, read_collective
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_alone, refused
 from ditron_inductor.task.nodes import FlashDecode
+from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
 PATTERN = FlashDecode.kind
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def prove(attention: PartAlgebra, parts: GatheredParts) -> Match | Refused:
     if len(dtypes) > 1:
         return ReasonCode.MIXED_DTYPES
     (dtype,) = dtypes
-    if dtype not in DTYPES:
+    if dtype not in ACTIVATION_DTYPES:
         return ReasonCode.DTYPE
     if not proofs.wanted_in(merged, dtype):
         return ReasonCode.CAST_BETWEEN.at(merged)

@@ -30,7 +30,6 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.wire_facts import launches_of
 from ditron_inductor.passes.graph import rewriting
 from ditron_inductor.passes.graph.collectives import Collective, read_collective
-from ditron_inductor.passes.graph.proofs import MATMUL_DTYPES
 from ditron_inductor.passes.graph.reasons import ReasonCode
 from ditron_inductor.task.nodes import (
     AllGatherMatmul,
@@ -40,6 +39,7 @@ from ditron_inductor.task.nodes import (
     MatmulReduceScatter,
     Norm,
 )
+from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 aten = torch.ops.aten
 ADD_ALL = "pre: mm0 + full(x0); mm0"
@@ -61,7 +61,7 @@ def find(node: fx.Node, form: Form) -> Match:
     if isinstance(collective, ReasonCode) or kind not in _REWRITES:
         raise _unable(node, form)
     value: torch.Tensor = collective.operand.meta["val"]
-    if value.ndim == 0 or value.dtype not in MATMUL_DTYPES:
+    if value.ndim == 0 or value.dtype not in ACTIVATION_DTYPES:
         raise _unable(node, form)
     return Match(collective, form, json.loads(form.leader))
 

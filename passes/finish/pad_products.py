@@ -54,6 +54,7 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.task import alignment, ops
 from ditron_inductor.task.alignment import ALIGNED_BYTES, RULE, Rule, Work
+from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 aten = torch.ops.aten
 
@@ -196,7 +197,7 @@ def _paddable(values: list[torch.Tensor | None], devices: tuple[str, ...]) -> bo
     (dtype, device) = next(iter(alike))
     large = static and all(size > 1 for value in found[:3] for size in value.shape[-2:])
     filled = large and all(value.numel() for value in found)
-    return filled and len(alike) == 1 and dtype in alignment.DTYPES and device.type in devices
+    return filled and len(alike) == 1 and dtype in OPERAND_DTYPES and device.type in devices
 
 
 def _steps(value: torch.Tensor) -> tuple[Any, ...]:

@@ -17,7 +17,6 @@ from ditron_inductor.passes.graph.launches import GROUP_ARGUMENT, is_task, launc
 from ditron_inductor.passes.graph.proofs import arguments
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, attention_sizes
-from ditron_inductor.task.cost import part_bytes
 from ditron_inductor.task.epilogue import ProductTerm
 from ditron_inductor.task.epilogue import text as expression_text
 from ditron_inductor.task.nodes import (
@@ -41,7 +40,9 @@ from ditron_inductor.task.nodes import (
     WithEpilogue,
 )
 from ditron_inductor.task.ops import node_from_call, operand, operands_from_call
+from ditron_inductor.task.problem import Problem
 from ditron_inductor.task.site_records import GraphRecord, SiteRecord
+from ditron_inductor.task.torch_dtypes import precision_of
 
 Sizes = tuple[int | None, int | None, int | None]
 """m, n, k of a record, None where a size is not known."""
@@ -114,7 +115,11 @@ def _fused_record(
 ) -> SiteRecord:
     """What the records of all Task nodes have in common. first: the tensor whose dtype and device are the node's."""
     m, n, k = sizes
-    itemsize = first.dtype.itemsize
+    moved = None
+    if m is not None and n is not None and k is not None:
+        assert task.exchange is not None
+        problem = Problem(task.kind, m, n, k, precision_of(first.dtype), task.world_size)
+        moved = task.exchange.received_bytes(problem)
     return SiteRecord(
         site=task.site,
         kind=task.kind,
@@ -128,8 +133,8 @@ def _fused_record(
         m=m,
         n=n,
         k=k,
-        itemsize=itemsize,
-        bytes_moved=None if m is None or n is None or k is None else _task_bytes(task, m, n, k, itemsize),
+        itemsize=first.dtype.itemsize,
+        bytes_moved=moved,
         strategy=task.policy.strategy,
         node=node.name,
         text=f"{task.kind} {task.text()}",
@@ -244,27 +249,6 @@ def _norm_text(task: AllReduceRmsNorm | MatmulAllReduceRmsNorm) -> str:
     twice = "other" in task.saved
     norm = "" if task.norm.form == NO_NORM else f" -> {'two ' * twice}{task.norm.form} norm{'s' * twice}"
     return f"all_reduce({task.reduce_op}){biases}{post}{residual}{norm}"
-
-
-def _task_bytes(task: TaskNode, m: int, n: int, k: int, itemsize: int) -> int:
-    peers = task.world_size - 1
-    match task:
-        case FlashDecode():
-            return part_bytes(m, n) * peers
-        case AllGatherMatmul() | AllGatherContract():
-            return m * k // task.world_size * itemsize * peers
-        case MatmulReduceScatter():
-            return m // task.world_size * n * itemsize * peers
-        case MatmulAllReduce() | AllReduceRmsNorm() | MatmulAllReduceRmsNorm():
-            return 2 * m * n * itemsize * peers // task.world_size
-        case MatmulAllGather():
-            return m * n * itemsize * peers
-        case MatmulAllToAll():
-            return m * n * itemsize * peers // task.world_size
-        case AllToAllMatmul():
-            return m * k * itemsize * peers // task.world_size
-        case AllGatherAttention() | AttentionReduceScatter():
-            return m // task.world_size * k * itemsize * peers
 
 
 def _collective_record(node: fx.Node) -> SiteRecord:

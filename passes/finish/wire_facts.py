@@ -40,17 +40,8 @@ WIRES: Mapping[str, str] = {
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter": "reduce_scatter",
     "all_to_all_single": "all_to_all",
-    "matmul_all_reduce": "all_reduce",
-    "all_reduce_rms_norm": "all_reduce",
-    "matmul_all_reduce_rms_norm": "all_reduce",
-    "matmul_reduce_scatter": "reduce_scatter",
-    "all_gather_matmul": "all_gather",
-    "all_gather_contract": "all_gather",
-    "matmul_all_gather": "all_gather",
-    "matmul_all_to_all": "all_to_all",
-    "all_to_all_matmul": "all_to_all",
 }
-"""The collective that an op launches, by the op's name; ops that are not listed are compared by their own names."""
+"""The collective that an op of torch launches, by the op's name; others are compared by their own names."""
 LOCAL_FIELDS = (
     "num_weights", "num_products", "has_bias", "num_extras", "epilogue", "return_gathered", "num_factors",
     "gather_dim", "scatter_dim",
@@ -152,7 +143,7 @@ def _task_facts(node: fx.Node) -> LaunchFacts:
     task = node_from_call(node.target, node.args)
     first = _first_tensor(node)
     local = {field.name: getattr(task, field.name) for field in fields(task) if field.name in LOCAL_FIELDS}
-    wire = _wire(WIRES.get(task.kind) or own_wire(task), getattr(task, "reduce_op", None), first.dtype)
+    wire = _wire(wire_of(task), getattr(task, "reduce_op", None), first.dtype)
     return LaunchFacts(
         wire=f"{wire} transposed" if _is_transposed(node) else wire,
         numel=_task_numel(node, task),
@@ -172,12 +163,14 @@ def _wire(collective: str, reduce_op: object, dtype: torch.dtype | None) -> str:
     return " ".join(str(part).removeprefix("torch.") for part in (collective, reduce_op, dtype) if part is not None)
 
 
-def own_wire(task: TaskNode) -> str:
-    """For a node that stands for several collectives at once: its kind, and what decides how its parts travel."""
+def wire_of(task: TaskNode) -> str:
+    """The collective of a node; where a node stands for several, its kind, and what decides how its parts travel."""
     if isinstance(task, AttentionNode):
         return f"{task.kind} {task.mask.name} {task.scale:g} {task.softcap:g} {getattr(task, 'return_gathered', '')}"
-    assert isinstance(task, FlashDecode), f"the wire facts of {task.kind} are not known"
-    return f"{task.kind} {task.scale:g} {task.softcap:g} {task.paged}"
+    if isinstance(task, FlashDecode):
+        return f"{task.kind} {task.scale:g} {task.softcap:g} {task.paged}"
+    assert task.exchange is not None
+    return task.exchange.wire
 
 
 def _task_numel(node: fx.Node, task: TaskNode) -> int | None:
@@ -185,7 +178,8 @@ def _task_numel(node: fx.Node, task: TaskNode) -> int | None:
     first = _first_tensor(node)
     if isinstance(task, AttentionNode | FlashDecode):
         return None
-    if task.kind.startswith("matmul_"):
+    assert task.exchange is not None
+    if task.exchange.of == "product" and task.computes == "matmul":
         weight = operand(node, "b")[0].meta["val"]
         return _known([*first.shape[:-1], weight.shape[1]])
     return _known(first.shape)

@@ -55,6 +55,7 @@ from ditron_inductor.passes.graph.row_regions import Region, find_regions
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import AllGatherMatmul, AllReduceRmsNorm, MatmulAllReduce, MatmulReduceScatter
 from ditron_inductor.task.sequence_cost import GatheredRows, Reduced, RegionWork, pays
+from ditron_inductor.task.torch_dtypes import precision_of
 
 aten = torch.ops.aten
 
@@ -100,7 +101,7 @@ def work(region: Region, options: Options) -> RegionWork:
             Reduced(n=_columns(one.wait), k=_contracted(one), has_norm=one.node in normed) for one in region.reductions
         ),
         gathered=tuple(GatheredRows(n=_columns_behind(node, region), k=_columns(node)) for node in region.exits),
-        itemsize=first.wait.meta["val"].dtype.itemsize,
+        precision=precision_of(first.wait.meta["val"].dtype),
         world_size=first.world_size,
     )
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.task.epilogue import Binary, Cast, Expression, Function, Number, ProductTerm
-from ditron_inductor.task.epilogue_torch import NAMES
+from ditron_inductor.task.torch_dtypes import NAMES
 
 aten = torch.ops.aten
 

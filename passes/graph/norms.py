@@ -23,6 +23,7 @@ from ditron_inductor.passes.graph.collectives import WAIT
 from ditron_inductor.passes.graph.reasons import ReasonCode
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import Norm
+from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 aten = torch.ops.aten
 
@@ -97,7 +98,7 @@ def _read_norms(rsqrt: fx.Node, branches: Sequence[int | None]) -> tuple[FoundNo
     inner = [*statistics.inner, rsqrt]
     value = proofs.tensor(x)
     assert value is not None
-    if value.dtype not in proofs.MATMUL_DTYPES:
+    if value.dtype not in ACTIVATION_DTYPES:
         return ReasonCode.DTYPE
     # A number may be a tensor of the graph where everything is dynamic.
     if not isinstance(eps, (int, float)) or not 0.0 <= eps < float("inf"):
@@ -266,7 +267,7 @@ class _Tail:
             return None
         node = _narrow(node)
         value, top = proofs.tensor(node), proofs.views_up(node)[-1]
-        if value is None or value.dtype not in proofs.MATMUL_DTYPES:
+        if value is None or value.dtype not in ACTIVATION_DTYPES:
             return None
         # Anything else would be a kernel of its own.
         in_memory = top.op in ("placeholder", "get_attr") or top.target in (WAIT, ops.overload("replicated"))

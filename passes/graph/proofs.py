@@ -29,10 +29,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ditron_inductor.passes.graph.other_matmuls import other_matmul
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused
+from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 aten = torch.ops.aten
 
-MATMUL_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 
 # Ops that keep every element, in row-major order, at the same dtype: only the division into dimensions changes.
 ORDER_KEEPING: frozenset[object] = frozenset(
@@ -286,7 +286,7 @@ def rejected_dtypes(values: Collection[torch.Tensor | None]) -> ReasonCode | Non
     dtypes = {None if value is None else value.dtype for value in values}
     if len(dtypes) != 1:
         return ReasonCode.MIXED_DTYPES
-    return None if dtypes <= set(MATMUL_DTYPES) else ReasonCode.DTYPE
+    return None if dtypes <= set(OPERAND_DTYPES) else ReasonCode.DTYPE
 
 
 def is_matmul(node: fx.Node) -> bool:

@@ -34,6 +34,7 @@ from ditron_inductor.passes.graph.collectives import (
     collectives,
     read_collective,
 )
+from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
 aten = torch.ops.aten
 
@@ -92,7 +93,7 @@ class _Growing:
     def starts_at(self, one: Collective) -> bool:
         """Whether the result of an all-reduce is a member."""
         value = one.wait.meta["val"]
-        return one.group_name == self.group_name and value.dtype in proofs.MATMUL_DTYPES and self.has_rows(value)
+        return one.group_name == self.group_name and value.dtype in ACTIVATION_DTYPES and self.has_rows(value)
 
     def takes(self, node: fx.Node) -> list[fx.Node] | None:
         """The operands from outside of a row-wise op on members; None if the node is none."""
@@ -182,7 +183,7 @@ def find_regions(graph: fx.Graph) -> list[Region]:
     for one in starts:
         value = one.wait.meta["val"]
         shape, known = tuple(value.shape), all(isinstance(length, int) for length in value.shape)
-        if len(shape) > 1 and known and value.dtype in proofs.MATMUL_DTYPES:
+        if len(shape) > 1 and known and value.dtype in ACTIVATION_DTYPES:
             growing.setdefault((one.group_name, shape[:-1]), _Growing(one.group_name, shape[:-1]))
     for node in graph.nodes:
         for each in growing.values():

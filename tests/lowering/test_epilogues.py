@@ -11,7 +11,8 @@ from benchmarks.tolerances import TOLERANCES
 from ditron_inductor.lowering.epilogues import Finisher
 from ditron_inductor.lowering.host.register import register
 from ditron_inductor.task.epilogue import FUNCTIONS, KINDS, parse, products, walk
-from ditron_inductor.task.epilogue_torch import TORCH_DTYPES, evaluate, extra_shape
+from ditron_inductor.task.epilogue_torch import evaluate, extra_shape
+from ditron_inductor.task.torch_dtypes import TORCH_DTYPES
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext

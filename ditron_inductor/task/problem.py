@@ -1,0 +1,76 @@
+"""What one call of a site computes and moves, as the plan and the cost model see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ditron_inductor.task.dtypes import Precision
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One rank's share of a call: it multiplies [m, k] by [k, n]. Every field is equal on all ranks.
+
+    Attributes:
+        kind: the node kind whose strategies are compared.
+        m, n, k: m counts the rows of the whole gathered or unscattered tensor, n the columns of all weights. These are
+            the most that the host knows of: memory is laid out for them.
+        precision: the dtypes of operands and results.
+        captured: whether the call is inside a CUDA graph, where the host's time does not count.
+        epilogue_bytes: what a kernel of its own would read and write for the epilogue; 0 without one. pre_bytes: the
+            same for the part of the epilogue before the reduction.
+        library_speed: the speed of the library's kernel that this attention needs, in that of its fastest kernel.
+        more_products: matmuls that `chunked` makes in a call beyond those of one weight, in plain ones.
+        in_band: whether `chunked` ends with a norm kernel that sends in band.
+        pair_bytes: what an epilogue of two products reads of them and writes, these products included where they are
+            outputs; 0 without such an epilogue.
+        bias_bytes: the bytes of a bias of attention.
+        expected_m: how many of the m rows are expected, where only the device counts them, as it does for routed
+            tokens; None where the host knows that there are m. Times are predicted for these.
+    """
+
+    kind: str
+    m: int
+    n: int
+    k: int
+    precision: Precision
+    world_size: int
+    captured: bool = True
+    epilogue_bytes: int = 0
+    pre_bytes: int = 0
+    library_speed: float = 1.0
+    more_products: int = 0
+    in_band: bool = False
+    pair_bytes: int = 0
+    bias_bytes: int = 0
+    expected_m: int | None = None
+
+    def as_expected(self) -> Problem:
+        """The problem with as many rows as are expected."""
+        return self if self.expected_m is None else replace(self, m=self.expected_m, expected_m=None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        return 0 in (self.m, self.n, self.k)
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of an element of what is multiplied."""
+        return self.precision.operand.itemsize
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of an element of the product."""
+        return self.precision.result.itemsize
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What a strategy wants: bytes of symmetric memory that the group takes if it runs here.
+
+    reason: why it cannot run at all, empty where it can.
+    """
+
+    nbytes: int = 0
+    reason: str = ""

@@ -1,0 +1,39 @@
+"""The table of dtypes in torch's own objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ditron_inductor.task.dtypes import ACTIVATIONS, PRECISIONS, Dtype, Precision, precision
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype in torch, as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _of(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = {dtype.short: _of(dtype.name) for dtype in ACTIVATIONS}
+"""Dtypes by their names in the text of an epilogue."""
+NAMES: Mapping[torch.dtype, str] = {dtype: short for short, dtype in TORCH_DTYPES.items()}
+"""Their names in the text of an epilogue."""
+OPERAND_DTYPES: tuple[torch.dtype, ...] = tuple(dict.fromkeys(_of(row.operand.name) for row in PRECISIONS))
+"""What a kernel of ours multiplies."""
+ACTIVATION_DTYPES: tuple[torch.dtype, ...] = tuple(TORCH_DTYPES.values())
+"""What a kernel of ours returns, adds, normalises or attends to."""
+
+
+def precision_of(dtype: torch.dtype) -> Precision:
+    """How a product of operands of this dtype is computed, with a result of the same dtype.
+
+    Where no kernel of ours computes such a product, what is returned is not in the table.
+    """
+    name = name_of(dtype)
+    other = Dtype(name, name, dtype.itemsize)
+    return precision(name) or Precision(other, other, other, "")
