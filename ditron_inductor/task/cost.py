@@ -48,7 +48,6 @@ from ditron_inductor.task.all_gather_attention import AllGatherAttention, Attent
 from ditron_inductor.task.nodes import (
     ATTENTION_KINDS,
     ULYSSES_KINDS,
-    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
@@ -83,8 +82,6 @@ HOST_US = {
     FlashDecode.kind: {"library": 80.0, "chunked": 36.0, "tile": 36.0},
     # Those of the kinds with as many launches.
     MatmulAllGather.kind: {"library": 80.0, "chunked": 210.0, "tile": 42.0},
-    # In the measure of the others, on a slower host: by `chunked` it has twice their products.
-    AllGatherContract.kind: {"library": 80.0, "chunked": 480.0, "tile": 42.0},
     MatmulAllToAll.kind: {"library": 90.0, "chunked": 210.0, "tile": 42.0},
     AllToAllMatmul.kind: {"library": 90.0, "chunked": 210.0, "tile": 42.0},
     # On a slower host, in the measure of `flash_decode` there.
@@ -103,8 +100,6 @@ were measured (M = 1 to 16, N = 4096 and 8192, benchmarks/results/norm.csv).
 SMALL_HOST_US = 55.0
 """Of a small all-reduce by `chunked`; a large one runs in parts, with many launches each."""
 
-CONTRACT_EFFICIENCY = 0.9
-"""Speed of `tile` where the gathered dimension is contracted, in that of the other kernels: it loads by pointers."""
 PAIR_COST = 1.9
 """What an epilogue of two products costs `tile`, in passes over the memory that it saves: two accumulators of half the
 columns each, and registers that do not suffice. 1.4 to 2.4 on H200s, 2048 to 8192 rows, with and without products that
@@ -337,7 +332,7 @@ def _is_small_all_reduce(problem: Problem) -> bool:
 def received_bytes(problem: Problem) -> float:
     """What one rank receives from its peers in one call."""
     peers = problem.world_size - 1
-    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind, *ATTENTION_KINDS):
+    if problem.kind in (AllGatherMatmul.kind, *ATTENTION_KINDS):
         return problem.m * problem.k * problem.itemsize * peers / problem.world_size
     if problem.kind == MatmulAllGather.kind:
         return problem.m * problem.n * problem.itemsize * peers
@@ -424,9 +419,6 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
         parts = problem.world_size * problem.n * problem.k / 2
         read = parts * problem.itemsize + BIAS_PASSES * problem.bias_bytes
         passes_us = read / on.memory_bytes_per_s * MICRO
-    if problem.kind == AllGatherContract.kind:
-        # As many parts of the kept dimension as have tiles for half of the GPU.
-        chunks = max(1, min(math.ceil(problem.m / 128) * math.ceil(problem.n / 256) // 66, MIN_CHUNKS))
     transfer = received_bytes(problem) / rate * MICRO
     chunks_us = _rounds(problem) * problem.world_size * on.chunk_us
     return _overlapped(matmul, transfer, chunks) + passes_us + chunks_us
@@ -440,8 +432,7 @@ def _tile_us(problem: Problem, on: Hardware) -> float:
         attention = _matmul_us(problem, on, efficiency=ATTENTION_TILE)
         transfer = received_bytes(problem) / _link_rate(problem, on) * MICRO
         return _overlapped(attention, transfer, _chunks(problem)) + on.signal_us
-    contracted = CONTRACT_EFFICIENCY if problem.kind == AllGatherContract.kind else 1.0
-    matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * contracted * _fill(problem))
+    matmul = _matmul_us(problem, on, efficiency=on.tile_efficiency * _fill(problem))
     fast = problem.m <= FEW_ROWS or problem.n >= WIDE_COLUMNS
     if problem.m in MIDDLE_ROWS and not (fast and problem.kind == MatmulAllGather.kind):
         matmul /= MIDDLE_EFFICIENCY
@@ -460,7 +451,7 @@ def _chunks(problem: Problem) -> int:
 
 def _partials_us(problem: Problem, on: Hardware) -> float:
     """Partial results are written and read again, and so are the results of an all-reduce, and gathered products."""
-    if problem.kind in (AllGatherMatmul.kind, AllGatherContract.kind, AllToAllMatmul.kind, *ATTENTION_KINDS):
+    if problem.kind in (AllGatherMatmul.kind, AllToAllMatmul.kind, *ATTENTION_KINDS):
         return 0.0
     if problem.kind == MatmulAllToAll.kind:
         return _moved_us(problem, on)
@@ -493,7 +484,6 @@ def _link_rate(problem: Problem, on: Hardware) -> float:
         FlashDecode.kind: on.gather_bytes_per_s,
         AllGatherAttention.kind: on.gather_bytes_per_s,
         AttentionReduceScatter.kind: on.scatter_bytes_per_s,
-        AllGatherContract.kind: on.gather_bytes_per_s,
         MatmulAllToAll.kind: on.scatter_bytes_per_s,
         AllToAllMatmul.kind: on.scatter_bytes_per_s,
     }

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from ditron_inductor.report.sites import SiteRecord
 from ditron_inductor.task.nodes import (
     ATTENTION_KINDS,
-    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
@@ -24,7 +23,7 @@ from ditron_inductor.task.nodes import (
     MatmulReduceScatter,
 )
 
-GATHERED = (AllGatherMatmul.kind, AllGatherContract.kind, *ATTENTION_KINDS)
+GATHERED = (AllGatherMatmul.kind, *ATTENTION_KINDS)
 """Kinds with the parts of all ranks in memory: gathered before they are used or, in a backward, yet to be reduced."""
 NORMED = (AllReduceRmsNorm.kind, MatmulAllReduceRmsNorm.kind)
 

@@ -45,14 +45,13 @@ WIRES: Mapping[str, str] = {
     "matmul_all_reduce_rms_norm": "all_reduce",
     "matmul_reduce_scatter": "reduce_scatter",
     "all_gather_matmul": "all_gather",
-    "all_gather_contract": "all_gather",
     "matmul_all_gather": "all_gather",
     "matmul_all_to_all": "all_to_all",
     "all_to_all_matmul": "all_to_all",
 }
 """The collective that an op launches, by the op's name; ops that are not listed are compared by their own names."""
 LOCAL_FIELDS = (
-    "num_weights", "num_products", "has_bias", "num_extras", "epilogue", "return_gathered", "num_factors",
+    "num_weights", "num_products", "has_bias", "num_extras", "epilogue", "return_gathered",
     "gather_dim", "scatter_dim",
 )  # fmt: skip
 """Fields of a Task node that a rank may have for itself."""

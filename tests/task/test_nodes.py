@@ -11,7 +11,6 @@ import pytest
 from ditron_inductor.errors import InvalidTaskNode
 from ditron_inductor.task.nodes import (
     MAX_PRODUCTS,
-    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
@@ -38,10 +37,9 @@ DECODED = MatmulAllReduceRmsNorm(
 )
 GATHERED = MatmulAllGather(2, 4, "0", "r/3", POLICY, num_products=2, has_bias=True)
 ATTENDED = FlashDecode(0.125, 30.0, 4, "0", "r/5", POLICY, True)
-CONTRACTED = AllGatherContract(1, False, 4, "0", True, "r/5", POLICY, 2)
 TO_HEADS = MatmulAllToAll(1, 3, 4, "0", "r/6", POLICY, num_products=2, has_bias=True)
 TO_ROWS = AllToAllMatmul(1, 3, True, 4, "0", "r/7", POLICY)
-NODES = (GATHER, SCATTER, REDUCE, NORMED, DECODED, GATHERED, CONTRACTED, TO_HEADS, TO_ROWS, ATTENDED)
+NODES = (GATHER, SCATTER, REDUCE, NORMED, DECODED, GATHERED, TO_HEADS, TO_ROWS, ATTENDED)
 
 
 def test_golden_text() -> None:
@@ -62,8 +60,6 @@ matmul_all_reduce_rms_norm(reduce_op=avg, num_products=2, has_bias=True, post=rm
   group_name='0', site='r/4', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 matmul_all_gather(gather_dim=2, num_products=2, has_bias=True, world_size=4, group_name='0',
   site='r/3', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
-all_gather_contract(gather_dim=1, gathered_first=False, num_factors=2, return_gathered=True,
-  world_size=4, group_name='0', site='r/5', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 matmul_all_to_all(gather_dim=1, parts=3, num_products=2, has_bias=True, world_size=4,
   group_name='0', site='r/6', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
 all_to_all_matmul(scatter_dim=1, parts=3, return_received=True, world_size=4, group_name='0',

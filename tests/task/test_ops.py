@@ -39,7 +39,6 @@ ditron::all_gather_matmul(Tensor[] operands, str node, Tensor? token) -> Tensor[
 ditron::matmul_reduce_scatter(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 ditron::matmul_all_reduce(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 ditron::matmul_all_gather(Tensor[] operands, str node, Tensor? token) -> Tensor[]
-ditron::all_gather_contract(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 ditron::all_reduce_rms_norm(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 ditron::matmul_all_reduce_rms_norm(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 ditron::matmul_all_to_all(Tensor[] operands, str node, Tensor? token) -> Tensor[]
@@ -79,18 +78,6 @@ def test_all_gather_matmul(shape: tuple[int, ...], dim: int, return_gathered: bo
     assert shapes(outputs) == [[rows, 24], [rows, 40], *([gathered] if return_gathered else []), [1]]
     assert all(output.is_contiguous() for output in outputs)
     assert outputs[-1].dtype == torch.uint8
-
-
-@pytest.mark.parametrize(("shape", "dim", "kept"), [((8, 16), 0, 16), ((2, 8, 16), 1, 16), ((2, 8, 16), 2, 16)])
-@pytest.mark.parametrize("first", [True, False])
-def test_all_gather_contract(shape: tuple[int, ...], dim: int, kept: int, first: bool) -> None:
-    shard, whole = torch.empty(shape), list(shape)
-    whole[dim] *= 4
-    depth = 4 * shard.numel() // kept
-    factor = torch.empty(depth, 24) if first else torch.empty(24, depth)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        outputs = torch.ops.ditron.all_gather_contract(shard, [factor], None, dim, first, True, *SITE)
-        assert shapes(outputs) == [[kept, 24] if first else [24, kept], whole, [1]]
 
 
 def test_all_gather_matmul_with_an_epilogue() -> None:
