@@ -57,9 +57,8 @@ def verify_graph(graph: fx.Graph) -> None:
     for call, task in calls:
         task.verify()
         _require(not call.kwargs, call, "has keyword arguments")
-        found = sum(1 if count is None else count for _, count in task.slots())
         given = len(ops.operands_of(call))
-        _require(given == found, call, f"has {given} operands, and its node has {found}")
+        _require(given == task.num_tensors, call, f"has {given} operands, and its node has {task.num_tensors}")
         _require(bool(task.site), call, "has no site name")
         _verify_operands(call, task)
         _verify_outputs(call, task)
