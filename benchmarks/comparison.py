@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from benchmarks.records import Row, by_cell
-from ditron_inductor.task.nodes import KINDS, ULYSSES_KINDS
+from ditron_inductor.task.nodes import DELETED_KINDS, KINDS, ULYSSES_KINDS
 
 OPS = (*KINDS, *ULYSSES_KINDS)
+MEASURED_OPS = (*OPS, *DELETED_KINDS)
+"""Those that there may be rows of."""
 BASELINES = ("nccl", "gloo")
 RIVALS = (*BASELINES, "async_tp", "symm_mem:one_shot", "symm_mem:two_shot")
 """Everybody else's contestants, in the order of the tables."""
@@ -48,8 +50,6 @@ class Comparison:
     @property
     def hidden(self) -> int:
         """The width that the ranks have in common: what the layer's input or output is wide."""
-        if self.op == "all_gather_contract":
-            return self.M
         return self.K if self.op in ("all_gather_matmul", "matmul_all_gather", "matmul_all_to_all") else self.N
 
     @property
@@ -87,7 +87,7 @@ def comparisons(rows: Iterable[Row]) -> list[Comparison]:
         M, N, K, products = sizes["M"], sizes["N"], sizes["K"], sizes.get("products", 1)
         found.append(Comparison(row.op, M, N, K, row.dtype, row.world, row.graph, row.gpu, cell, products))
     return sorted(
-        found, key=lambda c: (c.gpu, -c.world, OPS.index(c.op), c.graph, -c.hidden, -c.N * c.K, -c.M, c.dtype)
+        found, key=lambda c: (c.gpu, -c.world, MEASURED_OPS.index(c.op), c.graph, -c.hidden, -c.N * c.K, -c.M, c.dtype)
     )
 
 
@@ -156,7 +156,7 @@ def _table(headers: Sequence[str], lines: Sequence[Sequence[str]], style: str) -
 def means(cells: Sequence[Comparison]) -> list[tuple[str, str, int, float]]:
     """(op, rival, number of cells, geometric mean of rival / auto) over all cells in which both have a time."""
     found = []
-    for op in OPS:
+    for op in MEASURED_OPS:
         of_op = [cell for cell in cells if cell.op == op]
         for name in RIVALS:
             values = [ratio for ratio in (cell.ratio(name, "ditron") for cell in of_op) if ratio is not None]

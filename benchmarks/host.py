@@ -139,11 +139,6 @@ def benches(device: Any, rank: int, world_size: int) -> list[Bench]:
         dist.all_reduce(out)
         return out
 
-    def gathered_contract() -> torch.Tensor:
-        whole = shard.new_empty(SIZE, SIZE)
-        dist.all_gather_into_tensor(whole, shard)
-        return whole.t() @ b
-
     def product_gathered() -> torch.Tensor:
         whole = a.new_empty(world_size * SIZE, SIZE)
         dist.all_gather_into_tensor(whole, a @ b)
@@ -178,14 +173,6 @@ def benches(device: Any, rank: int, world_size: int) -> list[Bench]:
         ),
         Bench("matmul_all_reduce", a, b, ([a], [b], None), ("sum", world_size, name), {"library": reduced_matmul}),
         Bench("matmul_all_gather", a, b, ([a], [b], None), (1, world_size, name), {"library": product_gathered}),
-        Bench(
-            "all_gather_contract",
-            shard,
-            b,
-            (shard, [b]),
-            (0, True, False, world_size, name),
-            {"library": gathered_contract},
-        ),
     ]
 
 

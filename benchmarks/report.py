@@ -3,6 +3,7 @@
     benchmarks/results/gemm_collectives.md   every cell, with ratios and targets
     docs/when_it_pays.md                     the part between its two markers
     docs/models.md, README.md                likewise, from models.csv
+    docs/deleted.md                          likewise, from all of them
     benchmarks/results/models.html           all of models.csv and models_facts.csv
 
 `--merge FILE...` first merges rows that were measured elsewhere into the results. `--check` writes nothing and fails
@@ -18,7 +19,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from benchmarks import deleted
 from benchmarks.comparison import (
+    MEASURED_OPS,
     TITLES,
     Comparison,
     comparisons,
@@ -35,12 +38,13 @@ from benchmarks.models.summary import readme_part
 from benchmarks.models.tables import docs_part as models_part
 from benchmarks.ops import targets
 from benchmarks.records import GEMM_COLLECTIVES, MODELS, Row, merge_csv, read_csv
-from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.task.nodes import DELETED_KINDS, KINDS
 
 COMMAND = "python -m benchmarks.report"
 ROOT = Path(__file__).parents[1]
 DOCS_PAGE = ROOT / "docs" / "when_it_pays.md"
 MODELS_PAGE = ROOT / "docs" / "models.md"
+DELETED_PAGE = ROOT / "docs" / "deleted.md"
 README = ROOT / "README.md"
 BEGIN = f"<!-- begin: {COMMAND} -->"
 END = f"<!-- end: {COMMAND} -->"
@@ -75,15 +79,24 @@ def results_page(rows: Sequence[Row], pictures: Sequence[Path] = ()) -> str:
     for gpu, world in dict.fromkeys((cell.gpu, cell.world) for cell in cells):
         here = [cell for cell in cells if (cell.gpu, cell.world) == (gpu, world)]
         lines += ["", f"## {world} ranks, {gpu}", "", f"{conditions(_rows(here))}.", "", _means(here)]
-        for op in KINDS:
+        for op in MEASURED_OPS:
             of_op = [cell for cell in here if cell.op == op]
             if of_op:
-                lines += ["", f"### `{op}`", "", "Microseconds per call:", "", times_table(of_op, "github")]
+                lines += ["", f"### `{op}`", ""]
+                lines += _of_deleted(of_op) if op in DELETED_KINDS else []
+                lines += ["Microseconds per call:", "", times_table(of_op, "github")]
                 lines += ["", "Ratios (above 1: `auto` is faster, or at the limit):", ""]
                 lines += [ratios_table(of_op, targets.column(of_op), "github")]
     for picture in pictures:
         lines += ["", f"![{picture.stem}]({picture.name})"]
     return "\n".join(lines) + "\n"
+
+
+def _of_deleted(cells: Sequence[Comparison]) -> list[str]:
+    """What is said in front of the rows of a fusion that there is no more."""
+    ((op, name, number, value), *_) = means(cells)
+    against = f"{TITLES[name]} / auto was {value:.3f}, the geometric mean of these {number} rows"
+    return [f"`{op}` was [deleted](../../docs/deleted.md): {against}.", ""]
 
 
 def _rows(cells: Sequence[Comparison]) -> list[Row]:
@@ -163,6 +176,7 @@ def generated(results: Path = GEMM_COLLECTIVES, docs_page: Path = DOCS_PAGE) -> 
     return {
         results.with_suffix(".md"): results_page(rows, pictures),
         docs_page: with_part(docs_page.read_text(), docs_part(rows)),
+        DELETED_PAGE: with_part(DELETED_PAGE.read_text(), deleted.part()),
         MODELS_PAGE: with_part(MODELS_PAGE.read_text(), part),
         model_pages.page_path(MODELS): model_pages.page(models, read_facts(path_of(MODELS))),
         README: with_part(README.read_text(), readme_part(models)),

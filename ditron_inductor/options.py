@@ -32,6 +32,7 @@ from typing import Any, get_origin
 from ditron_inductor.errors import InvalidOptionValue, UnknownOption
 from ditron_inductor.task.nodes import (
     ATTENTION_KINDS,
+    DELETED_KINDS,
     KINDS,
     STRATEGIES,
     ULYSSES_KINDS,
@@ -224,7 +225,8 @@ def _check_meeting_s(key: str, value: Any) -> float:
 def _check_fusions(key: str, value: Any) -> tuple[str, ...]:
     names = tuple(value) if isinstance(value, (tuple, list, set, frozenset)) else (value,)
     if not all(name in FUSIONS for name in names):
-        raise InvalidOptionValue(key=key, value=value, allowed=f"a list out of {', '.join(FUSIONS)}")
+        deleted = "".join(f"; {kind} was {what}" for kind, what in DELETED_KINDS.items() if kind in names)
+        raise InvalidOptionValue(key=key, value=value, allowed=f"a list out of {', '.join(FUSIONS)}{deleted}")
     return tuple(name for name in FUSIONS if name in names)
 
 

@@ -55,7 +55,6 @@ from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.forms.split_trained_weights import split_trained_weights
 from ditron_inductor.passes.forms.split_weights import split_weights
 from ditron_inductor.passes.forms.try_forms import try_forms
-from ditron_inductor.passes.fuse.all_gather_contract import all_gather_contract
 from ditron_inductor.passes.fuse.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm
 from ditron_inductor.passes.fuse.all_to_all_matmul import all_to_all_matmul
@@ -115,8 +114,6 @@ PASSES: tuple[Pass, ...] = (
     matmul_all_gather,
     # Three gathers of parts that no matmul reads, once the gathers of matmuls are gone.
     flash_decode,
-    # Weight gradients: gathers that the forward form did not take.
-    all_gather_contract,
     # All-to-alls, which share no matmul with the gathers above.
     matmul_all_to_all,
     all_to_all_matmul,

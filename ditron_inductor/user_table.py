@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ditron_inductor.errors import InvalidOptionValue, InvalidTable
 from ditron_inductor.options import PREFIX, SHIPPED, cache_folder
+from ditron_inductor.task.nodes import DELETED_KINDS
 from ditron_inductor.task.table import Table
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ def read(option: str | None) -> str:
             logger.warning("the table of measured choices at %s cannot be read: %s", path, error)
             return ""
         raise _unreadable(option, str(error)) from error
-    Table.parse(text, source)
+    for kind, lines in Table.parse(text, source).unused.items():
+        logger.warning("%s: %d lines of %s are not used: it was %s", source, lines, kind, DELETED_KINDS[kind])
     return text
 
 

@@ -88,4 +88,4 @@ def test_a_table_has_the_name_of_its_gpu() -> None:
 
 
 def test_a_fit_is_told_in_numbers() -> None:
-    assert error_text(entries(cost.H200), cost.H200).startswith("all_gather_contract chunked 0.0 %, ")
+    assert error_text(entries(cost.H200), cost.H200).startswith("all_gather_matmul chunked 0.0 %, ")

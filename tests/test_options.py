@@ -130,6 +130,14 @@ def test_the_process_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
     assert Options.parse(None)[0].strategy == "library"
 
 
+def test_a_fusion_that_was_deleted_is_said_to_be() -> None:
+    with pytest.raises(InvalidOptionValue, match="; all_gather_contract was deleted, as it was no faster"):
+        Options.parse({"ditron.fusions": ["all_gather_matmul", "all_gather_contract"]}, environment={})
+    with pytest.raises(InvalidOptionValue) as caught:
+        Options.parse({"ditron.fusions": ["none"]}, environment={})
+    assert "deleted" not in str(caught.value)
+
+
 def test_a_table_is_a_path_and_no_part_of_cache_keys() -> None:
     assert Options.parse({"ditron.table": "mine.csv"}, environment={})[0].table == "mine.csv"
     assert Options.from_environment({"DITRON_TABLE": "shipped"}).table == "shipped"
@@ -145,7 +153,7 @@ def test_text_shows_every_field_and_tells_options_apart() -> None:
     assert Options(timeout_s=3).text() == (
         "strategy='auto', workspace_limit=1073741824, timeout_s=3.0, meeting_s=10.0, "
         "fusions=('all_gather_matmul', 'matmul_reduce_scatter', 'matmul_all_reduce', 'matmul_all_gather', "
-        "'all_gather_contract', 'all_reduce_rms_norm', 'matmul_all_to_all', 'all_to_all_matmul', "
+        "'all_reduce_rms_norm', 'matmul_all_to_all', 'all_to_all_matmul', "
         "'flash_decode', 'projections', 'all_gather_attention', 'attention_reduce_scatter'), "
         "strict=False, sequence_parallel='auto'"
     )

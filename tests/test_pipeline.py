@@ -75,7 +75,6 @@ def test_the_order_of_the_passes() -> None:
         "all_reduce_rms_norm",
         "matmul_all_gather",
         "flash_decode",
-        "all_gather_contract",
         "matmul_all_to_all",
         "all_to_all_matmul",
         "review_left_alone",

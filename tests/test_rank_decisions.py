@@ -20,14 +20,14 @@ from tests.ranks import RankContext, RankPool, RankPools
 
 def both_gathered(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     group = dist.group.WORLD
-    return functional.all_gather_tensor(w, 0, group).t() @ functional.all_gather_tensor(x, 0, group)
+    return functional.all_gather_tensor(w, 0, group) @ functional.all_gather_tensor(x, 0, group).t()
 
 
 def run_with_another_clock(ctx: RankContext) -> dict[str, int]:
     """Inductor's benchmark of padding, which it makes on GPUs only, favours it on rank 0 and nowhere else."""
     torch._dynamo.reset()
     counters.clear()
-    given = [torch.randn(shape) / 8 for shape in ((17, 19), (17, 21))]
+    given = [torch.randn(shape) / 8 for shape in ((17, 19), (21, 19))]
     with (
         mock.patch.object(pad_mm, "check_device", lambda *tensors: True),
         mock.patch.object(pad_mm, "has_triton", lambda: True),
@@ -44,15 +44,15 @@ def run_with_another_clock(ctx: RankContext) -> dict[str, int]:
 def test_ranks_compile_one_graph_whatever_their_clocks_say(rank_pools: RankPools) -> None:
     first, second = rank_pools.get("cpu", 2).run(run_with_another_clock, timeout=100.0)
     assert first == second
-    assert first["all_gather_contract"] + first["all_gather_matmul"] == 1
+    assert first["all_gather_matmul"] == 1
 
 
 def run_unaligned_on_gpus(ctx: RankContext) -> dict[str, int]:
-    """The sizes by which ranks parted, and a matmul of a graph without a site, large enough to be padded."""
+    """Sizes as those by which ranks parted, and a matmul of a graph without a site, large enough to be padded."""
     torch._dynamo.reset()
     counters.clear()
     with without_caches():
-        shapes = ((191, 192), (191, 596))
+        shapes = ((191, 192), (149, 192))
         given = [torch.randn(shape, dtype=torch.bfloat16, device=ctx.device) / 14 for shape in shapes]
         compiled = torch.compile(both_gathered, backend=ditron)
         assert_near(compiled(*given), both_gathered(*(one.double() for one in given)), what="both gathered")
@@ -68,5 +68,5 @@ def run_unaligned_on_gpus(ctx: RankContext) -> dict[str, int]:
 @pytest.mark.gpu_per_rank
 def test_unaligned_sizes_on_gpus(gpu_pool: RankPool) -> None:
     for counted in gpu_pool.run(run_unaligned_on_gpus, timeout=200.0):
-        assert counted["all_gather_contract"] + counted["all_gather_matmul"] == 1
+        assert counted["all_gather_matmul"] == 1
         assert counted["pad_products"] == 1

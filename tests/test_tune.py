@@ -107,24 +107,17 @@ def test_a_models_sites() -> None:
         # The logits, once for the model.
         MatmulShape("matmul_all_gather", 16, 32064, 8192),
         MatmulShape("matmul_all_gather", 4096, 32064, 8192),
-        # Weight gradients: what is contracted are the tokens.
-        MatmulShape("all_gather_contract", 8192, 2560, 4096),
-        MatmulShape("all_gather_contract", 8192, 14336, 4096),
     ]
     for model in MODELS:
         assert model_shapes(model, KINDS, (256,), 2)
 
 
 def test_rows_that_do_not_divide_are_for_ops_that_have_them_on_all_ranks() -> None:
-    with_all = (*WHOLE_ROWS, "all_gather_contract")
-    assert given_shapes(KINDS, (3,), (8,), (16,), 2) == [MatmulShape(op, 3, 8, 16) for op in with_all]
     assert given_shapes(KINDS, (3,), (8,), (15,), 2) == [MatmulShape(op, 3, 8, 15) for op in WHOLE_ROWS]
     with pytest.raises(ValueError, match="3 rows do not divide over 2 ranks"):
         SiteShape.of_matmul("matmul_reduce_scatter", 3, 8, 16, torch.float32, 2)
     gather = SiteShape.of_matmul("all_gather_matmul", 8, 24, 16, torch.float32, 2)
     assert gather.rows == (4, 16) and (gather.m, gather.n, gather.k) == (8, 24, 16)
-    contract = SiteShape.of_matmul("all_gather_contract", 8, 24, 16, torch.float32, 2)
-    assert contract.rows == (8, 8) and (contract.m, contract.n, contract.k) == (8, 24, 16)
 
 
 def test_a_site_whose_library_failed_has_no_line() -> None:

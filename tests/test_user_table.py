@@ -62,6 +62,18 @@ def test_what_is_no_table_is_named(home: Path) -> None:
         user_table.read(str(home / "mine.csv"))
 
 
+def test_lines_of_what_was_deleted_are_left_out_with_a_warning(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = table(tile_us=50.0)
+    deleted = lines.splitlines()[1].replace("matmul_all_reduce", "all_gather_contract")
+    (home / "mine.csv").write_text(f"{lines}{deleted}\n{deleted}\n")
+    with caplog.at_level(logging.WARNING):
+        text = user_table.read(str(home / "mine.csv"))
+    assert "mine.csv: 2 lines of all_gather_contract are not used: it was deleted, as it was no faster" in caplog.text
+    # All ranks are sent the text, and each leaves the lines out.
+    assert Table.parse(text).entries == Table.parse(lines).entries
+    assert Table.parse(text).merged([]).text() == lines
+
+
 @pytest.mark.parametrize("option", ["a\0b", "~nobody-of-this-name/table.csv", "x" * 5000, "\ud800.csv"])
 def test_what_is_no_path_is_named(home: Path, option: str) -> None:
     with pytest.raises(InvalidOptionValue, match="ditron.table"):

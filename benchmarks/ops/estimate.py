@@ -32,7 +32,7 @@ def call_us(cell: Cell, world_size: int) -> float:
         cell = replace(cell, M=cell.M // world_size)
     compute = 2.0 * cell.M * cell.N * cell.K / FLOPS
     memory = 2.0 * (cell.M * cell.K + cell.K * cell.N + cell.M * cell.N) / MEMORY_BYTES_PER_S
-    wide = ("all_gather_matmul", "all_gather_contract", "all_to_all_matmul")
+    wide = ("all_gather_matmul", "all_to_all_matmul")
     width = cell.K if cell.op in wide else cell.N
     passes = 2 if cell.op == "matmul_all_reduce" else 1
     transfer = passes * 2.0 * cell.M * width * (world_size - 1) / world_size / LINK_BYTES_PER_S
@@ -54,7 +54,7 @@ def cells_seconds(request: Request, cells: Sequence[Cell], world_size: int) -> l
 
 
 def _cell_seconds(request: Request, cell: Cell, world_size: int, names: Sequence[str]) -> float:
-    gathers = "matmul_all_gather", "all_gather_contract", *ULYSSES_KINDS
+    gathers = "matmul_all_gather", *ULYSSES_KINDS
     elsewhere = {"matmul_all_reduce": ("async_tp",), **dict.fromkeys(gathers, ("async_tp", "symm_mem"))}
     number = sum(not name.startswith(elsewhere.get(cell.op, ("symm_mem",))) for name in names)
     call_ms = call_us(cell, world_size) / 1e3

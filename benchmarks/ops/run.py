@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from benchmarks.comparison import comparisons, ratios_table, times_table
 from benchmarks.ops import (
-    all_gather_contract,
     all_gather_matmul,
     all_to_all_matmul,
     matmul_all_gather,
@@ -49,7 +48,6 @@ CONTESTS: dict[str, Callable[[Setting, Cell], Contest]] = {
     "matmul_reduce_scatter": matmul_reduce_scatter.contest,
     "matmul_all_reduce": matmul_all_reduce.contest,
     "matmul_all_gather": matmul_all_gather.contest,
-    "all_gather_contract": all_gather_contract.contest,
     "matmul_all_to_all": matmul_all_to_all.contest,
     "all_to_all_matmul": all_to_all_matmul.contest,
 }

@@ -6,7 +6,6 @@ The widths are those of tensor-parallel layers over `world_size` ranks (`Layer.w
     matmul_reduce_scatter        [M, K] x [K, hidden]        K: the down projection's input, or the attention's output
     matmul_all_reduce            the same
     matmul_all_gather            [M, hidden] x [hidden, N]   N: the vocabulary
-    all_gather_contract          [hidden, K] x [K, N]        weight gradients of the same layers: K tokens
 
 Not those of the pair around an attention whose sequence and heads change places: M counts the tokens of all ranks, and
 each of them has all of the weight.
@@ -20,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from ditron_inductor.report.matmul_shapes import MODELS, WHOLE_ROWS, sizes
+from ditron_inductor.report.matmul_shapes import MODELS, WHOLE_ROWS
 from ditron_inductor.task.nodes import KINDS, ULYSSES_KINDS, MatmulAllToAll
 
 PREFILL = (8192, 4096, 2048)
@@ -71,7 +70,7 @@ def _cell(
     op: str, model: str, part: str, world_size: int, tokens: int, *, graph: bool = False, priority: int = 0
 ) -> Cell:
     N, K = MODELS[model].widths(op, part, world_size)
-    return Cell(op, *sizes(op, tokens, N, K), graph, priority=priority, source=f"{model} {part}")
+    return Cell(op, tokens, N, K, graph, priority=priority, source=f"{model} {part}")
 
 
 def anchors(op: str, world_size: int) -> list[Cell]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from benchmarks.comparison import OPS, Comparison, geometric_mean, mode
 from benchmarks.ops.shapes import GRAPH_ROW, PREFILL, SETS
-from ditron_inductor.task.nodes import ULYSSES_KINDS
+from ditron_inductor.task.nodes import DELETED_KINDS, ULYSSES_KINDS
 
 SYMM_MEM = ("symm_mem:one_shot", "symm_mem:two_shot")
 MEASURED = ("nccl", "async_tp")
@@ -76,7 +76,9 @@ class Target:
 
 
 def is_anchor(cell: Comparison) -> bool:
-    """Whether the cell is a row of the set `anchors`, for its world size."""
+    """Whether the cell is a row of the set `anchors`, for its world size; none is of an op that was deleted."""
+    if cell.op in DELETED_KINDS:
+        return False
     listed = {(one.M, one.N, one.K, int(one.graph)) for one in SETS["anchors"](cell.op, cell.world)}
     return (cell.M, cell.N, cell.K, cell.graph) in listed
 
@@ -97,7 +99,7 @@ def row_targets(cell: Comparison) -> list[Target]:
 
 def _of_anchor(cell: Comparison) -> list[Target]:
     row = (cell.M, cell.hidden)
-    if cell.op in ("matmul_all_gather", "all_gather_contract"):
+    if cell.op == "matmul_all_gather":
         return []
     if cell.op in ULYSSES_KINDS:
         return [Target("NCCL + cuBLAS / auto", cell.ratio("nccl", "ditron"), ULYSSES_OVER_NCCL, at_least=True)]

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ditron_inductor.task.nodes import AllGatherContract, AllGatherMatmul, MatmulAllGather, MatmulAllReduce
+from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllGather, MatmulAllReduce
 
 TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 8192)
 """Rows that are measured by default: decoding, and prefill of a few sizes."""
 WHOLE_ROWS = (MatmulAllReduce.kind, MatmulAllGather.kind)
 """Ops whose rows all ranks have, any number of them."""
-PROJECTED = (AllGatherMatmul.kind, AllGatherContract.kind)
-"""Ops of the tokens that a layer's projections read: forward, and for their weight gradients."""
 # Fewer rows are not gathered or scattered in sequence parallelism.
 LEAST_SCATTERED = 128
 
@@ -27,14 +25,9 @@ class MatmulShape:
     k: int
 
 
-def sizes(op: str, tokens: int, columns: int, width: int) -> tuple[int, int, int]:
-    """(m, n, k) of an op on so many tokens, `width` elements each: a weight gradient contracts the tokens."""
-    return (width, columns, tokens) if op == AllGatherContract.kind else (tokens, columns, width)
-
-
-def divides(op: str, m: int, k: int, world_size: int) -> bool:
+def divides(op: str, m: int, world_size: int) -> bool:
     """Whether what the ranks have parts of divides over them."""
-    return op in WHOLE_ROWS or (k if op == AllGatherContract.kind else m) % world_size == 0
+    return op in WHOLE_ROWS or m % world_size == 0
 
 
 @dataclass(frozen=True)
@@ -51,12 +44,12 @@ class LayerWidths:
         """(N, K) of one rank's matmul; `part` is one of `PARTS`.
 
         All-gathers feed the projections of attention (queries, keys and values in one) and of the feed-forward (gate
-        and up in one), and their weight gradients; the matmuls behind these are reduced. What is gathered behind a
-        matmul are the logits, whatever the part.
+        and up in one); the matmuls behind these are reduced. What is gathered behind a matmul are the logits, whatever
+        the part.
         """
         if op == MatmulAllGather.kind:
             return self.vocabulary // world_size, self.dim
-        if op in PROJECTED:
+        if op == AllGatherMatmul.kind:
             wide = 2 * self.hidden_dim if part == "mlp" else self.query_dim + 2 * self.key_dim
             return wide // world_size, self.dim
         return self.dim, (self.hidden_dim if part == "mlp" else self.query_dim) // world_size
@@ -82,7 +75,7 @@ def model_shapes(model: str, ops: Sequence[str], tokens: Sequence[int], world_si
     if any(width % world_size for width in divided):
         raise ValueError(f"the widths {divided} of {model} do not divide over {world_size} ranks")
     shapes = (
-        MatmulShape(op, *sizes(op, m, n, k))
+        MatmulShape(op, m, n, k)
         for op in ops
         for n, k in (layer.widths(op, part, world_size) for part in PARTS)
         for m in tokens
@@ -108,5 +101,5 @@ def given_shapes(
         for op in ops
         for n, k in zip(columns, depths, strict=True)
         for m in tokens
-        if divides(op, m, k, world_size)
+        if divides(op, m, world_size)
     ]

@@ -23,10 +23,8 @@ from ditron_inductor.report.timing import GRAPH_CALLS, ROUNDS, Call, Clock, capt
 from ditron_inductor.task.epilogue import extras_of, parse, products
 from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.nodes import (
-    AllGatherContract,
     AllGatherMatmul,
     AllToAllMatmul,
-    Contraction,
     MatmulAllGather,
     MatmulAllReduce,
     MatmulAllToAll,
@@ -67,24 +65,14 @@ class SiteShape:
     @staticmethod
     def of_matmul(op: str, m: int, n: int, k: int, dtype: torch.dtype, world_size: int) -> SiteShape:
         """The plainest call whose matmul is [m, k] @ [k, n]. ValueError where m rows do not divide over the ranks."""
-        if not divides(op, m, k, world_size):
-            tokens = k if op == AllGatherContract.kind else m
-            raise ValueError(f"{op}: {tokens} rows do not divide over {world_size} ranks")
-        if op == AllGatherContract.kind:
-            return SiteShape(op, (k // world_size, m), (n,), 0, dtype, world_size)
+        if not divides(op, m, world_size):
+            raise ValueError(f"{op}: {m} rows do not divide over {world_size} ranks")
         rows = m // world_size if op == AllGatherMatmul.kind else m
         # A product is gathered by columns, as a column-parallel layer's is.
         return SiteShape(op, (rows, k), (n,), int(op == MatmulAllGather.kind), dtype, world_size)
 
     @property
-    def contraction(self) -> Contraction | None:
-        """Of a gather whose gathered dimension is contracted."""
-        return Contraction.of(self.rows, self.dim) if self.op == AllGatherContract.kind else None
-
-    @property
     def m(self) -> int:
-        if self.contraction is not None:
-            return self.contraction.kept
         gathered = self.world_size if self.op == AllGatherMatmul.kind else 1
         scattered = self.world_size if self.op == AllToAllMatmul.kind else 1
         return gathered * math.prod(self.rows[:-1]) // scattered
@@ -95,8 +83,6 @@ class SiteShape:
 
     @property
     def k(self) -> int:
-        if self.contraction is not None:
-            return self.world_size * self.contraction.depth
         return self.rows[-1] * (self.world_size if self.op == AllToAllMatmul.kind else 1)
 
     @property
@@ -196,7 +182,7 @@ def _calls(
         # With contiguous K, as nn.Linear holds it.
         return draw(wide, deep).div_(math.sqrt(shape.k)).t()
 
-    gathers = shape.op in (AllGatherMatmul.kind, AllGatherContract.kind)
+    gathers = shape.op == AllGatherMatmul.kind
     depths = shape.depths or (shape.rows[-1],)
     left = [[draw(*shape.rows[:-1], deep) for deep in depths] for _ in range(copies)]
     sizes = [(deep, shape.n) for deep in depths]
@@ -209,10 +195,6 @@ def _calls(
     def call(strategy: str) -> Callable[[int], torch.Tensor]:
         site = (shape.world_size, group_name, f"measure/0:{shape.op}", strategy, workspace_limit, timeout_s)
         ops = torch.ops.ditron
-        if shape.op == AllGatherContract.kind:
-            return lambda i: ops.all_gather_contract(
-                left[i % copies][0], right[i % copies], None, shape.dim, True, False, *site
-            )[0]
         if gathers:
             return lambda i: ops.all_gather_matmul(
                 left[i % copies][0], right[i % copies], None, shape.dim, False, *site, *behind

@@ -1,13 +1,16 @@
 """The text of a Task node: one codec for all kinds, which reads and writes the fields of a frozen dataclass.
 
-A field is written as `name=value`, and fields are separated by blanks, in the order of the declaration:
+A field is written as `name=value`, and fields are separated by one blank each, in the order of the declaration:
 
     gather_dim=1 world_size=4 group_name=tp site=be5e4ea9/0:all_gather_matmul num_weights=2 epilogue='silu(mm0) * mm1'
 
 A value that equals the field's default is left out. A flag (`bool`) is its name alone where it is set, and is left out
 where it is not. Strings are bare where that is unambiguous and quoted as in Python otherwise; a tuple of names is
-joined by `+`; a structure is its own text in parentheses. The fields of a structure that is marked by `inlined` stand
-among those of the node. Equal nodes have equal texts, and `decode(type(node), encode(node)) == node`.
+joined by `+`, and `()` if it is empty; a structure is its own text in parentheses. The fields of a structure that is
+marked by `inlined` stand among those of the node.
+
+Equal nodes have equal texts, `decode(type(node), encode(node)) == node`, and no other text stands for that node:
+`encode(decode(kind, text)) == text`, or `decode` raises.
 """
 
 from __future__ import annotations
@@ -15,37 +18,45 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import operator
 import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
+NAME = re.compile(r"\s*(?P<name>\w+)(?P<given>=)?")
+QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 BARE = re.compile(r"[^\s'\"=()+]+")
-TOKEN = re.compile(r"\s*(?P<name>\w+)(?P<given>=)?")
-VALUE = re.compile(r"(?P<quoted>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")|(?P<bare>[^\s'\"()]*)")
+NUMBER = re.compile(r"[^\s'\"=()]+")
 INLINED: Mapping[str, bool] = {"inlined": True}
 """The metadata of a field whose structure's own fields stand among those of the node."""
 
 
-def encode(value: Any) -> str:
-    """The text of a frozen dataclass."""
-    return " ".join(_parts(value))
+class _Field(NamedTuple):
+    """A field that a text may name.
+
+    kind: its type where it is not None: bool, int, float, str, tuple, or a frozen dataclass. default: what it is where
+    the text does not name it, MISSING if the text has to. inside: (the field, the class) of the inlined structure that
+    declares it, or None.
+    """
+
+    kind: Any
+    default: Any
+    inside: tuple[str, Any] | None
 
 
 @functools.cache
-def _decoded(cls: Any, text: str) -> Any:
-    found, end = _fields(cls, text, 0)
-    if text[end:].strip():
-        raise ValueError(f"{cls.__name__}: unexpected {text[end:]!r}")
-    return found
+def encode(value: Any) -> str:
+    """The text of a frozen dataclass, the same object for equal ones."""
+    return " ".join(_parts(value))
 
 
 def decode(cls: type[T], text: str) -> T:
     """The dataclass of this text, the same object every time. Raises ValueError where the text is not one of `encode`,
-    naming the field.
+    naming the class, and the field if it is one that is wrong.
     """
     # mypy takes classes for unhashable: they have an `__hash__` of their instances.
     made: Any = cls
@@ -53,85 +64,136 @@ def decode(cls: type[T], text: str) -> T:
     return found
 
 
-def _parts(value: Any) -> Iterator[str]:
-    for field in dataclasses.fields(value):
-        item = getattr(value, field.name)
-        if field.metadata == INLINED:
-            yield from _parts(item)
-        elif isinstance(item, bool):
-            if item:
-                yield field.name
-        elif item is not None and item != field.default:
-            yield f"{field.name}={_written(item)}"
-
-
-def _written(item: Any) -> str:
-    if isinstance(item, str):
-        return item if BARE.fullmatch(item) else repr(item)
-    if isinstance(item, tuple):
-        return "+".join(item)
-    return f"({encode(item)})" if dataclasses.is_dataclass(item) else repr(item)
-
-
 @functools.cache
-def _declared(cls: Any) -> dict[str, tuple[Any, Any]]:
-    """The fields that a text of the class may name: by name, the field's type and the class that declares it."""
-    hints = typing.get_type_hints(cls)
-    found: dict[str, tuple[Any, Any]] = {}
-    for field in dataclasses.fields(cls):
-        if field.metadata == INLINED:
-            inner = hints[field.name]
-            found |= {name: (hint, (field.name, inner)) for name, (hint, _) in _declared(inner).items()}
-        else:
-            found[field.name] = hints[field.name], None
+def _decoded(cls: Any, text: str) -> Any:
+    found, end = _read_fields(cls, text, 0)
+    if text[end:].strip():
+        raise ValueError(f"{cls.__name__}: unexpected {text[end:]!r} at the end of {text!r}")
+    written = encode(found)
+    if written != text:
+        raise ValueError(f"{cls.__name__}: {text!r} has to be written {written!r}")
     return found
 
 
-def _fields(cls: Any, text: str, place: int) -> tuple[Any, int]:
+@functools.cache
+def _declared(cls: Any) -> dict[str, _Field]:
+    """The fields that a text of the class may name, by name."""
+    hints = typing.get_type_hints(cls)
+    found: dict[str, _Field] = {}
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        (kind,) = (option for option in options if option is not types.NoneType)
+        if field.metadata == INLINED:
+            own = {name: one._replace(inside=(field.name, kind)) for name, one in _declared(kind).items()}
+        else:
+            # A flag that is not set is not written either, whatever its default.
+            default = False if kind is bool else field.default
+            own = {field.name: _Field(tuple if hint == tuple[str, ...] else kind, default, None)}
+        assert not found.keys() & own.keys(), f"{cls.__name__} has two fields of one name: {own.keys()}"
+        found |= own
+    return found
+
+
+def _parts(value: Any) -> Iterator[str]:
+    cls: Any = type(value)
+    for name, field in _declared(cls).items():
+        item = getattr(value if field.inside is None else getattr(value, field.inside[0]), name)
+        if field.kind is bool:
+            if item:
+                yield name
+        elif item != field.default:
+            yield f"{name}={_written(field.kind, item)}"
+
+
+def _written(kind: Any, item: Any) -> str:
+    # By the declared type: a 1 in a field of floats is a 1.0, which it equals, and so is a -0.0 a 0.0.
+    if kind is int:
+        return repr(operator.index(item))
+    if kind is float:
+        return repr(float(item) + 0.0)
+    if kind is str:
+        return item if BARE.fullmatch(item) and item.isprintable() else repr(item)
+    if kind is tuple:
+        return "+".join(_written(str, one) for one in item) or "()"
+    assert type(item) is kind, f"{item!r} is no {kind.__name__}"
+    return f"({encode(item)})"
+
+
+def _read_fields(cls: Any, text: str, place: int) -> tuple[Any, int]:
     """(the structure whose fields begin at a place, where they end)."""
     declared = _declared(cls)
     given: dict[str, Any] = {}
-    inner: dict[tuple[str, type], dict[str, Any]] = {}
-    for field in dataclasses.fields(cls):
-        if field.metadata == INLINED:
-            inner[field.name, typing.get_type_hints(cls)[field.name]] = {}
-    while (token := TOKEN.match(text, place)) is not None:
-        name = token["name"]
+    while (match := NAME.match(text, place)) is not None:
+        name, place = match["name"], match.end()
         if name not in declared:
-            raise ValueError(f"{cls.__name__} has no field {name!r}")
-        hint, owner = declared[name]
-        place = token.end()
-        if token["given"]:
-            value, place = _value(hint, text, place)
-        elif hint is bool:
-            value = True
+            raise ValueError(f"{cls.__name__} has no field {name!r}: {text!r}")
+        if name in given:
+            raise ValueError(f"{cls.__name__}: the field {name!r} stands there twice: {text!r}")
+        kind = declared[name].kind
+        if kind is bool:
+            if match["given"]:
+                raise ValueError(f"{cls.__name__}: the field {name!r} is a flag, which has no value: {text!r}")
+            given[name] = True
+        elif not match["given"]:
+            raise ValueError(f"{cls.__name__}: the field {name!r} has no value: {text!r}")
         else:
-            raise ValueError(f"{cls.__name__}: the field {name!r} has no value")
-        (given if owner is None else inner[owner])[name] = value
-    given |= {name: structure(**values) for (name, structure), values in inner.items()}
-    for field in dataclasses.fields(cls):
-        if field.name not in given and declared.get(field.name, (None,))[0] is bool:
-            given[field.name] = False
-    try:
-        return cls(**given), place
-    except TypeError as error:
-        raise ValueError(f"{cls.__name__}: {error}") from error
+            try:
+                given[name], place = _read_value(kind, text, place)
+            except ValueError as error:
+                raise ValueError(f"{cls.__name__}: the field {name!r}: {error}") from error
+    structures: dict[tuple[str, Any], dict[str, Any]] = {}
+    for name, field in declared.items():
+        value = given.get(name, field.default)
+        if value is dataclasses.MISSING:
+            raise ValueError(f"{cls.__name__}: the field {name!r} is missing: {text!r}")
+        structures.setdefault(field.inside or ("", cls), {})[name] = value
+    own = structures.pop(("", cls), {})
+    return cls(**own, **{name: kind(**values) for (name, kind), values in structures.items()}), place
 
 
-def _value(hint: Any, text: str, place: int) -> tuple[Any, int]:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    (kind,) = (option for option in options if option is not type(None))
-    if dataclasses.is_dataclass(kind):
-        assert isinstance(kind, type)
-        if text[place : place + 1] != "(":
-            raise ValueError(f"{kind.__name__}: no structure in {text[place:]!r}")
-        found, place = _fields(kind, text, place + 1)
-        if text[place : place + 1] != ")":
-            raise ValueError(f"{kind.__name__}: no end in {text[place:]!r}")
-        return found, place + 1
-    match = VALUE.match(text, place)
-    assert match is not None
-    word = str(ast.literal_eval(match["quoted"])) if match["quoted"] else match["bare"]
-    if typing.get_origin(kind) is tuple:
-        return tuple(word.split("+")) if word else (), match.end()
-    return kind(word), match.end()
+def _read_value(kind: Any, text: str, place: int) -> tuple[Any, int]:
+    """(the value that begins at a place, where it ends)."""
+    if kind is str:
+        return _read_word(text, place)
+    if kind is tuple:
+        return _read_words(text, place)
+    if kind in (int, float):
+        match = NUMBER.match(text, place)
+        if match is None:
+            raise ValueError(f"no value in {text[place:]!r}")
+        try:
+            return kind(match[0]), match.end()
+        except ValueError as error:
+            raise ValueError(f"{match[0]!r} is no {kind.__name__}") from error
+    if text[place : place + 1] != "(":
+        raise ValueError(f"no {kind.__name__} in parentheses in {text[place:]!r}")
+    found, place = _read_fields(kind, text, place + 1)
+    if text[place : place + 1] != ")":
+        raise ValueError(f"no closing parenthesis of a {kind.__name__} in {text[place:]!r}")
+    return found, place + 1
+
+
+def _read_words(text: str, place: int) -> tuple[tuple[str, ...], int]:
+    if text.startswith("()", place):
+        return (), place + 2
+    words = []
+    while True:
+        word, place = _read_word(text, place)
+        words.append(word)
+        if text[place : place + 1] != "+":
+            return tuple(words), place
+        place += 1
+
+
+def _read_word(text: str, place: int) -> tuple[str, int]:
+    quoted = QUOTED.match(text, place)
+    if quoted is not None:
+        try:
+            return str(ast.literal_eval(quoted[0])), quoted.end()
+        except SyntaxError as error:
+            raise ValueError(f"{quoted[0]} is no string: {error}") from error
+    bare = BARE.match(text, place)
+    if bare is None:
+        raise ValueError(f"no value in {text[place:]!r}")
+    return bare[0], bare.end()

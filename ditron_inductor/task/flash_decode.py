@@ -1,6 +1,6 @@
 """flash_decode: its operands, its meaning in plain collectives, and what is said of its cost.
 
-`flash_decode(q, k, v, lengths, block_table, token, scale, softcap, ...) -> (out, token)`
+`flash_decode: q, k, v, lengths, (block_table) -> out, token`
     q [B, Hq, D], the same on all ranks; out [B, Hq, D] contiguous, of its dtype, bit-identical on every rank.
     k, v: this rank's cache, of the dtype of q. Without a block table [B, S, Hkv, D], in any strides (a cache [B, Hkv,
     S, D] comes transposed); with one [blocks, tokens, Hkv, D], where block_table[b, i] (int32 [B, most blocks]) says
@@ -23,10 +23,6 @@ from torch.distributed import distributed_c10d
 from ditron_inductor.errors import InvalidOperands
 from ditron_inductor.task.watch import communicate
 
-ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor? block_table, Tensor? token, float scale, float softcap"
-)
-"""Of the op, before those of its site."""
 NO_CHUNKS = "attention that is as short as reading its cache has no chunks to overlap: `tile` is all there is"
 OP = "flash_decode"
 

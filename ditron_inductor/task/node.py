@@ -40,6 +40,11 @@ class Node:
         """The names of the operands of a call."""
         raise NotImplementedError
 
+    @property
+    def num_tensors(self) -> int:
+        """How many operands a call has, those in lists counted one by one."""
+        return sum(1 if count is None else count for _, count in self.slots())
+
     def text(self) -> str:
         """One line, the same for equal nodes, see codec.py."""
         return encode(self)
@@ -50,7 +55,7 @@ class Node:
         Raises AssertionError where the node and the operands do not fit.
         """
         names = [name for name, _ in self.slots()]
-        left = [name for name, value in given.items() if name not in names and value is not None and len(value)]
+        left = [name for name, value in given.items() if name not in names and not _is_nothing(value)]
         assert not left, f"{self.kind} has no operand {', '.join(left)}: {self.text()}"
         operands: list[Any] = []
         for name, count in self.slots():
@@ -66,6 +71,8 @@ class Node:
     def named(self, operands: Sequence[T]) -> dict[str, Any]:
         """The operands of a call by name: a tensor, or a list of tensors."""
         found: dict[str, Any] = {}
+        fits = self.num_tensors == len(operands)
+        assert fits, f"{self.kind} has {self.num_tensors} operands, not {len(operands)}: {self.text()}"
         place = 0
         for name, count in self.slots():
             if count is None:
@@ -74,8 +81,12 @@ class Node:
             else:
                 found[name] = list(operands[place : place + count])
                 place += count
-        assert place == len(operands), f"{self.kind} has {place} operands, not {len(operands)}: {self.text()}"
         return found
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether this is no operand: None, or no tensor in a list."""
+    return value is None or (isinstance(value, (list, tuple)) and not value)
 
 
 def single(names: Sequence[str]) -> Slots:

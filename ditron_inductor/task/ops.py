@@ -32,11 +32,6 @@ the node's `slots()` name, in that order. `define()` declares the ops; the imple
 `matmul_all_gather: a, b, (bias) -> out, token`
     a_i [.., K_i], alike but for K_i; b_i [K_i, N]; bias [N]; out is the sum [.., N] with gather_dim W times as long,
     contiguous.
-`all_gather_contract: shard, factors -> out_0, .., (gathered,) token`
-    shard [.., S, ..] with S at gather_dim, factors [K, N_i] with any strides, [N_i, K] if not gathered_first; K is the
-    gathered tensor's last dimension if gather_dim is that, else all of its dimensions but the last, flattened. out_i
-    [C, N_i], or [N_i, C], contiguous, C the gathered tensor's other dimensions. gathered [.., W*S, ..], contiguous,
-    present if and only if return_gathered.
 `matmul_all_to_all: a, b, (bias) -> out, token`
     a_i [.., S, .., K_i] with S at gather_dim (never the last dimension), alike but for K_i; b_i [K_i, N] with N a
     multiple of parts * W; bias [N]; out [.., W*S, .., N / W] contiguous. See task/ulysses.py.
@@ -90,11 +85,9 @@ from ditron_inductor.task.node import Node
 from ditron_inductor.task.nodes import (
     AS_SUM,
     NODES,
-    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
-    Contraction,
     FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
@@ -223,17 +216,6 @@ def _all_gather_matmul(
     return outputs
 
 
-def _all_gather_contract(
-    node: AllGatherContract, shard: torch.Tensor, factors: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    kept = Contraction.of(shard.shape, node.gather_dim).kept
-    shapes = ([kept, one.shape[1]] if node.gathered_first else [one.shape[0], kept] for one in factors)
-    outputs = [shard.new_empty(shape) for shape in shapes]
-    if node.return_gathered:
-        outputs.append(shard.new_empty(_gathered_shape(shard, node.gather_dim, node.world_size)))
-    return outputs
-
-
 def _gathered_shape(shard: torch.Tensor, gather_dim: int, world_size: int) -> list[Any]:
     shape = list(shard.shape)
     shape[gather_dim] = shape[gather_dim] * world_size
@@ -326,7 +308,6 @@ def _after_epilogue(given: list[torch.Tensor], epilogue: str) -> list[torch.Tens
 
 _OUTPUTS: dict[str, Callable[..., list[torch.Tensor]]] = {
     AllGatherMatmul.kind: _all_gather_matmul,
-    AllGatherContract.kind: _all_gather_contract,
     MatmulReduceScatter.kind: _matmul_reduce_scatter,
     MatmulAllReduce.kind: _matmul_all_reduce,
     MatmulAllGather.kind: _matmul_all_gather,

@@ -1,4 +1,4 @@
-"""What every node of the Task level has: its policy, and the checks and the text of the fields that all kinds share."""
+"""What every node of the Task level has: its policy, and the checks of the fields that all kinds share."""
 
 from __future__ import annotations
 

@@ -82,28 +82,6 @@ def all_gather_matmul(
     return outputs
 
 
-def all_gather_contract(
-    shard: torch.Tensor,
-    factors: Sequence[torch.Tensor],
-    *,
-    gather_dim: int,
-    gathered_first: bool,
-    world_size: int,
-    group_name: str,
-    return_gathered: bool,
-) -> list[torch.Tensor]:
-    """[G.T @ one for one in factors], or [one @ G for ..], G the gathered tensor with its contracted dimension first;
-    followed by the gathered tensor if asked for. See `ops` for the shapes.
-    """
-    gathered = all_gather(shard, gather_dim=gather_dim, world_size=world_size, group_name=group_name)
-    rows = gathered.flatten(0, -2)
-    G = rows.t() if gather_dim == shard.dim() - 1 else rows
-    outputs = [G.t() @ one if gathered_first else one @ G for one in factors]
-    if return_gathered:
-        outputs.append(gathered)
-    return outputs
-
-
 def sum_of_products(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], bias: torch.Tensor | None = None
 ) -> torch.Tensor:

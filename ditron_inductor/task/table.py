@@ -21,12 +21,13 @@ from __future__ import annotations
 import csv
 import functools
 import io
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ditron_inductor.errors import InvalidTable
-from ditron_inductor.task.nodes import PLANNED_KINDS
+from ditron_inductor.task.nodes import DELETED_KINDS, PLANNED_KINDS
 
 MEASURED = ("library", "chunked", "tile")
 LAST_BUCKET = 28
@@ -119,9 +120,12 @@ class Measured:
 
 
 class Table:
-    """Entries with distinct keys, in a fixed order."""
+    """Entries with distinct keys, in a fixed order. unused: what the text that it was read from holds of what there is
+    no more, and on how many lines.
+    """
 
-    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+    def __init__(self, entries: Iterable[Entry] = (), unused: Mapping[str, int] | None = None) -> None:
+        self.unused: Mapping[str, int] = {} if unused is None else unused
         newest = {entry.key: entry for entry in entries}
         self.entries = tuple(newest[key] for key in sorted(newest))
         self._families: dict[tuple[str, int, str, str], dict[tuple[int, int], list[Entry]]] = {}
@@ -130,11 +134,12 @@ class Table:
 
     @staticmethod
     def parse(text: str, source: str = "the table") -> Table:
-        """The table that `text` holds; of two lines with one key the later counts.
+        """The table that `text` holds; of two lines with one key the later counts. What was deleted is left out.
 
         Raises InvalidTable naming `source`, the line and what is wrong there.
         """
         entries = []
+        unused: Counter[str] = Counter()
         header: list[str] | None = None
         # Lines end in any of the three ways, as in a file that is read as text.
         reader = csv.reader(io.StringIO(text, newline=None))
@@ -143,14 +148,18 @@ class Table:
                 if not cells or cells[0].startswith("#"):
                     continue
                 if header is not None:
-                    entries.append(_entry(cells))
+                    values = _values(cells)
+                    if values["op"] in DELETED_KINDS:
+                        unused[str(values["op"])] += 1
+                        continue
+                    entries.append(Entry(**values))  # type: ignore[arg-type]
                     continue
                 header = cells
                 if tuple(header) != COLUMNS:
                     raise ValueError(f"the columns are {_shown(','.join(header))}, not {','.join(COLUMNS)}")
         except (ValueError, csv.Error) as error:
             raise InvalidTable(source=source, line=reader.line_num, problem=str(error)) from error
-        return Table(entries)
+        return Table(entries, unused)
 
     def text(self) -> str:
         """The table as CSV, one line per entry, sorted; `parse` reads it back."""
@@ -251,7 +260,8 @@ def _ratios_text(ratios: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {ratio:.2f} of library" for name, ratio in ours.items()) or "library alone"
 
 
-def _entry(cells: list[str]) -> Entry:
+def _values(cells: list[str]) -> dict[str, object]:
+    """The fields of a line."""
     if len(cells) != len(COLUMNS):
         raise ValueError(f"it has {len(cells)} fields, not {len(COLUMNS)}")
     values: dict[str, object] = {}
@@ -262,7 +272,7 @@ def _entry(cells: list[str]) -> Entry:
             values[name] = _number(float, name, cell, "microseconds") if cell or name == _TIMES[0] else None
         else:
             values[name] = cell
-    return Entry(**values)  # type: ignore[arg-type]
+    return values
 
 
 def _number(kind: type[int] | type[float], name: str, cell: str, expected: str) -> int | float:

@@ -23,12 +23,10 @@ from ditron_inductor.task.epilogue import extras_of, products
 from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.nodes import (
     TASK_KINDS,
-    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
     AttentionNode,
-    Contraction,
     FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
@@ -59,9 +57,8 @@ def verify_graph(graph: fx.Graph) -> None:
     for call, task in calls:
         task.verify()
         _require(not call.kwargs, call, "has keyword arguments")
-        found = sum(1 if count is None else count for _, count in task.slots())
         given = len(ops.operands_of(call))
-        _require(given == found, call, f"has {given} operands, and its node has {found}")
+        _require(given == task.num_tensors, call, f"has {given} operands, and its node has {task.num_tensors}")
         _require(bool(task.site), call, "has no site name")
         _verify_operands(call, task)
         _verify_outputs(call, task)
@@ -101,13 +98,6 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
         _require(value.device == first.device, call, f"mixes {first.device} and {value.device}")
     for value in weights:
         _require(value.ndim == 2, call, f"has a weight with {value.ndim} dimensions, not 2")
-    if isinstance(task, AllGatherContract):
-        _require(task.gather_dim < first.ndim, call, f"gathers dimension {task.gather_dim} of {first.ndim}")
-        depth: Any = task.world_size * Contraction.of(first.shape, task.gather_dim).depth
-        for value in weights:
-            fits = _possible(value.shape[0 if task.gathered_first else 1] == depth)
-            _require(fits, call, "multiplies shapes that do not fit")
-        return
     if isinstance(task, AllToAllMatmul):
         _verify_scattered(call, task, first, weights[0])
         return
@@ -284,8 +274,6 @@ def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
         count = task.num_outputs + 1
     if isinstance(task, AllGatherMatmul):
         count += int(task.return_gathered) + (0 if task.prologue is None else len(task.prologue.returned))
-    if isinstance(task, AllGatherContract):
-        count = task.num_factors + int(task.return_gathered) + 1
     if isinstance(task, AllToAllMatmul):
         count += int(task.return_received)
     if isinstance(task, AttentionReduceScatter):

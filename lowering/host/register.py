@@ -26,12 +26,10 @@ from ditron_inductor.lowering.projections.kernel import projections
 from ditron_inductor.task import ops, reference
 from ditron_inductor.task.nodes import (
     AllGatherAttention,
-    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
     AttentionReduceScatter,
-    Contraction,
     FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
@@ -182,32 +180,6 @@ def _prepare_product(
     return prepare(calls, key, node, a[0], library, sizes=(*leading, N), m=math.prod(leading), shared=N, local=local)
 
 
-def _prepare_all_gather_contract(
-    key: Hashable, node: AllGatherContract, operands: Sequence[torch.Tensor]
-) -> Callable[..., Any]:
-    shard, factors = node.split(operands)
-    library = functools.partial(
-        reference.all_gather_contract,
-        gather_dim=node.gather_dim,
-        gathered_first=node.gathered_first,
-        world_size=node.world_size,
-        group_name=node.group_name,
-        return_gathered=node.return_gathered,
-    )
-    sizes = Contraction.of(shard.shape, node.gather_dim)
-    return prepare(
-        calls,
-        key,
-        node,
-        shard,
-        library,
-        sizes=shard.shape,
-        m=sizes.kept,
-        shared=node.world_size * sizes.depth,
-        local=("columns", sum(one.shape[1 if node.gathered_first else 0] for one in factors)),
-    )
-
-
 def _prepare_matmul_all_to_all(
     key: Hashable, node: MatmulAllToAll, operands: Sequence[torch.Tensor]
 ) -> Callable[..., Any]:
@@ -284,7 +256,6 @@ def implementations() -> Mapping[str, Callable[..., Any]]:
         MatmulAllToAll.kind: _prepare_matmul_all_to_all,
         AllToAllMatmul.kind: _prepare_all_to_all_matmul,
         FlashDecode.kind: functools.partial(flash_decode.prepare, calls),
-        AllGatherContract.kind: _prepare_all_gather_contract,
         AllGatherAttention.kind: functools.partial(attention.prepare_forward, functools.partial(prepare, calls)),
         AttentionReduceScatter.kind: functools.partial(attention.prepare_backward, functools.partial(prepare, calls)),
     }

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ditron_inductor.lowering.all_gather_contract import chunked as contract_chunked
-from ditron_inductor.lowering.all_gather_contract import tile as contract_tile
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather_chunked
 from ditron_inductor.lowering.all_gather_matmul import tile as gather_tile
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
@@ -23,7 +21,6 @@ from ditron_inductor.lowering.matmul_all_to_all import tile as columns_tile
 from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter_chunked
 from ditron_inductor.lowering.matmul_reduce_scatter import tile as scatter_tile
 from ditron_inductor.task.nodes import (
-    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
@@ -44,7 +41,6 @@ TILE: Mapping[str, tuple[Callable[..., Any], Runner]] = {
     AllReduceRmsNorm.kind: (norm_kernel.geometry, norm_kernel.all_reduce_rms_norm),
     MatmulAllReduceRmsNorm.kind: (reduce_norm_tile.geometry, reduce_norm_tile.matmul_all_reduce_rms_norm),
     MatmulAllGather.kind: (product_tile.geometry, product_tile.matmul_all_gather),
-    AllGatherContract.kind: (contract_tile.geometry, contract_tile.all_gather_contract),
     MatmulAllToAll.kind: (columns_tile.geometry, columns_tile.matmul_all_to_all),
     AllToAllMatmul.kind: (received_tile.geometry, received_tile.all_to_all_matmul),
 }
@@ -64,11 +60,6 @@ CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
         reduce_norm_chunked.matmul_all_reduce_rms_norm,
     ),
     MatmulAllGather.kind: (product_chunked.obstacle, product_chunked.geometry, product_chunked.matmul_all_gather),
-    AllGatherContract.kind: (
-        contract_chunked.obstacle,
-        contract_chunked.geometry,
-        contract_chunked.all_gather_contract,
-    ),
     MatmulAllToAll.kind: (columns_chunked.obstacle, columns_chunked.geometry, columns_chunked.matmul_all_to_all),
     AllToAllMatmul.kind: (received_chunked.obstacle, received_chunked.geometry, received_chunked.all_to_all_matmul),
 }

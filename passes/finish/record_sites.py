@@ -21,12 +21,10 @@ from ditron_inductor.task.epilogue import ProductTerm
 from ditron_inductor.task.epilogue import text as expression_text
 from ditron_inductor.task.nodes import (
     NO_NORM,
-    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
     AttentionNode,
-    Contraction,
     FlashDecode,
     MatmulAllGather,
     MatmulAllReduce,
@@ -73,7 +71,7 @@ def _task_record(node: fx.Node) -> SiteRecord:
         return _decode_record(node, task)
     if isinstance(task, AttentionNode):
         return _attention_record(node, task)
-    gathers = isinstance(task, AllGatherMatmul | AllGatherContract)
+    gathers = isinstance(task, AllGatherMatmul)
     operands = list(operands_from_call(node).values())
     left, right = operands[0], [] if isinstance(task, AllReduceRmsNorm) else operands[1]
     lefts = [_value(one) for one in (left if isinstance(left, list) else [left])]
@@ -81,17 +79,11 @@ def _task_record(node: fx.Node) -> SiteRecord:
     lhs = lefts[0]
     rows = [_hint(size) for size in lhs.shape[:-1]]
     # The products that a gather feeds lie side by side, all others are added up; without any, x has its own columns.
-    wide = 0 if isinstance(task, AllGatherContract) and not task.gathered_first else 1
-    columns = [_hint(weight.shape[wide]) for weight in (weights if gathers else weights[:1])] or [_hint(lhs.shape[-1])]
+    columns = [_hint(weight.shape[1]) for weight in (weights if gathers else weights[:1])] or [_hint(lhs.shape[-1])]
     depths = [_hint(one.shape[-1]) for one in lefts] if weights else [1]
     m = None if None in rows else math.prod(size for size in rows if size is not None)
     if m is not None and gathers:
         m *= task.world_size
-    if isinstance(task, AllGatherContract):
-        sizes = Contraction.of([*[size or 0 for size in rows], depths[0] or 0], task.gather_dim)
-        unknown = None in rows or None in depths
-        m = None if unknown else sizes.kept
-        depths = [None if unknown else task.world_size * sizes.depth]
     n = None if None in columns else sum(size for size in columns if size is not None)
     k = None if None in depths else sum(size for size in depths if size is not None)
     if isinstance(task, AllToAllMatmul):
@@ -164,12 +156,12 @@ def _attention_record(node: fx.Node, task: AttentionNode) -> SiteRecord:
 def _rows(task: MatmulNode | NormNode | UlyssesNode, lhs: torch.Tensor, k: int) -> tuple[int, ...]:
     """The shape of the left operand, or shard, whose sizes are known; K is that of all products that are added up."""
     sizes = [size for size in map(_hint, lhs.shape) if size is not None]
-    return tuple(sizes) if isinstance(task, AllGatherContract | AllToAllMatmul) else (*sizes[:-1], k)
+    return tuple(sizes) if isinstance(task, AllToAllMatmul) else (*sizes[:-1], k)
 
 
 def _dim(task: MatmulNode | NormNode | UlyssesNode) -> int:
     match task:
-        case AllGatherMatmul() | MatmulAllGather() | AllGatherContract() | MatmulAllToAll():
+        case AllGatherMatmul() | MatmulAllGather() | MatmulAllToAll():
             return task.gather_dim
         case MatmulReduceScatter() | AllToAllMatmul():
             return task.scatter_dim
@@ -199,10 +191,6 @@ def _pattern(task: TaskNode) -> str:
             return f"all_gather(keys, values) -> attention({_attention_text(task)}){used}"
         case AttentionReduceScatter():
             return f"attention backward({_attention_text(task)}) -> reduce_scatter(keys, values)"
-        case AllGatherContract():
-            matmuls = "matmul" if task.num_factors == 1 else f"{task.num_factors} matmuls"
-            used = ", gathered used" * task.return_gathered
-            return f"all_gather(dim {task.gather_dim}) -> {matmuls} contracting it{used}"
         case MatmulAllToAll():
             return f"{_sum_text(task)} -> all_to_all(columns to dim {task.gather_dim})"
         case AllToAllMatmul():

@@ -43,7 +43,7 @@ WIRES: Mapping[str, str] = {
 }
 """The collective that an op of torch launches, by the op's name; others are compared by their own names."""
 LOCAL_FIELDS = (
-    "num_weights", "num_products", "has_bias", "num_extras", "epilogue", "return_gathered", "num_factors",
+    "num_weights", "num_products", "has_bias", "num_extras", "epilogue", "return_gathered",
     "gather_dim", "scatter_dim",
 )  # fmt: skip
 """Fields of a Task node that a rank may have for itself."""

@@ -33,7 +33,6 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.forms.move_casts import CASTS, as_dtype
-from ditron_inductor.passes.fuse.all_gather_contract import find_all_gather_contract
 from ditron_inductor.passes.fuse.all_gather_matmul import find_all_gather_matmul
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import (
@@ -52,8 +51,6 @@ aten = torch.ops.aten
 
 FACTORS: frozenset[object] = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
 FACTOR_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
-
-FUSIONS = (find_all_gather_matmul, find_all_gather_contract)
 
 
 @dataclass(frozen=True)
@@ -167,7 +164,7 @@ def _rewrite_scatter(graph: fx.Graph, match: Match) -> None:
 def find_widened(node: fx.Node) -> Gather | None:
     """Proves that a gather's operand is a widening cast, which could stand behind it; None if it is not."""
     collective = read_collective(node)
-    if refused(collective) or not all(refused(find(node)) for find in FUSIONS):
+    if refused(collective) or not refused(find_all_gather_matmul(node)):
         return None
     cast = collective.operand
     if cast.target not in CASTS or set(cast.kwargs) - {"dtype"}:

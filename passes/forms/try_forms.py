@@ -22,7 +22,6 @@ from torch import fx
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.forms import move_across, move_casts, move_dims, move_views
-from ditron_inductor.passes.fuse.all_gather_contract import all_gather_contract
 from ditron_inductor.passes.fuse.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.fuse.all_to_all_matmul import all_to_all_matmul
 from ditron_inductor.passes.fuse.matmul_all_gather import matmul_all_gather
@@ -40,7 +39,6 @@ FUSIONS = (
     matmul_reduce_scatter,
     matmul_all_reduce,
     matmul_all_gather,
-    all_gather_contract,
     matmul_all_to_all,
     all_to_all_matmul,
 )

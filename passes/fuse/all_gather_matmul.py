@@ -35,7 +35,7 @@ become
 It must not fire when
 * the chunks are not all of the W equal chunks, once, in order, or any of them is used otherwise;
 * the matmul contracts the gathered dimension: a first operand that was gathered along its last one, or transposed (a
-  weight gradient), or a second operand gathered along its first one;
+  weight gradient), or a second operand gathered along its first one: measured as no faster, hence `no_gain`;
 * a view changes the last dimension before the matmul, or the other operand depends on the gathered tensor;
 * there is a bias that is no row (addmm with a matrix, or with factors), a cast, a matmul with a matrix for each batch,
   or a dtype other than bfloat16, float16 and float32;
@@ -108,7 +108,7 @@ def _match(collective: Collective, gathered: Gathered) -> Match | Refused:
 def _read(gathered: Gathered, swapped: bool, use: Use, value: torch.Tensor) -> OrientedMatmul | ReasonCode:
     """A matmul that keeps the gathered dimension, as rows of the product or as its columns."""
     if contracts(use, gathered.dim == value.ndim - 1):
-        return ReasonCode.CONTRACTED
+        return ReasonCode.NO_GAIN
     if gathered.dim == value.ndim - 1 and not swapped:
         return ReasonCode.LAST_DIM
     return OrientedMatmul(use.user, use.operand, use.transposed != swapped)

@@ -257,7 +257,7 @@ def _rejected_slice(part: fx.Node) -> ReasonCode:
 def _strongest(refusals: list[Refusal]) -> Refused:
     """The reason to report when every use was rejected: the first one that names a matmul, if any does."""
     named = [one for one in refusals if one.code is not ReasonCode.NO_MATMUL]
-    actionable = [one for one in named if one.code is not ReasonCode.CONTRACTED]
+    actionable = [one for one in named if one.code is not ReasonCode.NO_GAIN]
     return next(iter(actionable or named), ReasonCode.NO_MATMUL)
 
 

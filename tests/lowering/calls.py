@@ -229,41 +229,6 @@ def reference_matmul_all_gather(
     return reference.matmul_all_gather(*_doubled(a, b, bias), gather_dim=dim, **site.group(ctx))
 
 
-def all_gather_contract(
-    ctx: RankContext,
-    site: Site,
-    shard: torch.Tensor,
-    factors: Sequence[torch.Tensor],
-    gather_dim: int = 0,
-    gathered_first: bool = True,
-    return_gathered: bool = False,
-) -> list[torch.Tensor]:
-    """[out_0, .., (gathered,) token] of the op."""
-    register()
-    op = torch.ops.ditron.all_gather_contract
-    return op(shard, list(factors), None, gather_dim, gathered_first, return_gathered, *site.args(ctx))
-
-
-def reference_all_gather_contract(
-    ctx: RankContext,
-    site: Site,
-    shard: torch.Tensor,
-    factors: Sequence[torch.Tensor],
-    gather_dim: int = 0,
-    gathered_first: bool = True,
-) -> list[torch.Tensor]:
-    """The outputs in fp64, then the gathered tensor in the shard's own dtype, bit for bit."""
-    outputs = reference.all_gather_contract(
-        shard.double(),
-        [one.double() for one in factors],
-        gather_dim=gather_dim,
-        gathered_first=gathered_first,
-        return_gathered=False,
-        **site.group(ctx),
-    )
-    return [*outputs, reference.all_gather(shard, gather_dim=gather_dim, **site.group(ctx))]
-
-
 def reference_matmul_all_to_all(
     ctx: RankContext,
     site: Site,

@@ -11,7 +11,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ditron_inductor.lowering.all_gather_contract.tile import all_gather_contract_kernel
 from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import HAS_RESIDUAL, HAS_WEIGHT
 from ditron_inductor.lowering.all_to_all_matmul.tile import all_to_all_matmul_kernel
@@ -33,7 +32,6 @@ KERNELS: dict[str, Any] = {
     "one_shot": one_shot.matmul_all_reduce_kernel,
     "gathered": many_rows.matmul_all_gather_kernel,
     "gathered_few": few_rows.matmul_all_gather_kernel,
-    "all_gather_contract": all_gather_contract_kernel,
     "scattered_columns": matmul_all_to_all_kernel,
     "scattered_rows": all_to_all_matmul_kernel,
 }
@@ -41,7 +39,7 @@ LOCAL_KERNELS: dict[str, Any] = {"projections": projections_kernel}
 """They send nothing: no waits, no signals."""
 CLOCKS = r"globaltimer|%clock|%smid|s_memrealtime|s_memtime|HW_REG_HW_ID"
 """What a kernel reads that notes when it did what, and where."""
-OF_WEIGHTS = ("all_gather_matmul", "all_gather_contract", "projections")
+OF_WEIGHTS = ("all_gather_matmul", "projections")
 """Kernels of several products that are not added up."""
 OF_FEW_ROWS = ("one_shot", "gathered_few", "projections")
 TARGETS = {
@@ -52,8 +50,8 @@ TARGETS = {
 }
 NUM_WEIGHTS = 2
 TENSORS = ("shard", "gathered", "bias", "out", "x", "weight", "received")
-TUPLES_OF_TENSORS = ("weights", "factors", "extras", "outs", "lefts", "rights")
-TUPLES = (*TUPLES_OF_TENSORS, "columns", "depths", "strides_am", "strides_bk", "strides_bn", "strides_fk", "strides_fn")
+TUPLES_OF_TENSORS = ("weights", "extras", "outs", "lefts", "rights")
+TUPLES = (*TUPLES_OF_TENSORS, "columns", "depths", "strides_am", "strides_bk", "strides_bn")
 """One element for each weight, or product; `outs` one for each output."""
 WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32"}
 
@@ -64,7 +62,7 @@ class Case:
 
     descriptors: loads operands by TMA. even_k: K needs no mask. early: publishes in the middle of a product. products:
     that a reduction adds up; biased: a row too. epilogue: of the products of two gathered weights, or of a reduced sum.
-    norm: ends with a norm. second: the gathered operand stands second. trace: the clock of its time stamps, if any.
+    norm: ends with a norm. trace: the clock of its time stamps, if any.
     """
 
     kernel: str
@@ -78,7 +76,6 @@ class Case:
     biased: bool = False
     epilogue: str = ""
     norm: bool = False
-    second: bool = False
     trace: int = 0
 
     def __str__(self) -> str:
@@ -91,7 +88,6 @@ class Case:
     def terms(self) -> str:
         """What is added up, if it is more than one product, and what follows."""
         added = (f"-{self.products}" if self.products > 1 else "") + ("-biased" if self.biased else "")
-        added += "-second" if self.second else ""
         added += f"-traced{self.trace}" if self.trace else ""
         return added + ("-norm" if self.norm else "") + (f"-{self.epilogue.replace(' ', '')}" if self.epilogue else "")
 
@@ -122,8 +118,6 @@ class Case:
         """For each K loop in order, whether it takes finished data to peers."""
         if self.kernel == "all_gather_matmul":
             return [self.descriptors] * len(self.arrangement.groups)
-        if self.kernel == "all_gather_contract":
-            return [False] * NUM_WEIGHTS
         if self.kernel == "scattered_rows":
             # Of the own piece, and of what peers have sent.
             return [False, False]
@@ -181,8 +175,6 @@ def compile_case(case: Case) -> Compiled:
     constants: dict[str, Any] = {
         "WORLD": 4,
         "NUM_WEIGHTS": NUM_WEIGHTS,
-        "NUM_FACTORS": NUM_WEIGHTS,
-        "GATHERED_FIRST": not case.second,
         "NUM_PRODUCTS": case.products,
         "HAS_BIAS": case.biased,
         "RETURN_GATHERED": True,

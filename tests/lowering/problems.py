@@ -60,15 +60,13 @@ class Problem:
         # A second weight makes one call fill the slot for several outputs.
         widths = [size.n, size.n // 2 + 1] if kind.startswith("all_gather") else [size.n]
         widths = [world_size * size.n] if kind == "matmul_all_to_all" else widths
-        deep = {"all_gather_contract": rows * world_size, "all_to_all_matmul": size.k * world_size}.get(kind, size.k)
+        deep = size.k * world_size if kind == "all_to_all_matmul" else size.k
         self.weights = [calls.weight(ctx, deep, n, dtype, "column") for n in widths]
 
     def __call__(self) -> list[torch.Tensor]:
         """The op's outputs: products, for the gather also the gathered tensor."""
         if self.kind == "all_gather_matmul":
             return calls.all_gather_matmul(self.ctx, self.site, self.left, self.weights, 0, True)[:-1]
-        if self.kind == "all_gather_contract":
-            return calls.all_gather_contract(self.ctx, self.site, self.left, self.weights, return_gathered=True)[:-1]
         if self.kind == "matmul_reduce_scatter":
             return [calls.matmul_reduce_scatter(self.ctx, self.site, self.left, self.weights[0])]
         if self.kind in NORM_KINDS:
@@ -91,9 +89,7 @@ class Problem:
         ctx, site, left, weights = self.ctx, self.site, self.left, self.weights
         what = f"{what} {self.kind}"
         if self.kind.startswith("all_gather"):
-            contracts = self.kind == "all_gather_contract"
-            wanted_of = calls.reference_all_gather_contract if contracts else calls.reference_all_gather_matmul
-            *products, gathered = wanted_of(ctx, site, left, weights)
+            *products, gathered = calls.reference_all_gather_matmul(ctx, site, left, weights)
             for got, want in zip(outputs[:-1], products, strict=True):
                 assert_near(got, want, what=what)
             assert torch.equal(outputs[-1], gathered), f"{what}: the gathered tensor is not the shards' bits"

@@ -11,8 +11,6 @@ import torch
 
 from benchmarks.tolerances import assert_near
 from ditron_inductor.errors import StrategyUnavailable
-from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.all_gather_contract import chunked as contract
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather
 from ditron_inductor.lowering.matmul_all_gather import chunked as product
 from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce
@@ -83,7 +81,6 @@ def _cut(ctx: RankContext, kind: str, parts: int, together: int, rows: int) -> N
         "matmul_reduce_scatter": scatter,
         "matmul_all_reduce": reduce,
         "matmul_all_gather": product,
-        "all_gather_contract": contract,
     }
     original = modules[kind].geometry if kind != "matmul_all_reduce" else reduce.parts_geometry
     world = ctx.world_size
@@ -99,9 +96,6 @@ def _cut(ctx: RankContext, kind: str, parts: int, together: int, rows: int) -> N
             return replace(sizes, schedule=lambda widths: Gathering(groups))
         if kind == "matmul_all_gather":
             return replace(sizes, parts=parts)
-        if kind == "all_gather_contract":
-            # The gathered tensor is returned, so it lies as one only where there is one part.
-            return replace(sizes, parts=tuple(schedules.cut(sizes.sizes.kept, parts)), direct=parts == 1)
         steps = (world - 1) * (parts if kind == "matmul_reduce_scatter" else 1)
         groups = tuple((first, min(together, steps - first)) for first in range(0, steps, together))
         if kind == "matmul_reduce_scatter":

@@ -110,16 +110,6 @@ def _few_tiles(rows: int) -> Config:
     return few_rows.select_tiles(rows=rows, dtype=torch.bfloat16, interpreted=False)
 
 
-def _contract_cases() -> list[Case]:
-    """Weight gradients: both operands of the first form lie with contiguous rows, not with a contiguous K."""
-    forms = [
-        ("sm_90", config.LARGE, "bf16", False),
-        ("sm_90", config.LARGE, "bf16", True),
-        ("gfx942", config.LARGE, "bf16", False),
-    ]
-    return [Case("all_gather_contract", *form, second=second) for *form, second in forms]
-
-
 def _scattered_cases() -> list[Case]:
     return [
         Case("scattered_columns", "sm_90", config.LARGE, "bf16", descriptors=True, biased=True),
@@ -161,7 +151,6 @@ CASES = [
     *_few_rows_cases(),
     *SUMS,
     *_gathered_cases(),
-    *_contract_cases(),
     *_scattered_cases(),
 ]
 MORE_CASES = _more_cases()

@@ -192,7 +192,7 @@ def scattered_columns(x: torch.Tensor, w: torch.Tensor) -> Tensors:
 
 
 def contracted(x: torch.Tensor, g: torch.Tensor) -> Tensors:
-    """x [2, 4, 16], g [2, 8, 24]. Gathered rows and gathered columns that matmuls contract, with gradients."""
+    """x [2, 4, 16], g [2, 8, 24]. Gathered rows and gathered columns that matmuls contract: nothing is fused."""
     rows, columns = gather(x, 1), gather(g, 2)
     flat = g.flatten(0, 1)
     return [rows.flatten(0, 1).t() @ flat, columns @ flat.repeat(3, 1), rows.sin()]
@@ -241,7 +241,6 @@ class Case:
 
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
-AC = "all_gather_contract"
 XW = (8, 16), (16, 24)
 TRAINED = frozenset({"silu(mm0 + row(x0)) * (mm1 + row(x1)); mm0; mm1"})
 FINISHED = frozenset({"silu(mm0) * mm1", "pre: mm0 * row(x0); full(x1) + mm0", "relu(mm0 + row(x0))"})
@@ -256,7 +255,7 @@ CASES = [
     Case(scattered_columns, ((2, 4, 16), (16, 24)), fused=(RS, RS)),
     Case(operands, XW, fused=(AG, AG, AG, AR, AR, AR, RS)),
     Case(gathered_returned, ((2, 4, 16), (16, 24)), grad=True, fused=(AG,), generated=True),
-    Case(contracted, ((2, 4, 16), (2, 8, 24)), grad=True, fused=(AC, AC)),
+    Case(contracted, ((2, 4, 16), (2, 8, 24)), grad=True),
     Case(sums, ((4, 16), (16, 24), (24, 16), (16,)), grad=True, fused=(AG, RS)),
     Case(finished, ((4, 16), (16, 48), (24, 16), (16,)), fused=(AG, RS, AR), epilogues=FINISHED, generated=True),
     Case(written_attention, ((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8)), fused=("all_gather_attention", AR)),

@@ -29,7 +29,6 @@ from ditron_inductor.passes.forms.merge_reductions import merge_reductions
 from ditron_inductor.passes.forms.move_across import move_across
 from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.forms.try_forms import try_forms
-from ditron_inductor.passes.fuse.all_gather_contract import all_gather_contract
 from ditron_inductor.passes.fuse.all_gather_matmul import all_gather_matmul
 from ditron_inductor.passes.fuse.all_to_all_matmul import all_to_all_matmul
 from ditron_inductor.passes.fuse.matmul_all_gather import matmul_all_gather
@@ -58,7 +57,6 @@ FUSIONS = (
     matmul_reduce_scatter,
     matmul_all_reduce,
     matmul_all_gather,
-    all_gather_contract,
     matmul_all_to_all,
     all_to_all_matmul,
 )

@@ -56,18 +56,6 @@ def _all_gather_matmul(calls: list[Call]) -> list[Any]:
     return results
 
 
-def _all_gather_contract(calls: list[Call]) -> list[Any]:
-    node = calls[0].node
-    gathered = torch.cat([call.shard for call in calls], node.gather_dim)
-    rows = gathered.flatten(0, -2)
-    first = rows.t() if node.gather_dim == gathered.ndim - 1 else rows
-    results = []
-    for call in calls:
-        outputs = [first.t() @ one if node.gathered_first else one @ first for one in call.factors]
-        results.append([*outputs, *[gathered] * node.return_gathered])
-    return results
-
-
 def _projections(calls: list[Call]) -> list[Any]:
     return [_after_epilogue(call, [call.x @ weight for weight in call.weights]) for call in calls]
 

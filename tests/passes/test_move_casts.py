@@ -113,8 +113,8 @@ def test_left_alone(code: str, fn: Callable[..., Any], x: torch.Tensor, w: torch
 
 def test_a_gathered_weight_whose_rows_are_contracted() -> None:
     module = traced(lambda x, w: narrow(x) @ narrow(all_gather(w)), torch.empty(8, 64), torch.empty(16, 24))
-    assert fuse(module) == 1
-    assert "all_gather_contract(_to_copy" in text(module.graph)
+    assert fuse(module) == 0
+    assert reasons(module) == ["cast_between"]
 
 
 def test_dynamic_shapes() -> None:

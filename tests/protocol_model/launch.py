@@ -123,7 +123,6 @@ def phases(kind: str, me: int, world: int, without: Without, tiles: int = TILES)
         "matmul_reduce_scatter": _matmul_reduce_scatter,
         "matmul_all_reduce": _matmul_all_reduce,
         "matmul_all_gather": _matmul_all_gather,
-        "all_gather_contract": _all_gather_contract,
         "matmul_all_to_all": _matmul_all_to_all,
         "all_to_all_matmul": _all_to_all_matmul,
         "few_rows": _few_rows,
@@ -241,12 +240,6 @@ def _matmul_all_gather(me: int, world: int, others: list[int], tiles: int, witho
     """TILES tiles, each pushed to all peers; then the copies of theirs."""
     sends = [_send_all(me, world, tile, others, without) for tile in range(tiles)]
     return [sends, [_reads(tile, tile, [p]) for tile in range(tiles) for p in others]]
-
-
-def _all_gather_contract(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
-    """TILES chunks of the own shard to every peer; then a tile for each chunk, of all shards."""
-    sends = [_send(me, world, p, tile, without) for tile in range(tiles) for p in others]
-    return [sends, [tuple(op for p in sorted(others) for op in _reads(tile, tile, [p])) for tile in range(tiles)]]
 
 
 def _matmul_all_to_all(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:

@@ -20,7 +20,6 @@ from tests.protocol_model.recorder import Event
 KINDS = {
     "all_gather_matmul.tile": "all_gather_matmul",
     "all_gather_attention.tile": "all_gather_attention",
-    "all_gather_contract.tile": "all_gather_contract",
     "all_to_all_matmul.tile": "all_to_all_matmul",
     "flash_decode.tile": "flash_decode",
     "matmul_all_gather.few_rows": "few_rows",
@@ -40,7 +39,6 @@ SHOTS = ("matmul_all_reduce.all_reduce_kernel", "all_reduce_rms_norm.kernel")
 
 PULLING = {
     "all_gather_attention": "pull_gather",
-    "all_gather_contract": "pull_gather",
     "all_gather_matmul": "pull_gather",
     "all_to_all_matmul": "pull_pieces",
     "attention_reduce_scatter": "pull_scatter",

@@ -22,7 +22,7 @@ from tests.protocol_model import (
 GATHER, SCATTER, REDUCE, PUSH = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "push"
 KINDS = [GATHER, SCATTER, REDUCE, PUSH]
 ONE_SHOT, TWO_SHOTS, IN_SLICES, IN_BAND = "one_shot", "two_shots", "in_slices", "in_band"
-PRODUCT, FEW_ROWS, CONTRACT = "matmul_all_gather", "few_rows", "all_gather_contract"
+PRODUCT, FEW_ROWS = "matmul_all_gather", "few_rows"
 """Those of small products, whose programs send, wait and add in one work item."""
 DECODE, ATTENTION, CAUSAL = "flash_decode", "all_gather_attention", "causal_attention"
 TO_HEADS, TO_ROWS = "matmul_all_to_all", "all_to_all_matmul"
@@ -87,7 +87,7 @@ HEALTHY = {
     "all-reduce-w3-p2-one-slot": replace(same(3, *[Call(REDUCE, "A", slot=0)] * 2), programs=2),
     **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (ONE_SHOT, TWO_SHOTS, IN_SLICES)},
     **{f"{k}-w3-p1": same(3, *[Call(k, "A")] * 3) for k in (ONE_SHOT, TWO_SHOTS, IN_SLICES)},
-    **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (PRODUCT, FEW_ROWS, CONTRACT)},
+    **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (PRODUCT, FEW_ROWS)},
     **{f"{k}-w3-p1": same(3, *[Call(k, "A", slot=0)] * 3) for k in (PRODUCT, FEW_ROWS)},
     **{f"{k}-w2-p2": replace(same(2, *[Call(k, "A")] * 4), programs=2) for k in (TO_HEADS, TO_ROWS)},
     **{f"{k}-w3-p1": same(3, *[Call(k, "A", slot=0)] * 3) for k in (TO_HEADS, TO_ROWS)},

@@ -45,7 +45,6 @@ EXPECTED = {
         "matmul_all_reduce.one_shot",
         "matmul_all_gather.many_rows",
         "matmul_all_gather.few_rows",
-        "all_gather_contract.tile",
         "matmul_all_to_all.tile",
         "all_to_all_matmul.tile",
     },

@@ -9,9 +9,9 @@ import expecttest
 import pytest
 
 from ditron_inductor.errors import InvalidTaskNode
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, Mask
 from ditron_inductor.task.nodes import (
     MAX_PRODUCTS,
-    AllGatherContract,
     AllGatherMatmul,
     AllReduceRmsNorm,
     AllToAllMatmul,
@@ -25,7 +25,7 @@ from ditron_inductor.task.nodes import (
     Policy,
     TaskNode,
 )
-from ditron_inductor.task.ops import argument_of, node_from_call, norm_args, overload, site_args
+from ditron_inductor.task.ops import arguments, node_from_call, overload
 
 POLICY = Policy("tile", 1 << 20, 1.5)
 GATHER = AllGatherMatmul(1, 4, "0", True, "r/0", POLICY, 2)
@@ -38,38 +38,45 @@ DECODED = MatmulAllReduceRmsNorm(
 )
 GATHERED = MatmulAllGather(2, 4, "0", "r/3", POLICY, num_products=2, has_bias=True)
 ATTENDED = FlashDecode(0.125, 30.0, 4, "0", "r/5", POLICY, True)
-CONTRACTED = AllGatherContract(1, False, 4, "0", True, "r/5", POLICY, 2)
 TO_HEADS = MatmulAllToAll(1, 3, 4, "0", "r/6", POLICY, num_products=2, has_bias=True)
 TO_ROWS = AllToAllMatmul(1, 3, True, 4, "0", "r/7", POLICY)
-NODES = (GATHER, SCATTER, REDUCE, NORMED, DECODED, GATHERED, CONTRACTED, TO_HEADS, TO_ROWS, ATTENDED)
+GATHERED_KEYS = AllGatherAttention(Mask("causal", 40, 64, "8+24"), 0.25, 30.0, 4, "0", "r/8", POLICY, True)
+SCATTERED_KEYS = AttentionReduceScatter(Mask("given"), 0.25, 0.0, 4, "0", "r/9", POLICY)
+NODES = (
+    *(GATHER, SCATTER, REDUCE, NORMED, DECODED, GATHERED, TO_HEADS, TO_ROWS, ATTENDED),
+    *(GATHERED_KEYS, SCATTERED_KEYS),
+)
 
 
 def test_golden_text() -> None:
-    lines = "\n".join(textwrap.fill(node.text(), 100, subsequent_indent="  ") for node in NODES) + "\n"
+    lines = "\n".join(textwrap.fill(f"{node.kind} {node.text()}", 100, subsequent_indent="  ") for node in NODES) + "\n"
     expecttest.assert_expected_inline(
         lines,
         """\
-all_gather_matmul(gather_dim=1, num_weights=2, return_gathered=True, world_size=4, group_name='0',
-  site='r/0', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
-matmul_reduce_scatter(scatter_dim=0, reduce_op=avg, num_products=1, has_bias=False, world_size=4,
-  group_name='0', site='r/1', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
-matmul_all_reduce(reduce_op=sum, num_products=3, has_bias=True, world_size=4, group_name='0',
-  site='r/2', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
-all_reduce_rms_norm(reduce_op=sum, norm=rms(eps=1e-06, round_first), extras=residual+weight,
-  world_size=4, group_name='0', site='r/3', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
-matmul_all_reduce_rms_norm(reduce_op=avg, num_products=2, has_bias=True, post=rms(eps=1e-06,
-  round_first), norm=layer(eps=0.5), extras=post_weight, saved=reduced+post_rstd+mean, world_size=4,
-  group_name='0', site='r/4', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
-matmul_all_gather(gather_dim=2, num_products=2, has_bias=True, world_size=4, group_name='0',
-  site='r/3', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
-all_gather_contract(gather_dim=1, gathered_first=False, num_factors=2, return_gathered=True,
-  world_size=4, group_name='0', site='r/5', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
-matmul_all_to_all(gather_dim=1, parts=3, num_products=2, has_bias=True, world_size=4,
-  group_name='0', site='r/6', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
-all_to_all_matmul(scatter_dim=1, parts=3, return_received=True, world_size=4, group_name='0',
-  site='r/7', strategy=tile, workspace_limit=1048576, timeout_s=1.5)
-flash_decode(scale=0.125, softcap=30, paged=True, world_size=4, group_name='0', site='r/5',
-  strategy=tile, workspace_limit=1048576, timeout_s=1.5)
+all_gather_matmul gather_dim=1 world_size=4 group_name=0 return_gathered site=r/0 strategy=tile
+  workspace_limit=1048576 timeout_s=1.5 num_weights=2
+matmul_reduce_scatter scatter_dim=0 reduce_op=avg world_size=4 group_name=0 site=r/1 strategy=tile
+  workspace_limit=1048576 timeout_s=1.5
+matmul_all_reduce reduce_op=sum world_size=4 group_name=0 site=r/2 strategy=tile
+  workspace_limit=1048576 timeout_s=1.5 num_products=3 has_bias
+all_reduce_rms_norm reduce_op=sum norm=(round_first) extras=residual+weight world_size=4
+  group_name=0 site=r/3 strategy=tile workspace_limit=1048576 timeout_s=1.5
+matmul_all_reduce_rms_norm reduce_op=avg norm=(form=layer eps=0.5) extras=post_weight world_size=4
+  group_name=0 site=r/4 strategy=tile workspace_limit=1048576 timeout_s=1.5 post=(round_first)
+  saved=reduced+post_rstd+mean num_products=2 has_bias
+matmul_all_gather gather_dim=2 world_size=4 group_name=0 site=r/3 strategy=tile
+  workspace_limit=1048576 timeout_s=1.5 num_products=2 has_bias
+matmul_all_to_all gather_dim=1 parts=3 world_size=4 group_name=0 site=r/6 strategy=tile
+  workspace_limit=1048576 timeout_s=1.5 num_products=2 has_bias
+all_to_all_matmul scatter_dim=1 parts=3 return_received world_size=4 group_name=0 site=r/7
+  strategy=tile workspace_limit=1048576 timeout_s=1.5
+flash_decode scale=0.125 softcap=30.0 world_size=4 group_name=0 site=r/5 strategy=tile
+  workspace_limit=1048576 timeout_s=1.5 paged
+all_gather_attention mask=(kind=causal window=40 offset=64 jumps='8+24') scale=0.25 softcap=30.0
+  world_size=4 group_name=0 site=r/8 strategy=tile workspace_limit=1048576 timeout_s=1.5
+  return_gathered
+attention_reduce_scatter mask=(kind=given) scale=0.25 softcap=0.0 world_size=4 group_name=0 site=r/9
+  strategy=tile workspace_limit=1048576 timeout_s=1.5
 """,
     )
 
@@ -119,6 +126,9 @@ def test_a_node_is_frozen_equal_by_value_and_legal(node: TaskNode) -> None:
         (TO_ROWS, "scatter_dim", -1),
         (TO_ROWS, "parts", 0),
         (TO_ROWS, "group_name", ""),
+        (GATHERED_KEYS, "mask", Mask("diagonal")),
+        (GATHERED_KEYS, "scale", float("inf")),
+        (SCATTERED_KEYS, "softcap", -1.0),
         (ATTENDED, "scale", 0.0),
         (ATTENDED, "softcap", -1.0),
         (ATTENDED, "group_name", ""),
@@ -136,35 +146,57 @@ def test_an_illegal_policy_is_named(node: TaskNode, policy: Policy) -> None:
         dataclasses.replace(node, policy=policy).verify()
 
 
-def test_a_call_reads_back_as_its_node() -> None:
-    gather_args = ("shard", ["w0", "w1"], None, 1, True, *site_args(GATHER))
-    assert node_from_call(overload(GATHER.kind), gather_args) == GATHER
-    scatter_args = (["a"], ["b"], None, None, 0, "avg", *site_args(SCATTER))
-    assert node_from_call(overload(SCATTER.kind), scatter_args) == SCATTER
-    reduce_args = (["a", "c", "e"], ["b", "d", "f"], "bias", None, "sum", *site_args(REDUCE))
-    assert node_from_call(overload(REDUCE.kind), reduce_args) == REDUCE
-    gathered_args = (["a", "c"], ["b", "d"], "bias", None, 2, *site_args(GATHERED))
-    assert node_from_call(overload(GATHERED.kind), gathered_args) == GATHERED
-    to_heads = (["a", "c"], ["b", "d"], "bias", None, 1, 3, *site_args(TO_HEADS))
-    assert node_from_call(overload(TO_HEADS.kind), to_heads) == TO_HEADS
-    assert node_from_call(overload(TO_ROWS.kind), ("x", "w", None, 1, 3, True, *site_args(TO_ROWS))) == TO_ROWS
-    norms = *norm_args(NORM), *norm_args(None), ""
-    normed = ("x", *[None] * 4, "r", "w", *[None] * 4, "sum", *norms, *site_args(NORMED))
-    assert node_from_call(overload(NORMED.kind), normed) == NORMED
-    given = (["a", "c"], ["b", "d"], "bias", None, None, "w", *[None] * 7)
-    norms = *norm_args(DECODED.norm), *norm_args(NORM), "reduced+post_rstd+mean"
-    decoded = (*given, "avg", *norms, *site_args(DECODED))
-    assert node_from_call(overload(DECODED.kind), decoded) == DECODED
-    attended = ("q", "k", "v", "lengths", "block_table", None, 0.125, 30.0, *site_args(ATTENDED))
-    assert node_from_call(overload(ATTENDED.kind), attended) == ATTENDED
-    assert argument_of(overload(DECODED.kind), decoded, "reduce_op") == "avg"
+PRODUCTS = {"a": ["a0", "a1"], "b": ["b0", "b1"]}
+
+
+@pytest.mark.parametrize(
+    ("node", "given", "operands"),
+    [
+        (GATHER, {"shard": "x", "weights": ["w0", "w1"]}, ["x", "w0", "w1"]),
+        (SCATTER, {"a": ["a"], "b": ["b"]}, ["a", "b"]),
+        (REDUCE, {"a": ["a", "c", "e"], "b": ["b", "d", "f"], "bias": "r"}, ["a", "c", "e", "b", "d", "f", "r"]),
+        (NORMED, {"x": "x", "residual": "r", "weight": "w"}, ["x", "r", "w"]),
+        (DECODED, {**PRODUCTS, "product_bias": "c", "post_weight": "w"}, ["a0", "a1", "b0", "b1", "c", "w"]),
+        (GATHERED, {**PRODUCTS, "bias": "r"}, ["a0", "a1", "b0", "b1", "r"]),
+        (TO_HEADS, {**PRODUCTS, "bias": "r"}, ["a0", "a1", "b0", "b1", "r"]),
+        (TO_ROWS, {"x": "x", "weight": "w"}, ["x", "w"]),
+        (
+            ATTENDED,
+            {"q": "q", "k": "k", "v": "v", "lengths": "n", "block_table": "t"},
+            ["q", "k", "v", "n", "t"],
+        ),
+        (GATHERED_KEYS, {"q": "q", "k": "k", "v": "v"}, ["q", "k", "v"]),
+        (
+            SCATTERED_KEYS,
+            {"grad_out": "g", "q": "q", "k": "k", "v": "v", "out": "o", "lse": "l", "bias": "b"},
+            ["g", "q", "k", "v", "o", "l", "b"],
+        ),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_a_call_reads_back_as_its_node(node: TaskNode, given: dict[str, object], operands: list[str]) -> None:
+    # Operands by name, in whatever order, stand in that of the slots.
+    args = arguments(node, "token", **dict(reversed(given.items())))
+    assert args == (operands, node.text(), "token")
+    assert node_from_call(overload(node.kind), args) == node
+    assert node.named(operands) == given and list(node.named(operands)) == [name for name, _ in node.slots()]
+
+
+def test_what_is_no_call_of_a_node() -> None:
+    args = arguments(TO_ROWS, x="x", weight="w")
+    for target, given in ((overload("after"), args), (overload(TO_ROWS.kind), args[:2])):
+        with pytest.raises(AssertionError, match="not a call of a node"):
+            node_from_call(target, given)
+    with pytest.raises(AssertionError, match="not an op of ours"):
+        node_from_call(len, args)
 
 
 def test_an_epilogue_is_part_of_the_text_and_of_the_call() -> None:
     node = dataclasses.replace(GATHER, epilogue="cast(silu(mm0), bf16) * mm1 + row(x0); mm1", num_extras=1)
     node.verify()
-    assert "return_gathered=True, epilogue='cast(silu(mm0), bf16) * mm1 + row(x0); mm1', world_size=4" in node.text()
-    args = ("shard", ["w0", "w1"], None, 1, True, *site_args(node), ["bias"], node.epilogue)
+    assert "epilogue='cast(silu(mm0), bf16) * mm1 + row(x0); mm1'" in node.text()
+    args = arguments(node, shard="shard", weights=["w0", "w1"], extras=["bias"])
+    assert args[0] == ["shard", "w0", "w1", "bias"]
     assert node_from_call(overload(node.kind), args) == node
     assert node.num_outputs == 2
 
@@ -174,10 +206,10 @@ def test_a_reduction_has_one_product_for_its_epilogue() -> None:
         finished = dataclasses.replace(node, epilogue="relu(mm0 + row(x0)); mm0", num_extras=1)
         finished.verify()
         assert "epilogue='relu(mm0 + row(x0)); mm0'" in finished.text() and finished.num_outputs == 2
-        dims = (0,) if node is SCATTER else ()
-        a, b = (["x"] * node.num_products for _ in range(2))
+        a, b = ([f"{name}{index}" for index in range(node.num_products)] for name in "ab")
         bias = "bias" if node.has_bias else None
-        args = (a, b, bias, None, *dims, node.reduce_op, *site_args(node), ["row"], finished.epilogue)
+        args = arguments(finished, a=a, b=b, bias=bias, extras=["row"])
+        assert args[0] == [*a, *b, *["bias"] * node.has_bias, "row"]
         assert node_from_call(overload(node.kind), args) == finished
         with pytest.raises(InvalidTaskNode, match="epilogue"):
             dataclasses.replace(node, epilogue="mm0 * mm1").verify()

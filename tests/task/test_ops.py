@@ -12,9 +12,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ditron_inductor.task import ops
-from ditron_inductor.task.nodes import Norm
+from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, Mask
+from ditron_inductor.task.nodes import (
+    NODES,
+    AllGatherMatmul,
+    AllReduceRmsNorm,
+    AllToAllMatmul,
+    FlashDecode,
+    MatmulAllGather,
+    MatmulAllReduce,
+    MatmulAllReduceRmsNorm,
+    MatmulAllToAll,
+    MatmulReduceScatter,
+    Norm,
+    Policy,
+    Projections,
+)
 
-SITE = (4, "0", "r/0", "auto", 1 << 30, 0.0)
+SITE = (4, "0", "r/0", Policy())
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +45,10 @@ def shapes(outputs: object) -> list[list[int]]:
     return [list(output.shape) for output in outputs]
 
 
+def is_token(x: torch.Tensor) -> bool:
+    return list(x.shape) == [1] and x.dtype == torch.uint8
+
+
 def test_golden_schemas() -> None:
     schemas = [str(ops.overload(name)._schema) for name in ops.SCHEMAS]
     lines = "\n".join(textwrap.fill(schema, 100, subsequent_indent="  ") for schema in schemas) + "\n"
@@ -39,7 +59,6 @@ ditron::all_gather_matmul(Tensor[] operands, str node, Tensor? token) -> Tensor[
 ditron::matmul_reduce_scatter(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 ditron::matmul_all_reduce(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 ditron::matmul_all_gather(Tensor[] operands, str node, Tensor? token) -> Tensor[]
-ditron::all_gather_contract(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 ditron::all_reduce_rms_norm(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 ditron::matmul_all_reduce_rms_norm(Tensor[] operands, str node, Tensor? token) -> Tensor[]
 ditron::matmul_all_to_all(Tensor[] operands, str node, Tensor? token) -> Tensor[]
@@ -59,6 +78,12 @@ ditron::replicated(Tensor(a) x, Tensor[] same, str group_name, str site, str nam
     )
 
 
+def test_all_nodes_have_one_schema() -> None:
+    assert {ops.SCHEMAS[kind] for kind in NODES} == {"(Tensor[] operands, str node, Tensor? token) -> Tensor[]"}
+    names = [argument.name for argument in ops.overload(Projections.kind)._schema.arguments]
+    assert (names[ops.OPERANDS], names[ops.NODE], names[ops.TOKEN]) == ("operands", "node", "token")
+
+
 def test_define_twice_is_once() -> None:
     assert ops.define() is ops.define()
 
@@ -75,71 +100,73 @@ def test_all_gather_matmul(shape: tuple[int, ...], dim: int, return_gathered: bo
     gathered = list(shape)
     gathered[dim] *= 4
     rows = torch.Size(gathered[:-1]).numel()
-    outputs = torch.ops.ditron.all_gather_matmul(shard, weights, None, dim, return_gathered, *SITE)
+    node = AllGatherMatmul(dim, 4, "0", return_gathered, "r/0", Policy(), 2)
+    outputs = ops.call(node, shard=shard, weights=weights)
     assert shapes(outputs) == [[rows, 24], [rows, 40], *([gathered] if return_gathered else []), [1]]
     assert all(output.is_contiguous() for output in outputs)
-    assert outputs[-1].dtype == torch.uint8
-
-
-@pytest.mark.parametrize(("shape", "dim", "kept"), [((8, 16), 0, 16), ((2, 8, 16), 1, 16), ((2, 8, 16), 2, 16)])
-@pytest.mark.parametrize("first", [True, False])
-def test_all_gather_contract(shape: tuple[int, ...], dim: int, kept: int, first: bool) -> None:
-    shard, whole = torch.empty(shape), list(shape)
-    whole[dim] *= 4
-    depth = 4 * shard.numel() // kept
-    factor = torch.empty(depth, 24) if first else torch.empty(24, depth)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        outputs = torch.ops.ditron.all_gather_contract(shard, [factor], None, dim, first, True, *SITE)
-        assert shapes(outputs) == [[kept, 24] if first else [24, kept], whole, [1]]
+    assert is_token(outputs[-1])
 
 
 def test_all_gather_matmul_with_an_epilogue() -> None:
-    x, weights = torch.empty(2, 8, 16, dtype=torch.bfloat16), [torch.empty(16, 24, dtype=torch.bfloat16)] * 2
+    x, weights = torch.empty(2, 8, 16, dtype=BF16), [torch.empty(16, 24, dtype=BF16)] * 2
     text = "mm0 * mm1; cast(mm1, fp32); mm0 + row(x0)"
-    outputs = torch.ops.ditron.all_gather_matmul(x, weights, None, 1, True, *SITE, [torch.empty(24)], text)
+    node = AllGatherMatmul(1, 4, "0", True, "r/0", Policy(), 2, num_extras=1, epilogue=text)
+    outputs = ops.call(node, shard=x, weights=weights, extras=[torch.empty(24)])
     assert shapes(outputs) == [[64, 24], [64, 24], [64, 24], [2, 32, 16], [1]]
-    assert [one.dtype for one in outputs[:3]] == [torch.bfloat16, torch.float32, torch.bfloat16]
+    assert [one.dtype for one in outputs[:3]] == [BF16, FP32, BF16]
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((32, 16), 0), ((2, 32, 16), 1), ((4, 32, 16), 0)])
 def test_matmul_reduce_scatter(shape: tuple[int, ...], dim: int) -> None:
     expected = [*shape[:-1], 24]
     expected[dim] //= 4
-    outputs = torch.ops.ditron.matmul_reduce_scatter(
-        [torch.empty(shape, dtype=torch.bfloat16), torch.empty((*shape[:-1], 5), dtype=torch.bfloat16)],
-        [torch.empty(16, 24, dtype=torch.bfloat16), torch.empty(5, 24, dtype=torch.bfloat16)],
-        torch.empty(24, dtype=torch.bfloat16),
-        None,
-        dim,
-        "sum",
-        *SITE,
+    outputs = ops.call(
+        MatmulReduceScatter(dim, "sum", *SITE, num_products=2, has_bias=True),
+        a=[torch.empty(shape, dtype=BF16), torch.empty((*shape[:-1], 5), dtype=BF16)],
+        b=[torch.empty(16, 24, dtype=BF16), torch.empty(5, 24, dtype=BF16)],
+        bias=torch.empty(24, dtype=BF16),
     )
     assert shapes(outputs) == [expected, [1]]
-    assert outputs[0].dtype == torch.bfloat16
+    assert outputs[0].dtype == BF16 and outputs[0].is_contiguous()
 
 
 @pytest.mark.parametrize("shape", [(32, 16), (2, 32, 16)])
 def test_matmul_all_reduce(shape: tuple[int, ...]) -> None:
-    operands = [torch.empty(shape)], [torch.empty(16, 24)], torch.empty(24)
-    outputs = torch.ops.ditron.matmul_all_reduce(*operands, None, "avg", *SITE)
+    node = MatmulAllReduce("avg", *SITE, has_bias=True)
+    outputs = ops.call(node, a=[torch.empty(shape)], b=[torch.empty(16, 24)], bias=torch.empty(24))
     assert shapes(outputs) == [[*shape[:-1], 24], [1]]
 
 
 def test_reductions_with_a_norm() -> None:
-    norms = (None, "sum", *ops.norm_args(Norm("rms", 1e-6, round_first=True)))
-    norm = (*norms, *ops.norm_args(None), "", *SITE)
-    saving = (*norms, *ops.norm_args(Norm("layer")), "reduced+post_mean+rstd+scaled+other", *SITE)
-    x, row = torch.empty(2, 3, 24, dtype=torch.bfloat16), torch.empty(24, dtype=torch.bfloat16)
-    extras = (None, None, None, None, x.view(6, 24), row, None, None, None)
-    outputs = torch.ops.ditron.all_reduce_rms_norm(x, *extras, *norm)
-    assert shapes(outputs) == [[2, 3, 24], [2, 3, 24], [1]] and outputs[1].dtype == torch.bfloat16
-    outputs = torch.ops.ditron.matmul_all_reduce_rms_norm(
-        [torch.empty(2, 3, 16)], [torch.empty(16, 24)], None, row, row, None, None, None, row, row, None, None, *norm
+    norm = Norm("rms", 1e-6, round_first=True)
+    x, row = torch.empty(2, 3, 24, dtype=BF16), torch.empty(24, dtype=BF16)
+    outputs = ops.call(
+        AllReduceRmsNorm("sum", norm, ("residual", "weight"), *SITE), x=x, residual=x.view(6, 24), weight=row
+    )
+    assert shapes(outputs) == [[2, 3, 24], [2, 3, 24], [1]] and outputs[1].dtype == BF16
+    outputs = ops.call(
+        MatmulAllReduceRmsNorm("sum", norm, ("bias", "second_bias", "weight", "shift"), *SITE),
+        a=[torch.empty(2, 3, 16)],
+        b=[torch.empty(16, 24)],
+        **dict.fromkeys(("bias", "second_bias", "weight", "shift"), row),
     )
     assert shapes(outputs) == [[2, 3, 24], [2, 3, 24], [1]]
-    outputs = torch.ops.ditron.all_reduce_rms_norm(x, None, None, row, row, x, None, None, row, row, *saving)
+    extras = ("post_weight", "post_shift", "residual", "other_weight", "other_shift")
+    saved = ("reduced", "post_mean", "rstd", "scaled", "other")
+    node = AllReduceRmsNorm("sum", norm, extras, *SITE, post=Norm("layer"), saved=saved)
+    outputs = ops.call(node, x=x, **{**dict.fromkeys(extras, row), "residual": x})
     assert shapes(outputs) == [[2, 3, 24], [2, 3, 24], [2, 3, 24], [2, 3, 1], [2, 3, 1], [2, 3, 24], [2, 3, 24], [1]]
-    assert [one.dtype for one in outputs[2:-1]] == [torch.bfloat16, *[torch.float32] * 3, torch.bfloat16]
+    assert [one.dtype for one in outputs[2:-1]] == [BF16, FP32, FP32, FP32, BF16]
+    assert is_token(outputs[-1])
+
+
+def test_a_product_of_whose_norm_nothing_is_kept_but_the_total() -> None:
+    node = MatmulAllReduceRmsNorm(
+        "avg", Norm("none", 0.0), ("residual",), *SITE, post=Norm(), num_products=2, has_bias=True
+    )
+    a, b = [torch.empty(2, 3, 16)] * 2, [torch.empty(16, 24)] * 2
+    outputs = ops.call(node, a=a, b=b, product_bias=torch.empty(24), residual=torch.empty(6, 24))
+    assert shapes(outputs) == [[2, 3, 24], [1]]
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((32, 16), 0), ((32, 16), 1), ((2, 32, 16), 1), ((2, 32, 16), 2)])
@@ -147,14 +174,88 @@ def test_matmul_all_gather(shape: tuple[int, ...], dim: int) -> None:
     expected = [*shape[:-1], 24]
     expected[dim] *= 4
     for bias in (None, torch.empty(24)):
-        operands = [torch.empty(shape)], [torch.empty(16, 24)], bias, None
-        assert shapes(torch.ops.ditron.matmul_all_gather(*operands, dim, *SITE)) == [expected, [1]]
+        node = MatmulAllGather(dim, *SITE, has_bias=bias is not None)
+        outputs = ops.call(node, a=[torch.empty(shape)], b=[torch.empty(16, 24)], bias=bias)
+        assert shapes(outputs) == [expected, [1]] and outputs[0].is_contiguous()
+
+
+def test_projections() -> None:
+    x, weights = torch.empty(2, 16, dtype=BF16), [torch.empty(16, 24, dtype=BF16), torch.empty(8, 16, dtype=BF16).t()]
+    outputs = ops.call(Projections(2), x=x, weights=weights)
+    assert shapes(outputs) == [[2, 24], [2, 8]] and all(one.is_contiguous() for one in outputs)
+    node = Projections(2, num_extras=1, epilogue="cast(mm0 + row(x0), fp32); mm1")
+    outputs = ops.call(node, x=x, weights=weights, extras=[torch.empty(24)])
+    assert shapes(outputs) == [[2, 24], [2, 8]] and [one.dtype for one in outputs] == [FP32, BF16]
+
+
+def test_products_around_an_all_to_all() -> None:
+    a, b = [torch.empty(2, 3, 16)] * 2, [torch.empty(16, 24)] * 2
+    node = MatmulAllToAll(1, 3, *SITE, num_products=2, has_bias=True)
+    outputs = ops.call(node, a=a, b=b, bias=torch.empty(24))
+    assert shapes(outputs) == [[2, 12, 6], [1]] and outputs[0].is_contiguous()
+    for returned in (False, True):
+        node = AllToAllMatmul(1, 3, returned, *SITE)
+        outputs = ops.call(node, x=torch.empty(2, 12, 6), weight=torch.empty(24, 16))
+        assert shapes(outputs) == [[6, 16], *([[2, 3, 24]] if returned else []), [1]]
+        assert all(one.is_contiguous() for one in outputs)
+
+
+def test_flash_decode() -> None:
+    q, cache = torch.empty(2, 16, 6, dtype=BF16).transpose(1, 2), torch.empty(2, 40, 2, 16, dtype=BF16)
+    lengths, table = torch.empty(2, dtype=torch.int32), torch.empty(2, 5, dtype=torch.int32)
+    for given in (None, table):
+        node = FlashDecode(0.25, 0.0, *SITE, paged=given is not None)
+        operands = {} if given is None else {"block_table": given}
+        outputs = ops.call(node, q=q, k=cache, v=cache, lengths=lengths, **operands)
+        assert shapes(outputs) == [[2, 6, 16], [1]]
+        assert outputs[0].dtype == BF16 and outputs[0].is_contiguous()
+
+
+@pytest.mark.parametrize("mask", ["causal", "given"])
+@pytest.mark.parametrize("returned", [False, True])
+def test_all_gather_attention(mask: str, returned: bool) -> None:
+    q, k = torch.empty(1, 4, 8, 16, dtype=BF16), torch.empty(1, 2, 6, 16, dtype=BF16)
+    bias = {"bias": torch.empty(1, 1, 8, 24)} if mask == "given" else {}
+    node = AllGatherAttention(Mask(mask), 0.25, 0.0, *SITE, return_gathered=returned)
+    out, lse, *gathered, token = ops.call(node, q=q, k=k, v=k, **bias)
+    assert shapes([out, lse]) == [[1, 4, 8, 16], [1, 4, 8]] and (out.dtype, lse.dtype) == (BF16, FP32)
+    assert shapes(gathered) == [[1, 2, 24, 16]] * (2 * returned)
+    # The sequence stands before the heads in memory, as the rest of a layer reads it.
+    assert all(one.transpose(1, 2).is_contiguous() for one in (out, *gathered))
+    assert is_token(token)
+
+
+@pytest.mark.parametrize("mask", ["zigzag", "given"])
+def test_attention_reduce_scatter(mask: str) -> None:
+    q, k = torch.empty(1, 4, 6, 16, dtype=BF16), torch.empty(1, 2, 24, 16, dtype=BF16)
+    bias = {"bias": torch.empty(1, 1, 6, 24)} if mask == "given" else {}
+    node = AttentionReduceScatter(Mask(mask), 0.25, 0.0, *SITE)
+    *gradients, token = ops.call(node, grad_out=q, q=q, k=k, v=k, out=q, lse=torch.empty(1, 4, 6), **bias)
+    assert shapes(gradients) == [[1, 4, 6, 16], [1, 2, 6, 16], [1, 2, 6, 16]]
+    assert all(one.dtype == BF16 and one.transpose(1, 2).is_contiguous() for one in gradients)
+    assert is_token(token)
+
+
+def test_operands_have_to_fit_the_node() -> None:
+    node = MatmulAllReduce("sum", *SITE, has_bias=True)
+    x, w, row = torch.empty(8, 16), torch.empty(16, 24), torch.empty(24)
+    operands, text, token = ops.arguments(node, a=[x], b=[w], bias=row)
+    assert operands == [x, w, row] and token is None and ops.parsed(node.kind, text) == node
+    with pytest.raises(AssertionError, match="matmul_all_reduce has no bias"):
+        ops.arguments(node, a=[x], b=[w])
+    with pytest.raises(AssertionError, match="matmul_all_reduce has 2 a, not 1"):
+        ops.arguments(node, a=[x, x], b=[w], bias=row)
+    with pytest.raises(AssertionError, match="matmul_all_reduce has no operand residual"):
+        ops.arguments(node, a=[x], b=[w], bias=row, residual=x)
+    with pytest.raises(AssertionError, match="has 3 operands, not 2"):
+        ops.overload(node.kind)([x, w], text, None)
 
 
 def test_a_token_orders_without_changing_anything() -> None:
-    x = torch.empty(8, 16)
-    _, token = torch.ops.ditron.matmul_all_reduce([x], [torch.empty(16, 24)], None, None, "sum", *SITE)
-    torch.ops.ditron.matmul_all_reduce([x], [torch.empty(16, 24)], None, token, "sum", *SITE)
+    x, w = torch.empty(8, 16), torch.empty(16, 24)
+    node = MatmulAllReduce("sum", *SITE)
+    _, token = ops.call(node, a=[x], b=[w])
+    ops.call(node, token, a=[x], b=[w])
     assert torch.ops.ditron.after(x, token).shape == x.shape
     assert torch.ops.ditron.token_of(x).shape == (1,)
 
@@ -167,9 +268,10 @@ def test_dynamic_shapes_add_no_guard() -> None:
     with mode:
         weight = x.new_empty(x.shape[2], 24)
         before = len(shape_env.guards)
-        outputs = torch.ops.ditron.all_gather_matmul(x, [weight], None, 1, True, *SITE)
-        torch.ops.ditron.matmul_all_reduce([x, x], [weight, weight], weight[0], None, "sum", *SITE)
-        torch.ops.ditron.matmul_reduce_scatter([x], [weight], None, None, 1, "sum", *SITE)
-        torch.ops.ditron.matmul_all_gather([x], [weight], None, None, 2, *SITE)
+        outputs = ops.call(AllGatherMatmul(1, 4, "0", True, "r/0", Policy(), 1), shard=x, weights=[weight])
+        reduce = MatmulAllReduce("sum", *SITE, num_products=2, has_bias=True)
+        ops.call(reduce, a=[x, x], b=[weight, weight], bias=weight[0])
+        ops.call(MatmulReduceScatter(1, "sum", *SITE), a=[x], b=[weight])
+        ops.call(MatmulAllGather(2, *SITE), a=[x], b=[weight])
     assert len(shape_env.guards) == before
     assert outputs[1].shape[1] == 4 * x.shape[1]

@@ -64,32 +64,6 @@ def _matmul_all_reduce(ctx: RankContext, shape: tuple[int, ...], op: str, count:
     torch.testing.assert_close(out, total)
 
 
-def _all_gather_contract(ctx: RankContext, shape: tuple[int, ...], dim: int, first: bool) -> None:
-    shards = everyones(ctx, *shape)
-    whole = torch.cat(shards, dim)
-    last = dim == len(shape) - 1
-    factor = everyones(ctx, whole.shape[-1] if last else whole.shape[:-1].numel(), 5)[ctx.rank]
-    out, gathered = reference.all_gather_contract(
-        shards[ctx.rank],
-        [factor if first else factor.t()],
-        gather_dim=dim,
-        gathered_first=first,
-        world_size=ctx.world_size,
-        group_name=ctx.group_name,
-        return_gathered=True,
-    )
-    rows = "ck" if last else "kc"
-    wanted = torch.einsum(f"{rows},kn->{'cn' if first else 'nc'}", whole.flatten(0, -2), factor)
-    assert torch.equal(gathered, whole)
-    torch.testing.assert_close(out, wanted)
-
-
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize(("shape", "dim"), [((8, 16), 0), ((2, 3, 16), 1), ((2, 3, 16), 2)])
-def test_all_gather_contract(pool: RankPool, shape: tuple[int, ...], dim: int, first: bool) -> None:
-    pool.run(_all_gather_contract, shape, dim, first)
-
-
 def _matmul_all_gather(ctx: RankContext, shape: tuple[int, ...], dim: int) -> None:
     lhs, rhs, bias = everyones(ctx, *shape), everyones(ctx, 16, 24), everyones(ctx, 24)
     for biases in (bias, None):

@@ -21,10 +21,7 @@ X, W, G = torch.empty(2, 8, 16), torch.empty(16, 24), torch.empty(16)
 
 
 def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, w: torch.Tensor) -> Any:
-    extras = residual, weight, None
-    site = ops.site_args(NODE)
-    arguments = x, [w], None, 1, True, *site, [], "", *extras, *ops.shard_norm_args(PROLOGUE)
-    return torch.ops.ditron.all_gather_matmul(*arguments)[:-1]
+    return ops.call(NODE, shard=x, weights=[w], residual=residual, weight=weight)[:-1]
 
 
 @pytest.fixture
@@ -35,9 +32,8 @@ def module() -> fx.GraphModule:
 
 def test_text() -> None:
     assert NODE.text() == (
-        "all_gather_matmul(gather_dim=1, num_weights=1, return_gathered=True, norm=layer(eps=1e-05), "
-        "norm_extras=residual+weight, saved=rstd, world_size=4, group_name='0', site='r/0', strategy=auto, "
-        "workspace_limit=1073741824, timeout_s=0)"
+        "gather_dim=1 world_size=4 group_name=0 return_gathered site=r/0 num_weights=1 "
+        "prologue=(norm=(form=layer eps=1e-05) extras=residual+weight saved=rstd)"
     )
     assert "norm" not in replace(NODE, prologue=None).text()
 
@@ -52,18 +48,19 @@ def test_a_call_stands_for_its_node(module: fx.GraphModule) -> None:
 
 
 @pytest.mark.parametrize("round_first", [False, True])
-def test_arguments_at_their_defaults_do_not_come(round_first: bool) -> None:
-    """The dispatcher leaves them out of what it hands to the op, from the last one on."""
+def test_fields_at_their_defaults_are_in_no_text(round_first: bool) -> None:
+    """What is left out is read back as it was."""
     ops.define()
     prologue = ShardNorm(Norm("rms", 1e-5, round_first=round_first), ("weight",))
     node = replace(NODE, return_gathered=False, prologue=prologue)
 
     def call(x: torch.Tensor, weight: torch.Tensor, w: torch.Tensor) -> Any:
-        arguments = x, [w], None, 1, False, *ops.site_args(node), [], "", None, weight, None
-        return torch.ops.ditron.all_gather_matmul(*arguments, *ops.shard_norm_args(prologue))[:-1]
+        return ops.call(node, shard=x, weights=[w], weight=weight)[:-1]
 
-    ((_, found),) = task_calls(traced(call, X, G, W).graph)
+    ((call_of_it, found),) = task_calls(traced(call, X, G, W).graph)
     assert found == node
+    text = call_of_it.args[ops.NODE]
+    assert "plus_one" not in text and "saved" not in text and ("round_first" in text) is round_first
 
 
 @pytest.mark.parametrize(
@@ -75,22 +72,37 @@ def test_rules(field: str, value: Any) -> None:
         replace(NODE, prologue=replace(PROLOGUE, **{field: value})).verify()
 
 
-RESIDUAL, WEIGHT, NORM = 13, 14, 16
+SHARD, WEIGHTS, RESIDUAL, WEIGHT = range(4)
+"""The places of the operands."""
 
 
 @pytest.mark.parametrize(
-    "place, value, problem",
+    "place, other, problem",
     [
-        (WEIGHT, "w", "has a weight that does not fit"),
-        (RESIDUAL, "weight", "adds a residual of another size"),
-        (NORM, "", "has tensors of a norm, and no norm"),
+        (WEIGHT, WEIGHTS, "has a weight that does not fit"),
+        (RESIDUAL, WEIGHT, "adds a residual of another size"),
     ],
 )
-def test_a_wrong_call(module: fx.GraphModule, place: int, value: str, problem: str) -> None:
-    ((call, _),) = task_calls(module.graph)
-    by_name = {"w": call.args[1][0], "weight": call.args[WEIGHT]}  # type: ignore[index]
-    call.update_arg(place, by_name.get(value, value))
-    if not value:
-        call.meta["val"] = [*call.meta["val"][:2], call.meta["val"][-1]]
+def test_a_wrong_operand(module: fx.GraphModule, place: int, other: int, problem: str) -> None:
+    ((call, node),) = task_calls(module.graph)
+    assert [name for name, _ in node.slots()] == ["shard", "weights", "residual", "weight"]
+    operands = list(ops.operands_of(call))
+    operands[place] = operands[other]
+    call.update_arg(ops.OPERANDS, operands)
     with pytest.raises(GraphVerificationError, match=problem):
+        verify_graph(module.graph)
+
+
+def test_tensors_of_a_norm_and_no_norm(module: fx.GraphModule) -> None:
+    ((call, node),) = task_calls(module.graph)
+    call.update_arg(ops.NODE, replace(node, prologue=None).text())
+    call.meta["val"] = [*call.meta["val"][:2], call.meta["val"][-1]]
+    with pytest.raises(GraphVerificationError, match="has 4 operands, and its node has 2"):
+        verify_graph(module.graph)
+
+
+def test_a_norm_and_not_all_of_its_tensors(module: fx.GraphModule) -> None:
+    ((call, _),) = task_calls(module.graph)
+    call.update_arg(ops.OPERANDS, ops.operands_of(call)[:-1])
+    with pytest.raises(GraphVerificationError, match="has 3 operands, and its node has 4"):
         verify_graph(module.graph)

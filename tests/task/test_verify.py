@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import fx
 
 from ditron_inductor.errors import GraphVerificationError, InvalidTaskNode
 from ditron_inductor.task import ops
+from ditron_inductor.task.nodes import AllGatherMatmul, MatmulReduceScatter, Policy
 from ditron_inductor.task.verify import task_calls, verify_graph
 from tests.passes.graphs import traced
 
@@ -20,16 +22,16 @@ W = torch.empty(16, 24)
 V = torch.empty(24, 16)
 
 
-def site(name: str, world_size: int = 4) -> tuple[Any, ...]:
-    return (world_size, "0", name, "auto", 1 << 30, 0.0)
+GATHER = AllGatherMatmul(0, 4, "0", False, "r/0", Policy(), 1)
+SCATTER = MatmulReduceScatter(0, "sum", 4, "0", "r/1", Policy(), num_products=2, has_bias=True)
 
 
 def chain(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Two sites and a collective that is not fused, in one chain."""
-    hidden, token = torch.ops.ditron.all_gather_matmul(x, [w], None, 0, False, *site("r/0"))
+    hidden, token = ops.call(GATHER, shard=x, weights=[w])
     other = torch.ops.ditron.token_of(torch.ops.ditron.after(x, token).sin())
     bias = v.sum(0)
-    out, _ = torch.ops.ditron.matmul_reduce_scatter([hidden, hidden], [v, v], bias, other, 0, "sum", *site("r/1"))
+    out, _ = ops.call(SCATTER, other, a=[hidden, hidden], b=[v, v], bias=bias)
     return out
 
 
@@ -44,45 +46,60 @@ def test_a_legal_graph(module: fx.GraphModule) -> None:
     assert [task.kind for _, task in task_calls(module.graph)] == ["all_gather_matmul", "matmul_reduce_scatter"]
 
 
-def set_argument(index: int, value: Any, call: int = 0) -> Callable[[fx.Graph], None]:
+def set_field(index: int = 0, **fields: Any) -> Callable[[fx.Graph], None]:
+    """Changes fields of the node of a call."""
+
     def change(graph: fx.Graph) -> None:
-        task_calls(graph)[call][0].update_arg(index, value)
+        call, task = task_calls(graph)[index]
+        call.update_arg(ops.NODE, replace(task, **fields).text())
 
     return change
 
 
-def wrong_weight(graph: fx.Graph) -> None:
+def set_operand(index: int, name: str, value: Callable[[fx.Graph], Any]) -> Callable[[fx.Graph], None]:
+    """Changes an operand of a call."""
+
+    def change(graph: fx.Graph) -> None:
+        call, task = task_calls(graph)[index]
+        call.update_arg(ops.OPERANDS, task.flat({**ops.operands_from_call(call), name: value(graph)}))
+
+    return change
+
+
+def operand(graph: fx.Graph, index: int, name: str) -> Any:
+    return ops.operand(task_calls(graph)[index][0], name)
+
+
+wrong_weight = set_operand(0, "weights", lambda graph: [operand(graph, 0, "shard")])
+narrow_product = set_operand(
+    1, "b", lambda graph: [operand(graph, 1, "b")[0], operand(graph, 0, "weights")[0]]
+)
+short_rows = set_operand(1, "a", lambda graph: [operand(graph, 1, "a")[0], operand(graph, 0, "shard")])
+bias_that_is_no_row = set_operand(1, "bias", lambda graph: operand(graph, 1, "b")[0])
+
+
+def operand_that_is_no_node(graph: fx.Graph) -> None:
     call = task_calls(graph)[0][0]
-    call.update_arg(1, [call.args[0]])
+    call.update_arg(ops.OPERANDS, [ops.operands_of(call)[0], None])
 
 
-def narrow_product(graph: fx.Graph) -> None:
+def lost_operand(graph: fx.Graph) -> None:
     call = task_calls(graph)[1][0]
-    call.update_arg(1, [call.args[1][0], task_calls(graph)[0][0].args[1][0]])
-
-
-def short_rows(graph: fx.Graph) -> None:
-    call = task_calls(graph)[1][0]
-    call.update_arg(0, [call.args[0][0], task_calls(graph)[0][0].args[0]])
-
-
-def bias_that_is_no_row(graph: fx.Graph) -> None:
-    call = task_calls(graph)[1][0]
-    call.update_arg(2, call.args[1][0])
+    call.update_arg(ops.OPERANDS, ops.operands_of(call)[:-1])
 
 
 def lost_token(graph: fx.Graph) -> None:
-    task_calls(graph)[1][0].update_arg(3, None)
+    task_calls(graph)[1][0].update_arg(ops.TOKEN, None)
 
 
 def shared_token(graph: fx.Graph) -> None:
-    token = task_calls(graph)[1][0].args[3]
+    token = task_calls(graph)[1][0].args[ops.TOKEN]
     (output,) = graph.find_nodes(op="output")
     output.args = ((output.args[0], token),)
 
 
 def token_that_is_none(graph: fx.Graph) -> None:
-    task_calls(graph)[1][0].update_arg(3, next(iter(graph.nodes)))
+    task_calls(graph)[1][0].update_arg(ops.TOKEN, next(iter(graph.nodes)))
 
 
 def whole_list_used(graph: fx.Graph) -> None:
@@ -97,15 +114,18 @@ def whole_list_used(graph: fx.Graph) -> None:
         (narrow_product, "products of different shapes"),
         (short_rows, "products of different shapes"),
         (bias_that_is_no_row, "no row"),
+        (operand_that_is_no_node, "has an operand that is no tensor: None"),
+        (lost_operand, "has 4 operands, and its node has 5"),
+        (set_field(num_weights=2), "has 2 operands, and its node has 3"),
         (lost_token, "no token"),
         (shared_token, "shares its token"),
         (token_that_is_none, "token that is none"),
         (whole_list_used, "is used by"),
-        (set_argument(7, ""), "no site name"),
-        (set_argument(7, "r/1"), "shares its site name"),
-        (set_argument(3, 1), "gathers dimension 1 of 2"),
-        (set_argument(4, 1, call=1), "scatters dimension 1 of 2"),
-        (set_argument(6, 3, call=1), "does not divide"),
+        (set_field(site=""), "no site name"),
+        (set_field(site="r/1"), "shares its site name"),
+        (set_field(gather_dim=1), "gathers dimension 1 of 2"),
+        (set_field(1, scatter_dim=1), "scatters dimension 1 of 2"),
+        (set_field(1, world_size=3), "does not divide"),
     ],
 )
 def test_a_broken_rule_is_named(module: fx.GraphModule, change: Callable[[fx.Graph], None], words: str) -> None:
@@ -116,8 +136,10 @@ def test_a_broken_rule_is_named(module: fx.GraphModule, change: Callable[[fx.Gra
 
 @pytest.mark.parametrize(("epilogue", "legal"), [("mm0 + row(x0)", True), ("mm0 + full(x0)", False)])
 def test_extra_tensors_of_a_reduction_fit_its_output(epilogue: str, legal: bool) -> None:
+    node = MatmulReduceScatter(0, "sum", 4, "0", "r/0", Policy(), num_extras=1, epilogue=epilogue)
+
     def fn(x: torch.Tensor, w: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        out, _ = torch.ops.ditron.matmul_reduce_scatter([x], [w], None, None, 0, "sum", *site("r/0"), [row], epilogue)
+        out, _ = ops.call(node, a=[x], b=[w], extras=[row])
         return out
 
     ops.define()
@@ -127,14 +149,13 @@ def test_extra_tensors_of_a_reduction_fit_its_output(epilogue: str, legal: bool)
 
 
 def test_an_illegal_field_is_named(module: fx.GraphModule) -> None:
-    set_argument(5, 1)(module.graph)
+    set_field(world_size=1)(module.graph)
     with pytest.raises(InvalidTaskNode, match="world_size"):
         verify_graph(module.graph)
 
 
 def test_mixed_dtypes(module: fx.GraphModule) -> None:
-    call = task_calls(module.graph)[0][0]
-    weight = call.args[1][0]  # type: ignore[index]
+    (weight,) = operand(module.graph, 0, "weights")
     weight.meta["val"] = weight.meta["val"].to(torch.bfloat16)
     with pytest.raises(GraphVerificationError, match="mixes"):
         verify_graph(module.graph)

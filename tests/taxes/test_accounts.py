@@ -82,7 +82,6 @@ def record(kind: str, **changes: Any) -> SiteRecord:
 PRODUCT, GATHERED, EXCHANGED = 8 * 4 * 2, 8 * 16 * 2, 8 * 16 * 2
 EXPECTED = {
     "all_gather_matmul": Intermediates(GATHERED, GATHERED, GATHERED * 3 // 2),
-    "all_gather_contract": Intermediates(GATHERED, GATHERED, GATHERED * 3 // 2),
     "matmul_reduce_scatter": Intermediates(PRODUCT, PRODUCT, PRODUCT * 3 // 2),
     "matmul_all_reduce": Intermediates(PRODUCT, PRODUCT, PRODUCT * 3 // 2),
     "all_reduce_rms_norm": Intermediates(PRODUCT, PRODUCT, PRODUCT * 3 // 2),

@@ -37,7 +37,6 @@ from tests.lowering.cross_compile import CLOCKS, Case, compile_case
 
 TRACED = {
     "all_gather_attention.tile.all_gather_attention_kernel",
-    "all_gather_contract.tile.all_gather_contract_kernel",
     "all_gather_matmul.stage_norm.stage_norm",
     "all_gather_matmul.tile.all_gather_matmul_kernel",
     "all_reduce_rms_norm.in_band.in_band_kernel",
@@ -139,7 +138,6 @@ MORE_CASES = [
         for case in (
             Case("gathered", target, config.LARGE, "bf16", descriptors=target == "sm_90"),
             Case("gathered_few", target, _of_few_rows, "bf16"),
-            Case("all_gather_contract", target, config.LARGE, "bf16"),
             Case("scattered_columns", target, config.LARGE, "bf16", descriptors=target == "sm_90"),
             Case("scattered_rows", target, config.LARGE, "bf16", descriptors=target == "sm_90"),
         )

@@ -73,7 +73,6 @@ STEPS = {
         "chunked",
         {
             "all_gather_matmul": (_kind("all_gather_matmul"), f"{ALL}, send, end"),
-            "all_gather_contract": (_kind("all_gather_contract"), f"{ALL}, send, end"),
             "matmul_reduce_scatter": (_kind("matmul_reduce_scatter"), f"{ALL}, send, sum"),
             "matmul_all_reduce": (_kind("matmul_all_reduce"), f"{ALL}, send, sum, end"),
             "matmul_all_gather": (_kind("matmul_all_gather"), f"{ALL}, send, end"),
@@ -88,7 +87,6 @@ STEPS = {
         "tile",
         {
             "all_gather_matmul": (_kind("all_gather_matmul"), f"{ALL}, tile, copy"),
-            "all_gather_contract": (_kind("all_gather_contract"), "wait, tile, send, copy"),
             "matmul_reduce_scatter": (_kind("matmul_reduce_scatter"), "wait, tile"),
             "matmul_all_reduce": (_kind("matmul_all_reduce"), "wait, tile"),
             "matmul_all_gather": (_kind("matmul_all_gather"), f"{ALL}, tile, send, copy"),

@@ -1,0 +1,87 @@
+"""What was deleted since it did not pay, and what stays though it is level: the tables of docs/deleted.md.
+
+The rows that say so stay in the results.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+from benchmarks.records import GEMM_COLLECTIVES, Row, by_cell, read_csv
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`what`, which was measured as `below`, against what runs without it, measured as `above`: contestants, of several
+    the fastest in each cell.
+
+    results: the file, op: of its rows, of_cell: which of their cells count. so: what follows from it.
+    """
+
+    what: str
+    results: Path
+    op: str
+    above: tuple[str, ...]
+    below: tuple[str, ...]
+    against: str
+    so: str
+    of_cell: Callable[[Row], bool] = lambda row: True
+
+    def ratios(self) -> list[float]:
+        """Time of `above` / time of `below` of every cell with both: below 1 what runs without it is faster."""
+        rows = [row for row in read_csv(self.results) if row.op == self.op and self.of_cell(row)]
+        found = []
+        for of_cell in by_cell(rows):
+            us = {row.contestant: row.p50_us for row in of_cell if row.p50_us}
+            above, below = ([us[name] for name in names if name in us] for names in (self.above, self.below))
+            if above and below:
+                found.append(min(above) / min(below))
+        return found
+
+    def mean(self) -> float:
+        """Of the ratios, the geometric one."""
+        return statistics.geometric_mean(self.ratios())
+
+    def line(self) -> list[str]:
+        """Of the table."""
+        ratios = self.ratios()
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        return [self.what, self.against, f"{self.mean():.3f}", str(len(ratios)), spread, self.so]
+
+
+DELETED = (
+    Verdict(
+        "`all_gather_contract`: a gather and matmuls that contract what it gathers",
+        GEMM_COLLECTIVES,
+        "all_gather_contract",
+        ("nccl",),
+        ("ditron",),
+        "NCCL + cuBLAS",
+        "such a gather is left alone, with the reason `no_gain`",
+    ),
+    Verdict(
+        "the same by whichever of its three strategies was the fastest in that row, which nobody knows before",
+        GEMM_COLLECTIVES,
+        "all_gather_contract",
+        ("nccl",),
+        ("ditron:tile", "ditron:chunked", "ditron:library"),
+        "NCCL + cuBLAS",
+        "too little for a pass and two kernels",
+    ),
+)
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """One line for each."""
+    headers = ["what", "against", "ratio", "rows", "from .. to", "so"]
+    return tabulate([one.line() for one in verdicts], headers, "github", disable_numparse=True)
+
+
+def part() -> str:
+    """What stands between the markers of the page."""
+    return table(DELETED)

@@ -1,1 +1,0 @@
-"""Strategies of `all_gather_contract`: one file each."""
