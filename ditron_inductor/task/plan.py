@@ -186,7 +186,7 @@ def slow_host(launch_us: float) -> float:
 
 
 def _predicted(request: PlanRequest, problem: Problem) -> Mapping[str, float] | None:
-    if request.device_type == "cpu" or problem.is_empty:
+    if request.device_type == "cpu" or problem.is_empty or problem.precision not in PRECISIONS:
         return None
     return cost.predict(problem, cost.hardware(request.device_name))
 

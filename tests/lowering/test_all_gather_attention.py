@@ -29,8 +29,10 @@ from ditron_inductor.task.all_gather_attention import (
     mask_problem,
     visible_part,
 )
+from ditron_inductor.task.dtypes import PRECISIONS
 from ditron_inductor.task.plan import PlanRequest, decisions
 from ditron_inductor.task.policy import Policy
+from ditron_inductor.task.problem import Problem
 from tests.lowering.attention_biases import BIASES, as_seen
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
@@ -244,7 +246,7 @@ def _uneven(ctx: RankContext) -> list[PlanRequest]:
 def test_the_plan_is_the_same_beside_biases_of_uneven_queries(rank_pools: RankPools) -> None:
     of_ranks = rank_pools.get("cpu", 2).run(_uneven)
     assert of_ranks[0] == of_ranks[1]
-    assert [request.bias_bytes for request in of_ranks[0]] == [4 * 20 * 24 * 4] * 2
+    assert [request.problem.bias_bytes for request in of_ranks[0]] == [4 * 20 * 24 * 4] * 2
 
 
 @pytest.mark.parametrize("strategy", ["chunked", "library"])
@@ -547,7 +549,7 @@ def test_a_soft_cap_is_named_and_legal_and_our_kernels() -> None:
     q = torch.empty(1, 16, 4, 256)
     run = local.choose(q, q, q, node.softcap)
     sizes = attention_sizes(node.mask, 2, 1, 16, 8192, 256, 8, 8192)
-    problem = cost.Problem(node.kind, *sizes, 2, 2, library_speed=run.speed_with(node.mask))
+    problem = Problem(node.kind, *sizes, PRECISIONS[0], 2, library_speed=run.speed_with(node.mask))
     predicted = cost.predict(problem, cost.H200)
     assert min(predicted, key=predicted.__getitem__) == "tile"
 

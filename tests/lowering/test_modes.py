@@ -19,7 +19,7 @@ BY_MODE = {False: "tile", True: "chunked"}
 
 
 def _choose(request: PlanRequest, table: str) -> Choice:
-    return Choice(BY_MODE[request.captured], "for the test", None, "table")
+    return Choice(BY_MODE[request.problem.captured], "for the test", None, "table")
 
 
 def _changes_with_the_mode(ctx: RankContext, kind: str) -> list[str]:

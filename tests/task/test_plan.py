@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,34 +12,40 @@ from benchmarks.records import ATTENTION, Row, read_csv
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.task import cost
 from ditron_inductor.task.all_gather_attention import Mask, attention_sizes
+from ditron_inductor.task.dtypes import PRECISIONS, precision
 from ditron_inductor.task.model_error import problem_of
-from ditron_inductor.task.nodes import KINDS, ULYSSES_KINDS
+from ditron_inductor.task.nodes import KINDS, NODES, ULYSSES_KINDS
 from ditron_inductor.task.plan import SIZES_KEPT, Choice, Decisions, PlanRequest, choose, slow_host
+from ditron_inductor.task.problem import Problem, Requirement
 from ditron_inductor.task.table import Entry, Table, shipped
+from ditron_inductor.task.torch_dtypes import precision_of
 
+BF16 = PRECISIONS[0]
 REQUEST = PlanRequest(
+    problem=Problem("all_gather_matmul", 4096, 7168, 4096, BF16, 4, captured=False),
     site="r/0:all_gather_matmul",
-    kind="all_gather_matmul",
-    m=4096,
-    n=7168,
-    k=4096,
-    dtype=torch.bfloat16,
-    world_size=4,
     strategy="auto",
-    workspace_bytes=1 << 20,
     workspace_limit=1 << 30,
     device_type="cuda",
     device_name="NVIDIA H200",
-    tile_available=True,
-    tile_reason="",
-    chunked_bytes=1 << 20,
-    chunked_reason="",
+    tile=Requirement(1 << 20),
+    chunked=Requirement(1 << 20),
 )
+SIZES = {field.name for field in fields(Problem)}
+
+
+def changed(request: PlanRequest, **changes: object) -> PlanRequest:
+    """The request with other fields, those of its problem included."""
+    sizes: dict[str, Any] = {name: value for name, value in changes.items() if name in SIZES}
+    others: dict[str, Any] = {name: value for name, value in changes.items() if name not in SIZES}
+    return replace(request, problem=replace(request.problem, **sizes), **others)
 
 
 def replaced(**changes: object) -> PlanRequest:
-    return replace(REQUEST, **changes)  # type: ignore[arg-type]
+    return changed(REQUEST, **changes)
 
+
+NO_TILE = {"tile": Requirement(reason="no")}
 
 # A shape that no table holds.
 FAR = {"m": 8192, "n": 640, "k": 384}
@@ -85,8 +92,8 @@ def test_a_users_table_comes_first() -> None:
 
 
 def test_what_cannot_run_is_not_taken_from_a_table() -> None:
-    assert with_table(row(), tile_available=False, tile_reason="no").strategy == "chunked"
-    none = with_table(row(), tile_available=False, tile_reason="no", chunked_reason="no")
+    assert with_table(row(), **NO_TILE).strategy == "chunked"
+    none = with_table(row(), **NO_TILE, chunked=Requirement(reason="no"))
     assert (none.strategy, none.source) == ("library", "obstacle")
 
 
@@ -132,7 +139,7 @@ def test_eager_mode_and_graphs_are_chosen_for_apart() -> None:
 def test_the_host_counts_in_eager_mode_only() -> None:
     small = {"m": 256, "n": 256, "k": 256}
     eager, captured = choose(replaced(**small)), choose(replaced(**small, captured=True))
-    assert eager.predicted_us == cost.HOST_US[REQUEST.kind] and eager.strategy == "tile"
+    assert eager.predicted_us == NODES[REQUEST.problem.kind].host_us and eager.strategy == "tile"
     assert captured.predicted_us is not None and captured.predicted_us["library"] < 40
 
 
@@ -160,15 +167,17 @@ def test_a_slow_host_must_not_turn_a_gain_into_a_loss() -> None:
     short, long = ({"library_us": us, "chunked_us": 0.8 * us, "tile_us": 0.9 * us} for us in (200.0, 2000.0))
     assert with_table(row(**short)).strategy == "chunked"
     assert with_table(row(**short), captured=False).strategy == "tile"
-    assert with_table(row(**short), captured=False, tile_available=False, tile_reason="no").strategy == "library"
+    assert with_table(row(**short), captured=False, **NO_TILE).strategy == "library"
     assert with_table(row(**long), captured=False).strategy == "chunked"
 
 
 def test_the_shipped_table_comes_before_the_model() -> None:
     for entry in shipped().entries:
         request = replaced(kind=entry.op, m=entry.m, n=entry.n, k=entry.k, world_size=entry.world)
-        request = replace(request, captured=bool(entry.graph))
-        choice = choose(replace(request, device_name=entry.gpu, dtype=getattr(torch, entry.dtype)))
+        of_products = precision(entry.dtype)
+        choice = choose(
+            changed(request, captured=bool(entry.graph), device_name=entry.gpu, precision=of_products)
+        )
         assert choice.source == "table" and choice.reason.startswith("measured (the shipped table): library ")
         assert entry.us[choice.strategy] <= entry.us["library"], "a measured loss is never taken"
 
@@ -185,9 +194,9 @@ def test_forced(strategy: str) -> None:
 
 
 OBSTACLES = [
-    ({"dtype": torch.float64}, "float64"),
-    ({"tile_available": False, "tile_reason": "no peer access", "chunked_reason": "no peer access"}, "no peer access"),
-    ({"workspace_bytes": 2 << 30, "chunked_bytes": 2 << 30}, "ditron.workspace_limit|workspace"),
+    ({"precision": precision_of(torch.float64)}, "float64"),
+    (dict.fromkeys(("tile", "chunked"), Requirement(reason="no peer access")), "no peer access"),
+    (dict.fromkeys(("tile", "chunked"), Requirement(2 << 30)), "ditron.workspace_limit|workspace"),
 ]
 
 
@@ -216,7 +225,7 @@ def test_nothing_to_compute(empty: str) -> None:
 @pytest.mark.parametrize("kind", [*KINDS, *ULYSSES_KINDS, "all_reduce_rms_norm"])
 def test_predictions_grow_with_the_problem(kind: str, device_name: str) -> None:
     on = cost.hardware(device_name)
-    problems = [cost.Problem(kind, m, 8192, 4096, 2, 4) for m in (1, 128, 2048, 8192)]
+    problems = [Problem(kind, m, 8192, 4096, BF16, 4) for m in (1, 128, 2048, 8192)]
     for strategy in ("library", "chunked", "tile"):
         times = [cost.predict(problem, on)[strategy] for problem in problems]
         assert times == sorted(times) and times[0] > 0
@@ -235,21 +244,21 @@ def test_predictions_grow_with_the_problem(kind: str, device_name: str) -> None:
     ],
 )
 def test_the_library_prediction_is_near_what_was_measured(kind: str, m: int, n: int, k: int, measured: int) -> None:
-    predicted = cost.predict(cost.Problem(kind, m, n, k, 2, 4), cost.H200)["library"]
+    predicted = cost.predict(Problem(kind, m, n, k, BF16, 4), cost.H200)["library"]
     assert predicted == pytest.approx(measured, rel=0.2)
 
 
 def test_transfers_are_counted_once_per_peer() -> None:
-    assert cost.received_bytes(cost.Problem("all_gather_matmul", 8, 5, 3, 2, 4)) == 8 * 3 * 2 * 3 / 4
-    assert cost.received_bytes(cost.Problem("matmul_reduce_scatter", 8, 5, 3, 2, 4)) == 8 * 5 * 2 * 3 / 4
-    assert cost.received_bytes(cost.Problem("matmul_all_reduce", 8, 5, 3, 2, 4)) == 2 * 8 * 5 * 2 * 3 / 4
-    assert cost.received_bytes(cost.Problem("matmul_all_gather", 8, 5, 3, 2, 4)) == 8 * 5 * 2 * 3
-    assert cost.received_bytes(cost.Problem("matmul_all_to_all", 8, 5, 3, 2, 4)) == 8 * 5 * 2 * 3 / 4
-    assert cost.received_bytes(cost.Problem("all_to_all_matmul", 8, 5, 3, 2, 4)) == 8 * 3 * 2 * 3 / 4
+    assert cost.received_bytes(Problem("all_gather_matmul", 8, 5, 3, BF16, 4)) == 8 * 3 * 2 * 3 / 4
+    assert cost.received_bytes(Problem("matmul_reduce_scatter", 8, 5, 3, BF16, 4)) == 8 * 5 * 2 * 3 / 4
+    assert cost.received_bytes(Problem("matmul_all_reduce", 8, 5, 3, BF16, 4)) == 2 * 8 * 5 * 2 * 3 / 4
+    assert cost.received_bytes(Problem("matmul_all_gather", 8, 5, 3, BF16, 4)) == 8 * 5 * 2 * 3
+    assert cost.received_bytes(Problem("matmul_all_to_all", 8, 5, 3, BF16, 4)) == 8 * 5 * 2 * 3 / 4
+    assert cost.received_bytes(Problem("all_to_all_matmul", 8, 5, 3, BF16, 4)) == 8 * 3 * 2 * 3 / 4
 
 
 def test_a_norm_is_ours_while_launches_and_rounds_count() -> None:
-    few, many = (cost.predict(cost.Problem("all_reduce_rms_norm", m, 8192, 1, 2, 4), cost.H200) for m in (16, 8192))
+    few, many = (cost.predict(Problem("all_reduce_rms_norm", m, 8192, 1, BF16, 4), cost.H200) for m in (16, 8192))
     assert few["tile"] < 0.6 * few["library"] and many["tile"] == pytest.approx(many["library"], rel=0.2)
 
 
@@ -288,7 +297,7 @@ def test_an_epilogue_of_two_products_costs_tile_too() -> None:
     plain = replaced(m=4096, n=14336, k=4096, captured=True)
     table = Table((row(m=4096, n=14336, k=4096, graph=1, library_us=817.0, chunked_us=743.0, tile_us=735.0),)).text()
     assert choose(plain, table).strategy == "tile"
-    assert choose(replace(plain, epilogue_bytes=nbytes, pair_bytes=nbytes), table).strategy == "chunked"
+    assert choose(changed(plain, epilogue_bytes=nbytes, pair_bytes=nbytes), table).strategy == "chunked"
 
 
 @pytest.mark.parametrize(
@@ -302,7 +311,7 @@ def test_on_a_slow_host_eager_calls_have_few_launches() -> None:
     """Gate and up of Qwen3 32B over two ranks: 0.83 ms on the GPU by `chunked`, which a slow host takes as long to
     launch."""
     eager = replaced(m=2048, n=25600, k=5120, world_size=2)
-    choices = [choose(replace(eager, launch_us=us, captured=one)) for us in (11.0, 60.0) for one in (False, True)]
+    choices = [choose(changed(eager, launch_us=us, captured=one)) for us in (11.0, 60.0) for one in (False, True)]
     assert [choice.strategy for choice in choices] == ["chunked", "chunked", "tile", "chunked"]
     said = [choice.reason.partition("; ")[2] for choice in choices]
     assert said == ["", "", "a launch takes the slowest host 60 us, so many launches count", ""]
@@ -313,7 +322,7 @@ def test_a_bias_is_cut_only_where_that_pays() -> None:
     sizes = attention_sizes(Mask("given"), 8, 1, 32, 1024, 128, 8, 1024)
     scores = 1024 * 8192 * 2
     one, heads = (
-        cost.predict(cost.Problem("all_gather_attention", *sizes, 2, 8, library_speed=0.54, bias_bytes=each), cost.H200)
+        cost.predict(Problem("all_gather_attention", *sizes, BF16, 8, library_speed=0.54, bias_bytes=each), cost.H200)
         for each in (scores, 32 * scores)
     )
     assert one["library"] == heads["library"]
@@ -330,7 +339,7 @@ def test_a_bias_is_cut_only_where_that_pays() -> None:
     ],
 )
 def test_an_epilogue_of_a_reduction_is_computed_where_it_ends(kind: str, m: int, free: set[str]) -> None:
-    problem = cost.Problem(kind, m, 4096, 3584, 2, 4)
+    problem = Problem(kind, m, 4096, 3584, BF16, 4)
     finished = replace(problem, epilogue_bytes=3 * m * 4096 * 2)
     before, after = cost.predict(problem, cost.H200), cost.predict(finished, cost.H200)
     assert {strategy for strategy in after if after[strategy] == before[strategy]} == free
@@ -341,13 +350,13 @@ def test_an_epilogue_may_decide() -> None:
     plain = replaced(m=2048, n=2048, k=2048, captured=True)
     table = Table((row(m=2048, n=2048, k=2048, graph=1, library_us=100.0, chunked_us=200.0, tile_us=102.0),)).text()
     assert choose(plain, table).strategy == "library"
-    assert choose(replace(plain, epilogue_bytes=1 << 27), table).strategy == "tile"
+    assert choose(changed(plain, epilogue_bytes=1 << 27), table).strategy == "tile"
 
 
 def test_attention_that_the_librarys_fastest_kernel_cannot_do() -> None:
     """Windows are FlashAttention-2's, of half the speed: the time of our own kernel does not change."""
     sizes = attention_sizes(Mask("causal_offset", 4096), 2, 1, 32, 16384, 128, 8, 16384)
-    plain = cost.Problem("all_gather_attention", *sizes, 2, 2)
+    plain = Problem("all_gather_attention", *sizes, BF16, 2)
     fastest, slower = (cost.predict(replace(plain, library_speed=speed), cost.H200) for speed in (1.0, 0.45))
     assert min(fastest, key=fastest.__getitem__) == "chunked"
     assert min(slower, key=slower.__getitem__) == "tile" and slower["tile"] == fastest["tile"]
@@ -400,7 +409,7 @@ def test_sites_of_one_name_are_told_apart_by_their_sizes() -> None:
     for _ in range(2):
         decisions.note("0", small, first)
         decisions.note("0", large, second)
-    name, rest = REQUEST.site, (REQUEST.n, REQUEST.k)
+    name, rest = REQUEST.site, (REQUEST.problem.n, REQUEST.problem.k)
     assert decisions.last("0", name, (16, *rest)) == (small, first)
     # Without sizes, or of sizes that have not run, the last of all.
     assert decisions.last("0", name) == decisions.last("0", name, (8, *rest)) == (large, second)
@@ -413,5 +422,6 @@ def test_few_sizes_of_a_site_are_kept() -> None:
     requests = [replaced(m=m) for m in range(1, SIZES_KEPT + 3)]
     for request in requests:
         decisions.note("0", request, choice)
-    found = [decisions.last("0", REQUEST.site, (one.m, one.n, one.k)) for one in requests]
+    problems = [request.problem for request in requests]
+    found = [decisions.last("0", REQUEST.site, (one.m, one.n, one.k)) for one in problems]
     assert found == [(requests[-1], choice)] * 2 + [(one, choice) for one in requests[2:]]

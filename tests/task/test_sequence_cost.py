@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ditron_inductor.task import cost
+from ditron_inductor.task.dtypes import PRECISIONS
 from ditron_inductor.task.sequence_cost import GatheredRows, Reduced, RegionWork, pays, predict
 
 
@@ -16,7 +17,7 @@ def llama(rows: int, dim: int, hidden: int, qkv: int, world_size: int) -> Region
         m=rows,
         reduced=(Reduced(dim, dim // world_size), Reduced(dim, hidden // world_size)),
         gathered=(GatheredRows(2 * hidden // world_size, dim), GatheredRows(qkv // world_size, dim)),
-        itemsize=2,
+        precision=PRECISIONS[0],
         world_size=world_size,
     )
 
@@ -38,7 +39,7 @@ def test_gathers_for_others_do_not_pay() -> None:
 
 
 def test_without_matmuls_both_forms_send_the_same() -> None:
-    work = RegionWork(m=8192, reduced=(Reduced(4096, 0),), gathered=(GatheredRows(0, 4096),), itemsize=2, world_size=4)
+    work = RegionWork(m=8192, reduced=(Reduced(4096, 0),), gathered=(GatheredRows(0, 4096),), precision=PRECISIONS[0], world_size=4)
     replicated, sharded = predict(work, cost.H200)
     assert replicated < 1.5 * sharded and sharded < 1.5 * replicated
 

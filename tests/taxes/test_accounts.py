@@ -130,7 +130,7 @@ def test_what_marks_take_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = Probe(torch.device("cuda"), mark_us=2.0)
     times = iter(range(0, 100, 10))
     monkeypatch.setattr(Probe, "_mark", lambda self: _Event(next(times)))
-    request, choice = SimpleNamespace(site="a", m=16), SimpleNamespace(strategy="library")
+    request, choice = SimpleNamespace(site="a", problem=SimpleNamespace(m=16)), SimpleNamespace(strategy="library")
     run: Any = probe.call(lambda: probe.collective(lambda: None), "0", request, choice)  # type: ignore[arg-type]
     probe.step(lambda: (run(), run()))
     whole_us, spent = probe.take()
