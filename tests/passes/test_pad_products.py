@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from benchmarks.tolerances import assert_near, relative_error
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.pad_products import find_unaligned, form, pad_by, pad_products
+from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.pipeline import PASSES, DitronPipeline
 from ditron_inductor.report.explain import without_caches
 from ditron_inductor.task import ops
