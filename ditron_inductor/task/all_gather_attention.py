@@ -30,8 +30,9 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
 
 from ditron_inductor.task.codec import INLINED
+from ditron_inductor.task.dtypes import FLOAT32
 from ditron_inductor.task.exchange import GATHERED_OPERAND, SCATTERED_GRADIENTS, Exchange
-from ditron_inductor.task.node import Node, Slots, single
+from ditron_inductor.task.node import Node, Output, Shape, Shapes, Sizes, Slots, single
 from ditron_inductor.task.policy import Policy, check, verify_common
 
 T = TypeVar("T")
@@ -170,6 +171,17 @@ class _AttentionNode(Node):
         """As they are, the bias last."""
         return operands
 
+    @property
+    def attention_pattern(self) -> str:
+        """What its rows see, and what becomes of the scores."""
+        return f"{self.mask.name}, softcap={self.softcap:g}" if self.softcap else self.mask.name
+
+    def attention_sizes(self, q: Shape, k: Shape) -> Sizes:
+        """The sizes of a matmul with as many operations; q [B, Hq, Sq, D], k [B, Hkv, S, D] of one rank."""
+        B, heads, queries, D = q
+        m, n, depth = attention_sizes(self.mask, self.world_size, B, heads, queries, D, k[1], k[2])
+        return Sizes(m, n, depth, "n", tuple(k))
+
     def _bias_slots(self) -> Slots:
         return single(("bias",)) if self.mask.kind == GIVEN else ()
 
@@ -189,8 +201,24 @@ class AllGatherAttention(_AttentionNode):
     host_us: ClassVar[Mapping[str, float]] = {"library": 260.0, "chunked": 260.0, "tile": 46.0}
     return_gathered: bool = False
 
+    @property
+    def pattern(self) -> str:
+        used = ", gathered used" * self.return_gathered
+        return f"all_gather(keys, values) -> attention({self.attention_pattern}){used}"
+
     def slots(self) -> Slots:
         return (*single(("q", "k", "v")), *self._bias_slots())
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        return self.attention_sizes(shapes["q"], shapes["k"])
+
+    def outputs(self, shapes: Shapes) -> list[Output]:
+        q = tuple(shapes["q"])
+        found = [Output(q, sequence_first=True), Output(q[:-1], FLOAT32.short)]
+        for name in ("k", "v") * self.return_gathered:
+            B, heads, keys, D = shapes[name]
+            found.append(Output((B, heads, keys * self.world_size, D), sequence_first=True))
+        return found
 
 
 @dataclass(frozen=True)
@@ -206,8 +234,23 @@ class AttentionReduceScatter(_AttentionNode):
     computes: ClassVar[str] = "attention_backward"
     host_us: ClassVar[Mapping[str, float]] = {"library": 300.0, "chunked": 400.0, "tile": 400.0}
 
+    @property
+    def pattern(self) -> str:
+        return f"attention backward({self.attention_pattern}) -> reduce_scatter(keys, values)"
+
     def slots(self) -> Slots:
         return (*single(("grad_out", "q", "k", "v", "out", "lse")), *self._bias_slots())
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        B, heads, keys, D = shapes["k"]
+        return self.attention_sizes(shapes["q"], (B, heads, keys // self.world_size, D))
+
+    def outputs(self, shapes: Shapes) -> list[Output]:
+        found = [Output(tuple(shapes["q"]), sequence_first=True)]
+        for name in ("k", "v"):
+            B, heads, keys, D = shapes[name]
+            found.append(Output((B, heads, keys // self.world_size, D), sequence_first=True))
+        return found
 
 
 @dataclass(frozen=True)

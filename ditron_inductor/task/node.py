@@ -7,6 +7,7 @@ the node says which of the operands is which: `slots()` names them in their orde
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from ditron_inductor.task.codec import encode
@@ -16,6 +17,39 @@ T = TypeVar("T")
 Slots = tuple[tuple[str, int | None], ...]
 """Operands by name, in the order of a call: None says that there is one tensor, a number that there is a list of so
 many tensors."""
+Shape = Sequence[Any]
+"""Sizes, numbers or symbols."""
+Shapes = Mapping[str, Any]
+"""The shapes of operands by name: one, or a list of them."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The product [m, k] @ [k, n] that one rank computes. Attention and norms have sizes that stand for one.
+
+    m counts the rows of the whole gathered or unscattered tensor, n the columns of all weights, and k is that of all
+    products which are added up. local: which of n and k only this rank need have; the other two are equal on all ranks.
+    wire: the sizes that all ranks must have alike, by which peers name the site.
+    """
+
+    m: Any
+    n: Any
+    k: Any
+    local: str
+    wire: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that a call returns, contiguous but for `sequence_first`.
+
+    dtype: a short name of dtypes.py; another name, or none, stands for the dtype of the first operand. sequence_first:
+    whether [B, heads, sequence, D] has the memory of a contiguous [B, sequence, heads, D].
+    """
+
+    shape: tuple[Any, ...]
+    dtype: str = ""
+    sequence_first: bool = False
 
 
 class Node:
@@ -38,6 +72,19 @@ class Node:
 
     def slots(self) -> Slots:
         """The names of the operands of a call."""
+        raise NotImplementedError
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        """The sizes of a call from the shapes of its operands."""
+        raise NotImplementedError
+
+    def outputs(self, shapes: Shapes) -> list[Output]:
+        """What a call returns, the token excepted, from the shapes of its operands."""
+        raise NotImplementedError
+
+    @property
+    def pattern(self) -> str:
+        """What of the user's program the node stands for, in one line for a reader."""
         raise NotImplementedError
 
     @property

@@ -69,33 +69,18 @@ through every reordering of the compiler. The first site of a chain gets None. O
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.library import Library
 
-from ditron_inductor.task import attention_ops, ulysses
 from ditron_inductor.task.codec import decode
-from ditron_inductor.task.epilogue import parse, products
-from ditron_inductor.task.epilogue_torch import out_dtypes
-from ditron_inductor.task.node import Node
-from ditron_inductor.task.nodes import (
-    AS_SUM,
-    NODES,
-    AllGatherMatmul,
-    AllReduceRmsNorm,
-    AllToAllMatmul,
-    FlashDecode,
-    MatmulAllGather,
-    MatmulAllReduce,
-    MatmulAllReduceRmsNorm,
-    MatmulAllToAll,
-    MatmulReduceScatter,
-    Projections,
-)
+from ditron_inductor.task.node import Node, Output
+from ditron_inductor.task.nodes import NODES
+from ditron_inductor.task.norms import norm_form
+from ditron_inductor.task.torch_dtypes import TORCH_DTYPES
 
 NAMESPACE = "ditron"
 OPERANDS, NODE, TOKEN = range(3)
@@ -197,129 +182,36 @@ def meet_nobody(key: str) -> None:
     """`meet`: the meeting of a graph is in the code that Inductor writes, see codegen/meeting_kernel.py."""
 
 
-def _fake(kind: str, operands: Sequence[torch.Tensor], node: str, token: torch.Tensor | None) -> list[torch.Tensor]:
-    declared = parsed(kind, node)
-    outputs = _OUTPUTS[kind](declared, **declared.named(operands))
-    return outputs if kind == Projections.kind else [*outputs, new_token(operands[0])]
+def shapes_of(operands: Mapping[str, Any]) -> dict[str, Any]:
+    """The shapes of operands by name, as the declarations take them."""
+    return {
+        name: [one.shape for one in value] if isinstance(value, list) else value.shape
+        for name, value in operands.items()
+    }
 
 
-def _all_gather_matmul(
-    node: AllGatherMatmul, shard: torch.Tensor, weights: Sequence[torch.Tensor], **others: Any
-) -> list[torch.Tensor]:
-    gathered_shape = _gathered_shape(shard, node.gather_dim, node.world_size)
-    rows = math.prod(gathered_shape[:-1])
-    outputs = _after_epilogue([shard.new_empty([rows, weight.shape[1]]) for weight in weights], node.epilogue)
-    if node.return_gathered:
-        outputs.append(shard.new_empty(gathered_shape))
-    if node.prologue is not None:
-        outputs += [norm_output(shard, shard.shape, name) for name in node.prologue.returned]
-    return outputs
-
-
-def _gathered_shape(shard: torch.Tensor, gather_dim: int, world_size: int) -> list[Any]:
-    shape = list(shard.shape)
-    shape[gather_dim] = shape[gather_dim] * world_size
-    return shape
-
-
-def _sum_shape(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> list[Any]:
-    """The shape of sum_i a_i @ b_i."""
-    return [*a[0].shape[:-1], b[0].shape[1]]
-
-
-def _matmul_reduce_scatter(
-    node: MatmulReduceScatter, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], **others: Any
-) -> list[torch.Tensor]:
-    shape = _sum_shape(a, b)
-    shape[node.scatter_dim] = shape[node.scatter_dim] // node.world_size
-    return _after_epilogue([a[0].new_empty(shape)], node.epilogue)
-
-
-def _matmul_all_reduce(
-    node: MatmulAllReduce, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], **others: Any
-) -> list[torch.Tensor]:
-    return _after_epilogue([a[0].new_empty(_sum_shape(a, b))], node.epilogue)
-
-
-def _matmul_all_gather(
-    node: MatmulAllGather, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], **others: Any
-) -> list[torch.Tensor]:
-    shape = _sum_shape(a, b)
-    shape[node.gather_dim] = shape[node.gather_dim] * node.world_size
-    return [a[0].new_empty(shape)]
-
-
-def _matmul_all_to_all(
-    node: MatmulAllToAll, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], **others: Any
-) -> list[torch.Tensor]:
-    return [a[0].new_empty(ulysses.gathered_shape(a[0].shape, b[0].shape[1], node.gather_dim, node.world_size))]
-
-
-def _all_to_all_matmul(node: AllToAllMatmul, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
-    shape = ulysses.received_shape(x.shape, node.scatter_dim, node.world_size)
-    outputs = [x.new_empty([math.prod(shape[:-1]), weight.shape[1]])]
-    return [*outputs, *([x.new_empty(shape)] if node.return_received else [])]
-
-
-def _all_reduce_rms_norm(node: AllReduceRmsNorm, x: torch.Tensor, **others: Any) -> list[torch.Tensor]:
-    return norm_outputs(node, x, list(x.shape))
-
-
-def _matmul_all_reduce_rms_norm(
-    node: MatmulAllReduceRmsNorm, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], **others: Any
-) -> list[torch.Tensor]:
-    return norm_outputs(node, a[0], _sum_shape(a, b))
-
-
-def norm_outputs(
-    node: AllReduceRmsNorm | MatmulAllReduceRmsNorm, x: torch.Tensor, shape: Sequence[Any]
-) -> list[torch.Tensor]:
-    """Memory for what a reduction with a norm returns, for sums of this shape [.., N], beside x."""
-    return [norm_output(x, shape, name) for name in node.returned]
+def memory(like: torch.Tensor, outputs: Sequence[Output]) -> list[torch.Tensor]:
+    """New tensors for these outputs, on the device of the first operand, and of its dtype where they name none."""
+    return [_empty(like, output, TORCH_DTYPES.get(output.dtype, like.dtype)) for output in outputs]
 
 
 def norm_output(x: torch.Tensor, shape: Sequence[Any], name: str) -> torch.Tensor:
-    """Memory for one of these outputs."""
-    if name in AS_SUM:
-        return x.new_empty(shape)
-    return x.new_empty(shape if name == "scaled" else [*shape[:-1], 1], dtype=torch.float32)
+    """Memory for the output of this name of a norm, of a sum of this shape [.., N], beside x."""
+    sizes, dtype = norm_form(name, shape)
+    return x.new_empty(sizes, dtype=TORCH_DTYPES.get(dtype))
 
 
-def _flash_decode(node: FlashDecode, q: torch.Tensor, **others: Any) -> list[torch.Tensor]:
-    return [q.new_empty(q.shape)]
+def _empty(like: torch.Tensor, output: Output, dtype: torch.dtype) -> torch.Tensor:
+    if output.sequence_first:
+        B, heads, sequence, D = output.shape
+        return like.new_empty([B, sequence, heads, D], dtype=dtype).transpose(1, 2)
+    return like.new_empty(output.shape, dtype=dtype)
 
 
-def _projections(
-    node: Projections, x: torch.Tensor, weights: Sequence[torch.Tensor], **others: Any
-) -> list[torch.Tensor]:
-    return _after_epilogue([x.new_empty([x.shape[0], weight.shape[1]]) for weight in weights], node.epilogue)
-
-
-def _after_epilogue(given: list[torch.Tensor], epilogue: str) -> list[torch.Tensor]:
-    """The fake outputs of products with these."""
-    if not epilogue:
-        return given
-    read = parse(epilogue)
-    return [
-        torch.empty_like(given[min(products(output))], dtype=dtype)
-        for output, dtype in zip(read.outputs, out_dtypes(read, given[0].dtype), strict=True)
-    ]
-
-
-_OUTPUTS: dict[str, Callable[..., list[torch.Tensor]]] = {
-    AllGatherMatmul.kind: _all_gather_matmul,
-    MatmulReduceScatter.kind: _matmul_reduce_scatter,
-    MatmulAllReduce.kind: _matmul_all_reduce,
-    MatmulAllGather.kind: _matmul_all_gather,
-    MatmulAllToAll.kind: _matmul_all_to_all,
-    AllToAllMatmul.kind: _all_to_all_matmul,
-    AllReduceRmsNorm.kind: _all_reduce_rms_norm,
-    MatmulAllReduceRmsNorm.kind: _matmul_all_reduce_rms_norm,
-    FlashDecode.kind: _flash_decode,
-    Projections.kind: _projections,
-    **attention_ops.OUTPUTS,
-}
-"""What a node returns but for the token, as fake tensors, by kind: a function of the node and its operands by name."""
+def _fake(kind: str, operands: Sequence[torch.Tensor], node: str, token: torch.Tensor | None) -> list[torch.Tensor]:
+    declared = parsed(kind, node)
+    outputs = memory(operands[0], declared.outputs(shapes_of(declared.named(operands))))
+    return outputs if declared.exchange is None else [*outputs, new_token(operands[0])]
 
 
 def _fake_after(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,492 @@
+"""The node kinds of matmuls beside a collective, and of matmuls that share a tensor and communicate nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
+
+from ditron_inductor.errors import InvalidEpilogue, InvalidTaskNode
+from ditron_inductor.task import ulysses
+from ditron_inductor.task.codec import INLINED
+from ditron_inductor.task.epilogue import Epilogue, ProductTerm, parse
+from ditron_inductor.task.epilogue import products as named
+from ditron_inductor.task.epilogue import text as expression_text
+from ditron_inductor.task.exchange import (
+    EXCHANGED_OPERAND,
+    EXCHANGED_PRODUCT,
+    GATHERED_OPERAND,
+    GATHERED_PRODUCT,
+    REDUCED_PRODUCT,
+    SCATTERED_PRODUCT,
+    Exchange,
+)
+from ditron_inductor.task.node import Node, Output, Shape, Shapes, Sizes, Slots, single
+from ditron_inductor.task.norms import SHARD_EXTRAS, ShardNorm, by_names, norm_outputs
+from ditron_inductor.task.policy import STRATEGIES, Policy, check, verify_common
+
+T = TypeVar("T")
+REDUCE_OPS: tuple[str, ...] = ("sum", "avg")
+MAX_PRODUCTS = 8
+"""The most products that a node adds up: each of them is a loop of its own in a kernel."""
+MOST_SHOWN = 80
+"""Characters of an epilogue in a pattern; the text of the node has all of it."""
+MOST_PROJECTED_ROWS = 64
+"""The most rows of the tensor of `Projections`: as many as one tile of its kernel has."""
+
+
+class WithEpilogue(Node):
+    """A node whose outputs are products, or what an epilogue makes of them."""
+
+    kind: ClassVar[str]
+    reduces: ClassVar[bool] = False
+    num_extras: int
+    epilogue: str
+
+    @property
+    def num_operands(self) -> int:
+        """How many products an epilogue can name: of a reduction one, the reduced sum."""
+        return 1
+
+    @property
+    def parsed(self) -> Epilogue | None:
+        """The epilogue, or None where the outputs are the products. Raises `InvalidTaskNode`."""
+        if not self.epilogue:
+            return None
+        try:
+            parsed = parse(self.epilogue)
+            parsed.verify(self.num_operands, self.num_extras, reduces=self.reduces)
+        except InvalidEpilogue as error:
+            raise InvalidTaskNode(node=self.kind, field="epilogue", problem=f"is wrong: {error}") from error
+        return parsed
+
+    @property
+    def num_outputs(self) -> int:
+        """Without the gathered tensor and the token."""
+        parsed = self.parsed
+        return self.num_operands if parsed is None else len(parsed.outputs)
+
+    def verify_epilogue(self) -> None:
+        """Raises `InvalidTaskNode`."""
+        check(self.num_operands >= 1, self.kind, "num_weights", self.num_operands, "at least one weight")
+        unused = 0 if self.parsed is not None else self.num_extras
+        check(unused == 0, self.kind, "num_extras", self.num_extras, "0, as there is no epilogue")
+
+    def extra_slots(self) -> Slots:
+        """The extra tensors of the epilogue."""
+        return (("extras", self.num_extras),) if self.num_extras else ()
+
+    def made(self, products: Sequence[Shape]) -> list[Output]:
+        """What the epilogue makes of products of these shapes, or the products without one."""
+        parsed = self.parsed
+        if parsed is None:
+            return [Output(tuple(shape)) for shape in products]
+        pairs = zip(parsed.outputs, parsed.dtypes(), strict=True)
+        return [Output(tuple(products[min(named(output))]), dtype) for output, dtype in pairs]
+
+    @property
+    def behind_pattern(self) -> str:
+        """What is made of the products, or of their sum."""
+        behind = None if self.parsed is None else self.parsed.behind
+        outputs = () if behind is None else behind.outputs
+        text = "; ".join(expression_text(output) for output in outputs if not isinstance(output, ProductTerm))
+        return f" -> {text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + ' ..'}" if text else ""
+
+
+class SummedMatmul(Node):
+    """A node that communicates sum_i a_i @ b_i + bias: a_i [.., K_i], alike but for K_i, b_i [K_i, N], bias a row [N].
+
+    Its operands are `a`, `b`, `bias` where there is one, and the extra tensors of an epilogue.
+    """
+
+    num_products: int
+    has_bias: bool
+    world_size: int
+    group_name: str
+    policy: Policy
+
+    def extra_slots(self) -> Slots:
+        """The operands behind those of the products."""
+        return ()
+
+    def slots(self) -> Slots:
+        return (*product_slots(self.num_products, self.has_bias), *self.extra_slots())
+
+    def verify_sum(self) -> None:
+        """Raises `InvalidTaskNode`."""
+        within = 1 <= self.num_products <= MAX_PRODUCTS
+        expected = f"at least one matmul, and at most {MAX_PRODUCTS}"
+        check(within, self.kind, "num_products", self.num_products, expected)
+        verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    def sum_shape(self, shapes: Shapes) -> Shape:
+        """[.., N], the shape of the sum."""
+        return (*shapes["a"][0][:-1], shapes["b"][0][1])
+
+    def exchanged(self, shape: Shape) -> Shape:
+        """The shape of what a rank has of the sums of all ranks, each of this shape."""
+        raise NotImplementedError
+
+    def made(self, products: Sequence[Shape]) -> list[Output]:
+        """What the node makes of products of these shapes."""
+        return [Output(tuple(shape)) for shape in products]
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        *leading, N = self.sum_shape(shapes)
+        return Sizes(math.prod(leading), N, sum(shape[0] for shape in shapes["b"]), "k", (*leading, N))
+
+    def outputs(self, shapes: Shapes) -> list[Output]:
+        return self.made([self.exchanged(self.sum_shape(shapes))])
+
+    @property
+    def sum_pattern(self) -> str:
+        """The matmuls, and what is computed of their sum before it is communicated."""
+        matmuls = "matmul" if self.num_products == 1 else f"sum of {self.num_products} matmuls"
+        parsed = self.parsed if isinstance(self, WithEpilogue) else None
+        before = "" if parsed is None or parsed.pre is None else f" -> {expression_text(parsed.pre)}"
+        return matmuls + " + bias" * self.has_bias + before
+
+
+@dataclass(frozen=True)
+class Projections(WithEpilogue):
+    """out_i = x @ weight_i, for every weight i, or what an epilogue makes of them. Nothing is communicated: no site.
+
+    x is [M, K], each out_i [M, N_i].
+    """
+
+    kind: ClassVar[str] = "projections"
+    num_weights: int
+    num_extras: int = 0
+    epilogue: str = ""
+    strategy: str = "auto"
+
+    @property
+    def num_operands(self) -> int:
+        return self.num_weights
+
+    def verify(self) -> None:
+        self.verify_epilogue()
+        check(self.strategy in STRATEGIES, self.kind, "strategy", self.strategy, f"one of {', '.join(STRATEGIES)}")
+
+    def slots(self) -> Slots:
+        return (("x", None), ("weights", self.num_weights), *self.extra_slots())
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        M, K = shapes["x"]
+        return Sizes(M, sum(shape[1] for shape in shapes["weights"]), K, "n", (M, K))
+
+    def outputs(self, shapes: Shapes) -> list[Output]:
+        return self.made([(shapes["x"][0], shape[1]) for shape in shapes["weights"]])
+
+    def split(self, operands: Sequence[T]) -> tuple[T, Sequence[T], Sequence[T]]:
+        """(x, weights, extra tensors)."""
+        end = 1 + self.num_weights
+        return operands[0], operands[1:end], operands[end:]
+
+
+@dataclass(frozen=True)
+class AllGatherMatmul(WithEpilogue):
+    """out_i = all_gather(shard, gather_dim) @ weight_i, for every weight i; one gather feeds them all.
+
+    shard is [.., S, .., K] with S at `gather_dim`, never the last dimension; the gathered tensor is [.., W*S,
+    .., K] and each out_i is [rows, N_i] with all dimensions but the last one flattened into rows.
+
+    With an epilogue, the text of task/epilogue.py, the outputs are what it makes of these products and of `num_extras`
+    more tensors. With a prologue the shard is what that makes of the first operand.
+    """
+
+    kind: ClassVar[str] = "all_gather_matmul"
+    exchange: ClassVar[Exchange | None] = GATHERED_OPERAND
+    host_us: ClassVar[Mapping[str, float]] = {"library": 75.0, "chunked": 150.0, "tile": 42.0}
+    gather_dim: int
+    world_size: int
+    group_name: str
+    return_gathered: bool
+    site: str
+    policy: Policy = field(metadata=INLINED)
+    num_weights: int
+    num_extras: int = 0
+    epilogue: str = ""
+    prologue: ShardNorm | None = None
+
+    @property
+    def num_operands(self) -> int:
+        return self.num_weights
+
+    def slots(self) -> Slots:
+        prologue = () if self.prologue is None else single(self.prologue.extras)
+        return (("shard", None), ("weights", self.num_weights), *self.extra_slots(), *prologue)
+
+    @property
+    def pattern(self) -> str:
+        prologue = self.prologue
+        norm = ""
+        if prologue is not None:
+            norm = "x + residual -> " * ("residual" in prologue.extras) + f"{prologue.norm.form} norm -> "
+        matmuls = "matmul" if self.num_weights == 1 else f"{self.num_weights} matmuls"
+        used = ", gathered used" * self.return_gathered
+        return f"{norm}all_gather(dim {self.gather_dim}) -> {matmuls}{self.behind_pattern}{used}"
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        shard = shapes["shard"]
+        n = sum(shape[1] for shape in shapes["weights"])
+        return Sizes(self.world_size * math.prod(shard[:-1]), n, shard[-1], "n", tuple(shard))
+
+    def outputs(self, shapes: Shapes) -> list[Output]:
+        gathered = with_size(shapes["shard"], self.gather_dim, lambda size: size * self.world_size)
+        rows = math.prod(gathered[:-1])
+        found = self.made([(rows, shape[1]) for shape in shapes["weights"]])
+        found += [Output(tuple(gathered))] * self.return_gathered
+        return found + ([] if self.prologue is None else norm_outputs(self.prologue.returned, shapes["shard"]))
+
+    def split(self, operands: Sequence[T]) -> tuple[T, Sequence[T], Sequence[T], Sequence[T | None]]:
+        """(shard, weights, extra tensors, those of the norm in front: see `SHARD_EXTRAS`)."""
+        weights = 1 + self.num_weights
+        extras = weights + self.num_extras
+        given: Sequence[T | None] = ()
+        if self.prologue is not None:
+            given = by_names(SHARD_EXTRAS, self.prologue.extras, operands[extras:])
+        return operands[0], operands[1:weights], operands[weights:extras], given
+
+    def verify(self) -> None:
+        check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
+        self.verify_epilogue()
+        if self.prologue is not None:
+            self.prologue.verify(self.kind)
+        verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+
+@dataclass(frozen=True)
+class MatmulReduceScatter(WithEpilogue, SummedMatmul):
+    """out = reduce_scatter(sum_i a_i @ b_i + bias): rank r keeps the r-th of W equal chunks of `scatter_dim`.
+
+    a_i is [.., W*S, .., K_i], b_i is [K_i, N], out is [.., S, .., N]; `scatter_dim` is never the last dimension. bias,
+    where there is one, is a row [N], or of matrices a column [W*S, 1]; every rank adds its own before the reduction.
+
+    With an epilogue the outputs are what it makes of `mm0`, which is out, rounded, and of `num_extras` more tensors;
+    with a part `pre:` what is reduced is what that makes of the sum of products.
+    """
+
+    kind: ClassVar[str] = "matmul_reduce_scatter"
+    exchange: ClassVar[Exchange | None] = SCATTERED_PRODUCT
+    host_us: ClassVar[Mapping[str, float]] = {"library": 75.0, "chunked": 210.0, "tile": 36.0}
+    reduces: ClassVar[bool] = True
+    scatter_dim: int
+    reduce_op: str
+    world_size: int
+    group_name: str
+    site: str
+    policy: Policy = field(metadata=INLINED)
+    num_products: int = 1
+    has_bias: bool = False
+    num_extras: int = 0
+    epilogue: str = ""
+
+    @property
+    def pattern(self) -> str:
+        scattered = f"reduce_scatter({self.reduce_op}, dim {self.scatter_dim})"
+        return f"{self.sum_pattern} -> {scattered}{self.behind_pattern}"
+
+    def exchanged(self, shape: Shape) -> Shape:
+        return with_size(shape, self.scatter_dim, lambda size: size // self.world_size)
+
+    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], T | None, Sequence[T]]:
+        """(first operands, second ones, bias, extra tensors)."""
+        return split_products(self.num_products, self.has_bias, operands)
+
+    def verify(self) -> None:
+        check(self.scatter_dim >= 0, self.kind, "scatter_dim", self.scatter_dim, "a dimension, 0 or more")
+        verify_reduce_op(self.kind, self.reduce_op)
+        self.verify_epilogue()
+        self.verify_sum()
+
+
+@dataclass(frozen=True)
+class MatmulAllReduce(WithEpilogue, SummedMatmul):
+    """out = all_reduce(sum_i a_i @ b_i + bias), bit-identical on every rank.
+
+    a_i is [.., K_i], b_i is [K_i, N], out is [.., N]. bias, where there is one, is a row [N]; every rank adds its own
+    before the reduction.
+
+    With an epilogue the outputs are what it makes of `mm0`, which is out, rounded, and of `num_extras` more tensors:
+    bit-identical wherever these are. With a part `pre:` what is reduced is what that makes of the sum of products.
+    """
+
+    kind: ClassVar[str] = "matmul_all_reduce"
+    exchange: ClassVar[Exchange | None] = REDUCED_PRODUCT
+    host_us: ClassVar[Mapping[str, float]] = {"library": 70.0, "chunked": 500.0, "tile": 36.0}
+    reduces: ClassVar[bool] = True
+    reduce_op: str
+    world_size: int
+    group_name: str
+    site: str
+    policy: Policy = field(metadata=INLINED)
+    num_products: int = 1
+    has_bias: bool = False
+    num_extras: int = 0
+    epilogue: str = ""
+
+    @property
+    def pattern(self) -> str:
+        return f"{self.sum_pattern} -> all_reduce({self.reduce_op}){self.behind_pattern}"
+
+    def exchanged(self, shape: Shape) -> Shape:
+        return shape
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        found = super().sizes(shapes)
+        # Rows are reduced as they are, however many dimensions they have.
+        return replace(found, wire=(found.m, found.n))
+
+    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], T | None, Sequence[T]]:
+        """(first operands, second ones, bias, extra tensors)."""
+        return split_products(self.num_products, self.has_bias, operands)
+
+    def verify(self) -> None:
+        verify_reduce_op(self.kind, self.reduce_op)
+        self.verify_epilogue()
+        self.verify_sum()
+
+
+@dataclass(frozen=True)
+class MatmulAllGather(SummedMatmul):
+    """out = all_gather(sum_i a_i @ b_i + bias, gather_dim): what all ranks compute, in rank order, along `gather_dim`.
+
+    a_i is [.., K_i], b_i is [K_i, N], bias is a row [N] where there is one; the sum [.., N] has the same shape on every
+    rank, and `gather_dim` is any of its dimensions.
+    """
+
+    kind: ClassVar[str] = "matmul_all_gather"
+    exchange: ClassVar[Exchange | None] = GATHERED_PRODUCT
+    host_us: ClassVar[Mapping[str, float]] = {"library": 80.0, "chunked": 210.0, "tile": 42.0}
+    gather_dim: int
+    world_size: int
+    group_name: str
+    site: str
+    policy: Policy = field(metadata=INLINED)
+    num_products: int = 1
+    has_bias: bool = False
+
+    @property
+    def pattern(self) -> str:
+        return f"{self.sum_pattern} -> all_gather(dim {self.gather_dim})"
+
+    def exchanged(self, shape: Shape) -> Shape:
+        return with_size(shape, self.gather_dim, lambda size: size * self.world_size)
+
+    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], T | None]:
+        """(first operands, second ones, bias)."""
+        return split_products(self.num_products, self.has_bias, operands)[:3]
+
+    def verify(self) -> None:
+        check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
+        self.verify_sum()
+
+
+@dataclass(frozen=True)
+class MatmulAllToAll(SummedMatmul):
+    """out = all_to_all(sum_i a_i @ b_i + bias): of every rank's product, in rank order, this rank's columns.
+
+    a_i [.., S, .., K_i] with S at `gather_dim`, never the last dimension, b_i [K_i, N], bias a row [N] where there is
+    one, N = parts * W * C; out is [.., W*S, .., parts * C].
+    """
+
+    kind: ClassVar[str] = "matmul_all_to_all"
+    exchange: ClassVar[Exchange | None] = EXCHANGED_PRODUCT
+    host_us: ClassVar[Mapping[str, float]] = {"library": 90.0, "chunked": 210.0, "tile": 42.0}
+    gather_dim: int
+    parts: int
+    world_size: int
+    group_name: str
+    site: str
+    policy: Policy = field(metadata=INLINED)
+    num_products: int = 1
+    has_bias: bool = False
+
+    @property
+    def pattern(self) -> str:
+        return f"{self.sum_pattern} -> all_to_all(columns to dim {self.gather_dim})"
+
+    def exchanged(self, shape: Shape) -> Shape:
+        return ulysses.gathered_shape(shape, shape[-1], self.gather_dim, self.world_size)
+
+    def split(self, operands: Sequence[T]) -> tuple[Sequence[T], Sequence[T], T | None]:
+        """(first operands, second ones, bias)."""
+        return split_products(self.num_products, self.has_bias, operands)[:3]
+
+    def verify(self) -> None:
+        check(self.gather_dim >= 0, self.kind, "gather_dim", self.gather_dim, "a dimension, 0 or more")
+        check(self.parts >= 1, self.kind, "parts", self.parts, "at least one part")
+        self.verify_sum()
+
+
+@dataclass(frozen=True)
+class AllToAllMatmul(Node):
+    """out = received @ weight, received = all_to_all(x): of every rank's x, in rank order as columns, this rank's rows.
+
+    x [.., W*S, .., parts * C] with W*S at `scatter_dim`, never the last dimension; received [.., S, .., K] with K =
+    parts * W * C, weight [K, N], out [rows, N] with all dimensions of received but the last one flattened into rows.
+    """
+
+    kind: ClassVar[str] = "all_to_all_matmul"
+    exchange: ClassVar[Exchange | None] = EXCHANGED_OPERAND
+    host_us: ClassVar[Mapping[str, float]] = {"library": 90.0, "chunked": 210.0, "tile": 42.0}
+    scatter_dim: int
+    parts: int
+    return_received: bool
+    world_size: int
+    group_name: str
+    site: str
+    policy: Policy = field(metadata=INLINED)
+
+    @property
+    def pattern(self) -> str:
+        received = ", received used" * self.return_received
+        return f"all_to_all(dim {self.scatter_dim} to columns) -> matmul{received}"
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        x = shapes["x"]
+        m = math.prod(x[:-1]) // self.world_size
+        return Sizes(m, shapes["weight"][1], x[-1] * self.world_size, "n", tuple(x))
+
+    def outputs(self, shapes: Shapes) -> list[Output]:
+        received = ulysses.received_shape(shapes["x"], self.scatter_dim, self.world_size)
+        product = Output((math.prod(received[:-1]), shapes["weight"][1]))
+        return [product, *[Output(tuple(received))] * self.return_received]
+
+    def slots(self) -> Slots:
+        return single(("x", "weight"))
+
+    def split(self, operands: Sequence[T]) -> tuple[T, T]:
+        """(x, weight)."""
+        return operands[0], operands[1]
+
+    def verify(self) -> None:
+        check(self.scatter_dim >= 0, self.kind, "scatter_dim", self.scatter_dim, "a dimension, 0 or more")
+        check(self.parts >= 1, self.kind, "parts", self.parts, "at least one part")
+        verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+
+def with_size(shape: Shape, dim: int, change: Callable[[Any], Any]) -> Shape:
+    """The shape with another size of one dimension."""
+    return tuple(change(size) if index == dim else size for index, size in enumerate(shape))
+
+
+def product_slots(num_products: int, has_bias: bool, bias: str = "bias") -> Slots:
+    """The operands of a sum of products."""
+    return (("a", num_products), ("b", num_products), *((bias, None),) * has_bias)
+
+
+def split_products(
+    num_products: int, has_bias: bool, operands: Sequence[T]
+) -> tuple[Sequence[T], Sequence[T], T | None, Sequence[T]]:
+    """(first operands, second ones, bias, what stands behind them) of a sum of products."""
+    products = 2 * num_products
+    bias = operands[products] if has_bias else None
+    return operands[:num_products], operands[num_products:products], bias, operands[products + has_bias :]
+
+
+def verify_reduce_op(kind: str, reduce_op: str) -> None:
+    """Raises `InvalidTaskNode`."""
+    check(reduce_op in REDUCE_OPS, kind, "reduce_op", reduce_op, f"one of {', '.join(REDUCE_OPS)}")

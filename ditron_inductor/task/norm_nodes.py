@@ -1,0 +1,169 @@
+"""The node kinds of a reduction with a norm behind it, with and without a matmul in front."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
+
+from ditron_inductor.task.codec import INLINED
+from ditron_inductor.task.exchange import REDUCED_PRODUCT, Exchange
+from ditron_inductor.task.matmul_nodes import REDUCE_OPS, MatmulAllReduce, product_slots, split_products
+from ditron_inductor.task.node import Node, Output, Shapes, Sizes, Slots, single
+from ditron_inductor.task.norms import EXTRAS, NO_NORM, SAVED, Norm, by_names, norm_outputs, norm_returns, verify_names
+from ditron_inductor.task.policy import Policy, check, verify_common
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ReductionWithNorm(Node):
+    """What the two nodes with a norm have in common.
+
+    extras: which of `EXTRAS` there are. post: a norm of the reduced rows alone, before the residual is added;
+    then there may be none behind (`NO_NORM`), nor an output of it. saved: which of `SAVED` are outputs too; `other` is
+    the same norm of the same rows, with a weight and a shift of its own.
+    """
+
+    kind: ClassVar[str]
+    reduce_op: str
+    norm: Norm
+    extras: tuple[str, ...]
+    world_size: int
+    group_name: str
+    site: str
+    policy: Policy = field(metadata=INLINED)
+    post: Norm | None = None
+    saved: tuple[str, ...] = ()
+
+    def verify(self) -> None:
+        check(self.reduce_op in REDUCE_OPS, self.kind, "reduce_op", self.reduce_op, f"one of {', '.join(REDUCE_OPS)}")
+        self.norm.verify(self.kind)
+        if self.post is not None:
+            self.post.verify(self.kind)
+            check(self.post.form != NO_NORM, self.kind, "post", self.post.form, "a norm")
+        if self.norm.form == NO_NORM:
+            check(self.post is not None, self.kind, "norm", self.norm.form, "a norm, as there is none before it")
+            of_norm = {"weight", "shift", "other_weight", "other_shift", "mean", "rstd", "scaled", "other"}
+            behind = of_norm & {*self.extras, *self.saved}
+            check(not behind, self.kind, "norm", self.norm.form, f"a norm, as there are {', '.join(sorted(behind))}")
+        for name, names, known in (("extras", self.extras, EXTRAS), ("saved", self.saved, SAVED)):
+            verify_names(self.kind, name, names, known)
+            no_post = self.post is not None or not any(one.startswith("post_") for one in names)
+            check(no_post, self.kind, name, names, "without names of a norm before the residual, as there is none")
+        given = {"other_weight", "other_shift"} & {*self.extras}
+        no_other = not given or "other" in self.saved
+        check(no_other, self.kind, "extras", self.extras, "without those of another norm, as it is not returned")
+        verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """The names of the outputs, without the token."""
+        return norm_returns(self.norm, self.saved)
+
+    @property
+    def norm_pattern(self) -> str:
+        """The reduction, what is added to it, and the norms."""
+        biases = " + bias" * sum(name in self.extras for name in ("bias", "second_bias"))
+        post = "" if self.post is None else f" -> {self.post.form} norm"
+        residual = " + residual" * ("residual" in self.extras)
+        twice = "other" in self.saved
+        norm = "" if self.norm.form == NO_NORM else f" -> {'two ' * twice}{self.norm.form} norm{'s' * twice}"
+        return f"all_reduce({self.reduce_op}){biases}{post}{residual}{norm}"
+
+
+@dataclass(frozen=True)
+class AllReduceRmsNorm(ReductionWithNorm):
+    """reduced = all_reduce(x, reduce_op), total = post(reduced + bias + second_bias) + residual, normed = norm(total);
+    all bit-identical on every rank.
+
+    x and these outputs are [.., N], the residual has as many elements, biases, weights and shifts have N. Every sum,
+    and the result of `post`, is rounded to the dtype of x. What else is saved is fp32: mean and rstd, 1 / sqrt(variance
+    + eps), [.., 1], and scaled, [.., N], see `Norm`; with `post_` in front those of `post`.
+    """
+
+    kind: ClassVar[str] = "all_reduce_rms_norm"
+    exchange: ClassVar[Exchange | None] = REDUCED_PRODUCT
+    computes: ClassVar[str] = "norm"
+    host_us: ClassVar[Mapping[str, float]] = {"library": 60.0, "chunked": 36.0, "tile": 36.0}
+
+    @property
+    def pattern(self) -> str:
+        return self.norm_pattern
+
+    def slots(self) -> Slots:
+        return (("x", None), *single(self.extras))
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        *leading, N = shapes["x"]
+        return Sizes(math.prod(leading), N, 1, "k", (math.prod(leading), N))
+
+    def outputs(self, shapes: Shapes) -> list[Output]:
+        return norm_outputs(self.returned, shapes["x"])
+
+    def split(self, operands: Sequence[T]) -> tuple[T, Sequence[T | None]]:
+        """(x, the other tensors: see `EXTRAS`)."""
+        return operands[0], by_names(EXTRAS, self.extras, operands[1:])
+
+
+@dataclass(frozen=True)
+class MatmulAllReduceRmsNorm(ReductionWithNorm):
+    """As `AllReduceRmsNorm` with x = sum_i a_i @ b_i + product_bias: what `MatmulAllReduce` reduces. has_bias: whether
+    there is that row, which every rank adds before the reduction. num_extras, epilogue: of an epilogue that has a part
+    before the reduction only.
+    """
+
+    kind: ClassVar[str] = "matmul_all_reduce_rms_norm"
+    exchange: ClassVar[Exchange | None] = REDUCED_PRODUCT
+    # The norm costs all strategies the same.
+    planned_as: ClassVar[str] = MatmulAllReduce.kind
+    num_products: int = 1
+    has_bias: bool = False
+    num_extras: int = 0
+    epilogue: str = ""
+
+    @property
+    def pattern(self) -> str:
+        return f"{self.reduction.sum_pattern} -> {self.norm_pattern}"
+
+    def sizes(self, shapes: Shapes) -> Sizes:
+        return self.reduction.sizes(shapes)
+
+    def outputs(self, shapes: Shapes) -> list[Output]:
+        return norm_outputs(self.returned, self.reduction.sum_shape(shapes))
+
+    def slots(self) -> Slots:
+        products = product_slots(self.num_products, self.has_bias, "product_bias")
+        return (*products, *single(self.extras), *self.reduction.extra_slots())
+
+    def split(
+        self, operands: Sequence[T]
+    ) -> tuple[Sequence[T], Sequence[T], T | None, Sequence[T | None], Sequence[T]]:
+        """(first operands, second ones, their bias, those of the norm: see `EXTRAS`, extra tensors)."""
+        a, b, bias, behind = split_products(self.num_products, self.has_bias, operands)
+        count = len(self.extras)
+        return a, b, bias, by_names(EXTRAS, self.extras, behind[:count]), behind[count:]
+
+    @functools.cached_property
+    def reduction(self) -> MatmulAllReduce:
+        """The node without its norm."""
+        return MatmulAllReduce(
+            self.reduce_op,
+            self.world_size,
+            self.group_name,
+            self.site,
+            self.policy,
+            num_products=self.num_products,
+            has_bias=self.has_bias,
+            num_extras=self.num_extras,
+            epilogue=self.epilogue,
+        )
+
+    def verify(self) -> None:
+        super().verify()
+        self.reduction.verify()
+        parsed = self.reduction.parsed
+        fits = parsed is None or parsed.behind is None
+        check(fits, self.kind, "epilogue", self.epilogue, "one without a part behind the reduction")
