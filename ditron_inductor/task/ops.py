@@ -42,8 +42,13 @@ the node's `slots()` name, in that order. `define()` declares the ops; the imple
 `flash_decode: q, k, v, lengths, (block_table) -> out, token`
     See task/flash_decode.py.
 `all_gather_attention: q, k, v, (bias) -> out, lse, (gathered_k, gathered_v,) token`
+    q [B, Hq, Sq, D], k and v [B, Hkv, S, D], any strides; out [B, Hq, Sq, D] with the memory of a contiguous
+    [B, Sq, Hq, D], lse [B, Hq, Sq] contiguous, fp32; gathered_k, gathered_v [B, Hkv, W*S, D] with the memory of a
+    contiguous [B, W*S, Hkv, D], present if and only if return_gathered. bias: broadcastable to [B, Hq, Sq, W*S], of
+    bool or floats, present if and only if the mask is `given`. Masks: see task/all_gather_attention.py.
 `attention_reduce_scatter: grad_out, q, k, v, out, lse, (bias) -> grad_q, grad_k, grad_v, token`
-    See task/attention_ops.py.
+    its backward, from the gathered k and v [B, Hkv, W*S, D]; grad_q [B, Hq, Sq, D] and this rank's part of the sums
+    over the ranks, grad_k and grad_v [B, Hkv, S, D], with the memory of a contiguous [B, S, H, D].
 `projections: x, weights, (extras) -> out_0, ..`
     x [M, K] contiguous, weights [K, N_i], out_i = x @ weight_i [M, N_i] contiguous, or what the epilogue makes of them.
     No site and no token: nothing is communicated.

@@ -27,6 +27,8 @@ OPERAND_DTYPES: tuple[torch.dtype, ...] = tuple(dict.fromkeys(_of(row.operand.na
 """What a kernel of ours multiplies."""
 ACTIVATION_DTYPES: tuple[torch.dtype, ...] = tuple(TORCH_DTYPES.values())
 """What a kernel of ours returns, adds, normalises or attends to."""
+BIAS_DTYPES: tuple[torch.dtype, ...] = (torch.bool, *ACTIVATION_DTYPES)
+"""What an attention may add to its scores, or show them by."""
 
 
 def precision_of(dtype: torch.dtype) -> Precision:

@@ -18,7 +18,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.task import ops
 from ditron_inductor.task.all_gather_attention import ALIGNED, AllGatherAttention, AttentionReduceScatter
-from ditron_inductor.task.attention_ops import BIAS_DTYPES
 from ditron_inductor.task.epilogue import extras_of, products
 from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.nodes import (
@@ -38,7 +37,7 @@ from ditron_inductor.task.nodes import (
     TaskNode,
     WithEpilogue,
 )
-from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES, OPERAND_DTYPES
+from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES, BIAS_DTYPES, OPERAND_DTYPES
 
 Given = Mapping[str, Any]
 """The values of a call's operands by name: tensors and lists of tensors."""

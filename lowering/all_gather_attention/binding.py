@@ -22,12 +22,11 @@ from ditron_inductor.task.all_gather_attention import (
     attention_sizes,
     mask_problem,
 )
-from ditron_inductor.task.attention_ops import BIAS_DTYPES
 from ditron_inductor.task.nodes import AttentionNode
 from ditron_inductor.task.plan import PlanRequest
 from ditron_inductor.task.policy import shared_site
 from ditron_inductor.task.problem import Problem
-from ditron_inductor.task.torch_dtypes import precision_of
+from ditron_inductor.task.torch_dtypes import BIAS_DTYPES, precision_of
 
 Prepare = Callable[..., Callable[..., Any]]
 Node = TypeVar("Node", AllGatherAttention, AttentionReduceScatter)

@@ -45,7 +45,8 @@ from ditron_inductor.lowering.all_gather_attention.parts import stacked, with_ro
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, dot_precision, round_up
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.all_gather_attention import GIVEN, MAX_HEAD_DIM, AllGatherAttention, Mask
-from ditron_inductor.task.attention_ops import sequence_first
+from ditron_inductor.task.node import Output
+from ditron_inductor.task.ops import memory
 
 SEND_BLOCK = 8192
 """Elements that a program copies in one step; SEND_STEPS of them are one piece of the send queue."""
@@ -399,7 +400,7 @@ def all_gather_attention(
     key_heads, keys = k.shape[1], k.shape[2]
     world, config = node.world_size, sizes.config
     kv = stacked(k, v)
-    out = sequence_first(q, heads, queries)
+    (out,) = memory(q, [Output((B, heads, queries, D), sequence_first=True)])
     lse = torch.empty(B, heads, queries, dtype=torch.float32, device=q.device)
     # Not one tensor: outputs of an op may not share their memory.
     gathered = [kv.new_empty(B, world * keys, key_heads, D) if node.return_gathered else kv for _ in range(2)]

@@ -52,7 +52,6 @@ from ditron_inductor.passes.graph.norms import FoundNorm, find_norm, find_two_no
 from ditron_inductor.passes.graph.reasons import ReasonCode, leave_alone
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import (
-    AS_SUM,
     MOST_NORM_COLUMNS,
     NO_NORM,
     SAVED,
@@ -62,6 +61,8 @@ from ditron_inductor.task.nodes import (
     Norm,
     NormNode,
 )
+from ditron_inductor.task.norms import norm_form
+from ditron_inductor.task.torch_dtypes import TORCH_DTYPES
 
 aten = torch.ops.aten
 
@@ -483,12 +484,9 @@ def _task(match: Match, options: Options) -> tuple[NormNode, dict[str, Any]]:
 
 
 def _contiguous(like: torch.Tensor, name: str) -> torch.Tensor:
-    """The fake value of an output, for reduced rows like these; see `ops.norm_output`."""
-    shape = tuple(like.shape)
-    dtype = None if name in AS_SUM else torch.float32
-    if dtype is not None and name != "scaled":
-        shape = (*shape[:-1], 1)
-    return rewriting.fake_like(like, shape, rewriting.contiguous_strides(shape), dtype)
+    """The fake value of an output, for reduced rows like these."""
+    shape, dtype = norm_form(name, like.shape)
+    return rewriting.fake_like(like, shape, rewriting.contiguous_strides(shape), TORCH_DTYPES.get(dtype))
 
 
 def _rows_shape(found: Sum, node: fx.Node) -> list[Any] | None:
