@@ -18,6 +18,7 @@ from ditron_inductor import backend
 from ditron_inductor.codegen.site_kernel import Text, text_of
 from ditron_inductor.lowering.host.site_call import Input
 from ditron_inductor.report.explain import without_caches
+from ditron_inductor.task.nodes import MatmulAllReduce, Policy
 from tests.ranks import RankContext, RankPools
 
 BOUND = re.compile(r"^(call_\w+) = site_call\('(\w+)', (True|False), (.*)\)$", re.MULTILINE)
@@ -123,9 +124,10 @@ def graph_without_our_passes(ctx: RankContext) -> list[str]:
     compiled_layer(ctx, settings(), False, (8,))
     torch._dynamo.reset()
 
+    node = MatmulAllReduce("sum", ctx.world_size, ctx.group_name, "plain/0", Policy("library")).text()
+
     def reduced(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        args = ctx.world_size, ctx.group_name, "plain/0", "library", 1 << 30, 0.0
-        return torch.ops.ditron.matmul_all_reduce([a], [b], None, None, "sum", *args)[0]
+        return torch.ops.ditron.matmul_all_reduce([a, b], node, None)[0]
 
     with without_caches():
         _, codes = run_and_get_code(torch.compile(reduced, backend="inductor"), torch.ones(4, 4), torch.ones(4, 4))

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ditron_inductor.lowering.host.register import register
 from ditron_inductor.task import ops, reference
-from ditron_inductor.task.nodes import Norm
+from ditron_inductor.task.node import Node
+from ditron_inductor.task.nodes import (
+    EXTRAS,
+    AllGatherMatmul,
+    AllReduceRmsNorm,
+    AllToAllMatmul,
+    MatmulAllGather,
+    MatmulAllReduce,
+    MatmulAllReduceRmsNorm,
+    MatmulAllToAll,
+    MatmulReduceScatter,
+    Norm,
+    Policy,
+)
 from tests.rank_process import RankContext
 
 WORKSPACE_LIMIT = 1 << 29
 TIMEOUT_S = 30.0
+Kind = TypeVar("Kind", bound=Node)
 
 
 @dataclass(frozen=True)
@@ -30,16 +44,17 @@ class Site:
     group_name: str = ""
     world_size: int = 0
 
-    def args(self, ctx: RankContext) -> tuple[int, str, str, str, int, float]:
-        """The trailing arguments of every op."""
-        return (
-            self.world_size or ctx.world_size,
-            self.group_name or ctx.group_name,
-            self.name,
-            self.strategy,
-            self.workspace_limit,
-            self.timeout_s,
-        )
+    def node(self, ctx: RankContext, kind: type[Kind], **fields: Any) -> Kind:
+        """The node of this site, with the fields of its kind."""
+        policy = Policy(self.strategy, self.workspace_limit, self.timeout_s)
+        return kind(**self.group(ctx), site=self.name, policy=policy, **fields)
+
+    def call(
+        self, ctx: RankContext, kind: type[Node], fields: Mapping[str, Any], **operands: Any
+    ) -> list[torch.Tensor]:
+        """What the op of this site's node returns, the token excepted."""
+        register()
+        return ops.call(self.node(ctx, kind, **fields), **operands)[:-1]
 
     def group(self, ctx: RankContext) -> dict[str, Any]:
         """The keyword arguments of the reference functions."""
@@ -88,7 +103,8 @@ def all_gather_matmul(
 ) -> list[torch.Tensor]:
     """[out_0, .., (gathered,) token] of the op."""
     register()
-    return torch.ops.ditron.all_gather_matmul(shard, list(weights), token, gather_dim, return_gathered, *site.args(ctx))
+    fields = {"gather_dim": gather_dim, "return_gathered": return_gathered, "num_weights": len(weights)}
+    return ops.call(site.node(ctx, AllGatherMatmul, **fields), token, shard=shard, weights=list(weights))
 
 
 Operands = torch.Tensor | Sequence[torch.Tensor]
@@ -110,9 +126,8 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The op's result without its token."""
-    register()
-    op = torch.ops.ditron.matmul_reduce_scatter
-    return op(listed(a), listed(b), bias, None, scatter_dim, reduce_op, *site.args(ctx))[0]
+    fields = {"scatter_dim": scatter_dim, "reduce_op": reduce_op}
+    return _sum(ctx, site, MatmulReduceScatter, fields, a, b, bias)
 
 
 def matmul_all_reduce(
@@ -124,8 +139,7 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The op's result without its token."""
-    register()
-    return torch.ops.ditron.matmul_all_reduce(listed(a), listed(b), bias, None, reduce_op, *site.args(ctx))[0]
+    return _sum(ctx, site, MatmulAllReduce, {"reduce_op": reduce_op}, a, b, bias)
 
 
 def matmul_all_gather(
@@ -137,9 +151,7 @@ def matmul_all_gather(
     gather_dim: int = -1,
 ) -> torch.Tensor:
     """The op's result without its token."""
-    register()
-    dim = gather_dim % listed(a)[0].dim()
-    return torch.ops.ditron.matmul_all_gather(listed(a), listed(b), bias, None, dim, *site.args(ctx))[0]
+    return _sum(ctx, site, MatmulAllGather, {"gather_dim": gather_dim % listed(a)[0].dim()}, a, b, bias)
 
 
 def matmul_all_to_all(
@@ -152,9 +164,21 @@ def matmul_all_to_all(
     parts: int = 1,
 ) -> torch.Tensor:
     """The op's result without its token."""
-    register()
-    op = torch.ops.ditron.matmul_all_to_all
-    return op(listed(a), listed(b), bias, None, gather_dim, parts, *site.args(ctx))[0]
+    return _sum(ctx, site, MatmulAllToAll, {"gather_dim": gather_dim, "parts": parts}, a, b, bias)
+
+
+def _sum(
+    ctx: RankContext,
+    site: Site,
+    kind: type[Node],
+    fields: Mapping[str, Any],
+    a: Operands,
+    b: Operands,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """The result of a node that communicates a sum of products."""
+    fields = {**fields, "num_products": len(listed(a)), "has_bias": bias is not None}
+    return site.call(ctx, kind, fields, a=listed(a), b=listed(b), bias=bias)[0]
 
 
 def all_to_all_matmul(
@@ -167,9 +191,8 @@ def all_to_all_matmul(
     return_received: bool = True,
 ) -> list[torch.Tensor]:
     """[out, (received)] of the op."""
-    register()
-    op = torch.ops.ditron.all_to_all_matmul
-    return op(x, weight, None, scatter_dim, parts, return_received, *site.args(ctx))[:-1]
+    fields = {"scatter_dim": scatter_dim, "parts": parts, "return_received": return_received}
+    return site.call(ctx, AllToAllMatmul, fields, x=x, weight=weight)
 
 
 def reference_all_gather_matmul(
@@ -277,11 +300,12 @@ def all_reduce_rms_norm(
     """[normed, total, and what is saved] of the op; operands: x, or a and b, whose product x is, each row of it times
     one of `scales`. extras: see `nodes.EXTRAS`.
     """
-    register()
-    op, first = torch.ops.ditron.all_reduce_rms_norm, list[Any](operands)
-    if len(operands) == 2:
-        op, first = torch.ops.ditron.matmul_all_reduce_rms_norm, [[operands[0]], [operands[1]], None]
-    norms = *ops.norm_args(norm), *ops.norm_args(post), "+".join(saved)
-    before = ([scales], "pre: mm0 * column(x0); mm0") if scales is not None else ()
-    outputs: list[torch.Tensor] = op(*first, *extras, None, reduce_op, *norms, *site.args(ctx), *before)
-    return outputs[:-1]
+    given = {name: value for name, value in zip(EXTRAS, extras, strict=True) if value is not None}
+    fields = {"reduce_op": reduce_op, "norm": norm, "extras": tuple(given), "post": post, "saved": tuple(saved)}
+    if len(operands) == 1:
+        return site.call(ctx, AllReduceRmsNorm, fields, x=operands[0], **given)
+    a, b = operands
+    if scales is not None:
+        fields |= {"num_extras": 1, "epilogue": "pre: mm0 * column(x0); mm0"}
+        given["extras"] = [scales]
+    return site.call(ctx, MatmulAllReduceRmsNorm, fields, a=[a], b=[b], **given)

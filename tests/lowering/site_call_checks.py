@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.host import stand_in_for_kernels
 from ditron_inductor.errors import DitronError
-from ditron_inductor.task.nodes import NORM_KINDS
+from ditron_inductor.task.nodes import NORM_KINDS, AllGatherMatmul, MatmulReduceScatter, ShardNorm
 from ditron_inductor.task.plan import decisions
 from ditron_inductor.task.watch import watch
 from tests.lowering.calls import Site
@@ -189,22 +189,28 @@ def problems(ctx: Any) -> dict[str, Callable[[], Any]]:
     found["flash_decode"] = DecodeProblem(
         ctx, Decode(2, 8, 2, 64, 256), site=Site(name="calls/20:flash_decode", timeout_s=30.0)
     )
-    group = Site(name="calls/21:parts", timeout_s=30.0).args(ctx)
+    site = Site(name="calls/21:parts", timeout_s=30.0)
     x = torch.randn(64, 64).bfloat16()
     # The weights are parts of one tensor, as those of a projection that was split.
     parts = torch.randn(192, 64).bfloat16().split(64)
-    gather, reduce = ops.overload("all_gather_matmul"), ops.overload("matmul_reduce_scatter")
-    found["parts of one weight"] = lambda: gather(x, [part.t() for part in parts], None, 0, True, *group)
-    found["an epilogue"] = lambda: gather(x, [parts[0].t(), parts[1].t()], None, 0, False, *group, [], EPILOGUE)
+
+    def gathered(weights: Sequence[torch.Tensor], **others: Any) -> Any:
+        fields = {"gather_dim": 0, "return_gathered": False, "num_weights": len(weights)}
+        extras = {name: others.pop(name) for name in ("residual", "weight") if name in others}
+        node = site.node(ctx, AllGatherMatmul, **{**fields, **others})
+        return ops.call(node, shard=x, weights=[weight.t() for weight in weights], **extras)
+
+    def scattered(a: list[torch.Tensor], b: list[torch.Tensor], dim: int, bias: torch.Tensor | None = None) -> Any:
+        fields = {"scatter_dim": dim, "reduce_op": "sum", "num_products": len(a), "has_bias": bias is not None}
+        return ops.call(site.node(ctx, MatmulReduceScatter, **fields), a=a, b=b, bias=bias)
+
+    found["parts of one weight"] = lambda: gathered(parts, return_gathered=True)
+    found["an epilogue"] = lambda: gathered(parts[:2], epilogue=EPILOGUE)
     residual, norm_weight = torch.randn(64, 64).bfloat16(), torch.ones(64).bfloat16()
-    norm = *ops.norm_args(NORM), ""
-    found["a norm in front"] = lambda: gather(
-        x, [parts[0].t()], None, 0, False, *group, [], "", residual, norm_weight, None, *norm
-    )
-    found["a sum with a bias"] = lambda: reduce(
-        [x, x], [parts[0], parts[2]], torch.ones(64).bfloat16(), None, 0, "sum", *group
-    )
-    found["rows as a view"] = lambda: reduce([x.view(2, 32, 64)], [parts[0]], None, None, 1, "sum", *group)
+    prologue = ShardNorm(NORM, ("residual", "weight"))
+    found["a norm in front"] = lambda: gathered(parts[:1], prologue=prologue, residual=residual, weight=norm_weight)
+    found["a sum with a bias"] = lambda: scattered([x, x], [parts[0], parts[2]], 0, torch.ones(64).bfloat16())
+    found["rows as a view"] = lambda: scattered([x.view(2, 32, 64)], [parts[0]], 1)
     return found
 
 

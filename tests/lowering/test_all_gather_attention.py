@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from benchmarks.tolerances import TOLERANCES
 from ditron_inductor import ops
 from ditron_inductor.errors import InvalidTaskNode
 from ditron_inductor.lowering.all_gather_attention import local, tile
-from ditron_inductor.lowering.host.register import register
 from ditron_inductor.passes.finish.wire_facts import wire_of
 from ditron_inductor.task import cost, reference, reference_attention
 from ditron_inductor.task.all_gather_attention import (
@@ -30,6 +29,7 @@ from ditron_inductor.task.all_gather_attention import (
     visible_part,
 )
 from ditron_inductor.task.dtypes import PRECISIONS
+from ditron_inductor.task.nodes import AttentionReduceScatter
 from ditron_inductor.task.plan import PlanRequest, decisions
 from ditron_inductor.task.policy import Policy
 from ditron_inductor.task.problem import Problem
@@ -69,6 +69,10 @@ class Case:
     def mask(self, rank: int) -> Mask:
         jumps = self.jumps[rank] if rank < len(self.jumps) else ""
         return Mask(self.kind, self.window, self.offset + rank * self.stride, jumps)
+
+    def fields(self, rank: int) -> dict[str, Any]:
+        """The fields that both nodes have on a rank."""
+        return {"mask": self.mask(rank), "scale": self.D**-0.5, "softcap": self.softcap}
 
     def __str__(self) -> str:
         sizes = f"{self.B}x{self.heads}.{self.key_heads}x{self.queries}.{self.keys}x{self.D}"
@@ -146,11 +150,9 @@ def forward(
     bias: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """[out, lse, (gathered k, gathered v)] of the op."""
-    register()
-    op = torch.ops.ditron.all_gather_attention
-    scores = case.D**-0.5, case.softcap
-    behind = () if bias is None else (bias,)
-    return op(*operands, None, *astuple(case.mask(ctx.rank)), *scores, gathered, *site.args(ctx), *behind)[:-1]
+    q, k, v = operands
+    fields = {**case.fields(ctx.rank), "return_gathered": gathered}
+    return site.call(ctx, AllGatherAttention, fields, q=q, k=k, v=v, bias=bias)
 
 
 def expected(
@@ -217,12 +219,10 @@ def _check_gradients(ctx: RankContext, case: Case, strategy: str) -> None:
     for one in exact[1:]:
         assert one.grad is not None
         wanted.append(reference.reduce_scatter(one.grad, scatter_dim=2, reduce_op="sum", **site.group(ctx)))
-    register()
     given = grad, q, keys, values, out.detach().to(case.dtype).transpose(1, 2).contiguous().transpose(1, 2)
-    op = torch.ops.ditron.attention_reduce_scatter
-    behind = () if bias is None else (bias,)
-    sums = lse.detach().float()
-    found = op(*given, sums, None, *astuple(case.mask(ctx.rank)), *scores.values(), *site.args(ctx), *behind)[:-1]
+    operands = dict(zip(("grad_out", "q", "k", "v", "out"), given, strict=True))
+    operands |= {"lse": lse.detach().float()} | ({} if bias is None else {"bias": bias})
+    found = site.call(ctx, AttentionReduceScatter, case.fields(ctx.rank), **operands)
     for name, got, want in zip(("q", "k", "v"), found, wanted, strict=True):
         assert got.dtype == case.dtype and got.transpose(1, 2).is_contiguous()
         assert want is not None
@@ -236,9 +236,9 @@ def _uneven(ctx: RankContext) -> list[PlanRequest]:
     (q, k, v), bias = case.operands(ctx), case.drawn_bias(ctx)
     assert bias is not None
     out, lse, *gathered = forward(ctx, sites[0], case, (q, k, v), True, bias)
-    scores = case.D**-0.5, case.softcap
-    op = torch.ops.ditron.attention_reduce_scatter
-    op(out, q, *gathered, out, lse, None, *astuple(case.mask(ctx.rank)), *scores, *sites[1].args(ctx), bias)
+    keys, values = gathered
+    operands = {"grad_out": out, "q": q, "k": keys, "v": values, "out": out, "lse": lse, "bias": bias}
+    sites[1].call(ctx, AttentionReduceScatter, case.fields(ctx.rank), **operands)
     found = [decisions.last(ctx.group_name, site.name) for site in sites]
     return [last[0] for last in found if last is not None]
 

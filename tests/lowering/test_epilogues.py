@@ -10,8 +10,10 @@ import torch
 from benchmarks.tolerances import TOLERANCES
 from ditron_inductor.lowering.epilogues import Finisher
 from ditron_inductor.lowering.host.register import register
+from ditron_inductor.task import ops
 from ditron_inductor.task.epilogue import FUNCTIONS, KINDS, parse, products, walk
 from ditron_inductor.task.epilogue_torch import evaluate, extra_shape
+from ditron_inductor.task.nodes import AllGatherMatmul
 from ditron_inductor.task.torch_dtypes import TORCH_DTYPES
 from tests.lowering import calls
 from tests.lowering.calls import Site
@@ -76,9 +78,16 @@ def _check(ctx: RankContext, case: Case, strategy: str) -> None:
     shard, weights, extras = _operands(ctx, case)
     epilogue = parse(case.epilogue)
     for _ in range(case.repeats):
-        *outputs, token = torch.ops.ditron.all_gather_matmul(
-            shard, weights, None, case.gather_dim, case.return_gathered, *site.args(ctx), extras, case.epilogue
+        node = site.node(
+            ctx,
+            AllGatherMatmul,
+            gather_dim=case.gather_dim,
+            return_gathered=case.return_gathered,
+            num_weights=len(weights),
+            num_extras=len(extras),
+            epilogue=case.epilogue,
         )
+        *outputs, token = ops.call(node, shard=shard, weights=weights, extras=extras)
         assert token.dtype == torch.uint8 and len(outputs) == len(epilogue.outputs) + case.return_gathered
         *mm, gathered = calls.reference_all_gather_matmul(ctx, site, shard, weights, case.gather_dim)
         expected = evaluate(epilogue, mm, extras)
@@ -125,7 +134,9 @@ def _check_rounded(ctx: RankContext, epilogue: str, second: float, rows: tuple[f
     weight = torch.ones(2, 8, dtype=FP16, device=ctx.device)
     extras = [torch.full((8,), row, dtype=FP16, device=ctx.device) for row in rows]
     site = Site(strategy=strategy, name=f"rounded/0:{strategy}")
-    out, _ = torch.ops.ditron.all_gather_matmul(shard, [weight], None, 0, False, *site.args(ctx), extras, epilogue)
+    fields = {"gather_dim": 0, "return_gathered": False, "num_weights": 1}
+    fields |= {"num_extras": len(extras), "epilogue": epilogue}
+    (out,) = site.call(ctx, AllGatherMatmul, fields, shard=shard, weights=[weight], extras=extras)
     assert out.count_nonzero() == 0, (strategy, out)
 
 

@@ -5,15 +5,17 @@ fp64 value of their text.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.tolerances import TOLERANCES
 from ditron_inductor.lowering.host.register import register
-from ditron_inductor.task import reference
+from ditron_inductor.task import ops, reference
 from ditron_inductor.task.epilogue import KINDS, Epilogue, extras_of, parse
 from ditron_inductor.task.epilogue_torch import evaluate, extra_shape
+from ditron_inductor.task.nodes import MatmulAllReduce, MatmulReduceScatter
 from ditron_inductor.task.torch_dtypes import TORCH_DTYPES
 from tests.lowering import calls
 from tests.lowering.calls import Site
@@ -94,16 +96,16 @@ def _check(ctx: RankContext, case: Case, strategy: str) -> None:
             return product
         return evaluate(Epilogue((epilogue.pre,)), [product.flatten(0, -2)], extras)[0].view(product.shape)
 
+    fields: dict[str, Any] = {"num_products": len(a), "has_bias": bias is not None}
+    fields |= {"num_extras": len(extras), "epilogue": case.epilogue}
     if case.scatter_dim is None:
-        how = (case.reduce_op,)
-        got = torch.ops.ditron.matmul_all_reduce(a, b, bias, None, *how, *site.args(ctx), extras, case.epilogue)
+        node = site.node(ctx, MatmulAllReduce, reduce_op=case.reduce_op, **fields)
         total = reference.all_reduce_(sent(), reduce_op=case.reduce_op, **site.group(ctx))
     else:
-        dims = case.scatter_dim, case.reduce_op
-        got = torch.ops.ditron.matmul_reduce_scatter(a, b, bias, None, *dims, *site.args(ctx), extras, case.epilogue)
-        sizes = dict(zip(("scatter_dim", "reduce_op"), dims, strict=True))
+        sizes: dict[str, Any] = {"scatter_dim": case.scatter_dim, "reduce_op": case.reduce_op}
+        node = site.node(ctx, MatmulReduceScatter, **sizes, **fields)
         total = reference.reduce_scatter(sent(), **sizes, **site.group(ctx))
-    *outputs, token = got
+    *outputs, token = ops.call(node, a=a, b=b, bias=bias, extras=extras)
     assert token.dtype == torch.uint8 and len(outputs) == len(epilogue.outputs)
     expected = evaluate(epilogue, [total.flatten(0, -2)], extras)
     for output, want, dtype in zip(outputs, expected, epilogue.dtypes(), strict=True):
@@ -136,10 +138,10 @@ def _rounded(ctx: RankContext) -> None:
     extra = torch.full((1, 32), 2.0**-9, dtype=BF16, device=ctx.device)
     for strategy in STRATEGIES:
         site = Site(strategy=strategy, name=f"finished/1:{strategy}")
-        arguments = [a], [b], None, None
-        text = "cast(mm0 + row(x0), fp32)"
-        scattered = torch.ops.ditron.matmul_reduce_scatter(*arguments, 0, "sum", *site.args(ctx), [extra], text)[0]
-        reduced = torch.ops.ditron.matmul_all_reduce(*arguments, "sum", *site.args(ctx), [extra], text)[0]
+        fields = {"reduce_op": "sum", "num_extras": 1, "epilogue": "cast(mm0 + row(x0), fp32)"}
+        operands = {"a": [a], "b": [b], "extras": [extra]}
+        (scattered,) = site.call(ctx, MatmulReduceScatter, {**fields, "scatter_dim": 0}, **operands)
+        (reduced,) = site.call(ctx, MatmulAllReduce, fields, **operands)
         for out in (scattered, reduced):
             assert torch.equal(out, torch.full_like(out, whole + 2.0**-9)), strategy
 

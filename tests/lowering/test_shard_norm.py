@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ import torch
 from benchmarks.tolerances import assert_near
 from ditron_inductor.lowering.host.register import register
 from ditron_inductor.task import ops, reference
-from ditron_inductor.task.nodes import Norm, ShardNorm
+from ditron_inductor.task.codec import encode
+from ditron_inductor.task.nodes import AllGatherMatmul, Norm, ShardNorm
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.lowering.problems import ODD, Problem, chunked_problems
@@ -39,7 +40,7 @@ class Case:
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))
         flags = f"{'' if self.return_gathered else '-nogather'}{'-padded' * (self.layout == 'padded')}"
-        return f"{shape}@{self.gather_dim}-{self.prologue.text()}-{str(self.dtype)[6:]}{flags}".replace(" ", "")
+        return f"{shape}@{self.gather_dim}-{encode(self.prologue)}-{str(self.dtype)[6:]}{flags}".replace(" ", "")
 
 
 CASES = (
@@ -65,14 +66,20 @@ def _check(ctx: RankContext, case: Case, strategy: str) -> None:
         "shift": calls.operand(ctx, [K], case.dtype),
     }
     given = [one if name in prologue.extras else None for name, one in drawn.items()]
+    normed = {name: drawn[name] for name in prologue.extras}
     weights = [calls.weight(ctx, K, n, case.dtype, "column") for n in (24, 37)]
     before = [one.clone() for one in (x, *drawn.values())]
-    norm = ops.shard_norm_args(prologue)
-    op = torch.ops.ditron.all_gather_matmul
-    behind = *site.args(ctx), [], "", *given, *norm
+    node = site.node(
+        ctx,
+        AllGatherMatmul,
+        gather_dim=case.gather_dim,
+        return_gathered=True,
+        num_weights=len(weights),
+        prologue=prologue,
+    )
     # The last of three calls has the slot that the first one had.
-    kept = True, True, case.return_gathered
-    first, _, last = [op(x, weights, None, case.gather_dim, one, *behind) for one in kept]
+    kept = node, node, replace(node, return_gathered=case.return_gathered)
+    first, _, last = [ops.call(one, shard=x, weights=weights, **normed) for one in kept]
     *outputs, token = last
     assert token.dtype == torch.uint8
     shard, returned = reference.norm_shard(x, given, prologue)
@@ -114,10 +121,17 @@ class NormedGather(Problem):
         self.given = torch.ones_like(self.left), torch.full_like(self.left[0], 0.5), None
 
     def __call__(self) -> list[torch.Tensor]:
-        norm = ops.shard_norm_args(self.PROLOGUE)
-        arguments = self.left, self.weights, None, 0, True, *self.site.args(self.ctx), [], "", *self.given, *norm
-        outputs: list[torch.Tensor] = torch.ops.ditron.all_gather_matmul(*arguments)
-        return outputs[:-1]
+        fields = {"gather_dim": 0, "return_gathered": True, "num_weights": len(self.weights)}
+        residual, weight, _ = self.given
+        return self.site.call(
+            self.ctx,
+            AllGatherMatmul,
+            {**fields, "prologue": self.PROLOGUE},
+            shard=self.left,
+            weights=self.weights,
+            residual=residual,
+            weight=weight,
+        )
 
     def check(self, outputs: list[torch.Tensor], what: str = "") -> None:
         *products, gathered, total = outputs
