@@ -7,15 +7,12 @@ imported nothing else of ours.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from ditron_inductor import user_table
 from ditron_inductor.device import workspaces
 from ditron_inductor.lowering.host.register import register
-from ditron_inductor.lowering.host.site_call import Input, SiteCall
+from ditron_inductor.lowering.host.site_call import SiteCall
 from ditron_inductor.options import Options
-
-__all__ = ["Input", "prepare", "site_call", "use_table"]
 
 
 @functools.cache
@@ -36,7 +33,7 @@ def use_table(options: Options) -> None:
     workspaces.use_table(user_table.read(options.table))
 
 
-def site_call(kind: str, static: bool, *arguments: Any) -> SiteCall:
+def site_call(kind: str, static: bool, text: str) -> SiteCall:
     """What the code of a compiled graph calls for one site, see lowering/host/site_call.py."""
     prepare()
-    return SiteCall(kind, static, arguments)
+    return SiteCall(kind, static, text)

@@ -15,8 +15,6 @@ from torch.distributed import _functional_collectives as functional
 
 from benchmarks.tolerances import assert_near
 from ditron_inductor import backend
-from ditron_inductor.codegen.site_kernel import Text, text_of
-from ditron_inductor.lowering.host.site_call import Input
 from ditron_inductor.report.explain import without_caches
 from ditron_inductor.task.nodes import MatmulAllReduce, Policy
 from tests.ranks import RankContext, RankPools
@@ -154,12 +152,3 @@ def events_of_ops(ctx: RankContext) -> list[str]:
 def test_a_profiler_sees_the_ops_of_a_graph(rank_pools: RankPools) -> None:
     for names in rank_pools.get("cpu", 2).run(events_of_ops, timeout=200.0):
         assert names == ["ditron::all_gather_matmul", "ditron::matmul_reduce_scatter"]
-
-
-def test_what_can_be_written_down() -> None:
-    given = ["a'b", 3, True, None, 0.1, 1e-06, [], [Text("Input(0)"), Text("Input(1)")], Text(None)]
-    texts = [text_of(one) for one in given]
-    wanted = ["a'b", 3, True, None, 0.1, 1e-06, [], [Input(0), Input(1)], None]
-    assert [eval(text or "", {"Input": Input}) for text in texts] == wanted  # noqa: S307
-    for other in (float("inf"), float("nan"), torch.float32, [1, 2], torch.SymInt, object()):
-        assert text_of(other) is None

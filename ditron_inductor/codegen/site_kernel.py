@@ -1,13 +1,12 @@
 """How Inductor writes down the call of a site: by its `SiteCall` (see site_call.py) instead of the op.
 
 To everything but the text it is the fallback kernel that Inductor makes for any op that is not its own: the same
-buffers, layouts, dependencies, checks of sizes. Where the text is not Python (`cpp_wrapper`, AOTInductor, FX), and
-where an argument is not a plain constant, it stays the op.
+buffers, layouts, dependencies, checks of sizes. Where the text is not Python (`cpp_wrapper`, AOTInductor, FX), it
+stays the op.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +18,9 @@ from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
 from ditron_inductor.task.nodes import COMPILED_BY_US
-from ditron_inductor.task.ops import SCHEMAS, TOKEN, overload
+from ditron_inductor.task.ops import NODE, SCHEMAS, TOKEN, overload
 
-IMPORT = "from ditron_inductor.runtime import Input, site_call"
+IMPORT = "from ditron_inductor.runtime import site_call"
 WRAPPERS = (PythonWrapperCodegen, SubgraphPythonWrapperCodegen)
 """What writes Python; others that do not are derived from these."""
 
@@ -35,13 +34,12 @@ class SiteKernel(ir.FallbackKernel):
 
     def codegen(self, wrapper: Any) -> None:
         """Writes the SiteCall in front of the graph's function, and the call into it."""
-        arguments = self.site_arguments() if type(wrapper) in WRAPPERS and not V.graph.aot_mode else None
-        if arguments is not None:
+        if type(wrapper) in WRAPPERS and not V.graph.aot_mode:
             self.call_name = f"call_{self.get_name()}"
+            kind = self.op_overload._schema.name.rpartition("::")[2]
             static = all(is_static(x) for x in self.inputs)
-            text = ", ".join([repr(self.op_overload._schema.name.rpartition("::")[2]), repr(static), *arguments])
             wrapper.add_import_once(IMPORT)
-            wrapper.header.writeline(f"{self.call_name} = site_call({text})")
+            wrapper.header.writeline(f"{self.call_name} = site_call({kind!r}, {static!r}, {self._node()!r})")
         super().codegen(wrapper)
 
     def get_kernel_name(self) -> str:
@@ -63,33 +61,11 @@ class SiteKernel(ir.FallbackKernel):
         token: int | None = given[TOKEN]
         return token
 
-    def site_arguments(self) -> list[str] | None:
-        """The op's arguments as text, with an Input for each tensor; None where they cannot be written down."""
-        token = self._token()
-        numbers = iter(range(len(self.inputs)))
-        inputs = [None if index == token else f"Input({next(numbers)})" for index in range(len(self.inputs))]
-        given, by_name = self.unflatten_args([Text(one) for one in inputs], self.constant_args)
-        texts = [text_of(one) for one in given]
-        return None if by_name or None in texts else texts  # type: ignore[return-value]
-
-
-class Text:
-    """Source text in the place of a tensor."""
-
-    def __init__(self, text: str | None) -> None:
-        self.text = repr(text) if text is None else text
-
-
-def text_of(value: Any) -> str | None:
-    """Python that makes the argument; None where there is none."""
-    if isinstance(value, Text):
-        return value.text
-    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
-        return repr(value)
-    # Of tensors only, or empty.
-    if isinstance(value, (list, tuple)) and all(isinstance(one, Text) for one in value):
-        return f"[{', '.join(one.text for one in value)}]"
-    return None
+    def _node(self) -> str:
+        """The text of the node."""
+        given, _ = self.unflatten_args([None] * len(self.inputs), self.constant_args)
+        text: str = given[NODE]
+        return text
 
 
 def is_static(x: Any) -> bool:

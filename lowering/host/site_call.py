@@ -2,7 +2,7 @@
 
 Inductor's code for a graph (see site_kernel.py) has, for every site,
 
-    call_buf3 = site_call("matmul_all_reduce", True, [Input(0), Input(1)], "reduce_op=sum world_size=2 ..", None)
+    call_buf3 = site_call("matmul_all_reduce", True, "reduce_op=sum world_size=2 ..")
     ...
     buf3 = call_buf3(arg0_1, buf1)
 
@@ -17,7 +17,6 @@ operand of another class.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,34 +37,20 @@ MOST_ATTEMPTS = 4
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-@dataclass(frozen=True)
-class Input:
-    """Stands for a tensor of the call among the arguments of an op."""
-
-    index: int
-
-
 class SiteCall:
-    """One site of one compiled graph. Called with its tensors, in their order.
+    """One site of one compiled graph. Called with the operands of its op, in their order.
 
-    arguments: of the op, an Input in the place of each tensor. static: whether every call has operands of the same
-    form, and there may be a record of one. repeated: what can be done again from a record. problem: why the last call
-    that was recorded can not.
+    text: of the node. static: whether every call has operands of the same form, and there may be a record of one.
+    repeated: what can be done again from a record. problem: why the last call that was recorded can not.
     """
 
-    def __init__(self, kind: str, static: bool, arguments: Sequence[Any]) -> None:
+    def __init__(self, kind: str, static: bool, text: str) -> None:
         self.op = ops.overload(kind)
         self.implementation = implementations()[kind]
+        self.text = text
         self.static = static
         self.repeated: list[Repeated] = []
         self.problem = ""
-        self._template = list(arguments)
-        self._single = [(place, one.index) for place, one in enumerate(arguments) if isinstance(one, Input)]
-        self._lists = [
-            (place, [one.index for one in given])
-            for place, given in enumerate(arguments)
-            if isinstance(given, (list, tuple))
-        ]
         self._prepared: Prepared | None = None
         self._attempts = 0
 
@@ -88,14 +73,9 @@ class SiteCall:
         op = self.implementation if are_plain(tensors) else self.op
         return op(*self.arguments(tensors))
 
-    def arguments(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """The arguments of the op for a call with these tensors."""
-        arguments = self._template.copy()
-        for place, index in self._single:
-            arguments[place] = tensors[index]
-        for place, indices in self._lists:
-            arguments[place] = [tensors[index] for index in indices]
-        return arguments
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], str, None]:
+        """The arguments of the op for a call with these operands. The graph has ordered the call: there is no token."""
+        return list(tensors), self.text, None
 
     def _watched(self, tensors: Sequence[torch.Tensor]) -> Any:
         """A call that no record covers, recorded if later ones may be as this one."""

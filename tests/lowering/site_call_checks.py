@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.host import stand_in_for_kernels
 from ditron_inductor.errors import DitronError
+from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import NORM_KINDS, AllGatherMatmul, MatmulReduceScatter, ShardNorm
 from ditron_inductor.task.plan import decisions
 from ditron_inductor.task.watch import watch
@@ -52,20 +53,12 @@ class Called:
     """A call of an op, by the op and by a site of a compiled graph."""
 
     def __init__(self, op: Any, arguments: Sequence[Any], static: bool = True) -> None:
-        from ditron_inductor.runtime import Input, site_call
+        from ditron_inductor.runtime import site_call
 
         self.op, self.arguments = op, arguments
-        self.tensors: list[torch.Tensor] = []
-
-        def bound(value: Any) -> Any:
-            if isinstance(value, (list, tuple)):
-                return [bound(one) for one in value]
-            if not isinstance(value, torch.Tensor):
-                return value
-            self.tensors.append(value)
-            return Input(len(self.tensors) - 1)
-
-        self.site = site_call(op._schema.name.removeprefix("ditron::"), static, *[bound(one) for one in arguments])
+        self.tensors: list[torch.Tensor] = list(arguments[ops.OPERANDS])
+        self.kind = op._schema.name.removeprefix("ditron::")
+        self.site = site_call(self.kind, static, arguments[ops.NODE])
 
     @staticmethod
     def of(call: Callable[[], object], static: bool = True) -> Called:
@@ -306,7 +299,7 @@ def other_results(ctx: Any, called: Called) -> None:
     first = called.by_site()
     second = called.by_site()
     assert not {x.data_ptr() for x in first} & {x.data_ptr() for x in second}
-    request = decisions.last(ctx.group_name, called.site._template[-4])
+    request = decisions.last(ctx.group_name, ops.parsed(called.kind, called.site.text).site)
     assert request is not None and request[1].strategy == "tile"
 
 

@@ -30,6 +30,7 @@ from ditron_inductor.task.all_gather_attention import (
 )
 from ditron_inductor.task.dtypes import PRECISIONS
 from ditron_inductor.task.nodes import AttentionReduceScatter
+from ditron_inductor.task.ops import overload
 from ditron_inductor.task.plan import PlanRequest, decisions
 from ditron_inductor.task.policy import Policy
 from ditron_inductor.task.problem import Problem
@@ -417,8 +418,11 @@ def _refuse(ctx: RankContext) -> None:
         ("given", torch.zeros(1, 1, 1, 4, 8), "cannot be broadcast"),
         ("given", torch.zeros(4, 8, dtype=torch.int64), "bias is torch.int64"),
     ):
+        fields = Case(kind, 4, 4).fields(ctx.rank)
+        text = site.node(ctx, AllGatherAttention, **fields).text()
+        given = [q, k, v] if bias is None else [q, k, v, bias]
         with pytest.raises(ValueError, match="attention/3") as raised:
-            forward(ctx, site, Case(kind, 4, 4), (q, k, v), False, bias)
+            overload("all_gather_attention")(given, text, None)
         assert message in str(raised.value), raised.value
     node = AllGatherAttention(Mask("given"), 0.25, 0.0, 2, "0", "", Policy())
     assert "no bias" in tile.obstacle(node, q) and not tile.obstacle(replace(node, mask=Mask("full")), q)
@@ -518,7 +522,7 @@ def test_an_offset_decides_nothing_for_all_ranks() -> None:
         assert len({visible_part(mask, 2, 4, 6) for mask in masks}) == 1
         assert len({mask.name for mask in masks}) == 1
     node = AllGatherAttention(Mask("causal", 3, 4, "3+6"), 1.0, 0.0, 2, "0", "", Policy())
-    assert "offset=4, jumps=3+6" in node.text() and "offset" not in node.mask.name
+    assert "offset=4 jumps='3+6'" in node.text() and "offset" not in node.mask.name
 
 
 def test_rows_of_the_zigzag_order_have_its_blocks() -> None:
@@ -542,7 +546,7 @@ def test_a_soft_cap_is_named_and_legal_and_our_kernels() -> None:
     """The library's kernels have none: what stands for them is so slow that the plan takes `tile`."""
     node = AllGatherAttention(Mask("causal_offset"), 0.0625, 50.0, 2, "0", "", Policy())
     plain = replace(node, softcap=0.0)
-    assert "softcap=50" in node.text() and "softcap" not in plain.text()
+    assert "softcap=50.0" in node.text() and "softcap=0.0" in plain.text()
     for softcap in (-1.0, math.inf, math.nan):
         with pytest.raises(InvalidTaskNode, match="softcap"):
             replace(node, softcap=softcap).verify()

@@ -83,6 +83,11 @@ def wanted(
     return evaluate(parse(case.epilogue), [one.to(case.dtype) for one in products], extras)
 
 
+def call(x: torch.Tensor, weights: Sequence[torch.Tensor], strategy: str = "auto") -> list[torch.Tensor]:
+    """The products, as the op computes them."""
+    return lowering.projections(Projections(len(weights), strategy=strategy), [x, *weights])
+
+
 def check(case: Case, device: torch.device) -> None:
     x, weights, extras = operands(case, device)
     node = Projections(len(weights), len(extras), case.epilogue)
@@ -113,10 +118,10 @@ def test_near_the_reference_on_a_gpu(case: Case) -> None:
 def test_in_a_graph_it_follows_its_operands() -> None:
     case = LARGE_CASES[0]
     x, weights, _ = operands(case, torch.device("cuda", 0))
-    lowering.projections(x, weights, "auto")
+    call(x, weights)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outs = lowering.projections(x, weights, "auto")
+        outs = call(x, weights)
     x.mul_(2.0)
     graph.replay()
     for out, weight in zip(outs, weights, strict=True):
@@ -125,10 +130,10 @@ def test_in_a_graph_it_follows_its_operands() -> None:
 
 def test_other_layouts_and_many_rows_go_to_the_library() -> None:
     x, weights, _ = operands(Case(2, 16, (8, 8)), torch.device("cpu"))
-    outs = lowering.projections(x, [weights[0].contiguous(), weights[1]], "tile")
+    outs = call(x, [weights[0].contiguous(), weights[1]], "tile")
     for out, weight in zip(outs, weights, strict=True):
         assert_near(out, x.double() @ weight.double())
-    assert [out.shape for out in lowering.projections(x[:0], weights, "tile")] == [(0, 8), (0, 8)]
+    assert [out.shape for out in call(x[:0], weights, "tile")] == [(0, 8), (0, 8)]
 
 
 @pytest.mark.parametrize("epilogue", ["", SWIGLU], ids=["plain", "epilogue"])
@@ -146,7 +151,7 @@ def test_compiles_for_gpus(target: str, epilogue: str) -> None:
 
 def test_operands_are_not_kept_alive() -> None:
     x, weights, _ = operands(Case(2, 16, (8, 8)), torch.device("cpu"))
-    lowering.projections(x, weights, "auto")
+    call(x, weights)
     kept = [weakref.ref(one) for one in (x, *weights)]
     del x, weights
     gc.collect()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ditron_inductor.lowering.host.recording import LaunchMade, Recorder, is_view, recording, with_own_storage
+from ditron_inductor.task.nodes import Projections
 from ditron_inductor.tools.processes import run_ranks
 from tests.lowering.calls import Site
 from tests.lowering.compiled_rank import check_on_rank
@@ -60,9 +61,9 @@ def test_values_from_records(rank_pools: RankPools, kind: str) -> None:
 
 
 def test_an_op_that_looks_nothing_up_is_not_watched() -> None:
-    from ditron_inductor.runtime import Input, site_call
+    from ditron_inductor.runtime import site_call
 
-    call = site_call("projections", True, Input(0), [Input(1), Input(2)], "library")
+    call = site_call("projections", True, Projections(2, strategy="library").text())
     x, *weights = torch.randn(4, 6), torch.randn(6, 5), torch.randn(6, 3)
     with torch.no_grad():
         for _ in range(3):
