@@ -9,10 +9,37 @@ import pytest
 import torch
 
 from ditron_inductor.errors import StrategyUnavailable
+from ditron_inductor.report import measure as module
 from ditron_inductor.report.measure import SiteShape, Timings, measure
-from ditron_inductor.task.nodes import KINDS, ULYSSES_KINDS
-from ditron_inductor.tune import measure as module
+from ditron_inductor.task.node import Node
+from ditron_inductor.task.nodes import (
+    KINDS,
+    ULYSSES_KINDS,
+    AllGatherMatmul,
+    AllToAllMatmul,
+    MatmulAllGather,
+    MatmulAllReduce,
+    MatmulAllToAll,
+    MatmulReduceScatter,
+    Policy,
+)
 from tests.ranks import RankContext, RankPools
+
+GROUP: dict[str, Any] = {"world_size": 2, "group_name": "", "site": "", "policy": Policy()}
+# Three dimensions, gathered or scattered inside, and for the gather two weights.
+SUM: dict[str, Any] = {"a": [(2, 8, 16)], "b": [(16, 8)]}
+CALLS: dict[str, tuple[Node, dict[str, Any]]] = {
+    "all_gather_matmul": (
+        AllGatherMatmul(1, **GROUP, return_gathered=False, num_weights=2),
+        {"shard": (2, 4, 16), "weights": [(16, 8), (16, 6)]},
+    ),
+    "matmul_reduce_scatter": (MatmulReduceScatter(1, "sum", **GROUP), SUM),
+    "matmul_all_reduce": (MatmulAllReduce("sum", **GROUP), SUM),
+    "matmul_all_gather": (MatmulAllGather(1, **GROUP), SUM),
+    "matmul_all_to_all": (MatmulAllToAll(1, 1, **GROUP), SUM),
+    "all_to_all_matmul": (AllToAllMatmul(1, 1, False, **GROUP), {"x": (2, 8, 16), "weight": (32, 8)}),
+}
+SHAPES = {op: SiteShape(node, shapes, torch.float32) for op, (node, shapes) in CALLS.items()}
 
 
 def _measure(ctx: RankContext, fault: str) -> tuple[Timings, int]:
@@ -65,9 +92,7 @@ def test_a_fault_on_one_rank_is_known_to_all(rank_pools: RankPools, fault: str, 
 def _real(ctx: RankContext, op: str) -> Timings:
     import ditron_inductor.backend  # noqa: F401  (binds the ops)
 
-    # Three dimensions, gathered or scattered inside, and for the gather two weights.
-    rows = (2, 4, 16) if op == "all_gather_matmul" else (2, 8, 16)
-    shape = SiteShape(op, rows, (8, 6) if op == "all_gather_matmul" else (8,), 1, torch.float32, ctx.world_size)
+    shape = SHAPES[op]
     limits = {"workspace_limit": 1 << 30, "timeout_s": 30.0}
     return measure(shape, group_name=ctx.group_name, device=ctx.device, rounds=1, **limits)  # type: ignore[arg-type]
 
@@ -75,7 +100,8 @@ def _real(ctx: RankContext, op: str) -> Timings:
 def _sum(ctx: RankContext) -> Timings:
     import ditron_inductor.backend  # noqa: F401  (binds the ops)
 
-    shape = SiteShape("matmul_all_reduce", (8, 24), (8,), 0, torch.float32, ctx.world_size, (16, 8), True)
+    node = MatmulAllReduce("sum", **GROUP, num_products=2, has_bias=True)
+    shape = SiteShape(node, {"a": [(8, 16), (8, 8)], "b": [(16, 8), (8, 8)], "bias": (8,)}, torch.float32)
     limits = {"workspace_limit": 1 << 30, "timeout_s": 30.0}
     return measure(shape, group_name=ctx.group_name, device=ctx.device, rounds=1, **limits)  # type: ignore[arg-type]
 
@@ -102,18 +128,24 @@ def _finished(ctx: RankContext, shape: SiteShape) -> tuple[Timings, list[str]]:
 
 
 GATED, EVERY_KIND = "cast(silu(mm0), bf16) * mm1 + row(x0); mm1", "full(x0) + mm0 * column(x1) + row(x2) + scalar(x3)"
+GATED_NODE = AllGatherMatmul(1, **GROUP, return_gathered=False, num_weights=2, num_extras=1, epilogue=GATED)
+FINISHED_NODE = MatmulReduceScatter(1, "sum", **GROUP, num_extras=4, epilogue=EVERY_KIND)
 FINISHED = (
-    SiteShape("all_gather_matmul", (2, 4, 16), (8, 8), 1, torch.float32, 2, epilogue=GATED),
-    SiteShape("matmul_reduce_scatter", (2, 8, 16), (8,), 1, torch.float32, 2, epilogue=EVERY_KIND),
+    SiteShape(GATED_NODE, {"shard": (2, 4, 16), "weights": [(16, 8), (16, 8)], "extras": [(1, 8)]}, torch.float32),
+    SiteShape(
+        FINISHED_NODE,
+        {"a": [(2, 8, 16)], "b": [(16, 8)], "extras": [(8, 8), (8, 1), (1, 8), (1, 1)]},
+        torch.float32,
+    ),
 )
 
 
-@pytest.mark.parametrize("shape", FINISHED, ids=lambda shape: shape.op)
+@pytest.mark.parametrize("shape", FINISHED, ids=lambda shape: shape.node.kind)
 def test_an_epilogue_is_timed_with_its_op(rank_pools: RankPools, shape: SiteShape) -> None:
     (timings, texts), _ = rank_pools.get("cpu", 2).run(_finished, shape)
     assert {"library", "tile"} <= set(timings.us) and not timings.notes, timings.notes
     # `library` computes it by torch on the CPU.
-    assert shape.epilogue.partition(";")[0] in texts[0]
+    assert shape.node.epilogue.partition(";")[0] in texts[0]
 
 
 @pytest.mark.parametrize("op", [*KINDS, *ULYSSES_KINDS])

@@ -117,7 +117,8 @@ def test_rows_that_do_not_divide_are_for_ops_that_have_them_on_all_ranks() -> No
     with pytest.raises(ValueError, match="3 rows do not divide over 2 ranks"):
         SiteShape.of_matmul("matmul_reduce_scatter", 3, 8, 16, torch.float32, 2)
     gather = SiteShape.of_matmul("all_gather_matmul", 8, 24, 16, torch.float32, 2)
-    assert gather.rows == (4, 16) and (gather.m, gather.n, gather.k) == (8, 24, 16)
+    assert gather.shapes == {"shard": (4, 16), "weights": [(16, 24)]}
+    assert (gather.sizes.m, gather.sizes.n, gather.sizes.k) == (8, 24, 16)
 
 
 def test_a_site_whose_library_failed_has_no_line() -> None:

@@ -22,7 +22,7 @@ from ditron_inductor.task.site_records import GraphRecord, SiteRecord, collect_s
 if TYPE_CHECKING:
     import torch
 
-    from ditron_inductor.report.measure import Timings
+    from ditron_inductor.report.measure import SiteShape, Timings
     from ditron_inductor.task.plan import PlanRequest
 
 LEFT_ALONE = "-"
@@ -169,50 +169,47 @@ def measured_report(report: Report, *, graph: bool, rounds: int | None = None, c
 
     chosen: only `library` and the strategy that runs, not all that could.
     """
+    import torch
+
+    from ditron_inductor.report.measure import SiteShape
     from ditron_inductor.report.timing import ROUNDS
+    from ditron_inductor.task.nodes import Policy
     from ditron_inductor.task.plan import possible
 
     known: dict[Any, Timings] = {}
     sites = []
     for site in report.sites:
         request, record = site.request, site.record
-        if request is None or not record.rows or not record.columns:
+        call = None
+        if request is not None and record.task is not None and record.operands is not None:
+            call = record.task.timed(record.operands)
+        if request is None or call is None:
             sites.append(site)
             continue
-        # Equal on all ranks even where their weights are not.
-        terms = len(record.columns), len(record.depths), record.bias, record.epilogue, record.parts
+        node = replace(call[0], site="", policy=Policy())  # type: ignore[type-var]
         strategies = tuple(dict.fromkeys(("library", site.strategy))) if chosen else ("library", *possible(request))
-        key = (record.group_name, replace(request, site=""), record.dim, terms, strategies)
+        # Equal on all ranks even where their weights are not.
+        key = (record.group_name, replace(request, site=""), node, strategies)
         if key not in known:
-            known[key] = _timings(record, request, report.options, strategies, graph, rounds or ROUNDS)
+            shape = SiteShape(node, call[1], getattr(torch, record.dtype))
+            known[key] = _timings(shape, request, report.options, strategies, graph, rounds or ROUNDS)
         sites.append(replace(site, measured=known[key]))
     return replace(report, sites=tuple(sites))
 
 
 def _timings(
-    record: SiteRecord, request: PlanRequest, options: Options, strategies: Sequence[str], graph: bool, rounds: int
+    shape: SiteShape, request: PlanRequest, options: Options, strategies: Sequence[str], graph: bool, rounds: int
 ) -> Timings:
     import torch
 
-    from ditron_inductor.report.measure import SiteShape, measure
+    from ditron_inductor.report.measure import measure
 
     device = torch.device("cpu")
     if request.device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     return measure(
-        SiteShape(
-            request.problem.kind,
-            record.rows,
-            record.columns,
-            record.dim,
-            getattr(torch, request.problem.precision.operand.name),
-            request.problem.world_size,
-            record.depths,
-            record.bias,
-            record.epilogue,
-            record.parts,
-        ),
-        group_name=record.group_name,
+        shape,
+        group_name=shape.node.group_name,
         device=device,
         strategies=strategies,
         graph=graph and request.device_type == "cuda",

@@ -10,28 +10,22 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
 from ditron_inductor.device import groups
 from ditron_inductor.device.reset import reset
 from ditron_inductor.errors import StrategyUnavailable
-from ditron_inductor.report.matmul_shapes import divides
 from ditron_inductor.report.timing import GRAPH_CALLS, ROUNDS, Call, Clock, captured, interleaved
-from ditron_inductor.task.epilogue import extras_of, parse, products
-from ditron_inductor.task.epilogue_torch import extra_shape
-from ditron_inductor.task.nodes import (
-    AllGatherMatmul,
-    AllToAllMatmul,
-    MatmulAllGather,
-    MatmulAllReduce,
-    MatmulAllToAll,
-    MatmulReduceScatter,
-)
+from ditron_inductor.task import ops
+from ditron_inductor.task.node import Shapes, Sizes
+from ditron_inductor.task.nodes import NODES, Policy
 from ditron_inductor.task.table import MEASURED
 
+WEIGHTS = ("weights", "weight", "b")
+"""The names of operands that are weights."""
 Result = TypeVar("Result")
 _UNAVAILABLE = "it cannot run here: "
 
@@ -43,71 +37,28 @@ TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 0.01}
 
 @dataclass(frozen=True)
 class SiteShape:
-    """One call of one op on this rank.
+    """One call of a node on this rank: the shapes of its operands by name, and their dtype."""
 
-    rows: shape of the left operand [.., K], the shard for an all-gather. columns: of each weight [K, N_i]. dim: the
-    gathered or scattered dimension, 0 for an all-reduce. depths: of a reduction's products, K_i that add up to K; empty
-    for one. bias: whether a reduction adds a row. epilogue: its text, see task/epilogue.py. parts: of the columns that
-    an all-to-all exchanges. m, n, k: as in a `PlanRequest`.
-    """
-
-    op: str
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-    dim: int
+    node: Any
+    shapes: Shapes
     dtype: torch.dtype
-    world_size: int
-    depths: tuple[int, ...] = ()
-    bias: bool = False
-    epilogue: str = ""
-    parts: int = 1
 
     @staticmethod
     def of_matmul(op: str, m: int, n: int, k: int, dtype: torch.dtype, world_size: int) -> SiteShape:
-        """The plainest call whose matmul is [m, k] @ [k, n]. ValueError where m rows do not divide over the ranks."""
-        if not divides(op, m, world_size):
-            raise ValueError(f"{op}: {m} rows do not divide over {world_size} ranks")
-        rows = m // world_size if op == AllGatherMatmul.kind else m
-        # A product is gathered by columns, as a column-parallel layer's is.
-        return SiteShape(op, (rows, k), (n,), int(op == MatmulAllGather.kind), dtype, world_size)
+        """The simplest call whose matmul is [m, k] @ [k, n]. ValueError where m rows do not divide over the ranks."""
+        return SiteShape(*NODES[op].plain(m, n, k, world_size), dtype)
 
     @property
-    def m(self) -> int:
-        gathered = self.world_size if self.op == AllGatherMatmul.kind else 1
-        scattered = self.world_size if self.op == AllToAllMatmul.kind else 1
-        return gathered * math.prod(self.rows[:-1]) // scattered
-
-    @property
-    def n(self) -> int:
-        return sum(self.columns)
-
-    @property
-    def k(self) -> int:
-        return self.rows[-1] * (self.world_size if self.op == AllToAllMatmul.kind else 1)
-
-    @property
-    def out_rows(self) -> int:
-        """Of the output, all dimensions but the last as one."""
-        return self.m // self.world_size if self.op == MatmulReduceScatter.kind else self.m
-
-    def extras(self) -> list[tuple[int, int]]:
-        """The shapes of the epilogue's extra tensors."""
-        if not self.epilogue:
-            return []
-        shapes: dict[int, tuple[int, int]] = {}
-        epilogue = parse(self.epilogue)
-        parts = [(output, self.out_rows) for output in epilogue.outputs]
-        parts += [] if epilogue.pre is None else [(epilogue.pre, self.m)]
-        for part, rows in parts:
-            wide = self.columns[min(products(part))]
-            for one in extras_of([part]):
-                shapes[one.index] = extra_shape(one.kind, (rows, wide))
-        return [shapes[index] for index in sorted(shapes)]
+    def sizes(self) -> Sizes:
+        """m, n and k of the call."""
+        found: Sizes = self.node.sizes(self.shapes)
+        return found
 
     @property
     def text(self) -> str:
         """`matmul_all_reduce m=16 n=8192 k=7168 bfloat16`."""
-        return f"{self.op} m={self.m} n={self.n} k={self.k} {str(self.dtype).removeprefix('torch.')}"
+        sizes = self.sizes
+        return f"{self.node.kind} m={sizes.m} n={sizes.n} k={sizes.k} {str(self.dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)
@@ -171,52 +122,32 @@ def _calls(
     timeout_s: float,
 ) -> dict[str, Callable[[int], torch.Tensor]]:
     """One function per strategy that calls the op on the i-th operands and returns its first output."""
-    nbytes = (math.prod(shape.rows) + shape.k * shape.n) * shape.dtype.itemsize
-    copies = max(1, min(MAX_ROTATED, math.ceil(ROTATED_BYTES / nbytes)))
+    sizes = [size for given in shape.shapes.values() for size in (given if isinstance(given, list) else [given])]
+    nbytes = sum(math.prod(size) for size in sizes) * shape.dtype.itemsize
+    copies = max(1, min(MAX_ROTATED, math.ceil(ROTATED_BYTES / max(nbytes, 1))))
     generator = torch.Generator(device).manual_seed(1 + groups.find(group_name).rank())
 
-    def draw(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device=device).to(shape.dtype)
-
-    def weight(deep: int, wide: int) -> torch.Tensor:
+    def draw(name: str, size: tuple[int, ...]) -> torch.Tensor:
+        if name not in WEIGHTS:
+            return torch.randn(size, generator=generator, device=device).to(shape.dtype)
         # With contiguous K, as nn.Linear holds it.
-        return draw(wide, deep).div_(math.sqrt(shape.k)).t()
+        deep, wide = size
+        weight = torch.randn(wide, deep, generator=generator, device=device).to(shape.dtype)
+        return weight.div_(math.sqrt(max(shape.sizes.k, 1))).t()
 
-    gathers = shape.op == AllGatherMatmul.kind
-    depths = shape.depths or (shape.rows[-1],)
-    left = [[draw(*shape.rows[:-1], deep) for deep in depths] for _ in range(copies)]
-    sizes = [(deep, shape.n) for deep in depths]
-    if gathers or shape.op == AllToAllMatmul.kind:
-        sizes = [(shape.k, wide) for wide in shape.columns]
-    right = [[weight(*size) for size in sizes] for _ in range(copies)]
-    bias = draw(shape.n) if shape.bias else None
-    behind = ([draw(*size) for size in shape.extras()], shape.epilogue) if shape.epilogue else ()
+    def operands() -> dict[str, Any]:
+        return {
+            name: [draw(name, size) for size in given] if isinstance(given, list) else draw(name, given)
+            for name, given in shape.shapes.items()
+        }
+
+    drawn = [operands() for _ in range(copies)]
 
     def call(strategy: str) -> Callable[[int], torch.Tensor]:
-        site = (shape.world_size, group_name, f"measure/0:{shape.op}", strategy, workspace_limit, timeout_s)
-        ops = torch.ops.ditron
-        if gathers:
-            return lambda i: ops.all_gather_matmul(
-                left[i % copies][0], right[i % copies], None, shape.dim, False, *site, *behind
-            )[0]
-        if shape.op == MatmulReduceScatter.kind:
-            return lambda i: ops.matmul_reduce_scatter(
-                left[i % copies], right[i % copies], bias, None, shape.dim, "sum", *site, *behind
-            )[0]
-        if shape.op == MatmulAllGather.kind:
-            return lambda i: ops.matmul_all_gather(left[i % copies], right[i % copies], bias, None, shape.dim, *site)[0]
-        if shape.op == MatmulAllToAll.kind:
-            exchange = shape.dim, shape.parts
-            return lambda i: ops.matmul_all_to_all(left[i % copies], right[i % copies], bias, None, *exchange, *site)[0]
-        if shape.op == AllToAllMatmul.kind:
-            exchange = shape.dim, shape.parts
-            return lambda i: ops.all_to_all_matmul(
-                left[i % copies][0], right[i % copies][0], None, *exchange, False, *site
-            )[0]
-        assert shape.op == MatmulAllReduce.kind, f"not a kind: {shape.op}"
-        return lambda i: ops.matmul_all_reduce(left[i % copies], right[i % copies], bias, None, "sum", *site, *behind)[
-            0
-        ]
+        policy = Policy(strategy, workspace_limit, timeout_s)
+        node = replace(shape.node, group_name=group_name, site=f"measure/0:{shape.node.kind}", policy=policy)
+        op, arguments = ops.overload(node.kind), [ops.arguments(node, **one) for one in drawn]
+        return lambda i: op(*arguments[i % copies])[0]
 
     return {strategy: call(strategy) for strategy in strategies}
 

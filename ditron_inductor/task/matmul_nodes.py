@@ -100,6 +100,8 @@ class SummedMatmul(Node):
     Its operands are `a`, `b`, `bias` where there is one, and the extra tensors of an epilogue.
     """
 
+    plain_fields: ClassVar[Mapping[str, Any]]
+    """Those of the simplest node that have no default, but for the fields that all kinds have."""
     num_products: int
     has_bias: bool
     world_size: int
@@ -119,6 +121,25 @@ class SummedMatmul(Node):
         expected = f"at least one matmul, and at most {MAX_PRODUCTS}"
         check(within, self.kind, "num_products", self.num_products, expected)
         verify_common(self.kind, self.world_size, self.group_name, self.policy)
+
+    @classmethod
+    def plain(cls, m: int, n: int, k: int, world_size: int) -> tuple[Node, Shapes]:
+        # A dataclass as every kind is: what mypy knows of this base are its annotations.
+        made: Any = cls
+        node: SummedMatmul = made(**cls.plain_fields, world_size=world_size, group_name="", site="", policy=Policy())
+        shapes = {"a": [(m, k)], "b": [(k, n)]}
+        if any(size * world_size != whole for size, whole in node.cut(shapes)):
+            raise ValueError(f"{cls.kind}: {m} rows do not divide over {world_size} ranks")
+        return node, shapes
+
+    def cut(self, shapes: Shapes) -> list[tuple[Any, Any]]:
+        """(the size on one rank, the size of the sum) of the dimension that is scattered, if one is."""
+        whole = self.sum_shape(shapes)
+        pairs = zip(self.exchanged(whole), whole, strict=True)
+        return [(size, of_sum) for size, of_sum in pairs if of_sum > size]
+
+    def timed(self, shapes: Shapes) -> tuple[Node, Shapes] | None:
+        return self, shapes
 
     def sum_shape(self, shapes: Shapes) -> Shape:
         """[.., N], the shape of the sum."""
@@ -228,6 +249,17 @@ class AllGatherMatmul(WithEpilogue):
         used = ", gathered used" * self.return_gathered
         return f"{norm}all_gather(dim {self.gather_dim}) -> {matmuls}{self.behind_pattern}{used}"
 
+    @classmethod
+    def plain(cls, m: int, n: int, k: int, world_size: int) -> tuple[Node, Shapes]:
+        if m % world_size:
+            raise ValueError(f"{cls.kind}: {m} rows do not divide over {world_size} ranks")
+        node = cls(0, world_size, "", return_gathered=False, site="", policy=Policy(), num_weights=1)
+        return node, {"shard": (m // world_size, k), "weights": [(k, n)]}
+
+    def timed(self, shapes: Shapes) -> tuple[Node, Shapes] | None:
+        node = replace(self, return_gathered=False, prologue=None)
+        return node, {name: shapes[name] for name, _ in node.slots()}
+
     def sizes(self, shapes: Shapes) -> Sizes:
         shard = shapes["shard"]
         n = sum(shape[1] for shape in shapes["weights"])
@@ -269,6 +301,7 @@ class MatmulReduceScatter(WithEpilogue, SummedMatmul):
     """
 
     kind: ClassVar[str] = "matmul_reduce_scatter"
+    plain_fields: ClassVar[Mapping[str, Any]] = {"scatter_dim": 0, "reduce_op": "sum"}
     exchange: ClassVar[Exchange | None] = SCATTERED_PRODUCT
     host_us: ClassVar[Mapping[str, float]] = {"library": 75.0, "chunked": 210.0, "tile": 36.0}
     reduces: ClassVar[bool] = True
@@ -314,6 +347,7 @@ class MatmulAllReduce(WithEpilogue, SummedMatmul):
     """
 
     kind: ClassVar[str] = "matmul_all_reduce"
+    plain_fields: ClassVar[Mapping[str, Any]] = {"reduce_op": "sum"}
     exchange: ClassVar[Exchange | None] = REDUCED_PRODUCT
     host_us: ClassVar[Mapping[str, float]] = {"library": 70.0, "chunked": 500.0, "tile": 36.0}
     reduces: ClassVar[bool] = True
@@ -358,6 +392,8 @@ class MatmulAllGather(SummedMatmul):
     """
 
     kind: ClassVar[str] = "matmul_all_gather"
+    # A product is gathered by columns, as a column-parallel layer's is.
+    plain_fields: ClassVar[Mapping[str, Any]] = {"gather_dim": 1}
     exchange: ClassVar[Exchange | None] = GATHERED_PRODUCT
     host_us: ClassVar[Mapping[str, float]] = {"library": 80.0, "chunked": 210.0, "tile": 42.0}
     gather_dim: int
@@ -393,6 +429,7 @@ class MatmulAllToAll(SummedMatmul):
     """
 
     kind: ClassVar[str] = "matmul_all_to_all"
+    plain_fields: ClassVar[Mapping[str, Any]] = {"gather_dim": 0, "parts": 1}
     exchange: ClassVar[Exchange | None] = EXCHANGED_PRODUCT
     host_us: ClassVar[Mapping[str, float]] = {"library": 90.0, "chunked": 210.0, "tile": 42.0}
     gather_dim: int
@@ -444,6 +481,9 @@ class AllToAllMatmul(Node):
     def pattern(self) -> str:
         received = ", received used" * self.return_received
         return f"all_to_all(dim {self.scatter_dim} to columns) -> matmul{received}"
+
+    def timed(self, shapes: Shapes) -> tuple[Node, Shapes] | None:
+        return replace(self, return_received=False), shapes
 
     def sizes(self, shapes: Shapes) -> Sizes:
         x = shapes["x"]

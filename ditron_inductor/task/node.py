@@ -82,6 +82,19 @@ class Node:
         """What a call returns, the token excepted, from the shapes of its operands."""
         raise NotImplementedError
 
+    @classmethod
+    def plain(cls, m: int, n: int, k: int, world_size: int) -> tuple[Node, Shapes]:
+        """The simplest call whose product on one rank is [m, k] @ [k, n]: its node, in the group "", and the shapes of
+        its operands. Raises ValueError where m rows do not divide over the ranks.
+        """
+        raise NotImplementedError
+
+    def timed(self, shapes: Shapes) -> tuple[Node, Shapes] | None:
+        """The call that is timed for this one, without what costs all strategies the same; None for a kind that is not
+        timed alone.
+        """
+        return None
+
     @property
     def pattern(self) -> str:
         """What of the user's program the node stands for, in one line for a reader."""

@@ -131,6 +131,11 @@ class MatmulAllReduceRmsNorm(ReductionWithNorm):
     def sizes(self, shapes: Shapes) -> Sizes:
         return self.reduction.sizes(shapes)
 
+    def timed(self, shapes: Shapes) -> tuple[Node, Shapes] | None:
+        names = {"product_bias": "bias"}
+        found = {names.get(name, name): shape for name, shape in shapes.items()}
+        return self.reduction, {name: found[name] for name, _ in self.reduction.slots()}
+
     def outputs(self, shapes: Shapes) -> list[Output]:
         return norm_outputs(self.returned, self.reduction.sum_shape(shapes))
 

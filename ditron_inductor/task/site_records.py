@@ -11,6 +11,8 @@ import contextvars
 import dataclasses
 from collections.abc import Iterator
 
+from ditron_inductor.task.node import Node, Shapes
+
 
 @dataclasses.dataclass(frozen=True)
 class NodeRecord:
@@ -36,11 +38,9 @@ class SiteRecord:
     (`all_gather_into_tensor`, ...). `m`, `n`, `k` are the sizes of the product that one rank computes, [m, k] @ [k,
     n] (for several weights n is their sum, for several products that are added up k is); for a dynamic size the
     compiler's hint; None where a size is not known (a site left alone, an unbacked symbol). `bytes_moved` is what one
-    rank receives from its peers in one call. `rows` is the shape of a fused site's left operand on this rank, [.., k],
-    `columns` those of its weights, as far as `m`, `n`, `k` are known; `dim` is the dimension that is gathered or
-    scattered, `parts` those of the columns that an all-to-all exchanges. `depths` are the k of the products of a
-    reduction, `bias` says whether a row is added to them, and `epilogue` is the text of what is computed of the result.
-    `line` is the user's line as in `NodeRecord`; `culprit` the node that kept a site from being fused, the collective
+    rank receives from its peers in one call. `task` is the node of a fused site, and `operands` are the shapes of its
+    operands on this rank by name, a list where there are several of one name; None where a size is not known. `line` is
+     the user's line as in `NodeRecord`; `culprit` the node that kept a site from being fused, the collective
     itself where the reason is its own.
     """
 
@@ -63,13 +63,8 @@ class SiteRecord:
     text: str
     reason_code: str = ""
     reason: str = ""
-    rows: tuple[int, ...] = ()
-    columns: tuple[int, ...] = ()
-    dim: int = 0
-    depths: tuple[int, ...] = ()
-    bias: bool = False
-    epilogue: str = ""
-    parts: int = 1
+    task: Node | None = None
+    operands: Shapes | None = None
     line: str = ""
     culprit: NodeRecord | None = None
 

@@ -44,7 +44,7 @@ def intermediates(record: SiteRecord) -> Intermediates | None:
     received = product * (world - 1) // world
     copies = _copies(record)
     # An epilogue reads each product (or sum) that the library's kernels have written before it.
-    finished = 2 * product if record.epilogue else 0
+    finished = 2 * product if getattr(record.task, "epilogue", "") else 0
     declared = NODES[record.kind]
     exchange, computes = declared.exchange, declared.computes
     assert exchange is not None
@@ -76,4 +76,10 @@ def _copies(record: SiteRecord) -> int:
     """Passes of the library's copy that puts what was gathered, or is to be scattered, in the order of the ranks: a
     write and a read, where a dimension of several elements stands before the one that is cut.
     """
-    return 2 if math.prod(record.rows[: record.dim]) > 1 else 0
+    task, operands = record.task, record.operands
+    if task is None or operands is None:
+        return 0
+    dim = getattr(task, "gather_dim", getattr(task, "scatter_dim", 0))
+    first = next(iter(operands.values()))
+    shape = first[0] if isinstance(first, list) else first
+    return 2 if math.prod(shape[:dim]) > 1 else 0

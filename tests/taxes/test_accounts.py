@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from ditron_inductor.task.nodes import ATTENTION_KINDS, KINDS, ULYSSES_KINDS, AllReduceRmsNorm, FlashDecode
+from ditron_inductor.task.node import Node
+from ditron_inductor.task.nodes import (
+    ATTENTION_KINDS,
+    KINDS,
+    ULYSSES_KINDS,
+    AllGatherMatmul,
+    AllReduceRmsNorm,
+    FlashDecode,
+    MatmulReduceScatter,
+    Policy,
+)
 from ditron_inductor.task.site_records import SiteRecord
 from ditron_inductor.taxes.accounts import (
     Account,
@@ -76,7 +86,17 @@ def test_the_largest_of_the_ranks_counts() -> None:
 
 
 def record(kind: str, **changes: Any) -> SiteRecord:
-    return site(kind=kind, m=8, n=4, k=16, itemsize=2, world_size=4, bytes_moved=192, rows=(2, 4, 16), **changes)
+    return site(kind=kind, m=8, n=4, k=16, itemsize=2, world_size=4, bytes_moved=192, **changes)
+
+
+def of_inner_rows(task: Node) -> SiteRecord:
+    """A record whose first operand is [2, 4, 16]."""
+    name = task.slots()[0][0]
+    first = (2, 4, 16) if task.slots()[0][1] is None else [(2, 4, 16)]
+    return record(task.kind, task=task, operands={name: first})
+
+
+GROUP: dict[str, Any] = {"world_size": 4, "group_name": "0", "site": "", "policy": Policy()}
 
 
 PRODUCT, GATHERED, EXCHANGED = 8 * 4 * 2, 8 * 16 * 2, 8 * 16 * 2
@@ -109,10 +129,12 @@ def test_copies_and_epilogues_are_intermediates_too() -> None:
     plain = EXPECTED["all_gather_matmul"]
     assert plain is not None
     # A dimension of two elements stands before the gathered one: the library copies what it gathered.
-    found = intermediates(record("all_gather_matmul", dim=1, epilogue="silu(mm0) * mm1"))
+    gate: dict[str, Any] = {"return_gathered": False, "num_weights": 2, "epilogue": "silu(mm0) * mm1"}
+    found = intermediates(of_inner_rows(AllGatherMatmul(1, **GROUP, **gate)))
     assert found == Intermediates(3 * GATHERED + 2 * PRODUCT, plain.inside, plain.fused)
     # Of a scattered sum a rank's epilogue reads its own part.
-    found = intermediates(record("matmul_reduce_scatter", epilogue="mm0 + x0"))
+    added: dict[str, Any] = {"num_extras": 1, "epilogue": "mm0 + full(x0)"}
+    found = intermediates(of_inner_rows(MatmulReduceScatter(0, "sum", **GROUP, **added)))
     assert found == Intermediates(PRODUCT + 2 * PRODUCT // 4, PRODUCT, PRODUCT * 3 // 2)
     assert intermediates(site(kind="matmul_reduce_scatter", m=None)) is None
 
