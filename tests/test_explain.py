@@ -275,4 +275,5 @@ def test_graphs_with_sites_of_one_name_are_told_apart(rank_pools: RankPools) -> 
     first, second = rank_pools.get("cpu", 2).run(_two_of_one_name, timeout=LIMIT_S)[0].fused
     assert shared_site(first.record.site) == shared_site(second.record.site)
     assert first.request is not None and second.request is not None
-    assert [(one.request.problem.m, one.request.problem.n) for one in (first, second) if one.request] == [(4, 6), (2, 8)]
+    problems = [site.request.problem for site in (first, second) if site.request]
+    assert [(problem.m, problem.n) for problem in problems] == [(4, 6), (2, 8)]

@@ -1,0 +1,270 @@
+"""What is legal of the operands of each node kind: rules as data, in the order in which they are asked.
+
+A rule is a condition, perhaps a symbolic one, and what is wrong where it does not hold. `RULES` has them
+by class of declaration: a call obeys those of all classes that its node is an instance of, the most general ones first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ditron_inductor.task.all_gather_attention import ALIGNED, AllGatherAttention, AttentionReduceScatter
+from ditron_inductor.task.epilogue import extras_of, products
+from ditron_inductor.task.epilogue_torch import extra_shape
+from ditron_inductor.task.node import Node
+from ditron_inductor.task.nodes import (
+    AllGatherMatmul,
+    AllReduceRmsNorm,
+    AllToAllMatmul,
+    FlashDecode,
+    MatmulAllGather,
+    MatmulAllReduce,
+    MatmulAllReduceRmsNorm,
+    MatmulAllToAll,
+    MatmulReduceScatter,
+    ShardNorm,
+    SummedMatmul,
+    WithEpilogue,
+)
+from ditron_inductor.task.norm_nodes import ReductionWithNorm
+from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES, BIAS_DTYPES, OPERAND_DTYPES
+
+Given = Mapping[str, Any]
+"""The fake tensors of a call's operands by name: a tensor, or a list of them."""
+Rules = Iterator[tuple[Any, str]]
+"""(a condition that has to hold, or be unknown, or several of which one has to; what is wrong where none does)."""
+
+
+def rules_of(node: Node, given: Given) -> Rules:
+    """All rules for a call of a node with these operands."""
+    for declared in reversed(type(node).__mro__):
+        if declared in RULES:
+            yield from RULES[declared](node, given)
+
+
+def _every_operand(node: Node, given: Given) -> Rules:
+    tensors = [one for value in given.values() for one in (value if isinstance(value, list) else [value])]
+    for value in tensors:
+        yield value.device == tensors[0].device, f"mixes {tensors[0].device} and {value.device}"
+
+
+def _same_dtype(values: list[torch.Tensor]) -> Rules:
+    for value in values:
+        yield value.dtype == values[0].dtype, f"mixes {values[0].dtype} and {value.dtype}"
+
+
+def _matmul(rows: list[torch.Tensor], weights: list[torch.Tensor]) -> Rules:
+    """Rows and weights that kernels take."""
+    first = rows[0]
+    yield first.ndim >= 2, f"has a first operand with {first.ndim} dimensions, not 2 or more"
+    yield first.dtype in OPERAND_DTYPES, f"has dtype {first.dtype}, which no kernel takes"
+    yield from _same_dtype([*rows, *weights])
+    for weight in weights:
+        yield weight.ndim == 2, f"has a weight with {weight.ndim} dimensions, not 2"
+
+
+def _fit(rows: list[torch.Tensor], weights: list[torch.Tensor], factor: int = 1) -> Rules:
+    """The weights are [K, N_i] for rows [.., K / factor]."""
+    for left, weight in zip(rows, weights, strict=True):
+        yield weight.shape[0] == left.shape[-1] * factor, "multiplies shapes that do not fit"
+
+
+def _summed(node: SummedMatmul, given: Given) -> Rules:
+    """What is added together has one shape, but for a bias, which is a row of it."""
+    rows, weights = given["a"], given["b"]
+    yield from _matmul(rows, weights)
+    yield from _sum(rows, weights, given.get("bias"), takes_column=isinstance(node, MatmulReduceScatter))
+    yield from _fit(rows, weights)
+
+
+def _sum(
+    rows: list[torch.Tensor], weights: list[torch.Tensor], bias: torch.Tensor | None, *, takes_column: bool = False
+) -> Rules:
+    leading, columns = rows[0].shape[:-1], weights[0].shape[1]
+    for left, weight in zip(rows, weights, strict=True):
+        yield left.ndim == rows[0].ndim, "adds products of different shapes"
+        for size, other in zip((*left.shape[:-1], weight.shape[1]), (*leading, columns), strict=True):
+            yield size == other, "adds products of different shapes"
+    if bias is None:
+        return
+    yield from _same_dtype([rows[0], bias])
+    if takes_column and rows[0].ndim == 2 and bias.ndim == 2:
+        yield bias.shape[1] == 1, "has a bias that is no row"
+        yield bias.shape[0] == leading[0], "has a bias that is no row"
+    else:
+        yield bias.ndim == 1, "has a bias that is no row"
+        yield bias.shape[0] == columns, "has a bias that is no row"
+
+
+def _gathered(node: AllGatherMatmul, given: Given) -> Rules:
+    shard, weights = given["shard"], given["weights"]
+    yield from _matmul([shard] * len(weights), weights)
+    yield from _fit([shard] * len(weights), weights)
+    yield node.gather_dim < shard.ndim - 1, f"gathers dimension {node.gather_dim} of {shard.ndim}"
+    rows = node.world_size * math.prod(shard.shape[:-1])
+    yield from _epilogue(node, given, rows, [weight.shape[1] for weight in weights])
+    if node.prologue is not None:
+        yield from _norm_operands(node.prologue, given, shard, shard.shape[-1])
+        if "residual" in given:
+            yield given["residual"].numel() == shard.numel(), "adds a residual of another size"
+
+
+def _received(node: AllToAllMatmul, given: Given) -> Rules:
+    x = given["x"]
+    yield from _matmul([x], [given["weight"]])
+    yield from _fit([x], [given["weight"]], node.world_size)
+    yield node.scatter_dim < x.ndim - 1, f"scatters dimension {node.scatter_dim} of {x.ndim}"
+    yield x.shape[node.scatter_dim] % node.world_size == 0, NOT_DIVIDED
+    yield x.shape[-1] % node.parts == 0, f"has columns that do not divide into {node.parts} parts"
+
+
+def _scattered(node: MatmulReduceScatter, given: Given) -> Rules:
+    first = given["a"][0]
+    yield node.scatter_dim < first.ndim - 1, f"scatters dimension {node.scatter_dim} of {first.ndim}"
+    yield first.shape[node.scatter_dim] % node.world_size == 0, NOT_DIVIDED
+    whole: Any = math.prod(first.shape[:-1])
+    yield from _epilogue(node, given, whole // node.world_size, [given["b"][0].shape[1]], whole)
+
+
+def _reduced(node: MatmulAllReduce, given: Given) -> Rules:
+    whole = math.prod(given["a"][0].shape[:-1])
+    yield from _epilogue(node, given, whole, [given["b"][0].shape[1]], whole)
+
+
+def _product_gathered(node: MatmulAllGather, given: Given) -> Rules:
+    first = given["a"][0]
+    yield node.gather_dim < first.ndim, f"gathers dimension {node.gather_dim} of {first.ndim}"
+
+
+def _columns_exchanged(node: MatmulAllToAll, given: Given) -> Rules:
+    first, columns = given["a"][0], given["b"][0].shape[1]
+    yield node.gather_dim < first.ndim - 1, f"gathers dimension {node.gather_dim} of {first.ndim}"
+    divides = columns % (node.parts * node.world_size) == 0
+    yield divides, "scatters columns that do not divide by the number of ranks"
+
+
+def _rows_reduced(node: AllReduceRmsNorm, given: Given) -> Rules:
+    x = given["x"]
+    yield x.ndim >= 1, "reduces and normalises a scalar"
+    yield x.dtype in ACTIVATION_DTYPES, f"has dtype {x.dtype}, which no kernel takes"
+    yield from _norm_operands(node, given, x, x.shape[-1])
+
+
+def _sum_reduced(node: MatmulAllReduceRmsNorm, given: Given) -> Rules:
+    rows, weights = given["a"], given["b"]
+    yield from _matmul(rows, weights)
+    yield from _sum(rows, weights, given.get("product_bias"))
+    yield from _fit(rows, weights)
+    yield from _reduced(node.reduction, given)
+    yield from _norm_operands(node, given, rows[0], weights[0].shape[1])
+
+
+def _epilogue(node: WithEpilogue, given: Given, rows: Any, widths: list[Any], whole: Any = 0) -> Rules:
+    """Widths of products that are combined, and the sizes of the extra tensors beside so many `rows`; `whole`: of what
+    is reduced.
+    """
+    epilogue = node.parsed
+    if epilogue is None:
+        return
+    for group in epilogue.groups():
+        for index in group.products:
+            yield widths[index] == widths[group.products[0]], "combines products of different widths"
+    parts = [(output, rows) for output in epilogue.outputs]
+    parts += [] if epilogue.pre is None else [(epilogue.pre, whole)]
+    for part, length in parts:
+        shape = (length, widths[min(products(part))])
+        for extra in extras_of([part]):
+            value = given["extras"][extra.index]
+            yield value.dtype in ACTIVATION_DTYPES, f"has an extra tensor of {value.dtype}"
+            fits = value.numel() == math.prod(extra_shape(extra.kind, shape))
+            yield fits, f"has an extra tensor that is no {extra.kind}: x{extra.index}"
+
+
+def _norm_operands(norm: ReductionWithNorm | ShardNorm, given: Given, first: torch.Tensor, columns: Any) -> Rules:
+    """The tensors of a norm over rows of so many columns."""
+    for name in norm.extras:
+        value = given[name]
+        if name == "residual":
+            yield from _same_dtype([first, value])
+            yield value.shape[-1] == columns, "adds a residual whose rows do not fit"
+        else:
+            yield value.dtype in ACTIVATION_DTYPES, f"has dtype {value.dtype}, which no kernel takes"
+            yield value.numel() == columns, f"has a {name} that does not fit"
+
+
+def _decoded(node: FlashDecode, given: Given) -> Rules:
+    q, k, v, lengths = (given[name] for name in ("q", "k", "v", "lengths"))
+    yield (q.ndim, k.ndim, v.ndim) == (3, 4, 4), "has a query or a cache of other dimensions"
+    yield q.dtype in ACTIVATION_DTYPES, f"has dtype {q.dtype}, which no kernel takes"
+    yield from _same_dtype([q, k, v])
+    for value in (k, v):
+        yield value.shape[3] == q.shape[2], "has keys or values of another head size"
+    yield q.shape[1] % k.shape[2] == 0, "has heads that cannot share the keys evenly"
+    yield lengths.dtype == torch.int32 and lengths.ndim == 1, "has lengths that are no int32 vector"
+    yield lengths.shape[0] == q.shape[0], "has lengths of another number of sequences"
+    if not node.paged:
+        yield k.shape[0] == q.shape[0], "has a cache of another number of sequences"
+
+
+def _attended(node: AllGatherAttention, given: Given) -> Rules:
+    yield from _attention(given, ("q", "k", "v"))
+    yield from _scores(node, given, given["k"].shape[2])
+
+
+def _attended_backward(node: AttentionReduceScatter, given: Given) -> Rules:
+    yield from _attention(given, ("q", "k", "v", "grad_out", "out"))
+    keys = given["k"].shape[2]
+    yield keys % node.world_size == 0, "scatters keys that do not divide by the number of ranks"
+    yield from _scores(node, given, keys // node.world_size)
+
+
+def _attention(given: Given, names: tuple[str, ...]) -> Rules:
+    """Queries, keys and values that fit together."""
+    q, k, *others = (given[name] for name in names)
+    for value in (q, k, *others):
+        yield value.ndim == 4, f"has an operand with {value.ndim} dimensions, not 4"
+        yield value.dtype in ACTIVATION_DTYPES, f"has dtype {value.dtype}, which no kernel takes"
+    yield from _same_dtype([q, k, *others])
+    for value, like in zip(others, (k, q, q), strict=False):
+        for size, other in zip(value.shape, like.shape, strict=True):
+            yield size == other, "has keys and values, or queries and their gradients, of different shapes"
+    yield q.shape[0] == k.shape[0], "does not fit"
+    yield q.shape[3] == k.shape[3], "does not fit"
+    yield q.shape[1] % k.shape[1] == 0, "has heads of queries that do not divide among those of keys"
+
+
+def _scores(node: AllGatherAttention | AttentionReduceScatter, given: Given, keys: Any) -> Rules:
+    """keys: of one rank. A bias can be broadcast to the scores of all keys; whether there is one, the mask says."""
+    q = given["q"]
+    if node.mask.kind in ALIGNED:
+        yield q.shape[2] == keys, f"has the mask '{node.mask.kind}', but not as many queries as keys"
+    if "bias" not in given:
+        return
+    bias, scores = given["bias"], (*q.shape[:3], keys * node.world_size)
+    yield bias.dtype in BIAS_DTYPES, f"has a bias of {bias.dtype}"
+    yield bias.ndim <= 4, NO_BIAS
+    for size, other in zip(reversed(bias.shape), reversed(scores), strict=False):
+        yield (size == 1, size == other), NO_BIAS
+
+
+NOT_DIVIDED = "scatters a dimension that does not divide by the number of ranks"
+NO_BIAS = "has a bias that is no tensor of queries and keys"
+RULES: Mapping[type, Callable[[Any, Given], Rules]] = {
+    Node: _every_operand,
+    SummedMatmul: _summed,
+    AllGatherMatmul: _gathered,
+    AllToAllMatmul: _received,
+    MatmulReduceScatter: _scattered,
+    MatmulAllReduce: _reduced,
+    MatmulAllGather: _product_gathered,
+    MatmulAllToAll: _columns_exchanged,
+    AllReduceRmsNorm: _rows_reduced,
+    MatmulAllReduceRmsNorm: _sum_reduced,
+    FlashDecode: _decoded,
+    AllGatherAttention: _attended,
+    AttentionReduceScatter: _attended_backward,
+}
