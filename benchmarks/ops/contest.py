@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.ops.request import Request
 from benchmarks.ops.shapes import Cell
 from ditron_inductor.task import ops
-from ditron_inductor.task.nodes import STRATEGIES
+from ditron_inductor.task.nodes import NODES, STRATEGIES
 
 # Operands change from call to call, so many that no contestant finds them in the cache.
 ROTATED_BYTES = 256 << 20
@@ -124,8 +124,8 @@ class Setting:
 
     def ours(self, op: str, make: Callable[[torch._ops.OpOverload, tuple[object, ...]], Call]) -> dict[str, Call]:
         """Our contestants. `make(overload, site arguments)` binds one of them, so that a call looks nothing up."""
-        overload = ops.overload(op)
-        return {name: make(overload, self.site_args(op, strategy)) for name, strategy in OURS.items()}
+        overload, has = ops.overload(op), ("auto", *NODES[op].strategies)
+        return {name: make(overload, self.site_args(op, one)) for name, one in OURS.items() if one in has}
 
 
 def dtype_of(cell: Cell) -> torch.dtype:

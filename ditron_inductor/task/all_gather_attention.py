@@ -202,6 +202,8 @@ class AttentionReduceScatter(_AttentionNode):
     """
 
     kind: ClassVar[str] = "attention_reduce_scatter"
+    # By `chunked` it was slower, and there is no kernel of ours that does all of it: docs/deleted.md.
+    strategies = ("library",)
 
     def slots(self) -> Slots:
         return (*single(("grad_out", "q", "k", "v", "out", "lse")), *self._bias_slots())

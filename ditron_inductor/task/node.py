@@ -21,6 +21,8 @@ class Node:
     """A declared node kind: a frozen dataclass of everything that a site needs at run time, except its tensors."""
 
     kind: ClassVar[str]
+    strategies: ClassVar[tuple[str, ...]] = ("library", "chunked", "tile")
+    """Those that the kind has. Where one is forced that it lacks, the last of them runs."""
 
     def verify(self) -> None:
         """Raises `InvalidTaskNode` for a wrong field, naming it."""

@@ -343,6 +343,8 @@ class AllReduceRmsNorm(_ReductionWithNorm):
     """
 
     kind: ClassVar[str] = "all_reduce_rms_norm"
+    # What is reduced as it is has no product to be cut.
+    strategies = "library", "tile"
 
     def slots(self) -> Slots:
         return (("x", None), *single(self.extras))
@@ -409,6 +411,8 @@ class MatmulAllGather(Node):
     """
 
     kind: ClassVar[str] = "matmul_all_gather"
+    # By `chunked` it was never the fastest: docs/deleted.md.
+    strategies = "library", "tile"
     gather_dim: int
     world_size: int
     group_name: str
@@ -439,6 +443,8 @@ class FlashDecode(Node):
     """
 
     kind: ClassVar[str] = "flash_decode"
+    # Attention that is as short as reading its cache has no chunks to overlap.
+    strategies = "library", "tile"
     scale: float
     softcap: float
     world_size: int

@@ -23,10 +23,9 @@ import torch
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.task import cost
 from ditron_inductor.task import table as tables
+from ditron_inductor.task.nodes import NODES
 
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
-OURS: tuple[str, ...] = ("chunked", "tile")
-"""The strategies that a plan may put in the library's place."""
 MARGIN = 0.01
 NEAR_MARGIN = 0.03
 """What a strategy has to gain over `library` where its shape was measured, and where only one close to it was."""
@@ -56,7 +55,8 @@ class PlanRequest:
         and the name that the driver gives the GPU.
         workspace_bytes: symmetric memory that the group takes if `tile` runs here. tile_available, tile_reason: whether
         every rank can run the tile kernels, and if not, why not.
-        chunked_bytes: what it takes if `chunked` runs here. chunked_reason: why it cannot run, empty if it can.
+        chunked_bytes: what it takes if `chunked` runs here. chunked_reason: why it cannot run, empty if it can. Of a
+        strategy that the kind lacks there is nothing to say.
         captured: inside a CUDA graph. epilogue_bytes, pre_bytes, library_speed, more_products, in_band, pair_bytes,
         bias_bytes: see `cost.Problem`. launch_us: of a launch on the slowest host, 0 if unknown.
     """
@@ -69,14 +69,14 @@ class PlanRequest:
     dtype: torch.dtype
     world_size: int
     strategy: str
-    workspace_bytes: int
     workspace_limit: int
     device_type: str
     device_name: str
-    tile_available: bool
-    tile_reason: str
-    chunked_bytes: int
-    chunked_reason: str
+    workspace_bytes: int = 0
+    tile_available: bool = False
+    tile_reason: str = ""
+    chunked_bytes: int = 0
+    chunked_reason: str = ""
     captured: bool = False
     epilogue_bytes: int = 0
     pre_bytes: int = 0
@@ -110,15 +110,21 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
     Raises `StrategyUnavailable` if a strategy is forced and cannot run here; `auto` takes another one then.
     """
     predicted = _predicted(request)
-    if request.strategy == "library":
-        return Choice("library", "forced by the option ditron.strategy", predicted, "forced")
-    obstacles = {strategy: _obstacle(request, strategy) for strategy in OURS}
+    strategies = NODES[request.kind].strategies
+    obstacles = {strategy: _obstacle(request, strategy) for strategy in strategies if strategy != "library"}
     if request.strategy != "auto":
-        obstacle = obstacles[request.strategy]
+        forced = request.strategy
+        reason = "forced by the option ditron.strategy"
+        if forced not in strategies:
+            forced = strategies[-1]
+            reason = f"{request.kind} has no strategy {request.strategy}: where that is forced {forced} runs"
+        obstacle = obstacles.get(forced)
         if obstacle is not None:
-            reason, remedy = obstacle
-            raise StrategyUnavailable(strategy=request.strategy, site=request.site, reason=reason, remedy=remedy)
-        return Choice(request.strategy, "forced by the option ditron.strategy", predicted, "forced")
+            why, remedy = obstacle
+            raise StrategyUnavailable(strategy=forced, site=request.site, reason=why, remedy=remedy)
+        return Choice(forced, reason, predicted, "forced")
+    if not obstacles:
+        return Choice("library", f"{request.kind} has no other strategy", predicted, "obstacle")
     able = possible(request)
     if not able:
         reasons = dict.fromkeys(obstacle[0] for obstacle in obstacles.values() if obstacle is not None)
@@ -141,8 +147,9 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
 
 
 def possible(request: PlanRequest) -> tuple[str, ...]:
-    """Those of our strategies that can run a call."""
-    return tuple(strategy for strategy in OURS if _obstacle(request, strategy) is None)
+    """Those strategies but `library` that can run a call."""
+    strategies = NODES[request.kind].strategies
+    return tuple(one for one in strategies if one != "library" and _obstacle(request, one) is None)
 
 
 def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, ...]) -> tuple[str, str]:

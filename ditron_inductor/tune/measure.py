@@ -21,6 +21,7 @@ from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.task.epilogue import extras_of, parse, products
 from ditron_inductor.task.epilogue_torch import extra_shape
 from ditron_inductor.task.nodes import (
+    NODES,
     AllGatherMatmul,
     AllToAllMatmul,
     MatmulAllGather,
@@ -28,7 +29,6 @@ from ditron_inductor.task.nodes import (
     MatmulAllToAll,
     MatmulReduceScatter,
 )
-from ditron_inductor.task.table import MEASURED
 from ditron_inductor.tune.timing import GRAPH_CALLS, ROUNDS, Call, Clock, captured, interleaved
 from ditron_inductor.tune.tune_shapes import divides
 
@@ -123,13 +123,16 @@ def measure(
     *,
     group_name: str,
     device: torch.device,
-    strategies: Sequence[str] = MEASURED,
+    strategies: Sequence[str] = (),
     graph: bool = False,
     rounds: int = ROUNDS,
     workspace_limit: int,
     timeout_s: float,
 ) -> Timings:
-    """Time `strategies` at `shape`, inside a CUDA graph if `graph`. All ranks of the group give the same arguments."""
+    """Time `strategies`, all that there are without any, at `shape`, inside a CUDA graph if `graph`. All ranks of the
+    group give the same arguments.
+    """
+    strategies = strategies or NODES[shape.op].strategies
     clock = Clock(device, groups.find(group_name))
     calls = _calls(shape, group_name, device, strategies, workspace_limit, timeout_s)
     ready: dict[str, Call] = {}

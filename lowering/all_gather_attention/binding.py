@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ditron_inductor.lowering.all_gather_attention import chunked, library, tile
-from ditron_inductor.lowering.attention_reduce_scatter import chunked as backward_chunked
+from ditron_inductor.lowering.all_gather_attention import chunked, library, local, tile
 from ditron_inductor.lowering.attention_reduce_scatter import library as backward_library
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.task.all_gather_attention import (
@@ -50,10 +49,18 @@ def prepare_forward(
             "tile": functools.partial(tile.all_gather_attention, node, launch, tiles),
             "chunked": functools.partial(chunked.all_gather_attention, node, launch, chunks),
         }
-        nbytes = {"tile": tiles.nbytes, "chunked": chunks.nbytes}
-        speed = chunks.run.speed_with(node.mask)
-        more = tile.obstacle(node, q), speed, _largest_bytes(node, launch, biases, m, depth)
-        return _request(node, launch, x.dtype, (m, n, depth), nbytes, *more), runners
+        workspace, capabilities = launch.workspace, launch.workspace.capabilities
+        tile_reason = capabilities.tile_reason or tile.obstacle(node, q)
+        request = replace(
+            _request(node, launch, x.dtype, (m, n, depth), chunks.run, biases),
+            workspace_bytes=workspace.footprint(tiles.nbytes),
+            tile_available=capabilities.tile_available and not tile_reason,
+            tile_reason=tile_reason,
+            chunked_bytes=workspace.footprint(chunks.nbytes),
+            # Its kernels want what those of `tile` want.
+            chunked_reason=capabilities.tile_reason,
+        )
+        return request, runners
 
     m, n, shared = attention_sizes(node.mask, world_size, B, heads, queries, D, key_heads, keys)
     return prepare(
@@ -89,14 +96,8 @@ def prepare_backward(
     def possible(
         node: AttentionReduceScatter, launch: Launch, x: torch.Tensor, m: int, n: int, depth: int
     ) -> tuple[PlanRequest, dict[str, Any]]:
-        chunks = backward_chunked.geometry(node, launch, given)
-        # There is no kernel of ours that does all of it: what stands for one are the library's, told apart by nobody.
-        runner = functools.partial(backward_chunked.attention_reduce_scatter, node, launch, chunks)
-        nbytes = {"tile": chunks.nbytes, "chunked": chunks.nbytes}
-        speed = chunks.run.speed_with(node.mask)
-        runners = {"tile": runner, "chunked": runner}
-        more = "", speed, _largest_bytes(node, launch, biases, m, depth)
-        return _request(node, launch, x.dtype, (m, n, depth), nbytes, *more), runners
+        run = local.choose(q, k[:, :, :keys], v[:, :, :keys], node.softcap, biased=node.mask.kind == GIVEN)
+        return _request(node, launch, x.dtype, (m, n, depth), run, biases), {}
 
     m, n, shared = attention_sizes(node.mask, world_size, B, heads, queries, D, key_heads, keys)
     return prepare(
@@ -135,15 +136,11 @@ def _request(
     launch: Launch,
     dtype: torch.dtype,
     sizes: tuple[int, int, int],
-    nbytes: dict[str, int],
-    tile_reason: str,
-    library_speed: float,
-    bias_bytes: int,
+    run: local.Local,
+    biases: Sequence[torch.Tensor],
 ) -> PlanRequest:
-    """What the plan has to know; nbytes: of the slot, by strategy."""
-    workspace = launch.workspace
-    capabilities = workspace.capabilities
-    tile_reason = capabilities.tile_reason or tile_reason
+    """What the plan has to know, but for our strategies."""
+    capabilities = launch.workspace.capabilities
     return PlanRequest(
         site=node.site,
         kind=node.kind,
@@ -153,18 +150,12 @@ def _request(
         dtype=dtype,
         world_size=node.world_size,
         strategy=node.policy.strategy,
-        workspace_bytes=workspace.footprint(nbytes["tile"]),
         workspace_limit=node.policy.workspace_limit,
         device_type=capabilities.device_type,
         device_name=capabilities.device_name,
         launch_us=capabilities.launch_us,
-        tile_available=capabilities.tile_available and not tile_reason,
-        tile_reason=tile_reason,
-        chunked_bytes=workspace.footprint(nbytes["chunked"]),
-        # Its kernels want what those of `tile` want.
-        chunked_reason=capabilities.tile_reason,
-        library_speed=library_speed,
-        bias_bytes=bias_bytes,
+        library_speed=run.speed_with(node.mask),
+        bias_bytes=_largest_bytes(node, launch, biases, sizes[0], sizes[2]),
     )
 
 

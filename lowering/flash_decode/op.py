@@ -47,8 +47,6 @@ def prepare(
             geometry = tile.geometry(node, launch, shape)
             nbytes = workspace.footprint(geometry.nbytes)
             runners["tile"] = _of_tensors(functools.partial(tile.flash_decode, node, launch, geometry, shape))
-            runners["chunked"] = runners["tile"]
-        forced = node.policy.strategy == "chunked"
         request = PlanRequest(
             site=node.site,
             kind=node.kind,
@@ -65,8 +63,6 @@ def prepare(
             launch_us=capabilities.launch_us,
             tile_available=not reason,
             tile_reason=reason,
-            chunked_bytes=nbytes,
-            chunked_reason=reason or ("" if forced else task.NO_CHUNKS),
         )
         eager, captured = choose_both(node.group_name, workspace.table, request, runners)
     prepared = Prepared(workspace, eager, captured, name, workspace.agreed(name))

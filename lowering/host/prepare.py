@@ -102,13 +102,10 @@ def _by_library(
         dtype=x.dtype,
         world_size=node.world_size,
         strategy=node.policy.strategy,
-        workspace_bytes=0,
         workspace_limit=node.policy.workspace_limit,
         device_type=x.device.type,
         device_name="",
-        tile_available=False,
         tile_reason=reason,
-        chunked_bytes=0,
         chunked_reason=reason,
     )
     chosen = Chosen(library, (node.group_name, request, Choice("library", reason, None, "meeting")))
@@ -139,14 +136,14 @@ def _possible(
     geometry, runner = TILE[node.kind]
     tile = geometry(node, launch, x, n)
     runners: dict[str, Runner] = {"tile": functools.partial(runner, node, launch, tile)}
-    obstacle, geometry, runner = CHUNKED[node.kind]
-    # Its kernels want what those of `tile` want.
-    chunked_reason = tile_reason or obstacle(node, x.shape)
-    chunked_bytes = 0
-    if not chunked_reason:
-        chunked = geometry(node, launch, x, n, k)
-        chunked_bytes = workspace.footprint(chunked.nbytes)
-        runners["chunked"] = functools.partial(runner, node, launch, chunked)
+    chunked, chunked_reason = None, ""
+    if "chunked" in node.strategies:
+        obstacle, geometry, runner = CHUNKED[node.kind]
+        # Its kernels want what those of `tile` want.
+        chunked_reason = tile_reason or obstacle(node, x.shape)
+        if not chunked_reason:
+            chunked = geometry(node, launch, x, n, k)
+            runners["chunked"] = functools.partial(runner, node, launch, chunked)
     request = PlanRequest(
         site=node.site,
         kind=PLANNED_AS.get(node.kind, node.kind),
@@ -163,12 +160,12 @@ def _possible(
         launch_us=capabilities.launch_us,
         tile_available=capabilities.tile_available and not tile_reason,
         tile_reason=tile_reason,
-        chunked_bytes=chunked_bytes,
+        chunked_bytes=0 if chunked is None else workspace.footprint(chunked.nbytes),
         chunked_reason=chunked_reason,
         epilogue_bytes=costs.epilogue_bytes(planned, m, n, x.dtype),
         pre_bytes=costs.pre_bytes(planned, m, n, x.dtype),
         pair_bytes=costs.pair_bytes(planned, m, n, x.dtype),
         more_products=costs.more_products(planned, x.shape),
-        in_band=node.kind == MatmulAllReduceRmsNorm.kind and not chunked_reason and chunked.in_band is not None,
+        in_band=node.kind == MatmulAllReduceRmsNorm.kind and chunked is not None and chunked.in_band is not None,
     )
     return request, runners
