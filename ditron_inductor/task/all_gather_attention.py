@@ -82,10 +82,6 @@ class Mask:
         """What is the same on all ranks, as text."""
         return f"{self.kind}, window={self.window}" if self.window else self.kind
 
-    def text(self) -> str:
-        offset, jumps = f", offset={self.offset}" * (self.offset != 0), f", jumps={self.jumps}" * bool(self.jumps)
-        return self.name + offset + jumps
-
     def row_jumps(self) -> list[tuple[int, int]]:
         """(from which row on, by how much)."""
         return [(int(row), int(jump)) for row, jump in JUMP.findall(self.jumps)]

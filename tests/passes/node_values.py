@@ -76,13 +76,13 @@ def _matmul_all_reduce(calls: list[Call]) -> list[Any]:
     return [_finished(total, call) for call in calls]
 
 
-def _sent(call: Call) -> torch.Tensor:
+def _sent(call: Call, bias: str = "bias") -> torch.Tensor:
     """What a rank reduces."""
-    total = sum_of_products(call.a, call.b, call.given.get("bias"))
-    pre = None if call.node.parsed is None else call.node.parsed.pre
-    if pre is None:
+    total = sum_of_products(call.a, call.b, call.given.get(bias))
+    parsed = getattr(call.node, "reduction", call.node).parsed
+    if parsed is None or parsed.pre is None:
         return total
-    return evaluate(Epilogue((pre,)), [total.flatten(0, -2)], call.extras)[0].view(total.shape)
+    return evaluate(Epilogue((parsed.pre,)), [total.flatten(0, -2)], call.given.get("extras", ()))[0].view(total.shape)
 
 
 def _finished(value: torch.Tensor, call: Call) -> list[torch.Tensor]:
@@ -95,14 +95,7 @@ def _all_reduce_rms_norm(calls: list[Call]) -> list[Any]:
 
 
 def _matmul_all_reduce_rms_norm(calls: list[Call]) -> list[Any]:
-    sent = []
-    for call in calls:
-        total = sum_of_products(call.a, call.b, call.given.get("product_bias"))
-        pre = None if call.node.reduction.parsed is None else call.node.reduction.parsed.pre
-        if pre is not None:
-            total = evaluate(Epilogue((pre,)), [total.flatten(0, -2)], call.extras)[0].view(total.shape)
-        sent.append(total)
-    return _normalised(calls, reduced(sent, calls[0].node.reduce_op))
+    return _normalised(calls, reduced([_sent(call, "product_bias") for call in calls], calls[0].node.reduce_op))
 
 
 def _normalised(calls: list[Call], value: torch.Tensor) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import expecttest
@@ -19,7 +20,7 @@ from ditron_inductor.passes.finish.order_collectives import order_collectives
 from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.passes.graph import rewriting
 from ditron_inductor.passes.graph.reasons import ReasonCode
-from ditron_inductor.task.nodes import AllGatherMatmul
+from ditron_inductor.task.nodes import AllGatherMatmul, Norm, ShardNorm
 from ditron_inductor.task.verify import task_calls
 from tests.passes.graphs import (
     WORLD_SIZE,
@@ -39,6 +40,9 @@ BF16 = torch.bfloat16
 FORCED = Options(strategy="chunked")
 X, R, G, W = torch.empty(2, 8, 16), torch.empty(2, 8, 16), torch.empty(16), torch.empty(24, 16)
 A16, A, V = torch.empty(2, 32, 16), torch.empty(2, 32, 12), torch.empty(16, 12)
+ALONE = ShardNorm(Norm("rms", 1e-6, round_first=True), ("weight",))
+BEHIND_A_SUM = replace(ALONE, extras=("residual", "weight"))
+"""The norm of `llama`, and the same of a sum."""
 
 
 def llama(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -67,9 +71,8 @@ def graph_of(
     return graph
 
 
-def prologues(graph: fx.GraphModule) -> list[str]:
-    tasks = [task for _, task in task_calls(graph.graph) if isinstance(task, AllGatherMatmul)]
-    return ["" if task.prologue is None else task.prologue.text() for task in tasks]
+def prologues(graph: fx.GraphModule) -> list[ShardNorm | None]:
+    return [task.prologue for _, task in task_calls(graph.graph) if isinstance(task, AllGatherMatmul)]
 
 
 def why(fn: Callable[..., Any], *args: torch.Tensor, options: Options = FORCED) -> object:
@@ -82,13 +85,13 @@ def why(fn: Callable[..., Any], *args: torch.Tensor, options: Options = FORCED) 
     return find_prologue(call, task, options)
 
 
-def absorbed(fn: Callable[..., Any], *args: torch.Tensor, dtype: torch.dtype = BF16, **how: bool) -> list[str]:
+def absorbed(fn: Callable[..., Any], *args: torch.Tensor, dtype: torch.dtype = BF16, **how: bool) -> list[ShardNorm | None]:
     """The prologues, after a check that all ranks compute the same with them, and that the graph is legal."""
     after = graph_of(fn, *args, dtype=dtype, **how)
     before = fx.GraphModule(after, rewriting.copied(after.graph)[0])
     count = absorb_norms(after.graph, options=FORCED)
     found = prologues(after)
-    assert count == sum(map(bool, found))
+    assert count == sum(one is not None for one in found)
     assert absorb_norms(after.graph, options=FORCED) == 0
     generator = torch.Generator().manual_seed(0)
     shapes = [node.meta["val"].shape for node in after.graph.nodes if node.op == "placeholder"]
@@ -153,7 +156,7 @@ return (view_3, getitem_11)
 
 
 def test_a_layer_computes_the_same() -> None:
-    assert absorbed(layer, A, V, R, G, W) == ["norm=rms(eps=1e-06, round_first), norm_extras=residual+weight"]
+    assert absorbed(layer, A, V, R, G, W) == [BEHIND_A_SUM]
 
 
 def test_golden_training() -> None:
@@ -189,13 +192,11 @@ return (view_3, getitem_13, primals_4, view, getitem_13, getitem_14, view_2, per
 
 def test_training_computes_the_same() -> None:
     (found,) = absorbed(layer, A, V, R, G, W, train=True)
-    assert found.endswith("norm_extras=residual+weight, saved=rstd")
+    assert found == replace(BEHIND_A_SUM, saved=("rstd",))
 
 
 def test_without_a_residual() -> None:
-    assert absorbed(lambda x, g, w: gathered(llama(x, g), w), X, G, W) == [
-        "norm=rms(eps=1e-06, round_first), norm_extras=weight"
-    ]
+    assert absorbed(lambda x, g, w: gathered(llama(x, g), w), X, G, W) == [ALONE]
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
@@ -207,7 +208,7 @@ def test_layer_norm_and_epilogue(dtype: torch.dtype) -> None:
         return F.gelu(F.linear(h, w)), F.linear(h, v), h
 
     (found,) = absorbed(block, X, G, torch.empty(16), W, torch.empty(6, 16), dtype=dtype, compiled=True)
-    assert found == "norm=layer(eps=1e-05), norm_extras=weight+shift"
+    assert found == ShardNorm(Norm("layer", 1e-5), ("weight", "shift"))
 
 
 def test_a_view_in_between() -> None:
@@ -216,7 +217,7 @@ def test_a_view_in_between() -> None:
         return gathered(llama(total, g).view(2, 8, 16), w), total
 
     flat = torch.empty(16, 16)
-    assert absorbed(block, flat, flat, G, W) == ["norm=rms(eps=1e-06, round_first), norm_extras=residual+weight"]
+    assert absorbed(block, flat, flat, G, W) == [BEHIND_A_SUM]
 
 
 def test_layers_in_a_row() -> None:
@@ -227,7 +228,7 @@ def test_layers_in_a_row() -> None:
         return layer(torch.relu(y), u, total, g, w)
 
     (first, second) = absorbed(model, A, V, R, G, W, torch.empty(16, 24))
-    assert first == second == "norm=rms(eps=1e-06, round_first), norm_extras=residual+weight"
+    assert first == second == BEHIND_A_SUM
 
 
 def test_a_sum_that_is_read_before_the_gather_stays() -> None:
@@ -238,7 +239,7 @@ def test_a_sum_that_is_read_before_the_gather_stays() -> None:
         y = scatter_dim(total @ v, 1)
         return gathered(llama(total, g), w), scatter_dim(y @ v.t(), 1)
 
-    assert absorbed(block, A16, A16, G, W, V) == ["norm=rms(eps=1e-06, round_first), norm_extras=weight"]
+    assert absorbed(block, A16, A16, G, W, V) == [ALONE]
 
 
 def test_a_result_that_is_used_elsewhere_stays() -> None:

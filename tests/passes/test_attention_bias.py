@@ -6,6 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +21,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.name_sites import name_sites
+from ditron_inductor.task import ops
+from ditron_inductor.task.all_gather_attention import Mask
 from ditron_inductor.task.verify import verify_graph
-from tests.passes.graphs import WORLD_SIZE, compiled_graphs, gather_dim, reasons, run_ranks, scatter_dim, text
+from tests.passes.graphs import (
+    WORLD_SIZE,
+    compiled_graphs,
+    gather_dim,
+    only_task,
+    reasons,
+    run_ranks,
+    scatter_dim,
+    text,
+)
 from tests.passes.test_all_gather_attention import fuse_attention, masked, operands, repeated, sdpa, sequence_first
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -115,15 +127,21 @@ def call_of(module: fx.GraphModule) -> fx.Node:
     return call
 
 
+def bias_of(module: fx.GraphModule) -> fx.Node:
+    bias = ops.operand(call_of(module), "bias")
+    assert isinstance(bias, fx.Node)
+    return bias
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_are_fused_and_right(name: str) -> None:
     form, biases = FORMS[name]
     given = *operands(B=2), *biases
     (before,), (after,) = compiled_graphs(form, *given), compiled_graphs(form, *given)
     assert fuse_attention(after) == 1, (reasons(after), text(after.graph))
-    assert "None, 'given', 0, 0, ''" in text(after.graph) and "all_gather_into" not in text(after.graph)
+    assert only_task(after)[0].mask == Mask("given") and "all_gather_into" not in text(after.graph)
     # Nothing is repeated for it.
-    assert math.prod(call_of(after).args[17].meta["val"].shape) <= max([S * 4 * KEYS, *(one.numel() for one in biases)])
+    assert math.prod(bias_of(after).meta["val"].shape) <= max([S * 4 * KEYS, *(one.numel() for one in biases)])
     inputs = inputs_of(after)
     torch.testing.assert_close(run_ranks(after, inputs), run_ranks(before, inputs))
 
@@ -135,7 +153,7 @@ def test_training_is_fused_and_right(name: str) -> None:
     before, after = compiled_graphs(form, *given), compiled_graphs(form, *given)
     assert [fuse_attention(graph) for graph in after] == [1, 1]
     for old, new in zip(before, after, strict=True):
-        assert "'given', 0, 0, ''" in text(new.graph)
+        assert only_task(new)[0].mask == Mask("given")
         inputs = inputs_of(new)
         torch.testing.assert_close(run_ranks(new, inputs), run_ranks(old, inputs))
 
@@ -219,7 +237,7 @@ def test_a_dynamic_length() -> None:
             torch._dynamo.mark_dynamic(one, 1)
         (module,) = compiled_graphs(lambda q, k, rank=rank: masked(rank, q, k, k + 1), q, k)
         assert fuse_attention(module) == 1, reasons(module)
-        assert "'given', 0, 0, ''" in text(module.graph)
+        assert only_task(module)[0].mask == Mask("given")
         name_sites(module.graph, options=Options())
         sites |= set(re.findall(r"\w+/\d+:all_gather_attention", text(module.graph)))
     assert len(sites) == 1
@@ -287,14 +305,14 @@ def test_kernels_of_gpus(form: Cuda) -> None:
     module = on_a_gpu(form, OWN, OWN, OWN, (2, 1, 1, KEYS))
     assert fuse_attention(module) == 1, reasons(module)
     # What is given is not what is repeated.
-    assert call_of(module).args[17].meta["val"].shape == (2, 1, 1, KEYS)
+    assert bias_of(module).meta["val"].shape == (2, 1, 1, KEYS)
 
 
 def test_backward_of_the_memory_efficient_kernel() -> None:
     shapes = OWN, OWN, WHOLE, (1, 4, S, KEYS)
     module = on_a_gpu(functools.partial(efficient_backward, False), *shapes)
     assert fuse_attention(module) == 1, reasons(module)
-    assert call_of(module).args[19].meta["val"].shape == (1, 4, S, KEYS)
+    assert bias_of(module).meta["val"].shape == (1, 4, S, KEYS)
     module = on_a_gpu(functools.partial(efficient_backward, True), *shapes)
     assert fuse_attention(module) == 0 and set(reasons(module)) == {"attention_bias_gradient"}
 
@@ -314,9 +332,7 @@ def test_a_call_without_its_bias_is_not_legal() -> None:
         name_sites(module.graph, options=Options())
         verify_graph(module.graph)
         call = call_of(module)
-        bias = call.args[17]
-        assert isinstance(bias, fx.Node)
-        change(call, bias)
+        change(call, bias_of(module))
         with pytest.raises(GraphVerificationError) as raised:
             verify_graph(module.graph)
         return str(raised.value)
@@ -324,7 +340,14 @@ def test_a_call_without_its_bias_is_not_legal() -> None:
     def of_shape(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[fx.Node, fx.Node], Any]:
         return lambda call, bias: bias.meta.update(val=bias.meta["val"].new_empty(shape, dtype=dtype))
 
-    assert "no tensor" in broken(lambda call, bias: setattr(call, "args", call.args[:-1]))
-    assert "a bias beside the mask 'full'" in broken(lambda call, bias: call.update_arg(4, "full"))
+    def without_bias(call: fx.Node, bias: fx.Node) -> None:
+        call.update_arg(ops.OPERANDS, [one for one in ops.operands_of(call) if one is not bias])
+
+    def with_another_mask(call: fx.Node, bias: fx.Node) -> None:
+        task = ops.node_from_call(call.target, call.args)
+        call.update_arg(ops.NODE, replace(task, mask=Mask("full")).text())
+
+    assert "has 3 operands, and its node has 4" in broken(without_bias)
+    assert "has 4 operands, and its node has 3" in broken(with_another_mask)
     assert "no tensor of queries and keys" in broken(of_shape(S, KEYS + 1))
     assert "torch.int64" in broken(of_shape(S, KEYS, dtype=torch.int64))

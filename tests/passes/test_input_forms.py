@@ -22,6 +22,8 @@ from torch.distributed.tensor.parallel import (
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ditron_inductor.passes.graph.collectives import is_collective
+from ditron_inductor.task import ops
+from ditron_inductor.task.verify import task_calls
 from tests.passes.graphs import (
     WORLD_SIZE,
     all_gather,
@@ -30,6 +32,7 @@ from tests.passes.graphs import (
     fake_group,
     fuse,
     group_name,
+    only_task,
     reasons,
     text,
     traced,
@@ -245,8 +248,8 @@ return (getitem_2,)
         module = sequence_parallel().requires_grad_(False)
         (graph,) = compiled_graphs(module, torch.randn(1, 4, 16))
         assert sites(graph) == ["ditron.all_gather_matmul", "ditron.matmul_reduce_scatter"]
-        (call,) = [node for node in graph.graph.nodes if "all_gather_matmul" in str(node.target)]
-        assert len(call.args[1]) == 2 and not call.args[4]
+        task, given = only_task(graph, "all_gather_matmul")
+        assert len(given["weights"]) == 2 and not task.return_gathered
 
     def test_dtensor_all_reduce(self) -> None:
         module = FeedForward()
@@ -266,7 +269,7 @@ return (getitem_2,)
         forward, _ = compiled_graphs(module, torch.randn(2, 8, 16, requires_grad=True))
         assert sites(forward) == ["ditron.matmul_all_reduce"]
         (call,) = [node for node in forward.graph.nodes if "matmul_all_reduce" in str(node.target)]
-        divided = call.args[2]
+        divided = ops.operand(call, "bias")
         assert divided.target is torch.ops.aten.div.Tensor and divided.args[1] == WORLD_SIZE
 
     def test_one_gather_for_gate_and_up(self) -> None:
@@ -282,8 +285,8 @@ return (getitem_2,)
         forward, backward = compiled_graphs(module, torch.randn(2, 4, 16, requires_grad=True))
         assert sites(forward) == ["ditron.all_gather_matmul", "ditron.matmul_reduce_scatter"]
         assert sites(backward) == ["ditron.all_gather_matmul", "ditron.matmul_reduce_scatter"]
-        (call,) = [node for node in backward.graph.nodes if "matmul_reduce_scatter" in str(node.target)]
-        assert [len(call.args[0]), len(call.args[1]), call.args[2]] == [2, 2, None]
+        _, given = only_task(backward, "matmul_reduce_scatter")
+        assert given.keys() == {"a", "b"} and [len(given["a"]), len(given["b"])] == [2, 2]
 
 
 class Uneven(nn.Module):
@@ -358,5 +361,5 @@ def test_two_groups_are_told_apart() -> None:
 
         (graph,) = compiled_graphs(fn, torch.randn(8, 16), torch.randn(16, 16))
         fuse(graph)
-        calls = [node.args[5:7] for node in graph.graph.nodes if "ditron" in str(node.target)]
+        calls = [(task.world_size, task.group_name) for _, task in task_calls(graph.graph)]
         assert calls == [(2, other.group_name), (WORLD_SIZE, group_name())]

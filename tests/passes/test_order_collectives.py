@@ -22,6 +22,7 @@ from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.order_collectives import find_chain, order_collectives
 from ditron_inductor.task import ops, reference
+from ditron_inductor.task.nodes import MatmulAllReduce, Policy
 
 WORLD_SIZE = 4
 LAUNCH = re.compile(r"torch\.ops\.(ditron\.matmul_all_reduce|_c10d_functional\.(?!wait_tensor)\w+)\.default\(")
@@ -41,9 +42,11 @@ def implementations() -> Iterator[None]:
     ops.define()
     library: Any = torch.library.Library("ditron", "IMPL")
 
-    def matmul_all_reduce(a, b, bias, token, reduce_op, world_size, group_name, *_):  # type: ignore[no-untyped-def]
-        out = reference.matmul_all_reduce(a, b, bias, reduce_op=reduce_op, world_size=world_size, group_name=group_name)
-        return out, ops.new_token(a[0])
+    def matmul_all_reduce(operands, text, token):  # type: ignore[no-untyped-def]
+        node = ops.parsed(MatmulAllReduce.kind, text)
+        a, b, bias, _ = node.split(operands)
+        where = {"world_size": node.world_size, "group_name": node.group_name}
+        return [reference.matmul_all_reduce(a, b, bias, reduce_op=node.reduce_op, **where), ops.new_token(a[0])]
 
     library.impl("matmul_all_reduce", matmul_all_reduce, "CPU")
     library.impl("after", lambda x, token: torch.ops.aten.alias(x), "CPU")
@@ -56,10 +59,14 @@ def implementations() -> Iterator[None]:
 def task(a: torch.Tensor, b: torch.Tensor, *, group: str | None = None, site: str = "") -> torch.Tensor:
     """A Task node as a pass would write it, with no token yet."""
     name = dist.group.WORLD.group_name if group is None else group
-    out, _ = torch.ops.ditron.matmul_all_reduce(
-        [a], [b], None, None, "sum", WORLD_SIZE, name, site, "library", 1 << 30, 0.0
-    )
+    out, _ = torch.ops.ditron.matmul_all_reduce([a, b], node_text(name, site), None)
     return out
+
+
+# A function that is being compiled takes the text as it is.
+@torch._dynamo.assume_constant_result
+def node_text(group_name: str, site: str) -> str:
+    return MatmulAllReduce("sum", WORLD_SIZE, group_name, site, Policy("library")).text()
 
 
 def order(graph: fx.Graph) -> int:
@@ -262,7 +269,7 @@ def test_one_chain_across_groups_with_tasks(xw: tuple[torch.Tensor, ...]) -> Non
 
     def check(graph: fx.Graph) -> None:
         assert order(graph) == 2
-        tokens = [node.args[3] for node in graph.nodes if node.target is ops.overload("matmul_all_reduce")]
+        tokens = [node.args[ops.TOKEN] for node in graph.nodes if node.target is ops.overload("matmul_all_reduce")]
         assert tokens[0] is None and all(token is not None for token in tokens[1:])
 
     trace(fn, check, *xw)
@@ -331,7 +338,7 @@ def test_collective_without_tensor_input_is_an_error() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.ones(8, 16)
-    args = ([x], [x], None, None, "sum", WORLD_SIZE, "0", "", "library", 0, 0.0)
+    args = ([x, x], node_text("0", ""), None)
     node = graph.call_function(ops.overload("matmul_all_reduce"), args)
     node.meta["val"] = (torch.ones(8, 16), torch.ones(1))
     gathered = graph.call_function(torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default, ([], 4, "0"))

@@ -16,6 +16,7 @@ from ditron_inductor.passes.finish.name_sites import name_sites
 from ditron_inductor.passes.finish.order_collectives import order_collectives
 from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm
+from ditron_inductor.task import ops
 from ditron_inductor.task.verify import task_calls
 from tests.passes.graphs import all_gather, all_reduce, assert_no_new_guards, fuse, reduce_scatter, text, traced
 from tests.passes.graphs import scatter_dim as scatter
@@ -122,8 +123,9 @@ def test_the_graph_stays_legal_and_ordered() -> None:
     fuse(module)
     for each in (absorb_epilogues, order_collectives, name_sites, verify_tasks):
         each(module.graph, options=Options())
-    first, second = (call for call, _ in task_calls(module.graph))
-    assert first.args[-1] == "full(x0) + mm0" and second.args[3].args == (first, 1)  # type: ignore[union-attr]
+    (first, task), (second, _) = task_calls(module.graph)
+    token: Any = second.args[ops.TOKEN]
+    assert task.epilogue == "full(x0) + mm0" and token.args == (first, 1)
 
 
 def test_dynamic_shapes_stay_dynamic() -> None:

@@ -17,7 +17,7 @@ from torch.distributed import _functional_collectives as functional
 from ditron_inductor.options import Options
 from ditron_inductor.passes.forms.split_trained_weights import split_trained_weights
 from ditron_inductor.pipeline import run
-from tests.passes.graphs import WORLD_SIZE, assert_no_new_guards, compiled_graphs, run_ranks, text
+from tests.passes.graphs import WORLD_SIZE, assert_no_new_guards, compiled_graphs, only_task, run_ranks, text
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -135,8 +135,8 @@ def of_rows(x: torch.Tensor, w: torch.Tensor, o: torch.Tensor, b: torch.Tensor) 
 def test_dynamic_tokens_stay_dynamic(fn: Program, expected: str) -> None:
     modules, counts = graphs(fn, Options(), dynamic=True)
     assert counts == [1]
-    (call,) = fused(modules)[0].graph.find_nodes(op="call_function", target=torch.ops.ditron.all_gather_matmul.default)
-    assert str(call.args[-1]).startswith(expected)
+    task, _ = only_task(fused(modules)[0], "all_gather_matmul")
+    assert task.epilogue.startswith(expected)
 
 
 def written_behind(x: torch.Tensor, w: torch.Tensor, o: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,14 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.absorb_epilogues import absorb_epilogues
 from ditron_inductor.passes.graph.collectives import ALL_GATHER, REDUCE_SCATTER, collectives
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
+from ditron_inductor.task.verify import task_calls
 from tests.passes.graphs import (
     all_gather,
     assert_no_new_guards,
     assert_same_on_all_ranks,
     fuse,
     gather_dim,
+    only_task,
     reasons,
     reduce_scatter,
     scatter_dim,
@@ -112,9 +114,11 @@ def test_scattered_columns(shape: tuple[int, ...], op: str) -> None:
 
 def test_a_transpose_is_not_transposed_back() -> None:
     after = assert_same_on_all_ranks(lambda a, b: scatter_dim(a.t() @ b.t(), 1), X.t(), torch.empty(24, 16), fused=1)
-    assert "ditron.matmul_reduce_scatter([b_1], [a_1], None, None, 0" in text(after.graph)
+    task, given = only_task(after, "matmul_reduce_scatter")
+    assert given == {"a": ["b_1"], "b": ["a_1"]} and task.scatter_dim == 0
     after = assert_same_on_all_ranks(lambda w, x: x.t() @ all_gather(w).t(), SHARD, X.t(), fused=1)
-    assert "ditron.all_gather_matmul(w_1, [x_1], None, 0" in text(after.graph)
+    task, given = only_task(after, "all_gather_matmul")
+    assert given == {"shard": "w_1", "weights": ["x_1"]} and task.gather_dim == 0
 
 
 def test_scattered_columns_of_a_sum() -> None:
@@ -122,12 +126,13 @@ def test_scattered_columns_of_a_sum() -> None:
         return scatter_dim(a @ b + a.cos() @ c, 2)
 
     after = assert_same_on_all_ranks(fn, X3, B, B, fused=1)
-    assert "[transposed, transposed_1], [transposed_2, transposed_3], None" in text(after.graph)
+    assert only_task(after)[1] == {"a": ["transposed", "transposed_1"], "b": ["transposed_2", "transposed_3"]}
 
 
 def test_a_gather_of_columns_as_transposed_first_operand() -> None:
     after = assert_same_on_all_ranks(lambda w, x: gather_dim(w, 1).t() @ x, COLUMNS, X.t(), fused=1)
-    assert "ditron.all_gather_matmul(transposed, [x_1], None, 0" in text(after.graph)
+    task, given = only_task(after, "all_gather_matmul")
+    assert given == {"shard": "transposed", "weights": ["x_1"]} and task.gather_dim == 0
 
 
 def test_several_uses_of_one_gathered_weight() -> None:
@@ -136,12 +141,12 @@ def test_several_uses_of_one_gathered_weight() -> None:
         return x @ whole.t(), (y.relu() @ whole.t()).view(-1), whole @ y.t()
 
     after = assert_same_on_all_ranks(fn, SHARD, X, torch.empty(3, 16), fused=1)
-    assert "[transposed, transposed_1, t_2]" in text(after.graph)
+    assert only_task(after)[1]["weights"] == ["transposed", "transposed_1", "t_2"]
 
 
 def test_equal_gathers_as_first_and_as_second_operand_are_merged() -> None:
     fn = lambda w, x, y: (x @ all_gather(w).t(), all_gather(w) @ y)  # noqa: E731
-    assert "[transposed, y_1]" in text(assert_same_on_all_ranks(fn, SHARD, X, B, fused=1).graph)
+    assert only_task(assert_same_on_all_ranks(fn, SHARD, X, B, fused=1))[1]["weights"] == ["transposed", "y_1"]
 
 
 def test_the_gradient_of_the_input_uses_the_gathered_output() -> None:
@@ -150,7 +155,8 @@ def test_the_gradient_of_the_input_uses_the_gathered_output() -> None:
         return x @ whole.t(), grad @ whole
 
     after = assert_same_on_all_ranks(fn, SHARD, X, torch.empty(5, 32), fused=1)
-    assert "0, True, 4" in text(after.graph)
+    task, _ = only_task(after)
+    assert (task.gather_dim, task.return_gathered, task.world_size) == (0, True, 4)
 
 
 def test_gathered_columns_used_elsewhere_come_from_the_node() -> None:
@@ -183,7 +189,8 @@ def test_a_view_of_the_weight_that_stands_early_does_not_make_the_operand_late()
         return hidden @ turned, turned.sin()
 
     after = assert_same_on_all_ranks(fn, SHARD, torch.empty(8, 32), X, fused=2)
-    assert "None, 0, True, 4" in text(after.graph)
+    tasks = [task for _, task in task_calls(after.graph) if task.kind == "all_gather_matmul"]
+    assert (0, True, 4) in [(task.gather_dim, task.return_gathered, task.world_size) for task in tasks]
 
 
 def test_a_narrowing_cast_of_a_gathered_weight_moves_in_front() -> None:

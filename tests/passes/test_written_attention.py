@@ -20,7 +20,8 @@ from ditron_inductor.passes.graph.reasons import LEFT_ALONE
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.normalize.share_gathers import share_gathers
 from ditron_inductor.pipeline import run
-from tests.passes.graphs import WORLD_SIZE, compiled_graphs, gather_dim, reasons, run_ranks, text
+from ditron_inductor.task.all_gather_attention import Mask
+from tests.passes.graphs import WORLD_SIZE, compiled_graphs, gather_dim, only_task, reasons, run_ranks, text
 from tests.passes.test_all_gather_attention import fuse_attention, of_all_ranks, operands, repeated, sequence_first
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -117,18 +118,19 @@ def heads_in_turn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
     return cap(q.transpose(1, 2) @ keys.mT * SCALE).softmax(-1) @ values
 
 
-FORMS: dict[Form, str] = {
-    hugging_face: "'causal', 11, 16, '', 0.25, 0.5, False",
-    filled: "'causal', 0, 0, '', 0.25, 0.0, False",
-    grouped: "'causal', 0, 8, '', 0.25, 0.5, False",
-    quotient_last: "'full', 0, 0, '', 0.25, 0.5, False",
-    other_factors: "'full', 0, 0, '', 0.15, 30.0, False",
-    by_math: "'causal', 0, 0, '', 0.25, 0.0, False",
-    heads_in_turn: "'full', 0, 0, '', 0.25, 0.5, False",
-    one_head: "'full', 0, 0, '', 1.0, 0.5, False",
-    one_projection: "'full', 0, 0, '', 0.25, 0.5, False",
-    keys_returned: "'full', 0, 0, '', 0.25, 0.5, True",
+FORMS: dict[Form, tuple[Mask, float, float, bool]] = {
+    hugging_face: (Mask("causal", 11, 16), 0.25, 0.5, False),
+    filled: (Mask("causal"), 0.25, 0.0, False),
+    grouped: (Mask("causal", 0, 8), 0.25, 0.5, False),
+    quotient_last: (Mask("full"), 0.25, 0.5, False),
+    other_factors: (Mask("full"), 0.15, 30.0, False),
+    by_math: (Mask("causal"), 0.25, 0.0, False),
+    heads_in_turn: (Mask("full"), 0.25, 0.5, False),
+    one_head: (Mask("full"), 1.0, 0.5, False),
+    one_projection: (Mask("full"), 0.25, 0.5, False),
+    keys_returned: (Mask("full"), 0.25, 0.5, True),
 }
+"""Of the call: mask, scale, soft cap, whether it returns what it gathers."""
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
@@ -138,7 +140,9 @@ def test_forms_are_fused_and_right(form: Form) -> None:
     assert fuse_attention(after) == 1, reasons(after)
     after.graph.eliminate_dead_code()
     left = text(after.graph)
-    assert FORMS[form] in left and not any(op in left for op in ("all_gather_into_tensor", "bmm", "exp.", "tanh"))
+    task, _ = only_task(after)
+    assert (task.mask, task.scale, task.softcap, task.return_gathered) == FORMS[form]
+    assert not any(op in left for op in ("all_gather_into_tensor", "bmm", "exp.", "tanh"))
     inputs = of_all_ranks(tuple(node.meta["val"] for node in after.graph.nodes if node.op == "placeholder"))
     torch.testing.assert_close(run_ranks(after, inputs), run_ranks(before, inputs))
 

@@ -14,7 +14,8 @@ from torch._inductor import config
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.name_sites import name_sites
 from ditron_inductor.pipeline import JointPipeline
-from tests.passes.graphs import WORLD_SIZE, compiled_graphs, gather_dim, reasons, run_ranks, text
+from ditron_inductor.task.all_gather_attention import Mask
+from tests.passes.graphs import WORLD_SIZE, compiled_graphs, gather_dim, only_task, reasons, run_ranks, text
 from tests.passes.test_all_gather_attention import fuse_attention, of_all_ranks, operands
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -48,16 +49,16 @@ def test_the_graphs_of_all_ranks_have_one_call() -> None:
         module.graph.eliminate_dead_code()
         assert "iota" not in text(module.graph)
         line = next(line for line in text(module.graph).splitlines() if "ditron" in line)
-        lines.append(line.partition("None, ")[2])
+        lines.append(line.partition("], ")[2])
         sites |= set(re.findall(r"\w+/\d+:all_gather_attention", line))
     assert len(sites) == 1
     assert_expected_inline(
         re.sub(r"\w+/0:", "", "\n".join(lines)),
         """\
-
-
-
-""",
+"mask=(kind=zigzag_keys jumps='4+24') scale=0.25 softcap=0.0 world_size=4 group_name=0 site=all_gather_attention", None)
+"mask=(kind=zigzag_keys offset=4 jumps='4+16') scale=0.25 softcap=0.0 world_size=4 group_name=0 site=all_gather_attention", None)
+"mask=(kind=zigzag_keys offset=8 jumps='4+8') scale=0.25 softcap=0.0 world_size=4 group_name=0 site=all_gather_attention", None)
+'mask=(kind=zigzag_keys offset=12) scale=0.25 softcap=0.0 world_size=4 group_name=0 site=all_gather_attention', None)""",
     )
 
 
@@ -92,7 +93,8 @@ def test_training() -> None:
         assert [fuse_attention(graph) for graph in after] == [1, 1]
         for old, new in zip(before, after, strict=True):
             new.graph.eliminate_dead_code()
-            assert "'zigzag_keys', 0" in text(new.graph) and "iota" not in text(new.graph)
+            mask = only_task(new)[0].mask
+            assert (mask.kind, mask.window) == ("zigzag_keys", 0) and "iota" not in text(new.graph)
             inputs = of_all_ranks(tuple(node.meta["val"] for node in new.graph.nodes if node.op == "placeholder"))
             if new is after[1]:
                 # The logarithms of sums of these queries and keys are smaller.
@@ -106,6 +108,6 @@ def test_the_order_of_other_ranks() -> None:
     for rank in (0, 1):
         one = functools.partial(form, rank, 2, 0)
         (before,), (after,) = compiled_graphs(one, *operands()), compiled_graphs(one, *operands())
-        assert fuse_attention(after) == 1 and "None, 'given', 0, 0, ''" in text(after.graph)
+        assert fuse_attention(after) == 1 and only_task(after)[0].mask == Mask("given")
         inputs = of_all_ranks(tuple(node.meta["val"] for node in after.graph.nodes if node.op == "placeholder"))
         torch.testing.assert_close(run_ranks(after, inputs), run_ranks(before, inputs))

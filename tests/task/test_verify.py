@@ -20,8 +20,6 @@ from tests.passes.graphs import traced
 X = torch.empty(8, 16)
 W = torch.empty(16, 24)
 V = torch.empty(24, 16)
-
-
 GATHER = AllGatherMatmul(0, 4, "0", False, "r/0", Policy(), 1)
 SCATTER = MatmulReduceScatter(0, "sum", 4, "0", "r/1", Policy(), num_products=2, has_bias=True)
 
@@ -71,9 +69,7 @@ def operand(graph: fx.Graph, index: int, name: str) -> Any:
 
 
 wrong_weight = set_operand(0, "weights", lambda graph: [operand(graph, 0, "shard")])
-narrow_product = set_operand(
-    1, "b", lambda graph: [operand(graph, 1, "b")[0], operand(graph, 0, "weights")[0]]
-)
+narrow_product = set_operand(1, "b", lambda graph: [operand(graph, 1, "b")[0], operand(graph, 0, "weights")[0]])
 short_rows = set_operand(1, "a", lambda graph: [operand(graph, 1, "a")[0], operand(graph, 0, "shard")])
 bias_that_is_no_row = set_operand(1, "bias", lambda graph: operand(graph, 1, "b")[0])
 
