@@ -102,7 +102,18 @@ DELETED = (
         "`library` alone",
         lambda row: row.sizes["mask"] == "given",
     ),
+    Verdict(
+        "gate and up in one weight, in training: two products, that an epilogue could combine them and return both",
+        NORM,
+        "swiglu",
+        ("ditron:split",),
+        ("ditron",),
+        "the products by the op, then Inductor's kernel",
+        "one product, and Inductor's kernel",
+        lambda row: row.sizes["kind"] == "training",
+    ),
 )
+
 KEPT = (
     Verdict(
         "`attention_reduce_scatter` as a fusion, causal",

@@ -5,7 +5,7 @@ calls look it up (prepared.py). What the ranks must decide alike follows from si
 rank 0 has of its own, as the meeting of the graph told everybody, and from one dimension that only the local weight has
 (columns of an all-gather's weights, K of what is summed up, of all products together). Its largest value on any rank
 takes its place; the ranks agree on it once for each site, since it may change later on one rank alone: where the
-gathered tensor is a weight, or tokens are contracted, it is this rank's number of tokens. No layout has to follow it.
+gathered tensor is a weight, it is this rank's number of tokens. No layout has to follow it.
 """
 
 from __future__ import annotations
