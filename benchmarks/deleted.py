@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.records import GEMM_COLLECTIVES, Row, by_cell, read_csv
+from benchmarks.records import ATTENTION, GEMM_COLLECTIVES, NORM, Row, by_cell, read_csv
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,84 @@ DELETED = (
         "such a gather is left alone, with the reason `no_gain`",
     ),
     Verdict(
-        "the same by whichever of its three strategies was the fastest in that row, which nobody knows before",
+        "the same by the fastest of its three strategies in each row, as a table with these rows would choose",
         GEMM_COLLECTIVES,
         "all_gather_contract",
         ("nccl",),
         ("ditron:tile", "ditron:chunked", "ditron:library"),
         "NCCL + cuBLAS",
         "too little for a pass and two kernels",
+    ),
+    Verdict(
+        "`matmul_all_gather` by `chunked`",
+        GEMM_COLLECTIVES,
+        "matmul_all_gather",
+        ("ditron:tile",),
+        ("ditron:chunked",),
+        "`tile`",
+        "`tile`; where its slots are beyond the limit of the workspace, `library`",
+    ),
+    Verdict(
+        "`attention_reduce_scatter` by `chunked`, causal",
+        ATTENTION,
+        "attention_reduce_scatter",
+        ("ditron:library",),
+        ("ditron:chunked",),
+        "`library`",
+        "`library` alone",
+        lambda row: row.sizes["mask"] == "causal_offset",
+    ),
+    Verdict(
+        "the same with a bias",
+        ATTENTION,
+        "attention_reduce_scatter",
+        ("ditron:library",),
+        ("ditron:chunked",),
+        "`library`",
+        "`library` alone",
+        lambda row: row.sizes["mask"] == "given",
+    ),
+    Verdict(
+        "gate and up in one weight, in training: two products, that an epilogue could combine them and return both",
+        NORM,
+        "swiglu",
+        ("ditron:split",),
+        ("ditron",),
+        "the products by the op, then Inductor's kernel",
+        "one product, and Inductor's kernel",
+        lambda row: row.sizes["kind"] == "training",
+    ),
+)
+
+KEPT = (
+    Verdict(
+        "`attention_reduce_scatter` as a fusion, causal",
+        ATTENTION,
+        "attention_reduce_scatter",
+        ("sdpa",),
+        ("ditron:library",),
+        "torch's backward, two reduce-scatters",
+        "stays: blocks of the mask are faster than the kernel that knows all of it",
+        lambda row: row.sizes["mask"] == "causal_offset",
+    ),
+    Verdict(
+        "the same with a bias",
+        ATTENTION,
+        "attention_reduce_scatter",
+        ("sdpa",),
+        ("ditron:library",),
+        "torch's backward, two reduce-scatters",
+        "stays: the gradient of `ops.all_gather_attention` with a bias is the same node",
+        lambda row: row.sizes["mask"] == "given",
+    ),
+    Verdict(
+        "an epilogue of two products behind a gather (SwiGLU), 2048 to 8192 rows",
+        NORM,
+        "swiglu",
+        ("ditron:split",),
+        ("ditron",),
+        "the products by the op, then Inductor's kernel",
+        "stays: a rule by rows would be more code than it saves, and with few rows a launch goes",
     ),
 )
 
@@ -84,4 +155,4 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 def part() -> str:
     """What stands between the markers of the page."""
-    return table(DELETED)
+    return f"{table(DELETED)}\n\nKept, and measured the same way:\n\n{table(KEPT)}"

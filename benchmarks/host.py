@@ -33,7 +33,7 @@ from tabulate import tabulate
 
 from benchmarks import host_attention
 from benchmarks.host_attention import AttentionBench, Call
-from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.task.nodes import KINDS, NODES
 from ditron_inductor.tools.processes import Rank, device_for, failures_text, run_ranks
 
 OPS = (*KINDS, *host_attention.KINDS)
@@ -339,7 +339,8 @@ def whole_calls(bench: AttentionBench, device: Any, timer: Timer) -> dict[str, f
     from ditron_inductor.device import AgreedOptions, workspaces
 
     shared = workspaces.get(bench.group[1], device, AgreedOptions("tile", WORKSPACE_LIMIT, TIMEOUT_S)).shared
-    calls = {strategy: bench.op(strategy) for strategy in host_attention.STRATEGIES}
+    has = NODES[bench.kind].strategies
+    calls = {strategy: bench.op(strategy) for strategy in host_attention.STRATEGIES if strategy in has}
     for call in calls.values():
         call()
     return {name: timer.issue_us(call, shared.synchronize, WHOLE_CALLS) for name, call in calls.items()}
@@ -350,7 +351,7 @@ def contest(bench: Bench | AttentionBench, device: Any, rounds: int) -> dict[str
     import torch
     import torch.distributed as dist
 
-    contestants = {f"ditron:{name}": bench.op(name) for name in ("tile", "chunked", "library")} | bench.baselines
+    contestants = {f"ditron:{name}": bench.op(name) for name in NODES[bench.kind].strategies} | bench.baselines
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     for call in contestants.values():
         for _ in range(10):
@@ -432,10 +433,12 @@ def main_of_rank(rank: Rank, options: argparse.Namespace) -> bool:
             continue
         if isinstance(bench, Bench):
             add(TILE, {"op": bench.kind}, stages(bench, timer))
-            for name, measured in chunked_stages(bench, timer).items():
-                add(CHUNKED, {"op": name}, measured)
+            if "chunked" in NODES[bench.kind].strategies:
+                for name, measured in chunked_stages(bench, timer).items():
+                    add(CHUNKED, {"op": name}, measured)
         elif device.type == "cpu":
-            add(CALL, {"op": bench.kind}, whole_calls(bench, device, timer))
+            calls = whole_calls(bench, device, timer)
+            add(CALL, {"op": bench.kind} | {one: "-" for one in host_attention.STRATEGIES if one not in calls}, calls)
         if device.type == "cuda":
             for name, (wall, issue) in contest(bench, device, options.rounds).items():
                 of = {"op": bench.kind, "contestant": name}

@@ -29,6 +29,7 @@ from benchmarks.comparison import (
     means,
     mode,
     ratios_table,
+    shown,
     times_table,
 )
 from benchmarks.figures import picture_path
@@ -38,7 +39,7 @@ from benchmarks.models.summary import readme_part
 from benchmarks.models.tables import docs_part as models_part
 from benchmarks.ops import targets
 from benchmarks.records import GEMM_COLLECTIVES, MODELS, Row, merge_csv, read_csv
-from ditron_inductor.task.nodes import DELETED_KINDS, KINDS
+from ditron_inductor.task.nodes import DELETED_KINDS, KINDS, NODES
 
 COMMAND = "python -m benchmarks.report"
 ROOT = Path(__file__).parents[1]
@@ -83,7 +84,7 @@ def results_page(rows: Sequence[Row], pictures: Sequence[Path] = ()) -> str:
             of_op = [cell for cell in here if cell.op == op]
             if of_op:
                 lines += ["", f"### `{op}`", ""]
-                lines += _of_deleted(of_op) if op in DELETED_KINDS else []
+                lines += _of_deleted(of_op)
                 lines += ["Microseconds per call:", "", times_table(of_op, "github")]
                 lines += ["", "Ratios (above 1: `auto` is faster, or at the limit):", ""]
                 lines += [ratios_table(of_op, targets.column(of_op), "github")]
@@ -93,10 +94,20 @@ def results_page(rows: Sequence[Row], pictures: Sequence[Path] = ()) -> str:
 
 
 def _of_deleted(cells: Sequence[Comparison]) -> list[str]:
-    """What is said in front of the rows of a fusion that there is no more."""
-    ((op, name, number, value), *_) = means(cells)
-    against = f"{TITLES[name]} / auto was {value:.3f}, the geometric mean of these {number} rows"
-    return [f"`{op}` was [deleted](../../docs/deleted.md): {against}.", ""]
+    """What is said in front of the rows of a fusion that there is no more, or that has not all of their strategies."""
+    op = cells[0].op
+    if op in DELETED_KINDS:
+        ((_, name, number, value), *_) = means(cells)
+        against = f"{TITLES[name]} / auto was {value:.3f}, the geometric mean of these {number} rows"
+        return [f"`{op}` was [deleted](../../docs/deleted.md): {against}.", ""]
+    has = [f"ditron:{strategy}" for strategy in NODES[op].strategies]
+    lines = []
+    for name in (one for one in shown(cells) if one.startswith("ditron:") and one not in has):
+        ratios = [ratio for ratio in (cell.ratio(tuple(has), name) for cell in cells) if ratio is not None]
+        mean = f"{geometric_mean(ratios):.3f}, the geometric mean of these {len(ratios)} rows"
+        deleted_since = f"`{TITLES[name]}` was [deleted](../../docs/deleted.md)"
+        lines += [f"{deleted_since}: the fastest of the others / it was {mean}.", ""]
+    return lines
 
 
 def _rows(cells: Sequence[Comparison]) -> list[Row]:

@@ -52,7 +52,6 @@ from ditron_inductor.passes.finish.wire_facts import Before, before_passes, fact
 from ditron_inductor.passes.forms.merge_reductions import merge_reductions
 from ditron_inductor.passes.forms.move_across import move_across
 from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
-from ditron_inductor.passes.forms.split_trained_weights import split_trained_weights
 from ditron_inductor.passes.forms.split_weights import split_weights
 from ditron_inductor.passes.forms.try_forms import try_forms
 from ditron_inductor.passes.fuse.all_gather_matmul import all_gather_matmul
@@ -140,7 +139,7 @@ PASSES: tuple[Pass, ...] = (
 """The compiler from graph to graph. A comment says why the pass, or the passes, below it stand at this place."""
 MOVING = ("share_gathers", "merge_reductions", "move_across", "sequence_parallel", "try_forms")
 """Passes behind which other numbers travel than before, or in another order: right only if all ranks do the same."""
-JOINT_PASSES: tuple[Pass, ...] = (recompute_masks, split_trained_weights)
+JOINT_PASSES: tuple[Pass, ...] = (recompute_masks,)
 
 
 def run(graph: fx.Graph, options: Options, passes: Sequence[Pass] = PASSES) -> dict[str, int]:

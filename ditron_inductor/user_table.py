@@ -63,8 +63,9 @@ def read(option: str | None) -> str:
             logger.warning("the table of measured choices at %s cannot be read: %s", path, error)
             return ""
         raise _unreadable(option, str(error)) from error
-    for kind, lines in Table.parse(text, source).unused.items():
-        logger.warning("%s: %d lines of %s are not used: it was %s", source, lines, kind, DELETED_KINDS[kind])
+    for what, lines in Table.parse(text, source).unused.items():
+        why = f"it was {DELETED_KINDS[what]}" if what in DELETED_KINDS else "there is no such strategy"
+        logger.warning("%s: times of %s on %d lines are not used: %s", source, what, lines, why)
     return text
 
 

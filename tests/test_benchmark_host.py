@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import host_attention
-from ditron_inductor.task.nodes import KINDS
+from ditron_inductor.task.nodes import KINDS, NODES
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,14 +39,18 @@ def test_every_op_has_its_stages() -> None:
     found = {name: [float(value) for value in values[:7]] for name, *values in rows_of_chunked}
     # The parts of an all-reduce are no call of their own.
     assert [name for name, *values in rows_of_chunked if len(values) < 8] == ["matmul_all_reduce, parts"]
-    assert sorted(found) == sorted([*KINDS, "matmul_all_reduce, parts"])
+    with_chunks = [kind for kind in KINDS if "chunked" in NODES[kind].strategies]
+    assert sorted(found) == sorted([*with_chunks, "matmul_all_reduce, parts"])
     for stages in found.values():
         *parts, whole = stages
         assert 0 < whole and abs(sum(parts) - whole) < 0.1
     calls = table_of(done.stdout, "of the host for a call")
     assert calls[0].split() == ["op", *host_attention.STRATEGIES]
-    rows = {op: [float(us) for us in times] for op, *times in (line.split() for line in calls[2:])}
-    assert tuple(rows) == host_attention.KINDS and all(us > 0 for times in rows.values() for us in times)
+    rows = {op: dict(zip(host_attention.STRATEGIES, us, strict=True)) for op, *us in map(str.split, calls[2:])}
+    assert tuple(rows) == host_attention.KINDS
+    for op, times in rows.items():
+        has = {strategy for strategy, us in times.items() if us != "-" and float(us) > 0}
+        assert has == {*NODES[op].strategies} and all(times[one] == "-" for one in {*times} - has), (op, times)
 
 
 def table_of(text: str, title: str) -> list[str]:

@@ -77,7 +77,7 @@ def test_biases_hide_what_is_ahead(rank: int) -> None:
 
 def test_attention_reduce_scatter(rank_pools: RankPools) -> None:
     rows = _run(rank_pools, attention_reduce_scatter.MODULE, _tiny(attention_reduce_scatter.MODULE))
-    wanted = OURS - {"ditron:tile"} | {"ditron:chunked", "local", "sdpa", "sdpa:blocks"}
+    wanted = {"ditron", "local", "sdpa", "sdpa:blocks"}
     assert {row.op for row in rows} == {"attention_reduce_scatter"}
     assert {row.sizes["mask"] for row in rows} == {"causal_offset", "zigzag", "given"}
     assert {row.contestant for row in rows} == wanted and all(row.p50_us for row in rows)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ditron_inductor.passes.graph.reasons import ReasonCode
-from ditron_inductor.task.flash_decode import NO_CHUNKS
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -81,7 +80,7 @@ def reasons_in(function: ast.FunctionDef) -> Iterator[str]:
 
 
 def reasons_of_strategies() -> set[str]:
-    found = {NO_CHUNKS}
+    found: set[str] = set()
     wanted = dict.fromkeys((str(path.relative_to(ROOT)) for path in (ROOT / "lowering").rglob("*.py")), {"obstacle"})
     wanted["lowering/flash_decode/local.py"] = {"shape_of"}
     for path, names in (wanted | DECIDERS).items():

@@ -68,10 +68,19 @@ def test_lines_of_what_was_deleted_are_left_out_with_a_warning(home: Path, caplo
     (home / "mine.csv").write_text(f"{lines}{deleted}\n{deleted}\n")
     with caplog.at_level(logging.WARNING):
         text = user_table.read(str(home / "mine.csv"))
-    assert "mine.csv: 2 lines of all_gather_contract are not used: it was deleted, as it was no faster" in caplog.text
+    assert "mine.csv: times of all_gather_contract on 2 lines are not used: it was deleted, as it was" in caplog.text
     # All ranks are sent the text, and each leaves the lines out.
     assert Table.parse(text).entries == Table.parse(lines).entries
     assert Table.parse(text).merged([]).text() == lines
+
+
+def test_times_of_a_strategy_that_a_fusion_lacks_are_left_out(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = table(tile_us=50.0, chunked_us=40.0).replace("matmul_all_reduce", "matmul_all_gather")
+    (home / "mine.csv").write_text(text)
+    with caplog.at_level(logging.WARNING):
+        (entry,) = Table.parse(user_table.read(str(home / "mine.csv"))).entries
+    assert "times of matmul_all_gather by chunked on 1 lines are not used: there is no such strategy" in caplog.text
+    assert entry.us == {"library": 100.0, "tile": 50.0}
 
 
 @pytest.mark.parametrize("option", ["a\0b", "~nobody-of-this-name/table.csv", "x" * 5000, "\ud800.csv"])

@@ -22,7 +22,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,12 +180,12 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
     """Calls by name, each of which returns the result."""
     import torch
 
-    from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT
+    from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT, in_turns
     from ditron_inductor.lowering.all_gather_attention import library, local
     from ditron_inductor.lowering.all_gather_attention.merge import Merge
     from ditron_inductor.lowering.all_gather_attention.parts import canonical, joined
     from ditron_inductor.task import all_gather_attention as task
-    from ditron_inductor.task import ops, reference_attention
+    from ditron_inductor.task import reference_attention
     from ditron_inductor.task.policy import Policy
 
     cell, q, k, v, bias, scale = problem.cell, problem.q, problem.k, problem.v, problem.bias, problem.scale
@@ -225,11 +225,10 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
         given: dict[str, Any] = {"seen": seen, "scale": scale, "softcap": cell.softcap, "bias": bias}
         found["local"] = lambda i: reference_attention.attend(q, keys, values, **given)[0].to(q.dtype)
 
-    op = ops.overload(node.kind)
-
     def ours(strategy: str) -> Any:
-        site = (world, group_name, f"benchmark/0:{node.kind}:{strategy}", strategy, WORKSPACE_LIMIT, TIMEOUT_S)
-        return lambda i: op(q, k, v, None, cell.mask, cell.window, 0, "", scale, cell.softcap, False, *site, bias)[0]
+        policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S)
+        site = replace(node, site=f"benchmark/0:{node.kind}:{strategy}", policy=policy)
+        return in_turns(site, [{"q": q, "k": k, "v": v, "bias": bias}], 0)
 
     found["ditron"] = ours("auto")
     return found | {f"ditron:{strategy}": ours(strategy) for strategy in ("tile", "chunked", "library")}

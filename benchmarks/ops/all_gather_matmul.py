@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from benchmarks.ops.contest import Call, Contest, Setting, dtype_of, of_every_shard, operands, sampled_rows
+from benchmarks.ops.contest import Contest, Setting, dtype_of, of_every_shard, operands, sampled_rows
 from benchmarks.ops.shapes import Cell
 from ditron_inductor.task import reference
+from ditron_inductor.task.nodes import AllGatherMatmul
 
 
 def contest(setting: Setting, cell: Cell) -> Contest:
@@ -26,9 +27,6 @@ def contest(setting: Setting, cell: Cell) -> Contest:
 
     def gemm(i: int) -> torch.Tensor:
         return torch.mm(gathered, weights[i % num], out=out)
-
-    def ours(op: torch._ops.OpOverload, site: tuple[object, ...]) -> Call:
-        return lambda i: op(shards[i % num], [weights[i % num]], None, 0, False, *site)[0]
 
     def sample() -> tuple[torch.Tensor, torch.Tensor]:
         rows = sampled_rows(shard_rows, setting.device)
@@ -56,5 +54,7 @@ def contest(setting: Setting, cell: Cell) -> Contest:
             return fused(shards[i % num], [weights[i % num]], 0, setting.group_name, return_A=True)[1][0]
 
         result.contestants["async_tp"] = async_tp
-    result.contestants |= setting.ours(cell.op, ours)
+    fields = {"gather_dim": 0, "return_gathered": False, "num_weights": 1}
+    given = [{"shard": shard, "weights": [weight]} for shard, weight in zip(shards, weights, strict=True)]
+    result.contestants |= setting.ours(AllGatherMatmul, fields, given)
     return result

@@ -102,9 +102,16 @@ def contestants(session: Session, cell: Cell, device: Any, group_name: str, shar
     import torch
     import torch.distributed as dist
 
-    from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT, library_of
-    from ditron_inductor.task import ops, reference
-    from ditron_inductor.task.nodes import EXTRAS, Norm
+    from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT, in_turns, library_of
+    from ditron_inductor.task import reference
+    from ditron_inductor.task.nodes import (
+        EXTRAS,
+        AllReduceRmsNorm,
+        MatmulAllReduce,
+        MatmulAllReduceRmsNorm,
+        Norm,
+        Policy,
+    )
 
     generator = torch.Generator(device).manual_seed(1 + session.rank)
     same = torch.Generator(device).manual_seed(0)
@@ -118,7 +125,8 @@ def contestants(session: Session, cell: Cell, device: Any, group_name: str, shar
     left = [draw(cell.M, cell.K or cell.N) for _ in range(copies)]
     right = [draw(cell.N, cell.K).mul_(cell.K**-0.5).t() for _ in range(copies)] if cell.K else []
     residual, weight = draw(cell.M, cell.N, of=same), draw(cell.N, of=same)
-    extras = tuple({"residual": residual, "weight": weight}.get(name) for name in EXTRAS)
+    of_norm = {"residual": residual, "weight": weight}
+    extras = tuple(of_norm.get(name) for name in EXTRAS)
 
     def add_norm(reduced: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return reference.add_norm(reduced, extras, norm)
@@ -138,22 +146,24 @@ def contestants(session: Session, cell: Cell, device: Any, group_name: str, shar
     if device.type == "cuda":
         found |= _symmetric(cell, shared.get((cell.M, cell.N), torch.bfloat16, device), left[0], product, inductor_norm)
 
-    def site(name: str, strategy: str) -> tuple[Any, ...]:
-        return session.world_size, group_name, f"benchmark/0:{name}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
+    products = [{"a": [one], "b": [other]} for one, other in zip(left, right, strict=True)] if cell.K else []
+
+    def site(name: str, strategy: str) -> dict[str, Any]:
+        group = {"world_size": session.world_size, "group_name": group_name}
+        policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S)
+        return {"reduce_op": "sum", **group, "site": f"benchmark/0:{name}", "policy": policy}
 
     def ours(strategy: str) -> Any:
-        norms = *ops.norm_args(norm), *ops.norm_args(None), ""
-        args = (*extras, None, "sum", *norms, *site(f"{cell.op}:{strategy}", strategy))
-        op = ops.overload(cell.op)
+        fields = {"norm": norm, "extras": tuple(of_norm), **site(f"{cell.op}:{strategy}", strategy)}
+        outputs = slice(2)
         if cell.K:
-            return lambda i: op([left[i % copies]], [right[i % copies]], None, *args)[:2]
-        return lambda i: op(left[0], *args)[:2]
+            return in_turns(MatmulAllReduceRmsNorm(**fields), [one | of_norm for one in products], outputs)
+        return in_turns(AllReduceRmsNorm(**fields), [{"x": left[0], **of_norm}], outputs)
 
     strategies = ("tile", "chunked", "library") if cell.K else ("tile", "library")
     if cell.K:
-        split = ops.overload("matmul_all_reduce")
-        own = (None, "sum", *site("split", "auto"))
-        found["ditron:split"] = lambda i: inductor_norm(split([left[i % copies]], [right[i % copies]], None, *own)[0])
+        split = in_turns(MatmulAllReduce(**site("split", "auto")), products, 0)
+        found["ditron:split"] = lambda i: inductor_norm(split(i))
     found |= {"ditron": ours("auto")} | {f"ditron:{strategy}": ours(strategy) for strategy in strategies}
     x = (left[0].double() @ right[0].double()) if cell.K else left[0].double()
     exact = [one if one is None else one.double() for one in extras]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.ops.contest import Call, Contest, Setting, dtype_of, operands, sampled_rows
+from benchmarks.ops.contest import Contest, Setting, dtype_of, operands, sampled_rows
 from benchmarks.ops.shapes import Cell
 from ditron_inductor.task import reference
+from ditron_inductor.task.nodes import AllToAllMatmul
 
 
 def contest(setting: Setting, cell: Cell) -> Contest:
@@ -34,9 +36,6 @@ def contest(setting: Setting, cell: Cell) -> Contest:
     def gemm(i: int) -> torch.Tensor:
         return torch.mm(lefts[i % len(lefts)], weights[i % len(weights)], out=out)
 
-    def ours(op: torch._ops.OpOverload, site: tuple[object, ...]) -> Call:
-        return lambda i: op(xs[i % len(xs)], weights[i % len(weights)], None, 0, 1, False, *site)[0]
-
     def sample() -> tuple[torch.Tensor, torch.Tensor]:
         mine = sampled_rows(rows, setting.device)
         chosen = xs[0].view(world_size, rows, width)[:, mine].reshape(-1, width)
@@ -58,5 +57,9 @@ def contest(setting: Setting, cell: Cell) -> Contest:
         num_partials=world_size,
         link_bytes=(world_size - 1) * received.nbytes // world_size,
     )
-    result.contestants |= setting.ours(cell.op, ours)
+    fields = {"scatter_dim": 0, "parts": 1, "return_received": False}
+    # There may be more of x than of weights: so many calls have operands of their own.
+    turns = range(math.lcm(len(xs), len(weights)))
+    given = [{"x": xs[i % len(xs)], "weight": weights[i % len(weights)]} for i in turns]
+    result.contestants |= setting.ours(AllToAllMatmul, fields, given)
     return result

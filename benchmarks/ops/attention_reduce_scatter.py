@@ -9,7 +9,7 @@ part of their sum over the ranks. Contestants, all of a shape in one run:
                 mask is aligned at the end of the keys, and which has windows); without a mask `sdpa:cudnn` or
                 `sdpa:flash`, whichever is faster
     sdpa:blocks what our `library` runs: the library's backward by blocks of the mask, then one reduce-scatter
-    ditron, ditron:chunked, ditron:library     the op, as the plan chooses, and forced
+    ditron      the op, which has the strategy `library` alone
 
 For masks that no kernel has, and with a bias, `sdpa` is `sdpa:blocks`.
 A contestant is timed only if its gradients are right on all ranks: those of some queries and of some keys of every rank
@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.ops import all_gather_attention as forward
@@ -41,7 +41,6 @@ MOST_ERROR = 2.0e-2
 """Of a gradient against the fp32 reference, in norm: a few roundings to bfloat16, one of them of the probabilities."""
 SLOWER = 1.02
 """What ours may be slower than the baseline."""
-STRATEGIES = ("chunked", "library")
 SEEN_ROWS = 1024
 """Rows of a mask that are written out at a time."""
 
@@ -130,10 +129,10 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
     """Calls by name, each of which returns the gradients of queries, keys and values."""
     import torch
 
-    from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT
+    from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT, in_turns
     from ditron_inductor.lowering.attention_reduce_scatter import library
     from ditron_inductor.task import all_gather_attention as task
-    from ditron_inductor.task import ops, reference_attention
+    from ditron_inductor.task import reference_attention
     from ditron_inductor.task.policy import Policy
 
     cell, operands, bias, scale = problem.cell, problem.operands, problem.bias, problem.scale
@@ -151,13 +150,10 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
         given: dict[str, Any] = {"seen": seen, "scale": scale, "softcap": cell.softcap, "bias": bias}
         backward = functools.partial(reference_attention.attend_backward, **given)
         found["local"] = lambda i: (backward(*operands)[0].to(q.dtype),)
-    op = ops.overload(node.kind)
-
-    def ours(strategy: str) -> Any:
-        site = (world, group_name, f"benchmark/0:{node.kind}:{strategy}", strategy, WORKSPACE_LIMIT, TIMEOUT_S)
-        return lambda i: op(*operands, None, cell.mask, cell.window, 0, "", scale, cell.softcap, *site, bias)[:3]
-
-    return found | {"ditron": ours("auto")} | {f"ditron:{strategy}": ours(strategy) for strategy in STRATEGIES}
+    site = replace(node, site=f"benchmark/0:{node.kind}:auto", policy=Policy("auto", WORKSPACE_LIMIT, TIMEOUT_S))
+    names = ("grad_out", "q", "k", "v", "out", "lse")
+    given = dict(zip(names, operands, strict=True)) | {"bias": bias}
+    return found | {"ditron": in_turns(site, [given], slice(3))}
 
 
 def _local(node: Any, problem: Problem, rank: int) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from benchmarks.ops.request import Request
 from benchmarks.ops.shapes import Cell
 from ditron_inductor.task import ops
-from ditron_inductor.task.nodes import STRATEGIES
+from ditron_inductor.task.node import Node
+from ditron_inductor.task.nodes import STRATEGIES, Policy
 
 # Operands change from call to call, so many that no contestant finds them in the cache.
 ROTATED_BYTES = 256 << 20
@@ -39,6 +41,8 @@ CONTESTANTS: tuple[str, ...] = (
 """Every name that a row can have, in the order of the tables."""
 
 Call = Callable[[int], torch.Tensor]
+Operands = Mapping[str, Any]
+"""Of one call of an op of ours, by name."""
 
 
 def library_of(device: torch.device) -> str:
@@ -118,14 +122,26 @@ class Setting:
         """The name of the site that one of our contestants is."""
         return f"benchmark/0:{op}:{strategy}"
 
-    def site_args(self, op: str, strategy: str) -> tuple[int, str, str, str, int, float]:
-        """The trailing arguments of our ops."""
-        return self.world_size, self.group_name, self.site(op, strategy), strategy, WORKSPACE_LIMIT, TIMEOUT_S
+    def ours(self, kind: type[Node], fields: Mapping[str, Any], operands: Sequence[Operands]) -> dict[str, Call]:
+        """Our contestants, which return the first output. fields: of the node, those of the site excepted."""
+        group = {"world_size": self.world_size, "group_name": self.group_name}
 
-    def ours(self, op: str, make: Callable[[torch._ops.OpOverload, tuple[object, ...]], Call]) -> dict[str, Call]:
-        """Our contestants. `make(overload, site arguments)` binds one of them, so that a call looks nothing up."""
-        overload = ops.overload(op)
-        return {name: make(overload, self.site_args(op, strategy)) for name, strategy in OURS.items()}
+        def bound(strategy: str) -> Call:
+            site, policy = self.site(kind.kind, strategy), Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S)
+            return in_turns(kind(**fields, **group, site=site, policy=policy), operands, 0)
+
+        has = "auto", *kind.strategies
+        return {name: bound(strategy) for name, strategy in OURS.items() if strategy in has}
+
+
+def in_turns(node: Node, operands: Sequence[Operands], outputs: int | slice) -> Callable[[int], Any]:
+    """A function of i that calls the op of a node on the i-th of these sets of operands, in turns.
+
+    outputs: which of the op's outputs it returns. The arguments are made here: a call has only to pass them on.
+    """
+    op, count = ops.overload(node.kind), len(operands)
+    bound = [ops.arguments(node, **given) for given in operands]
+    return lambda i: op(*bound[i % count])[outputs]
 
 
 def dtype_of(cell: Cell) -> torch.dtype:

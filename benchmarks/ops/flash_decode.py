@@ -185,13 +185,12 @@ def contestants(session: Session, problem: Problem, group_name: str, tune: bool)
     import torch
     import torch.distributed as dist
 
-    from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT
+    from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT, in_turns
     from benchmarks.ops.read import Reader
     from ditron_inductor.lowering.flash_decode.config import Config
     from ditron_inductor.lowering.flash_decode.local import Operands, make_local, shape_of
     from ditron_inductor.lowering.projections.kernel import facts_of
     from ditron_inductor.task import flash_decode as reference
-    from ditron_inductor.task import ops
     from ditron_inductor.task.nodes import FlashDecode, Policy
 
     q, world_size = problem.q, session.world_size
@@ -234,11 +233,12 @@ def contestants(session: Session, problem: Problem, group_name: str, tune: bool)
 
         found["gloo"] = by_torch
 
+    caches = zip(problem.keys, problem.values, strict=True)
+    of_calls = [{"q": q, "k": k, "v": v, "lengths": problem.lengths} for k, v in caches]
+
     def ours(strategy: str) -> Any:
-        site = (world_size, group_name, f"benchmark/0:{OP}:{strategy}", strategy, WORKSPACE_LIMIT, TIMEOUT_S)
-        args = (problem.lengths, None, None, problem.scale, 0.0, *site)
-        op = ops.overload(OP)
-        return lambda i: op(q, problem.keys[i % count], problem.values[i % count], *args)[0]
+        site, policy = f"benchmark/0:{OP}:{strategy}", Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S)
+        return in_turns(FlashDecode(problem.scale, 0.0, world_size, group_name, site, policy), of_calls, 0)
 
     return found | {"ditron": ours("auto")} | {f"ditron:{name}": ours(name) for name in ("tile", "library")}
 

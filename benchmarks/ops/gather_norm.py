@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from benchmarks.ops import chains
 from benchmarks.ops.chains import TIMEOUT_S, WORKSPACE_LIMIT, Call, Chain
+from benchmarks.ops.contest import in_turns
 from benchmarks.records import Row
 from benchmarks.session import Session
 from ditron_inductor.task import ops
-from ditron_inductor.task.nodes import Norm, ShardNorm
+from ditron_inductor.task.nodes import AllGatherMatmul, Norm, Policy, ShardNorm
 
 PROLOGUE = ShardNorm(Norm("rms", 1e-5, round_first=True), ("residual", "weight"))
 CHAINS = ("qkv", "gate_up")
@@ -56,10 +57,13 @@ def chain_of(
     weights = [[(draw(width, k) / math.sqrt(k)).t() for width in widths] for _ in range(copies)]
     scale, gathered = draw(k), draw(m, k)
     normalise = torch.compile(add_norm, dynamic=False) if device.type == "cuda" else add_norm
-    op, place = ops.overload("all_gather_matmul"), f"gather_norm/0:{chain}"
+    place = f"gather_norm/0:{chain}"
 
-    def site(name: str, strategy: str) -> tuple[object, ...]:
-        return None, 0, False, world, group_name, f"{place}:{name}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
+    def node(name: str, strategy: str, prologue: ShardNorm | None) -> AllGatherMatmul:
+        policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S)
+        return AllGatherMatmul(
+            0, world, group_name, False, f"{place}:{name}", policy, len(widths), prologue=prologue
+        )
 
     def gemm(i: int) -> Sequence[torch.Tensor]:
         return [gathered @ weight for weight in weights[i % copies]]
@@ -71,19 +75,17 @@ def chain_of(
 
     def split(i: int) -> Sequence[torch.Tensor]:
         shard, total = normalise(*rows[i % copies], scale)
-        return [*op(shard, weights[i % copies], *apart)[:-1], total]
+        return [*op([shard, *weights[i % copies]], *apart)[:-1], total]
 
     def fused(name: str, strategy: str) -> Call:
-        fixed, norm = site(name, strategy), ops.shard_norm_args(PROLOGUE)
+        given = [
+            {"shard": x, "residual": residual, "weight": scale, "weights": of_rows}
+            for (x, residual), of_rows in zip(rows, weights, strict=True)
+        ]
+        return in_turns(node(name, strategy, PROLOGUE), given, slice(-1))
 
-        def call(i: int) -> Sequence[torch.Tensor]:
-            x, residual = rows[i % copies]
-            outputs: list[torch.Tensor] = op(x, weights[i % copies], *fixed, [], "", residual, scale, None, *norm)
-            return outputs[:-1]
-
-        return call
-
-    apart = site("split", "auto")
+    # Its shard is new in every call.
+    op, apart = ops.overload(AllGatherMatmul.kind), (node("split", "auto", None).text(), None)
     calls = chains.contestants(device, gemm, library, split, fused)
     return Chain("gather_norm", f"M={m};N={sum(widths)};K={k};chain={chain}", m, k, calls, f"{place}:ditron")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from benchmarks.ops.contest import Call, Contest, Setting, dtype_of, operands, sampled_rows
+from benchmarks.ops.contest import Contest, Setting, dtype_of, operands, sampled_rows
 from benchmarks.ops.shapes import Cell
 from ditron_inductor.task import reference
+from ditron_inductor.task.nodes import MatmulAllGather
 
 
 def contest(setting: Setting, cell: Cell) -> Contest:
@@ -32,9 +33,6 @@ def contest(setting: Setting, cell: Cell) -> Contest:
     def gemm(i: int) -> torch.Tensor:
         return torch.mm(rows[i % num], weights[i % num], out=product)
 
-    def ours(op: torch._ops.OpOverload, site: tuple[object, ...]) -> Call:
-        return lambda i: op([rows[i % num]], [weights[i % num]], None, None, 1, *site)[0]
-
     def sample() -> tuple[torch.Tensor, torch.Tensor]:
         mine = sampled_rows(cell.M, setting.device)
         expected = reference.matmul_all_gather(
@@ -52,5 +50,6 @@ def contest(setting: Setting, cell: Cell) -> Contest:
         sample=sample,
         link_bytes=(world_size - 1) * product.nbytes,
     )
-    result.contestants |= setting.ours(cell.op, ours)
+    given = [{"a": [left], "b": [right]} for left, right in zip(rows, weights, strict=True)]
+    result.contestants |= setting.ours(MatmulAllGather, {"gather_dim": 1}, given)
     return result

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from benchmarks.ops.contest import Call, Contest, Setting, dtype_of, of_every_shard, operands, sampled_rows
+from benchmarks.ops.contest import Contest, Setting, dtype_of, of_every_shard, operands, sampled_rows
 from benchmarks.ops.shapes import Cell
 from ditron_inductor.task import reference
+from ditron_inductor.task.nodes import MatmulAllToAll
 
 
 def contest(setting: Setting, cell: Cell) -> Contest:
@@ -33,9 +34,6 @@ def contest(setting: Setting, cell: Cell) -> Contest:
     def gemm(i: int) -> torch.Tensor:
         return torch.mm(lefts[i % num], weights[i % num], out=product)
 
-    def ours(op: torch._ops.OpOverload, site: tuple[object, ...]) -> Call:
-        return lambda i: op([lefts[i % num]], [weights[i % num]], None, None, 0, 1, *site)[0]
-
     def sample() -> tuple[torch.Tensor, torch.Tensor]:
         mine = sampled_rows(rows, setting.device)
         expected = reference.matmul_all_to_all(
@@ -54,5 +52,6 @@ def contest(setting: Setting, cell: Cell) -> Contest:
         sample=sample,
         link_bytes=(world_size - 1) * product.nbytes // world_size,
     )
-    result.contestants |= setting.ours(cell.op, ours)
+    given = [{"a": [left], "b": [right]} for left, right in zip(lefts, weights, strict=True)]
+    result.contestants |= setting.ours(MatmulAllToAll, {"gather_dim": 0, "parts": 1}, given)
     return result

@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from benchmarks.ops.contest import Call, Contest, Setting, dtype_of, of_every_shard, operands, sampled_rows
+from benchmarks.ops.contest import Contest, Setting, dtype_of, of_every_shard, operands, sampled_rows
 from benchmarks.ops.shapes import Cell
 from ditron_inductor.task import reference
+from ditron_inductor.task.nodes import MatmulReduceScatter
 
 
 def contest(setting: Setting, cell: Cell) -> Contest:
@@ -37,9 +38,6 @@ def contest(setting: Setting, cell: Cell) -> Contest:
     def library(i: int) -> torch.Tensor:
         dist.reduce_scatter_tensor(out, gemm(i))
         return out
-
-    def ours(op: torch._ops.OpOverload, site: tuple[object, ...]) -> Call:
-        return lambda i: op(lefts[i % num], rights[i % num], None, None, 0, "sum", *site)[0]
 
     def sample() -> tuple[torch.Tensor, torch.Tensor]:
         mine = sampled_rows(shard_rows, setting.device)
@@ -70,5 +68,7 @@ def contest(setting: Setting, cell: Cell) -> Contest:
             return fused(lefts[i % num][0], rights[i % num][0], "sum", 0, setting.group_name)
 
         result.contestants["async_tp"] = async_tp
-    result.contestants |= setting.ours(cell.op, ours)
+    fields = {"scatter_dim": 0, "reduce_op": "sum", "num_products": len(products)}
+    given = [{"a": left, "b": right} for left, right in zip(lefts, rights, strict=True)]
+    result.contestants |= setting.ours(MatmulReduceScatter, fields, given)
     return result

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 
 from benchmarks.ops import chains
 from benchmarks.ops.chains import TIMEOUT_S, WORKSPACE_LIMIT, Call, Chain
+from benchmarks.ops.contest import in_turns
 from benchmarks.records import Row
 from benchmarks.session import Session
-from ditron_inductor.task import ops
+from ditron_inductor.task.nodes import AllGatherMatmul, Policy
 
 MODULE = "benchmarks.ops.swiglu"
 EPILOGUES = {
@@ -49,7 +50,8 @@ def chain_of(device: torch.device, world: int, group_name: str, kind: str, m: in
     pointwise = torch.compile(lambda gate, up: F.silu(gate) * up, dynamic=False) if device.type == "cuda" else None
     finish = pointwise or (lambda gate, up: F.silu(gate) * up)
     saved = kind == "training"
-    op, place = ops.overload("all_gather_matmul"), f"swiglu/0:{kind}"
+    place = f"swiglu/0:{kind}"
+    given = [{"shard": shard, "weights": pair} for shard, pair in zip(shards, weights, strict=True)]
 
     def finished(gate: torch.Tensor, up: torch.Tensor) -> list[torch.Tensor]:
         return [finish(gate, up), gate, up] if saved else [finish(gate, up)]
@@ -62,20 +64,20 @@ def chain_of(device: torch.device, world: int, group_name: str, kind: str, m: in
         gate, up = gemm(i)
         return finished(gate, up)
 
-    def site(name: str, strategy: str) -> tuple[object, ...]:
-        return world, group_name, f"{place}:{name}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
+    def bound(name: str, strategy: str, epilogue: str) -> Call:
+        policy = Policy(strategy, WORKSPACE_LIMIT, TIMEOUT_S)
+        node = AllGatherMatmul(
+            0, world, group_name, False, f"{place}:{name}", policy, num_weights=2, epilogue=epilogue
+        )
+        return in_turns(node, given, slice(-1))
 
     def split(i: int) -> Sequence[torch.Tensor]:
-        gate, up, _ = op(shards[i % copies], weights[i % copies], None, 0, False, *apart)
-        return finished(gate, up)
+        return finished(*apart(i))
 
     def fused(name: str, strategy: str) -> Call:
-        fixed = site(name, strategy)
-        return lambda i: op(
-            shards[i % copies], weights[i % copies], None, 0, False, *fixed, [], EPILOGUES[kind]
-        )[:-1]  # fmt: skip
+        return bound(name, strategy, EPILOGUES[kind])
 
-    apart = site("split", "auto")
+    apart = bound("split", "auto", "")
     calls = chains.contestants(device, gemm, library, split, fused)
     return Chain("swiglu", f"M={m};N={width};K={k};kind={kind}", m, k, calls, f"{place}:ditron")
 

@@ -22,7 +22,6 @@ from ditron_inductor.report.timing import GRAPH_CALLS, ROUNDS, Call, Clock, capt
 from ditron_inductor.task import ops
 from ditron_inductor.task.node import Shapes, Sizes
 from ditron_inductor.task.nodes import NODES, Policy
-from ditron_inductor.task.table import MEASURED
 
 WEIGHTS = ("weights", "weight", "b")
 """The names of operands that are weights."""
@@ -74,13 +73,16 @@ def measure(
     *,
     group_name: str,
     device: torch.device,
-    strategies: Sequence[str] = MEASURED,
+    strategies: Sequence[str] = (),
     graph: bool = False,
     rounds: int = ROUNDS,
     workspace_limit: int,
     timeout_s: float,
 ) -> Timings:
-    """Time `strategies` at `shape`, inside a CUDA graph if `graph`. All ranks of the group give the same arguments."""
+    """Time `strategies`, all that there are without any, at `shape`, inside a CUDA graph if `graph`. All ranks of the
+    group give the same arguments.
+    """
+    strategies = strategies or shape.node.strategies
     clock = Clock(device, groups.find(group_name))
     calls = _calls(shape, group_name, device, strategies, workspace_limit, timeout_s)
     ready: dict[str, Call] = {}

@@ -12,21 +12,20 @@ the parts of a gathered product that are put in their place:
                     computes it in registers, for nothing but PAIR_COST where it joins two products, and so does the
                     last kernel of chunked reductions, but for all-reduces in parts
     overlapped    = the longer one + a chunk's share of the shorter one: a gather cannot start before the first chunk, a
-                    scatter does not end before the last one; W chunks, and at least MIN_CHUNKS (`chunked` of a gathered
-                    product: one for PART_ROWS rows, and at most MIN_CHUNKS)
+                    scatter does not end before the last one; W chunks, and at least MIN_CHUNKS
 
 `protocol` is what a collective of some megabytes costs over one of some kilobytes: the library changes its protocol
 there. Two ranks have the links of one pair to themselves, and copy faster (`pair_gain`). An all-reduce sends its
 partial results like a scatter, and its results like a gather: two rounds of passes and signals. The product of a
-`matmul_all_gather` is copied out of the slots (W - 1 passes; `chunked` copies all W parts), and `library` copies what
-it gathered into columns (W passes and a launch). It receives whole products, and as fast as an all-reduce does.
+`matmul_all_gather` is copied out of the slots (W - 1 passes), and `library` copies what it gathered into columns (W
+passes and a launch). It receives whole products, and as fast as an all-reduce does.
 
 An all-to-all is as fast as a reduce-scatter; `library` copies what it moves once, so that it lies together, and so does
 our kernel behind a product (`matmul_all_to_all`), out of its slot.
 
 Attention is the matmul that `attention_sizes` makes of it, at the speed of the library's or of our kernel; `chunked`
 reads what its parts return once more. Its parts are as fast as the blocks that `library` calls where these are the
-library's fastest kernel's, but for those of the backward.
+library's fastest kernel's. The backward has `library` alone.
 
 A norm behind an all-reduce without a product (n columns, k = 1) has, in place of the matmul, a launch and passes over
 what it reads and writes; in our kernel, `tile`, no launch more and one round of signals or two, whichever is faster.
@@ -98,10 +97,6 @@ BIASED_PARTS = 0.95
 BIAS_PASSES = 5
 """Over a bias, before it can be cut: the largest one of each row, and what it leaves."""
 
-PART_ROWS = 512
-"""A part of a gathered product has at least so many rows by `chunked`."""
-PORT_BYTES_PER_S = 450e9
-"""No GPU receives more by NVLink. Copies of a gathered product can outweigh it, and must not count as faster."""
 MIDDLE_ROWS = range(33, 1024)
 MIDDLE_EFFICIENCY = 0.5
 """Speed of `tile` with so many rows, in that with others: large tiles are too few, small ones read the rows again."""
@@ -224,11 +219,9 @@ def predict(problem: Problem, on: Hardware) -> dict[str, float]:
     """Predicted microseconds of one call, by strategy."""
     problem = problem.as_expected()
     if computes(problem) == "norm":
-        ours = _norm_tile_us(problem, on)
-        device = {"library": _norm_library_us(problem, on), "chunked": ours, "tile": ours}
+        device = {"library": _norm_library_us(problem, on), "tile": _norm_tile_us(problem, on)}
     elif computes(problem) == "decode":
-        ours = _decode_tile_us(problem, on)
-        device = {"library": _decode_library_us(problem, on), "chunked": ours, "tile": ours}
+        device = {"library": _decode_library_us(problem, on), "tile": _decode_tile_us(problem, on)}
     else:
         device = _matmul_kinds_us(problem, on)
     if problem.captured:
@@ -242,18 +235,15 @@ def least_gain(problem: Problem, strategy: str) -> float:
 
 
 def _has_same_kernels(problem: Problem) -> bool:
-    """Whether `chunked` and `library` make the same calls: of attention by the library's fastest kernel, forward."""
+    """Whether `chunked` and `library` make the same calls: of attention by the library's fastest kernel."""
     fastest = problem.library_speed == 1.0 and not problem.bias_bytes
     return computes(problem) == "attention" and fastest
 
 
 def _matmul_kinds_us(problem: Problem, on: Hardware) -> dict[str, float]:
-    device = {
-        "library": _library_us(problem, on),
-        "chunked": _chunked_us(problem, on),
-        "tile": _tile_us(problem, on),
-    }
-    return {strategy: us + beside_us(problem, on, strategy) for strategy, us in device.items()}
+    device_us = {"library": _library_us, "chunked": _chunked_us, "tile": _tile_us}
+    strategies = NODES[problem.kind].strategies
+    return {name: device_us[name](problem, on) + beside_us(problem, on, name) for name in strategies}
 
 
 def host_us(problem: Problem, strategy: str) -> float:
@@ -360,25 +350,19 @@ def _chunked_us(problem: Problem, on: Hardware) -> float:
     parts_speed *= 1.0 if _has_same_kernels(problem) else on.chunk_efficiency
     matmul = _matmul_us(problem, on, efficiency=parts_speed * problem.library_speed)
     rate = on.copy_bytes_per_s * _pair_gain(problem, on)
-    chunks, passes_us = _chunks(problem), _partials_us(problem, on)
-    if exchange_of(problem) == GATHERED_PRODUCT:
-        rate = min(rate, PORT_BYTES_PER_S)
-        chunks, passes_us = max(1, min(problem.m // PART_ROWS, MIN_CHUNKS)), _passes_us(problem, on, problem.world_size)
-    if _is_attention(problem):
+    passes_us = _partials_us(problem, on)
+    if computes(problem) == "attention":
         # What the parts return is read again, one [rows, heads * head size] for each source; k has keys and values.
         parts = problem.world_size * problem.n * problem.k / 2
         read = parts * problem.operand_bytes + BIAS_PASSES * problem.bias_bytes
         passes_us = read / on.memory_bytes_per_s * MICRO
     transfer = received_bytes(problem) / rate * MICRO
     chunks_us = exchange_of(problem).rounds * problem.world_size * on.chunk_us
-    return _overlapped(matmul, transfer, chunks) + passes_us + chunks_us
+    return _overlapped(matmul, transfer, _chunks(problem)) + passes_us + chunks_us
 
 
 def _tile_us(problem: Problem, on: Hardware) -> float:
-    if computes(problem) == "attention_backward":
-        # There is no such kernel: what stands for it runs by `chunked`.
-        return _chunked_us(problem, on)
-    if _is_attention(problem):
+    if computes(problem) == "attention":
         attention = _matmul_us(problem, on, efficiency=ATTENTION_TILE)
         transfer = received_bytes(problem) / _link_rate(problem, on) * MICRO
         return _overlapped(attention, transfer, _chunks(problem)) + on.signal_us

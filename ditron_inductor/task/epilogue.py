@@ -147,10 +147,6 @@ class Epilogue:
         """The dtype of every output; "" for the node's own."""
         return tuple(output.dtype if isinstance(output, Cast) else "" for output in self.outputs)
 
-    def is_plain(self, group: OutputGroup) -> bool:
-        """Whether the outputs of a group are its products themselves."""
-        return all(isinstance(self.outputs[output], ProductTerm) for output in group.outputs)
-
     def passes(self, dtype: str, *, biases: bool = True) -> int:
         """How many tensors [rows, N] are read and written where the products of a node of `dtype` are made first, with
         their `biases`, and the outputs of them by another kernel.

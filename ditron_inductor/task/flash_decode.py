@@ -23,7 +23,6 @@ from torch.distributed import distributed_c10d
 from ditron_inductor.errors import InvalidOperands
 from ditron_inductor.task.watch import communicate
 
-NO_CHUNKS = "attention that is as short as reading its cache has no chunks to overlap: `tile` is all there is"
 OP = "flash_decode"
 
 

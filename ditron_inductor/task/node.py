@@ -65,6 +65,8 @@ class Node:
     computes: ClassVar[str] = "matmul"
     host_us: ClassVar[Mapping[str, float]] = {}
     planned_as: ClassVar[str] = ""
+    strategies: ClassVar[tuple[str, ...]] = ("library", "chunked", "tile")
+    """Those that the kind has. Where one is forced that it lacks, the last of them runs."""
 
     def verify(self) -> None:
         """Raises `InvalidTaskNode` for a wrong field, naming it."""

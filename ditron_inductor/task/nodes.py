@@ -63,7 +63,7 @@ TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS, *ULYSSES_KINDS, FlashDecode.
 DELETED_KINDS: dict[str, str] = {
     "all_gather_contract": "deleted, as it was no faster than the library: 0.995 of its speed, the mean of 12 rows",
 }
-"""Kinds that there were, and what became of them, for whoever still asks for one; see docs/when_it_pays.md."""
+"""Kinds that there were, and what became of them, for whoever still asks for one; see docs/deleted.md."""
 NODES: dict[str, type[Node]] = {
     node.kind: node
     for node in (

@@ -22,10 +22,9 @@ from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.task import cost
 from ditron_inductor.task import table as tables
 from ditron_inductor.task.dtypes import PRECISIONS
-from ditron_inductor.task.problem import Problem, Requirement
+from ditron_inductor.task.nodes import NODES
+from ditron_inductor.task.problem import NOTHING, Problem, Requirement
 
-OURS: tuple[str, ...] = ("chunked", "tile")
-"""The strategies that a plan may put in the library's place."""
 MARGIN = 0.01
 NEAR_MARGIN = 0.03
 """What a strategy has to gain over `library` where its shape was measured, and where only one close to it was."""
@@ -52,7 +51,7 @@ class PlanRequest:
         strategy: what the user asked for, `auto` to leave it to the plan.
         workspace_limit: bytes of symmetric memory that the site may use.
         device_type, device_name: `cuda` or `cpu`, and the name that the driver gives the GPU.
-        tile, chunked: what these strategies want.
+        tile, chunked: what these strategies want, nothing of a strategy that the kind lacks.
         launch_us: microseconds of a launch on the slowest host of the group, 0 if unknown.
     """
 
@@ -62,8 +61,8 @@ class PlanRequest:
     workspace_limit: int
     device_type: str
     device_name: str
-    tile: Requirement
-    chunked: Requirement
+    tile: Requirement = NOTHING
+    chunked: Requirement = NOTHING
     launch_us: float = 0.0
 
     def wants(self, strategy: str) -> Requirement:
@@ -98,15 +97,21 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
     """
     problem = request.problem
     predicted = _predicted(request, problem)
-    if request.strategy == "library":
-        return Choice("library", "forced by the option ditron.strategy", predicted, "forced")
-    obstacles = {strategy: _obstacle(request, strategy) for strategy in OURS}
+    strategies = NODES[problem.kind].strategies
+    obstacles = {strategy: _obstacle(request, strategy) for strategy in strategies if strategy != "library"}
     if request.strategy != "auto":
-        obstacle = obstacles[request.strategy]
+        forced = request.strategy
+        reason = "forced by the option ditron.strategy"
+        if forced not in strategies:
+            forced = strategies[-1]
+            reason = f"{problem.kind} has no strategy {request.strategy}: where that is forced {forced} runs"
+        obstacle = obstacles.get(forced)
         if obstacle is not None:
-            reason, remedy = obstacle
-            raise StrategyUnavailable(strategy=request.strategy, site=request.site, reason=reason, remedy=remedy)
-        return Choice(request.strategy, "forced by the option ditron.strategy", predicted, "forced")
+            why, remedy = obstacle
+            raise StrategyUnavailable(strategy=forced, site=request.site, reason=why, remedy=remedy)
+        return Choice(forced, reason, predicted, "forced")
+    if not obstacles:
+        return Choice("library", f"{problem.kind} has no other strategy", predicted, "obstacle")
     able = possible(request)
     if not able:
         reasons = dict.fromkeys(obstacle[0] for obstacle in obstacles.values() if obstacle is not None)
@@ -128,8 +133,9 @@ def choose(request: PlanRequest, table: str = "") -> Choice:
 
 
 def possible(request: PlanRequest) -> tuple[str, ...]:
-    """Those of our strategies that can run a call."""
-    return tuple(strategy for strategy in OURS if _obstacle(request, strategy) is None)
+    """Those strategies but `library` that can run a call."""
+    strategies = NODES[request.problem.kind].strategies
+    return tuple(one for one in strategies if one != "library" and _obstacle(request, one) is None)
 
 
 def _best_measured(request: PlanRequest, known: tables.Table, able: tuple[str, ...]) -> tuple[str, str]:

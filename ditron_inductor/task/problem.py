@@ -74,3 +74,7 @@ class Requirement:
 
     nbytes: int = 0
     reason: str = ""
+
+
+NOTHING = Requirement()
+"""What a strategy wants that is not asked about."""

@@ -13,8 +13,8 @@ import io
 from collections.abc import Iterable, Mapping
 
 from ditron_inductor.errors import InvalidTable
-from ditron_inductor.task.nodes import PLANNED_KINDS, ULYSSES_KINDS, AllReduceRmsNorm
-from ditron_inductor.task.table import MEASURED, Entry
+from ditron_inductor.task.nodes import NODES, PLANNED_KINDS, ULYSSES_KINDS, AllReduceRmsNorm
+from ditron_inductor.task.table import Entry
 
 NEEDED = ("op", "contestant", "shape", "dtype", "world", "graph", "p50_us", "gpu", "commit", "date")
 _PREFIX = "ditron:"
@@ -41,8 +41,9 @@ def read_results(text: str, source: str = "the results") -> list[Entry]:
     for line, row in rows:
         name = row["contestant"]
         strategy = name.removeprefix(_PREFIX)
-        ours = name.startswith(_PREFIX) and strategy in MEASURED
-        if (ours or name == _BASELINE) and row["op"] in PLANNED_KINDS and row["p50_us"]:
+        planned = row["op"] in PLANNED_KINDS
+        ours = planned and name.startswith(_PREFIX) and strategy in NODES[row["op"]].strategies
+        if (ours or (planned and name == _BASELINE)) and row["p50_us"]:
             key = (row["gpu"], row["world"], row["dtype"], row["op"], row["shape"], row["graph"])
             shapes.setdefault(key, {})[strategy] = (line, row)
     return sorted(_entries(shapes.values(), source))

@@ -27,7 +27,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ditron_inductor.errors import InvalidTable
-from ditron_inductor.task.nodes import DELETED_KINDS, PLANNED_KINDS
+from ditron_inductor.task.nodes import DELETED_KINDS, NODES, PLANNED_KINDS
 
 MEASURED = ("library", "chunked", "tile")
 LAST_BUCKET = 28
@@ -120,8 +120,8 @@ class Measured:
 
 
 class Table:
-    """Entries with distinct keys, in a fixed order. unused: what the text that it was read from holds of what there is
-    no more, and on how many lines.
+    """Entries with distinct keys, in a fixed order. unused: what the text that it was read from holds of kinds and of
+    strategies that there are not, and on how many lines.
     """
 
     def __init__(self, entries: Iterable[Entry] = (), unused: Mapping[str, int] | None = None) -> None:
@@ -134,7 +134,8 @@ class Table:
 
     @staticmethod
     def parse(text: str, source: str = "the table") -> Table:
-        """The table that `text` holds; of two lines with one key the later counts. What was deleted is left out.
+        """The table that `text` holds; of two lines with one key the later counts. Lines of kinds that were deleted are
+        left out, and so are times of strategies that a kind lacks.
 
         Raises InvalidTable naming `source`, the line and what is wrong there.
         """
@@ -149,9 +150,14 @@ class Table:
                     continue
                 if header is not None:
                     values = _values(cells)
-                    if values["op"] in DELETED_KINDS:
-                        unused[str(values["op"])] += 1
+                    op = str(values["op"])
+                    if op in DELETED_KINDS:
+                        unused[op] += 1
                         continue
+                    for strategy in MEASURED if op in NODES else ():
+                        if strategy not in NODES[op].strategies and values[f"{strategy}_us"] is not None:
+                            unused[f"{op} by {strategy}"] += 1
+                            values[f"{strategy}_us"] = None
                     entries.append(Entry(**values))  # type: ignore[arg-type]
                     continue
                 header = cells

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ditron_inductor.lowering.all_gather_attention import chunked, library, tile
-from ditron_inductor.lowering.attention_reduce_scatter import chunked as backward_chunked
+from ditron_inductor.lowering.all_gather_attention import chunked, library, local, tile
 from ditron_inductor.lowering.attention_reduce_scatter import library as backward_library
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.planning import plan_request, requirement
@@ -103,10 +102,7 @@ def prepare_backward(
     def possible(
         node: AttentionReduceScatter, launch: Launch, x: torch.Tensor, m: int, n: int, depth: int
     ) -> tuple[PlanRequest, dict[str, Any]]:
-        chunks = backward_chunked.geometry(node, launch, given)
-        # There is no kernel of ours that does all of it: what stands for one are the library's, told apart by nobody.
-        runner = functools.partial(backward_chunked.attention_reduce_scatter, node, launch, chunks)
-        runners = {"tile": runner, "chunked": runner}
+        run = local.choose(q, k[:, :, :keys], v[:, :, :keys], node.softcap, biased=node.mask.kind == GIVEN)
         problem = Problem(
             node.kind,
             m,
@@ -115,11 +111,10 @@ def prepare_backward(
             precision_of(x.dtype),
             world_size,
             captured=False,
-            library_speed=chunks.run.speed_with(node.mask),
+            library_speed=run.speed_with(node.mask),
             bias_bytes=_largest_bytes(node, launch, biases, m, depth),
         )
-        wants = requirement(launch, chunks.nbytes, launch.workspace.capabilities.tile_reason)
-        return plan_request(launch, node, problem, tile=wants, chunked=wants), runners
+        return plan_request(launch, node, problem), {}
 
     m, n, shared = attention_sizes(node.mask, world_size, B, heads, queries, D, key_heads, keys)
     return prepare(

@@ -19,7 +19,6 @@ Limits. nodes.MOST_NORM_COLUMNS columns; one flag for each piece, so many tiles 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -353,12 +352,6 @@ def obstacle(columns: int) -> str:
     return "" if columns <= MOST_NORM_COLUMNS else f"rows of {columns} elements do not fit into one program"
 
 
-def no_chunks(node: NormNode, shape: Sequence[int]) -> str:
-    """Why a plan does not choose between this and itself."""
-    forced = node.policy.strategy == "chunked"
-    return "" if forced else "a tensor that is reduced as it is has no product to be cut: `tile` is all there is"
-
-
 def geometry(node: NormNode, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
     """For x [rows of a, columns]: a is x, or what x is a product of. See Geometry."""
     rows, itemsize = math.prod(a.shape[:-1]), a.element_size()
@@ -380,11 +373,6 @@ def geometry(node: NormNode, launch: Launch, a: torch.Tensor, columns: int) -> G
     dealt = in_band.shares_of(launch, rows, columns, itemsize) if chosen.one_shot else None
     nbytes = 0 if dealt is not None else areas * run * pitch * itemsize
     return Geometry(M=rows, N=columns, cut=chosen, run=run, pitch=pitch, nbytes=nbytes, in_band=dealt)
-
-
-def chunked_geometry(node: NormNode, launch: Launch, x: torch.Tensor, columns: int, k: int) -> Geometry:
-    """As `geometry`."""
-    return geometry(node, launch, x, columns)
 
 
 def all_reduce_rms_norm(

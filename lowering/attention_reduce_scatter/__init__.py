@@ -1,1 +1,1 @@
-"""Strategies of `attention_reduce_scatter`: one file each."""
+"""Strategies of `attention_reduce_scatter`: one file each. There is `library` alone."""

@@ -42,12 +42,10 @@ def gradients(
     )
 
 
-def lowered(
-    run: local.Local, given: Sequence[torch.Tensor], *, whole: bool = False
-) -> tuple[torch.Tensor | None, torch.Tensor]:
+def lowered(run: local.Local, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor]:
     """(the bias or None, lse beside it) of Operands, behind which there may be a bias; see `Local.anchored`."""
     q, lse, bias = given[1], given[5], given[6] if len(given) > 6 else None
-    bias, anchors = run.anchored(bias, q.dtype, whole=whole)
+    bias, anchors = run.anchored(bias, q.dtype, whole=True)
     return bias, lse if anchors is None else lse - anchors
 
 
@@ -72,7 +70,7 @@ def make(node: AttentionReduceScatter, operands: Operands) -> Callable[..., Outp
 
     def by_math(*given: torch.Tensor) -> Outputs:
         grad_out, q, k, v, out, lse = given[:6]
-        bias, lse = lowered(run, given, whole=True)
+        bias, lse = lowered(run, given)
         seen = reference_attention.visible(*sizes, q.device)
         found = reference_attention.attend_backward(
             grad_out, q, k, v, out, lse, seen=seen, scale=node.scale, softcap=node.softcap, bias=bias
@@ -88,7 +86,7 @@ def make(node: AttentionReduceScatter, operands: Operands) -> Callable[..., Outp
 
     def by_blocks(*given: torch.Tensor) -> Outputs:
         grad_out, q, k, v, out = (with_rows(one) for one in given[:5])
-        bias, lse = lowered(run, given, whole=True)
+        bias, lse = lowered(run, given)
         operands = grad_out, q, k, v, out, lse
         B, heads, _, D = k.shape
         # Not all of it may be seen.

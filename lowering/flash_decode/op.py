@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,13 +49,9 @@ def prepare(
             geometry = tile.geometry(node, launch, shape)
             wants = requirement(launch, geometry.nbytes)
             runners["tile"] = _of_tensors(functools.partial(tile.flash_decode, node, launch, geometry, shape))
-            runners["chunked"] = runners["tile"]
-        # Without chunks it is the same kernel, for those who ask for it by name.
-        unasked = "" if node.policy.strategy == "chunked" else task.NO_CHUNKS
-        in_chunks = replace(wants, reason=reason or unasked)
         precision = precision_of(shape.dtype)
         problem = Problem(node.kind, shape.rows, shape.head_dim, 1, precision, node.world_size, captured=False)
-        request = plan_request(launch, node, problem, tile=wants, chunked=in_chunks)
+        request = plan_request(launch, node, problem, tile=wants)
         eager, captured = choose_both(node.group_name, workspace.table, request, runners)
     prepared = Prepared(workspace, eager, captured, name, workspace.agreed(name))
     calls.keep(key, prepared)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.task.plan import PlanRequest
-from ditron_inductor.task.problem import Problem, Requirement
+from ditron_inductor.task.problem import NOTHING, Problem, Requirement
 
 
 def requirement(launch: Launch, nbytes: int, reason: str = "") -> Requirement:
@@ -15,9 +15,17 @@ def requirement(launch: Launch, nbytes: int, reason: str = "") -> Requirement:
 
 
 def plan_request(
-    launch: Launch, node: Any, problem: Problem, *, tile: Requirement, chunked: Requirement
+    launch: Launch,
+    node: Any,
+    problem: Problem,
+    *,
+    tile: Requirement = NOTHING,
+    chunked: Requirement = NOTHING,
 ) -> PlanRequest:
-    """The question of one call of a node. Its problem has to be equal on all ranks."""
+    """The question of one call of a node, whose problem has to be equal on all ranks.
+
+    tile, chunked: what these strategies want; nothing for a strategy that the kind lacks.
+    """
     capabilities = launch.workspace.capabilities
     return PlanRequest(
         problem=problem,

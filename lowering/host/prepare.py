@@ -5,7 +5,7 @@ calls look it up (prepared.py). What the ranks must decide alike follows from si
 rank 0 has of its own, as the meeting of the graph told everybody, and from one dimension that only the local weight has
 (columns of an all-gather's weights, K of what is summed up, of all products together). Its largest value on any rank
 takes its place; the ranks agree on it once for each site, since it may change later on one rank alone: where the
-gathered tensor is a weight, or tokens are contracted, it is this rank's number of tokens. No layout has to follow it.
+gathered tensor is a weight, it is this rank's number of tokens. No layout has to follow it.
 """
 
 from __future__ import annotations
@@ -128,14 +128,15 @@ def _possible(
     geometry, runner = TILE[node.kind]
     tile = geometry(node, launch, x, n)
     runners: dict[str, Runner] = {"tile": functools.partial(runner, node, launch, tile)}
-    obstacle, geometry, runner = CHUNKED[node.kind]
-    # Its kernels want what those of `tile` want.
-    chunked_reason = tile_reason or obstacle(node, x.shape)
-    in_chunks = Requirement(reason=chunked_reason)
-    if not chunked_reason:
-        chunked = geometry(node, launch, x, n, k)
-        in_chunks = requirement(launch, chunked.nbytes)
-        runners["chunked"] = functools.partial(runner, node, launch, chunked)
+    chunked, in_chunks = None, Requirement()
+    if "chunked" in node.strategies:
+        obstacle, geometry, runner = CHUNKED[node.kind]
+        # Its kernels want what those of `tile` want.
+        in_chunks = Requirement(reason=tile_reason or obstacle(node, x.shape))
+        if not in_chunks.reason:
+            chunked = geometry(node, launch, x, n, k)
+            in_chunks = requirement(launch, chunked.nbytes)
+            runners["chunked"] = functools.partial(runner, node, launch, chunked)
     problem = Problem(
         node.planned_as or node.kind,
         m,
@@ -148,7 +149,7 @@ def _possible(
         pre_bytes=costs.pre_bytes(planned, m, n, x.dtype),
         pair_bytes=costs.pair_bytes(planned, m, n, x.dtype),
         more_products=costs.more_products(planned, x.shape),
-        in_band=node.kind == MatmulAllReduceRmsNorm.kind and not chunked_reason and chunked.in_band is not None,
+        in_band=node.kind == MatmulAllReduceRmsNorm.kind and chunked is not None and chunked.in_band is not None,
     )
     in_tiles = requirement(launch, tile.nbytes, tile_reason)
     return plan_request(launch, node, problem, tile=in_tiles, chunked=in_chunks), runners

@@ -10,7 +10,6 @@ from ditron_inductor.lowering.all_gather_matmul import tile as gather_tile
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
 from ditron_inductor.lowering.all_to_all_matmul import chunked as received_chunked
 from ditron_inductor.lowering.all_to_all_matmul import tile as received_tile
-from ditron_inductor.lowering.matmul_all_gather import chunked as product_chunked
 from ditron_inductor.lowering.matmul_all_gather import tile as product_tile
 from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
 from ditron_inductor.lowering.matmul_all_reduce import tile as reduce_tile
@@ -52,14 +51,11 @@ CHUNKED: Mapping[str, tuple[Callable[..., str], Callable[..., Any], Runner]] = {
         scatter_chunked.matmul_reduce_scatter,
     ),
     MatmulAllReduce.kind: (reduce_chunked.obstacle, reduce_chunked.geometry, reduce_chunked.matmul_all_reduce),
-    # Without a product to cut, the same as `tile`.
-    AllReduceRmsNorm.kind: (norm_kernel.no_chunks, norm_kernel.chunked_geometry, norm_kernel.all_reduce_rms_norm),
     MatmulAllReduceRmsNorm.kind: (
         reduce_norm_chunked.obstacle,
         reduce_norm_chunked.geometry,
         reduce_norm_chunked.matmul_all_reduce_rms_norm,
     ),
-    MatmulAllGather.kind: (product_chunked.obstacle, product_chunked.geometry, product_chunked.matmul_all_gather),
     MatmulAllToAll.kind: (columns_chunked.obstacle, columns_chunked.geometry, columns_chunked.matmul_all_to_all),
     AllToAllMatmul.kind: (received_chunked.obstacle, received_chunked.geometry, received_chunked.all_to_all_matmul),
 }

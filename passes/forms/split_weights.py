@@ -18,10 +18,11 @@ registers, while a tile of the one product has columns of one half only. A view 
 A bias of the whole product becomes two views of it likewise: `silu(mm0 + row(x0)) * (mm1 + row(x1))`.
 
 The same for a plain `mm` or `addmm` of a few rows, which `projections` takes then. It is tried on a copy of the graph:
-what no epilogue combines stays one product, such as Q, K and V in one weight. For training see `split_trained_weights`.
+what no epilogue combines stays one product, such as Q, K and V in one weight.
 
 It must not fire when
-* the product is not cut into two halves of its columns, at once and completely, or is used as a whole too;
+* the product is not cut into two halves of its columns, at once and completely, or is used as a whole too, as by a
+  backward that splits it again: there two products were measured as no faster, see docs/deleted.md;
 * the width of the product is dynamic;
 * the result feeds something that Inductor fuses with it, see absorb_epilogues;
 * the strategy is `library`, to which one wide matmul is better than two.
@@ -31,7 +32,6 @@ Only whether the halves are equally wide counts: wherever one rank combines them
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import getitem
@@ -52,7 +52,6 @@ from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, AllGatherMatmul, Pro
 aten = torch.ops.aten
 
 HALVES = 2
-SIZE = aten.sym_size.int
 RESHAPES: frozenset[object] = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})
 
 
@@ -77,14 +76,14 @@ class Match:
         return int(self.product.meta["val"].shape[-1]) // HALVES
 
 
-def find_split(product: fx.Node, most_rows: float = MOST_PROJECTED_ROWS) -> Match | None:
-    """Proves that all uses of a product are its two halves; None if they are not. most_rows: of a plain matmul."""
-    weight, bias = _operands(product, most_rows)
+def find_split(product: fx.Node) -> Match | None:
+    """Proves that all uses of a product are its two halves; None if they are not."""
+    weight, bias = _operands(product)
     value = proofs.tensor(product)
     if weight is None or value is None or not isinstance(value.shape[-1], int) or value.shape[-1] % HALVES:
         return None
     steps, view = [product], product
-    while (only := _sole_reader(steps[-1])) is not None:
+    while (only := proofs.sole_user(steps[-1])) is not None:
         if only.target in RESHAPES:
             if not proofs.known_equal(only.meta["val"].shape[-1], value.shape[-1]):
                 return None
@@ -100,37 +99,9 @@ def find_split(product: fx.Node, most_rows: float = MOST_PROJECTED_ROWS) -> Matc
         if half is None:
             return None
         halves.append((part, half))
-    sizes = [(step, user.args[1]) for step in steps for user in step.users if user.target is SIZE]
-    if {half for _, half in halves} != set(range(HALVES)) or not all(_size_source(*one) for one in sizes):
+    if {half for _, half in halves} != set(range(HALVES)):
         return None
     return Match(product, weight, bias, tuple(steps), view, tuple(halves))
-
-
-def _sole_reader(node: fx.Node) -> fx.Node | None:
-    """The only node that reads elements of a node, which it reads once."""
-    readers = [user for user in node.users if user.target is not SIZE]
-    return readers[0] if len(readers) == 1 and readers[0].all_input_nodes.count(node) == 1 else None
-
-
-def _size_source(step: fx.Node, dim: Any) -> fx.Node | None:
-    """What has a size of a step too: that size, or a tensor along the same dimension; None if nothing is known to."""
-    if step.target in RESHAPES:
-        sizes: Any = step.args[1]
-        return sizes[dim] if isinstance(sizes[dim], fx.Node) else None
-    matmul = read_matmul(step)
-    return matmul.rows if isinstance(matmul, Matmul) and dim == 0 else None
-
-
-def _move_sizes(graph: fx.Graph, step: fx.Node) -> None:
-    """Reads a step's dynamic sizes where it has them from."""
-    for user in [user for user in step.users if user.target is SIZE]:
-        source = _size_source(step, user.args[1])
-        assert source is not None
-        if proofs.tensor(source) is not None:
-            user.replace_input_with(step, source)
-        else:
-            user.replace_all_uses_with(source)
-            graph.erase_node(user)
 
 
 def _added_row(node: fx.Node, product: fx.Node) -> fx.Node | None:
@@ -145,9 +116,9 @@ def _added_row(node: fx.Node, product: fx.Node) -> fx.Node | None:
     return other if same and proofs.is_row(row, value.shape[-1]) else None
 
 
-def _operands(product: fx.Node, most_rows: float) -> tuple[fx.Node | None, fx.Node | None]:
-    """(the second operand of a product, its bias), if it may be split: a plain one of a site, or of a matmul of at most
-    so many rows; else None.
+def _operands(product: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """(the second operand of a product, its bias), if it may be split: a plain one of a site, or of a matmul of a few
+    rows; else None.
     """
     weight: Any = None
     if product.target in (aten.mm.default, aten.addmm.default):
@@ -155,7 +126,7 @@ def _operands(product: fx.Node, most_rows: float) -> tuple[fx.Node | None, fx.No
         if not isinstance(matmul, Matmul):
             return None, None
         rows = product.meta["val"].shape[0]
-        few = most_rows == math.inf or (isinstance(rows, int) and 0 < rows <= most_rows)
+        few = isinstance(rows, int) and 0 < rows <= MOST_PROJECTED_ROWS
         return (matmul.weight, matmul.bias) if few else (None, None)
     if product.target is getitem and isinstance(product.args[0], fx.Node):
         call, index = product.args[0], product.args[1]
@@ -168,8 +139,6 @@ def _operands(product: fx.Node, most_rows: float) -> tuple[fx.Node | None, fx.No
 def _parts(view: fx.Node) -> Iterator[fx.Node]:
     """The users of `view`, and in the place of a split its parts."""
     for user in view.users:
-        if user.target is SIZE:
-            continue
         if user.target in (aten.split.Tensor, aten.split_with_sizes.default):
             yield from user.users
         else:
@@ -188,14 +157,12 @@ def _half(part: fx.Node, view: fx.Node, width: int) -> int | None:
     return next((half for half in range(HALVES) if proofs.known_equal(found.start, half * width)), None)
 
 
-def rewrite(graph: fx.Graph, product: fx.Node, most_rows: float = MOST_PROJECTED_ROWS) -> tuple[fx.Node, ...]:
+def rewrite(graph: fx.Graph, product: fx.Node) -> tuple[fx.Node, ...]:
     """Replaces a product that `find_split` accepts by two; returns the views of its weight."""
     # Not a match of before: a product may have halves of another one for operands, which are others since that was cut.
-    match = find_split(product, most_rows)
+    match = find_split(product)
     assert match is not None, product
     width = match.width
-    for step in match.steps:
-        _move_sizes(graph, step)
     call = product.args[0] if product.target is getitem else product
     assert isinstance(call, fx.Node)
     with graph.inserting_before(call):
@@ -289,7 +256,7 @@ def _shaped(graph: fx.Graph, half: fx.Node, view: fx.Node, part: fx.Node) -> fx.
     return node
 
 
-def combines(views: tuple[fx.Node, ...]) -> bool:
+def _combines(views: tuple[fx.Node, ...]) -> bool:
     """Whether one epilogue makes something of the products with all of these weights."""
     for call in views[0].users:
         if call.target not in (ops.overload(AllGatherMatmul.kind), ops.overload(Projections.kind)):
@@ -319,7 +286,7 @@ def split_weights(graph: fx.Graph, *, options: Options) -> int:
         views[match.product] = rewrite(copy, twins[match.product])
     projections(copy, options=options)
     absorb_epilogues(copy, options=options)
-    taken = [match for match in found.values() if combines(views[match.product])]
+    taken = [match for match in found.values() if _combines(views[match.product])]
     for match in taken:
         rewrite(graph, match.product)
     return len(taken)

@@ -1,8 +1,8 @@
-"""A gathered tensor, what uses it, and how a Task node takes its place: shared by the fusions of a gather with matmuls.
+"""A gathered tensor, what uses it, and how a Task node takes its place.
 
 The tensor is what the collective brings, gathered along dimension 0, or what split and cat make of it, gathered along
-an inner one. Its matmuls read order-keeping views of it, or transposes of those. A fusion says of each use what it is
-(`OrientedMatmul`, or a reason); `collect` finds those that can go into one node in front of the first use of the
+an inner one. Its matmuls read order-keeping views of it, or transposes of those. The fusion says of each use what it
+is (`OrientedMatmul`, or a reason); `collect` finds those that can go into one node in front of the first use of the
 tensor, and `replace` writes that node.
 """
 
@@ -19,7 +19,7 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.biases import read_matmul, with_bias, with_bias_column
 from ditron_inductor.passes.graph.collectives import Collective
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refusal, Refused, refused
-from ditron_inductor.task.nodes import TaskNode
+from ditron_inductor.task.nodes import AllGatherMatmul
 
 Found = TypeVar("Found")
 
@@ -265,7 +265,7 @@ def replace(
     graph: fx.Graph,
     feeds: Feeds,
     gathered: fx.Node,
-    task: TaskNode,
+    task: AllGatherMatmul,
     shard: fx.Node,
     *,
     swapped: bool,
@@ -287,8 +287,7 @@ def replace(
         values += [_in_order(gathered, swapped)] if feeds.return_gathered else []
         values.append(rewriting.new_token(value))
         meta = rewriting.copied_meta(feeds.matmuls[0].mm)
-        (_, (name, _), *_) = task.slots()
-        call = rewriting.call_task(graph, task, {"shard": shard, name: operands}, meta, values)
+        call = rewriting.call_task(graph, task, {"shard": shard, "weights": operands}, meta, values)
         call.meta[rewriting.TRANSPOSED] = swapped
         products = [
             rewriting.output(graph, call, index, rewriting.copied_meta(one.mm))

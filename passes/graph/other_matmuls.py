@@ -24,7 +24,6 @@ MATMULS: dict[str, ReasonCode] = {
     "aten::_dyn_quant_matmul_4bit": ReasonCode.QUANTIZED_MATMUL,
     "aten::_mixed_dtypes_linear": ReasonCode.QUANTIZED_MATMUL,
 }
-CODES = frozenset(MATMULS.values())
 # Where PyTorch and torchao keep the ops that stand for integers and their scales.
 QUANTIZERS = ("quantized_decomposed", "torchao")
 

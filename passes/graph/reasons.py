@@ -295,7 +295,7 @@ _TEXTS: dict[ReasonCode, str] = {
     ReasonCode.MIXED_DTYPES: "the matmul mixes dtypes; give both operands and the result the same dtype",
     ReasonCode.NO_GAIN: (
         "the matmul contracts the gathered dimension, and fused with the gather it was measured as no faster than the "
-        "library: 0.995 of its speed, the mean of 12 rows (docs/when_it_pays.md); nothing to change"
+        "library: 0.995 of its speed, the mean of 12 rows (docs/deleted.md); nothing to change"
     ),
     ReasonCode.NO_MATMUL: "no matmul stands next to it; nothing to change unless one could be moved there",
     ReasonCode.NORM_CONSUMER: (

@@ -17,7 +17,7 @@ from ditron_inductor.core.layout import POISON
 from ditron_inductor.device import workspaces
 from ditron_inductor.errors import DitronError
 from tests.lowering.calls import Site
-from tests.lowering.problems import KINDS, SMALL, TILE_KINDS, Problem
+from tests.lowering.problems import CUT_KINDS, SMALL, TILE_KINDS, Problem
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
 
@@ -63,7 +63,7 @@ def reset(ctx: RankContext) -> None:
 def reset_and_work(ctx: RankContext, strategy: str = "tile") -> None:
     """After a reset kinds of all ways to signal give right results in every slot."""
     reset(ctx)
-    for index, kind in enumerate(TILE_KINDS[::3] if strategy == "tile" else KINDS[::2]):
+    for index, kind in enumerate(TILE_KINDS[::3] if strategy == "tile" else CUT_KINDS[::2]):
         problem = hasty(ctx, f"works/{index}", kind, strategy=strategy)
         for outputs in [problem() for _ in range(2)]:
             problem.check(outputs)

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.tolerances import assert_near
 from ditron_inductor.task import reference
-from ditron_inductor.task.nodes import EXTRAS, KINDS, NORM_KINDS, ULYSSES_KINDS, Norm
+from ditron_inductor.task.nodes import EXTRAS, KINDS, NODES, NORM_KINDS, ULYSSES_KINDS, Norm
 from tests.lowering import calls
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext
@@ -18,9 +18,10 @@ FEW_ROWS = "matmul_all_reduce of few rows"
 """An all-reduce that takes one shot."""
 FEW_ROWS_GATHERED = "matmul_all_gather of few rows"
 """A gather of a product that is made in one tile of rows."""
-CHUNKED_KINDS = (*KINDS, *ULYSSES_KINDS)
-"""Those that the strategy of that name runs in its own way."""
-TILE_KINDS = (*CHUNKED_KINDS, FEW_ROWS, FEW_ROWS_GATHERED)
+CUT_KINDS = tuple(kind for kind in KINDS if "chunked" in NODES[kind].strategies)
+CHUNKED_KINDS = (*CUT_KINDS, *ULYSSES_KINDS)
+"""Those that have the strategy of that name: the first ones alone, and all of them."""
+TILE_KINDS = (*KINDS, *ULYSSES_KINDS, FEW_ROWS, FEW_ROWS_GATHERED)
 """One for each of the tile kernels of matmuls."""
 NORM = Norm("rms", 1e-6)
 

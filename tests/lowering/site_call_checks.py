@@ -377,7 +377,7 @@ def left_alone(ctx: Any) -> None:
     """Calls that do more than a launch, and calls of forms that may change."""
     for strategy in ("library", "chunked"):
         site = Site(name=f"calls/31:{strategy}", strategy=strategy, timeout_s=30.0)
-        problem = Problem(ctx, "matmul_all_gather", SIZE, site=site)
+        problem = Problem(ctx, "all_gather_matmul", SIZE, site=site)
         called = repeated(Called.of(problem), times=6)
         assert called.site.repeated == [] and called.site._attempts == 0, strategy
     called = Called.of(Problem(ctx, "matmul_all_gather", SIZE, site=Site(name="calls/32:any")), static=False)

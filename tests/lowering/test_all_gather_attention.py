@@ -206,8 +206,8 @@ def test_a_bias_matches_reference(rank_pools: RankPools, case: Case, strategy: s
     rank_pools.get("cpu", world_size).run(_check, case, strategy)
 
 
-def _check_gradients(ctx: RankContext, case: Case, strategy: str) -> None:
-    site = Site(strategy=strategy, name=f"attention/1:{strategy}")
+def _check_gradients(ctx: RankContext, case: Case) -> None:
+    site = Site(strategy="auto", name="attention/1:auto")
     (q, k, v), bias = case.operands(ctx), case.drawn_bias(ctx)
     grad = case.draw(ctx, case.heads, case.queries)
     _, _, keys, values = expected(ctx, site, case, (q, k, v))
@@ -250,18 +250,16 @@ def test_the_plan_is_the_same_beside_biases_of_uneven_queries(rank_pools: RankPo
     assert [request.problem.bias_bytes for request in of_ranks[0]] == [4 * 20 * 24 * 4] * 2
 
 
-@pytest.mark.parametrize("strategy", ["chunked", "library"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_match_reference(pool: RankPool, case: Case, strategy: str) -> None:
-    pool.run(_check_gradients, case, strategy)
+def test_gradients_match_reference(pool: RankPool, case: Case) -> None:
+    pool.run(_check_gradients, case)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("strategy", ["chunked", "library"])
 # Beside large numbers the logarithms of sums that a backward gets have few digits left, the library's own too.
 @pytest.mark.parametrize("case", [case for case in BIASED if case.bias not in ("lowest", "least")], ids=str)
-def test_gradients_beside_a_bias(rank_pools: RankPools, case: Case, strategy: str, world_size: int) -> None:
-    rank_pools.get("cpu", world_size).run(_check_gradients, case, strategy)
+def test_gradients_beside_a_bias(rank_pools: RankPools, case: Case, world_size: int) -> None:
+    rank_pools.get("cpu", world_size).run(_check_gradients, case)
 
 
 GPU_CASES = (
@@ -300,10 +298,9 @@ def test_a_bias_matches_reference_at_size(gpu_pool: RankPool, large_case: Case, 
     gpu_pool.run(_check, large_case, strategy)
 
 
-@pytest.mark.parametrize("strategy", ["chunked", "library"])
 @pytest.mark.parametrize("large_case", GPU_BIASED, ids=str)
-def test_gradients_beside_a_bias_at_size(gpu_pool: RankPool, large_case: Case, strategy: str) -> None:
-    gpu_pool.run(_check_gradients, large_case, strategy)
+def test_gradients_beside_a_bias_at_size(gpu_pool: RankPool, large_case: Case) -> None:
+    gpu_pool.run(_check_gradients, large_case)
 
 
 def _check_kernels(ctx: RankContext, case: Case) -> None:
@@ -342,10 +339,9 @@ def test_matches_reference_at_size(gpu_pool: RankPool, large_case: Case, strateg
     gpu_pool.run(_check, large_case, strategy)
 
 
-@pytest.mark.parametrize("strategy", ["chunked", "library"])
 @pytest.mark.parametrize("large_case", GPU_CASES, ids=str)
-def test_gradients_match_reference_at_size(gpu_pool: RankPool, large_case: Case, strategy: str) -> None:
-    gpu_pool.run(_check_gradients, large_case, strategy)
+def test_gradients_match_reference_at_size(gpu_pool: RankPool, large_case: Case) -> None:
+    gpu_pool.run(_check_gradients, large_case)
 
 
 def _repeat(ctx: RankContext, strategy: str, late_rank: int, count: int) -> None:

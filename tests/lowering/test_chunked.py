@@ -12,7 +12,6 @@ import torch
 from benchmarks.tolerances import assert_near
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather
-from ditron_inductor.lowering.matmul_all_gather import chunked as product
 from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce
 from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter
 from ditron_inductor.lowering.schedules import Gathering, Piece, Reduction
@@ -21,7 +20,7 @@ from tests.lowering import test_all_gather_matmul as gather_cases
 from tests.lowering import test_matmul_all_reduce as reduce_cases
 from tests.lowering import test_matmul_reduce_scatter as scatter_cases
 from tests.lowering.calls import Site
-from tests.lowering.problems import CHUNKED_KINDS, KINDS, ODD, SMALL, Problem, Size, chunked_problems
+from tests.lowering.problems import CHUNKED_KINDS, CUT_KINDS, ODD, SMALL, Problem, Size, chunked_problems
 from tests.lowering.stress import BACK_TO_BACK, call_in_poisoned_slots, call_in_random_order, start_late
 from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
@@ -80,7 +79,6 @@ def _cut(ctx: RankContext, kind: str, parts: int, together: int, rows: int) -> N
         "all_gather_matmul": gather,
         "matmul_reduce_scatter": scatter,
         "matmul_all_reduce": reduce,
-        "matmul_all_gather": product,
     }
     original = modules[kind].geometry if kind != "matmul_all_reduce" else reduce.parts_geometry
     world = ctx.world_size
@@ -94,8 +92,6 @@ def _cut(ctx: RankContext, kind: str, parts: int, together: int, rows: int) -> N
             together_at = range(0, len(pieces), together)
             groups = tuple(tuple(pieces[i : i + together]) for i in together_at)
             return replace(sizes, schedule=lambda widths: Gathering(groups))
-        if kind == "matmul_all_gather":
-            return replace(sizes, parts=parts)
         steps = (world - 1) * (parts if kind == "matmul_reduce_scatter" else 1)
         groups = tuple((first, min(together, steps - first)) for first in range(0, steps, together))
         if kind == "matmul_reduce_scatter":
@@ -122,7 +118,7 @@ def _cut(ctx: RankContext, kind: str, parts: int, together: int, rows: int) -> N
 
 
 @pytest.mark.parametrize(("parts", "together", "rows"), [(2, 1, 16), (4, 3, 16), (3, 2, 13), (1, 9, 8)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CUT_KINDS)
 def test_any_cut(pool: RankPool, three: RankPool, kind: str, parts: int, together: int, rows: int) -> None:
     pool.run(_cut, kind, parts, together, rows)
     if pool.device_type == "cpu" and pool.world_size == 2:
@@ -155,7 +151,7 @@ def _modes(ctx: RankContext) -> None:
     """What one call keeps for the others was made in another mode than theirs."""
     modes = [torch.inference_mode, torch.no_grad, torch.enable_grad]
     for first in range(len(modes)):
-        problems = chunked_problems(ctx, KINDS, f"modes {first}")
+        problems = chunked_problems(ctx, CUT_KINDS, f"modes {first}")
         for turn in range(4):
             for problem in problems:
                 with modes[(first + turn) % len(modes)]():
@@ -196,14 +192,14 @@ def _mixed(ctx: RankContext, kinds: tuple[str, ...], late_rank: int, count: int)
 
 
 @pytest.mark.parametrize("late_rank", [-1, 0])
-@pytest.mark.parametrize("kinds", [KINDS[:1], KINDS[1:]], ids="+".join)
+@pytest.mark.parametrize("kinds", [CUT_KINDS[:1], CUT_KINDS[1:]], ids="+".join)
 def test_among_tile_launches(pool: RankPool, kinds: tuple[str, ...], late_rank: int) -> None:
     count = BACK_TO_BACK[pool.device_type, pool.world_size]
     pool.run(_mixed, kinds, late_rank, count if pool.device_type == "cuda" else count // 2, timeout=100)
 
 
 def _alone(ctx: RankContext, count: int) -> None:
-    call_in_random_order(ctx, chunked_problems(ctx, KINDS * 2, "alone"), count)
+    call_in_random_order(ctx, chunked_problems(ctx, CUT_KINDS * 2, "alone"), count)
 
 
 def test_back_to_back(pool: RankPool) -> None:
@@ -219,7 +215,7 @@ def test_a_rank_starts_late(pool: RankPool, late_rank: int) -> None:
     pool.run(_late_start, late_rank)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CUT_KINDS)
 def test_poisoned_buffers(pool: RankPool, kind: str) -> None:
     site = Site(name=f"poison/1:{kind}", strategy="chunked")
     pool.run(call_in_poisoned_slots, kind, ODD[pool.device_type], site)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.lowering.calls import Site
-from tests.lowering.problems import CHUNKED_KINDS, KINDS, SMALL, Problem, Size, chunked_problems
+from tests.lowering.problems import CHUNKED_KINDS, CUT_KINDS, KINDS, SMALL, Problem, Size, chunked_problems
 from tests.lowering.stress import (
     Mismatches,
     call_on_two_streams,
@@ -29,7 +29,7 @@ def _replay(ctx: RankContext, kinds: tuple[str, ...], size: Size | None) -> None
 
 # An odd number of calls leaves the ring of slots elsewhere than where the graph found it.
 @pytest.mark.parametrize("size", [None, LARGE], ids=["small", "large"])
-@pytest.mark.parametrize("kinds", [*((kind,) for kind in CHUNKED_KINDS), CHUNKED_KINDS, KINDS * 2], ids="+".join)
+@pytest.mark.parametrize("kinds", [*((kind,) for kind in CHUNKED_KINDS), CHUNKED_KINDS, CUT_KINDS * 2], ids="+".join)
 def test_operands_change_between_replays(gpu_pool: RankPool, kinds: tuple[str, ...], size: Size | None) -> None:
     gpu_pool.run(_replay, kinds, size)
 
@@ -38,11 +38,11 @@ def _mixed(ctx: RankContext, count: int) -> None:
     """`chunked` and `tile`."""
     size = SMALL[ctx.device.type]
     tile = [Problem(ctx, kind, size, site=Site(name=f"graph/tile:{kind}")) for kind in KINDS]
-    eager = [*chunked_problems(ctx, KINDS, "graph eager"), *tile]
+    eager = [*chunked_problems(ctx, CUT_KINDS, "graph eager"), *tile]
     graphs = [
-        chunked_problems(ctx, KINDS, "graph a"),
-        [*chunked_problems(ctx, KINDS[::-1], "graph b"), *tile],
-        chunked_problems(ctx, KINDS[:1], "graph c"),
+        chunked_problems(ctx, CUT_KINDS, "graph a"),
+        [*chunked_problems(ctx, CUT_KINDS[::-1], "graph b"), *tile],
+        chunked_problems(ctx, CUT_KINDS[:1], "graph c"),
     ]
     mix_graphs_with_eager_calls(ctx, eager, graphs, count, second_priority=-1)
 
@@ -52,7 +52,7 @@ def test_graphs_mixed_with_eager_calls_and_a_second_stream(gpu_pool: RankPool) -
 
 
 def _two_streams(ctx: RankContext, count: int) -> None:
-    call_on_two_streams(ctx, chunked_problems(ctx, KINDS, "streams"), count)
+    call_on_two_streams(ctx, chunked_problems(ctx, CUT_KINDS, "streams"), count)
 
 
 def test_two_streams(gpu_pool: RankPool) -> None:
@@ -61,7 +61,7 @@ def test_two_streams(gpu_pool: RankPool) -> None:
 
 def _reused_memory(ctx: RankContext, count: int) -> None:
     """Operands and results die as soon as the host lets go of them, while the side stream may still copy."""
-    problems = chunked_problems(ctx, KINDS, "memory", LARGE)
+    problems = chunked_problems(ctx, CUT_KINDS, "memory", LARGE)
     first = [problem() for problem in problems]
     mismatches = Mismatches(ctx)
     for i in range(count):

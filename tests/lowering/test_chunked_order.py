@@ -14,11 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ditron_inductor.device import layout
 from ditron_inductor.device.lanes import StreamLane
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather
-from ditron_inductor.lowering.matmul_all_gather import chunked as product
 from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce
 from ditron_inductor.lowering.matmul_reduce_scatter import chunked as scatter
 from ditron_inductor.lowering.schedules import Gathering, Piece, Reduction
-from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllGather, MatmulAllReduce, MatmulReduceScatter, Policy
+from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Policy
 from tests.lowering.recording import WORLD, FakeOrder, Log, make_launch, record
 
 POLICY = Policy("chunked", 1 << 30, 30.0)
@@ -70,15 +69,6 @@ def a_reduce(log: Log, rows: int, parts: int, groups: tuple[tuple[int, int], ...
         nbytes=parts * WORLD * stride * 4,
     )
     return lambda: reduce.matmul_all_reduce(node, launch, sizes, [a], [b])
-
-
-def a_product(log: Log, gather_dim: int, parts: int) -> Call:
-    """A product of 250 rows and its gather."""
-    launch = a_site(log)
-    node = MatmulAllGather(gather_dim, WORLD, "g", "s", POLICY)
-    a, b = torch.zeros(250, 32), torch.zeros(32, 24)
-    sizes = replace(product.geometry(node, launch, a, 24, 32), parts=parts)
-    return lambda: product.matmul_all_gather(node, launch, sizes, [a], [b])
 
 
 def a_site(log: Log) -> Any:
@@ -161,24 +151,6 @@ CALLS: dict[str, tuple[Callable[[Log], Call], str]] = {
             3072, copy 3072, reduce_partials 17, await_all 17, copy 3072, copy 2496, copy 3072
         """,
     ),
-    "product": (
-        lambda log: a_product(log, 1, 3),
-        """
-        main: open_slot, 84x32 @ 24, publish_pieces 0 3 1 0, 82x32 @ 24, publish_pieces 0 3 1 2, <- second 3,
-            <- side 16, close_slot
-        side: <- main 1, <- main 2, await_pieces 0 3 1 0, copy 8064, copy 8064, copy 8064, <- second 2,
-            await_pieces 0 3 1 1, copy 8064, copy 8064, copy 8064, <- main 4, await_pieces 0 3 1 2, copy
-            7872, copy 7872, copy 7872
-        second: <- main 1, 84x32 @ 24, publish_pieces 0 3 1 1
-        """,
-    ),
-    "product, first dimension": (
-        lambda log: a_product(log, 0, 1),
-        """
-        main: open_slot, 250x32 @ 24, publish_pieces 0 3 1 0, <- side 6, copy 24000, close_slot
-        side: <- main 1, <- main 2, await_pieces 0 3 1 0, copy 24000, copy 24000, copy 24000
-        """,
-    ),
     "reduce, empty runs": (
         lambda log: a_reduce(log, 5, 2, ((0, 3),)),
         """
@@ -253,14 +225,8 @@ class Operators(TorchDispatchMode):
         # The output and the partials; the rows of a; where the own product goes.
         (lambda log: a_scatter(log, (256, 32), 0), {"new_empty": 2, "split_with_sizes": 1, "slice": 1}, 4),
         (lambda log: a_reduce(log, 256, 1, ((0, 3),)), {"new_empty": 2, "split_with_sizes": 1, "slice": 3}, 0),
-        # The output, and what is gathered; the rows of a; both as rows, and the copy at the end.
-        (
-            lambda log: a_product(log, 1, 3),
-            {"new_empty": 2, "split_with_sizes": 1, "unbind": 1, "view": 2, "cat": 1},
-            2,
-        ),
     ],
-    ids=["gather", "scatter", "reduce", "product"],
+    ids=["gather", "scatter", "reduce"],
 )
 def test_what_a_call_costs_the_host(
     log: Log, make: Callable[[Log], Call], expected: dict[str, int], switches: int

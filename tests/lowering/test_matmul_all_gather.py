@@ -91,7 +91,7 @@ def _check(ctx: RankContext, case: Case, strategy: str) -> None:
     assert torch.equal(gathered, out), "the parts are not in the order of the ranks"
 
 
-@pytest.mark.parametrize("strategy", ["tile", "chunked"])
+@pytest.mark.parametrize("strategy", ["tile", "library"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_reference(pool: RankPool, case: Case, strategy: str) -> None:
     pool.run(_check, case, strategy)
@@ -109,7 +109,7 @@ GPU_CASES = (
 )
 
 
-@pytest.mark.parametrize("strategy", ["tile", "chunked"])
+@pytest.mark.parametrize("strategy", ["tile", "library"])
 @pytest.mark.parametrize("large_case", GPU_CASES, ids=str)
 def test_matches_reference_at_size(gpu_pool: RankPool, large_case: Case, strategy: str) -> None:
     gpu_pool.run(_check, large_case, strategy)

@@ -11,7 +11,7 @@ from ditron_inductor.device import streams
 from ditron_inductor.lowering.host import prepared
 from ditron_inductor.task.plan import Choice, PlanRequest, decisions
 from tests.lowering.calls import Site
-from tests.lowering.problems import KINDS, SMALL, Problem
+from tests.lowering.problems import CUT_KINDS, SMALL, Problem
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
 
@@ -53,7 +53,7 @@ def _changes_with_the_mode(ctx: RankContext, kind: str) -> list[str]:
     return ran
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CUT_KINDS)
 def test_the_first_call_runs_as_in_a_graph_and_the_next_ones_as_the_mode_wants(pool: RankPool, kind: str) -> None:
     for ran in pool.run(_changes_with_the_mode, kind):
         assert ran == ["chunked", "tile", "tile", "chunked", "tile"]

@@ -283,7 +283,7 @@ def test_does_not_fire(name: str) -> None:
 def test_a_reason_that_says_more_is_kept() -> None:
     module = traced(lambda x, w: gather_dim(x, 1).view(12, 32) @ w, X, torch.empty(32, 8))
     assert fuse(module) == 0
-    assert reasons(module) == ["layout"]
+    assert reasons(module) == ["no_gain"]
 
 
 def test_several_gathers_in_order() -> None:

@@ -62,7 +62,7 @@ REVOKED = 3
 
 IN_BAND = "in_band"
 
-ZERO_COPY = ("pull_scatter", "pull_reduce", "pull_product", "pull_columns")
+ZERO_COPY = ("pull_scatter", "pull_reduce", "pull_columns")
 PULLS = ("pull_gather", "pull_pieces", *ZERO_COPY)
 """Of ZERO_COPY data is written into the own slot even when nothing else is done."""
 
@@ -134,7 +134,6 @@ def phases(kind: str, me: int, world: int, without: Without, tiles: int = TILES)
         "pull_gather": _pull_gather,
         "pull_scatter": _pull_scatter,
         "pull_reduce": _pull_reduce,
-        "pull_product": _pull_product,
         "pull_pieces": _pull_pieces,
         "pull_columns": _pull_columns,
         "flash_decode": _flash_decode,
@@ -372,14 +371,6 @@ def _pull_scatter(me: int, world: int, others: list[int], tiles: int, without: W
     sends = [op for dst in others for op in _fill(PULLED, dst, [dst], CHUNK, without)]
     late = (("end",), *_revocation(others, without), *(("fill", PULLED, dst) for dst in others))
     return [[(*_credits(world, me, others[0], without), *sends, *late)], [_pull_reduction(me, world, others, without)]]
-
-
-def _pull_product(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:
-    """A product in the own slot, free or not; then one copy per peer."""
-    sends = _fill(PULLED, me, others, CHUNK, without)
-    late = (("end",), *_revocation(others, without), ("fill", PULLED, me))
-    stage = (*_credits(world, me, others[0], without), *sends, *late)
-    return [[stage], [(("await", CHUNK, p), ("pull", PULLED, p, p)) for p in others]]
 
 
 def _pull_pieces(me: int, world: int, others: list[int], tiles: int, without: Without) -> list[list[Item]]:

@@ -41,8 +41,6 @@ PULLING = {
     "all_gather_attention": "pull_gather",
     "all_gather_matmul": "pull_gather",
     "all_to_all_matmul": "pull_pieces",
-    "attention_reduce_scatter": "pull_scatter",
-    "matmul_all_gather": "pull_product",
     "matmul_all_reduce": "pull_reduce",
     "matmul_all_reduce_rms_norm": "pull_reduce",
     "matmul_all_to_all": "pull_columns",

@@ -22,7 +22,7 @@ from tests.lowering import test_all_reduce_rms_norm as norms
 from tests.lowering.calls import Site, all_reduce_rms_norm
 from tests.lowering.decode_problems import Decode, DecodeProblem
 from tests.lowering.failures import TIMEOUT_S
-from tests.lowering.problems import CHUNKED_KINDS, FEW_ROWS, KINDS, NORM_KINDS, TILE_KINDS, Problem, Size
+from tests.lowering.problems import CHUNKED_KINDS, CUT_KINDS, FEW_ROWS, KINDS, NORM_KINDS, TILE_KINDS, Problem, Size
 from tests.protocol_model.recorder import Event, recorded
 from tests.rank_process import RankContext
 
@@ -50,7 +50,7 @@ def steps_of(ctx: RankContext, name: str) -> list[Step]:
             *problems(ctx, "tile", (*KINDS, FEW_ROWS)),
             attentions(ctx)[1],
             DecodeProblem(ctx, DECODES[1], site=Site("model/9:flash_decode", "tile")),
-            *problems(ctx, "chunked", KINDS),
+            *problems(ctx, "chunked", CUT_KINDS),
         ],
         "gather": lambda: problems(ctx, "tile", KINDS[:1]),
         "two shots large": lambda: two_shots(ctx)[:1],
@@ -128,7 +128,7 @@ def begin_and_grow(ctx: RankContext) -> list[Event]:
 
 def late(ctx: RankContext, strategy: str) -> list[Event]:
     """In turn each rank comes late to a call."""
-    steps = problems(ctx, strategy, KINDS)
+    steps = problems(ctx, strategy, KINDS if strategy == "tile" else CUT_KINDS)
     for step in steps:
         step()
     with recorded() as events:

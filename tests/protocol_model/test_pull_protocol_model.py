@@ -25,8 +25,8 @@ from tests.protocol_model.test_protocol_model import (
 )
 
 KINDS = [PULL_GATHER, PULL_SCATTER, PULL_REDUCE]
-OTHERS = ["pull_product", "pull_pieces", "pull_columns"]
-"""A product that is gathered, rows and columns that go to their ranks: their reads are those of the former."""
+OTHERS = ["pull_pieces", "pull_columns"]
+"""Rows and columns that go to their ranks: their reads are those of the former."""
 P = Protection
 
 
@@ -143,7 +143,6 @@ BROKEN = [
     (P.REVOKE, one_slot(PULL_REDUCE), "pulls ('A', 1"),
     (P.CHECKED, one_slot(PULL_SCATTER), "pulls ('A', 1"),
     (P.CREDITS, in_one_slot(2, "pull_pieces", "pull_pieces"), ""),
-    (P.REVOKE, one_slot("pull_product"), "pulls ('A', 1"),
     (P.REVOKE, one_slot("pull_columns"), "pulls ('A', 1"),
     (P.DATA_BEFORE_FLAG, in_one_slot(2, "pull_pieces"), "pulls None"),
     (P.DEVICE_EPOCH, same(2, *twice_replayed(PULL_GATHER, PULL_GATHER)), ""),

@@ -193,6 +193,36 @@ def test_forced(strategy: str) -> None:
     assert choose(replaced(strategy=strategy, device_type="cpu")).strategy == strategy
 
 
+@pytest.mark.parametrize(
+    ("kind", "strategy", "runs"),
+    [
+        ("matmul_all_gather", "chunked", "tile"),
+        ("all_reduce_rms_norm", "chunked", "tile"),
+        ("flash_decode", "chunked", "tile"),
+        ("attention_reduce_scatter", "chunked", "library"),
+        ("attention_reduce_scatter", "tile", "library"),
+    ],
+)
+def test_a_strategy_that_a_kind_lacks_is_forced(kind: str, strategy: str, runs: str) -> None:
+    choice = choose(replaced(kind=kind, strategy=strategy))
+    assert (choice.strategy, choice.source) == (runs, "forced")
+    assert choice.reason == f"{kind} has no strategy {strategy}: where that is forced {runs} runs"
+    unable = {"tile": Requirement(reason="no peer access")}
+    if runs == "library":
+        assert choose(replaced(kind=kind, strategy=strategy, **unable)).strategy == "library"
+    else:
+        with pytest.raises(StrategyUnavailable, match="strategy 'tile' .* no peer access"):
+            choose(replaced(kind=kind, strategy=strategy, **unable))
+
+
+def test_a_kind_with_the_library_alone() -> None:
+    choice = choose(replaced(kind="attention_reduce_scatter"))
+    assert (choice.strategy, choice.source) == ("library", "obstacle")
+    assert choice.reason == "attention_reduce_scatter has no other strategy"
+    assert choice.predicted_us is not None and set(choice.predicted_us) == {"library"}
+    assert choose(replaced(kind="matmul_all_gather", m=64, n=64128, k=8192, captured=True)).strategy == "tile"
+
+
 OBSTACLES = [
     ({"precision": precision_of(torch.float64)}, "float64"),
     (dict.fromkeys(("tile", "chunked"), Requirement(reason="no peer access")), "no peer access"),
@@ -226,7 +256,8 @@ def test_nothing_to_compute(empty: str) -> None:
 def test_predictions_grow_with_the_problem(kind: str, device_name: str) -> None:
     on = cost.hardware(device_name)
     problems = [Problem(kind, m, 8192, 4096, BF16, 4) for m in (1, 128, 2048, 8192)]
-    for strategy in ("library", "chunked", "tile"):
+    assert set(cost.predict(problems[0], on)) == set(NODES[kind].strategies)
+    for strategy in NODES[kind].strategies:
         times = [cost.predict(problem, on)[strategy] for problem in problems]
         assert times == sorted(times) and times[0] > 0
 

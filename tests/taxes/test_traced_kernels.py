@@ -75,7 +75,6 @@ STEPS = {
             "all_gather_matmul": (_kind("all_gather_matmul"), f"{ALL}, send, end"),
             "matmul_reduce_scatter": (_kind("matmul_reduce_scatter"), f"{ALL}, send, sum"),
             "matmul_all_reduce": (_kind("matmul_all_reduce"), f"{ALL}, send, sum, end"),
-            "matmul_all_gather": (_kind("matmul_all_gather"), f"{ALL}, send, end"),
             "matmul_all_to_all": (_kind("matmul_all_to_all"), f"{ALL}, send, end"),
             "all_to_all_matmul": (_kind("all_to_all_matmul"), f"{ALL}, send, end"),
             "all_gather_attention": (_attention, f"{ALL}, send, end"),
