@@ -32,8 +32,15 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks import host_attention
-from benchmarks.host_attention import AttentionBench, Call
-from ditron_inductor.task.nodes import KINDS, NODES
+from benchmarks.host_calls import Bench, Call, fields_of_site
+from ditron_inductor.task.nodes import (
+    KINDS,
+    NODES,
+    AllGatherMatmul,
+    MatmulAllGather,
+    MatmulAllReduce,
+    MatmulReduceScatter,
+)
 from ditron_inductor.tools.processes import Rank, device_for, failures_text, run_ranks
 
 OPS = (*KINDS, *host_attention.KINDS)
@@ -55,60 +62,6 @@ CHUNKED = "microseconds of the host for each stage of `chunked`"
 CALL = "microseconds of the host for a call"
 BACK_TO_BACK = "microseconds per call, issued back to back"
 TITLES = (TILE, CHUNKED, CALL, BACK_TO_BACK)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """One op: its product x @ w, what it takes before the token, and its arguments after that."""
-
-    kind: str
-    x: Any
-    w: Any
-    operands: tuple[Any, ...]
-    site: tuple[Any, ...]
-    baselines: dict[str, Call]
-
-    def op(self, strategy: str) -> Call:
-        """The op with a forced strategy, as a model calls it."""
-        import torch
-
-        op = getattr(torch.ops.ditron, self.kind).default
-        operands, arguments = self.operands, self.arguments(strategy)
-        return lambda: op(*operands, None, *arguments)
-
-    def in_a_graph(self, strategy: str) -> Call:
-        """The same call as the code of a compiled graph makes it, with operands of a form that is fixed: without
-        gradients, as graphs run.
-        """
-        from ditron_inductor.runtime import Input, site_call
-
-        tensors: list[Any] = []
-
-        def taken(operand: Any) -> Any:
-            if isinstance(operand, list):
-                return [taken(one) for one in operand]
-            if operand is not None:
-                tensors.append(operand)
-            return None if operand is None else Input(len(tensors) - 1)
-
-        operands = [taken(operand) for operand in self.operands]
-        call = site_call(self.kind, True, *operands, None, *self.arguments(strategy))
-        return lambda: call(*tensors)
-
-    @property
-    def others(self) -> tuple[None, ...]:
-        """What there may be besides: reductions, and gathers of a product, may have a bias."""
-        return () if self.kind.startswith("all_gather") else (None,)
-
-    def arguments(self, strategy: str) -> tuple[Any, ...]:
-        return *self.site, f"host/0:{self.kind}", strategy, WORKSPACE_LIMIT, TIMEOUT_S
-
-    def keyed(self, strategy: str) -> tuple[Any, ...]:
-        """The arguments of which a call's key is made: with its epilogue, none here, where the op may have one."""
-        from ditron_inductor.lowering.host.register import SITE_ARGUMENTS
-
-        epilogue = ("",) if self.kind in SITE_ARGUMENTS else ()
-        return *self.arguments(strategy), *epilogue
 
 
 def benches(device: Any, rank: int, world_size: int) -> list[Bench]:
@@ -153,26 +106,25 @@ def benches(device: Any, rank: int, world_size: int) -> list[Bench]:
         fused["gather"] = lambda: torch.ops.symm_mem.fused_all_gather_matmul(shard, [b], 0, name)
         fused["scatter"] = lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, "sum", 0, name)
     has_gloo_scatter = device.type == "cuda"
+    product = {"a": [a], "b": [b]}
+
+    def site(kind: str) -> dict[str, Any]:
+        return fields_of_site(kind, world_size, name, (WORKSPACE_LIMIT, TIMEOUT_S))
+
     return [
         Bench(
-            "all_gather_matmul",
-            shard,
-            b,
-            (shard, [b]),
-            (0, False, world_size, name),
+            AllGatherMatmul(0, return_gathered=False, num_weights=1, **site(AllGatherMatmul.kind)),
+            {"shard": shard, "weights": [b]},
             {"library": gathered_matmul} | ({"async_tp": fused["gather"]} if fused else {}),
         ),
         Bench(
-            "matmul_reduce_scatter",
-            a,
-            b,
-            ([a], [b], None),
-            (0, "sum", world_size, name),
+            MatmulReduceScatter(0, "sum", **site(MatmulReduceScatter.kind)),
+            product,
             ({"library": scattered_matmul} if has_gloo_scatter else {})
             | ({"async_tp": fused["scatter"]} if fused else {}),
         ),
-        Bench("matmul_all_reduce", a, b, ([a], [b], None), ("sum", world_size, name), {"library": reduced_matmul}),
-        Bench("matmul_all_gather", a, b, ([a], [b], None), (1, world_size, name), {"library": product_gathered}),
+        Bench(MatmulAllReduce("sum", **site(MatmulAllReduce.kind)), product, {"library": reduced_matmul}),
+        Bench(MatmulAllGather(1, **site(MatmulAllGather.kind)), product, {"library": product_gathered}),
     ]
 
 
@@ -214,24 +166,26 @@ def stages(bench: Bench, timer: Timer) -> dict[str, float]:
     from ditron_inductor.lowering.host import register
     from ditron_inductor.task import ops
 
-    x, operands, arguments = bench.x, bench.operands, bench.arguments("tile")
+    arguments = bench.arguments("tile")
+    operands, text, _ = arguments
+    x = operands[0]
     whole = bench.op("tile")
     result = whole()
-    outputs = list(result)[:-1] if isinstance(result, (list, tuple)) else [result]
-    outputs = [out for out in outputs if isinstance(out, torch.Tensor)]
-    shapes = [tuple(out.shape) for out in outputs]
+    assert isinstance(result, list)
+    shapes = [tuple(out.shape) for out in result[:-1]]
     nothing = torch.library.Library("ditron_host", "FRAGMENT")
     nothing.define(bench.kind + ops.SCHEMAS[bench.kind])
-    answer = result if isinstance(result, list) else tuple(result)  # type: ignore[arg-type]
-    nothing.impl(bench.kind, lambda *args: answer, "CompositeExplicitAutograd")
+    nothing.impl(bench.kind, lambda *args: result, "CompositeExplicitAutograd")
     empty_op = getattr(torch.ops.ditron_host, bench.kind).default
-    multiplied = x, bench.w
-    key_arguments = bench.keyed("tile")
-    _, found = register.lookup(bench.kind, key_arguments, multiplied, *bench.others)
+    _, node, found = register.lookup(bench.kind, text, operands)
     assert found is not None
-    node, launch, _ = found.args  # type: ignore[attr-defined]
-    assert node.kind == bench.kind
+    launch = found.args[1]  # type: ignore[attr-defined]
+    tensors = node.split(operands)
     shared = launch.workspace.shared
+
+    def look_up() -> None:
+        _, known, _ = register.lookup(bench.kind, text, operands)
+        known.split(operands)
 
     def slot() -> None:
         shared.begin(launch.site_text, 1, WORKSPACE_LIMIT, TIMEOUT_S, TIMEOUT_S)
@@ -242,20 +196,20 @@ def stages(bench: Bench, timer: Timer) -> dict[str, float]:
             x.new_empty(shape)
 
     measured = {
-        "dispatcher": timer.best_us(lambda: empty_op(*operands, None, *arguments)),
-        "lookup": timer.best_us(lambda: register.lookup(bench.kind, key_arguments, multiplied, *bench.others)),
+        "dispatcher": timer.best_us(lambda: empty_op(*arguments)),
+        "lookup": timer.best_us(look_up),
         "outputs": timer.best_us(new_outputs),
         "token": timer.best_us(lambda: ops.new_token(x)),
         # All ranks take as many slots; without a launch these stay as they were.
         "slot": timer.best_us(slot),
     }
-    launched = timer.issue_us(lambda: found(*operands), shared.synchronize)
+    launched = timer.issue_us(lambda: found(*tensors), shared.synchronize)
     runs = []
     for launcher in launch.launchers.values():
         for ready in launcher.ready.values():
             runs.append((ready, ready.run))
             object.__setattr__(ready, "run", lambda *args: None)
-    prepared = timer.best_us(lambda: found(*operands))
+    prepared = timer.best_us(lambda: found(*tensors))
     for ready, run in runs:
         object.__setattr__(ready, "run", run)
     measured["arguments"] = prepared - measured["outputs"] - measured["slot"]
@@ -276,18 +230,20 @@ def chunked_stages(bench: Bench, timer: Timer) -> dict[str, dict[str, float]]:
     from ditron_inductor.lowering.host import register
     from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
 
-    x, w, operands = bench.x, bench.w, bench.operands
+    operands, text, _ = bench.arguments("chunked")
     whole = bench.op("chunked")
     whole()
-    _, found = register.lookup(bench.kind, bench.keyed("chunked"), (x, w), *bench.others)
+    _, node, found = register.lookup(bench.kind, text, operands)
     assert found is not None
-    node, launch, sizes = found.args  # type: ignore[attr-defined]
+    _, launch, sizes = found.args  # type: ignore[attr-defined]
+    tensors = node.split(operands)
     issued = timer.issue_us(whole, launch.workspace.shared.synchronize, CHUNKED_CALLS)
-    rows = {bench.kind: stages_of_call(lambda: found(*operands), launch, sizes, timer)}
+    rows = {bench.kind: stages_of_call(lambda: found(*tensors), launch, sizes, timer)}
     dispatch = max(0.0, issued - rows[bench.kind]["call"])
     if bench.kind == "matmul_all_reduce":
-        parts = reduce_chunked.parts_geometry(node, launch, x, w.shape[1], w.shape[0])
-        in_parts = functools.partial(reduce_chunked.matmul_all_reduce, node, launch, parts, *operands)
+        a, b = operands
+        parts = reduce_chunked.parts_geometry(node, launch, a, b.shape[1], b.shape[0])
+        in_parts = functools.partial(reduce_chunked.matmul_all_reduce, node, launch, parts, *tensors)
         rows[f"{bench.kind}, parts"] = stages_of_call(in_parts, launch, parts, timer)
     for row in rows.values():
         row["whole op"] = dispatch + row.pop("call")
@@ -334,11 +290,11 @@ def stages_of_call(call: Call, launch: Any, sizes: Any, timer: Timer) -> dict[st
     return measured | {"Python": before}
 
 
-def whole_calls(bench: AttentionBench, device: Any, timer: Timer) -> dict[str, float]:
+def whole_calls(bench: Bench, device: Any, timer: Timer) -> dict[str, float]:
     """Microseconds until a call is issued, by strategy."""
     from ditron_inductor.device import AgreedOptions, workspaces
 
-    shared = workspaces.get(bench.group[1], device, AgreedOptions("tile", WORKSPACE_LIMIT, TIMEOUT_S)).shared
+    shared = workspaces.get(bench.node.group_name, device, AgreedOptions("tile", WORKSPACE_LIMIT, TIMEOUT_S)).shared
     has = NODES[bench.kind].strategies
     calls = {strategy: bench.op(strategy) for strategy in host_attention.STRATEGIES if strategy in has}
     for call in calls.values():
@@ -346,7 +302,7 @@ def whole_calls(bench: AttentionBench, device: Any, timer: Timer) -> dict[str, f
     return {name: timer.issue_us(call, shared.synchronize, WHOLE_CALLS) for name, call in calls.items()}
 
 
-def contest(bench: Bench | AttentionBench, device: Any, rounds: int) -> dict[str, tuple[float, float]]:
+def contest(bench: Bench, device: Any, rounds: int) -> dict[str, tuple[float, float]]:
     """(wall, issue) microseconds per call of every contestant, interleaved; the larger median of all ranks."""
     import torch
     import torch.distributed as dist
@@ -431,7 +387,7 @@ def main_of_rank(rank: Rank, options: argparse.Namespace) -> bool:
     for bench in [*benches(device, rank.rank, rank.world_size), *attention]:
         if bench.kind not in options.ops:
             continue
-        if isinstance(bench, Bench):
+        if bench.kind in KINDS:
             add(TILE, {"op": bench.kind}, stages(bench, timer))
             if "chunked" in NODES[bench.kind].strategies:
                 for name, measured in chunked_stages(bench, timer).items():

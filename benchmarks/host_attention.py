@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-from ditron_inductor.task.nodes import ATTENTION_KINDS, FlashDecode
+from benchmarks.host_calls import Bench, fields_of_site
+from ditron_inductor.task.all_gather_attention import Mask
+from ditron_inductor.task.nodes import ATTENTION_KINDS, AllGatherAttention, AttentionReduceScatter, FlashDecode
 
 KINDS: tuple[str, ...] = (*ATTENTION_KINDS, FlashDecode.kind)
 STRATEGIES = ("tile", "chunked", "library")
@@ -14,32 +14,8 @@ KEYS = 128
 """Of a rank."""
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 64
 
-Call = Callable[[], object]
 
-
-@dataclass(frozen=True)
-class AttentionBench:
-    """One op: what it takes before the token, its arguments from there to those of the site, and its group. baselines:
-    what a program calls without it.
-    """
-
-    kind: str
-    operands: tuple[Any, ...]
-    arguments: tuple[Any, ...]
-    group: tuple[int, str]
-    limits: tuple[int, float]
-    baselines: dict[str, Call] = field(default_factory=dict)
-
-    def op(self, strategy: str) -> Call:
-        """The op with a forced strategy, as a model calls it."""
-        import torch
-
-        op = getattr(torch.ops.ditron, self.kind).default
-        site = (*self.group, f"host/0:{self.kind}", strategy, *self.limits)
-        return lambda: op(*self.operands, None, *self.arguments, *site)
-
-
-def attention_benches(device: Any, rank: int, world_size: int, limits: tuple[int, float]) -> list[AttentionBench]:
+def attention_benches(device: Any, rank: int, world_size: int, limits: tuple[int, float]) -> list[Bench]:
     """The ops, one sequence, causal where there is a mask. limits: of the workspace, and of a wait in seconds."""
     import torch
     import torch.distributed as dist
@@ -47,7 +23,7 @@ def attention_benches(device: Any, rank: int, world_size: int, limits: tuple[int
     world = dist.group.WORLD
     assert world is not None
     torch.manual_seed(rank)
-    group, scale = (world_size, world.group_name), HEAD_DIM**-0.5
+    scale = HEAD_DIM**-0.5
 
     def draw(heads: int, length: int = KEYS) -> torch.Tensor:
         """[1, heads, length, HEAD_DIM], as a projection's output lies."""
@@ -67,10 +43,16 @@ def attention_benches(device: Any, rank: int, world_size: int, limits: tuple[int
         whole_k, whole_v = (one[None].transpose(1, 2) for one in gathered)
         return torch.nn.functional.scaled_dot_product_attention(q, whole_k, whole_v, enable_gqa=True)
 
-    forward, backward, decode = KINDS
-    mask = "causal_offset", 0, 0, ""
+    def site(kind: str) -> dict[str, Any]:
+        return fields_of_site(kind, world_size, world.group_name, limits)
+
+    mask = Mask("causal_offset")
+    forward = AllGatherAttention(mask, scale, 0.0, **site(AllGatherAttention.kind))
+    backward = AttentionReduceScatter(mask, scale, 0.0, **site(AttentionReduceScatter.kind))
+    decode = FlashDecode(scale, 0.0, **site(FlashDecode.kind))
+    of_backward = {"grad_out": grad_out, "q": q, "k": keys, "v": values, "out": out, "lse": lse}
     return [
-        AttentionBench(forward, (q, k, v), (*mask, scale, 0.0, False), group, limits, {"library": gathered_attention}),
-        AttentionBench(backward, (grad_out, q, keys, values, out, lse), (*mask, scale, 0.0), group, limits),
-        AttentionBench(decode, (rows, *cache, lengths, None), (scale, 0.0), group, limits),
+        Bench(forward, {"q": q, "k": k, "v": v}, {"library": gathered_attention}),
+        Bench(backward, of_backward),
+        Bench(decode, {"q": rows, "k": cache[0], "v": cache[1], "lengths": lengths}),
     ]

@@ -209,20 +209,27 @@ def _prepare_all_to_all_matmul(
     return prepare(calls, key, node, x, library, sizes=x.shape, m=m, shared=node.world_size * x.shape[-1], local=local)
 
 
+def lookup(
+    kind: str, text: str, operands: Sequence[torch.Tensor]
+) -> tuple[Hashable, Any, Callable[..., Any] | None]:
+    """The key of a call of a kind, its node, and what runs it if that is known."""
+    # With the operands' forms the node is all that a call depends on, but for the precision of fp32.
+    key = kind, text, is_tf32_allowed(), *[form(one) for one in operands]
+    return key, ops.parsed(kind, text), calls.find(key)
+
+
 def implementation(kind: str, prepare: Prepare) -> Callable[..., list[torch.Tensor]]:
     """The op of a kind. prepare: a function of the key of a call, the node and the operands, which returns what runs
     this call and later ones of the same key, as a function of what `split` makes of the operands.
     """
 
     def op(operands: Sequence[torch.Tensor], text: str, token: torch.Tensor | None) -> list[torch.Tensor]:
-        first, node = operands[0], ops.parsed(kind, text)
+        first = operands[0]
         if first.is_cuda and first.get_device() != torch.cuda.current_device():
             # Kernels are launched on the current GPU.
             with torch.cuda.device(first.get_device()):
                 return op(operands, text, token)
-        # With the operands' forms the node is all that a call depends on, but for the precision of fp32.
-        key = kind, text, is_tf32_allowed(), *[form(one) for one in operands]
-        run = calls.find(key)
+        key, node, run = lookup(kind, text, operands)
         if run is None:
             run = prepare(key, node, operands)
         outputs = run(*node.split(operands))
