@@ -389,8 +389,8 @@ PASSES: tuple[Mutation, ...] = (
     Mutation(
         "slices that begin beyond the end are pieces",
         PROOFS,
-        'return Piece(bound["self"], dim, start, length) if known(start + length <= source.shape[dim]) else None',
-        'return Piece(bound["self"], dim, start, length)',
+        'return SlicedPart(bound["self"], dim, start, length) if known(start + length <= source.shape[dim]) else None',
+        'return SlicedPart(bound["self"], dim, start, length)',
         f"{PIECES}::test_no_piece",
     ),
     Mutation(
@@ -515,8 +515,8 @@ PASSES: tuple[Mutation, ...] = (
     Mutation(
         "a gather along the last dimension is not read as a transpose",
         "passes/fuse/all_gather_matmul.py",
-        "return Matmul(use.user, use.operand, use.transposed != swapped)",
-        "return Matmul(use.user, use.operand, use.transposed)",
+        "return OrientedMatmul(use.user, use.operand, use.transposed != swapped)",
+        "return OrientedMatmul(use.user, use.operand, use.transposed)",
         "tests/passes/test_transposed_problems.py::test_golden_weight_gathered_along_its_columns",
     ),
     Mutation(
@@ -529,7 +529,7 @@ PASSES: tuple[Mutation, ...] = (
     Mutation(
         "Task nodes are not put behind each other",
         "passes/finish/order_collectives.py",
-        "            rewriting.set_argument(current.node, TOKEN_ARGUMENT, token)\n",
+        "            current.node.update_arg(ops.TOKEN, token)\n",
         "            pass\n",
         "tests/passes/test_order_collectives.py::test_one_chain_across_groups_with_tasks",
     ),
