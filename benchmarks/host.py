@@ -162,8 +162,8 @@ def stages(bench: Bench, timer: Timer) -> dict[str, float]:
     """Microseconds of every stage of the op under `tile`."""
     import torch
 
+    from ditron_inductor.lowering import register
     from ditron_inductor.lowering.host import launcher as launcher_module
-    from ditron_inductor.lowering.host import register
     from ditron_inductor.task import ops
 
     arguments = bench.arguments("tile")
@@ -227,7 +227,7 @@ def chunked_stages(bench: Bench, timer: Timer) -> dict[str, dict[str, float]]:
     """Microseconds of every stage of the op under `chunked`, by the name of a row."""
     import torch
 
-    from ditron_inductor.lowering.host import register
+    from ditron_inductor.lowering import register
     from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce_chunked
 
     operands, text, _ = bench.arguments("chunked")
@@ -372,7 +372,7 @@ def main_of_rank(rank: Rank, options: argparse.Namespace) -> bool:
     import torch.distributed as dist
     import triton
 
-    from ditron_inductor.lowering.host.register import register
+    from ditron_inductor.lowering.register import register
 
     register()
     if device.type == "cpu":

@@ -18,7 +18,7 @@ from benchmarks.records import Row
 from benchmarks.timing import Times, synchronize
 from ditron_inductor.device.reset import reset
 from ditron_inductor.errors import DitronError
-from ditron_inductor.lowering.host.register import register
+from ditron_inductor.lowering.register import register
 from ditron_inductor.report.timing import Call, Clock, captured
 
 T = TypeVar("T")

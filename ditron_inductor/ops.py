@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ditron_inductor.errors import InvalidOperands
 from ditron_inductor.lowering.all_gather_attention.function import all_gather_attention as all_gather_attention
-from ditron_inductor.lowering.host.register import register
+from ditron_inductor.lowering.register import register
 from ditron_inductor.options import Options
 from ditron_inductor.task import flash_decode as task
 from ditron_inductor.task.nodes import FlashDecode, Policy

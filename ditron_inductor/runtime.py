@@ -10,8 +10,8 @@ import functools
 
 from ditron_inductor import user_table
 from ditron_inductor.device import workspaces
-from ditron_inductor.lowering.host.register import register
 from ditron_inductor.lowering.host.site_call import SiteCall
+from ditron_inductor.lowering.register import implementations, register
 from ditron_inductor.options import Options
 
 
@@ -36,4 +36,4 @@ def use_table(options: Options) -> None:
 def site_call(kind: str, static: bool, text: str) -> SiteCall:
     """What the code of a compiled graph calls for one site, see lowering/host/site_call.py."""
     prepare()
-    return SiteCall(kind, static, text)
+    return SiteCall(kind, static, text, implementations()[kind])

@@ -504,3 +504,22 @@ def _arguments(numel: int, columns: int, number: int, group: OutputGroup, functi
         "num_warps": WARPS,
     }
     return Arguments(ceil_div(numel, BLOCK), values)
+
+
+def finished(
+    reduce: Callable[..., torch.Tensor], node: WithEpilogue, like: torch.Tensor
+) -> Callable[..., list[torch.Tensor]]:
+    """The outputs of a reduction: its sum, or what is made of that."""
+    preparer, finisher = preparer_of(node, like.device), finisher_of_sum(node, like)
+
+    def library(
+        a: Sequence[torch.Tensor],
+        b: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        extras: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        prepare = None if preparer is None else functools.partial(preparer.prepare, extras=extras)
+        total = reduce(a, b, bias, prepare=prepare)
+        return [total] if finisher is None else finisher.finish_sum(total, extras)
+
+    return library

@@ -37,7 +37,7 @@ START_LIMIT_S = 180.0
 GRACE_S = 15.0
 CONTINUE_EVERY_S = 0.2
 # What ranks need before their first launch has ended.
-PRELOADED = ["tests.rank_process", "torch.distributed", "ditron_inductor.lowering.host.register", "triton.compiler"]
+PRELOADED = ["tests.rank_process", "torch.distributed", "ditron_inductor.lowering.register", "triton.compiler"]
 LOG_TAIL = 6000
 
 

@@ -163,7 +163,7 @@ def test_uuid_is_stable(package: Path) -> None:
     [
         "pipeline.py",
         "passes/finish/order_collectives.py",
-        "lowering/host/register.py",
+        "lowering/register.py",
         "task/plan.py",
         "core/signals.py",
         "device/workspace.py",
@@ -178,7 +178,7 @@ def test_uuid_changes_with_a_source(package: Path, source: str) -> None:
 def test_uuid_follows_the_linked_folders() -> None:
     """In a checkout, passes and lowering are links: their sources count under their names in the package."""
     hashed = {str(path.relative_to(PACKAGE)) for path in pipeline._hashed_files(PACKAGE)}
-    assert {"passes/finish/order_collectives.py", "lowering/host/register.py", "core/signals.py"} <= hashed
+    assert {"passes/finish/order_collectives.py", "lowering/register.py", "core/signals.py"} <= hashed
 
 
 def test_uuid_changes_with_a_new_or_moved_source(package: Path) -> None:

@@ -39,7 +39,7 @@ from benchmarks.progress import Progress
 from benchmarks.records import Row, merge_csv, results_of
 from benchmarks.session import Session
 from benchmarks.timing import Times, interleaved, median_of_runs
-from ditron_inductor.lowering.host.register import register
+from ditron_inductor.lowering.register import register
 from ditron_inductor.report.timing import Call, captured
 from ditron_inductor.task.plan import decisions
 

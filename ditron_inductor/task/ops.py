@@ -4,7 +4,7 @@
 
 `node` is the text of the node (codec.py), which holds all that a site needs at run time; the operands are those that
 the node's `slots()` name, in that order. `define()` declares the ops; the implementations are bound by
-`ditron_inductor.lowering.host.register`. In words, by kind:
+`ditron_inductor.lowering.register`. In words, by kind:
 
 `all_gather_matmul: shard, weights, (extras), <of nodes.SHARD_EXTRAS> -> out_0, .., (gathered,) <saved>, token`
     shard [.., S, .., K] with S at gather_dim (never the last dimension), weights [K, N_i] with any strides.

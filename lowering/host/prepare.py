@@ -22,18 +22,31 @@ from ditron_inductor.device import AgreedOptions, groups, workspaces
 from ditron_inductor.device.meetings import meetings
 from ditron_inductor.lowering import costs
 from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
+from ditron_inductor.lowering.host.kind import Lowering, Runner
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.planning import plan_request, requirement
 from ditron_inductor.lowering.host.prepared import Chosen, Prepared, PreparedCalls, choose_both
-from ditron_inductor.lowering.host.strategies import CHUNKED, TILE, Runner
+from ditron_inductor.task import ops
+from ditron_inductor.task.node import Sizes
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduceRmsNorm, NormNode, TaskNode
 from ditron_inductor.task.plan import Choice, PlanRequest
 from ditron_inductor.task.policy import shared_site
 from ditron_inductor.task.problem import Problem, Requirement
 from ditron_inductor.task.torch_dtypes import precision_of
 
-Possible = Callable[[Any, Launch, torch.Tensor, int, int, int], tuple[PlanRequest, dict[str, Runner]]]
-"""A function of the node, the launch, the tensor that is communicated, and m, n, k."""
+Possible = Callable[[Any, Launch, torch.Tensor, Sizes], tuple[PlanRequest, dict[str, Runner]]]
+"""A function of the node, the launch, the tensor that is communicated, and the sizes that all ranks agreed on."""
+WORDS = {"n": "columns", "k": "K"}
+"""What messages call the size that only this rank need have."""
+
+
+def prepare_matmul(
+    lowering: Lowering, calls: PreparedCalls, key: Hashable, node: TaskNode, operands: Sequence[torch.Tensor]
+) -> Callable[..., Any]:
+    """What runs a call of a kind with matmuls, or with a norm; see `prepare`."""
+    sizes = node.sizes(ops.shapes_of(node.named(operands)))
+    possible = functools.partial(_possible_as_agreed, lowering)
+    return prepare(calls, key, node, operands[0], lowering.library(node, operands), sizes, possible)
 
 
 def prepare(
@@ -42,40 +55,36 @@ def prepare(
     node: TaskNode,
     x: torch.Tensor,
     library: Callable[..., Any],
+    sizes: Sizes,
+    possible: Possible,
     *,
-    sizes: Sequence[int],
-    m: int,
-    shared: int,
-    local: tuple[str, int],
-    possible: Possible | None = None,
+    rows_decide: bool = False,
 ) -> Callable[..., Any]:
     """What runs a call, kept in `calls` under `key`. Collective where the ranks have to agree on something first.
 
-    x: the tensor that is communicated, or multiplied before it is. sizes: those that every rank must have alike, by
-    which peers name the site. m: rows of the whole product. shared: its dimension n or k that all ranks have alike;
-    local: the other one, "columns" or "K", and its size on this rank. possible: as `_possible`, which it is for
-    matmuls.
+    x: the tensor that is communicated, or multiplied before it is. sizes: those of this rank. possible: what the plan
+    is asked, and the strategies that may run. rows_decide: whether the size that only this rank has depends on the
+    rows, as that of attention does, which grows with the sequence.
     """
     node.verify()
-    n, k = (local[1], shared) if local[0] == "columns" else (shared, local[1])
     reason = meetings.library_reason(node.group_name, node.site)
     if reason:
-        return _by_library(calls, key, node, x, library, reason, (m, n, k))
+        return _by_library(calls, key, node, x, library, reason, sizes)
     policy = node.policy
     options = AgreedOptions(policy.strategy, policy.workspace_limit, policy.timeout_s)
     workspace = workspaces.get(node.group_name, x.device, options)
     name = f"{shared_site(node.site) or node.kind} {node.kind}"
-    launch = Launch(workspace, f"{name}[{'x'.join(map(str, sizes))}] {str(x.dtype).removeprefix('torch.')}")
-    what = f"{local[0]} of {name} beside {shared} {x.dtype}"
-    if possible is not None:
-        # Rows of queries grow with the sequence, and the calls of one function may be of many lengths.
-        what += f", {m} rows"
-    largest = workspace.largest(what, local[1])
-    n, k = (largest, shared) if local[0] == "columns" else (shared, largest)
+    launch = Launch(workspace, f"{name}[{'x'.join(map(str, sizes.wire))}] {str(x.dtype).removeprefix('torch.')}")
+    own, shared = (sizes.n, sizes.k) if sizes.local == "n" else (sizes.k, sizes.n)
+    what = f"{WORDS[sizes.local]} of {name} beside {shared} {x.dtype}"
+    if rows_decide:
+        what += f", {sizes.m} rows"
+    largest: dict[str, Any] = {sizes.local: workspace.largest(what, own)}
+    agreed = replace(sizes, **largest)
     eager = captured = Chosen(library)
     # Whatever the local size is: with none of the others there is nothing to communicate.
-    if m * shared > 0:
-        request, runners = (possible or _possible_as_agreed)(node, launch, x, m, n, k)
+    if sizes.m * shared > 0:
+        request, runners = possible(node, launch, x, agreed)
         eager, captured = choose_both(node.group_name, workspace.table, request, {"library": library, **runners})
     prepared = Prepared(workspace, eager, captured, what, workspace.agreed(what))
     calls.keep(key, prepared)
@@ -92,10 +101,11 @@ def _by_library(
     x: torch.Tensor,
     library: Callable[..., Any],
     reason: str,
-    sizes: tuple[int, int, int],
+    sizes: Sizes,
 ) -> Callable[..., Any]:
     """A call that the ranks agreed to run by the library: without a workspace, since a peer may have no use for one."""
-    problem = Problem(node.planned_as or node.kind, *sizes, precision_of(x.dtype), node.world_size, captured=False)
+    m, n, k = sizes.m, sizes.n, sizes.k
+    problem = Problem(node.planned_as or node.kind, m, n, k, precision_of(x.dtype), node.world_size, captured=False)
     wants = Requirement(reason=reason)
     request = PlanRequest(
         problem, node.site, node.policy.strategy, node.policy.workspace_limit, x.device.type, "", wants, wants
@@ -106,37 +116,36 @@ def _by_library(
 
 
 def _possible_as_agreed(
-    node: TaskNode, launch: Launch, x: torch.Tensor, m: int, n: int, k: int
+    lowering: Lowering, node: TaskNode, launch: Launch, x: torch.Tensor, sizes: Sizes
 ) -> tuple[PlanRequest, dict[str, Runner]]:
     """As `_possible`, planned with what rank 0 has of its own."""
     leader = meetings.leader(node.group_name, node.site)
     planned = replace(node, **json.loads(leader)) if leader else node
-    return _possible(node, planned, launch, x, m, n, k)
+    return _possible(lowering, node, planned, launch, x, sizes)
 
 
 def _possible(
-    node: TaskNode, planned: TaskNode, launch: Launch, x: torch.Tensor, m: int, n: int, k: int
+    lowering: Lowering, node: TaskNode, planned: TaskNode, launch: Launch, x: torch.Tensor, sizes: Sizes
 ) -> tuple[PlanRequest, dict[str, Runner]]:
     """What the plan has to know, and the strategies that it may choose, as functions of the operands.
 
     planned: the node as rank 0 has it, by which all ranks choose alike.
     """
+    m, n, k = sizes.m, sizes.n, sizes.k
     workspace = launch.workspace
     capabilities = workspace.capabilities
     normed = n if isinstance(node, NormNode) else k if isinstance(node, AllGatherMatmul) and node.prologue else 0
     tile_reason = capabilities.tile_reason or norm_kernel.obstacle(normed)
-    geometry, runner = TILE[node.kind]
-    tile = geometry(node, launch, x, n)
-    runners: dict[str, Runner] = {"tile": functools.partial(runner, node, launch, tile)}
+    tile = lowering.tile.geometry(node, launch, x, n)
+    runners: dict[str, Runner] = {"tile": functools.partial(lowering.tile.run, node, launch, tile)}
     chunked, in_chunks = None, Requirement()
-    if "chunked" in node.strategies:
-        obstacle, geometry, runner = CHUNKED[node.kind]
+    if lowering.chunked is not None:
         # Its kernels want what those of `tile` want.
-        in_chunks = Requirement(reason=tile_reason or obstacle(node, x.shape))
+        in_chunks = Requirement(reason=tile_reason or lowering.chunked.obstacle(node, x.shape))
         if not in_chunks.reason:
-            chunked = geometry(node, launch, x, n, k)
+            chunked = lowering.chunked.geometry(node, launch, x, n, k)
             in_chunks = requirement(launch, chunked.nbytes)
-            runners["chunked"] = functools.partial(runner, node, launch, chunked)
+            runners["chunked"] = functools.partial(lowering.chunked.run, node, launch, chunked)
     problem = Problem(
         node.planned_as or node.kind,
         m,

@@ -16,7 +16,7 @@ operand of another class.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from ditron_inductor.device.meetings import Holder
 from ditron_inductor.lowering.host.launcher import internals
 from ditron_inductor.lowering.host.prepared import Prepared
 from ditron_inductor.lowering.host.recording import Recorder, Scout, recording
-from ditron_inductor.lowering.host.register import implementations
 from ditron_inductor.lowering.host.repeat import Repeated, record_of
 from ditron_inductor.lowering.host.tracing import tracing
 from ditron_inductor.task import ops
@@ -40,13 +39,14 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 class SiteCall:
     """One site of one compiled graph. Called with the operands of its op, in their order.
 
-    text: of the node. static: whether every call has operands of the same form, and there may be a record of one.
-    repeated: what can be done again from a record. problem: why the last call that was recorded can not.
+    text: of the node. implementation: what the op runs. static: whether every call has operands of the same form, and
+    there may be a record of one. repeated: what can be done again from a record. problem: why the last call that was
+    recorded can not.
     """
 
-    def __init__(self, kind: str, static: bool, text: str) -> None:
+    def __init__(self, kind: str, static: bool, text: str, implementation: Callable[..., Any]) -> None:
         self.op = ops.overload(kind)
-        self.implementation = implementations()[kind]
+        self.implementation = implementation
         self.text = text
         self.static = static
         self.repeated: list[Repeated] = []

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ditron_inductor.lowering.host.register import register
+from ditron_inductor.lowering.register import register
 from ditron_inductor.task import ops, reference
 from ditron_inductor.task.node import Node
 from ditron_inductor.task.nodes import (

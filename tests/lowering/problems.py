@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from benchmarks.tolerances import assert_near
+from ditron_inductor.lowering import register
 from ditron_inductor.task import reference
 from ditron_inductor.task.nodes import EXTRAS, KINDS, NODES, NORM_KINDS, ULYSSES_KINDS, Norm
 from tests.lowering import calls
@@ -133,3 +136,16 @@ def chunked_problems(ctx: RankContext, kinds: Sequence[str], label: str, size: S
         Problem(ctx, kind, size, site=Site(name=f"{label}/{index}:{kind}", strategy="chunked"))
         for index, kind in enumerate(kinds)
     ]
+
+
+@contextmanager
+def chunked_with(kind: str, geometry: Callable[..., Any]) -> Iterator[None]:
+    """Lays out calls of a kind by `chunked` in this way inside the block."""
+    (chunked,) = [lowering.chunked for lowering in register.KINDS if lowering.node.kind == kind]
+    assert chunked is not None
+    kept = chunked.geometry
+    object.__setattr__(chunked, "geometry", geometry)
+    try:
+        yield
+    finally:
+        object.__setattr__(chunked, "geometry", kept)

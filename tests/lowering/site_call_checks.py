@@ -431,7 +431,7 @@ def a_group_made_again(ctx: Any, called: Called, folder: str) -> None:
 
 def check_all(rank: Any, device: torch.device, folder: str) -> None:
     """All of the above on one of two ranks; the order is the same on both."""
-    from ditron_inductor.lowering.host.register import register
+    from ditron_inductor.lowering.register import register
 
     register()
     stand_in_for_kernels(device)

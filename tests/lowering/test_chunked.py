@@ -20,7 +20,7 @@ from tests.lowering import test_all_gather_matmul as gather_cases
 from tests.lowering import test_matmul_all_reduce as reduce_cases
 from tests.lowering import test_matmul_reduce_scatter as scatter_cases
 from tests.lowering.calls import Site
-from tests.lowering.problems import CHUNKED_KINDS, CUT_KINDS, ODD, SMALL, Problem, Size, chunked_problems
+from tests.lowering.problems import CHUNKED_KINDS, CUT_KINDS, ODD, SMALL, Problem, Size, chunked_problems, chunked_with
 from tests.lowering.stress import BACK_TO_BACK, call_in_poisoned_slots, call_in_random_order, start_late
 from tests.rank_process import RankContext
 from tests.ranks import RankPool, RankPools
@@ -103,18 +103,11 @@ def _cut(ctx: RankContext, kind: str, parts: int, together: int, rows: int) -> N
         cuts = {"parts": parts, "length": length, "stride": stride, "results": results, "nbytes": nbytes}
         return replace(sizes, groups=groups, **cuts)
 
-    from ditron_inductor.lowering.host import prepare
-
-    kept = dict(prepare.CHUNKED)
-    obstacle, _, runner = kept[kind]
-    prepare.CHUNKED[kind] = (obstacle, cut, runner)  # type: ignore[index]
-    try:
+    with chunked_with(kind, cut):
         site = Site(name=f"cut/{parts}/{together}/{rows}:{kind}", strategy="chunked")
         problem = Problem(ctx, kind, Size(rows, 32, 128 if rows % 2 == 0 else 24), site=site)
         for outputs in [problem() for _ in range(2)]:
             problem.check(outputs)
-    finally:
-        prepare.CHUNKED[kind] = kept[kind]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(("parts", "together", "rows"), [(2, 1, 16), (4, 3, 16), (3, 2, 13), (1, 9, 8)])

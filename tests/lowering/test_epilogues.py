@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.tolerances import TOLERANCES
 from ditron_inductor.lowering.epilogues import Finisher
-from ditron_inductor.lowering.host.register import register
+from ditron_inductor.lowering.register import register
 from ditron_inductor.task import ops
 from ditron_inductor.task.epilogue import FUNCTIONS, KINDS, parse, products, walk
 from ditron_inductor.task.epilogue_torch import evaluate, extra_shape

@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditron_inductor.lowering.host.register import register
+from benchmarks.tolerances import assert_near
+from ditron_inductor.lowering.register import register
 from ditron_inductor.ops import all_gather_attention
 from ditron_inductor.task import ops, reference
 from ditron_inductor.task.nodes import AllReduceRmsNorm, MatmulAllGather, Norm, Policy
 from ditron_inductor.task.plan import Choice, decisions
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
-from tests.tolerances import assert_near
 
 POLICY = Policy("chunked", 1 << 29, 30.0)
 

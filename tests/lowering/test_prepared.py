@@ -12,8 +12,8 @@ import torch.distributed as dist
 import ditron_inductor
 from benchmarks.tolerances import assert_near
 from ditron_inductor.device import workspaces
+from ditron_inductor.lowering import register
 from ditron_inductor.lowering.host import prepared as prepared_module
-from ditron_inductor.lowering.host import register
 from ditron_inductor.lowering.host.prepared import Chosen, Prepared, PreparedCalls, form
 from ditron_inductor.task.plan import decisions
 from tests.lowering import calls

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.tolerances import TOLERANCES
-from ditron_inductor.lowering.host.register import register
+from ditron_inductor.lowering.register import register
 from ditron_inductor.task import ops, reference
 from ditron_inductor.task.epilogue import KINDS, Epilogue, extras_of, parse
 from ditron_inductor.task.epilogue_torch import evaluate, extra_shape

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.tolerances import assert_near
-from ditron_inductor.lowering.host.register import register
+from ditron_inductor.lowering.register import register
 from ditron_inductor.task import ops, reference
 from ditron_inductor.task.codec import encode
 from ditron_inductor.task.nodes import AllGatherMatmul, Norm, ShardNorm

@@ -11,12 +11,12 @@ import pytest
 import torch.distributed as dist
 
 from ditron_inductor.device.reset import reset
-from ditron_inductor.lowering.host import prepare
+from ditron_inductor.lowering.all_gather_matmul import chunked
 from ditron_inductor.lowering.schedules import Gathering
 from tests.lowering import test_all_gather_matmul as plain
 from tests.lowering import test_epilogues as epilogues
 from tests.lowering import test_shard_norm as norms
-from tests.lowering.problems import chunked_problems
+from tests.lowering.problems import chunked_problems, chunked_with
 from tests.lowering.stress import call_late_and_poisoned
 from tests.rank_process import RankContext
 from tests.ranks import RankPool
@@ -28,10 +28,8 @@ MODULES: dict[str, Any] = {"plain": plain, "epilogues": epilogues, "norms": norm
 @contextmanager
 def whole(first: bool) -> Iterator[None]:
     """Makes all weights whole but the first one, or but the last one, whatever the schedule would be."""
-    obstacle, geometry, runner = prepare.CHUNKED[KIND]  # type: ignore[index]
-
     def forced(*args: Any) -> Any:
-        sizes = geometry(*args)
+        sizes = chunked.geometry(*args)
 
         def schedule(widths: tuple[int, ...]) -> Gathering:
             last = len(widths) - 1
@@ -39,14 +37,13 @@ def whole(first: bool) -> Iterator[None]:
 
         return replace(sizes, schedule=schedule)
 
-    prepare.CHUNKED[KIND] = obstacle, forced, runner  # type: ignore[index]
-    # What calls of the same sites have kept.
-    reset(dist.group.WORLD)
-    try:
-        yield
-    finally:
-        prepare.CHUNKED[KIND] = obstacle, geometry, runner  # type: ignore[index]
+    with chunked_with(KIND, forced):
+        # What calls of the same sites have kept.
         reset(dist.group.WORLD)
+        try:
+            yield
+        finally:
+            reset(dist.group.WORLD)
 
 
 def _check(ctx: RankContext, module: str, cases: tuple[Any, ...], first: bool) -> None:

@@ -16,7 +16,7 @@ import ditron_inductor
 from ditron_inductor.core.layout import POISON
 from ditron_inductor.device import workspaces
 from ditron_inductor.errors import DitronDiverged, DitronTimeout
-from ditron_inductor.lowering.host.register import register
+from ditron_inductor.lowering.register import register
 from tests.lowering import test_all_gather_attention as attention
 from tests.lowering import test_all_reduce_rms_norm as norms
 from tests.lowering.calls import Site, all_reduce_rms_norm

@@ -1,4 +1,4 @@
-"""Binds the ops of attention to their strategies; see lowering/host/register.py, which hands in what kinds share."""
+"""Binds the ops of attention to their strategies; see lowering/register.py, which hands in what kinds share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from ditron_inductor.lowering.all_gather_attention import chunked, library, loca
 from ditron_inductor.lowering.attention_reduce_scatter import library as backward_library
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.planning import plan_request, requirement
+from ditron_inductor.lowering.host.prepare import prepare
+from ditron_inductor.lowering.host.prepared import PreparedCalls
+from ditron_inductor.task import ops
 from ditron_inductor.task.all_gather_attention import (
     ALIGNED,
     GIVEN,
     AllGatherAttention,
     AttentionReduceScatter,
-    attention_sizes,
     mask_problem,
 )
+from ditron_inductor.task.node import Sizes
 from ditron_inductor.task.nodes import AttentionNode
 from ditron_inductor.task.plan import PlanRequest
 from ditron_inductor.task.policy import shared_site
@@ -32,19 +35,17 @@ Node = TypeVar("Node", AllGatherAttention, AttentionReduceScatter)
 
 
 def prepare_forward(
-    prepare: Prepare, key: Hashable, node: AllGatherAttention, operands: Sequence[torch.Tensor]
+    calls: PreparedCalls, key: Hashable, node: AllGatherAttention, operands: Sequence[torch.Tensor]
 ) -> Callable[..., Any]:
     """What runs a forward. prepare: see lowering/host/prepare.py, with the calls that it keeps."""
     world_size = node.world_size
     q, k, v, *biases = operands
     _check_operands(node, q, k, v)
     _check_bias(node, biases, q, world_size * k.shape[2])
-    B, heads, queries, D = q.shape
-    key_heads, keys = k.shape[1], k.shape[2]
-    node = _without_idle_window(node, keys)
+    node = _without_idle_window(node, k.shape[2])
 
     def possible(
-        node: AllGatherAttention, launch: Launch, x: torch.Tensor, m: int, n: int, depth: int
+        node: AllGatherAttention, launch: Launch, x: torch.Tensor, agreed: Sizes
     ) -> tuple[PlanRequest, dict[str, Any]]:
         tiles, chunks = tile.geometry(node, launch, q, k, v), chunked.geometry(node, launch, q, k, v)
         runners = {
@@ -53,14 +54,14 @@ def prepare_forward(
         }
         problem = Problem(
             node.kind,
-            m,
-            n,
-            depth,
+            agreed.m,
+            agreed.n,
+            agreed.k,
             precision_of(x.dtype),
             world_size,
             captured=False,
             library_speed=chunks.run.speed_with(node.mask),
-            bias_bytes=_largest_bytes(node, launch, biases, m, depth),
+            bias_bytes=_largest_bytes(node, launch, biases, agreed),
         )
         reason = launch.workspace.capabilities.tile_reason
         in_tiles = requirement(launch, tiles.nbytes, reason or tile.obstacle(node, q))
@@ -68,22 +69,12 @@ def prepare_forward(
         in_chunks = requirement(launch, chunks.nbytes, reason)
         return plan_request(launch, node, problem, tile=in_tiles, chunked=in_chunks), runners
 
-    m, n, shared = attention_sizes(node.mask, world_size, B, heads, queries, D, key_heads, keys)
-    return prepare(
-        key,
-        node,
-        k,
-        library.make(node, q, k, v),
-        sizes=k.shape,
-        m=m,
-        shared=shared,
-        local=("columns", n),
-        possible=possible,
-    )
+    sizes = node.sizes(ops.shapes_of(node.named(operands)))
+    return prepare(calls, key, node, k, library.make(node, q, k, v), sizes, possible, rows_decide=True)
 
 
 def prepare_backward(
-    prepare: Prepare, key: Hashable, node: AttentionReduceScatter, operands: Sequence[torch.Tensor]
+    calls: PreparedCalls, key: Hashable, node: AttentionReduceScatter, operands: Sequence[torch.Tensor]
 ) -> Callable[..., Any]:
     """What runs a backward; see `prepare_forward`."""
     world_size = node.world_size
@@ -92,42 +83,31 @@ def prepare_backward(
         raise ValueError(
             f"{node.kind} at site '{node.site}': {k.shape[2]} gathered keys do not divide among {world_size} ranks"
         )
-    B, heads, queries, D = q.shape
-    key_heads, keys = k.shape[1], k.shape[2] // world_size
+    keys = k.shape[2] // world_size
     _check_operands(node, q, k[:, :, :keys], v[:, :, :keys])
     _check_bias(node, biases, q, k.shape[2])
     node = _without_idle_window(node, keys)
     given = grad_out, q, k, v, out, lse
 
     def possible(
-        node: AttentionReduceScatter, launch: Launch, x: torch.Tensor, m: int, n: int, depth: int
+        node: AttentionReduceScatter, launch: Launch, x: torch.Tensor, agreed: Sizes
     ) -> tuple[PlanRequest, dict[str, Any]]:
         run = local.choose(q, k[:, :, :keys], v[:, :, :keys], node.softcap, biased=node.mask.kind == GIVEN)
         problem = Problem(
             node.kind,
-            m,
-            n,
-            depth,
+            agreed.m,
+            agreed.n,
+            agreed.k,
             precision_of(x.dtype),
             world_size,
             captured=False,
             library_speed=run.speed_with(node.mask),
-            bias_bytes=_largest_bytes(node, launch, biases, m, depth),
+            bias_bytes=_largest_bytes(node, launch, biases, agreed),
         )
         return plan_request(launch, node, problem), {}
 
-    m, n, shared = attention_sizes(node.mask, world_size, B, heads, queries, D, key_heads, keys)
-    return prepare(
-        key,
-        node,
-        k,
-        backward_library.make(node, given),
-        sizes=(*k.shape[:2], keys, D),
-        m=m,
-        shared=shared,
-        local=("columns", n),
-        possible=possible,
-    )
+    sizes = node.sizes(ops.shapes_of(node.named(operands)))
+    return prepare(calls, key, node, k, backward_library.make(node, given), sizes, possible, rows_decide=True)
 
 
 def _without_idle_window(node: Node, keys: int) -> Node:
@@ -137,14 +117,15 @@ def _without_idle_window(node: Node, keys: int) -> Node:
     return replace(node, mask=node.mask.within(node.world_size * keys)) if node.mask.kind in ALIGNED else node
 
 
-def _largest_bytes(node: AttentionNode, launch: Launch, biases: Sequence[torch.Tensor], m: int, depth: int) -> int:
+def _largest_bytes(node: AttentionNode, launch: Launch, biases: Sequence[torch.Tensor], sizes: Sizes) -> int:
     """Of what has the sizes of a bias, however it lies in memory, on the rank with most queries: agreed on once, like
-    these; m, depth: see `attention_sizes`.
+    the sizes.
     """
     if not biases:
         return 0
     own = sum(bias.numel() * bias.element_size() for bias in biases)
-    what = f"bytes of the bias of {shared_site(node.site) or node.kind} {node.kind} beside {depth} columns, {m} rows"
+    name = f"{shared_site(node.site) or node.kind} {node.kind}"
+    what = f"bytes of the bias of {name} beside {sizes.k} columns, {sizes.m} rows"
     return launch.workspace.largest(what, own)
 
 

@@ -1,0 +1,22 @@
+"""How `all_reduce_rms_norm` runs: its kernel, and the library's collective with a kernel behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ditron_inductor.lowering.all_reduce_rms_norm import kernel
+from ditron_inductor.lowering.all_reduce_rms_norm import library as norm_library
+from ditron_inductor.lowering.host.kind import Lowering, Tile
+from ditron_inductor.task.nodes import AllReduceRmsNorm
+
+
+def library(node: AllReduceRmsNorm, operands: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """What runs such calls by the library; see `Library`."""
+    x = operands[0]
+    return norm_library.make(node, list(x.shape), x.device)
+
+
+LOWERING = Lowering(AllReduceRmsNorm, library, Tile(kernel.geometry, kernel.all_reduce_rms_norm))

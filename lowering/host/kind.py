@@ -1,0 +1,48 @@
+"""What a node kind declares of its kernels, in the op.py of the folder that is named after the kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ditron_inductor.task.node import Node
+
+Runner = Callable[..., Any]
+"""A function of (node, launch, its own geometry, what `split` makes of the operands)."""
+Library = Callable[[Any, Sequence[torch.Tensor]], Callable[..., Any]]
+"""A function of a node and the operands of a call, which returns what runs such calls by the library: a function of
+what `split` makes of the operands."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The strategy `tile`: geometry lays out a call, as a function of (node, launch, communicated tensor, n)."""
+
+    geometry: Callable[..., Any]
+    run: Runner
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """The strategy `chunked`.
+
+    obstacle: a function of (node, shape of the communicated tensor): why no such call can run, empty where it can.
+    geometry: a function of (node, launch, communicated tensor, n, k).
+    """
+
+    obstacle: Callable[..., str]
+    geometry: Callable[..., Any]
+    run: Runner
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How a node kind of matmuls, or of a norm, runs: its declaration, and its strategies."""
+
+    node: type[Node]
+    library: Library
+    tile: Tile
+    chunked: Chunked | None = None
