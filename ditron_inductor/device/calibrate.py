@@ -14,7 +14,7 @@ import triton
 from ditron_inductor.core import layout as words
 from ditron_inductor.core import quick_interpreter
 from ditron_inductor.core.signals import wait
-from ditron_inductor.device import layout
+from ditron_inductor.device import slot_layout
 
 CUDA_POLLS = 10_000
 CPU_POLLS = 20
@@ -50,10 +50,10 @@ def measure(device: torch.device) -> float:
 
 def _measure(device: torch.device) -> float:
     polls = CUDA_POLLS if device.type == "cuda" else CPU_POLLS
-    header = torch.zeros(layout.HEADER_BYTES, dtype=torch.uint8, device=device)
-    table = torch.full((layout.MAX_WORLD,), header.data_ptr(), dtype=torch.int64, device=device)
-    ctl = torch.zeros(layout.CTL_WORDS, dtype=torch.int64, device=device)
-    record = torch.zeros(layout.RECORD_WORDS, dtype=torch.int64, device=device)
+    header = torch.zeros(slot_layout.HEADER_BYTES, dtype=torch.uint8, device=device)
+    table = torch.full((slot_layout.MAX_WORLD,), header.data_ptr(), dtype=torch.int64, device=device)
+    ctl = torch.zeros(slot_layout.CTL_WORDS, dtype=torch.int64, device=device)
+    record = torch.zeros(slot_layout.RECORD_WORDS, dtype=torch.int64, device=device)
     _timed_wait(ctl, table, record, 1)  # compiles
     # The fastest round counts: one that was interrupted would make every limit too short, and waits fail for nothing.
     seconds = min(_timed_wait(ctl, table, record, polls) for _ in range(ROUNDS))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ditron_inductor.device import layout
+from ditron_inductor.device import slot_layout
 
 OLDEST_CUDA = (8, 0)
 """bf16 tensor cores and system-scope acquire loads as Triton emits them."""
@@ -172,8 +172,8 @@ def combine(ranks: Sequence[RankFacts]) -> Capabilities:
     archs = sorted({facts.arch for facts in ranks})
     if not tile_reason and len(archs) > 1:
         tile_reason = f"the ranks have different devices: {', '.join(archs)}"
-    if not tile_reason and len(ranks) > layout.MAX_WORLD:
-        tile_reason = f"groups of more than {layout.MAX_WORLD} ranks are not supported by the tile kernels"
+    if not tile_reason and len(ranks) > slot_layout.MAX_WORLD:
+        tile_reason = f"groups of more than {slot_layout.MAX_WORLD} ranks are not supported by the tile kernels"
     return Capabilities(
         device_type=ranks[0].device_type,
         device_name=" | ".join(names),

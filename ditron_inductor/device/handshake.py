@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ditron_inductor.device.capabilities import Capabilities, RankFacts, combine
-from ditron_inductor.device.exchange import Session
 from ditron_inductor.device.facts import differing
+from ditron_inductor.device.session import Session
 from ditron_inductor.errors import DitronDiverged, DitronOptionsMismatch
 from ditron_inductor.version import VERSION
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from ditron_inductor.device import groups
 from ditron_inductor.device.calibrate import PollRates
 from ditron_inductor.device.capabilities import probe
-from ditron_inductor.device.exchange import meet
 from ditron_inductor.device.handshake import AgreedOptions, agree_options, shake_hands
 from ditron_inductor.device.host_speed import launch_us
+from ditron_inductor.device.session import meet
 from ditron_inductor.device.watchdog import Watchdog
 from ditron_inductor.device.workspace import SharedWorkspace, Workspace
 from ditron_inductor.errors import DitronCaptureError, DitronDiverged, DitronHandshakeError

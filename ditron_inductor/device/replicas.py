@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ditron_inductor.device import groups
-from ditron_inductor.device.exchange import meet
 from ditron_inductor.device.registry import workspaces
+from ditron_inductor.device.session import meet
 from ditron_inductor.errors import DitronNotReplicated
 
 SAMPLES = 16

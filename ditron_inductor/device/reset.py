@@ -7,10 +7,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ditron_inductor.device import groups
-from ditron_inductor.device.exchange import Session, meet
 from ditron_inductor.device.meetings import meetings
 from ditron_inductor.device.registry import Registry, workspaces
 from ditron_inductor.device.replicas import replicas
+from ditron_inductor.device.session import Session, meet
 from ditron_inductor.device.workspace import SharedWorkspace
 
 SLACK_S = 5.0

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 
 from ditron_inductor.core import layout as words
-from ditron_inductor.device import layout
-from ditron_inductor.device.exchange import Session
+from ditron_inductor.device import slot_layout
 from ditron_inductor.device.heap import Heap, make_heap, private_cuda_bytes
+from ditron_inductor.device.session import Session
 from ditron_inductor.errors import WorkspaceError
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Generation:
         if found is None:
             # Made once and used in any mode, as the ring itself.
             with torch.inference_mode(False), torch.no_grad():
-                first = layout.data_offset(slot, self.slot_bytes)
+                first = slot_layout.data_offset(slot, self.slot_bytes)
                 found = self.heap.view(rank)[first : first + self.slot_bytes].view(dtype)
             self.views[slot, rank, dtype] = found
         return found
@@ -72,14 +72,14 @@ class Generation:
 
         No kernel of any rank may be using the ring.
         """
-        words_of_ctl = [0] * layout.CTL_WORDS
+        words_of_ctl = [0] * slot_layout.CTL_WORDS
         words_of_ctl[words.RECORD.value] = record.data_ptr()
-        for slot in range(layout.NUM_SLOTS):
-            word = layout.slot_word(slot, words.DATA_OFFSET.value)
-            words_of_ctl[word] = layout.data_offset(slot, self.slot_bytes)
+        for slot in range(slot_layout.NUM_SLOTS):
+            word = slot_layout.slot_word(slot, words.DATA_OFFSET.value)
+            words_of_ctl[word] = slot_layout.data_offset(slot, self.slot_bytes)
         self.ctl.copy_(torch.tensor(words_of_ctl, dtype=torch.int64, device="cpu"))
         self.counters.zero_()
-        self.heap.local[: layout.HEADER_BYTES].zero_()
+        self.heap.local[: slot_layout.HEADER_BYTES].zero_()
         self.timeout_s = 0.0
 
     def set_poll_limit(self, limit: int, timeout_s: float) -> None:
@@ -97,7 +97,7 @@ def slot_size(nbytes: int, limit: int) -> int | None:
     needed = _pages(nbytes)
     step = max(PAGE, 1 << max(0, needed.bit_length() - 3))
     rounded = -(-needed // step) * step
-    most = (limit - layout.HEADER_BYTES) // layout.NUM_SLOTS // PAGE * PAGE
+    most = (limit - slot_layout.HEADER_BYTES) // slot_layout.NUM_SLOTS // PAGE * PAGE
     if needed > most:
         return None
     return min(rounded, most)
@@ -105,7 +105,7 @@ def slot_size(nbytes: int, limit: int) -> int | None:
 
 def ring_bytes(nbytes: int) -> int:
     """Bytes of the smallest ring for calls of `nbytes`: there is a slot size within any limit that is not below it."""
-    return layout.heap_bytes(_pages(nbytes))
+    return slot_layout.heap_bytes(_pages(nbytes))
 
 
 def _pages(nbytes: int) -> int:
@@ -120,7 +120,7 @@ def make_generation(session: Session, device: torch.device, slot_bytes: int, tim
     """
     group = session.group
     name = session.next_place()
-    heap, problem = _attempt(lambda: make_heap(device, layout.heap_bytes(slot_bytes)))
+    heap, problem = _attempt(lambda: make_heap(device, slot_layout.heap_bytes(slot_bytes)))
     offer = {"slot_bytes": slot_bytes, "problem": problem, "heap": heap.offer() if heap is not None else None}
     offers = session.all_gather(f"make room for {why}", offer, timeout_s)
     sizes = [offer["slot_bytes"] for offer in offers]
@@ -163,8 +163,8 @@ def _raise_problems(group_name: str, what: str, problems: list[str]) -> None:
 
 def _private_words(device: torch.device, addresses: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The words that only this rank touches. On CUDA outside the caching allocator, whose memory a graph may reuse."""
-    table_bytes, ctl_bytes = 8 * layout.MAX_WORLD, 8 * layout.CTL_WORDS
-    nbytes = table_bytes + ctl_bytes + 4 * layout.COUNTERS
+    table_bytes, ctl_bytes = 8 * slot_layout.MAX_WORLD, 8 * slot_layout.CTL_WORDS
+    nbytes = table_bytes + ctl_bytes + 4 * slot_layout.COUNTERS
     if device.type == "cuda":
         memory = private_cuda_bytes(device, nbytes)
     else:

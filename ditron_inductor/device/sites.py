@@ -7,7 +7,7 @@ import time
 
 import torch.distributed as dist
 
-from ditron_inductor.device import layout
+from ditron_inductor.device import slot_layout
 from ditron_inductor.device.groups import Group
 from ditron_inductor.errors import WorkspaceError
 
@@ -36,7 +36,7 @@ class SiteNames:
     def _register(self, text: str) -> int:
         for attempt in range(64):
             digest = hashlib.blake2b(f"{attempt}:{text}".encode(), digest_size=8).digest()
-            number = int.from_bytes(digest, "little") & layout.SITE_MASK
+            number = int.from_bytes(digest, "little") & slot_layout.SITE_MASK
             if number == 0:
                 continue
             try:

@@ -17,7 +17,7 @@ import weakref
 import torch
 
 from ditron_inductor.core import layout as words
-from ditron_inductor.device import layout
+from ditron_inductor.device import slot_layout
 from ditron_inductor.device.groups import Group
 from ditron_inductor.device.sites import SiteNames
 from ditron_inductor.errors import DitronDiverged, DitronError, DitronPoisoned, DitronTimeout
@@ -35,7 +35,7 @@ class Health:
 
     def __init__(self, group: Group, sites: SiteNames, device: torch.device) -> None:
         self.record = torch.zeros(
-            layout.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+            slot_layout.RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
         )
         self.timeout_s = 0.0
         self._on_host = device.type == "cpu"
@@ -94,8 +94,8 @@ class Health:
             self._cause = ""
 
     def _describe(self, record: list[int]) -> DitronError:
-        expected_site, expected_epoch = layout.unpack(record[words.RECORD_EXPECTED.value])
-        seen_site, seen_epoch = layout.unpack(record[words.RECORD_SEEN.value])
+        expected_site, expected_epoch = slot_layout.unpack(record[words.RECORD_EXPECTED.value])
+        seen_site, seen_epoch = slot_layout.unpack(record[words.RECORD_SEEN.value])
         rank, peer = record[words.RECORD_RANK.value], record[words.RECORD_PEER.value]
         site = self._sites.text(expected_site)
         peer_site = self._sites.text(seen_site)

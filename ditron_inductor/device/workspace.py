@@ -13,15 +13,15 @@ from typing import TypeVar
 
 import torch
 
-from ditron_inductor.device import layout
+from ditron_inductor.device import slot_layout
 from ditron_inductor.device.calibrate import PollRates
 from ditron_inductor.device.capabilities import Capabilities
-from ditron_inductor.device.exchange import Session
 from ditron_inductor.device.groups import Group
 from ditron_inductor.device.handshake import AgreedOptions, HandshakeResult, agree_options
 from ditron_inductor.device.lanes import Lane, make_lane
 from ditron_inductor.device.ring import FIRST_SLOT_BYTES, Generation, make_generation, ring_bytes, slot_size
 from ditron_inductor.device.scratch import Scratch
+from ditron_inductor.device.session import Session
 from ditron_inductor.device.sites import SiteNames
 from ditron_inductor.device.streams import CallOrder, HostOrder, StreamOrder
 from ditron_inductor.device.watchdog import Health
@@ -89,7 +89,7 @@ class SharedWorkspace:
         if generation.timeout_s != timeout_s or unsure:
             generation.set_poll_limit(self.rates.limit(self.device, timeout_s), timeout_s)
         self.health.begin(timeout_s)
-        slot = self.calls % layout.NUM_SLOTS
+        slot = self.calls % slot_layout.NUM_SLOTS
         self._in_call = True
         self.calls += 1
         return generation, slot, number
@@ -117,7 +117,7 @@ class SharedWorkspace:
 
     def make_first_ring(self, limit: int, timeout_s: float) -> None:
         """Find out whether the ranks can map each other's memory; where not, the capabilities say so from now on."""
-        if layout.heap_bytes(FIRST_SLOT_BYTES) > limit:
+        if slot_layout.heap_bytes(FIRST_SLOT_BYTES) > limit:
             return
         try:
             self._add_generation(FIRST_SLOT_BYTES, timeout_s, "the group's first call")
@@ -175,7 +175,7 @@ class SharedWorkspace:
 
     def held(self) -> int:
         """Bytes of the rings that calls may use: equal on all ranks."""
-        return sum(layout.heap_bytes(generation.slot_bytes) for generation in self.generations)
+        return sum(slot_layout.heap_bytes(generation.slot_bytes) for generation in self.generations)
 
     def footprint(self, nbytes: int, limit: int) -> int:
         """Bytes that the group takes while it has slots for calls of `nbytes`, to be compared with `limit`: equal on
@@ -239,7 +239,7 @@ class SharedWorkspace:
 
     def nbytes(self) -> int:
         """Bytes of symmetric memory that this rank holds."""
-        return self.held() + sum(layout.heap_bytes(generation.slot_bytes) for generation in self.lost)
+        return self.held() + sum(slot_layout.heap_bytes(generation.slot_bytes) for generation in self.lost)
 
 
 class Workspace:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ditron_inductor.report.timing import Clock
     from ditron_inductor.task.site_records import SiteRecord
     from ditron_inductor.taxes.probe import Key, Spent
-    from ditron_inductor.taxes.trace import Trace
+    from ditron_inductor.taxes.step_trace import Trace
 
 GRAPHS = "triton.cudagraphs"
 CPU_ROUNDS = 2
@@ -156,7 +156,7 @@ class _Profile:
         )
 
     def _trace(self, clock: Clock, call: Callable[[int], None], notes: list[str]) -> Trace | None:
-        from ditron_inductor.taxes.trace import take_trace
+        from ditron_inductor.taxes.step_trace import take_trace
 
         taken, problem = take_trace(clock, call)
         if problem:

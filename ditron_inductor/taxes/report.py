@@ -13,7 +13,7 @@ from ditron_inductor.task.site_records import SiteRecord
 from ditron_inductor.taxes.accounts import FUSED, INDUCTOR, UNFUSED, Account, SiteTaxes, StepTimes, explained
 
 if TYPE_CHECKING:
-    from ditron_inductor.taxes.trace import Trace
+    from ditron_inductor.taxes.step_trace import Trace
 
 NONE = "-"
 ON_CPU = (

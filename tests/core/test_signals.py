@@ -35,7 +35,7 @@ from ditron_inductor.core.signals import (
     settle,
     wait_credits,
 )
-from ditron_inductor.device import layout
+from ditron_inductor.device import slot_layout
 from tests.rank_process import RankContext
 from tests.ranks import RankPools
 
@@ -94,11 +94,11 @@ def launch(kernel: Any, credits: list[int], *, poison: int = 0) -> Found:
     ctl[POLL_LIMIT.value] = 5
     ctl[POISON.value] = poison
     ctl[DUE.value] = (DUE_SLOT + 1) << EPOCH_BITS.value | DUE_EPOCH
-    ctl[layout.slot_word(slot, EPOCH.value)] = EPOCH_NOW - 1
+    ctl[slot_layout.slot_word(slot, EPOCH.value)] = EPOCH_NOW - 1
     out = torch.full((1,), -1, dtype=torch.int32)
     kernel[(1,)](table, ctl, out, RANK, slot, SITE, WORLD, 128, num_warps=4)
     due = DUE_SLOT * SLOT_WORDS.value + CREDIT_ROW.value * MAX_WORLD.value + RANK
-    given = [layout.unpack(int(heaps[peer][due]))[1] for peer in (0, 2)]
+    given = [slot_layout.unpack(int(heaps[peer][due]))[1] for peer in (0, 2)]
     return Found(int(out), int(ctl[POISON.value]), int(record[RECORD_PEER.value]), given)
 
 

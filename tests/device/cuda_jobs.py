@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_inductor.device import Workspace, reset
-from ditron_inductor.device.layout import NUM_SLOTS
+from ditron_inductor.device.slot_layout import NUM_SLOTS
 from ditron_inductor.device.streams import is_foreign
 from tests.device.jobs import LIMIT_S, caught, expected, opened, ping
 from tests.rank_process import RankContext

@@ -26,7 +26,7 @@ from ditron_inductor.core.signals import (
     wait,
     wait_credits,
 )
-from ditron_inductor.device import AgreedOptions, Registry, Workspace, layout, reset, ring
+from ditron_inductor.device import AgreedOptions, Registry, Workspace, reset, ring, slot_layout
 from ditron_inductor.errors import DitronError
 from tests.rank_process import RankContext
 
@@ -136,7 +136,7 @@ def keeps_within_the_limit(ctx: RankContext) -> tuple[list[int], list[int], tupl
     """A ring that rank 0's graph holds stays on all ranks; the most bytes that were there at each growth, what is held
     after each, and the error of one that would exceed the limit.
     """
-    limit = layout.HEADER_BYTES * 3 + 20_000_000
+    limit = slot_layout.HEADER_BYTES * 3 + 20_000_000
     _, workspace = opened(ctx, AgreedOptions("tile", limit, LIMIT_S))
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     shared, most, held, make_heap = workspace.shared, [], [], ring.make_heap
@@ -163,7 +163,7 @@ def keeps_within_the_limit(ctx: RankContext) -> tuple[list[int], list[int], tupl
             shared.generations[-1].captured |= ctx.rank == 0 and nbytes == 2_000_000
             assert workspace.footprint(nbytes) <= workspace.nbytes
             held.append(workspace.nbytes)
-        assert limit // 2 < layout.heap_bytes(7_000_000) < limit < workspace.footprint(7_000_000)
+        assert limit // 2 < slot_layout.heap_bytes(7_000_000) < limit < workspace.footprint(7_000_000)
         error = caught(ping, workspace, nbytes=7_000_000)
         ping(workspace, nbytes=6_000_000)
     finally:

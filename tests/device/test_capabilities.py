@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ditron_inductor.device import capabilities, layout
+from ditron_inductor.device import capabilities, slot_layout
 from ditron_inductor.device.capabilities import RankFacts, combine, probe
 from ditron_inductor.device.host_speed import launch_us
 
@@ -78,8 +78,8 @@ def test_without_peer_access_there_are_no_tiles(second: RankFacts, reason: str) 
         ([gpu(0, tile_problem="old"), gpu(1, tile_problem="old")], "old"),
         ([gpu(0), gpu(1, arch="sm_80")], "the ranks have different devices: sm_80, sm_90"),
         (
-            [gpu(0)] * (layout.MAX_WORLD + 1),
-            f"groups of more than {layout.MAX_WORLD} ranks are not supported by the tile kernels",
+            [gpu(0)] * (slot_layout.MAX_WORLD + 1),
+            f"groups of more than {slot_layout.MAX_WORLD} ranks are not supported by the tile kernels",
         ),
     ],
 )

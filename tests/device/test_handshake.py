@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ditron_inductor.device.capabilities import RankFacts
-from ditron_inductor.device.exchange import meet
 from ditron_inductor.device.groups import Group
 from ditron_inductor.device.handshake import AgreedOptions, HandshakeResult, agree_options, shake_hands, versions
+from ditron_inductor.device.session import meet
 from ditron_inductor.errors import DitronHandshakeError, DitronOptionsMismatch
 from tests.device.threads import on_ranks
 

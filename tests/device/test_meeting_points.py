@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from ditron_inductor.core.layout import DONE, SEND_TICKET, TILE_TICKET
-from ditron_inductor.device import layout, reset
+from ditron_inductor.device import reset, slot_layout
 from ditron_inductor.device.ring import Generation
 from tests.device.jobs import LIMIT_S, expected, opened, ping
 from tests.rank_process import RankContext
@@ -76,8 +76,8 @@ def leftovers(ctx: RankContext) -> None:
     (ring,) = workspace.shared.generations
     ring.counters.fill_(3)
     words = [
-        layout.slot_word(slot, word.value)
-        for slot in range(layout.NUM_SLOTS)
+        slot_layout.slot_word(slot, word.value)
+        for slot in range(slot_layout.NUM_SLOTS)
         for word in (SEND_TICKET, TILE_TICKET, DONE)
     ]
     ring.ctl[torch.tensor(words)] = 7

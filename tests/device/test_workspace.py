@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ditron_inductor.device import layout
+from ditron_inductor.device import slot_layout
 from tests.device import jobs
 from tests.ranks import RankPool, RankPools
 
@@ -31,7 +31,7 @@ def test_slots_grow_and_the_old_ring_goes(rank_pools: RankPools) -> None:
     held = rank_pools.get("cpu", 2).run(jobs.grows)
     assert held[0] == held[1]
     first, second, third, fourth = held[0]
-    assert first < second < third == fourth < layout.HEADER_BYTES + 2.6 * 3_000_000
+    assert first < second < third == fourth < slot_layout.HEADER_BYTES + 2.6 * 3_000_000
 
 
 def test_the_limit_is_an_error_on_all_ranks(rank_pools: RankPools) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ditron_inductor.core import layout as words
-from ditron_inductor.device import driver, layout
+from ditron_inductor.device import driver, slot_layout
 from ditron_inductor.device.handshake import AgreedOptions
 from ditron_inductor.device.ring import Generation
 from ditron_inductor.device.workspace import Workspace
@@ -95,7 +95,7 @@ class Log:
 
 def make_launch(lane: Any, order: Any, world_size: int = WORLD, rank: int = RANK) -> Launch:
     """A site of a workspace whose peers are not there."""
-    heaps = [torch.zeros(layout.heap_bytes(SLOT_BYTES), dtype=torch.uint8) for _ in range(world_size)]
+    heaps = [torch.zeros(slot_layout.heap_bytes(SLOT_BYTES), dtype=torch.uint8) for _ in range(world_size)]
     generation = Generation(
         "fake",
         SimpleNamespace(view=lambda rank: heaps[rank], local=heaps[rank]),  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def make_launch(lane: Any, order: Any, world_size: int = WORLD, rank: int = RANK
         assert nbytes <= SLOT_BYTES
         order.enter()
         shared.calls += 1
-        return generation, (shared.calls - 1) % layout.NUM_SLOTS, 4242
+        return generation, (shared.calls - 1) % slot_layout.NUM_SLOTS, 4242
 
     shared.begin = begin
     return Launch(Workspace(shared, AgreedOptions("chunked", 1 << 30, 30.0), 30.0), "fake site")  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ditron_inductor.device import layout, workspaces
+from ditron_inductor.device import slot_layout, workspaces
 from tests.lowering.calls import Site
 from tests.lowering.problems import Problem, Size
 from tests.rank_process import RankContext
@@ -101,7 +101,7 @@ def fill_slots(ctx: RankContext) -> None:
     rings = [generation for shared in found for generation in shared.generations]
     assert rings, "the group has no workspace to poison"
     for ring in rings:
-        ring.heap.local[layout.HEADER_BYTES :].fill_(0xFF)
+        ring.heap.local[slot_layout.HEADER_BYTES :].fill_(0xFF)
     all_ranks_idle()
 
 
@@ -116,7 +116,7 @@ def check_in_poisoned_slots(ctx: RankContext, problem: Problem) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(8, dtype=torch.bfloat16, device=ctx.device).isnan().all()
-        for _ in range(layout.NUM_SLOTS):
+        for _ in range(slot_layout.NUM_SLOTS):
             fill_slots(ctx)
             problem.check(problem())
     finally:

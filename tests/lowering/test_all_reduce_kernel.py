@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import ditron_inductor
 from ditron_inductor.core.layout import MAX_CHUNKS, REVOKED_ROW
-from ditron_inductor.device import layout
+from ditron_inductor.device import slot_layout
 from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel
 from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import Cut, cut
 from tests.conftest import Place
@@ -50,7 +50,7 @@ def test_cut(rows: int, itemsize: int, world: int, expected: Cut) -> None:
 
 @pytest.mark.parametrize("num_sms", [1, 20, 132, 304])
 def test_every_piece_has_its_flag(num_sms: int) -> None:
-    for world in range(2, layout.MAX_WORLD + 1):
+    for world in range(2, slot_layout.MAX_WORLD + 1):
         for itemsize in (2, 4):
             for numel in (1, 511, 513, 70_001, all_reduce_kernel.MOST_BYTES // itemsize):
                 found = cut(numel, itemsize, world, **{**CUT, "programs": num_sms})

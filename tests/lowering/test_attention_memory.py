@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ditron_inductor.device import layout
+from ditron_inductor.device import slot_layout
 from ditron_inductor.device.lanes import StreamLane
 from ditron_inductor.lowering.all_gather_attention import chunked
 from ditron_inductor.lowering.all_gather_attention.local import Local
@@ -144,7 +144,7 @@ def test_the_order_on_every_stream(monkeypatch: pytest.MonkeyPatch, name: str) -
     log = record(monkeypatch)
     call = a_call(log, return_gathered=return_gathered)
     # Each slot, and each of them again.
-    for _ in range(2 * layout.NUM_SLOTS):
+    for _ in range(2 * slot_layout.NUM_SLOTS):
         call()
         assert log.take().split() == expected.split()
 
@@ -163,7 +163,7 @@ def test_what_a_call_costs_the_host(
     monkeypatch: pytest.MonkeyPatch, return_gathered: bool, expected: dict[str, int]
 ) -> None:
     call = a_call(record(monkeypatch), return_gathered=return_gathered)
-    for _ in range(layout.NUM_SLOTS):
+    for _ in range(slot_layout.NUM_SLOTS):
         call()
     with Operators() as operators:
         call()

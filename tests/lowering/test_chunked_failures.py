@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_inductor.core import layout as words
-from ditron_inductor.device import layout, workspaces
+from ditron_inductor.device import slot_layout, workspaces
 from ditron_inductor.device.workspace import SharedWorkspace
 from ditron_inductor.errors import DitronError
 from ditron_inductor.lowering import transfers
@@ -67,7 +67,7 @@ def _too_slow(ctx: RankContext, kind: str) -> Slow | Failure:
     if ctx.rank == 0:
         problem()
         # As if the call for the next slot, which would fail here and now, were still queued, as on a GPU.
-        _shared(ctx).calls += layout.NUM_SLOTS - 1
+        _shared(ctx).calls += slot_layout.NUM_SLOTS - 1
         return fails(ctx, other)
     waiting = transfers.await_all if kind == "all_gather_matmul" else transfers.await_pieces
     last = transfers.close_slot if kind == "all_gather_matmul" else transfers.reduce_partials
@@ -113,10 +113,10 @@ def test_a_reader_that_is_overtaken(fragile_pool: RankPool, kind: str) -> None:
 
 def _revoke_words(ctx: RankContext) -> list[int]:
     """The words with which peers revoked slots of this rank."""
-    header = _shared(ctx).generations[-1].heap.local[: layout.HEADER_BYTES].view(torch.int64)
+    header = _shared(ctx).generations[-1].heap.local[: slot_layout.HEADER_BYTES].view(torch.int64)
     places = [
-        slot * words.SLOT_WORDS.value + words.REVOKED_ROW.value * layout.MAX_WORLD + source
-        for slot in range(layout.NUM_SLOTS)
+        slot * words.SLOT_WORDS.value + words.REVOKED_ROW.value * slot_layout.MAX_WORLD + source
+        for slot in range(slot_layout.NUM_SLOTS)
         for source in range(ctx.world_size)
     ]
     return [int(header[place]) for place in places]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditron_inductor.device import layout
+from ditron_inductor.device import slot_layout
 from ditron_inductor.device.lanes import StreamLane
 from ditron_inductor.lowering.all_gather_matmul import chunked as gather
 from ditron_inductor.lowering.matmul_all_reduce import chunked as reduce
@@ -169,7 +169,7 @@ def test_the_order_on_every_stream(log: Log, name: str) -> None:
     make, expected = CALLS[name]
     call = make(log)
     # Each slot, and each of them again.
-    for _ in range(2 * layout.NUM_SLOTS):
+    for _ in range(2 * slot_layout.NUM_SLOTS):
         call()
         assert log.take().split() == expected.split()
 
@@ -232,7 +232,7 @@ def test_what_a_call_costs_the_host(
     log: Log, make: Callable[[Log], Call], expected: dict[str, int], switches: int
 ) -> None:
     call = make(log)
-    for _ in range(layout.NUM_SLOTS):
+    for _ in range(slot_layout.NUM_SLOTS):
         call()
     log.switches = 0
     with Operators() as operators:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_inductor.core.layout import CREDIT_ROW, MAX_WORLD, POLL_LIMIT, REVOKED_ROW, SLOT_WORDS
-from ditron_inductor.device import layout, workspaces
+from ditron_inductor.device import slot_layout, workspaces
 from ditron_inductor.errors import DitronTimeout
 from tests.lowering.calls import Site
 from tests.lowering.failures import reset
@@ -24,11 +24,11 @@ READER = 1
 def check(ctx: RankContext, kind: str, strategy: str, odd: bool) -> None:
     site = Site(name=f"uncredited/{odd:d}:{kind}", strategy=strategy)
     problem = Problem(ctx, kind, (ODD if odd else SMALL)[ctx.device.type], site=site)
-    for _ in range(layout.NUM_SLOTS + 1):
+    for _ in range(slot_layout.NUM_SLOTS + 1):
         problem.check(problem())
     (shared,) = workspaces.of_group(dist.distributed_c10d._resolve_process_group(ctx.group_name))
-    ring, slot = shared.generations[-1], shared.calls % layout.NUM_SLOTS
-    header = ring.heap.local[: layout.HEADER_BYTES].view(torch.int64)
+    ring, slot = shared.generations[-1], shared.calls % slot_layout.NUM_SLOTS
+    header = ring.heap.local[: slot_layout.HEADER_BYTES].view(torch.int64)
     flags = header[slot * SLOT_WORDS.value :][: SLOT_WORDS.value].view(-1, MAX_WORLD.value)
     data = ring.data(slot, ctx.rank, torch.uint8)
     dist.barrier()

@@ -159,7 +159,7 @@ DEVICE: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a rank is met under the same name in every life",
-        "ditron_inductor/device/exchange.py",
+        "ditron_inductor/device/session.py",
         "nonce = uuid.uuid4().hex",
         "nonce = str(group.rank)",
         "tests/device/test_exchange.py::test_leftovers_of_an_earlier_group_are_not_met",

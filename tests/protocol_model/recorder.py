@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from ditron_inductor.core import layout as words
-from ditron_inductor.device import driver, layout
-from ditron_inductor.device.exchange import Session
+from ditron_inductor.device import driver, slot_layout
 from ditron_inductor.device.ring import Generation
+from ditron_inductor.device.session import Session
 from ditron_inductor.device.workspace import SharedWorkspace
 
 Places = Any  # a numpy array of the bytes of a slot or an area
@@ -60,7 +60,7 @@ class Ring:
         self.slot_bytes = generation.slot_bytes
         self.bases = [int(address) for address in generation.heap.addresses]
         self.rank = self.bases.index(generation.heap.local.data_ptr())
-        self.nbytes = layout.heap_bytes(generation.slot_bytes)
+        self.nbytes = slot_layout.heap_bytes(generation.slot_bytes)
         self.ctl = generation.ctl.data_ptr()
 
 
@@ -95,7 +95,7 @@ class Recorder:
             return
         low, high = int(addresses.min()), int(addresses.max())
         for ring in self.rings.values():
-            spans = [(ring.ctl, 8 * layout.CTL_WORDS), *((base, ring.nbytes) for base in ring.bases)]
+            spans = [(ring.ctl, 8 * slot_layout.CTL_WORDS), *((base, ring.nbytes) for base in ring.bases)]
             for rank, (base, nbytes) in enumerate(spans, start=-1):
                 if high >= base and low < base + nbytes:
                     inside = (addresses >= base) & (addresses < base + nbytes)
@@ -110,8 +110,8 @@ class Recorder:
         for ring, rank, inside, offsets in self.found(flat):
             seen = values[mask][inside]
             if rank < 0:
-                for slot in range(layout.NUM_SLOTS):
-                    at = offsets == 8 * layout.slot_word(slot, words.EPOCH.value)
+                for slot in range(slot_layout.NUM_SLOTS):
+                    at = offsets == 8 * slot_layout.slot_word(slot, words.EPOCH.value)
                     if at.any():
                         self.add("epoch", ring.name, slot=slot, epoch=int(seen[at][0]))
                 continue
@@ -131,8 +131,8 @@ class Recorder:
         for ring, rank, inside, offsets in self.found(flat):
             stored = values[mask][inside]
             if rank < 0:
-                for slot in range(layout.NUM_SLOTS):
-                    at = offsets == 8 * layout.slot_word(slot, words.EPOCH.value)
+                for slot in range(slot_layout.NUM_SLOTS):
+                    at = offsets == 8 * slot_layout.slot_word(slot, words.EPOCH.value)
                     if at.any():
                         self.add("close", ring.name, slot=slot, epoch=int(stored[at][0]))
                 continue
@@ -211,8 +211,8 @@ EPOCHS = words.EPOCH_MASK.value
 
 def slots_of(ring: Ring, offsets: Any, width: int) -> Iterator[tuple[int, Places]]:
     """(slot, its bytes) of accesses of `width` bytes."""
-    for slot in range(layout.NUM_SLOTS):
-        first = layout.data_offset(slot, ring.slot_bytes)
+    for slot in range(slot_layout.NUM_SLOTS):
+        first = slot_layout.data_offset(slot, ring.slot_bytes)
         at = offsets[(offsets >= first) & (offsets < first + ring.slot_bytes)] - first
         if at.size:
             yield slot, np.unique((at[:, None] + np.arange(width)).ravel()).astype(np.int32)
@@ -239,7 +239,7 @@ def looks_of(ring: Ring, offsets: Any, values: Any) -> Iterator[tuple[int, int, 
     """(slot, row, source, value) of the flags and credits among words."""
     for offset, value in zip(offsets.tolist(), values.tolist(), strict=True):
         slot, word = divmod(offset // 8, words.SLOT_WORDS.value)
-        if slot < layout.NUM_SLOTS:
+        if slot < slot_layout.NUM_SLOTS:
             yield slot, word // words.MAX_WORLD.value, word % words.MAX_WORLD.value, int(value)
 
 
@@ -387,7 +387,7 @@ def kept_by(generation: Generation) -> list[str]:
     """What a zeroed ring still has of its uses."""
     kept = {
         "counters": bool(generation.counters.any()),
-        "flags": bool(generation.heap.local[: layout.HEADER_BYTES].any()),
+        "flags": bool(generation.heap.local[: slot_layout.HEADER_BYTES].any()),
         "poison": bool(generation.ctl[words.POISON.value]),
         "due credits": bool(generation.ctl[words.DUE.value]),
     }

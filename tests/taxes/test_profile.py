@@ -16,7 +16,7 @@ from ditron_inductor.errors import InvalidOptionValue, NoDefaultGroup
 from ditron_inductor.task.policy import shared_site
 from ditron_inductor.taxes.accounts import Account
 from ditron_inductor.taxes.report import TaxReport
-from ditron_inductor.taxes.trace import NAMES
+from ditron_inductor.taxes.step_trace import NAMES
 from tests.ranks import RankContext, RankPools
 
 LIMIT_S = 200.0

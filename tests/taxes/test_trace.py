@@ -25,7 +25,7 @@ from ditron_inductor.lowering.flash_decode.in_band import flash_decode_in_band_k
 from ditron_inductor.lowering.flash_decode.tile import flash_decode_kernel
 from ditron_inductor.lowering.host.tracing import TraceBuffer, clock_of, takes_part
 from ditron_inductor.lowering.matmul_all_gather import few_rows
-from ditron_inductor.taxes.trace import LANES, Alignment, Event, RankTrace, Trace
+from ditron_inductor.taxes.step_trace import LANES, Alignment, Event, RankTrace, Trace
 from tests.lowering import (
     test_attention_compile,
     test_chunked_compile,

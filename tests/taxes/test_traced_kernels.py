@@ -15,7 +15,7 @@ from ditron_inductor.device import workspaces
 from ditron_inductor.lowering.host.tracing import tracing
 from ditron_inductor.report.timing import Clock
 from ditron_inductor.task.nodes import NORM_KINDS
-from ditron_inductor.taxes.trace import NAMES, Trace, take_trace
+from ditron_inductor.taxes.step_trace import NAMES, Trace, take_trace
 from tests.lowering import test_all_gather_attention as attention
 from tests.lowering.calls import Site
 from tests.lowering.decode_problems import Decode, DecodeProblem

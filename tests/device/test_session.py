@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from ditron_inductor.device.exchange import Session, meet
 from ditron_inductor.device.groups import Group
+from ditron_inductor.device.session import Session, meet
 from ditron_inductor.errors import DitronDiverged, DitronHandshakeError
 from tests.device.threads import make_group, on_ranks
 
