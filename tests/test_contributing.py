@@ -23,6 +23,7 @@ import ditron_inductor.passes
 import ditron_inductor.passes.normalize
 import tests.lowering
 import tests.passes
+from ditron_inductor.task.nodes import KINDS, ULYSSES_KINDS
 from tests import test_docs
 from tests.passes.graphs import fake_group
 from tests.ranks import RankContext, RankPools
@@ -30,6 +31,7 @@ from tests.ranks import RankContext, RankPools
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "contributing.md"
 BLOCK = re.compile(r'^```(python|diff) title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+PLACE = re.compile(r"`([a-z_]+/[\w/<>]+\.(?:py|md))`")
 COMMANDS = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PACKAGES: dict[str, ModuleType] = {
     "passes/normalize": ditron_inductor.passes.normalize,
@@ -129,6 +131,15 @@ def test_add_a_pass(tmp_path: Path) -> None:
             shutil.copy(ROOT / "docs" / page, tmp_path / "docs" / page)
         with mock.patch.multiple(test_docs, DOCS=tmp_path / "docs", PASSES=pipeline.PASSES):
             test_docs.test_every_pass_has_its_section()
+
+
+def test_a_node_kind_is_where_the_page_says() -> None:
+    places = PLACE.findall(part("Add a node kind"))
+    of_kinds = [place for place in places if "<kind>" in place]
+    assert len(of_kinds) == 6 and len(places) > 15
+    for place in places:
+        names = [place.replace("<kind>", kind) for kind in (*KINDS, *ULYSSES_KINDS)]
+        assert all((ROOT / name).exists() for name in names), names
 
 
 def _know(ctx: RankContext, copy: str, known: bool) -> None:
