@@ -125,7 +125,7 @@ DEVICE: tuple[Mutation, ...] = (
     Mutation(
         "reset keeps flags and credits",
         RING,
-        "        self.heap.local[: layout.HEADER_BYTES].zero_()\n",
+        "        self.heap.local[: slot_layout.HEADER_BYTES].zero_()\n",
         "",
         "tests/device/test_ring.py::test_a_new_ring_is_zero_but_for_where_things_are",
     ),
@@ -162,7 +162,7 @@ DEVICE: tuple[Mutation, ...] = (
         "ditron_inductor/device/session.py",
         "nonce = uuid.uuid4().hex",
         "nonce = str(group.rank)",
-        "tests/device/test_exchange.py::test_leftovers_of_an_earlier_group_are_not_met",
+        "tests/device/test_session.py::test_leftovers_of_an_earlier_group_are_not_met",
     ),
     Mutation(
         "slots may take more than the limit",
