@@ -76,9 +76,7 @@ def put_prepared(
 
 
 @triton.jit
-def publish_partial(
-    table, counters, owner, tile, owner_tiles, chunk_tiles, rank, slot, site, epoch, COUNTED: tl.constexpr
-):
+def publish_partial(use, counters, owner, tile, owner_tiles, chunk_tiles, COUNTED: tl.constexpr):
     """Tell `owner` that partial tile `tile`, carried there by this program, is in its slot.
 
     owner_tiles: how many tiles the owner has. A tile that lacked its credit must not come here, so that its chunk is
@@ -89,16 +87,13 @@ def publish_partial(
         total = tl.minimum(chunk_tiles, owner_tiles - chunk * chunk_tiles)
         if arrive(counters + chunk * MAX_WORLD + owner, total):
             # All tiles of the chunk lie in the owner's slot: it may add them up.
-            publish(table, owner, slot, chunk, rank, site, epoch)
+            publish(use, owner, chunk)
     else:
-        publish(table, owner, slot, chunk, rank, site, epoch)
+        publish(use, owner, chunk)
 
 
 @triton.jit
-def publish_to_all(
-    table, counters, row, tile, tiles, chunk_tiles, rank, slot, site, epoch,
-    WORLD: tl.constexpr, COUNTED: tl.constexpr,
-):  # fmt: skip
+def publish_to_all(use, counters, row, tile, tiles, chunk_tiles, WORLD: tl.constexpr, COUNTED: tl.constexpr):
     """Tell all peers that tile `tile` of `tiles`, carried there by this program, is in their slots.
 
     row: the first flag row of such tiles. COUNTED: chunk_tiles > 1.
@@ -107,15 +102,14 @@ def publish_to_all(
     if COUNTED:
         total = tl.minimum(chunk_tiles, tiles - chunk * chunk_tiles)
         if arrive(counters + (row + chunk) * MAX_WORLD, total):
-            publish_all(table, slot, row + chunk, rank, site, epoch, WORLD)
+            publish_all(use, row + chunk, WORLD)
     else:
-        publish_all(table, slot, row + chunk, rank, site, epoch, WORLD)
+        publish_all(use, row + chunk, WORLD)
 
 
 @triton.jit
 def reduced_slice(
-    own, table, ctl, tile, tiles_per_owner, slice_, ok, rank, slot,
-    dtype: tl.constexpr, WORLD: tl.constexpr, AVERAGE: tl.constexpr,
+    use, own, tile, tiles_per_owner, slice_, ok, dtype: tl.constexpr, WORLD: tl.constexpr, AVERAGE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Rows slice_ * ROWS, .. of the sum over all ranks of own tile `tile`, [ROWS, BLOCK_N] in fp32; NaN if ok is 0.
@@ -124,12 +118,12 @@ def reduced_slice(
     inputs give equal bits. A slice at a time, so that all loads of it are under way together. The caller has waited for
     every peer's flag of the tile.
     """
-    base = data(table, ctl, rank, slot, dtype)
+    base = data(use, use.rank, dtype)
     inside = (slice_ * ROWS + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     for source in tl.static_range(WORLD):
         block = (source * tiles_per_owner + tile).to(tl.int64) * (BLOCK_M * BLOCK_N)
-        partial = tl.where(source == rank, own, base + block)
+        partial = tl.where(source == use.rank, own, base + block)
         total += tl.load(tl.multiple_of(partial, 16) + inside).to(tl.float32)
     if AVERAGE:
         total = total / WORLD

@@ -27,9 +27,9 @@ import triton.language as tl
 from ditron_inductor.core.attention import LOG2_E, attend, attended
 from ditron_inductor.core.layout import MAX_WORLD
 from ditron_inductor.core.signals import (
+    Words,
     arrive,
     credits_due,
-    current_epoch,
     data,
     finish,
     healthy,
@@ -37,6 +37,7 @@ from ditron_inductor.core.signals import (
     settle,
     take_send,
     take_tile,
+    use_of,
     wait,
     wait_credits,
 )
@@ -102,8 +103,8 @@ def seen_keys(places, source, keys, WORLD: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 def push_pieces(
-    ticket, num_sends, kv, table, ctl, counters, numel, rank, slot, site, epoch,
-    WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr,
+    use, ticket, num_sends, kv, counters, numel, WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr,
+    SEND_STEPS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Push piece `ticket` of the own keys or values [numel] to its peer, take the next one, until none is left.
 
@@ -113,12 +114,12 @@ def push_pieces(
     pieces = tl.cdiv(numel, PIECE_NUMEL).to(tl.int32)
     while ticket < num_sends:
         began = now(TRACE)
-        target = (rank + 1 + ticket // (2 * pieces)) % WORLD
+        target = (use.rank + 1 + ticket // (2 * pieces)) % WORLD
         part = ticket // pieces % 2
         inside = (ticket % pieces).to(tl.int64) * PIECE_NUMEL
         first = part.to(tl.int64) * numel + inside
-        place = data(table, ctl, target, slot, kv.dtype.element_ty) + rank.to(tl.int64) * 2 * numel + first
-        if wait_credits(table, ctl, rank, slot, site, epoch, WORLD) != 0:
+        place = data(use, target, kv.dtype.element_ty) + use.rank.to(tl.int64) * 2 * numel + first
+        if wait_credits(use, WORLD) != 0:
             for i in range(SEND_STEPS):
                 offsets = i * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
                 wanted = inside + offsets < numel
@@ -126,28 +127,28 @@ def push_pieces(
             # A piece without its credit does not come here, so its part is never published.
             if arrive(counters + part * MAX_WORLD + target, pieces):
                 # All keys, or all values, lie in the target's slot: its tiles may read them.
-                publish(table, target, slot, part, rank, site, epoch)
-        event(ctl, began, site, epoch, part, target, SEND, TRACE)
-        ticket = take_send(ctl, slot)
+                publish(use, target, part)
+        event(use, began, part, target, SEND, TRACE)
+        ticket = take_send(use)
 
 
 @triton.jit
-def source_of(kv, table, ctl, source, rank, slot, numel):
+def source_of(use, kv, source, numel):
     """Pointer to the keys of `source`, which its values follow: the own ones where they are, a peer's in the own
     slot.
     """
-    received = data(table, ctl, rank, slot, kv.dtype.element_ty) + source.to(tl.int64) * 2 * numel
-    return tl.where(source == rank, kv, received)
+    received = data(use, use.rank, kv.dtype.element_ty) + source.to(tl.int64) * 2 * numel
+    return tl.where(source == use.rank, kv, received)
 
 
 @triton.jit
-def received_all(table, ctl, rank, slot, source, site, epoch, TRACE: tl.constexpr):
+def received_all(use, source, TRACE: tl.constexpr):
     """Wait for the keys and the values of `source`; 1 if they are there, 0 after a failure."""
     began = now(TRACE)
     # Acquire: all that the source pushed before it published these words.
-    ok = wait(table, ctl, rank, slot, KEYS, source, site, epoch)
-    ok = ok & wait(table, ctl, rank, slot, VALUES, source, site, epoch)
-    event(ctl, began, site, epoch, VALUES, source, WAIT, TRACE)
+    ok = wait(use, KEYS, source)
+    ok = ok & wait(use, VALUES, source)
+    event(use, began, VALUES, source, WAIT, TRACE)
     return ok
 
 
@@ -181,28 +182,25 @@ def all_gather_attention_kernel(
     WORLD * keys, KEY_HEADS, D], if wanted. place_0, jump_rows, jumps: see `positions`; window: the keys that a row sees
     at most, if WINDOWED. num_targets: peers that get the own keys.
     """
-    epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
+    use = use_of(Words(table, ctl, rank, slot, site))
+    alive = healthy(use)
     numel = batches.to(tl.int64) * keys * (KEY_HEADS * D)
     pieces = tl.cdiv(numel, SEND_BLOCK * SEND_STEPS).to(tl.int32)
     num_sends = tl.where(alive != 0, num_targets * 2 * pieces, 0)
     # 1 when this program has found the send queue empty.
     drained = (tl.program_id(0) < senders).to(tl.int32)
     if tl.program_id(0) < senders:
-        ticket = take_send(ctl, slot)
+        ticket = take_send(use)
         if ticket == 0:
-            settle(credits_due(ctl, alive), table, rank, site, WORLD)
-        push_pieces(
-            ticket, num_sends, kv, table, ctl, counters, numel, rank, slot, site, epoch,
-            WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
-        )  # fmt: skip
+            settle(credits_due(use, alive), use, WORLD)
+        push_pieces(use, ticket, num_sends, kv, counters, numel, WORLD, SEND_BLOCK, SEND_STEPS, TRACE)
     ok = alive
     # One bit for each source whose keys and values are there.
     there = tl.full((), 0, tl.int32)
     num_m = tl.cdiv(queries, BLOCK_M)
     num_tiles = num_m * batches * HEADS
     offs_d = tl.arange(0, BLOCK_D)
-    ticket = take_tile(ctl, slot)
+    ticket = take_tile(use)
     while ticket < num_tiles:
         began = now(TRACE)
         # The last rows see most.
@@ -235,16 +233,15 @@ def all_gather_attention_kernel(
                     if drained == 0:
                         # Sends before waits.
                         push_pieces(
-                            take_send(ctl, slot), num_sends, kv, table, ctl, counters, numel, rank, slot, site, epoch,
-                            WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
+                            use, take_send(use), num_sends, kv, counters, numel, WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
                         )  # fmt: skip
                         drained = drained | 1
-                    ok = ok & received_all(table, ctl, rank, slot, source, site, epoch, TRACE)
+                    ok = ok & received_all(use, source, TRACE)
                     there = there | (1 << source)
                 if ok == 0:
                     # What lies there is not to be read.
                     last = last * 0
-                base = source_of(kv, table, ctl, source, rank, slot, numel) + inner
+                base = source_of(use, kv, source, numel) + inner
                 begin = last * 0
                 if WINDOWED:
                     begin = tl.minimum(tl.min(first_seen, axis=0), last)
@@ -272,8 +269,8 @@ def all_gather_attention_kernel(
         places = ((batch * queries + offs_m) * HEADS + head)[:, None] * D + offs_d[None, :]
         tl.store(out + places, values.to(out.dtype.element_ty), mask=inside[:, None] & (offs_d < D)[None, :])
         tl.store(lse + (batch * HEADS + head) * queries + offs_m, sums, mask=inside)
-        event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
-        ticket = take_tile(ctl, slot)
+        event(use, began, ticket, rank, TILE, TRACE)
+        ticket = take_tile(use)
     if RETURN_GATHERED:
         copies = WORLD * batches * 2
         ticket -= num_tiles
@@ -288,20 +285,19 @@ def all_gather_attention_kernel(
             if (source != rank) & (((there >> source) & 1) == 0):
                 if drained == 0:
                     push_pieces(
-                        take_send(ctl, slot), num_sends, kv, table, ctl, counters, numel, rank, slot, site, epoch,
-                        WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
+                        use, take_send(use), num_sends, kv, counters, numel, WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
                     )  # fmt: skip
                     drained = drained | 1
-                ok = ok & received_all(table, ctl, rank, slot, source, site, epoch, TRACE)
+                ok = ok & received_all(use, source, TRACE)
                 there = there | (1 << source)
             offsets = ticket % blocks * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
-            start = source_of(kv, table, ctl, source, rank, slot, numel) + which * numel + batch.to(tl.int64) * run
+            start = source_of(use, kv, source, numel) + which * numel + batch.to(tl.int64) * run
             piece = tl.load(start + offsets, mask=(offsets < run) & (ok != 0), other=float("nan"))
             place = tl.where(which == 0, gathered_k, gathered_v) + (batch.to(tl.int64) * WORLD + source) * run
             tl.store(place + offsets, piece, mask=offsets < run)
-            event(ctl, copying, site, epoch, ticket, source, COPY, TRACE)
-            ticket = take_tile(ctl, slot) - num_tiles
-    finish(ctl, slot, epoch)
+            event(use, copying, ticket, source, COPY, TRACE)
+            ticket = take_tile(use) - num_tiles
+    finish(use)
 
 
 @dataclass(frozen=True)

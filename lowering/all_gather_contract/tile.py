@@ -28,14 +28,15 @@ import triton.language as tl
 from ditron_inductor.core.matmul_strided import matmul_steps_strided
 from ditron_inductor.core.order import grouped
 from ditron_inductor.core.signals import (
+    Words,
     credits_due,
-    current_epoch,
     data,
     finish,
     healthy,
     settle,
     take_send,
     take_tile,
+    use_of,
     wait,
     wait_credits,
 )
@@ -60,9 +61,8 @@ INTERPRETED_SENDERS = 2
 
 @triton.jit
 def drain_sends(
-    ticket, shard, table, ctl, counters, num_sends, pieces, chunk_numel, width, pitch, limit, slot_stride,
-    rank, slot, site, epoch, WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
-    TRACE: tl.constexpr,
+    use, ticket, shard, counters, num_sends, pieces, chunk_numel, width, pitch, limit, slot_stride, WORLD: tl.constexpr,
+    SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Push piece `ticket` of the own shard to its peer, take the next one from the send queue, until none is left.
 
@@ -71,25 +71,25 @@ def drain_sends(
     """
     while ticket < num_sends:
         began = now(TRACE)
-        target = (rank + WORLD - 1 - ticket // pieces % (WORLD - 1)) % WORLD
+        target = (use.rank + WORLD - 1 - ticket // pieces % (WORLD - 1)) % WORLD
         chunk = ticket // (pieces * (WORLD - 1))
-        place = data(table, ctl, target, slot, shard.dtype.element_ty) + rank.to(tl.int64) * slot_stride
-        if wait_credits(table, ctl, rank, slot, site, epoch, WORLD) != 0:
+        place = data(use, target, shard.dtype.element_ty) + use.rank.to(tl.int64) * slot_stride
+        if wait_credits(use, WORLD) != 0:
             for i in range(SEND_STEPS):
                 index = ticket % pieces * (SEND_BLOCK * SEND_STEPS) + i * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
                 column = chunk.to(tl.int64) * width + index % width
                 offsets = (index // width).to(tl.int64) * pitch + column
                 inside = (index < chunk_numel) & (column < limit)
                 tl.store(place + offsets, tl.load(shard + offsets, mask=inside), mask=inside)
-            sent_piece(counters, table, target, chunk, pieces, rank, slot, site, epoch)
-        event(ctl, began, site, epoch, chunk, target, SEND, TRACE)
-        ticket = take_send(ctl, slot)
+            sent_piece(use, counters, target, chunk, pieces)
+        event(use, began, chunk, target, SEND, TRACE)
+        ticket = take_send(use)
 
 
 @triton.jit
 def copy_whole(
-    ticket, shard, gathered, table, ctl, numel, run, slot_stride, num_chunks, alive, rank, slot, site, epoch,
-    WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr,
+    use, ticket, shard, gathered, numel, run, slot_stride, num_chunks, alive, WORLD: tl.constexpr,
+    SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Copy piece `ticket` of all shards [numel] to the gathered tensor, which keeps runs of each apart; NaN after a
     failure.
@@ -98,17 +98,17 @@ def copy_whole(
     pieces = tl.cdiv(numel, SEND_BLOCK * SEND_STEPS)
     source = ticket // pieces
     ok = alive
-    if source != rank:
+    if source != use.rank:
         for chunk in range(num_chunks):
-            ok = ok & wait(table, ctl, rank, slot, chunk, source, site, epoch)
-        event(ctl, began, site, epoch, num_chunks - 1, source, WAIT, TRACE)
-    base = shard_of(shard, table, ctl, source, rank, slot, slot_stride)
+            ok = ok & wait(use, chunk, source)
+        event(use, began, num_chunks - 1, source, WAIT, TRACE)
+    base = shard_of(use, shard, source, slot_stride)
     for i in range(SEND_STEPS):
         index = (ticket % pieces).to(tl.int64) * (SEND_BLOCK * SEND_STEPS) + i * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
         values = tl.load(base + index, mask=(index < numel) & (ok != 0), other=float("nan"))
         place = (index // run * WORLD + source) * run + index % run
         tl.store(gathered + place, values, mask=index < numel)
-    event(ctl, began, site, epoch, ticket, source, COPY, TRACE)
+    event(use, began, ticket, source, COPY, TRACE)
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "senders", "num_chunks", "runs"])
@@ -125,23 +125,22 @@ def all_gather_contract_kernel(
     `block`; factors, columns (the N_i), strides_f*: tuples of NUM_FACTORS, all as [W*S, N_i]; outs [C, N_i], or their
     transposes, contiguous.
     """
-    epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
+    use = use_of(Words(table, ctl, rank, slot, site))
+    alive = healthy(use)
     BLOCK_C: tl.constexpr = BLOCK_M if GATHERED_FIRST else BLOCK_N
     BLOCK_O: tl.constexpr = BLOCK_N if GATHERED_FIRST else BLOCK_M
     num_c = tl.cdiv(C, BLOCK_C)
-    ticket = take_tile(ctl, slot)
+    ticket = take_tile(use)
     while ticket < senders:
         pieces = tl.cdiv(chunk_numel, SEND_BLOCK * SEND_STEPS)
-        send_ticket = take_send(ctl, slot)
+        send_ticket = take_send(use)
         if send_ticket == 0:
-            settle(credits_due(ctl, alive), table, rank, site, WORLD)
+            settle(credits_due(use, alive), use, WORLD)
         drain_sends(
-            send_ticket, shard, table, ctl, counters, tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0),
-            pieces, chunk_numel, width, pitch, limit, slot_stride, rank, slot, site, epoch,
-            WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
+            use, send_ticket, shard, counters, tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0), pieces,
+            chunk_numel, width, pitch, limit, slot_stride, WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
         )  # fmt: skip
-        ticket = take_tile(ctl, slot)
+        ticket = take_tile(use)
     ok = alive
     # The chunk of all sources that was waited for last.
     ready = tl.full((), -1, tl.int32)
@@ -162,9 +161,9 @@ def all_gather_contract_kernel(
                 if (source != rank) & (chunk != ready):
                     # Acquire: the whole chunk, which its source pushed before it published this flag.
                     waited = now(TRACE)
-                    ok = ok & wait(table, ctl, rank, slot, chunk, source, site, epoch)
-                    event(ctl, waited, site, epoch, chunk, source, WAIT, TRACE)
-                base = shard_of(shard, table, ctl, source, rank, slot, slot_stride)
+                    ok = ok & wait(use, chunk, source)
+                    event(use, waited, chunk, source, WAIT, TRACE)
+                base = shard_of(use, shard, source, slot_stride)
                 for j in range(runs):
                     g = base + (j * block).to(tl.int64) * stride_gk
                     f = factors[i] + ((j * WORLD + source) * block).to(tl.int64) * strides_fk[i]
@@ -187,19 +186,19 @@ def all_gather_contract_kernel(
                 places = offs_o.to(tl.int64)[:, None] * C + offs_c[None, :]
                 inside = (offs_o < N)[:, None] & (offs_c < C)[None, :]
             tl.store(outs[i] + places, result, mask=inside)
-            event(ctl, began, site, epoch, ticket - senders, rank, TILE, TRACE)
-            ticket = take_tile(ctl, slot)
+            event(use, began, ticket - senders, rank, TILE, TRACE)
+            ticket = take_tile(use)
         first += num_c * num_o
     if RETURN_GATHERED:
         numel = C * block * runs
         copies = WORLD * tl.cdiv(numel, SEND_BLOCK * SEND_STEPS)
         while ticket < first + copies:
             copy_whole(
-                ticket - first, shard, gathered, table, ctl, numel, run, slot_stride, num_chunks, alive, rank, slot,
-                site, epoch, WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
+                use, ticket - first, shard, gathered, numel, run, slot_stride, num_chunks, alive, WORLD, SEND_BLOCK,
+                SEND_STEPS, TRACE,
             )  # fmt: skip
-            ticket = take_tile(ctl, slot)
-    finish(ctl, slot, epoch)
+            ticket = take_tile(use)
+    finish(use)
 
 
 @dataclass(frozen=True)

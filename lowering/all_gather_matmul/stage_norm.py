@@ -15,13 +15,14 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.core.signals import (
+    Words,
     arrive,
     credits_due,
-    current_epoch,
     data,
     healthy,
     publish_all,
     settle,
+    use_of,
     wait_credits,
 )
 from ditron_inductor.core.trace import CREDITS, SEND, event, now
@@ -40,16 +41,16 @@ def stage_norm(
     given, outputs: as by `rows.extras` and `rows.normalised`; the first output, the norm, is stored if COPY only,
     whatever happens.
     """
-    epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
+    use = use_of(Words(table, ctl, rank, slot, site))
+    alive = healthy(use)
     # It waits for nothing before that, so peers always get theirs.
     if tl.program_id(0) == 0:
-        settle(credits_due(ctl, alive), table, rank, site, WORLD)
+        settle(credits_due(use, alive), use, WORLD)
     began = now(TRACE)
-    ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
-    event(ctl, began, site, epoch, tl.program_id(0), rank, CREDITS, TRACE)
+    ok = alive & wait_credits(use, WORLD)
+    event(use, began, tl.program_id(0), rank, CREDITS, TRACE)
     sending = now(TRACE)
-    mine = data(table, ctl, rank, slot, x.dtype.element_ty)
+    mine = data(use, rank, x.dtype.element_ty)
     cols = tl.arange(0, BLOCK)[None, :]
     step = tl.num_programs(0) * ROWS
     first = tl.program_id(0) * ROWS
@@ -67,5 +68,5 @@ def stage_norm(
     if ok != 0:
         # A program without its credits does not arrive, so the shard is never published.
         if arrive(counters, tl.num_programs(0)):
-            publish_all(table, slot, PIECE_ROWS, rank, site, epoch, WORLD)
-    event(ctl, sending, site, epoch, tl.program_id(0), rank, SEND, TRACE)
+            publish_all(use, PIECE_ROWS, WORLD)
+    event(use, sending, tl.program_id(0), rank, SEND, TRACE)

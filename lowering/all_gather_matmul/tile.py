@@ -31,8 +31,8 @@ from ditron_inductor.core.matmul import matmul_tile, matmul_tile_by_descriptors,
 from ditron_inductor.core.matmul_pair import matmul_pair, matmul_pair_by_descriptors
 from ditron_inductor.core.order import gather_order, grouped, interleaved_row
 from ditron_inductor.core.signals import (
+    Words,
     credits_due,
-    current_epoch,
     data,
     finish,
     granted,
@@ -42,6 +42,7 @@ from ditron_inductor.core.signals import (
     settle,
     take_send,
     take_tile,
+    use_of,
     wait,
     wait_credits,
 )
@@ -67,28 +68,26 @@ GATHER_CHUNKS = 64
 
 @triton.jit
 def send_piece(
-    ticket, shard, table, ctl, numel, chunk_numel, num_chunks, slot_stride, rank, slot,
-    WORLD: tl.constexpr, PIECE_NUMEL: tl.constexpr,
+    use, ticket, shard, numel, chunk_numel, num_chunks, slot_stride, WORLD: tl.constexpr, PIECE_NUMEL: tl.constexpr,
 ):  # fmt: skip
     """(peer, chunk, pointer to the piece, pointer to its place in the peer's slot, elements) of ticket `ticket`."""
     pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
     # A ticket beyond the last one has no elements, but it must not point anywhere else: on a GPU the remainder of a
     # negative number is negative.
     step = ticket // (num_chunks * pieces) % WORLD
-    target = (rank + 2 * WORLD - 1 - step) % WORLD
+    target = (use.rank + 2 * WORLD - 1 - step) % WORLD
     chunk = ticket // pieces % num_chunks
     inside = (ticket % pieces) * PIECE_NUMEL
     first = chunk.to(tl.int64) * chunk_numel + inside
     count = tl.minimum(tl.minimum(chunk_numel - inside, PIECE_NUMEL), numel - first).to(tl.int32)
-    place = data(table, ctl, target, slot, shard.dtype.element_ty) + rank.to(tl.int64) * slot_stride + first
+    place = data(use, target, shard.dtype.element_ty) + use.rank.to(tl.int64) * slot_stride + first
     return target, chunk, shard + first, place, tl.maximum(count, 0)
 
 
 @triton.jit
 def drain_sends(
-    ticket, shard, table, ctl, counters, numel, chunk_numel, num_chunks, slot_stride, num_sends,
-    rank, slot, site, epoch, WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
-    TRACE: tl.constexpr = 0,
+    use, ticket, shard, counters, numel, chunk_numel, num_chunks, slot_stride, num_sends, WORLD: tl.constexpr,
+    SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Push piece `ticket` of the own shard to its peer, take the next one from the send queue, until none is left.
 
@@ -99,44 +98,43 @@ def drain_sends(
     while ticket < num_sends:
         began = now(TRACE)
         target, chunk, source, place, count = send_piece(
-            ticket, shard, table, ctl, numel, chunk_numel, num_chunks, slot_stride, rank, slot, WORLD, PIECE_NUMEL
-        )
-        if wait_credits(table, ctl, rank, slot, site, epoch, WORLD) != 0:
+            use, ticket, shard, numel, chunk_numel, num_chunks, slot_stride, WORLD, PIECE_NUMEL,
+        )  # fmt: skip
+        if wait_credits(use, WORLD) != 0:
             for i in range(SEND_STEPS):
                 offsets = i * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
                 inside = offsets < count
                 tl.store(place + offsets, tl.load(source + offsets, mask=inside), mask=inside)
-            sent_piece(counters, table, target, chunk, pieces, rank, slot, site, epoch)
-        event(ctl, began, site, epoch, chunk, target, SEND, TRACE)
-        ticket = take_send(ctl, slot)
+            sent_piece(use, counters, target, chunk, pieces)
+        event(use, began, chunk, target, SEND, TRACE)
+        ticket = take_send(use)
 
 
 @triton.jit
 def copy_gathered(
-    ticket, shard, gathered, table, ctl, rows, K, block, slot_stride, group_rows, alive, rank, slot, site, epoch,
-    WORLD: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TRACE: tl.constexpr = 0,
+    use, ticket, shard, gathered, rows, K, block, slot_stride, group_rows, alive, WORLD: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Copy tile `ticket` of the gathered tensor to the caller's output, NaN after a failure."""
     num_m = tl.cdiv(rows, BLOCK_M)
     num_k = tl.cdiv(K, BLOCK_N)
     began = now(TRACE)
-    source = gather_order(ticket // (num_m * num_k), rank, WORLD)
+    source = gather_order(ticket // (num_m * num_k), use.rank, WORLD)
     block_row = ticket // num_k % num_m
     ok = alive
-    if source != rank:
+    if source != use.rank:
         chunk = block_row * BLOCK_M // group_rows
-        ok = alive & wait(table, ctl, rank, slot, chunk, source, site, epoch)
-        event(ctl, began, site, epoch, chunk, source, WAIT, TRACE)
+        ok = alive & wait(use, chunk, source)
+        event(use, began, chunk, source, WAIT, TRACE)
     offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = ticket % num_k * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (offs_m < rows)[:, None] & (offs_k < K)[None, :]
-    base = shard_of(shard, table, ctl, source, rank, slot, slot_stride)
+    base = shard_of(use, shard, source, slot_stride)
     offsets = offs_m.to(tl.int64)[:, None] * K + offs_k[None, :]
     tile = tl.load(base + offsets, mask=inside & (ok != 0), other=float("nan"))
     out_rows = interleaved_row(offs_m, source, rows, block, WORLD, INTERLEAVED).to(tl.int64)
     tl.store(gathered + out_rows[:, None] * K + offs_k[None, :], tile, mask=inside)
-    event(ctl, began, site, epoch, ticket, source, COPY, TRACE)
+    event(use, began, ticket, source, COPY, TRACE)
 
 
 @triton.jit(do_not_specialize=["rows", "rank", "slot", "site", "senders", "num_chunks"])
@@ -158,8 +156,8 @@ def all_gather_matmul_kernel(
     NUM_OUTS[g] of outs, from FIRST_OUTS[g] on; 8 bits for each g. EPILOGUE: how, see lowering/epilogues.py; None for
     one weight and its product. DESCRIPTORS: then K is a multiple of 16 bytes.
     """
-    epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
+    use = use_of(Words(table, ctl, rank, slot, site))
+    alive = healthy(use)
     BITS: tl.constexpr = shard.dtype.element_ty.primitive_bitwidth
     num_m = tl.cdiv(rows, BLOCK_M)
     shard_tiles = 0
@@ -177,25 +175,25 @@ def all_gather_matmul_kernel(
     pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
     num_sends = tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0)
     # The piece that this program sends next; whether the credits have come, -1 as long as it has not asked.
-    send_ticket = take_send(ctl, slot)
+    send_ticket = take_send(use)
     if send_ticket == 0:
-        settle(credits_due(ctl, alive), table, rank, site, WORLD)
+        settle(credits_due(use, alive), use, WORLD)
     credited = tl.full((), -1, tl.int32)
     if tl.program_id(0) < senders:
         drain_sends(
-            send_ticket, shard, table, ctl, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
-            num_sends, rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
+            use, send_ticket, shard, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride, num_sends,
+            WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
         )  # fmt: skip
         send_ticket = num_sends
-    ticket = take_tile(ctl, slot)
+    ticket = take_tile(use)
     for step in range(WORLD):
         source = gather_order(step, rank, WORLD)
-        base = shard_of(shard, table, ctl, source, rank, slot, slot_stride)
+        base = shard_of(use, shard, source, slot_stride)
         if step == 1:
             # Sends before waits: what the tiles of the own shard have not carried goes now.
             drain_sends(
-                send_ticket, shard, table, ctl, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
-                num_sends, rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
+                use, send_ticket, shard, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
+                num_sends, WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
             )  # fmt: skip
             send_ticket = num_sends
         if DESCRIPTORS:
@@ -209,19 +207,19 @@ def all_gather_matmul_kernel(
             weight_tiles = num_m * tl.cdiv(N, BLOCK_N)
             while ticket < first + weight_tiles:
                 began = now(TRACE)
-                request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+                request = request_ticket(use, TILE_TICKET, THREADS, True)
                 if DESCRIPTORS:
                     target, sent_chunk, piece, place, carried = send_piece(
-                        send_ticket, shard, table, ctl, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
-                        rank, slot, WORLD, PIECE_NUMEL,
+                        use, send_ticket, shard, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride, WORLD,
+                        PIECE_NUMEL,
                     )  # fmt: skip
                     carries = (step == 0) & (send_ticket < num_sends)
-                    send_request = request_ticket(ctl, slot, SEND_TICKET, THREADS, carries)
+                    send_request = request_ticket(use, SEND_TICKET, THREADS, carries)
                     if carries & (credited < 0):
                         # Credits: nobody reads any more what the slot's previous use left there. Without, none is sent.
                         waited = now(TRACE)
-                        credited = wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
-                        event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+                        credited = wait_credits(use, WORLD)
+                        event(use, waited, ticket, rank, CREDITS, TRACE)
                     carries = carries & (credited > 0)
                     # In 32-bit words. K is a multiple of 16 bytes, and so is every piece.
                     carried = tl.multiple_of(tl.where(carries, carried, 0) * BITS // 32, 4)
@@ -230,8 +228,8 @@ def all_gather_matmul_kernel(
                 if (source != rank) & (chunk != ready):
                     # Acquire: the whole chunk, which its source pushed before it published this flag.
                     waited = now(TRACE)
-                    ok = alive & wait(table, ctl, rank, slot, chunk, source, site, epoch)
-                    event(ctl, waited, site, epoch, chunk, source, WAIT, TRACE)
+                    ok = alive & wait(use, chunk, source)
+                    event(use, waited, chunk, source, WAIT, TRACE)
                     if DESCRIPTORS and not UPCAST:
                         ok = proxy_fence(ok)
                     ready = chunk
@@ -269,7 +267,7 @@ def all_gather_matmul_kernel(
                     ),)  # fmt: skip
                 if DESCRIPTORS:
                     if carries:
-                        sent_piece(counters, table, target, sent_chunk, pieces, rank, slot, site, epoch)
+                        sent_piece(use, counters, target, sent_chunk, pieces)
                     if (step == 0) & (send_ticket < num_sends):
                         send_ticket = granted(send_request, THREADS)
                 offs_n = column + tl.arange(0, BLOCK_N)
@@ -279,18 +277,18 @@ def all_gather_matmul_kernel(
                     (offs_n < N)[None, :], N, g, unpacked(NUM_TOGETHER, g), unpacked(FIRST_OUTS, g),
                     unpacked(NUM_OUTS, g), shard.dtype.element_ty, EPILOGUE,
                 )  # fmt: skip
-                event(ctl, began, site, epoch, ticket, source, TILE, TRACE)
+                event(use, began, ticket, source, TILE, TRACE)
                 ticket = granted(request, THREADS)
             first += weight_tiles
     if RETURN_GATHERED:
         ticket -= WORLD * shard_tiles
         while ticket < WORLD * num_m * tl.cdiv(K, BLOCK_N):
             copy_gathered(
-                ticket, shard, gathered, table, ctl, rows, K, block, slot_stride, GROUP_M * BLOCK_M, alive, rank, slot,
-                site, epoch, WORLD, INTERLEAVED, BLOCK_M, BLOCK_N, TRACE,
+                use, ticket, shard, gathered, rows, K, block, slot_stride, GROUP_M * BLOCK_M, alive, WORLD, INTERLEAVED,
+                BLOCK_M, BLOCK_N, TRACE,
             )  # fmt: skip
-            ticket = take_tile(ctl, slot) - WORLD * shard_tiles
-    finish(ctl, slot, epoch)
+            ticket = take_tile(use) - WORLD * shard_tiles
+    finish(use)
 
 
 @dataclass(frozen=True)

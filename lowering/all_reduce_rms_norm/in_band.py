@@ -38,7 +38,7 @@ from ditron_inductor.core.in_band import (
     wait_in_band,
 )
 from ditron_inductor.core.layout import IN_BAND_BYTES
-from ditron_inductor.core.signals import granted, leave
+from ditron_inductor.core.signals import Words, granted, leave, with_epoch
 from ditron_inductor.core.trace import SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import Outputs
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
@@ -70,29 +70,30 @@ INTERPRETED_PROGRAMS = 8
 
 @triton.jit
 def send(
-    asked, x, own, heaps, ctl, words, stride, number, senders, rank, slot, site,
-    WORLD: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
+    protocol, asked, x, own, heaps, words, stride, number, senders, WORLD: tl.constexpr, CHUNK: tl.constexpr,
+    THREADS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Words of x, which points to those of all rows, to all peers; and zeros; and `leave`. heaps: of rank + 1, .."""
     began = now(TRACE)
     first = number * CHUNK
     places = first + tl.arange(0, CHUNK)
     sent = encode(tl.load(x + places, mask=places < words, other=0))
-    use, epoch, due, before, ok, _ = answer(asked)
-    if ok != 0:
+    known = answer(asked)
+    use = with_epoch(protocol, known.epoch)
+    if known.ok != 0:
         for i in tl.static_range(WORLD - 1):
-            tl.store(area(heaps[i], use) + (rank * stride + places), sent, mask=places < words)
-    left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
-    clear_before(own, use, before, number, senders, 4 * THREADS)
-    event(ctl, began, site, epoch, number, rank, SEND, TRACE)
+            tl.store(area(heaps[i], known.number) + (use.rank * stride + places), sent, mask=places < words)
+    left = leave(use, known.number + known.lines, known.due, THREADS, True)
+    clear_before(own, known, number, senders, 4 * THREADS)
+    event(use, began, number, use.rank, SEND, TRACE)
     return left
 
 
 @triton.jit
 def reduce(
-    asked, x, given, outputs, own, ctl, M, N, width, stride, piece, rank, slot, site,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
+    protocol, asked, x, given, outputs, own, M, N, width, stride, piece, WORLD: tl.constexpr, AVERAGE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr,
+    POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """The rows of `piece`, and `leave`."""
     began = now(TRACE)
@@ -106,15 +107,15 @@ def reduce(
     at = rows.to(tl.int64) * N + cols
     inside = (rows < M) & (cols < N)
     loaded = extras(given, at, cols, inside, N, FORM)
-    use, epoch, due, before, ok, limit = answer(asked)
-    left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
+    known = answer(asked)
+    use = with_epoch(protocol, known.epoch)
+    ok = known.ok
+    left = leave(use, known.number + known.lines, known.due, THREADS, True)
     theirs = (mine,) * WORLD
     waited = now(TRACE)
     if ok != 0:
-        theirs, ok = wait_in_band(
-            mine, places, there, stride, own, limit, ctl, rank, slot, piece, site, epoch, use, WORLD, THREADS
-        )
-    event(ctl, waited, site, epoch, piece, rank, WAIT, TRACE)
+        theirs, ok = wait_in_band(use, known, mine, places, there, stride, own, piece, WORLD, THREADS)
+    event(use, waited, piece, use.rank, WAIT, TRACE)
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for i in tl.static_range(WORLD):
         total += decode(theirs[i], dtype)
@@ -122,7 +123,7 @@ def reduce(
         total = total / WORLD
     result = tl.where(ok != 0, total, float("nan")).to(dtype)
     finish(result, loaded, outputs, rows, at, inside, M, N, FORM, EPS, POST_EPS)
-    event(ctl, began, site, epoch, piece, rank, TILE, TRACE)
+    event(use, began, piece, use.rank, TILE, TRACE)
     return left
 
 
@@ -140,24 +141,25 @@ def in_band_kernel(
     """
     program = tl.program_id(0)
     # All questions before the first answer.
-    asked = ask(ctl, slot, THREADS)
-    own, heaps = heap_of(table, rank), heaps_of_peers(table, rank, WORLD)
+    protocol = Words(table, ctl, rank, slot, site)
+    asked = ask(protocol, THREADS)
+    own, heaps = heap_of(protocol, rank), heaps_of_peers(protocol, WORLD)
     if program <= senders:
         if program == 0:
-            left = begin(asked, table, ctl, rank, slot, site, WORLD, THREADS)
+            left = begin(asked, protocol, WORLD, THREADS)
         else:
             whole = x.to(tl.pointer_type(tl.uint32), bitcast=True)
             left = send(
-                asked, whole, own, heaps, ctl, words, stride, program - 1, senders, rank, slot, site,
-                WORLD, CHUNK, THREADS, TRACE,
+                protocol, asked, whole, own, heaps, words, stride, program - 1, senders, WORLD, CHUNK, THREADS, TRACE,
             )  # fmt: skip
     else:
         left = reduce(
-            asked, x, given, outputs, own, ctl, M, N, width, stride, program - 1 - senders, rank, slot, site, WORLD,
-            AVERAGE, ROWS, BLOCK, BLOCK_WORDS, FORM, EPS, POST_EPS, THREADS, TRACE,
+            protocol, asked, x, given, outputs, own, M, N, width, stride, program - 1 - senders,
+            WORLD, AVERAGE, ROWS, BLOCK, BLOCK_WORDS, FORM, EPS, POST_EPS, THREADS, TRACE,
         )  # fmt: skip
-    use, epoch, _, _, _, _ = answer(asked)
-    close_in_band(granted(left, THREADS), ctl, slot, epoch, use, WORLD * stride)
+    known = answer(asked)
+    use = with_epoch(protocol, known.epoch)
+    close_in_band(granted(left, THREADS), use, known.number, WORLD * stride)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import DATA_OFFSET, RESULT_ROW, REVOKED_ROW, SEND_TICKET, TILE_TICKET
 from ditron_inductor.core.signals import (
+    Words,
     ask_to_send,
     close,
-    current_epoch,
     granted,
     last_use,
     leave,
@@ -40,6 +40,7 @@ from ditron_inductor.core.signals import (
     request_ticket,
     settle,
     slot_ctl,
+    use_of,
     wait_all,
 )
 from ditron_inductor.core.trace import CREDITS, WAIT, event, now
@@ -95,9 +96,9 @@ def rows_of(ticket, tile, pieces, run, M, ROWS: tl.constexpr):
 
 @triton.jit
 def one_shot(
-    x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, run, ticket, rank, slot, site, epoch,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
+    use, x, given, outputs, own, slots, asked, due, M, N, pitch, pieces, run, ticket, WORLD: tl.constexpr,
+    AVERAGE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr,
+    EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """The rows of piece `ticket`, and `leave`. slots: pointers, of rank + 1, ..; each has places [source][row]."""
     began = now(TRACE)
@@ -110,36 +111,37 @@ def one_shot(
     loaded = extras(given, at, cols, inside, N, FORM)
     # Credits: nobody reads any more what the slot's previous use left there.
     waited = now(TRACE)
-    ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
-    event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+    ok = may_send(asked, tl.where(ticket == 0, due, 0), use, WORLD, THREADS)
+    event(use, waited, ticket, use.rank, CREDITS, TRACE)
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
-            tl.store(slots[i] + rank * area + first * pitch + cols, mine, mask=inside)
+            tl.store(slots[i] + use.rank * area + first * pitch + cols, mine, mask=inside)
         for tile in range(1, TILES):
             rows = rows_of(ticket, tile, pieces, run, M, ROWS)
             there = (rows < M) & (cols < N)
             more = tl.load(x + rows * N + cols, mask=there, other=0.0)
             for i in tl.static_range(WORLD - 1):
-                tl.store(slots[i] + rank * area + rows * pitch + cols, more, mask=there)
-        publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+                tl.store(slots[i] + use.rank * area + rows * pitch + cols, more, mask=there)
+        publish_all(use, ticket, WORLD)
     if ticket == 0:
-        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+        settle(tl.where(ok != 0, due, 0), use, WORLD)
+    left = leave(use, ticket, due, THREADS, True)
     # Acquire: the rows of all peers.
     waited = now(TRACE)
-    whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
-    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
-    result = add_up(mine, own, first * pitch + cols, area, inside, whole, rank, WORLD, AVERAGE).to(x.dtype.element_ty)
+    whole = ok & wait_all(use, ticket, WORLD)
+    event(use, waited, ticket, use.rank, WAIT, TRACE)
+    dtype: tl.constexpr = x.dtype.element_ty
+    result = add_up(mine, own, first * pitch + cols, area, inside, whole, use.rank, WORLD, AVERAGE).to(dtype)
     finish(result, loaded, outputs, first, at, inside, M, N, FORM, EPS, POST_EPS)
     for tile in range(1, TILES):
         rows = rows_of(ticket, tile, pieces, run, M, ROWS)
         there = (rows < M) & (cols < N)
         at = rows * N + cols
         more = tl.load(x + at, mask=there, other=0.0)
-        result = add_up(more, own, rows * pitch + cols, area, there, whole, rank, WORLD, AVERAGE).to(x.dtype.element_ty)
+        result = add_up(more, own, rows * pitch + cols, area, there, whole, use.rank, WORLD, AVERAGE).to(dtype)
         loaded = extras(given, at, cols, there, N, FORM)
         finish(result, loaded, outputs, rows, at, there, M, N, FORM, EPS, POST_EPS)
-    event(ctl, began, site, epoch, ticket, rank, TILE_EVENT, TRACE)
+    event(use, began, ticket, use.rank, TILE_EVENT, TRACE)
     return left
 
 
@@ -153,72 +155,73 @@ def sums_of(rows, cols, sums, pitch, given, known, M, N, FORM: tl.constexpr):
 
 @triton.jit
 def two_shots(
-    x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, run, ticket, rank, slot, site, epoch,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
+    use, x, given, outputs, own, slots, asked, due, M, N, pitch, pieces, run, ticket, WORLD: tl.constexpr,
+    AVERAGE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr,
+    EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """The rows of piece `ticket` of every run, and `leave`. A slot has places [source][row], then sums [owner][row]."""
     began = now(TRACE)
     cols = tl.arange(0, BLOCK)[None, :]
     area = run.to(tl.int64) * pitch
     sums = WORLD * area
+    dtype: tl.constexpr = x.dtype.element_ty
     # Credits: nobody reads any more what the slot's previous use left there.
     waited = now(TRACE)
-    ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
-    event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+    ok = may_send(asked, tl.where(ticket == 0, due, 0), use, WORLD, THREADS)
+    event(use, waited, ticket, use.rank, CREDITS, TRACE)
     if ok != 0:
         for tile in range(TILES):
             rows = rows_of(ticket, tile, pieces, run, M, ROWS)
             # All of them, as no load overtakes a store.
             sent = ()
             for i in tl.static_range(1, WORLD):
-                theirs = (rank + i) % WORLD * run + rows
+                theirs = (use.rank + i) % WORLD * run + rows
                 there = (theirs < M) & (cols < N)
                 sent = sent + (tl.load(x + theirs * N + cols, mask=there, other=0.0),)  # type: ignore[assignment]
             for i in tl.static_range(WORLD - 1):
-                theirs = (rank + 1 + i) % WORLD * run + rows
+                theirs = (use.rank + 1 + i) % WORLD * run + rows
                 there = (theirs < M) & (cols < N)
-                tl.store(slots[i] + rank * area + rows * pitch + cols, sent[i], mask=there)
-        publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+                tl.store(slots[i] + use.rank * area + rows * pitch + cols, sent[i], mask=there)
+        publish_all(use, ticket, WORLD)
     if ticket == 0:
-        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+        settle(tl.where(ok != 0, due, 0), use, WORLD)
+    left = leave(use, ticket, due, THREADS, True)
     # Acquire: the own rows of all peers.
     waited = now(TRACE)
-    whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
-    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
+    whole = ok & wait_all(use, ticket, WORLD)
+    event(use, waited, ticket, use.rank, WAIT, TRACE)
     for tile in range(TILES):
         rows = rows_of(ticket, tile, pieces, run, M, ROWS)
-        ours = rank * run + rows
+        ours = use.rank * run + rows
         there = (ours < M) & (cols < N)
         mine = tl.load(x + ours * N + cols, mask=there, other=0.0)
-        result = add_up(mine, own, rows * pitch + cols, area, there, whole, rank, WORLD, AVERAGE)
+        result = add_up(mine, own, rows * pitch + cols, area, there, whole, use.rank, WORLD, AVERAGE)
         if whole != 0:
             for i in tl.static_range(WORLD - 1):
-                tl.store(slots[i] + sums + rank * area + rows * pitch + cols, result.to(x.dtype.element_ty), mask=there)
+                tl.store(slots[i] + sums + use.rank * area + rows * pitch + cols, result.to(dtype), mask=there)
         # For this rank too: nobody else writes there.
-        tl.store(own + sums + rank * area + rows * pitch + cols, result.to(x.dtype.element_ty), mask=there)
+        tl.store(own + sums + use.rank * area + rows * pitch + cols, result.to(dtype), mask=there)
     # Other threads may read the own sums than wrote them.
     tl.debug_barrier()
     if whole != 0:
-        publish_all(table, slot, RESULT_ROW + ticket, rank, site, epoch, WORLD)
+        publish_all(use, RESULT_ROW + ticket, WORLD)
     # Acquire: the sums of all peers.
     waited = now(TRACE)
-    known = ok & wait_all(table, ctl, rank, slot, RESULT_ROW + ticket, site, epoch, WORLD)
-    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
+    known = ok & wait_all(use, RESULT_ROW + ticket, WORLD)
+    event(use, waited, ticket, use.rank, WAIT, TRACE)
     for tile in range(TILES):
         rows = rows_of(ticket, tile, pieces, run, M, ROWS)
-        coming, residual = sums_of(rank * run + rows, cols, own + sums, pitch, given, 1, M, N, FORM)
+        coming, residual = sums_of(use.rank * run + rows, cols, own + sums, pitch, given, 1, M, N, FORM)
         for i in tl.static_range(WORLD):
-            theirs = (rank + i) % WORLD * run + rows
+            theirs = (use.rank + i) % WORLD * run + rows
             there = (theirs < M) & (cols < N)
             result, loaded = coming, with_rows(residual, given, cols, N, FORM)
             if i + 1 < WORLD:
                 # Before these are stored, as no load overtakes a store.
-                following = (rank + i + 1) % WORLD * run + rows
+                following = (use.rank + i + 1) % WORLD * run + rows
                 coming, residual = sums_of(following, cols, own + sums, pitch, given, known, M, N, FORM)
             finish(result, loaded, outputs, theirs, theirs * N + cols, there, M, N, FORM, EPS, POST_EPS)
-    event(ctl, began, site, epoch, ticket, rank, TILE_EVENT, TRACE)
+    event(use, began, ticket, use.rank, TILE_EVENT, TRACE)
     return left
 
 
@@ -235,33 +238,34 @@ def all_reduce_rms_norm_kernel(
     columns, in SLICE places.
     """
     # All questions before the first answer: one after the other they would take as long as a signal.
-    request = request_ticket(ctl, slot, TILE_TICKET if SLICES == 1 else SEND_TICKET, THREADS, True)
-    epoch = current_epoch(ctl, slot)
-    offset = tl.load(slot_ctl(ctl, slot) + DATA_OFFSET)
+    words = Words(table, ctl, rank, slot, site)
+    request = request_ticket(words, TILE_TICKET if SLICES == 1 else SEND_TICKET, THREADS, True)
+    use = use_of(words)
+    offset = tl.load(slot_ctl(use) + DATA_OFFSET)
     dtype: tl.constexpr = x.dtype.element_ty
     own = peer(table, rank, offset, dtype)
     slots = ()
     for i in tl.static_range(1, WORLD):
         slots = slots + (peer(table, (rank + i) % WORLD, offset, dtype),)  # type: ignore[assignment]
-    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
-    due = last_use(ctl)
+    asked = ask_to_send(use, WORLD, THREADS)
+    due = last_use(use)
     ticket = granted(request, THREADS)
     if SLICES > 1:
         left = two_shots_in_slices(
-            x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, run, width, ticket, rank, slot, site,
-            epoch, WORLD, AVERAGE, SLICES, SLICE, BLOCK, FORM, EPS, POST_EPS, THREADS, TRACE,
+            use, x, given, outputs, own, slots, asked, due, M, N, pitch, run, width, ticket,
+            WORLD, AVERAGE, SLICES, SLICE, BLOCK, FORM, EPS, POST_EPS, THREADS, TRACE,
         )  # fmt: skip
     elif ONE_SHOT:
         left = one_shot(
-            x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, run, ticket, rank, slot, site,
-            epoch, WORLD, AVERAGE, ROWS, TILES, BLOCK, FORM, EPS, POST_EPS, THREADS, TRACE,
+            use, x, given, outputs, own, slots, asked, due, M, N, pitch, pieces, run, ticket, WORLD, AVERAGE, ROWS,
+            TILES, BLOCK, FORM, EPS, POST_EPS, THREADS, TRACE,
         )  # fmt: skip
     else:
         left = two_shots(
-            x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, run, ticket, rank, slot, site,
-            epoch, WORLD, AVERAGE, ROWS, TILES, BLOCK, FORM, EPS, POST_EPS, THREADS, TRACE,
+            use, x, given, outputs, own, slots, asked, due, M, N, pitch, pieces, run, ticket, WORLD, AVERAGE, ROWS,
+            TILES, BLOCK, FORM, EPS, POST_EPS, THREADS, TRACE,
         )  # fmt: skip
-    close(granted(left, THREADS), ctl, slot, epoch)
+    close(granted(left, THREADS), use)
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,9 @@ def slice_of(ticket, width, N, SLICES: tl.constexpr, SLICE: tl.constexpr):
 
 @triton.jit
 def two_shots_in_slices(
-    x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, run, width, ticket, rank, slot, site, epoch,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
+    use, x, given, outputs, own, slots, asked, due, M, N, pitch, run, width, ticket, WORLD: tl.constexpr,
+    AVERAGE: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr,
+    EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Slice `ticket` of a row of every run, of `run` rows, and those that nobody has taken; sums; rows; and `leave`.
 
@@ -57,53 +57,53 @@ def two_shots_in_slices(
     dtype: tl.constexpr = x.dtype.element_ty
     area = run.to(tl.int64) * pitch
     sums = WORLD * area
-    request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+    request = request_ticket(use, TILE_TICKET, THREADS, True)
     # Credits: nobody reads any more what the slot's previous use left there.
     waited = now(TRACE)
-    ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
-    event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+    ok = may_send(asked, tl.where(ticket == 0, due, 0), use, WORLD, THREADS)
+    event(use, waited, ticket, use.rank, CREDITS, TRACE)
     while ticket < run * SLICES:
         sending = now(TRACE)
-        coming = request_ticket(ctl, slot, SEND_TICKET, THREADS, True)
+        coming = request_ticket(use, SEND_TICKET, THREADS, True)
         row, part, there = slice_of(ticket, width, N, SLICES, SLICE)
         sent = ()
         for i in tl.static_range(1, WORLD):
-            theirs = (rank + i) % WORLD * run + row
+            theirs = (use.rank + i) % WORLD * run + row
             sent = sent + (tl.load(x + theirs * N + part, mask=there & (theirs < M), other=0.0),)  # type: ignore[assignment]
         if ok != 0:
             for i in tl.static_range(WORLD - 1):
-                tl.store(slots[i] + rank * area + row * pitch + part, sent[i], mask=there)
-            publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+                tl.store(slots[i] + use.rank * area + row * pitch + part, sent[i], mask=there)
+            publish_all(use, ticket, WORLD)
         if ticket == 0:
-            settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-        event(ctl, sending, site, epoch, ticket, rank, SEND, TRACE)
+            settle(tl.where(ok != 0, due, 0), use, WORLD)
+        event(use, sending, ticket, use.rank, SEND, TRACE)
         ticket = granted(coming, THREADS)
     ticket = granted(request, THREADS)
     while ticket < run * SLICES:
         adding = now(TRACE)
-        coming = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        coming = request_ticket(use, TILE_TICKET, THREADS, True)
         row, part, there = slice_of(ticket, width, N, SLICES, SLICE)
-        ours = rank * run + row
+        ours = use.rank * run + row
         mine = tl.load(x + ours * N + part, mask=there & (ours < M), other=0.0)
         # Acquire: the slice of the own row, of all peers.
         awaited = now(TRACE)
-        whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
-        event(ctl, awaited, site, epoch, ticket, rank, WAIT, TRACE)
-        total = add_up(mine, own, row * pitch + part, area, there, whole, rank, WORLD, AVERAGE)
+        whole = ok & wait_all(use, ticket, WORLD)
+        event(use, awaited, ticket, use.rank, WAIT, TRACE)
+        total = add_up(mine, own, row * pitch + part, area, there, whole, use.rank, WORLD, AVERAGE)
         if whole != 0:
             for i in tl.static_range(WORLD - 1):
-                tl.store(slots[i] + sums + rank * area + row * pitch + part, total.to(dtype), mask=there)
+                tl.store(slots[i] + sums + use.rank * area + row * pitch + part, total.to(dtype), mask=there)
             # For this rank's other programs too.
-            tl.store(own + sums + rank * area + row * pitch + part, total.to(dtype), mask=there)
-            publish_all(table, slot, RESULT_ROW + ticket, rank, site, epoch, WORLD, True)
-        event(ctl, adding, site, epoch, ticket, rank, SUM, TRACE)
+            tl.store(own + sums + use.rank * area + row * pitch + part, total.to(dtype), mask=there)
+            publish_all(use, RESULT_ROW + ticket, WORLD, True)
+        event(use, adding, ticket, use.rank, SUM, TRACE)
         ticket = granted(coming, THREADS)
-    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+    left = leave(use, ticket, due, THREADS, True)
     began = now(TRACE)
     row = tl.program_id(0) // SLICES
     # Acquire: all slices of the sums, of all ranks.
-    known = ok & wait_rows(table, ctl, rank, slot, RESULT_ROW + row * SLICES, site, epoch, WORLD, SLICES)
-    event(ctl, began, site, epoch, row, rank, WAIT, TRACE)
+    known = ok & wait_rows(use, RESULT_ROW + row * SLICES, WORLD, SLICES)
+    event(use, began, row, use.rank, WAIT, TRACE)
     cols = tl.arange(0, BLOCK)[None, :]
     for owner in range(tl.program_id(0) % SLICES, WORLD, SLICES):
         theirs = (owner * run + row + tl.arange(0, 1)).to(tl.int64)[:, None]
@@ -113,5 +113,5 @@ def two_shots_in_slices(
         result = tl.load(own + sums + theirs * pitch + cols, mask=inside & (known != 0), other=float("nan"))
         loaded = extras(given, at, cols, inside, N, FORM)
         finish(result, loaded, outputs, theirs, at, inside, M, N, FORM, EPS, POST_EPS)
-    event(ctl, began, site, epoch, row, rank, TILE, TRACE)
+    event(use, began, row, use.rank, TILE, TRACE)
     return left

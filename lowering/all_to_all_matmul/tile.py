@@ -35,8 +35,8 @@ from ditron_inductor.core.matmul import (
 )
 from ditron_inductor.core.order import grouped
 from ditron_inductor.core.signals import (
+    Words,
     credits_due,
-    current_epoch,
     data,
     finish,
     granted,
@@ -46,6 +46,7 @@ from ditron_inductor.core.signals import (
     settle,
     take_send,
     take_tile,
+    use_of,
     wait,
     wait_credits,
 )
@@ -64,8 +65,8 @@ INTERPRETED_SENDERS = 2
 
 @triton.jit
 def drain_sends(
-    ticket, x, table, ctl, counters, numel, chunk_numel, num_sends, rank, slot, site, epoch,
-    WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr,
+    use, ticket, x, counters, numel, chunk_numel, num_sends, WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr,
+    SEND_STEPS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Push piece `ticket` of what peers get of x to its peer, take the next one from the send queue, until none is
     left.
@@ -77,50 +78,50 @@ def drain_sends(
     while ticket < num_sends:
         began = now(TRACE)
         # Rank - 1 comes to the pieces of this rank first.
-        target = (rank + WORLD - 1 - ticket // pieces % (WORLD - 1)) % WORLD
+        target = (use.rank + WORLD - 1 - ticket // pieces % (WORLD - 1)) % WORLD
         chunk = ticket // (pieces * (WORLD - 1))
         inside = ticket % pieces * PIECE_NUMEL
         first = chunk.to(tl.int64) * chunk_numel + inside
         # The last chunk is shorter.
         count = tl.minimum(tl.minimum(chunk_numel - inside, PIECE_NUMEL), numel - first).to(tl.int32)
         source = x + target * numel + first
-        place = data(table, ctl, target, slot, x.dtype.element_ty) + rank * numel + first
-        if wait_credits(table, ctl, rank, slot, site, epoch, WORLD) != 0:
+        place = data(use, target, x.dtype.element_ty) + use.rank * numel + first
+        if wait_credits(use, WORLD) != 0:
             for i in range(SEND_STEPS):
                 offsets = i * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
                 here = offsets < count
                 tl.store(place + offsets, tl.load(source + offsets, mask=here), mask=here)
-            sent_piece(counters, table, target, chunk, pieces, rank, slot, site, epoch)
-        event(ctl, began, site, epoch, chunk, target, SEND, TRACE)
-        ticket = take_send(ctl, slot)
+            sent_piece(use, counters, target, chunk, pieces)
+        event(use, began, chunk, target, SEND, TRACE)
+        ticket = take_send(use)
 
 
 @triton.jit
 def copy_received(
-    ticket, x, received, table, ctl, rows, C, parts, numel, chunk_rows, alive, rank, slot, site, epoch,
-    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRACE: tl.constexpr,
+    use, ticket, x, received, rows, C, parts, numel, chunk_rows, alive, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Copy tile `ticket` of what this rank has received, or keeps, to the caller's output; NaN after a failure."""
     began = now(TRACE)
     num_m = tl.cdiv(rows, BLOCK_M)
     blocks = tl.cdiv(C, BLOCK_N)
-    source = (rank + ticket // (num_m * parts * blocks)) % WORLD
+    source = (use.rank + ticket // (num_m * parts * blocks)) % WORLD
     block_row = ticket // (parts * blocks) % num_m
     part = ticket // blocks % parts
     ok = alive
-    if source != rank:
-        ok = alive & wait(table, ctl, rank, slot, block_row * BLOCK_M // chunk_rows, source, site, epoch)
-        event(ctl, began, site, epoch, block_row * BLOCK_M // chunk_rows, source, WAIT, TRACE)
+    if source != use.rank:
+        ok = alive & wait(use, block_row * BLOCK_M // chunk_rows, source)
+        event(use, began, block_row * BLOCK_M // chunk_rows, source, WAIT, TRACE)
     offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_c = ticket % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (offs_m < rows)[:, None] & (offs_c < C)[None, :]
-    slot_data = data(table, ctl, rank, slot, x.dtype.element_ty)
-    base = tl.where(source == rank, x, slot_data) + source * numel
+    slot_data = data(use, use.rank, x.dtype.element_ty)
+    base = tl.where(source == use.rank, x, slot_data) + source * numel
     offsets = offs_m.to(tl.int64)[:, None] * (parts * C) + (part * C + offs_c)[None, :]
     tile = tl.load(base + offsets, mask=inside & (ok != 0), other=float("nan"))
     columns = (part * WORLD + source) * C + offs_c
     tl.store(received + offs_m.to(tl.int64)[:, None] * (WORLD * parts * C) + columns[None, :], tile, mask=inside)
-    event(ctl, began, site, epoch, ticket, source, COPY, TRACE)
+    event(use, began, ticket, source, COPY, TRACE)
 
 
 @triton.jit(do_not_specialize=["rows", "parts", "rank", "slot", "site", "senders", "num_chunks"])
@@ -139,26 +140,25 @@ def all_to_all_matmul_kernel(
 
     DESCRIPTORS: then C is a multiple of BLOCK_K, and rows of x of 16 bytes. EVEN_K: C is a multiple of BLOCK_K.
     """
-    epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
+    use = use_of(Words(table, ctl, rank, slot, site))
+    alive = healthy(use)
     width = parts * C
     numel = rows.to(tl.int64) * width
     num_m = tl.cdiv(rows, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
-    ticket = take_tile(ctl, slot)
+    ticket = take_tile(use)
     while ticket < senders:
         chunk_numel = chunk_rows * width
         pieces = tl.cdiv(chunk_numel, SEND_BLOCK * SEND_STEPS)
-        send_ticket = take_send(ctl, slot)
+        send_ticket = take_send(use)
         if send_ticket == 0:
-            settle(credits_due(ctl, alive), table, rank, site, WORLD)
+            settle(credits_due(use, alive), use, WORLD)
         drain_sends(
-            send_ticket, x, table, ctl, counters, numel, chunk_numel,
-            tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0), rank, slot, site, epoch,
-            WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
+            use, send_ticket, x, counters, numel, chunk_numel,
+            tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0), WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
         )  # fmt: skip
-        ticket = take_tile(ctl, slot)
-    slot_data = data(table, ctl, rank, slot, x.dtype.element_ty)
+        ticket = take_tile(use)
+    slot_data = data(use, rank, x.dtype.element_ty)
     own_rows = x + rank * numel
     if DESCRIPTORS:
         own_descriptor = rows_descriptor(own_rows, rows, width, width, BLOCK_M, BLOCK_K)
@@ -169,7 +169,7 @@ def all_to_all_matmul_kernel(
     ready = tl.full((), -1, tl.int32)
     while ticket < senders + num_m * num_n:
         began = now(TRACE)
-        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        request = request_ticket(use, TILE_TICKET, THREADS, True)
         block_row, block_column = grouped(ticket - senders, num_m, num_n, GROUP_M)
         row, column = block_row * BLOCK_M, block_column * BLOCK_N
         chunk = row // chunk_rows
@@ -193,8 +193,8 @@ def all_to_all_matmul_kernel(
             if chunk != ready:
                 # Acquire: the whole chunk, which its source pushed before it published this flag.
                 waited = now(TRACE)
-                ok = ok & wait(table, ctl, rank, slot, chunk, source, site, epoch)
-                event(ctl, waited, site, epoch, chunk, source, WAIT, TRACE)
+                ok = ok & wait(use, chunk, source)
+                event(use, waited, chunk, source, WAIT, TRACE)
                 if DESCRIPTORS and not UPCAST:
                     ok = proxy_fence(ok)
             for part in range(parts):
@@ -215,17 +215,16 @@ def all_to_all_matmul_kernel(
         inside = (offs_m < rows)[:, None] & (offs_n < N)[None, :]
         result = tl.where(ok != 0, acc, float("nan")).to(out.dtype.element_ty)
         tl.store(out + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :], result, mask=inside)
-        event(ctl, began, site, epoch, ticket - senders, rank, TILE, TRACE)
+        event(use, began, ticket - senders, rank, TILE, TRACE)
         ticket = granted(request, THREADS)
     if RETURN_RECEIVED:
         ticket -= senders + num_m * num_n
         while ticket < WORLD * num_m * parts * tl.cdiv(C, BLOCK_N):
             copy_received(
-                ticket, x, received, table, ctl, rows, C, parts, numel, chunk_rows, alive, rank, slot, site, epoch,
-                WORLD, BLOCK_M, BLOCK_N, TRACE,
+                use, ticket, x, received, rows, C, parts, numel, chunk_rows, alive, WORLD, BLOCK_M, BLOCK_N, TRACE,
             )  # fmt: skip
-            ticket = take_tile(ctl, slot) - (senders + num_m * num_n)
-    finish(ctl, slot, epoch)
+            ticket = take_tile(use) - (senders + num_m * num_n)
+    finish(use)
 
 
 @dataclass(frozen=True)

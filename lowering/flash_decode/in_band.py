@@ -36,7 +36,7 @@ from ditron_inductor.core.in_band import (
     wait_in_band,
 )
 from ditron_inductor.core.layout import IN_BAND_BYTES
-from ditron_inductor.core.signals import granted, leave
+from ditron_inductor.core.signals import Words, granted, leave, with_epoch
 from ditron_inductor.core.trace import SEND, SUM, TILE, WAIT, event, now
 from ditron_inductor.lowering.flash_decode.attention import attend_ticket, merge_splits, part_offsets
 from ditron_inductor.lowering.flash_decode.local import LocalAttention, Operands, Shape
@@ -105,12 +105,15 @@ def flash_decode_in_band_kernel(
             ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
         )  # fmt: skip
     # Asked for together with the parts: while tokens are read, the registers are needed for those.
-    asked = ask(ctl, slot, THREADS)
-    own, heaps = heap_of(table, rank), heaps_of_peers(table, rank, WORLD)
-    use, epoch, due, before, ok, limit = answer(asked)
+    words = Words(table, ctl, rank, slot, site)
+    asked = ask(words, THREADS)
+    own, heaps = heap_of(words, rank), heaps_of_peers(words, WORLD)
+    known = answer(asked)
+    use = with_epoch(words, known.epoch)
+    ok = known.ok
     if TRACE:
         if program != 0:
-            event(ctl, began, site, epoch, program - 1, rank, TILE, TRACE)
+            event(use, began, program - 1, rank, TILE, TRACE)
     stride = heads * (2 * ROWS * HEAD_DIM)
     if last != 0:
         o, lse = merge_splits(partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS)
@@ -122,28 +125,26 @@ def flash_decode_in_band_kernel(
         sending = now(TRACE)
         if ok != 0:
             for i in tl.static_range(WORLD - 1):
-                tl.store(area(heaps[i], use) + (rank * stride + at), mine, mask=there)
-        left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
-        clear_before(own, use, before, program - 1, tl.num_programs(0) - 1, 4 * THREADS)
-        event(ctl, sending, site, epoch, head, rank, SEND, TRACE)
+                tl.store(area(heaps[i], known.number) + (rank * stride + at), mine, mask=there)
+        left = leave(use, known.number + known.lines, known.due, THREADS, True)
+        clear_before(own, known, program - 1, tl.num_programs(0) - 1, 4 * THREADS)
+        event(use, sending, head, rank, SEND, TRACE)
         adding = now(TRACE)
         theirs = (mine,) * WORLD
         if ok != 0:
-            theirs, ok = wait_in_band(
-                mine, at, there, stride, own, limit, ctl, rank, slot, head, site, epoch, use, WORLD, THREADS
-            )
-        event(ctl, adding, site, epoch, head, rank, WAIT, TRACE)
+            theirs, ok = wait_in_band(use, known, mine, at, there, stride, own, head, WORLD, THREADS)
+        event(use, adding, head, rank, WAIT, TRACE)
         merged = tl.where(ok != 0, merge_words(theirs, WORLD, MERGED_ROWS, HEAD_DIM), float("nan"))
         places, inside, _, _ = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
         tl.store(out + places, merged.to(out.dtype.element_ty), mask=inside)
-        event(ctl, adding, site, epoch, head, rank, SUM, TRACE)
+        event(use, adding, head, rank, SUM, TRACE)
     else:
         if program == 0:
-            left = begin(asked, table, ctl, rank, slot, site, WORLD, THREADS)
+            left = begin(asked, words, WORLD, THREADS)
         else:
-            left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
-            clear_before(own, use, before, program - 1, tl.num_programs(0) - 1, 4 * THREADS)
-    close_in_band(granted(left, THREADS), ctl, slot, epoch, use, WORLD * stride)
+            left = leave(use, known.number + known.lines, known.due, THREADS, True)
+            clear_before(own, known, program - 1, tl.num_programs(0) - 1, 4 * THREADS)
+    close_in_band(granted(left, THREADS), use, known.number, WORLD * stride)
 
 
 def fits(shape: Shape, launch: Launch, world_size: int) -> bool:

@@ -31,11 +31,11 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import COUNTERS, REVOKED_ROW, TILE_TICKET
 from ditron_inductor.core.signals import (
+    Words,
     all_heaps,
     arrive,
     ask_to_send,
     close,
-    current_epoch,
     data,
     granted,
     healthy,
@@ -45,6 +45,7 @@ from ditron_inductor.core.signals import (
     publish_to,
     request_ticket,
     settle,
+    use_of,
     wait_all,
 )
 from ditron_inductor.core.trace import CREDITS, SEND, SUM, TILE, WAIT, event, now
@@ -62,23 +63,21 @@ INTERPRETED_FUSED_TOKENS = 198
 
 
 @triton.jit
-def all_slots(table, ctl, rank, slot, WORLD: tl.constexpr):
+def all_slots(use, WORLD: tl.constexpr):
     """Where the parts lie on every rank, from `rank` on."""
-    slots = (data(table, ctl, rank, slot, tl.float32),)
+    slots = (data(use, use.rank, tl.float32),)
     for i in tl.static_range(1, WORLD):
-        slots = slots + (data(table, ctl, (rank + i) % WORLD, slot, tl.float32),)  # type: ignore[assignment]
+        slots = slots + (data(use, (use.rank + i) % WORLD, tl.float32),)  # type: ignore[assignment]
     return slots
 
 
 @triton.jit
 def send_ticket(
-    ticket, first_length, asked, ok, due, epoch,
-    q, k, v, lengths, block_table, partials, table, ctl, counters,
-    heads, kv_heads, splits, capacity, area, strides_q, strides_k, strides_v, stride_pages, rank, slot, site,
-    WORLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr,
-    PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr, PER_FLAG: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    use, ticket, first_length, asked, ok, due, q, k, v, lengths, block_table, partials, counters, heads, kv_heads,
+    splits, capacity, area, strides_q, strides_k, strides_v, stride_pages, WORLD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    MERGED_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr,
+    PER_FLAG: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     THREADS: tl.constexpr, ATTENDED: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split; if it is the last one of its head, send the head. ok: -1 before the first head. Returns (the
@@ -96,19 +95,19 @@ def send_ticket(
         )  # fmt: skip
     if last != 0:
         # Asked for with the parts. While tokens are read, the registers are needed for those.
-        heaps = all_heaps(table, WORLD)
-        slots = all_slots(table, ctl, rank, slot, WORLD)
+        heaps = all_heaps(use, WORLD)
+        slots = all_slots(use, WORLD)
         o, lse = merge_splits(partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS)
         if ok < 0:
             # Credits: nobody reads any more what the slot's previous use left there.
             waited = now(TRACE)
-            ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
-            event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+            ok = may_send(asked, tl.where(ticket == 0, due, 0), use, WORLD, THREADS)
+            event(use, waited, ticket, use.rank, CREDITS, TRACE)
         sending = now(TRACE)
         if ok != 0:
             at, inside, lse_at, there = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
             for i in tl.static_range(WORLD):
-                parts = slots[i] + rank * area.to(tl.int64)
+                parts = slots[i] + use.rank * area.to(tl.int64)
                 tl.store(parts + at, o, mask=inside)
                 tl.store(parts + lse_at, lse, mask=there)
         current = head // PER_FLAG
@@ -116,37 +115,36 @@ def send_ticket(
             others = tl.minimum(PER_FLAG, heads - current * PER_FLAG)
             if arrive(counters + heads + current, others):
                 # A head that was not sent, by another program, has left the workspace poisoned.
-                ok = ok & healthy(ctl)
+                ok = ok & healthy(use)
             else:
                 current = tl.full((), -1, tl.int32)
         if (current >= 0) & (ok != 0):
             # The heads' parts lie in every peer's slot.
-            publish_to(heaps, slot, current, rank, site, epoch, WORLD)
-        event(ctl, sending, site, epoch, head, rank, SEND, TRACE)
+            publish_to(heaps, use, current, WORLD)
+        event(use, sending, head, use.rank, SEND, TRACE)
     if ticket == 0:
-        settle(tl.where(healthy(ctl) != 0, due, 0), table, rank, site, WORLD)
-    event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
+        settle(tl.where(healthy(use) != 0, due, 0), use, WORLD)
+    event(use, began, ticket, use.rank, TILE, TRACE)
     return current, ok
 
 
 @triton.jit
 def merge_flag(
-    flag, ok, out, table, ctl, heads, area, rank, slot, site, epoch,
-    WORLD: tl.constexpr, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PER_FLAG: tl.constexpr,
-    TRACE: tl.constexpr,
+    use, flag, ok, out, heads, area, WORLD: tl.constexpr, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PER_FLAG: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Wait for all peers' parts of the heads of a flag that this program has sent, and merge them."""
     began = now(TRACE)
-    own = data(table, ctl, rank, slot, tl.float32)
+    own = data(use, use.rank, tl.float32)
     # Acquire: the heads' parts of all peers. The own ones were acquired, or stored before a barrier.
     waited = now(TRACE)
-    whole = ok & wait_all(table, ctl, rank, slot, flag, site, epoch, WORLD)
-    event(ctl, waited, site, epoch, flag, rank, WAIT, TRACE)
+    whole = ok & wait_all(use, flag, WORLD)
+    event(use, waited, flag, use.rank, WAIT, TRACE)
     for index in range(0, PER_FLAG):
         head = flag * PER_FLAG + index
         if head < heads:
             merge_ranks(own, out, head, heads, area, whole, WORLD, ROWS, MERGED_ROWS, HEAD_DIM)
-    event(ctl, began, site, epoch, flag, rank, SUM, TRACE)
+    event(use, began, flag, use.rank, SUM, TRACE)
 
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits", "rank", "slot", "site"])
@@ -167,60 +165,53 @@ def flash_decode_kernel(
     area: elements of a source's parts in the slot. capacity: tokens that a cache holds at most.
     """
     # All questions before the first answer: one after the other they would take as long as a signal.
-    request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-    epoch = current_epoch(ctl, slot)
-    due = last_use(ctl)
+    words = Words(table, ctl, rank, slot, site)
+    request = request_ticket(words, TILE_TICKET, THREADS, True)
+    use = use_of(words)
+    due = last_use(use)
     first_length = tl.load(lengths)
     # Last, as it takes an address that is loaded.
-    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
+    asked = ask_to_send(use, WORLD, THREADS)
     ticket = granted(request, THREADS)
     tickets = heads * splits
     # -1 as long as the answers have not been looked at.
     ok = tl.full((), -1, tl.int32)
     if ONE_EACH:
         current, ok = send_ticket(
-            ticket, first_length, asked, ok, due, epoch,
-            q, k, v, lengths, block_table, partials, table, ctl, counters,
-            heads, kv_heads, splits, capacity, area, strides_q, strides_k, strides_v, stride_pages, rank, slot, site,
-            WORLD, ROWS, BLOCK_ROWS, MERGED_ROWS, PARTS, HEAD_DIM, MERGED_SPLITS, BLOCK_N, LEAST_BLOCKS, PAGE, PER_FLAG,
-            SCALE, SOFTCAP, PRECISION, UPCAST, THREADS, ATTENDED, TRACE,
+            use, ticket, first_length, asked, ok, due, q, k, v, lengths, block_table, partials, counters, heads,
+            kv_heads, splits, capacity, area, strides_q, strides_k, strides_v, stride_pages, WORLD, ROWS, BLOCK_ROWS,
+            MERGED_ROWS, PARTS, HEAD_DIM, MERGED_SPLITS, BLOCK_N, LEAST_BLOCKS, PAGE, PER_FLAG, SCALE, SOFTCAP,
+            PRECISION, UPCAST, THREADS, ATTENDED, TRACE,
         )  # fmt: skip
         # Before the wait.
-        left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+        left = leave(use, ticket, due, THREADS, True)
         if current >= 0:
-            merge_flag(
-                current, ok, out, table, ctl, heads, area, rank, slot, site, epoch,
-                WORLD, ROWS, MERGED_ROWS, HEAD_DIM, PER_FLAG, TRACE,
-            )  # fmt: skip
+            merge_flag(use, current, ok, out, heads, area, WORLD, ROWS, MERGED_ROWS, HEAD_DIM, PER_FLAG, TRACE)
     else:
         # The flag that was sent last, and whose heads are not merged yet.
         pending = tl.full((), -1, tl.int32)
         left = request
         if ticket >= tickets:
-            left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+            left = leave(use, ticket, due, THREADS, True)
         while (ticket < tickets) | (pending >= 0):
             current = tl.full((), -1, tl.int32)
             if ticket < tickets:
-                request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+                request = request_ticket(use, TILE_TICKET, THREADS, True)
                 current, ok = send_ticket(
-                    ticket, first_length, asked, ok, due, epoch,
-                    q, k, v, lengths, block_table, partials, table, ctl, counters, heads, kv_heads, splits, capacity,
-                    area, strides_q, strides_k, strides_v, stride_pages, rank, slot, site,
-                    WORLD, ROWS, BLOCK_ROWS, MERGED_ROWS, PARTS, HEAD_DIM, MERGED_SPLITS, BLOCK_N, LEAST_BLOCKS, PAGE,
-                    PER_FLAG, SCALE, SOFTCAP, PRECISION, UPCAST, THREADS, ATTENDED, TRACE,
+                    use, ticket, first_length, asked, ok, due, q, k, v, lengths, block_table, partials, counters, heads,
+                    kv_heads, splits, capacity, area, strides_q, strides_k, strides_v, stride_pages, WORLD, ROWS,
+                    BLOCK_ROWS, MERGED_ROWS, PARTS, HEAD_DIM, MERGED_SPLITS, BLOCK_N, LEAST_BLOCKS, PAGE, PER_FLAG,
+                    SCALE, SOFTCAP, PRECISION, UPCAST, THREADS, ATTENDED, TRACE,
                 )  # fmt: skip
                 ticket = granted(request, THREADS)
                 if ticket >= tickets:
                     # Before the last wait.
-                    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+                    left = leave(use, ticket, due, THREADS, True)
             if (pending >= 0) & ((current >= 0) | (ticket >= tickets)):
-                merge_flag(
-                    pending, ok, out, table, ctl, heads, area, rank, slot, site, epoch,
-                    WORLD, ROWS, MERGED_ROWS, HEAD_DIM, PER_FLAG, TRACE,
-                )  # fmt: skip
+                merge_flag(use, pending, ok, out, heads, area, WORLD, ROWS, MERGED_ROWS, HEAD_DIM, PER_FLAG, TRACE)
                 pending = tl.full((), -1, tl.int32)
             pending = tl.where(current >= 0, current, pending)
-    close(granted(left, THREADS), ctl, slot, epoch)
+    close(granted(left, THREADS), use)
 
 
 @dataclass(frozen=True)

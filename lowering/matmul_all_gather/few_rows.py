@@ -27,9 +27,9 @@ from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import matmul_tile_of_few_rows, plus_bias
 from ditron_inductor.core.order import interleaved_row
 from ditron_inductor.core.signals import (
+    Words,
     ask_to_send,
     close,
-    current_epoch,
     data,
     granted,
     last_use,
@@ -38,6 +38,7 @@ from ditron_inductor.core.signals import (
     publish_all,
     request_ticket,
     settle,
+    use_of,
     wait_all,
 )
 from ditron_inductor.core.trace import COPY, CREDITS, TILE, WAIT, event, now
@@ -90,18 +91,19 @@ def matmul_all_gather_kernel(
     A slot has places [peer][M][pitch], pitch a multiple of BLOCK_N. One program for each run of run_tiles tiles.
     """
     # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
-    request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
-    epoch = current_epoch(ctl, slot)
-    due = last_use(ctl)
+    words = Words(table, ctl, rank, slot, site)
+    request = request_ticket(words, TILE_TICKET, THREADS, True)
+    asked = ask_to_send(words, WORLD, THREADS)
+    use = use_of(words)
+    due = last_use(use)
     run = granted(request, THREADS)
     dtype: tl.constexpr = out.dtype.element_ty
-    own = data(table, ctl, rank, slot, dtype)
+    own = data(use, rank, dtype)
     slots = ()
     for i in tl.static_range(1, WORLD):
         target = (rank + i) % WORLD
         place = place_of(rank, target, WORLD).to(tl.int64) * M * pitch
-        slots = slots + (data(table, ctl, target, slot, dtype) + place,)  # type: ignore[assignment]
+        slots = slots + (data(use, target, dtype) + place,)  # type: ignore[assignment]
     offs_m = tl.arange(0, BLOCK_M)
     in_m = (offs_m < M)[:, None]
     own_rows = interleaved_row(offs_m, rank, M, block, WORLD, True).to(tl.int64)[:, None] * N
@@ -119,8 +121,8 @@ def matmul_all_gather_kernel(
         if ok < 0:
             # Credits: nobody reads any more what the slot's previous use left there.
             waited = now(TRACE)
-            ok = may_send(asked, tl.where(run == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
-            event(ctl, waited, site, epoch, tile, rank, CREDITS, TRACE)
+            ok = may_send(asked, tl.where(run == 0, due, 0), use, WORLD, THREADS)
+            event(use, waited, tile, rank, CREDITS, TRACE)
         acc = plus_bias(acc, bias, tile * BLOCK_N, N, BLOCK_N, HAS_BIAS)
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if ok != 0:
@@ -128,18 +130,18 @@ def matmul_all_gather_kernel(
             for i in tl.static_range(WORLD - 1):
                 tl.store(slots[i] + in_slot, result, mask=in_m & (in_slot >= 0))
         tl.store(out + own_rows + offs_n[None, :], result, mask=in_m & (offs_n < N)[None, :])
-        event(ctl, began, site, epoch, tile, rank, TILE, TRACE)
+        event(use, began, tile, rank, TILE, TRACE)
         tile += 1
     if ok != 0:
         # The run lies in every peer's slot. A run without credits is not sent, and never published.
-        publish_all(table, slot, run, rank, site, epoch, WORLD)
+        publish_all(use, run, WORLD)
     if run == 0:
-        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-    left = leave(ctl, slot, run, epoch, due, THREADS, True)
+        settle(tl.where(ok != 0, due, 0), use, WORLD)
+    left = leave(use, run, due, THREADS, True)
     # Acquire: the same run of all peers.
     copying = now(TRACE)
-    whole = ok & wait_all(table, ctl, rank, slot, run, site, epoch, WORLD)
-    event(ctl, copying, site, epoch, run, rank, WAIT, TRACE)
+    whole = ok & wait_all(use, run, WORLD)
+    event(use, copying, run, rank, WAIT, TRACE)
     for first in range(run * run_tiles * BLOCK_N, last_tile * BLOCK_N, COPY_COLUMNS):
         columns = first + tl.arange(0, COPY_COLUMNS)
         for i in tl.static_range(BLOCK_M // COPY_ROWS):
@@ -155,8 +157,8 @@ def matmul_all_gather_kernel(
             for step in tl.static_range(1, WORLD):
                 to_rows = interleaved_row(rows, (rank + step) % WORLD, M, block, WORLD, True).to(tl.int64)
                 tl.store(out + to_rows[:, None] * N + columns[None, :], parts[step - 1], mask=inside)
-    event(ctl, copying, site, epoch, run, rank, COPY, TRACE)
-    close(granted(left, THREADS), ctl, slot, epoch)
+    event(use, copying, run, rank, COPY, TRACE)
+    close(granted(left, THREADS), use)
 
 
 @dataclass(frozen=True)

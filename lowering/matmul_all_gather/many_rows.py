@@ -34,8 +34,8 @@ from ditron_inductor.core.matmul import (
 )
 from ditron_inductor.core.order import grouped, interleaved_row
 from ditron_inductor.core.signals import (
+    Words,
     credits_due,
-    current_epoch,
     data,
     finish,
     granted,
@@ -43,6 +43,7 @@ from ditron_inductor.core.signals import (
     request_ticket,
     settle,
     take_tile,
+    use_of,
     wait,
     wait_credits,
 )
@@ -56,13 +57,13 @@ from ditron_inductor.task.nodes import MatmulAllGather
 
 
 @triton.jit
-def destinations(table, ctl, tile, tiles, rank, slot, dtype: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+def destinations(use, tile, tiles, dtype: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
     """Pointers to the blocks of own tile `tile` in the slots of all peers."""
     targets = ()
     for i in tl.static_range(1, WORLD):
-        target = (rank + i) % WORLD
-        place = (place_of(rank, target, WORLD) * tiles + tile).to(tl.int64) * BLOCK
-        targets = targets + (data(table, ctl, target, slot, dtype) + place,)  # type: ignore[assignment]
+        target = (use.rank + i) % WORLD
+        place = (place_of(use.rank, target, WORLD) * tiles + tile).to(tl.int64) * BLOCK
+        targets = targets + (data(use, target, dtype) + place,)  # type: ignore[assignment]
     return targets
 
 
@@ -96,8 +97,8 @@ def matmul_all_gather_kernel(
 
     A slot has places [peer][tile], and an outbox for each program.
     """
-    epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
+    use = use_of(Words(table, ctl, rank, slot, site))
+    alive = healthy(use)
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     tiles = num_m * num_n
@@ -115,20 +116,20 @@ def matmul_all_gather_kernel(
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
-    own = data(table, ctl, rank, slot, dtype)
+    own = data(use, rank, dtype)
     outbox = own + ((WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
     # Whether the credits have come, and the tile that waits in the outbox, -1 if there is none.
     credited = tl.full((), 0, tl.int32)
     ok = alive
     sent = tl.full((), -1, tl.int32)
-    ticket = take_tile(ctl, slot)
+    ticket = take_tile(use)
     if ticket == 0:
-        settle(credits_due(ctl, alive), table, rank, site, WORLD)
+        settle(credits_due(use, alive), use, WORLD)
     while ticket < tiles:
         began = now(TRACE)
-        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        request = request_ticket(use, TILE_TICKET, THREADS, True)
         block_row, block_column = grouped(ticket, num_m, num_n, GROUP_M)
-        targets = destinations(table, ctl, tl.maximum(sent, 0), tiles, rank, slot, dtype, WORLD, BLOCK)
+        targets = destinations(use, tl.maximum(sent, 0), tiles, dtype, WORLD, BLOCK)
         carried = tl.where(sent < 0, 0, BLOCK_WORDS)
         row, column = block_row * BLOCK_M, block_column * BLOCK_N
         # The bias first: behind the product there are no registers left for it.
@@ -155,45 +156,45 @@ def matmul_all_gather_kernel(
                 BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
             )  # fmt: skip
         if sent >= 0:
-            publish_to_all(table, counters, 0, sent, tiles, chunk_tiles, rank, slot, site, epoch, WORLD, COUNTED)
+            publish_to_all(use, counters, 0, sent, tiles, chunk_tiles, WORLD, COUNTED)
         sent = tl.full((), -1, tl.int32)
         if credited == 0:
             # Credits: nobody reads any more what the slot's previous use left there.
             waited = now(TRACE)
-            ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
-            event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+            ok = alive & wait_credits(use, WORLD)
+            event(use, waited, ticket, rank, CREDITS, TRACE)
             credited += 1
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if ok != 0:
             put_in_outbox(outbox, result, BLOCK_M, BLOCK_N)
             sent = ticket
         store_part(result, out, ticket, rank, num_m, num_n, M, N, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
-        event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
+        event(use, began, ticket, rank, TILE, TRACE)
         ticket = granted(request, THREADS)
     # Sends before waits: what is left in the outbox goes now.
     sending = now(TRACE)
-    targets = destinations(table, ctl, tl.maximum(sent, 0), tiles, rank, slot, dtype, WORLD, BLOCK)
+    targets = destinations(use, tl.maximum(sent, 0), tiles, dtype, WORLD, BLOCK)
     carry(outbox, targets, 0, tl.where(sent < 0, 0, BLOCK_WORDS), WORLD - 1, WORLD - 1, PIECE)
     if sent >= 0:
-        publish_to_all(table, counters, 0, sent, tiles, chunk_tiles, rank, slot, site, epoch, WORLD, COUNTED)
-        event(ctl, sending, site, epoch, sent // chunk_tiles, rank, SEND, TRACE)
+        publish_to_all(use, counters, 0, sent, tiles, chunk_tiles, WORLD, COUNTED)
+        event(use, sending, sent // chunk_tiles, rank, SEND, TRACE)
     # Looked up again: no register holds it while tiles are computed.
-    own = data(table, ctl, rank, slot, dtype)
+    own = data(use, rank, dtype)
     while ticket < WORLD * tiles:
         copying = now(TRACE)
-        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        request = request_ticket(use, TILE_TICKET, THREADS, True)
         tile = (ticket - tiles) // (WORLD - 1)
         source = (rank + 1 + (ticket - tiles) % (WORLD - 1)) % WORLD
         # Acquire: all tiles of the chunk, which the source pushed before it published this flag.
         awaited = now(TRACE)
-        whole = alive & wait(table, ctl, rank, slot, tile // chunk_tiles, source, site, epoch)
-        event(ctl, awaited, site, epoch, tile // chunk_tiles, source, WAIT, TRACE)
+        whole = alive & wait(use, tile // chunk_tiles, source)
+        event(use, awaited, tile // chunk_tiles, source, WAIT, TRACE)
         offsets = block_offsets(place_of(source, rank, WORLD) * tiles + tile, BLOCK_M, BLOCK_N)
         result = tl.load(own + offsets, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
         store_part(result, out, tile, source, num_m, num_n, M, N, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
-        event(ctl, copying, site, epoch, tile, source, COPY, TRACE)
+        event(use, copying, tile, source, COPY, TRACE)
         ticket = granted(request, THREADS)
-    finish(ctl, slot, epoch)
+    finish(use)
 
 
 @dataclass(frozen=True)

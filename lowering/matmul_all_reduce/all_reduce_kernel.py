@@ -29,9 +29,9 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import DATA_OFFSET, RESULT_ROW, REVOKED_ROW, TILE_TICKET
 from ditron_inductor.core.signals import (
+    Words,
     ask_to_send,
     close,
-    current_epoch,
     granted,
     last_use,
     leave,
@@ -41,6 +41,7 @@ from ditron_inductor.core.signals import (
     request_ticket,
     settle,
     slot_ctl,
+    use_of,
     wait_all,
 )
 from ditron_inductor.core.trace import CREDITS, TILE, WAIT, event, now
@@ -90,9 +91,8 @@ def add_up(mine, own, places, stride, inside, whole, rank, WORLD: tl.constexpr, 
 
 @triton.jit
 def one_shot(
-    x, extras, outs, own, slots, asked, due, table, ctl, numel, N, pieces, ticket, rank, slot, site, epoch,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
-    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, TRACE: tl.constexpr,
+    use, x, extras, outs, own, slots, asked, due, numel, N, pieces, ticket, WORLD: tl.constexpr, AVERAGE: tl.constexpr,
+    PIECE: tl.constexpr, THREADS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Reduce piece `ticket`, and `leave`. slots: pointers, of rank + 1, ..; each has a place [source][piece]."""
     began = now(TRACE)
@@ -101,30 +101,29 @@ def one_shot(
     mine = tl.load(x + place, mask=place < numel, other=0.0)
     # Credits: nobody reads any more what the slot's previous use left there.
     waited = now(TRACE)
-    ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
-    event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+    ok = may_send(asked, tl.where(ticket == 0, due, 0), use, WORLD, THREADS)
+    event(use, waited, ticket, use.rank, CREDITS, TRACE)
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
-            tl.store(slots[i] + (rank * pieces + ticket) * PIECE + lanes, mine)
-        publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+            tl.store(slots[i] + (use.rank * pieces + ticket) * PIECE + lanes, mine)
+        publish_all(use, ticket, WORLD)
     if ticket == 0:
-        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+        settle(tl.where(ok != 0, due, 0), use, WORLD)
+    left = leave(use, ticket, due, THREADS, True)
     # Acquire: the piece of all peers.
     waited = now(TRACE)
-    whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
-    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
-    total = add_up(mine, own, ticket * PIECE + lanes, pieces * PIECE, lanes >= 0, whole, rank, WORLD, AVERAGE)
+    whole = ok & wait_all(use, ticket, WORLD)
+    event(use, waited, ticket, use.rank, WAIT, TRACE)
+    total = add_up(mine, own, ticket * PIECE + lanes, pieces * PIECE, lanes >= 0, whole, use.rank, WORLD, AVERAGE)
     store_flat_sum(total, whole, extras, outs, place, place < numel, N, NUM_OUTS, x.dtype.element_ty, EPILOGUE)
-    event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
+    event(use, began, ticket, use.rank, TILE, TRACE)
     return left
 
 
 @triton.jit
 def two_shots(
-    x, extras, outs, own, slots, asked, due, table, ctl, numel, N, pieces, ticket, rank, slot, site, epoch,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
-    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, TRACE: tl.constexpr,
+    use, x, extras, outs, own, slots, asked, due, numel, N, pieces, ticket, WORLD: tl.constexpr, AVERAGE: tl.constexpr,
+    PIECE: tl.constexpr, THREADS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Reduce piece `ticket` of every run of `pieces`, and `leave`.
 
@@ -134,44 +133,44 @@ def two_shots(
     lanes = tl.arange(0, PIECE)
     theirs = ()
     for i in tl.static_range(1, WORLD):
-        place = ((rank + i) % WORLD * pieces + ticket) * PIECE + lanes
+        place = ((use.rank + i) % WORLD * pieces + ticket) * PIECE + lanes
         theirs = theirs + (tl.load(x + place, mask=place < numel, other=0.0),)  # type: ignore[assignment]
-    mine_at = (rank * pieces + ticket) * PIECE + lanes
+    mine_at = (use.rank * pieces + ticket) * PIECE + lanes
     mine = tl.load(x + mine_at, mask=mine_at < numel, other=0.0)
     # Credits: nobody reads any more what the slot's previous use left there.
     waited = now(TRACE)
-    ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
-    event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+    ok = may_send(asked, tl.where(ticket == 0, due, 0), use, WORLD, THREADS)
+    event(use, waited, ticket, use.rank, CREDITS, TRACE)
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
             tl.store(slots[i] + mine_at, theirs[i])
-        publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+        publish_all(use, ticket, WORLD)
     if ticket == 0:
-        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+        settle(tl.where(ok != 0, due, 0), use, WORLD)
+    left = leave(use, ticket, due, THREADS, True)
     # Acquire: the own piece of all peers.
     waited = now(TRACE)
-    whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
-    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
-    total = add_up(mine, own, ticket * PIECE + lanes, pieces * PIECE, lanes >= 0, whole, rank, WORLD, AVERAGE)
+    whole = ok & wait_all(use, ticket, WORLD)
+    event(use, waited, ticket, use.rank, WAIT, TRACE)
+    total = add_up(mine, own, ticket * PIECE + lanes, pieces * PIECE, lanes >= 0, whole, use.rank, WORLD, AVERAGE)
     result = total.to(x.dtype.element_ty)
     sums = WORLD * pieces * PIECE
     if whole != 0:
         for i in tl.static_range(WORLD - 1):
             tl.store(slots[i] + sums + mine_at, result)
-        publish_all(table, slot, RESULT_ROW + ticket, rank, site, epoch, WORLD)
+        publish_all(use, RESULT_ROW + ticket, WORLD)
     tl.store(x + mine_at, result, mask=mine_at < numel)
     # Acquire: the sums of all peers.
     waited = now(TRACE)
-    known = ok & wait_all(table, ctl, rank, slot, RESULT_ROW + ticket, site, epoch, WORLD)
-    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
+    known = ok & wait_all(use, RESULT_ROW + ticket, WORLD)
+    event(use, waited, ticket, use.rank, WAIT, TRACE)
     results = ()
     for i in tl.static_range(1, WORLD):
-        place = ((rank + i) % WORLD * pieces + ticket) * PIECE + lanes
+        place = ((use.rank + i) % WORLD * pieces + ticket) * PIECE + lanes
         found = tl.load(own + sums + place, mask=(lanes >= 0) & (known != 0), other=float("nan"))
         results = results + (found,)  # type: ignore[assignment]
     for i in tl.static_range(1, WORLD):
-        place = ((rank + i) % WORLD * pieces + ticket) * PIECE + lanes
+        place = ((use.rank + i) % WORLD * pieces + ticket) * PIECE + lanes
         tl.store(x + place, results[i - 1], mask=place < numel)
     if EPILOGUE is not None:
         # The same instructions for all runs, whoever owns them: ranks compute the same bits.
@@ -181,7 +180,7 @@ def two_shots(
             place = (owner * pieces + ticket) * PIECE + lanes
             total = tl.load(x + place, mask=place < numel, other=0.0).to(tl.float32)
             store_flat_sum(total, known, extras, outs, place, place < numel, N, NUM_OUTS, x.dtype.element_ty, EPILOGUE)
-    event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
+    event(use, began, ticket, use.rank, TILE, TRACE)
     return left
 
 
@@ -196,28 +195,29 @@ def all_reduce_kernel(
     extras, outs: tuples, of what EPILOGUE takes and makes of the sum; without it outs is x.
     """
     # All questions before the first answer: one after the other they would take as long as a signal.
-    request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-    epoch = current_epoch(ctl, slot)
-    offset = tl.load(slot_ctl(ctl, slot) + DATA_OFFSET)
+    words = Words(table, ctl, rank, slot, site)
+    request = request_ticket(words, TILE_TICKET, THREADS, True)
+    use = use_of(words)
+    offset = tl.load(slot_ctl(use) + DATA_OFFSET)
     dtype: tl.constexpr = x.dtype.element_ty
     own = peer(table, rank, offset, dtype)
     slots = ()
     for i in tl.static_range(1, WORLD):
         slots = slots + (peer(table, (rank + i) % WORLD, offset, dtype),)  # type: ignore[assignment]
-    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
-    due = last_use(ctl)
+    asked = ask_to_send(use, WORLD, THREADS)
+    due = last_use(use)
     ticket = granted(request, THREADS)
     if ONE_SHOT:
         left = one_shot(
-            x, extras, outs, own, slots, asked, due, table, ctl, numel, N, pieces, ticket, rank, slot, site, epoch,
-            WORLD, AVERAGE, PIECE, THREADS, NUM_OUTS, EPILOGUE, TRACE,
+            use, x, extras, outs, own, slots, asked, due, numel, N, pieces, ticket, WORLD, AVERAGE, PIECE, THREADS,
+            NUM_OUTS, EPILOGUE, TRACE,
         )  # fmt: skip
     else:
         left = two_shots(
-            x, extras, outs, own, slots, asked, due, table, ctl, numel, N, pieces, ticket, rank, slot, site, epoch,
-            WORLD, AVERAGE, PIECE, THREADS, NUM_OUTS, EPILOGUE, TRACE,
+            use, x, extras, outs, own, slots, asked, due, numel, N, pieces, ticket, WORLD, AVERAGE, PIECE, THREADS,
+            NUM_OUTS, EPILOGUE, TRACE,
         )  # fmt: skip
-    close(granted(left, THREADS), ctl, slot, epoch)
+    close(granted(left, THREADS), use)
 
 
 @dataclass(frozen=True)

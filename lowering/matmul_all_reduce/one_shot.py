@@ -30,10 +30,10 @@ import triton.language as tl
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import matmul_tile_of_few_rows, plus_bias
 from ditron_inductor.core.signals import (
+    Words,
     arrive,
     ask_to_send,
     close,
-    current_epoch,
     data,
     granted,
     last_use,
@@ -42,6 +42,7 @@ from ditron_inductor.core.signals import (
     publish_all,
     request_ticket,
     settle,
+    use_of,
     wait_all,
 )
 from ditron_inductor.core.trace import CREDITS, SUM, TILE, WAIT, event, now
@@ -102,17 +103,18 @@ def matmul_all_reduce_kernel(
     given, norm_outs, where there is a norm (NORM): as by `rows.finish_all`, with ROW >= N; no EPILOGUE then.
     """
     # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
-    request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
-    epoch = current_epoch(ctl, slot)
-    due = last_use(ctl)
+    words = Words(table, ctl, rank, slot, site)
+    request = request_ticket(words, TILE_TICKET, THREADS, True)
+    asked = ask_to_send(words, WORLD, THREADS)
+    use = use_of(words)
+    due = last_use(use)
     ticket = granted(request, THREADS)
     tiles = tl.cdiv(N, BLOCK_N)
     dtype: tl.constexpr = lefts[0].dtype.element_ty
-    own = data(table, ctl, rank, slot, dtype)
+    own = data(use, rank, dtype)
     slots = ()
     for i in tl.static_range(WORLD):
-        slots = slots + (data(table, ctl, (rank + i) % WORLD, slot, dtype),)  # type: ignore[assignment]
+        slots = slots + (data(use, (rank + i) % WORLD, dtype),)  # type: ignore[assignment]
     offs_m = tl.arange(0, BLOCK_M)
     in_block = offs_m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     in_m = (offs_m < M)[:, None] & (in_block >= 0)
@@ -123,15 +125,15 @@ def matmul_all_reduce_kernel(
     left = request
     if ticket >= tiles:
         # Not otherwise: it would wait for the epoch before the product.
-        left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+        left = leave(use, ticket, due, THREADS, True)
     while (ticket < tiles) | (previous >= 0):
         if ticket >= tiles:
             # The last round, before the last wait.
-            left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+            left = leave(use, ticket, due, THREADS, True)
         current = tl.full((), -1, tl.int32)
         if ticket < tiles:
             began = now(TRACE)
-            request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+            request = request_ticket(use, TILE_TICKET, THREADS, True)
             acc = matmul_tile_of_few_rows(
                 lefts, strides_am, M, rights, strides_bk, strides_bn, ticket * BLOCK_N, N, depths,
                 BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, NUM_PRODUCTS,
@@ -146,25 +148,25 @@ def matmul_all_reduce_kernel(
             if ok < 0:
                 # Credits: nobody reads any more what the slot's previous use left there.
                 waited = now(TRACE)
-                ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
-                event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+                ok = may_send(asked, tl.where(ticket == 0, due, 0), use, WORLD, THREADS)
+                event(use, waited, ticket, rank, CREDITS, TRACE)
             if ok != 0:
                 block = (rank * tiles + ticket).to(tl.int64) * (BLOCK_M * BLOCK_N)
                 partial = acc.to(dtype)
                 for i in tl.static_range(WORLD):
                     tl.store(slots[i] + block + in_block, partial, mask=in_m)
                 # The tile lies in every peer's slot. A tile without credits is not sent, and never published.
-                publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+                publish_all(use, ticket, WORLD)
             if ticket == 0:
-                settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-            event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
+                settle(tl.where(ok != 0, due, 0), use, WORLD)
+            event(use, began, ticket, rank, TILE, TRACE)
             current = ticket
             ticket = granted(request, THREADS)
         if previous >= 0:
             # Acquire: the tile's partials of all peers. The own one was stored by this program, before a barrier.
             waited = now(TRACE)
-            whole = ok & wait_all(table, ctl, rank, slot, previous, site, epoch, WORLD)
-            event(ctl, waited, site, epoch, previous, rank, WAIT, TRACE)
+            whole = ok & wait_all(use, previous, WORLD)
+            event(use, waited, previous, rank, WAIT, TRACE)
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             for source in tl.static_range(WORLD):
                 block = (source * tiles + previous).to(tl.int64) * (BLOCK_M * BLOCK_N)
@@ -180,9 +182,9 @@ def matmul_all_reduce_kernel(
                 # For the last one all tiles are stored, and their stores are seen.
                 if arrive(counters, tiles):
                     finish_all(outs[0], given, norm_outs, M, N, ROW, FORM, EPS, POST_EPS)
-            event(ctl, waited, site, epoch, previous, rank, SUM, TRACE)
+            event(use, waited, previous, rank, SUM, TRACE)
         previous = current
-    close(granted(left, THREADS), ctl, slot, epoch)
+    close(granted(left, THREADS), use)
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ from ditron_inductor.core.matmul import (
 )
 from ditron_inductor.core.order import grouped, scatter_order
 from ditron_inductor.core.signals import (
+    Words,
     credits_due,
-    current_epoch,
     data,
     finish,
     granted,
@@ -47,6 +47,7 @@ from ditron_inductor.core.signals import (
     request_ticket,
     settle,
     take_tile,
+    use_of,
     wait,
     wait_all,
     wait_credits,
@@ -82,37 +83,34 @@ def store_tile(acc, out, tile, num_m, num_n, M, N, BLOCK_M: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def destinations(table, ctl, owner, tile, tiles_per_owner, rank, slot, dtype: tl.constexpr, WORLD: tl.constexpr, BLOCK):
+def destinations(use, owner, tile, tiles_per_owner, dtype: tl.constexpr, WORLD: tl.constexpr, BLOCK):
     """(where the tile in the outbox goes: pointers to blocks of WORLD - 1 slots, how many of them count).
 
     A partial goes to its owner's slot, a result (owner is the rank) to all peers' behind the partials, by owner; if
     owner is -1 there is none.
     """
-    is_result = owner == rank
-    block = tl.where(is_result, WORLD + rank, rank) * tiles_per_owner + tile
+    is_result = owner == use.rank
+    block = tl.where(is_result, WORLD + use.rank, use.rank) * tiles_per_owner + tile
     targets = ()
     for i in tl.static_range(1, WORLD):
-        peer = (rank + i) % WORLD
+        peer = (use.rank + i) % WORLD
         if i == 1:
             peer = tl.where(is_result | (owner < 0), peer, owner)
-        place = data(table, ctl, peer, slot, dtype) + block.to(tl.int64) * BLOCK
+        place = data(use, peer, dtype) + block.to(tl.int64) * BLOCK
         targets = targets + (place,)  # type: ignore[assignment]
     return targets, tl.where(is_result, WORLD - 1, tl.where(owner < 0, 0, 1))
 
 
 @triton.jit
 def publish_carried(
-    table, counters, owner, tile, tiles, tiles_per_owner, chunk_tiles, rank, slot, site, epoch,
-    WORLD: tl.constexpr, COUNTED: tl.constexpr,
+    use, counters, owner, tile, tiles, tiles_per_owner, chunk_tiles, WORLD: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Tell of the tile that this program carried last: a partial of `owner`, a result if that is the rank, none: -1."""
     owner_tiles = tl.minimum(tiles_per_owner, tiles - owner * tiles_per_owner)
-    if owner == rank:
-        publish_to_all(
-            table, counters, RESULT_ROW, tile, owner_tiles, chunk_tiles, rank, slot, site, epoch, WORLD, COUNTED
-        )  # fmt: skip
+    if owner == use.rank:
+        publish_to_all(use, counters, RESULT_ROW, tile, owner_tiles, chunk_tiles, WORLD, COUNTED)
     elif owner >= 0:
-        publish_partial(table, counters, owner, tile, owner_tiles, chunk_tiles, rank, slot, site, epoch, COUNTED)
+        publish_partial(use, counters, owner, tile, owner_tiles, chunk_tiles, COUNTED)
 
 
 @triton.jit
@@ -152,8 +150,8 @@ def matmul_all_reduce_kernel(
     NUM_PRODUCTS; bias [N], or anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE makes of
     the sum; outs [M, N] contiguous.
     """
-    epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
+    use = use_of(Words(table, ctl, rank, slot, site))
+    alive = healthy(use)
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     tiles = num_m * num_n
@@ -173,7 +171,7 @@ def matmul_all_reduce_kernel(
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * lefts[0].dtype.element_ty.primitive_bitwidth // 32
     SLICE: tl.constexpr = min(BLOCK_M, 64 * THREADS // BLOCK_N)
-    outbox = data(table, ctl, rank, slot, dtype)
+    outbox = data(use, rank, dtype)
     outbox += (2 * WORLD * tiles_per_owner + 2 * tl.program_id(0)).to(tl.int64) * BLOCK
     # A second block: a partial is read while the result takes shape.
     results = outbox + BLOCK
@@ -182,20 +180,18 @@ def matmul_all_reduce_kernel(
     ok = alive
     sent_owner = tl.full((), -1, tl.int32)
     sent_tile = tl.full((), 0, tl.int32)
-    ticket = take_tile(ctl, slot)
+    ticket = take_tile(use)
     if ticket == 0:
-        settle(credits_due(ctl, alive), table, rank, site, WORLD)
+        settle(credits_due(use, alive), use, WORLD)
     while ticket < tl.where(num_parts > 1, num_parts + 2, 1) * (2 * WORLD - 1) * part_tiles:
-        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        request = request_ticket(use, TILE_TICKET, THREADS, True)
         step, tile, is_copy = schedule(ticket, tiles_per_owner, part_tiles, rank, WORLD)
         owner = scatter_order(step, rank, WORLD)
         first = owner * tiles_per_owner
         owner_tiles = tl.minimum(tiles_per_owner, tiles - first)
         if (tile >= 0) & (tile < owner_tiles):
             began = now(TRACE)
-            targets, num_targets = destinations(
-                table, ctl, sent_owner, sent_tile, tiles_per_owner, rank, slot, dtype, WORLD, BLOCK
-            )
+            targets, num_targets = destinations(use, sent_owner, sent_tile, tiles_per_owner, dtype, WORLD, BLOCK)
             carried = tl.where(sent_owner < 0, 0, BLOCK_WORDS)
             whole = alive
             box = tl.where(sent_owner == rank, results, outbox)
@@ -203,17 +199,16 @@ def matmul_all_reduce_kernel(
                 # Before a wait, deliver what is there.
                 carry(box, targets, 0, carried, num_targets, WORLD - 1, PIECE)
                 publish_carried(
-                    table, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, rank, slot, site,
-                    epoch, WORLD, COUNTED,
+                    use, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, WORLD, COUNTED,
                 )  # fmt: skip
                 sent_owner = tl.full((), -1, tl.int32)
                 # Acquire: the owner's results of the chunk, which it pushed before it published this flag.
                 waited = now(TRACE)
-                whole = alive & wait(table, ctl, rank, slot, RESULT_ROW + tile // chunk_tiles, owner, site, epoch)
-                event(ctl, waited, site, epoch, tile // chunk_tiles, owner, WAIT, TRACE)
+                whole = alive & wait(use, RESULT_ROW + tile // chunk_tiles, owner)
+                event(use, waited, tile // chunk_tiles, owner, WAIT, TRACE)
                 if EPILOGUE is None:
                     offsets = block_offsets((WORLD + owner) * tiles_per_owner + tile, BLOCK_M, BLOCK_N)
-                    source = data(table, ctl, rank, slot, dtype) + offsets
+                    source = data(use, rank, dtype) + offsets
                     result = tl.load(source, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
                     store_tile(result, outs[0], first + tile, num_m, num_n, M, N, BLOCK_M, BLOCK_N, GROUP_M)
             else:
@@ -241,16 +236,15 @@ def matmul_all_reduce_kernel(
                     )  # fmt: skip
                 acc = plus_bias(acc, bias, block_column * BLOCK_N, N, BLOCK_N, HAS_BIAS)
                 publish_carried(
-                    table, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, rank, slot, site,
-                    epoch, WORLD, COUNTED,
+                    use, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, WORLD, COUNTED,
                 )  # fmt: skip
                 sent_owner = tl.full((), -1, tl.int32)
                 if owner != rank:
                     if credited == 0:
                         # Credits: nobody reads any more what the slot's previous use left there.
                         waited = now(TRACE)
-                        ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
-                        event(ctl, waited, site, epoch, tile, owner, CREDITS, TRACE)
+                        ok = alive & wait_credits(use, WORLD)
+                        event(use, waited, tile, owner, CREDITS, TRACE)
                         credited += 1
                     if ok != 0:
                         put_prepared(
@@ -266,13 +260,13 @@ def matmul_all_reduce_kernel(
                     )  # fmt: skip
                     # Acquire: the tile's partials of all peers, published after they were stored.
                     waited = now(TRACE)
-                    whole = alive & wait_all(table, ctl, rank, slot, tile // chunk_tiles, site, epoch, WORLD)
-                    event(ctl, waited, site, epoch, tile // chunk_tiles, rank, WAIT, TRACE)
+                    whole = alive & wait_all(use, tile // chunk_tiles, WORLD)
+                    event(use, waited, tile // chunk_tiles, rank, WAIT, TRACE)
                     offs_n = block_column * BLOCK_N + tl.arange(0, BLOCK_N)
                     for i in tl.static_range(BLOCK_M // SLICE):
                         total = reduced_slice(
-                            outbox, table, ctl, tile, tiles_per_owner, i, whole, rank, slot,
-                            dtype, WORLD, AVERAGE, SLICE, BLOCK_M, BLOCK_N,
+                            use, outbox, tile, tiles_per_owner, i, whole, dtype, WORLD, AVERAGE, SLICE, BLOCK_M,
+                            BLOCK_N,
                         )  # fmt: skip
                         result = total.to(dtype)
                         if EPILOGUE is None:
@@ -288,7 +282,7 @@ def matmul_all_reduce_kernel(
             if EPILOGUE is not None:
                 # The same instructions for own tiles and copies: ranks compute the same bits of both.
                 if is_copy | (owner == rank):
-                    block = data(table, ctl, rank, slot, dtype)
+                    block = data(use, rank, dtype)
                     block += ((WORLD + owner) * tiles_per_owner + tile).to(tl.int64) * BLOCK
                     source = tl.multiple_of(tl.where(is_copy, block, results), 16)
                     tile_row, tile_column = grouped(first + tile, num_m, num_n, GROUP_M)
@@ -303,20 +297,15 @@ def matmul_all_reduce_kernel(
                             (tile_m < M)[:, None], (tile_n < N)[None, :], N, NUM_OUTS, dtype, EPILOGUE,
                         )  # fmt: skip
             if is_copy:
-                event(ctl, began, site, epoch, tile, owner, COPY, TRACE)
+                event(use, began, tile, owner, COPY, TRACE)
             else:
-                event(ctl, began, site, epoch, tile, owner, TILE, TRACE)
+                event(use, began, tile, owner, TILE, TRACE)
         ticket = granted(request, THREADS)
-    targets, num_targets = destinations(
-        table, ctl, sent_owner, sent_tile, tiles_per_owner, rank, slot, dtype, WORLD, BLOCK
-    )
+    targets, num_targets = destinations(use, sent_owner, sent_tile, tiles_per_owner, dtype, WORLD, BLOCK)
     box = tl.where(sent_owner == rank, results, outbox)
     carry(box, targets, 0, tl.where(sent_owner < 0, 0, BLOCK_WORDS), num_targets, WORLD - 1, PIECE)
-    publish_carried(
-        table, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, rank, slot, site, epoch,
-        WORLD, COUNTED,
-    )  # fmt: skip
-    finish(ctl, slot, epoch)
+    publish_carried(use, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, WORLD, COUNTED)
+    finish(use)
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ from ditron_inductor.core.matmul import (
 )
 from ditron_inductor.core.order import grouped, interleaved_row, scatter_order
 from ditron_inductor.core.signals import (
+    Words,
     credits_due,
-    current_epoch,
     data,
     finish,
     granted,
@@ -46,6 +46,7 @@ from ditron_inductor.core.signals import (
     request_ticket,
     settle,
     take_tile,
+    use_of,
     wait,
     wait_credits,
 )
@@ -98,8 +99,8 @@ def matmul_all_to_all_kernel(
 
     A slot has places [peer][tile], and an outbox for each program.
     """
-    epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
+    use = use_of(Words(table, ctl, rank, slot, site))
+    alive = healthy(use)
     num_m = tl.cdiv(M, BLOCK_M)
     tiles = num_m * parts * tl.cdiv(C, BLOCK_N)
     N = parts * WORLD * C
@@ -117,24 +118,24 @@ def matmul_all_to_all_kernel(
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
-    outbox = data(table, ctl, rank, slot, dtype) + ((WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
+    outbox = data(use, rank, dtype) + ((WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
     # Whether the credits have come, and the tile that waits in the outbox: for nobody if it is the rank.
     credited = tl.full((), 0, tl.int32)
     ok = alive
     sent_owner = rank + 0
     sent_tile = tl.full((), 0, tl.int32)
-    ticket = take_tile(ctl, slot)
+    ticket = take_tile(use)
     if ticket == 0:
-        settle(credits_due(ctl, alive), table, rank, site, WORLD)
+        settle(credits_due(use, alive), use, WORLD)
     while ticket < WORLD * tiles:
         began = now(TRACE)
-        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        request = request_ticket(use, TILE_TICKET, THREADS, True)
         owner = scatter_order(ticket // tiles, rank, WORLD)
         tile = ticket % tiles
         row, part, column = place_of_tile(tile, num_m, C, parts, BLOCK_M, BLOCK_N, GROUP_M)
         column += (part * WORLD + owner) * C
         place = (place_of(rank, sent_owner, WORLD) * tiles + sent_tile).to(tl.int64) * BLOCK
-        target = data(table, ctl, sent_owner, slot, dtype) + tl.where(sent_owner != rank, place, 0)
+        target = data(use, sent_owner, dtype) + tl.where(sent_owner != rank, place, 0)
         carried = tl.where(sent_owner != rank, BLOCK_WORDS, 0)
         # The bias first: behind the product there are no registers left for it.
         acc = plus_bias(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), bias, column, N, BLOCK_N, HAS_BIAS)
@@ -160,15 +161,13 @@ def matmul_all_to_all_kernel(
                 BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
             )  # fmt: skip
         if sent_owner != rank:
-            publish_partial(
-                table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED
-            )  # fmt: skip
+            publish_partial(use, counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
             sent_owner = rank + 0
         if credited == 0:
             # Credits: nobody reads any more what the slot's previous use left there.
             waited = now(TRACE)
-            ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
-            event(ctl, waited, site, epoch, tile, rank, CREDITS, TRACE)
+            ok = alive & wait_credits(use, WORLD)
+            event(use, waited, tile, rank, CREDITS, TRACE)
             credited += 1
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if owner == rank:
@@ -177,33 +176,33 @@ def matmul_all_to_all_kernel(
             put_in_outbox(outbox, result, BLOCK_M, BLOCK_N)
             sent_owner = owner
             sent_tile = tile
-        event(ctl, began, site, epoch, tile, owner, TILE, TRACE)
+        event(use, began, tile, owner, TILE, TRACE)
         ticket = granted(request, THREADS)
     # Sends before waits: what is left in the outbox goes now.
     if sent_owner != rank:
         sending = now(TRACE)
         place = (place_of(rank, sent_owner, WORLD) * tiles + sent_tile).to(tl.int64) * BLOCK
-        carry(outbox, (data(table, ctl, sent_owner, slot, dtype) + place,), 0, BLOCK_WORDS, 1, 1, PIECE)
-        publish_partial(table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED)
-        event(ctl, sending, site, epoch, sent_tile // chunk_tiles, sent_owner, SEND, TRACE)
+        carry(outbox, (data(use, sent_owner, dtype) + place,), 0, BLOCK_WORDS, 1, 1, PIECE)
+        publish_partial(use, counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
+        event(use, sending, sent_tile // chunk_tiles, sent_owner, SEND, TRACE)
     # Looked up again: no register holds it while tiles are computed.
-    own = data(table, ctl, rank, slot, dtype)
+    own = data(use, rank, dtype)
     while ticket < (2 * WORLD - 1) * tiles:
         copying = now(TRACE)
-        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        request = request_ticket(use, TILE_TICKET, THREADS, True)
         tile = ticket % tiles
         # Rank - 1 sends to this one first.
         source = (rank + 2 * WORLD - 1 - ticket // tiles) % WORLD
         # Acquire: all tiles of the chunk, which the source pushed before it published this flag.
         awaited = now(TRACE)
-        whole = alive & wait(table, ctl, rank, slot, tile // chunk_tiles, source, site, epoch)
-        event(ctl, awaited, site, epoch, tile // chunk_tiles, source, WAIT, TRACE)
+        whole = alive & wait(use, tile // chunk_tiles, source)
+        event(use, awaited, tile // chunk_tiles, source, WAIT, TRACE)
         offsets = block_offsets(place_of(source, rank, WORLD) * tiles + tile, BLOCK_M, BLOCK_N)
         result = tl.load(own + offsets, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
         store_tile(result, out, tile, source, num_m, M, C, parts, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
-        event(ctl, copying, site, epoch, tile, source, COPY, TRACE)
+        event(use, copying, tile, source, COPY, TRACE)
         ticket = granted(request, THREADS)
-    finish(ctl, slot, epoch)
+    finish(use)
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ from ditron_inductor.core.matmul import (
 )
 from ditron_inductor.core.order import grouped, interleaved_row, scatter_order
 from ditron_inductor.core.signals import (
+    Words,
     credits_due,
-    current_epoch,
     data,
     finish,
     granted,
@@ -48,6 +48,7 @@ from ditron_inductor.core.signals import (
     request_ticket,
     settle,
     take_tile,
+    use_of,
     wait_all,
     wait_credits,
 )
@@ -79,8 +80,8 @@ def matmul_reduce_scatter_kernel(
 
     DESCRIPTORS needs the rows of a tile to follow each other: `block` a multiple of BLOCK_M, or not INTERLEAVED.
     """
-    epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
+    use = use_of(Words(table, ctl, rank, slot, site))
+    alive = healthy(use)
     num_m = tl.cdiv(rows, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     tiles = num_m * num_n
@@ -100,22 +101,22 @@ def matmul_reduce_scatter_kernel(
     BLOCK_WORDS: tl.constexpr = BLOCK * lefts[0].dtype.element_ty.primitive_bitwidth // 32
     # Elements of a thread: what an epilogue reads takes registers too.
     SLICE: tl.constexpr = min(BLOCK_M, (64 if EPILOGUE is None and PRE is None else 32) * THREADS // BLOCK_N)
-    outbox = data(table, ctl, rank, slot, dtype) + (WORLD * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
+    outbox = data(use, rank, dtype) + (WORLD * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
     # Whether the credits have come, and the tile that waits in the outbox: of no owner if it is the rank.
     credited = tl.full((), 0, tl.int32)
     ok = alive
     sent_owner = rank + 0
     sent_tile = tl.full((), 0, tl.int32)
-    ticket = take_tile(ctl, slot)
+    ticket = take_tile(use)
     if ticket == 0:
-        settle(credits_due(ctl, alive), table, rank, site, WORLD)
+        settle(credits_due(use, alive), use, WORLD)
     while ticket < WORLD * tiles:
         began = now(TRACE)
-        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        request = request_ticket(use, TILE_TICKET, THREADS, True)
         owner = scatter_order(ticket // tiles, rank, WORLD)
         tile = ticket % tiles
         block_row, block_column = grouped(tile, num_m, num_n, GROUP_M)
-        target = data(table, ctl, sent_owner, slot, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
+        target = data(use, sent_owner, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
         carried = tl.where(sent_owner != rank, BLOCK_WORDS, 0)
         column = block_column * BLOCK_N
         if DESCRIPTORS:
@@ -133,9 +134,7 @@ def matmul_reduce_scatter_kernel(
             )  # fmt: skip
             if EARLY:
                 if sent_owner != rank:
-                    publish_partial(
-                        table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED
-                    )  # fmt: skip
+                    publish_partial(use, counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
                     sent_owner = rank + 0
                 acc = matmul_steps_by_descriptors(
                     acc, head, steps, a_descriptors[0], b_descriptors[0],  # type: ignore[misc]
@@ -161,9 +160,7 @@ def matmul_reduce_scatter_kernel(
         acc = plus_bias(acc, bias, column, N, BLOCK_N, HAS_BIAS)
         acc = plus_column(acc, bias, owner * rows + block_row * BLOCK_M, (owner + 1) * rows - 1, BLOCK_M, HAS_BIAS)
         if sent_owner != rank:
-            publish_partial(
-                table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED
-            )  # fmt: skip
+            publish_partial(use, counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
             sent_owner = rank + 0
         if owner == rank:
             put_prepared(
@@ -172,13 +169,12 @@ def matmul_reduce_scatter_kernel(
             )  # fmt: skip
             # Acquire: the tile's partials of all peers, published after they were stored.
             waited = now(TRACE)
-            whole = alive & wait_all(table, ctl, rank, slot, tile // chunk_tiles, site, epoch, WORLD)
-            event(ctl, waited, site, epoch, tile // chunk_tiles, rank, WAIT, TRACE)
+            whole = alive & wait_all(use, tile // chunk_tiles, WORLD)
+            event(use, waited, tile // chunk_tiles, rank, WAIT, TRACE)
             offs_n = column + tl.arange(0, BLOCK_N)
             for i in tl.static_range(BLOCK_M // SLICE):
                 total = reduced_slice(
-                    outbox, table, ctl, tile, tiles, i, whole, rank, slot,
-                    dtype, WORLD, AVERAGE, SLICE, BLOCK_M, BLOCK_N,
+                    use, outbox, tile, tiles, i, whole, dtype, WORLD, AVERAGE, SLICE, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 slice_m = block_row * BLOCK_M + i * SLICE + tl.arange(0, SLICE)
                 store_sum(
@@ -189,8 +185,8 @@ def matmul_reduce_scatter_kernel(
             if credited == 0:
                 # Credits: nobody reads any more what the slot's previous use left there.
                 waited = now(TRACE)
-                ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
-                event(ctl, waited, site, epoch, tile, owner, CREDITS, TRACE)
+                ok = alive & wait_credits(use, WORLD)
+                event(use, waited, tile, owner, CREDITS, TRACE)
                 credited += 1
             if ok != 0:
                 put_prepared(
@@ -199,13 +195,13 @@ def matmul_reduce_scatter_kernel(
                 )  # fmt: skip
                 sent_owner = owner
                 sent_tile = tile
-        event(ctl, began, site, epoch, tile, owner, TILE, TRACE)
+        event(use, began, tile, owner, TILE, TRACE)
         ticket = granted(request, THREADS)
     if sent_owner != rank:
-        target = data(table, ctl, sent_owner, slot, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
+        target = data(use, sent_owner, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
         carry(outbox, (target,), 0, BLOCK_WORDS, 1, 1, PIECE)
-        publish_partial(table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED)
-    finish(ctl, slot, epoch)
+        publish_partial(use, counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
+    finish(use)
 
 
 @dataclass(frozen=True)

@@ -18,59 +18,59 @@ DEVICE: tuple[Mutation, ...] = (
     Mutation(
         "may_send never waits",
         SIGNALS,
-        "late = (lanes < WORLD) & (lanes != rank) & behind(asked, epoch - 1)",
-        "late = (lanes < 0) & (lanes != rank) & behind(asked, epoch - 1)",
+        "late = (lanes < WORLD) & (lanes != use.rank) & behind(asked, use.epoch - 1)",
+        "late = (lanes < 0) & (lanes != use.rank) & behind(asked, use.epoch - 1)",
         CREDITS,
     ),
     Mutation(
         "may_send waits for an epoch too few",
         SIGNALS,
-        "& behind(asked, epoch - 1)",
-        "& behind(asked, epoch - 2)",
+        "& behind(asked, use.epoch - 1)",
+        "& behind(asked, use.epoch - 2)",
         CREDITS,
     ),
     Mutation(
         "wait_credits waits for epoch - 3",
         SIGNALS,
-        "CREDIT_ROW, site, epoch - 1, WORLD, False, 1, False)",
-        "CREDIT_ROW, site, epoch - 3, WORLD, False, 1, False)",
+        "with_epoch(use, use.epoch - 1), CREDIT_ROW, WORLD, False, 1, False)",
+        "with_epoch(use, use.epoch - 3), CREDIT_ROW, WORLD, False, 1, False)",
         CREDITS,
     ),
     Mutation(
         "wait_credits checks the site",
         SIGNALS,
-        "CREDIT_ROW, site, epoch - 1, WORLD, False, 1, False)",
-        "CREDIT_ROW, site, epoch - 1, WORLD, True, 1, False)",
+        "with_epoch(use, use.epoch - 1), CREDIT_ROW, WORLD, False, 1, False)",
+        "with_epoch(use, use.epoch - 1), CREDIT_ROW, WORLD, True, 1, False)",
         CREDITS,
     ),
     Mutation(
         "a poisoned workspace gives credits",
         SIGNALS,
-        "    return tl.where(alive != 0, last_use(ctl), 0)",
-        "    return last_use(ctl)",
+        "    return tl.where(alive != 0, last_use(use), 0)",
+        "    return last_use(use)",
         GIVEN,
     ),
     Mutation(
         "may_send gives credits in a poisoned workspace",
         SIGNALS,
-        "settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)",
-        "settle(due, table, rank, site, WORLD)",
+        "settle(tl.where(ok != 0, due, 0), use, WORLD)",
+        "settle(due, use, WORLD)",
         GIVEN,
     ),
     Mutation(
         "may_send waits before it gives credits",
         SIGNALS,
-        """        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-        ok = ok & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)""",
-        """        ok = ok & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
-        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)""",
+        """        settle(tl.where(ok != 0, due, 0), use, WORLD)
+        ok = ok & wait_credits(use, WORLD)""",
+        """        ok = ok & wait_credits(use, WORLD)
+        settle(tl.where(ok != 0, due, 0), use, WORLD)""",
         GIVEN,
     ),
     Mutation(
         "a wait takes any site",
         SIGNALS,
-        "elif seen != word(site, epoch):",
-        "elif behind(seen, epoch):",
+        "elif seen != word(use.site, use.epoch):",
+        "elif behind(seen, use.epoch):",
         "tests/device/test_workspace.py::test_divergence_names_both_sites",
     ),
     Mutation(
@@ -83,8 +83,8 @@ DEVICE: tuple[Mutation, ...] = (
     Mutation(
         "the epoch does not advance",
         SIGNALS,
-        "tl.store(words + EPOCH, epoch)",
-        "tl.store(words + EPOCH, epoch - 1)",
+        "tl.store(words + EPOCH, use.epoch)",
+        "tl.store(words + EPOCH, use.epoch - 1)",
         "tests/device/test_workspace.py::test_values_cross_in_order",
     ),
     Mutation(
@@ -264,7 +264,7 @@ LOWERING: tuple[Mutation, ...] = (
     Mutation(
         "a tile is added up before its partials have come",
         "lowering/matmul_reduce_scatter/tile.py",
-        "whole = alive & wait_all(table, ctl, rank, slot, tile // chunk_tiles, site, epoch, WORLD)",
+        "whole = alive & wait_all(use, tile // chunk_tiles, WORLD)",
         "whole = alive",
         LATE_RANK,
     ),
@@ -278,8 +278,8 @@ LOWERING: tuple[Mutation, ...] = (
     Mutation(
         "no credits before the first push of a gather",
         "lowering/all_gather_matmul/tile.py",
-        "        if wait_credits(table, ctl, rank, slot, site, epoch, WORLD) != 0:\n            for i",
-        "        if epoch != 0:\n            for i",
+        "        if wait_credits(use, WORLD) != 0:\n            for i",
+        "        if use.epoch != 0:\n            for i",
         f"{UNCREDITED}[cpu2-a gather whose tiles carry nothing]",
     ),
     Mutation(
@@ -292,7 +292,7 @@ LOWERING: tuple[Mutation, ...] = (
     Mutation(
         "no credits before the partials of a reduce-scatter",
         "lowering/matmul_reduce_scatter/tile.py",
-        "ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)",
+        "ok = alive & wait_credits(use, WORLD)",
         "ok = alive",
         f"{UNCREDITED}[cpu2-matmul_reduce_scatter]",
     ),
@@ -320,8 +320,8 @@ LOWERING: tuple[Mutation, ...] = (
     Mutation(
         "a one-shot tile is not published to the peers",
         "lowering/matmul_all_reduce/one_shot.py",
-        "publish_all(table, slot, ticket, rank, site, epoch, WORLD)",
-        "publish_all(table, slot, ticket, rank, site, epoch - 1, WORLD)",
+        "publish_all(use, ticket, WORLD)",
+        "publish_all(use, ticket + 1, WORLD)",
         ONE_SHOT,
     ),
     Mutation(
@@ -369,14 +369,14 @@ LOWERING: tuple[Mutation, ...] = (
     Mutation(
         "a slot is not revoked",
         "lowering/transfers.py",
-        "        publish_all(table, slot, REVOKED_ROW, rank, site, epoch, WORLD)\n",
-        "        settle(0, table, rank, site, WORLD)\n",
+        "        publish_all(use, REVOKED_ROW, WORLD)\n",
+        "        settle(0, use, WORLD)\n",
         "tests/lowering/test_chunked_failures.py::test_a_reader_that_is_overtaken",
     ),
     Mutation(
         "a head of a decode is merged before its parts have come",
         "lowering/flash_decode/tile.py",
-        "whole = ok & wait_all(table, ctl, rank, slot, flag, site, epoch, WORLD)",
+        "whole = ok & wait_all(use, flag, WORLD)",
         "whole = ok",
         "tests/lowering/test_flash_decode.py::test_poisoned_buffers",
     ),
