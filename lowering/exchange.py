@@ -92,7 +92,7 @@ class Exchange:
         def arguments() -> Arguments:
             # Of all shards together in one step.
             block = self._block(BLOCK // triton.next_power_of_2(count))
-            values = {"numel": numel, "NUM": count, "COPY": copied, "BLOCK": block}
+            values = {"numel": numel, "COPY": copied, "BLOCK": block}
             return self._arguments(self._programs(numel, block), COPY_WARPS, values)
 
         return self._bound("stage", transfers.stage, arguments, tensors=("shards", "copies"), counted=True)
@@ -175,7 +175,7 @@ class Exchange:
         """(outs): end the call; after a failure `outs`, a tuple of contiguous outputs of `numels` elements, are NaN."""
 
         def arguments() -> Arguments:
-            values = {"numels": numels, "NUM_OUTS": len(numels), "BLOCK": self._block(BLOCK)}
+            values = {"numels": numels, "BLOCK": self._block(BLOCK)}
             programs = INTERPRETED_PROGRAMS if self._interpreted else FILL_PROGRAMS
             return self._arguments(programs, COPY_WARPS, values)
 

@@ -72,9 +72,9 @@ def sound(use, WORLD: tl.constexpr):
 @triton.jit(do_not_specialize=["rank", "slot", "site"])
 def stage(
     shards, copies, table, ctl, counters, numel, rank, slot, site,
-    WORLD: tl.constexpr, NUM: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
+    WORLD: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """Copy shards, a tuple of NUM [numel], contiguous, one behind the other to the start of the own slot, then publish
+    """Copy shards, a tuple of [numel], contiguous, one behind the other to the start of the own slot, then publish
     row PIECE_ROWS to all peers.
 
     COPY: copy them to `copies`, another such tuple, too, whatever happens.
@@ -97,10 +97,10 @@ def stage(
         inside = offsets < numel
         values = ()
         # All loads before the first store, which they could not pass.
-        for index in tl.static_range(NUM):
+        for index in tl.static_range(len(shards)):
             values = values + (tl.load(shards[index] + offsets, mask=inside),)  # type: ignore[assignment]
         place = mine + offsets
-        for index in tl.static_range(NUM):
+        for index in tl.static_range(len(shards)):
             if COPY:
                 tl.store(copies[index] + offsets, values[index], mask=inside)
             tl.store(place, values[index], mask=inside & (ok != 0))
@@ -173,12 +173,12 @@ def await_all(table, ctl, rank, slot, site, row, WORLD: tl.constexpr, TRACE: tl.
 def reduce_partials(
     partials, extras, outs, table, ctl, counters, numel, N, stride, result, rank, slot, site, row,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, SHARE: tl.constexpr,
-    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
+    EPILOGUE: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """The sum over sources 0..W-1 of partials[source, i], `stride` elements apart, or what EPILOGUE makes of it; NaN
     after a failure.
 
-    Added in rank order, in fp32, and rounded once. outs: a tuple of NUM_OUTS [numel / N, N] contiguous; extras: a tuple
+    Added in rank order, in fp32, and rounded once. outs: a tuple of [numel / N, N] contiguous; extras: a tuple
     of pointers for the epilogue. SHARE: store the sum in the own slot too, from element `result` on, and publish row
     `row` to all peers; else this ends the use of the slot. Every copy of this use has ended, or SHARE, and later ones
     are of results only.
@@ -203,7 +203,7 @@ def reduce_partials(
             partial += stride
         if AVERAGE:
             total = total / WORLD
-        store_flat_sum(total, ok, extras, outs, offsets, inside, N, NUM_OUTS, dtype, EPILOGUE)
+        store_flat_sum(total, ok, extras, outs, offsets, inside, N, dtype, EPILOGUE)
         if SHARE:
             tl.store(mine + offsets, total.to(dtype), mask=inside & (ok != 0))
     if SHARE:
@@ -219,14 +219,14 @@ def reduce_partials(
 @triton.jit(do_not_specialize=["rank", "slot", "site"])
 def close_slot(
     outs, numels, table, ctl, rank, slot, site,
-    WORLD: tl.constexpr, NUM_OUTS: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
+    WORLD: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """End the use of the slot: fill outs, a tuple of [numels[i]], with NaN after a failure."""
     use = use_of(Words(table, ctl, rank, slot, site))
     began = now(TRACE)
     if sound(use, WORLD) == 0:
         step = tl.num_programs(0) * BLOCK
-        for index in tl.static_range(NUM_OUTS):
+        for index in tl.static_range(len(outs)):
             first = tl.program_id(0).to(tl.int64) * BLOCK
             for _ in range((numels[index] - 1) // step + 1):
                 offsets = first + tl.arange(0, BLOCK)

@@ -32,9 +32,8 @@ from ditron_inductor.lowering.transfers import PIECE_ROWS
 
 @triton.jit(do_not_specialize=["M", "rank", "slot", "site"])
 def stage_norm(
-    x, given, outputs, table, ctl, counters, M, N, rank, slot, site,
-    WORLD: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, TRACE: tl.constexpr = 0,
+    x, given, outputs, table, ctl, counters, M, N, rank, slot, site, WORLD: tl.constexpr, COPY: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Normalise x [M, N], contiguous, into the start of the own slot, then publish row PIECE_ROWS to all peers.
 
@@ -60,8 +59,8 @@ def stage_norm(
         inside = (rows < M) & (cols < N)
         at = rows.to(tl.int64) * N + cols
         value = tl.load(x + at, mask=inside, other=0.0)
-        loaded = extras(given, at, cols, inside, N, FORM)
-        normed = normalised(value, loaded, outputs, rows, at, inside, M, N, FORM, EPS, POST_EPS)
+        loaded = extras(given, at, cols, inside, N, NORMS.FORM)
+        normed = normalised(value, loaded, outputs, rows, at, inside, M, N, NORMS)
         if COPY:
             tl.store(outputs[0] + at, normed, mask=inside)
         tl.store(mine + at, normed, mask=inside & (ok != 0))

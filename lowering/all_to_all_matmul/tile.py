@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,6 +29,8 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import TILE_TICKET
 from ditron_inductor.core.matmul import (
+    Carried,
+    Weight,
     matmul_run_by_descriptors,
     matmul_steps,
     rows_descriptor,
@@ -96,43 +99,50 @@ def drain_sends(
         ticket = take_send(use)
 
 
+class Pieces(NamedTuple):
+    """What a rank gets from each rank: `rows` of `parts` runs of C columns, `numel` elements, in chunks of rows."""
+
+    rows: Any
+    C: Any
+    parts: Any
+    numel: Any
+    chunk_rows: Any
+
+
 @triton.jit
 def copy_received(
-    use, ticket, x, received, rows, C, parts, numel, chunk_rows, alive, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, TRACE: tl.constexpr,
+    use, ticket, x, received, pieces, alive, WORLD: tl.constexpr, TILES: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Copy tile `ticket` of what this rank has received, or keeps, to the caller's output; NaN after a failure."""
     began = now(TRACE)
-    num_m = tl.cdiv(rows, BLOCK_M)
-    blocks = tl.cdiv(C, BLOCK_N)
-    source = (use.rank + ticket // (num_m * parts * blocks)) % WORLD
-    block_row = ticket // (parts * blocks) % num_m
-    part = ticket // blocks % parts
+    num_m = tl.cdiv(pieces.rows, TILES.BLOCK_M)
+    blocks = tl.cdiv(pieces.C, TILES.BLOCK_N)
+    source = (use.rank + ticket // (num_m * pieces.parts * blocks)) % WORLD
+    block_row = ticket // (pieces.parts * blocks) % num_m
+    part = ticket // blocks % pieces.parts
     ok = alive
     if source != use.rank:
-        ok = alive & wait(use, block_row * BLOCK_M // chunk_rows, source)
-        event(use, began, block_row * BLOCK_M // chunk_rows, source, WAIT, TRACE)
-    offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_c = ticket % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (offs_m < rows)[:, None] & (offs_c < C)[None, :]
+        ok = alive & wait(use, block_row * TILES.BLOCK_M // pieces.chunk_rows, source)
+        event(use, began, block_row * TILES.BLOCK_M // pieces.chunk_rows, source, WAIT, TRACE)
+    offs_m = block_row * TILES.BLOCK_M + tl.arange(0, TILES.BLOCK_M)
+    offs_c = ticket % blocks * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)
+    inside = (offs_m < pieces.rows)[:, None] & (offs_c < pieces.C)[None, :]
     slot_data = data(use, use.rank, x.dtype.element_ty)
-    base = tl.where(source == use.rank, x, slot_data) + source * numel
-    offsets = offs_m.to(tl.int64)[:, None] * (parts * C) + (part * C + offs_c)[None, :]
+    base = tl.where(source == use.rank, x, slot_data) + source * pieces.numel
+    offsets = offs_m.to(tl.int64)[:, None] * (pieces.parts * pieces.C) + (part * pieces.C + offs_c)[None, :]
     tile = tl.load(base + offsets, mask=inside & (ok != 0), other=float("nan"))
-    columns = (part * WORLD + source) * C + offs_c
-    tl.store(received + offs_m.to(tl.int64)[:, None] * (WORLD * parts * C) + columns[None, :], tile, mask=inside)
+    columns = (part * WORLD + source) * pieces.C + offs_c
+    out_rows = received + offs_m.to(tl.int64)[:, None] * (WORLD * pieces.parts * pieces.C)
+    tl.store(out_rows + columns[None, :], tile, mask=inside)
     event(use, began, ticket, source, COPY, TRACE)
 
 
 @triton.jit(do_not_specialize=["rows", "parts", "rank", "slot", "site", "senders", "num_chunks"])
 def all_to_all_matmul_kernel(
-    x, weight, out, received, table, ctl, counters,
-    rows, C, parts, N, stride_bk, stride_bn, rank, slot, site, senders, chunk_rows, num_chunks,
-    WORLD: tl.constexpr, RETURN_RECEIVED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
-    SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr = 0,
+    x, weight, out, received, table, ctl, counters, rows, C, parts, N, stride_bk, stride_bn, rank, slot, site, senders,
+    chunk_rows, num_chunks,
+    WORLD: tl.constexpr, RETURN_RECEIVED: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+    TILES: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. x [WORLD * rows, parts * C] contiguous, by the rank that the rows are for; weight [parts * WORLD
     * C, N]; out [rows, N] and received [rows, parts * WORLD * C] contiguous. A slot has rows [WORLD * rows, parts * C],
@@ -140,6 +150,8 @@ def all_to_all_matmul_kernel(
 
     DESCRIPTORS: then C is a multiple of BLOCK_K, and rows of x of 16 bytes. EVEN_K: C is a multiple of BLOCK_K.
     """
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
     use = use_of(Words(table, ctl, rank, slot, site))
     alive = healthy(use)
     width = parts * C
@@ -160,17 +172,19 @@ def all_to_all_matmul_kernel(
         ticket = take_tile(use)
     slot_data = data(use, rank, x.dtype.element_ty)
     own_rows = x + rank * numel
-    if DESCRIPTORS:
-        own_descriptor = rows_descriptor(own_rows, rows, width, width, BLOCK_M, BLOCK_K)
-        slot_descriptor = rows_descriptor(slot_data, WORLD * rows, width, width, BLOCK_M, BLOCK_K)
-        b_descriptor = weight_descriptor(weight, N, WORLD * width, stride_bk, stride_bn, BLOCK_N, BLOCK_K, K_MAJOR)
+    if TILES.DESCRIPTORS:
+        own_descriptor = rows_descriptor(own_rows, rows, width, width, BLOCK_M, TILES.BLOCK_K)
+        slot_descriptor = rows_descriptor(slot_data, WORLD * rows, width, width, BLOCK_M, TILES.BLOCK_K)
+        b_descriptor = weight_descriptor(
+            weight, N, WORLD * width, stride_bk, stride_bn, BLOCK_N, TILES.BLOCK_K, TILES.K_MAJOR
+        )
     ok = alive
     # The chunk of all sources that was waited for last.
     ready = tl.full((), -1, tl.int32)
     while ticket < senders + num_m * num_n:
         began = now(TRACE)
-        request = request_ticket(use, TILE_TICKET, THREADS, True)
-        block_row, block_column = grouped(ticket - senders, num_m, num_n, GROUP_M)
+        request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
+        block_row, block_column = grouped(ticket - senders, num_m, num_n, TILES.GROUP_M)
         row, column = block_row * BLOCK_M, block_column * BLOCK_N
         chunk = row // chunk_rows
         offs_m = row + tl.arange(0, BLOCK_M)
@@ -178,15 +192,15 @@ def all_to_all_matmul_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for part in range(parts):
             first = (part * WORLD + rank) * C
-            if DESCRIPTORS:
+            if TILES.DESCRIPTORS:
                 acc = matmul_run_by_descriptors(
-                    acc, own_descriptor, b_descriptor, row, part * C, column, first, C,
-                    BLOCK_K, K_MAJOR, PRECISION, UPCAST,
+                    acc, own_descriptor, b_descriptor, row, part * C, column, first, C, TILES,
                 )  # fmt: skip
             else:
                 acc = matmul_steps(
-                    acc, own_rows + rows_m + part * C, weight + first.to(tl.int64) * stride_bk, stride_bk, stride_bn,
-                    column, N, C, own_rows, (), 0, 0, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, PIECE,
+                    acc, own_rows + rows_m + part * C,
+                    Weight(weight + first.to(tl.int64) * stride_bk, stride_bk, stride_bn), column, N, C,
+                    Carried(own_rows, (), 0, 0), TILES,
                 )  # fmt: skip
         for step in range(1, WORLD):
             source = (rank + step) % WORLD
@@ -195,20 +209,19 @@ def all_to_all_matmul_kernel(
                 waited = now(TRACE)
                 ok = ok & wait(use, chunk, source)
                 event(use, waited, chunk, source, WAIT, TRACE)
-                if DESCRIPTORS and not UPCAST:
+                if TILES.DESCRIPTORS and not TILES.UPCAST:
                     ok = proxy_fence(ok)
             for part in range(parts):
                 first = (part * WORLD + source) * C
-                if DESCRIPTORS:
+                if TILES.DESCRIPTORS:
                     acc = matmul_run_by_descriptors(
-                        acc, slot_descriptor, b_descriptor, source * rows + row, part * C, column, first, C,
-                        BLOCK_K, K_MAJOR, PRECISION, UPCAST,
+                        acc, slot_descriptor, b_descriptor, source * rows + row, part * C, column, first, C, TILES,
                     )  # fmt: skip
                 else:
                     acc = matmul_steps(
-                        acc, slot_data + source * numel + rows_m + part * C, weight + first.to(tl.int64) * stride_bk,
-                        stride_bk, stride_bn, column, N, C, own_rows, (), 0, 0,
-                        BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, PIECE,
+                        acc, slot_data + source * numel + rows_m + part * C,
+                        Weight(weight + first.to(tl.int64) * stride_bk, stride_bk, stride_bn), column, N, C,
+                        Carried(own_rows, (), 0, 0), TILES,
                     )  # fmt: skip
         ready = chunk
         offs_n = column + tl.arange(0, BLOCK_N)
@@ -216,13 +229,12 @@ def all_to_all_matmul_kernel(
         result = tl.where(ok != 0, acc, float("nan")).to(out.dtype.element_ty)
         tl.store(out + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :], result, mask=inside)
         event(use, began, ticket - senders, rank, TILE, TRACE)
-        ticket = granted(request, THREADS)
+        ticket = granted(request, TILES.THREADS)
     if RETURN_RECEIVED:
         ticket -= senders + num_m * num_n
+        pieces = Pieces(rows, C, parts, numel, chunk_rows)
         while ticket < WORLD * num_m * parts * tl.cdiv(C, BLOCK_N):
-            copy_received(
-                use, ticket, x, received, rows, C, parts, numel, chunk_rows, alive, WORLD, BLOCK_M, BLOCK_N, TRACE,
-            )  # fmt: skip
+            copy_received(use, ticket, x, received, pieces, alive, WORLD, TILES, TRACE)
             ticket = take_tile(use) - (senders + num_m * num_n)
     finish(use)
 
@@ -283,9 +295,8 @@ def all_to_all_matmul(
 
     def arguments() -> Arguments:
         config = sizes.config
-        constants = launch.constants(config, pieces, [weight])
-        constants["EVEN_K"] = sizes.C % config.block_k == 0
-        constants["DESCRIPTORS"] &= constants["EVEN_K"]
+        tile = launch.tile(config, pieces, [weight])
+        even_k = sizes.C % config.block_k == 0
         senders = INTERPRETED_SENDERS if launch.interpreted else SENDERS
         tiles = ceil_div(sizes.rows, config.block_m) * ceil_div(weight.shape[1], config.block_n)
         return Arguments(
@@ -303,7 +314,8 @@ def all_to_all_matmul(
                 num_chunks=sizes.num_chunks,
                 WORLD=node.world_size,
                 RETURN_RECEIVED=node.return_received,
-                **constants,
+                TILES=tile._replace(EVEN_K=even_k, DESCRIPTORS=tile.DESCRIPTORS and even_k),
+                **config.options,
                 SEND_BLOCK=INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
                 SEND_STEPS=1 if launch.interpreted else SEND_STEPS,
             ),

@@ -38,7 +38,7 @@ from ditron_inductor.core.in_band import (
 from ditron_inductor.core.layout import IN_BAND_BYTES
 from ditron_inductor.core.signals import Words, granted, leave, with_epoch
 from ditron_inductor.core.trace import SEND, SUM, TILE, WAIT, event, now
-from ditron_inductor.lowering.flash_decode.attention import attend_ticket, merge_splits, part_offsets
+from ditron_inductor.lowering.flash_decode.attention import Counts, Work, attend_ticket, merge_splits, part_offsets
 from ditron_inductor.lowering.flash_decode.local import LocalAttention, Operands, Shape
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.launcher import Arguments
@@ -83,14 +83,9 @@ def merge_words(parts, WORLD: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits", "rank", "slot", "site"])
 def flash_decode_in_band_kernel(
-    q, k, v, lengths, block_table, out, partials, table, ctl, counters,
-    heads, kv_heads, splits, capacity, strides_q, strides_k, strides_v, stride_pages,
+    q, k, v, lengths, block_table, out, partials, table, ctl, counters, heads, kv_heads, splits, capacity, strides,
     rank, slot, site,
-    WORLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr,
-    PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    THREADS: tl.constexpr, TRACE: tl.constexpr = 0,
+    WORLD: tl.constexpr, THREADS: tl.constexpr, HOW: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module, and attention.py for the operands. out [heads * ROWS, HEAD_DIM], contiguous. One program, and one
     for each ticket.
@@ -98,12 +93,9 @@ def flash_decode_in_band_kernel(
     began = now(TRACE)
     program = tl.program_id(0)
     head, used, last = program, program, tl.full((), 0, tl.int32)
+    work = Work(q, k, v, lengths, block_table, partials, counters, Counts(heads, kv_heads, splits, capacity))
     if program != 0:
-        head, used, last = attend_ticket(
-            program - 1, tl.load(lengths), q, k, v, lengths, block_table, partials, counters, heads, kv_heads, splits,
-            capacity, strides_q, strides_k, strides_v, stride_pages,
-            ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
-        )  # fmt: skip
+        head, used, last = attend_ticket(program - 1, tl.load(lengths), work, strides, HOW)
     # Asked for together with the parts: while tokens are read, the registers are needed for those.
     words = Words(table, ctl, rank, slot, site)
     asked = ask(words, THREADS)
@@ -114,14 +106,14 @@ def flash_decode_in_band_kernel(
     if TRACE:
         if program != 0:
             event(use, began, program - 1, rank, TILE, TRACE)
-    stride = heads * (2 * ROWS * HEAD_DIM)
+    stride = heads * (2 * HOW.ROWS * HOW.HEAD_DIM)
     if last != 0:
-        o, lse = merge_splits(partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS)
-        mine = pairs(o, lse, MERGED_ROWS, HEAD_DIM)
-        rows = tl.arange(0, MERGED_ROWS)[:, None]
-        lanes = tl.arange(0, 2 * HEAD_DIM)[None, :]
-        at = (head * ROWS + rows) * (2 * HEAD_DIM) + lanes
-        there = (rows < ROWS) & (lanes >= 0)
+        o, lse = merge_splits(partials, work.counts, head, used, HOW)
+        mine = pairs(o, lse, HOW.MERGED_ROWS, HOW.HEAD_DIM)
+        rows = tl.arange(0, HOW.MERGED_ROWS)[:, None]
+        lanes = tl.arange(0, 2 * HOW.HEAD_DIM)[None, :]
+        at = (head * HOW.ROWS + rows) * (2 * HOW.HEAD_DIM) + lanes
+        there = (rows < HOW.ROWS) & (lanes >= 0)
         sending = now(TRACE)
         if ok != 0:
             for i in tl.static_range(WORLD - 1):
@@ -134,8 +126,8 @@ def flash_decode_in_band_kernel(
         if ok != 0:
             theirs, ok = wait_in_band(use, known, mine, at, there, stride, own, head, WORLD, THREADS)
         event(use, adding, head, rank, WAIT, TRACE)
-        merged = tl.where(ok != 0, merge_words(theirs, WORLD, MERGED_ROWS, HEAD_DIM), float("nan"))
-        places, inside, _, _ = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
+        merged = tl.where(ok != 0, merge_words(theirs, WORLD, HOW.MERGED_ROWS, HOW.HEAD_DIM), float("nan"))
+        places, inside, _, _ = part_offsets(head, heads, HOW)
         tl.store(out + places, merged.to(out.dtype.element_ty), mask=inside)
         event(use, adding, head, rank, SUM, TRACE)
     else:

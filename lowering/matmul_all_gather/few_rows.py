@@ -43,7 +43,7 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.core.trace import COPY, CREDITS, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config, select_few_rows_config
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, sum_sizes
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.matmul_all_gather.parts import gathered_like, place_of
 from ditron_inductor.task.nodes import MatmulAllGather
@@ -60,9 +60,6 @@ COPY_ROWS = 16
 COPY_BYTES = 256
 """Of a run, to one thread at a time, from all peers together: all of it is under way at once."""
 
-UNUSED = ("GROUP_M", "DESCRIPTORS", "K_MAJOR", "PIECE")
-"""What other kernels of matrix products take: here nothing is loaded by descriptors, grouped or carried."""
-
 
 def fits(launch: Launch, rows: int) -> bool:
     """Whether a product of so many rows is a few."""
@@ -77,26 +74,24 @@ def select_tiles(*, rows: int, dtype: torch.dtype, interpreted: bool) -> Config:
 
 @triton.jit(do_not_specialize=["M", "rank", "slot", "site", "run_tiles"])
 def matmul_all_gather_kernel(
-    lefts, rights, bias, out, table, ctl, counters,
-    M, N, depths, block, pitch, strides_am, strides_bk, strides_bn,
-    rank, slot, site, run_tiles,
-    WORLD: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, TRACE: tl.constexpr = 0,
+    lefts, rights, bias, out, table, ctl, counters, M, N, terms, block, pitch, rank, slot, site, run_tiles,
+    WORLD: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TILES: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts [M, K_i] with contiguous K, M <= BLOCK_M, rights [K_i, N], depths (the K_i) and strides:
     tuples of NUM_PRODUCTS; bias [N], or anything; out [WORLD * M, N], its rows as in interleaved_row.
 
     A slot has places [peer][M][pitch], pitch a multiple of BLOCK_N. One program for each run of run_tiles tiles.
     """
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
     # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
     words = Words(table, ctl, rank, slot, site)
-    request = request_ticket(words, TILE_TICKET, THREADS, True)
-    asked = ask_to_send(words, WORLD, THREADS)
+    request = request_ticket(words, TILE_TICKET, TILES.THREADS, True)
+    asked = ask_to_send(words, WORLD, TILES.THREADS)
     use = use_of(words)
     due = last_use(use)
-    run = granted(request, THREADS)
+    run = granted(request, TILES.THREADS)
     dtype: tl.constexpr = out.dtype.element_ty
     own = data(use, rank, dtype)
     slots = ()
@@ -113,15 +108,12 @@ def matmul_all_gather_kernel(
     last_tile = tl.minimum(tile + run_tiles, tl.cdiv(N, BLOCK_N))
     while tile < last_tile:
         began = now(TRACE)
-        acc = matmul_tile_of_few_rows(
-            lefts, strides_am, M, rights, strides_bk, strides_bn, tile * BLOCK_N, N, depths,
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, NUM_PRODUCTS,
-        )  # fmt: skip
+        acc = matmul_tile_of_few_rows(lefts, M, rights, terms, tile * BLOCK_N, N, TILES)
         offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if ok < 0:
             # Credits: nobody reads any more what the slot's previous use left there.
             waited = now(TRACE)
-            ok = may_send(asked, tl.where(run == 0, due, 0), use, WORLD, THREADS)
+            ok = may_send(asked, tl.where(run == 0, due, 0), use, WORLD, TILES.THREADS)
             event(use, waited, tile, rank, CREDITS, TRACE)
         acc = plus_bias(acc, bias, tile * BLOCK_N, N, BLOCK_N, HAS_BIAS)
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
@@ -137,7 +129,7 @@ def matmul_all_gather_kernel(
         publish_all(use, run, WORLD)
     if run == 0:
         settle(tl.where(ok != 0, due, 0), use, WORLD)
-    left = leave(use, run, due, THREADS, True)
+    left = leave(use, run, due, TILES.THREADS, True)
     # Acquire: the same run of all peers.
     copying = now(TRACE)
     whole = ok & wait_all(use, run, WORLD)
@@ -158,7 +150,7 @@ def matmul_all_gather_kernel(
                 to_rows = interleaved_row(rows, (rank + step) % WORLD, M, block, WORLD, True).to(tl.int64)
                 tl.store(out + to_rows[:, None] * N + columns[None, :], parts[step - 1], mask=inside)
     event(use, copying, run, rank, COPY, TRACE)
-    close(granted(left, THREADS), use)
+    close(granted(left, TILES.THREADS), use)
 
 
 @dataclass(frozen=True)
@@ -213,13 +205,12 @@ def matmul_all_gather(
     lefts, rights = longest_first(a, b)
 
     def arguments() -> Arguments:
-        constants = launch.sum_constants(sizes.config, lefts, rights, bias)
         return Arguments(
             programs=sizes.runs,
             values=dict(
                 M=sizes.M,
                 N=sizes.N,
-                **sum_sizes(lefts, rights),
+                terms=terms_of(lefts, rights),
                 block=launch.shard_block([*a[0].shape[:-1], sizes.N], node.gather_dim),
                 pitch=ceil_div(sizes.N, sizes.config.block_n) * sizes.config.block_n,
                 rank=launch.rank,
@@ -227,7 +218,9 @@ def matmul_all_gather(
                 WORLD=node.world_size,
                 COPY_ROWS=COPY_ROWS,
                 COPY_COLUMNS=copy_columns(sizes, node.world_size, a[0].element_size()),
-                **{name: value for name, value in constants.items() if name not in UNUSED},
+                HAS_BIAS=0 if bias is None else bias.dim(),
+                TILES=launch.tile_of_few_rows(sizes.config, lefts, rights),
+                **sizes.config.options,
             ),
         )
 

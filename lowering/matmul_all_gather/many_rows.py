@@ -23,14 +23,15 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import (
+    Carried,
     carry,
+    descriptors_of,
     further_products,
     further_products_by_descriptors,
     matmul_steps,
     matmul_steps_by_descriptors,
     plus_bias,
-    rows_descriptor,
-    weight_descriptor,
+    weight_of,
 )
 from ditron_inductor.core.order import grouped, interleaved_row
 from ditron_inductor.core.signals import (
@@ -49,7 +50,7 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.core.trace import COPY, CREDITS, SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, sum_sizes
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.matmul_all_gather.parts import gathered_like, place_of
 from ditron_inductor.lowering.partials import block_offsets, publish_to_all, put_in_outbox
@@ -68,14 +69,11 @@ def destinations(use, tile, tiles, dtype: tl.constexpr, WORLD: tl.constexpr, BLO
 
 
 @triton.jit
-def store_part(
-    result, out, tile, source, num_m, num_n, M, N, block,
-    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
+def store_part(result, out, tile, source, num_m, num_n, M, N, block, WORLD: tl.constexpr, TILES: tl.constexpr):
     """Write tile `tile` of the product of `source` to its place in out, without what lies beyond its edges."""
-    block_row, block_column = grouped(tile, num_m, num_n, GROUP_M)
-    offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = block_column * BLOCK_N + tl.arange(0, BLOCK_N)
+    block_row, block_column = grouped(tile, num_m, num_n, TILES.GROUP_M)
+    offs_m = block_row * TILES.BLOCK_M + tl.arange(0, TILES.BLOCK_M)
+    offs_n = block_column * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)
     to_rows = interleaved_row(offs_m, source, M, block, WORLD, True).to(tl.int64)
     inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     tl.store(out + to_rows[:, None] * N + offs_n[None, :], result, mask=inside)
@@ -83,36 +81,24 @@ def store_part(
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles"])
 def matmul_all_gather_kernel(
-    lefts, rights, bias, out, table, ctl, counters,
-    M, N, depths, block, strides_am, strides_bk, strides_bn,
-    rank, slot, site, chunk_tiles,
-    WORLD: tl.constexpr, COUNTED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, TRACE: tl.constexpr = 0,
+    lefts, rights, bias, out, table, ctl, counters, M, N, terms, block, rank, slot, site, chunk_tiles,
+    WORLD: tl.constexpr, COUNTED: tl.constexpr, HAS_BIAS: tl.constexpr, TILES: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts [M, K_i] with contiguous K, rights [K_i, N], depths (the K_i) and strides: tuples of
     NUM_PRODUCTS; bias [N], or anything; out [WORLD * M, N] contiguous, its rows as in interleaved_row.
 
     A slot has places [peer][tile], and an outbox for each program.
     """
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
     use = use_of(Words(table, ctl, rank, slot, site))
     alive = healthy(use)
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     tiles = num_m * num_n
     dtype: tl.constexpr = out.dtype.element_ty
-    a_descriptors = ()
-    b_descriptors = ()
-    if DESCRIPTORS:
-        for i in tl.static_range(NUM_PRODUCTS):
-            a_descriptor = rows_descriptor(lefts[i], M, depths[i], strides_am[i], BLOCK_M, BLOCK_K)
-            a_descriptors = a_descriptors + (a_descriptor,)  # type: ignore[assignment]
-            b_descriptor = weight_descriptor(
-                rights[i], N, depths[i], strides_bk[i], strides_bn[i], BLOCK_N, BLOCK_K, (K_MAJOR >> i) & 1
-            )
-            b_descriptors = b_descriptors + (b_descriptor,)  # type: ignore[assignment]
+    if TILES.DESCRIPTORS:
+        a_descriptors, b_descriptors = descriptors_of(lefts, rights, M, N, terms, TILES)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
@@ -127,34 +113,26 @@ def matmul_all_gather_kernel(
         settle(credits_due(use, alive), use, WORLD)
     while ticket < tiles:
         began = now(TRACE)
-        request = request_ticket(use, TILE_TICKET, THREADS, True)
-        block_row, block_column = grouped(ticket, num_m, num_n, GROUP_M)
+        request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
+        block_row, block_column = grouped(ticket, num_m, num_n, TILES.GROUP_M)
         targets = destinations(use, tl.maximum(sent, 0), tiles, dtype, WORLD, BLOCK)
         carried = tl.where(sent < 0, 0, BLOCK_WORDS)
         row, column = block_row * BLOCK_M, block_column * BLOCK_N
         # The bias first: behind the product there are no registers left for it.
         acc = plus_bias(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), bias, column, N, BLOCK_N, HAS_BIAS)
-        if DESCRIPTORS:
+        if TILES.DESCRIPTORS:
             acc = matmul_steps_by_descriptors(
-                acc, 0, tl.cdiv(depths[0], BLOCK_K), a_descriptors[0], b_descriptors[0],  # type: ignore[misc]
-                row, column, outbox, targets, carried, WORLD - 1,
-                BLOCK_K, K_MAJOR & 1, PRECISION, UPCAST, WORLD - 1, PIECE,
+                acc, 0, tl.cdiv(terms.depths[0], TILES.BLOCK_K), a_descriptors[0], b_descriptors[0], row, column,
+                Carried(outbox, targets, carried, WORLD - 1), TILES, TILES.K_MAJOR & 1,
             )  # fmt: skip
-            acc = further_products_by_descriptors(
-                acc, a_descriptors, b_descriptors, row, column, depths, outbox,
-                BLOCK_K, K_MAJOR, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
-            )  # fmt: skip
+            acc = further_products_by_descriptors(acc, a_descriptors, b_descriptors, row, column, terms.depths, TILES)
         else:
             rows_m = tl.minimum(row + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
             acc = matmul_steps(
-                acc, lefts[0] + rows_m * strides_am[0], rights[0], strides_bk[0], strides_bn[0], column, N, depths[0],
-                outbox, targets, carried, WORLD - 1,
-                BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, WORLD - 1, PIECE,
+                acc, lefts[0] + rows_m * terms.strides_am[0], weight_of(rights, terms, 0), column, N, terms.depths[0],
+                Carried(outbox, targets, carried, WORLD - 1), TILES,
             )  # fmt: skip
-            acc = further_products(
-                acc, lefts, rows_m, strides_am, rights, strides_bk, strides_bn, column, N, depths, outbox,
-                BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
-            )  # fmt: skip
+            acc = further_products(acc, lefts, rows_m, rights, terms, column, N, TILES)
         if sent >= 0:
             publish_to_all(use, counters, 0, sent, tiles, chunk_tiles, WORLD, COUNTED)
         sent = tl.full((), -1, tl.int32)
@@ -168,13 +146,13 @@ def matmul_all_gather_kernel(
         if ok != 0:
             put_in_outbox(outbox, result, BLOCK_M, BLOCK_N)
             sent = ticket
-        store_part(result, out, ticket, rank, num_m, num_n, M, N, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
+        store_part(result, out, ticket, rank, num_m, num_n, M, N, block, WORLD, TILES)
         event(use, began, ticket, rank, TILE, TRACE)
-        ticket = granted(request, THREADS)
+        ticket = granted(request, TILES.THREADS)
     # Sends before waits: what is left in the outbox goes now.
     sending = now(TRACE)
     targets = destinations(use, tl.maximum(sent, 0), tiles, dtype, WORLD, BLOCK)
-    carry(outbox, targets, 0, tl.where(sent < 0, 0, BLOCK_WORDS), WORLD - 1, WORLD - 1, PIECE)
+    carry(Carried(outbox, targets, tl.where(sent < 0, 0, BLOCK_WORDS), WORLD - 1), 0, TILES.PIECE)
     if sent >= 0:
         publish_to_all(use, counters, 0, sent, tiles, chunk_tiles, WORLD, COUNTED)
         event(use, sending, sent // chunk_tiles, rank, SEND, TRACE)
@@ -182,7 +160,7 @@ def matmul_all_gather_kernel(
     own = data(use, rank, dtype)
     while ticket < WORLD * tiles:
         copying = now(TRACE)
-        request = request_ticket(use, TILE_TICKET, THREADS, True)
+        request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
         tile = (ticket - tiles) // (WORLD - 1)
         source = (rank + 1 + (ticket - tiles) % (WORLD - 1)) % WORLD
         # Acquire: all tiles of the chunk, which the source pushed before it published this flag.
@@ -191,9 +169,9 @@ def matmul_all_gather_kernel(
         event(use, awaited, tile // chunk_tiles, source, WAIT, TRACE)
         offsets = block_offsets(place_of(source, rank, WORLD) * tiles + tile, BLOCK_M, BLOCK_N)
         result = tl.load(own + offsets, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
-        store_part(result, out, tile, source, num_m, num_n, M, N, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
+        store_part(result, out, tile, source, num_m, num_n, M, N, block, WORLD, TILES)
         event(use, copying, tile, source, COPY, TRACE)
-        ticket = granted(request, THREADS)
+        ticket = granted(request, TILES.THREADS)
     finish(use)
 
 
@@ -240,13 +218,15 @@ def matmul_all_gather(
             values=dict(
                 M=sizes.M,
                 N=sizes.N,
-                **sum_sizes(lefts, rights),
+                terms=terms_of(lefts, rights),
                 block=launch.shard_block([*a[0].shape[:-1], sizes.N], node.gather_dim),
                 rank=launch.rank,
                 chunk_tiles=chunk_tiles,
                 WORLD=node.world_size,
                 COUNTED=chunk_tiles > 1,
-                **launch.sum_constants(sizes.config, lefts, rights, bias),
+                HAS_BIAS=0 if bias is None else bias.dim(),
+                TILES=launch.tile_of_sum(sizes.config, lefts, rights),
+                **sizes.config.options,
             ),
         )
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -89,106 +90,139 @@ def add_up(mine, own, places, stride, inside, whole, rank, WORLD: tl.constexpr, 
     return tl.where(whole != 0, total, float("nan"))
 
 
+class How(NamedTuple):
+    """What is known at compile time: ranks, a mean or a sum, elements of a piece, threads of a program."""
+
+    WORLD: Any
+    AVERAGE: Any
+    ONE_SHOT: Any
+    PIECE: Any
+    THREADS: Any
+
+
+class Begun(NamedTuple):
+    """What a program asks for before it knows its ticket: pointers to the own slot and to those of rank + 1, .., what
+    `ask_to_send` looks at, and `last_use`.
+    """
+
+    own: Any
+    slots: Any
+    asked: Any
+    due: Any
+
+
+@triton.jit
+def begin(use, dtype: tl.constexpr, WORLD: tl.constexpr, THREADS: tl.constexpr):
+    """The Begun of a program, with slots of `dtype`."""
+    offset = tl.load(slot_ctl(use) + DATA_OFFSET)
+    own = peer(use.table, use.rank, offset, dtype)
+    slots = ()
+    for i in tl.static_range(1, WORLD):
+        slots = slots + (peer(use.table, (use.rank + i) % WORLD, offset, dtype),)  # type: ignore[assignment]
+    return Begun(own, slots, ask_to_send(use, WORLD, THREADS), last_use(use))
+
+
 @triton.jit
 def one_shot(
-    use, x, extras, outs, own, slots, asked, due, numel, N, pieces, ticket, WORLD: tl.constexpr, AVERAGE: tl.constexpr,
-    PIECE: tl.constexpr, THREADS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, TRACE: tl.constexpr,
+    use, x, extras, outs, begun, numel, N, pieces, ticket, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
-    """Reduce piece `ticket`, and `leave`. slots: pointers, of rank + 1, ..; each has a place [source][piece]."""
+    """Reduce piece `ticket`, and `leave`. A slot has places [source][piece]."""
     began = now(TRACE)
-    lanes = tl.arange(0, PIECE)
-    place = ticket * PIECE + lanes
+    lanes = tl.arange(0, HOW.PIECE)
+    place = ticket * HOW.PIECE + lanes
     mine = tl.load(x + place, mask=place < numel, other=0.0)
     # Credits: nobody reads any more what the slot's previous use left there.
     waited = now(TRACE)
-    ok = may_send(asked, tl.where(ticket == 0, due, 0), use, WORLD, THREADS)
+    ok = may_send(begun.asked, tl.where(ticket == 0, begun.due, 0), use, HOW.WORLD, HOW.THREADS)
     event(use, waited, ticket, use.rank, CREDITS, TRACE)
     if ok != 0:
-        for i in tl.static_range(WORLD - 1):
-            tl.store(slots[i] + (use.rank * pieces + ticket) * PIECE + lanes, mine)
-        publish_all(use, ticket, WORLD)
+        for i in tl.static_range(HOW.WORLD - 1):
+            tl.store(begun.slots[i] + (use.rank * pieces + ticket) * HOW.PIECE + lanes, mine)
+        publish_all(use, ticket, HOW.WORLD)
     if ticket == 0:
-        settle(tl.where(ok != 0, due, 0), use, WORLD)
-    left = leave(use, ticket, due, THREADS, True)
+        settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
+    left = leave(use, ticket, begun.due, HOW.THREADS, True)
     # Acquire: the piece of all peers.
     waited = now(TRACE)
-    whole = ok & wait_all(use, ticket, WORLD)
+    whole = ok & wait_all(use, ticket, HOW.WORLD)
     event(use, waited, ticket, use.rank, WAIT, TRACE)
-    total = add_up(mine, own, ticket * PIECE + lanes, pieces * PIECE, lanes >= 0, whole, use.rank, WORLD, AVERAGE)
-    store_flat_sum(total, whole, extras, outs, place, place < numel, N, NUM_OUTS, x.dtype.element_ty, EPILOGUE)
+    at, stride = ticket * HOW.PIECE + lanes, pieces * HOW.PIECE
+    total = add_up(mine, begun.own, at, stride, lanes >= 0, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
+    store_flat_sum(total, whole, extras, outs, place, place < numel, N, x.dtype.element_ty, EPILOGUE)
     event(use, began, ticket, use.rank, TILE, TRACE)
     return left
 
 
 @triton.jit
 def two_shots(
-    use, x, extras, outs, own, slots, asked, due, numel, N, pieces, ticket, WORLD: tl.constexpr, AVERAGE: tl.constexpr,
-    PIECE: tl.constexpr, THREADS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, TRACE: tl.constexpr,
+    use, x, extras, outs, begun, numel, N, pieces, ticket, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
     """Reduce piece `ticket` of every run of `pieces`, and `leave`.
 
     A slot has places [source][piece], then sums [owner][piece].
     """
     began = now(TRACE)
-    lanes = tl.arange(0, PIECE)
+    lanes = tl.arange(0, HOW.PIECE)
     theirs = ()
-    for i in tl.static_range(1, WORLD):
-        place = ((use.rank + i) % WORLD * pieces + ticket) * PIECE + lanes
+    for i in tl.static_range(1, HOW.WORLD):
+        place = ((use.rank + i) % HOW.WORLD * pieces + ticket) * HOW.PIECE + lanes
         theirs = theirs + (tl.load(x + place, mask=place < numel, other=0.0),)  # type: ignore[assignment]
-    mine_at = (use.rank * pieces + ticket) * PIECE + lanes
+    mine_at = (use.rank * pieces + ticket) * HOW.PIECE + lanes
     mine = tl.load(x + mine_at, mask=mine_at < numel, other=0.0)
     # Credits: nobody reads any more what the slot's previous use left there.
     waited = now(TRACE)
-    ok = may_send(asked, tl.where(ticket == 0, due, 0), use, WORLD, THREADS)
+    ok = may_send(begun.asked, tl.where(ticket == 0, begun.due, 0), use, HOW.WORLD, HOW.THREADS)
     event(use, waited, ticket, use.rank, CREDITS, TRACE)
     if ok != 0:
-        for i in tl.static_range(WORLD - 1):
-            tl.store(slots[i] + mine_at, theirs[i])
-        publish_all(use, ticket, WORLD)
+        for i in tl.static_range(HOW.WORLD - 1):
+            tl.store(begun.slots[i] + mine_at, theirs[i])
+        publish_all(use, ticket, HOW.WORLD)
     if ticket == 0:
-        settle(tl.where(ok != 0, due, 0), use, WORLD)
-    left = leave(use, ticket, due, THREADS, True)
+        settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
+    left = leave(use, ticket, begun.due, HOW.THREADS, True)
     # Acquire: the own piece of all peers.
     waited = now(TRACE)
-    whole = ok & wait_all(use, ticket, WORLD)
+    whole = ok & wait_all(use, ticket, HOW.WORLD)
     event(use, waited, ticket, use.rank, WAIT, TRACE)
-    total = add_up(mine, own, ticket * PIECE + lanes, pieces * PIECE, lanes >= 0, whole, use.rank, WORLD, AVERAGE)
+    at, stride = ticket * HOW.PIECE + lanes, pieces * HOW.PIECE
+    total = add_up(mine, begun.own, at, stride, lanes >= 0, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
     result = total.to(x.dtype.element_ty)
-    sums = WORLD * pieces * PIECE
+    sums = HOW.WORLD * pieces * HOW.PIECE
     if whole != 0:
-        for i in tl.static_range(WORLD - 1):
-            tl.store(slots[i] + sums + mine_at, result)
-        publish_all(use, RESULT_ROW + ticket, WORLD)
+        for i in tl.static_range(HOW.WORLD - 1):
+            tl.store(begun.slots[i] + sums + mine_at, result)
+        publish_all(use, RESULT_ROW + ticket, HOW.WORLD)
     tl.store(x + mine_at, result, mask=mine_at < numel)
     # Acquire: the sums of all peers.
     waited = now(TRACE)
-    known = ok & wait_all(use, RESULT_ROW + ticket, WORLD)
+    known = ok & wait_all(use, RESULT_ROW + ticket, HOW.WORLD)
     event(use, waited, ticket, use.rank, WAIT, TRACE)
     results = ()
-    for i in tl.static_range(1, WORLD):
-        place = ((use.rank + i) % WORLD * pieces + ticket) * PIECE + lanes
-        found = tl.load(own + sums + place, mask=(lanes >= 0) & (known != 0), other=float("nan"))
+    for i in tl.static_range(1, HOW.WORLD):
+        place = ((use.rank + i) % HOW.WORLD * pieces + ticket) * HOW.PIECE + lanes
+        found = tl.load(begun.own + sums + place, mask=(lanes >= 0) & (known != 0), other=float("nan"))
         results = results + (found,)  # type: ignore[assignment]
-    for i in tl.static_range(1, WORLD):
-        place = ((use.rank + i) % WORLD * pieces + ticket) * PIECE + lanes
+    for i in tl.static_range(1, HOW.WORLD):
+        place = ((use.rank + i) % HOW.WORLD * pieces + ticket) * HOW.PIECE + lanes
         tl.store(x + place, results[i - 1], mask=place < numel)
     if EPILOGUE is not None:
         # The same instructions for all runs, whoever owns them: ranks compute the same bits.
         tl.debug_barrier()
         known = known & whole
-        for owner in range(WORLD):
-            place = (owner * pieces + ticket) * PIECE + lanes
+        for owner in range(HOW.WORLD):
+            place = (owner * pieces + ticket) * HOW.PIECE + lanes
             total = tl.load(x + place, mask=place < numel, other=0.0).to(tl.float32)
-            store_flat_sum(total, known, extras, outs, place, place < numel, N, NUM_OUTS, x.dtype.element_ty, EPILOGUE)
+            store_flat_sum(total, known, extras, outs, place, place < numel, N, x.dtype.element_ty, EPILOGUE)
     event(use, began, ticket, use.rank, TILE, TRACE)
     return left
 
 
 @triton.jit(do_not_specialize=["pieces", "rank", "slot", "site"])
 def all_reduce_kernel(
-    x, extras, outs, table, ctl, counters, numel, N, pieces, rank, slot, site,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, ONE_SHOT: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
-    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, TRACE: tl.constexpr = 0,
+    x, extras, outs, table, ctl, counters, numel, N, pieces, rank, slot, site, HOW: tl.constexpr,
+    EPILOGUE: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """x [numel / N, N], contiguous: every rank's product, then the sum. One program for each of `pieces`.
 
@@ -196,28 +230,15 @@ def all_reduce_kernel(
     """
     # All questions before the first answer: one after the other they would take as long as a signal.
     words = Words(table, ctl, rank, slot, site)
-    request = request_ticket(words, TILE_TICKET, THREADS, True)
+    request = request_ticket(words, TILE_TICKET, HOW.THREADS, True)
     use = use_of(words)
-    offset = tl.load(slot_ctl(use) + DATA_OFFSET)
-    dtype: tl.constexpr = x.dtype.element_ty
-    own = peer(table, rank, offset, dtype)
-    slots = ()
-    for i in tl.static_range(1, WORLD):
-        slots = slots + (peer(table, (rank + i) % WORLD, offset, dtype),)  # type: ignore[assignment]
-    asked = ask_to_send(use, WORLD, THREADS)
-    due = last_use(use)
-    ticket = granted(request, THREADS)
-    if ONE_SHOT:
-        left = one_shot(
-            use, x, extras, outs, own, slots, asked, due, numel, N, pieces, ticket, WORLD, AVERAGE, PIECE, THREADS,
-            NUM_OUTS, EPILOGUE, TRACE,
-        )  # fmt: skip
+    begun = begin(use, x.dtype.element_ty, HOW.WORLD, HOW.THREADS)
+    ticket = granted(request, HOW.THREADS)
+    if HOW.ONE_SHOT:
+        left = one_shot(use, x, extras, outs, begun, numel, N, pieces, ticket, HOW, EPILOGUE, TRACE)
     else:
-        left = two_shots(
-            use, x, extras, outs, own, slots, asked, due, numel, N, pieces, ticket, WORLD, AVERAGE, PIECE, THREADS,
-            NUM_OUTS, EPILOGUE, TRACE,
-        )  # fmt: skip
-    close(granted(left, THREADS), use)
+        left = two_shots(use, x, extras, outs, begun, numel, N, pieces, ticket, HOW, EPILOGUE, TRACE)
+    close(granted(left, HOW.THREADS), use)
 
 
 @dataclass(frozen=True)
@@ -315,11 +336,13 @@ def matmul_all_reduce(
                 N=sizes.N,
                 pieces=sizes.cut.pieces,
                 rank=launch.rank,
-                WORLD=node.world_size,
-                AVERAGE=node.reduce_op == "avg",
-                ONE_SHOT=sizes.cut.one_shot,
-                PIECE=sizes.cut.piece,
-                THREADS=launch.threads(sizes.num_warps),
+                HOW=How(
+                    WORLD=node.world_size,
+                    AVERAGE=node.reduce_op == "avg",
+                    ONE_SHOT=sizes.cut.one_shot,
+                    PIECE=sizes.cut.piece,
+                    THREADS=launch.threads(sizes.num_warps),
+                ),
                 num_warps=sizes.num_warps,
                 **arrangement.constants_of_sum(),
             ),

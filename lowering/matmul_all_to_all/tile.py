@@ -26,14 +26,15 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import (
+    Carried,
     carry,
+    descriptors_of,
     further_products,
     further_products_by_descriptors,
     matmul_steps,
     matmul_steps_by_descriptors,
     plus_bias,
-    rows_descriptor,
-    weight_descriptor,
+    weight_of,
 )
 from ditron_inductor.core.order import grouped, interleaved_row, scatter_order
 from ditron_inductor.core.signals import (
@@ -52,7 +53,7 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.core.trace import COPY, CREDITS, SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, sum_sizes
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.matmul_all_gather.parts import place_of
 from ditron_inductor.lowering.partials import block_offsets, publish_partial, put_in_outbox
@@ -69,14 +70,11 @@ def place_of_tile(tile, num_m, C, parts, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 
 @triton.jit
-def store_tile(
-    result, out, tile, source, num_m, M, C, parts, block,
-    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
+def store_tile(result, out, tile, source, num_m, M, C, parts, block, WORLD: tl.constexpr, TILES: tl.constexpr):
     """Write tile `tile` of what `source` has for this rank to its place in out, without what lies beyond its edges."""
-    row, part, column = place_of_tile(tile, num_m, C, parts, BLOCK_M, BLOCK_N, GROUP_M)
-    offs_m = row + tl.arange(0, BLOCK_M)
-    offs_n = column + tl.arange(0, BLOCK_N)
+    row, part, column = place_of_tile(tile, num_m, C, parts, TILES.BLOCK_M, TILES.BLOCK_N, TILES.GROUP_M)
+    offs_m = row + tl.arange(0, TILES.BLOCK_M)
+    offs_n = column + tl.arange(0, TILES.BLOCK_N)
     to_rows = interleaved_row(offs_m, source, M, block, WORLD, True).to(tl.int64)
     inside = (offs_m < M)[:, None] & (offs_n < C)[None, :]
     tl.store(out + to_rows[:, None] * (parts * C) + (part * C + offs_n)[None, :], result, mask=inside)
@@ -84,14 +82,8 @@ def store_tile(
 
 @triton.jit(do_not_specialize=["parts", "rank", "slot", "site", "chunk_tiles"])
 def matmul_all_to_all_kernel(
-    lefts, rights, bias, out, table, ctl, counters,
-    M, C, parts, depths, block, strides_am, strides_bk, strides_bn,
-    rank, slot, site, chunk_tiles,
-    WORLD: tl.constexpr, COUNTED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, TRACE: tl.constexpr = 0,
+    lefts, rights, bias, out, table, ctl, counters, M, C, parts, terms, block, rank, slot, site, chunk_tiles,
+    WORLD: tl.constexpr, COUNTED: tl.constexpr, HAS_BIAS: tl.constexpr, TILES: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts [M, K_i] with contiguous K, rights [K_i, N], depths (the K_i) and strides: tuples of
     NUM_PRODUCTS; bias [N], or anything; N = parts * WORLD * C. out [WORLD * M, parts * C] contiguous, its rows as in
@@ -99,22 +91,16 @@ def matmul_all_to_all_kernel(
 
     A slot has places [peer][tile], and an outbox for each program.
     """
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
     use = use_of(Words(table, ctl, rank, slot, site))
     alive = healthy(use)
     num_m = tl.cdiv(M, BLOCK_M)
     tiles = num_m * parts * tl.cdiv(C, BLOCK_N)
     N = parts * WORLD * C
     dtype: tl.constexpr = out.dtype.element_ty
-    a_descriptors = ()
-    b_descriptors = ()
-    if DESCRIPTORS:
-        for i in tl.static_range(NUM_PRODUCTS):
-            a_descriptor = rows_descriptor(lefts[i], M, depths[i], strides_am[i], BLOCK_M, BLOCK_K)
-            a_descriptors = a_descriptors + (a_descriptor,)  # type: ignore[assignment]
-            b_descriptor = weight_descriptor(
-                rights[i], N, depths[i], strides_bk[i], strides_bn[i], BLOCK_N, BLOCK_K, (K_MAJOR >> i) & 1
-            )
-            b_descriptors = b_descriptors + (b_descriptor,)  # type: ignore[assignment]
+    if TILES.DESCRIPTORS:
+        a_descriptors, b_descriptors = descriptors_of(lefts, rights, M, N, terms, TILES)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
@@ -129,37 +115,29 @@ def matmul_all_to_all_kernel(
         settle(credits_due(use, alive), use, WORLD)
     while ticket < WORLD * tiles:
         began = now(TRACE)
-        request = request_ticket(use, TILE_TICKET, THREADS, True)
+        request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
         owner = scatter_order(ticket // tiles, rank, WORLD)
         tile = ticket % tiles
-        row, part, column = place_of_tile(tile, num_m, C, parts, BLOCK_M, BLOCK_N, GROUP_M)
+        row, part, column = place_of_tile(tile, num_m, C, parts, BLOCK_M, BLOCK_N, TILES.GROUP_M)
         column += (part * WORLD + owner) * C
         place = (place_of(rank, sent_owner, WORLD) * tiles + sent_tile).to(tl.int64) * BLOCK
         target = data(use, sent_owner, dtype) + tl.where(sent_owner != rank, place, 0)
         carried = tl.where(sent_owner != rank, BLOCK_WORDS, 0)
         # The bias first: behind the product there are no registers left for it.
         acc = plus_bias(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), bias, column, N, BLOCK_N, HAS_BIAS)
-        if DESCRIPTORS:
+        if TILES.DESCRIPTORS:
             acc = matmul_steps_by_descriptors(
-                acc, 0, tl.cdiv(depths[0], BLOCK_K), a_descriptors[0], b_descriptors[0],  # type: ignore[misc]
-                row, column, outbox, (target,), carried, 1,
-                BLOCK_K, K_MAJOR & 1, PRECISION, UPCAST, 1, PIECE,
+                acc, 0, tl.cdiv(terms.depths[0], TILES.BLOCK_K), a_descriptors[0], b_descriptors[0], row, column,
+                Carried(outbox, (target,), carried, 1), TILES, TILES.K_MAJOR & 1,
             )  # fmt: skip
-            acc = further_products_by_descriptors(
-                acc, a_descriptors, b_descriptors, row, column, depths, outbox,
-                BLOCK_K, K_MAJOR, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
-            )  # fmt: skip
+            acc = further_products_by_descriptors(acc, a_descriptors, b_descriptors, row, column, terms.depths, TILES)
         else:
             rows_m = tl.minimum(row + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
             acc = matmul_steps(
-                acc, lefts[0] + rows_m * strides_am[0], rights[0], strides_bk[0], strides_bn[0], column, N, depths[0],
-                outbox, (target,), carried, 1,
-                BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 1, PIECE,
+                acc, lefts[0] + rows_m * terms.strides_am[0], weight_of(rights, terms, 0), column, N, terms.depths[0],
+                Carried(outbox, (target,), carried, 1), TILES,
             )  # fmt: skip
-            acc = further_products(
-                acc, lefts, rows_m, strides_am, rights, strides_bk, strides_bn, column, N, depths, outbox,
-                BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
-            )  # fmt: skip
+            acc = further_products(acc, lefts, rows_m, rights, terms, column, N, TILES)
         if sent_owner != rank:
             publish_partial(use, counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
             sent_owner = rank + 0
@@ -171,25 +149,25 @@ def matmul_all_to_all_kernel(
             credited += 1
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if owner == rank:
-            store_tile(result, out, tile, rank, num_m, M, C, parts, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
+            store_tile(result, out, tile, rank, num_m, M, C, parts, block, WORLD, TILES)
         elif ok != 0:
             put_in_outbox(outbox, result, BLOCK_M, BLOCK_N)
             sent_owner = owner
             sent_tile = tile
         event(use, began, tile, owner, TILE, TRACE)
-        ticket = granted(request, THREADS)
+        ticket = granted(request, TILES.THREADS)
     # Sends before waits: what is left in the outbox goes now.
     if sent_owner != rank:
         sending = now(TRACE)
         place = (place_of(rank, sent_owner, WORLD) * tiles + sent_tile).to(tl.int64) * BLOCK
-        carry(outbox, (data(use, sent_owner, dtype) + place,), 0, BLOCK_WORDS, 1, 1, PIECE)
+        carry(Carried(outbox, (data(use, sent_owner, dtype) + place,), BLOCK_WORDS, 1), 0, TILES.PIECE)
         publish_partial(use, counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
         event(use, sending, sent_tile // chunk_tiles, sent_owner, SEND, TRACE)
     # Looked up again: no register holds it while tiles are computed.
     own = data(use, rank, dtype)
     while ticket < (2 * WORLD - 1) * tiles:
         copying = now(TRACE)
-        request = request_ticket(use, TILE_TICKET, THREADS, True)
+        request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
         tile = ticket % tiles
         # Rank - 1 sends to this one first.
         source = (rank + 2 * WORLD - 1 - ticket // tiles) % WORLD
@@ -199,9 +177,9 @@ def matmul_all_to_all_kernel(
         event(use, awaited, tile // chunk_tiles, source, WAIT, TRACE)
         offsets = block_offsets(place_of(source, rank, WORLD) * tiles + tile, BLOCK_M, BLOCK_N)
         result = tl.load(own + offsets, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
-        store_tile(result, out, tile, source, num_m, M, C, parts, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
+        store_tile(result, out, tile, source, num_m, M, C, parts, block, WORLD, TILES)
         event(use, copying, tile, source, COPY, TRACE)
-        ticket = granted(request, THREADS)
+        ticket = granted(request, TILES.THREADS)
     finish(use)
 
 
@@ -246,22 +224,24 @@ def matmul_all_to_all(
 
     def arguments() -> Arguments:
         chunk_tiles = launch.chunk_tiles(sizes.tiles, MAX_CHUNKS.value)
-        constants = launch.sum_constants(sizes.config, lefts, rights, bias)
+        tile = launch.tile_of_sum(sizes.config, lefts, rights)
         # Blocks of columns begin at multiples of C: the copy unit stops the GPU where that is not at 16 bytes.
-        constants["DESCRIPTORS"] &= sizes.C * lefts[0].element_size() % 16 == 0
+        aligned = sizes.C * lefts[0].element_size() % 16 == 0
         return Arguments(
             programs=sizes.programs,
             values=dict(
                 M=sizes.M,
                 C=sizes.C,
                 parts=node.parts,
-                **sum_sizes(lefts, rights),
+                terms=terms_of(lefts, rights),
                 block=launch.shard_block(list(a[0].shape), node.gather_dim),
                 rank=launch.rank,
                 chunk_tiles=chunk_tiles,
                 WORLD=node.world_size,
                 COUNTED=chunk_tiles > 1,
-                **constants,
+                HAS_BIAS=0 if bias is None else bias.dim(),
+                TILES=tile._replace(DESCRIPTORS=tile.DESCRIPTORS and aligned),
+                **sizes.config.options,
             ),
         )
 

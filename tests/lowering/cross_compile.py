@@ -11,9 +11,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ditron_inductor.core.matmul import Terms, Tiles, Widths
 from ditron_inductor.lowering.all_gather_contract.tile import all_gather_contract_kernel
 from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_kernel
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import HAS_RESIDUAL, HAS_WEIGHT
+from ditron_inductor.lowering.all_reduce_rms_norm.rows import HAS_RESIDUAL, HAS_WEIGHT, Norms
 from ditron_inductor.lowering.all_to_all_matmul.tile import all_to_all_matmul_kernel
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange
@@ -53,8 +54,10 @@ TARGETS = {
 NUM_WEIGHTS = 2
 TENSORS = ("shard", "gathered", "bias", "out", "x", "weight", "received")
 TUPLES_OF_TENSORS = ("weights", "factors", "extras", "outs", "lefts", "rights")
-TUPLES = (*TUPLES_OF_TENSORS, "columns", "depths", "strides_am", "strides_bk", "strides_bn", "strides_fk", "strides_fn")
+TUPLES = (*TUPLES_OF_TENSORS, "columns", "strides_fk", "strides_fn")
 """One element for each weight, or product; `outs` one for each output."""
+STRUCTURES: dict[str, Any] = {"terms": Terms, "widths": Widths}
+"""Of tuples, with one number for each product."""
 WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32"}
 
 
@@ -178,39 +181,45 @@ def compile_case(case: Case) -> Compiled:
     fits = case.fitted
     threads = fits.num_warps * TARGETS[case.target].warp_size
     k_major = case.descriptors or case.kernel in OF_FEW_ROWS
+    precision = "tf32" if case.dtype == "fp32" and case.target.startswith("sm_") else "ieee"
+    tile = Tiles(
+        BLOCK_M=fits.block_m,
+        BLOCK_N=fits.block_n,
+        BLOCK_K=fits.block_k,
+        GROUP_M=fits.group_m,
+        DESCRIPTORS=case.descriptors,
+        K_MAJOR=(1 << case.length) - 1 if k_major else 0,
+        EVEN_K=case.even_k,
+        PRECISION=precision,
+        UPCAST=False,
+        THREADS=threads,
+        PIECE=4 * threads,
+    )
     constants: dict[str, Any] = {
         "WORLD": 4,
-        "NUM_WEIGHTS": NUM_WEIGHTS,
         "NUM_FACTORS": NUM_WEIGHTS,
         "GATHERED_FIRST": not case.second,
-        "NUM_PRODUCTS": case.products,
         "HAS_BIAS": case.biased,
         "RETURN_GATHERED": True,
         "RETURN_RECEIVED": True,
         "AVERAGE": True,
         "COUNTED": True,
         "EARLY": case.early,
-        "DESCRIPTORS": case.descriptors,
         "INTERLEAVED": not case.descriptors,
-        "K_MAJOR": (1 << case.length) - 1 if k_major else 0,
-        "THREADS": threads,
-        "PIECE": 4 * threads,
+        "TILES": tile,
+        "PAIR": tile._replace(BLOCK_K=fits.block_k // 2),
         "BLOCK_M": fits.block_m,
         "BLOCK_N": fits.block_n,
         "BLOCK_K": fits.block_k,
-        "PAIR_K": fits.block_k // 2,
         "GROUP_M": fits.group_m,
         "EVEN_K": case.even_k,
-        "PRECISION": "tf32" if case.dtype == "fp32" and case.target.startswith("sm_") else "ieee",
+        "PRECISION": precision,
         "UPCAST": False,
         "SEND_BLOCK": 8192,
         "SEND_STEPS": 8,
         **(case.arrangement.constants() if case.kernel in OF_WEIGHTS else case.arrangement.constants_of_products()),
-        "NORM": case.norm,
         "ROW": 8192,
-        "FORM": (HAS_RESIDUAL.value | HAS_WEIGHT.value) if case.norm else 0,
-        "EPS": 1e-6,
-        "POST_EPS": 1e-6,
+        "NORMS": Norms(HAS_RESIDUAL.value | HAS_WEIGHT.value, 1e-6, 1e-6) if case.norm else None,
         **({} if case.norm else {"given": None, "norm_outs": None}),
         "TRACE": case.trace,
         "COPY_ROWS": few_rows.COPY_ROWS,
@@ -227,9 +236,21 @@ def compile_case(case: Case) -> Compiled:
             signature[name], known[place,] = "constexpr", constants[name]
         elif name == "stride_gc":
             signature[name], known[place,] = "constexpr", 1
-        elif name in ("strides_fn", "strides_bk" if k_major else "strides_bn"):
+        elif name == "strides_fn":
             signature[name] = ("constexpr",) * case.length
             known |= {(place, i): 1 for i in range(case.length)}
+        elif name in STRUCTURES:
+            members = STRUCTURES[name]
+            types = []
+            for member, field in enumerate(members._fields):
+                one = field == ("strides_bk" if k_major else "strides_bn")
+                types.append(("constexpr" if one else "i32",) * case.length)
+                places = [(place, member, i) for i in range(case.length)]
+                if one:
+                    known |= dict.fromkeys(places, 1)
+                else:
+                    attributes |= dict.fromkeys(places, aligned)
+            signature[name] = members(*types)
         elif name == ("stride_bk" if k_major else "stride_bn"):
             signature[name], known[place,] = "constexpr", 1
         elif name in ("given", "norm_outs"):

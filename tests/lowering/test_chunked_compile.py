@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 
 from ditron_inductor.lowering import transfers
 from ditron_inductor.lowering.epilogues import arrange
-from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import all_reduce_kernel
+from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import How, all_reduce_kernel
 from ditron_inductor.task.epilogue import parse
 from tests.lowering.assembly import Listing, dialect_of
 from tests.lowering.cross_compile import TARGETS
@@ -20,22 +20,21 @@ from tests.lowering.cross_compile import TARGETS
 EPILOGUE = "full(x0) + cast(silu(cast(mm0 + row(x1), bf16)), bf16); mm0"
 # By kernel: (kernel, warps, compile-time arguments, waits, releases). A wait is two reads: the first and the loop's.
 KERNELS: dict[str, tuple[Any, int, dict[str, Any], int, int]] = {
-    "stage": (transfers.stage, 8, {"NUM": 1, "COPY": True, "BLOCK": 8192}, 2, 1),
-    "stage_two": (transfers.stage, 8, {"NUM": 2, "COPY": True, "BLOCK": 4096}, 2, 1),
+    "stage": (transfers.stage, 8, {"COPY": True, "BLOCK": 8192}, 2, 1),
+    "stage_two": (transfers.stage, 8, {"COPY": True, "BLOCK": 4096}, 2, 1),
     "open_slot": (transfers.open_slot, 1, {}, 2, 1),
     "publish_pieces": (transfers.publish_pieces, 1, {}, 0, 1),
     "await_pieces": (transfers.await_pieces, 1, {}, 2, 0),
     "await_all": (transfers.await_all, 1, {}, 2, 0),
     "reduce_partials": (transfers.reduce_partials, 8, {"SHARE": False, "BLOCK": 4096}, 1, 1),
     "reduce_and_share": (transfers.reduce_partials, 8, {"SHARE": True, "BLOCK": 4096}, 1, 1),
-    "close_slot": (transfers.close_slot, 8, {"NUM_OUTS": 2, "BLOCK": 8192}, 1, 1),
-    "one_shot": (all_reduce_kernel, 4, {"ONE_SHOT": True, "PIECE": 1024, "THREADS": 128}, 4, 2),
-    "two_shots": (all_reduce_kernel, 8, {"ONE_SHOT": False, "PIECE": 4096, "THREADS": 256}, 6, 3),
+    "close_slot": (transfers.close_slot, 8, {"BLOCK": 8192}, 1, 1),
+    "one_shot": (all_reduce_kernel, 4, {"HOW": How(4, True, True, 1024, 128)}, 4, 2),
+    "two_shots": (all_reduce_kernel, 8, {"HOW": How(4, True, False, 4096, 256)}, 6, 3),
 }
 TENSORS = ("partials", "x")
 WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32", "numel": "i64"}
-TUPLES = {"outs": "NUM_OUTS", "shards": "NUM", "copies": "NUM", "numels": "", "extras": ""}
-"""What tells how many there are; two without it."""
+TUPLES = ("outs", "shards", "copies", "numels", "extras")
 ALIGNED = (*TENSORS, "table", "ctl", "counters", "numel", "N", "stride", "result")
 
 
@@ -47,6 +46,11 @@ def compiled(name: str, target: str, dtype: str = "bf16", epilogue: str = "", tr
     sums = arrange(parse(epilogue) if epilogue else None, 1)
     kernel, warps, constants, _, _ = KERNELS[name]
     constants = {"WORLD": 4, "AVERAGE": True, "TRACE": trace, **sums.constants_of_sum()} | constants
+    counts = {
+        "outs": 2 if name == "close_slot" else len(sums.outputs),
+        "shards": 1 if name == "stage" else 2,
+        "copies": 1 if name == "stage" else 2,
+    }
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -54,7 +58,7 @@ def compiled(name: str, target: str, dtype: str = "bf16", epilogue: str = "", tr
         if argument in constants:
             signature[argument], known[place,] = "constexpr", constants[argument]
         elif argument in TUPLES:
-            count = constants.get(TUPLES[argument], 2)
+            count = counts.get(argument, 2)
             signature[argument] = ("i64" if argument == "numels" else f"*{dtype}",) * count
             attributes |= {(place, i): [["tt.divisibility", 16]] for i in range(count)}
         else:

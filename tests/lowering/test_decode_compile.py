@@ -12,16 +12,17 @@ import pytest
 import torch
 from triton.compiler import ASTSource
 
+from ditron_inductor.lowering.flash_decode.attention import How, Strides
 from ditron_inductor.lowering.flash_decode.config import CONFIGS, Config, deal, merged_splits, select_config
 from ditron_inductor.lowering.flash_decode.in_band import flash_decode_in_band_kernel
 from ditron_inductor.lowering.flash_decode.local import local_attention_kernel, merge_ranks_kernel
-from ditron_inductor.lowering.flash_decode.tile import flash_decode_kernel
+from ditron_inductor.lowering.flash_decode.tile import Sending, flash_decode_kernel
 from tests.lowering.assembly import Listing, dialect_of, machine_code, resources
 from tests.lowering.cross_compile import TARGETS, WORDS, compile_for
 
 SHARED_BYTES = {"sm_90": 227 << 10, "gfx942": 64 << 10}
 POINTERS = ("q", "k", "v", "out")
-TUPLES = {"strides_q": 2, "strides_k": 3, "strides_v": 3}
+NUM_STRIDES = {"q": 2, "k": 3, "v": 3}
 OTHERS = {"lengths": "*i32", "block_table": "*i32", **dict.fromkeys(("part", "parts", "partials"), "*fp32"), **WORDS}
 ALIGNED = [["tt.divisibility", 16]]
 
@@ -73,25 +74,26 @@ CASES = (
 def compiled(kernel: Any, case: Case) -> Any:
     """The kernel for 4 ranks."""
     heads, config = deal(8, 8 * case.group, 8), case.config
+    threads = config.num_warps * TARGETS[case.target].warp_size
     constants: dict[str, Any] = {
         "WORLD": 4,
-        "ROWS": heads.rows,
-        "BLOCK_ROWS": heads.block_rows,
-        "MERGED_ROWS": heads.merged_rows,
-        "PARTS": heads.parts,
-        "HEAD_DIM": case.head_dim,
-        "MERGED_SPLITS": merged_splits(heads, case.head_dim, 1 if case.attended else 16, False),
-        "BLOCK_N": config.block_n,
-        "LEAST_BLOCKS": config.least_blocks,
-        "PAGE": case.page,
-        "PER_FLAG": 2 if case.shared_flags else 1,
-        "SCALE": 0.125,
-        "SOFTCAP": 0.0,
-        "PRECISION": "tf32" if case.dtype == "fp32" else "ieee",
-        "UPCAST": False,
-        "THREADS": config.num_warps * TARGETS[case.target].warp_size,
-        "ATTENDED": case.attended,
-        "ONE_EACH": case.one_each,
+        "HOW": How(
+            ROWS=heads.rows,
+            BLOCK_ROWS=heads.block_rows,
+            MERGED_ROWS=heads.merged_rows,
+            PARTS=heads.parts,
+            HEAD_DIM=case.head_dim,
+            MERGED_SPLITS=merged_splits(heads, case.head_dim, 1 if case.attended else 16, False),
+            BLOCK_N=config.block_n,
+            LEAST_BLOCKS=config.least_blocks,
+            PAGE=case.page,
+            SCALE=0.125,
+            SOFTCAP=0.0,
+            PRECISION="tf32" if case.dtype == "fp32" else "ieee",
+            UPCAST=False,
+        ),
+        "SENDING": Sending(4, 2 if case.shared_flags else 1, threads, case.attended, case.one_each),
+        "THREADS": threads,
         "TRACE": case.trace,
     }
     signature: dict[str, Any] = {}
@@ -101,9 +103,11 @@ def compiled(kernel: Any, case: Case) -> Any:
         name = parameter.name
         if parameter.is_constexpr:
             signature[name], known[place,] = "constexpr", constants[name]
-        elif name in TUPLES:
-            signature[name] = ("i32",) * TUPLES[name]
-            attributes |= {(place, i): ALIGNED for i in range(TUPLES[name])}
+        elif name == "strides":
+            signature[name] = Strides(*(("i32",) * count for count in NUM_STRIDES.values()), "i32")
+            attributes |= {(place, len(NUM_STRIDES)): ALIGNED}
+            for i, count in enumerate(NUM_STRIDES.values()):
+                attributes |= {(place, i, j): ALIGNED for j in range(count)}
         else:
             signature[name] = f"*{case.dtype}" if name in POINTERS else OTHERS.get(name, "i32")
             if not parameter.do_not_specialize:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from triton.compiler import ASTSource
 
-from ditron_inductor.lowering.all_reduce_rms_norm.in_band import LEAST_CHUNK, in_band_kernel
+from ditron_inductor.lowering.all_reduce_rms_norm.in_band import LEAST_CHUNK, How, in_band_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     HAS_BIAS,
     HAS_RESIDUAL,
@@ -19,6 +19,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     HAS_WEIGHT,
     LAYER,
     ROUND_FIRST,
+    Norms,
     block_of,
     warps_of,
 )
@@ -72,16 +73,16 @@ CASES = (
 @functools.cache
 def compiled(case: Case) -> Any:
     constants: dict[str, Any] = {
-        "WORLD": case.world,
-        "AVERAGE": False,
-        "ROWS": case.rows,
-        "BLOCK": block_of(case.n),
-        "BLOCK_WORDS": case.words // case.rows,
-        "CHUNK": LEAST_CHUNK,
-        "FORM": case.form,
-        "EPS": 1e-6,
-        "POST_EPS": 1e-6,
-        "THREADS": TARGETS[case.target].warp_size * case.num_warps,
+        "HOW": How(
+            WORLD=case.world,
+            AVERAGE=False,
+            ROWS=case.rows,
+            BLOCK=block_of(case.n),
+            BLOCK_WORDS=case.words // case.rows,
+            CHUNK=LEAST_CHUNK,
+            THREADS=TARGETS[case.target].warp_size * case.num_warps,
+        ),
+        "NORMS": Norms(case.form, 1e-6, 1e-6),
         "TRACE": case.trace,
     }
     signature: dict[str, Any] = {}

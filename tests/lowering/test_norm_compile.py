@@ -33,9 +33,11 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     SAVES_RSTD,
     SAVES_SCALED,
     TOTAL_KNOWN,
+    Norms,
     block_of,
     warps_of,
 )
+from ditron_inductor.lowering.all_reduce_rms_norm.slices import How
 from ditron_inductor.task.nodes import EXTRAS, SAVED
 from tests.lowering.assembly import NVIDIA, Listing, dialect_of, machine_code, resources
 from tests.lowering.cross_compile import TARGETS, WORDS, compile_for
@@ -112,17 +114,20 @@ def compiled(kernel: Any, case: Case) -> Any:
     num_warps = case.num_warps
     constants: dict[str, Any] = {
         "WORLD": 4,
-        "AVERAGE": False,
-        "ONE_SHOT": case.one_shot,
         "ROWS": case.rows,
-        "TILES": case.tiles,
         "BLOCK": block,
-        "SLICES": case.slices,
-        "SLICE": block_of(slice_width(case.n, case.slices)),
-        "FORM": case.form,
-        "EPS": 1e-6,
-        "POST_EPS": 1e-6,
-        "THREADS": TARGETS[case.target].warp_size * num_warps,
+        "HOW": How(
+            WORLD=4,
+            AVERAGE=False,
+            ONE_SHOT=case.one_shot,
+            ROWS=case.rows,
+            TILES=case.tiles,
+            BLOCK=block,
+            SLICES=case.slices,
+            SLICE=block_of(slice_width(case.n, case.slices)),
+            THREADS=TARGETS[case.target].warp_size * num_warps,
+        ),
+        "NORMS": Norms(case.form, 1e-6, 1e-6),
         "COPY": True,
         "TRACE": case.trace,
     }

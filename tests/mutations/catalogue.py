@@ -250,15 +250,15 @@ LOWERING: tuple[Mutation, ...] = (
     Mutation(
         "K beyond the last block is left out",
         "ditron_inductor/core/matmul.py",
-        "            in_k = offs_k < K - k * BLOCK_K\n            a = ",
-        "            in_k = offs_k < K - (k + 1) * BLOCK_K\n            a = ",
+        "            in_k = offs_k < K - k * TILES.BLOCK_K\n            a = ",
+        "            in_k = offs_k < K - (k + 1) * TILES.BLOCK_K\n            a = ",
         ODD_GATHER,
     ),
     Mutation(
         "rows of B are taken to be contiguous",
         "ditron_inductor/core/matmul.py",
-        "b_ptrs = b + offs_k.to(tl.int64)[:, None] * stride_bk + offs_n.to(tl.int64)[None, :] * stride_bn",
-        "b_ptrs = b + offs_k.to(tl.int64)[:, None] * stride_bk + offs_n.to(tl.int64)[None, :]",
+        "b_ptrs = b_rows + offs_n.to(tl.int64)[None, :] * weight.stride_n",
+        "b_ptrs = b_rows + offs_n.to(tl.int64)[None, :]",
         ODD_REDUCTION,
     ),
     Mutation(
@@ -271,8 +271,8 @@ LOWERING: tuple[Mutation, ...] = (
     Mutation(
         "a result is not carried before a wait",
         "lowering/matmul_all_reduce/two_shot.py",
-        "carry(box, targets, 0, carried, num_targets, WORLD - 1, PIECE)",
-        "carry(box, targets, 0, 0, num_targets, WORLD - 1, PIECE)",
+        "carry(Carried(box, targets, carried, num_targets), 0, TILES.PIECE)",
+        "carry(Carried(box, targets, 0, num_targets), 0, TILES.PIECE)",
         TWO_SHOTS,
     ),
     Mutation(
@@ -306,8 +306,8 @@ LOWERING: tuple[Mutation, ...] = (
     Mutation(
         "the last rows of a shard are not sent",
         "lowering/all_gather_matmul/tile.py",
-        "count = tl.minimum(tl.minimum(chunk_numel - inside, PIECE_NUMEL), numel - first).to(tl.int32)",
-        "count = tl.minimum(tl.minimum(chunk_numel - inside, PIECE_NUMEL), numel - 1 - first).to(tl.int32)",
+        "count = tl.minimum(tl.minimum(sends.chunk_numel - inside, PIECE_NUMEL), numel - first).to(tl.int32)",
+        "count = tl.minimum(tl.minimum(sends.chunk_numel - inside, PIECE_NUMEL), numel - 1 - first).to(tl.int32)",
         ODD_GATHER,
     ),
     Mutation(
@@ -376,7 +376,7 @@ LOWERING: tuple[Mutation, ...] = (
     Mutation(
         "a head of a decode is merged before its parts have come",
         "lowering/flash_decode/tile.py",
-        "whole = ok & wait_all(use, flag, WORLD)",
+        "whole = ok & wait_all(use, flag, SENDING.WORLD)",
         "whole = ok",
         "tests/lowering/test_flash_decode.py::test_poisoned_buffers",
     ),
