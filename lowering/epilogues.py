@@ -114,6 +114,19 @@ def _line(expression: Expression, group: Group, names: dict[Expression, str], bo
     return names[expression]
 
 
+class Groups(NamedTuple):
+    """Of products that are computed together, known at compile time. Group g: NUM_TOGETHER[g] weights, 1 or 2, from
+    weight FIRST_WEIGHTS[g] on, are multiplied in one tile, which makes NUM_OUTS[g] outputs, from FIRST_OUTS[g] on; each
+    is an integer that has 8 bits for each g, see `unpacked`.
+    """
+
+    NUM_GROUPS: Any
+    FIRST_WEIGHTS: Any
+    NUM_TOGETHER: Any
+    FIRST_OUTS: Any
+    NUM_OUTS: Any
+
+
 @dataclass(frozen=True, eq=False)
 class Arrangement:
     """How a kernel sees the operands of an epilogue: weights and outputs ordered by group.
@@ -143,16 +156,16 @@ class Arrangement:
         return [sum(len(group.products) for group in self.groups[:i]) for i in range(len(self.groups))]
 
     def constants(self) -> dict[str, Any]:
-        """Compile-time arguments: lists with a number for each group, see `packed`."""
+        """Compile-time arguments of a kernel of several products."""
         outputs = [len(group.outputs) for group in self.groups]
-        return {
-            "NUM_GROUPS": len(self.groups),
-            "FIRST_WEIGHTS": packed(self.first_weights),
-            "NUM_TOGETHER": packed([len(group.products) for group in self.groups]),
-            "FIRST_OUTS": packed([sum(outputs[:i]) for i in range(len(outputs))]),
-            "NUM_OUTS": packed(outputs),
-            "EPILOGUE": self.function,
-        }
+        groups = Groups(
+            NUM_GROUPS=len(self.groups),
+            FIRST_WEIGHTS=packed(self.first_weights),
+            NUM_TOGETHER=packed([len(group.products) for group in self.groups]),
+            FIRST_OUTS=packed([sum(outputs[:i]) for i in range(len(outputs))]),
+            NUM_OUTS=packed(outputs),
+        )
+        return {"GROUPS": groups, "EPILOGUE": self.function}
 
     def constants_of_sum(self) -> dict[str, Any]:
         """Those of a kernel with one product, a reduced sum."""
@@ -285,7 +298,8 @@ def store_outputs(
 @triton.jit
 def store_sum(total, ok, x, outs, elements, DTYPE: tl.constexpr, EPILOGUE: tl.constexpr):
     """`store_outputs` of a tile of a reduced sum, fp32: all of a tuple of outputs."""
-    store_outputs((total,), ok, x, outs, elements, 0, 1, 0, len(outs), DTYPE, EPILOGUE)
+    NUM_OUTS: tl.constexpr = len(outs)
+    store_outputs((total,), ok, x, outs, elements, 0, 1, 0, NUM_OUTS, DTYPE, EPILOGUE)
 
 
 @triton.jit

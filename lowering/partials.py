@@ -72,13 +72,14 @@ def put_prepared(
     tile: which one, an Owned. x: what PRE reads besides. SLICE: rows at a time, where that takes as many registers as
     the tile itself; 0 for all.
     """
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
     DTYPE: tl.constexpr = outbox.dtype.element_ty
     if PRE is None:
         put_in_outbox(outbox, acc.to(DTYPE), TILES.BLOCK_M, TILES.BLOCK_N)
     else:
         if SLICE > 0:
             put_in_outbox(outbox, acc.to(DTYPE), TILES.BLOCK_M, TILES.BLOCK_N)
-            for i in tl.static_range(TILES.BLOCK_M // SLICE):
+            for i in tl.static_range(BLOCK_M // SLICE):
                 slice_m = i * SLICE + tl.arange(0, SLICE)
                 inside = slice_m[:, None] * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)[None, :]
                 elements = owned_elements(tile, tile.first + slice_m, TILES, WORLD, INTERLEAVED)
@@ -135,11 +136,12 @@ def reduced_slice(
     inputs give equal bits. A slice at a time, so that all loads of it are under way together. The caller has waited for
     every peer's flag of the tile.
     """
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
     base = data(use, use.rank, own.dtype.element_ty)
-    inside = (slice_ * ROWS + tl.arange(0, ROWS))[:, None] * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)[None, :]
-    total = tl.zeros((ROWS, TILES.BLOCK_N), dtype=tl.float32)
+    inside = (slice_ * ROWS + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     for source in tl.static_range(WORLD):
-        block = (source * tiles_per_owner + tile).to(tl.int64) * (TILES.BLOCK_M * TILES.BLOCK_N)
+        block = (source * tiles_per_owner + tile).to(tl.int64) * (TILES.BLOCK_M * BLOCK_N)
         partial = tl.where(source == use.rank, own, base + block)
         total += tl.load(tl.multiple_of(partial, 16) + inside).to(tl.float32)
     if AVERAGE:

@@ -18,6 +18,8 @@ Limits. Waiting kernels are one program of one warp, so that the products beside
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -49,6 +51,28 @@ RESULT_ROWS = tl.constexpr(16)
 """First flag rows of the pieces of a slot, and of an all-reduce's results."""
 
 
+class Partials(NamedTuple):
+    """Elements of each, and of their rows; from one partial to the next one; and in front of the sum in the own slot,
+    where it goes there.
+    """
+
+    numel: Any
+    N: Any
+    stride: Any
+    result: Any
+
+
+class How(NamedTuple):
+    """What is known of a reduction at compile time: ranks, a mean or a sum, whether it is shared, elements of a
+    step.
+    """
+
+    WORLD: Any
+    AVERAGE: Any
+    SHARE: Any
+    BLOCK: Any
+
+
 @triton.jit
 def sound(use, WORLD: tl.constexpr):
     """1 unless a wait has failed, or a peer has revoked what the copies of this use, ended by now, have read."""
@@ -71,7 +95,7 @@ def sound(use, WORLD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "slot", "site"])
 def stage(
-    shards, copies, table, ctl, counters, numel, rank, slot, site,
+    shards, copies, pointers, numel, rank, slot, site,
     WORLD: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Copy shards, a tuple of [numel], contiguous, one behind the other to the start of the own slot, then publish
@@ -79,7 +103,7 @@ def stage(
 
     COPY: copy them to `copies`, another such tuple, too, whatever happens.
     """
-    use = use_of(Words(table, ctl, rank, slot, site))
+    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
     alive = healthy(use)
     # It waits for nothing before that, so peers always get theirs.
     if tl.program_id(0) == 0:
@@ -91,23 +115,24 @@ def stage(
     mine = data(use, rank, shards[0].dtype.element_ty)
     step = tl.num_programs(0) * BLOCK
     first = tl.program_id(0).to(tl.int64) * BLOCK
+    NUM: tl.constexpr = len(shards)
     for _ in range((numel - 1) // step + 1):
         offsets = first + tl.arange(0, BLOCK)
         first += step
         inside = offsets < numel
         values = ()
         # All loads before the first store, which they could not pass.
-        for index in tl.static_range(len(shards)):
+        for index in tl.static_range(NUM):
             values = values + (tl.load(shards[index] + offsets, mask=inside),)  # type: ignore[assignment]
         place = mine + offsets
-        for index in tl.static_range(len(shards)):
+        for index in tl.static_range(NUM):
             if COPY:
                 tl.store(copies[index] + offsets, values[index], mask=inside)
             tl.store(place, values[index], mask=inside & (ok != 0))
             place += numel
     if ok != 0:
         # A program without its credits does not arrive, so the shards are never published.
-        if arrive(counters, tl.num_programs(0)):
+        if arrive(pointers.counters, tl.num_programs(0)):
             publish_all(use, PIECE_ROWS, WORLD)
     event(use, sending, tl.program_id(0), rank, SEND, TRACE)
 
@@ -171,46 +196,47 @@ def await_all(table, ctl, rank, slot, site, row, WORLD: tl.constexpr, TRACE: tl.
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "row"])
 def reduce_partials(
-    partials, extras, outs, table, ctl, counters, numel, N, stride, result, rank, slot, site, row,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, SHARE: tl.constexpr,
-    EPILOGUE: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr = 0,
+    partials, extras, outs, pointers, sizes, rank, slot, site, row, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """The sum over sources 0..W-1 of partials[source, i], `stride` elements apart, or what EPILOGUE makes of it; NaN
+    """The sum over sources 0..W-1 of partials[source, i] or what EPILOGUE makes of it; NaN
     after a failure.
 
     Added in rank order, in fp32, and rounded once. outs: a tuple of [numel / N, N] contiguous; extras: a tuple
-    of pointers for the epilogue. SHARE: store the sum in the own slot too, from element `result` on, and publish row
+    of pointers for the epilogue. SHARE: store the sum in the own slot too, and publish row
     `row` to all peers; else this ends the use of the slot. Every copy of this use has ended, or SHARE, and later ones
     are of results only.
     """
-    use = use_of(Words(table, ctl, rank, slot, site))
+    BLOCK: tl.constexpr = HOW.BLOCK
+    WORLD: tl.constexpr = HOW.WORLD
+    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
     began = now(TRACE)
-    ok = sound(use, WORLD)
-    if SHARE:
+    ok = sound(use, HOW.WORLD)
+    if HOW.SHARE:
         ok = ok & (tl.load(slot_ctl(use) + OPENED) == use.epoch).to(tl.int32)
     dtype: tl.constexpr = partials.dtype.element_ty
-    mine = data(use, rank, dtype) + result
+    mine = data(use, rank, dtype) + sizes.result
     step = tl.num_programs(0) * BLOCK
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    for _ in range((numel - 1) // step + 1):
+    for _ in range((sizes.numel - 1) // step + 1):
         offsets = first + tl.arange(0, BLOCK)
         first += step
-        inside = offsets < numel
+        inside = offsets < sizes.numel
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         partial = partials + offsets
         for _ in tl.static_range(WORLD):
             total += tl.load(partial, mask=inside, other=0.0).to(tl.float32)
-            partial += stride
-        if AVERAGE:
-            total = total / WORLD
-        store_flat_sum(total, ok, extras, outs, offsets, inside, N, dtype, EPILOGUE)
-        if SHARE:
+            partial += sizes.stride
+        if HOW.AVERAGE:
+            total = total / HOW.WORLD
+        store_flat_sum(total, ok, extras, outs, offsets, inside, sizes.N, dtype, EPILOGUE)
+        if HOW.SHARE:
             tl.store(mine + offsets, total.to(dtype), mask=inside & (ok != 0))
-    if SHARE:
+    if HOW.SHARE:
         if ok != 0:
             # A program that has found a failure does not arrive, so rows that were not added up are never published.
-            if arrive(counters, tl.num_programs(0)):
-                publish_all(use, row, WORLD)
+            if arrive(pointers.counters, tl.num_programs(0)):
+                publish_all(use, row, HOW.WORLD)
     else:
         finish(use)
     event(use, began, tl.program_id(0), rank, SUM, TRACE)
@@ -226,7 +252,8 @@ def close_slot(
     began = now(TRACE)
     if sound(use, WORLD) == 0:
         step = tl.num_programs(0) * BLOCK
-        for index in tl.static_range(len(outs)):
+        NUM_OUTS: tl.constexpr = len(outs)
+        for index in tl.static_range(NUM_OUTS):
             first = tl.program_id(0).to(tl.int64) * BLOCK
             for _ in range((numels[index] - 1) // step + 1):
                 offsets = first + tl.arange(0, BLOCK)

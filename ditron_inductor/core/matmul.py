@@ -101,7 +101,8 @@ def descriptors_of(lefts, rights, M, N, terms, TILES: tl.constexpr):
     """Descriptors of the a_i [M, K_i] and of the b_i [K_i, N] of these Terms, two tuples."""
     a_descriptors = ()
     b_descriptors = ()
-    for i in tl.static_range(len(lefts)):
+    NUM: tl.constexpr = len(lefts)
+    for i in tl.static_range(NUM):
         K = terms.depths[i]
         a_descriptor = rows_descriptor(lefts[i], M, K, terms.strides_am[i], TILES.BLOCK_M, TILES.BLOCK_K)
         a_descriptors = a_descriptors + (a_descriptor,)  # type: ignore[assignment]
@@ -143,7 +144,8 @@ def load_next_piece(source, piece, first, count, PIECE: tl.constexpr):
 def store_piece(carried, piece, first, end, PIECE: tl.constexpr):
     """Store what `load_piece` loaded, words `first`, .., as far as they are below `end`."""
     offsets = first + tl.arange(0, PIECE)
-    for i in tl.static_range(len(carried.targets)):
+    NUM_TARGETS: tl.constexpr = len(carried.targets)
+    for i in tl.static_range(NUM_TARGETS):
         inside = (offsets < end) & (i < carried.num_targets)
         tl.store(as_words(carried.targets[i]) + offsets, piece, mask=inside)
 
@@ -185,7 +187,9 @@ def matmul_tile_by_descriptors(a, b, row, column, K, carried, TILES: tl.constexp
 
     Carries what is `carried` meanwhile.
     """
-    acc = tl.zeros((TILES.BLOCK_M, TILES.BLOCK_N), dtype=tl.float32)
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     steps = tl.cdiv(K, TILES.BLOCK_K)
     return matmul_steps_by_descriptors(acc, 0, steps, a, b, row, column, carried, TILES, K_MAJOR)
 
@@ -195,10 +199,11 @@ def matmul_steps_by_descriptors(
     acc, begin, end, a, b, row, column, carried, TILES: tl.constexpr, K_MAJOR: tl.constexpr
 ):
     """acc plus the steps begin, .., end - 1 of matmul_tile_by_descriptors, carrying all meanwhile."""
-    if len(carried.targets) > 0:
+    CARRIES: tl.constexpr = len(carried.targets) > 0
+    if CARRIES:
         every, piece, first, left = begin_carrying(carried, end - begin, TILES.PIECE)
     for k in range(begin, end):
-        if len(carried.targets) > 0:
+        if CARRIES:
             piece, first, left = carry_piece(carried, every, piece, first, left, TILES.PIECE)
         a_tile = a.load([row, k * TILES.BLOCK_K])
         if K_MAJOR:
@@ -209,7 +214,7 @@ def matmul_steps_by_descriptors(
             a_tile = a_tile.to(tl.float32)
             b_tile = b_tile.to(tl.float32)
         acc = tl.dot(a_tile, b_tile, acc, input_precision=TILES.PRECISION)
-    if len(carried.targets) > 0:
+    if CARRIES:
         carry(carried, first, TILES.PIECE)
     return acc
 
@@ -237,7 +242,9 @@ def matmul_tile(a_rows, weight, column, N, K, carried, TILES: tl.constexpr):
     a_rows: pointers [BLOCK_M] to the rows of A with contiguous K, each valid (clamp them). weight: B, a Weight.
     Columns beyond N come out as 0.
     """
-    acc = tl.zeros((TILES.BLOCK_M, TILES.BLOCK_N), dtype=tl.float32)
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     return matmul_steps(acc, a_rows, weight, column, N, K, carried, TILES)
 
 
@@ -252,10 +259,11 @@ def matmul_steps(acc, a_rows, weight, column, N, K, carried, TILES: tl.constexpr
     b_ptrs = b_rows + offs_n.to(tl.int64)[None, :] * weight.stride_n
     step = tl.full((), TILES.BLOCK_K, tl.int64) * weight.stride_k
     steps = tl.cdiv(K, TILES.BLOCK_K)
-    if len(carried.targets) > 0:
+    CARRIES: tl.constexpr = len(carried.targets) > 0
+    if CARRIES:
         every, piece, first, left = begin_carrying(carried, steps, TILES.PIECE)
     for k in range(0, steps):
-        if len(carried.targets) > 0:
+        if CARRIES:
             piece, first, left = carry_piece(carried, every, piece, first, left, TILES.PIECE)
         if TILES.EVEN_K:
             a = tl.load(a_ptrs)
@@ -270,7 +278,7 @@ def matmul_steps(acc, a_rows, weight, column, N, K, carried, TILES: tl.constexpr
         acc = tl.dot(a, b_tile, acc, input_precision=TILES.PRECISION)
         a_ptrs += TILES.BLOCK_K
         b_ptrs += step
-    if len(carried.targets) > 0:
+    if CARRIES:
         carry(carried, first, TILES.PIECE)
     return acc
 
@@ -278,7 +286,8 @@ def matmul_steps(acc, a_rows, weight, column, N, K, carried, TILES: tl.constexpr
 @triton.jit
 def further_products_by_descriptors(acc, a, b, row, column, depths, TILES: tl.constexpr):
     """acc plus all products but the first of tuples of descriptors, of K = depths[i]."""
-    for i in tl.static_range(1, len(depths)):
+    NUM: tl.constexpr = len(depths)
+    for i in tl.static_range(1, NUM):
         steps = tl.cdiv(depths[i], TILES.BLOCK_K)
         acc = matmul_steps_by_descriptors(
             acc, 0, steps, a[i], b[i], row, column, Carried(None, (), 0, 0), TILES, (TILES.K_MAJOR >> i) & 1
@@ -289,7 +298,8 @@ def further_products_by_descriptors(acc, a, b, row, column, depths, TILES: tl.co
 @triton.jit
 def further_products(acc, a, rows, b, terms, column, N, TILES: tl.constexpr):
     """acc plus all products but the first of tuples of pointers, of these Terms. rows: [BLOCK_M], each valid."""
-    for i in tl.static_range(1, len(terms.depths)):
+    NUM: tl.constexpr = len(terms.depths)
+    for i in tl.static_range(1, NUM):
         weight = Weight(b[i], terms.strides_bk[i], terms.strides_bn[i])
         a_rows = a[i] + rows * terms.strides_am[i]
         acc = matmul_steps(acc, a_rows, weight, column, N, terms.depths[i], Carried(None, (), 0, 0), TILES)
@@ -322,8 +332,11 @@ def matmul_tile_of_few_rows(a, M, b, terms, column, N, TILES: tl.constexpr):
     are, so its blocks go from shared memory straight into them. a: pointers to A_i [M, K_i] with contiguous K, b:
     pointers to B_i [K_i, N], of these Terms, as tuples.
     """
-    acc = tl.zeros((TILES.BLOCK_N, TILES.BLOCK_M), dtype=tl.float32)
-    for i in tl.static_range(len(terms.depths)):
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    NUM: tl.constexpr = len(terms.depths)
+    for i in tl.static_range(NUM):
         weight = Weight(b[i], terms.strides_bk[i], terms.strides_bn[i])
         acc = matmul_steps_of_few_rows(acc, a[i], terms.strides_am[i], M, weight, column, N, terms.depths[i], TILES)
     return acc.T

@@ -28,13 +28,16 @@ def matmul_pair_by_descriptors(
     a, b, other, row, column, K, carried, TILES: tl.constexpr, K_MAJOR: tl.constexpr, OTHER_K_MAJOR: tl.constexpr
 ):
     """(A @ B, A @ other) as `matmul_tile_by_descriptors` computes one; carries as it does."""
-    acc = tl.zeros((TILES.BLOCK_M, TILES.BLOCK_N), dtype=tl.float32)
-    other_acc = tl.zeros((TILES.BLOCK_M, TILES.BLOCK_N), dtype=tl.float32)
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    other_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     steps = tl.cdiv(K, TILES.BLOCK_K)
-    if len(carried.targets) > 0:
+    CARRIES: tl.constexpr = len(carried.targets) > 0
+    if CARRIES:
         every, piece, first, left = begin_carrying(carried, steps, TILES.PIECE)
     for k in range(0, steps):
-        if len(carried.targets) > 0:
+        if CARRIES:
             piece, first, left = carry_piece(carried, every, piece, first, left, TILES.PIECE)
         a_tile = a.load([row, k * TILES.BLOCK_K])
         if TILES.UPCAST:
@@ -43,7 +46,7 @@ def matmul_pair_by_descriptors(
         acc = tl.dot(a_tile, b_tile, acc, input_precision=TILES.PRECISION)
         other_tile = weight_block(other, k, column, TILES.BLOCK_K, OTHER_K_MAJOR, TILES.UPCAST)
         other_acc = tl.dot(a_tile, other_tile, other_acc, input_precision=TILES.PRECISION)
-    if len(carried.targets) > 0:
+    if CARRIES:
         carry(carried, first, TILES.PIECE)
     return acc, other_acc
 
@@ -51,7 +54,9 @@ def matmul_pair_by_descriptors(
 @triton.jit
 def matmul_pair(a_rows, weight, other, column, N, K, TILES: tl.constexpr):
     """(A @ B, A @ other) as `matmul_tile` computes one, without carrying."""
-    offs_n = column + tl.arange(0, TILES.BLOCK_N)
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    offs_n = column + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, TILES.BLOCK_K)
     in_n = (offs_n < N)[None, :]
     a_ptrs = a_rows[:, None] + offs_k[None, :]
@@ -60,8 +65,8 @@ def matmul_pair(a_rows, weight, other, column, N, K, TILES: tl.constexpr):
     other_ptrs = other.pointer + down * other.stride_k + across * other.stride_n
     step = tl.full((), TILES.BLOCK_K, tl.int64) * weight.stride_k
     other_step = tl.full((), TILES.BLOCK_K, tl.int64) * other.stride_k
-    acc = tl.zeros((TILES.BLOCK_M, TILES.BLOCK_N), dtype=tl.float32)
-    other_acc = tl.zeros((TILES.BLOCK_M, TILES.BLOCK_N), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    other_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, tl.cdiv(K, TILES.BLOCK_K)):
         if TILES.EVEN_K:
             a = tl.load(a_ptrs)
@@ -87,8 +92,10 @@ def matmul_pair(a_rows, weight, other, column, N, K, TILES: tl.constexpr):
 @triton.jit
 def matmul_pair_of_few_rows(a, stride_am, M, weight, other, column, N, K, TILES: tl.constexpr):
     """(A @ B, A @ other) as `matmul_tile_of_few_rows` computes one."""
-    offs_m = tl.arange(0, TILES.BLOCK_M)
-    offs_n = (column + tl.arange(0, TILES.BLOCK_N)).to(tl.int64)[:, None]
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = (column + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
     offs_k = tl.arange(0, TILES.BLOCK_K)
     in_m = (offs_m < M)[None, :]
     in_n = offs_n < N
@@ -97,8 +104,8 @@ def matmul_pair_of_few_rows(a, stride_am, M, weight, other, column, N, K, TILES:
     other_ptrs = other.pointer + offs_n * other.stride_n + offs_k.to(tl.int64)[None, :] * other.stride_k
     step = tl.full((), TILES.BLOCK_K, tl.int64) * weight.stride_k
     other_step = tl.full((), TILES.BLOCK_K, tl.int64) * other.stride_k
-    acc = tl.zeros((TILES.BLOCK_N, TILES.BLOCK_M), dtype=tl.float32)
-    other_acc = tl.zeros((TILES.BLOCK_N, TILES.BLOCK_M), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    other_acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for k in range(0, tl.cdiv(K, TILES.BLOCK_K)):
         if TILES.EVEN_K:
             b_tile = tl.load(b_ptrs, mask=in_n, other=0.0)

@@ -55,6 +55,16 @@ FIRST_LOOK = tl.constexpr(4)
 """The poll before which a wait for all looks first: a short wait does not spend the time of a poll on that."""
 
 
+class Pointers(NamedTuple):
+    """What a kernel is given of a workspace: pointers to the heaps of all ranks, to the control words, and to local
+    counters.
+    """
+
+    table: Any
+    ctl: Any
+    counters: Any
+
+
 class Words(NamedTuple):
     """What a launch is given of the protocol: pointers to the heaps of all ranks and to the control words, and the
     numbers of this rank, of the slot and of the site.

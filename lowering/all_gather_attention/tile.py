@@ -188,8 +188,8 @@ def received_all(use, source, TRACE: tl.constexpr):
     ]
 )
 def all_gather_attention_kernel(
-    q, kv, out, lse, gathered_k, gathered_v, table, ctl, counters, batches, queries, keys, stride_qb, stride_qh,
-    stride_qm, scale, place_0, jump_rows, jumps, window, rank, slot, site, senders, num_targets,
+    q, kv, out, lse, gathered_k, gathered_v, pointers, batches, queries, keys, stride_qb, stride_qh, stride_qm, scale,
+    place_0, jump_rows, jumps, window, rank, slot, site, senders, num_targets,
     HOW: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. q [batches, HEADS, queries, D] with contiguous D; kv [2, batches, keys, KEY_HEADS, D] contiguous.
@@ -198,9 +198,13 @@ def all_gather_attention_kernel(
     WORLD * keys, KEY_HEADS, D], if wanted. place_0, jump_rows, jumps: see `positions`; window: the keys that a row sees
     at most, if WINDOWED. num_targets: peers that get the own keys.
     """
-    use = use_of(Words(table, ctl, rank, slot, site))
+    BLOCK_D: tl.constexpr = HOW.BLOCK_D
+    BLOCK_M: tl.constexpr = HOW.BLOCK_M
+    D: tl.constexpr = HOW.D
+    KEY_HEADS: tl.constexpr = HOW.KEY_HEADS
+    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
     alive = healthy(use)
-    numel = batches.to(tl.int64) * keys * (HOW.KEY_HEADS * HOW.D)
+    numel = batches.to(tl.int64) * keys * (KEY_HEADS * D)
     pieces = tl.cdiv(numel, HOW.SEND_BLOCK * HOW.SEND_STEPS).to(tl.int32)
     num_sends = tl.where(alive != 0, num_targets * 2 * pieces, 0)
     # 1 when this program has found the send queue empty.
@@ -209,32 +213,32 @@ def all_gather_attention_kernel(
         ticket = take_send(use)
         if ticket == 0:
             settle(credits_due(use, alive), use, HOW.WORLD)
-        push_pieces(use, ticket, num_sends, kv, counters, numel, HOW, TRACE)
+        push_pieces(use, ticket, num_sends, kv, pointers.counters, numel, HOW, TRACE)
     ok = alive
     # One bit for each source whose keys and values are there.
     there = tl.full((), 0, tl.int32)
-    num_m = tl.cdiv(queries, HOW.BLOCK_M)
+    num_m = tl.cdiv(queries, BLOCK_M)
     num_tiles = num_m * batches * HOW.HEADS
-    offs_d = tl.arange(0, HOW.BLOCK_D)
+    offs_d = tl.arange(0, BLOCK_D)
     ticket = take_tile(use)
     while ticket < num_tiles:
         began = now(TRACE)
         # The last rows see most.
-        row = (num_m - 1 - ticket // (batches * HOW.HEADS)) * HOW.BLOCK_M
+        row = (num_m - 1 - ticket // (batches * HOW.HEADS)) * BLOCK_M
         head = ticket % (batches * HOW.HEADS)
         batch = (head // HOW.HEADS).to(tl.int64)
         head = head % HOW.HEADS
-        offs_m = row + tl.arange(0, HOW.BLOCK_M)
+        offs_m = row + tl.arange(0, BLOCK_M)
         rows = tl.minimum(offs_m, queries - 1)
         places = positions(rows, place_0, jump_rows, jumps, rank, keys, HOW.WORLD, HOW.MASK, HOW.JUMPS)
         q_rows = q + batch * stride_qb + head.to(tl.int64) * stride_qh + rows.to(tl.int64)[:, None] * stride_qm
-        query = tl.load(q_rows + offs_d[None, :], mask=(offs_d < HOW.D)[None, :], other=0.0)
+        query = tl.load(q_rows + offs_d[None, :], mask=(offs_d < D)[None, :], other=0.0)
         # To the first key of the head.
-        inner = batch * keys * (HOW.KEY_HEADS * HOW.D) + head * HOW.KEY_HEADS // HOW.HEADS * HOW.D
+        inner = batch * keys * (KEY_HEADS * D) + head * KEY_HEADS // HOW.HEADS * D
         state = State(
-            tl.zeros((HOW.BLOCK_M, HOW.BLOCK_D), dtype=tl.float32),
-            tl.full((HOW.BLOCK_M,), float("-inf"), tl.float32),
-            tl.zeros((HOW.BLOCK_M,), dtype=tl.float32),
+            tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32),
+            tl.full((BLOCK_M,), float("-inf"), tl.float32),
+            tl.zeros((BLOCK_M,), dtype=tl.float32),
         )
         for step in range(HOW.WORLD):
             source = (rank + HOW.WORLD - step) % HOW.WORLD
@@ -251,7 +255,7 @@ def all_gather_attention_kernel(
                     if drained == 0:
                         # Sends before waits.
                         push_pieces(
-                            use, take_send(use), num_sends, kv, counters, numel, HOW, TRACE,
+                            use, take_send(use), num_sends, kv, pointers.counters, numel, HOW, TRACE,
                         )  # fmt: skip
                         drained = drained | 1
                     ok = ok & received_all(use, source, TRACE)
@@ -260,7 +264,7 @@ def all_gather_attention_kernel(
                     # What lies there is not to be read.
                     last = last * 0
                 base = source_of(use, kv, source, numel) + inner
-                of_source = Keys(base, base + numel, HOW.KEY_HEADS * HOW.D)
+                of_source = Keys(base, base + numel, KEY_HEADS * D)
                 rows_see = Seen(first_seen, seen)
                 begin = last * 0
                 if HOW.WINDOWED:
@@ -278,15 +282,15 @@ def all_gather_attention_kernel(
         values = tl.where(ok != 0, values, float("nan"))
         sums = tl.where(ok != 0, sums, float("nan"))
         inside = offs_m < queries
-        places = ((batch * queries + offs_m) * HOW.HEADS + head)[:, None] * HOW.D + offs_d[None, :]
-        tl.store(out + places, values.to(out.dtype.element_ty), mask=inside[:, None] & (offs_d < HOW.D)[None, :])
+        places = ((batch * queries + offs_m) * HOW.HEADS + head)[:, None] * D + offs_d[None, :]
+        tl.store(out + places, values.to(out.dtype.element_ty), mask=inside[:, None] & (offs_d < D)[None, :])
         tl.store(lse + (batch * HOW.HEADS + head) * queries + offs_m, sums, mask=inside)
         event(use, began, ticket, rank, TILE, TRACE)
         ticket = take_tile(use)
     if HOW.RETURN_GATHERED:
         copies = HOW.WORLD * batches * 2
         ticket -= num_tiles
-        run = keys * (HOW.KEY_HEADS * HOW.D)
+        run = keys * (KEY_HEADS * D)
         blocks = tl.cdiv(run, HOW.SEND_BLOCK)
         while ticket < copies * blocks:
             copying = now(TRACE)
@@ -297,7 +301,7 @@ def all_gather_attention_kernel(
             if (source != rank) & (((there >> source) & 1) == 0):
                 if drained == 0:
                     push_pieces(
-                        use, take_send(use), num_sends, kv, counters, numel, HOW, TRACE,
+                        use, take_send(use), num_sends, kv, pointers.counters, numel, HOW, TRACE,
                     )  # fmt: skip
                     drained = drained | 1
                 ok = ok & received_all(use, source, TRACE)

@@ -113,19 +113,18 @@ def copy_whole(
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "senders", "num_chunks", "runs"])
 def all_gather_contract_kernel(
-    shard, factors, outs, gathered, table, ctl, counters,
-    C, block, runs, columns, stride_gk, stride_gc, strides_fk, strides_fn, slot_stride,
-    chunk_numel, width, pitch, limit, run, rank, slot, site, senders, num_chunks,
+    shard, factors, outs, gathered, pointers, C, block, runs, columns, stride_gk, stride_gc, strides_fk, strides_fn,
+    slot_stride, chunk_numel, width, pitch, limit, run, rank, slot, site, senders, num_chunks,
     WORLD: tl.constexpr, NUM_FACTORS: tl.constexpr, GATHERED_FIRST: tl.constexpr, RETURN_GATHERED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr = 0,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. shard: contiguous, its element (k, c) at k * stride_gk + c * stride_gc, k in `runs` runs of
     `block`; factors, columns (the N_i), strides_f*: tuples of NUM_FACTORS, all as [W*S, N_i]; outs [C, N_i], or their
     transposes, contiguous.
     """
-    use = use_of(Words(table, ctl, rank, slot, site))
+    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
     alive = healthy(use)
     BLOCK_C: tl.constexpr = BLOCK_M if GATHERED_FIRST else BLOCK_N
     BLOCK_O: tl.constexpr = BLOCK_N if GATHERED_FIRST else BLOCK_M
@@ -137,7 +136,8 @@ def all_gather_contract_kernel(
         if send_ticket == 0:
             settle(credits_due(use, alive), use, WORLD)
         drain_sends(
-            use, send_ticket, shard, counters, tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0), pieces,
+            use, send_ticket, shard, pointers.counters,
+            tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0), pieces,
             chunk_numel, width, pitch, limit, slot_stride, WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
         )  # fmt: skip
         ticket = take_tile(use)

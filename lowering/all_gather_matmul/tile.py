@@ -164,22 +164,22 @@ def copy_gathered(
 
 @triton.jit(do_not_specialize=["rows", "rank", "slot", "site", "senders", "num_chunks"])
 def all_gather_matmul_kernel(
-    shard, weights, extras, outs, gathered, table, ctl, counters, rows, K, block, widths, slot_stride, rank, slot, site,
-    senders, num_chunks,
-    WORLD: tl.constexpr, RETURN_GATHERED: tl.constexpr, INTERLEAVED: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    FIRST_WEIGHTS: tl.constexpr, NUM_TOGETHER: tl.constexpr, FIRST_OUTS: tl.constexpr, NUM_OUTS: tl.constexpr,
+    shard, weights, extras, outs, gathered, pointers, rows, K, block, widths, slot_stride, rank, slot, site, senders,
+    num_chunks, WORLD: tl.constexpr, RETURN_GATHERED: tl.constexpr, INTERLEAVED: tl.constexpr, GROUPS: tl.constexpr,
     EPILOGUE: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TILES: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. shard [rows, K] contiguous; weights, columns, strides_b*: tuples of NUM_WEIGHTS.
+    """See the module. shard [rows, K] contiguous; weights: a tuple, see Widths.
 
-    Group g: NUM_TOGETHER[g] weights, 1 or 2, from weight FIRST_WEIGHTS[g] on, are multiplied in one tile, which makes
-    NUM_OUTS[g] of outs, from FIRST_OUTS[g] on; 8 bits for each g. EPILOGUE: how, see lowering/epilogues.py; None for
-    one weight and its product. DESCRIPTORS: then K is a multiple of 16 bytes.
+    GROUPS, EPILOGUE: which of them are multiplied in one tile, and what is made of that, see lowering/epilogues.py;
+    None for one weight and its product. DESCRIPTORS: then K is a multiple of 16 bytes.
     """
+    FIRST_WEIGHTS: tl.constexpr = GROUPS.FIRST_WEIGHTS
+    K_MAJOR: tl.constexpr = TILES.K_MAJOR
+    NUM_GROUPS: tl.constexpr = GROUPS.NUM_GROUPS
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    use = use_of(Words(table, ctl, rank, slot, site))
+    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
     alive = healthy(use)
     BITS: tl.constexpr = shard.dtype.element_ty.primitive_bitwidth
     num_m = tl.cdiv(rows, BLOCK_M)
@@ -187,11 +187,12 @@ def all_gather_matmul_kernel(
     b_descriptors = ()
     for g in tl.static_range(NUM_GROUPS):
         shard_tiles += num_m * tl.cdiv(widths.columns[unpacked(FIRST_WEIGHTS, g)], BLOCK_N)
-    for i in tl.static_range(len(weights)):
+    NUM_WEIGHTS: tl.constexpr = len(weights)
+    for i in tl.static_range(NUM_WEIGHTS):
         if TILES.DESCRIPTORS:
             descriptor = weight_descriptor(
                 weights[i], widths.columns[i], K, widths.strides_bk[i], widths.strides_bn[i],
-                BLOCK_N, TILES.BLOCK_K, (TILES.K_MAJOR >> i) & 1,
+                BLOCK_N, TILES.BLOCK_K, (K_MAJOR >> i) & 1,
             )  # fmt: skip
             b_descriptors = b_descriptors + (descriptor,)  # type: ignore[assignment]
     chunk_numel = TILES.GROUP_M * BLOCK_M * K
@@ -205,7 +206,7 @@ def all_gather_matmul_kernel(
         settle(credits_due(use, alive), use, WORLD)
     credited = tl.full((), -1, tl.int32)
     if tl.program_id(0) < senders:
-        drain_sends(use, send_ticket, shard, counters, sends, WORLD, SEND_BLOCK, SEND_STEPS, TRACE)
+        drain_sends(use, send_ticket, shard, pointers.counters, sends, WORLD, SEND_BLOCK, SEND_STEPS, TRACE)
         send_ticket = num_sends
     ticket = take_tile(use)
     for step in range(WORLD):
@@ -213,7 +214,7 @@ def all_gather_matmul_kernel(
         base = shard_of(use, shard, source, slot_stride)
         if step == 1:
             # Sends before waits: what the tiles of the own shard have not carried goes now.
-            drain_sends(use, send_ticket, shard, counters, sends, WORLD, SEND_BLOCK, SEND_STEPS, TRACE)
+            drain_sends(use, send_ticket, shard, pointers.counters, sends, WORLD, SEND_BLOCK, SEND_STEPS, TRACE)
             send_ticket = num_sends
         if TILES.DESCRIPTORS:
             a_descriptor = rows_descriptor(base, rows, K, K, BLOCK_M, TILES.BLOCK_K)
@@ -254,14 +255,14 @@ def all_gather_matmul_kernel(
                 column = block_column * BLOCK_N
                 offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
                 a_rows = base + tl.minimum(offs_m, rows - 1).to(tl.int64) * K
-                if unpacked(NUM_TOGETHER, g) == 2:
+                if unpacked(GROUPS.NUM_TOGETHER, g) == 2:
                     if TILES.DESCRIPTORS:
                         accs = matmul_pair_by_descriptors(
                             a_descriptor, b_descriptors[unpacked(FIRST_WEIGHTS, g)],
                             b_descriptors[unpacked(FIRST_WEIGHTS, g) + 1], block_row * BLOCK_M, column, K,
                             Carried(piece, (place,), carried, 1), TILES,
-                            (TILES.K_MAJOR >> unpacked(FIRST_WEIGHTS, g)) & 1,
-                            (TILES.K_MAJOR >> unpacked(FIRST_WEIGHTS, g) + 1) & 1,
+                            (K_MAJOR >> unpacked(FIRST_WEIGHTS, g)) & 1,
+                            (K_MAJOR >> unpacked(FIRST_WEIGHTS, g) + 1) & 1,
                         )  # fmt: skip
                     else:
                         weight = weight_of(weights, widths, unpacked(FIRST_WEIGHTS, g))
@@ -270,22 +271,24 @@ def all_gather_matmul_kernel(
                 elif TILES.DESCRIPTORS:
                     accs = (matmul_tile_by_descriptors(
                         a_descriptor, b_descriptors[unpacked(FIRST_WEIGHTS, g)], block_row * BLOCK_M, column, K,
-                        Carried(piece, (place,), carried, 1), TILES, (TILES.K_MAJOR >> unpacked(FIRST_WEIGHTS, g)) & 1,
+                        Carried(piece, (place,), carried, 1), TILES,
+                        (K_MAJOR >> unpacked(FIRST_WEIGHTS, g)) & 1,
                     ),)  # fmt: skip
                 else:
                     weight = weight_of(weights, widths, unpacked(FIRST_WEIGHTS, g))
                     accs = (matmul_tile(a_rows, weight, column, N, K, Carried(base, (), 0, 0), TILES),)
                 if TILES.DESCRIPTORS:
                     if carries:
-                        sent_piece(use, counters, target, sent_chunk, pieces)
+                        sent_piece(use, pointers.counters, target, sent_chunk, pieces)
                     if (step == 0) & (send_ticket < num_sends):
                         send_ticket = granted(send_request, TILES.THREADS)
                 offs_n = column + tl.arange(0, BLOCK_N)
                 to_rows = interleaved_row(offs_m, source, rows, block, WORLD, INTERLEAVED).to(tl.int64)
                 elements = elements_at(to_rows, offs_n, (offs_m < rows)[:, None], (offs_n < N)[None, :], N)
                 store_outputs(
-                    accs, ok, extras, outs, elements, g, unpacked(NUM_TOGETHER, g), unpacked(FIRST_OUTS, g),
-                    unpacked(NUM_OUTS, g), shard.dtype.element_ty, EPILOGUE,
+                    accs, ok, extras, outs, elements, g, unpacked(GROUPS.NUM_TOGETHER, g),
+                    unpacked(GROUPS.FIRST_OUTS, g),
+                    unpacked(GROUPS.NUM_OUTS, g), shard.dtype.element_ty, EPILOGUE,
                 )  # fmt: skip
                 event(use, began, ticket, source, TILE, TRACE)
                 ticket = granted(request, TILES.THREADS)
@@ -391,7 +394,6 @@ def all_gather_matmul(
                 senders=0 if carried else SENDERS,
                 num_chunks=sizes.num_chunks,
                 WORLD=node.world_size,
-                NUM_WEIGHTS=len(weights),
                 RETURN_GATHERED=node.return_gathered,
                 INTERLEAVED=block != sizes.rows,
                 **arrangement.constants(),

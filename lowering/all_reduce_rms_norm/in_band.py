@@ -97,6 +97,7 @@ class Sent(NamedTuple):
 @triton.jit
 def send(protocol, asked, x, own, heaps, sizes, number, HOW: tl.constexpr, TRACE: tl.constexpr):
     """Words of x, which points to those of all rows, to all peers; and zeros; and `leave`. heaps: of rank + 1, .."""
+    WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
     first = number * HOW.CHUNK
     places = first + tl.arange(0, HOW.CHUNK)
@@ -104,7 +105,7 @@ def send(protocol, asked, x, own, heaps, sizes, number, HOW: tl.constexpr, TRACE
     known = answer(asked)
     use = with_epoch(protocol, known.epoch)
     if known.ok != 0:
-        for i in tl.static_range(HOW.WORLD - 1):
+        for i in tl.static_range(WORLD - 1):
             tl.store(area(heaps[i], known.number) + (use.rank * sizes.stride + places), sent, mask=places < sizes.words)
     left = leave(use, known.number + known.lines, known.due, HOW.THREADS, True)
     clear_before(own, known, number, sizes.senders, 4 * HOW.THREADS)
@@ -117,10 +118,13 @@ def reduce(
     protocol, asked, x, given, outputs, own, sizes, piece, HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """The rows of `piece`, and `leave`."""
+    BLOCK: tl.constexpr = HOW.BLOCK
+    ROWS: tl.constexpr = HOW.ROWS
+    WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
     dtype: tl.constexpr = x.dtype.element_ty
-    rows = (piece * HOW.ROWS + tl.arange(0, HOW.ROWS))[:, None]
-    cols = tl.arange(0, HOW.BLOCK)[None, :]
+    rows = (piece * ROWS + tl.arange(0, ROWS))[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
     lanes = tl.arange(0, HOW.BLOCK_WORDS)[None, :]
     places = rows * sizes.width + lanes
     there = (rows < sizes.M) & (lanes < sizes.width)
@@ -132,16 +136,16 @@ def reduce(
     use = with_epoch(protocol, known.epoch)
     ok = known.ok
     left = leave(use, known.number + known.lines, known.due, HOW.THREADS, True)
-    theirs = (mine,) * HOW.WORLD
+    theirs = (mine,) * WORLD
     waited = now(TRACE)
     if ok != 0:
-        theirs, ok = wait_in_band(use, known, mine, places, there, sizes.stride, own, piece, HOW.WORLD, HOW.THREADS)
+        theirs, ok = wait_in_band(use, known, mine, places, there, sizes.stride, own, piece, WORLD, HOW.THREADS)
     event(use, waited, piece, use.rank, WAIT, TRACE)
-    total = tl.zeros((HOW.ROWS, HOW.BLOCK), dtype=tl.float32)
-    for i in tl.static_range(HOW.WORLD):
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for i in tl.static_range(WORLD):
         total += decode(theirs[i], dtype)
     if HOW.AVERAGE:
-        total = total / HOW.WORLD
+        total = total / WORLD
     result = tl.where(ok != 0, total, float("nan")).to(dtype)
     finish(result, loaded, outputs, rows, at, inside, sizes.M, sizes.N, NORMS)
     event(use, began, piece, use.rank, TILE, TRACE)
@@ -150,22 +154,23 @@ def reduce(
 
 @triton.jit(do_not_specialize=["M", "words", "senders", "rank", "slot", "site"])
 def in_band_kernel(
-    x, given, outputs, table, ctl, counters, M, N, words, width, stride, senders, rank, slot, site,
+    x, given, outputs, pointers, M, N, words, width, stride, senders, rank, slot, site,
     HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. x [M, N], contiguous, has `words` words, `width` in a row; those of a source come `stride` after
     the last one's. given, outputs: as by `rows.extras` and `rows.finish`. Programs: one, `senders`, and one for each
     ROWS rows.
     """
+    WORLD: tl.constexpr = HOW.WORLD
     program = tl.program_id(0)
     # All questions before the first answer.
-    protocol = Words(table, ctl, rank, slot, site)
+    protocol = Words(pointers.table, pointers.ctl, rank, slot, site)
     asked = ask(protocol, HOW.THREADS)
-    own, heaps = heap_of(protocol, rank), heaps_of_peers(protocol, HOW.WORLD)
+    own, heaps = heap_of(protocol, rank), heaps_of_peers(protocol, WORLD)
     sizes = Sent(M, N, words, width, stride, senders)
     if program <= senders:
         if program == 0:
-            left = begin(asked, protocol, HOW.WORLD, HOW.THREADS)
+            left = begin(asked, protocol, WORLD, HOW.THREADS)
         else:
             whole = x.to(tl.pointer_type(tl.uint32), bitcast=True)
             left = send(protocol, asked, whole, own, heaps, sizes, program - 1, HOW, TRACE)
@@ -174,7 +179,7 @@ def in_band_kernel(
         left = reduce(protocol, asked, x, given, outputs, own, sizes, piece, HOW, NORMS, TRACE)
     known = answer(asked)
     use = with_epoch(protocol, known.epoch)
-    close_in_band(granted(left, HOW.THREADS), use, known.number, HOW.WORLD * stride)
+    close_in_band(granted(left, HOW.THREADS), use, known.number, WORLD * stride)
 
 
 @dataclass(frozen=True)

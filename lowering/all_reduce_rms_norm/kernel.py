@@ -93,6 +93,7 @@ def rows_of(ticket, tile, pieces, run, M, ROWS: tl.constexpr):
 @triton.jit
 def one_shot(use, x, given, outputs, begun, sizes, ticket, HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr):
     """The rows of piece `ticket`, and `leave`. A slot has places [source][row]."""
+    WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
     cols = tl.arange(0, HOW.BLOCK)[None, :]
     first = rows_of(ticket, 0, sizes.pieces, sizes.run, sizes.M, HOW.ROWS)
@@ -106,13 +107,13 @@ def one_shot(use, x, given, outputs, begun, sizes, ticket, HOW: tl.constexpr, NO
     ok = may_send(begun.asked, tl.where(ticket == 0, begun.due, 0), use, HOW.WORLD, HOW.THREADS)
     event(use, waited, ticket, use.rank, CREDITS, TRACE)
     if ok != 0:
-        for i in tl.static_range(HOW.WORLD - 1):
+        for i in tl.static_range(WORLD - 1):
             tl.store(begun.slots[i] + use.rank * area + first * sizes.pitch + cols, mine, mask=inside)
         for tile in range(1, HOW.TILES):
             rows = rows_of(ticket, tile, sizes.pieces, sizes.run, sizes.M, HOW.ROWS)
             there = (rows < sizes.M) & (cols < sizes.N)
             more = tl.load(x + rows * sizes.N + cols, mask=there, other=0.0)
-            for i in tl.static_range(HOW.WORLD - 1):
+            for i in tl.static_range(WORLD - 1):
                 tl.store(begun.slots[i] + use.rank * area + rows * sizes.pitch + cols, more, mask=there)
         publish_all(use, ticket, HOW.WORLD)
     if ticket == 0:
@@ -152,6 +153,8 @@ def two_shots(
     use, x, given, outputs, begun, sizes, ticket, HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """The rows of piece `ticket` of every run, and `leave`. A slot has places [source][row], then sums [owner][row]."""
+    FORM: tl.constexpr = NORMS.FORM
+    WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
     cols = tl.arange(0, HOW.BLOCK)[None, :]
     area = sizes.run.to(tl.int64) * sizes.pitch
@@ -166,11 +169,11 @@ def two_shots(
             rows = rows_of(ticket, tile, sizes.pieces, sizes.run, sizes.M, HOW.ROWS)
             # All of them, as no load overtakes a store.
             sent = ()
-            for i in tl.static_range(1, HOW.WORLD):
+            for i in tl.static_range(1, WORLD):
                 theirs = (use.rank + i) % HOW.WORLD * sizes.run + rows
                 there = (theirs < sizes.M) & (cols < sizes.N)
                 sent = sent + (tl.load(x + theirs * sizes.N + cols, mask=there, other=0.0),)  # type: ignore[assignment]
-            for i in tl.static_range(HOW.WORLD - 1):
+            for i in tl.static_range(WORLD - 1):
                 theirs = (use.rank + 1 + i) % HOW.WORLD * sizes.run + rows
                 there = (theirs < sizes.M) & (cols < sizes.N)
                 tl.store(begun.slots[i] + use.rank * area + rows * sizes.pitch + cols, sent[i], mask=there)
@@ -190,7 +193,7 @@ def two_shots(
         places = rows * sizes.pitch + cols
         result = add_up(mine, begun.own, places, area, there, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
         if whole != 0:
-            for i in tl.static_range(HOW.WORLD - 1):
+            for i in tl.static_range(WORLD - 1):
                 slot_sums = begun.slots[i] + sums + use.rank * area
                 tl.store(slot_sums + rows * sizes.pitch + cols, result.to(dtype), mask=there)
         # For this rank too: nobody else writes there.
@@ -205,15 +208,15 @@ def two_shots(
     event(use, waited, ticket, use.rank, WAIT, TRACE)
     for tile in range(HOW.TILES):
         rows = rows_of(ticket, tile, sizes.pieces, sizes.run, sizes.M, HOW.ROWS)
-        coming, residual = sums_of(use.rank * sizes.run + rows, cols, begun.own + sums, sizes, given, 1, NORMS.FORM)
-        for i in tl.static_range(HOW.WORLD):
+        coming, residual = sums_of(use.rank * sizes.run + rows, cols, begun.own + sums, sizes, given, 1, FORM)
+        for i in tl.static_range(WORLD):
             theirs = (use.rank + i) % HOW.WORLD * sizes.run + rows
             there = (theirs < sizes.M) & (cols < sizes.N)
-            result, loaded = coming, with_rows(residual, given, cols, sizes.N, NORMS.FORM)
+            result, loaded = coming, with_rows(residual, given, cols, sizes.N, FORM)
             if i + 1 < HOW.WORLD:
                 # Before these are stored, as no load overtakes a store.
                 following = (use.rank + i + 1) % HOW.WORLD * sizes.run + rows
-                coming, residual = sums_of(following, cols, begun.own + sums, sizes, given, known, NORMS.FORM)
+                coming, residual = sums_of(following, cols, begun.own + sums, sizes, given, known, FORM)
             finish(result, loaded, outputs, theirs, theirs * sizes.N + cols, there, sizes.M, sizes.N, NORMS)
     event(use, began, ticket, use.rank, TILE_EVENT, TRACE)
     return left
@@ -221,7 +224,7 @@ def two_shots(
 
 @triton.jit(do_not_specialize=["M", "pieces", "run", "rank", "slot", "site"])
 def all_reduce_rms_norm_kernel(
-    x, given, outputs, table, ctl, counters, M, N, pitch, pieces, run, width, rank, slot, site,
+    x, given, outputs, pointers, M, N, pitch, pieces, run, width, rank, slot, site,
     HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. x [M, N], contiguous; may be the total, but for SLICES. given, outputs: as by `rows.extras` and
@@ -229,7 +232,7 @@ def all_reduce_rms_norm_kernel(
     columns, in SLICE places.
     """
     # All questions before the first answer: one after the other they would take as long as a signal.
-    words = Words(table, ctl, rank, slot, site)
+    words = Words(pointers.table, pointers.ctl, rank, slot, site)
     request = request_ticket(words, TILE_TICKET if HOW.SLICES == 1 else SEND_TICKET, HOW.THREADS, True)
     use = use_of(words)
     begun = begin(use, x.dtype.element_ty, HOW.WORLD, HOW.THREADS)

@@ -81,6 +81,7 @@ def two_shots_in_slices(
 
     A slot has places [source][row], then sums [owner][row].
     """
+    WORLD: tl.constexpr = HOW.WORLD
     dtype: tl.constexpr = x.dtype.element_ty
     area = sizes.run.to(tl.int64) * sizes.pitch
     sums = HOW.WORLD * area
@@ -94,12 +95,12 @@ def two_shots_in_slices(
         coming = request_ticket(use, SEND_TICKET, HOW.THREADS, True)
         row, part, there = slice_of(ticket, sizes.width, sizes.N, HOW.SLICES, HOW.SLICE)
         sent = ()
-        for i in tl.static_range(1, HOW.WORLD):
+        for i in tl.static_range(1, WORLD):
             theirs = (use.rank + i) % HOW.WORLD * sizes.run + row
             one = tl.load(x + theirs * sizes.N + part, mask=there & (theirs < sizes.M), other=0.0)
             sent = sent + (one,)  # type: ignore[assignment]
         if ok != 0:
-            for i in tl.static_range(HOW.WORLD - 1):
+            for i in tl.static_range(WORLD - 1):
                 tl.store(begun.slots[i] + use.rank * area + row * sizes.pitch + part, sent[i], mask=there)
             publish_all(use, ticket, HOW.WORLD)
         if ticket == 0:
@@ -119,7 +120,7 @@ def two_shots_in_slices(
         event(use, awaited, ticket, use.rank, WAIT, TRACE)
         total = add_up(mine, begun.own, row * sizes.pitch + part, area, there, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
         if whole != 0:
-            for i in tl.static_range(HOW.WORLD - 1):
+            for i in tl.static_range(WORLD - 1):
                 slot_sums = begun.slots[i] + sums + use.rank * area
                 tl.store(slot_sums + row * sizes.pitch + part, total.to(dtype), mask=there)
             # For this rank's other programs too.

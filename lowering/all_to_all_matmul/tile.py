@@ -66,32 +66,39 @@ MOST_CHUNKS = 16
 INTERPRETED_SENDERS = 2
 
 
+class How(NamedTuple):
+    """What is known at compile time: ranks, whether what was received is wanted, elements of the send queue, Tiles."""
+
+    WORLD: Any
+    RETURN_RECEIVED: Any
+    SEND_BLOCK: Any
+    SEND_STEPS: Any
+    TILES: Any
+
+
 @triton.jit
-def drain_sends(
-    use, ticket, x, counters, numel, chunk_numel, num_sends, WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr,
-    SEND_STEPS: tl.constexpr, TRACE: tl.constexpr,
-):  # fmt: skip
+def drain_sends(use, ticket, x, counters, numel, chunk_numel, num_sends, HOW: tl.constexpr, TRACE: tl.constexpr):
     """Push piece `ticket` of what peers get of x to its peer, take the next one from the send queue, until none is
     left.
 
     numel: elements for each rank, which lie together in x and in the slot of the rank.
     """
-    PIECE_NUMEL: tl.constexpr = SEND_BLOCK * SEND_STEPS
+    PIECE_NUMEL: tl.constexpr = HOW.SEND_BLOCK * HOW.SEND_STEPS
     pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
     while ticket < num_sends:
         began = now(TRACE)
         # Rank - 1 comes to the pieces of this rank first.
-        target = (use.rank + WORLD - 1 - ticket // pieces % (WORLD - 1)) % WORLD
-        chunk = ticket // (pieces * (WORLD - 1))
+        target = (use.rank + HOW.WORLD - 1 - ticket // pieces % (HOW.WORLD - 1)) % HOW.WORLD
+        chunk = ticket // (pieces * (HOW.WORLD - 1))
         inside = ticket % pieces * PIECE_NUMEL
         first = chunk.to(tl.int64) * chunk_numel + inside
         # The last chunk is shorter.
         count = tl.minimum(tl.minimum(chunk_numel - inside, PIECE_NUMEL), numel - first).to(tl.int32)
         source = x + target * numel + first
         place = data(use, target, x.dtype.element_ty) + use.rank * numel + first
-        if wait_credits(use, WORLD) != 0:
-            for i in range(SEND_STEPS):
-                offsets = i * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
+        if wait_credits(use, HOW.WORLD) != 0:
+            for i in range(HOW.SEND_STEPS):
+                offsets = i * HOW.SEND_BLOCK + tl.arange(0, HOW.SEND_BLOCK)
                 here = offsets < count
                 tl.store(place + offsets, tl.load(source + offsets, mask=here), mask=here)
             sent_piece(use, counters, target, chunk, pieces)
@@ -137,12 +144,29 @@ def copy_received(
     event(use, began, ticket, source, COPY, TRACE)
 
 
+class Tensors(NamedTuple):
+    """Pointers, see the kernel."""
+
+    x: Any
+    weight: Any
+    out: Any
+    received: Any
+
+
+class Sizes(NamedTuple):
+    """Columns of a run and of the output, strides of the weight, rows of a chunk."""
+
+    C: Any
+    N: Any
+    stride_bk: Any
+    stride_bn: Any
+    chunk_rows: Any
+
+
 @triton.jit(do_not_specialize=["rows", "parts", "rank", "slot", "site", "senders", "num_chunks"])
 def all_to_all_matmul_kernel(
-    x, weight, out, received, table, ctl, counters, rows, C, parts, N, stride_bk, stride_bn, rank, slot, site, senders,
-    chunk_rows, num_chunks,
-    WORLD: tl.constexpr, RETURN_RECEIVED: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
-    TILES: tl.constexpr, TRACE: tl.constexpr = 0,
+    tensors, pointers, rows, sizes, parts, rank, slot, site, senders, num_chunks, HOW: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. x [WORLD * rows, parts * C] contiguous, by the rank that the rows are for; weight [parts * WORLD
     * C, N]; out [rows, N] and received [rows, parts * WORLD * C] contiguous. A slot has rows [WORLD * rows, parts * C],
@@ -150,34 +174,36 @@ def all_to_all_matmul_kernel(
 
     DESCRIPTORS: then C is a multiple of BLOCK_K, and rows of x of 16 bytes. EVEN_K: C is a multiple of BLOCK_K.
     """
+    TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    use = use_of(Words(table, ctl, rank, slot, site))
+    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
     alive = healthy(use)
-    width = parts * C
+    width = parts * sizes.C
     numel = rows.to(tl.int64) * width
     num_m = tl.cdiv(rows, BLOCK_M)
-    num_n = tl.cdiv(N, BLOCK_N)
+    num_n = tl.cdiv(sizes.N, BLOCK_N)
     ticket = take_tile(use)
     while ticket < senders:
-        chunk_numel = chunk_rows * width
-        pieces = tl.cdiv(chunk_numel, SEND_BLOCK * SEND_STEPS)
+        chunk_numel = sizes.chunk_rows * width
+        pieces = tl.cdiv(chunk_numel, HOW.SEND_BLOCK * HOW.SEND_STEPS)
         send_ticket = take_send(use)
         if send_ticket == 0:
-            settle(credits_due(use, alive), use, WORLD)
+            settle(credits_due(use, alive), use, HOW.WORLD)
         drain_sends(
-            use, send_ticket, x, counters, numel, chunk_numel,
-            tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0), WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
+            use, send_ticket, tensors.x, pointers.counters, numel, chunk_numel,
+            tl.where(alive != 0, (HOW.WORLD - 1) * num_chunks * pieces, 0), HOW, TRACE,
         )  # fmt: skip
         ticket = take_tile(use)
-    slot_data = data(use, rank, x.dtype.element_ty)
-    own_rows = x + rank * numel
+    slot_data = data(use, rank, tensors.x.dtype.element_ty)
+    own_rows = tensors.x + rank * numel
     if TILES.DESCRIPTORS:
         own_descriptor = rows_descriptor(own_rows, rows, width, width, BLOCK_M, TILES.BLOCK_K)
-        slot_descriptor = rows_descriptor(slot_data, WORLD * rows, width, width, BLOCK_M, TILES.BLOCK_K)
+        slot_descriptor = rows_descriptor(slot_data, HOW.WORLD * rows, width, width, BLOCK_M, TILES.BLOCK_K)
         b_descriptor = weight_descriptor(
-            weight, N, WORLD * width, stride_bk, stride_bn, BLOCK_N, TILES.BLOCK_K, TILES.K_MAJOR
-        )
+            tensors.weight, sizes.N, HOW.WORLD * width, sizes.stride_bk, sizes.stride_bn,
+            BLOCK_N, TILES.BLOCK_K, TILES.K_MAJOR,
+        )  # fmt: skip
     ok = alive
     # The chunk of all sources that was waited for last.
     ready = tl.full((), -1, tl.int32)
@@ -186,24 +212,24 @@ def all_to_all_matmul_kernel(
         request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
         block_row, block_column = grouped(ticket - senders, num_m, num_n, TILES.GROUP_M)
         row, column = block_row * BLOCK_M, block_column * BLOCK_N
-        chunk = row // chunk_rows
+        chunk = row // sizes.chunk_rows
         offs_m = row + tl.arange(0, BLOCK_M)
         rows_m = tl.minimum(offs_m, rows - 1).to(tl.int64) * width
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for part in range(parts):
-            first = (part * WORLD + rank) * C
+            first = (part * HOW.WORLD + rank) * sizes.C
             if TILES.DESCRIPTORS:
                 acc = matmul_run_by_descriptors(
-                    acc, own_descriptor, b_descriptor, row, part * C, column, first, C, TILES,
+                    acc, own_descriptor, b_descriptor, row, part * sizes.C, column, first, sizes.C, TILES,
                 )  # fmt: skip
             else:
                 acc = matmul_steps(
-                    acc, own_rows + rows_m + part * C,
-                    Weight(weight + first.to(tl.int64) * stride_bk, stride_bk, stride_bn), column, N, C,
-                    Carried(own_rows, (), 0, 0), TILES,
+                    acc, own_rows + rows_m + part * sizes.C,
+                    Weight(tensors.weight + first.to(tl.int64) * sizes.stride_bk, sizes.stride_bk, sizes.stride_bn),
+                    column, sizes.N, sizes.C, Carried(own_rows, (), 0, 0), TILES,
                 )  # fmt: skip
-        for step in range(1, WORLD):
-            source = (rank + step) % WORLD
+        for step in range(1, HOW.WORLD):
+            source = (rank + step) % HOW.WORLD
             if chunk != ready:
                 # Acquire: the whole chunk, which its source pushed before it published this flag.
                 waited = now(TRACE)
@@ -212,29 +238,30 @@ def all_to_all_matmul_kernel(
                 if TILES.DESCRIPTORS and not TILES.UPCAST:
                     ok = proxy_fence(ok)
             for part in range(parts):
-                first = (part * WORLD + source) * C
+                first = (part * HOW.WORLD + source) * sizes.C
                 if TILES.DESCRIPTORS:
                     acc = matmul_run_by_descriptors(
-                        acc, slot_descriptor, b_descriptor, source * rows + row, part * C, column, first, C, TILES,
+                        acc, slot_descriptor, b_descriptor, source * rows + row, part * sizes.C, column, first,
+                        sizes.C, TILES,
                     )  # fmt: skip
                 else:
                     acc = matmul_steps(
-                        acc, slot_data + source * numel + rows_m + part * C,
-                        Weight(weight + first.to(tl.int64) * stride_bk, stride_bk, stride_bn), column, N, C,
-                        Carried(own_rows, (), 0, 0), TILES,
+                        acc, slot_data + source * numel + rows_m + part * sizes.C,
+                        Weight(tensors.weight + first.to(tl.int64) * sizes.stride_bk, sizes.stride_bk, sizes.stride_bn),
+                        column, sizes.N, sizes.C, Carried(own_rows, (), 0, 0), TILES,
                     )  # fmt: skip
         ready = chunk
         offs_n = column + tl.arange(0, BLOCK_N)
-        inside = (offs_m < rows)[:, None] & (offs_n < N)[None, :]
-        result = tl.where(ok != 0, acc, float("nan")).to(out.dtype.element_ty)
-        tl.store(out + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :], result, mask=inside)
+        inside = (offs_m < rows)[:, None] & (offs_n < sizes.N)[None, :]
+        result = tl.where(ok != 0, acc, float("nan")).to(tensors.out.dtype.element_ty)
+        tl.store(tensors.out + offs_m.to(tl.int64)[:, None] * sizes.N + offs_n[None, :], result, mask=inside)
         event(use, began, ticket - senders, rank, TILE, TRACE)
         ticket = granted(request, TILES.THREADS)
-    if RETURN_RECEIVED:
+    if HOW.RETURN_RECEIVED:
         ticket -= senders + num_m * num_n
-        pieces = Pieces(rows, C, parts, numel, chunk_rows)
-        while ticket < WORLD * num_m * parts * tl.cdiv(C, BLOCK_N):
-            copy_received(use, ticket, x, received, pieces, alive, WORLD, TILES, TRACE)
+        pieces = Pieces(rows, sizes.C, parts, numel, sizes.chunk_rows)
+        while ticket < HOW.WORLD * num_m * parts * tl.cdiv(sizes.C, BLOCK_N):
+            copy_received(use, ticket, tensors.x, tensors.received, pieces, alive, HOW.WORLD, TILES, TRACE)
             ticket = take_tile(use) - (senders + num_m * num_n)
     finish(use)
 
@@ -303,24 +330,22 @@ def all_to_all_matmul(
             programs=launch.programs(senders + tiles, config),
             values=dict(
                 rows=sizes.rows,
-                C=sizes.C,
+                sizes=Sizes(sizes.C, weight.shape[1], weight.stride(0), weight.stride(1), sizes.chunk_rows),
                 parts=node.parts,
-                N=weight.shape[1],
-                stride_bk=weight.stride(0),
-                stride_bn=weight.stride(1),
                 rank=launch.rank,
                 senders=senders,
-                chunk_rows=sizes.chunk_rows,
                 num_chunks=sizes.num_chunks,
-                WORLD=node.world_size,
-                RETURN_RECEIVED=node.return_received,
-                TILES=tile._replace(EVEN_K=even_k, DESCRIPTORS=tile.DESCRIPTORS and even_k),
+                HOW=How(
+                    WORLD=node.world_size,
+                    RETURN_RECEIVED=node.return_received,
+                    SEND_BLOCK=INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
+                    SEND_STEPS=1 if launch.interpreted else SEND_STEPS,
+                    TILES=tile._replace(EVEN_K=even_k, DESCRIPTORS=tile.DESCRIPTORS and even_k),
+                ),
                 **config.options,
-                SEND_BLOCK=INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
-                SEND_STEPS=1 if launch.interpreted else SEND_STEPS,
             ),
         )
 
-    tensors = {"x": pieces, "weight": weight, "out": out, "received": received}
+    tensors = {"tensors": Tensors(pieces, weight, out, received)}
     launch.run(all_to_all_matmul_kernel, sizes.nbytes, arguments, tensors)
     return [out, received] if node.return_received else [out]

@@ -47,6 +47,28 @@ class Work(NamedTuple):
     counts: Any
 
 
+class Tensors(NamedTuple):
+    """What a kernel is given: pointers to queries, keys, values, lengths and block table, see `Work`, to the output, or
+    the rank's part, and to memory for the parts of splits.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    lengths: Any
+    block_table: Any
+    out: Any
+    partials: Any
+
+
+class Sizes(NamedTuple):
+    """Tokens that a cache holds at most, elements of a rank's parts in a slot, and Strides."""
+
+    capacity: Any
+    area: Any
+    strides: Any
+
+
 class Strides(NamedTuple):
     """Of batch and head of q; of batch, token and head of keys and of values, or (PAGE > 0) of page, token and head; of
     the block table's rows.
@@ -79,6 +101,15 @@ class How(NamedTuple):
 
 
 @triton.jit
+def work_of(tensors, counters, heads, kv_heads, splits, capacity):
+    """The Work of a kernel."""
+    counts = Counts(heads, kv_heads, splits, capacity)
+    return Work(
+        tensors.q, tensors.k, tensors.v, tensors.lengths, tensors.block_table, tensors.partials, counters, counts
+    )
+
+
+@triton.jit
 def cut_splits(length, splits, BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr):
     """(splits of a sequence that have tokens, at least 1; tokens of all but the last one)."""
     blocks = tl.cdiv(length, BLOCK_N)
@@ -101,8 +132,11 @@ def attend(query, work, strides, pages, batch, kv_head, begin, end, HOW: tl.cons
 
     pages: pointer to the sequence's row of the block table, where there are pages.
     """
-    dims = tl.arange(0, HOW.HEAD_DIM)
-    tokens = tl.arange(0, HOW.BLOCK_N)
+    BLOCK_N: tl.constexpr = HOW.BLOCK_N
+    BLOCK_ROWS: tl.constexpr = HOW.BLOCK_ROWS
+    HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
+    dims = tl.arange(0, HEAD_DIM)
+    tokens = tl.arange(0, BLOCK_N)
     if HOW.UPCAST:
         query = query.to(tl.float32)
     k_at = work.k + kv_head.to(tl.int64) * strides.k[2]
@@ -112,13 +146,13 @@ def attend(query, work, strides, pages, batch, kv_head, begin, end, HOW: tl.cons
         v_at += batch.to(tl.int64) * strides.v[0]
     k_inside = tokens[:, None] * strides.k[1] + dims[None, :]
     v_inside = tokens[:, None] * strides.v[1] + dims[None, :]
-    most = tl.full((HOW.BLOCK_ROWS,), float("-inf"), tl.float32)
+    most = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     # Warps share so few rows. What they would have to add up together for each block, they do once, behind the loop.
-    APART: tl.constexpr = HOW.BLOCK_ROWS <= MOST_SHARED_ROWS
-    total = tl.zeros((HOW.BLOCK_ROWS, HOW.BLOCK_N if APART else 1), dtype=tl.float32)
-    acc = tl.zeros((HOW.BLOCK_ROWS, HOW.HEAD_DIM), dtype=tl.float32)
-    for block in range(0, tl.cdiv(end - begin, HOW.BLOCK_N)):
-        first = begin + block * HOW.BLOCK_N
+    APART: tl.constexpr = BLOCK_ROWS <= MOST_SHARED_ROWS
+    total = tl.zeros((BLOCK_ROWS, BLOCK_N if APART else 1), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_ROWS, HEAD_DIM), dtype=tl.float32)
+    for block in range(0, tl.cdiv(end - begin, BLOCK_N)):
+        first = begin + block * BLOCK_N
         there = tokens < end - first
         loaded = there[:, None] & (dims >= 0)[None, :]
         if HOW.PAGE > 0:
@@ -208,34 +242,37 @@ def attend_ticket(ticket, first_length, work, strides, HOW: tl.constexpr):
 @triton.jit
 def merge_splits(partials, counts, head, used, HOW: tl.constexpr):
     """(o [MERGED_ROWS, HEAD_DIM], lse [MERGED_ROWS]) of the `used` parts of a head that `attend_ticket` stored."""
-    rows = tl.arange(0, HOW.MERGED_ROWS)
-    dims = tl.arange(0, HOW.HEAD_DIM)
+    HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
+    MERGED_ROWS: tl.constexpr = HOW.MERGED_ROWS
+    MERGED_SPLITS: tl.constexpr = HOW.MERGED_SPLITS
+    rows = tl.arange(0, MERGED_ROWS)
+    dims = tl.arange(0, HEAD_DIM)
     there = rows < HOW.ROWS
-    lses = partials + (counts.heads * counts.splits).to(tl.int64) * (HOW.ROWS * HOW.HEAD_DIM)
-    most = tl.full((HOW.MERGED_ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((HOW.MERGED_ROWS,), dtype=tl.float32)
-    acc = tl.zeros((HOW.MERGED_ROWS, HOW.HEAD_DIM), dtype=tl.float32)
+    lses = partials + (counts.heads * counts.splits).to(tl.int64) * (HOW.ROWS * HEAD_DIM)
+    most = tl.full((MERGED_ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((MERGED_ROWS,), dtype=tl.float32)
+    acc = tl.zeros((MERGED_ROWS, HEAD_DIM), dtype=tl.float32)
     for first in range(0, used, HOW.MERGED_SPLITS):
         # One part after the other, as in `merge_ranks`: no thread needs what another one has loaded. But all are under
         # way before the first one is looked at.
         place = (head * counts.splits + first).to(tl.int64) * HOW.ROWS + rows
-        at = place[:, None] * HOW.HEAD_DIM + dims[None, :]
+        at = place[:, None] * HEAD_DIM + dims[None, :]
         found = ()
         os = ()
-        for i in tl.static_range(HOW.MERGED_SPLITS):
+        for i in tl.static_range(MERGED_SPLITS):
             inside = there & (first + i < used)
             lse = tl.load(lses + place + i * HOW.ROWS, mask=inside, other=float("-inf"))
-            o = tl.load(partials + at + i * HOW.ROWS * HOW.HEAD_DIM, mask=inside[:, None] & (at >= 0), other=0.0)
+            o = tl.load(partials + at + i * HOW.ROWS * HEAD_DIM, mask=inside[:, None] & (at >= 0), other=0.0)
             found = found + (lse,)  # type: ignore[assignment]
             os = os + (o,)  # type: ignore[assignment]
         largest = most
-        for i in tl.static_range(HOW.MERGED_SPLITS):
+        for i in tl.static_range(MERGED_SPLITS):
             largest = tl.maximum(largest, found[i])
         known = tl.where(largest == float("-inf"), 0.0, largest)
         kept = tl.exp2(most - known)
         total = total * kept
         acc = acc * kept[:, None]
-        for i in tl.static_range(HOW.MERGED_SPLITS):
+        for i in tl.static_range(MERGED_SPLITS):
             weight = tl.exp2(found[i] - known)
             total += weight
             acc += weight[:, None] * os[i]
@@ -249,11 +286,13 @@ def part_offsets(head, heads, HOW: tl.constexpr):
 
     (offsets of o [MERGED_ROWS, HEAD_DIM], mask; offsets of lse [MERGED_ROWS], mask). Those of o are the result's too.
     """
+    HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
+    ROWS: tl.constexpr = HOW.ROWS
     rows = tl.arange(0, HOW.MERGED_ROWS)
-    place = head.to(tl.int64) * HOW.ROWS + rows
-    at = place[:, None] * HOW.HEAD_DIM + tl.arange(0, HOW.HEAD_DIM)[None, :]
-    there = rows < HOW.ROWS
-    return at, there[:, None] & (at >= 0), heads.to(tl.int64) * (HOW.ROWS * HOW.HEAD_DIM) + place, there
+    place = head.to(tl.int64) * ROWS + rows
+    at = place[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    there = rows < ROWS
+    return at, there[:, None] & (at >= 0), heads.to(tl.int64) * (ROWS * HEAD_DIM) + place, there
 
 
 @triton.jit
@@ -262,6 +301,8 @@ def merge_ranks(parts, out, head, heads, area, whole, WORLD: tl.constexpr, HOW: 
 
     parts: those of source s begin at s * area. In rank order, so that equal parts give equal bits everywhere.
     """
+    HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
+    MERGED_ROWS: tl.constexpr = HOW.MERGED_ROWS
     at, inside, lse_at, there = part_offsets(head, heads, HOW)
     missing = float("nan")
     lses = ()
@@ -274,8 +315,8 @@ def merge_ranks(parts, out, head, heads, area, whole, WORLD: tl.constexpr, HOW: 
     for source in tl.static_range(1, WORLD):
         most = tl.maximum(most, lses[source])
     known = tl.where(most == float("-inf"), 0.0, most)
-    total = tl.zeros((HOW.MERGED_ROWS,), dtype=tl.float32)
-    acc = tl.zeros((HOW.MERGED_ROWS, HOW.HEAD_DIM), dtype=tl.float32)
+    total = tl.zeros((MERGED_ROWS,), dtype=tl.float32)
+    acc = tl.zeros((MERGED_ROWS, HEAD_DIM), dtype=tl.float32)
     for source in tl.static_range(WORLD):
         weight = tl.exp2(lses[source] - known)
         total += weight

@@ -18,14 +18,15 @@ import triton.language as tl
 
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.flash_decode.attention import (
-    Counts,
     How,
+    Sizes,
     Strides,
-    Work,
+    Tensors,
     attend_ticket,
     merge_ranks,
     merge_splits,
     part_offsets,
+    work_of,
 )
 from ditron_inductor.lowering.flash_decode.config import (
     CROWDED_TOKENS,
@@ -146,15 +147,19 @@ class Shape:
             UPCAST=interpreted,
         )
 
-    def constants(self, config: Config, splits: int, interpreted: bool) -> dict[str, Any]:
-        """The arguments, but for tensors, that the kernels with attention have in common, and their options."""
+    def constants(
+        self, config: Config, splits: int, interpreted: bool, area: int | None = None
+    ) -> dict[str, Any]:
+        """The arguments, but for tensors, that the kernels with attention have in common, and their options. area:
+        elements of a rank's parts in a slot, if there is one.
+        """
         heads = self.heads
+        strides = Strides(self.strides_q, self.strides_k, self.strides_v, self.stride_pages)
         return {
             "heads": heads.heads,
             "kv_heads": self.kv_heads,
             "splits": splits,
-            "capacity": self.capacity,
-            "strides": Strides(self.strides_q, self.strides_k, self.strides_v, self.stride_pages),
+            "sizes": Sizes(self.capacity, area, strides),
             "HOW": self.how(config, splits, interpreted),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
@@ -190,18 +195,15 @@ def shape_of(node: FlashDecode, given: Operands, num_sms: int) -> Shape:
 
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits"])
-def local_attention_kernel(
-    q, k, v, lengths, block_table, part, partials, counters, heads, kv_heads, splits, capacity, strides,
-    HOW: tl.constexpr,
-):  # fmt: skip
+def local_attention_kernel(tensors, counters, heads, kv_heads, splits, sizes, HOW: tl.constexpr):
     """part: this rank's o [heads * ROWS, HEAD_DIM], then lse [heads * ROWS]. One program for each ticket."""
-    work = Work(q, k, v, lengths, block_table, partials, counters, Counts(heads, kv_heads, splits, capacity))
-    head, used, last = attend_ticket(tl.program_id(0), None, work, strides, HOW)
+    work = work_of(tensors, counters, heads, kv_heads, splits, sizes.capacity)
+    head, used, last = attend_ticket(tl.program_id(0), None, work, sizes.strides, HOW)
     if last != 0:
-        o, lse = merge_splits(partials, work.counts, head, used, HOW)
+        o, lse = merge_splits(tensors.partials, work.counts, head, used, HOW)
         at, inside, lse_at, there = part_offsets(head, heads, HOW)
-        tl.store(part + at, o, mask=inside)
-        tl.store(part + lse_at, lse, mask=there)
+        tl.store(tensors.out + at, o, mask=inside)
+        tl.store(tensors.out + lse_at, lse, mask=there)
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -246,7 +248,7 @@ class LocalAttention:
             values = shape.constants(self.config, splits, self.interpreted)
             return Arguments(programs=shape.heads.heads * splits, values=values)
 
-        tensors = {**given.tensors(), "part": part, "partials": partials, "counters": counters}
+        tensors = {"tensors": Tensors(**given.tensors(), out=part, partials=partials), "counters": counters}
         self.attention(handle_for(q), arguments, (), (), tensors)
         return part
 

@@ -51,12 +51,12 @@ from ditron_inductor.core.signals import (
 from ditron_inductor.core.trace import CREDITS, SEND, SUM, TILE, WAIT, event, now
 from ditron_inductor.lowering.flash_decode import in_band
 from ditron_inductor.lowering.flash_decode.attention import (
-    Counts,
-    Work,
+    Tensors,
     attend_ticket,
     merge_ranks,
     merge_splits,
     part_offsets,
+    work_of,
 )
 from ditron_inductor.lowering.flash_decode.config import INTERPRETED_PROGRAMS
 from ditron_inductor.lowering.flash_decode.local import LocalAttention, Operands, Shape, make_local
@@ -98,6 +98,7 @@ def send_ticket(
     """Attend to one split; if it is the last one of its head, send the head. ok: -1 before the first head. Returns (the
     flag that was completed, -1 for none; ok).
     """
+    WORLD: tl.constexpr = SENDING.WORLD
     began = now(TRACE)
     current = tl.full((), -1, tl.int32)
     if SENDING.ATTENDED:
@@ -117,7 +118,7 @@ def send_ticket(
         sending = now(TRACE)
         if ok != 0:
             at, inside, lse_at, there = part_offsets(head, work.counts.heads, HOW)
-            for i in tl.static_range(SENDING.WORLD):
+            for i in tl.static_range(WORLD):
                 parts = slots[i] + use.rank * area.to(tl.int64)
                 tl.store(parts + at, o, mask=inside)
                 tl.store(parts + lse_at, lse, mask=there)
@@ -157,35 +158,34 @@ def merge_flag(use, flag, ok, out, heads, area, HOW: tl.constexpr, SENDING: tl.c
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits", "rank", "slot", "site"])
 def flash_decode_kernel(
-    q, k, v, lengths, block_table, out, partials, table, ctl, counters, heads, kv_heads, splits, capacity, area,
-    strides, rank, slot, site,
-    HOW: tl.constexpr, SENDING: tl.constexpr, TRACE: tl.constexpr = 0,
+    tensors, pointers, heads, kv_heads, splits, sizes, rank, slot, site, HOW: tl.constexpr, SENDING: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module, and attention.py for the operands. out [heads * ROWS, HEAD_DIM], contiguous.
 
     area: elements of a source's parts in the slot.
     """
     # All questions before the first answer: one after the other they would take as long as a signal.
-    words = Words(table, ctl, rank, slot, site)
+    words = Words(pointers.table, pointers.ctl, rank, slot, site)
     request = request_ticket(words, TILE_TICKET, SENDING.THREADS, True)
     use = use_of(words)
     due = last_use(use)
-    first_length = tl.load(lengths)
+    first_length = tl.load(tensors.lengths)
     # Last, as it takes an address that is loaded.
     asked = ask_to_send(use, SENDING.WORLD, SENDING.THREADS)
     ticket = granted(request, SENDING.THREADS)
     tickets = heads * splits
-    work = Work(q, k, v, lengths, block_table, partials, counters, Counts(heads, kv_heads, splits, capacity))
+    work = work_of(tensors, pointers.counters, heads, kv_heads, splits, sizes.capacity)
     # -1 as long as the answers have not been looked at.
     ok = tl.full((), -1, tl.int32)
     if SENDING.ONE_EACH:
         current, ok = send_ticket(
-            use, ticket, first_length, asked, due, ok, work, strides, area, HOW, SENDING, TRACE
+            use, ticket, first_length, asked, due, ok, work, sizes.strides, sizes.area, HOW, SENDING, TRACE
         )
         # Before the wait.
         left = leave(use, ticket, due, SENDING.THREADS, True)
         if current >= 0:
-            merge_flag(use, current, ok, out, heads, area, HOW, SENDING, TRACE)
+            merge_flag(use, current, ok, tensors.out, heads, sizes.area, HOW, SENDING, TRACE)
     else:
         # The flag that was sent last, and whose heads are not merged yet.
         pending = tl.full((), -1, tl.int32)
@@ -197,14 +197,14 @@ def flash_decode_kernel(
             if ticket < tickets:
                 request = request_ticket(use, TILE_TICKET, SENDING.THREADS, True)
                 current, ok = send_ticket(
-                    use, ticket, first_length, asked, due, ok, work, strides, area, HOW, SENDING, TRACE
+                    use, ticket, first_length, asked, due, ok, work, sizes.strides, sizes.area, HOW, SENDING, TRACE
                 )
                 ticket = granted(request, SENDING.THREADS)
                 if ticket >= tickets:
                     # Before the last wait.
                     left = leave(use, ticket, due, SENDING.THREADS, True)
             if (pending >= 0) & ((current >= 0) | (ticket >= tickets)):
-                merge_flag(use, pending, ok, out, heads, area, HOW, SENDING, TRACE)
+                merge_flag(use, pending, ok, tensors.out, heads, sizes.area, HOW, SENDING, TRACE)
                 pending = tl.full((), -1, tl.int32)
             pending = tl.where(current >= 0, current, pending)
     close(granted(left, SENDING.THREADS), use)
@@ -261,8 +261,7 @@ def flash_decode(node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shap
 
     def arguments() -> Arguments:
         values: dict[str, Any] = {
-            **shape.constants(config, splits, launch.interpreted),
-            "area": sizes.area,
+            **shape.constants(config, splits, launch.interpreted, sizes.area),
             "rank": launch.rank,
             "SENDING": Sending(
                 WORLD=node.world_size,
@@ -274,14 +273,15 @@ def flash_decode(node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shap
         }
         return Arguments(programs=min(tickets, programs), values=values)
 
-    tensors = {**given.tensors(), "out": out}
     if not attended:
-        tensors["partials"] = shape.new_partials(given.q, splits)
+        partials = shape.new_partials(given.q, splits)
+        tensors = {"tensors": Tensors(**given.tensors(), out=out, partials=partials)}
         launch.run(flash_decode_kernel, sizes.nbytes, arguments, tensors)
         return out
     with launch.call(sizes.nbytes) as call:
         # Within the use of the slot: its counters are zeros, and no other call's.
-        tensors["partials"] = sizes.local.part(given, call.counters)
+        partials = sizes.local.part(given, call.counters)
+        tensors = {"tensors": Tensors(**given.tensors(), out=out, partials=partials)}
         launch.run_within(call, flash_decode_kernel, arguments, tensors)
     return out
 

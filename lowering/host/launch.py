@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ditron_inductor.core.matmul import Terms, Tiles, Widths
+from ditron_inductor.core.signals import Pointers
 from ditron_inductor.device.workspace import Call, Workspace
 from ditron_inductor.lowering.config import Config, select_config
 from ditron_inductor.lowering.host.launcher import Arguments, Launcher
@@ -18,8 +19,10 @@ from ditron_inductor.lowering.host.recording import SlotUse, recording, refuse_t
 from ditron_inductor.lowering.host.tracing import TraceBuffer, clock_of, takes_part, traced, tracing
 
 NUMBERS = ("slot", "site")
-WORDS = ("table", "ctl", "counters")
-"""Parameters of every kernel of the protocol: what `Launch.run` passes by itself."""
+WORDS = ("pointers",)
+"""Parameters of every kernel of the protocol: what `Launch.run` passes by itself; see core.signals.Pointers. Numbers
+that a kernel must not specialise on cannot stand in a structure: Triton specialises on its members whatever it is told.
+"""
 
 INTERPRETED_CHUNKS = 4
 """Flags that a launch of the interpreter gets along with, so that small problems have tiles that share one."""
@@ -216,7 +219,7 @@ class Launch:
             here.took(SlotUse(shared, *begin))
         generation, slot, site = shared.begin(*begin)
         try:
-            words = generation.table, generation.ctl, generation.counters
+            words = (Pointers(generation.table, generation.ctl, generation.counters),)
             clock = 0
             if tracing.buffer is not None:
                 refuse_to_record("time stamps")
@@ -245,7 +248,7 @@ class Launch:
     ) -> None:
         """One launch of `kernel` in a use of a slot, of `call`; see `run`."""
         clock, arguments = self.timed(kernel, arguments)
-        words = call.table, call.ctl, call.counters
+        words = (Pointers(call.table, call.ctl, call.counters),)
         self.launcher(kernel, clock)(call.stream, arguments, (call.slot, call.site), words, tensors)
 
     def timed(self, kernel: Any, arguments: Callable[[], Arguments]) -> tuple[int, Callable[[], Arguments]]:

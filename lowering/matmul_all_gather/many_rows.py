@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -79,26 +80,46 @@ def store_part(result, out, tile, source, num_m, num_n, M, N, block, WORLD: tl.c
     tl.store(out + to_rows[:, None] * N + offs_n[None, :], result, mask=inside)
 
 
+class Sizes(NamedTuple):
+    """A rank's product [M, N], `block` of interleaved_row, and the Terms of the sum."""
+
+    M: Any
+    N: Any
+    block: Any
+    terms: Any
+
+
+class How(NamedTuple):
+    """What is known at compile time: ranks, whether several tiles share a flag, whether there is a bias, and Tiles."""
+
+    WORLD: Any
+    COUNTED: Any
+    HAS_BIAS: Any
+    TILES: Any
+
+
 @triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles"])
 def matmul_all_gather_kernel(
-    lefts, rights, bias, out, table, ctl, counters, M, N, terms, block, rank, slot, site, chunk_tiles,
-    WORLD: tl.constexpr, COUNTED: tl.constexpr, HAS_BIAS: tl.constexpr, TILES: tl.constexpr, TRACE: tl.constexpr = 0,
+    lefts, rights, bias, out, pointers, sizes, rank, slot, site, chunk_tiles, HOW: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts [M, K_i] with contiguous K, rights [K_i, N], depths (the K_i) and strides: tuples of
-    NUM_PRODUCTS; bias [N], or anything; out [WORLD * M, N] contiguous, its rows as in interleaved_row.
+    """See the module. lefts, rights: tuples of [M, K_i] with contiguous K and of [K_i, N], see Terms; bias [N], or
+    anything; out [WORLD * M, N] contiguous, its rows as in interleaved_row.
 
     A slot has places [peer][tile], and an outbox for each program.
     """
+    WORLD: tl.constexpr = HOW.WORLD
+    TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    use = use_of(Words(table, ctl, rank, slot, site))
+    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
     alive = healthy(use)
-    num_m = tl.cdiv(M, BLOCK_M)
-    num_n = tl.cdiv(N, BLOCK_N)
+    num_m = tl.cdiv(sizes.M, BLOCK_M)
+    num_n = tl.cdiv(sizes.N, BLOCK_N)
     tiles = num_m * num_n
     dtype: tl.constexpr = out.dtype.element_ty
     if TILES.DESCRIPTORS:
-        a_descriptors, b_descriptors = descriptors_of(lefts, rights, M, N, terms, TILES)
+        a_descriptors, b_descriptors = descriptors_of(lefts, rights, sizes.M, sizes.N, sizes.terms, TILES)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
@@ -119,22 +140,24 @@ def matmul_all_gather_kernel(
         carried = tl.where(sent < 0, 0, BLOCK_WORDS)
         row, column = block_row * BLOCK_M, block_column * BLOCK_N
         # The bias first: behind the product there are no registers left for it.
-        acc = plus_bias(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), bias, column, N, BLOCK_N, HAS_BIAS)
+        acc = plus_bias(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), bias, column, sizes.N, BLOCK_N, HOW.HAS_BIAS)
         if TILES.DESCRIPTORS:
             acc = matmul_steps_by_descriptors(
-                acc, 0, tl.cdiv(terms.depths[0], TILES.BLOCK_K), a_descriptors[0], b_descriptors[0], row, column,
+                acc, 0, tl.cdiv(sizes.terms.depths[0], TILES.BLOCK_K), a_descriptors[0], b_descriptors[0], row, column,
                 Carried(outbox, targets, carried, WORLD - 1), TILES, TILES.K_MAJOR & 1,
             )  # fmt: skip
-            acc = further_products_by_descriptors(acc, a_descriptors, b_descriptors, row, column, terms.depths, TILES)
+            acc = further_products_by_descriptors(
+                acc, a_descriptors, b_descriptors, row, column, sizes.terms.depths, TILES
+            )
         else:
-            rows_m = tl.minimum(row + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
+            rows_m = tl.minimum(row + tl.arange(0, BLOCK_M), sizes.M - 1).to(tl.int64)
             acc = matmul_steps(
-                acc, lefts[0] + rows_m * terms.strides_am[0], weight_of(rights, terms, 0), column, N, terms.depths[0],
-                Carried(outbox, targets, carried, WORLD - 1), TILES,
+                acc, lefts[0] + rows_m * sizes.terms.strides_am[0], weight_of(rights, sizes.terms, 0),
+                column, sizes.N, sizes.terms.depths[0], Carried(outbox, targets, carried, WORLD - 1), TILES,
             )  # fmt: skip
-            acc = further_products(acc, lefts, rows_m, rights, terms, column, N, TILES)
+            acc = further_products(acc, lefts, rows_m, rights, sizes.terms, column, sizes.N, TILES)
         if sent >= 0:
-            publish_to_all(use, counters, 0, sent, tiles, chunk_tiles, WORLD, COUNTED)
+            publish_to_all(use, pointers.counters, 0, sent, tiles, chunk_tiles, WORLD, HOW.COUNTED)
         sent = tl.full((), -1, tl.int32)
         if credited == 0:
             # Credits: nobody reads any more what the slot's previous use left there.
@@ -146,7 +169,7 @@ def matmul_all_gather_kernel(
         if ok != 0:
             put_in_outbox(outbox, result, BLOCK_M, BLOCK_N)
             sent = ticket
-        store_part(result, out, ticket, rank, num_m, num_n, M, N, block, WORLD, TILES)
+        store_part(result, out, ticket, rank, num_m, num_n, sizes.M, sizes.N, sizes.block, WORLD, TILES)
         event(use, began, ticket, rank, TILE, TRACE)
         ticket = granted(request, TILES.THREADS)
     # Sends before waits: what is left in the outbox goes now.
@@ -154,7 +177,7 @@ def matmul_all_gather_kernel(
     targets = destinations(use, tl.maximum(sent, 0), tiles, dtype, WORLD, BLOCK)
     carry(Carried(outbox, targets, tl.where(sent < 0, 0, BLOCK_WORDS), WORLD - 1), 0, TILES.PIECE)
     if sent >= 0:
-        publish_to_all(use, counters, 0, sent, tiles, chunk_tiles, WORLD, COUNTED)
+        publish_to_all(use, pointers.counters, 0, sent, tiles, chunk_tiles, WORLD, HOW.COUNTED)
         event(use, sending, sent // chunk_tiles, rank, SEND, TRACE)
     # Looked up again: no register holds it while tiles are computed.
     own = data(use, rank, dtype)
@@ -169,7 +192,7 @@ def matmul_all_gather_kernel(
         event(use, awaited, tile // chunk_tiles, source, WAIT, TRACE)
         offsets = block_offsets(place_of(source, rank, WORLD) * tiles + tile, BLOCK_M, BLOCK_N)
         result = tl.load(own + offsets, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
-        store_part(result, out, tile, source, num_m, num_n, M, N, block, WORLD, TILES)
+        store_part(result, out, tile, source, num_m, num_n, sizes.M, sizes.N, sizes.block, WORLD, TILES)
         event(use, copying, tile, source, COPY, TRACE)
         ticket = granted(request, TILES.THREADS)
     finish(use)
@@ -216,16 +239,20 @@ def matmul_all_gather(
         return Arguments(
             programs=sizes.programs,
             values=dict(
-                M=sizes.M,
-                N=sizes.N,
-                terms=terms_of(lefts, rights),
-                block=launch.shard_block([*a[0].shape[:-1], sizes.N], node.gather_dim),
+                sizes=Sizes(
+                    M=sizes.M,
+                    N=sizes.N,
+                    block=launch.shard_block([*a[0].shape[:-1], sizes.N], node.gather_dim),
+                    terms=terms_of(lefts, rights),
+                ),
                 rank=launch.rank,
                 chunk_tiles=chunk_tiles,
-                WORLD=node.world_size,
-                COUNTED=chunk_tiles > 1,
-                HAS_BIAS=0 if bias is None else bias.dim(),
-                TILES=launch.tile_of_sum(sizes.config, lefts, rights),
+                HOW=How(
+                    WORLD=node.world_size,
+                    COUNTED=chunk_tiles > 1,
+                    HAS_BIAS=0 if bias is None else bias.dim(),
+                    TILES=launch.tile_of_sum(sizes.config, lefts, rights),
+                ),
                 **sizes.config.options,
             ),
         )

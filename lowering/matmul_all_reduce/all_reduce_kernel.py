@@ -100,6 +100,13 @@ class How(NamedTuple):
     THREADS: Any
 
 
+class Sizes(NamedTuple):
+    """Elements of the product, and of its rows."""
+
+    numel: Any
+    N: Any
+
+
 class Begun(NamedTuple):
     """What a program asks for before it knows its ticket: pointers to the own slot and to those of rank + 1, .., what
     `ask_to_send` looks at, and `last_use`.
@@ -124,21 +131,23 @@ def begin(use, dtype: tl.constexpr, WORLD: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def one_shot(
-    use, x, extras, outs, begun, numel, N, pieces, ticket, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
+    use, x, extras, outs, begun, sizes, pieces, ticket, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
     TRACE: tl.constexpr,
 ):  # fmt: skip
     """Reduce piece `ticket`, and `leave`. A slot has places [source][piece]."""
+    PIECE: tl.constexpr = HOW.PIECE
+    WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
-    lanes = tl.arange(0, HOW.PIECE)
-    place = ticket * HOW.PIECE + lanes
-    mine = tl.load(x + place, mask=place < numel, other=0.0)
+    lanes = tl.arange(0, PIECE)
+    place = ticket * PIECE + lanes
+    mine = tl.load(x + place, mask=place < sizes.numel, other=0.0)
     # Credits: nobody reads any more what the slot's previous use left there.
     waited = now(TRACE)
     ok = may_send(begun.asked, tl.where(ticket == 0, begun.due, 0), use, HOW.WORLD, HOW.THREADS)
     event(use, waited, ticket, use.rank, CREDITS, TRACE)
     if ok != 0:
-        for i in tl.static_range(HOW.WORLD - 1):
-            tl.store(begun.slots[i] + (use.rank * pieces + ticket) * HOW.PIECE + lanes, mine)
+        for i in tl.static_range(WORLD - 1):
+            tl.store(begun.slots[i] + (use.rank * pieces + ticket) * PIECE + lanes, mine)
         publish_all(use, ticket, HOW.WORLD)
     if ticket == 0:
         settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
@@ -147,36 +156,38 @@ def one_shot(
     waited = now(TRACE)
     whole = ok & wait_all(use, ticket, HOW.WORLD)
     event(use, waited, ticket, use.rank, WAIT, TRACE)
-    at, stride = ticket * HOW.PIECE + lanes, pieces * HOW.PIECE
+    at, stride = ticket * PIECE + lanes, pieces * PIECE
     total = add_up(mine, begun.own, at, stride, lanes >= 0, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
-    store_flat_sum(total, whole, extras, outs, place, place < numel, N, x.dtype.element_ty, EPILOGUE)
+    store_flat_sum(total, whole, extras, outs, place, place < sizes.numel, sizes.N, x.dtype.element_ty, EPILOGUE)
     event(use, began, ticket, use.rank, TILE, TRACE)
     return left
 
 
 @triton.jit
 def two_shots(
-    use, x, extras, outs, begun, numel, N, pieces, ticket, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
+    use, x, extras, outs, begun, sizes, pieces, ticket, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
     TRACE: tl.constexpr,
 ):  # fmt: skip
     """Reduce piece `ticket` of every run of `pieces`, and `leave`.
 
     A slot has places [source][piece], then sums [owner][piece].
     """
+    PIECE: tl.constexpr = HOW.PIECE
+    WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
-    lanes = tl.arange(0, HOW.PIECE)
+    lanes = tl.arange(0, PIECE)
     theirs = ()
-    for i in tl.static_range(1, HOW.WORLD):
-        place = ((use.rank + i) % HOW.WORLD * pieces + ticket) * HOW.PIECE + lanes
-        theirs = theirs + (tl.load(x + place, mask=place < numel, other=0.0),)  # type: ignore[assignment]
-    mine_at = (use.rank * pieces + ticket) * HOW.PIECE + lanes
-    mine = tl.load(x + mine_at, mask=mine_at < numel, other=0.0)
+    for i in tl.static_range(1, WORLD):
+        place = ((use.rank + i) % HOW.WORLD * pieces + ticket) * PIECE + lanes
+        theirs = theirs + (tl.load(x + place, mask=place < sizes.numel, other=0.0),)  # type: ignore[assignment]
+    mine_at = (use.rank * pieces + ticket) * PIECE + lanes
+    mine = tl.load(x + mine_at, mask=mine_at < sizes.numel, other=0.0)
     # Credits: nobody reads any more what the slot's previous use left there.
     waited = now(TRACE)
     ok = may_send(begun.asked, tl.where(ticket == 0, begun.due, 0), use, HOW.WORLD, HOW.THREADS)
     event(use, waited, ticket, use.rank, CREDITS, TRACE)
     if ok != 0:
-        for i in tl.static_range(HOW.WORLD - 1):
+        for i in tl.static_range(WORLD - 1):
             tl.store(begun.slots[i] + mine_at, theirs[i])
         publish_all(use, ticket, HOW.WORLD)
     if ticket == 0:
@@ -186,58 +197,59 @@ def two_shots(
     waited = now(TRACE)
     whole = ok & wait_all(use, ticket, HOW.WORLD)
     event(use, waited, ticket, use.rank, WAIT, TRACE)
-    at, stride = ticket * HOW.PIECE + lanes, pieces * HOW.PIECE
+    at, stride = ticket * PIECE + lanes, pieces * PIECE
     total = add_up(mine, begun.own, at, stride, lanes >= 0, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
     result = total.to(x.dtype.element_ty)
-    sums = HOW.WORLD * pieces * HOW.PIECE
+    sums = HOW.WORLD * pieces * PIECE
     if whole != 0:
-        for i in tl.static_range(HOW.WORLD - 1):
+        for i in tl.static_range(WORLD - 1):
             tl.store(begun.slots[i] + sums + mine_at, result)
         publish_all(use, RESULT_ROW + ticket, HOW.WORLD)
-    tl.store(x + mine_at, result, mask=mine_at < numel)
+    tl.store(x + mine_at, result, mask=mine_at < sizes.numel)
     # Acquire: the sums of all peers.
     waited = now(TRACE)
     known = ok & wait_all(use, RESULT_ROW + ticket, HOW.WORLD)
     event(use, waited, ticket, use.rank, WAIT, TRACE)
     results = ()
-    for i in tl.static_range(1, HOW.WORLD):
-        place = ((use.rank + i) % HOW.WORLD * pieces + ticket) * HOW.PIECE + lanes
+    for i in tl.static_range(1, WORLD):
+        place = ((use.rank + i) % HOW.WORLD * pieces + ticket) * PIECE + lanes
         found = tl.load(begun.own + sums + place, mask=(lanes >= 0) & (known != 0), other=float("nan"))
         results = results + (found,)  # type: ignore[assignment]
-    for i in tl.static_range(1, HOW.WORLD):
-        place = ((use.rank + i) % HOW.WORLD * pieces + ticket) * HOW.PIECE + lanes
-        tl.store(x + place, results[i - 1], mask=place < numel)
+    for i in tl.static_range(1, WORLD):
+        place = ((use.rank + i) % HOW.WORLD * pieces + ticket) * PIECE + lanes
+        tl.store(x + place, results[i - 1], mask=place < sizes.numel)
     if EPILOGUE is not None:
         # The same instructions for all runs, whoever owns them: ranks compute the same bits.
         tl.debug_barrier()
         known = known & whole
         for owner in range(HOW.WORLD):
-            place = (owner * pieces + ticket) * HOW.PIECE + lanes
-            total = tl.load(x + place, mask=place < numel, other=0.0).to(tl.float32)
-            store_flat_sum(total, known, extras, outs, place, place < numel, N, x.dtype.element_ty, EPILOGUE)
+            place = (owner * pieces + ticket) * PIECE + lanes
+            total = tl.load(x + place, mask=place < sizes.numel, other=0.0).to(tl.float32)
+            inside = place < sizes.numel
+            store_flat_sum(total, known, extras, outs, place, inside, sizes.N, x.dtype.element_ty, EPILOGUE)
     event(use, began, ticket, use.rank, TILE, TRACE)
     return left
 
 
 @triton.jit(do_not_specialize=["pieces", "rank", "slot", "site"])
 def all_reduce_kernel(
-    x, extras, outs, table, ctl, counters, numel, N, pieces, rank, slot, site, HOW: tl.constexpr,
-    EPILOGUE: tl.constexpr, TRACE: tl.constexpr = 0,
+    x, extras, outs, pointers, sizes, pieces, rank, slot, site, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """x [numel / N, N], contiguous: every rank's product, then the sum. One program for each of `pieces`.
 
     extras, outs: tuples, of what EPILOGUE takes and makes of the sum; without it outs is x.
     """
     # All questions before the first answer: one after the other they would take as long as a signal.
-    words = Words(table, ctl, rank, slot, site)
+    words = Words(pointers.table, pointers.ctl, rank, slot, site)
     request = request_ticket(words, TILE_TICKET, HOW.THREADS, True)
     use = use_of(words)
     begun = begin(use, x.dtype.element_ty, HOW.WORLD, HOW.THREADS)
     ticket = granted(request, HOW.THREADS)
     if HOW.ONE_SHOT:
-        left = one_shot(use, x, extras, outs, begun, numel, N, pieces, ticket, HOW, EPILOGUE, TRACE)
+        left = one_shot(use, x, extras, outs, begun, sizes, pieces, ticket, HOW, EPILOGUE, TRACE)
     else:
-        left = two_shots(use, x, extras, outs, begun, numel, N, pieces, ticket, HOW, EPILOGUE, TRACE)
+        left = two_shots(use, x, extras, outs, begun, sizes, pieces, ticket, HOW, EPILOGUE, TRACE)
     close(granted(left, HOW.THREADS), use)
 
 
@@ -332,8 +344,7 @@ def matmul_all_reduce(
         return Arguments(
             programs=sizes.cut.pieces,
             values=dict(
-                numel=sizes.M * sizes.N,
-                N=sizes.N,
+                sizes=Sizes(numel=sizes.M * sizes.N, N=sizes.N),
                 pieces=sizes.cut.pieces,
                 rank=launch.rank,
                 HOW=How(

@@ -84,20 +84,20 @@ def takes_norm(sizes: Geometry) -> bool:
 
 @triton.jit(do_not_specialize=["M", "rank", "slot", "site"])
 def matmul_all_reduce_kernel(
-    lefts, rights, bias, extras, outs, given, norm_outs, table, ctl, counters, M, N, terms, rank, slot, site,
+    lefts, rights, bias, extras, outs, given, norm_outs, pointers, M, N, terms, rank, slot, site,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, PRE: tl.constexpr,
     NORMS: tl.constexpr, ROW: tl.constexpr, TILES: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts [M, K_i] with contiguous K, M <= BLOCK_M, rights [K_i, N], depths (the K_i) and strides:
-    tuples of NUM_PRODUCTS; bias [N], or anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE
-    makes of the sum; outs [M, N] contiguous.
+    """See the module. lefts, rights: tuples of [M, K_i] with contiguous K, M <= BLOCK_M, and of [K_i, N], see Terms;
+    bias [N], or anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE makes of the sum; outs
+    [M, N] contiguous.
 
     given, norm_outs, where there is a norm (NORMS): as by `rows.finish_all`, with ROW >= N; no EPILOGUE then.
     """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
-    words = Words(table, ctl, rank, slot, site)
+    words = Words(pointers.table, pointers.ctl, rank, slot, site)
     request = request_ticket(words, TILE_TICKET, TILES.THREADS, True)
     asked = ask_to_send(words, WORLD, TILES.THREADS)
     use = use_of(words)
@@ -167,7 +167,7 @@ def matmul_all_reduce_kernel(
             store_sum(total, whole, extras, outs, elements, dtype, EPILOGUE)
             if NORMS is not None:
                 # For the last one all tiles are stored, and their stores are seen.
-                if arrive(counters, tiles):
+                if arrive(pointers.counters, tiles):
                     finish_all(outs[0], given, norm_outs, M, N, ROW, NORMS)
             event(use, waited, previous, rank, SUM, TRACE)
         previous = current

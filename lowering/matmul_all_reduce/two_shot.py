@@ -137,18 +137,17 @@ def schedule(ticket, tiles_per_owner, part_tiles, rank, WORLD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles", "part_tiles", "num_parts"])
 def matmul_all_reduce_kernel(
-    lefts, rights, bias, extras, outs, table, ctl, counters, M, N, terms, rank, slot, site, chunk_tiles, part_tiles,
-    num_parts,
+    lefts, rights, bias, extras, outs, pointers, M, N, terms, rank, slot, site, chunk_tiles, part_tiles, num_parts,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, COUNTED: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
     PRE: tl.constexpr, PRE_IN_SLICES: tl.constexpr, TILES: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts [M, K_i] with contiguous K, rights [K_i, N], depths (the K_i) and strides: tuples of
-    NUM_PRODUCTS; bias [N], or anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE makes of
-    the sum; outs [M, N] contiguous.
+    """See the module. lefts, rights: tuples of [M, K_i] with contiguous K and of [K_i, N], see Terms; bias [N], or
+    anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE makes of the sum; outs [M, N]
+    contiguous.
     """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    use = use_of(Words(table, ctl, rank, slot, site))
+    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
     alive = healthy(use)
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
@@ -190,7 +189,7 @@ def matmul_all_reduce_kernel(
                 # Before a wait, deliver what is there.
                 carry(Carried(box, targets, carried, num_targets), 0, TILES.PIECE)
                 publish_carried(
-                    use, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, WORLD, COUNTED,
+                    use, pointers.counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, WORLD, COUNTED,
                 )  # fmt: skip
                 sent_owner = tl.full((), -1, tl.int32)
                 # Acquire: the owner's results of the chunk, which it pushed before it published this flag.
@@ -222,7 +221,7 @@ def matmul_all_reduce_kernel(
                     acc = further_products(acc, lefts, offs_m, rights, terms, block_column * BLOCK_N, N, TILES)
                 acc = plus_bias(acc, bias, block_column * BLOCK_N, N, BLOCK_N, HAS_BIAS)
                 publish_carried(
-                    use, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, WORLD, COUNTED,
+                    use, pointers.counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, WORLD, COUNTED,
                 )  # fmt: skip
                 sent_owner = tl.full((), -1, tl.int32)
                 place = Owned(block_row * BLOCK_M, block_column * BLOCK_N, 0, M, M, N)
@@ -281,7 +280,7 @@ def matmul_all_reduce_kernel(
     targets, num_targets = destinations(use, sent_owner, sent_tile, tiles_per_owner, dtype, WORLD, BLOCK)
     box = tl.where(sent_owner == rank, results, outbox)
     carry(Carried(box, targets, tl.where(sent_owner < 0, 0, BLOCK_WORDS), num_targets), 0, TILES.PIECE)
-    publish_carried(use, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, WORLD, COUNTED)
+    publish_carried(use, pointers.counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, WORLD, COUNTED)
     finish(use)
 
 

@@ -64,20 +64,20 @@ from ditron_inductor.task.nodes import MatmulReduceScatter
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles"])
 def matmul_reduce_scatter_kernel(
-    lefts, rights, bias, extras, outs, table, ctl, counters, rows, N, terms, block, rank, slot, site, chunk_tiles,
+    lefts, rights, bias, extras, outs, pointers, rows, N, block, terms, rank, slot, site, chunk_tiles,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, COUNTED: tl.constexpr, INTERLEAVED: tl.constexpr, EARLY: tl.constexpr,
     HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, PRE: tl.constexpr, PRE_IN_SLICES: tl.constexpr, TILES: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts [WORLD * rows, K_i] with contiguous K, rights [K_i, N], depths (the K_i), strides: tuples
-    of NUM_PRODUCTS; bias [N], [WORLD * rows, 1] if not INTERLEAVED, or anything; extras, outs: tuples, of what PRE and
+    """See the module. lefts, rights: tuples of [WORLD * rows, K_i] with contiguous K and of [K_i, N], see Terms; bias
+    [N], [WORLD * rows, 1] if not INTERLEAVED, or anything; extras, outs: tuples, of what PRE and
     EPILOGUE take, and EPILOGUE makes of the sum; outs [rows, N] contiguous; block: see interleaved_row.
 
     DESCRIPTORS needs the rows of a tile to follow each other: `block` a multiple of BLOCK_M, or not INTERLEAVED.
     """
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    use = use_of(Words(table, ctl, rank, slot, site))
+    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
     alive = healthy(use)
     num_m = tl.cdiv(rows, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
@@ -123,7 +123,7 @@ def matmul_reduce_scatter_kernel(
             )  # fmt: skip
             if EARLY:
                 if sent_owner != rank:
-                    publish_partial(use, counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
+                    publish_partial(use, pointers.counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
                     sent_owner = rank + 0
                 acc = matmul_steps_by_descriptors(
                     acc, head, steps, a_descriptors[0], b_descriptors[0], row, column, Carried(outbox, (), 0, 0), TILES,
@@ -141,7 +141,7 @@ def matmul_reduce_scatter_kernel(
         acc = plus_bias(acc, bias, column, N, BLOCK_N, HAS_BIAS)
         acc = plus_column(acc, bias, owner * rows + block_row * BLOCK_M, (owner + 1) * rows - 1, BLOCK_M, HAS_BIAS)
         if sent_owner != rank:
-            publish_partial(use, counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
+            publish_partial(use, pointers.counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
             sent_owner = rank + 0
         place = Owned(block_row * BLOCK_M, column, owner, rows, block, N)
         if owner == rank:
@@ -171,7 +171,7 @@ def matmul_reduce_scatter_kernel(
     if sent_owner != rank:
         target = data(use, sent_owner, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
         carry(Carried(outbox, (target,), BLOCK_WORDS, 1), 0, TILES.PIECE)
-        publish_partial(use, counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
+        publish_partial(use, pointers.counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
     finish(use)
 
 

@@ -38,34 +38,36 @@ Runner = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 @triton.jit(do_not_specialize=["M"])
 def projections_kernel(
-    x, weights, extras, outs, M, K, widths,
-    NUM_GROUPS: tl.constexpr, FIRST_WEIGHTS: tl.constexpr, NUM_TOGETHER: tl.constexpr, FIRST_OUTS: tl.constexpr,
-    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, TILES: tl.constexpr, PAIR: tl.constexpr,
+    x, weights, extras, outs, M, K, widths, GROUPS: tl.constexpr, EPILOGUE: tl.constexpr, TILES: tl.constexpr,
+    PAIR: tl.constexpr,
 ):  # fmt: skip
-    """See the module. x [M, K] contiguous, M <= BLOCK_M; weights, columns, strides_b*: tuples with one for each weight.
+    """See the module. x [M, K] contiguous, M <= BLOCK_M; weights: a tuple, see Widths.
 
     Groups of weights and their outputs as in all_gather_matmul/tile.py. PAIR: the tile where two are multiplied.
     """
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    NUM_GROUPS: tl.constexpr = GROUPS.NUM_GROUPS
     tile = tl.program_id(0)
-    offs_m = tl.arange(0, TILES.BLOCK_M)
+    offs_m = tl.arange(0, BLOCK_M)
     for g in tl.static_range(NUM_GROUPS):
-        N = widths.columns[unpacked(FIRST_WEIGHTS, g)]
-        tiles = tl.cdiv(N, TILES.BLOCK_N)
+        N = widths.columns[unpacked(GROUPS.FIRST_WEIGHTS, g)]
+        tiles = tl.cdiv(N, BLOCK_N)
         if (tile >= 0) & (tile < tiles):
-            column = tile * TILES.BLOCK_N
-            if unpacked(NUM_TOGETHER, g) == 2:
-                first = weight_of(weights, widths, unpacked(FIRST_WEIGHTS, g))
-                second = weight_of(weights, widths, unpacked(FIRST_WEIGHTS, g) + 1)
+            column = tile * BLOCK_N
+            if unpacked(GROUPS.NUM_TOGETHER, g) == 2:
+                first = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g))
+                second = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g) + 1)
                 accs = matmul_pair_of_few_rows(x, K, M, first, second, column, N, K, PAIR)
             else:
-                acc = tl.zeros((TILES.BLOCK_N, TILES.BLOCK_M), dtype=tl.float32)
-                weight = weight_of(weights, widths, unpacked(FIRST_WEIGHTS, g))
+                acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+                weight = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g))
                 accs = (matmul_steps_of_few_rows(acc, x, K, M, weight, column, N, K, TILES).T,)
-            offs_n = column + tl.arange(0, TILES.BLOCK_N)
+            offs_n = column + tl.arange(0, BLOCK_N)
             elements = elements_at(offs_m, offs_n, (offs_m < M)[:, None], (offs_n < N)[None, :], N)
             store_outputs(
-                accs, 1, extras, outs, elements, g, unpacked(NUM_TOGETHER, g), unpacked(FIRST_OUTS, g),
-                unpacked(NUM_OUTS, g), x.dtype.element_ty, EPILOGUE,
+                accs, 1, extras, outs, elements, g, unpacked(GROUPS.NUM_TOGETHER, g), unpacked(GROUPS.FIRST_OUTS, g),
+                unpacked(GROUPS.NUM_OUTS, g), x.dtype.element_ty, EPILOGUE,
             )  # fmt: skip
         # Below 0 in all that follow, for a program whose tile this was.
         tile -= tiles

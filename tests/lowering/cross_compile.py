@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ditron_inductor.core.matmul import Terms, Tiles, Widths
+from ditron_inductor.core.signals import Pointers
 from ditron_inductor.lowering.all_gather_contract.tile import all_gather_contract_kernel
 from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import HAS_RESIDUAL, HAS_WEIGHT, Norms
@@ -56,9 +58,7 @@ TENSORS = ("shard", "gathered", "bias", "out", "x", "weight", "received")
 TUPLES_OF_TENSORS = ("weights", "factors", "extras", "outs", "lefts", "rights")
 TUPLES = (*TUPLES_OF_TENSORS, "columns", "strides_fk", "strides_fn")
 """One element for each weight, or product; `outs` one for each output."""
-STRUCTURES: dict[str, Any] = {"terms": Terms, "widths": Widths}
-"""Of tuples, with one number for each product."""
-WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32"}
+POINTERS = Pointers("*i64", "*i64", "*i32")
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,14 @@ def compile_for(target: str, source: ASTSource, options: dict[str, int]) -> Any:
         return triton.compile(source, target=TARGETS[target], options=options)
 
 
+def all_aligned(place: int, kind: Any) -> dict[tuple[int, ...], Any]:
+    """Attributes of a parameter that is a structure of these types, each of which is a multiple of 16."""
+    if isinstance(kind, tuple):
+        inner = [all_aligned(i, one) for i, one in enumerate(kind)]
+        return {(place, *path): value for one in inner for path, value in one.items()}
+    return {} if kind == "constexpr" else {(place,): [["tt.divisibility", 16]]}
+
+
 @functools.cache
 def compile_case(case: Case) -> Compiled:
     """The kernel for 4 ranks and, where it takes several weights side by side, two of them.
@@ -229,9 +237,34 @@ def compile_case(case: Case) -> Compiled:
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
+    fn_module: Any = sys.modules[fn.fn.__module__]
+    structures = {"terms": Terms, "widths": Widths, "pointers": POINTERS}
+    one_of = ("strides_bk", "stride_bk") if k_major else ("strides_bn", "stride_bn")
+
+    def structure(name: str, path: tuple[int, ...]) -> Any:
+        """The types of a structure; known and aligned members are noted."""
+        if name == "pointers":
+            kinds: Any = POINTERS
+        else:
+            members = structures.get(name) or getattr(fn_module, name.capitalize())
+            kinds = members(*[member(field, (*path, i)) for i, field in enumerate(members._fields)])
+        return kinds
+
+    def member(name: str, path: tuple[int, ...]) -> Any:
+        if name in ("terms", "widths"):
+            return structure(name, path)
+        count = case.length if name in (*Terms._fields, *Widths._fields) else 0
+        places = [(*path, i) for i in range(count)] if count else [path]
+        if name in one_of:
+            known.update(dict.fromkeys(places, 1))
+        else:
+            attributes.update(dict.fromkeys(places, aligned))
+        kind = "constexpr" if name in one_of else f"*{case.dtype}" if name in TENSORS else "i32"
+        return (kind,) * count if count else kind
+
     for place, parameter in enumerate(fn.params):
         name = parameter.name
-        assert name in constants or not parameter.is_constexpr, name
+        assert name in (*constants, "HOW") or not parameter.is_constexpr, name
         if name in constants:
             signature[name], known[place,] = "constexpr", constants[name]
         elif name == "stride_gc":
@@ -239,18 +272,13 @@ def compile_case(case: Case) -> Compiled:
         elif name == "strides_fn":
             signature[name] = ("constexpr",) * case.length
             known |= {(place, i): 1 for i in range(case.length)}
-        elif name in STRUCTURES:
-            members = STRUCTURES[name]
-            types = []
-            for member, field in enumerate(members._fields):
-                one = field == ("strides_bk" if k_major else "strides_bn")
-                types.append(("constexpr" if one else "i32",) * case.length)
-                places = [(place, member, i) for i in range(case.length)]
-                if one:
-                    known |= dict.fromkeys(places, 1)
-                else:
-                    attributes |= dict.fromkeys(places, aligned)
-            signature[name] = members(*types)
+        elif name == "HOW":
+            how = fn_module.How(*[constants[one] for one in fn_module.How._fields])
+            signature[name], known[place,] = "constexpr", how
+        elif name in ("pointers", "terms", "widths", "tensors", "sizes", "ends"):
+            signature[name] = structure(name, (place,))
+            if name == "pointers":
+                attributes |= all_aligned(place, POINTERS)
         elif name == ("stride_bk" if k_major else "stride_bn"):
             signature[name], known[place,] = "constexpr", 1
         elif name in ("given", "norm_outs"):
@@ -261,7 +289,7 @@ def compile_case(case: Case) -> Compiled:
             signature[name] = (f"*{case.dtype}" if name in TUPLES_OF_TENSORS else "i32",) * count
             attributes |= {(place, i): aligned for i in range(count)}
         else:
-            signature[name] = f"*{case.dtype}" if name in TENSORS else WORDS.get(name, "i32")
+            signature[name] = f"*{case.dtype}" if name in TENSORS else "i32"
             if not parameter.do_not_specialize:
                 attributes[place,] = aligned
     source = ASTSource(fn, signature, known, attributes)

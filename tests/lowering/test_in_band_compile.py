@@ -25,7 +25,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
 )
 from ditron_inductor.task.nodes import EXTRAS, SAVED
 from tests.lowering.assembly import NVIDIA, Listing, machine_code, resources
-from tests.lowering.cross_compile import TARGETS, WORDS, compile_for
+from tests.lowering.cross_compile import POINTERS, TARGETS, all_aligned, compile_for
 
 SHIFTED = HAS_BIAS.value | HAS_RESIDUAL.value | LAYER.value | HAS_WEIGHT.value | HAS_SHIFT.value
 DECODE = HAS_RESIDUAL.value | HAS_WEIGHT.value | ROUND_FIRST.value
@@ -93,12 +93,15 @@ def compiled(case: Case) -> Any:
         name = parameter.name
         if name in constants:
             signature[name], known[place,] = "constexpr", constants[name]
+        elif name == "pointers":
+            signature[name] = POINTERS
+            attributes |= all_aligned(place, POINTERS)
         elif name in ("given", "outputs"):
             count = len(EXTRAS) if name == "given" else 2 + len(SAVED)
             signature[name] = (f"*{case.dtype}",) * count
             attributes |= {(place, i): aligned for i in range(count)}
         else:
-            signature[name] = f"*{case.dtype}" if name == "x" else WORDS.get(name, "i32")
+            signature[name] = f"*{case.dtype}" if name == "x" else "i32"
             if not parameter.do_not_specialize:
                 attributes[place,] = aligned
     source = ASTSource(in_band_kernel, signature, known, attributes)
