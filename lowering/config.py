@@ -26,6 +26,11 @@ class Config:
         """The same tiles with as many stages as `arch` ("sm_90", "gfx942") has shared memory for."""
         return replace(self, num_stages=min(self.num_stages, 2)) if arch.startswith("gfx") else self
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch, beside the kernel's arguments."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
     def validate(self) -> Config:
         """Return self; ValueError naming the field that no kernel could run with."""
         for field in ("block_m", "block_n", "block_k"):

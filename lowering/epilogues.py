@@ -14,7 +14,7 @@ import hashlib
 import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -116,6 +116,19 @@ def _line(expression: Expression, group: OutputGroup, names: dict[Expression, st
     return names[expression]
 
 
+class Groups(NamedTuple):
+    """Of products that are computed together, known at compile time. Group g: NUM_TOGETHER[g] weights, 1 or 2, from
+    weight FIRST_WEIGHTS[g] on, are multiplied in one tile, which makes NUM_OUTS[g] outputs, from FIRST_OUTS[g] on; each
+    is an integer that has 8 bits for each g, see `unpacked`.
+    """
+
+    NUM_GROUPS: Any
+    FIRST_WEIGHTS: Any
+    NUM_TOGETHER: Any
+    FIRST_OUTS: Any
+    NUM_OUTS: Any
+
+
 @dataclass(frozen=True, eq=False)
 class Arrangement:
     """How a kernel sees the operands of an epilogue: weights and outputs ordered by group.
@@ -145,20 +158,20 @@ class Arrangement:
         return [sum(len(group.products) for group in self.groups[:i]) for i in range(len(self.groups))]
 
     def constants(self) -> dict[str, Any]:
-        """Compile-time arguments: lists with a number for each group, see `packed`."""
+        """Compile-time arguments of a kernel of several products."""
         outputs = [len(group.outputs) for group in self.groups]
-        return {
-            "NUM_GROUPS": len(self.groups),
-            "FIRST_WEIGHTS": packed(self.first_weights),
-            "NUM_TOGETHER": packed([len(group.products) for group in self.groups]),
-            "FIRST_OUTS": packed([sum(outputs[:i]) for i in range(len(outputs))]),
-            "NUM_OUTS": packed(outputs),
-            "EPILOGUE": self.function,
-        }
+        groups = Groups(
+            NUM_GROUPS=len(self.groups),
+            FIRST_WEIGHTS=packed(self.first_weights),
+            NUM_TOGETHER=packed([len(group.products) for group in self.groups]),
+            FIRST_OUTS=packed([sum(outputs[:i]) for i in range(len(outputs))]),
+            NUM_OUTS=packed(outputs),
+        )
+        return {"GROUPS": groups, "EPILOGUE": self.function}
 
     def constants_of_sum(self) -> dict[str, Any]:
         """Those of a kernel with one product, a reduced sum."""
-        return {"EPILOGUE": self.function, "NUM_OUTS": len(self.outputs)}
+        return {"EPILOGUE": self.function}
 
     def constants_of_products(self) -> dict[str, Any]:
         """Those of a kernel that makes what it reduces too."""
@@ -216,78 +229,86 @@ def unpacked(numbers, i):
     return (numbers >> (8 * i)) & 255
 
 
+class Elements(NamedTuple):
+    """Which elements of outputs [.., N] a block of values is of: rows and columns, places: rows * N + columns, and
+    whether each of them is inside; all broadcast to the block's shape.
+    """
+
+    rows: Any
+    columns: Any
+    places: Any
+    in_rows: Any
+    in_columns: Any
+    inside: Any
+
+
 @triton.jit
-def prepared(
-    acc, x, rows, columns, in_rows, in_columns, N, DTYPE: tl.constexpr, PRE: tl.constexpr,
-):  # fmt: skip
+def elements_of(rows, columns, M, N):
+    """The Elements of a tile, rows [BLOCK_M] and columns [BLOCK_N] of a tensor [M, N]."""
+    in_rows, in_columns = (rows < M)[:, None], (columns < N)[None, :]
+    return elements_at(rows.to(tl.int64), columns, in_rows, in_columns, N)
+
+
+@triton.jit
+def elements_at(rows, columns, in_rows, in_columns, N):
+    """The Elements of a tile of rows [BLOCK_M] and columns [BLOCK_N], those inside being [BLOCK_M, 1] and [1, BLOCK_N].
+    """
+    places = rows[:, None] * N + columns[None, :]
+    return Elements(rows[:, None], columns[None, :], places, in_rows, in_columns, in_rows & in_columns)
+
+
+@triton.jit
+def prepared(acc, x, elements, DTYPE: tl.constexpr, PRE: tl.constexpr):
     """A tile of what is reduced, made of a tile of the product by PRE; that itself, if PRE is None.
 
-    rows [BLOCK_M, 1], columns [1, BLOCK_N]: of the tile in the product [.., N] of DTYPE.
+    elements: of the tile in the product [.., N] of DTYPE.
     """
     result = acc
     if PRE is not None:
-        places = rows * N + columns
         mm = (acc.to(DTYPE).to(tl.float32),)
-        result = PRE(0, mm, x, rows, columns, places, in_rows, in_columns, in_rows & in_columns)[0]
+        result = PRE(
+            0, mm, x, elements.rows, elements.columns, elements.places, elements.in_rows, elements.in_columns,
+            elements.inside,
+        )[0]  # fmt: skip
     return result
 
 
 @triton.jit
 def store_outputs(
-    accs, ok, x, outs, rows, columns, in_rows, in_columns, N,
+    accs, ok, x, outs, elements,
     GROUP: tl.constexpr, NUM_PRODUCTS: tl.constexpr, FIRST_OUT: tl.constexpr, NUM_OUTS: tl.constexpr,
     DTYPE: tl.constexpr, EPILOGUE: tl.constexpr,
 ):  # fmt: skip
-    """Stores the outputs of group GROUP from FIRST_OUT on, made of a tile's accumulators; NaN unless `ok`.
+    """Stores these elements of the outputs of group GROUP, from FIRST_OUT on, made of accumulators; NaN unless `ok`.
 
-    rows [BLOCK_M, 1], columns [1, BLOCK_N]: of the tile in the outputs [.., N]. DTYPE: of the products.
+    DTYPE: of the products.
     """
-    store_values(
-        accs, ok, x, outs, rows, columns, rows * N + columns, in_rows, in_columns, in_rows & in_columns,
-        GROUP, NUM_PRODUCTS, FIRST_OUT, NUM_OUTS, DTYPE, EPILOGUE,
-    )  # fmt: skip
-
-
-@triton.jit
-def store_values(
-    accs, ok, x, outs, rows, columns, places, in_rows, in_columns, inside,
-    GROUP: tl.constexpr, NUM_PRODUCTS: tl.constexpr, FIRST_OUT: tl.constexpr, NUM_OUTS: tl.constexpr,
-    DTYPE: tl.constexpr, EPILOGUE: tl.constexpr,
-):  # fmt: skip
-    """`store_outputs` for elements in any arrangement, at `places`; see `generated`."""
     results = accs
     if EPILOGUE is not None:
         mm = ()
         for i in tl.static_range(NUM_PRODUCTS):
             mm = mm + (accs[i].to(DTYPE).to(tl.float32),)  # type: ignore[assignment]
-        results = EPILOGUE(GROUP, mm, x, rows, columns, places, in_rows, in_columns, inside)
+        results = EPILOGUE(
+            GROUP, mm, x, elements.rows, elements.columns, elements.places, elements.in_rows, elements.in_columns,
+            elements.inside,
+        )  # fmt: skip
     for i in tl.static_range(NUM_OUTS):
         out = outs[FIRST_OUT + i]
         result = tl.where(ok != 0, results[i], float("nan")).to(out.dtype.element_ty)
-        tl.store(out + places, result, mask=inside)
+        tl.store(out + elements.places, result, mask=elements.inside)
 
 
 @triton.jit
-def store_sum(
-    total, ok, x, outs, rows, columns, in_rows, in_columns, N,
-    NUM_OUTS: tl.constexpr, DTYPE: tl.constexpr, EPILOGUE: tl.constexpr,
-):  # fmt: skip
-    """`store_outputs` of a tile of a reduced sum, fp32."""
-    store_outputs(
-        (total,), ok, x, outs, rows, columns, in_rows, in_columns, N, 0, 1, 0, NUM_OUTS, DTYPE, EPILOGUE
-    )  # fmt: skip
+def store_sum(total, ok, x, outs, elements, DTYPE: tl.constexpr, EPILOGUE: tl.constexpr):
+    """`store_outputs` of a tile of a reduced sum, fp32: all of a tuple of outputs."""
+    NUM_OUTS: tl.constexpr = len(outs)
+    store_outputs((total,), ok, x, outs, elements, 0, 1, 0, NUM_OUTS, DTYPE, EPILOGUE)
 
 
 @triton.jit
-def store_flat_sum(
-    total, ok, x, outs, places, inside, N,
-    NUM_OUTS: tl.constexpr, DTYPE: tl.constexpr, EPILOGUE: tl.constexpr,
-):  # fmt: skip
-    """`store_outputs` of elements of a reduced sum [.., N], fp32, that follow each other."""
-    store_values(
-        (total,), ok, x, outs, places // N, places % N, places, inside, inside, inside,
-        0, 1, 0, NUM_OUTS, DTYPE, EPILOGUE,
-    )  # fmt: skip
+def store_flat_sum(total, ok, x, outs, places, inside, N, DTYPE: tl.constexpr, EPILOGUE: tl.constexpr):
+    """`store_sum` of elements of a reduced sum [.., N] that follow each other."""
+    store_sum(total, ok, x, outs, Elements(places // N, places % N, places, inside, inside, inside), DTYPE, EPILOGUE)
 
 
 @triton.jit

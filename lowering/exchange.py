@@ -9,13 +9,14 @@ from typing import Any, Protocol
 import torch
 import triton
 
+from ditron_inductor.core.signals import Pointers
 from ditron_inductor.device.lanes import Lane, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import transfers
-from ditron_inductor.lowering.all_gather_matmul.stage_norm import stage_norm
+from ditron_inductor.lowering.all_gather_matmul.stage_norm import How, stage_norm
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of, constants_of, warps_of
 from ditron_inductor.lowering.epilogues import PLAIN_SUM, Arrangement, Runs
-from ditron_inductor.lowering.host.launch import Launch, ceil_div
+from ditron_inductor.lowering.host.launch import WORDS, Launch, ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments, Bound, Launcher
 from ditron_inductor.lowering.host.tracing import takes_part
 from ditron_inductor.task.nodes import ShardNorm
@@ -75,7 +76,7 @@ class Exchange:
     def __init__(self, kernels: Kernels, call: Call) -> None:
         launch = kernels.launch
         self._kernels = kernels
-        self._words = call.table, call.ctl, call.counters
+        self._words = Pointers(call.table, call.ctl, call.counters)
         self._numbers = call.slot, call.site
         self._world = launch.workspace.world_size
         self._rank = launch.rank
@@ -92,7 +93,7 @@ class Exchange:
         def arguments() -> Arguments:
             # Of all shards together in one step.
             block = self._block(BLOCK // triton.next_power_of_2(count))
-            values = {"numel": numel, "NUM": count, "COPY": copied, "BLOCK": block}
+            values = {"numel": numel, "COPY": copied, "BLOCK": block}
             return self._arguments(self._programs(numel, block), COPY_WARPS, values)
 
         return self._bound("stage", transfers.stage, arguments, tensors=("shards", "copies"), counted=True)
@@ -106,16 +107,16 @@ class Exchange:
         def arguments() -> Arguments:
             block = block_of(columns)
             tile = max(1, self._block(REDUCE_BLOCK) // block)
+            warps = warps_of(tile * block)
             values = {
                 "M": rows,
                 "N": columns,
-                "COPY": copied,
-                "ROWS": tile,
-                "BLOCK": block,
+                "rank": self._rank,
+                "HOW": How(self._world, copied, tile, block),
                 **constants_of(prologue, stores_reduced=False),
+                "num_warps": warps,
             }
-            warps = warps_of(tile * block)
-            return self._arguments(self._programs(rows, tile, NORM_WARPS_PER_SM // warps), warps, values)
+            return Arguments(self._programs(rows, tile, NORM_WARPS_PER_SM // warps), values)
 
         tensors = ("x", "given", "outputs")
         return self._bound("stage norm", stage_norm, arguments, tensors=tensors, counted=True)
@@ -156,16 +157,13 @@ class Exchange:
         def arguments() -> Arguments:
             numel, block = rows * columns, self._block(REDUCE_BLOCK)
             values = {
-                "numel": numel,
-                "N": columns,
-                "stride": stride,
-                "result": result or 0,
-                "AVERAGE": average,
-                "SHARE": result is not None,
+                "sizes": transfers.Partials(numel, columns, stride, result or 0),
+                "rank": self._rank,
+                "HOW": transfers.How(self._world, average, result is not None, block),
                 **arrangement.constants_of_sum(),
-                "BLOCK": block,
+                "num_warps": COPY_WARPS,
             }
-            return self._arguments(self._programs(numel, block), COPY_WARPS, values)
+            return Arguments(self._programs(numel, block), values)
 
         key = "reduce", rows, result, arrangement.function
         tensors = ("partials", "extras", "outs")
@@ -175,7 +173,7 @@ class Exchange:
         """(outs): end the call; after a failure `outs`, a tuple of contiguous outputs of `numels` elements, are NaN."""
 
         def arguments() -> Arguments:
-            values = {"numels": numels, "NUM_OUTS": len(numels), "BLOCK": self._block(BLOCK)}
+            values = {"numels": numels, "BLOCK": self._block(BLOCK)}
             programs = INTERPRETED_PROGRAMS if self._interpreted else FILL_PROGRAMS
             return self._arguments(programs, COPY_WARPS, values)
 
@@ -199,8 +197,8 @@ class Exchange:
         *,
         counted: bool = False,
     ) -> Bound:
-        words = self._words if counted else self._words[:2]
-        word_names = ("table", "ctl", "counters")[: len(words)]
+        words: tuple[Any, ...] = (self._words,) if counted else self._words[:2]
+        word_names = WORDS if counted else ("table", "ctl")
         kernels, values = self._kernels, (*self._numbers, *numbers)
 
         def with_clock() -> Bound:

@@ -19,17 +19,17 @@ INTERPRETED_SEND_BLOCK = 512
 
 
 @triton.jit
-def sent_piece(counters, table, target, chunk, pieces, rank, slot, site, epoch):
+def sent_piece(use, counters, target, chunk, pieces):
     """Count a piece that was sent; the last one of a chunk publishes it."""
     # A piece without its credit does not come here, so its chunk is never published.
     if arrive(counters + chunk * MAX_WORLD + target, pieces):
         # Every piece of the chunk lies in the target's slot: its tiles of this chunk may start.
-        publish(table, target, slot, chunk, rank, site, epoch)
+        publish(use, target, chunk)
 
 
 @triton.jit
-def shard_of(shard, table, ctl, source, rank, slot, slot_stride):
+def shard_of(use, shard, source, slot_stride):
     """Pointer to the rows of `source`: the own shard where it is, a peer's in this rank's slot."""
-    received = data(table, ctl, rank, slot, shard.dtype.element_ty) + source.to(tl.int64) * slot_stride
+    received = data(use, use.rank, shard.dtype.element_ty) + source.to(tl.int64) * slot_stride
     # The hint is true of both only where descriptors are used, which is the only place that needs it.
-    return tl.where(source == rank, shard, received)
+    return tl.where(source == use.rank, shard, received)

@@ -13,13 +13,15 @@ rows suffice, a program publishes its tile itself; else tiles are counted and th
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_WORLD
 from ditron_inductor.core.order import interleaved_row
 from ditron_inductor.core.signals import arrive, data, publish, publish_all
-from ditron_inductor.lowering.epilogues import prepared
+from ditron_inductor.lowering.epilogues import elements_at, prepared
 
 
 @triton.jit
@@ -38,47 +40,61 @@ def put_in_outbox(outbox, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     tl.debug_barrier()
 
 
+class Owned(NamedTuple):
+    """Where a tile of a product [.., N] lies: its first row among the `rows` of its owner, and its first column; with
+    `block` of `interleaved_row`.
+    """
+
+    first: Any
+    column: Any
+    owner: Any
+    rows: Any
+    block: Any
+    N: Any
+
+
+@triton.jit
+def owned_elements(tile, offs_m, TILES: tl.constexpr, WORLD: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The Elements of rows `offs_m`, among those of the owner, of an Owned tile, in the product."""
+    offs_n = tile.column + tl.arange(0, TILES.BLOCK_N)
+    inner_m = tl.minimum(offs_m, tile.rows - 1)
+    rows = interleaved_row(inner_m, tile.owner, tile.rows, tile.block, WORLD, INTERLEAVED).to(tl.int64)
+    return elements_at(rows, offs_n, (offs_m < tile.rows)[:, None], (offs_n < tile.N)[None, :], tile.N)
+
+
 @triton.jit
 def put_prepared(
-    outbox, acc, x, first, column, owner, rows, block, N,
-    DTYPE: tl.constexpr, PRE: tl.constexpr, IN_SLICES: tl.constexpr, SLICE: tl.constexpr,
-    WORLD: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    outbox, acc, x, tile, PRE: tl.constexpr, SLICE: tl.constexpr,
+    TILES: tl.constexpr, WORLD: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """`put_in_outbox` of what PRE makes of a tile of the product [.., N], rounded to DTYPE; of the tile if it is None.
+    """`put_in_outbox` of what PRE makes of a tile of the product, rounded as the outbox is; of the tile if it is None.
 
-    first, column: of the tile, its first row among the `rows` of its owner and its first column; see `interleaved_row`.
-    x: what PRE reads besides. IN_SLICES: of SLICE rows each, where that takes as many registers as the tile itself.
+    tile: which one, an Owned. x: what PRE reads besides. SLICE: rows at a time, where that takes as many registers as
+    the tile itself; 0 for all.
     """
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    DTYPE: tl.constexpr = outbox.dtype.element_ty
     if PRE is None:
-        put_in_outbox(outbox, acc.to(DTYPE), BLOCK_M, BLOCK_N)
+        put_in_outbox(outbox, acc.to(DTYPE), TILES.BLOCK_M, TILES.BLOCK_N)
     else:
-        offs_n = column + tl.arange(0, BLOCK_N)
-        if IN_SLICES:
-            put_in_outbox(outbox, acc.to(DTYPE), BLOCK_M, BLOCK_N)
+        if SLICE > 0:
+            put_in_outbox(outbox, acc.to(DTYPE), TILES.BLOCK_M, TILES.BLOCK_N)
             for i in tl.static_range(BLOCK_M // SLICE):
                 slice_m = i * SLICE + tl.arange(0, SLICE)
-                inside = slice_m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-                whole_m = interleaved_row(tl.minimum(first + slice_m, rows - 1), owner, rows, block, WORLD, INTERLEAVED)
-                made = prepared(
-                    tl.load(outbox + inside).to(tl.float32), x, whole_m.to(tl.int64)[:, None], offs_n[None, :],
-                    (first + slice_m < rows)[:, None], (offs_n < N)[None, :], N, DTYPE, PRE,
-                )  # fmt: skip
+                inside = slice_m[:, None] * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)[None, :]
+                elements = owned_elements(tile, tile.first + slice_m, TILES, WORLD, INTERLEAVED)
+                made = prepared(tl.load(outbox + inside).to(tl.float32), x, elements, DTYPE, PRE)
                 tl.store(outbox + inside, made.to(DTYPE))
             tl.debug_barrier()
         else:
-            offs_m = first + tl.arange(0, BLOCK_M)
-            tile_m = interleaved_row(tl.minimum(offs_m, rows - 1), owner, rows, block, WORLD, INTERLEAVED)
-            result = prepared(
-                acc, x, tile_m.to(tl.int64)[:, None], offs_n[None, :], (offs_m < rows)[:, None], (offs_n < N)[None, :],
-                N, DTYPE, PRE,
-            )  # fmt: skip
-            put_in_outbox(outbox, result.to(DTYPE), BLOCK_M, BLOCK_N)
+            offs_m = tile.first + tl.arange(0, TILES.BLOCK_M)
+            elements = owned_elements(tile, offs_m, TILES, WORLD, INTERLEAVED)
+            result = prepared(acc, x, elements, DTYPE, PRE)
+            put_in_outbox(outbox, result.to(DTYPE), TILES.BLOCK_M, TILES.BLOCK_N)
 
 
 @triton.jit
-def publish_partial(
-    table, counters, owner, tile, owner_tiles, chunk_tiles, rank, slot, site, epoch, COUNTED: tl.constexpr
-):
+def publish_partial(use, counters, owner, tile, owner_tiles, chunk_tiles, COUNTED: tl.constexpr):
     """Tell `owner` that partial tile `tile`, carried there by this program, is in its slot.
 
     owner_tiles: how many tiles the owner has. A tile that lacked its credit must not come here, so that its chunk is
@@ -89,16 +105,13 @@ def publish_partial(
         total = tl.minimum(chunk_tiles, owner_tiles - chunk * chunk_tiles)
         if arrive(counters + chunk * MAX_WORLD + owner, total):
             # All tiles of the chunk lie in the owner's slot: it may add them up.
-            publish(table, owner, slot, chunk, rank, site, epoch)
+            publish(use, owner, chunk)
     else:
-        publish(table, owner, slot, chunk, rank, site, epoch)
+        publish(use, owner, chunk)
 
 
 @triton.jit
-def publish_to_all(
-    table, counters, row, tile, tiles, chunk_tiles, rank, slot, site, epoch,
-    WORLD: tl.constexpr, COUNTED: tl.constexpr,
-):  # fmt: skip
+def publish_to_all(use, counters, row, tile, tiles, chunk_tiles, WORLD: tl.constexpr, COUNTED: tl.constexpr):
     """Tell all peers that tile `tile` of `tiles`, carried there by this program, is in their slots.
 
     row: the first flag row of such tiles. COUNTED: chunk_tiles > 1.
@@ -107,16 +120,15 @@ def publish_to_all(
     if COUNTED:
         total = tl.minimum(chunk_tiles, tiles - chunk * chunk_tiles)
         if arrive(counters + (row + chunk) * MAX_WORLD, total):
-            publish_all(table, slot, row + chunk, rank, site, epoch, WORLD)
+            publish_all(use, row + chunk, WORLD)
     else:
-        publish_all(table, slot, row + chunk, rank, site, epoch, WORLD)
+        publish_all(use, row + chunk, WORLD)
 
 
 @triton.jit
 def reduced_slice(
-    own, table, ctl, tile, tiles_per_owner, slice_, ok, rank, slot,
-    dtype: tl.constexpr, WORLD: tl.constexpr, AVERAGE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    use, own, tile, tiles_per_owner, slice_, ok,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Rows slice_ * ROWS, .. of the sum over all ranks of own tile `tile`, [ROWS, BLOCK_N] in fp32; NaN if ok is 0.
 
@@ -124,12 +136,13 @@ def reduced_slice(
     inputs give equal bits. A slice at a time, so that all loads of it are under way together. The caller has waited for
     every peer's flag of the tile.
     """
-    base = data(table, ctl, rank, slot, dtype)
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    base = data(use, use.rank, own.dtype.element_ty)
     inside = (slice_ * ROWS + tl.arange(0, ROWS))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     for source in tl.static_range(WORLD):
-        block = (source * tiles_per_owner + tile).to(tl.int64) * (BLOCK_M * BLOCK_N)
-        partial = tl.where(source == rank, own, base + block)
+        block = (source * tiles_per_owner + tile).to(tl.int64) * (TILES.BLOCK_M * BLOCK_N)
+        partial = tl.where(source == use.rank, own, base + block)
         total += tl.load(tl.multiple_of(partial, 16) + inside).to(tl.float32)
     if AVERAGE:
         total = total / WORLD

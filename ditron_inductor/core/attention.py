@@ -8,11 +8,49 @@ UPCAST: multiply in fp32, for the interpreter, whose dot takes bf16 for integers
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+class State(NamedTuple):
+    """Of a tile, see the module."""
+
+    acc: Any
+    most: Any
+    total: Any
+
+
+class Keys(NamedTuple):
+    """Pointers to the first key and to its value, and the elements from one to the next."""
+
+    k: Any
+    v: Any
+    stride: Any
+
+
+class Seen(NamedTuple):
+    """The first key that each row sees, where there is a window, and the one behind the last."""
+
+    first: Any
+    end: Any
+
+
+class How(NamedTuple):
+    """What is known at compile time: elements of a head, and of a tile's rows, keys of a step, 0 or what caps the
+    scores, the precision of `tl.dot`, and UPCAST.
+    """
+
+    D: Any
+    BLOCK_D: Any
+    BLOCK_N: Any
+    SOFTCAP: Any
+    PRECISION: Any
+    UPCAST: Any
 
 
 @triton.jit
@@ -24,47 +62,46 @@ def softcapped(s, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def attend(
-    acc, most, total, q, k, v, stride, begin, end, first_seen, seen, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """The state after keys begin, .., end - 1. q [BLOCK_M, BLOCK_D]; k, v: pointers to the first key and value,
-    `stride` elements from one to the next. scale: log2(e) times that of the softmax, positive.
+    state, q, keys, begin, end, seen, scale, HOW: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr
+):
+    """The state after keys begin, .., end - 1. q [BLOCK_M, BLOCK_D]. scale: log2(e) times that of the softmax,
+    positive. HOW: with all that `How` has.
 
-    MASKED: row i sees keys below seen[i] only, WINDOWED: from first_seen[i] on; else all, and end - begin is a multiple
-    of BLOCK_N. SOFTCAP: 0 for none.
+    MASKED: row i sees keys below seen.end[i] only, WINDOWED: from seen.first[i] on; else all, and end - begin is a
+    multiple of BLOCK_N.
     """
-    offs_d = tl.arange(0, BLOCK_D)
-    whole: tl.constexpr = BLOCK_D == D
-    within = tl.arange(0, BLOCK_N) * stride
+    acc, most, total = state
+    offs_d = tl.arange(0, HOW.BLOCK_D)
+    whole: tl.constexpr = HOW.BLOCK_D == HOW.D
+    within = tl.arange(0, HOW.BLOCK_N) * keys.stride
     unit = scale
-    if SOFTCAP > 0:
+    if HOW.SOFTCAP > 0:
         unit = 1.0
-    for first in range(begin, end, BLOCK_N):
-        offs_n = first + tl.arange(0, BLOCK_N)
-        start = tl.cast(first, tl.int64) * stride
-        k_places = k + start + within[None, :] + offs_d[:, None]
-        v_places = v + start + within[:, None] + offs_d[None, :]
+    for first in range(begin, end, HOW.BLOCK_N):
+        offs_n = first + tl.arange(0, HOW.BLOCK_N)
+        start = tl.cast(first, tl.int64) * keys.stride
+        k_places = keys.k + start + within[None, :] + offs_d[:, None]
+        v_places = keys.v + start + within[:, None] + offs_d[None, :]
         if MASKED:
             inside = offs_n < end
-            key = tl.load(k_places, mask=inside[None, :] & (offs_d < D)[:, None], other=0.0)
-            value = tl.load(v_places, mask=inside[:, None] & (offs_d < D)[None, :], other=0.0)
+            key = tl.load(k_places, mask=inside[None, :] & (offs_d < HOW.D)[:, None], other=0.0)
+            value = tl.load(v_places, mask=inside[:, None] & (offs_d < HOW.D)[None, :], other=0.0)
         elif whole:
             key = tl.load(k_places)
             value = tl.load(v_places)
         else:
-            key = tl.load(k_places, mask=(offs_d < D)[:, None], other=0.0)
-            value = tl.load(v_places, mask=(offs_d < D)[None, :], other=0.0)
-        if UPCAST:
-            s = tl.dot(q.to(tl.float32), key.to(tl.float32), input_precision=PRECISION)
+            key = tl.load(k_places, mask=(offs_d < HOW.D)[:, None], other=0.0)
+            value = tl.load(v_places, mask=(offs_d < HOW.D)[None, :], other=0.0)
+        if HOW.UPCAST:
+            s = tl.dot(q.to(tl.float32), key.to(tl.float32), input_precision=HOW.PRECISION)
         else:
-            s = tl.dot(q, key, input_precision=PRECISION)
-        if SOFTCAP > 0:
-            s = softcapped(s * scale, SOFTCAP)
+            s = tl.dot(q, key, input_precision=HOW.PRECISION)
+        if HOW.SOFTCAP > 0:
+            s = softcapped(s * scale, HOW.SOFTCAP)
         if MASKED:
-            s = tl.where(offs_n[None, :] < seen[:, None], s, float("-inf"))
+            s = tl.where(offs_n[None, :] < seen.end[:, None], s, float("-inf"))
             if WINDOWED:
-                s = tl.where(offs_n[None, :] >= first_seen[:, None], s, float("-inf"))
+                s = tl.where(offs_n[None, :] >= seen.first[:, None], s, float("-inf"))
         highest = tl.maximum(most, tl.max(s, axis=1) * unit)
         # Nothing seen so far: any finite number will do.
         base = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
@@ -73,16 +110,17 @@ def attend(
         total = total * factor + tl.sum(p, axis=1)
         acc = acc * factor[:, None]
         p = p.to(value.dtype)
-        if UPCAST:
-            acc += tl.dot(p.to(tl.float32), value.to(tl.float32), input_precision=PRECISION)
+        if HOW.UPCAST:
+            acc += tl.dot(p.to(tl.float32), value.to(tl.float32), input_precision=HOW.PRECISION)
         else:
-            acc = tl.dot(p, value, acc, input_precision=PRECISION)
+            acc = tl.dot(p, value, acc, input_precision=HOW.PRECISION)
         most = highest
-    return acc, most, total
+    return State(acc, most, total)
 
 
 @triton.jit
-def attended(acc, most, total):
+def attended(state):
     """(the tile's rows, the logarithms of their sums); 0 and -inf for a row that saw nothing."""
-    empty = total == 0.0
-    return acc / tl.where(empty, 1.0, total)[:, None], (most + tl.log2(total)) * LN_2
+    empty = state.total == 0.0
+    rows = state.acc / tl.where(empty, 1.0, state.total)[:, None]
+    return rows, (state.most + tl.log2(state.total)) * LN_2

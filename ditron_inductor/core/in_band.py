@@ -22,6 +22,8 @@ NVIDIA GPUs only: elsewhere it is not known when a store without a release is se
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -54,6 +56,7 @@ from ditron_inductor.core.signals import (
     peer,
     settle,
     slot_ctl,
+    with_epoch,
     word,
 )
 
@@ -67,50 +70,72 @@ MOST_RANKS = 8
 """A thread holds the words of all of them in registers."""
 
 
+class Asked(NamedTuple):
+    """What `ask` begins to load, for `answer`."""
+
+    ended: Any
+    epochs: Any
+    due: Any
+    lines: Any
+    poison: Any
+    limit: Any
+
+
+class InBand(NamedTuple):
+    """What a program in band knows: the number of this use in band, the epoch of its slot, the last use for `settle`,
+    how many lines of the area of the use before may not be zero, 1 unless an earlier launch poisoned this workspace,
+    and the polls of a wait.
+    """
+
+    number: Any
+    epoch: Any
+    due: Any
+    lines: Any
+    ok: Any
+    limit: Any
+
+
 @triton.jit
-def ask(ctl, slot, THREADS: tl.constexpr):
+def ask(words, THREADS: tl.constexpr):
     """Begin to load what a program in band has to know, for `answer`. Data that is loaded before that takes no time."""
     # Another program of this launch may fail meanwhile; nothing else changes before all have left.
-    poison = tl.load(ctl + POISON + tl.arange(0, THREADS) * 0)
-    return (
-        tl.load(ctl + IN_BAND_USES),
-        tl.load(slot_ctl(ctl, slot) + EPOCH),
-        tl.load(ctl + DUE),
-        tl.load(ctl + IN_BAND_LINES),
+    poison = tl.load(words.ctl + POISON + tl.arange(0, THREADS) * 0)
+    return Asked(
+        tl.load(words.ctl + IN_BAND_USES),
+        tl.load(slot_ctl(words) + EPOCH),
+        tl.load(words.ctl + DUE),
+        tl.load(words.ctl + IN_BAND_LINES),
         poison,
-        tl.load(ctl + POLL_LIMIT),
+        tl.load(words.ctl + POLL_LIMIT),
     )
 
 
 @triton.jit
 def answer(asked):
-    """The number of this use in band, the epoch of its slot, the last use for `settle`, how many lines of the area of
-    the use before may not be zero, 1 unless an earlier launch poisoned this workspace, and the polls of a wait.
-    """
-    ended, epochs, due, lines, poison, limit = asked
-    ok = (tl.sum((poison != 0).to(tl.int32), axis=0) == 0).to(tl.int32)
-    return ended + 1, (epochs + 1) & EPOCH_MASK, due, lines, ok, limit
+    """The InBand of what was Asked."""
+    ok = (tl.sum((asked.poison != 0).to(tl.int32), axis=0) == 0).to(tl.int32)
+    return InBand(asked.ended + 1, (asked.epochs + 1) & EPOCH_MASK, asked.due, asked.lines, ok, asked.limit)
 
 
 @triton.jit
-def area(heap, use):
-    """Pointer to the 32-bit words of a use in `heap`, of `heap_of`; 16-byte aligned."""
-    words = heap + (IN_BAND_DATA + (use & (IN_BAND_AREAS - 1)) * IN_BAND_BYTES) // 8
+def area(heap, number):
+    """Pointer to the 32-bit words of use `number` in `heap`, of `heap_of`; 16-byte aligned."""
+    words = heap + (IN_BAND_DATA + (number & (IN_BAND_AREAS - 1)) * IN_BAND_BYTES) // 8
     return tl.multiple_of(words.to(tl.pointer_type(tl.uint32), bitcast=True), 16)
 
 
 @triton.jit
-def heap_of(table, rank):
+def heap_of(words, rank):
     """Pointer to the symmetric heap of `rank`."""
-    return peer(table, rank, 0, tl.int64)
+    return peer(words.table, rank, 0, tl.int64)
 
 
 @triton.jit
-def heaps_of_peers(table, rank, WORLD: tl.constexpr):
+def heaps_of_peers(words, WORLD: tl.constexpr):
     """Those of rank + 1, rank + 2, .., as by `heap_of`."""
     heaps = ()
     for i in tl.static_range(1, WORLD):
-        heaps = heaps + (heap_of(table, (rank + i) % WORLD),)  # type: ignore[assignment]
+        heaps = heaps + (heap_of(words, (words.rank + i) % WORLD),)  # type: ignore[assignment]
     return heaps
 
 
@@ -139,55 +164,57 @@ def decode(words, dtype: tl.constexpr):
 
 
 @triton.jit
-def sign(table, rank, site, use, WORLD: tl.constexpr):
-    """Tell every peer the site of what this rank sends in this use. Nothing is ordered: data may be there before."""
+def sign(use, number, WORLD: tl.constexpr):
+    """Tell every peer the site of what this rank sends in use `number`. Nothing is ordered: data may be there before.
+    """
     targets = tl.arange(0, MAX_WORLD)
-    words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(site, use & EPOCH_MASK)
-    signs = all_heaps(table, WORLD) + IN_BAND_SITES + (use & (IN_BAND_AREAS - 1)) * MAX_WORLD + rank
-    tl.store(signs, words, mask=(targets < WORLD) & (targets != rank))
+    words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(use.site, number & EPOCH_MASK)
+    signs = all_heaps(use, WORLD) + IN_BAND_SITES + (number & (IN_BAND_AREAS - 1)) * MAX_WORLD + use.rank
+    tl.store(signs, words, mask=(targets < WORLD) & (targets != use.rank))
 
 
 @triton.jit
-def announce(asked, table, rank, slot, site, epoch, WORLD: tl.constexpr, THREADS: tl.constexpr):
+def announce(asked, use, WORLD: tl.constexpr, THREADS: tl.constexpr):
     """Tell the peers the site in flag row 0 of the slot too, if they have all given their credits of it: for a peer
     that runs another kernel, where it waits for flags, and would not learn that they have diverged.
 
     asked: of `ask_to_send`. Nobody waits for this, so it does not wait either; and it says nothing about data.
     """
     lanes = tl.arange(0, THREADS)
-    late = (lanes < WORLD) & (lanes != rank) & behind(asked, epoch - 1)
+    late = (lanes < WORLD) & (lanes != use.rank) & behind(asked, use.epoch - 1)
     if tl.sum((late | ((lanes == WORLD) & (asked != 0))).to(tl.int32), axis=0) == 0:
         targets = tl.arange(0, MAX_WORLD)
-        words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(site, epoch)
-        flags = all_heaps(table, WORLD) + slot * SLOT_WORDS + rank
-        tl.store(flags, words, mask=(targets < WORLD) & (targets != rank))
+        words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(use.site, use.epoch)
+        flags = all_heaps(use, WORLD) + use.slot * SLOT_WORDS + use.rank
+        tl.store(flags, words, mask=(targets < WORLD) & (targets != use.rank))
 
 
 @triton.jit
-def begin(asked, table, ctl, rank, slot, site, WORLD: tl.constexpr, THREADS: tl.constexpr):
+def begin(asked, words, WORLD: tl.constexpr, THREADS: tl.constexpr):
     """What one program of a launch does for all: sign what the others send, and give the credits that are due; and
     `leave`. asked: of `ask`.
     """
-    use, epoch, due, before, ok, _ = answer(asked)
-    if ok != 0:
-        sign(table, rank, site, use, WORLD)
-    credits = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
-    left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
-    settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-    if ok != 0:
-        announce(credits, table, rank, slot, site, epoch, WORLD, THREADS)
+    known = answer(asked)
+    use = with_epoch(words, known.epoch)
+    if known.ok != 0:
+        sign(use, known.number, WORLD)
+    credits = ask_to_send(use, WORLD, THREADS)
+    left = leave(use, known.number + known.lines, known.due, THREADS, True)
+    settle(tl.where(known.ok != 0, known.due, 0), use, WORLD)
+    if known.ok != 0:
+        announce(credits, use, WORLD, THREADS)
     return left
 
 
 @triton.jit
-def clear_before(heap, use, lines, first, step, CHUNK: tl.constexpr):
-    """Put chunks first, first + step, .. of the area of the use before `use` back to zero; it has `lines` lines.
+def clear_before(heap, known, first, step, CHUNK: tl.constexpr):
+    """Put chunks first, first + step, .. of the area of the use before this one back to zero.
 
-    heap: the own one. CHUNK: of words.
+    heap: the own one. known: by `answer`. CHUNK: of words.
     """
-    stale = area(heap, use + (IN_BAND_AREAS - 1))
+    stale = area(heap, known.number + (IN_BAND_AREAS - 1))
     nothing = tl.zeros((CHUNK,), dtype=tl.uint32)
-    words = lines * LINE
+    words = known.lines * LINE
     for chunk in range(first, (words + (CHUNK - 1)) // CHUNK, step):
         places = chunk * CHUNK + tl.arange(0, CHUNK)
         tl.store(stale + places, nothing, mask=places < words)
@@ -206,25 +233,23 @@ def is_strange(seen, others, expected, epoch):
 
 
 @triton.jit
-def wait_in_band(
-    mine, at, inside, stride, heap, limit, ctl, rank, slot, piece, site, epoch, use,
-    WORLD: tl.constexpr, THREADS: tl.constexpr,
-):  # fmt: skip
+def wait_in_band(use, known, mine, at, inside, stride, heap, piece, WORLD: tl.constexpr, THREADS: tl.constexpr):
     """The encoded words [R, C] of all ranks, a tuple, and 1; or anything and 0 after a failure.
 
     mine: the own ones, of which none is zero. Those of source s lie at `at` + s * stride of the area; inside: which of
-    them there are; for the others stand the own ones. heap: the own one. limit: of polls. piece: for what a failure is
-    said to have waited.
+    them there are; for the others stand the own ones. heap: the own one. known: by `answer`. piece: for what a failure
+    is said to have waited.
     Bounded, as `wait`; on an H200 a poll of 8192 elements takes 2.4 times as long as one of a flag. Now and then it
     looks whether a peer is at another site, in flag row 0 if in another kernel.
     """
     # See the module on blocks of as many places as threads.
     lanes = tl.arange(0, THREADS)
-    others = (lanes < WORLD) & (lanes != rank)
-    signs = heap + IN_BAND_SITES + (use & (IN_BAND_AREAS - 1)) * MAX_WORLD + lanes
-    flags = heap + slot * SLOT_WORDS + lanes
-    own = area(heap, use)
-    expected = word(site, use & EPOCH_MASK)
+    others = (lanes < WORLD) & (lanes != use.rank)
+    signs = heap + IN_BAND_SITES + (known.number & (IN_BAND_AREAS - 1)) * MAX_WORLD + lanes
+    flags = heap + use.slot * SLOT_WORDS + lanes
+    own = area(heap, known.number)
+    expected = word(use.site, known.number & EPOCH_MASK)
+    limit = known.limit
     polls = tl.full((), 0, tl.int64)
     late = tl.full((), 1, tl.int32)
     diverged = tl.full((), 0, tl.int32)
@@ -235,7 +260,7 @@ def wait_in_band(
         least = mine
         for source in tl.static_range(WORLD):
             # Volatile: read anew each time, where the stores of all ranks meet.
-            one = tl.load(own + (source * stride + at), mask=inside & (source != rank), other=mine, volatile=True)
+            one = tl.load(own + (source * stride + at), mask=inside & (source != use.rank), other=mine, volatile=True)
             least = tl.minimum(least, one)
             found = found + (one,)  # type: ignore[assignment]
         words = found
@@ -243,17 +268,18 @@ def wait_in_band(
         unsigned = (others & (signed != expected)).to(tl.int32)
         late = tl.sum(unsigned + any_zero(least).to(tl.int32), axis=0)
         if (late != 0) & (polls % POISON_PERIOD == FIRST_LOOK):
-            limit = tl.where(healthy(ctl) != 0, limit, 0)
+            limit = tl.where(healthy(use) != 0, limit, 0)
             told = tl.load(flags, mask=others, other=0, volatile=True)
-            strange = is_strange(signed, others, expected, use) | is_strange(told, others, word(site, epoch), epoch)
+            by_sign = is_strange(signed, others, expected, known.number)
+            strange = by_sign | is_strange(told, others, word(use.site, use.epoch), use.epoch)
             diverged = tl.sum(strange.to(tl.int32), axis=0)
         polls += 1
     ok = tl.full((), 1, tl.int32)
     if late != 0:
         told = tl.load(flags, mask=others, other=0, volatile=True)
-        by_sign = is_strange(signed, others, expected, use)
-        strange = by_sign | is_strange(told, others, word(site, epoch), epoch)
-        lane = tl.min(tl.where(others & behind(signed, use), lanes, THREADS), axis=0)
+        by_sign = is_strange(signed, others, expected, known.number)
+        strange = by_sign | is_strange(told, others, word(use.site, use.epoch), use.epoch)
+        lane = tl.min(tl.where(others & behind(signed, known.number), lanes, THREADS), axis=0)
         for i in tl.static_range(WORLD):
             lane = tl.where(any_zero(words[i]), tl.minimum(lane, i), lane)
         diverged = tl.sum(strange.to(tl.int32), axis=0)
@@ -261,17 +287,19 @@ def wait_in_band(
             lane = tl.min(tl.where(strange, lanes, THREADS), axis=0)
         saw = tl.sum(tl.where(lanes == lane, tl.where(by_sign, signed, told), 0), axis=0)
         if diverged != 0:
-            fail(ctl, DIVERGED, rank, lane, piece, slot, word(site, epoch), saw)
+            fail(use, DIVERGED, lane, piece, saw)
         else:
-            fail(ctl, TIMEOUT, rank, lane, piece, slot, word(site, epoch), saw)
+            fail(use, TIMEOUT, lane, piece, saw)
         ok = tl.full((), 0, tl.int32)
     return words, ok
 
 
 @triton.jit
-def close_in_band(number, ctl, slot, epoch, use, words):
-    """`close`, and the use in band ends too, in which so many words of an area may have been written, whole lines."""
-    if number == tl.num_programs(0) - 1:
-        tl.store(ctl + IN_BAND_USES, use)
-        tl.store(ctl + IN_BAND_LINES, words // LINE)
-    close(number, ctl, slot, epoch)
+def close_in_band(left, use, number, words):
+    """`close`, and use `number` in band ends too, in which so many words of an area may have been written, whole
+    lines.
+    """
+    if left == tl.num_programs(0) - 1:
+        tl.store(use.ctl + IN_BAND_USES, number)
+        tl.store(use.ctl + IN_BAND_LINES, words // LINE)
+    close(left, use)

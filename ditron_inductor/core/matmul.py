@@ -13,8 +13,70 @@ UPCAST: multiply in fp32, for the interpreter, whose dot takes bf16 for integers
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Tiles(NamedTuple):
+    """How a kernel computes tiles of products, known at compile time: the tile's sizes, GROUP_M of `order.grouped`,
+    DESCRIPTORS or pointers, K_MAJOR: one bit for each second operand that has contiguous K, EVEN_K: K is a multiple of
+    BLOCK_K, so that the K loop needs no mask for it, PRECISION of `tl.dot`, UPCAST, threads of a program, and PIECE:
+    32-bit words that are carried in one step.
+    """
+
+    BLOCK_M: Any
+    BLOCK_N: Any
+    BLOCK_K: Any
+    GROUP_M: Any
+    DESCRIPTORS: Any
+    K_MAJOR: Any
+    EVEN_K: Any
+    PRECISION: Any
+    UPCAST: Any
+    THREADS: Any
+    PIECE: Any
+
+
+class Weight(NamedTuple):
+    """Pointer to B [K, N], and its strides."""
+
+    pointer: Any
+    stride_k: Any
+    stride_n: Any
+
+
+class Terms(NamedTuple):
+    """Sizes of products a_i @ b_i that are added up, tuples with one number for each: K_i, the stride of rows of a_i,
+    whose K is contiguous, and those of b_i [K_i, N].
+    """
+
+    depths: Any
+    strides_am: Any
+    strides_bk: Any
+    strides_bn: Any
+
+
+class Widths(NamedTuple):
+    """Sizes of weights b_i [K, N_i] whose products stand side by side, tuples with one number for each: N_i, and the
+    strides of rows and columns.
+    """
+
+    columns: Any
+    strides_bk: Any
+    strides_bn: Any
+
+
+class Carried(NamedTuple):
+    """What a K loop carries meanwhile: 32-bit words 0, .., words - 1 of `source`, to the first `num_targets` of a tuple
+    of pointers. Nothing, where that is empty.
+    """
+
+    source: Any
+    targets: Any
+    words: Any
+    num_targets: Any
 
 
 @triton.jit
@@ -32,6 +94,30 @@ def weight_descriptor(
         return tl.make_tensor_descriptor(b, shape=[N, K], strides=[stride_bn, 1], block_shape=[BLOCK_N, BLOCK_K])
     else:
         return tl.make_tensor_descriptor(b, shape=[K, N], strides=[stride_bk, 1], block_shape=[BLOCK_K, BLOCK_N])
+
+
+@triton.jit
+def descriptors_of(lefts, rights, M, N, terms, TILES: tl.constexpr):
+    """Descriptors of the a_i [M, K_i] and of the b_i [K_i, N] of these Terms, two tuples."""
+    a_descriptors = ()
+    b_descriptors = ()
+    NUM: tl.constexpr = len(lefts)
+    for i in tl.static_range(NUM):
+        K = terms.depths[i]
+        a_descriptor = rows_descriptor(lefts[i], M, K, terms.strides_am[i], TILES.BLOCK_M, TILES.BLOCK_K)
+        a_descriptors = a_descriptors + (a_descriptor,)  # type: ignore[assignment]
+        b_descriptor = weight_descriptor(
+            rights[i], N, K, terms.strides_bk[i], terms.strides_bn[i],
+            TILES.BLOCK_N, TILES.BLOCK_K, (TILES.K_MAJOR >> i) & 1,
+        )  # fmt: skip
+        b_descriptors = b_descriptors + (b_descriptor,)  # type: ignore[assignment]
+    return a_descriptors, b_descriptors
+
+
+@triton.jit
+def weight_of(weights, widths, i: tl.constexpr):
+    """Number `i` of a tuple of pointers to weights of these Widths."""
+    return Weight(weights[i], widths.strides_bk[i], widths.strides_bn[i])
 
 
 @triton.jit
@@ -55,197 +141,168 @@ def load_next_piece(source, piece, first, count, PIECE: tl.constexpr):
 
 
 @triton.jit
-def store_piece(targets, piece, first, count, num_targets, NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr):
-    """Store what `load_piece` loaded to the first `num_targets` of a tuple of NUM_TARGETS pointers."""
+def store_piece(carried, piece, first, end, PIECE: tl.constexpr):
+    """Store what `load_piece` loaded, words `first`, .., as far as they are below `end`."""
     offsets = first + tl.arange(0, PIECE)
+    NUM_TARGETS: tl.constexpr = len(carried.targets)
     for i in tl.static_range(NUM_TARGETS):
-        tl.store(as_words(targets[i]) + offsets, piece, mask=(offsets < count) & (i < num_targets))
+        inside = (offsets < end) & (i < carried.num_targets)
+        tl.store(as_words(carried.targets[i]) + offsets, piece, mask=inside)
 
 
 @triton.jit
-def begin_carrying(source, count, steps, PIECE: tl.constexpr):
-    """(every how many of `steps` steps one piece of `count` words is due, so that they are spread evenly; the first
-    piece, where it begins, steps until it is due: the state of `carry_piece`).
+def begin_carrying(carried, steps, PIECE: tl.constexpr):
+    """(every how many of `steps` steps one piece is due, so that they are spread evenly; the first piece, where it
+    begins, steps until it is due: the state of `carry_piece`).
     """
-    every = tl.maximum(steps // tl.maximum(tl.cdiv(count, PIECE), 1), 1)
-    return every, load_piece(source, 0, count, PIECE), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    every = tl.maximum(steps // tl.maximum(tl.cdiv(carried.words, PIECE), 1), 1)
+    piece = load_piece(carried.source, 0, carried.words, PIECE)
+    return every, piece, tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
 
 
 @triton.jit
-def carry_piece(
-    source, targets, every, piece, first, left, count, num_targets, NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr
-):
-    """One step of a loop that carries `count` words, a piece in every `every`-th step.
+def carry_piece(carried, every, piece, first, left, PIECE: tl.constexpr):
+    """One step of a loop that carries, a piece in every `every`-th step.
 
     Returns the state for the next step. Where steps are too few, the rest, from word `first` on, is left to `carry`.
     """
-    now = tl.where(left == 0, count, 0)
-    store_piece(targets, piece, first, now, num_targets, NUM_TARGETS, PIECE)
+    now = tl.where(left == 0, carried.words, 0)
+    store_piece(carried, piece, first, now, PIECE)
     first = tl.where(left == 0, first + PIECE, first)
     left = tl.where(left == 0, every - 1, left - 1)
-    return load_next_piece(source, piece, first, now, PIECE), first, left
+    return load_next_piece(carried.source, piece, first, now, PIECE), first, left
 
 
 @triton.jit
-def carry(source, targets, first, count, num_targets, NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr):
-    """Copy words first, .., count - 1 of `source` to the first `num_targets` of NUM_TARGETS pointers, now."""
-    for start in range(first, count, 4 * PIECE):
-        store_piece(
-            targets, load_piece(source, start, count, 4 * PIECE), start, count, num_targets, NUM_TARGETS, 4 * PIECE
-        )
+def carry(carried, first, PIECE: tl.constexpr):
+    """Copy the words from `first` on, now."""
+    for start in range(first, carried.words, 4 * PIECE):
+        piece = load_piece(carried.source, start, carried.words, 4 * PIECE)
+        store_piece(carried, piece, start, carried.words, 4 * PIECE)
 
 
 @triton.jit
-def matmul_tile_by_descriptors(
-    a, b, row, column, K, source, targets, count, num_targets,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    K_MAJOR: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+def matmul_tile_by_descriptors(a, b, row, column, K, carried, TILES: tl.constexpr, K_MAJOR: tl.constexpr):
     """acc[m, n] = sum_k A[row + m, k] * B[k, column + n], fp32 [BLOCK_M, BLOCK_N]; a, b: descriptors, see above.
 
-    Carries `count` 32-bit words from `source` to the first `num_targets` of `targets`, a tuple of NUM_TARGETS pointers.
+    Carries what is `carried` meanwhile.
     """
-    return matmul_steps_by_descriptors(
-        tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), 0, tl.cdiv(K, BLOCK_K),
-        a, b, row, column, source, targets, count, num_targets,
-        BLOCK_K, K_MAJOR, PRECISION, UPCAST, NUM_TARGETS, PIECE,
-    )  # fmt: skip
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    steps = tl.cdiv(K, TILES.BLOCK_K)
+    return matmul_steps_by_descriptors(acc, 0, steps, a, b, row, column, carried, TILES, K_MAJOR)
 
 
 @triton.jit
 def matmul_steps_by_descriptors(
-    acc, begin, end, a, b, row, column, source, targets, count, num_targets,
-    BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
-    """acc plus the steps begin, .., end - 1 of matmul_tile_by_descriptors, carrying all of `count` meanwhile."""
-    if NUM_TARGETS > 0:
-        every, piece, first, left = begin_carrying(source, count, end - begin, PIECE)
+    acc, begin, end, a, b, row, column, carried, TILES: tl.constexpr, K_MAJOR: tl.constexpr
+):
+    """acc plus the steps begin, .., end - 1 of matmul_tile_by_descriptors, carrying all meanwhile."""
+    CARRIES: tl.constexpr = len(carried.targets) > 0
+    if CARRIES:
+        every, piece, first, left = begin_carrying(carried, end - begin, TILES.PIECE)
     for k in range(begin, end):
-        if NUM_TARGETS > 0:
-            piece, first, left = carry_piece(
-                source, targets, every, piece, first, left, count, num_targets, NUM_TARGETS, PIECE
-            )
-        a_tile = a.load([row, k * BLOCK_K])
+        if CARRIES:
+            piece, first, left = carry_piece(carried, every, piece, first, left, TILES.PIECE)
+        a_tile = a.load([row, k * TILES.BLOCK_K])
         if K_MAJOR:
-            b_tile = b.load([column, k * BLOCK_K]).T
+            b_tile = b.load([column, k * TILES.BLOCK_K]).T
         else:
-            b_tile = b.load([k * BLOCK_K, column])
-        if UPCAST:
+            b_tile = b.load([k * TILES.BLOCK_K, column])
+        if TILES.UPCAST:
             a_tile = a_tile.to(tl.float32)
             b_tile = b_tile.to(tl.float32)
-        acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
-    if NUM_TARGETS > 0:
-        carry(source, targets, first, count, num_targets, NUM_TARGETS, PIECE)
+        acc = tl.dot(a_tile, b_tile, acc, input_precision=TILES.PRECISION)
+    if CARRIES:
+        carry(carried, first, TILES.PIECE)
     return acc
 
 
 @triton.jit
-def matmul_run_by_descriptors(
-    acc, a, b, row, a_first, column, b_first, K,
-    BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+def matmul_run_by_descriptors(acc, a, b, row, a_first, column, b_first, K, TILES: tl.constexpr):
     """acc[m, n] plus sum_k A[row + m, a_first + k] * B[b_first + k, column + n] of K steps, a multiple of BLOCK_K."""
-    for k in range(0, tl.cdiv(K, BLOCK_K)):
-        a_tile = a.load([row, a_first + k * BLOCK_K])
-        if K_MAJOR:
-            b_tile = b.load([column, b_first + k * BLOCK_K]).T
+    for k in range(0, tl.cdiv(K, TILES.BLOCK_K)):
+        a_tile = a.load([row, a_first + k * TILES.BLOCK_K])
+        if TILES.K_MAJOR:
+            b_tile = b.load([column, b_first + k * TILES.BLOCK_K]).T
         else:
-            b_tile = b.load([b_first + k * BLOCK_K, column])
-        if UPCAST:
+            b_tile = b.load([b_first + k * TILES.BLOCK_K, column])
+        if TILES.UPCAST:
             a_tile = a_tile.to(tl.float32)
             b_tile = b_tile.to(tl.float32)
-        acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
+        acc = tl.dot(a_tile, b_tile, acc, input_precision=TILES.PRECISION)
     return acc
 
 
 @triton.jit
-def matmul_tile(
-    a_rows, b, stride_bk, stride_bn, column, N, K, source, targets, count, num_targets,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+def matmul_tile(a_rows, weight, column, N, K, carried, TILES: tl.constexpr):
     """acc[m, n] = sum_k A[m, k] * B[k, column + n], fp32 [BLOCK_M, BLOCK_N]; carries as matmul_tile_by_descriptors.
 
-    a_rows: pointers [BLOCK_M] to the rows of A with contiguous K, each valid (clamp them). b: pointer to B [K, N].
-    Columns beyond N come out as 0. EVEN_K: K is a multiple of BLOCK_K, so the K loop needs no mask for it.
+    a_rows: pointers [BLOCK_M] to the rows of A with contiguous K, each valid (clamp them). weight: B, a Weight.
+    Columns beyond N come out as 0.
     """
-    return matmul_steps(
-        tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32),
-        a_rows, b, stride_bk, stride_bn, column, N, K, source, targets, count, num_targets,
-        BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, NUM_TARGETS, PIECE,
-    )  # fmt: skip
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    return matmul_steps(acc, a_rows, weight, column, N, K, carried, TILES)
 
 
 @triton.jit
-def matmul_steps(
-    acc, a_rows, b, stride_bk, stride_bn, column, N, K, source, targets, count, num_targets,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+def matmul_steps(acc, a_rows, weight, column, N, K, carried, TILES: tl.constexpr):
     """acc plus what matmul_tile computes."""
-    offs_n = column + tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
+    offs_n = column + tl.arange(0, TILES.BLOCK_N)
+    offs_k = tl.arange(0, TILES.BLOCK_K)
     in_n = (offs_n < N)[None, :]
     a_ptrs = a_rows[:, None] + offs_k[None, :]
-    b_ptrs = b + offs_k.to(tl.int64)[:, None] * stride_bk + offs_n.to(tl.int64)[None, :] * stride_bn
-    step = tl.full((), BLOCK_K, tl.int64) * stride_bk
-    steps = tl.cdiv(K, BLOCK_K)
-    if NUM_TARGETS > 0:
-        every, piece, first, left = begin_carrying(source, count, steps, PIECE)
+    b_rows = weight.pointer + offs_k.to(tl.int64)[:, None] * weight.stride_k
+    b_ptrs = b_rows + offs_n.to(tl.int64)[None, :] * weight.stride_n
+    step = tl.full((), TILES.BLOCK_K, tl.int64) * weight.stride_k
+    steps = tl.cdiv(K, TILES.BLOCK_K)
+    CARRIES: tl.constexpr = len(carried.targets) > 0
+    if CARRIES:
+        every, piece, first, left = begin_carrying(carried, steps, TILES.PIECE)
     for k in range(0, steps):
-        if NUM_TARGETS > 0:
-            piece, first, left = carry_piece(
-                source, targets, every, piece, first, left, count, num_targets, NUM_TARGETS, PIECE
-            )
-        if EVEN_K:
+        if CARRIES:
+            piece, first, left = carry_piece(carried, every, piece, first, left, TILES.PIECE)
+        if TILES.EVEN_K:
             a = tl.load(a_ptrs)
             b_tile = tl.load(b_ptrs, mask=in_n, other=0.0)
         else:
-            in_k = offs_k < K - k * BLOCK_K
+            in_k = offs_k < K - k * TILES.BLOCK_K
             a = tl.load(a_ptrs, mask=in_k[None, :], other=0.0)
             b_tile = tl.load(b_ptrs, mask=in_k[:, None] & in_n, other=0.0)
-        if UPCAST:
+        if TILES.UPCAST:
             a = a.to(tl.float32)
             b_tile = b_tile.to(tl.float32)
-        acc = tl.dot(a, b_tile, acc, input_precision=PRECISION)
-        a_ptrs += BLOCK_K
+        acc = tl.dot(a, b_tile, acc, input_precision=TILES.PRECISION)
+        a_ptrs += TILES.BLOCK_K
         b_ptrs += step
-    if NUM_TARGETS > 0:
-        carry(source, targets, first, count, num_targets, NUM_TARGETS, PIECE)
+    if CARRIES:
+        carry(carried, first, TILES.PIECE)
     return acc
 
 
 @triton.jit
-def further_products_by_descriptors(
-    acc, a, b, row, column, depths, source,
-    BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    PIECE: tl.constexpr, NUM_PRODUCTS: tl.constexpr,
-):  # fmt: skip
-    """acc plus all products but the first of tuples of descriptors, of K = depths[i]. K_MAJOR: one bit for each."""
-    for i in tl.static_range(1, NUM_PRODUCTS):
+def further_products_by_descriptors(acc, a, b, row, column, depths, TILES: tl.constexpr):
+    """acc plus all products but the first of tuples of descriptors, of K = depths[i]."""
+    NUM: tl.constexpr = len(depths)
+    for i in tl.static_range(1, NUM):
+        steps = tl.cdiv(depths[i], TILES.BLOCK_K)
         acc = matmul_steps_by_descriptors(
-            acc, 0, tl.cdiv(depths[i], BLOCK_K), a[i], b[i], row, column, source, (), 0, 0,
-            BLOCK_K, (K_MAJOR >> i) & 1, PRECISION, UPCAST, 0, PIECE,
-        )  # fmt: skip
+            acc, 0, steps, a[i], b[i], row, column, Carried(None, (), 0, 0), TILES, (TILES.K_MAJOR >> i) & 1
+        )
     return acc
 
 
 @triton.jit
-def further_products(
-    acc, a, rows, strides_am, b, strides_bk, strides_bn, column, N, depths, source,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    PIECE: tl.constexpr, NUM_PRODUCTS: tl.constexpr,
-):  # fmt: skip
-    """acc plus all products but the first of tuples of pointers, of K = depths[i]. rows: [BLOCK_M], each valid."""
-    for i in tl.static_range(1, NUM_PRODUCTS):
-        acc = matmul_steps(
-            acc, a[i] + rows * strides_am[i], b[i], strides_bk[i], strides_bn[i], column, N, depths[i],
-            source, (), 0, 0, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, PIECE,
-        )  # fmt: skip
+def further_products(acc, a, rows, b, terms, column, N, TILES: tl.constexpr):
+    """acc plus all products but the first of tuples of pointers, of these Terms. rows: [BLOCK_M], each valid."""
+    NUM: tl.constexpr = len(terms.depths)
+    for i in tl.static_range(1, NUM):
+        weight = Weight(b[i], terms.strides_bk[i], terms.strides_bn[i])
+        a_rows = a[i] + rows * terms.strides_am[i]
+        acc = matmul_steps(acc, a_rows, weight, column, N, terms.depths[i], Carried(None, (), 0, 0), TILES)
     return acc
 
 
@@ -268,54 +325,48 @@ def plus_column(acc, bias, row, last, BLOCK_M: tl.constexpr, HAS_BIAS: tl.conste
 
 
 @triton.jit
-def matmul_tile_of_few_rows(
-    a, strides_am, M, b, strides_bk, strides_bn, column, N, depths,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, NUM_PRODUCTS: tl.constexpr,
-):  # fmt: skip
+def matmul_tile_of_few_rows(a, M, b, terms, column, N, TILES: tl.constexpr):
     """acc[m, n] = sum_i sum_k A_i[m, k] * B_i[k, column + n], fp32 [BLOCK_M, BLOCK_N], for all M <= BLOCK_M rows.
 
     It takes as long as reading B does. Computed as its transpose: tensor cores want many rows, and columns of B there
     are, so its blocks go from shared memory straight into them. a: pointers to A_i [M, K_i] with contiguous K, b:
-    pointers to B_i [K_i, N], depths: K_i, and strides, as tuples.
+    pointers to B_i [K_i, N], of these Terms, as tuples.
     """
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for i in tl.static_range(NUM_PRODUCTS):
-        acc = matmul_steps_of_few_rows(
-            acc, a[i], strides_am[i], M, b[i], strides_bk[i], strides_bn[i], column, N, depths[i],
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST,
-        )  # fmt: skip
+    NUM: tl.constexpr = len(terms.depths)
+    for i in tl.static_range(NUM):
+        weight = Weight(b[i], terms.strides_bk[i], terms.strides_bn[i])
+        acc = matmul_steps_of_few_rows(acc, a[i], terms.strides_am[i], M, weight, column, N, terms.depths[i], TILES)
     return acc.T
 
 
 @triton.jit
-def matmul_steps_of_few_rows(
-    acc, a, stride_am, M, b, stride_bk, stride_bn, column, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+def matmul_steps_of_few_rows(acc, a, stride_am, M, weight, column, N, K, TILES: tl.constexpr):
     """acc [BLOCK_N, BLOCK_M] plus the transpose of A [M, K] @ B [K, column + BLOCK_N]."""
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_n = column + tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
+    offs_m = tl.arange(0, TILES.BLOCK_M)
+    offs_n = column + tl.arange(0, TILES.BLOCK_N)
+    offs_k = tl.arange(0, TILES.BLOCK_K)
     # Not clamped: else all programs read the same few lines at once.
     in_m = (offs_m < M)[None, :]
     in_n = (offs_n < N)[:, None]
     a_ptrs = a + offs_m.to(tl.int64)[None, :] * stride_am + offs_k[:, None]
-    b_ptrs = b + offs_n.to(tl.int64)[:, None] * stride_bn + offs_k.to(tl.int64)[None, :] * stride_bk
-    step = tl.full((), BLOCK_K, tl.int64) * stride_bk
-    for k in range(0, tl.cdiv(K, BLOCK_K)):
-        if EVEN_K:
+    b_columns = weight.pointer + offs_n.to(tl.int64)[:, None] * weight.stride_n
+    b_ptrs = b_columns + offs_k.to(tl.int64)[None, :] * weight.stride_k
+    step = tl.full((), TILES.BLOCK_K, tl.int64) * weight.stride_k
+    for k in range(0, tl.cdiv(K, TILES.BLOCK_K)):
+        if TILES.EVEN_K:
             b_tile = tl.load(b_ptrs, mask=in_n, other=0.0)
             a_tile = tl.load(a_ptrs, mask=in_m, other=0.0)
         else:
-            in_k = offs_k < K - k * BLOCK_K
+            in_k = offs_k < K - k * TILES.BLOCK_K
             b_tile = tl.load(b_ptrs, mask=in_n & in_k[None, :], other=0.0)
             a_tile = tl.load(a_ptrs, mask=in_m & in_k[:, None], other=0.0)
-        if UPCAST:
+        if TILES.UPCAST:
             b_tile = b_tile.to(tl.float32)
             a_tile = a_tile.to(tl.float32)
-        acc = tl.dot(b_tile, a_tile, acc, input_precision=PRECISION)
-        a_ptrs += BLOCK_K
+        acc = tl.dot(b_tile, a_tile, acc, input_precision=TILES.PRECISION)
+        a_ptrs += TILES.BLOCK_K
         b_ptrs += step
     return acc

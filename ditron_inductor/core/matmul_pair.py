@@ -25,110 +25,104 @@ def weight_block(b, k, column, BLOCK_K: tl.constexpr, K_MAJOR: tl.constexpr, UPC
 
 @triton.jit
 def matmul_pair_by_descriptors(
-    a, b, other, row, column, K, source, targets, count, num_targets,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    K_MAJOR: tl.constexpr, OTHER_K_MAJOR: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    NUM_TARGETS: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+    a, b, other, row, column, K, carried, TILES: tl.constexpr, K_MAJOR: tl.constexpr, OTHER_K_MAJOR: tl.constexpr
+):
     """(A @ B, A @ other) as `matmul_tile_by_descriptors` computes one; carries as it does."""
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     other_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    steps = tl.cdiv(K, BLOCK_K)
-    if NUM_TARGETS > 0:
-        every, piece, first, left = begin_carrying(source, count, steps, PIECE)
+    steps = tl.cdiv(K, TILES.BLOCK_K)
+    CARRIES: tl.constexpr = len(carried.targets) > 0
+    if CARRIES:
+        every, piece, first, left = begin_carrying(carried, steps, TILES.PIECE)
     for k in range(0, steps):
-        if NUM_TARGETS > 0:
-            piece, first, left = carry_piece(
-                source, targets, every, piece, first, left, count, num_targets, NUM_TARGETS, PIECE
-            )
-        a_tile = a.load([row, k * BLOCK_K])
-        if UPCAST:
+        if CARRIES:
+            piece, first, left = carry_piece(carried, every, piece, first, left, TILES.PIECE)
+        a_tile = a.load([row, k * TILES.BLOCK_K])
+        if TILES.UPCAST:
             a_tile = a_tile.to(tl.float32)
-        acc = tl.dot(a_tile, weight_block(b, k, column, BLOCK_K, K_MAJOR, UPCAST), acc, input_precision=PRECISION)
-        other_acc = tl.dot(
-            a_tile, weight_block(other, k, column, BLOCK_K, OTHER_K_MAJOR, UPCAST), other_acc, input_precision=PRECISION
-        )
-    if NUM_TARGETS > 0:
-        carry(source, targets, first, count, num_targets, NUM_TARGETS, PIECE)
+        b_tile = weight_block(b, k, column, TILES.BLOCK_K, K_MAJOR, TILES.UPCAST)
+        acc = tl.dot(a_tile, b_tile, acc, input_precision=TILES.PRECISION)
+        other_tile = weight_block(other, k, column, TILES.BLOCK_K, OTHER_K_MAJOR, TILES.UPCAST)
+        other_acc = tl.dot(a_tile, other_tile, other_acc, input_precision=TILES.PRECISION)
+    if CARRIES:
+        carry(carried, first, TILES.PIECE)
     return acc, other_acc
 
 
 @triton.jit
-def matmul_pair(
-    a_rows, b, stride_bk, stride_bn, other, other_stride_bk, other_stride_bn, column, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+def matmul_pair(a_rows, weight, other, column, N, K, TILES: tl.constexpr):
     """(A @ B, A @ other) as `matmul_tile` computes one, without carrying."""
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
     offs_n = column + tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, BLOCK_K)
+    offs_k = tl.arange(0, TILES.BLOCK_K)
     in_n = (offs_n < N)[None, :]
     a_ptrs = a_rows[:, None] + offs_k[None, :]
     down, across = offs_k.to(tl.int64)[:, None], offs_n.to(tl.int64)[None, :]
-    b_ptrs = b + down * stride_bk + across * stride_bn
-    other_ptrs = other + down * other_stride_bk + across * other_stride_bn
-    step = tl.full((), BLOCK_K, tl.int64) * stride_bk
-    other_step = tl.full((), BLOCK_K, tl.int64) * other_stride_bk
+    b_ptrs = weight.pointer + down * weight.stride_k + across * weight.stride_n
+    other_ptrs = other.pointer + down * other.stride_k + across * other.stride_n
+    step = tl.full((), TILES.BLOCK_K, tl.int64) * weight.stride_k
+    other_step = tl.full((), TILES.BLOCK_K, tl.int64) * other.stride_k
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     other_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k in range(0, tl.cdiv(K, BLOCK_K)):
-        if EVEN_K:
+    for k in range(0, tl.cdiv(K, TILES.BLOCK_K)):
+        if TILES.EVEN_K:
             a = tl.load(a_ptrs)
             b_tile = tl.load(b_ptrs, mask=in_n, other=0.0)
             other_tile = tl.load(other_ptrs, mask=in_n, other=0.0)
         else:
-            in_k = offs_k < K - k * BLOCK_K
+            in_k = offs_k < K - k * TILES.BLOCK_K
             a = tl.load(a_ptrs, mask=in_k[None, :], other=0.0)
             b_tile = tl.load(b_ptrs, mask=in_k[:, None] & in_n, other=0.0)
             other_tile = tl.load(other_ptrs, mask=in_k[:, None] & in_n, other=0.0)
-        if UPCAST:
+        if TILES.UPCAST:
             a = a.to(tl.float32)
             b_tile = b_tile.to(tl.float32)
             other_tile = other_tile.to(tl.float32)
-        acc = tl.dot(a, b_tile, acc, input_precision=PRECISION)
-        other_acc = tl.dot(a, other_tile, other_acc, input_precision=PRECISION)
-        a_ptrs += BLOCK_K
+        acc = tl.dot(a, b_tile, acc, input_precision=TILES.PRECISION)
+        other_acc = tl.dot(a, other_tile, other_acc, input_precision=TILES.PRECISION)
+        a_ptrs += TILES.BLOCK_K
         b_ptrs += step
         other_ptrs += other_step
     return acc, other_acc
 
 
 @triton.jit
-def matmul_pair_of_few_rows(
-    a, stride_am, M, b, stride_bk, stride_bn, other, other_stride_bk, other_stride_bn, column, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+def matmul_pair_of_few_rows(a, stride_am, M, weight, other, column, N, K, TILES: tl.constexpr):
     """(A @ B, A @ other) as `matmul_tile_of_few_rows` computes one."""
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = (column + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
-    offs_k = tl.arange(0, BLOCK_K)
+    offs_k = tl.arange(0, TILES.BLOCK_K)
     in_m = (offs_m < M)[None, :]
     in_n = offs_n < N
     a_ptrs = a + offs_m.to(tl.int64)[None, :] * stride_am + offs_k[:, None]
-    b_ptrs = b + offs_n * stride_bn + offs_k.to(tl.int64)[None, :] * stride_bk
-    other_ptrs = other + offs_n * other_stride_bn + offs_k.to(tl.int64)[None, :] * other_stride_bk
-    step = tl.full((), BLOCK_K, tl.int64) * stride_bk
-    other_step = tl.full((), BLOCK_K, tl.int64) * other_stride_bk
+    b_ptrs = weight.pointer + offs_n * weight.stride_n + offs_k.to(tl.int64)[None, :] * weight.stride_k
+    other_ptrs = other.pointer + offs_n * other.stride_n + offs_k.to(tl.int64)[None, :] * other.stride_k
+    step = tl.full((), TILES.BLOCK_K, tl.int64) * weight.stride_k
+    other_step = tl.full((), TILES.BLOCK_K, tl.int64) * other.stride_k
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     other_acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for k in range(0, tl.cdiv(K, BLOCK_K)):
-        if EVEN_K:
+    for k in range(0, tl.cdiv(K, TILES.BLOCK_K)):
+        if TILES.EVEN_K:
             b_tile = tl.load(b_ptrs, mask=in_n, other=0.0)
             other_tile = tl.load(other_ptrs, mask=in_n, other=0.0)
             a_tile = tl.load(a_ptrs, mask=in_m, other=0.0)
         else:
-            in_k = offs_k < K - k * BLOCK_K
+            in_k = offs_k < K - k * TILES.BLOCK_K
             b_tile = tl.load(b_ptrs, mask=in_n & in_k[None, :], other=0.0)
             other_tile = tl.load(other_ptrs, mask=in_n & in_k[None, :], other=0.0)
             a_tile = tl.load(a_ptrs, mask=in_m & in_k[:, None], other=0.0)
-        if UPCAST:
+        if TILES.UPCAST:
             b_tile = b_tile.to(tl.float32)
             other_tile = other_tile.to(tl.float32)
             a_tile = a_tile.to(tl.float32)
-        acc = tl.dot(b_tile, a_tile, acc, input_precision=PRECISION)
-        other_acc = tl.dot(other_tile, a_tile, other_acc, input_precision=PRECISION)
-        a_ptrs += BLOCK_K
+        acc = tl.dot(b_tile, a_tile, acc, input_precision=TILES.PRECISION)
+        other_acc = tl.dot(other_tile, a_tile, other_acc, input_precision=TILES.PRECISION)
+        a_ptrs += TILES.BLOCK_K
         b_ptrs += step
         other_ptrs += other_step
     return acc.T, other_acc.T

@@ -6,9 +6,14 @@ data into the receiver's slot, and *publishes* one flag word (site, epoch). The 
 the site. The last program out advances the epoch; the next launch gives the peers their credits, as nobody reads the
 slot any more. Work is taken by ticket, every send before every wait that may depend on it, so one resident program is
 enough for a launch to complete.
+
+What a kernel knows of its use of a slot travels in one value: first `Words`, what its launch gave it, then `Use`, with
+the epoch too. Functions that need no epoch take either.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -50,10 +55,43 @@ FIRST_LOOK = tl.constexpr(4)
 """The poll before which a wait for all looks first: a short wait does not spend the time of a poll on that."""
 
 
+class Pointers(NamedTuple):
+    """What a kernel is given of a workspace: pointers to the heaps of all ranks, to the control words, and to local
+    counters.
+    """
+
+    table: Any
+    ctl: Any
+    counters: Any
+
+
+class Words(NamedTuple):
+    """What a launch is given of the protocol: pointers to the heaps of all ranks and to the control words, and the
+    numbers of this rank, of the slot and of the site.
+    """
+
+    table: Any
+    ctl: Any
+    rank: Any
+    slot: Any
+    site: Any
+
+
+class Use(NamedTuple):
+    """A use of a slot: `Words`, and its epoch."""
+
+    table: Any
+    ctl: Any
+    rank: Any
+    slot: Any
+    site: Any
+    epoch: Any
+
+
 @triton.jit
-def slot_ctl(ctl, slot):
-    """Pointer to the control words of `slot`."""
-    return ctl + SLOT_CTL + slot * SLOT_CTL_STRIDE
+def slot_ctl(use):
+    """Pointer to the control words of the slot."""
+    return use.ctl + SLOT_CTL + use.slot * SLOT_CTL_STRIDE
 
 
 @triton.jit
@@ -65,9 +103,9 @@ def peer(table, rank, offset, dtype: tl.constexpr):
 
 
 @triton.jit
-def flag(table, rank, slot, row, source):
+def flag(use, rank, row, source):
     """Pointer to a flag word in the memory of `rank`, who waits for it; `source` is the one rank that writes it."""
-    return peer(table, rank, 0, tl.int64) + slot * SLOT_WORDS + row * MAX_WORLD + source
+    return peer(use.table, rank, 0, tl.int64) + use.slot * SLOT_WORDS + row * MAX_WORLD + source
 
 
 @triton.jit
@@ -77,10 +115,16 @@ def word(site, epoch):
 
 
 @triton.jit
-def current_epoch(ctl, slot):
-    """The epoch of this launch's use of `slot`: one more than the uses that have ended."""
-    epoch = tl.load(slot_ctl(ctl, slot) + EPOCH) + 1
-    return epoch & EPOCH_MASK
+def use_of(words):
+    """The Use of a launch that has these Words. Its epoch is one more than the uses of the slot that have ended."""
+    epoch = tl.load(slot_ctl(words) + EPOCH) + 1
+    return with_epoch(words, epoch & EPOCH_MASK)
+
+
+@triton.jit
+def with_epoch(words, epoch):
+    """The Use with these words and this epoch."""
+    return Use(words.table, words.ctl, words.rank, words.slot, words.site, epoch)
 
 
 @triton.jit
@@ -90,22 +134,26 @@ def behind(seen, epoch):
 
 
 @triton.jit
-def healthy(ctl):
+def healthy(use):
     """1 unless an earlier failure poisoned this workspace."""
     # An atomic read, since another program of this launch may be the one that fails.
-    return (tl.atomic_add(ctl + POISON, 0, sem="relaxed", scope="gpu") == 0).to(tl.int32)
+    return (tl.atomic_add(use.ctl + POISON, 0, sem="relaxed", scope="gpu") == 0).to(tl.int32)
 
 
 @triton.jit
-def fail(ctl, code: tl.constexpr, rank, source, row, slot, expected, seen):
-    """Poison the workspace and, if this is its first failure, fill the record that the host turns into an error."""
+def fail(use, code: tl.constexpr, source, row, seen):
+    """Poison the workspace and, if this is its first failure, fill the record that the host turns into an error.
+
+    seen: what stood where the word of `source` in flag `row` was waited for.
+    """
+    expected = word(use.site, use.epoch)
     poison = tl.full((), code, tl.int64)
-    if tl.atomic_cas(ctl + POISON, tl.full((), 0, tl.int64), poison, sem="relaxed", scope="gpu") == 0:
-        record = tl.load(ctl + RECORD).to(tl.pointer_type(tl.int64))
-        tl.store(record + RECORD_RANK, rank)
+    if tl.atomic_cas(use.ctl + POISON, tl.full((), 0, tl.int64), poison, sem="relaxed", scope="gpu") == 0:
+        record = tl.load(use.ctl + RECORD).to(tl.pointer_type(tl.int64))
+        tl.store(record + RECORD_RANK, use.rank)
         tl.store(record + RECORD_PEER, source)
         tl.store(record + RECORD_CHUNK, row)
-        tl.store(record + RECORD_SLOT, slot)
+        tl.store(record + RECORD_SLOT, use.slot)
         tl.store(record + RECORD_EXPECTED, expected)
         tl.store(record + RECORD_SEEN, seen)
         # Release: the host, which polls STATE, then sees the whole record.
@@ -114,28 +162,28 @@ def fail(ctl, code: tl.constexpr, rank, source, row, slot, expected, seen):
 
 
 @triton.jit
-def wait(table, ctl, rank, slot, row, source, site, epoch):
-    """Wait until `source` has published (site, epoch) in flag `row` of this rank; 1 if it has, 0 after a failure.
+def wait(use, row, source):
+    """Wait until `source` has published this use in flag `row` of this rank; 1 if it has, 0 after a failure.
 
     Acquire at system scope: what `source` wrote before it published is visible to the whole program afterwards.
     Bounded: after POLL_LIMIT polls, and soon after another program of this launch has failed, the wait expires, `fail`
     records why, and the caller must not read the data.
     """
-    address = flag(table, rank, slot, row, source)
-    limit = tl.load(ctl + POLL_LIMIT)
+    address = flag(use, use.rank, row, source)
+    limit = tl.load(use.ctl + POLL_LIMIT)
     seen = tl.atomic_add(address, 0, sem="acquire", scope="sys")
     polls = tl.full((), 0, tl.int64)
-    while behind(seen, epoch) & (polls < limit):
+    while behind(seen, use.epoch) & (polls < limit):
         if polls % POISON_PERIOD == 0:
-            limit = tl.where(healthy(ctl) != 0, limit, 0)
+            limit = tl.where(healthy(use) != 0, limit, 0)
         seen = tl.atomic_add(address, 0, sem="acquire", scope="sys")
         polls += 1
     ok = tl.full((), 1, tl.int32)
-    if behind(seen, epoch):
-        fail(ctl, TIMEOUT, rank, source, row, slot, word(site, epoch), seen)
+    if behind(seen, use.epoch):
+        fail(use, TIMEOUT, source, row, seen)
         ok = tl.full((), 0, tl.int32)
-    elif seen != word(site, epoch):
-        fail(ctl, DIVERGED, rank, source, row, slot, word(site, epoch), seen)
+    elif seen != word(use.site, use.epoch):
+        fail(use, DIVERGED, source, row, seen)
         ok = tl.full((), 0, tl.int32)
     return ok
 
@@ -147,64 +195,63 @@ def count_late(seen, others, epoch):
 
 
 @triton.jit
-def wait_all(table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr):
+def wait_all(use, row, WORLD: tl.constexpr):
     """`wait` for every peer's word in flag `row` at once: one round of polling instead of one for each source."""
-    return wait_for_words(table, ctl, rank, slot, row, site, epoch, WORLD, True, 1, False)
+    return wait_for_words(use, row, WORLD, True, 1, False)
 
 
 @triton.jit
-def wait_rows(table, ctl, rank, slot, row, site, epoch, WORLD: tl.constexpr, ROWS: tl.constexpr):
+def wait_rows(use, row, WORLD: tl.constexpr, ROWS: tl.constexpr):
     """`wait_all` for ROWS flag rows from `row` on, at once, and for the own words too."""
-    return wait_for_words(table, ctl, rank, slot, row, site, epoch, WORLD, True, ROWS, True)
+    return wait_for_words(use, row, WORLD, True, ROWS, True)
 
 
 @triton.jit
-def wait_credits(table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr):
-    """Wait until every peer has finished with the previous use of `slot`, so that it may be overwritten anywhere.
+def wait_credits(use, WORLD: tl.constexpr):
+    """Wait until every peer has finished with the previous use of the slot, so that it may be overwritten anywhere.
 
     Whichever site that was. The program with the first ticket comes here after `settle`.
     """
-    return wait_for_words(table, ctl, rank, slot, CREDIT_ROW, site, epoch - 1, WORLD, False, 1, False)
+    return wait_for_words(with_epoch(use, use.epoch - 1), CREDIT_ROW, WORLD, False, 1, False)
 
 
 @triton.jit
 def wait_for_words(
-    table, ctl, rank, slot, row, site, epoch,
-    WORLD: tl.constexpr, CHECK_SITE: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr,
-):  # fmt: skip
+    use, row, WORLD: tl.constexpr, CHECK_SITE: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr
+):
     """`wait_credits`, `wait_all` or `wait_rows`."""
     lanes = tl.arange(0, ROWS * MAX_WORLD)
     sources = lanes % MAX_WORLD
-    others = (sources < WORLD) & ((sources != rank) | OWN)
+    others = (sources < WORLD) & ((sources != use.rank) | OWN)
     # Addressed once: an acquire empties the cache, so a look at the table takes as long as one at the words.
-    addresses = flag(table, rank, slot, row, 0) + lanes
+    addresses = flag(use, use.rank, row, 0) + lanes
     nothing = tl.zeros((ROWS * MAX_WORLD,), dtype=tl.int64)
     seen = tl.atomic_add(addresses, nothing, mask=others, sem="acquire", scope="sys")
-    late = count_late(seen, others, epoch)
+    late = count_late(seen, others, use.epoch)
     if late != 0:
-        limit = tl.load(ctl + POLL_LIMIT)
+        limit = tl.load(use.ctl + POLL_LIMIT)
         polls = tl.full((), 0, tl.int64)
         while (late != 0) & (polls < limit):
             if polls % POISON_PERIOD == FIRST_LOOK:
-                limit = tl.where(healthy(ctl) != 0, limit, 0)
+                limit = tl.where(healthy(use) != 0, limit, 0)
             seen = tl.atomic_add(addresses, nothing, mask=others, sem="acquire", scope="sys")
-            late = count_late(seen, others, epoch)
+            late = count_late(seen, others, use.epoch)
             polls += 1
-    wrong = others & behind(seen, epoch)
+    wrong = others & behind(seen, use.epoch)
     if CHECK_SITE:
-        wrong = others & (seen != word(site, epoch))
+        wrong = others & (seen != word(use.site, use.epoch))
     ok = tl.full((), 1, tl.int32)
     if tl.sum(wrong.to(tl.int32), axis=0) != 0:
         lane = tl.min(tl.where(wrong, lanes, ROWS * MAX_WORLD), axis=0)
         if late != 0:
-            lane = tl.min(tl.where(others & behind(seen, epoch), lanes, ROWS * MAX_WORLD), axis=0)
+            lane = tl.min(tl.where(others & behind(seen, use.epoch), lanes, ROWS * MAX_WORLD), axis=0)
         source = lane % MAX_WORLD
         missed = lane // MAX_WORLD + row
         saw = tl.sum(tl.where(lanes == lane, seen, nothing), axis=0)
         if late != 0:
-            fail(ctl, TIMEOUT, rank, source, missed, slot, word(site, epoch), saw)
+            fail(use, TIMEOUT, source, missed, saw)
         else:
-            fail(ctl, DIVERGED, rank, source, missed, slot, word(site, epoch), saw)
+            fail(use, DIVERGED, source, missed, saw)
         ok = tl.full((), 0, tl.int32)
     return ok
 
@@ -221,7 +268,7 @@ def proxy_fence(ok):
 
 
 @triton.jit
-def publish(table, target, slot, row, rank, site, epoch):
+def publish(use, target, row):
     """Tell `target` that everything this program wrote for it, and all that it has acquired, is there.
 
     The one writer of the word is this rank, and it stores, never adds. The barrier makes the stores of all warps
@@ -229,33 +276,34 @@ def publish(table, target, slot, row, rank, site, epoch):
     `target` must have given its credit, so it has been read by then.
     """
     tl.debug_barrier()
-    tl.atomic_xchg(flag(table, target, slot, row, rank), word(site, epoch), sem="release", scope="sys")
+    tl.atomic_xchg(flag(use, target, row, use.rank), word(use.site, use.epoch), sem="release", scope="sys")
 
 
 @triton.jit
-def publish_all(table, slot, row, rank, site, epoch, WORLD: tl.constexpr, OWN: tl.constexpr = False):
+def publish_all(use, row, WORLD: tl.constexpr, OWN: tl.constexpr = False):
     """`publish` to every peer at once, and to this rank if OWN.
 
     Each word is stored by a thread of its own, so their releases overlap.
     """
-    publish_to(all_heaps(table, WORLD), slot, row, rank, site, epoch, WORLD, OWN)
+    publish_to(all_heaps(use, WORLD), use, row, WORLD, OWN)
 
 
 @triton.jit
-def all_heaps(table, WORLD: tl.constexpr):
+def all_heaps(use, WORLD: tl.constexpr):
     """The heaps of all ranks, for `publish_to`: where time counts loaded long before, as the release waits for them."""
     targets = tl.arange(0, MAX_WORLD)
-    return tl.load(table + targets, mask=targets < WORLD, other=0).to(tl.pointer_type(tl.int64))
+    return tl.load(use.table + targets, mask=targets < WORLD, other=0).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
-def publish_to(heaps, slot, row, rank, site, epoch, WORLD: tl.constexpr, OWN: tl.constexpr = False):
+def publish_to(heaps, use, row, WORLD: tl.constexpr, OWN: tl.constexpr = False):
     """`publish_all`; heaps: of `all_heaps`."""
     targets = tl.arange(0, MAX_WORLD)
-    others = (targets < WORLD) & ((targets != rank) | OWN)
-    words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(site, epoch)
+    others = (targets < WORLD) & ((targets != use.rank) | OWN)
+    words = tl.zeros((MAX_WORLD,), dtype=tl.int64) + word(use.site, use.epoch)
     tl.debug_barrier()
-    tl.atomic_xchg(heaps + slot * SLOT_WORDS + row * MAX_WORLD + rank, words, mask=others, sem="release", scope="sys")
+    addresses = heaps + use.slot * SLOT_WORDS + row * MAX_WORLD + use.rank
+    tl.atomic_xchg(addresses, words, mask=others, sem="release", scope="sys")
 
 
 @triton.jit
@@ -272,19 +320,19 @@ def arrive(counter, total):
 
 
 @triton.jit
-def take_send(ctl, slot):
+def take_send(use):
     """Ticket of the next piece of work in the send queue of this launch."""
-    return tl.atomic_add(slot_ctl(ctl, slot) + SEND_TICKET, 1, sem="relaxed", scope="gpu").to(tl.int32)
+    return tl.atomic_add(slot_ctl(use) + SEND_TICKET, 1, sem="relaxed", scope="gpu").to(tl.int32)
 
 
 @triton.jit
-def take_tile(ctl, slot):
+def take_tile(use):
     """Ticket of the next piece of work in the tile queue of this launch."""
-    return tl.atomic_add(slot_ctl(ctl, slot) + TILE_TICKET, 1, sem="relaxed", scope="gpu").to(tl.int32)
+    return tl.atomic_add(slot_ctl(use) + TILE_TICKET, 1, sem="relaxed", scope="gpu").to(tl.int32)
 
 
 @triton.jit
-def request_ticket(ctl, slot, QUEUE: tl.constexpr, THREADS: tl.constexpr, wanted):
+def request_ticket(use, QUEUE: tl.constexpr, THREADS: tl.constexpr, wanted):
     """Begin to take the next ticket of QUEUE (SEND_TICKET or TILE_TICKET): `granted` waits for it, best after work that
     hides the latency.
 
@@ -295,7 +343,7 @@ def request_ticket(ctl, slot, QUEUE: tl.constexpr, THREADS: tl.constexpr, wanted
     lanes = tl.arange(0, THREADS)
     # Only the first of these addresses is used. Were they all the same, the assembler would make one request of all
     # those of a warp and deal out the answer, for which it waits at once.
-    words = slot_ctl(ctl, slot) + QUEUE + lanes
+    words = slot_ctl(use) + QUEUE + lanes
     ones = tl.full((THREADS,), 1, tl.int64)
     return tl.atomic_add(words, ones, mask=(lanes == 0) & wanted, sem="relaxed", scope="gpu")
 
@@ -307,54 +355,54 @@ def granted(request, THREADS: tl.constexpr):
 
 
 @triton.jit
-def ask_to_send(table, ctl, rank, slot, WORLD: tl.constexpr, THREADS: tl.constexpr):
+def ask_to_send(use, WORLD: tl.constexpr, THREADS: tl.constexpr):
     """Begin to look at the credits of all peers, and at the health of the workspace: `may_send` has the answer.
 
     Each of the words has a thread to itself, as in `request_ticket`, so nothing waits for them before `may_send`. There
     is no acquire, for the same reason: credits carry no data, and the stores that they allow stand behind a branch.
     """
     lanes = tl.arange(0, THREADS)
-    words = tl.where(lanes == WORLD, ctl + POISON + lanes * 0, flag(table, rank, slot, CREDIT_ROW, 0) + lanes)
+    words = tl.where(lanes == WORLD, use.ctl + POISON + lanes * 0, flag(use, use.rank, CREDIT_ROW, 0) + lanes)
     nothing = tl.zeros((THREADS,), dtype=tl.int64)
-    return tl.atomic_add(words, nothing, mask=(lanes <= WORLD) & (lanes != rank), sem="relaxed", scope="sys")
+    return tl.atomic_add(words, nothing, mask=(lanes <= WORLD) & (lanes != use.rank), sem="relaxed", scope="sys")
 
 
 @triton.jit
-def may_send(asked, due, table, ctl, rank, slot, site, epoch, WORLD: tl.constexpr, THREADS: tl.constexpr):
-    """Wait until every peer has finished with the previous use of `slot`; 1 if they have, in a healthy workspace.
+def may_send(asked, due, use, WORLD: tl.constexpr, THREADS: tl.constexpr):
+    """Wait until every peer has finished with the previous use of the slot; 1 if they have, in a healthy workspace.
 
     asked: of `ask_to_send`. due: `last_use` if this program has the first ticket, else 0, for `settle` before a wait.
     """
     lanes = tl.arange(0, THREADS)
-    late = (lanes < WORLD) & (lanes != rank) & behind(asked, epoch - 1)
+    late = (lanes < WORLD) & (lanes != use.rank) & behind(asked, use.epoch - 1)
     ok = tl.full((), 1, tl.int32)
     if tl.sum((late | ((lanes == WORLD) & (asked != 0))).to(tl.int32), axis=0) != 0:
-        ok = healthy(ctl)
-        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-        ok = ok & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+        ok = healthy(use)
+        settle(tl.where(ok != 0, due, 0), use, WORLD)
+        ok = ok & wait_credits(use, WORLD)
     return ok
 
 
 @triton.jit
-def data(table, ctl, rank, slot, dtype: tl.constexpr):
-    """Pointer to the data of `slot` in the heap of `rank`."""
-    return peer(table, rank, tl.load(slot_ctl(ctl, slot) + DATA_OFFSET), dtype)
+def data(use, rank, dtype: tl.constexpr):
+    """Pointer to the data of the slot in the heap of `rank`."""
+    return peer(use.table, rank, tl.load(slot_ctl(use) + DATA_OFFSET), dtype)
 
 
 @triton.jit
-def last_use(ctl):
+def last_use(use):
     """The use that ended last, whose credits are due; 0 for none. Read before this program's `finish` or `leave`."""
-    return tl.load(ctl + DUE)
+    return tl.load(use.ctl + DUE)
 
 
 @triton.jit
-def credits_due(ctl, alive):
+def credits_due(use, alive):
     """`last_use` for `settle`, if `alive`: when one has failed its peers are to stop too, not to go on overwriting."""
-    return tl.where(alive != 0, last_use(ctl), 0)
+    return tl.where(alive != 0, last_use(use), 0)
 
 
 @triton.jit
-def settle(due, table, rank, site, WORLD: tl.constexpr):
+def settle(due, use, WORLD: tl.constexpr):
     """Give the credits that are due: all kernels of that use have ended, so nobody reads its slot any more.
 
     By the program with the first ticket, before it waits for anything: a peer may be waiting for these. To give twice
@@ -362,30 +410,30 @@ def settle(due, table, rank, site, WORLD: tl.constexpr):
     """
     if due != 0:
         slot = ((due >> EPOCH_BITS) - 1).to(tl.int32)
-        publish_all(table, slot, CREDIT_ROW, rank, site, due & EPOCH_MASK, WORLD)
+        publish_all(Use(use.table, use.ctl, use.rank, slot, use.site, due & EPOCH_MASK), CREDIT_ROW, WORLD)
 
 
 @triton.jit
-def finish(ctl, slot, epoch):
+def finish(use):
     """Last act of every program: the last one out closes the use; see `close`."""
-    close(tl.atomic_add(slot_ctl(ctl, slot) + DONE, 1, sem="relaxed", scope="gpu"), ctl, slot, epoch)
+    close(tl.atomic_add(slot_ctl(use) + DONE, 1, sem="relaxed", scope="gpu"), use)
 
 
 @triton.jit
-def leave(ctl, slot, ticket, epoch, due, THREADS: tl.constexpr, wanted):
+def leave(use, ticket, due, THREADS: tl.constexpr, wanted):
     """Begin to `finish` early, where time counts: when this program has its last ticket, the epoch and the last use.
 
     `granted` has the number for `close`. Not asked for unless `wanted`.
     """
     # True, but it takes every thread's values to know that: no warp is still reading them when the use is closed. The
     # epoch is added, as the compiler knows that it is not negative.
-    known = (tl.arange(0, THREADS) >= 0) & (ticket >= 0) & (due + epoch >= 0)
+    known = (tl.arange(0, THREADS) >= 0) & (ticket >= 0) & (due + use.epoch >= 0)
     everywhere = tl.sum(known.to(tl.int32), axis=0) == THREADS
-    return request_ticket(ctl, slot, DONE, THREADS, wanted & everywhere)
+    return request_ticket(use, DONE, THREADS, wanted & everywhere)
 
 
 @triton.jit
-def close(number, ctl, slot, epoch):
+def close(number, use):
     """If this program is the last one, reset the tickets, advance the epoch, and note that the credits are due.
 
     number: of programs that had left before. They may still be working, and reading the slot. Nothing here is read
@@ -393,12 +441,12 @@ def close(number, ctl, slot, epoch):
     one finds the poison word and returns NaN.
     """
     if number == tl.num_programs(0) - 1:
-        words = slot_ctl(ctl, slot)
+        words = slot_ctl(use)
         tl.store(words + DONE, 0)
         tl.store(words + SEND_TICKET, 0)
         tl.store(words + TILE_TICKET, 0)
-        tl.store(words + EPOCH, epoch)
-        tl.store(ctl + DUE, ((slot + 1).to(tl.int64) << EPOCH_BITS) | epoch)
+        tl.store(words + EPOCH, use.epoch)
+        tl.store(use.ctl + DUE, ((use.slot + 1).to(tl.int64) << EPOCH_BITS) | use.epoch)
 
 
 assert HEADER_BYTES.value % 16 == 0

@@ -101,14 +101,15 @@ def multiprocessor(TRACE: tl.constexpr):
 
 
 @triton.jit
-def event(ctl, began, site, epoch, detail, peer, KIND: tl.constexpr, TRACE: tl.constexpr):
-    """Keep that what `began` then, of KIND, has ended now. detail: which tile, chunk or piece; peer: a rank.
+def event(use, began, detail, peer, KIND: tl.constexpr, TRACE: tl.constexpr):
+    """Keep that what `began` then, of KIND, has ended now, in a use of a slot. detail: which tile, chunk or piece;
+    peer: a rank.
 
     Nothing where TRACE is OFF, or where the control words name no buffer.
     """
     if TRACE != OFF:
         ended = now(TRACE)
-        address = tl.load(ctl + TRACE_BUFFER)
+        address = tl.load(use.ctl + TRACE_BUFFER)
         if address != 0:
             buffer = address.to(tl.pointer_type(tl.int64))
             index = tl.atomic_add(buffer + EVENTS_COUNT, 1, sem="relaxed", scope="gpu")
@@ -117,7 +118,7 @@ def event(ctl, began, site, epoch, detail, peer, KIND: tl.constexpr, TRACE: tl.c
                 tl.store(row + EVENT_BEGIN, began)
                 tl.store(row + EVENT_END, ended)
                 tl.store(row + EVENT_KIND, tl.full((), KIND, tl.int64))
-                tl.store(row + EVENT_USE, word(site, epoch))
+                tl.store(row + EVENT_USE, word(use.site, use.epoch))
                 programs = tl.num_programs(0).to(tl.int64) << EVENT_PROGRAM_BITS
                 tl.store(row + EVENT_PROGRAM, programs | tl.program_id(0).to(tl.int64))
                 tl.store(row + EVENT_SM, multiprocessor(TRACE).to(tl.int64))

@@ -13,7 +13,7 @@ import triton
 
 from ditron_inductor.core import layout as words
 from ditron_inductor.core import quick_interpreter
-from ditron_inductor.core.signals import wait
+from ditron_inductor.core.signals import Use, wait
 from ditron_inductor.device import slot_layout
 
 CUDA_POLLS = 10_000
@@ -24,7 +24,7 @@ LONGEST_LIMIT = 1 << 60
 
 @triton.jit(do_not_specialize=["rank", "slot", "row", "source", "site"])
 def _wait_in_vain(table, ctl, rank, slot, row, source, site):  # type: ignore[no-untyped-def]
-    wait(table, ctl, rank, slot, row, source, site, rank + 1)
+    wait(Use(table, ctl, rank, slot, site, rank + 1), row, source)
 
 
 class PollRates:

@@ -9,6 +9,7 @@ Without weights: out = sum_i out_i, the gradient of the queries.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,48 +24,69 @@ pipes."""
 MERGE_WARPS = 4
 
 
+class Parts(NamedTuple):
+    """Of each partial: its first row and the one behind its last, and strides of batch, head and row; tuples."""
+
+    firsts: Any
+    lasts: Any
+    strides_b: Any
+    strides_h: Any
+    strides_m: Any
+
+
+class How(NamedTuple):
+    """What is known at compile time: heads, and elements of one; WEIGHTED: partials have weights; rows of a program,
+    and places of a row.
+    """
+
+    HEADS: Any
+    D: Any
+    WEIGHTED: Any
+    BLOCK_M: Any
+    BLOCK_D: Any
+
+
 @triton.jit(do_not_specialize=["queries"])
-def merge_kernel(
-    outs, lses, out, lse, queries, firsts, lasts, strides_b, strides_h, strides_m,
-    HEADS: tl.constexpr, D: tl.constexpr, NUM: tl.constexpr, WEIGHTED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+def merge_kernel(outs, lses, out, lse, queries, parts, HOW: tl.constexpr):
     """outs[i] [B, HEADS, lasts[i] - firsts[i], D] with these strides, lses[i] [B, HEADS, ..] contiguous, fp32.
 
     out: the memory of [B, queries, HEADS, D]; lse [B, HEADS, queries]. A program has BLOCK_M rows of one head.
     """
+    BLOCK_D: tl.constexpr = HOW.BLOCK_D
+    BLOCK_M: tl.constexpr = HOW.BLOCK_M
+    NUM: tl.constexpr = len(outs)
     num_m = tl.cdiv(queries, BLOCK_M)
     head = tl.program_id(0) // num_m
     offs_m = tl.program_id(0) % num_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    batch = (head // HEADS).to(tl.int64)
+    batch = (head // HOW.HEADS).to(tl.int64)
     inside = offs_m < queries
     most = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    if WEIGHTED:
+    if HOW.WEIGHTED:
         for i in tl.static_range(NUM):
-            covered = (offs_m >= firsts[i]) & (offs_m < lasts[i])
-            rows = head.to(tl.int64) * (lasts[i] - firsts[i]) + offs_m - firsts[i]
+            covered = (offs_m >= parts.firsts[i]) & (offs_m < parts.lasts[i])
+            rows = head.to(tl.int64) * (parts.lasts[i] - parts.firsts[i]) + offs_m - parts.firsts[i]
             most = tl.maximum(most, tl.load(lses[i] + rows, mask=covered, other=float("-inf")))
     base = tl.where(most == float("-inf"), 0.0, most)
     weights = tl.zeros((BLOCK_M,), dtype=tl.float32)
     total = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     for i in tl.static_range(NUM):
-        covered = (offs_m >= firsts[i]) & (offs_m < lasts[i])
-        if WEIGHTED:
-            rows = head.to(tl.int64) * (lasts[i] - firsts[i]) + offs_m - firsts[i]
+        covered = (offs_m >= parts.firsts[i]) & (offs_m < parts.lasts[i])
+        if HOW.WEIGHTED:
+            rows = head.to(tl.int64) * (parts.lasts[i] - parts.firsts[i]) + offs_m - parts.firsts[i]
             weight = tl.exp(tl.load(lses[i] + rows, mask=covered, other=float("-inf")) - base)
         else:
             weight = tl.full((BLOCK_M,), 1.0, tl.float32)
-        start = outs[i] + batch * strides_b[i] + (head % HEADS).to(tl.int64) * strides_h[i]
-        places = (offs_m - firsts[i]).to(tl.int64)[:, None] * strides_m[i] + offs_d[None, :]
+        start = outs[i] + batch * parts.strides_b[i] + (head % HOW.HEADS).to(tl.int64) * parts.strides_h[i]
+        places = (offs_m - parts.firsts[i]).to(tl.int64)[:, None] * parts.strides_m[i] + offs_d[None, :]
         # A partial that saw no key holds anything.
-        wanted = (covered & (weight != 0.0))[:, None] & (offs_d < D)[None, :]
+        wanted = (covered & (weight != 0.0))[:, None] & (offs_d < HOW.D)[None, :]
         total += weight[:, None] * tl.load(start + places, mask=wanted, other=0.0).to(tl.float32)
         weights += weight
-    merged = total / tl.where(weights == 0.0, 1.0, weights)[:, None] if WEIGHTED else total
-    places = ((batch * queries + offs_m) * HEADS + head % HEADS)[:, None] * D + offs_d[None, :]
-    tl.store(out + places, merged.to(out.dtype.element_ty), mask=inside[:, None] & (offs_d < D)[None, :])
-    if WEIGHTED:
+    merged = total / tl.where(weights == 0.0, 1.0, weights)[:, None] if HOW.WEIGHTED else total
+    places = ((batch * queries + offs_m) * HOW.HEADS + head % HOW.HEADS)[:, None] * HOW.D + offs_d[None, :]
+    tl.store(out + places, merged.to(out.dtype.element_ty), mask=inside[:, None] & (offs_d < HOW.D)[None, :])
+    if HOW.WEIGHTED:
         tl.store(lse + head.to(tl.int64) * queries + offs_m, most + tl.log(weights), mask=inside)
 
 
@@ -120,17 +142,14 @@ class Merge:
                 programs=B * heads * ceil_div(queries, MERGE_ROWS),
                 values={
                     "queries": queries,
-                    "firsts": tuple(first for first, _ in self._rows),
-                    "lasts": tuple(last for _, last in self._rows),
-                    "strides_b": tuple(one.stride(0) for one in given),
-                    "strides_h": tuple(one.stride(1) for one in given),
-                    "strides_m": tuple(one.stride(2) for one in given),
-                    "HEADS": heads,
-                    "D": D,
-                    "NUM": len(given),
-                    "WEIGHTED": bool(lses),
-                    "BLOCK_M": MERGE_ROWS,
-                    "BLOCK_D": max(16, triton.next_power_of_2(D)),
+                    "parts": Parts(
+                        firsts=tuple(first for first, _ in self._rows),
+                        lasts=tuple(last for _, last in self._rows),
+                        strides_b=tuple(one.stride(0) for one in given),
+                        strides_h=tuple(one.stride(1) for one in given),
+                        strides_m=tuple(one.stride(2) for one in given),
+                    ),
+                    "HOW": How(heads, D, bool(lses), MERGE_ROWS, max(16, triton.next_power_of_2(D))),
                     "num_warps": MERGE_WARPS,
                 },
             )

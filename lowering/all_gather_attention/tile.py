@@ -18,18 +18,18 @@ Limits. Keys and values have the same head size, 256 at most.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.attention import LOG2_E, attend, attended
+from ditron_inductor.core.attention import LOG2_E, Keys, Seen, State, attend, attended
 from ditron_inductor.core.layout import MAX_WORLD
 from ditron_inductor.core.signals import (
+    Words,
     arrive,
     credits_due,
-    current_epoch,
     data,
     finish,
     healthy,
@@ -37,6 +37,7 @@ from ditron_inductor.core.signals import (
     settle,
     take_send,
     take_tile,
+    use_of,
     wait,
     wait_credits,
 )
@@ -71,6 +72,30 @@ NUMBERS = {
 }
 
 
+class How(NamedTuple):
+    """What is known at compile time: ranks, the mask, jumps of `positions`, whether rows see the last keys only, and
+    whether the gathered tensors are wanted; heads; of a tile what core/attention.py takes, and its rows; elements of
+    the send queue.
+    """
+
+    WORLD: Any
+    MASK: Any
+    JUMPS: Any
+    WINDOWED: Any
+    RETURN_GATHERED: Any
+    HEADS: Any
+    KEY_HEADS: Any
+    D: Any
+    BLOCK_D: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    SOFTCAP: Any
+    PRECISION: Any
+    UPCAST: Any
+    SEND_BLOCK: Any
+    SEND_STEPS: Any
+
+
 @triton.jit
 def positions(
     rows, place_0, jump_rows, jumps, rank, keys, WORLD: tl.constexpr, MASK: tl.constexpr, JUMPS: tl.constexpr
@@ -102,53 +127,50 @@ def seen_keys(places, source, keys, WORLD: tl.constexpr, MASK: tl.constexpr):
 
 
 @triton.jit
-def push_pieces(
-    ticket, num_sends, kv, table, ctl, counters, numel, rank, slot, site, epoch,
-    WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr,
-):  # fmt: skip
+def push_pieces(use, ticket, num_sends, kv, counters, numel, HOW: tl.constexpr, TRACE: tl.constexpr):
     """Push piece `ticket` of the own keys or values [numel] to its peer, take the next one, until none is left.
 
     num_sends: tickets in the queue, 0 if the workspace was poisoned before this program started.
     """
-    PIECE_NUMEL: tl.constexpr = SEND_BLOCK * SEND_STEPS
+    PIECE_NUMEL: tl.constexpr = HOW.SEND_BLOCK * HOW.SEND_STEPS
     pieces = tl.cdiv(numel, PIECE_NUMEL).to(tl.int32)
     while ticket < num_sends:
         began = now(TRACE)
-        target = (rank + 1 + ticket // (2 * pieces)) % WORLD
+        target = (use.rank + 1 + ticket // (2 * pieces)) % HOW.WORLD
         part = ticket // pieces % 2
         inside = (ticket % pieces).to(tl.int64) * PIECE_NUMEL
         first = part.to(tl.int64) * numel + inside
-        place = data(table, ctl, target, slot, kv.dtype.element_ty) + rank.to(tl.int64) * 2 * numel + first
-        if wait_credits(table, ctl, rank, slot, site, epoch, WORLD) != 0:
-            for i in range(SEND_STEPS):
-                offsets = i * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
+        place = data(use, target, kv.dtype.element_ty) + use.rank.to(tl.int64) * 2 * numel + first
+        if wait_credits(use, HOW.WORLD) != 0:
+            for i in range(HOW.SEND_STEPS):
+                offsets = i * HOW.SEND_BLOCK + tl.arange(0, HOW.SEND_BLOCK)
                 wanted = inside + offsets < numel
                 tl.store(place + offsets, tl.load(kv + first + offsets, mask=wanted), mask=wanted)
             # A piece without its credit does not come here, so its part is never published.
             if arrive(counters + part * MAX_WORLD + target, pieces):
                 # All keys, or all values, lie in the target's slot: its tiles may read them.
-                publish(table, target, slot, part, rank, site, epoch)
-        event(ctl, began, site, epoch, part, target, SEND, TRACE)
-        ticket = take_send(ctl, slot)
+                publish(use, target, part)
+        event(use, began, part, target, SEND, TRACE)
+        ticket = take_send(use)
 
 
 @triton.jit
-def source_of(kv, table, ctl, source, rank, slot, numel):
+def source_of(use, kv, source, numel):
     """Pointer to the keys of `source`, which its values follow: the own ones where they are, a peer's in the own
     slot.
     """
-    received = data(table, ctl, rank, slot, kv.dtype.element_ty) + source.to(tl.int64) * 2 * numel
-    return tl.where(source == rank, kv, received)
+    received = data(use, use.rank, kv.dtype.element_ty) + source.to(tl.int64) * 2 * numel
+    return tl.where(source == use.rank, kv, received)
 
 
 @triton.jit
-def received_all(table, ctl, rank, slot, source, site, epoch, TRACE: tl.constexpr):
+def received_all(use, source, TRACE: tl.constexpr):
     """Wait for the keys and the values of `source`; 1 if they are there, 0 after a failure."""
     began = now(TRACE)
     # Acquire: all that the source pushed before it published these words.
-    ok = wait(table, ctl, rank, slot, KEYS, source, site, epoch)
-    ok = ok & wait(table, ctl, rank, slot, VALUES, source, site, epoch)
-    event(ctl, began, site, epoch, VALUES, source, WAIT, TRACE)
+    ok = wait(use, KEYS, source)
+    ok = ok & wait(use, VALUES, source)
+    event(use, began, VALUES, source, WAIT, TRACE)
     return ok
 
 
@@ -167,14 +189,9 @@ def received_all(table, ctl, rank, slot, source, site, epoch, TRACE: tl.constexp
     ]
 )
 def all_gather_attention_kernel(
-    q, kv, out, lse, gathered_k, gathered_v, table, ctl, counters,
-    batches, queries, keys, stride_qb, stride_qh, stride_qm, scale,
+    q, kv, out, lse, gathered_k, gathered_v, pointers, batches, queries, keys, stride_qb, stride_qh, stride_qm, scale,
     place_0, jump_rows, jumps, window, rank, slot, site, senders, num_targets,
-    WORLD: tl.constexpr, MASK: tl.constexpr, JUMPS: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
-    RETURN_GATHERED: tl.constexpr, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
-    TRACE: tl.constexpr = 0,
+    HOW: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. q [batches, HEADS, queries, D] with contiguous D; kv [2, batches, keys, KEY_HEADS, D] contiguous.
 
@@ -182,53 +199,56 @@ def all_gather_attention_kernel(
     WORLD * keys, KEY_HEADS, D], if wanted. place_0, jump_rows, jumps: see `positions`; window: the keys that a row sees
     at most, if WINDOWED. num_targets: peers that get the own keys.
     """
-    epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
+    BLOCK_D: tl.constexpr = HOW.BLOCK_D
+    BLOCK_M: tl.constexpr = HOW.BLOCK_M
+    D: tl.constexpr = HOW.D
+    KEY_HEADS: tl.constexpr = HOW.KEY_HEADS
+    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    alive = healthy(use)
     numel = batches.to(tl.int64) * keys * (KEY_HEADS * D)
-    pieces = tl.cdiv(numel, SEND_BLOCK * SEND_STEPS).to(tl.int32)
+    pieces = tl.cdiv(numel, HOW.SEND_BLOCK * HOW.SEND_STEPS).to(tl.int32)
     num_sends = tl.where(alive != 0, num_targets * 2 * pieces, 0)
     # 1 when this program has found the send queue empty.
     drained = (tl.program_id(0) < senders).to(tl.int32)
     if tl.program_id(0) < senders:
-        ticket = take_send(ctl, slot)
+        ticket = take_send(use)
         if ticket == 0:
-            settle(credits_due(ctl, alive), table, rank, site, WORLD)
-        push_pieces(
-            ticket, num_sends, kv, table, ctl, counters, numel, rank, slot, site, epoch,
-            WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
-        )  # fmt: skip
+            settle(credits_due(use, alive), use, HOW.WORLD)
+        push_pieces(use, ticket, num_sends, kv, pointers.counters, numel, HOW, TRACE)
     ok = alive
     # One bit for each source whose keys and values are there.
     there = tl.full((), 0, tl.int32)
     num_m = tl.cdiv(queries, BLOCK_M)
-    num_tiles = num_m * batches * HEADS
+    num_tiles = num_m * batches * HOW.HEADS
     offs_d = tl.arange(0, BLOCK_D)
-    ticket = take_tile(ctl, slot)
+    ticket = take_tile(use)
     while ticket < num_tiles:
         began = now(TRACE)
         # The last rows see most.
-        row = (num_m - 1 - ticket // (batches * HEADS)) * BLOCK_M
-        head = ticket % (batches * HEADS)
-        batch = (head // HEADS).to(tl.int64)
-        head = head % HEADS
+        row = (num_m - 1 - ticket // (batches * HOW.HEADS)) * BLOCK_M
+        head = ticket % (batches * HOW.HEADS)
+        batch = (head // HOW.HEADS).to(tl.int64)
+        head = head % HOW.HEADS
         offs_m = row + tl.arange(0, BLOCK_M)
         rows = tl.minimum(offs_m, queries - 1)
-        places = positions(rows, place_0, jump_rows, jumps, rank, keys, WORLD, MASK, JUMPS)
+        places = positions(rows, place_0, jump_rows, jumps, rank, keys, HOW.WORLD, HOW.MASK, HOW.JUMPS)
         q_rows = q + batch * stride_qb + head.to(tl.int64) * stride_qh + rows.to(tl.int64)[:, None] * stride_qm
         query = tl.load(q_rows + offs_d[None, :], mask=(offs_d < D)[None, :], other=0.0)
         # To the first key of the head.
-        inner = batch * keys * (KEY_HEADS * D) + head * KEY_HEADS // HEADS * D
-        acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-        most = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        for step in range(WORLD):
-            source = (rank + WORLD - step) % WORLD
-            seen = seen_keys(places, source, keys, WORLD, MASK)
+        inner = batch * keys * (KEY_HEADS * D) + head * KEY_HEADS // HOW.HEADS * D
+        state = State(
+            tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32),
+            tl.full((BLOCK_M,), float("-inf"), tl.float32),
+            tl.zeros((BLOCK_M,), dtype=tl.float32),
+        )
+        for step in range(HOW.WORLD):
+            source = (rank + HOW.WORLD - step) % HOW.WORLD
+            seen = seen_keys(places, source, keys, HOW.WORLD, HOW.MASK)
             first_seen = seen
             last = tl.max(seen, axis=0)
-            if WINDOWED:
+            if HOW.WINDOWED:
                 # Those in front of the window: keys of a rank are in the order of their positions, whatever the mask.
-                first_seen = seen_keys(places - window, source, keys, WORLD, MASK)
+                first_seen = seen_keys(places - window, source, keys, HOW.WORLD, HOW.MASK)
                 # Of rows on both sides of a zigzag none need see what lies between.
                 last = tl.where(tl.max(seen - first_seen, axis=0) > 0, last, 0)
             if last > 0:
@@ -236,73 +256,65 @@ def all_gather_attention_kernel(
                     if drained == 0:
                         # Sends before waits.
                         push_pieces(
-                            take_send(ctl, slot), num_sends, kv, table, ctl, counters, numel, rank, slot, site, epoch,
-                            WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
+                            use, take_send(use), num_sends, kv, pointers.counters, numel, HOW, TRACE,
                         )  # fmt: skip
                         drained = drained | 1
-                    ok = ok & received_all(table, ctl, rank, slot, source, site, epoch, TRACE)
+                    ok = ok & received_all(use, source, TRACE)
                     there = there | (1 << source)
                 if ok == 0:
                     # What lies there is not to be read.
                     last = last * 0
-                base = source_of(kv, table, ctl, source, rank, slot, numel) + inner
+                base = source_of(use, kv, source, numel) + inner
+                of_source = Keys(base, base + numel, KEY_HEADS * D)
+                rows_see = Seen(first_seen, seen)
                 begin = last * 0
-                if WINDOWED:
+                if HOW.WINDOWED:
                     begin = tl.minimum(tl.min(first_seen, axis=0), last)
                     # Past the last row's first key.
-                    edge = begin + tl.cdiv(tl.max(first_seen, axis=0) - begin, BLOCK_N) * BLOCK_N
+                    edge = begin + tl.cdiv(tl.max(first_seen, axis=0) - begin, HOW.BLOCK_N) * HOW.BLOCK_N
                     edge = tl.minimum(edge, last)
-                    acc, most, total = attend(
-                        acc, most, total, query, base, base + numel, KEY_HEADS * D, begin, edge, first_seen, seen,
-                        scale, D, BLOCK_D, BLOCK_N, True, True, SOFTCAP, PRECISION, UPCAST,
-                    )  # fmt: skip
+                    state = attend(state, query, of_source, begin, edge, rows_see, scale, HOW, True, True)
                     begin = edge
-                whole = begin + tl.maximum(tl.minimum(tl.min(seen, axis=0), last) - begin, 0) // BLOCK_N * BLOCK_N
-                acc, most, total = attend(
-                    acc, most, total, query, base, base + numel, KEY_HEADS * D, begin, whole, first_seen, seen, scale,
-                    D, BLOCK_D, BLOCK_N, False, False, SOFTCAP, PRECISION, UPCAST,
-                )  # fmt: skip
-                acc, most, total = attend(
-                    acc, most, total, query, base, base + numel, KEY_HEADS * D, whole, last, first_seen, seen, scale,
-                    D, BLOCK_D, BLOCK_N, True, WINDOWED, SOFTCAP, PRECISION, UPCAST,
-                )  # fmt: skip
-        values, sums = attended(acc, most, total)
+                whole = tl.maximum(tl.minimum(tl.min(seen, axis=0), last) - begin, 0)
+                whole = begin + whole // HOW.BLOCK_N * HOW.BLOCK_N
+                state = attend(state, query, of_source, begin, whole, rows_see, scale, HOW, False, False)
+                state = attend(state, query, of_source, whole, last, rows_see, scale, HOW, True, HOW.WINDOWED)
+        values, sums = attended(state)
         values = tl.where(ok != 0, values, float("nan"))
         sums = tl.where(ok != 0, sums, float("nan"))
         inside = offs_m < queries
-        places = ((batch * queries + offs_m) * HEADS + head)[:, None] * D + offs_d[None, :]
+        places = ((batch * queries + offs_m) * HOW.HEADS + head)[:, None] * D + offs_d[None, :]
         tl.store(out + places, values.to(out.dtype.element_ty), mask=inside[:, None] & (offs_d < D)[None, :])
-        tl.store(lse + (batch * HEADS + head) * queries + offs_m, sums, mask=inside)
-        event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
-        ticket = take_tile(ctl, slot)
-    if RETURN_GATHERED:
-        copies = WORLD * batches * 2
+        tl.store(lse + (batch * HOW.HEADS + head) * queries + offs_m, sums, mask=inside)
+        event(use, began, ticket, rank, TILE, TRACE)
+        ticket = take_tile(use)
+    if HOW.RETURN_GATHERED:
+        copies = HOW.WORLD * batches * 2
         ticket -= num_tiles
         run = keys * (KEY_HEADS * D)
-        blocks = tl.cdiv(run, SEND_BLOCK)
+        blocks = tl.cdiv(run, HOW.SEND_BLOCK)
         while ticket < copies * blocks:
             copying = now(TRACE)
             part = ticket // blocks
-            source = (rank + WORLD - part // (batches * 2)) % WORLD
+            source = (rank + HOW.WORLD - part // (batches * 2)) % HOW.WORLD
             batch = part % batches
             which = part // batches % 2
             if (source != rank) & (((there >> source) & 1) == 0):
                 if drained == 0:
                     push_pieces(
-                        take_send(ctl, slot), num_sends, kv, table, ctl, counters, numel, rank, slot, site, epoch,
-                        WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
+                        use, take_send(use), num_sends, kv, pointers.counters, numel, HOW, TRACE,
                     )  # fmt: skip
                     drained = drained | 1
-                ok = ok & received_all(table, ctl, rank, slot, source, site, epoch, TRACE)
+                ok = ok & received_all(use, source, TRACE)
                 there = there | (1 << source)
-            offsets = ticket % blocks * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
-            start = source_of(kv, table, ctl, source, rank, slot, numel) + which * numel + batch.to(tl.int64) * run
+            offsets = ticket % blocks * HOW.SEND_BLOCK + tl.arange(0, HOW.SEND_BLOCK)
+            start = source_of(use, kv, source, numel) + which * numel + batch.to(tl.int64) * run
             piece = tl.load(start + offsets, mask=(offsets < run) & (ok != 0), other=float("nan"))
-            place = tl.where(which == 0, gathered_k, gathered_v) + (batch.to(tl.int64) * WORLD + source) * run
+            place = tl.where(which == 0, gathered_k, gathered_v) + (batch.to(tl.int64) * HOW.WORLD + source) * run
             tl.store(place + offsets, piece, mask=offsets < run)
-            event(ctl, copying, site, epoch, ticket, source, COPY, TRACE)
-            ticket = take_tile(ctl, slot) - num_tiles
-    finish(ctl, slot, epoch)
+            event(use, copying, ticket, source, COPY, TRACE)
+            ticket = take_tile(use) - num_tiles
+    finish(use)
 
 
 @dataclass(frozen=True)
@@ -426,22 +438,24 @@ def all_gather_attention(
             "jumps": tuple(jump for _, jump in jumps) or (0,),
             "window": window,
             "num_targets": num_targets(node, launch.rank, keys),
-            "WORLD": world,
-            "MASK": NUMBERS[node.mask.kind],
-            "JUMPS": len(jumps),
-            "WINDOWED": window > 0,
-            "SOFTCAP": node.softcap,
-            "RETURN_GATHERED": node.return_gathered,
-            "HEADS": heads,
-            "KEY_HEADS": key_heads,
-            "D": D,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_D": max(16, triton.next_power_of_2(D)),
-            "PRECISION": dot_precision(q.dtype),
-            "UPCAST": launch.interpreted,
-            "SEND_BLOCK": INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
-            "SEND_STEPS": 1 if launch.interpreted else SEND_STEPS,
+            "HOW": How(
+                WORLD=world,
+                MASK=NUMBERS[node.mask.kind].value,
+                JUMPS=len(jumps),
+                WINDOWED=window > 0,
+                SOFTCAP=node.softcap,
+                RETURN_GATHERED=node.return_gathered,
+                HEADS=heads,
+                KEY_HEADS=key_heads,
+                D=D,
+                BLOCK_M=config.block_m,
+                BLOCK_N=config.block_n,
+                BLOCK_D=max(16, triton.next_power_of_2(D)),
+                PRECISION=dot_precision(q.dtype),
+                UPCAST=launch.interpreted,
+                SEND_BLOCK=INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
+                SEND_STEPS=1 if launch.interpreted else SEND_STEPS,
+            ),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         }

@@ -11,17 +11,20 @@ Limits. nodes.MOST_NORM_COLUMNS columns.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ditron_inductor.core.signals import (
+    Words,
     arrive,
     credits_due,
-    current_epoch,
     data,
     healthy,
     publish_all,
     settle,
+    use_of,
     wait_credits,
 )
 from ditron_inductor.core.trace import CREDITS, SEND, event, now
@@ -29,43 +32,53 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import extras, normalised
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 
 
+class How(NamedTuple):
+    """What is known at compile time: ranks, whether the norm is stored as an output too, rows of a tile, places of
+    one.
+    """
+
+    WORLD: Any
+    COPY: Any
+    ROWS: Any
+    BLOCK: Any
+
+
 @triton.jit(do_not_specialize=["M", "rank", "slot", "site"])
 def stage_norm(
-    x, given, outputs, table, ctl, counters, M, N, rank, slot, site,
-    WORLD: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, TRACE: tl.constexpr = 0,
+    x, given, outputs, pointers, M, N, rank, slot, site, HOW: tl.constexpr, NORMS: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """Normalise x [M, N], contiguous, into the start of the own slot, then publish row PIECE_ROWS to all peers.
 
     given, outputs: as by `rows.extras` and `rows.normalised`; the first output, the norm, is stored if COPY only,
     whatever happens.
     """
-    epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
+    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    alive = healthy(use)
     # It waits for nothing before that, so peers always get theirs.
     if tl.program_id(0) == 0:
-        settle(credits_due(ctl, alive), table, rank, site, WORLD)
+        settle(credits_due(use, alive), use, HOW.WORLD)
     began = now(TRACE)
-    ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
-    event(ctl, began, site, epoch, tl.program_id(0), rank, CREDITS, TRACE)
+    ok = alive & wait_credits(use, HOW.WORLD)
+    event(use, began, tl.program_id(0), rank, CREDITS, TRACE)
     sending = now(TRACE)
-    mine = data(table, ctl, rank, slot, x.dtype.element_ty)
-    cols = tl.arange(0, BLOCK)[None, :]
-    step = tl.num_programs(0) * ROWS
-    first = tl.program_id(0) * ROWS
+    mine = data(use, rank, x.dtype.element_ty)
+    cols = tl.arange(0, HOW.BLOCK)[None, :]
+    step = tl.num_programs(0) * HOW.ROWS
+    first = tl.program_id(0) * HOW.ROWS
     for _ in range((M - 1) // step + 1):
-        rows = first + tl.arange(0, ROWS)[:, None]
+        rows = first + tl.arange(0, HOW.ROWS)[:, None]
         first += step
         inside = (rows < M) & (cols < N)
         at = rows.to(tl.int64) * N + cols
         value = tl.load(x + at, mask=inside, other=0.0)
-        loaded = extras(given, at, cols, inside, N, FORM)
-        normed = normalised(value, loaded, outputs, rows, at, inside, M, N, FORM, EPS, POST_EPS)
-        if COPY:
+        loaded = extras(given, at, cols, inside, N, NORMS.FORM)
+        normed = normalised(value, loaded, outputs, rows, at, inside, M, N, NORMS)
+        if HOW.COPY:
             tl.store(outputs[0] + at, normed, mask=inside)
         tl.store(mine + at, normed, mask=inside & (ok != 0))
     if ok != 0:
         # A program without its credits does not arrive, so the shard is never published.
-        if arrive(counters, tl.num_programs(0)):
-            publish_all(table, slot, PIECE_ROWS, rank, site, epoch, WORLD)
-    event(ctl, sending, site, epoch, tl.program_id(0), rank, SEND, TRACE)
+        if arrive(pointers.counters, tl.num_programs(0)):
+            publish_all(use, PIECE_ROWS, HOW.WORLD)
+    event(use, sending, tl.program_id(0), rank, SEND, TRACE)

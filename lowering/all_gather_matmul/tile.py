@@ -21,18 +21,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ditron_inductor.core.layout import SEND_TICKET, TILE_TICKET
-from ditron_inductor.core.matmul import matmul_tile, matmul_tile_by_descriptors, rows_descriptor, weight_descriptor
+from ditron_inductor.core.matmul import (
+    Carried,
+    matmul_tile,
+    matmul_tile_by_descriptors,
+    rows_descriptor,
+    weight_descriptor,
+    weight_of,
+)
 from ditron_inductor.core.matmul_pair import matmul_pair, matmul_pair_by_descriptors
 from ditron_inductor.core.order import gather_order, grouped, interleaved_row
 from ditron_inductor.core.signals import (
+    Words,
     credits_due,
-    current_epoch,
     data,
     finish,
     granted,
@@ -42,13 +50,14 @@ from ditron_inductor.core.signals import (
     settle,
     take_send,
     take_tile,
+    use_of,
     wait,
     wait_credits,
 )
 from ditron_inductor.core.trace import COPY, CREDITS, SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.all_gather_matmul.shard_norm import MakeShard, make_shard
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_outputs, unpacked
+from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_at, store_outputs, unpacked
 from ditron_inductor.lowering.gathers import (
     INTERPRETED_SEND_BLOCK,
     SEND_BLOCK,
@@ -57,7 +66,7 @@ from ditron_inductor.lowering.gathers import (
     sent_piece,
     shard_of,
 )
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import AllGatherMatmul
 
@@ -65,232 +74,232 @@ GATHER_CHUNKS = 64
 """Most chunks of a shard. A flag for each block row would cost more than the earlier start gains."""
 
 
+class Sends(NamedTuple):
+    """The send queue: the shard [rows, K], elements of a chunk, chunks, elements from one rank's place in a slot to the
+    next one's, and tickets, 0 if the workspace was poisoned before this program started.
+    """
+
+    rows: Any
+    K: Any
+    chunk_numel: Any
+    num_chunks: Any
+    slot_stride: Any
+    num_sends: Any
+
+
+class Shard(NamedTuple):
+    """[rows, K], with `block` of `interleaved_row`, and elements from one rank's place in a slot to the next one's."""
+
+    rows: Any
+    K: Any
+    block: Any
+    slot_stride: Any
+
+
 @triton.jit
-def send_piece(
-    ticket, shard, table, ctl, numel, chunk_numel, num_chunks, slot_stride, rank, slot,
-    WORLD: tl.constexpr, PIECE_NUMEL: tl.constexpr,
-):  # fmt: skip
+def send_piece(use, ticket, shard, numel, sends, WORLD: tl.constexpr, PIECE_NUMEL: tl.constexpr):
     """(peer, chunk, pointer to the piece, pointer to its place in the peer's slot, elements) of ticket `ticket`."""
-    pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
+    pieces = tl.cdiv(sends.chunk_numel, PIECE_NUMEL)
     # A ticket beyond the last one has no elements, but it must not point anywhere else: on a GPU the remainder of a
     # negative number is negative.
-    step = ticket // (num_chunks * pieces) % WORLD
-    target = (rank + 2 * WORLD - 1 - step) % WORLD
-    chunk = ticket // pieces % num_chunks
+    step = ticket // (sends.num_chunks * pieces) % WORLD
+    target = (use.rank + 2 * WORLD - 1 - step) % WORLD
+    chunk = ticket // pieces % sends.num_chunks
     inside = (ticket % pieces) * PIECE_NUMEL
-    first = chunk.to(tl.int64) * chunk_numel + inside
-    count = tl.minimum(tl.minimum(chunk_numel - inside, PIECE_NUMEL), numel - first).to(tl.int32)
-    place = data(table, ctl, target, slot, shard.dtype.element_ty) + rank.to(tl.int64) * slot_stride + first
+    first = chunk.to(tl.int64) * sends.chunk_numel + inside
+    count = tl.minimum(tl.minimum(sends.chunk_numel - inside, PIECE_NUMEL), numel - first).to(tl.int32)
+    place = data(use, target, shard.dtype.element_ty) + use.rank.to(tl.int64) * sends.slot_stride + first
     return target, chunk, shard + first, place, tl.maximum(count, 0)
 
 
 @triton.jit
 def drain_sends(
-    ticket, shard, table, ctl, counters, numel, chunk_numel, num_chunks, slot_stride, num_sends,
-    rank, slot, site, epoch, WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
-    TRACE: tl.constexpr = 0,
+    use, ticket, shard, counters, sends, WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
     """Push piece `ticket` of the own shard to its peer, take the next one from the send queue, until none is left.
-
-    num_sends: tickets in the queue, 0 if the workspace was poisoned before this program started.
     """
     PIECE_NUMEL: tl.constexpr = SEND_BLOCK * SEND_STEPS
-    pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
-    while ticket < num_sends:
+    pieces = tl.cdiv(sends.chunk_numel, PIECE_NUMEL)
+    numel = sends.rows.to(tl.int64) * sends.K
+    while ticket < sends.num_sends:
         began = now(TRACE)
-        target, chunk, source, place, count = send_piece(
-            ticket, shard, table, ctl, numel, chunk_numel, num_chunks, slot_stride, rank, slot, WORLD, PIECE_NUMEL
-        )
-        if wait_credits(table, ctl, rank, slot, site, epoch, WORLD) != 0:
+        target, chunk, source, place, count = send_piece(use, ticket, shard, numel, sends, WORLD, PIECE_NUMEL)
+        if wait_credits(use, WORLD) != 0:
             for i in range(SEND_STEPS):
                 offsets = i * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
                 inside = offsets < count
                 tl.store(place + offsets, tl.load(source + offsets, mask=inside), mask=inside)
-            sent_piece(counters, table, target, chunk, pieces, rank, slot, site, epoch)
-        event(ctl, began, site, epoch, chunk, target, SEND, TRACE)
-        ticket = take_send(ctl, slot)
+            sent_piece(use, counters, target, chunk, pieces)
+        event(use, began, chunk, target, SEND, TRACE)
+        ticket = take_send(use)
 
 
 @triton.jit
 def copy_gathered(
-    ticket, shard, gathered, table, ctl, rows, K, block, slot_stride, group_rows, alive, rank, slot, site, epoch,
-    WORLD: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TRACE: tl.constexpr = 0,
+    use, ticket, shard, gathered, sizes, alive, WORLD: tl.constexpr, INTERLEAVED: tl.constexpr, TILES: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
     """Copy tile `ticket` of the gathered tensor to the caller's output, NaN after a failure."""
-    num_m = tl.cdiv(rows, BLOCK_M)
-    num_k = tl.cdiv(K, BLOCK_N)
+    num_m = tl.cdiv(sizes.rows, TILES.BLOCK_M)
+    num_k = tl.cdiv(sizes.K, TILES.BLOCK_N)
     began = now(TRACE)
-    source = gather_order(ticket // (num_m * num_k), rank, WORLD)
+    source = gather_order(ticket // (num_m * num_k), use.rank, WORLD)
     block_row = ticket // num_k % num_m
     ok = alive
-    if source != rank:
-        chunk = block_row * BLOCK_M // group_rows
-        ok = alive & wait(table, ctl, rank, slot, chunk, source, site, epoch)
-        event(ctl, began, site, epoch, chunk, source, WAIT, TRACE)
-    offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_k = ticket % num_k * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (offs_m < rows)[:, None] & (offs_k < K)[None, :]
-    base = shard_of(shard, table, ctl, source, rank, slot, slot_stride)
-    offsets = offs_m.to(tl.int64)[:, None] * K + offs_k[None, :]
+    if source != use.rank:
+        chunk = block_row * TILES.BLOCK_M // (TILES.GROUP_M * TILES.BLOCK_M)
+        ok = alive & wait(use, chunk, source)
+        event(use, began, chunk, source, WAIT, TRACE)
+    offs_m = block_row * TILES.BLOCK_M + tl.arange(0, TILES.BLOCK_M)
+    offs_k = ticket % num_k * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)
+    inside = (offs_m < sizes.rows)[:, None] & (offs_k < sizes.K)[None, :]
+    base = shard_of(use, shard, source, sizes.slot_stride)
+    offsets = offs_m.to(tl.int64)[:, None] * sizes.K + offs_k[None, :]
     tile = tl.load(base + offsets, mask=inside & (ok != 0), other=float("nan"))
-    out_rows = interleaved_row(offs_m, source, rows, block, WORLD, INTERLEAVED).to(tl.int64)
-    tl.store(gathered + out_rows[:, None] * K + offs_k[None, :], tile, mask=inside)
-    event(ctl, began, site, epoch, ticket, source, COPY, TRACE)
+    out_rows = interleaved_row(offs_m, source, sizes.rows, sizes.block, WORLD, INTERLEAVED).to(tl.int64)
+    tl.store(gathered + out_rows[:, None] * sizes.K + offs_k[None, :], tile, mask=inside)
+    event(use, began, ticket, source, COPY, TRACE)
 
 
 @triton.jit(do_not_specialize=["rows", "rank", "slot", "site", "senders", "num_chunks"])
 def all_gather_matmul_kernel(
-    shard, weights, extras, outs, gathered, table, ctl, counters,
-    rows, K, block, columns, strides_bk, strides_bn, slot_stride,
-    rank, slot, site, senders, num_chunks,
-    WORLD: tl.constexpr, NUM_WEIGHTS: tl.constexpr, RETURN_GATHERED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, FIRST_WEIGHTS: tl.constexpr, NUM_TOGETHER: tl.constexpr,
-    FIRST_OUTS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
-    SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr = 0,
+    shard, weights, extras, outs, gathered, pointers, rows, K, block, widths, slot_stride, rank, slot, site, senders,
+    num_chunks, WORLD: tl.constexpr, RETURN_GATHERED: tl.constexpr, INTERLEAVED: tl.constexpr, GROUPS: tl.constexpr,
+    EPILOGUE: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TILES: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. shard [rows, K] contiguous; weights, columns, strides_b*: tuples of NUM_WEIGHTS.
+    """See the module. shard [rows, K] contiguous; weights: a tuple, see Widths.
 
-    Group g: NUM_TOGETHER[g] weights, 1 or 2, from weight FIRST_WEIGHTS[g] on, are multiplied in one tile, which makes
-    NUM_OUTS[g] of outs, from FIRST_OUTS[g] on; 8 bits for each g. EPILOGUE: how, see lowering/epilogues.py; None for
-    one weight and its product. DESCRIPTORS: then K is a multiple of 16 bytes.
+    GROUPS, EPILOGUE: which of them are multiplied in one tile, and what is made of that, see lowering/epilogues.py;
+    None for one weight and its product. DESCRIPTORS: then K is a multiple of 16 bytes.
     """
-    epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
+    FIRST_WEIGHTS: tl.constexpr = GROUPS.FIRST_WEIGHTS
+    K_MAJOR: tl.constexpr = TILES.K_MAJOR
+    NUM_GROUPS: tl.constexpr = GROUPS.NUM_GROUPS
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    alive = healthy(use)
     BITS: tl.constexpr = shard.dtype.element_ty.primitive_bitwidth
     num_m = tl.cdiv(rows, BLOCK_M)
     shard_tiles = 0
     b_descriptors = ()
     for g in tl.static_range(NUM_GROUPS):
-        shard_tiles += num_m * tl.cdiv(columns[unpacked(FIRST_WEIGHTS, g)], BLOCK_N)
+        shard_tiles += num_m * tl.cdiv(widths.columns[unpacked(FIRST_WEIGHTS, g)], BLOCK_N)
+    NUM_WEIGHTS: tl.constexpr = len(weights)
     for i in tl.static_range(NUM_WEIGHTS):
-        if DESCRIPTORS:
+        if TILES.DESCRIPTORS:
             descriptor = weight_descriptor(
-                weights[i], columns[i], K, strides_bk[i], strides_bn[i], BLOCK_N, BLOCK_K, (K_MAJOR >> i) & 1
-            )
+                weights[i], widths.columns[i], K, widths.strides_bk[i], widths.strides_bn[i],
+                BLOCK_N, TILES.BLOCK_K, (K_MAJOR >> i) & 1,
+            )  # fmt: skip
             b_descriptors = b_descriptors + (descriptor,)  # type: ignore[assignment]
-    chunk_numel = GROUP_M * BLOCK_M * K
+    chunk_numel = TILES.GROUP_M * BLOCK_M * K
     PIECE_NUMEL: tl.constexpr = SEND_BLOCK * SEND_STEPS
     pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
     num_sends = tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0)
+    sends = Sends(rows, K, chunk_numel, num_chunks, slot_stride, num_sends)
     # The piece that this program sends next; whether the credits have come, -1 as long as it has not asked.
-    send_ticket = take_send(ctl, slot)
+    send_ticket = take_send(use)
     if send_ticket == 0:
-        settle(credits_due(ctl, alive), table, rank, site, WORLD)
+        settle(credits_due(use, alive), use, WORLD)
     credited = tl.full((), -1, tl.int32)
     if tl.program_id(0) < senders:
-        drain_sends(
-            send_ticket, shard, table, ctl, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
-            num_sends, rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
-        )  # fmt: skip
+        drain_sends(use, send_ticket, shard, pointers.counters, sends, WORLD, SEND_BLOCK, SEND_STEPS, TRACE)
         send_ticket = num_sends
-    ticket = take_tile(ctl, slot)
+    ticket = take_tile(use)
     for step in range(WORLD):
         source = gather_order(step, rank, WORLD)
-        base = shard_of(shard, table, ctl, source, rank, slot, slot_stride)
+        base = shard_of(use, shard, source, slot_stride)
         if step == 1:
             # Sends before waits: what the tiles of the own shard have not carried goes now.
-            drain_sends(
-                send_ticket, shard, table, ctl, counters, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
-                num_sends, rank, slot, site, epoch, WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
-            )  # fmt: skip
+            drain_sends(use, send_ticket, shard, pointers.counters, sends, WORLD, SEND_BLOCK, SEND_STEPS, TRACE)
             send_ticket = num_sends
-        if DESCRIPTORS:
-            a_descriptor = rows_descriptor(base, rows, K, K, BLOCK_M, BLOCK_K)
+        if TILES.DESCRIPTORS:
+            a_descriptor = rows_descriptor(base, rows, K, K, BLOCK_M, TILES.BLOCK_K)
         ok = alive
         # The chunk of this source that was waited for last.
         ready = tl.full((), -1, tl.int32)
         first = step * shard_tiles
         for g in tl.static_range(NUM_GROUPS):
-            N = columns[unpacked(FIRST_WEIGHTS, g)]
+            N = widths.columns[unpacked(FIRST_WEIGHTS, g)]
             weight_tiles = num_m * tl.cdiv(N, BLOCK_N)
             while ticket < first + weight_tiles:
                 began = now(TRACE)
-                request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-                if DESCRIPTORS:
+                request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
+                if TILES.DESCRIPTORS:
                     target, sent_chunk, piece, place, carried = send_piece(
-                        send_ticket, shard, table, ctl, rows.to(tl.int64) * K, chunk_numel, num_chunks, slot_stride,
-                        rank, slot, WORLD, PIECE_NUMEL,
-                    )  # fmt: skip
+                        use, send_ticket, shard, rows.to(tl.int64) * K, sends, WORLD, PIECE_NUMEL
+                    )
                     carries = (step == 0) & (send_ticket < num_sends)
-                    send_request = request_ticket(ctl, slot, SEND_TICKET, THREADS, carries)
+                    send_request = request_ticket(use, SEND_TICKET, TILES.THREADS, carries)
                     if carries & (credited < 0):
                         # Credits: nobody reads any more what the slot's previous use left there. Without, none is sent.
                         waited = now(TRACE)
-                        credited = wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
-                        event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+                        credited = wait_credits(use, WORLD)
+                        event(use, waited, ticket, rank, CREDITS, TRACE)
                     carries = carries & (credited > 0)
                     # In 32-bit words. K is a multiple of 16 bytes, and so is every piece.
                     carried = tl.multiple_of(tl.where(carries, carried, 0) * BITS // 32, 4)
-                block_row, block_column = grouped(ticket - first, num_m, tl.cdiv(N, BLOCK_N), GROUP_M)
-                chunk = block_row // GROUP_M
+                block_row, block_column = grouped(ticket - first, num_m, tl.cdiv(N, BLOCK_N), TILES.GROUP_M)
+                chunk = block_row // TILES.GROUP_M
                 if (source != rank) & (chunk != ready):
                     # Acquire: the whole chunk, which its source pushed before it published this flag.
                     waited = now(TRACE)
-                    ok = alive & wait(table, ctl, rank, slot, chunk, source, site, epoch)
-                    event(ctl, waited, site, epoch, chunk, source, WAIT, TRACE)
-                    if DESCRIPTORS and not UPCAST:
+                    ok = alive & wait(use, chunk, source)
+                    event(use, waited, chunk, source, WAIT, TRACE)
+                    if TILES.DESCRIPTORS and not TILES.UPCAST:
                         ok = proxy_fence(ok)
                     ready = chunk
                 column = block_column * BLOCK_N
                 offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
                 a_rows = base + tl.minimum(offs_m, rows - 1).to(tl.int64) * K
-                if unpacked(NUM_TOGETHER, g) == 2:
-                    if DESCRIPTORS:
+                if unpacked(GROUPS.NUM_TOGETHER, g) == 2:
+                    if TILES.DESCRIPTORS:
                         accs = matmul_pair_by_descriptors(
                             a_descriptor, b_descriptors[unpacked(FIRST_WEIGHTS, g)],
-                            b_descriptors[unpacked(FIRST_WEIGHTS, g) + 1],
-                            block_row * BLOCK_M, column, K, piece, (place,), carried, 1,
-                            BLOCK_M, BLOCK_N, BLOCK_K, (K_MAJOR >> unpacked(FIRST_WEIGHTS, g)) & 1,
-                            (K_MAJOR >> unpacked(FIRST_WEIGHTS, g) + 1) & 1, PRECISION, UPCAST, 1, PIECE,
+                            b_descriptors[unpacked(FIRST_WEIGHTS, g) + 1], block_row * BLOCK_M, column, K,
+                            Carried(piece, (place,), carried, 1), TILES,
+                            (K_MAJOR >> unpacked(FIRST_WEIGHTS, g)) & 1,
+                            (K_MAJOR >> unpacked(FIRST_WEIGHTS, g) + 1) & 1,
                         )  # fmt: skip
                     else:
-                        accs = matmul_pair(
-                            a_rows, weights[unpacked(FIRST_WEIGHTS, g)], strides_bk[unpacked(FIRST_WEIGHTS, g)],
-                            strides_bn[unpacked(FIRST_WEIGHTS, g)], weights[unpacked(FIRST_WEIGHTS, g) + 1],
-                            strides_bk[unpacked(FIRST_WEIGHTS, g) + 1], strides_bn[unpacked(FIRST_WEIGHTS, g) + 1],
-                            column, N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST,
-                        )  # fmt: skip
-                elif DESCRIPTORS:
+                        weight = weight_of(weights, widths, unpacked(FIRST_WEIGHTS, g))
+                        other = weight_of(weights, widths, unpacked(FIRST_WEIGHTS, g) + 1)
+                        accs = matmul_pair(a_rows, weight, other, column, N, K, TILES)
+                elif TILES.DESCRIPTORS:
                     accs = (matmul_tile_by_descriptors(
-                        a_descriptor, b_descriptors[unpacked(FIRST_WEIGHTS, g)],
-                        block_row * BLOCK_M, column, K, piece, (place,), carried, 1,
-                        BLOCK_M, BLOCK_N, BLOCK_K, (K_MAJOR >> unpacked(FIRST_WEIGHTS, g)) & 1, PRECISION, UPCAST, 1,
-                        PIECE,
+                        a_descriptor, b_descriptors[unpacked(FIRST_WEIGHTS, g)], block_row * BLOCK_M, column, K,
+                        Carried(piece, (place,), carried, 1), TILES,
+                        (K_MAJOR >> unpacked(FIRST_WEIGHTS, g)) & 1,
                     ),)  # fmt: skip
                 else:
-                    accs = (matmul_tile(
-                        a_rows, weights[unpacked(FIRST_WEIGHTS, g)], strides_bk[unpacked(FIRST_WEIGHTS, g)],
-                        strides_bn[unpacked(FIRST_WEIGHTS, g)], column, N, K, base, (), 0, 0,
-                        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, PIECE,
-                    ),)  # fmt: skip
-                if DESCRIPTORS:
+                    weight = weight_of(weights, widths, unpacked(FIRST_WEIGHTS, g))
+                    accs = (matmul_tile(a_rows, weight, column, N, K, Carried(base, (), 0, 0), TILES),)
+                if TILES.DESCRIPTORS:
                     if carries:
-                        sent_piece(counters, table, target, sent_chunk, pieces, rank, slot, site, epoch)
+                        sent_piece(use, pointers.counters, target, sent_chunk, pieces)
                     if (step == 0) & (send_ticket < num_sends):
-                        send_ticket = granted(send_request, THREADS)
+                        send_ticket = granted(send_request, TILES.THREADS)
                 offs_n = column + tl.arange(0, BLOCK_N)
                 to_rows = interleaved_row(offs_m, source, rows, block, WORLD, INTERLEAVED).to(tl.int64)
+                elements = elements_at(to_rows, offs_n, (offs_m < rows)[:, None], (offs_n < N)[None, :], N)
                 store_outputs(
-                    accs, ok, extras, outs, to_rows[:, None], offs_n[None, :], (offs_m < rows)[:, None],
-                    (offs_n < N)[None, :], N, g, unpacked(NUM_TOGETHER, g), unpacked(FIRST_OUTS, g),
-                    unpacked(NUM_OUTS, g), shard.dtype.element_ty, EPILOGUE,
+                    accs, ok, extras, outs, elements, g, unpacked(GROUPS.NUM_TOGETHER, g),
+                    unpacked(GROUPS.FIRST_OUTS, g),
+                    unpacked(GROUPS.NUM_OUTS, g), shard.dtype.element_ty, EPILOGUE,
                 )  # fmt: skip
-                event(ctl, began, site, epoch, ticket, source, TILE, TRACE)
-                ticket = granted(request, THREADS)
+                event(use, began, ticket, source, TILE, TRACE)
+                ticket = granted(request, TILES.THREADS)
             first += weight_tiles
     if RETURN_GATHERED:
         ticket -= WORLD * shard_tiles
+        sizes = Shard(rows, K, block, slot_stride)
         while ticket < WORLD * num_m * tl.cdiv(K, BLOCK_N):
-            copy_gathered(
-                ticket, shard, gathered, table, ctl, rows, K, block, slot_stride, GROUP_M * BLOCK_M, alive, rank, slot,
-                site, epoch, WORLD, INTERLEAVED, BLOCK_M, BLOCK_N, TRACE,
-            )  # fmt: skip
-            ticket = take_tile(ctl, slot) - WORLD * shard_tiles
-    finish(ctl, slot, epoch)
+            copy_gathered(use, ticket, shard, gathered, sizes, alive, WORLD, INTERLEAVED, TILES, TRACE)
+            ticket = take_tile(use) - WORLD * shard_tiles
+    finish(use)
 
 
 @dataclass(frozen=True)
@@ -369,29 +378,27 @@ def all_gather_matmul(
         num_n = sum(ceil_div(weight.shape[1], config.block_n) for weight in firsts)
         own_tiles = ceil_div(sizes.rows, config.block_m) * num_n
         block = launch.shard_block(shape, node.gather_dim)
-        constants = launch.constants(config, shard, weights)
+        tile = launch.tile(config, shard, weights)
         # Whether the tiles of the own shard can carry nearly all of it.
         pieces = ceil_div(config.group_m * config.block_m * sizes.K, SEND_BLOCK * SEND_STEPS)
-        carried = constants["DESCRIPTORS"] and (node.world_size - 1) * sizes.num_chunks * pieces <= 1.25 * own_tiles
+        carried = tile.DESCRIPTORS and (node.world_size - 1) * sizes.num_chunks * pieces <= 1.25 * own_tiles
         return Arguments(
             programs=launch.programs(node.world_size * own_tiles, config),
             values=dict(
                 rows=sizes.rows,
                 K=sizes.K,
                 block=block,
-                columns=tuple(weight.shape[1] for weight in weights),
-                strides_bk=tuple(weight.stride(0) for weight in weights),
-                strides_bn=tuple(weight.stride(1) for weight in weights),
+                widths=widths_of(weights),
                 slot_stride=sizes.slot_stride,
                 rank=launch.rank,
                 senders=0 if carried else SENDERS,
                 num_chunks=sizes.num_chunks,
                 WORLD=node.world_size,
-                NUM_WEIGHTS=len(weights),
                 RETURN_GATHERED=node.return_gathered,
                 INTERLEAVED=block != sizes.rows,
                 **arrangement.constants(),
-                **constants,
+                TILES=tile,
+                **config.options,
                 SEND_BLOCK=INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
                 SEND_STEPS=1 if launch.interpreted else SEND_STEPS,
             ),

@@ -40,18 +40,15 @@ Outputs = tuple[torch.Tensor, ...]
 
 
 @triton.jit(do_not_specialize=["M"])
-def add_norm_kernel(
-    reduced, given, outputs, M, N,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr,
-):  # fmt: skip
+def add_norm_kernel(reduced, given, outputs, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr):
     """reduced [M, N], contiguous; may be the total. given, outputs: as by `extras` and `finish`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     inside = (rows < M) & (cols < N)
     at = rows.to(tl.int64) * N + cols
     value = tl.load(reduced + at, mask=inside, other=0.0)
-    loaded = extras(given, at, cols, inside, N, FORM)
-    finish(value, loaded, outputs, rows, at, inside, M, N, FORM, EPS, POST_EPS)
+    loaded = extras(given, at, cols, inside, N, NORMS.FORM)
+    finish(value, loaded, outputs, rows, at, inside, M, N, NORMS)
 
 
 @dataclass(frozen=True)

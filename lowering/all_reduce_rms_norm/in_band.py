@@ -17,6 +17,7 @@ devices do it (device/capabilities.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,7 +39,7 @@ from ditron_inductor.core.in_band import (
     wait_in_band,
 )
 from ditron_inductor.core.layout import IN_BAND_BYTES
-from ditron_inductor.core.signals import granted, leave
+from ditron_inductor.core.signals import Words, granted, leave, with_epoch
 from ditron_inductor.core.trace import SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import Outputs
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
@@ -68,96 +69,117 @@ INTERPRETED_PROGRAMS = 8
 """So that small problems have several programs of each kind, and are not all in band."""
 
 
+class How(NamedTuple):
+    """What is known at compile time: ranks, a mean or a sum, rows of a reader, places of a row, in elements and in
+    words, words that a sender sends, threads of a program.
+    """
+
+    WORLD: Any
+    AVERAGE: Any
+    ROWS: Any
+    BLOCK: Any
+    BLOCK_WORDS: Any
+    CHUNK: Any
+    THREADS: Any
+
+
+class Sent(NamedTuple):
+    """[M, N] has `words` words, `width` in a row; those of a source come `stride` after the last one's; senders."""
+
+    M: Any
+    N: Any
+    words: Any
+    width: Any
+    stride: Any
+    senders: Any
+
+
 @triton.jit
-def send(
-    asked, x, own, heaps, ctl, words, stride, number, senders, rank, slot, site,
-    WORLD: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
-):  # fmt: skip
+def send(protocol, asked, x, own, heaps, sizes, number, HOW: tl.constexpr, TRACE: tl.constexpr):
     """Words of x, which points to those of all rows, to all peers; and zeros; and `leave`. heaps: of rank + 1, .."""
+    WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
-    first = number * CHUNK
-    places = first + tl.arange(0, CHUNK)
-    sent = encode(tl.load(x + places, mask=places < words, other=0))
-    use, epoch, due, before, ok, _ = answer(asked)
-    if ok != 0:
+    first = number * HOW.CHUNK
+    places = first + tl.arange(0, HOW.CHUNK)
+    sent = encode(tl.load(x + places, mask=places < sizes.words, other=0))
+    known = answer(asked)
+    use = with_epoch(protocol, known.epoch)
+    if known.ok != 0:
         for i in tl.static_range(WORLD - 1):
-            tl.store(area(heaps[i], use) + (rank * stride + places), sent, mask=places < words)
-    left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
-    clear_before(own, use, before, number, senders, 4 * THREADS)
-    event(ctl, began, site, epoch, number, rank, SEND, TRACE)
+            tl.store(area(heaps[i], known.number) + (use.rank * sizes.stride + places), sent, mask=places < sizes.words)
+    left = leave(use, known.number + known.lines, known.due, HOW.THREADS, True)
+    clear_before(own, known, number, sizes.senders, 4 * HOW.THREADS)
+    event(use, began, number, use.rank, SEND, TRACE)
     return left
 
 
 @triton.jit
 def reduce(
-    asked, x, given, outputs, own, ctl, M, N, width, stride, piece, rank, slot, site,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
+    protocol, asked, x, given, outputs, own, sizes, piece, HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """The rows of `piece`, and `leave`."""
+    BLOCK: tl.constexpr = HOW.BLOCK
+    ROWS: tl.constexpr = HOW.ROWS
+    WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
     dtype: tl.constexpr = x.dtype.element_ty
     rows = (piece * ROWS + tl.arange(0, ROWS))[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
-    lanes = tl.arange(0, BLOCK_WORDS)[None, :]
-    places = rows * width + lanes
-    there = (rows < M) & (lanes < width)
+    lanes = tl.arange(0, HOW.BLOCK_WORDS)[None, :]
+    places = rows * sizes.width + lanes
+    there = (rows < sizes.M) & (lanes < sizes.width)
     mine = encode(tl.load(x.to(tl.pointer_type(tl.uint32), bitcast=True) + places, mask=there, other=0))
-    at = rows.to(tl.int64) * N + cols
-    inside = (rows < M) & (cols < N)
-    loaded = extras(given, at, cols, inside, N, FORM)
-    use, epoch, due, before, ok, limit = answer(asked)
-    left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
+    at = rows.to(tl.int64) * sizes.N + cols
+    inside = (rows < sizes.M) & (cols < sizes.N)
+    loaded = extras(given, at, cols, inside, sizes.N, NORMS.FORM)
+    known = answer(asked)
+    use = with_epoch(protocol, known.epoch)
+    ok = known.ok
+    left = leave(use, known.number + known.lines, known.due, HOW.THREADS, True)
     theirs = (mine,) * WORLD
     waited = now(TRACE)
     if ok != 0:
-        theirs, ok = wait_in_band(
-            mine, places, there, stride, own, limit, ctl, rank, slot, piece, site, epoch, use, WORLD, THREADS
-        )
-    event(ctl, waited, site, epoch, piece, rank, WAIT, TRACE)
+        theirs, ok = wait_in_band(use, known, mine, places, there, sizes.stride, own, piece, WORLD, HOW.THREADS)
+    event(use, waited, piece, use.rank, WAIT, TRACE)
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for i in tl.static_range(WORLD):
         total += decode(theirs[i], dtype)
-    if AVERAGE:
+    if HOW.AVERAGE:
         total = total / WORLD
     result = tl.where(ok != 0, total, float("nan")).to(dtype)
-    finish(result, loaded, outputs, rows, at, inside, M, N, FORM, EPS, POST_EPS)
-    event(ctl, began, site, epoch, piece, rank, TILE, TRACE)
+    finish(result, loaded, outputs, rows, at, inside, sizes.M, sizes.N, NORMS)
+    event(use, began, piece, use.rank, TILE, TRACE)
     return left
 
 
 @triton.jit(do_not_specialize=["M", "words", "senders", "rank", "slot", "site"])
 def in_band_kernel(
-    x, given, outputs, table, ctl, counters,
-    M, N, words, width, stride, senders, rank, slot, site,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr,
-    CHUNK: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr,
-    TRACE: tl.constexpr = 0,
+    x, given, outputs, pointers, M, N, words, width, stride, senders, rank, slot, site,
+    HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. x [M, N], contiguous, has `words` words, `width` in a row; those of a source come `stride` after
     the last one's. given, outputs: as by `rows.extras` and `rows.finish`. Programs: one, `senders`, and one for each
     ROWS rows.
     """
+    WORLD: tl.constexpr = HOW.WORLD
     program = tl.program_id(0)
     # All questions before the first answer.
-    asked = ask(ctl, slot, THREADS)
-    own, heaps = heap_of(table, rank), heaps_of_peers(table, rank, WORLD)
+    protocol = Words(pointers.table, pointers.ctl, rank, slot, site)
+    asked = ask(protocol, HOW.THREADS)
+    own, heaps = heap_of(protocol, rank), heaps_of_peers(protocol, WORLD)
+    sizes = Sent(M, N, words, width, stride, senders)
     if program <= senders:
         if program == 0:
-            left = begin(asked, table, ctl, rank, slot, site, WORLD, THREADS)
+            left = begin(asked, protocol, WORLD, HOW.THREADS)
         else:
             whole = x.to(tl.pointer_type(tl.uint32), bitcast=True)
-            left = send(
-                asked, whole, own, heaps, ctl, words, stride, program - 1, senders, rank, slot, site,
-                WORLD, CHUNK, THREADS, TRACE,
-            )  # fmt: skip
+            left = send(protocol, asked, whole, own, heaps, sizes, program - 1, HOW, TRACE)
     else:
-        left = reduce(
-            asked, x, given, outputs, own, ctl, M, N, width, stride, program - 1 - senders, rank, slot, site, WORLD,
-            AVERAGE, ROWS, BLOCK, BLOCK_WORDS, FORM, EPS, POST_EPS, THREADS, TRACE,
-        )  # fmt: skip
-    use, epoch, _, _, _, _ = answer(asked)
-    close_in_band(granted(left, THREADS), ctl, slot, epoch, use, WORLD * stride)
+        piece = program - 1 - senders
+        left = reduce(protocol, asked, x, given, outputs, own, sizes, piece, HOW, NORMS, TRACE)
+    known = answer(asked)
+    use = with_epoch(protocol, known.epoch)
+    close_in_band(granted(left, HOW.THREADS), use, known.number, WORLD * stride)
 
 
 @dataclass(frozen=True)
@@ -240,14 +262,16 @@ def all_reduce_rms_norm(
                 stride=dealt.stride,
                 senders=dealt.senders,
                 rank=launch.rank,
-                WORLD=node.world_size,
-                AVERAGE=node.reduce_op == "avg",
-                ROWS=dealt.rows,
-                BLOCK=block,
-                BLOCK_WORDS=block * x.element_size() // 4,
-                CHUNK=dealt.chunk,
+                HOW=How(
+                    WORLD=node.world_size,
+                    AVERAGE=node.reduce_op == "avg",
+                    ROWS=dealt.rows,
+                    BLOCK=block,
+                    BLOCK_WORDS=block * x.element_size() // 4,
+                    CHUNK=dealt.chunk,
+                    THREADS=launch.threads(num_warps),
+                ),
                 **constants_of(node, stores_reduced=True),
-                THREADS=launch.threads(num_warps),
                 num_warps=num_warps,
             ),
         )

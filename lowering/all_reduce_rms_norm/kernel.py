@@ -25,20 +25,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.layout import DATA_OFFSET, RESULT_ROW, REVOKED_ROW, SEND_TICKET, TILE_TICKET
+from ditron_inductor.core.layout import RESULT_ROW, REVOKED_ROW, SEND_TICKET, TILE_TICKET
 from ditron_inductor.core.signals import (
-    ask_to_send,
+    Words,
     close,
-    current_epoch,
     granted,
-    last_use,
     leave,
     may_send,
-    peer,
     publish_all,
     request_ticket,
     settle,
-    slot_ctl,
+    use_of,
     wait_all,
 )
 from ditron_inductor.core.trace import CREDITS, WAIT, event, now
@@ -57,10 +54,10 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     warps_of,
     with_rows,
 )
-from ditron_inductor.lowering.all_reduce_rms_norm.slices import two_shots_in_slices
+from ditron_inductor.lowering.all_reduce_rms_norm.slices import How, Runs, two_shots_in_slices
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import Arguments
-from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up
+from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up, begin
 from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, NormNode
 
 ROUND_BYTES = 800 << 10
@@ -93,174 +90,160 @@ def rows_of(ticket, tile, pieces, run, M, ROWS: tl.constexpr):
 
 
 @triton.jit
-def one_shot(
-    x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, run, ticket, rank, slot, site, epoch,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
-):  # fmt: skip
-    """The rows of piece `ticket`, and `leave`. slots: pointers, of rank + 1, ..; each has places [source][row]."""
+def one_shot(use, x, given, outputs, begun, sizes, ticket, HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr):
+    """The rows of piece `ticket`, and `leave`. A slot has places [source][row]."""
+    WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
-    cols = tl.arange(0, BLOCK)[None, :]
-    first = rows_of(ticket, 0, pieces, run, M, ROWS)
-    area = run.to(tl.int64) * pitch
-    at = first * N + cols
-    inside = (first < M) & (cols < N)
+    cols = tl.arange(0, HOW.BLOCK)[None, :]
+    first = rows_of(ticket, 0, sizes.pieces, sizes.run, sizes.M, HOW.ROWS)
+    area = sizes.run.to(tl.int64) * sizes.pitch
+    at = first * sizes.N + cols
+    inside = (first < sizes.M) & (cols < sizes.N)
     mine = tl.load(x + at, mask=inside, other=0.0)
-    loaded = extras(given, at, cols, inside, N, FORM)
+    loaded = extras(given, at, cols, inside, sizes.N, NORMS.FORM)
     # Credits: nobody reads any more what the slot's previous use left there.
     waited = now(TRACE)
-    ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
-    event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+    ok = may_send(begun.asked, tl.where(ticket == 0, begun.due, 0), use, HOW.WORLD, HOW.THREADS)
+    event(use, waited, ticket, use.rank, CREDITS, TRACE)
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
-            tl.store(slots[i] + rank * area + first * pitch + cols, mine, mask=inside)
-        for tile in range(1, TILES):
-            rows = rows_of(ticket, tile, pieces, run, M, ROWS)
-            there = (rows < M) & (cols < N)
-            more = tl.load(x + rows * N + cols, mask=there, other=0.0)
+            tl.store(begun.slots[i] + use.rank * area + first * sizes.pitch + cols, mine, mask=inside)
+        for tile in range(1, HOW.TILES):
+            rows = rows_of(ticket, tile, sizes.pieces, sizes.run, sizes.M, HOW.ROWS)
+            there = (rows < sizes.M) & (cols < sizes.N)
+            more = tl.load(x + rows * sizes.N + cols, mask=there, other=0.0)
             for i in tl.static_range(WORLD - 1):
-                tl.store(slots[i] + rank * area + rows * pitch + cols, more, mask=there)
-        publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+                tl.store(begun.slots[i] + use.rank * area + rows * sizes.pitch + cols, more, mask=there)
+        publish_all(use, ticket, HOW.WORLD)
     if ticket == 0:
-        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+        settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
+    left = leave(use, ticket, begun.due, HOW.THREADS, True)
     # Acquire: the rows of all peers.
     waited = now(TRACE)
-    whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
-    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
-    result = add_up(mine, own, first * pitch + cols, area, inside, whole, rank, WORLD, AVERAGE).to(x.dtype.element_ty)
-    finish(result, loaded, outputs, first, at, inside, M, N, FORM, EPS, POST_EPS)
-    for tile in range(1, TILES):
-        rows = rows_of(ticket, tile, pieces, run, M, ROWS)
-        there = (rows < M) & (cols < N)
-        at = rows * N + cols
+    whole = ok & wait_all(use, ticket, HOW.WORLD)
+    event(use, waited, ticket, use.rank, WAIT, TRACE)
+    dtype: tl.constexpr = x.dtype.element_ty
+    places = first * sizes.pitch + cols
+    total = add_up(mine, begun.own, places, area, inside, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
+    finish(total.to(dtype), loaded, outputs, first, at, inside, sizes.M, sizes.N, NORMS)
+    for tile in range(1, HOW.TILES):
+        rows = rows_of(ticket, tile, sizes.pieces, sizes.run, sizes.M, HOW.ROWS)
+        there = (rows < sizes.M) & (cols < sizes.N)
+        at = rows * sizes.N + cols
         more = tl.load(x + at, mask=there, other=0.0)
-        result = add_up(more, own, rows * pitch + cols, area, there, whole, rank, WORLD, AVERAGE).to(x.dtype.element_ty)
-        loaded = extras(given, at, cols, there, N, FORM)
-        finish(result, loaded, outputs, rows, at, there, M, N, FORM, EPS, POST_EPS)
-    event(ctl, began, site, epoch, ticket, rank, TILE_EVENT, TRACE)
+        places = rows * sizes.pitch + cols
+        total = add_up(more, begun.own, places, area, there, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
+        loaded = extras(given, at, cols, there, sizes.N, NORMS.FORM)
+        finish(total.to(dtype), loaded, outputs, rows, at, there, sizes.M, sizes.N, NORMS)
+    event(use, began, ticket, use.rank, TILE_EVENT, TRACE)
     return left
 
 
 @triton.jit
-def sums_of(rows, cols, sums, pitch, given, known, M, N, FORM: tl.constexpr):
+def sums_of(rows, cols, sums, sizes, given, known, FORM: tl.constexpr):
     """Rows that have been added up, NaN unless `known`, and their residual. sums: pointer to [M, pitch]."""
-    there = (rows < M) & (cols < N)
-    result = tl.load(sums + rows * pitch + cols, mask=there & (known != 0), other=float("nan"))
-    return result, residual_of(given, rows * N + cols, cols, there, FORM)
+    there = (rows < sizes.M) & (cols < sizes.N)
+    result = tl.load(sums + rows * sizes.pitch + cols, mask=there & (known != 0), other=float("nan"))
+    return result, residual_of(given, rows * sizes.N + cols, cols, there, FORM)
 
 
 @triton.jit
 def two_shots(
-    x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, run, ticket, rank, slot, site, epoch,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
+    use, x, given, outputs, begun, sizes, ticket, HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """The rows of piece `ticket` of every run, and `leave`. A slot has places [source][row], then sums [owner][row]."""
+    FORM: tl.constexpr = NORMS.FORM
+    WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
-    cols = tl.arange(0, BLOCK)[None, :]
-    area = run.to(tl.int64) * pitch
-    sums = WORLD * area
+    cols = tl.arange(0, HOW.BLOCK)[None, :]
+    area = sizes.run.to(tl.int64) * sizes.pitch
+    sums = HOW.WORLD * area
+    dtype: tl.constexpr = x.dtype.element_ty
     # Credits: nobody reads any more what the slot's previous use left there.
     waited = now(TRACE)
-    ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
-    event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+    ok = may_send(begun.asked, tl.where(ticket == 0, begun.due, 0), use, HOW.WORLD, HOW.THREADS)
+    event(use, waited, ticket, use.rank, CREDITS, TRACE)
     if ok != 0:
-        for tile in range(TILES):
-            rows = rows_of(ticket, tile, pieces, run, M, ROWS)
+        for tile in range(HOW.TILES):
+            rows = rows_of(ticket, tile, sizes.pieces, sizes.run, sizes.M, HOW.ROWS)
             # All of them, as no load overtakes a store.
             sent = ()
             for i in tl.static_range(1, WORLD):
-                theirs = (rank + i) % WORLD * run + rows
-                there = (theirs < M) & (cols < N)
-                sent = sent + (tl.load(x + theirs * N + cols, mask=there, other=0.0),)  # type: ignore[assignment]
+                theirs = (use.rank + i) % HOW.WORLD * sizes.run + rows
+                there = (theirs < sizes.M) & (cols < sizes.N)
+                sent = sent + (tl.load(x + theirs * sizes.N + cols, mask=there, other=0.0),)  # type: ignore[assignment]
             for i in tl.static_range(WORLD - 1):
-                theirs = (rank + 1 + i) % WORLD * run + rows
-                there = (theirs < M) & (cols < N)
-                tl.store(slots[i] + rank * area + rows * pitch + cols, sent[i], mask=there)
-        publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+                theirs = (use.rank + 1 + i) % HOW.WORLD * sizes.run + rows
+                there = (theirs < sizes.M) & (cols < sizes.N)
+                tl.store(begun.slots[i] + use.rank * area + rows * sizes.pitch + cols, sent[i], mask=there)
+        publish_all(use, ticket, HOW.WORLD)
     if ticket == 0:
-        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+        settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
+    left = leave(use, ticket, begun.due, HOW.THREADS, True)
     # Acquire: the own rows of all peers.
     waited = now(TRACE)
-    whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
-    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
-    for tile in range(TILES):
-        rows = rows_of(ticket, tile, pieces, run, M, ROWS)
-        ours = rank * run + rows
-        there = (ours < M) & (cols < N)
-        mine = tl.load(x + ours * N + cols, mask=there, other=0.0)
-        result = add_up(mine, own, rows * pitch + cols, area, there, whole, rank, WORLD, AVERAGE)
+    whole = ok & wait_all(use, ticket, HOW.WORLD)
+    event(use, waited, ticket, use.rank, WAIT, TRACE)
+    for tile in range(HOW.TILES):
+        rows = rows_of(ticket, tile, sizes.pieces, sizes.run, sizes.M, HOW.ROWS)
+        ours = use.rank * sizes.run + rows
+        there = (ours < sizes.M) & (cols < sizes.N)
+        mine = tl.load(x + ours * sizes.N + cols, mask=there, other=0.0)
+        places = rows * sizes.pitch + cols
+        result = add_up(mine, begun.own, places, area, there, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
         if whole != 0:
             for i in tl.static_range(WORLD - 1):
-                tl.store(slots[i] + sums + rank * area + rows * pitch + cols, result.to(x.dtype.element_ty), mask=there)
+                slot_sums = begun.slots[i] + sums + use.rank * area
+                tl.store(slot_sums + rows * sizes.pitch + cols, result.to(dtype), mask=there)
         # For this rank too: nobody else writes there.
-        tl.store(own + sums + rank * area + rows * pitch + cols, result.to(x.dtype.element_ty), mask=there)
+        tl.store(begun.own + sums + use.rank * area + rows * sizes.pitch + cols, result.to(dtype), mask=there)
     # Other threads may read the own sums than wrote them.
     tl.debug_barrier()
     if whole != 0:
-        publish_all(table, slot, RESULT_ROW + ticket, rank, site, epoch, WORLD)
+        publish_all(use, RESULT_ROW + ticket, HOW.WORLD)
     # Acquire: the sums of all peers.
     waited = now(TRACE)
-    known = ok & wait_all(table, ctl, rank, slot, RESULT_ROW + ticket, site, epoch, WORLD)
-    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
-    for tile in range(TILES):
-        rows = rows_of(ticket, tile, pieces, run, M, ROWS)
-        coming, residual = sums_of(rank * run + rows, cols, own + sums, pitch, given, 1, M, N, FORM)
+    known = ok & wait_all(use, RESULT_ROW + ticket, HOW.WORLD)
+    event(use, waited, ticket, use.rank, WAIT, TRACE)
+    for tile in range(HOW.TILES):
+        rows = rows_of(ticket, tile, sizes.pieces, sizes.run, sizes.M, HOW.ROWS)
+        coming, residual = sums_of(use.rank * sizes.run + rows, cols, begun.own + sums, sizes, given, 1, FORM)
         for i in tl.static_range(WORLD):
-            theirs = (rank + i) % WORLD * run + rows
-            there = (theirs < M) & (cols < N)
-            result, loaded = coming, with_rows(residual, given, cols, N, FORM)
-            if i + 1 < WORLD:
+            theirs = (use.rank + i) % HOW.WORLD * sizes.run + rows
+            there = (theirs < sizes.M) & (cols < sizes.N)
+            result, loaded = coming, with_rows(residual, given, cols, sizes.N, FORM)
+            if i + 1 < HOW.WORLD:
                 # Before these are stored, as no load overtakes a store.
-                following = (rank + i + 1) % WORLD * run + rows
-                coming, residual = sums_of(following, cols, own + sums, pitch, given, known, M, N, FORM)
-            finish(result, loaded, outputs, theirs, theirs * N + cols, there, M, N, FORM, EPS, POST_EPS)
-    event(ctl, began, site, epoch, ticket, rank, TILE_EVENT, TRACE)
+                following = (use.rank + i + 1) % HOW.WORLD * sizes.run + rows
+                coming, residual = sums_of(following, cols, begun.own + sums, sizes, given, known, FORM)
+            finish(result, loaded, outputs, theirs, theirs * sizes.N + cols, there, sizes.M, sizes.N, NORMS)
+    event(use, began, ticket, use.rank, TILE_EVENT, TRACE)
     return left
 
 
 @triton.jit(do_not_specialize=["M", "pieces", "run", "rank", "slot", "site"])
 def all_reduce_rms_norm_kernel(
-    x, given, outputs, table, ctl, counters,
-    M, N, pitch, pieces, run, width, rank, slot, site,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, ONE_SHOT: tl.constexpr,
-    ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr = 0,
+    x, given, outputs, pointers, M, N, pitch, pieces, run, width, rank, slot, site,
+    HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. x [M, N], contiguous; may be the total, but for SLICES. given, outputs: as by `rows.extras` and
     `rows.finish`. One program for each of `pieces` of every run of `run` rows, or for each of their SLICES, of `width`
     columns, in SLICE places.
     """
     # All questions before the first answer: one after the other they would take as long as a signal.
-    request = request_ticket(ctl, slot, TILE_TICKET if SLICES == 1 else SEND_TICKET, THREADS, True)
-    epoch = current_epoch(ctl, slot)
-    offset = tl.load(slot_ctl(ctl, slot) + DATA_OFFSET)
-    dtype: tl.constexpr = x.dtype.element_ty
-    own = peer(table, rank, offset, dtype)
-    slots = ()
-    for i in tl.static_range(1, WORLD):
-        slots = slots + (peer(table, (rank + i) % WORLD, offset, dtype),)  # type: ignore[assignment]
-    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
-    due = last_use(ctl)
-    ticket = granted(request, THREADS)
-    if SLICES > 1:
-        left = two_shots_in_slices(
-            x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, run, width, ticket, rank, slot, site,
-            epoch, WORLD, AVERAGE, SLICES, SLICE, BLOCK, FORM, EPS, POST_EPS, THREADS, TRACE,
-        )  # fmt: skip
-    elif ONE_SHOT:
-        left = one_shot(
-            x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, run, ticket, rank, slot, site,
-            epoch, WORLD, AVERAGE, ROWS, TILES, BLOCK, FORM, EPS, POST_EPS, THREADS, TRACE,
-        )  # fmt: skip
+    words = Words(pointers.table, pointers.ctl, rank, slot, site)
+    request = request_ticket(words, TILE_TICKET if HOW.SLICES == 1 else SEND_TICKET, HOW.THREADS, True)
+    use = use_of(words)
+    begun = begin(use, x.dtype.element_ty, HOW.WORLD, HOW.THREADS)
+    ticket = granted(request, HOW.THREADS)
+    sizes = Runs(M, N, pitch, pieces, run, width)
+    if HOW.SLICES > 1:
+        left = two_shots_in_slices(use, x, given, outputs, begun, sizes, ticket, HOW, NORMS, TRACE)
+    elif HOW.ONE_SHOT:
+        left = one_shot(use, x, given, outputs, begun, sizes, ticket, HOW, NORMS, TRACE)
     else:
-        left = two_shots(
-            x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, pieces, run, ticket, rank, slot, site,
-            epoch, WORLD, AVERAGE, ROWS, TILES, BLOCK, FORM, EPS, POST_EPS, THREADS, TRACE,
-        )  # fmt: skip
-    close(granted(left, THREADS), ctl, slot, epoch)
+        left = two_shots(use, x, given, outputs, begun, sizes, ticket, HOW, NORMS, TRACE)
+    close(granted(left, HOW.THREADS), use)
 
 
 @dataclass(frozen=True)
@@ -407,16 +390,18 @@ def all_reduce_rms_norm(
                 run=sizes.run,
                 width=width,
                 rank=launch.rank,
-                WORLD=node.world_size,
-                AVERAGE=node.reduce_op == "avg",
-                ONE_SHOT=cut.one_shot,
-                ROWS=cut.rows,
-                TILES=cut.tiles,
-                BLOCK=block,
-                SLICES=cut.slices,
-                SLICE=block_of(width),
+                HOW=How(
+                    WORLD=node.world_size,
+                    AVERAGE=node.reduce_op == "avg",
+                    ONE_SHOT=cut.one_shot,
+                    ROWS=cut.rows,
+                    TILES=cut.tiles,
+                    BLOCK=block,
+                    SLICES=cut.slices,
+                    SLICE=block_of(width),
+                    THREADS=launch.threads(num_warps),
+                ),
                 **constants_of(node, stores_reduced=True),
-                THREADS=launch.threads(num_warps),
                 num_warps=num_warps,
             ),
         )

@@ -14,7 +14,7 @@ stores the norm in its own way calls `normalised`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -74,6 +74,16 @@ FORM_OF_SAVED: Mapping[str, int] = {
     "scaled": SAVES_SCALED.value,
     "other": SAVES_OTHER.value,
 }
+
+
+class Norms(NamedTuple):
+    """The norms of a kernel, known at compile time: FORM, and what is added to the variance, of the last norm and of
+    `post`.
+    """
+
+    FORM: Any
+    EPS: Any
+    POST_EPS: Any
 
 
 @triton.jit
@@ -151,15 +161,14 @@ def weigh(
 
 
 @triton.jit
-def normalised(
-    reduced, loaded, outputs, rows, at, inside, M, N, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr
-):
+def normalised(reduced, loaded, outputs, rows, at, inside, M, N, NORMS: tl.constexpr):
     """The norm of whole rows; their sum, unless it is TOTAL_KNOWN, and what is saved of them are stored.
 
     reduced [ROWS, BLOCK], in their dtype. loaded: by `extras`. outputs: pointers to normed and total, then in the order
     of nodes.SAVED. rows [ROWS, 1]: their numbers, of which there are M. at, inside: as by `extras`.
     """
     dtype: tl.constexpr = reduced.dtype
+    FORM: tl.constexpr = NORMS.FORM
     if SAVES_REDUCED & FORM:
         tl.store(outputs[2] + at, reduced, mask=inside)
     value = reduced.to(tl.float32)
@@ -168,7 +177,7 @@ def normalised(
     if HAS_SECOND_BIAS & FORM:
         value = (value + loaded[1].to(tl.float32)).to(dtype).to(tl.float32)
     if POST & FORM:
-        scaled, mean, rstd = scale(value, inside, N, POST_LAYER & FORM, POST_EPS)
+        scaled, mean, rstd = scale(value, inside, N, POST_LAYER & FORM, NORMS.POST_EPS)
         if SAVES_POST_MEAN & FORM:
             tl.store(outputs[3] + rows, mean[:, None], mask=rows < M)
         if SAVES_POST_RSTD & FORM:
@@ -183,7 +192,7 @@ def normalised(
         tl.store(outputs[1] + at, value.to(dtype), mask=inside)
     result = value.to(dtype)
     if not (NO_NORM & FORM):
-        scaled, mean, rstd = scale(value, inside, N, LAYER & FORM, EPS)
+        scaled, mean, rstd = scale(value, inside, N, LAYER & FORM, NORMS.EPS)
         if SAVES_MEAN & FORM:
             tl.store(outputs[5] + rows, mean[:, None], mask=rows < M)
         if SAVES_RSTD & FORM:
@@ -204,19 +213,15 @@ def normalised(
 
 
 @triton.jit
-def finish(
-    reduced, loaded, outputs, rows, at, inside, M, N, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr
-):
+def finish(reduced, loaded, outputs, rows, at, inside, M, N, NORMS: tl.constexpr):
     """As `normalised`, and the norm is stored too."""
-    normed = normalised(reduced, loaded, outputs, rows, at, inside, M, N, FORM, EPS, POST_EPS)
-    if not (NO_NORM & FORM):
+    normed = normalised(reduced, loaded, outputs, rows, at, inside, M, N, NORMS)
+    if not (NO_NORM & NORMS.FORM):
         tl.store(outputs[0] + at, normed, mask=inside)
 
 
 @triton.jit
-def finish_all(
-    reduced, given, outputs, M, N, BLOCK: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr
-):
+def finish_all(reduced, given, outputs, M, N, BLOCK: tl.constexpr, NORMS: tl.constexpr):
     """`finish`, by one program, for M rows of N that lie in `reduced`, which may be the total, one after the other."""
     cols = tl.arange(0, BLOCK)[None, :]
     for row in range(M):
@@ -224,8 +229,8 @@ def finish_all(
         at = cols + row * N
         inside = cols < N
         value = tl.load(reduced + at, mask=inside, other=0.0)
-        loaded = extras(given, at, cols, inside, N, FORM)
-        finish(value, loaded, outputs, rows, at, inside, M, N, FORM, EPS, POST_EPS)
+        loaded = extras(given, at, cols, inside, N, NORMS.FORM)
+        finish(value, loaded, outputs, rows, at, inside, M, N, NORMS)
 
 
 def form_of(node: WithNorm, *, stores_reduced: bool) -> int:
@@ -246,9 +251,9 @@ def _norm_bits(norm: Norm, layer: int, plus_one: int, round_first: int) -> int:
 
 
 def constants_of(node: WithNorm, *, stores_reduced: bool) -> dict[str, Any]:
-    """FORM and what goes with it, of a kernel. See `form_of`."""
+    """The norms of a kernel. See `form_of`."""
     post_eps = 0.0 if node.post is None else node.post.eps
-    return {"FORM": form_of(node, stores_reduced=stores_reduced), "EPS": node.norm.eps, "POST_EPS": post_eps}
+    return {"NORMS": Norms(form_of(node, stores_reduced=stores_reduced), node.norm.eps, post_eps)}
 
 
 def allocate(node: WithNorm, x: torch.Tensor, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -17,6 +17,8 @@ A slice without credits is not sent, and never published, nor is a sum whose sli
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -36,6 +38,33 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import extras, finish
 from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up
 
 
+class How(NamedTuple):
+    """What is known at compile time, here and in kernel.py: ranks, a mean or a sum, which of the algorithms; rows of a
+    tile, tiles of a piece, places of a row; slices of a row, and places of one; threads of a program.
+    """
+
+    WORLD: Any
+    AVERAGE: Any
+    ONE_SHOT: Any
+    ROWS: Any
+    TILES: Any
+    BLOCK: Any
+    SLICES: Any
+    SLICE: Any
+    THREADS: Any
+
+
+class Runs(NamedTuple):
+    """[M, N], elements from one row to the next in a slot, pieces of a run, rows of a run, and columns of a slice."""
+
+    M: Any
+    N: Any
+    pitch: Any
+    pieces: Any
+    run: Any
+    width: Any
+
+
 @triton.jit
 def slice_of(ticket, width, N, SLICES: tl.constexpr, SLICE: tl.constexpr):
     """The row of a ticket, the columns [SLICE] of its slice, and which of them there are."""
@@ -46,72 +75,73 @@ def slice_of(ticket, width, N, SLICES: tl.constexpr, SLICE: tl.constexpr):
 
 @triton.jit
 def two_shots_in_slices(
-    x, given, outputs, own, slots, asked, due, table, ctl, M, N, pitch, run, width, ticket, rank, slot, site, epoch,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
-    FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
+    use, x, given, outputs, begun, sizes, ticket, HOW: tl.constexpr, NORMS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
-    """Slice `ticket` of a row of every run, of `run` rows, and those that nobody has taken; sums; rows; and `leave`.
+    """Slice `ticket` of a row of every run, and those that nobody has taken; sums; rows; and `leave`.
 
-    slots: pointers, of rank + 1, ..; each has places [source][row], then sums [owner][row].
+    A slot has places [source][row], then sums [owner][row].
     """
+    WORLD: tl.constexpr = HOW.WORLD
     dtype: tl.constexpr = x.dtype.element_ty
-    area = run.to(tl.int64) * pitch
-    sums = WORLD * area
-    request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+    area = sizes.run.to(tl.int64) * sizes.pitch
+    sums = HOW.WORLD * area
+    request = request_ticket(use, TILE_TICKET, HOW.THREADS, True)
     # Credits: nobody reads any more what the slot's previous use left there.
     waited = now(TRACE)
-    ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
-    event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
-    while ticket < run * SLICES:
+    ok = may_send(begun.asked, tl.where(ticket == 0, begun.due, 0), use, HOW.WORLD, HOW.THREADS)
+    event(use, waited, ticket, use.rank, CREDITS, TRACE)
+    while ticket < sizes.run * HOW.SLICES:
         sending = now(TRACE)
-        coming = request_ticket(ctl, slot, SEND_TICKET, THREADS, True)
-        row, part, there = slice_of(ticket, width, N, SLICES, SLICE)
+        coming = request_ticket(use, SEND_TICKET, HOW.THREADS, True)
+        row, part, there = slice_of(ticket, sizes.width, sizes.N, HOW.SLICES, HOW.SLICE)
         sent = ()
         for i in tl.static_range(1, WORLD):
-            theirs = (rank + i) % WORLD * run + row
-            sent = sent + (tl.load(x + theirs * N + part, mask=there & (theirs < M), other=0.0),)  # type: ignore[assignment]
+            theirs = (use.rank + i) % HOW.WORLD * sizes.run + row
+            one = tl.load(x + theirs * sizes.N + part, mask=there & (theirs < sizes.M), other=0.0)
+            sent = sent + (one,)  # type: ignore[assignment]
         if ok != 0:
             for i in tl.static_range(WORLD - 1):
-                tl.store(slots[i] + rank * area + row * pitch + part, sent[i], mask=there)
-            publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+                tl.store(begun.slots[i] + use.rank * area + row * sizes.pitch + part, sent[i], mask=there)
+            publish_all(use, ticket, HOW.WORLD)
         if ticket == 0:
-            settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-        event(ctl, sending, site, epoch, ticket, rank, SEND, TRACE)
-        ticket = granted(coming, THREADS)
-    ticket = granted(request, THREADS)
-    while ticket < run * SLICES:
+            settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
+        event(use, sending, ticket, use.rank, SEND, TRACE)
+        ticket = granted(coming, HOW.THREADS)
+    ticket = granted(request, HOW.THREADS)
+    while ticket < sizes.run * HOW.SLICES:
         adding = now(TRACE)
-        coming = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-        row, part, there = slice_of(ticket, width, N, SLICES, SLICE)
-        ours = rank * run + row
-        mine = tl.load(x + ours * N + part, mask=there & (ours < M), other=0.0)
+        coming = request_ticket(use, TILE_TICKET, HOW.THREADS, True)
+        row, part, there = slice_of(ticket, sizes.width, sizes.N, HOW.SLICES, HOW.SLICE)
+        ours = use.rank * sizes.run + row
+        mine = tl.load(x + ours * sizes.N + part, mask=there & (ours < sizes.M), other=0.0)
         # Acquire: the slice of the own row, of all peers.
         awaited = now(TRACE)
-        whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
-        event(ctl, awaited, site, epoch, ticket, rank, WAIT, TRACE)
-        total = add_up(mine, own, row * pitch + part, area, there, whole, rank, WORLD, AVERAGE)
+        whole = ok & wait_all(use, ticket, HOW.WORLD)
+        event(use, awaited, ticket, use.rank, WAIT, TRACE)
+        total = add_up(mine, begun.own, row * sizes.pitch + part, area, there, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
         if whole != 0:
             for i in tl.static_range(WORLD - 1):
-                tl.store(slots[i] + sums + rank * area + row * pitch + part, total.to(dtype), mask=there)
+                slot_sums = begun.slots[i] + sums + use.rank * area
+                tl.store(slot_sums + row * sizes.pitch + part, total.to(dtype), mask=there)
             # For this rank's other programs too.
-            tl.store(own + sums + rank * area + row * pitch + part, total.to(dtype), mask=there)
-            publish_all(table, slot, RESULT_ROW + ticket, rank, site, epoch, WORLD, True)
-        event(ctl, adding, site, epoch, ticket, rank, SUM, TRACE)
-        ticket = granted(coming, THREADS)
-    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+            tl.store(begun.own + sums + use.rank * area + row * sizes.pitch + part, total.to(dtype), mask=there)
+            publish_all(use, RESULT_ROW + ticket, HOW.WORLD, True)
+        event(use, adding, ticket, use.rank, SUM, TRACE)
+        ticket = granted(coming, HOW.THREADS)
+    left = leave(use, ticket, begun.due, HOW.THREADS, True)
     began = now(TRACE)
-    row = tl.program_id(0) // SLICES
+    row = tl.program_id(0) // HOW.SLICES
     # Acquire: all slices of the sums, of all ranks.
-    known = ok & wait_rows(table, ctl, rank, slot, RESULT_ROW + row * SLICES, site, epoch, WORLD, SLICES)
-    event(ctl, began, site, epoch, row, rank, WAIT, TRACE)
-    cols = tl.arange(0, BLOCK)[None, :]
-    for owner in range(tl.program_id(0) % SLICES, WORLD, SLICES):
-        theirs = (owner * run + row + tl.arange(0, 1)).to(tl.int64)[:, None]
-        inside = (theirs < M) & (cols < N)
-        at = theirs * N + cols
+    known = ok & wait_rows(use, RESULT_ROW + row * HOW.SLICES, HOW.WORLD, HOW.SLICES)
+    event(use, began, row, use.rank, WAIT, TRACE)
+    cols = tl.arange(0, HOW.BLOCK)[None, :]
+    for owner in range(tl.program_id(0) % HOW.SLICES, HOW.WORLD, HOW.SLICES):
+        theirs = (owner * sizes.run + row + tl.arange(0, 1)).to(tl.int64)[:, None]
+        inside = (theirs < sizes.M) & (cols < sizes.N)
+        at = theirs * sizes.N + cols
         # A slot of W runs of rows has the rows of the tensor, in their order.
-        result = tl.load(own + sums + theirs * pitch + cols, mask=inside & (known != 0), other=float("nan"))
-        loaded = extras(given, at, cols, inside, N, FORM)
-        finish(result, loaded, outputs, theirs, at, inside, M, N, FORM, EPS, POST_EPS)
-    event(ctl, began, site, epoch, row, rank, TILE, TRACE)
+        result = tl.load(begun.own + sums + theirs * sizes.pitch + cols, mask=inside & (known != 0), other=float("nan"))
+        loaded = extras(given, at, cols, inside, sizes.N, NORMS.FORM)
+        finish(result, loaded, outputs, theirs, at, inside, sizes.M, sizes.N, NORMS)
+    event(use, began, row, use.rank, TILE, TRACE)
     return left

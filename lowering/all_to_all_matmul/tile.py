@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,6 +29,8 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import TILE_TICKET
 from ditron_inductor.core.matmul import (
+    Carried,
+    Weight,
     matmul_run_by_descriptors,
     matmul_steps,
     rows_descriptor,
@@ -35,8 +38,8 @@ from ditron_inductor.core.matmul import (
 )
 from ditron_inductor.core.order import grouped
 from ditron_inductor.core.signals import (
+    Words,
     credits_due,
-    current_epoch,
     data,
     finish,
     granted,
@@ -46,6 +49,7 @@ from ditron_inductor.core.signals import (
     settle,
     take_send,
     take_tile,
+    use_of,
     wait,
     wait_credits,
 )
@@ -62,76 +66,107 @@ MOST_CHUNKS = 16
 INTERPRETED_SENDERS = 2
 
 
+class How(NamedTuple):
+    """What is known at compile time: ranks, whether what was received is wanted, elements of the send queue, Tiles."""
+
+    WORLD: Any
+    RETURN_RECEIVED: Any
+    SEND_BLOCK: Any
+    SEND_STEPS: Any
+    TILES: Any
+
+
 @triton.jit
-def drain_sends(
-    ticket, x, table, ctl, counters, numel, chunk_numel, num_sends, rank, slot, site, epoch,
-    WORLD: tl.constexpr, SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr,
-):  # fmt: skip
+def drain_sends(use, ticket, x, counters, numel, chunk_numel, num_sends, HOW: tl.constexpr, TRACE: tl.constexpr):
     """Push piece `ticket` of what peers get of x to its peer, take the next one from the send queue, until none is
     left.
 
     numel: elements for each rank, which lie together in x and in the slot of the rank.
     """
-    PIECE_NUMEL: tl.constexpr = SEND_BLOCK * SEND_STEPS
+    PIECE_NUMEL: tl.constexpr = HOW.SEND_BLOCK * HOW.SEND_STEPS
     pieces = tl.cdiv(chunk_numel, PIECE_NUMEL)
     while ticket < num_sends:
         began = now(TRACE)
         # Rank - 1 comes to the pieces of this rank first.
-        target = (rank + WORLD - 1 - ticket // pieces % (WORLD - 1)) % WORLD
-        chunk = ticket // (pieces * (WORLD - 1))
+        target = (use.rank + HOW.WORLD - 1 - ticket // pieces % (HOW.WORLD - 1)) % HOW.WORLD
+        chunk = ticket // (pieces * (HOW.WORLD - 1))
         inside = ticket % pieces * PIECE_NUMEL
         first = chunk.to(tl.int64) * chunk_numel + inside
         # The last chunk is shorter.
         count = tl.minimum(tl.minimum(chunk_numel - inside, PIECE_NUMEL), numel - first).to(tl.int32)
         source = x + target * numel + first
-        place = data(table, ctl, target, slot, x.dtype.element_ty) + rank * numel + first
-        if wait_credits(table, ctl, rank, slot, site, epoch, WORLD) != 0:
-            for i in range(SEND_STEPS):
-                offsets = i * SEND_BLOCK + tl.arange(0, SEND_BLOCK)
+        place = data(use, target, x.dtype.element_ty) + use.rank * numel + first
+        if wait_credits(use, HOW.WORLD) != 0:
+            for i in range(HOW.SEND_STEPS):
+                offsets = i * HOW.SEND_BLOCK + tl.arange(0, HOW.SEND_BLOCK)
                 here = offsets < count
                 tl.store(place + offsets, tl.load(source + offsets, mask=here), mask=here)
-            sent_piece(counters, table, target, chunk, pieces, rank, slot, site, epoch)
-        event(ctl, began, site, epoch, chunk, target, SEND, TRACE)
-        ticket = take_send(ctl, slot)
+            sent_piece(use, counters, target, chunk, pieces)
+        event(use, began, chunk, target, SEND, TRACE)
+        ticket = take_send(use)
+
+
+class Pieces(NamedTuple):
+    """What a rank gets from each rank: `rows` of `parts` runs of C columns, `numel` elements, in chunks of rows."""
+
+    rows: Any
+    C: Any
+    parts: Any
+    numel: Any
+    chunk_rows: Any
 
 
 @triton.jit
 def copy_received(
-    ticket, x, received, table, ctl, rows, C, parts, numel, chunk_rows, alive, rank, slot, site, epoch,
-    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRACE: tl.constexpr,
+    use, ticket, x, received, pieces, alive, WORLD: tl.constexpr, TILES: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Copy tile `ticket` of what this rank has received, or keeps, to the caller's output; NaN after a failure."""
     began = now(TRACE)
-    num_m = tl.cdiv(rows, BLOCK_M)
-    blocks = tl.cdiv(C, BLOCK_N)
-    source = (rank + ticket // (num_m * parts * blocks)) % WORLD
-    block_row = ticket // (parts * blocks) % num_m
-    part = ticket // blocks % parts
+    num_m = tl.cdiv(pieces.rows, TILES.BLOCK_M)
+    blocks = tl.cdiv(pieces.C, TILES.BLOCK_N)
+    source = (use.rank + ticket // (num_m * pieces.parts * blocks)) % WORLD
+    block_row = ticket // (pieces.parts * blocks) % num_m
+    part = ticket // blocks % pieces.parts
     ok = alive
-    if source != rank:
-        ok = alive & wait(table, ctl, rank, slot, block_row * BLOCK_M // chunk_rows, source, site, epoch)
-        event(ctl, began, site, epoch, block_row * BLOCK_M // chunk_rows, source, WAIT, TRACE)
-    offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_c = ticket % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (offs_m < rows)[:, None] & (offs_c < C)[None, :]
-    slot_data = data(table, ctl, rank, slot, x.dtype.element_ty)
-    base = tl.where(source == rank, x, slot_data) + source * numel
-    offsets = offs_m.to(tl.int64)[:, None] * (parts * C) + (part * C + offs_c)[None, :]
+    if source != use.rank:
+        ok = alive & wait(use, block_row * TILES.BLOCK_M // pieces.chunk_rows, source)
+        event(use, began, block_row * TILES.BLOCK_M // pieces.chunk_rows, source, WAIT, TRACE)
+    offs_m = block_row * TILES.BLOCK_M + tl.arange(0, TILES.BLOCK_M)
+    offs_c = ticket % blocks * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)
+    inside = (offs_m < pieces.rows)[:, None] & (offs_c < pieces.C)[None, :]
+    slot_data = data(use, use.rank, x.dtype.element_ty)
+    base = tl.where(source == use.rank, x, slot_data) + source * pieces.numel
+    offsets = offs_m.to(tl.int64)[:, None] * (pieces.parts * pieces.C) + (part * pieces.C + offs_c)[None, :]
     tile = tl.load(base + offsets, mask=inside & (ok != 0), other=float("nan"))
-    columns = (part * WORLD + source) * C + offs_c
-    tl.store(received + offs_m.to(tl.int64)[:, None] * (WORLD * parts * C) + columns[None, :], tile, mask=inside)
-    event(ctl, began, site, epoch, ticket, source, COPY, TRACE)
+    columns = (part * WORLD + source) * pieces.C + offs_c
+    out_rows = received + offs_m.to(tl.int64)[:, None] * (WORLD * pieces.parts * pieces.C)
+    tl.store(out_rows + columns[None, :], tile, mask=inside)
+    event(use, began, ticket, source, COPY, TRACE)
+
+
+class Tensors(NamedTuple):
+    """Pointers, see the kernel."""
+
+    x: Any
+    weight: Any
+    out: Any
+    received: Any
+
+
+class Sizes(NamedTuple):
+    """Columns of a run and of the output, strides of the weight, rows of a chunk."""
+
+    C: Any
+    N: Any
+    stride_bk: Any
+    stride_bn: Any
+    chunk_rows: Any
 
 
 @triton.jit(do_not_specialize=["rows", "parts", "rank", "slot", "site", "senders", "num_chunks"])
 def all_to_all_matmul_kernel(
-    x, weight, out, received, table, ctl, counters,
-    rows, C, parts, N, stride_bk, stride_bn, rank, slot, site, senders, chunk_rows, num_chunks,
-    WORLD: tl.constexpr, RETURN_RECEIVED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
-    SEND_BLOCK: tl.constexpr, SEND_STEPS: tl.constexpr, TRACE: tl.constexpr = 0,
+    tensors, pointers, rows, sizes, parts, rank, slot, site, senders, num_chunks, HOW: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. x [WORLD * rows, parts * C] contiguous, by the rank that the rows are for; weight [parts * WORLD
     * C, N]; out [rows, N] and received [rows, parts * WORLD * C] contiguous. A slot has rows [WORLD * rows, parts * C],
@@ -139,93 +174,96 @@ def all_to_all_matmul_kernel(
 
     DESCRIPTORS: then C is a multiple of BLOCK_K, and rows of x of 16 bytes. EVEN_K: C is a multiple of BLOCK_K.
     """
-    epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
-    width = parts * C
+    TILES: tl.constexpr = HOW.TILES
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    alive = healthy(use)
+    width = parts * sizes.C
     numel = rows.to(tl.int64) * width
     num_m = tl.cdiv(rows, BLOCK_M)
-    num_n = tl.cdiv(N, BLOCK_N)
-    ticket = take_tile(ctl, slot)
+    num_n = tl.cdiv(sizes.N, BLOCK_N)
+    ticket = take_tile(use)
     while ticket < senders:
-        chunk_numel = chunk_rows * width
-        pieces = tl.cdiv(chunk_numel, SEND_BLOCK * SEND_STEPS)
-        send_ticket = take_send(ctl, slot)
+        chunk_numel = sizes.chunk_rows * width
+        pieces = tl.cdiv(chunk_numel, HOW.SEND_BLOCK * HOW.SEND_STEPS)
+        send_ticket = take_send(use)
         if send_ticket == 0:
-            settle(credits_due(ctl, alive), table, rank, site, WORLD)
+            settle(credits_due(use, alive), use, HOW.WORLD)
         drain_sends(
-            send_ticket, x, table, ctl, counters, numel, chunk_numel,
-            tl.where(alive != 0, (WORLD - 1) * num_chunks * pieces, 0), rank, slot, site, epoch,
-            WORLD, SEND_BLOCK, SEND_STEPS, TRACE,
+            use, send_ticket, tensors.x, pointers.counters, numel, chunk_numel,
+            tl.where(alive != 0, (HOW.WORLD - 1) * num_chunks * pieces, 0), HOW, TRACE,
         )  # fmt: skip
-        ticket = take_tile(ctl, slot)
-    slot_data = data(table, ctl, rank, slot, x.dtype.element_ty)
-    own_rows = x + rank * numel
-    if DESCRIPTORS:
-        own_descriptor = rows_descriptor(own_rows, rows, width, width, BLOCK_M, BLOCK_K)
-        slot_descriptor = rows_descriptor(slot_data, WORLD * rows, width, width, BLOCK_M, BLOCK_K)
-        b_descriptor = weight_descriptor(weight, N, WORLD * width, stride_bk, stride_bn, BLOCK_N, BLOCK_K, K_MAJOR)
+        ticket = take_tile(use)
+    slot_data = data(use, rank, tensors.x.dtype.element_ty)
+    own_rows = tensors.x + rank * numel
+    if TILES.DESCRIPTORS:
+        own_descriptor = rows_descriptor(own_rows, rows, width, width, BLOCK_M, TILES.BLOCK_K)
+        slot_descriptor = rows_descriptor(slot_data, HOW.WORLD * rows, width, width, BLOCK_M, TILES.BLOCK_K)
+        b_descriptor = weight_descriptor(
+            tensors.weight, sizes.N, HOW.WORLD * width, sizes.stride_bk, sizes.stride_bn,
+            BLOCK_N, TILES.BLOCK_K, TILES.K_MAJOR,
+        )  # fmt: skip
     ok = alive
     # The chunk of all sources that was waited for last.
     ready = tl.full((), -1, tl.int32)
     while ticket < senders + num_m * num_n:
         began = now(TRACE)
-        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-        block_row, block_column = grouped(ticket - senders, num_m, num_n, GROUP_M)
+        request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
+        block_row, block_column = grouped(ticket - senders, num_m, num_n, TILES.GROUP_M)
         row, column = block_row * BLOCK_M, block_column * BLOCK_N
-        chunk = row // chunk_rows
+        chunk = row // sizes.chunk_rows
         offs_m = row + tl.arange(0, BLOCK_M)
         rows_m = tl.minimum(offs_m, rows - 1).to(tl.int64) * width
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for part in range(parts):
-            first = (part * WORLD + rank) * C
-            if DESCRIPTORS:
+            first = (part * HOW.WORLD + rank) * sizes.C
+            if TILES.DESCRIPTORS:
                 acc = matmul_run_by_descriptors(
-                    acc, own_descriptor, b_descriptor, row, part * C, column, first, C,
-                    BLOCK_K, K_MAJOR, PRECISION, UPCAST,
+                    acc, own_descriptor, b_descriptor, row, part * sizes.C, column, first, sizes.C, TILES,
                 )  # fmt: skip
             else:
                 acc = matmul_steps(
-                    acc, own_rows + rows_m + part * C, weight + first.to(tl.int64) * stride_bk, stride_bk, stride_bn,
-                    column, N, C, own_rows, (), 0, 0, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, PIECE,
+                    acc, own_rows + rows_m + part * sizes.C,
+                    Weight(tensors.weight + first.to(tl.int64) * sizes.stride_bk, sizes.stride_bk, sizes.stride_bn),
+                    column, sizes.N, sizes.C, Carried(own_rows, (), 0, 0), TILES,
                 )  # fmt: skip
-        for step in range(1, WORLD):
-            source = (rank + step) % WORLD
+        for step in range(1, HOW.WORLD):
+            source = (rank + step) % HOW.WORLD
             if chunk != ready:
                 # Acquire: the whole chunk, which its source pushed before it published this flag.
                 waited = now(TRACE)
-                ok = ok & wait(table, ctl, rank, slot, chunk, source, site, epoch)
-                event(ctl, waited, site, epoch, chunk, source, WAIT, TRACE)
-                if DESCRIPTORS and not UPCAST:
+                ok = ok & wait(use, chunk, source)
+                event(use, waited, chunk, source, WAIT, TRACE)
+                if TILES.DESCRIPTORS and not TILES.UPCAST:
                     ok = proxy_fence(ok)
             for part in range(parts):
-                first = (part * WORLD + source) * C
-                if DESCRIPTORS:
+                first = (part * HOW.WORLD + source) * sizes.C
+                if TILES.DESCRIPTORS:
                     acc = matmul_run_by_descriptors(
-                        acc, slot_descriptor, b_descriptor, source * rows + row, part * C, column, first, C,
-                        BLOCK_K, K_MAJOR, PRECISION, UPCAST,
+                        acc, slot_descriptor, b_descriptor, source * rows + row, part * sizes.C, column, first,
+                        sizes.C, TILES,
                     )  # fmt: skip
                 else:
                     acc = matmul_steps(
-                        acc, slot_data + source * numel + rows_m + part * C, weight + first.to(tl.int64) * stride_bk,
-                        stride_bk, stride_bn, column, N, C, own_rows, (), 0, 0,
-                        BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 0, PIECE,
+                        acc, slot_data + source * numel + rows_m + part * sizes.C,
+                        Weight(tensors.weight + first.to(tl.int64) * sizes.stride_bk, sizes.stride_bk, sizes.stride_bn),
+                        column, sizes.N, sizes.C, Carried(own_rows, (), 0, 0), TILES,
                     )  # fmt: skip
         ready = chunk
         offs_n = column + tl.arange(0, BLOCK_N)
-        inside = (offs_m < rows)[:, None] & (offs_n < N)[None, :]
-        result = tl.where(ok != 0, acc, float("nan")).to(out.dtype.element_ty)
-        tl.store(out + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :], result, mask=inside)
-        event(ctl, began, site, epoch, ticket - senders, rank, TILE, TRACE)
-        ticket = granted(request, THREADS)
-    if RETURN_RECEIVED:
+        inside = (offs_m < rows)[:, None] & (offs_n < sizes.N)[None, :]
+        result = tl.where(ok != 0, acc, float("nan")).to(tensors.out.dtype.element_ty)
+        tl.store(tensors.out + offs_m.to(tl.int64)[:, None] * sizes.N + offs_n[None, :], result, mask=inside)
+        event(use, began, ticket - senders, rank, TILE, TRACE)
+        ticket = granted(request, TILES.THREADS)
+    if HOW.RETURN_RECEIVED:
         ticket -= senders + num_m * num_n
-        while ticket < WORLD * num_m * parts * tl.cdiv(C, BLOCK_N):
-            copy_received(
-                ticket, x, received, table, ctl, rows, C, parts, numel, chunk_rows, alive, rank, slot, site, epoch,
-                WORLD, BLOCK_M, BLOCK_N, TRACE,
-            )  # fmt: skip
-            ticket = take_tile(ctl, slot) - (senders + num_m * num_n)
-    finish(ctl, slot, epoch)
+        pieces = Pieces(rows, sizes.C, parts, numel, sizes.chunk_rows)
+        while ticket < HOW.WORLD * num_m * parts * tl.cdiv(sizes.C, BLOCK_N):
+            copy_received(use, ticket, tensors.x, tensors.received, pieces, alive, HOW.WORLD, TILES, TRACE)
+            ticket = take_tile(use) - (senders + num_m * num_n)
+    finish(use)
 
 
 @dataclass(frozen=True)
@@ -284,32 +322,30 @@ def all_to_all_matmul(
 
     def arguments() -> Arguments:
         config = sizes.config
-        constants = launch.constants(config, pieces, [weight])
-        constants["EVEN_K"] = sizes.C % config.block_k == 0
-        constants["DESCRIPTORS"] &= constants["EVEN_K"]
+        tile = launch.tile(config, pieces, [weight])
+        even_k = sizes.C % config.block_k == 0
         senders = INTERPRETED_SENDERS if launch.interpreted else SENDERS
         tiles = ceil_div(sizes.rows, config.block_m) * ceil_div(weight.shape[1], config.block_n)
         return Arguments(
             programs=launch.programs(senders + tiles, config),
             values=dict(
                 rows=sizes.rows,
-                C=sizes.C,
+                sizes=Sizes(sizes.C, weight.shape[1], weight.stride(0), weight.stride(1), sizes.chunk_rows),
                 parts=node.parts,
-                N=weight.shape[1],
-                stride_bk=weight.stride(0),
-                stride_bn=weight.stride(1),
                 rank=launch.rank,
                 senders=senders,
-                chunk_rows=sizes.chunk_rows,
                 num_chunks=sizes.num_chunks,
-                WORLD=node.world_size,
-                RETURN_RECEIVED=node.return_received,
-                **constants,
-                SEND_BLOCK=INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
-                SEND_STEPS=1 if launch.interpreted else SEND_STEPS,
+                HOW=How(
+                    WORLD=node.world_size,
+                    RETURN_RECEIVED=node.return_received,
+                    SEND_BLOCK=INTERPRETED_SEND_BLOCK if launch.interpreted else SEND_BLOCK,
+                    SEND_STEPS=1 if launch.interpreted else SEND_STEPS,
+                    TILES=tile._replace(EVEN_K=even_k, DESCRIPTORS=tile.DESCRIPTORS and even_k),
+                ),
+                **config.options,
             ),
         )
 
-    tensors = {"x": pieces, "weight": weight, "out": out, "received": received}
+    tensors = {"tensors": Tensors(pieces, weight, out, received)}
     launch.run(all_to_all_matmul_kernel, sizes.nbytes, arguments, tensors)
     return [out, received] if node.return_received else [out]

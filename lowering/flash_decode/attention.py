@@ -11,6 +11,8 @@ replayed CUDA graph is right. The last split of a head to arrive finds the parts
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -19,6 +21,92 @@ from ditron_inductor.core.signals import arrive
 LOG2_E = tl.constexpr(1.4426950408889634)
 MOST_SHARED_ROWS = tl.constexpr(32)
 """Up to so many query heads, the warps of a program share them in a matrix product."""
+
+
+class Counts(NamedTuple):
+    """Heads, key heads, splits of a head, and tokens that a cache holds at most."""
+
+    heads: Any
+    kv_heads: Any
+    splits: Any
+    capacity: Any
+
+
+class Work(NamedTuple):
+    """Pointers to queries, keys, values, the sequences' lengths, the block table, where there are pages, the parts of
+    splits, and local counters, one for each head; and how many heads and splits there are.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    lengths: Any
+    block_table: Any
+    partials: Any
+    counters: Any
+    counts: Any
+
+
+class Tensors(NamedTuple):
+    """What a kernel is given: pointers to queries, keys, values, lengths and block table, see `Work`, to the output, or
+    the rank's part, and to memory for the parts of splits.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    lengths: Any
+    block_table: Any
+    out: Any
+    partials: Any
+
+
+class Sizes(NamedTuple):
+    """Tokens that a cache holds at most, elements of a rank's parts in a slot, and Strides."""
+
+    capacity: Any
+    area: Any
+    strides: Any
+
+
+class Strides(NamedTuple):
+    """Of batch and head of q; of batch, token and head of keys and of values, or (PAGE > 0) of page, token and head; of
+    the block table's rows.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    pages: Any
+
+
+class How(NamedTuple):
+    """What is known at compile time: see config.py. PAGE: tokens of a page, 0 in a dense work. SOFTCAP: 0 for none.
+    UPCAST: see core/matmul.py.
+    """
+
+    ROWS: Any
+    BLOCK_ROWS: Any
+    MERGED_ROWS: Any
+    PARTS: Any
+    HEAD_DIM: Any
+    MERGED_SPLITS: Any
+    BLOCK_N: Any
+    LEAST_BLOCKS: Any
+    PAGE: Any
+    SCALE: Any
+    SOFTCAP: Any
+    PRECISION: Any
+    UPCAST: Any
+
+
+@triton.jit
+def work_of(tensors, counters, heads, kv_heads, splits, capacity):
+    """The Work of a kernel."""
+    counts = Counts(heads, kv_heads, splits, capacity)
+    return Work(
+        tensors.q, tensors.k, tensors.v, tensors.lengths, tensors.block_table, tensors.partials, counters, counts
+    )
 
 
 @triton.jit
@@ -39,27 +127,25 @@ def load_query(q, strides_q, batch, row, ROWS: tl.constexpr, BLOCK_ROWS: tl.cons
 
 
 @triton.jit
-def attend(
-    query, k, v, pages, strides_k, strides_v, batch, kv_head, begin, end,
-    BLOCK_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+def attend(query, work, strides, pages, batch, kv_head, begin, end, HOW: tl.constexpr):
     """(o [BLOCK_ROWS, HEAD_DIM], lse [BLOCK_ROWS]) in fp32 of `query`, of `load_query`, over tokens begin .. end - 1.
 
-    strides_k, strides_v: of batch, token and head, or (PAGE > 0) of page, token and head; pages: pointer to the
-    sequence's row of the block table then. See `core.matmul` on UPCAST.
+    pages: pointer to the sequence's row of the block table, where there are pages.
     """
+    BLOCK_N: tl.constexpr = HOW.BLOCK_N
+    BLOCK_ROWS: tl.constexpr = HOW.BLOCK_ROWS
+    HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
     dims = tl.arange(0, HEAD_DIM)
     tokens = tl.arange(0, BLOCK_N)
-    if UPCAST:
+    if HOW.UPCAST:
         query = query.to(tl.float32)
-    k_at = k + kv_head.to(tl.int64) * strides_k[2]
-    v_at = v + kv_head.to(tl.int64) * strides_v[2]
-    if PAGE == 0:
-        k_at += batch.to(tl.int64) * strides_k[0]
-        v_at += batch.to(tl.int64) * strides_v[0]
-    k_inside = tokens[:, None] * strides_k[1] + dims[None, :]
-    v_inside = tokens[:, None] * strides_v[1] + dims[None, :]
+    k_at = work.k + kv_head.to(tl.int64) * strides.k[2]
+    v_at = work.v + kv_head.to(tl.int64) * strides.v[2]
+    if HOW.PAGE == 0:
+        k_at += batch.to(tl.int64) * strides.k[0]
+        v_at += batch.to(tl.int64) * strides.v[0]
+    k_inside = tokens[:, None] * strides.k[1] + dims[None, :]
+    v_inside = tokens[:, None] * strides.v[1] + dims[None, :]
     most = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     # Warps share so few rows. What they would have to add up together for each block, they do once, behind the loop.
     APART: tl.constexpr = BLOCK_ROWS <= MOST_SHARED_ROWS
@@ -69,25 +155,27 @@ def attend(
         first = begin + block * BLOCK_N
         there = tokens < end - first
         loaded = there[:, None] & (dims >= 0)[None, :]
-        if PAGE > 0:
-            page = tl.load(pages + (first + tokens) // PAGE, mask=there, other=0).to(tl.int64)[:, None]
-            inside = ((first + tokens) % PAGE)[:, None]
-            keys = tl.load(k_at + page * strides_k[0] + inside * strides_k[1] + dims[None, :], mask=loaded, other=0.0)
-            values = tl.load(v_at + page * strides_v[0] + inside * strides_v[1] + dims[None, :], mask=loaded, other=0.0)
+        if HOW.PAGE > 0:
+            page = tl.load(pages + (first + tokens) // HOW.PAGE, mask=there, other=0).to(tl.int64)[:, None]
+            inside = ((first + tokens) % HOW.PAGE)[:, None]
+            k_rows = k_at + page * strides.k[0] + inside * strides.k[1]
+            v_rows = v_at + page * strides.v[0] + inside * strides.v[1]
+            keys = tl.load(k_rows + dims[None, :], mask=loaded, other=0.0)
+            values = tl.load(v_rows + dims[None, :], mask=loaded, other=0.0)
         else:
             # Whatever lies behind the last token, NaN too, must not be multiplied.
-            keys = tl.load(k_at + first.to(tl.int64) * strides_k[1] + k_inside, mask=loaded, other=0.0)
-            values = tl.load(v_at + first.to(tl.int64) * strides_v[1] + v_inside, mask=loaded, other=0.0)
-        if UPCAST:
+            keys = tl.load(k_at + first.to(tl.int64) * strides.k[1] + k_inside, mask=loaded, other=0.0)
+            values = tl.load(v_at + first.to(tl.int64) * strides.v[1] + v_inside, mask=loaded, other=0.0)
+        if HOW.UPCAST:
             keys = keys.to(tl.float32)
             values = values.to(tl.float32)
-        scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
-        if SOFTCAP > 0:
+        scores = tl.dot(query, tl.trans(keys), input_precision=HOW.PRECISION)
+        if HOW.SOFTCAP > 0:
             # tanh(x) = 1 - 2 / (1 + exp(2 x))
-            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * SCALE / SOFTCAP * LOG2_E)))
-            scores = scores * (SOFTCAP * LOG2_E)
+            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * HOW.SCALE / HOW.SOFTCAP * LOG2_E)))
+            scores = scores * (HOW.SOFTCAP * LOG2_E)
         else:
-            scores = scores * (SCALE * LOG2_E)
+            scores = scores * (HOW.SCALE * LOG2_E)
         scores = tl.where(there[None, :], scores, float("-inf"))
         largest = tl.maximum(most, tl.max(scores, axis=1))
         weights = tl.exp2(scores - largest[:, None])
@@ -96,7 +184,7 @@ def attend(
             total = total * kept[:, None] + weights
         else:
             total = total * kept[:, None] + tl.sum(weights, axis=1, keep_dims=True)
-        acc = tl.dot(weights.to(values.dtype), values, acc * kept[:, None], input_precision=PRECISION)
+        acc = tl.dot(weights.to(values.dtype), values, acc * kept[:, None], input_precision=HOW.PRECISION)
         most = largest
     return normalised(acc, most, tl.sum(total, axis=1))
 
@@ -111,78 +199,70 @@ def normalised(acc, most, total):
 
 
 @triton.jit
-def attend_ticket(
-    ticket, first_length, q, k, v, lengths, block_table, partials, counters, heads, kv_heads, splits, capacity,
-    strides_q, strides_k, strides_v, stride_pages,
-    ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+def attend_ticket(ticket, first_length, work, strides, HOW: tl.constexpr):
     """Attend to one split, and put its part into `partials`: o [head][split][ROWS, HEAD_DIM], then lse [..][ROWS].
 
     first_length: of the first sequence, if it was loaded before the ticket was known, else None: where every
     microsecond counts, there is no other. Returns (the head, how many splits it has, whether this was the last one of
     them; then all are visible here).
     """
-    head = ticket // splits
-    split = ticket % splits
-    batch = head // (kv_heads * PARTS)
-    kv_head = head // PARTS % kv_heads
-    row = (kv_head * PARTS + head % PARTS) * ROWS
+    head = ticket // work.counts.splits
+    split = ticket % work.counts.splits
+    batch = head // (work.counts.kv_heads * HOW.PARTS)
+    kv_head = head // HOW.PARTS % work.counts.kv_heads
+    row = (kv_head * HOW.PARTS + head % HOW.PARTS) * HOW.ROWS
     # On its way while the length is looked at.
-    query = load_query(q, strides_q, batch, row, ROWS, BLOCK_ROWS, HEAD_DIM)
+    query = load_query(work.q, strides.q, batch, row, HOW.ROWS, HOW.BLOCK_ROWS, HOW.HEAD_DIM)
     if first_length is None:
-        length = tl.load(lengths + batch)
+        length = tl.load(work.lengths + batch)
     else:
         length = first_length
         if batch > 0:
-            length = tl.load(lengths + batch)
+            length = tl.load(work.lengths + batch)
     # No sequence is longer than its cache, whatever the tensor says.
-    length = tl.minimum(tl.maximum(length, 0), capacity)
-    used, per_split = cut_splits(length, splits, BLOCK_N, LEAST_BLOCKS)
+    length = tl.minimum(tl.maximum(length, 0), work.counts.capacity)
+    used, per_split = cut_splits(length, work.counts.splits, HOW.BLOCK_N, HOW.LEAST_BLOCKS)
     last = tl.full((), 0, tl.int32)
     if split < used:
         begin = split * per_split
-        o, lse = attend(
-            query, k, v, block_table + batch.to(tl.int64) * stride_pages, strides_k, strides_v,
-            batch, kv_head, begin, tl.minimum(begin + per_split, length),
-            BLOCK_ROWS, HEAD_DIM, BLOCK_N, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
-        )  # fmt: skip
-        rows = tl.arange(0, BLOCK_ROWS)
-        place = ticket.to(tl.int64) * ROWS + rows
-        at = place[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-        tl.store(partials + at, o, mask=(rows < ROWS)[:, None] & (at >= 0))
-        lses = partials + (heads * splits).to(tl.int64) * (ROWS * HEAD_DIM)
-        tl.store(lses + place, lse, mask=rows < ROWS)
+        pages = work.block_table + batch.to(tl.int64) * strides.pages
+        end = tl.minimum(begin + per_split, length)
+        o, lse = attend(query, work, strides, pages, batch, kv_head, begin, end, HOW)
+        rows = tl.arange(0, HOW.BLOCK_ROWS)
+        place = ticket.to(tl.int64) * HOW.ROWS + rows
+        at = place[:, None] * HOW.HEAD_DIM + tl.arange(0, HOW.HEAD_DIM)[None, :]
+        tl.store(work.partials + at, o, mask=(rows < HOW.ROWS)[:, None] & (at >= 0))
+        lses = work.partials + (work.counts.heads * work.counts.splits).to(tl.int64) * (HOW.ROWS * HOW.HEAD_DIM)
+        tl.store(lses + place, lse, mask=rows < HOW.ROWS)
         # Local to this GPU. The last one acquires what the others have stored.
-        last = arrive(counters + head, used).to(tl.int32)
+        last = arrive(work.counters + head, used).to(tl.int32)
     return head, used, last
 
 
 @triton.jit
-def merge_splits(
-    partials, heads, splits, head, used,
-    ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
-):  # fmt: skip
+def merge_splits(partials, counts, head, used, HOW: tl.constexpr):
     """(o [MERGED_ROWS, HEAD_DIM], lse [MERGED_ROWS]) of the `used` parts of a head that `attend_ticket` stored."""
+    HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
+    MERGED_ROWS: tl.constexpr = HOW.MERGED_ROWS
+    MERGED_SPLITS: tl.constexpr = HOW.MERGED_SPLITS
     rows = tl.arange(0, MERGED_ROWS)
     dims = tl.arange(0, HEAD_DIM)
-    there = rows < ROWS
-    lses = partials + (heads * splits).to(tl.int64) * (ROWS * HEAD_DIM)
+    there = rows < HOW.ROWS
+    lses = partials + (counts.heads * counts.splits).to(tl.int64) * (HOW.ROWS * HEAD_DIM)
     most = tl.full((MERGED_ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((MERGED_ROWS,), dtype=tl.float32)
     acc = tl.zeros((MERGED_ROWS, HEAD_DIM), dtype=tl.float32)
-    for first in range(0, used, MERGED_SPLITS):
+    for first in range(0, used, HOW.MERGED_SPLITS):
         # One part after the other, as in `merge_ranks`: no thread needs what another one has loaded. But all are under
         # way before the first one is looked at.
-        place = (head * splits + first).to(tl.int64) * ROWS + rows
+        place = (head * counts.splits + first).to(tl.int64) * HOW.ROWS + rows
         at = place[:, None] * HEAD_DIM + dims[None, :]
         found = ()
         os = ()
         for i in tl.static_range(MERGED_SPLITS):
             inside = there & (first + i < used)
-            lse = tl.load(lses + place + i * ROWS, mask=inside, other=float("-inf"))
-            o = tl.load(partials + at + i * ROWS * HEAD_DIM, mask=inside[:, None] & (at >= 0), other=0.0)
+            lse = tl.load(lses + place + i * HOW.ROWS, mask=inside, other=float("-inf"))
+            o = tl.load(partials + at + i * HOW.ROWS * HEAD_DIM, mask=inside[:, None] & (at >= 0), other=0.0)
             found = found + (lse,)  # type: ignore[assignment]
             os = os + (o,)  # type: ignore[assignment]
         largest = most
@@ -201,12 +281,14 @@ def merge_splits(
 
 
 @triton.jit
-def part_offsets(head, heads, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+def part_offsets(head, heads, HOW: tl.constexpr):
     """Where a rank's part of a head lies among its parts, o [heads * ROWS, HEAD_DIM], then lse [heads * ROWS].
 
     (offsets of o [MERGED_ROWS, HEAD_DIM], mask; offsets of lse [MERGED_ROWS], mask). Those of o are the result's too.
     """
-    rows = tl.arange(0, MERGED_ROWS)
+    HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
+    ROWS: tl.constexpr = HOW.ROWS
+    rows = tl.arange(0, HOW.MERGED_ROWS)
     place = head.to(tl.int64) * ROWS + rows
     at = place[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     there = rows < ROWS
@@ -214,15 +296,14 @@ def part_offsets(head, heads, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEA
 
 
 @triton.jit
-def merge_ranks(
-    parts, out, head, heads, area, whole,
-    WORLD: tl.constexpr, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
-):  # fmt: skip
+def merge_ranks(parts, out, head, heads, area, whole, WORLD: tl.constexpr, HOW: tl.constexpr):
     """Store the attention of a head over the tokens of all ranks; NaN unless `whole`.
 
     parts: those of source s begin at s * area. In rank order, so that equal parts give equal bits everywhere.
     """
-    at, inside, lse_at, there = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
+    HEAD_DIM: tl.constexpr = HOW.HEAD_DIM
+    MERGED_ROWS: tl.constexpr = HOW.MERGED_ROWS
+    at, inside, lse_at, there = part_offsets(head, heads, HOW)
     missing = float("nan")
     lses = ()
     os = ()

@@ -15,7 +15,7 @@ it (device/capabilities.py).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,9 +36,9 @@ from ditron_inductor.core.in_band import (
     wait_in_band,
 )
 from ditron_inductor.core.layout import IN_BAND_BYTES
-from ditron_inductor.core.signals import granted, leave
+from ditron_inductor.core.signals import Words, granted, leave, with_epoch
 from ditron_inductor.core.trace import SEND, SUM, TILE, WAIT, event, now
-from ditron_inductor.lowering.flash_decode.attention import attend_ticket, merge_splits, part_offsets
+from ditron_inductor.lowering.flash_decode.attention import Tensors, attend_ticket, merge_splits, part_offsets, work_of
 from ditron_inductor.lowering.flash_decode.local import LocalAttention, Operands, Shape
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.launcher import Arguments
@@ -49,6 +49,13 @@ MOST_ELEMENTS = 2048
 WORDS_PER_ELEMENT = 2
 INTERPRETED_MOST_BYTES = 4096
 """Of an area, so that not all small problems are in band."""
+
+
+class Sending(NamedTuple):
+    """What is known at compile time of the exchange: ranks, and threads of a program."""
+
+    WORLD: Any
+    THREADS: Any
 
 
 @triton.jit
@@ -83,67 +90,60 @@ def merge_words(parts, WORLD: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits", "rank", "slot", "site"])
 def flash_decode_in_band_kernel(
-    q, k, v, lengths, block_table, out, partials, table, ctl, counters,
-    heads, kv_heads, splits, capacity, strides_q, strides_k, strides_v, stride_pages,
-    rank, slot, site,
-    WORLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr,
-    PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    THREADS: tl.constexpr, TRACE: tl.constexpr = 0,
+    tensors, pointers, heads, kv_heads, splits, sizes, rank, slot, site, HOW: tl.constexpr, SENDING: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module, and attention.py for the operands. out [heads * ROWS, HEAD_DIM], contiguous. One program, and one
     for each ticket.
     """
+    WORLD: tl.constexpr = SENDING.WORLD
     began = now(TRACE)
     program = tl.program_id(0)
     head, used, last = program, program, tl.full((), 0, tl.int32)
+    work = work_of(tensors, pointers.counters, heads, kv_heads, splits, sizes.capacity)
     if program != 0:
-        head, used, last = attend_ticket(
-            program - 1, tl.load(lengths), q, k, v, lengths, block_table, partials, counters, heads, kv_heads, splits,
-            capacity, strides_q, strides_k, strides_v, stride_pages,
-            ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
-        )  # fmt: skip
+        head, used, last = attend_ticket(program - 1, tl.load(tensors.lengths), work, sizes.strides, HOW)
     # Asked for together with the parts: while tokens are read, the registers are needed for those.
-    asked = ask(ctl, slot, THREADS)
-    own, heaps = heap_of(table, rank), heaps_of_peers(table, rank, WORLD)
-    use, epoch, due, before, ok, limit = answer(asked)
+    words = Words(pointers.table, pointers.ctl, rank, slot, site)
+    asked = ask(words, SENDING.THREADS)
+    own, heaps = heap_of(words, rank), heaps_of_peers(words, WORLD)
+    known = answer(asked)
+    use = with_epoch(words, known.epoch)
+    ok = known.ok
     if TRACE:
         if program != 0:
-            event(ctl, began, site, epoch, program - 1, rank, TILE, TRACE)
-    stride = heads * (2 * ROWS * HEAD_DIM)
+            event(use, began, program - 1, rank, TILE, TRACE)
+    stride = heads * (2 * HOW.ROWS * HOW.HEAD_DIM)
     if last != 0:
-        o, lse = merge_splits(partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS)
-        mine = pairs(o, lse, MERGED_ROWS, HEAD_DIM)
-        rows = tl.arange(0, MERGED_ROWS)[:, None]
-        lanes = tl.arange(0, 2 * HEAD_DIM)[None, :]
-        at = (head * ROWS + rows) * (2 * HEAD_DIM) + lanes
-        there = (rows < ROWS) & (lanes >= 0)
+        o, lse = merge_splits(tensors.partials, work.counts, head, used, HOW)
+        mine = pairs(o, lse, HOW.MERGED_ROWS, HOW.HEAD_DIM)
+        rows = tl.arange(0, HOW.MERGED_ROWS)[:, None]
+        lanes = tl.arange(0, 2 * HOW.HEAD_DIM)[None, :]
+        at = (head * HOW.ROWS + rows) * (2 * HOW.HEAD_DIM) + lanes
+        there = (rows < HOW.ROWS) & (lanes >= 0)
         sending = now(TRACE)
         if ok != 0:
             for i in tl.static_range(WORLD - 1):
-                tl.store(area(heaps[i], use) + (rank * stride + at), mine, mask=there)
-        left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
-        clear_before(own, use, before, program - 1, tl.num_programs(0) - 1, 4 * THREADS)
-        event(ctl, sending, site, epoch, head, rank, SEND, TRACE)
+                tl.store(area(heaps[i], known.number) + (rank * stride + at), mine, mask=there)
+        left = leave(use, known.number + known.lines, known.due, SENDING.THREADS, True)
+        clear_before(own, known, program - 1, tl.num_programs(0) - 1, 4 * SENDING.THREADS)
+        event(use, sending, head, rank, SEND, TRACE)
         adding = now(TRACE)
         theirs = (mine,) * WORLD
         if ok != 0:
-            theirs, ok = wait_in_band(
-                mine, at, there, stride, own, limit, ctl, rank, slot, head, site, epoch, use, WORLD, THREADS
-            )
-        event(ctl, adding, site, epoch, head, rank, WAIT, TRACE)
-        merged = tl.where(ok != 0, merge_words(theirs, WORLD, MERGED_ROWS, HEAD_DIM), float("nan"))
-        places, inside, _, _ = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
-        tl.store(out + places, merged.to(out.dtype.element_ty), mask=inside)
-        event(ctl, adding, site, epoch, head, rank, SUM, TRACE)
+            theirs, ok = wait_in_band(use, known, mine, at, there, stride, own, head, WORLD, SENDING.THREADS)
+        event(use, adding, head, rank, WAIT, TRACE)
+        merged = tl.where(ok != 0, merge_words(theirs, WORLD, HOW.MERGED_ROWS, HOW.HEAD_DIM), float("nan"))
+        places, inside, _, _ = part_offsets(head, heads, HOW)
+        tl.store(tensors.out + places, merged.to(tensors.out.dtype.element_ty), mask=inside)
+        event(use, adding, head, rank, SUM, TRACE)
     else:
         if program == 0:
-            left = begin(asked, table, ctl, rank, slot, site, WORLD, THREADS)
+            left = begin(asked, words, WORLD, SENDING.THREADS)
         else:
-            left = leave(ctl, slot, use + before, epoch, due, THREADS, True)
-            clear_before(own, use, before, program - 1, tl.num_programs(0) - 1, 4 * THREADS)
-    close_in_band(granted(left, THREADS), ctl, slot, epoch, use, WORLD * stride)
+            left = leave(use, known.number + known.lines, known.due, SENDING.THREADS, True)
+            clear_before(own, known, program - 1, tl.num_programs(0) - 1, 4 * SENDING.THREADS)
+    close_in_band(granted(left, SENDING.THREADS), use, known.number, WORLD * stride)
 
 
 def fits(shape: Shape, launch: Launch, world_size: int) -> bool:
@@ -168,12 +168,12 @@ def flash_decode(
     def arguments() -> Arguments:
         values: dict[str, Any] = {
             **shape.constants(config, splits, launch.interpreted),
-            "WORLD": node.world_size,
-            "THREADS": launch.threads(config.num_warps),
+            "SENDING": Sending(node.world_size, launch.threads(config.num_warps)),
             "rank": launch.rank,
         }
         return Arguments(programs=1 + shape.heads.heads * splits, values=values)
 
-    tensors = {**given.tensors(), "out": out, "partials": shape.new_partials(given.q, splits)}
+    partials = shape.new_partials(given.q, splits)
+    tensors = {"tensors": Tensors(**given.tensors(), out=out, partials=partials)}
     launch.run(flash_decode_in_band_kernel, 0, arguments, tensors)
     return out

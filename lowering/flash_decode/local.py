@@ -17,7 +17,17 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.device.streams import handle_for
-from ditron_inductor.lowering.flash_decode.attention import attend_ticket, merge_ranks, merge_splits, part_offsets
+from ditron_inductor.lowering.flash_decode.attention import (
+    How,
+    Sizes,
+    Strides,
+    Tensors,
+    attend_ticket,
+    merge_ranks,
+    merge_splits,
+    part_offsets,
+    work_of,
+)
 from ditron_inductor.lowering.flash_decode.config import (
     CROWDED_TOKENS,
     INTERPRETED_SPLITS,
@@ -118,31 +128,39 @@ class Shape:
         """Memory for the parts of all splits."""
         return torch.empty(self.rows * splits * (self.head_dim + 1), dtype=torch.float32, device=x.device)
 
-    def constants(self, config: Config, splits: int, interpreted: bool) -> dict[str, Any]:
-        """The arguments, but for tensors, that the kernels with attention have in common, and their options."""
+    def how(self, config: Config, splits: int, interpreted: bool) -> How:
+        """What the kernels have in common that is known at compile time."""
         heads = self.heads
+        return How(
+            ROWS=heads.rows,
+            BLOCK_ROWS=heads.block_rows,
+            MERGED_ROWS=heads.merged_rows,
+            PARTS=heads.parts,
+            HEAD_DIM=self.head_dim,
+            MERGED_SPLITS=merged_splits(heads, self.head_dim, splits, interpreted),
+            BLOCK_N=config.block_n,
+            LEAST_BLOCKS=config.least_blocks,
+            PAGE=self.page,
+            SCALE=self.scale,
+            SOFTCAP=self.softcap,
+            PRECISION=dot_precision(self.dtype),
+            UPCAST=interpreted,
+        )
+
+    def constants(
+        self, config: Config, splits: int, interpreted: bool, area: int | None = None
+    ) -> dict[str, Any]:
+        """The arguments, but for tensors, that the kernels with attention have in common, and their options. area:
+        elements of a rank's parts in a slot, if there is one.
+        """
+        heads = self.heads
+        strides = Strides(self.strides_q, self.strides_k, self.strides_v, self.stride_pages)
         return {
             "heads": heads.heads,
             "kv_heads": self.kv_heads,
             "splits": splits,
-            "capacity": self.capacity,
-            "strides_q": self.strides_q,
-            "strides_k": self.strides_k,
-            "strides_v": self.strides_v,
-            "stride_pages": self.stride_pages,
-            "ROWS": heads.rows,
-            "BLOCK_ROWS": heads.block_rows,
-            "MERGED_ROWS": heads.merged_rows,
-            "PARTS": heads.parts,
-            "HEAD_DIM": self.head_dim,
-            "MERGED_SPLITS": merged_splits(heads, self.head_dim, splits, interpreted),
-            "BLOCK_N": config.block_n,
-            "LEAST_BLOCKS": config.least_blocks,
-            "PAGE": self.page,
-            "SCALE": self.scale,
-            "SOFTCAP": self.softcap,
-            "PRECISION": dot_precision(self.dtype),
-            "UPCAST": interpreted,
+            "sizes": Sizes(self.capacity, area, strides),
+            "HOW": self.how(config, splits, interpreted),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         }
@@ -177,35 +195,22 @@ def shape_of(node: FlashDecode, given: Operands, num_sms: int) -> Shape:
 
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits"])
-def local_attention_kernel(
-    q, k, v, lengths, block_table, part, partials, counters,
-    heads, kv_heads, splits, capacity, strides_q, strides_k, strides_v, stride_pages,
-    ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr,
-    PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+def local_attention_kernel(tensors, counters, heads, kv_heads, splits, sizes, HOW: tl.constexpr):
     """part: this rank's o [heads * ROWS, HEAD_DIM], then lse [heads * ROWS]. One program for each ticket."""
-    head, used, last = attend_ticket(
-        tl.program_id(0), None, q, k, v, lengths, block_table, partials, counters, heads, kv_heads,
-        splits, capacity, strides_q, strides_k, strides_v, stride_pages,
-        ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
-    )  # fmt: skip
+    work = work_of(tensors, counters, heads, kv_heads, splits, sizes.capacity)
+    head, used, last = attend_ticket(tl.program_id(0), None, work, sizes.strides, HOW)
     if last != 0:
-        o, lse = merge_splits(partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS)
-        at, inside, lse_at, there = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
-        tl.store(part + at, o, mask=inside)
-        tl.store(part + lse_at, lse, mask=there)
+        o, lse = merge_splits(tensors.partials, work.counts, head, used, HOW)
+        at, inside, lse_at, there = part_offsets(head, heads, HOW)
+        tl.store(tensors.out + at, o, mask=inside)
+        tl.store(tensors.out + lse_at, lse, mask=there)
 
 
 @triton.jit(do_not_specialize=["heads"])
-def merge_ranks_kernel(
-    parts, out, heads, area,
-    WORLD: tl.constexpr, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
-):  # fmt: skip
+def merge_ranks_kernel(parts, out, heads, area, WORLD: tl.constexpr, HOW: tl.constexpr):
     """out [heads * ROWS, HEAD_DIM] of the gathered parts [WORLD, area]. One program for each head."""
     whole = tl.full((), 1, tl.int32)
-    merge_ranks(parts, out, tl.program_id(0), heads, area, whole, WORLD, ROWS, MERGED_ROWS, HEAD_DIM)
+    merge_ranks(parts, out, tl.program_id(0), heads, area, whole, WORLD, HOW)
 
 
 @dataclass(frozen=True)
@@ -243,7 +248,7 @@ class LocalAttention:
             values = shape.constants(self.config, splits, self.interpreted)
             return Arguments(programs=shape.heads.heads * splits, values=values)
 
-        tensors = {**given.tensors(), "part": part, "partials": partials, "counters": counters}
+        tensors = {"tensors": Tensors(**given.tensors(), out=part, partials=partials), "counters": counters}
         self.attention(handle_for(q), arguments, (), (), tensors)
         return part
 
@@ -257,9 +262,7 @@ class LocalAttention:
                 "heads": heads.heads,
                 "area": self.area,
                 "WORLD": world_size,
-                "ROWS": heads.rows,
-                "MERGED_ROWS": heads.merged_rows,
-                "HEAD_DIM": self.shape.head_dim,
+                "HOW": self.shape.how(self.config, self.splits, self.interpreted),
                 "num_warps": MERGE_WARPS,
             }
             return Arguments(programs=heads.heads, values=values)

@@ -23,7 +23,7 @@ Limits. A local counter for each head and flag: see `obstacle`. The parts of a f
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,11 +31,11 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import COUNTERS, REVOKED_ROW, TILE_TICKET
 from ditron_inductor.core.signals import (
+    Words,
     all_heaps,
     arrive,
     ask_to_send,
     close,
-    current_epoch,
     data,
     granted,
     healthy,
@@ -45,11 +45,19 @@ from ditron_inductor.core.signals import (
     publish_to,
     request_ticket,
     settle,
+    use_of,
     wait_all,
 )
 from ditron_inductor.core.trace import CREDITS, SEND, SUM, TILE, WAIT, event, now
 from ditron_inductor.lowering.flash_decode import in_band
-from ditron_inductor.lowering.flash_decode.attention import attend_ticket, merge_ranks, merge_splits, part_offsets
+from ditron_inductor.lowering.flash_decode.attention import (
+    Tensors,
+    attend_ticket,
+    merge_ranks,
+    merge_splits,
+    part_offsets,
+    work_of,
+)
 from ditron_inductor.lowering.flash_decode.config import INTERPRETED_PROGRAMS
 from ditron_inductor.lowering.flash_decode.local import LocalAttention, Operands, Shape, make_local
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
@@ -62,165 +70,144 @@ INTERPRETED_FUSED_TOKENS = 198
 
 
 @triton.jit
-def all_slots(table, ctl, rank, slot, WORLD: tl.constexpr):
+def all_slots(use, WORLD: tl.constexpr):
     """Where the parts lie on every rank, from `rank` on."""
-    slots = (data(table, ctl, rank, slot, tl.float32),)
+    slots = (data(use, use.rank, tl.float32),)
     for i in tl.static_range(1, WORLD):
-        slots = slots + (data(table, ctl, (rank + i) % WORLD, slot, tl.float32),)  # type: ignore[assignment]
+        slots = slots + (data(use, (use.rank + i) % WORLD, tl.float32),)  # type: ignore[assignment]
     return slots
+
+
+class Sending(NamedTuple):
+    """What is known at compile time of the exchange: ranks, heads of a flag, threads of a program; ATTENDED: partials
+    are the rank's parts, of one split; ONE_EACH: there are as many programs as tickets.
+    """
+
+    WORLD: Any
+    PER_FLAG: Any
+    THREADS: Any
+    ATTENDED: Any
+    ONE_EACH: Any
 
 
 @triton.jit
 def send_ticket(
-    ticket, first_length, asked, ok, due, epoch,
-    q, k, v, lengths, block_table, partials, table, ctl, counters,
-    heads, kv_heads, splits, capacity, area, strides_q, strides_k, strides_v, stride_pages, rank, slot, site,
-    WORLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr,
-    PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr, PER_FLAG: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    THREADS: tl.constexpr, ATTENDED: tl.constexpr, TRACE: tl.constexpr,
+    use, ticket, first_length, asked, due, ok, work, strides, area,
+    HOW: tl.constexpr, SENDING: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split; if it is the last one of its head, send the head. ok: -1 before the first head. Returns (the
     flag that was completed, -1 for none; ok).
     """
+    WORLD: tl.constexpr = SENDING.WORLD
     began = now(TRACE)
     current = tl.full((), -1, tl.int32)
-    if ATTENDED:
+    if SENDING.ATTENDED:
         head, used, last = ticket, tl.full((), 1, tl.int32), tl.full((), 1, tl.int32)
     else:
-        head, used, last = attend_ticket(
-            ticket, first_length, q, k, v, lengths, block_table, partials, counters, heads, kv_heads, splits,
-            capacity, strides_q, strides_k, strides_v, stride_pages,
-            ROWS, BLOCK_ROWS, PARTS, HEAD_DIM, BLOCK_N, LEAST_BLOCKS, PAGE, SCALE, SOFTCAP, PRECISION, UPCAST,
-        )  # fmt: skip
+        head, used, last = attend_ticket(ticket, first_length, work, strides, HOW)
     if last != 0:
         # Asked for with the parts. While tokens are read, the registers are needed for those.
-        heaps = all_heaps(table, WORLD)
-        slots = all_slots(table, ctl, rank, slot, WORLD)
-        o, lse = merge_splits(partials, heads, splits, head, used, ROWS, MERGED_ROWS, HEAD_DIM, MERGED_SPLITS)
+        heaps = all_heaps(use, SENDING.WORLD)
+        slots = all_slots(use, SENDING.WORLD)
+        o, lse = merge_splits(work.partials, work.counts, head, used, HOW)
         if ok < 0:
             # Credits: nobody reads any more what the slot's previous use left there.
             waited = now(TRACE)
-            ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
-            event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+            ok = may_send(asked, tl.where(ticket == 0, due, 0), use, SENDING.WORLD, SENDING.THREADS)
+            event(use, waited, ticket, use.rank, CREDITS, TRACE)
         sending = now(TRACE)
         if ok != 0:
-            at, inside, lse_at, there = part_offsets(head, heads, ROWS, MERGED_ROWS, HEAD_DIM)
+            at, inside, lse_at, there = part_offsets(head, work.counts.heads, HOW)
             for i in tl.static_range(WORLD):
-                parts = slots[i] + rank * area.to(tl.int64)
+                parts = slots[i] + use.rank * area.to(tl.int64)
                 tl.store(parts + at, o, mask=inside)
                 tl.store(parts + lse_at, lse, mask=there)
-        current = head // PER_FLAG
-        if PER_FLAG > 1:
-            others = tl.minimum(PER_FLAG, heads - current * PER_FLAG)
-            if arrive(counters + heads + current, others):
+        current = head // SENDING.PER_FLAG
+        if SENDING.PER_FLAG > 1:
+            others = tl.minimum(SENDING.PER_FLAG, work.counts.heads - current * SENDING.PER_FLAG)
+            if arrive(work.counters + work.counts.heads + current, others):
                 # A head that was not sent, by another program, has left the workspace poisoned.
-                ok = ok & healthy(ctl)
+                ok = ok & healthy(use)
             else:
                 current = tl.full((), -1, tl.int32)
         if (current >= 0) & (ok != 0):
             # The heads' parts lie in every peer's slot.
-            publish_to(heaps, slot, current, rank, site, epoch, WORLD)
-        event(ctl, sending, site, epoch, head, rank, SEND, TRACE)
+            publish_to(heaps, use, current, SENDING.WORLD)
+        event(use, sending, head, use.rank, SEND, TRACE)
     if ticket == 0:
-        settle(tl.where(healthy(ctl) != 0, due, 0), table, rank, site, WORLD)
-    event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
+        settle(tl.where(healthy(use) != 0, due, 0), use, SENDING.WORLD)
+    event(use, began, ticket, use.rank, TILE, TRACE)
     return current, ok
 
 
 @triton.jit
-def merge_flag(
-    flag, ok, out, table, ctl, heads, area, rank, slot, site, epoch,
-    WORLD: tl.constexpr, ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PER_FLAG: tl.constexpr,
-    TRACE: tl.constexpr,
-):  # fmt: skip
+def merge_flag(use, flag, ok, out, heads, area, HOW: tl.constexpr, SENDING: tl.constexpr, TRACE: tl.constexpr):
     """Wait for all peers' parts of the heads of a flag that this program has sent, and merge them."""
     began = now(TRACE)
-    own = data(table, ctl, rank, slot, tl.float32)
+    own = data(use, use.rank, tl.float32)
     # Acquire: the heads' parts of all peers. The own ones were acquired, or stored before a barrier.
     waited = now(TRACE)
-    whole = ok & wait_all(table, ctl, rank, slot, flag, site, epoch, WORLD)
-    event(ctl, waited, site, epoch, flag, rank, WAIT, TRACE)
-    for index in range(0, PER_FLAG):
-        head = flag * PER_FLAG + index
+    whole = ok & wait_all(use, flag, SENDING.WORLD)
+    event(use, waited, flag, use.rank, WAIT, TRACE)
+    for index in range(0, SENDING.PER_FLAG):
+        head = flag * SENDING.PER_FLAG + index
         if head < heads:
-            merge_ranks(own, out, head, heads, area, whole, WORLD, ROWS, MERGED_ROWS, HEAD_DIM)
-    event(ctl, began, site, epoch, flag, rank, SUM, TRACE)
+            merge_ranks(own, out, head, heads, area, whole, SENDING.WORLD, HOW)
+    event(use, began, flag, use.rank, SUM, TRACE)
 
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "splits", "rank", "slot", "site"])
 def flash_decode_kernel(
-    q, k, v, lengths, block_table, out, partials, table, ctl, counters,
-    heads, kv_heads, splits, capacity, area, strides_q, strides_k, strides_v, stride_pages,
-    rank, slot, site,
-    WORLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, MERGED_ROWS: tl.constexpr,
-    PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, MERGED_SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, LEAST_BLOCKS: tl.constexpr, PAGE: tl.constexpr, PER_FLAG: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    THREADS: tl.constexpr, ATTENDED: tl.constexpr, ONE_EACH: tl.constexpr, TRACE: tl.constexpr = 0,
+    tensors, pointers, heads, kv_heads, splits, sizes, rank, slot, site, HOW: tl.constexpr, SENDING: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module, and attention.py for the operands. out [heads * ROWS, HEAD_DIM], contiguous.
 
-    ATTENDED: partials are the rank's parts, of one split. ONE_EACH: there are as many programs as tickets.
-
-    area: elements of a source's parts in the slot. capacity: tokens that a cache holds at most.
+    area: elements of a source's parts in the slot.
     """
     # All questions before the first answer: one after the other they would take as long as a signal.
-    request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-    epoch = current_epoch(ctl, slot)
-    due = last_use(ctl)
-    first_length = tl.load(lengths)
+    words = Words(pointers.table, pointers.ctl, rank, slot, site)
+    request = request_ticket(words, TILE_TICKET, SENDING.THREADS, True)
+    use = use_of(words)
+    due = last_use(use)
+    first_length = tl.load(tensors.lengths)
     # Last, as it takes an address that is loaded.
-    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
-    ticket = granted(request, THREADS)
+    asked = ask_to_send(use, SENDING.WORLD, SENDING.THREADS)
+    ticket = granted(request, SENDING.THREADS)
     tickets = heads * splits
+    work = work_of(tensors, pointers.counters, heads, kv_heads, splits, sizes.capacity)
     # -1 as long as the answers have not been looked at.
     ok = tl.full((), -1, tl.int32)
-    if ONE_EACH:
+    if SENDING.ONE_EACH:
         current, ok = send_ticket(
-            ticket, first_length, asked, ok, due, epoch,
-            q, k, v, lengths, block_table, partials, table, ctl, counters,
-            heads, kv_heads, splits, capacity, area, strides_q, strides_k, strides_v, stride_pages, rank, slot, site,
-            WORLD, ROWS, BLOCK_ROWS, MERGED_ROWS, PARTS, HEAD_DIM, MERGED_SPLITS, BLOCK_N, LEAST_BLOCKS, PAGE, PER_FLAG,
-            SCALE, SOFTCAP, PRECISION, UPCAST, THREADS, ATTENDED, TRACE,
-        )  # fmt: skip
+            use, ticket, first_length, asked, due, ok, work, sizes.strides, sizes.area, HOW, SENDING, TRACE
+        )
         # Before the wait.
-        left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+        left = leave(use, ticket, due, SENDING.THREADS, True)
         if current >= 0:
-            merge_flag(
-                current, ok, out, table, ctl, heads, area, rank, slot, site, epoch,
-                WORLD, ROWS, MERGED_ROWS, HEAD_DIM, PER_FLAG, TRACE,
-            )  # fmt: skip
+            merge_flag(use, current, ok, tensors.out, heads, sizes.area, HOW, SENDING, TRACE)
     else:
         # The flag that was sent last, and whose heads are not merged yet.
         pending = tl.full((), -1, tl.int32)
         left = request
         if ticket >= tickets:
-            left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+            left = leave(use, ticket, due, SENDING.THREADS, True)
         while (ticket < tickets) | (pending >= 0):
             current = tl.full((), -1, tl.int32)
             if ticket < tickets:
-                request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+                request = request_ticket(use, TILE_TICKET, SENDING.THREADS, True)
                 current, ok = send_ticket(
-                    ticket, first_length, asked, ok, due, epoch,
-                    q, k, v, lengths, block_table, partials, table, ctl, counters, heads, kv_heads, splits, capacity,
-                    area, strides_q, strides_k, strides_v, stride_pages, rank, slot, site,
-                    WORLD, ROWS, BLOCK_ROWS, MERGED_ROWS, PARTS, HEAD_DIM, MERGED_SPLITS, BLOCK_N, LEAST_BLOCKS, PAGE,
-                    PER_FLAG, SCALE, SOFTCAP, PRECISION, UPCAST, THREADS, ATTENDED, TRACE,
-                )  # fmt: skip
-                ticket = granted(request, THREADS)
+                    use, ticket, first_length, asked, due, ok, work, sizes.strides, sizes.area, HOW, SENDING, TRACE
+                )
+                ticket = granted(request, SENDING.THREADS)
                 if ticket >= tickets:
                     # Before the last wait.
-                    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+                    left = leave(use, ticket, due, SENDING.THREADS, True)
             if (pending >= 0) & ((current >= 0) | (ticket >= tickets)):
-                merge_flag(
-                    pending, ok, out, table, ctl, heads, area, rank, slot, site, epoch,
-                    WORLD, ROWS, MERGED_ROWS, HEAD_DIM, PER_FLAG, TRACE,
-                )  # fmt: skip
+                merge_flag(use, pending, ok, tensors.out, heads, sizes.area, HOW, SENDING, TRACE)
                 pending = tl.full((), -1, tl.int32)
             pending = tl.where(current >= 0, current, pending)
-    close(granted(left, THREADS), ctl, slot, epoch)
+    close(granted(left, SENDING.THREADS), use)
 
 
 @dataclass(frozen=True)
@@ -274,25 +261,27 @@ def flash_decode(node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shap
 
     def arguments() -> Arguments:
         values: dict[str, Any] = {
-            **shape.constants(config, splits, launch.interpreted),
-            "area": sizes.area,
-            "PER_FLAG": sizes.per_flag,
-            "WORLD": node.world_size,
-            "THREADS": launch.threads(config.num_warps),
+            **shape.constants(config, splits, launch.interpreted, sizes.area),
             "rank": launch.rank,
-            "ATTENDED": attended,
-            "ONE_EACH": tickets <= programs,
+            "SENDING": Sending(
+                WORLD=node.world_size,
+                PER_FLAG=sizes.per_flag,
+                THREADS=launch.threads(config.num_warps),
+                ATTENDED=attended,
+                ONE_EACH=tickets <= programs,
+            ),
         }
         return Arguments(programs=min(tickets, programs), values=values)
 
-    tensors = {**given.tensors(), "out": out}
     if not attended:
-        tensors["partials"] = shape.new_partials(given.q, splits)
+        partials = shape.new_partials(given.q, splits)
+        tensors = {"tensors": Tensors(**given.tensors(), out=out, partials=partials)}
         launch.run(flash_decode_kernel, sizes.nbytes, arguments, tensors)
         return out
     with launch.call(sizes.nbytes) as call:
         # Within the use of the slot: its counters are zeros, and no other call's.
-        tensors["partials"] = sizes.local.part(given, call.counters)
+        partials = sizes.local.part(given, call.counters)
+        tensors = {"tensors": Tensors(**given.tensors(), out=out, partials=partials)}
         launch.run_within(call, flash_decode_kernel, arguments, tensors)
     return out
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ditron_inductor.core.matmul import Terms, Tiles, Widths
+from ditron_inductor.core.signals import Pointers
 from ditron_inductor.device.workspace import Call, Workspace
 from ditron_inductor.lowering.config import Config, select_config
 from ditron_inductor.lowering.host.launcher import Arguments, Launcher
@@ -17,8 +19,10 @@ from ditron_inductor.lowering.host.recording import SlotUse, recording, refuse_t
 from ditron_inductor.lowering.host.tracing import PARAMETER, TraceBuffer, clock_of, takes_part, tracing
 
 NUMBERS = ("slot", "site")
-WORDS = ("table", "ctl", "counters")
-"""Parameters of every kernel of the protocol: what `Launch.run` passes by itself."""
+WORDS = ("pointers",)
+"""Parameters of every kernel of the protocol: what `Launch.run` passes by itself; see core.signals.Pointers. Numbers
+that a kernel must not specialise on cannot stand in a structure: Triton specialises on its members whatever it is told.
+"""
 
 INTERPRETED_CHUNKS = 4
 """Flags that a launch of the interpreter gets along with, so that small problems have tiles that share one."""
@@ -56,14 +60,23 @@ def longest_first(
     return tuple(rows_of(left) for left, _ in pairs), tuple(right for _, right in pairs)
 
 
-def sum_sizes(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> dict[str, tuple[int, ...]]:
+def terms_of(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> Terms:
     """The sizes that a kernel takes with the operands of `longest_first`."""
-    return {
-        "depths": tuple(right.shape[0] for right in rights),
-        "strides_am": tuple(left.stride(0) for left in lefts),
-        "strides_bk": tuple(right.stride(0) for right in rights),
-        "strides_bn": tuple(right.stride(1) for right in rights),
-    }
+    return Terms(
+        depths=tuple(right.shape[0] for right in rights),
+        strides_am=tuple(left.stride(0) for left in lefts),
+        strides_bk=tuple(right.stride(0) for right in rights),
+        strides_bn=tuple(right.stride(1) for right in rights),
+    )
+
+
+def widths_of(weights: Sequence[torch.Tensor]) -> Widths:
+    """The sizes that a kernel takes with weights [K, N_i] whose products it does not add up."""
+    return Widths(
+        columns=tuple(weight.shape[1] for weight in weights),
+        strides_bk=tuple(weight.stride(0) for weight in weights),
+        strides_bn=tuple(weight.stride(1) for weight in weights),
+    )
 
 
 def is_tf32_allowed() -> bool:
@@ -126,41 +139,38 @@ class Launch:
         half = ceil_div(ceil_div(rows, config.block_m), 2)
         return replace(config, group_m=min(config.group_m, 1 << (half - 1).bit_length()))
 
-    def constants(self, config: Config, a: torch.Tensor, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """The compile-time arguments that every matrix-product kernel takes, and its launch options.
-
-        a: rows [.., K] with contiguous K; weights: [K, N_i].
-        """
-        K = a.shape[-1]
+    def tile(self, config: Config, a: torch.Tensor, weights: Sequence[torch.Tensor]) -> Tiles:
+        """How a kernel multiplies a, rows [.., K] with contiguous K, by weights [K, N_i]."""
         threads = self.threads(config.num_warps)
-        return {
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k,
-            "GROUP_M": config.group_m,
-            "DESCRIPTORS": self.loads_by_descriptor(a, weights),
-            # One bit for each weight.
-            "K_MAJOR": sum(1 << i for i, weight in enumerate(weights) if weight.stride(0) == 1),
-            "EVEN_K": K % config.block_k == 0,
-            "PRECISION": dot_precision(a.dtype),
-            "UPCAST": self.interpreted,
-            "THREADS": threads,
-            # In 32-bit words, 16 bytes for each thread.
-            "PIECE": 4 * threads,
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-        }
+        return Tiles(
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            GROUP_M=config.group_m,
+            DESCRIPTORS=self.loads_by_descriptor(a, weights),
+            K_MAJOR=sum(1 << i for i, weight in enumerate(weights) if weight.stride(0) == 1),
+            EVEN_K=a.shape[-1] % config.block_k == 0,
+            PRECISION=dot_precision(a.dtype),
+            UPCAST=self.interpreted,
+            THREADS=threads,
+            # 16 bytes for each thread.
+            PIECE=4 * threads,
+        )
 
-    def sum_constants(
-        self, config: Config, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], bias: torch.Tensor | None
-    ) -> dict[str, Any]:
-        """`constants` of a kernel that adds up products of rows [M, K_i] with weights [K_i, N], and a bias: a row [N]
-        (HAS_BIAS is 1) or a column [M, 1] (2).
-        """
-        constants = self.constants(config, lefts[0], rights)
-        constants["DESCRIPTORS"] &= all(self.loads_by_descriptor(left, ()) for left in lefts[1:])
-        constants["EVEN_K"] = all(right.shape[0] % config.block_k == 0 for right in rights)
-        return {**constants, "NUM_PRODUCTS": len(lefts), "HAS_BIAS": 0 if bias is None else bias.dim()}
+    def tile_of_sum(self, config: Config, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> Tiles:
+        """How a kernel adds up products of rows [M, K_i] with weights [K_i, N]."""
+        tile = self.tile(config, lefts[0], rights)
+        return tile._replace(
+            DESCRIPTORS=tile.DESCRIPTORS and all(self.loads_by_descriptor(left, ()) for left in lefts[1:]),
+            EVEN_K=all(right.shape[0] % config.block_k == 0 for right in rights),
+        )
+
+    def tile_of_few_rows(
+        self, config: Config, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]
+    ) -> Tiles:
+        """`tile_of_sum` for a kernel that loads nothing by descriptors, and neither groups tiles nor carries them."""
+        tile = self.tile_of_sum(config, lefts, rights)
+        return tile._replace(GROUP_M=1, DESCRIPTORS=False, K_MAJOR=0, PIECE=0)
 
     def loads_by_descriptor(self, a: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
         """Whether the copy unit can fetch blocks of these operands: on NVIDIA GPUs since Hopper, 16-byte aligned."""
@@ -209,7 +219,7 @@ class Launch:
             here.took(SlotUse(shared, *begin))
         generation, slot, site = shared.begin(*begin)
         try:
-            words = generation.table, generation.ctl, generation.counters
+            words = (Pointers(generation.table, generation.ctl, generation.counters),)
             clock = 0
             if tracing.buffer is not None:
                 refuse_to_record("time stamps")
@@ -238,7 +248,7 @@ class Launch:
     ) -> None:
         """One launch of `kernel` in a use of a slot, of `call`; see `run`."""
         clock, arguments = self.timed(kernel, arguments)
-        words = call.table, call.ctl, call.counters
+        words = (Pointers(call.table, call.ctl, call.counters),)
         self.launcher(kernel, clock)(call.stream, arguments, (call.slot, call.site), words, tensors)
 
     def timed(self, kernel: Any, arguments: Callable[[], Arguments]) -> tuple[int, Callable[[], Arguments]]:

@@ -124,8 +124,8 @@ class Launcher:
     """One kernel at one site, whose operands differ from call to call in their addresses only.
 
     numbers: names of int parameters whose values come with every call; the kernel must not specialise on them. words:
-    names of pointers whose dtype and alignment are always the same. allocator: of scratch memory. `ready`: what the JIT
-    has compiled so far, by specialisation.
+    names of pointers, or of structures of them, whose dtype and alignment are always the same. allocator: of scratch
+    memory. `ready`: what the JIT has compiled so far, by specialisation.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Launcher:
         stream: int,
         arguments: Callable[[], Arguments],
         numbers: tuple[int, ...],
-        words: tuple[torch.Tensor, ...],
+        words: tuple[Any, ...],
         tensors: Mapping[str, Any],
     ) -> None:
         """Launch on `stream`, the current one of the device, which is the current device.
@@ -178,7 +178,7 @@ class Launcher:
         values = self.values(ready, numbers, words)
         positions = self.positions
         for name, x in tensors.items():
-            values[positions[name]] = tuple([one.data_ptr() for one in x]) if type(x) is tuple else x.data_ptr()
+            values[positions[name]] = tuple([one.data_ptr() for one in x]) if isinstance(x, tuple) else x.data_ptr()
         here = recording.here()
         if here is not None:
             found = internals()
@@ -200,7 +200,7 @@ class Launcher:
         finally:
             found.allocator.reset(before)
 
-    def values(self, ready: Ready, numbers: tuple[int, ...], words: tuple[torch.Tensor, ...]) -> list[Any]:
+    def values(self, ready: Ready, numbers: tuple[int, ...], words: tuple[Any, ...]) -> list[Any]:
         """The arguments of a launch in their order; those of tensors are still to be filled in."""
         positions = self.positions
         values = ready.template.copy()
@@ -209,7 +209,7 @@ class Launcher:
             assert -SIGNED_32 <= number < SIGNED_32, f"{name} = {number} does not fit in 32 bits"
         # Addresses instead of tensors: about every tensor the driver would be asked again.
         for i, name in enumerate(self._words):
-            values[positions[name]] = words[i].data_ptr()
+            values[positions[name]] = address_of(words[i])
         return values
 
     def _ready(self, tensors: Mapping[str, Any]) -> Ready | None:
@@ -228,12 +228,12 @@ class Launcher:
         self,
         arguments: Callable[[], Arguments],
         numbers: tuple[int, ...],
-        words: tuple[torch.Tensor, ...],
+        words: tuple[Any, ...],
         tensors: Mapping[str, Any],
     ) -> None:
         """Launch as everybody does, and keep the compiled kernel."""
         refuse_to_record("a launch by the JIT")
-        assert all(word.data_ptr() % 16 == 0 for word in words)
+        assert all(word.data_ptr() % 16 == 0 for one in words for word in (one if isinstance(one, tuple) else (one,)))
         chosen = arguments()
         values = {**chosen.values, **dict(zip(self._numbers, numbers, strict=True))}
         pointers = {**tensors, **dict(zip(self._words, words, strict=True))}
@@ -283,6 +283,11 @@ def interpreting(kernel: Any) -> Iterator[None]:
         _interpreter.release()
 
 
+def address_of(word: Any) -> Any:
+    """Of a tensor, or of each of a structure of them."""
+    return tuple([one.data_ptr() for one in word]) if isinstance(word, tuple) else word.data_ptr()
+
+
 def local_launcher(kernel: Any, device: torch.device) -> Launcher:
     """Of a kernel that uses no workspace: it has neither the protocol's words nor scratch memory.
 
@@ -308,7 +313,7 @@ class Bound:
         launcher: Launcher,
         arguments: Callable[[], Arguments],
         numbers: tuple[int, ...],
-        words: tuple[torch.Tensor, ...],
+        words: tuple[Any, ...],
         tensors: tuple[str, ...] = (),
         traced: Callable[[], Bound] | None = None,
     ) -> None:
@@ -344,7 +349,7 @@ class Bound:
                 if tensors:
                     values = values.copy()
                     for place, x in zip(self._places, tensors, strict=True):
-                        values[place] = tuple([one.data_ptr() for one in x]) if type(x) is tuple else x.data_ptr()
+                        values[place] = tuple([one.data_ptr() for one in x]) if isinstance(x, tuple) else x.data_ptr()
                 ready.run(ready.programs, 1, 1, stream, ready.function, ready.metadata, None, None, None, *values)
                 return
         with on_stream(stream, launcher.device):

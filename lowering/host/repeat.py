@@ -7,13 +7,15 @@ strides, dtypes and device, is fixed by whoever calls (see site_call.py), and wi
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ditron_inductor.core.signals import Pointers
 from ditron_inductor.device.ring import Generation
 from ditron_inductor.device.streams import current_handle
 from ditron_inductor.lowering.host.launch import is_tf32_allowed
@@ -68,6 +70,8 @@ class Step:
         self._plain: list[tuple[int, int]] = []
         self._shifted: list[tuple[int, int, int]] = []
         self._tuples: list[tuple[int, Sequence[Pointer]]] = []
+        # Those of several addresses as they are.
+        self._gathered: list[tuple[int, Callable[[Sequence[int]], tuple[int, ...]]]] = []
         for place, given in pointers:
             match given:
                 case (int() as index, int() as shift):
@@ -76,7 +80,11 @@ class Step:
                     else:
                         self._shifted.append((place, index, shift))
                 case _:
-                    self._tuples.append((place, given))  # type: ignore[arg-type]
+                    members: Any = given
+                    if len(members) > 1 and all(shift == 0 for _, shift in members):
+                        self._gathered.append((place, operator.itemgetter(*[index for index, _ in members])))
+                    else:
+                        self._tuples.append((place, members))
         # Arguments of a launch in each slot of a ring, whose memory they must not keep; of one without a slot, by 0.
         # Replaced together: threads take turns.
         self._ring: tuple[weakref.ref[Generation] | None, dict[int, list[Any]]] = (None, {})
@@ -97,7 +105,7 @@ class Step:
                 self._ring = _, templates = weakref.ref(generation), {}
             template = templates.get(slot)
             if template is None:
-                words = generation.table, generation.ctl, generation.counters
+                words = (Pointers(generation.table, generation.ctl, generation.counters),)
                 template = self._fill(templates, slot, (slot, site), words)
             self.launcher.start(self._ready, shared.order.stream, self._values(template, addresses))
         except BaseException as exc:
@@ -106,7 +114,7 @@ class Step:
         shared.end()
 
     def _fill(
-        self, templates: dict[int, list[Any]], slot: int, numbers: tuple[int, ...], words: tuple[torch.Tensor, ...]
+        self, templates: dict[int, list[Any]], slot: int, numbers: tuple[int, ...], words: tuple[Any, ...]
     ) -> list[Any]:
         templates[slot] = template = self.launcher.values(self._ready, numbers, words)
         return template
@@ -117,6 +125,8 @@ class Step:
             values[place] = addresses[index]
         for place, index, shift in self._shifted:
             values[place] = addresses[index] + shift
+        for place, gather in self._gathered:
+            values[place] = gather(addresses)
         for place, given in self._tuples:
             values[place] = tuple([addresses[index] + shift for index, shift in given])
         return values
@@ -175,10 +185,10 @@ def record_of(recorder: Recorder, result: Any) -> Record | str:
     for launch in launches:
         pointers: list[tuple[int, Any]] = []
         for name, given in launch.tensors.items():
-            places = [pointer(x) for x in (given if type(given) is tuple else (given,))]
+            places = [pointer(x) for x in (given if isinstance(given, tuple) else (given,))]
             if None in places:
                 return f"{name} is neither an operand nor an allocation, or empty"
-            pointers.append((launch.launcher.positions[name], tuple(places) if type(given) is tuple else places[0]))
+            pointers.append((launch.launcher.positions[name], tuple(places) if isinstance(given, tuple) else places[0]))
         steps.append(Step(launch, pointers))
     return Record(
         prepared=prepared,

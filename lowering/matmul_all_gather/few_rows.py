@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,9 +28,9 @@ from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import matmul_tile_of_few_rows, plus_bias
 from ditron_inductor.core.order import interleaved_row
 from ditron_inductor.core.signals import (
+    Words,
     ask_to_send,
     close,
-    current_epoch,
     data,
     granted,
     last_use,
@@ -38,11 +39,12 @@ from ditron_inductor.core.signals import (
     publish_all,
     request_ticket,
     settle,
+    use_of,
     wait_all,
 )
 from ditron_inductor.core.trace import COPY, CREDITS, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config, select_few_rows_config
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, sum_sizes
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.matmul_all_gather.parts import gathered_like, place_of
 from ditron_inductor.task.nodes import MatmulAllGather
@@ -59,9 +61,6 @@ COPY_ROWS = 16
 COPY_BYTES = 256
 """Of a run, to one thread at a time, from all peers together: all of it is under way at once."""
 
-UNUSED = ("GROUP_M", "DESCRIPTORS", "K_MAJOR", "PIECE")
-"""What other kernels of matrix products take: here nothing is loaded by descriptors, grouped or carried."""
-
 
 def fits(launch: Launch, rows: int) -> bool:
     """Whether a product of so many rows is a few."""
@@ -74,89 +73,116 @@ def select_tiles(*, rows: int, dtype: torch.dtype, interpreted: bool) -> Config:
     return replace(config, num_stages=STAGES[config.block_m], programs_per_sm=2)
 
 
+class Ends(NamedTuple):
+    """Pointers to the bias [N], or anything, and to the output."""
+
+    bias: Any
+    out: Any
+
+
+class Sizes(NamedTuple):
+    """Columns of a rank's product, `block` of interleaved_row, columns of the product in a slot, and the Terms of the
+    sum.
+    """
+
+    N: Any
+    block: Any
+    pitch: Any
+    terms: Any
+
+
+class How(NamedTuple):
+    """What is known at compile time: ranks, rows and columns that are copied at once, whether there is a bias, and
+    Tiles.
+    """
+
+    WORLD: Any
+    COPY_ROWS: Any
+    COPY_COLUMNS: Any
+    HAS_BIAS: Any
+    TILES: Any
+
+
 @triton.jit(do_not_specialize=["M", "rank", "slot", "site", "run_tiles"])
 def matmul_all_gather_kernel(
-    lefts, rights, bias, out, table, ctl, counters,
-    M, N, depths, block, pitch, strides_am, strides_bk, strides_bn,
-    rank, slot, site, run_tiles,
-    WORLD: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, TRACE: tl.constexpr = 0,
+    lefts, rights, ends, pointers, M, sizes, rank, slot, site, run_tiles, HOW: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts [M, K_i] with contiguous K, M <= BLOCK_M, rights [K_i, N], depths (the K_i) and strides:
-    tuples of NUM_PRODUCTS; bias [N], or anything; out [WORLD * M, N], its rows as in interleaved_row.
+    """See the module. lefts, rights: tuples of [M, K_i] with contiguous K, M <= BLOCK_M, and of [K_i, N], see Terms;
+    the output [WORLD * M, N], its rows as in interleaved_row.
 
     A slot has places [peer][M][pitch], pitch a multiple of BLOCK_N. One program for each run of run_tiles tiles.
     """
+    COPY_ROWS: tl.constexpr = HOW.COPY_ROWS
+    WORLD: tl.constexpr = HOW.WORLD
+    TILES: tl.constexpr = HOW.TILES
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
     # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
-    request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
-    epoch = current_epoch(ctl, slot)
-    due = last_use(ctl)
-    run = granted(request, THREADS)
-    dtype: tl.constexpr = out.dtype.element_ty
-    own = data(table, ctl, rank, slot, dtype)
+    words = Words(pointers.table, pointers.ctl, rank, slot, site)
+    request = request_ticket(words, TILE_TICKET, TILES.THREADS, True)
+    asked = ask_to_send(words, HOW.WORLD, TILES.THREADS)
+    use = use_of(words)
+    due = last_use(use)
+    run = granted(request, TILES.THREADS)
+    dtype: tl.constexpr = ends.out.dtype.element_ty
+    own = data(use, rank, dtype)
     slots = ()
     for i in tl.static_range(1, WORLD):
-        target = (rank + i) % WORLD
-        place = place_of(rank, target, WORLD).to(tl.int64) * M * pitch
-        slots = slots + (data(table, ctl, target, slot, dtype) + place,)  # type: ignore[assignment]
+        target = (rank + i) % HOW.WORLD
+        place = place_of(rank, target, HOW.WORLD).to(tl.int64) * M * sizes.pitch
+        slots = slots + (data(use, target, dtype) + place,)  # type: ignore[assignment]
     offs_m = tl.arange(0, BLOCK_M)
     in_m = (offs_m < M)[:, None]
-    own_rows = interleaved_row(offs_m, rank, M, block, WORLD, True).to(tl.int64)[:, None] * N
+    own_rows = interleaved_row(offs_m, rank, M, sizes.block, HOW.WORLD, True).to(tl.int64)[:, None] * sizes.N
     # -1 as long as the answers have not been looked at.
     ok = tl.full((), -1, tl.int32)
     tile = run * run_tiles
-    last_tile = tl.minimum(tile + run_tiles, tl.cdiv(N, BLOCK_N))
+    last_tile = tl.minimum(tile + run_tiles, tl.cdiv(sizes.N, BLOCK_N))
     while tile < last_tile:
         began = now(TRACE)
-        acc = matmul_tile_of_few_rows(
-            lefts, strides_am, M, rights, strides_bk, strides_bn, tile * BLOCK_N, N, depths,
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, NUM_PRODUCTS,
-        )  # fmt: skip
+        acc = matmul_tile_of_few_rows(lefts, M, rights, sizes.terms, tile * BLOCK_N, sizes.N, TILES)
         offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if ok < 0:
             # Credits: nobody reads any more what the slot's previous use left there.
             waited = now(TRACE)
-            ok = may_send(asked, tl.where(run == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
-            event(ctl, waited, site, epoch, tile, rank, CREDITS, TRACE)
-        acc = plus_bias(acc, bias, tile * BLOCK_N, N, BLOCK_N, HAS_BIAS)
+            ok = may_send(asked, tl.where(run == 0, due, 0), use, HOW.WORLD, TILES.THREADS)
+            event(use, waited, tile, rank, CREDITS, TRACE)
+        acc = plus_bias(acc, ends.bias, tile * BLOCK_N, sizes.N, BLOCK_N, HOW.HAS_BIAS)
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if ok != 0:
-            in_slot = offs_m[:, None] * pitch + offs_n[None, :]
+            in_slot = offs_m[:, None] * sizes.pitch + offs_n[None, :]
             for i in tl.static_range(WORLD - 1):
                 tl.store(slots[i] + in_slot, result, mask=in_m & (in_slot >= 0))
-        tl.store(out + own_rows + offs_n[None, :], result, mask=in_m & (offs_n < N)[None, :])
-        event(ctl, began, site, epoch, tile, rank, TILE, TRACE)
+        tl.store(ends.out + own_rows + offs_n[None, :], result, mask=in_m & (offs_n < sizes.N)[None, :])
+        event(use, began, tile, rank, TILE, TRACE)
         tile += 1
     if ok != 0:
         # The run lies in every peer's slot. A run without credits is not sent, and never published.
-        publish_all(table, slot, run, rank, site, epoch, WORLD)
+        publish_all(use, run, HOW.WORLD)
     if run == 0:
-        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-    left = leave(ctl, slot, run, epoch, due, THREADS, True)
+        settle(tl.where(ok != 0, due, 0), use, HOW.WORLD)
+    left = leave(use, run, due, TILES.THREADS, True)
     # Acquire: the same run of all peers.
     copying = now(TRACE)
-    whole = ok & wait_all(table, ctl, rank, slot, run, site, epoch, WORLD)
-    event(ctl, copying, site, epoch, run, rank, WAIT, TRACE)
-    for first in range(run * run_tiles * BLOCK_N, last_tile * BLOCK_N, COPY_COLUMNS):
-        columns = first + tl.arange(0, COPY_COLUMNS)
+    whole = ok & wait_all(use, run, HOW.WORLD)
+    event(use, copying, run, rank, WAIT, TRACE)
+    for first in range(run * run_tiles * BLOCK_N, last_tile * BLOCK_N, HOW.COPY_COLUMNS):
+        columns = first + tl.arange(0, HOW.COPY_COLUMNS)
         for i in tl.static_range(BLOCK_M // COPY_ROWS):
-            rows = i * COPY_ROWS + tl.arange(0, COPY_ROWS)
+            rows = i * HOW.COPY_ROWS + tl.arange(0, HOW.COPY_ROWS)
             in_run = (rows < M)[:, None] & (columns < last_tile * BLOCK_N)[None, :]
             parts = ()
             for step in tl.static_range(1, WORLD):
-                source = place_of((rank + step) % WORLD, rank, WORLD).to(tl.int64) * M * pitch
-                at = own + source + rows[:, None] * pitch + columns[None, :]
+                source = place_of((rank + step) % HOW.WORLD, rank, HOW.WORLD).to(tl.int64) * M * sizes.pitch
+                at = own + source + rows[:, None] * sizes.pitch + columns[None, :]
                 part = tl.load(at, mask=in_run & (whole != 0), other=float("nan"))
                 parts = parts + (part,)  # type: ignore[assignment]
-            inside = in_run & (columns < N)[None, :]
+            inside = in_run & (columns < sizes.N)[None, :]
             for step in tl.static_range(1, WORLD):
-                to_rows = interleaved_row(rows, (rank + step) % WORLD, M, block, WORLD, True).to(tl.int64)
-                tl.store(out + to_rows[:, None] * N + columns[None, :], parts[step - 1], mask=inside)
-    event(ctl, copying, site, epoch, run, rank, COPY, TRACE)
-    close(granted(left, THREADS), ctl, slot, epoch)
+                to_rows = interleaved_row(rows, (rank + step) % HOW.WORLD, M, sizes.block, HOW.WORLD, True).to(tl.int64)
+                tl.store(ends.out + to_rows[:, None] * sizes.N + columns[None, :], parts[step - 1], mask=inside)
+    event(use, copying, run, rank, COPY, TRACE)
+    close(granted(left, TILES.THREADS), use)
 
 
 @dataclass(frozen=True)
@@ -211,24 +237,30 @@ def matmul_all_gather(
     lefts, rights = longest_first(a, b)
 
     def arguments() -> Arguments:
-        constants = launch.sum_constants(sizes.config, lefts, rights, bias)
         return Arguments(
             programs=sizes.runs,
             values=dict(
                 M=sizes.M,
-                N=sizes.N,
-                **sum_sizes(lefts, rights),
-                block=launch.shard_block([*a[0].shape[:-1], sizes.N], node.gather_dim),
-                pitch=ceil_div(sizes.N, sizes.config.block_n) * sizes.config.block_n,
+                sizes=Sizes(
+                    N=sizes.N,
+                    block=launch.shard_block([*a[0].shape[:-1], sizes.N], node.gather_dim),
+                    pitch=ceil_div(sizes.N, sizes.config.block_n) * sizes.config.block_n,
+                    terms=terms_of(lefts, rights),
+                ),
                 rank=launch.rank,
                 run_tiles=sizes.run_tiles,
-                WORLD=node.world_size,
-                COPY_ROWS=COPY_ROWS,
-                COPY_COLUMNS=copy_columns(sizes, node.world_size, a[0].element_size()),
-                **{name: value for name, value in constants.items() if name not in UNUSED},
+                HOW=How(
+                    WORLD=node.world_size,
+                    COPY_ROWS=COPY_ROWS,
+                    COPY_COLUMNS=copy_columns(sizes, node.world_size, a[0].element_size()),
+                    HAS_BIAS=0 if bias is None else bias.dim(),
+                    TILES=launch.tile_of_few_rows(sizes.config, lefts, rights),
+                ),
+                **sizes.config.options,
             ),
         )
 
-    tensors = {"lefts": lefts, "rights": rights, "bias": out if bias is None else bias.contiguous(), "out": out}
+    ends = Ends(out if bias is None else bias.contiguous(), out)
+    tensors = {"lefts": lefts, "rights": rights, "ends": ends}
     launch.run(matmul_all_gather_kernel, sizes.nbytes, arguments, tensors)
     return out

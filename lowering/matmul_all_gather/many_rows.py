@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,19 +24,20 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import (
+    Carried,
     carry,
+    descriptors_of,
     further_products,
     further_products_by_descriptors,
     matmul_steps,
     matmul_steps_by_descriptors,
     plus_bias,
-    rows_descriptor,
-    weight_descriptor,
+    weight_of,
 )
 from ditron_inductor.core.order import grouped, interleaved_row
 from ditron_inductor.core.signals import (
+    Words,
     credits_due,
-    current_epoch,
     data,
     finish,
     granted,
@@ -43,12 +45,13 @@ from ditron_inductor.core.signals import (
     request_ticket,
     settle,
     take_tile,
+    use_of,
     wait,
     wait_credits,
 )
 from ditron_inductor.core.trace import COPY, CREDITS, SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, sum_sizes
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.matmul_all_gather.parts import gathered_like, place_of
 from ditron_inductor.lowering.partials import block_offsets, publish_to_all, put_in_outbox
@@ -56,144 +59,143 @@ from ditron_inductor.task.nodes import MatmulAllGather
 
 
 @triton.jit
-def destinations(table, ctl, tile, tiles, rank, slot, dtype: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+def destinations(use, tile, tiles, dtype: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
     """Pointers to the blocks of own tile `tile` in the slots of all peers."""
     targets = ()
     for i in tl.static_range(1, WORLD):
-        target = (rank + i) % WORLD
-        place = (place_of(rank, target, WORLD) * tiles + tile).to(tl.int64) * BLOCK
-        targets = targets + (data(table, ctl, target, slot, dtype) + place,)  # type: ignore[assignment]
+        target = (use.rank + i) % WORLD
+        place = (place_of(use.rank, target, WORLD) * tiles + tile).to(tl.int64) * BLOCK
+        targets = targets + (data(use, target, dtype) + place,)  # type: ignore[assignment]
     return targets
 
 
 @triton.jit
-def store_part(
-    result, out, tile, source, num_m, num_n, M, N, block,
-    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
+def store_part(result, out, tile, source, num_m, num_n, M, N, block, WORLD: tl.constexpr, TILES: tl.constexpr):
     """Write tile `tile` of the product of `source` to its place in out, without what lies beyond its edges."""
-    block_row, block_column = grouped(tile, num_m, num_n, GROUP_M)
-    offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = block_column * BLOCK_N + tl.arange(0, BLOCK_N)
+    block_row, block_column = grouped(tile, num_m, num_n, TILES.GROUP_M)
+    offs_m = block_row * TILES.BLOCK_M + tl.arange(0, TILES.BLOCK_M)
+    offs_n = block_column * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)
     to_rows = interleaved_row(offs_m, source, M, block, WORLD, True).to(tl.int64)
     inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     tl.store(out + to_rows[:, None] * N + offs_n[None, :], result, mask=inside)
 
 
+class Sizes(NamedTuple):
+    """A rank's product [M, N], `block` of interleaved_row, and the Terms of the sum."""
+
+    M: Any
+    N: Any
+    block: Any
+    terms: Any
+
+
+class How(NamedTuple):
+    """What is known at compile time: ranks, whether several tiles share a flag, whether there is a bias, and Tiles."""
+
+    WORLD: Any
+    COUNTED: Any
+    HAS_BIAS: Any
+    TILES: Any
+
+
 @triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles"])
 def matmul_all_gather_kernel(
-    lefts, rights, bias, out, table, ctl, counters,
-    M, N, depths, block, strides_am, strides_bk, strides_bn,
-    rank, slot, site, chunk_tiles,
-    WORLD: tl.constexpr, COUNTED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, TRACE: tl.constexpr = 0,
+    lefts, rights, bias, out, pointers, sizes, rank, slot, site, chunk_tiles, HOW: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts [M, K_i] with contiguous K, rights [K_i, N], depths (the K_i) and strides: tuples of
-    NUM_PRODUCTS; bias [N], or anything; out [WORLD * M, N] contiguous, its rows as in interleaved_row.
+    """See the module. lefts, rights: tuples of [M, K_i] with contiguous K and of [K_i, N], see Terms; bias [N], or
+    anything; out [WORLD * M, N] contiguous, its rows as in interleaved_row.
 
     A slot has places [peer][tile], and an outbox for each program.
     """
-    epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
-    num_m = tl.cdiv(M, BLOCK_M)
-    num_n = tl.cdiv(N, BLOCK_N)
+    WORLD: tl.constexpr = HOW.WORLD
+    TILES: tl.constexpr = HOW.TILES
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    alive = healthy(use)
+    num_m = tl.cdiv(sizes.M, BLOCK_M)
+    num_n = tl.cdiv(sizes.N, BLOCK_N)
     tiles = num_m * num_n
     dtype: tl.constexpr = out.dtype.element_ty
-    a_descriptors = ()
-    b_descriptors = ()
-    if DESCRIPTORS:
-        for i in tl.static_range(NUM_PRODUCTS):
-            a_descriptor = rows_descriptor(lefts[i], M, depths[i], strides_am[i], BLOCK_M, BLOCK_K)
-            a_descriptors = a_descriptors + (a_descriptor,)  # type: ignore[assignment]
-            b_descriptor = weight_descriptor(
-                rights[i], N, depths[i], strides_bk[i], strides_bn[i], BLOCK_N, BLOCK_K, (K_MAJOR >> i) & 1
-            )
-            b_descriptors = b_descriptors + (b_descriptor,)  # type: ignore[assignment]
+    if TILES.DESCRIPTORS:
+        a_descriptors, b_descriptors = descriptors_of(lefts, rights, sizes.M, sizes.N, sizes.terms, TILES)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
-    own = data(table, ctl, rank, slot, dtype)
+    own = data(use, rank, dtype)
     outbox = own + ((WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
     # Whether the credits have come, and the tile that waits in the outbox, -1 if there is none.
     credited = tl.full((), 0, tl.int32)
     ok = alive
     sent = tl.full((), -1, tl.int32)
-    ticket = take_tile(ctl, slot)
+    ticket = take_tile(use)
     if ticket == 0:
-        settle(credits_due(ctl, alive), table, rank, site, WORLD)
+        settle(credits_due(use, alive), use, WORLD)
     while ticket < tiles:
         began = now(TRACE)
-        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-        block_row, block_column = grouped(ticket, num_m, num_n, GROUP_M)
-        targets = destinations(table, ctl, tl.maximum(sent, 0), tiles, rank, slot, dtype, WORLD, BLOCK)
+        request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
+        block_row, block_column = grouped(ticket, num_m, num_n, TILES.GROUP_M)
+        targets = destinations(use, tl.maximum(sent, 0), tiles, dtype, WORLD, BLOCK)
         carried = tl.where(sent < 0, 0, BLOCK_WORDS)
         row, column = block_row * BLOCK_M, block_column * BLOCK_N
         # The bias first: behind the product there are no registers left for it.
-        acc = plus_bias(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), bias, column, N, BLOCK_N, HAS_BIAS)
-        if DESCRIPTORS:
+        acc = plus_bias(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), bias, column, sizes.N, BLOCK_N, HOW.HAS_BIAS)
+        if TILES.DESCRIPTORS:
             acc = matmul_steps_by_descriptors(
-                acc, 0, tl.cdiv(depths[0], BLOCK_K), a_descriptors[0], b_descriptors[0],  # type: ignore[misc]
-                row, column, outbox, targets, carried, WORLD - 1,
-                BLOCK_K, K_MAJOR & 1, PRECISION, UPCAST, WORLD - 1, PIECE,
+                acc, 0, tl.cdiv(sizes.terms.depths[0], TILES.BLOCK_K), a_descriptors[0], b_descriptors[0], row, column,
+                Carried(outbox, targets, carried, WORLD - 1), TILES, TILES.K_MAJOR & 1,
             )  # fmt: skip
             acc = further_products_by_descriptors(
-                acc, a_descriptors, b_descriptors, row, column, depths, outbox,
-                BLOCK_K, K_MAJOR, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
-            )  # fmt: skip
+                acc, a_descriptors, b_descriptors, row, column, sizes.terms.depths, TILES
+            )
         else:
-            rows_m = tl.minimum(row + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
+            rows_m = tl.minimum(row + tl.arange(0, BLOCK_M), sizes.M - 1).to(tl.int64)
             acc = matmul_steps(
-                acc, lefts[0] + rows_m * strides_am[0], rights[0], strides_bk[0], strides_bn[0], column, N, depths[0],
-                outbox, targets, carried, WORLD - 1,
-                BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, WORLD - 1, PIECE,
+                acc, lefts[0] + rows_m * sizes.terms.strides_am[0], weight_of(rights, sizes.terms, 0),
+                column, sizes.N, sizes.terms.depths[0], Carried(outbox, targets, carried, WORLD - 1), TILES,
             )  # fmt: skip
-            acc = further_products(
-                acc, lefts, rows_m, strides_am, rights, strides_bk, strides_bn, column, N, depths, outbox,
-                BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
-            )  # fmt: skip
+            acc = further_products(acc, lefts, rows_m, rights, sizes.terms, column, sizes.N, TILES)
         if sent >= 0:
-            publish_to_all(table, counters, 0, sent, tiles, chunk_tiles, rank, slot, site, epoch, WORLD, COUNTED)
+            publish_to_all(use, pointers.counters, 0, sent, tiles, chunk_tiles, WORLD, HOW.COUNTED)
         sent = tl.full((), -1, tl.int32)
         if credited == 0:
             # Credits: nobody reads any more what the slot's previous use left there.
             waited = now(TRACE)
-            ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
-            event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+            ok = alive & wait_credits(use, WORLD)
+            event(use, waited, ticket, rank, CREDITS, TRACE)
             credited += 1
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if ok != 0:
             put_in_outbox(outbox, result, BLOCK_M, BLOCK_N)
             sent = ticket
-        store_part(result, out, ticket, rank, num_m, num_n, M, N, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
-        event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
-        ticket = granted(request, THREADS)
+        store_part(result, out, ticket, rank, num_m, num_n, sizes.M, sizes.N, sizes.block, WORLD, TILES)
+        event(use, began, ticket, rank, TILE, TRACE)
+        ticket = granted(request, TILES.THREADS)
     # Sends before waits: what is left in the outbox goes now.
     sending = now(TRACE)
-    targets = destinations(table, ctl, tl.maximum(sent, 0), tiles, rank, slot, dtype, WORLD, BLOCK)
-    carry(outbox, targets, 0, tl.where(sent < 0, 0, BLOCK_WORDS), WORLD - 1, WORLD - 1, PIECE)
+    targets = destinations(use, tl.maximum(sent, 0), tiles, dtype, WORLD, BLOCK)
+    carry(Carried(outbox, targets, tl.where(sent < 0, 0, BLOCK_WORDS), WORLD - 1), 0, TILES.PIECE)
     if sent >= 0:
-        publish_to_all(table, counters, 0, sent, tiles, chunk_tiles, rank, slot, site, epoch, WORLD, COUNTED)
-        event(ctl, sending, site, epoch, sent // chunk_tiles, rank, SEND, TRACE)
+        publish_to_all(use, pointers.counters, 0, sent, tiles, chunk_tiles, WORLD, HOW.COUNTED)
+        event(use, sending, sent // chunk_tiles, rank, SEND, TRACE)
     # Looked up again: no register holds it while tiles are computed.
-    own = data(table, ctl, rank, slot, dtype)
+    own = data(use, rank, dtype)
     while ticket < WORLD * tiles:
         copying = now(TRACE)
-        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
         tile = (ticket - tiles) // (WORLD - 1)
         source = (rank + 1 + (ticket - tiles) % (WORLD - 1)) % WORLD
         # Acquire: all tiles of the chunk, which the source pushed before it published this flag.
         awaited = now(TRACE)
-        whole = alive & wait(table, ctl, rank, slot, tile // chunk_tiles, source, site, epoch)
-        event(ctl, awaited, site, epoch, tile // chunk_tiles, source, WAIT, TRACE)
+        whole = alive & wait(use, tile // chunk_tiles, source)
+        event(use, awaited, tile // chunk_tiles, source, WAIT, TRACE)
         offsets = block_offsets(place_of(source, rank, WORLD) * tiles + tile, BLOCK_M, BLOCK_N)
         result = tl.load(own + offsets, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
-        store_part(result, out, tile, source, num_m, num_n, M, N, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
-        event(ctl, copying, site, epoch, tile, source, COPY, TRACE)
-        ticket = granted(request, THREADS)
-    finish(ctl, slot, epoch)
+        store_part(result, out, tile, source, num_m, num_n, sizes.M, sizes.N, sizes.block, WORLD, TILES)
+        event(use, copying, tile, source, COPY, TRACE)
+        ticket = granted(request, TILES.THREADS)
+    finish(use)
 
 
 @dataclass(frozen=True)
@@ -237,15 +239,21 @@ def matmul_all_gather(
         return Arguments(
             programs=sizes.programs,
             values=dict(
-                M=sizes.M,
-                N=sizes.N,
-                **sum_sizes(lefts, rights),
-                block=launch.shard_block([*a[0].shape[:-1], sizes.N], node.gather_dim),
+                sizes=Sizes(
+                    M=sizes.M,
+                    N=sizes.N,
+                    block=launch.shard_block([*a[0].shape[:-1], sizes.N], node.gather_dim),
+                    terms=terms_of(lefts, rights),
+                ),
                 rank=launch.rank,
                 chunk_tiles=chunk_tiles,
-                WORLD=node.world_size,
-                COUNTED=chunk_tiles > 1,
-                **launch.sum_constants(sizes.config, lefts, rights, bias),
+                HOW=How(
+                    WORLD=node.world_size,
+                    COUNTED=chunk_tiles > 1,
+                    HAS_BIAS=0 if bias is None else bias.dim(),
+                    TILES=launch.tile_of_sum(sizes.config, lefts, rights),
+                ),
+                **sizes.config.options,
             ),
         )
 

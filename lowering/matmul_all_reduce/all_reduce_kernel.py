@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,9 +30,9 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import DATA_OFFSET, RESULT_ROW, REVOKED_ROW, TILE_TICKET
 from ditron_inductor.core.signals import (
+    Words,
     ask_to_send,
     close,
-    current_epoch,
     granted,
     last_use,
     leave,
@@ -41,6 +42,7 @@ from ditron_inductor.core.signals import (
     request_ticket,
     settle,
     slot_ctl,
+    use_of,
     wait_all,
 )
 from ditron_inductor.core.trace import CREDITS, TILE, WAIT, event, now
@@ -88,136 +90,167 @@ def add_up(mine, own, places, stride, inside, whole, rank, WORLD: tl.constexpr, 
     return tl.where(whole != 0, total, float("nan"))
 
 
+class How(NamedTuple):
+    """What is known at compile time: ranks, a mean or a sum, elements of a piece, threads of a program."""
+
+    WORLD: Any
+    AVERAGE: Any
+    ONE_SHOT: Any
+    PIECE: Any
+    THREADS: Any
+
+
+class Sizes(NamedTuple):
+    """Elements of the product, and of its rows."""
+
+    numel: Any
+    N: Any
+
+
+class Begun(NamedTuple):
+    """What a program asks for before it knows its ticket: pointers to the own slot and to those of rank + 1, .., what
+    `ask_to_send` looks at, and `last_use`.
+    """
+
+    own: Any
+    slots: Any
+    asked: Any
+    due: Any
+
+
+@triton.jit
+def begin(use, dtype: tl.constexpr, WORLD: tl.constexpr, THREADS: tl.constexpr):
+    """The Begun of a program, with slots of `dtype`."""
+    offset = tl.load(slot_ctl(use) + DATA_OFFSET)
+    own = peer(use.table, use.rank, offset, dtype)
+    slots = ()
+    for i in tl.static_range(1, WORLD):
+        slots = slots + (peer(use.table, (use.rank + i) % WORLD, offset, dtype),)  # type: ignore[assignment]
+    return Begun(own, slots, ask_to_send(use, WORLD, THREADS), last_use(use))
+
+
 @triton.jit
 def one_shot(
-    x, extras, outs, own, slots, asked, due, table, ctl, numel, N, pieces, ticket, rank, slot, site, epoch,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
-    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, TRACE: tl.constexpr,
+    use, x, extras, outs, begun, sizes, pieces, ticket, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
-    """Reduce piece `ticket`, and `leave`. slots: pointers, of rank + 1, ..; each has a place [source][piece]."""
+    """Reduce piece `ticket`, and `leave`. A slot has places [source][piece]."""
+    PIECE: tl.constexpr = HOW.PIECE
+    WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
     lanes = tl.arange(0, PIECE)
     place = ticket * PIECE + lanes
-    mine = tl.load(x + place, mask=place < numel, other=0.0)
+    mine = tl.load(x + place, mask=place < sizes.numel, other=0.0)
     # Credits: nobody reads any more what the slot's previous use left there.
     waited = now(TRACE)
-    ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
-    event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+    ok = may_send(begun.asked, tl.where(ticket == 0, begun.due, 0), use, HOW.WORLD, HOW.THREADS)
+    event(use, waited, ticket, use.rank, CREDITS, TRACE)
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
-            tl.store(slots[i] + (rank * pieces + ticket) * PIECE + lanes, mine)
-        publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+            tl.store(begun.slots[i] + (use.rank * pieces + ticket) * PIECE + lanes, mine)
+        publish_all(use, ticket, HOW.WORLD)
     if ticket == 0:
-        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+        settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
+    left = leave(use, ticket, begun.due, HOW.THREADS, True)
     # Acquire: the piece of all peers.
     waited = now(TRACE)
-    whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
-    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
-    total = add_up(mine, own, ticket * PIECE + lanes, pieces * PIECE, lanes >= 0, whole, rank, WORLD, AVERAGE)
-    store_flat_sum(total, whole, extras, outs, place, place < numel, N, NUM_OUTS, x.dtype.element_ty, EPILOGUE)
-    event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
+    whole = ok & wait_all(use, ticket, HOW.WORLD)
+    event(use, waited, ticket, use.rank, WAIT, TRACE)
+    at, stride = ticket * PIECE + lanes, pieces * PIECE
+    total = add_up(mine, begun.own, at, stride, lanes >= 0, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
+    store_flat_sum(total, whole, extras, outs, place, place < sizes.numel, sizes.N, x.dtype.element_ty, EPILOGUE)
+    event(use, began, ticket, use.rank, TILE, TRACE)
     return left
 
 
 @triton.jit
 def two_shots(
-    x, extras, outs, own, slots, asked, due, table, ctl, numel, N, pieces, ticket, rank, slot, site, epoch,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
-    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, TRACE: tl.constexpr,
+    use, x, extras, outs, begun, sizes, pieces, ticket, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
     """Reduce piece `ticket` of every run of `pieces`, and `leave`.
 
     A slot has places [source][piece], then sums [owner][piece].
     """
+    PIECE: tl.constexpr = HOW.PIECE
+    WORLD: tl.constexpr = HOW.WORLD
     began = now(TRACE)
     lanes = tl.arange(0, PIECE)
     theirs = ()
     for i in tl.static_range(1, WORLD):
-        place = ((rank + i) % WORLD * pieces + ticket) * PIECE + lanes
-        theirs = theirs + (tl.load(x + place, mask=place < numel, other=0.0),)  # type: ignore[assignment]
-    mine_at = (rank * pieces + ticket) * PIECE + lanes
-    mine = tl.load(x + mine_at, mask=mine_at < numel, other=0.0)
+        place = ((use.rank + i) % HOW.WORLD * pieces + ticket) * PIECE + lanes
+        theirs = theirs + (tl.load(x + place, mask=place < sizes.numel, other=0.0),)  # type: ignore[assignment]
+    mine_at = (use.rank * pieces + ticket) * PIECE + lanes
+    mine = tl.load(x + mine_at, mask=mine_at < sizes.numel, other=0.0)
     # Credits: nobody reads any more what the slot's previous use left there.
     waited = now(TRACE)
-    ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
-    event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+    ok = may_send(begun.asked, tl.where(ticket == 0, begun.due, 0), use, HOW.WORLD, HOW.THREADS)
+    event(use, waited, ticket, use.rank, CREDITS, TRACE)
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
-            tl.store(slots[i] + mine_at, theirs[i])
-        publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+            tl.store(begun.slots[i] + mine_at, theirs[i])
+        publish_all(use, ticket, HOW.WORLD)
     if ticket == 0:
-        settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-    left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+        settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
+    left = leave(use, ticket, begun.due, HOW.THREADS, True)
     # Acquire: the own piece of all peers.
     waited = now(TRACE)
-    whole = ok & wait_all(table, ctl, rank, slot, ticket, site, epoch, WORLD)
-    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
-    total = add_up(mine, own, ticket * PIECE + lanes, pieces * PIECE, lanes >= 0, whole, rank, WORLD, AVERAGE)
+    whole = ok & wait_all(use, ticket, HOW.WORLD)
+    event(use, waited, ticket, use.rank, WAIT, TRACE)
+    at, stride = ticket * PIECE + lanes, pieces * PIECE
+    total = add_up(mine, begun.own, at, stride, lanes >= 0, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
     result = total.to(x.dtype.element_ty)
-    sums = WORLD * pieces * PIECE
+    sums = HOW.WORLD * pieces * PIECE
     if whole != 0:
         for i in tl.static_range(WORLD - 1):
-            tl.store(slots[i] + sums + mine_at, result)
-        publish_all(table, slot, RESULT_ROW + ticket, rank, site, epoch, WORLD)
-    tl.store(x + mine_at, result, mask=mine_at < numel)
+            tl.store(begun.slots[i] + sums + mine_at, result)
+        publish_all(use, RESULT_ROW + ticket, HOW.WORLD)
+    tl.store(x + mine_at, result, mask=mine_at < sizes.numel)
     # Acquire: the sums of all peers.
     waited = now(TRACE)
-    known = ok & wait_all(table, ctl, rank, slot, RESULT_ROW + ticket, site, epoch, WORLD)
-    event(ctl, waited, site, epoch, ticket, rank, WAIT, TRACE)
+    known = ok & wait_all(use, RESULT_ROW + ticket, HOW.WORLD)
+    event(use, waited, ticket, use.rank, WAIT, TRACE)
     results = ()
     for i in tl.static_range(1, WORLD):
-        place = ((rank + i) % WORLD * pieces + ticket) * PIECE + lanes
-        found = tl.load(own + sums + place, mask=(lanes >= 0) & (known != 0), other=float("nan"))
+        place = ((use.rank + i) % HOW.WORLD * pieces + ticket) * PIECE + lanes
+        found = tl.load(begun.own + sums + place, mask=(lanes >= 0) & (known != 0), other=float("nan"))
         results = results + (found,)  # type: ignore[assignment]
     for i in tl.static_range(1, WORLD):
-        place = ((rank + i) % WORLD * pieces + ticket) * PIECE + lanes
-        tl.store(x + place, results[i - 1], mask=place < numel)
+        place = ((use.rank + i) % HOW.WORLD * pieces + ticket) * PIECE + lanes
+        tl.store(x + place, results[i - 1], mask=place < sizes.numel)
     if EPILOGUE is not None:
         # The same instructions for all runs, whoever owns them: ranks compute the same bits.
         tl.debug_barrier()
         known = known & whole
-        for owner in range(WORLD):
+        for owner in range(HOW.WORLD):
             place = (owner * pieces + ticket) * PIECE + lanes
-            total = tl.load(x + place, mask=place < numel, other=0.0).to(tl.float32)
-            store_flat_sum(total, known, extras, outs, place, place < numel, N, NUM_OUTS, x.dtype.element_ty, EPILOGUE)
-    event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
+            total = tl.load(x + place, mask=place < sizes.numel, other=0.0).to(tl.float32)
+            inside = place < sizes.numel
+            store_flat_sum(total, known, extras, outs, place, inside, sizes.N, x.dtype.element_ty, EPILOGUE)
+    event(use, began, ticket, use.rank, TILE, TRACE)
     return left
 
 
 @triton.jit(do_not_specialize=["pieces", "rank", "slot", "site"])
 def all_reduce_kernel(
-    x, extras, outs, table, ctl, counters, numel, N, pieces, rank, slot, site,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, ONE_SHOT: tl.constexpr, PIECE: tl.constexpr, THREADS: tl.constexpr,
-    NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr, TRACE: tl.constexpr = 0,
+    x, extras, outs, pointers, sizes, pieces, rank, slot, site, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """x [numel / N, N], contiguous: every rank's product, then the sum. One program for each of `pieces`.
 
     extras, outs: tuples, of what EPILOGUE takes and makes of the sum; without it outs is x.
     """
     # All questions before the first answer: one after the other they would take as long as a signal.
-    request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-    epoch = current_epoch(ctl, slot)
-    offset = tl.load(slot_ctl(ctl, slot) + DATA_OFFSET)
-    dtype: tl.constexpr = x.dtype.element_ty
-    own = peer(table, rank, offset, dtype)
-    slots = ()
-    for i in tl.static_range(1, WORLD):
-        slots = slots + (peer(table, (rank + i) % WORLD, offset, dtype),)  # type: ignore[assignment]
-    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
-    due = last_use(ctl)
-    ticket = granted(request, THREADS)
-    if ONE_SHOT:
-        left = one_shot(
-            x, extras, outs, own, slots, asked, due, table, ctl, numel, N, pieces, ticket, rank, slot, site, epoch,
-            WORLD, AVERAGE, PIECE, THREADS, NUM_OUTS, EPILOGUE, TRACE,
-        )  # fmt: skip
+    words = Words(pointers.table, pointers.ctl, rank, slot, site)
+    request = request_ticket(words, TILE_TICKET, HOW.THREADS, True)
+    use = use_of(words)
+    begun = begin(use, x.dtype.element_ty, HOW.WORLD, HOW.THREADS)
+    ticket = granted(request, HOW.THREADS)
+    if HOW.ONE_SHOT:
+        left = one_shot(use, x, extras, outs, begun, sizes, pieces, ticket, HOW, EPILOGUE, TRACE)
     else:
-        left = two_shots(
-            x, extras, outs, own, slots, asked, due, table, ctl, numel, N, pieces, ticket, rank, slot, site, epoch,
-            WORLD, AVERAGE, PIECE, THREADS, NUM_OUTS, EPILOGUE, TRACE,
-        )  # fmt: skip
-    close(granted(left, THREADS), ctl, slot, epoch)
+        left = two_shots(use, x, extras, outs, begun, sizes, pieces, ticket, HOW, EPILOGUE, TRACE)
+    close(granted(left, HOW.THREADS), use)
 
 
 @dataclass(frozen=True)
@@ -311,15 +344,16 @@ def matmul_all_reduce(
         return Arguments(
             programs=sizes.cut.pieces,
             values=dict(
-                numel=sizes.M * sizes.N,
-                N=sizes.N,
+                sizes=Sizes(numel=sizes.M * sizes.N, N=sizes.N),
                 pieces=sizes.cut.pieces,
                 rank=launch.rank,
-                WORLD=node.world_size,
-                AVERAGE=node.reduce_op == "avg",
-                ONE_SHOT=sizes.cut.one_shot,
-                PIECE=sizes.cut.piece,
-                THREADS=launch.threads(sizes.num_warps),
+                HOW=How(
+                    WORLD=node.world_size,
+                    AVERAGE=node.reduce_op == "avg",
+                    ONE_SHOT=sizes.cut.one_shot,
+                    PIECE=sizes.cut.piece,
+                    THREADS=launch.threads(sizes.num_warps),
+                ),
                 num_warps=sizes.num_warps,
                 **arrangement.constants_of_sum(),
             ),

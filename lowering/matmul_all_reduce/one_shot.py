@@ -30,10 +30,10 @@ import triton.language as tl
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import matmul_tile_of_few_rows, plus_bias
 from ditron_inductor.core.signals import (
+    Words,
     arrive,
     ask_to_send,
     close,
-    current_epoch,
     data,
     granted,
     last_use,
@@ -42,6 +42,7 @@ from ditron_inductor.core.signals import (
     publish_all,
     request_ticket,
     settle,
+    use_of,
     wait_all,
 )
 from ditron_inductor.core.trace import CREDITS, SUM, TILE, WAIT, event, now
@@ -54,8 +55,8 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     reduced_outputs,
 )
 from ditron_inductor.lowering.config import Config, select_few_rows_config
-from ditron_inductor.lowering.epilogues import Arrangement, arrange, prepared, store_sum
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, sum_sizes
+from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_at, prepared, store_sum
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import MatmulAllReduce, MatmulAllReduceRmsNorm
 
@@ -67,9 +68,8 @@ MOST_NORM_ROWS = 1
 MOST_NORM_ELEMENTS = 64
 """Of a row, in each thread of that program."""
 
-UNUSED = ("GROUP_M", "DESCRIPTORS", "K_MAJOR", "PIECE", "PRE_IN_SLICES")
-"""What other kernels of matrix products take: here nothing is loaded by descriptors, grouped or carried, and
-tiles are small."""
+UNUSED = ("PRE_IN_SLICES",)
+"""What other kernels take that make what they reduce: here tiles are small."""
 
 
 def fits(rows: int, columns: int) -> bool:
@@ -84,35 +84,31 @@ def takes_norm(sizes: Geometry) -> bool:
 
 @triton.jit(do_not_specialize=["M", "rank", "slot", "site"])
 def matmul_all_reduce_kernel(
-    lefts, rights, bias, extras, outs, given, norm_outs, table, ctl, counters,
-    M, N, depths, strides_am, strides_bk, strides_bn,
-    rank, slot, site,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
-    PRE: tl.constexpr,
-    NORM: tl.constexpr, ROW: tl.constexpr, FORM: tl.constexpr, EPS: tl.constexpr, POST_EPS: tl.constexpr,
-    TRACE: tl.constexpr = 0,
+    lefts, rights, bias, extras, outs, given, norm_outs, pointers, M, N, terms, rank, slot, site,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, PRE: tl.constexpr,
+    NORMS: tl.constexpr, ROW: tl.constexpr, TILES: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts [M, K_i] with contiguous K, M <= BLOCK_M, rights [K_i, N], depths (the K_i) and strides:
-    tuples of NUM_PRODUCTS; bias [N], or anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE
-    makes of the sum; outs [M, N] contiguous.
+    """See the module. lefts, rights: tuples of [M, K_i] with contiguous K, M <= BLOCK_M, and of [K_i, N], see Terms;
+    bias [N], or anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE makes of the sum; outs
+    [M, N] contiguous.
 
-    given, norm_outs, where there is a norm (NORM): as by `rows.finish_all`, with ROW >= N; no EPILOGUE then.
+    given, norm_outs, where there is a norm (NORMS): as by `rows.finish_all`, with ROW >= N; no EPILOGUE then.
     """
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
     # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
-    request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
-    epoch = current_epoch(ctl, slot)
-    due = last_use(ctl)
-    ticket = granted(request, THREADS)
+    words = Words(pointers.table, pointers.ctl, rank, slot, site)
+    request = request_ticket(words, TILE_TICKET, TILES.THREADS, True)
+    asked = ask_to_send(words, WORLD, TILES.THREADS)
+    use = use_of(words)
+    due = last_use(use)
+    ticket = granted(request, TILES.THREADS)
     tiles = tl.cdiv(N, BLOCK_N)
     dtype: tl.constexpr = lefts[0].dtype.element_ty
-    own = data(table, ctl, rank, slot, dtype)
+    own = data(use, rank, dtype)
     slots = ()
     for i in tl.static_range(WORLD):
-        slots = slots + (data(table, ctl, (rank + i) % WORLD, slot, dtype),)  # type: ignore[assignment]
+        slots = slots + (data(use, (rank + i) % WORLD, dtype),)  # type: ignore[assignment]
     offs_m = tl.arange(0, BLOCK_M)
     in_block = offs_m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     in_m = (offs_m < M)[:, None] & (in_block >= 0)
@@ -123,48 +119,43 @@ def matmul_all_reduce_kernel(
     left = request
     if ticket >= tiles:
         # Not otherwise: it would wait for the epoch before the product.
-        left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+        left = leave(use, ticket, due, TILES.THREADS, True)
     while (ticket < tiles) | (previous >= 0):
         if ticket >= tiles:
             # The last round, before the last wait.
-            left = leave(ctl, slot, ticket, epoch, due, THREADS, True)
+            left = leave(use, ticket, due, TILES.THREADS, True)
         current = tl.full((), -1, tl.int32)
         if ticket < tiles:
             began = now(TRACE)
-            request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-            acc = matmul_tile_of_few_rows(
-                lefts, strides_am, M, rights, strides_bk, strides_bn, ticket * BLOCK_N, N, depths,
-                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, NUM_PRODUCTS,
-            )  # fmt: skip
+            request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
+            acc = matmul_tile_of_few_rows(lefts, M, rights, terms, ticket * BLOCK_N, N, TILES)
             acc = plus_bias(acc, bias, ticket * BLOCK_N, N, BLOCK_N, HAS_BIAS)
             if PRE is not None:
                 whole_n = ticket * BLOCK_N + tl.arange(0, BLOCK_N)
-                acc = prepared(
-                    acc, extras, offs_m[:, None], whole_n[None, :], (offs_m < M)[:, None], (whole_n < N)[None, :], N,
-                    dtype, PRE,
-                )  # fmt: skip
+                elements = elements_at(offs_m, whole_n, (offs_m < M)[:, None], (whole_n < N)[None, :], N)
+                acc = prepared(acc, extras, elements, dtype, PRE)
             if ok < 0:
                 # Credits: nobody reads any more what the slot's previous use left there.
                 waited = now(TRACE)
-                ok = may_send(asked, tl.where(ticket == 0, due, 0), table, ctl, rank, slot, site, epoch, WORLD, THREADS)
-                event(ctl, waited, site, epoch, ticket, rank, CREDITS, TRACE)
+                ok = may_send(asked, tl.where(ticket == 0, due, 0), use, WORLD, TILES.THREADS)
+                event(use, waited, ticket, rank, CREDITS, TRACE)
             if ok != 0:
                 block = (rank * tiles + ticket).to(tl.int64) * (BLOCK_M * BLOCK_N)
                 partial = acc.to(dtype)
                 for i in tl.static_range(WORLD):
                     tl.store(slots[i] + block + in_block, partial, mask=in_m)
                 # The tile lies in every peer's slot. A tile without credits is not sent, and never published.
-                publish_all(table, slot, ticket, rank, site, epoch, WORLD)
+                publish_all(use, ticket, WORLD)
             if ticket == 0:
-                settle(tl.where(ok != 0, due, 0), table, rank, site, WORLD)
-            event(ctl, began, site, epoch, ticket, rank, TILE, TRACE)
+                settle(tl.where(ok != 0, due, 0), use, WORLD)
+            event(use, began, ticket, rank, TILE, TRACE)
             current = ticket
-            ticket = granted(request, THREADS)
+            ticket = granted(request, TILES.THREADS)
         if previous >= 0:
             # Acquire: the tile's partials of all peers. The own one was stored by this program, before a barrier.
             waited = now(TRACE)
-            whole = ok & wait_all(table, ctl, rank, slot, previous, site, epoch, WORLD)
-            event(ctl, waited, site, epoch, previous, rank, WAIT, TRACE)
+            whole = ok & wait_all(use, previous, WORLD)
+            event(use, waited, previous, rank, WAIT, TRACE)
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             for source in tl.static_range(WORLD):
                 block = (source * tiles + previous).to(tl.int64) * (BLOCK_M * BLOCK_N)
@@ -172,17 +163,15 @@ def matmul_all_reduce_kernel(
             if AVERAGE:
                 total = total / WORLD
             offs_n = previous * BLOCK_N + tl.arange(0, BLOCK_N)
-            store_sum(
-                total, whole, extras, outs, offs_m[:, None], offs_n[None, :], (offs_m < M)[:, None],
-                (offs_n < N)[None, :], N, NUM_OUTS, dtype, EPILOGUE,
-            )  # fmt: skip
-            if NORM:
+            elements = elements_at(offs_m, offs_n, (offs_m < M)[:, None], (offs_n < N)[None, :], N)
+            store_sum(total, whole, extras, outs, elements, dtype, EPILOGUE)
+            if NORMS is not None:
                 # For the last one all tiles are stored, and their stores are seen.
-                if arrive(counters, tiles):
-                    finish_all(outs[0], given, norm_outs, M, N, ROW, FORM, EPS, POST_EPS)
-            event(ctl, waited, site, epoch, previous, rank, SUM, TRACE)
+                if arrive(pointers.counters, tiles):
+                    finish_all(outs[0], given, norm_outs, M, N, ROW, NORMS)
+            event(use, waited, previous, rank, SUM, TRACE)
         previous = current
-    close(granted(left, THREADS), ctl, slot, epoch)
+    close(granted(left, TILES.THREADS), use)
 
 
 @dataclass(frozen=True)
@@ -226,7 +215,7 @@ def matmul_all_reduce(
     the module.
     """
     outs = sizes.arrangement.new_outputs_of_sum(a[0], [*a[0].shape[:-1], sizes.N])
-    behind = {"NORM": False, "ROW": 16, "FORM": 0, "EPS": 0.0, "POST_EPS": 0.0, "given": None, "norm_outs": None}
+    behind = {"NORMS": None, "ROW": 16, "given": None, "norm_outs": None}
     _run(node, launch, sizes, a, b, bias, extras, outs, behind, {})
     return outs
 
@@ -247,7 +236,7 @@ def matmul_all_reduce_rms_norm(
     """
     out = a[0].new_empty([*a[0].shape[:-1], sizes.N])
     outputs = reduced_outputs(node, out)
-    behind = {"NORM": True, "ROW": block_of(sizes.N), **constants_of(node, stores_reduced=False)}
+    behind = {"ROW": block_of(sizes.N), **constants_of(node, stores_reduced=False)}
     tensors = {"given": pointers(given, out), "norm_outs": all_outputs(node, outputs)}
     _run(node, launch, sizes, a, b, bias, extras, [out], behind, tensors)
     return outputs
@@ -268,19 +257,21 @@ def _run(
     lefts, rights = longest_first(a, b)
 
     def arguments() -> Arguments:
-        constants = launch.sum_constants(sizes.config, lefts, rights, bias)
-        constants |= sizes.arrangement.constants_of_products()
+        constants = sizes.arrangement.constants_of_products()
         return Arguments(
             programs=sizes.programs,
             values=dict(
                 M=sizes.M,
                 N=sizes.N,
-                **sum_sizes(lefts, rights),
+                terms=terms_of(lefts, rights),
                 rank=launch.rank,
                 WORLD=node.world_size,
                 AVERAGE=node.reduce_op == "avg",
                 **behind,
+                HAS_BIAS=0 if bias is None else bias.dim(),
+                TILES=launch.tile_of_few_rows(sizes.config, lefts, rights),
                 **{name: value for name, value in constants.items() if name not in UNUSED},
+                **sizes.config.options,
             ),
         )
 

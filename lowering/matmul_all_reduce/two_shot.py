@@ -27,19 +27,20 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import RESULT_ROW, TILE_TICKET
 from ditron_inductor.core.matmul import (
+    Carried,
     carry,
+    descriptors_of,
     further_products,
     further_products_by_descriptors,
     matmul_tile,
     matmul_tile_by_descriptors,
     plus_bias,
-    rows_descriptor,
-    weight_descriptor,
+    weight_of,
 )
 from ditron_inductor.core.order import grouped, scatter_order
 from ditron_inductor.core.signals import (
+    Words,
     credits_due,
-    current_epoch,
     data,
     finish,
     granted,
@@ -47,16 +48,18 @@ from ditron_inductor.core.signals import (
     request_ticket,
     settle,
     take_tile,
+    use_of,
     wait,
     wait_all,
     wait_credits,
 )
 from ditron_inductor.core.trace import COPY, CREDITS, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_sum
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, sum_sizes
+from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_of, store_sum
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.partials import (
+    Owned,
     block_offsets,
     publish_partial,
     publish_to_all,
@@ -72,47 +75,44 @@ PART_WAVES = 2
 
 
 @triton.jit
-def store_tile(acc, out, tile, num_m, num_n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+def store_tile(acc, out, tile, num_m, num_n, M, N, TILES: tl.constexpr):
     """Write tile `tile` of out [M, N] contiguous, without what lies beyond its edges."""
-    block_row, block_column = grouped(tile, num_m, num_n, GROUP_M)
-    offs_m = block_row * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = block_column * BLOCK_N + tl.arange(0, BLOCK_N)
+    block_row, block_column = grouped(tile, num_m, num_n, TILES.GROUP_M)
+    offs_m = block_row * TILES.BLOCK_M + tl.arange(0, TILES.BLOCK_M)
+    offs_n = block_column * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)
     inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     tl.store(out + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :], acc, mask=inside)
 
 
 @triton.jit
-def destinations(table, ctl, owner, tile, tiles_per_owner, rank, slot, dtype: tl.constexpr, WORLD: tl.constexpr, BLOCK):
+def destinations(use, owner, tile, tiles_per_owner, dtype: tl.constexpr, WORLD: tl.constexpr, BLOCK):
     """(where the tile in the outbox goes: pointers to blocks of WORLD - 1 slots, how many of them count).
 
     A partial goes to its owner's slot, a result (owner is the rank) to all peers' behind the partials, by owner; if
     owner is -1 there is none.
     """
-    is_result = owner == rank
-    block = tl.where(is_result, WORLD + rank, rank) * tiles_per_owner + tile
+    is_result = owner == use.rank
+    block = tl.where(is_result, WORLD + use.rank, use.rank) * tiles_per_owner + tile
     targets = ()
     for i in tl.static_range(1, WORLD):
-        peer = (rank + i) % WORLD
+        peer = (use.rank + i) % WORLD
         if i == 1:
             peer = tl.where(is_result | (owner < 0), peer, owner)
-        place = data(table, ctl, peer, slot, dtype) + block.to(tl.int64) * BLOCK
+        place = data(use, peer, dtype) + block.to(tl.int64) * BLOCK
         targets = targets + (place,)  # type: ignore[assignment]
     return targets, tl.where(is_result, WORLD - 1, tl.where(owner < 0, 0, 1))
 
 
 @triton.jit
 def publish_carried(
-    table, counters, owner, tile, tiles, tiles_per_owner, chunk_tiles, rank, slot, site, epoch,
-    WORLD: tl.constexpr, COUNTED: tl.constexpr,
+    use, counters, owner, tile, tiles, tiles_per_owner, chunk_tiles, WORLD: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Tell of the tile that this program carried last: a partial of `owner`, a result if that is the rank, none: -1."""
     owner_tiles = tl.minimum(tiles_per_owner, tiles - owner * tiles_per_owner)
-    if owner == rank:
-        publish_to_all(
-            table, counters, RESULT_ROW, tile, owner_tiles, chunk_tiles, rank, slot, site, epoch, WORLD, COUNTED
-        )  # fmt: skip
+    if owner == use.rank:
+        publish_to_all(use, counters, RESULT_ROW, tile, owner_tiles, chunk_tiles, WORLD, COUNTED)
     elif owner >= 0:
-        publish_partial(table, counters, owner, tile, owner_tiles, chunk_tiles, rank, slot, site, epoch, COUNTED)
+        publish_partial(use, counters, owner, tile, owner_tiles, chunk_tiles, COUNTED)
 
 
 @triton.jit
@@ -137,43 +137,31 @@ def schedule(ticket, tiles_per_owner, part_tiles, rank, WORLD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles", "part_tiles", "num_parts"])
 def matmul_all_reduce_kernel(
-    lefts, rights, bias, extras, outs, table, ctl, counters,
-    M, N, depths, strides_am, strides_bk, strides_bn,
-    rank, slot, site, chunk_tiles, part_tiles, num_parts,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, COUNTED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
-    PRE: tl.constexpr, PRE_IN_SLICES: tl.constexpr,
-    TRACE: tl.constexpr = 0,
+    lefts, rights, bias, extras, outs, pointers, M, N, terms, rank, slot, site, chunk_tiles, part_tiles, num_parts,
+    WORLD: tl.constexpr, AVERAGE: tl.constexpr, COUNTED: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
+    PRE: tl.constexpr, PRE_IN_SLICES: tl.constexpr, TILES: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts [M, K_i] with contiguous K, rights [K_i, N], depths (the K_i) and strides: tuples of
-    NUM_PRODUCTS; bias [N], or anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE makes of
-    the sum; outs [M, N] contiguous.
+    """See the module. lefts, rights: tuples of [M, K_i] with contiguous K and of [K_i, N], see Terms; bias [N], or
+    anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE makes of the sum; outs [M, N]
+    contiguous.
     """
-    epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    alive = healthy(use)
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     tiles = num_m * num_n
     tiles_per_owner = tl.cdiv(tiles, WORLD)
     dtype: tl.constexpr = lefts[0].dtype.element_ty
-    a_descriptors = ()
-    b_descriptors = ()
-    if DESCRIPTORS:
-        for i in tl.static_range(NUM_PRODUCTS):
-            a_descriptor = rows_descriptor(lefts[i], M, depths[i], strides_am[i], BLOCK_M, BLOCK_K)
-            a_descriptors = a_descriptors + (a_descriptor,)  # type: ignore[assignment]
-            b_descriptor = weight_descriptor(
-                rights[i], N, depths[i], strides_bk[i], strides_bn[i], BLOCK_N, BLOCK_K, (K_MAJOR >> i) & 1
-            )
-            b_descriptors = b_descriptors + (b_descriptor,)  # type: ignore[assignment]
+    if TILES.DESCRIPTORS:
+        a_descriptors, b_descriptors = descriptors_of(lefts, rights, M, N, terms, TILES)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * lefts[0].dtype.element_ty.primitive_bitwidth // 32
-    SLICE: tl.constexpr = min(BLOCK_M, 64 * THREADS // BLOCK_N)
-    outbox = data(table, ctl, rank, slot, dtype)
+    SLICE: tl.constexpr = min(BLOCK_M, 64 * TILES.THREADS // BLOCK_N)
+    PRE_SLICE: tl.constexpr = SLICE if PRE_IN_SLICES else 0
+    outbox = data(use, rank, dtype)
     outbox += (2 * WORLD * tiles_per_owner + 2 * tl.program_id(0)).to(tl.int64) * BLOCK
     # A second block: a partial is read while the result takes shape.
     results = outbox + BLOCK
@@ -182,98 +170,83 @@ def matmul_all_reduce_kernel(
     ok = alive
     sent_owner = tl.full((), -1, tl.int32)
     sent_tile = tl.full((), 0, tl.int32)
-    ticket = take_tile(ctl, slot)
+    ticket = take_tile(use)
     if ticket == 0:
-        settle(credits_due(ctl, alive), table, rank, site, WORLD)
+        settle(credits_due(use, alive), use, WORLD)
     while ticket < tl.where(num_parts > 1, num_parts + 2, 1) * (2 * WORLD - 1) * part_tiles:
-        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
         step, tile, is_copy = schedule(ticket, tiles_per_owner, part_tiles, rank, WORLD)
         owner = scatter_order(step, rank, WORLD)
         first = owner * tiles_per_owner
         owner_tiles = tl.minimum(tiles_per_owner, tiles - first)
         if (tile >= 0) & (tile < owner_tiles):
             began = now(TRACE)
-            targets, num_targets = destinations(
-                table, ctl, sent_owner, sent_tile, tiles_per_owner, rank, slot, dtype, WORLD, BLOCK
-            )
+            targets, num_targets = destinations(use, sent_owner, sent_tile, tiles_per_owner, dtype, WORLD, BLOCK)
             carried = tl.where(sent_owner < 0, 0, BLOCK_WORDS)
             whole = alive
             box = tl.where(sent_owner == rank, results, outbox)
             if is_copy:
                 # Before a wait, deliver what is there.
-                carry(box, targets, 0, carried, num_targets, WORLD - 1, PIECE)
+                carry(Carried(box, targets, carried, num_targets), 0, TILES.PIECE)
                 publish_carried(
-                    table, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, rank, slot, site,
-                    epoch, WORLD, COUNTED,
+                    use, pointers.counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, WORLD, COUNTED,
                 )  # fmt: skip
                 sent_owner = tl.full((), -1, tl.int32)
                 # Acquire: the owner's results of the chunk, which it pushed before it published this flag.
                 waited = now(TRACE)
-                whole = alive & wait(table, ctl, rank, slot, RESULT_ROW + tile // chunk_tiles, owner, site, epoch)
-                event(ctl, waited, site, epoch, tile // chunk_tiles, owner, WAIT, TRACE)
+                whole = alive & wait(use, RESULT_ROW + tile // chunk_tiles, owner)
+                event(use, waited, tile // chunk_tiles, owner, WAIT, TRACE)
                 if EPILOGUE is None:
                     offsets = block_offsets((WORLD + owner) * tiles_per_owner + tile, BLOCK_M, BLOCK_N)
-                    source = data(table, ctl, rank, slot, dtype) + offsets
+                    source = data(use, rank, dtype) + offsets
                     result = tl.load(source, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
-                    store_tile(result, outs[0], first + tile, num_m, num_n, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+                    store_tile(result, outs[0], first + tile, num_m, num_n, M, N, TILES)
             else:
-                block_row, block_column = grouped(first + tile, num_m, num_n, GROUP_M)
-                if DESCRIPTORS:
+                block_row, block_column = grouped(first + tile, num_m, num_n, TILES.GROUP_M)
+                if TILES.DESCRIPTORS:
                     acc = matmul_tile_by_descriptors(
-                        a_descriptors[0], b_descriptors[0],  # type: ignore[misc]
-                        block_row * BLOCK_M, block_column * BLOCK_N, depths[0], box, targets, carried, num_targets,
-                        BLOCK_M, BLOCK_N, BLOCK_K, K_MAJOR & 1, PRECISION, UPCAST, WORLD - 1, PIECE,
+                        a_descriptors[0], b_descriptors[0], block_row * BLOCK_M, block_column * BLOCK_N,
+                        terms.depths[0], Carried(box, targets, carried, num_targets), TILES, TILES.K_MAJOR & 1,
                     )  # fmt: skip
                     acc = further_products_by_descriptors(
-                        acc, a_descriptors, b_descriptors, block_row * BLOCK_M, block_column * BLOCK_N, depths, box,
-                        BLOCK_K, K_MAJOR, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
+                        acc, a_descriptors, b_descriptors, block_row * BLOCK_M, block_column * BLOCK_N, terms.depths,
+                        TILES,
                     )  # fmt: skip
                 else:
                     offs_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
                     acc = matmul_tile(
-                        lefts[0] + offs_m * strides_am[0], rights[0], strides_bk[0], strides_bn[0],
-                        block_column * BLOCK_N, N, depths[0], box, targets, carried, num_targets,
-                        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, WORLD - 1, PIECE,
+                        lefts[0] + offs_m * terms.strides_am[0], weight_of(rights, terms, 0),
+                        block_column * BLOCK_N, N, terms.depths[0], Carried(box, targets, carried, num_targets), TILES,
                     )  # fmt: skip
-                    acc = further_products(
-                        acc, lefts, offs_m, strides_am, rights, strides_bk, strides_bn, block_column * BLOCK_N, N,
-                        depths, box, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
-                    )  # fmt: skip
+                    acc = further_products(acc, lefts, offs_m, rights, terms, block_column * BLOCK_N, N, TILES)
                 acc = plus_bias(acc, bias, block_column * BLOCK_N, N, BLOCK_N, HAS_BIAS)
                 publish_carried(
-                    table, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, rank, slot, site,
-                    epoch, WORLD, COUNTED,
+                    use, pointers.counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, WORLD, COUNTED,
                 )  # fmt: skip
                 sent_owner = tl.full((), -1, tl.int32)
+                place = Owned(block_row * BLOCK_M, block_column * BLOCK_N, 0, M, M, N)
                 if owner != rank:
                     if credited == 0:
                         # Credits: nobody reads any more what the slot's previous use left there.
                         waited = now(TRACE)
-                        ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
-                        event(ctl, waited, site, epoch, tile, owner, CREDITS, TRACE)
+                        ok = alive & wait_credits(use, WORLD)
+                        event(use, waited, tile, owner, CREDITS, TRACE)
                         credited += 1
                     if ok != 0:
-                        put_prepared(
-                            outbox, acc, extras, block_row * BLOCK_M, block_column * BLOCK_N, 0, M, M, N,
-                            dtype, PRE, PRE_IN_SLICES, SLICE, WORLD, False, BLOCK_M, BLOCK_N,
-                        )  # fmt: skip
+                        put_prepared(outbox, acc, extras, place, PRE, PRE_SLICE, TILES, WORLD, False)
                         sent_owner = owner
                         sent_tile = tile
                 else:
-                    put_prepared(
-                        outbox, acc, extras, block_row * BLOCK_M, block_column * BLOCK_N, 0, M, M, N,
-                        dtype, PRE, PRE_IN_SLICES, SLICE, WORLD, False, BLOCK_M, BLOCK_N,
-                    )  # fmt: skip
+                    put_prepared(outbox, acc, extras, place, PRE, PRE_SLICE, TILES, WORLD, False)
                     # Acquire: the tile's partials of all peers, published after they were stored.
                     waited = now(TRACE)
-                    whole = alive & wait_all(table, ctl, rank, slot, tile // chunk_tiles, site, epoch, WORLD)
-                    event(ctl, waited, site, epoch, tile // chunk_tiles, rank, WAIT, TRACE)
+                    whole = alive & wait_all(use, tile // chunk_tiles, WORLD)
+                    event(use, waited, tile // chunk_tiles, rank, WAIT, TRACE)
                     offs_n = block_column * BLOCK_N + tl.arange(0, BLOCK_N)
                     for i in tl.static_range(BLOCK_M // SLICE):
                         total = reduced_slice(
-                            outbox, table, ctl, tile, tiles_per_owner, i, whole, rank, slot,
-                            dtype, WORLD, AVERAGE, SLICE, BLOCK_M, BLOCK_N,
-                        )  # fmt: skip
+                            use, outbox, tile, tiles_per_owner, i, whole, WORLD, AVERAGE, SLICE, TILES
+                        )
                         result = total.to(dtype)
                         if EPILOGUE is None:
                             slice_m = block_row * BLOCK_M + i * SLICE + tl.arange(0, SLICE)
@@ -288,35 +261,27 @@ def matmul_all_reduce_kernel(
             if EPILOGUE is not None:
                 # The same instructions for own tiles and copies: ranks compute the same bits of both.
                 if is_copy | (owner == rank):
-                    block = data(table, ctl, rank, slot, dtype)
+                    block = data(use, rank, dtype)
                     block += ((WORLD + owner) * tiles_per_owner + tile).to(tl.int64) * BLOCK
                     source = tl.multiple_of(tl.where(is_copy, block, results), 16)
-                    tile_row, tile_column = grouped(first + tile, num_m, num_n, GROUP_M)
+                    tile_row, tile_column = grouped(first + tile, num_m, num_n, TILES.GROUP_M)
                     tile_n = tile_column * BLOCK_N + tl.arange(0, BLOCK_N)
                     for i in tl.static_range(BLOCK_M // SLICE):
                         tile_m = tile_row * BLOCK_M + i * SLICE + tl.arange(0, SLICE)
                         places = (i * SLICE + tl.arange(0, SLICE))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
                         # What was not sent is not read: whatever the slot holds, NaN is stored.
                         reduced = tl.load(source + places).to(tl.float32)
-                        store_sum(
-                            reduced, whole, extras, outs, tile_m.to(tl.int64)[:, None], tile_n[None, :],
-                            (tile_m < M)[:, None], (tile_n < N)[None, :], N, NUM_OUTS, dtype, EPILOGUE,
-                        )  # fmt: skip
+                        store_sum(reduced, whole, extras, outs, elements_of(tile_m, tile_n, M, N), dtype, EPILOGUE)
             if is_copy:
-                event(ctl, began, site, epoch, tile, owner, COPY, TRACE)
+                event(use, began, tile, owner, COPY, TRACE)
             else:
-                event(ctl, began, site, epoch, tile, owner, TILE, TRACE)
-        ticket = granted(request, THREADS)
-    targets, num_targets = destinations(
-        table, ctl, sent_owner, sent_tile, tiles_per_owner, rank, slot, dtype, WORLD, BLOCK
-    )
+                event(use, began, tile, owner, TILE, TRACE)
+        ticket = granted(request, TILES.THREADS)
+    targets, num_targets = destinations(use, sent_owner, sent_tile, tiles_per_owner, dtype, WORLD, BLOCK)
     box = tl.where(sent_owner == rank, results, outbox)
-    carry(box, targets, 0, tl.where(sent_owner < 0, 0, BLOCK_WORDS), num_targets, WORLD - 1, PIECE)
-    publish_carried(
-        table, counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, rank, slot, site, epoch,
-        WORLD, COUNTED,
-    )  # fmt: skip
-    finish(ctl, slot, epoch)
+    carry(Carried(box, targets, tl.where(sent_owner < 0, 0, BLOCK_WORDS), num_targets), 0, TILES.PIECE)
+    publish_carried(use, pointers.counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, WORLD, COUNTED)
+    finish(use)
 
 
 @dataclass(frozen=True)
@@ -386,9 +351,11 @@ def matmul_all_reduce(
                 WORLD=node.world_size,
                 AVERAGE=node.reduce_op == "avg",
                 COUNTED=chunk_tiles > 1,
-                **sum_sizes(lefts, rights),
+                terms=terms_of(lefts, rights),
                 **arrangement.constants_of_products(),
-                **launch.sum_constants(sizes.config, lefts, rights, bias),
+                HAS_BIAS=0 if bias is None else bias.dim(),
+                TILES=launch.tile_of_sum(sizes.config, lefts, rights),
+                **sizes.config.options,
             ),
         )
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,19 +27,20 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import (
+    Carried,
     carry,
+    descriptors_of,
     further_products,
     further_products_by_descriptors,
     matmul_steps,
     matmul_steps_by_descriptors,
     plus_bias,
-    rows_descriptor,
-    weight_descriptor,
+    weight_of,
 )
 from ditron_inductor.core.order import grouped, interleaved_row, scatter_order
 from ditron_inductor.core.signals import (
+    Words,
     credits_due,
-    current_epoch,
     data,
     finish,
     granted,
@@ -46,12 +48,13 @@ from ditron_inductor.core.signals import (
     request_ticket,
     settle,
     take_tile,
+    use_of,
     wait,
     wait_credits,
 )
 from ditron_inductor.core.trace import COPY, CREDITS, SEND, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, sum_sizes
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.matmul_all_gather.parts import place_of
 from ditron_inductor.lowering.partials import block_offsets, publish_partial, put_in_outbox
@@ -68,142 +71,144 @@ def place_of_tile(tile, num_m, C, parts, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 
 @triton.jit
-def store_tile(
-    result, out, tile, source, num_m, M, C, parts, block,
-    WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
+def store_tile(result, out, tile, source, num_m, M, C, parts, block, WORLD: tl.constexpr, TILES: tl.constexpr):
     """Write tile `tile` of what `source` has for this rank to its place in out, without what lies beyond its edges."""
-    row, part, column = place_of_tile(tile, num_m, C, parts, BLOCK_M, BLOCK_N, GROUP_M)
-    offs_m = row + tl.arange(0, BLOCK_M)
-    offs_n = column + tl.arange(0, BLOCK_N)
+    row, part, column = place_of_tile(tile, num_m, C, parts, TILES.BLOCK_M, TILES.BLOCK_N, TILES.GROUP_M)
+    offs_m = row + tl.arange(0, TILES.BLOCK_M)
+    offs_n = column + tl.arange(0, TILES.BLOCK_N)
     to_rows = interleaved_row(offs_m, source, M, block, WORLD, True).to(tl.int64)
     inside = (offs_m < M)[:, None] & (offs_n < C)[None, :]
     tl.store(out + to_rows[:, None] * (parts * C) + (part * C + offs_n)[None, :], result, mask=inside)
 
 
+class Ends(NamedTuple):
+    """Pointers to the bias [N], or anything, and to the output."""
+
+    bias: Any
+    out: Any
+
+
+class Sizes(NamedTuple):
+    """Rows of a rank, columns in each of its runs, `block` of interleaved_row, and the Terms of the sum."""
+
+    M: Any
+    C: Any
+    block: Any
+    terms: Any
+
+
+class How(NamedTuple):
+    """What is known at compile time: ranks, whether several tiles share a flag, whether there is a bias, and Tiles."""
+
+    WORLD: Any
+    COUNTED: Any
+    HAS_BIAS: Any
+    TILES: Any
+
+
 @triton.jit(do_not_specialize=["parts", "rank", "slot", "site", "chunk_tiles"])
 def matmul_all_to_all_kernel(
-    lefts, rights, bias, out, table, ctl, counters,
-    M, C, parts, depths, block, strides_am, strides_bk, strides_bn,
-    rank, slot, site, chunk_tiles,
-    WORLD: tl.constexpr, COUNTED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, TRACE: tl.constexpr = 0,
+    lefts, rights, ends, pointers, sizes, parts, rank, slot, site, chunk_tiles, HOW: tl.constexpr,
+    TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts [M, K_i] with contiguous K, rights [K_i, N], depths (the K_i) and strides: tuples of
-    NUM_PRODUCTS; bias [N], or anything; N = parts * WORLD * C. out [WORLD * M, parts * C] contiguous, its rows as in
-    interleaved_row.
+    """See the module. lefts, rights: tuples of [M, K_i] with contiguous K and of [K_i, N], see Terms; N = parts * WORLD
+    * C; the output [WORLD * M, parts * C] contiguous, its rows as in interleaved_row.
 
     A slot has places [peer][tile], and an outbox for each program.
     """
-    epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
-    num_m = tl.cdiv(M, BLOCK_M)
-    tiles = num_m * parts * tl.cdiv(C, BLOCK_N)
-    N = parts * WORLD * C
-    dtype: tl.constexpr = out.dtype.element_ty
-    a_descriptors = ()
-    b_descriptors = ()
-    if DESCRIPTORS:
-        for i in tl.static_range(NUM_PRODUCTS):
-            a_descriptor = rows_descriptor(lefts[i], M, depths[i], strides_am[i], BLOCK_M, BLOCK_K)
-            a_descriptors = a_descriptors + (a_descriptor,)  # type: ignore[assignment]
-            b_descriptor = weight_descriptor(
-                rights[i], N, depths[i], strides_bk[i], strides_bn[i], BLOCK_N, BLOCK_K, (K_MAJOR >> i) & 1
-            )
-            b_descriptors = b_descriptors + (b_descriptor,)  # type: ignore[assignment]
+    TILES: tl.constexpr = HOW.TILES
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    alive = healthy(use)
+    num_m = tl.cdiv(sizes.M, BLOCK_M)
+    tiles = num_m * parts * tl.cdiv(sizes.C, BLOCK_N)
+    N = parts * HOW.WORLD * sizes.C
+    dtype: tl.constexpr = ends.out.dtype.element_ty
+    if TILES.DESCRIPTORS:
+        a_descriptors, b_descriptors = descriptors_of(lefts, rights, sizes.M, N, sizes.terms, TILES)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
-    BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
-    outbox = data(table, ctl, rank, slot, dtype) + ((WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
+    BLOCK_WORDS: tl.constexpr = BLOCK * ends.out.dtype.element_ty.primitive_bitwidth // 32
+    outbox = data(use, rank, dtype) + ((HOW.WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
     # Whether the credits have come, and the tile that waits in the outbox: for nobody if it is the rank.
     credited = tl.full((), 0, tl.int32)
     ok = alive
     sent_owner = rank + 0
     sent_tile = tl.full((), 0, tl.int32)
-    ticket = take_tile(ctl, slot)
+    ticket = take_tile(use)
     if ticket == 0:
-        settle(credits_due(ctl, alive), table, rank, site, WORLD)
-    while ticket < WORLD * tiles:
+        settle(credits_due(use, alive), use, HOW.WORLD)
+    while ticket < HOW.WORLD * tiles:
         began = now(TRACE)
-        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
-        owner = scatter_order(ticket // tiles, rank, WORLD)
+        request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
+        owner = scatter_order(ticket // tiles, rank, HOW.WORLD)
         tile = ticket % tiles
-        row, part, column = place_of_tile(tile, num_m, C, parts, BLOCK_M, BLOCK_N, GROUP_M)
-        column += (part * WORLD + owner) * C
-        place = (place_of(rank, sent_owner, WORLD) * tiles + sent_tile).to(tl.int64) * BLOCK
-        target = data(table, ctl, sent_owner, slot, dtype) + tl.where(sent_owner != rank, place, 0)
+        row, part, column = place_of_tile(tile, num_m, sizes.C, parts, BLOCK_M, BLOCK_N, TILES.GROUP_M)
+        column += (part * HOW.WORLD + owner) * sizes.C
+        place = (place_of(rank, sent_owner, HOW.WORLD) * tiles + sent_tile).to(tl.int64) * BLOCK
+        target = data(use, sent_owner, dtype) + tl.where(sent_owner != rank, place, 0)
         carried = tl.where(sent_owner != rank, BLOCK_WORDS, 0)
         # The bias first: behind the product there are no registers left for it.
-        acc = plus_bias(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), bias, column, N, BLOCK_N, HAS_BIAS)
-        if DESCRIPTORS:
+        acc = plus_bias(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), ends.bias, column, N, BLOCK_N, HOW.HAS_BIAS)
+        if TILES.DESCRIPTORS:
             acc = matmul_steps_by_descriptors(
-                acc, 0, tl.cdiv(depths[0], BLOCK_K), a_descriptors[0], b_descriptors[0],  # type: ignore[misc]
-                row, column, outbox, (target,), carried, 1,
-                BLOCK_K, K_MAJOR & 1, PRECISION, UPCAST, 1, PIECE,
+                acc, 0, tl.cdiv(sizes.terms.depths[0], TILES.BLOCK_K), a_descriptors[0], b_descriptors[0], row, column,
+                Carried(outbox, (target,), carried, 1), TILES, TILES.K_MAJOR & 1,
             )  # fmt: skip
             acc = further_products_by_descriptors(
-                acc, a_descriptors, b_descriptors, row, column, depths, outbox,
-                BLOCK_K, K_MAJOR, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
-            )  # fmt: skip
+                acc, a_descriptors, b_descriptors, row, column, sizes.terms.depths, TILES
+            )
         else:
-            rows_m = tl.minimum(row + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
+            rows_m = tl.minimum(row + tl.arange(0, BLOCK_M), sizes.M - 1).to(tl.int64)
             acc = matmul_steps(
-                acc, lefts[0] + rows_m * strides_am[0], rights[0], strides_bk[0], strides_bn[0], column, N, depths[0],
-                outbox, (target,), carried, 1,
-                BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 1, PIECE,
+                acc, lefts[0] + rows_m * sizes.terms.strides_am[0], weight_of(rights, sizes.terms, 0),
+                column, N, sizes.terms.depths[0], Carried(outbox, (target,), carried, 1), TILES,
             )  # fmt: skip
-            acc = further_products(
-                acc, lefts, rows_m, strides_am, rights, strides_bk, strides_bn, column, N, depths, outbox,
-                BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
-            )  # fmt: skip
+            acc = further_products(acc, lefts, rows_m, rights, sizes.terms, column, N, TILES)
         if sent_owner != rank:
-            publish_partial(
-                table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED
-            )  # fmt: skip
+            publish_partial(use, pointers.counters, sent_owner, sent_tile, tiles, chunk_tiles, HOW.COUNTED)
             sent_owner = rank + 0
         if credited == 0:
             # Credits: nobody reads any more what the slot's previous use left there.
             waited = now(TRACE)
-            ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
-            event(ctl, waited, site, epoch, tile, rank, CREDITS, TRACE)
+            ok = alive & wait_credits(use, HOW.WORLD)
+            event(use, waited, tile, rank, CREDITS, TRACE)
             credited += 1
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if owner == rank:
-            store_tile(result, out, tile, rank, num_m, M, C, parts, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
+            store_tile(result, ends.out, tile, rank, num_m, sizes.M, sizes.C, parts, sizes.block, HOW.WORLD, TILES)
         elif ok != 0:
             put_in_outbox(outbox, result, BLOCK_M, BLOCK_N)
             sent_owner = owner
             sent_tile = tile
-        event(ctl, began, site, epoch, tile, owner, TILE, TRACE)
-        ticket = granted(request, THREADS)
+        event(use, began, tile, owner, TILE, TRACE)
+        ticket = granted(request, TILES.THREADS)
     # Sends before waits: what is left in the outbox goes now.
     if sent_owner != rank:
         sending = now(TRACE)
-        place = (place_of(rank, sent_owner, WORLD) * tiles + sent_tile).to(tl.int64) * BLOCK
-        carry(outbox, (data(table, ctl, sent_owner, slot, dtype) + place,), 0, BLOCK_WORDS, 1, 1, PIECE)
-        publish_partial(table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED)
-        event(ctl, sending, site, epoch, sent_tile // chunk_tiles, sent_owner, SEND, TRACE)
+        place = (place_of(rank, sent_owner, HOW.WORLD) * tiles + sent_tile).to(tl.int64) * BLOCK
+        carry(Carried(outbox, (data(use, sent_owner, dtype) + place,), BLOCK_WORDS, 1), 0, TILES.PIECE)
+        publish_partial(use, pointers.counters, sent_owner, sent_tile, tiles, chunk_tiles, HOW.COUNTED)
+        event(use, sending, sent_tile // chunk_tiles, sent_owner, SEND, TRACE)
     # Looked up again: no register holds it while tiles are computed.
-    own = data(table, ctl, rank, slot, dtype)
-    while ticket < (2 * WORLD - 1) * tiles:
+    own = data(use, rank, dtype)
+    while ticket < (2 * HOW.WORLD - 1) * tiles:
         copying = now(TRACE)
-        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
         tile = ticket % tiles
         # Rank - 1 sends to this one first.
-        source = (rank + 2 * WORLD - 1 - ticket // tiles) % WORLD
+        source = (rank + 2 * HOW.WORLD - 1 - ticket // tiles) % HOW.WORLD
         # Acquire: all tiles of the chunk, which the source pushed before it published this flag.
         awaited = now(TRACE)
-        whole = alive & wait(table, ctl, rank, slot, tile // chunk_tiles, source, site, epoch)
-        event(ctl, awaited, site, epoch, tile // chunk_tiles, source, WAIT, TRACE)
-        offsets = block_offsets(place_of(source, rank, WORLD) * tiles + tile, BLOCK_M, BLOCK_N)
+        whole = alive & wait(use, tile // chunk_tiles, source)
+        event(use, awaited, tile // chunk_tiles, source, WAIT, TRACE)
+        offsets = block_offsets(place_of(source, rank, HOW.WORLD) * tiles + tile, BLOCK_M, BLOCK_N)
         result = tl.load(own + offsets, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
-        store_tile(result, out, tile, source, num_m, M, C, parts, block, WORLD, BLOCK_M, BLOCK_N, GROUP_M)
-        event(ctl, copying, site, epoch, tile, source, COPY, TRACE)
-        ticket = granted(request, THREADS)
-    finish(ctl, slot, epoch)
+        store_tile(result, ends.out, tile, source, num_m, sizes.M, sizes.C, parts, sizes.block, HOW.WORLD, TILES)
+        event(use, copying, tile, source, COPY, TRACE)
+        ticket = granted(request, TILES.THREADS)
+    finish(use)
 
 
 @dataclass(frozen=True)
@@ -247,25 +252,32 @@ def matmul_all_to_all(
 
     def arguments() -> Arguments:
         chunk_tiles = launch.chunk_tiles(sizes.tiles, MAX_CHUNKS.value)
-        constants = launch.sum_constants(sizes.config, lefts, rights, bias)
+        tile = launch.tile_of_sum(sizes.config, lefts, rights)
         # Blocks of columns begin at multiples of C: the copy unit stops the GPU where that is not at 16 bytes.
-        constants["DESCRIPTORS"] &= sizes.C * lefts[0].element_size() % 16 == 0
+        aligned = sizes.C * lefts[0].element_size() % 16 == 0
         return Arguments(
             programs=sizes.programs,
             values=dict(
-                M=sizes.M,
-                C=sizes.C,
+                sizes=Sizes(
+                    M=sizes.M,
+                    C=sizes.C,
+                    block=launch.shard_block(list(a[0].shape), node.gather_dim),
+                    terms=terms_of(lefts, rights),
+                ),
                 parts=node.parts,
-                **sum_sizes(lefts, rights),
-                block=launch.shard_block(list(a[0].shape), node.gather_dim),
                 rank=launch.rank,
                 chunk_tiles=chunk_tiles,
-                WORLD=node.world_size,
-                COUNTED=chunk_tiles > 1,
-                **constants,
+                HOW=How(
+                    WORLD=node.world_size,
+                    COUNTED=chunk_tiles > 1,
+                    HAS_BIAS=0 if bias is None else bias.dim(),
+                    TILES=tile._replace(DESCRIPTORS=tile.DESCRIPTORS and aligned),
+                ),
+                **sizes.config.options,
             ),
         )
 
-    tensors = {"lefts": lefts, "rights": rights, "bias": out if bias is None else bias.contiguous(), "out": out}
+    ends = Ends(out if bias is None else bias.contiguous(), out)
+    tensors = {"lefts": lefts, "rights": rights, "ends": ends}
     launch.run(matmul_all_to_all_kernel, sizes.nbytes, arguments, tensors)
     return out

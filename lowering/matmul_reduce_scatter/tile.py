@@ -27,20 +27,21 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import (
+    Carried,
     carry,
+    descriptors_of,
     further_products,
     further_products_by_descriptors,
     matmul_steps_by_descriptors,
     matmul_tile,
     plus_bias,
     plus_column,
-    rows_descriptor,
-    weight_descriptor,
+    weight_of,
 )
 from ditron_inductor.core.order import grouped, interleaved_row, scatter_order
 from ditron_inductor.core.signals import (
+    Words,
     credits_due,
-    current_epoch,
     data,
     finish,
     granted,
@@ -48,164 +49,130 @@ from ditron_inductor.core.signals import (
     request_ticket,
     settle,
     take_tile,
+    use_of,
     wait_all,
     wait_credits,
 )
 from ditron_inductor.core.trace import CREDITS, TILE, WAIT, event, now
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.epilogues import Arrangement, arrange, store_sum
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, sum_sizes
+from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_of, store_sum
+from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
 from ditron_inductor.lowering.host.launcher import Arguments
-from ditron_inductor.lowering.partials import publish_partial, put_prepared, reduced_slice
+from ditron_inductor.lowering.partials import Owned, publish_partial, put_prepared, reduced_slice
 from ditron_inductor.task.nodes import MatmulReduceScatter
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "site", "chunk_tiles"])
 def matmul_reduce_scatter_kernel(
-    lefts, rights, bias, extras, outs, table, ctl, counters,
-    rows, N, depths, block, strides_am, strides_bk, strides_bn,
-    rank, slot, site, chunk_tiles,
+    lefts, rights, bias, extras, outs, pointers, rows, N, block, terms, rank, slot, site, chunk_tiles,
     WORLD: tl.constexpr, AVERAGE: tl.constexpr, COUNTED: tl.constexpr, INTERLEAVED: tl.constexpr, EARLY: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
-    PRE: tl.constexpr, PRE_IN_SLICES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, PRE: tl.constexpr, PRE_IN_SLICES: tl.constexpr, TILES: tl.constexpr,
     TRACE: tl.constexpr = 0,
 ):  # fmt: skip
-    """See the module. lefts [WORLD * rows, K_i] with contiguous K, rights [K_i, N], depths (the K_i), strides: tuples
-    of NUM_PRODUCTS; bias [N], [WORLD * rows, 1] if not INTERLEAVED, or anything; extras, outs: tuples, of what PRE and
+    """See the module. lefts, rights: tuples of [WORLD * rows, K_i] with contiguous K and of [K_i, N], see Terms; bias
+    [N], [WORLD * rows, 1] if not INTERLEAVED, or anything; extras, outs: tuples, of what PRE and
     EPILOGUE take, and EPILOGUE makes of the sum; outs [rows, N] contiguous; block: see interleaved_row.
 
     DESCRIPTORS needs the rows of a tile to follow each other: `block` a multiple of BLOCK_M, or not INTERLEAVED.
     """
-    epoch = current_epoch(ctl, slot)
-    alive = healthy(ctl)
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    use = use_of(Words(pointers.table, pointers.ctl, rank, slot, site))
+    alive = healthy(use)
     num_m = tl.cdiv(rows, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     tiles = num_m * num_n
     dtype: tl.constexpr = lefts[0].dtype.element_ty
-    a_descriptors = ()
-    b_descriptors = ()
-    if DESCRIPTORS:
-        for i in tl.static_range(NUM_PRODUCTS):
-            a_descriptor = rows_descriptor(lefts[i], WORLD * rows, depths[i], strides_am[i], BLOCK_M, BLOCK_K)
-            a_descriptors = a_descriptors + (a_descriptor,)  # type: ignore[assignment]
-            b_descriptor = weight_descriptor(
-                rights[i], N, depths[i], strides_bk[i], strides_bn[i], BLOCK_N, BLOCK_K, (K_MAJOR >> i) & 1
-            )
-            b_descriptors = b_descriptors + (b_descriptor,)  # type: ignore[assignment]
+    if TILES.DESCRIPTORS:
+        a_descriptors, b_descriptors = descriptors_of(lefts, rights, WORLD * rows, N, terms, TILES)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * lefts[0].dtype.element_ty.primitive_bitwidth // 32
     # Elements of a thread: what an epilogue reads takes registers too.
-    SLICE: tl.constexpr = min(BLOCK_M, (64 if EPILOGUE is None and PRE is None else 32) * THREADS // BLOCK_N)
-    outbox = data(table, ctl, rank, slot, dtype) + (WORLD * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
+    REGISTERS: tl.constexpr = 64 if EPILOGUE is None and PRE is None else 32
+    SLICE: tl.constexpr = min(BLOCK_M, REGISTERS * TILES.THREADS // BLOCK_N)
+    PRE_SLICE: tl.constexpr = SLICE if PRE_IN_SLICES else 0
+    outbox = data(use, rank, dtype) + (WORLD * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
     # Whether the credits have come, and the tile that waits in the outbox: of no owner if it is the rank.
     credited = tl.full((), 0, tl.int32)
     ok = alive
     sent_owner = rank + 0
     sent_tile = tl.full((), 0, tl.int32)
-    ticket = take_tile(ctl, slot)
+    ticket = take_tile(use)
     if ticket == 0:
-        settle(credits_due(ctl, alive), table, rank, site, WORLD)
+        settle(credits_due(use, alive), use, WORLD)
     while ticket < WORLD * tiles:
         began = now(TRACE)
-        request = request_ticket(ctl, slot, TILE_TICKET, THREADS, True)
+        request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
         owner = scatter_order(ticket // tiles, rank, WORLD)
         tile = ticket % tiles
-        block_row, block_column = grouped(tile, num_m, num_n, GROUP_M)
-        target = data(table, ctl, sent_owner, slot, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
+        block_row, block_column = grouped(tile, num_m, num_n, TILES.GROUP_M)
+        target = data(use, sent_owner, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
         carried = tl.where(sent_owner != rank, BLOCK_WORDS, 0)
         column = block_column * BLOCK_N
-        if DESCRIPTORS:
+        if TILES.DESCRIPTORS:
             row = interleaved_row(block_row * BLOCK_M, owner, rows, block, WORLD, INTERLEAVED)
-            steps = tl.cdiv(depths[0], BLOCK_K)
+            steps = tl.cdiv(terms.depths[0], TILES.BLOCK_K)
             head = steps
             if EARLY:
                 # At the end of their own tiles peers wait for what is carried: twice the fewest steps, and publish.
-                head = tl.where(owner == rank, tl.minimum(steps, 2 * BLOCK_WORDS // PIECE), steps)
+                head = tl.where(owner == rank, tl.minimum(steps, 2 * BLOCK_WORDS // TILES.PIECE), steps)
             acc = matmul_steps_by_descriptors(
-                tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), 0, head,
-                a_descriptors[0], b_descriptors[0],  # type: ignore[misc]
-                row, column, outbox, (target,), carried, 1,
-                BLOCK_K, K_MAJOR & 1, PRECISION, UPCAST, 1, PIECE,
+                tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), 0, head, a_descriptors[0], b_descriptors[0], row,
+                column, Carried(outbox, (target,), carried, 1), TILES, TILES.K_MAJOR & 1,
             )  # fmt: skip
             if EARLY:
                 if sent_owner != rank:
-                    publish_partial(
-                        table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED
-                    )  # fmt: skip
+                    publish_partial(use, pointers.counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
                     sent_owner = rank + 0
                 acc = matmul_steps_by_descriptors(
-                    acc, head, steps, a_descriptors[0], b_descriptors[0],  # type: ignore[misc]
-                    row, column, outbox, (target,), 0, 0,
-                    BLOCK_K, K_MAJOR & 1, PRECISION, UPCAST, 0, PIECE,
+                    acc, head, steps, a_descriptors[0], b_descriptors[0], row, column, Carried(outbox, (), 0, 0), TILES,
+                    TILES.K_MAJOR & 1,
                 )  # fmt: skip
-            acc = further_products_by_descriptors(
-                acc, a_descriptors, b_descriptors, row, column, depths, outbox,
-                BLOCK_K, K_MAJOR, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
-            )  # fmt: skip
+            acc = further_products_by_descriptors(acc, a_descriptors, b_descriptors, row, column, terms.depths, TILES)
         else:
             inner_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), rows - 1)
             rows_m = interleaved_row(inner_m, owner, rows, block, WORLD, INTERLEAVED).to(tl.int64)
             acc = matmul_tile(
-                lefts[0] + rows_m * strides_am[0], rights[0], strides_bk[0], strides_bn[0], column, N, depths[0],
-                outbox, (target,), carried, 1,
-                BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 1, PIECE,
+                lefts[0] + rows_m * terms.strides_am[0], weight_of(rights, terms, 0), column, N, terms.depths[0],
+                Carried(outbox, (target,), carried, 1), TILES,
             )  # fmt: skip
-            acc = further_products(
-                acc, lefts, rows_m, strides_am, rights, strides_bk, strides_bn, column, N, depths, outbox,
-                BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, PIECE, NUM_PRODUCTS,
-            )  # fmt: skip
+            acc = further_products(acc, lefts, rows_m, rights, terms, column, N, TILES)
         acc = plus_bias(acc, bias, column, N, BLOCK_N, HAS_BIAS)
         acc = plus_column(acc, bias, owner * rows + block_row * BLOCK_M, (owner + 1) * rows - 1, BLOCK_M, HAS_BIAS)
         if sent_owner != rank:
-            publish_partial(
-                table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED
-            )  # fmt: skip
+            publish_partial(use, pointers.counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
             sent_owner = rank + 0
+        place = Owned(block_row * BLOCK_M, column, owner, rows, block, N)
         if owner == rank:
-            put_prepared(
-                outbox, acc, extras, block_row * BLOCK_M, column, owner, rows, block, N,
-                dtype, PRE, PRE_IN_SLICES, SLICE, WORLD, INTERLEAVED, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+            put_prepared(outbox, acc, extras, place, PRE, PRE_SLICE, TILES, WORLD, INTERLEAVED)
             # Acquire: the tile's partials of all peers, published after they were stored.
             waited = now(TRACE)
-            whole = alive & wait_all(table, ctl, rank, slot, tile // chunk_tiles, site, epoch, WORLD)
-            event(ctl, waited, site, epoch, tile // chunk_tiles, rank, WAIT, TRACE)
+            whole = alive & wait_all(use, tile // chunk_tiles, WORLD)
+            event(use, waited, tile // chunk_tiles, rank, WAIT, TRACE)
             offs_n = column + tl.arange(0, BLOCK_N)
             for i in tl.static_range(BLOCK_M // SLICE):
-                total = reduced_slice(
-                    outbox, table, ctl, tile, tiles, i, whole, rank, slot,
-                    dtype, WORLD, AVERAGE, SLICE, BLOCK_M, BLOCK_N,
-                )  # fmt: skip
+                total = reduced_slice(use, outbox, tile, tiles, i, whole, WORLD, AVERAGE, SLICE, TILES)
                 slice_m = block_row * BLOCK_M + i * SLICE + tl.arange(0, SLICE)
-                store_sum(
-                    total, whole, extras, outs, slice_m.to(tl.int64)[:, None], offs_n[None, :],
-                    (slice_m < rows)[:, None], (offs_n < N)[None, :], N, NUM_OUTS, dtype, EPILOGUE,
-                )  # fmt: skip
+                store_sum(total, whole, extras, outs, elements_of(slice_m, offs_n, rows, N), dtype, EPILOGUE)
         else:
             if credited == 0:
                 # Credits: nobody reads any more what the slot's previous use left there.
                 waited = now(TRACE)
-                ok = alive & wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
-                event(ctl, waited, site, epoch, tile, owner, CREDITS, TRACE)
+                ok = alive & wait_credits(use, WORLD)
+                event(use, waited, tile, owner, CREDITS, TRACE)
                 credited += 1
             if ok != 0:
-                put_prepared(
-                    outbox, acc, extras, block_row * BLOCK_M, column, owner, rows, block, N,
-                    dtype, PRE, PRE_IN_SLICES, SLICE, WORLD, INTERLEAVED, BLOCK_M, BLOCK_N,
-                )  # fmt: skip
+                put_prepared(outbox, acc, extras, place, PRE, PRE_SLICE, TILES, WORLD, INTERLEAVED)
                 sent_owner = owner
                 sent_tile = tile
-        event(ctl, began, site, epoch, tile, owner, TILE, TRACE)
-        ticket = granted(request, THREADS)
+        event(use, began, tile, owner, TILE, TRACE)
+        ticket = granted(request, TILES.THREADS)
     if sent_owner != rank:
-        target = data(table, ctl, sent_owner, slot, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
-        carry(outbox, (target,), 0, BLOCK_WORDS, 1, 1, PIECE)
-        publish_partial(table, counters, sent_owner, sent_tile, tiles, chunk_tiles, rank, slot, site, epoch, COUNTED)
-    finish(ctl, slot, epoch)
+        target = data(use, sent_owner, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
+        carry(Carried(outbox, (target,), BLOCK_WORDS, 1), 0, TILES.PIECE)
+        publish_partial(use, pointers.counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
+    finish(use)
 
 
 @dataclass(frozen=True)
@@ -262,8 +229,8 @@ def matmul_reduce_scatter(
 
     def arguments() -> Arguments:
         block = launch.shard_block(shape, node.scatter_dim)
-        constants = launch.sum_constants(sizes.config, lefts, rights, bias)
-        constants["DESCRIPTORS"] &= block == sizes.rows or block % sizes.config.block_m == 0
+        tile = launch.tile_of_sum(sizes.config, lefts, rights)
+        together = block == sizes.rows or block % sizes.config.block_m == 0
         chunk_tiles = launch.chunk_tiles(sizes.tiles, MAX_CHUNKS.value)
         return Arguments(
             programs=sizes.programs,
@@ -271,7 +238,7 @@ def matmul_reduce_scatter(
                 rows=sizes.rows,
                 N=sizes.N,
                 block=block,
-                **sum_sizes(lefts, rights),
+                terms=terms_of(lefts, rights),
                 rank=launch.rank,
                 chunk_tiles=chunk_tiles,
                 WORLD=node.world_size,
@@ -281,7 +248,9 @@ def matmul_reduce_scatter(
                 # With few tiles of its own a program has no other one to publish after.
                 EARLY=sizes.tiles <= 2 * sizes.programs,
                 **arrangement.constants_of_products(),
-                **constants,
+                HAS_BIAS=0 if bias is None else bias.dim(),
+                TILES=tile._replace(DESCRIPTORS=tile.DESCRIPTORS and together),
+                **sizes.config.options,
             ),
         )
 

@@ -19,13 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ditron_inductor.core.matmul import matmul_tile_of_few_rows
+from ditron_inductor.core.matmul import Tiles, matmul_steps_of_few_rows, weight_of
 from ditron_inductor.core.matmul_pair import matmul_pair_of_few_rows
 from ditron_inductor.device.capabilities import RankFacts, probe
 from ditron_inductor.device.streams import handle_for
 from ditron_inductor.lowering.config import Config, select_few_rows_config
-from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, store_outputs, unpacked
-from ditron_inductor.lowering.host.launch import ceil_div, dot_precision, is_tf32_allowed
+from ditron_inductor.lowering.epilogues import Arrangement, Finisher, arrange, elements_at, store_outputs, unpacked
+from ditron_inductor.lowering.host.launch import ceil_div, dot_precision, is_tf32_allowed, widths_of
 from ditron_inductor.lowering.host.launcher import Arguments, local_launcher
 from ditron_inductor.lowering.host.prepared import MOST_CALLS, form
 from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, Projections
@@ -37,41 +37,36 @@ Runner = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 @triton.jit(do_not_specialize=["M"])
 def projections_kernel(
-    x, weights, extras, outs, M, K, columns, strides_bk, strides_bn,
-    NUM_GROUPS: tl.constexpr, FIRST_WEIGHTS: tl.constexpr, NUM_TOGETHER: tl.constexpr,
-    FIRST_OUTS: tl.constexpr, NUM_OUTS: tl.constexpr, EPILOGUE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PAIR_K: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    x, weights, extras, outs, M, K, widths, GROUPS: tl.constexpr, EPILOGUE: tl.constexpr, TILES: tl.constexpr,
+    PAIR: tl.constexpr,
 ):  # fmt: skip
-    """See the module. x [M, K] contiguous, M <= BLOCK_M; weights, columns, strides_b*: tuples with one for each weight.
+    """See the module. x [M, K] contiguous, M <= BLOCK_M; weights: a tuple, see Widths.
 
-    Groups of weights and their outputs as in all_gather_matmul/tile.py. PAIR_K: BLOCK_K where two are multiplied.
+    Groups of weights and their outputs as in all_gather_matmul/tile.py. PAIR: the tile where two are multiplied.
     """
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    NUM_GROUPS: tl.constexpr = GROUPS.NUM_GROUPS
     tile = tl.program_id(0)
     offs_m = tl.arange(0, BLOCK_M)
     for g in tl.static_range(NUM_GROUPS):
-        N = columns[unpacked(FIRST_WEIGHTS, g)]
+        N = widths.columns[unpacked(GROUPS.FIRST_WEIGHTS, g)]
         tiles = tl.cdiv(N, BLOCK_N)
         if (tile >= 0) & (tile < tiles):
             column = tile * BLOCK_N
-            if unpacked(NUM_TOGETHER, g) == 2:
-                accs = matmul_pair_of_few_rows(
-                    x, K, M, weights[unpacked(FIRST_WEIGHTS, g)], strides_bk[unpacked(FIRST_WEIGHTS, g)],
-                    strides_bn[unpacked(FIRST_WEIGHTS, g)], weights[unpacked(FIRST_WEIGHTS, g) + 1],
-                    strides_bk[unpacked(FIRST_WEIGHTS, g) + 1], strides_bn[unpacked(FIRST_WEIGHTS, g) + 1],
-                    column, N, K, BLOCK_M, BLOCK_N, PAIR_K, EVEN_K, PRECISION, UPCAST,
-                )  # fmt: skip
+            if unpacked(GROUPS.NUM_TOGETHER, g) == 2:
+                first = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g))
+                second = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g) + 1)
+                accs = matmul_pair_of_few_rows(x, K, M, first, second, column, N, K, PAIR)
             else:
-                accs = (matmul_tile_of_few_rows(
-                    (x,), (K,), M, (weights[unpacked(FIRST_WEIGHTS, g)],), (strides_bk[unpacked(FIRST_WEIGHTS, g)],),
-                    (strides_bn[unpacked(FIRST_WEIGHTS, g)],), column, N, (K,),
-                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, UPCAST, 1,
-                ),)  # fmt: skip
+                acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+                weight = weight_of(weights, widths, unpacked(GROUPS.FIRST_WEIGHTS, g))
+                accs = (matmul_steps_of_few_rows(acc, x, K, M, weight, column, N, K, TILES).T,)
             offs_n = column + tl.arange(0, BLOCK_N)
+            elements = elements_at(offs_m, offs_n, (offs_m < M)[:, None], (offs_n < N)[None, :], N)
             store_outputs(
-                accs, 1, extras, outs, offs_m[:, None], offs_n[None, :], (offs_m < M)[:, None], (offs_n < N)[None, :],
-                N, g, unpacked(NUM_TOGETHER, g), unpacked(FIRST_OUTS, g), unpacked(NUM_OUTS, g),
-                x.dtype.element_ty, EPILOGUE,
+                accs, 1, extras, outs, elements, g, unpacked(GROUPS.NUM_TOGETHER, g), unpacked(GROUPS.FIRST_OUTS, g),
+                unpacked(GROUPS.NUM_OUTS, g), x.dtype.element_ty, EPILOGUE,
             )  # fmt: skip
         # Below 0 in all that follow, for a program whose tile this was.
         tile -= tiles
@@ -130,23 +125,28 @@ def _arguments(x: torch.Tensor, weights: Sequence[torch.Tensor], arrangement: Ar
     """weights: in the kernel's order."""
     K = x.shape[1]
     pair_k = max(config.block_k // 2, 16)
+    tile = Tiles(
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=1,
+        DESCRIPTORS=False,
+        K_MAJOR=0,
+        EVEN_K=K % max(config.block_k, pair_k) == 0,
+        PRECISION=dot_precision(x.dtype),
+        UPCAST=x.device.type == "cpu",
+        THREADS=0,
+        PIECE=0,
+    )
     widths = [weights[first].shape[1] for first in arrangement.first_weights]
     values: dict[str, Any] = {
         "M": x.shape[0],
         "K": K,
-        "columns": tuple(weight.shape[1] for weight in weights),
-        "strides_bk": tuple(weight.stride(0) for weight in weights),
-        "strides_bn": tuple(weight.stride(1) for weight in weights),
+        "widths": widths_of(weights),
         **arrangement.constants(),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "PAIR_K": pair_k,
-        "EVEN_K": K % max(config.block_k, pair_k) == 0,
-        "PRECISION": dot_precision(x.dtype),
-        "UPCAST": x.device.type == "cpu",
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
+        "TILES": tile,
+        "PAIR": tile._replace(BLOCK_K=pair_k),
+        **config.options,
     }
     return Arguments(programs=sum(ceil_div(N, config.block_n) for N in widths), values=values)
 

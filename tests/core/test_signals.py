@@ -26,13 +26,14 @@ from ditron_inductor.core.layout import (
     TIMEOUT,
 )
 from ditron_inductor.core.signals import (
+    Words,
     ask_to_send,
     credits_due,
-    current_epoch,
     healthy,
     last_use,
     may_send,
     settle,
+    use_of,
     wait_credits,
 )
 from ditron_inductor.device import slot_layout
@@ -50,21 +51,23 @@ DUE_SLOT, DUE_EPOCH = 0, 4
 @triton.jit(do_not_specialize=["rank", "slot", "site"])
 def may_send_kernel(table, ctl, out, rank, slot, site, WORLD: tl.constexpr, THREADS: tl.constexpr):
     """out = whether the first program may send."""
-    asked = ask_to_send(table, ctl, rank, slot, WORLD, THREADS)
-    epoch = current_epoch(ctl, slot)
-    tl.store(out, may_send(asked, last_use(ctl), table, ctl, rank, slot, site, epoch, WORLD, THREADS))
+    words = Words(table, ctl, rank, slot, site)
+    asked = ask_to_send(words, WORLD, THREADS)
+    use = use_of(words)
+    tl.store(out, may_send(asked, last_use(use), use, WORLD, THREADS))
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "site"])
 def wait_credits_kernel(table, ctl, out, rank, slot, site, WORLD: tl.constexpr, THREADS: tl.constexpr):
     """out = whether the credits of all peers have come."""
-    tl.store(out, wait_credits(table, ctl, rank, slot, site, current_epoch(ctl, slot), WORLD))
+    tl.store(out, wait_credits(use_of(Words(table, ctl, rank, slot, site)), WORLD))
 
 
 @triton.jit(do_not_specialize=["rank", "slot", "site"])
 def settle_kernel(table, ctl, out, rank, slot, site, WORLD: tl.constexpr, THREADS: tl.constexpr):
     """Gives the credits that are due, as the first program does that sends nothing."""
-    settle(credits_due(ctl, healthy(ctl)), table, rank, site, WORLD)
+    use = Words(table, ctl, rank, slot, site)
+    settle(credits_due(use, healthy(use)), use, WORLD)
 
 
 @dataclass(frozen=True)

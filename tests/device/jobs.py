@@ -16,13 +16,14 @@ import triton.language as tl
 
 from ditron_inductor.core.layout import MAX_WORLD
 from ditron_inductor.core.signals import (
+    Words,
     credits_due,
-    current_epoch,
     data,
     finish,
     healthy,
     publish,
     settle,
+    use_of,
     wait,
     wait_credits,
 )
@@ -42,24 +43,24 @@ def ping_kernel(table, ctl, out, rank, slot, site, WORLD: tl.constexpr, SILENT: 
 
     SILENT: send nothing, as a rank does that is not there.
     """
-    epoch = current_epoch(ctl, slot)
+    use = use_of(Words(table, ctl, rank, slot, site))
     tl.store(out + rank, -1)
     if SILENT:
         return
-    settle(credits_due(ctl, healthy(ctl)), table, rank, site, WORLD)
-    credited = wait_credits(table, ctl, rank, slot, site, epoch, WORLD)
+    settle(credits_due(use, healthy(use)), use, WORLD)
+    credited = wait_credits(use, WORLD)
     for i in range(1, WORLD):
         target = (rank + i) % WORLD
         if credited != 0:
-            tl.store(data(table, ctl, target, slot, tl.int64) + rank, 1000 * rank + epoch)
-            publish(table, target, slot, 0, rank, site, epoch)
+            tl.store(data(use, target, tl.int64) + rank, 1000 * rank + use.epoch)
+            publish(use, target, 0)
     for i in range(1, WORLD):
         source = (rank + i) % WORLD
         value = tl.full((), -2, tl.int64)
-        if wait(table, ctl, rank, slot, 0, source, site, epoch) != 0:
-            value = tl.load(data(table, ctl, rank, slot, tl.int64) + source)
+        if wait(use, 0, source) != 0:
+            value = tl.load(data(use, rank, tl.int64) + source)
         tl.store(out + source, value)
-    finish(ctl, slot, epoch)
+    finish(use)
 
 
 def ping(

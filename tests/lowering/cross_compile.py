@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ditron_inductor.core.matmul import Terms, Tiles, Widths
+from ditron_inductor.core.signals import Pointers
 from ditron_inductor.lowering.all_gather_matmul.tile import all_gather_matmul_kernel
-from ditron_inductor.lowering.all_reduce_rms_norm.rows import HAS_RESIDUAL, HAS_WEIGHT
+from ditron_inductor.lowering.all_reduce_rms_norm.rows import HAS_RESIDUAL, HAS_WEIGHT, Norms
 from ditron_inductor.lowering.all_to_all_matmul.tile import all_to_all_matmul_kernel
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange
@@ -51,9 +54,9 @@ TARGETS = {
 NUM_WEIGHTS = 2
 TENSORS = ("shard", "gathered", "bias", "out", "x", "weight", "received")
 TUPLES_OF_TENSORS = ("weights", "extras", "outs", "lefts", "rights")
-TUPLES = (*TUPLES_OF_TENSORS, "columns", "depths", "strides_am", "strides_bk", "strides_bn")
+TUPLES = (*TUPLES_OF_TENSORS, "columns")
 """One element for each weight, or product; `outs` one for each output."""
-WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32"}
+POINTERS = Pointers("*i64", "*i64", "*i32")
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,14 @@ def compile_for(target: str, source: ASTSource, options: dict[str, int]) -> Any:
         return triton.compile(source, target=TARGETS[target], options=options)
 
 
+def all_aligned(place: int, kind: Any) -> dict[tuple[int, ...], Any]:
+    """Attributes of a parameter that is a structure of these types, each of which is a multiple of 16."""
+    if isinstance(kind, tuple):
+        inner = [all_aligned(i, one) for i, one in enumerate(kind)]
+        return {(place, *path): value for one in inner for path, value in one.items()}
+    return {} if kind == "constexpr" else {(place,): [["tt.divisibility", 16]]}
+
+
 @functools.cache
 def compile_case(case: Case) -> Compiled:
     """The kernel for 4 ranks and, where it takes several weights side by side, two of them.
@@ -172,37 +183,43 @@ def compile_case(case: Case) -> Compiled:
     fits = case.fitted
     threads = fits.num_warps * TARGETS[case.target].warp_size
     k_major = case.descriptors or case.kernel in OF_FEW_ROWS
+    precision = "tf32" if case.dtype == "fp32" and case.target.startswith("sm_") else "ieee"
+    tile = Tiles(
+        BLOCK_M=fits.block_m,
+        BLOCK_N=fits.block_n,
+        BLOCK_K=fits.block_k,
+        GROUP_M=fits.group_m,
+        DESCRIPTORS=case.descriptors,
+        K_MAJOR=(1 << case.length) - 1 if k_major else 0,
+        EVEN_K=case.even_k,
+        PRECISION=precision,
+        UPCAST=False,
+        THREADS=threads,
+        PIECE=4 * threads,
+    )
     constants: dict[str, Any] = {
         "WORLD": 4,
-        "NUM_WEIGHTS": NUM_WEIGHTS,
-        "NUM_PRODUCTS": case.products,
         "HAS_BIAS": case.biased,
         "RETURN_GATHERED": True,
         "RETURN_RECEIVED": True,
         "AVERAGE": True,
         "COUNTED": True,
         "EARLY": case.early,
-        "DESCRIPTORS": case.descriptors,
         "INTERLEAVED": not case.descriptors,
-        "K_MAJOR": (1 << case.length) - 1 if k_major else 0,
-        "THREADS": threads,
-        "PIECE": 4 * threads,
+        "TILES": tile,
+        "PAIR": tile._replace(BLOCK_K=fits.block_k // 2),
         "BLOCK_M": fits.block_m,
         "BLOCK_N": fits.block_n,
         "BLOCK_K": fits.block_k,
-        "PAIR_K": fits.block_k // 2,
         "GROUP_M": fits.group_m,
         "EVEN_K": case.even_k,
-        "PRECISION": "tf32" if case.dtype == "fp32" and case.target.startswith("sm_") else "ieee",
+        "PRECISION": precision,
         "UPCAST": False,
         "SEND_BLOCK": 8192,
         "SEND_STEPS": 8,
         **(case.arrangement.constants() if case.kernel in OF_WEIGHTS else case.arrangement.constants_of_products()),
-        "NORM": case.norm,
         "ROW": 8192,
-        "FORM": (HAS_RESIDUAL.value | HAS_WEIGHT.value) if case.norm else 0,
-        "EPS": 1e-6,
-        "POST_EPS": 1e-6,
+        "NORMS": Norms(HAS_RESIDUAL.value | HAS_WEIGHT.value, 1e-6, 1e-6) if case.norm else None,
         **({} if case.norm else {"given": None, "norm_outs": None}),
         "TRACE": case.trace,
         "COPY_ROWS": few_rows.COPY_ROWS,
@@ -212,16 +229,48 @@ def compile_case(case: Case) -> Compiled:
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
+    fn_module: Any = sys.modules[fn.fn.__module__]
+    structures = {"terms": Terms, "widths": Widths, "pointers": POINTERS}
+    one_of = ("strides_bk", "stride_bk") if k_major else ("strides_bn", "stride_bn")
+
+    def structure(name: str, path: tuple[int, ...]) -> Any:
+        """The types of a structure; known and aligned members are noted."""
+        if name == "pointers":
+            kinds: Any = POINTERS
+        else:
+            members = structures.get(name) or getattr(fn_module, name.capitalize())
+            kinds = members(*[member(field, (*path, i)) for i, field in enumerate(members._fields)])
+        return kinds
+
+    def member(name: str, path: tuple[int, ...]) -> Any:
+        if name in ("terms", "widths"):
+            return structure(name, path)
+        count = case.length if name in (*Terms._fields, *Widths._fields) else 0
+        places = [(*path, i) for i in range(count)] if count else [path]
+        if name in one_of:
+            known.update(dict.fromkeys(places, 1))
+        else:
+            attributes.update(dict.fromkeys(places, aligned))
+        kind = "constexpr" if name in one_of else f"*{case.dtype}" if name in TENSORS else "i32"
+        return (kind,) * count if count else kind
+
     for place, parameter in enumerate(fn.params):
         name = parameter.name
-        assert name in constants or not parameter.is_constexpr, name
+        assert name in (*constants, "HOW") or not parameter.is_constexpr, name
         if name in constants:
             signature[name], known[place,] = "constexpr", constants[name]
         elif name == "stride_gc":
             signature[name], known[place,] = "constexpr", 1
-        elif name in ("strides_fn", "strides_bk" if k_major else "strides_bn"):
+        elif name == "strides_fn":
             signature[name] = ("constexpr",) * case.length
             known |= {(place, i): 1 for i in range(case.length)}
+        elif name == "HOW":
+            how = fn_module.How(*[constants[one] for one in fn_module.How._fields])
+            signature[name], known[place,] = "constexpr", how
+        elif name in ("pointers", "terms", "widths", "tensors", "sizes", "ends"):
+            signature[name] = structure(name, (place,))
+            if name == "pointers":
+                attributes |= all_aligned(place, POINTERS)
         elif name == ("stride_bk" if k_major else "stride_bn"):
             signature[name], known[place,] = "constexpr", 1
         elif name in ("given", "norm_outs"):
@@ -232,7 +281,7 @@ def compile_case(case: Case) -> Compiled:
             signature[name] = (f"*{case.dtype}" if name in TUPLES_OF_TENSORS else "i32",) * count
             attributes |= {(place, i): aligned for i in range(count)}
         else:
-            signature[name] = f"*{case.dtype}" if name in TENSORS else WORDS.get(name, "i32")
+            signature[name] = f"*{case.dtype}" if name in TENSORS else "i32"
             if not parameter.do_not_specialize:
                 attributes[place,] = aligned
     source = ASTSource(fn, signature, known, attributes)

@@ -19,6 +19,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.host import stand_in_for_kernels
+from ditron_inductor.core.signals import Pointers
 from ditron_inductor.errors import DitronError
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import NORM_KINDS, AllGatherMatmul, MatmulReduceScatter, ShardNorm
@@ -127,8 +128,8 @@ def launch_of(call: Callable[[], Any]) -> Seen:
         if "slot" in launcher.positions:
             slots.append(values[launcher.positions["slot"]])
             values[launcher.positions["slot"]] = "slot"
-            for word in ("table", "ctl", "counters"):
-                names[values[launcher.positions[word]]] = word
+            words = values[launcher.positions["pointers"]]
+            names |= dict(zip(words, Pointers._fields, strict=True))
     (slot,) = slots
 
     def named(value: Any) -> Any:
@@ -413,7 +414,7 @@ def after_a_reset(ctx: Any, called: Called) -> None:
     with Launches().watched() as launches:
         called.by_site()
     ((launcher, _, values),) = launches.seen
-    assert values[launcher.positions["table"]] == new.table.data_ptr() != ring.table.data_ptr()
+    assert values[launcher.positions["pointers"]][0] == new.table.data_ptr() != ring.table.data_ptr()
 
 
 def a_group_made_again(ctx: Any, called: Called, folder: str) -> None:

@@ -13,7 +13,8 @@ from triton.compiler import ASTSource
 
 from ditron_inductor.lowering.all_gather_attention import merge, tile
 from tests.lowering.assembly import Listing, dialect_of, resources
-from tests.lowering.cross_compile import WORDS, compile_for
+from tests.lowering.cross_compile import POINTERS as WORKSPACE
+from tests.lowering.cross_compile import all_aligned, compile_for
 from tests.lowering.test_cross_compile import SHARED_LIMIT
 
 
@@ -82,7 +83,7 @@ def _compile(
             continue
         kind = signature[name] = types.get(name, "i32")
         if isinstance(kind, tuple):
-            attributes |= {(place, index): aligned for index in range(len(kind))}
+            attributes |= all_aligned(place, kind)
         elif not parameter.do_not_specialize and kind != "fp32":
             attributes[place,] = aligned
     source = ASTSource(kernel, signature, known, attributes)
@@ -94,25 +95,28 @@ def compiled(case: Case) -> Any:
     """The kernel for 4 ranks, 32 heads that share 8."""
     config = case.config.for_arch(case.target)
     constants = {
-        "WORLD": 4,
-        "MASK": tile.NUMBERS[case.mask],
-        "JUMPS": case.jumps,
-        "WINDOWED": case.windowed,
-        "SOFTCAP": case.softcap,
-        "RETURN_GATHERED": case.gathered,
-        "HEADS": 32,
-        "KEY_HEADS": 8,
-        "D": case.D,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_D": case.D,
-        "PRECISION": "tf32" if case.dtype == "fp32" and case.target.startswith("sm_") else "ieee",
-        "UPCAST": False,
-        "SEND_BLOCK": tile.SEND_BLOCK,
-        "SEND_STEPS": tile.SEND_STEPS,
+        "HOW": tile.How(
+            WORLD=4,
+            MASK=tile.NUMBERS[case.mask].value,
+            JUMPS=case.jumps,
+            WINDOWED=case.windowed,
+            SOFTCAP=case.softcap,
+            RETURN_GATHERED=case.gathered,
+            HEADS=32,
+            KEY_HEADS=8,
+            D=case.D,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_D=case.D,
+            PRECISION="tf32" if case.dtype == "fp32" and case.target.startswith("sm_") else "ieee",
+            UPCAST=False,
+            SEND_BLOCK=tile.SEND_BLOCK,
+            SEND_STEPS=tile.SEND_STEPS,
+        ),
         "TRACE": case.trace,
     }
-    types: dict[str, Any] = {name: f"*{case.dtype}" for name in POINTERS} | WORDS | {"lse": "*fp32", "scale": "fp32"}
+    types: dict[str, Any] = {name: f"*{case.dtype}" for name in POINTERS}
+    types |= {"pointers": WORKSPACE, "lse": "*fp32", "scale": "fp32"}
     types |= dict.fromkeys(("jump_rows", "jumps"), ("i32",) * max(case.jumps, 1))
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return _compile(tile.all_gather_attention_kernel, constants, types, case.target, options)
@@ -156,9 +160,8 @@ def test_products_run_on_tensor_cores_and_fit(case: Case) -> None:
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_the_merge(target: str, weighted: bool) -> None:
-    constants = {"HEADS": 32, "D": 128, "NUM": 3, "WEIGHTED": weighted, "BLOCK_M": merge.MERGE_ROWS, "BLOCK_D": 128}
-    integers = ("firsts", "lasts", "strides_b", "strides_h", "strides_m")
-    types: dict[str, Any] = {name: ("i32",) * 3 for name in integers}
+    constants = {"HOW": merge.How(32, 128, weighted, merge.MERGE_ROWS, 128)}
+    types: dict[str, Any] = {"parts": merge.Parts(*(("i32",) * 3,) * 5)}
     types |= {"outs": ("*bf16",) * 3, "lses": ("*fp32",) * 3, "out": "*bf16", "lse": "*fp32"}
     found = _compile(merge.merge_kernel, constants, types, target, {"num_warps": merge.MERGE_WARPS})
     if target == "sm_90":

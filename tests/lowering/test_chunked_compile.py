@@ -12,31 +12,31 @@ from triton.compiler import ASTSource
 
 from ditron_inductor.lowering import transfers
 from ditron_inductor.lowering.epilogues import arrange
-from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import all_reduce_kernel
+from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import How, Sizes, all_reduce_kernel
 from ditron_inductor.task.epilogue import parse
 from tests.lowering.assembly import Listing, dialect_of
-from tests.lowering.cross_compile import TARGETS
+from tests.lowering.cross_compile import POINTERS, TARGETS, all_aligned
 
 EPILOGUE = "full(x0) + cast(silu(cast(mm0 + row(x1), bf16)), bf16); mm0"
 # By kernel: (kernel, warps, compile-time arguments, waits, releases). A wait is two reads: the first and the loop's.
 KERNELS: dict[str, tuple[Any, int, dict[str, Any], int, int]] = {
-    "stage": (transfers.stage, 8, {"NUM": 1, "COPY": True, "BLOCK": 8192}, 2, 1),
-    "stage_two": (transfers.stage, 8, {"NUM": 2, "COPY": True, "BLOCK": 4096}, 2, 1),
+    "stage": (transfers.stage, 8, {"COPY": True, "BLOCK": 8192}, 2, 1),
+    "stage_two": (transfers.stage, 8, {"COPY": True, "BLOCK": 4096}, 2, 1),
     "open_slot": (transfers.open_slot, 1, {}, 2, 1),
     "publish_pieces": (transfers.publish_pieces, 1, {}, 0, 1),
     "await_pieces": (transfers.await_pieces, 1, {}, 2, 0),
     "await_all": (transfers.await_all, 1, {}, 2, 0),
-    "reduce_partials": (transfers.reduce_partials, 8, {"SHARE": False, "BLOCK": 4096}, 1, 1),
-    "reduce_and_share": (transfers.reduce_partials, 8, {"SHARE": True, "BLOCK": 4096}, 1, 1),
-    "close_slot": (transfers.close_slot, 8, {"NUM_OUTS": 2, "BLOCK": 8192}, 1, 1),
-    "one_shot": (all_reduce_kernel, 4, {"ONE_SHOT": True, "PIECE": 1024, "THREADS": 128}, 4, 2),
-    "two_shots": (all_reduce_kernel, 8, {"ONE_SHOT": False, "PIECE": 4096, "THREADS": 256}, 6, 3),
+    "reduce_partials": (transfers.reduce_partials, 8, {"HOW": transfers.How(4, True, False, 4096)}, 1, 1),
+    "reduce_and_share": (transfers.reduce_partials, 8, {"HOW": transfers.How(4, True, True, 4096)}, 1, 1),
+    "close_slot": (transfers.close_slot, 8, {"BLOCK": 8192}, 1, 1),
+    "one_shot": (all_reduce_kernel, 4, {"HOW": How(4, True, True, 1024, 128)}, 4, 2),
+    "two_shots": (all_reduce_kernel, 8, {"HOW": How(4, True, False, 4096, 256)}, 6, 3),
 }
 TENSORS = ("partials", "x")
-WORDS = {"table": "*i64", "ctl": "*i64", "counters": "*i32", "numel": "i64"}
-TUPLES = {"outs": "NUM_OUTS", "shards": "NUM", "copies": "NUM", "numels": "", "extras": ""}
-"""What tells how many there are; two without it."""
-ALIGNED = (*TENSORS, "table", "ctl", "counters", "numel", "N", "stride", "result")
+WORDS = {"table": "*i64", "ctl": "*i64", "numel": "i64"}
+SIZES = {"reduce_partials": transfers.Partials("i64", "i32", "i32", "i32"), "all_reduce_kernel": Sizes("i64", "i32")}
+TUPLES = ("outs", "shards", "copies", "numels", "extras")
+ALIGNED = (*TENSORS, "table", "ctl", "numel")
 
 
 @functools.cache
@@ -46,15 +46,23 @@ def compiled(name: str, target: str, dtype: str = "bf16", epilogue: str = "", tr
     """
     sums = arrange(parse(epilogue) if epilogue else None, 1)
     kernel, warps, constants, _, _ = KERNELS[name]
-    constants = {"WORLD": 4, "AVERAGE": True, "TRACE": trace, **sums.constants_of_sum()} | constants
+    constants = {"WORLD": 4, "TRACE": trace, **sums.constants_of_sum()} | constants
+    counts = {
+        "outs": 2 if name == "close_slot" else len(sums.outputs),
+        "shards": 1 if name == "stage" else 2,
+        "copies": 1 if name == "stage" else 2,
+    }
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
     for place, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument], known[place,] = "constexpr", constants[argument]
+        elif argument in ("pointers", "sizes"):
+            signature[argument] = POINTERS if argument == "pointers" else SIZES[kernel.__name__]
+            attributes |= all_aligned(place, signature[argument])
         elif argument in TUPLES:
-            count = constants.get(TUPLES[argument], 2)
+            count = counts.get(argument, 2)
             signature[argument] = ("i64" if argument == "numels" else f"*{dtype}",) * count
             attributes |= {(place, i): [["tt.divisibility", 16]] for i in range(count)}
         else:

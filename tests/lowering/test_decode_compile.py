@@ -12,17 +12,19 @@ import pytest
 import torch
 from triton.compiler import ASTSource
 
+from ditron_inductor.lowering.flash_decode import in_band
+from ditron_inductor.lowering.flash_decode.attention import How, Sizes, Strides, Tensors
 from ditron_inductor.lowering.flash_decode.config import CONFIGS, Config, deal, merged_splits, select_config
 from ditron_inductor.lowering.flash_decode.in_band import flash_decode_in_band_kernel
 from ditron_inductor.lowering.flash_decode.local import local_attention_kernel, merge_ranks_kernel
-from ditron_inductor.lowering.flash_decode.tile import flash_decode_kernel
+from ditron_inductor.lowering.flash_decode.tile import Sending, flash_decode_kernel
 from tests.lowering.assembly import Listing, dialect_of, machine_code, resources
-from tests.lowering.cross_compile import TARGETS, WORDS, compile_for
+from tests.lowering.cross_compile import POINTERS, TARGETS, all_aligned, compile_for
 
 SHARED_BYTES = {"sm_90": 227 << 10, "gfx942": 64 << 10}
-POINTERS = ("q", "k", "v", "out")
-TUPLES = {"strides_q": 2, "strides_k": 3, "strides_v": 3}
-OTHERS = {"lengths": "*i32", "block_table": "*i32", **dict.fromkeys(("part", "parts", "partials"), "*fp32"), **WORDS}
+OUT = "out"
+NUM_STRIDES = {"q": 2, "k": 3, "v": 3}
+OTHERS = {"parts": "*fp32", "counters": "*i32"}
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -73,25 +75,28 @@ CASES = (
 def compiled(kernel: Any, case: Case) -> Any:
     """The kernel for 4 ranks."""
     heads, config = deal(8, 8 * case.group, 8), case.config
+    threads = config.num_warps * TARGETS[case.target].warp_size
+    sending: Any = Sending(4, 2 if case.shared_flags else 1, threads, case.attended, case.one_each)
+    if kernel is flash_decode_in_band_kernel:
+        sending = in_band.Sending(4, threads)
     constants: dict[str, Any] = {
         "WORLD": 4,
-        "ROWS": heads.rows,
-        "BLOCK_ROWS": heads.block_rows,
-        "MERGED_ROWS": heads.merged_rows,
-        "PARTS": heads.parts,
-        "HEAD_DIM": case.head_dim,
-        "MERGED_SPLITS": merged_splits(heads, case.head_dim, 1 if case.attended else 16, False),
-        "BLOCK_N": config.block_n,
-        "LEAST_BLOCKS": config.least_blocks,
-        "PAGE": case.page,
-        "PER_FLAG": 2 if case.shared_flags else 1,
-        "SCALE": 0.125,
-        "SOFTCAP": 0.0,
-        "PRECISION": "tf32" if case.dtype == "fp32" else "ieee",
-        "UPCAST": False,
-        "THREADS": config.num_warps * TARGETS[case.target].warp_size,
-        "ATTENDED": case.attended,
-        "ONE_EACH": case.one_each,
+        "HOW": How(
+            ROWS=heads.rows,
+            BLOCK_ROWS=heads.block_rows,
+            MERGED_ROWS=heads.merged_rows,
+            PARTS=heads.parts,
+            HEAD_DIM=case.head_dim,
+            MERGED_SPLITS=merged_splits(heads, case.head_dim, 1 if case.attended else 16, False),
+            BLOCK_N=config.block_n,
+            LEAST_BLOCKS=config.least_blocks,
+            PAGE=case.page,
+            SCALE=0.125,
+            SOFTCAP=0.0,
+            PRECISION="tf32" if case.dtype == "fp32" else "ieee",
+            UPCAST=False,
+        ),
+        "SENDING": sending,
         "TRACE": case.trace,
     }
     signature: dict[str, Any] = {}
@@ -101,11 +106,20 @@ def compiled(kernel: Any, case: Case) -> Any:
         name = parameter.name
         if parameter.is_constexpr:
             signature[name], known[place,] = "constexpr", constants[name]
-        elif name in TUPLES:
-            signature[name] = ("i32",) * TUPLES[name]
-            attributes |= {(place, i): ALIGNED for i in range(TUPLES[name])}
+        elif name in ("tensors", "pointers", "sizes"):
+            strides = Strides(*(("i32",) * count for count in NUM_STRIDES.values()), "i32")
+            out = "*fp32" if kernel is local_attention_kernel else f"*{case.dtype}"
+            structures = {
+                "tensors": Tensors(*(f"*{case.dtype}",) * 3, "*i32", "*i32", out, "*fp32"),
+                "pointers": POINTERS,
+                "sizes": Sizes("i32", "i32" if kernel is flash_decode_kernel else "constexpr", strides),
+            }
+            signature[name] = structures[name]
+            attributes |= all_aligned(place, signature[name])
+            if name == "sizes" and kernel is not flash_decode_kernel:
+                known[place, 1] = None
         else:
-            signature[name] = f"*{case.dtype}" if name in POINTERS else OTHERS.get(name, "i32")
+            signature[name] = f"*{case.dtype}" if name == OUT else OTHERS.get(name, "i32")
             if not parameter.do_not_specialize:
                 attributes[place,] = ALIGNED
     source = ASTSource(kernel, signature, known, attributes)

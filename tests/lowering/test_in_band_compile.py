@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from triton.compiler import ASTSource
 
-from ditron_inductor.lowering.all_reduce_rms_norm.in_band import LEAST_CHUNK, in_band_kernel
+from ditron_inductor.lowering.all_reduce_rms_norm.in_band import LEAST_CHUNK, How, in_band_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     HAS_BIAS,
     HAS_RESIDUAL,
@@ -19,12 +19,13 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     HAS_WEIGHT,
     LAYER,
     ROUND_FIRST,
+    Norms,
     block_of,
     warps_of,
 )
 from ditron_inductor.task.nodes import EXTRAS, SAVED
 from tests.lowering.assembly import NVIDIA, Listing, machine_code, resources
-from tests.lowering.cross_compile import TARGETS, WORDS, compile_for
+from tests.lowering.cross_compile import POINTERS, TARGETS, all_aligned, compile_for
 
 SHIFTED = HAS_BIAS.value | HAS_RESIDUAL.value | LAYER.value | HAS_WEIGHT.value | HAS_SHIFT.value
 DECODE = HAS_RESIDUAL.value | HAS_WEIGHT.value | ROUND_FIRST.value
@@ -72,16 +73,16 @@ CASES = (
 @functools.cache
 def compiled(case: Case) -> Any:
     constants: dict[str, Any] = {
-        "WORLD": case.world,
-        "AVERAGE": False,
-        "ROWS": case.rows,
-        "BLOCK": block_of(case.n),
-        "BLOCK_WORDS": case.words // case.rows,
-        "CHUNK": LEAST_CHUNK,
-        "FORM": case.form,
-        "EPS": 1e-6,
-        "POST_EPS": 1e-6,
-        "THREADS": TARGETS[case.target].warp_size * case.num_warps,
+        "HOW": How(
+            WORLD=case.world,
+            AVERAGE=False,
+            ROWS=case.rows,
+            BLOCK=block_of(case.n),
+            BLOCK_WORDS=case.words // case.rows,
+            CHUNK=LEAST_CHUNK,
+            THREADS=TARGETS[case.target].warp_size * case.num_warps,
+        ),
+        "NORMS": Norms(case.form, 1e-6, 1e-6),
         "TRACE": case.trace,
     }
     signature: dict[str, Any] = {}
@@ -92,12 +93,15 @@ def compiled(case: Case) -> Any:
         name = parameter.name
         if name in constants:
             signature[name], known[place,] = "constexpr", constants[name]
+        elif name == "pointers":
+            signature[name] = POINTERS
+            attributes |= all_aligned(place, POINTERS)
         elif name in ("given", "outputs"):
             count = len(EXTRAS) if name == "given" else 2 + len(SAVED)
             signature[name] = (f"*{case.dtype}",) * count
             attributes |= {(place, i): aligned for i in range(count)}
         else:
-            signature[name] = f"*{case.dtype}" if name == "x" else WORDS.get(name, "i32")
+            signature[name] = f"*{case.dtype}" if name == "x" else "i32"
             if not parameter.do_not_specialize:
                 attributes[place,] = aligned
     source = ASTSource(in_band_kernel, signature, known, attributes)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from triton.compiler import ASTSource
 
+from ditron_inductor.lowering.all_gather_matmul.stage_norm import How as StageHow
 from ditron_inductor.lowering.all_gather_matmul.stage_norm import stage_norm
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import add_norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.kernel import (
@@ -33,12 +34,15 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     SAVES_RSTD,
     SAVES_SCALED,
     TOTAL_KNOWN,
+    Norms,
     block_of,
     warps_of,
 )
+from ditron_inductor.lowering.all_reduce_rms_norm.slices import How
 from ditron_inductor.task.nodes import EXTRAS, SAVED
 from tests.lowering.assembly import NVIDIA, Listing, dialect_of, machine_code, resources
-from tests.lowering.cross_compile import TARGETS, WORDS, compile_for
+from tests.lowering.cross_compile import POINTERS as WORKSPACE
+from tests.lowering.cross_compile import TARGETS, all_aligned, compile_for
 
 POINTERS = ("x", "reduced")
 TUPLES = {"given": len(EXTRAS), "outputs": 2 + len(SAVED)}
@@ -111,19 +115,20 @@ def compiled(kernel: Any, case: Case) -> Any:
     block = block_of(case.n)
     num_warps = case.num_warps
     constants: dict[str, Any] = {
-        "WORLD": 4,
-        "AVERAGE": False,
-        "ONE_SHOT": case.one_shot,
         "ROWS": case.rows,
-        "TILES": case.tiles,
         "BLOCK": block,
-        "SLICES": case.slices,
-        "SLICE": block_of(slice_width(case.n, case.slices)),
-        "FORM": case.form,
-        "EPS": 1e-6,
-        "POST_EPS": 1e-6,
-        "THREADS": TARGETS[case.target].warp_size * num_warps,
-        "COPY": True,
+        "HOW": StageHow(4, True, case.rows, block) if kernel is stage_norm else How(
+            WORLD=4,
+            AVERAGE=False,
+            ONE_SHOT=case.one_shot,
+            ROWS=case.rows,
+            TILES=case.tiles,
+            BLOCK=block,
+            SLICES=case.slices,
+            SLICE=block_of(slice_width(case.n, case.slices)),
+            THREADS=TARGETS[case.target].warp_size * num_warps,
+        ),
+        "NORMS": Norms(case.form, 1e-6, 1e-6),
         "TRACE": case.trace,
     }
     signature: dict[str, Any] = {}
@@ -134,6 +139,10 @@ def compiled(kernel: Any, case: Case) -> Any:
         if name in constants:
             signature[name], known[place,] = "constexpr", constants[name]
             continue
+        if name == "pointers":
+            signature[name] = WORKSPACE
+            attributes |= all_aligned(place, WORKSPACE)
+            continue
         if name in TUPLES:
             signature[name] = [f"*{case.dtype}"] * TUPLES[name]
             if name == "outputs":
@@ -141,7 +150,7 @@ def compiled(kernel: Any, case: Case) -> Any:
             signature[name] = tuple(signature[name])
             attributes |= {(place, i): [["tt.divisibility", 16]] for i in range(TUPLES[name])}
             continue
-        signature[name] = f"*{case.dtype}" if name in POINTERS else WORDS.get(name, "i32")
+        signature[name] = f"*{case.dtype}" if name in POINTERS else "i32"
         if not parameter.do_not_specialize:
             attributes[place,] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, known, attributes)
