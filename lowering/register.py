@@ -27,7 +27,7 @@ from ditron_inductor.lowering.matmul_all_reduce.op import LOWERING as matmul_all
 from ditron_inductor.lowering.matmul_all_reduce_rms_norm.op import LOWERING as matmul_all_reduce_rms_norm
 from ditron_inductor.lowering.matmul_all_to_all.op import LOWERING as matmul_all_to_all
 from ditron_inductor.lowering.matmul_reduce_scatter.op import LOWERING as matmul_reduce_scatter
-from ditron_inductor.lowering.projections.kernel import projections
+from ditron_inductor.lowering.projections.projections_kernel import projections
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import AllGatherAttention, AttentionReduceScatter, FlashDecode, Projections
 

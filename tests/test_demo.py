@@ -72,12 +72,12 @@ def test_graph_lines_mark_task_nodes() -> None:
     def forward(self, x: "f32[2]"):
         # File: model.py:1 in forward, code: y = x
         a: "f32[2]" = torch.ops.aten.neg.default(x);  x = None
-        b = torch.ops.ditron.matmul_all_reduce.default(a, a);  a = None
+        b = torch.ops.ditron.matmul_all_reduce.default([a, a], "epilogue='pre: silu(mm0); mm0'", None);  a = y = None
         return (b,)
 """
     assert demo.graph_lines(graph) == [
         '   a: "f32[2]" = aten.neg.default(x)',
-        ">> b = ditron.matmul_all_reduce.default(a, a)",
+        """>> b = ditron.matmul_all_reduce.default([a, a], "epilogue='pre: silu(mm0); mm0'", None)""",
         "   return (b,)",
     ]
 

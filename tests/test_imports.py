@@ -47,7 +47,10 @@ LAYERS = (
     "__main__",
 )
 """The modules and folders of the package, lowest first. A module imports its own folder and what stands below it."""
-ROLES = {"Match": "passes", "Geometry": "lowering", "_Plan": "lowering"}
+ROLES = {
+    "Match": "passes",
+    **dict.fromkeys(("Geometry", "How", "Sizes", "Tensors", "Ends", "_Plan"), "lowering"),
+}
 """Classes that each file of a folder may have, by the order that all its files keep."""
 SHARED_STEMS = {*NODES, *STRATEGIES, "op", "__init__"}
 """Names of files that stand for the same thing in every folder: a node kind, its strategies, and how it runs."""

@@ -15,7 +15,7 @@ from benchmarks.ops import unaligned
 from benchmarks.ops.unaligned import SETS, Cell, Measured
 from benchmarks.records import Row, read_csv
 from ditron_inductor.passes.finish.pad_products import find_unaligned, form
-from ditron_inductor.task.alignment import RULE, Work
+from ditron_inductor.task.alignment import RULE, ProductWork
 from tests.ranks import RankContext, RankPools
 
 US = {"eager": 400.0, "aligned": 100.0, "pitched": 110.0, "unpadded": 420.0, "inductor": 150.0, "padded": 140.0}
@@ -56,7 +56,7 @@ def test_runs_without_a_gpu(rank_pools: RankPools, tmp_path: Path) -> None:
 
 def measured(**us: float) -> Measured:
     cell = Cell(8192, 4096, 4097)
-    work = Work(torch.bfloat16, 2.0 * 8192 * 4096 * 4097, 1e8, 2, 16, 67e6, 1)
+    work = ProductWork(torch.bfloat16, 2.0 * 8192 * 4096 * 4097, 1e8, 2, 16, 67e6, 1)
     return Measured(cell, work, US | us)
 
 

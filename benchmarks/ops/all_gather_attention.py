@@ -181,9 +181,9 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
     import torch
 
     from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT, in_turns
-    from ditron_inductor.lowering.all_gather_attention import library, local
+    from ditron_inductor.lowering.all_gather_attention import library, local_attention
+    from ditron_inductor.lowering.all_gather_attention.block_parts import canonical, joined
     from ditron_inductor.lowering.all_gather_attention.merge import Merge
-    from ditron_inductor.lowering.all_gather_attention.parts import canonical, joined
     from ditron_inductor.task import all_gather_attention as task
     from ditron_inductor.task import reference_attention
     from ditron_inductor.task.policy import Policy
@@ -199,7 +199,7 @@ def contestants(session: Session, problem: Problem, group_name: str) -> dict[str
     gathered = library.gather(k, v, group)
     if cuda:
         spans = joined(sorted(task.blocks(node.mask, rank, world, q.shape[2], k.shape[2]), key=lambda one: one.source))
-        run = local.choose(q, k, v, cell.softcap, biased=bias is not None)
+        run = local_attention.choose(q, k, v, cell.softcap, biased=bias is not None)
         merge = Merge(q, [span.rows for span in spans])
 
         def attention(i: int) -> torch.Tensor:
@@ -259,7 +259,7 @@ def _chosen(q: Any, k: Any, v: Any, bias: Any, scale: float, group: Any) -> Any:
     import torch
 
     from ditron_inductor.lowering.all_gather_attention import library
-    from ditron_inductor.lowering.all_gather_attention.parts import canonical
+    from ditron_inductor.lowering.all_gather_attention.block_parts import canonical
 
     def call(i: int) -> torch.Tensor:
         keys, values = map(canonical, library.gather(k, v, group))
@@ -310,7 +310,7 @@ def _written(problem: Problem, node: Any, group: Any) -> Callable[[int], torch.T
     import torch
 
     from ditron_inductor.lowering.all_gather_attention import library
-    from ditron_inductor.lowering.all_gather_attention.parts import canonical
+    from ditron_inductor.lowering.all_gather_attention.block_parts import canonical
     from ditron_inductor.task import reference_attention
 
     q, k, v, softcap = problem.q, problem.k, problem.v, problem.cell.softcap

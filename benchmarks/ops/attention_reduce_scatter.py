@@ -160,9 +160,9 @@ def _local(node: Any, problem: Problem, rank: int) -> Any:
     """The fastest kernel on the blocks of the mask; its gradients of keys stay where they are."""
     import torch
 
-    from ditron_inductor.lowering.all_gather_attention import local
+    from ditron_inductor.lowering.all_gather_attention import local_attention
+    from ditron_inductor.lowering.all_gather_attention.block_parts import joined
     from ditron_inductor.lowering.all_gather_attention.merge import Merge
-    from ditron_inductor.lowering.all_gather_attention.parts import joined
     from ditron_inductor.lowering.attention_reduce_scatter.library import gradients
     from ditron_inductor.task import all_gather_attention as task
 
@@ -171,7 +171,7 @@ def _local(node: Any, problem: Problem, rank: int) -> Any:
     found = task.blocks(node.mask, rank, node.world_size, q.shape[2], keys)
     spans = joined(sorted(found, key=lambda one: one.source), whole=keys)
     bias, own = problem.bias, (k[:, :, :keys], v[:, :, :keys])
-    run = local.choose(q, *own, node.softcap, biased=bias is not None)
+    run = local_attention.choose(q, *own, node.softcap, biased=bias is not None)
     merge = Merge(q, [span.rows for span in spans])
 
     def call(i: int) -> tuple[torch.Tensor]:
@@ -186,7 +186,7 @@ def _of_programs(problem: Problem, rank: int, group: Any) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from ditron_inductor.lowering.all_gather_attention import local
+    from ditron_inductor.lowering.all_gather_attention import local_attention
 
     cell, scale, (grad_out, q, k, v, out, lse) = problem.cell, problem.scale, problem.operands
 
@@ -196,12 +196,12 @@ def _of_programs(problem: Problem, rank: int, group: Any) -> dict[str, Any]:
         dist.reduce_scatter_tensor(mine, grad.flatten(0, 1).contiguous(), group=group)
         return mine[None].transpose(1, 2)
 
-    def by_kernel(i: int, *, kernel: local.Local) -> tuple[torch.Tensor, ...]:
-        grads = kernel.backward(grad_out, q, k, v, out, lse, local.Seen(), scale)
+    def by_kernel(i: int, *, kernel: local_attention.Local) -> tuple[torch.Tensor, ...]:
+        grads = kernel.backward(grad_out, q, k, v, out, lse, local_attention.ShownBlock(), scale)
         return grads[0], *(scattered(one.transpose(1, 2)) for one in grads[1:])
 
     if cell.mask == "full":
-        kernels = {"cudnn": local.CUDNN, "flash": local.FLASH}
+        kernels = {"cudnn": local_attention.CUDNN, "flash": local_attention.FLASH}
         return {f"sdpa:{name}": functools.partial(by_kernel, kernel=kernel) for name, kernel in kernels.items()}
     if cell.mask != "causal_offset" or cell.softcap:
         return {}

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from benchmarks.session import Session
-    from ditron_inductor.lowering.flash_decode.local import LocalAttention, Operands
+    from ditron_inductor.lowering.flash_decode.local_decode import DecodeOperands, LocalAttention
 
 MODULE = "benchmarks.ops.flash_decode"
 OP = "flash_decode"
@@ -187,9 +187,9 @@ def contestants(session: Session, problem: Problem, group_name: str, tune: bool)
 
     from benchmarks.ops.contest import TIMEOUT_S, WORKSPACE_LIMIT, in_turns
     from benchmarks.ops.read import Reader
-    from ditron_inductor.lowering.flash_decode.config import Config
-    from ditron_inductor.lowering.flash_decode.local import Operands, make_local, shape_of
-    from ditron_inductor.lowering.projections.kernel import facts_of
+    from ditron_inductor.lowering.flash_decode.decode_config import DecodeConfig
+    from ditron_inductor.lowering.flash_decode.local_decode import DecodeOperands, make_local, shape_of
+    from ditron_inductor.lowering.projections.projections_kernel import facts_of
     from ditron_inductor.task import flash_decode as reference
     from ditron_inductor.task.nodes import FlashDecode, Policy
 
@@ -200,7 +200,8 @@ def contestants(session: Session, problem: Problem, group_name: str, tune: bool)
     if on_gpu:
         facts = facts_of(q.device)
         node = FlashDecode(problem.scale, 0.0, world_size, group_name, "", Policy())
-        given = [Operands(q, k, v, problem.lengths, None) for k, v in zip(problem.keys, problem.values, strict=True)]
+        pairs = zip(problem.keys, problem.values, strict=True)
+        given = [DecodeOperands(q, k, v, problem.lengths, None) for k, v in pairs]
         local = make_local(shape_of(node, given[0], facts.num_sms), q.device, facts.arch)
         # Kept, as the library's strategy must not: calls of this program never run at the same time.
         counters = torch.zeros(local.shape.heads.heads, dtype=torch.int32, device=q.device)
@@ -214,7 +215,7 @@ def contestants(session: Session, problem: Problem, group_name: str, tune: bool)
         found["local:ours"] = functools.partial(_part, local, given, counters)
         for each in TUNED if tune else ():
             block_n, num_stages, num_warps, programs_per_sm, least_rounds = each
-            config = Config(
+            config = DecodeConfig(
                 block_n, num_warps, num_stages, programs_per_sm=programs_per_sm, least_rounds=least_rounds
             ).validate()
             other = make_local(local.shape, q.device, facts.arch, config)
@@ -243,7 +244,7 @@ def contestants(session: Session, problem: Problem, group_name: str, tune: bool)
     return found | {"ditron": ours("auto")} | {f"ditron:{name}": ours(name) for name in ("tile", "library")}
 
 
-def _part(local: LocalAttention, given: Sequence[Operands], counters: torch.Tensor, i: int) -> torch.Tensor:
+def _part(local: LocalAttention, given: Sequence[DecodeOperands], counters: torch.Tensor, i: int) -> torch.Tensor:
     return local.part(given[i % len(given)], counters)
 
 

@@ -47,7 +47,7 @@ from ditron_inductor.passes.finish.pad_products import find_unaligned, pad_by
 from ditron_inductor.pipeline import DitronPipeline
 from ditron_inductor.report.explain import without_caches
 from ditron_inductor.task import alignment
-from ditron_inductor.task.alignment import RULE, Rule, Work
+from ditron_inductor.task.alignment import RULE, ProductWork, Rule
 
 MODULE = "benchmarks.ops.unaligned"
 BUDGET_S, LIMIT_S = 75.0, 240.0
@@ -147,7 +147,7 @@ class Measured:
     """A cell, what its padding works with, and microseconds by contestant."""
 
     cell: Cell
-    work: Work
+    work: ProductWork
     us: dict[str, float]
 
     @property
@@ -188,7 +188,7 @@ def compiled(cell: Cell, device: torch.device, patches: dict[str, Any]) -> Calla
     return fn
 
 
-def contestants(cell: Cell, device: torch.device) -> tuple[dict[str, Call], Work]:
+def contestants(cell: Cell, device: torch.device) -> tuple[dict[str, Call], ProductWork]:
     """All contestants, of operands that are used in turns, and what padding this product works with."""
     nbytes = DTYPES[cell.dtype].itemsize * max(cell.batch, 1) * cell.k * (cell.m + cell.n)
     step = alignment.multiple(DTYPES[cell.dtype])
@@ -196,7 +196,7 @@ def contestants(cell: Cell, device: torch.device) -> tuple[dict[str, Call], Work
         [one.operands(device, apart) for _ in range(copies_of(device, nbytes))]
         for one, apart in ((cell, 1), (cell.aligned(), 1), (cell, step))
     )
-    works: list[Work] = []
+    works: list[ProductWork] = []
     devices = (device.type,)
 
     def pad_all(graph: fx.Graph, *, options: Options) -> int:

@@ -30,7 +30,7 @@ Speed = torch.dtype | str
 
 
 @dataclass(frozen=True)
-class Work:
+class ProductWork:
     """One product, or a batch of them, and what its padding would copy.
 
     flops: 2 * batch * M * N * K. moved_bytes: of its operands and its result, once. operand_bytes, result_bytes: a
@@ -74,21 +74,21 @@ class Rule:
     launch_s: float = 3e-6
     margin: float = 1.1
 
-    def reached(self, work: Work) -> tuple[float, float]:
+    def reached(self, work: ProductWork) -> tuple[float, float]:
         """The parts of the speed of aligned sizes that a product reaches: (as it is, with padding)."""
         if work.speed == torch.float32:
             return self.plain, 1.0
         as_it_is = min(self.operand[work.operand_bytes], self.result[work.result_bytes])
         return as_it_is, self.result[work.padded_result_bytes]
 
-    def seconds(self, work: Work) -> tuple[float, float]:
+    def seconds(self, work: ProductWork) -> tuple[float, float]:
         """(as it is, with padding), as above."""
         read, compute = work.moved_bytes / self.bytes_per_s, work.flops / self.flops_per_s[work.speed]
         copies = work.copied_bytes / self.bytes_per_s + work.launches * self.launch_s
         as_it_is, padded = self.reached(work)
         return max(compute / as_it_is, read), max(compute / padded, read) + copies
 
-    def pays(self, work: Work) -> bool:
+    def pays(self, work: ProductWork) -> bool:
         """Whether the product is faster with padding, by the margin."""
         as_it_is, padded = self.seconds(work)
         return as_it_is > padded * self.margin

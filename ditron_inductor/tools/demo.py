@@ -6,6 +6,7 @@ Every rank process compiles, runs forward and backward, and compares outputs and
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 FORMS = {"sp": "tensor and sequence parallel", "ar": "tensor parallel with all-reduce"}
 MARK = ">> "
+DELETIONS = re.compile(r";  (\w+ = )+None$")
+"""What torch.fx writes behind the last use of values. A semicolon may stand in the text of a node too."""
 GRAPHS = ("all", "forward", "none")
 # Largest error relative to the largest value of the tensor. fp32: sums in another order. bf16: eight bits of mantissa.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
@@ -199,7 +202,7 @@ def graph_lines(graph: str) -> list[str]:
     """The statements of a readable graph, without source comments and deletions, Task nodes marked."""
     lines = []
     for line in graph.splitlines():
-        statement = line.split(";", 1)[0].strip()
+        statement = DELETIONS.sub("", line).strip()
         if statement and not statement.startswith(("#", "class ", "def ")):
             mark = MARK if "torch.ops.ditron." in statement else " " * len(MARK)
             lines.append(mark + statement.replace("torch.ops.", ""))

@@ -23,11 +23,18 @@ import torch
 
 from ditron_inductor.device.lanes import Transfer
 from ditron_inductor.device.workspace import Call
-from ditron_inductor.lowering.all_gather_attention import local
-from ditron_inductor.lowering.all_gather_attention.local import Local
+from ditron_inductor.lowering.all_gather_attention import local_attention
+from ditron_inductor.lowering.all_gather_attention.block_parts import (
+    Span,
+    as_sent,
+    canonical,
+    joined,
+    single,
+    with_rows,
+)
+from ditron_inductor.lowering.all_gather_attention.local_attention import Local
 from ditron_inductor.lowering.all_gather_attention.merge import Merge, Partial
-from ditron_inductor.lowering.all_gather_attention.parts import Span, as_sent, canonical, joined, single, with_rows
-from ditron_inductor.lowering.exchange import Exchange, Kernels
+from ditron_inductor.lowering.chunked_exchange import ChunkedExchange, Kernels
 from ditron_inductor.lowering.host.launch import Launch, round_up
 from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.transfers import PIECE_ROWS
@@ -80,7 +87,7 @@ def geometry(node: AllGatherAttention, launch: Launch, q: torch.Tensor, k: torch
         remote=remote,
         spare=[source for source in others if source not in sources] if node.return_gathered else [],
         numels=(q.numel(), q.shape[:-1].numel(), *(2 * [world * k.numel()] if node.return_gathered else [])),
-        run=local.choose(q, k, v, node.softcap, biased=node.mask.kind == GIVEN),
+        run=local_attention.choose(q, k, v, node.softcap, biased=node.mask.kind == GIVEN),
         merge=Merge(q, [span.rows for span in spans]),
         kernels=Kernels(launch),
     )
@@ -181,7 +188,7 @@ class _Plan:
 
 def _plan(node: AllGatherAttention, launch: Launch, sizes: Geometry, call: Call, k: torch.Tensor) -> _Plan:
     world, rank = node.world_size, launch.rank
-    exchange = Exchange(sizes.kernels, call)
+    exchange = ChunkedExchange(sizes.kernels, call)
     half = k.numel() * k.element_size()
     groups_of_sources = [sources for sources, _ in sizes.remote]
     if sizes.spare:

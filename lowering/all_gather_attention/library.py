@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ditron_inductor.lowering.all_gather_attention import local
+from ditron_inductor.lowering.all_gather_attention import local_attention
+from ditron_inductor.lowering.all_gather_attention.block_parts import as_sent, canonical, joined, with_rows
 from ditron_inductor.lowering.all_gather_attention.merge import Merge, in_order
-from ditron_inductor.lowering.all_gather_attention.parts import as_sent, canonical, joined, with_rows
 from ditron_inductor.task import reference_attention
 from ditron_inductor.task.all_gather_attention import GIVEN, AllGatherAttention, blocks
 from ditron_inductor.task.watch import communicate
@@ -50,7 +50,7 @@ def make(node: AllGatherAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     """(q, k, v, and a bias if the mask has one) -> [out, lse, (gathered k, gathered v)] for operands of this form."""
     group: dist.ProcessGroup = distributed_c10d._resolve_process_group(node.group_name)  # type: ignore[arg-type]
     sizes = node.mask, group.rank(), node.world_size, q.shape[2], k.shape[2]
-    run = local.choose(q, k, v, node.softcap, biased=node.mask.kind == GIVEN)
+    run = local_attention.choose(q, k, v, node.softcap, biased=node.mask.kind == GIVEN)
 
     def by_math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None) -> Outputs:
         gathered = gather(k, v, group)

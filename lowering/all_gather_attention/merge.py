@@ -24,7 +24,7 @@ pipes."""
 MERGE_WARPS = 4
 
 
-class Parts(NamedTuple):
+class MergedParts(NamedTuple):
     """Of each partial: its first row and the one behind its last, and strides of batch, head and row; tuples."""
 
     firsts: Any
@@ -142,7 +142,7 @@ class Merge:
                 programs=B * heads * ceil_div(queries, MERGE_ROWS),
                 values={
                     "queries": queries,
-                    "parts": Parts(
+                    "parts": MergedParts(
                         firsts=tuple(first for first, _ in self._rows),
                         lasts=tuple(last for _, last in self._rows),
                         strides_b=tuple(one.stride(0) for one in given),

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ditron_inductor.lowering.all_gather_attention import chunked, library, local, tile
+from ditron_inductor.lowering.all_gather_attention import chunked, library, local_attention, tile
 from ditron_inductor.lowering.attention_reduce_scatter import library as backward_library
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.planning import plan_request, requirement
@@ -92,7 +92,7 @@ def prepare_backward(
     def possible(
         node: AttentionReduceScatter, launch: Launch, x: torch.Tensor, agreed: Sizes
     ) -> tuple[PlanRequest, dict[str, Any]]:
-        run = local.choose(q, k[:, :, :keys], v[:, :, :keys], node.softcap, biased=node.mask.kind == GIVEN)
+        run = local_attention.choose(q, k[:, :, :keys], v[:, :, :keys], node.softcap, biased=node.mask.kind == GIVEN)
         problem = Problem(
             node.kind,
             agreed.m,

@@ -42,7 +42,7 @@ from ditron_inductor.core.signals import (
     wait_credits,
 )
 from ditron_inductor.core.trace import COPY, SEND, TILE, WAIT, event, now
-from ditron_inductor.lowering.all_gather_attention.parts import stacked, with_rows
+from ditron_inductor.lowering.all_gather_attention.block_parts import stacked, with_rows
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, dot_precision, round_up
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.all_gather_attention import GIVEN, MAX_HEAD_DIM, AllGatherAttention, Mask
@@ -318,7 +318,7 @@ def all_gather_attention_kernel(
 
 
 @dataclass(frozen=True)
-class Config:
+class AttentionConfig:
     """Tile of `block_m` queries, in steps of `block_n` keys."""
 
     block_m: int
@@ -326,25 +326,25 @@ class Config:
     num_warps: int
     num_stages: int
 
-    def for_arch(self, arch: str) -> Config:
+    def for_arch(self, arch: str) -> AttentionConfig:
         """The same on AMD GPUs, with half the steps and the stages that their shared memory has room for."""
         return replace(self, block_n=min(self.block_n, 32), num_stages=1) if arch.startswith("gfx") else self
 
 
-INTERPRETER = Config(32, 32, 4, 1)
+INTERPRETER = AttentionConfig(32, 32, 4, 1)
 CONFIGS = {
-    64: Config(128, 128, 8, 3),
-    128: Config(128, 128, 8, 2),
-    256: Config(128, 32, 8, 2),
+    64: AttentionConfig(128, 128, 8, 3),
+    128: AttentionConfig(128, 128, 8, 2),
+    256: AttentionConfig(128, 32, 8, 2),
 }
 """By the head size, rounded up to a power of two."""
 FEW_ROWS = 64
-FEW = {64: Config(64, 128, 4, 3), 128: Config(64, 64, 4, 3), 256: Config(64, 32, 8, 3)}
+FEW = {64: AttentionConfig(64, 128, 4, 3), 128: AttentionConfig(64, 64, 4, 3), 256: AttentionConfig(64, 32, 8, 3)}
 """Where there are so few queries that larger tiles would leave SMs without one."""
-FP32 = {64: Config(64, 32, 8, 2), 128: Config(32, 32, 4, 2), 256: Config(32, 32, 8, 1)}
+FP32 = {64: AttentionConfig(64, 32, 8, 2), 128: AttentionConfig(32, 32, 4, 2), 256: AttentionConfig(32, 32, 8, 1)}
 
 
-def select_config(head_dim: int, tiles: int, dtype: torch.dtype, num_sms: int, *, interpreted: bool) -> Config:
+def select_config(head_dim: int, tiles: int, dtype: torch.dtype, num_sms: int, *, interpreted: bool) -> AttentionConfig:
     """tiles: blocks of 128 queries. Local to a rank: no layout follows from it."""
     if interpreted:
         return INTERPRETER
@@ -358,7 +358,7 @@ def select_config(head_dim: int, tiles: int, dtype: torch.dtype, num_sms: int, *
 class Geometry:
     """What calls with operands of one form share; the slot's bytes have to be equal on all ranks."""
 
-    config: Config
+    config: AttentionConfig
     nbytes: int
 
 

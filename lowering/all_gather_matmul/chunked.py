@@ -26,8 +26,8 @@ from ditron_inductor.device.lanes import HERE, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import all_outputs, pointers, shard_extras
+from ditron_inductor.lowering.chunked_exchange import ChunkedExchange, Kernels, for_batches, multiply, shaped
 from ditron_inductor.lowering.epilogues import Finisher
-from ditron_inductor.lowering.exchange import Exchange, Kernels, for_batches, multiply, shaped
 from ditron_inductor.lowering.host.launch import Launch, round_up
 from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.schedules import Gathering, Piece
@@ -112,7 +112,7 @@ def all_gather_matmul(
         biases = plan.biases(extras, len(weights))
         rights = weights if plan.lengths is not None else [for_batches(weight, sizes.outer) for weight in weights]
         parts = [(rights[i], plan.rows_of(mm[i]), biases[i]) for i in range(len(weights)) if i not in plan.whole]
-        ends = Ends(plan, mm, extras) if plan.ends_in_runs else None
+        ends = RunEnds(plan, mm, extras) if plan.ends_in_runs else None
         with call.fork() as lane:
             copy = lefts[plan.own] if plan.copied else shard
             if node.prologue is None:
@@ -201,7 +201,7 @@ class _Plan:
         return [extras[found[i]].view(-1) if i in found else None for i in range(num_weights)]
 
 
-class Ends:
+class RunEnds:
     """What an epilogue makes of the products, in `outs`, run by run."""
 
     def __init__(self, plan: _Plan, mm: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]) -> None:
@@ -232,7 +232,7 @@ def _plan(
     extras: Sequence[torch.Tensor],
 ) -> _Plan:
     world, rank, rows, K, outer = node.world_size, launch.rank, sizes.rows, sizes.K, sizes.outer
-    exchange = Exchange(sizes.kernels, call)
+    exchange = ChunkedExchange(sizes.kernels, call)
     plain = outer == 1
     schedule = sizes.schedule(tuple(weight.shape[1] for weight in weights))
     # Bytes of a row, and of a run of rows that lie together on both sides.

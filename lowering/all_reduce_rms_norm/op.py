@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ditron_inductor.lowering.all_reduce_rms_norm import kernel
 from ditron_inductor.lowering.all_reduce_rms_norm import library as norm_library
+from ditron_inductor.lowering.all_reduce_rms_norm import norm_kernel
 from ditron_inductor.lowering.host.kind import Lowering, Tile
 from ditron_inductor.task.nodes import AllReduceRmsNorm
 
@@ -19,4 +19,4 @@ def library(node: AllReduceRmsNorm, operands: Sequence[torch.Tensor]) -> Callabl
     return norm_library.make(node, list(x.shape), x.device)
 
 
-LOWERING = Lowering(AllReduceRmsNorm, library, Tile(kernel.geometry, kernel.all_reduce_rms_norm))
+LOWERING = Lowering(AllReduceRmsNorm, library, Tile(norm_kernel.geometry, norm_kernel.all_reduce_rms_norm))

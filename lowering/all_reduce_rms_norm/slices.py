@@ -54,7 +54,7 @@ class How(NamedTuple):
     THREADS: Any
 
 
-class Runs(NamedTuple):
+class SliceRuns(NamedTuple):
     """[M, N], elements from one row to the next in a slot, pieces of a run, rows of a run, and columns of a slice."""
 
     M: Any

@@ -23,7 +23,7 @@ import torch
 from ditron_inductor.device.lanes import Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering.all_to_all_matmul.tile import by_rank
-from ditron_inductor.lowering.exchange import Exchange, Kernels, multiply
+from ditron_inductor.lowering.chunked_exchange import ChunkedExchange, Kernels, multiply
 from ditron_inductor.lowering.host.launch import Launch, round_up
 from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.transfers import PIECE_ROWS
@@ -117,7 +117,7 @@ def _plan(
     """numels: of the outputs."""
     world, rank = node.world_size, launch.rank
     nbytes = sizes.rows * node.parts * sizes.C * x.element_size()
-    exchange = Exchange(sizes.kernels, call)
+    exchange = ChunkedExchange(sizes.kernels, call)
     transfers: list[list[Transfer]] = []
     for step in range(1, world):
         source = (rank + step) % world

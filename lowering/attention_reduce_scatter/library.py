@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ditron_inductor.lowering.all_gather_attention import local
+from ditron_inductor.lowering.all_gather_attention import local_attention
+from ditron_inductor.lowering.all_gather_attention.block_parts import Span, joined, with_rows
 from ditron_inductor.lowering.all_gather_attention.merge import Merge, in_order
-from ditron_inductor.lowering.all_gather_attention.parts import Span, joined, with_rows
 from ditron_inductor.task import reference_attention
 from ditron_inductor.task.all_gather_attention import GIVEN, AttentionReduceScatter, blocks
 from ditron_inductor.task.watch import communicate
@@ -26,7 +26,12 @@ Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 
 
 def gradients(
-    run: local.Local, span: Span, operands: Operands, keys: int, scale: float, bias: torch.Tensor | None = None
+    run: local_attention.Local,
+    span: Span,
+    operands: Operands,
+    keys: int,
+    scale: float,
+    bias: torch.Tensor | None = None,
 ) -> Outputs:
     """Of its rows of q, and of its keys and values, of which there are `keys` on a rank. bias: of all keys."""
     grad_out, q, k, v, out, lse = operands
@@ -42,7 +47,7 @@ def gradients(
     )
 
 
-def lowered(run: local.Local, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor]:
+def lowered(run: local_attention.Local, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor]:
     """(the bias or None, lse beside it) of Operands, behind which there may be a bias; see `Local.anchored`."""
     q, lse, bias = given[1], given[5], given[6] if len(given) > 6 else None
     bias, anchors = run.anchored(bias, q.dtype, whole=True)
@@ -64,7 +69,7 @@ def make(node: AttentionReduceScatter, operands: Operands) -> Callable[..., Outp
     group: dist.ProcessGroup = distributed_c10d._resolve_process_group(node.group_name)  # type: ignore[arg-type]
     world, keys = node.world_size, k.shape[2] // node.world_size
     sizes = node.mask, group.rank(), world, q.shape[2], keys
-    run = local.choose(q, k[:, :, :keys], v[:, :, :keys], node.softcap, biased=node.mask.kind == GIVEN)
+    run = local_attention.choose(q, k[:, :, :keys], v[:, :, :keys], node.softcap, biased=node.mask.kind == GIVEN)
     spans = joined(sorted(blocks(*sizes), key=lambda block: block.source), whole=keys)
     merge = Merge(q, [span.rows for span in spans])
 

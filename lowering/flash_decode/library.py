@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ditron_inductor.lowering.flash_decode.local import Operands, Shape, make_local
+from ditron_inductor.lowering.flash_decode.local_decode import DecodeOperands, Shape, make_local
 from ditron_inductor.task import flash_decode as reference
 from ditron_inductor.task.nodes import FlashDecode
 from ditron_inductor.task.watch import communicate
 
 
-def make(node: FlashDecode, shape: Shape, device: torch.device, arch: str) -> Callable[[Operands], torch.Tensor]:
+def make(node: FlashDecode, shape: Shape, device: torch.device, arch: str) -> Callable[[DecodeOperands], torch.Tensor]:
     """[B, Hq, D] of operands of this shape."""
     if device.type == "cpu" or shape.problem:
 
-        def by_torch(given: Operands) -> torch.Tensor:
+        def by_torch(given: DecodeOperands) -> torch.Tensor:
             return reference.flash_decode(
                 given.q,
                 given.k,
@@ -37,7 +37,7 @@ def make(node: FlashDecode, shape: Shape, device: torch.device, arch: str) -> Ca
         return by_torch
     local = make_local(shape, device, arch)
 
-    def by_kernels(given: Operands) -> torch.Tensor:
+    def by_kernels(given: DecodeOperands) -> torch.Tensor:
         part = local.part(given)
         parts = part.new_empty(node.world_size * local.area)
         group = distributed_c10d._resolve_process_group(node.group_name)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 
 from ditron_inductor.device import AgreedOptions, workspaces
 from ditron_inductor.lowering.flash_decode import library, tile
-from ditron_inductor.lowering.flash_decode.local import Operands, shape_of
+from ditron_inductor.lowering.flash_decode.local_decode import DecodeOperands, shape_of
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.planning import plan_request, requirement
 from ditron_inductor.lowering.host.prepared import Chosen, Prepared, PreparedCalls, choose_both
@@ -29,7 +29,7 @@ def prepare(
     """What runs a call, kept in `calls` under `key`. What the ranks decide alike follows from the query alone: the size
     of a cache may be this rank's own.
     """
-    given = Operands(*node.split(operands))
+    given = DecodeOperands(*node.split(operands))
     node.verify()
     task.check_operands(given.q, given.k, given.v, given.lengths, given.block_table)
     options = AgreedOptions(node.policy.strategy, node.policy.workspace_limit, node.policy.timeout_s)
@@ -61,6 +61,6 @@ def prepare(
     return prepared.now().noted()
 
 
-def _of_tensors(run: Callable[[Operands], torch.Tensor]) -> Runner:
+def _of_tensors(run: Callable[[DecodeOperands], torch.Tensor]) -> Runner:
     """The same as a function of the tensors of a call."""
-    return lambda *tensors: run(Operands(*tensors))
+    return lambda *tensors: run(DecodeOperands(*tensors))

@@ -49,8 +49,10 @@ from ditron_inductor.core.signals import (
     wait_all,
 )
 from ditron_inductor.core.trace import CREDITS, SEND, SUM, TILE, WAIT, event, now
-from ditron_inductor.lowering.flash_decode import in_band
-from ditron_inductor.lowering.flash_decode.attention import (
+from ditron_inductor.lowering.flash_decode import decode_in_band
+from ditron_inductor.lowering.flash_decode.decode_config import INTERPRETED_PROGRAMS
+from ditron_inductor.lowering.flash_decode.local_decode import DecodeOperands, LocalAttention, Shape, make_local
+from ditron_inductor.lowering.flash_decode.split_attention import (
     Tensors,
     attend_ticket,
     merge_ranks,
@@ -58,8 +60,6 @@ from ditron_inductor.lowering.flash_decode.attention import (
     part_offsets,
     work_of,
 )
-from ditron_inductor.lowering.flash_decode.config import INTERPRETED_PROGRAMS
-from ditron_inductor.lowering.flash_decode.local import LocalAttention, Operands, Shape, make_local
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import FlashDecode
@@ -242,15 +242,17 @@ def geometry(node: FlashDecode, launch: Launch, shape: Shape) -> Geometry:
     per_flag = launch.chunk_tiles(shape.heads.heads, REVOKED_ROW.value)
     workspace = launch.workspace
     local = make_local(shape, workspace.device, workspace.capabilities.arch)
-    sent = in_band.fits(shape, launch, node.world_size)
+    sent = decode_in_band.fits(shape, launch, node.world_size)
     nbytes = 0 if sent else 4 * node.world_size * area
     return Geometry(area=area, per_flag=per_flag, nbytes=nbytes, in_band=sent, local=local)
 
 
-def flash_decode(node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shape, given: Operands) -> torch.Tensor:
+def flash_decode(
+    node: FlashDecode, launch: Launch, sizes: Geometry, shape: Shape, given: DecodeOperands
+) -> torch.Tensor:
     """[B, Hq, D]. See the module."""
     if sizes.in_band:
-        return in_band.flash_decode(node, launch, sizes.local, shape, given)
+        return decode_in_band.flash_decode(node, launch, sizes.local, shape, given)
     config = sizes.local.config
     # Of this device: how its cache is cut is nobody else's business.
     programs = INTERPRETED_PROGRAMS if launch.interpreted else config.programs(shape.heads.heads, shape.num_sms)

@@ -21,7 +21,7 @@ import torch
 from ditron_inductor.device import AgreedOptions, groups, workspaces
 from ditron_inductor.device.meetings import meetings
 from ditron_inductor.lowering import costs
-from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm_kernel
+from ditron_inductor.lowering.all_reduce_rms_norm import norm_kernel
 from ditron_inductor.lowering.host.kind import Lowering, Runner
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.planning import plan_request, requirement

@@ -46,8 +46,8 @@ from ditron_inductor.core.signals import (
     wait_all,
 )
 from ditron_inductor.core.trace import CREDITS, TILE, WAIT, event, now
+from ditron_inductor.lowering.chunked_exchange import Operands
 from ditron_inductor.lowering.epilogues import Arrangement, Preparer, arrange, preparer_of, store_flat_sum
-from ditron_inductor.lowering.exchange import Operands
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, rows_of
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import MatmulAllReduce

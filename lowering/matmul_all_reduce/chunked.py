@@ -26,8 +26,8 @@ import torch
 from ditron_inductor.device.lanes import Lane, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
+from ditron_inductor.lowering.chunked_exchange import ChunkedExchange, Kernels, Operands, PieceGroup
 from ditron_inductor.lowering.epilogues import Finisher, Preparer, finisher_of_sum, preparer_of
-from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, Operands
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up, rows_of
 from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel
@@ -154,7 +154,7 @@ class _Part:
     results of the peers, and their copies to the output.
     """
 
-    groups: list[Group]
+    groups: list[PieceGroup]
     own: int | None
     own_partial: slice
     partials: slice
@@ -181,7 +181,7 @@ class _Plan:
 
 def _plan(node: MatmulAllReduce, launch: Launch, sizes: Parts, call: Call, a: torch.Tensor) -> _Plan:
     world, rank = node.world_size, launch.rank
-    exchange = Exchange(sizes.kernels, call)
+    exchange = ChunkedExchange(sizes.kernels, call)
     found = [[products(part, *group, rank, world, sizes) for group in sizes.groups] for part in range(sizes.parts)]
     runs = [(begin, end) for part in found for of_group in part for begin, end, _ in of_group]
     own_runs = [sizes.run(part, rank, world) for part in range(sizes.parts)]
@@ -228,13 +228,13 @@ def _group(
     group: tuple[int, int],
     of_group: list[tuple[int, int, int]],
     place_of: dict[int, int],
-    exchange: Exchange,
+    exchange: ChunkedExchange,
     call: Call,
     dtype: torch.dtype,
     rank: int,
     world: int,
     sizes: Parts,
-) -> Group:
+) -> PieceGroup:
     """The products `of_group` for their owners, and the peers' products of the own rows."""
     slot = call.data(rank, dtype)
     targets = [
@@ -252,7 +252,7 @@ def _group(
         transfers.append(_transfer(call, source, dtype, place, to_row, end - begin, sizes))
     row = PIECE_ROWS.value + part
     publish, wait = exchange.publish(first, count, 1, row), exchange.wait(first, count, 1, row)
-    return Group(targets, publish, wait, [one for one in transfers if one[2] > 0])
+    return PieceGroup(targets, publish, wait, [one for one in transfers if one[2] > 0])
 
 
 def _transfer(call: Call, source: int, dtype: torch.dtype, place: int, row: int, rows: int, sizes: Parts) -> Transfer:

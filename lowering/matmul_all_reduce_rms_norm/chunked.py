@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ditron_inductor.lowering.all_reduce_rms_norm import kernel
+from ditron_inductor.lowering.all_reduce_rms_norm import norm_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import AddNorm, Outputs, make_add_norm
-from ditron_inductor.lowering.all_reduce_rms_norm.in_band import Shares
+from ditron_inductor.lowering.all_reduce_rms_norm.norm_in_band import Shares
+from ditron_inductor.lowering.chunked_exchange import Operands
 from ditron_inductor.lowering.epilogues import Preparer, preparer_of
-from ditron_inductor.lowering.exchange import Operands
 from ditron_inductor.lowering.host.launch import Launch, rows_of
 from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel, chunked
 from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
@@ -47,7 +47,7 @@ class InParts:
 class Small:
     """The same of a product that one kernel reduces and normalises; preparer: of the epilogue, None without one."""
 
-    rows: kernel.Geometry
+    rows: norm_kernel.Geometry
     preparer: Preparer | None
 
     @property
@@ -65,7 +65,7 @@ Geometry = InParts | Small
 def geometry(node: MatmulAllReduceRmsNorm, launch: Launch, a: torch.Tensor, columns: int, k: int) -> Geometry:
     """a [.., K]; columns: N; k: the largest K on any rank. Equal on all ranks."""
     if all_reduce_kernel.fits(launch, math.prod(a.shape[:-1]) * columns, a.element_size()):
-        return Small(kernel.geometry(node, launch, a, columns), preparer_of(node.reduction, a.device))
+        return Small(norm_kernel.geometry(node, launch, a, columns), preparer_of(node.reduction, a.device))
     parts = chunked.parts_geometry(node.reduction, launch, a, columns, k)
     return InParts(parts, make_add_norm(node, [*a.shape[:-1], columns], a.device))
 
@@ -91,4 +91,4 @@ def matmul_all_reduce_rms_norm(
     Operands([[rows_of(one)] for one in a], b, bias).multiply(0, product.view(rows.M, rows.N))
     if sizes.preparer is not None:
         sizes.preparer.prepare(product, extras)
-    return kernel.all_reduce_rms_norm(node, launch, rows, product, given, in_place=True)
+    return norm_kernel.all_reduce_rms_norm(node, launch, rows, product, given, in_place=True)

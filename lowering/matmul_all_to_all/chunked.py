@@ -23,7 +23,7 @@ import torch
 from ditron_inductor.device.lanes import HERE, Transfer
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
-from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, multiply
+from ditron_inductor.lowering.chunked_exchange import ChunkedExchange, Kernels, PieceGroup, multiply
 from ditron_inductor.lowering.host.launch import Launch, round_up, rows_of
 from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.transfers import PIECE_ROWS
@@ -142,14 +142,14 @@ class _Plan:
     """What calls with one slot have in common: launches and copies."""
 
     open: Bound
-    groups: list[Group]
+    groups: list[PieceGroup]
     close: Bound
 
 
 def _plan(node: MatmulAllToAll, launch: Launch, sizes: Geometry, call: Call, a: torch.Tensor) -> _Plan:
     world, rank, M, outer, cuts = node.world_size, launch.rank, sizes.M, sizes.outer, sizes.cuts
     width, itemsize = node.parts * sizes.C, a.element_size()
-    exchange = Exchange(sizes.kernels, call)
+    exchange = ChunkedExchange(sizes.kernels, call)
     slot, pitch = call.data(rank, a.dtype), width * itemsize
     groups = []
     for piece in range((world - 1) * len(cuts)):
@@ -164,5 +164,5 @@ def _plan(node: MatmulAllToAll, launch: Launch, sizes: Geometry, call: Call, a: 
             transfers = [((i * world + source) * run, theirs + i * run, run) for i in range(outer)]
         publish = exchange.publish(piece, 1, len(cuts), PIECE_ROWS.value)
         wait = exchange.wait(piece, 1, len(cuts), PIECE_ROWS.value)
-        groups.append(Group([(reader * len(cuts) + piece % len(cuts), product)], publish, wait, transfers))
+        groups.append(PieceGroup([(reader * len(cuts) + piece % len(cuts), product)], publish, wait, transfers))
     return _Plan(open=exchange.open(), groups=groups, close=exchange.close((world * M * width,)))

@@ -25,8 +25,8 @@ import torch
 from ditron_inductor.device.lanes import HERE
 from ditron_inductor.device.workspace import Call
 from ditron_inductor.lowering import schedules
+from ditron_inductor.lowering.chunked_exchange import ChunkedExchange, Kernels, Operands, PieceGroup, shaped
 from ditron_inductor.lowering.epilogues import Arrangement, Preparer, arrange, preparer_of
-from ditron_inductor.lowering.exchange import Exchange, Group, Kernels, Operands, shaped
 from ditron_inductor.lowering.host.launch import Launch, round_up, rows_of
 from ditron_inductor.lowering.host.launcher import Bound
 from ditron_inductor.lowering.schedules import Reduction
@@ -135,7 +135,7 @@ class _Plan:
     """
 
     open: Bound
-    groups: list[Group]
+    groups: list[PieceGroup]
     reduce: Bound
     lengths: list[int] | None
     apart: tuple[int, int, int]
@@ -152,7 +152,7 @@ class _Plan:
 
 def _plan(node: MatmulReduceScatter, launch: Launch, sizes: Geometry, call: Call, a: torch.Tensor) -> _Plan:
     world, rank, rows, N, parts = node.world_size, launch.rank, sizes.rows, sizes.N, sizes.cut.parts
-    exchange = Exchange(sizes.kernels, call)
+    exchange = ChunkedExchange(sizes.kernels, call)
     slot, itemsize = call.data(rank, a.dtype), a.element_size()
     pitch = N * itemsize
     plain = sizes.outer == 1
@@ -172,7 +172,7 @@ def _plan(node: MatmulReduceScatter, launch: Launch, sizes: Geometry, call: Call
             theirs = call.data(source, a.dtype).data_ptr() + (rank - source - 1) % world * sizes.stride * itemsize
             transfers.append((source * rows * pitch + begin * pitch, theirs + begin * pitch, (end - begin) * pitch))
         publish = exchange.publish(first, count, parts, PIECE_ROWS.value)
-        groups.append(Group(targets, publish, exchange.wait(first, count, parts, PIECE_ROWS.value), transfers))
+        groups.append(PieceGroup(targets, publish, exchange.wait(first, count, parts, PIECE_ROWS.value), transfers))
     return _Plan(
         open=exchange.open(),
         groups=groups,

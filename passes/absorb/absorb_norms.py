@@ -41,7 +41,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes.absorb.absorb_epilogues import is_stored
 from ditron_inductor.passes.graph import proofs, rewriting
-from ditron_inductor.passes.graph.norms import FoundNorm, find_norm, rsqrt_before
+from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm, rsqrt_before
 from ditron_inductor.passes.graph.reasons import ReasonCode
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, SHARD_SAVED, AllGatherMatmul, ShardNorm

@@ -53,7 +53,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.task import alignment, ops
-from ditron_inductor.task.alignment import ALIGNED_BYTES, RULE, Rule, Work
+from ditron_inductor.task.alignment import ALIGNED_BYTES, RULE, ProductWork, Rule
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
 aten = torch.ops.aten
@@ -93,7 +93,7 @@ class Match:
     m: int
     k: int
     n: int
-    work: Work
+    work: ProductWork
 
 
 def find_unaligned(node: fx.Node, devices: tuple[str, ...] = GPUS) -> Match | None:
@@ -127,7 +127,7 @@ def find_unaligned(node: fx.Node, devices: tuple[str, ...] = GPUS) -> Match | No
     copied = [_copied_bytes(one, node) for one in operands]
     if n and not rewriting.views_and_strides(node)[1]:
         copied.append(2 * _nbytes(out))
-    work = Work(
+    work = ProductWork(
         speed=alignment.speed_of(a.dtype),
         flops=2 * out.numel() * K,
         moved_bytes=sum(map(_nbytes, (a, b, out))),
@@ -146,7 +146,7 @@ class SiteProduct:
     a: fx.Node
     b: fx.Node
     k: int
-    work: Work
+    work: ProductWork
 
 
 def find_site_products(node: fx.Node, devices: tuple[str, ...] = GPUS) -> list[SiteProduct | None]:
@@ -174,7 +174,7 @@ def _site_product(node: fx.Node, a: fx.Node, b: fx.Node, devices: tuple[str, ...
     copied = [_copied_bytes(a, node), _copied_bytes(b, node)]
     out_bytes = lhs.numel() // K * N * lhs.dtype.itemsize
     of_out = alignment.aligned_bytes(N * lhs.dtype.itemsize)
-    work = Work(
+    work = ProductWork(
         speed=alignment.speed_of(lhs.dtype),
         flops=2 * lhs.numel() * N,
         moved_bytes=_nbytes(lhs) + _nbytes(rhs) + out_bytes,

@@ -49,7 +49,7 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.chunked_collectives import gathered, scattered
 from ditron_inductor.passes.graph.collectives import WAIT, Collective
 from ditron_inductor.passes.graph.culprits import user_line
-from ditron_inductor.passes.graph.norms import normalised
+from ditron_inductor.passes.graph.norm_forms import normalised
 from ditron_inductor.passes.graph.reasons import ReasonCode, refused
 from ditron_inductor.passes.graph.row_regions import Region, find_regions
 from ditron_inductor.task import ops

@@ -58,8 +58,8 @@ from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, col
 from ditron_inductor.passes.graph.gathered import (
     Feeds,
     Gathered,
+    GatheredUse,
     OrientedMatmul,
-    Use,
     collect,
     contracts,
     find_feeding,
@@ -105,7 +105,7 @@ def _match(collective: Collective, gathered: Gathered) -> Match | Refused:
     return Match(collective, gathered.node, 0 if swapped else gathered.dim, swapped, feeds)
 
 
-def _read(gathered: Gathered, swapped: bool, use: Use, value: torch.Tensor) -> OrientedMatmul | ReasonCode:
+def _read(gathered: Gathered, swapped: bool, use: GatheredUse, value: torch.Tensor) -> OrientedMatmul | ReasonCode:
     """A matmul that keeps the gathered dimension, as rows of the product or as its columns."""
     if contracts(use, gathered.dim == value.ndim - 1):
         return ReasonCode.NO_GAIN

@@ -48,7 +48,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import ALL_REDUCE, WAIT, is_collective, read_collective
 from ditron_inductor.passes.graph.launches import is_task
-from ditron_inductor.passes.graph.norms import FoundNorm, find_norm, find_two_norms, normalised, rsqrt_before
+from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm, find_two_norms, normalised, rsqrt_before
 from ditron_inductor.passes.graph.reasons import ReasonCode, leave_alone
 from ditron_inductor.task import ops
 from ditron_inductor.task.nodes import (

@@ -11,7 +11,8 @@ After:
                                                                     -> getitem 1 [B, N_1]
 
 With few rows a matmul takes as long as reading its weight, and a weight that is one rank's part of a projection is
-small: each launch ends before it has filled the GPU. One launch reads them all. See lowering/projections/kernel.py.
+small: each launch ends before it has filled the GPU. One launch reads them all, see
+lowering/projections/projections_kernel.py.
 
 A bias (`addmm`) is added behind the call, where it may become part of the call's epilogue (absorb_epilogues.py), as the
 gate and up projections' silu(gate) * up does.

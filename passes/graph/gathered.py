@@ -110,7 +110,7 @@ def _cats_of_pieces(wait: fx.Node) -> list[fx.Node]:
 
 
 @dataclass(frozen=True)
-class Use:
+class GatheredUse:
     """`user` reads the gathered tensor through `view`, which holds its transpose if `transposed`."""
 
     view: fx.Node
@@ -131,7 +131,7 @@ class Use:
         return operand
 
 
-def contracts(use: Use, last_dim: bool) -> bool:
+def contracts(use: GatheredUse, last_dim: bool) -> bool:
     """Whether a matmul on rows (the last dimension, and all others as one) contracts the gathered dimension, given
     whether that is the last one.
     """
@@ -139,7 +139,7 @@ def contracts(use: Use, last_dim: bool) -> bool:
 
 
 def collect(
-    collective: Collective, gathered: Gathered, read: Callable[[Use, torch.Tensor], OrientedMatmul | ReasonCode]
+    collective: Collective, gathered: Gathered, read: Callable[[GatheredUse, torch.Tensor], OrientedMatmul | ReasonCode]
 ) -> Feeds | Refused:
     """Collects the matmuls on views of the gathered tensor that can be proved.
 
@@ -179,19 +179,19 @@ def collect(
     return Feeds(tuple(matmuls), steps, first_use, return_gathered)
 
 
-def _uses(gathered: fx.Node) -> tuple[list[fx.Node], list[Use]]:
+def _uses(gathered: fx.Node) -> tuple[list[fx.Node], list[GatheredUse]]:
     """(views of the gathered tensor, also of its transposes, each before its own views; all other uses)."""
-    views, uses = list(proofs.views_down(gathered)), list[Use]()
+    views, uses = list(proofs.views_down(gathered)), list[GatheredUse]()
     for view in list(views):
         for user in view.users:
             if user in views:
                 continue
             if not _transposes_matrix(user):
-                uses.append(Use(view, user, False))
+                uses.append(GatheredUse(view, user, False))
                 continue
             turned = list(proofs.views_down(user))
             views += turned
-            uses += [Use(one, last, True) for one in turned for last in one.users if last not in turned]
+            uses += [GatheredUse(one, last, True) for one in turned for last in one.users if last not in turned]
     return views, uses
 
 
@@ -210,7 +210,7 @@ def _transposes_matrix(node: fx.Node) -> bool:
 
 
 def _read_use(
-    use: Use, value: torch.Tensor, read: Callable[[Use, torch.Tensor], OrientedMatmul | ReasonCode]
+    use: GatheredUse, value: torch.Tensor, read: Callable[[GatheredUse, torch.Tensor], OrientedMatmul | ReasonCode]
 ) -> OrientedMatmul | ReasonCode:
     """The matmul that a use of the gathered tensor (`value`) is, or why it cannot be fused."""
     view, user = use.view, use.user

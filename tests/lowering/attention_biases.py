@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ditron_inductor.lowering.all_gather_attention import local
+from ditron_inductor.lowering.all_gather_attention import local_attention
 from tests.rank_process import RankContext
 
 
@@ -64,7 +64,7 @@ def as_seen(bias: torch.Tensor | None) -> torch.Tensor | None:
     """A bias as cuDNN's kernel sees it in bfloat16: its least numbers hide."""
     if bias is None or not bias.is_cuda or bias.dtype != torch.bfloat16:
         return bias
-    return bias.masked_fill(bias <= -local.REACH, -math.inf)
+    return bias.masked_fill(bias <= -local_attention.REACH, -math.inf)
 
 
 BIASES: dict[str, Callable[..., torch.Tensor]] = {

@@ -23,7 +23,7 @@ from ditron_inductor.lowering.matmul_all_gather import few_rows, many_rows
 from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
 from ditron_inductor.lowering.matmul_all_to_all.tile import matmul_all_to_all_kernel
 from ditron_inductor.lowering.matmul_reduce_scatter.tile import matmul_reduce_scatter_kernel
-from ditron_inductor.lowering.projections.kernel import projections_kernel
+from ditron_inductor.lowering.projections.projections_kernel import projections_kernel
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.nodes import EXTRAS, SAVED
 from tests.lowering.assembly import Listing

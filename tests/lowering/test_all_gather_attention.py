@@ -14,7 +14,7 @@ import torch
 from benchmarks.tolerances import TOLERANCES
 from ditron_inductor import ops
 from ditron_inductor.errors import InvalidTaskNode
-from ditron_inductor.lowering.all_gather_attention import local, tile
+from ditron_inductor.lowering.all_gather_attention import local_attention, tile
 from ditron_inductor.passes.finish.wire_facts import wire_of
 from ditron_inductor.task import cost, reference, reference_attention
 from ditron_inductor.task.all_gather_attention import (
@@ -313,9 +313,10 @@ def _check_kernels(ctx: RankContext, case: Case) -> None:
     exact = [one.double().requires_grad_() for one in (q, k, v)]
     wanted, sums = reference_attention.attend(*exact, seen=None, scale=case.D**-0.5, bias=as_seen(bias))
     wanted.backward(grad.double())
-    seen = local.Seen(bias=bias)
+    seen = local_attention.ShownBlock(bias=bias)
     # Of rows that all of them hide the other kernel makes the mean of all values, as torch's own operations do.
-    kernels = (local.CUDNN_BIASED,) if case.bias == "least" else (local.CUDNN_BIASED, local.EFFICIENT)
+    kernels = [local_attention.CUDNN_BIASED]
+    kernels += [] if case.bias == "least" else [local_attention.EFFICIENT]
     for run in kernels[case.dtype == FP32 :]:
         out, lse = run.forward(q, k, v, seen, case.D**-0.5)
         assert_close(out, wanted.detach(), 2, f"out by {run.name}")
@@ -498,7 +499,8 @@ def test_blocks_cover_what_a_mask_shows_once(kind: str, world_size: int) -> None
                     assert not block.causal or block.rows == block.keys
                     assert block.lower is None or block.rows <= block.keys
                     shape = torch.zeros(block.rows, block.keys), torch.zeros(block.keys, 1)
-                    part = local._visible(*(one[None, None] for one in shape), local.Seen(block.causal, block.lower))
+                    shown = local_attention.ShownBlock(block.causal, block.lower)
+                    part = local_attention._visible(*(one[None, None] for one in shape), shown)
                     part = torch.ones_like(shape[0], dtype=torch.bool) if part is None else part
                     assert part.any(1).all() and part.sum() == block.pairs
                     first = block.source * keys + block.first_key
@@ -547,7 +549,7 @@ def test_a_soft_cap_is_named_and_legal_and_our_kernels() -> None:
         with pytest.raises(InvalidTaskNode, match="softcap"):
             replace(node, softcap=softcap).verify()
     q = torch.empty(1, 16, 4, 256)
-    run = local.choose(q, q, q, node.softcap)
+    run = local_attention.choose(q, q, q, node.softcap)
     sizes = attention_sizes(node.mask, 2, 1, 16, 8192, 256, 8, 8192)
     problem = Problem(node.kind, *sizes, PRECISIONS[0], 2, library_speed=run.speed_with(node.mask))
     predicted = cost.predict(problem, cost.H200)

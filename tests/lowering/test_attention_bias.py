@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from ditron_inductor.lowering.all_gather_attention import local
-from ditron_inductor.lowering.all_gather_attention.parts import Span
+from ditron_inductor.lowering.all_gather_attention import local_attention
+from ditron_inductor.lowering.all_gather_attention.block_parts import Span
 
 B, HEADS, ROWS, KEYS = 2, 4, 5, 12
 LEAST = torch.finfo(torch.float16).min
@@ -37,11 +37,11 @@ def biases() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", biases())
 def test_it_lies_as_kernels_want_it(name: str, hidden: float) -> None:
     bias, q = biases()[name], torch.zeros(B, HEADS, ROWS, 64, dtype=torch.float16)
-    found = local._laid_out(bias, q, KEYS, hidden)
+    found = local_attention._laid_out(bias, q, KEYS, hidden)
     wanted = torch.zeros(bias.shape).masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else bias
     wanted = wanted.half().expand(B, HEADS, ROWS, KEYS)
     assert torch.equal(found, wanted.masked_fill(wanted == -math.inf, hidden))
-    assert found.stride(3) == 1 and all(stride % local.BIAS_ALIGNMENT == 0 for stride in found.stride()[:3])
+    assert found.stride(3) == 1 and all(stride % local_attention.BIAS_ALIGNMENT == 0 for stride in found.stride()[:3])
     assert found.data_ptr() % 16 == 0
     assert (found.data_ptr() == bias.data_ptr()) == (name == "aligned" and hidden == -math.inf)
     if name == "repeated":
@@ -69,12 +69,12 @@ def test_large_numbers_are_kept_from_kernels(given: torch.dtype, wanted: torch.d
     bias[..., 2, :] = -3.0e4
     bias[..., 3, ::2], bias[..., 3, 1::2] = -math.inf, least
     bias[..., 4, :] = -math.inf
-    near, base = local.anchored(bias, wanted, hides)
+    near, base = local_attention.anchored(bias, wanted, hides)
     q = torch.zeros(B, HEADS, ROWS, 64, dtype=wanted)
-    hidden = local.CUDNN_HIDDEN[wanted]
-    laid = local._laid_out(near, q, KEYS, hidden)
+    hidden = local_attention.CUDNN_HIDDEN[wanted]
+    laid = local_attention._laid_out(near, q, KEYS, hidden)
     assert not laid.isinf().any()
-    far = least <= -local.REACH
+    far = least <= -local_attention.REACH
     unseen = near.amax(-1) == -math.inf
     if far and hides:
         # The least number of all hides all of a row.
@@ -100,7 +100,7 @@ def test_large_numbers_are_kept_from_kernels(given: torch.dtype, wanted: torch.d
 def test_rows_that_leave_scores_no_digits_stay(wanted: torch.dtype, hides: bool) -> None:
     """Eager adds scores to them, and nothing is left of these; the mean of all values is then no matter of digits."""
     bias = torch.tensor([[-1.0e9, -1.0e9, -math.inf], [-1.0e6, -1.0e6, -1.0e6], [0.0, -1.0e9, 1.0]])
-    near, base = local.anchored(bias, wanted, hides)
+    near, base = local_attention.anchored(bias, wanted, hides)
     least = torch.finfo(wanted).min
     assert base.tolist() == [0.0, -1.0e6, 0.0]
     assert near[0].tolist() == [max(-1.0e9, least), max(-1.0e9, least), -math.inf]
@@ -114,7 +114,7 @@ def test_rows_that_see_nothing(name: str) -> None:
     added = bias.float().log() if bias.dtype == torch.bool else bias
     unseen = (added.expand(B, HEADS, ROWS, KEYS) == -math.inf).all(-1)
     out, lse = torch.full((B, HEADS, ROWS, 64), math.nan), torch.full((B, HEADS, ROWS), math.nan)
-    out, lse = local._hidden_rows(out, lse, bias)
+    out, lse = local_attention._hidden_rows(out, lse, bias)
     assert torch.equal(unseen, lse == -math.inf) and torch.equal(unseen, (out == 0.0).all(-1))
     assert unseen.any() == (name in ("all pairs", "not contiguous", "bool", "padding")) or name == "bool"
 
@@ -125,17 +125,17 @@ def test_keys_of_a_span() -> None:
         span = Span(source, count, 0, 3, 0, KEYS, causal=False)
         seen = span.seen(bias, KEYS)
         assert seen.bias is not None and torch.equal(seen.bias, bias[:, source * KEYS : (source + count) * KEYS])
-        assert span.seen(bias[:, :1], KEYS).bias is not None and span.seen(None, KEYS) == local.Seen()
+        assert span.seen(bias[:, :1], KEYS).bias is not None and span.seen(None, KEYS) == local_attention.ShownBlock()
         for whole in (bias[:, :1], torch.tensor(1.0)):
             assert span.seen(whole, KEYS).bias is whole
 
 
-@pytest.mark.parametrize("run", [local.EFFICIENT, local.CUDNN_BIASED], ids=lambda run: run.name)
+@pytest.mark.parametrize("run", [local_attention.EFFICIENT, local_attention.CUDNN_BIASED], ids=lambda run: run.name)
 @pytest.mark.parametrize("key_heads", [1, 4])
-def test_calls_of_kernels_fit_their_schemas(run: local.Local, key_heads: int) -> None:
+def test_calls_of_kernels_fit_their_schemas(run: local_attention.Local, key_heads: int) -> None:
     q = torch.empty(B, HEADS, ROWS, 64, dtype=torch.float16, device="meta")
     k, v = (torch.empty(B, key_heads, KEYS, 64, dtype=torch.float16, device="meta") for _ in range(2))
-    seen = local.Seen(bias=torch.empty(B, 1, ROWS, KEYS, dtype=torch.bool, device="meta"))
+    seen = local_attention.ShownBlock(bias=torch.empty(B, 1, ROWS, KEYS, dtype=torch.bool, device="meta"))
     out, lse = run.forward(q, k, v, seen, 0.125)
     assert out.shape == q.shape and lse.shape == q.shape[:-1]
     grads = run.backward(out, q, k, v, out, lse.contiguous(), seen, 0.125)
@@ -150,5 +150,5 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def test_the_least_numbers_of_all_dtypes_stay_finite(given: torch.dtype, wanted: torch.dtype) -> None:
     bias = torch.full((2, KEYS), torch.finfo(given).min, dtype=given)
     bias[0, 0] = -math.inf
-    near, _ = local.anchored(bias, wanted)
+    near, _ = local_attention.anchored(bias, wanted)
     assert torch.equal(near.to(wanted).isinf(), bias.isinf())

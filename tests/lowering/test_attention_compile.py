@@ -24,7 +24,7 @@ class Case:
 
     target: str
     D: int
-    config: tile.Config
+    config: tile.AttentionConfig
     dtype: str = "bf16"
     mask: str = "causal_offset"
     gathered: bool = False
@@ -161,7 +161,7 @@ def test_products_run_on_tensor_cores_and_fit(case: Case) -> None:
 @pytest.mark.parametrize("weighted", [True, False])
 def test_the_merge(target: str, weighted: bool) -> None:
     constants = {"HOW": merge.How(32, 128, weighted, merge.MERGE_ROWS, 128)}
-    types: dict[str, Any] = {"parts": merge.Parts(*(("i32",) * 3,) * 5)}
+    types: dict[str, Any] = {"parts": merge.MergedParts(*(("i32",) * 3,) * 5)}
     types |= {"outs": ("*bf16",) * 3, "lses": ("*fp32",) * 3, "out": "*bf16", "lse": "*fp32"}
     found = _compile(merge.merge_kernel, constants, types, target, {"num_warps": merge.MERGE_WARPS})
     if target == "sm_90":

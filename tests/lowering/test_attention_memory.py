@@ -12,8 +12,8 @@ import torch
 from ditron_inductor.device import slot_layout
 from ditron_inductor.device.lanes import StreamLane
 from ditron_inductor.lowering.all_gather_attention import chunked
-from ditron_inductor.lowering.all_gather_attention.local import Local
-from ditron_inductor.lowering.all_gather_attention.parts import as_sent
+from ditron_inductor.lowering.all_gather_attention.block_parts import as_sent
+from ditron_inductor.lowering.all_gather_attention.local_attention import Local
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, Mask
 from ditron_inductor.task.policy import Policy
 from tests.lowering import test_all_gather_attention as attention

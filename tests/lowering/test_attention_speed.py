@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.backends.cuda import SDPAParams
 
-from ditron_inductor.lowering.all_gather_attention import local
+from ditron_inductor.lowering.all_gather_attention import local_attention
 
 
 def takes(params: SDPAParams) -> bool:
@@ -24,6 +24,6 @@ def test_a_rank_without_queries_plans_like_the_others(
     monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda params: flash and takes(params))
     with FakeTensorMode():
         full, empty, k = (torch.empty(1, 8, rows, 128, dtype=torch.bfloat16, device="cuda") for rows in (5, 0, 16))
-        runs = [local.choose(q, k, k, biased=biased) for q in (full, empty)]
+        runs = [local_attention.choose(q, k, k, biased=biased) for q in (full, empty)]
     assert [run.name for run in runs] == ["cudnn with a bias" if biased else "cudnn", "math"]
     assert len({(run.speed, run.windowed_speed) for run in runs}) == 1

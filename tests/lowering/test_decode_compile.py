@@ -12,11 +12,17 @@ import pytest
 import torch
 from triton.compiler import ASTSource
 
-from ditron_inductor.lowering.flash_decode import in_band
-from ditron_inductor.lowering.flash_decode.attention import How, Sizes, Strides, Tensors
-from ditron_inductor.lowering.flash_decode.config import CONFIGS, Config, deal, merged_splits, select_config
-from ditron_inductor.lowering.flash_decode.in_band import flash_decode_in_band_kernel
-from ditron_inductor.lowering.flash_decode.local import local_attention_kernel, merge_ranks_kernel
+from ditron_inductor.lowering.flash_decode import decode_in_band
+from ditron_inductor.lowering.flash_decode.decode_config import (
+    CONFIGS,
+    DecodeConfig,
+    deal,
+    merged_splits,
+    select_config,
+)
+from ditron_inductor.lowering.flash_decode.decode_in_band import flash_decode_in_band_kernel
+from ditron_inductor.lowering.flash_decode.local_decode import local_attention_kernel, merge_ranks_kernel
+from ditron_inductor.lowering.flash_decode.split_attention import How, Sizes, Strides, Tensors
 from ditron_inductor.lowering.flash_decode.tile import Sending, flash_decode_kernel
 from tests.lowering.assembly import Listing, dialect_of, machine_code, resources
 from tests.lowering.cross_compile import POINTERS, TARGETS, all_aligned, compile_for
@@ -52,7 +58,7 @@ class Case:
         return f"{self.target}-{self.group}x{self.head_dim}-{self.dtype}{paged}{forms}"
 
     @property
-    def config(self) -> Config:
+    def config(self) -> DecodeConfig:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype]
         config = select_config(
             head_dim=self.head_dim, dtype=dtype, paged=self.page > 0, crowded=self.crowded, interpreted=False
@@ -78,7 +84,7 @@ def compiled(kernel: Any, case: Case) -> Any:
     threads = config.num_warps * TARGETS[case.target].warp_size
     sending: Any = Sending(4, 2 if case.shared_flags else 1, threads, case.attended, case.one_each)
     if kernel is flash_decode_in_band_kernel:
-        sending = in_band.Sending(4, threads)
+        sending = decode_in_band.InBandSending(4, threads)
     constants: dict[str, Any] = {
         "WORLD": 4,
         "HOW": How(

@@ -13,7 +13,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from ditron_inductor.device.reset import reset
-from ditron_inductor.lowering import exchange, schedules
+from ditron_inductor.lowering import chunked_exchange, schedules
 from ditron_inductor.lowering.all_gather_matmul import chunked
 from ditron_inductor.lowering.schedules import Gathering
 from ditron_inductor.task.epilogue import parse
@@ -36,12 +36,12 @@ def in_runs() -> Iterator[list[int]]:
     one by one. The places of the runs as they are made.
     """
     made: list[int] = []
-    ends_make, gather_schedule = chunked.Ends.make, schedules.gather_schedule
+    ends_make, gather_schedule = chunked.RunEnds.make, schedules.gather_schedule
 
     def without_whole(*sizes: Any, **options: Any) -> Gathering:
         return replace(gather_schedule(*sizes, **options), whole=())
 
-    def noted(ends: chunked.Ends, place: int) -> None:
+    def noted(ends: chunked.RunEnds, place: int) -> None:
         made.append(place)
         ends_make(ends, place)
 
@@ -49,8 +49,8 @@ def in_runs() -> Iterator[list[int]]:
     reset(dist.group.WORLD)
     with (
         mock.patch.object(chunked, "RUN_ELEMENTS", 0),
-        mock.patch.object(exchange, "BIASED_OPERATIONS", 0.0),
-        mock.patch.object(chunked.Ends, "make", noted),
+        mock.patch.object(chunked_exchange, "BIASED_OPERATIONS", 0.0),
+        mock.patch.object(chunked.RunEnds, "make", noted),
         mock.patch.object(schedules, "gather_schedule", without_whole),
     ):
         yield made
@@ -86,7 +86,7 @@ def _check_large(ctx: RankContext) -> None:
         Case("cast(silu(mm0), bf16) * mm1", weights, (1, 1024, 512), 1, BF16),
         Case("cast(silu(mm0 + row(x0)), bf16) * mm1", weights, (2, 512, 512), 1, BF16),
     ):
-        with mock.patch.object(chunked.Ends, "make", autospec=True, side_effect=chunked.Ends.make) as made:
+        with mock.patch.object(chunked.RunEnds, "make", autospec=True, side_effect=chunked.RunEnds.make) as made:
             epilogues._check(ctx, case, "chunked")
         assert made.call_count >= ctx.world_size
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.tolerances import assert_near
 from ditron_inductor.core.layout import IN_BAND_AREAS, IN_BAND_BYTES, IN_BAND_DATA, IN_BAND_LINES, IN_BAND_USES
 from ditron_inductor.device import workspaces
-from ditron_inductor.lowering.all_reduce_rms_norm.in_band import (
+from ditron_inductor.lowering.all_reduce_rms_norm.norm_in_band import (
     LEAST_CHUNK,
     MOST_BYTES,
     MOST_RANKS,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from triton.compiler import ASTSource
 
-from ditron_inductor.lowering.all_reduce_rms_norm.in_band import LEAST_CHUNK, How, in_band_kernel
+from ditron_inductor.lowering.all_reduce_rms_norm.norm_in_band import LEAST_CHUNK, How, in_band_kernel
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     HAS_BIAS,
     HAS_RESIDUAL,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditron_inductor.lowering import exchange
-from ditron_inductor.lowering.exchange import BIASED_BATCHES, multiply
+from ditron_inductor.lowering import chunked_exchange
+from ditron_inductor.lowering.chunked_exchange import BIASED_BATCHES, multiply
 
 M, K, N = 5, 8, 6
 
@@ -67,7 +67,7 @@ def test_small_batches_get_their_bias_at_once() -> None:
 def test_products_with_what_is_added(
     monkeypatch: pytest.MonkeyPatch, outer: int, added: Added, expected: list[str]
 ) -> None:
-    monkeypatch.setattr(exchange, "BIASED_OPERATIONS", 0.0)
+    monkeypatch.setattr(chunked_exchange, "BIASED_OPERATIONS", 0.0)
     leading = (outer,) if outer else ()
     torch.manual_seed(outer)
     # Rows that others lie beside, as those of a rank in a gathered tensor.

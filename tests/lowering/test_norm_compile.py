@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 from ditron_inductor.lowering.all_gather_matmul.stage_norm import How as StageHow
 from ditron_inductor.lowering.all_gather_matmul.stage_norm import stage_norm
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import add_norm_kernel
-from ditron_inductor.lowering.all_reduce_rms_norm.kernel import (
+from ditron_inductor.lowering.all_reduce_rms_norm.norm_kernel import (
     all_reduce_rms_norm_kernel,
     slice_warps,
     slice_width,

@@ -10,43 +10,43 @@ import pytest
 from benchmarks.ops.all_reduce_rms_norm import SETS, Cell, table, verdict
 from benchmarks.records import Row, merge_csv
 from ditron_inductor.core.layout import MAX_CHUNKS, MAX_WORLD, REVOKED_ROW
-from ditron_inductor.lowering.all_reduce_rms_norm import kernel
-from ditron_inductor.lowering.all_reduce_rms_norm.kernel import Cut, cut
+from ditron_inductor.lowering.all_reduce_rms_norm import norm_kernel
+from ditron_inductor.lowering.all_reduce_rms_norm.norm_kernel import RowCut, cut
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import block_of
 from ditron_inductor.task.results import read_results
 
 H200 = {
     "programs": 132,
-    "tile": kernel.TILE,
+    "tile": norm_kernel.TILE,
     "most_pieces": REVOKED_ROW.value,
-    "round_bytes": kernel.ROUND_BYTES,
-    "least_slice": kernel.LEAST_SLICE,
+    "round_bytes": norm_kernel.ROUND_BYTES,
+    "least_slice": norm_kernel.LEAST_SLICE,
 }
 
 
 @pytest.mark.parametrize(
     ("m", "n", "world", "expected"),
     [
-        (1, 5120, 4, Cut(True, 1, 1, 1)),
-        (64, 8192, 2, Cut(True, 1, 1, 64)),
+        (1, 5120, 4, RowCut(True, 1, 1, 1)),
+        (64, 8192, 2, RowCut(True, 1, 1, 64)),
         # In two shots slices of at least 1024 columns, no more than there are SMs, and not two.
-        (64, 8192, 4, Cut(False, 1, 1, 16, 8)),
-        (102, 5120, 4, Cut(False, 1, 1, 26, 4)),
-        (256, 8192, 4, Cut(False, 1, 1, 64)),
-        (128, 4096, 2, Cut(True, 1, 1, 128)),
+        (64, 8192, 4, RowCut(False, 1, 1, 16, 8)),
+        (102, 5120, 4, RowCut(False, 1, 1, 26, 4)),
+        (256, 8192, 4, RowCut(False, 1, 1, 64)),
+        (128, 4096, 2, RowCut(True, 1, 1, 128)),
         # Two ranks send no less in two shots.
-        (2048, 4096, 2, Cut(True, 1, 3, 683)),
-        (2048, 4096, 4, Cut(False, 1, 2, 256)),
+        (2048, 4096, 2, RowCut(True, 1, 3, 683)),
+        (2048, 4096, 4, RowCut(False, 1, 2, 256)),
         # Long rows, dealt out to as many pieces as run at once.
-        (1638, 5120, 4, Cut(False, 1, 2, 264)),
-        (409, 5120, 2, Cut(True, 1, 2, 264)),
-        (1638, 5120, 2, Cut(True, 1, 7, 264)),
-        (4096, 512, 2, Cut(True, 8, 1, 512)),
+        (1638, 5120, 4, RowCut(False, 1, 2, 264)),
+        (409, 5120, 2, RowCut(True, 1, 2, 264)),
+        (1638, 5120, 2, RowCut(True, 1, 7, 264)),
+        (4096, 512, 2, RowCut(True, 8, 1, 512)),
         # Rather more programs than more rows in each.
-        (100, 512, 2, Cut(True, 1, 1, 100)),
+        (100, 512, 2, RowCut(True, 1, 1, 100)),
     ],
 )
-def test_cut(m: int, n: int, world: int, expected: Cut) -> None:
+def test_cut(m: int, n: int, world: int, expected: RowCut) -> None:
     assert cut(m, n, 2, world, **H200) == expected
 
 
@@ -66,7 +66,7 @@ def test_every_row_has_its_place_and_its_flag(num_sms: int) -> None:
             assert m <= rows and 0 < found.pieces * found.slices <= most, (m, n, world, found)
             alone = not found.one_shot and found.rows == found.tiles == 1 and found.pieces * found.slices <= num_sms
             assert found.slices == 1 or alone
-            assert found.rows & (found.rows - 1) == 0 and found.rows * block_of(n) <= max(kernel.TILE, block_of(n))
+            assert found.rows & (found.rows - 1) == 0 and found.rows * block_of(n) <= max(norm_kernel.TILE, block_of(n))
 
 
 def test_benchmark_shapes() -> None:

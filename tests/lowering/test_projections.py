@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.tolerances import assert_near
 from ditron_inductor.lowering import config
-from ditron_inductor.lowering.projections import kernel as lowering
+from ditron_inductor.lowering.projections import projections_kernel as lowering
 from ditron_inductor.task.epilogue import parse
 from ditron_inductor.task.epilogue_torch import evaluate
 from ditron_inductor.task.nodes import Projections

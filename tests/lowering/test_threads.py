@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ditron_inductor.lowering.all_reduce_rms_norm import kernel as norm
+from ditron_inductor.lowering.all_reduce_rms_norm import norm_kernel as norm
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.matmul_all_reduce import all_reduce_kernel as reduction

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ditron_inductor.options import Options
 from ditron_inductor.passes.forms.sequence_parallel import sequence_parallel
 from ditron_inductor.passes.graph.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from ditron_inductor.passes.graph.norms import FoundNorm, find_norm
+from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm
 from ditron_inductor.passes.graph.row_regions import find_regions
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from ditron_inductor.tools.demo_model import Llama, LlamaConfig, tensor_parallel

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from ditron_inductor.task.alignment import RULE, TENSOR_FLOAT_32, Rule, Work, aligned_bytes, missing, speed_of
+from ditron_inductor.task.alignment import RULE, TENSOR_FLOAT_32, ProductWork, Rule, aligned_bytes, missing, speed_of
 
 BF16 = torch.bfloat16
 EASY = Rule(
@@ -18,7 +18,7 @@ EASY = Rule(
     launch_s=1.0,
     margin=1.0,
 )
-WORK = Work(BF16, flops=1000.0, moved_bytes=50.0, operand_bytes=2, result_bytes=16, copied_bytes=100.0, launches=2)
+WORK = ProductWork(BF16, flops=1000.0, moved_bytes=50.0, operand_bytes=2, result_bytes=16, copied_bytes=100.0, launches=2)
 
 
 def test_both_times() -> None:

@@ -20,8 +20,8 @@ from ditron_inductor import lowering
 from ditron_inductor.core import layout, trace
 from ditron_inductor.lowering import config
 from ditron_inductor.lowering.all_gather_matmul.stage_norm import stage_norm
-from ditron_inductor.lowering.all_reduce_rms_norm.kernel import all_reduce_rms_norm_kernel
-from ditron_inductor.lowering.flash_decode.in_band import flash_decode_in_band_kernel
+from ditron_inductor.lowering.all_reduce_rms_norm.norm_kernel import all_reduce_rms_norm_kernel
+from ditron_inductor.lowering.flash_decode.decode_in_band import flash_decode_in_band_kernel
 from ditron_inductor.lowering.flash_decode.tile import flash_decode_kernel
 from ditron_inductor.lowering.host.tracing import TraceBuffer, clock_of, takes_part
 from ditron_inductor.lowering.matmul_all_gather import few_rows

@@ -17,7 +17,17 @@ import triton
 import triton.language as tl
 
 from ditron_inductor.device.streams import handle_for
-from ditron_inductor.lowering.flash_decode.attention import (
+from ditron_inductor.lowering.flash_decode.decode_config import (
+    CROWDED_TOKENS,
+    INTERPRETED_SPLITS,
+    DecodeConfig,
+    Heads,
+    count_splits,
+    deal,
+    merged_splits,
+    select_config,
+)
+from ditron_inductor.lowering.flash_decode.split_attention import (
     How,
     Sizes,
     Strides,
@@ -27,16 +37,6 @@ from ditron_inductor.lowering.flash_decode.attention import (
     merge_splits,
     part_offsets,
     work_of,
-)
-from ditron_inductor.lowering.flash_decode.config import (
-    CROWDED_TOKENS,
-    INTERPRETED_SPLITS,
-    Config,
-    Heads,
-    count_splits,
-    deal,
-    merged_splits,
-    select_config,
 )
 from ditron_inductor.lowering.host.launch import dot_precision, round_up
 from ditron_inductor.lowering.host.launcher import Arguments, Launcher, local_launcher
@@ -60,7 +60,7 @@ def strides_in_rows(x: torch.Tensor) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Operands:
+class DecodeOperands:
     """The tensors of a call, see `task.ops`."""
 
     q: torch.Tensor
@@ -114,7 +114,7 @@ class Shape:
         """Query heads of all sequences."""
         return self.batch * self.query_heads
 
-    def config(self, interpreted: bool) -> Config:
+    def config(self, interpreted: bool) -> DecodeConfig:
         heads = self.heads.heads
         return select_config(
             head_dim=self.head_dim,
@@ -128,7 +128,7 @@ class Shape:
         """Memory for the parts of all splits."""
         return torch.empty(self.rows * splits * (self.head_dim + 1), dtype=torch.float32, device=x.device)
 
-    def how(self, config: Config, splits: int, interpreted: bool) -> How:
+    def how(self, config: DecodeConfig, splits: int, interpreted: bool) -> How:
         """What the kernels have in common that is known at compile time."""
         heads = self.heads
         return How(
@@ -148,7 +148,7 @@ class Shape:
         )
 
     def constants(
-        self, config: Config, splits: int, interpreted: bool, area: int | None = None
+        self, config: DecodeConfig, splits: int, interpreted: bool, area: int | None = None
     ) -> dict[str, Any]:
         """The arguments, but for tensors, that the kernels with attention have in common, and their options. area:
         elements of a rank's parts in a slot, if there is one.
@@ -166,7 +166,7 @@ class Shape:
         }
 
 
-def shape_of(node: FlashDecode, given: Operands, num_sms: int) -> Shape:
+def shape_of(node: FlashDecode, given: DecodeOperands, num_sms: int) -> Shape:
     """See Shape. The operands are those of a call that `FlashDecode` allows."""
     batch, query_heads, head_dim = given.q.shape
     pages, page = given.block_table, given.k.shape[1]
@@ -218,7 +218,7 @@ class LocalAttention:
     """The kernels without an exchange, for operands of one form on one device."""
 
     shape: Shape
-    config: Config
+    config: DecodeConfig
     interpreted: bool
     attention: Launcher
     merge: Launcher
@@ -235,7 +235,7 @@ class LocalAttention:
         """Elements of a rank's parts."""
         return round_up(self.shape.rows * (self.shape.head_dim + 1), 16)
 
-    def part(self, given: Operands, counters: torch.Tensor | None = None) -> torch.Tensor:
+    def part(self, given: DecodeOperands, counters: torch.Tensor | None = None) -> torch.Tensor:
         """The local tokens' part, fp32 [area]. counters: int32 zeros, one for each head, which are zeros afterwards."""
         q, shape = given.q, self.shape
         splits = self.splits
@@ -271,7 +271,7 @@ class LocalAttention:
         return out
 
 
-def make_local(shape: Shape, device: torch.device, arch: str, config: Config | None = None) -> LocalAttention:
+def make_local(shape: Shape, device: torch.device, arch: str, config: DecodeConfig | None = None) -> LocalAttention:
     """For a shape without a problem, on a device of `arch`. config: in place of the one that is chosen by default."""
     interpreted = device.type == "cpu"
     config = (config or shape.config(interpreted)).for_arch(arch)

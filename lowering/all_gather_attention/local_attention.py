@@ -44,7 +44,7 @@ SUMS_ALIGNMENT = 32
 
 
 @dataclass(frozen=True)
-class Seen:
+class ShownBlock:
     """What rows see of keys, as `Block` has it; everything without arguments. bias: None, or the part for these rows
     and keys of one that can be broadcast to the scores, of bool or floats.
     """
@@ -54,11 +54,11 @@ class Seen:
     bias: torch.Tensor | None = field(default=None, compare=False)
 
 
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Seen, float], tuple[torch.Tensor, torch.Tensor]]
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ShownBlock, float], tuple[torch.Tensor, torch.Tensor]]
 """A function of q, k, v, what is seen, and the scale."""
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Backward = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Seen, float], Gradients
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, ShownBlock, float], Gradients
 ]
 """A function of grad_out, q, k, v, out, lse, and the same."""
 
@@ -95,8 +95,8 @@ class Local:
         return anchored(bias, dtype, self.hides)
 
 
-def _visible(q: torch.Tensor, k: torch.Tensor, seen: Seen) -> torch.Tensor | None:
-    if seen == Seen():
+def _visible(q: torch.Tensor, k: torch.Tensor, seen: ShownBlock) -> torch.Tensor | None:
+    if seen == ShownBlock():
         return None
     found = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
     if seen.causal:
@@ -104,7 +104,7 @@ def _visible(q: torch.Tensor, k: torch.Tensor, seen: Seen) -> torch.Tensor | Non
     return found if seen.lower is None else found.triu(seen.lower)
 
 
-def _window(q: torch.Tensor, k: torch.Tensor, seen: Seen) -> dict[str, int]:
+def _window(q: torch.Tensor, k: torch.Tensor, seen: ShownBlock) -> dict[str, int]:
     """For FlashAttention, which counts from the last row and the last key on."""
     if seen.lower is None:
         return {}
@@ -113,7 +113,7 @@ def _window(q: torch.Tensor, k: torch.Tensor, seen: Seen) -> dict[str, int]:
 
 
 def _math(
-    softcap: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float
+    softcap: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: ShownBlock, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     visible = _visible(q, k, seen)
     out, lse = reference_attention.attend(q, k, v, seen=visible, scale=scale, softcap=softcap, bias=seen.bias)
@@ -128,7 +128,7 @@ def _math_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    seen: Seen,
+    seen: ShownBlock,
     scale: float,
 ) -> Gradients:
     visible = _visible(q, k, seen)
@@ -138,7 +138,7 @@ def _math_backward(
 
 
 def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: ShownBlock, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if seen.lower is not None:
         rows, keys, values = (one.transpose(1, 2) for one in (q, k, v))
@@ -159,7 +159,7 @@ def _flash_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    seen: Seen,
+    seen: ShownBlock,
     scale: float,
 ) -> Gradients:
     # Without dropout nobody reads the state of the generator.
@@ -261,7 +261,7 @@ def _together(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _efficient(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: ShownBlock, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     assert seen.bias is not None, "only what has a bias comes here"
     bias = _laid_out(seen.bias, q, k.shape[2], -math.inf)
@@ -277,7 +277,7 @@ def _efficient_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    seen: Seen,
+    seen: ShownBlock,
     scale: float,
 ) -> Gradients:
     assert seen.bias is not None, "only what has a bias comes here"
@@ -295,7 +295,7 @@ def _efficient_backward(
 
 
 def _cudnn(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: ShownBlock, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     bias = _bias_for_cudnn(q, k, seen)
     found = aten._scaled_dot_product_cudnn_attention.default(q, k, v, bias, True, 0.0, seen.causal, False, scale=scale)
@@ -310,7 +310,7 @@ def _cudnn_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    seen: Seen,
+    seen: ShownBlock,
     scale: float,
 ) -> Gradients:
     bias, sums = _bias_for_cudnn(q, k, seen), lse if seen.bias is None else _dividing(lse)
@@ -330,7 +330,7 @@ def cudnn_hides_by_inf() -> bool:
     return version is not None and version >= CUDNN_HIDES_BY_INF
 
 
-def _bias_for_cudnn(q: torch.Tensor, k: torch.Tensor, seen: Seen) -> torch.Tensor | None:
+def _bias_for_cudnn(q: torch.Tensor, k: torch.Tensor, seen: ShownBlock) -> torch.Tensor | None:
     if seen.bias is None:
         return None
     return _laid_out(seen.bias, q, k.shape[2], -math.inf if cudnn_hides_by_inf() else CUDNN_HIDDEN[q.dtype])
@@ -340,7 +340,7 @@ def _beside(plain: Local, windowed: Local) -> Local:
     """`plain`, and `windowed` for what has a lower bound, which `plain` does not know."""
 
     def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: ShownBlock, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return (plain if seen.lower is None else windowed).forward(q, k, v, seen, scale)
 
@@ -351,7 +351,7 @@ def _beside(plain: Local, windowed: Local) -> Local:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        seen: Seen,
+        seen: ShownBlock,
         scale: float,
     ) -> Gradients:
         return (plain if seen.lower is None else windowed).backward(grad_out, q, k, v, out, lse, seen, scale)

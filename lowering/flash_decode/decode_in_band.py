@@ -38,8 +38,14 @@ from ditron_inductor.core.in_band import (
 from ditron_inductor.core.layout import IN_BAND_BYTES
 from ditron_inductor.core.signals import Words, granted, leave, with_epoch
 from ditron_inductor.core.trace import SEND, SUM, TILE, WAIT, event, now
-from ditron_inductor.lowering.flash_decode.attention import Tensors, attend_ticket, merge_splits, part_offsets, work_of
-from ditron_inductor.lowering.flash_decode.local import LocalAttention, Operands, Shape
+from ditron_inductor.lowering.flash_decode.local_decode import DecodeOperands, LocalAttention, Shape
+from ditron_inductor.lowering.flash_decode.split_attention import (
+    Tensors,
+    attend_ticket,
+    merge_splits,
+    part_offsets,
+    work_of,
+)
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import FlashDecode
@@ -51,7 +57,7 @@ INTERPRETED_MOST_BYTES = 4096
 """Of an area, so that not all small problems are in band."""
 
 
-class Sending(NamedTuple):
+class InBandSending(NamedTuple):
     """What is known at compile time of the exchange: ranks, and threads of a program."""
 
     WORLD: Any
@@ -159,7 +165,7 @@ def fits(shape: Shape, launch: Launch, world_size: int) -> bool:
 
 
 def flash_decode(
-    node: FlashDecode, launch: Launch, local: LocalAttention, shape: Shape, given: Operands
+    node: FlashDecode, launch: Launch, local: LocalAttention, shape: Shape, given: DecodeOperands
 ) -> torch.Tensor:
     """[B, Hq, D]. See the module."""
     config, splits = local.config, local.splits
@@ -168,7 +174,7 @@ def flash_decode(
     def arguments() -> Arguments:
         values: dict[str, Any] = {
             **shape.constants(config, splits, launch.interpreted),
-            "SENDING": Sending(node.world_size, launch.threads(config.num_warps)),
+            "SENDING": InBandSending(node.world_size, launch.threads(config.num_warps)),
             "rank": launch.rank,
         }
         return Arguments(programs=1 + shape.heads.heads * splits, values=values)

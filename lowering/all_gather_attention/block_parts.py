@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ditron_inductor.lowering.all_gather_attention.local import Seen
+from ditron_inductor.lowering.all_gather_attention.local_attention import ShownBlock
 from ditron_inductor.task.all_gather_attention import Block
 
 ALIGNMENT = 16
@@ -30,11 +30,11 @@ class Span:
     causal: bool
     lower: int | None = None
 
-    def seen(self, bias: torch.Tensor | None, keys: int) -> Seen:
+    def seen(self, bias: torch.Tensor | None, keys: int) -> ShownBlock:
         """What its rows see of its keys. bias: of all keys, of which there are `keys` on a rank; of all rows, as the
         mask that a bias comes with has it.
         """
-        return Seen(self.causal, self.lower, None if bias is None else self._along(bias, bias.ndim - 1, keys))
+        return ShownBlock(self.causal, self.lower, None if bias is None else self._along(bias, bias.ndim - 1, keys))
 
     @property
     def rows(self) -> tuple[int, int]:

@@ -40,7 +40,7 @@ from ditron_inductor.core.signals import (
 )
 from ditron_inductor.core.trace import CREDITS, WAIT, event, now
 from ditron_inductor.core.trace import TILE as TILE_EVENT
-from ditron_inductor.lowering.all_reduce_rms_norm import in_band
+from ditron_inductor.lowering.all_reduce_rms_norm import norm_in_band
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import Outputs
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     all_outputs,
@@ -54,7 +54,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     warps_of,
     with_rows,
 )
-from ditron_inductor.lowering.all_reduce_rms_norm.slices import How, Runs, two_shots_in_slices
+from ditron_inductor.lowering.all_reduce_rms_norm.slices import How, SliceRuns, two_shots_in_slices
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up, begin
@@ -236,7 +236,7 @@ def all_reduce_rms_norm_kernel(
     use = use_of(words)
     begun = begin(use, x.dtype.element_ty, HOW.WORLD, HOW.THREADS)
     ticket = granted(request, HOW.THREADS)
-    sizes = Runs(M, N, pitch, pieces, run, width)
+    sizes = SliceRuns(M, N, pitch, pieces, run, width)
     if HOW.SLICES > 1:
         left = two_shots_in_slices(use, x, given, outputs, begun, sizes, ticket, HOW, NORMS, TRACE)
     elif HOW.ONE_SHOT:
@@ -247,7 +247,7 @@ def all_reduce_rms_norm_kernel(
 
 
 @dataclass(frozen=True)
-class Cut:
+class RowCut:
     """How rows are cut: `pieces` of at most `tiles` tiles of `rows` rows, in one shot of all of them, in two of every
     run.
 
@@ -272,7 +272,7 @@ def cut(
     most_pieces: int,
     round_bytes: int,
     least_slice: int,
-) -> Cut:
+) -> RowCut:
     """Tiles of at most `tile` elements, or one row, and at least one piece for each of `programs`, if there are the
     rows; in two shots else 2^n slices of at least `least_slice` elements, for as many of them.
 
@@ -298,7 +298,7 @@ def cut(
     most_slices = min(programs, flags) // pieces if not one and rows * tiles == 1 else 1
     while 2 * slices <= most_slices and 2 * slices * least_slice <= N:
         slices *= 2
-    return Cut(one, rows, tiles, pieces, slices if slices >= LEAST_SLICES else 1)
+    return RowCut(one, rows, tiles, pieces, slices if slices >= LEAST_SLICES else 1)
 
 
 @dataclass(frozen=True)
@@ -311,11 +311,11 @@ class Geometry:
 
     M: int
     N: int
-    cut: Cut
+    cut: RowCut
     run: int
     pitch: int
     nbytes: int
-    in_band: in_band.Shares | None = None
+    in_band: norm_in_band.Shares | None = None
 
 
 def slice_width(columns: int, slices: int) -> int:
@@ -353,7 +353,7 @@ def geometry(node: NormNode, launch: Launch, a: torch.Tensor, columns: int) -> G
     pitch = round_up(columns, 16)
     areas = node.world_size * (1 if chosen.one_shot else 2)
     run = rows if chosen.one_shot else ceil_div(rows, node.world_size)
-    dealt = in_band.shares_of(launch, rows, columns, itemsize) if chosen.one_shot else None
+    dealt = norm_in_band.shares_of(launch, rows, columns, itemsize) if chosen.one_shot else None
     nbytes = 0 if dealt is not None else areas * run * pitch * itemsize
     return Geometry(M=rows, N=columns, cut=chosen, run=run, pitch=pitch, nbytes=nbytes, in_band=dealt)
 
@@ -371,7 +371,7 @@ def all_reduce_rms_norm(
     """
     x = x.contiguous()
     if sizes.in_band is not None:
-        return in_band.all_reduce_rms_norm(node, launch, sizes.M, sizes.N, sizes.in_band, x, given)
+        return norm_in_band.all_reduce_rms_norm(node, launch, sizes.M, sizes.N, sizes.in_band, x, given)
     cut = sizes.cut
     # The programs of a row read all of it when another may have stored its slice of the total.
     outputs = allocate(node, x, {"total": x} if in_place and cut.slices == 1 else {})

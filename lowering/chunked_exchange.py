@@ -68,7 +68,7 @@ class Kernels:
         return found
 
 
-class Exchange:
+class ChunkedExchange:
     """The kernels of the calls that use one slot. Each method returns a launch, to be kept for all these calls: a
     function of the stream's handle, and of the tensors that are named there.
     """
@@ -252,7 +252,7 @@ class Products(Protocol):
 
 
 @dataclass(frozen=True)
-class Group:
+class PieceGroup:
     """Pieces of a product that are multiplied as one, and the peers' pieces that come with them.
 
     products: which of the products, as in `Operands`, and where in the own slot it goes. transfers: to the partials, or

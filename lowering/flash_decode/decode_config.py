@@ -25,7 +25,7 @@ SATURATING = 0.9
 
 
 @dataclass(frozen=True)
-class Config:
+class DecodeConfig:
     """block_n tokens in one step, num_stages of them under way; a split has at least `least_blocks` of them.
 
     programs_per_sm: programs of a persistent grid for each SM, where there are more heads than SMs. Then one program
@@ -45,11 +45,11 @@ class Config:
         """That run together, for so many pieces of heads."""
         return num_sms * (self.programs_per_sm if heads > num_sms else 1)
 
-    def for_arch(self, arch: str) -> Config:
+    def for_arch(self, arch: str) -> DecodeConfig:
         """The same blocks with as many stages as `arch` ("sm_90", "gfx942") has shared memory for."""
         return replace(self, num_stages=min(self.num_stages, 2)) if arch.startswith("gfx") else self
 
-    def validate(self) -> Config:
+    def validate(self) -> DecodeConfig:
         """Return self; ValueError naming the field that no kernel could run with."""
         if self.block_n < 16 or self.block_n & (self.block_n - 1):
             raise ValueError(f"Config.block_n = {self.block_n}: a power of two of at least 16 is needed (tl.dot)")
@@ -60,24 +60,24 @@ class Config:
         return self
 
 
-INTERPRETER = Config(block_n=16, num_warps=4, num_stages=1, least_blocks=1).validate()
+INTERPRETER = DecodeConfig(block_n=16, num_warps=4, num_stages=1, least_blocks=1).validate()
 """Small blocks, so that small test problems have several splits."""
 INTERPRETED_PROGRAMS = 4
 INTERPRETED_SPLITS = 12
 """What the splits of the interpreter are cut for."""
 
 BY_HEAD_DIM = {
-    most: Config(block_n=block_n, num_warps=4, num_stages=4).validate()
+    most: DecodeConfig(block_n=block_n, num_warps=4, num_stages=4).validate()
     for most, block_n in ((64, 128), (128, 64), (256, 32))
 }
 """By most elements of a head: two programs of an SM have 192 KB of keys and values in shared memory together."""
 WIDE = {
-    most: Config(block_n=block_n, num_warps=4, num_stages=3).validate()
+    most: DecodeConfig(block_n=block_n, num_warps=4, num_stages=3).validate()
     for most, block_n in ((64, 64), (128, 32), (256, 16))
 }
 """The same for fp32."""
 
-CROWDED = {128: Config(block_n=128, num_warps=4, num_stages=2).validate()}
+CROWDED = {128: DecodeConfig(block_n=128, num_warps=4, num_stages=2).validate()}
 """In the place of those of BY_HEAD_DIM where more programs than SMs read long caches: memory is faster for fewer bytes
 that each of them has under way, in larger pieces.
 """
@@ -90,7 +90,7 @@ CONFIGS = (*BY_HEAD_DIM.values(), *WIDE.values(), *CROWDED.values(), INTERPRETER
 
 def select_config(
     *, head_dim: int, dtype: torch.dtype, paged: bool, crowded: bool = False, interpreted: bool
-) -> Config:
+) -> DecodeConfig:
     """The blocks for heads of `head_dim` elements. crowded: there are more heads than SMs, and long caches."""
     if interpreted:
         return INTERPRETER
@@ -137,7 +137,7 @@ def merged_splits(heads: Heads, head_dim: int, splits: int, interpreted: bool) -
     return max(1, min(most, needed, room))
 
 
-def count_splits(heads: int, capacity: int, programs: int, config: Config) -> int:
+def count_splits(heads: int, capacity: int, programs: int, config: DecodeConfig) -> int:
     """Into how many splits the cache of every piece of heads is cut, for `programs` that run together.
 
     capacity: tokens that a cache may hold. How long it really is, only the device knows: with fewer tokens the splits
