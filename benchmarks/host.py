@@ -164,7 +164,7 @@ def stages(bench: Bench, timer: Timer) -> dict[str, float]:
 
     from ditron_inductor.lowering import register
     from ditron_inductor.lowering.host import launcher as launcher_module
-    from ditron_inductor.task import ops
+    from ditron_inductor.task import schema
 
     arguments = bench.arguments("tile")
     operands, text, _ = arguments
@@ -174,7 +174,7 @@ def stages(bench: Bench, timer: Timer) -> dict[str, float]:
     assert isinstance(result, list)
     shapes = [tuple(out.shape) for out in result[:-1]]
     nothing = torch.library.Library("ditron_host", "FRAGMENT")
-    nothing.define(bench.kind + ops.SCHEMAS[bench.kind])
+    nothing.define(bench.kind + schema.SCHEMAS[bench.kind])
     nothing.impl(bench.kind, lambda *args: result, "CompositeExplicitAutograd")
     empty_op = getattr(torch.ops.ditron_host, bench.kind).default
     _, node, found = register.lookup(bench.kind, text, operands)
@@ -199,7 +199,7 @@ def stages(bench: Bench, timer: Timer) -> dict[str, float]:
         "dispatcher": timer.best_us(lambda: empty_op(*arguments)),
         "lookup": timer.best_us(look_up),
         "outputs": timer.best_us(new_outputs),
-        "token": timer.best_us(lambda: ops.new_token(x)),
+        "token": timer.best_us(lambda: schema.new_token(x)),
         # All ranks take as many slots; without a launch these stay as they were.
         "slot": timer.best_us(slot),
     }

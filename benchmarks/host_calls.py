@@ -29,15 +29,15 @@ class Bench:
 
     def arguments(self, strategy: str) -> tuple[list[Any], str, Any]:
         """Those of the op."""
-        from ditron_inductor.task import ops
+        from ditron_inductor.task import schema
 
-        return ops.arguments(self.forced(strategy), **self.operands)
+        return schema.arguments(self.forced(strategy), **self.operands)
 
     def op(self, strategy: str) -> Call:
         """The op with a forced strategy, as a model calls it."""
-        from ditron_inductor.task import ops
+        from ditron_inductor.task import schema
 
-        op, arguments = ops.overload(self.kind), self.arguments(strategy)
+        op, arguments = schema.overload(self.kind), self.arguments(strategy)
         return lambda: op(*arguments)
 
     def in_a_graph(self, strategy: str) -> Call:

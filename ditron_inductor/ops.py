@@ -18,7 +18,7 @@ from ditron_inductor.lowering.register import register
 from ditron_inductor.options import Options
 from ditron_inductor.task import flash_decode as task
 from ditron_inductor.task.nodes import FlashDecode, Policy
-from ditron_inductor.task.ops import overload
+from ditron_inductor.task.schema import overload
 
 __all__ = ["all_gather_attention", "flash_decode"]
 

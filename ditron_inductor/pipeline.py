@@ -67,7 +67,7 @@ from ditron_inductor.passes.normalize.normalize_collectives import normalize_col
 from ditron_inductor.passes.normalize.share_gathers import share_gathers
 from ditron_inductor.passes.normalize.vllm_collectives import group_names
 from ditron_inductor.task.nodes import COMPILED_BY_US, TASK_KINDS, Projections
-from ditron_inductor.task.ops import NAMESPACE, overload
+from ditron_inductor.task.schema import NAMESPACE, overload
 from ditron_inductor.task.site_records import SiteSink, current_sink
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from ditron_inductor.lowering.matmul_all_reduce_rms_norm.op import LOWERING as m
 from ditron_inductor.lowering.matmul_all_to_all.op import LOWERING as matmul_all_to_all
 from ditron_inductor.lowering.matmul_reduce_scatter.op import LOWERING as matmul_reduce_scatter
 from ditron_inductor.lowering.projections.projections_kernel import projections
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import AllGatherAttention, AttentionReduceScatter, FlashDecode, Projections
 
 KINDS: tuple[Lowering, ...] = (
@@ -52,7 +52,7 @@ def lookup(
     """The key of a call of a kind, its node, and what runs it if that is known."""
     # With the operands' forms the node is all that a call depends on, but for the precision of fp32.
     key = kind, text, is_tf32_allowed(), *[form(one) for one in operands]
-    return key, ops.parsed(kind, text), calls.find(key)
+    return key, schema.parsed(kind, text), calls.find(key)
 
 
 def implementation(kind: str, prepare: Prepare) -> Callable[..., list[torch.Tensor]]:
@@ -70,7 +70,7 @@ def implementation(kind: str, prepare: Prepare) -> Callable[..., list[torch.Tens
         if run is None:
             run = prepare(key, node, operands)
         outputs = run(*node.split(operands))
-        return [*((outputs,) if isinstance(outputs, torch.Tensor) else outputs), ops.new_token(first)]
+        return [*((outputs,) if isinstance(outputs, torch.Tensor) else outputs), schema.new_token(first)]
 
     return op
 
@@ -79,8 +79,8 @@ def _projections(operands: Sequence[torch.Tensor], text: str, token: torch.Tenso
     first = operands[0]
     if first.is_cuda and first.get_device() != torch.cuda.current_device():
         with torch.cuda.device(first.get_device()):
-            return projections(ops.parsed(Projections.kind, text), operands)
-    return projections(ops.parsed(Projections.kind, text), operands)
+            return projections(schema.parsed(Projections.kind, text), operands)
+    return projections(schema.parsed(Projections.kind, text), operands)
 
 
 def _after(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -100,9 +100,9 @@ def implementations() -> Mapping[str, Callable[..., Any]]:
         **{kind: implementation(kind, one) for kind, one in preparing.items()},
         Projections.kind: _projections,
         "after": _after,
-        "after_": ops.do_nothing,
-        "token_of": ops.new_token,
-        "meet": ops.meet_nobody,
+        "after_": schema.do_nothing,
+        "token_of": schema.new_token,
+        "meet": schema.meet_nobody,
         "own_chunk": own_chunk,
         "replicated": replicas.compared,
     }
@@ -111,6 +111,6 @@ def implementations() -> Mapping[str, Callable[..., Any]]:
 @functools.cache
 def register() -> None:
     """Bind the implementations, once; further calls do nothing."""
-    library: Any = ops.define()
+    library: Any = schema.define()
     for name, one in implementations().items():
         library.impl(name, one, "CompositeExplicitAutograd")

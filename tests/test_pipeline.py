@@ -21,7 +21,7 @@ from ditron_inductor import pipeline, user_table
 from ditron_inductor.options import Options
 from ditron_inductor.pipeline import PACKAGE, PASSES, DitronPipeline, UserPassThen, with_user_passes
 from ditron_inductor.task.nodes import KINDS
-from ditron_inductor.task.ops import SCHEMAS, overload
+from ditron_inductor.task.schema import SCHEMAS, overload
 from ditron_inductor.task.site_records import collect_sites
 from ditron_inductor.task.table import Table
 from tests.passes import graphs

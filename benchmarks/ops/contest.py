@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.ops.request import Request
 from benchmarks.ops.shapes import Cell
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.node import Node
 from ditron_inductor.task.nodes import STRATEGIES, Policy
 
@@ -139,8 +139,8 @@ def in_turns(node: Node, operands: Sequence[Operands], outputs: int | slice) -> 
 
     outputs: which of the op's outputs it returns. The arguments are made here: a call has only to pass them on.
     """
-    op, count = ops.overload(node.kind), len(operands)
-    bound = [ops.arguments(node, **given) for given in operands]
+    op, count = schema.overload(node.kind), len(operands)
+    bound = [schema.arguments(node, **given) for given in operands]
     return lambda i: op(*bound[i % count])[outputs]
 
 

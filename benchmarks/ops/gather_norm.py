@@ -21,7 +21,7 @@ from benchmarks.ops.chains import TIMEOUT_S, WORKSPACE_LIMIT, Call, Chain
 from benchmarks.ops.contest import in_turns
 from benchmarks.records import Row
 from benchmarks.session import Session
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import AllGatherMatmul, Norm, Policy, ShardNorm
 
 PROLOGUE = ShardNorm(Norm("rms", 1e-5, round_first=True), ("residual", "weight"))
@@ -85,7 +85,7 @@ def chain_of(
         return in_turns(node(name, strategy, PROLOGUE), given, slice(-1))
 
     # Its shard is new in every call.
-    op, apart = ops.overload(AllGatherMatmul.kind), (node("split", "auto", None).text(), None)
+    op, apart = schema.overload(AllGatherMatmul.kind), (node("split", "auto", None).text(), None)
     calls = chains.contestants(device, gemm, library, split, fused)
     return Chain("gather_norm", f"M={m};N={sum(widths)};K={k};chain={chain}", m, k, calls, f"{place}:ditron")
 

@@ -17,7 +17,7 @@ from torch._inductor.virtualized import V
 from torch.fx.node import has_side_effect
 from torch.utils._ordered_set import OrderedSet
 
-from ditron_inductor.task.ops import overload
+from ditron_inductor.task.schema import overload
 
 IMPORT = "from ditron_inductor.graph_meeting import graph_meeting"
 MEETING = "ditron_meeting"

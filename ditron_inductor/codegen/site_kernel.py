@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
 from ditron_inductor.task.nodes import COMPILED_BY_US
-from ditron_inductor.task.ops import NODE, SCHEMAS, TOKEN, overload
+from ditron_inductor.task.schema import NODE, SCHEMAS, TOKEN, overload
 
 IMPORT = "from ditron_inductor.runtime import site_call"
 WRAPPERS = (PythonWrapperCodegen, SubgraphPythonWrapperCodegen)

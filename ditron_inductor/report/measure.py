@@ -19,7 +19,7 @@ from ditron_inductor.device import groups
 from ditron_inductor.device.reset import reset
 from ditron_inductor.errors import StrategyUnavailable
 from ditron_inductor.report.timing import GRAPH_CALLS, ROUNDS, Call, Clock, captured, interleaved
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.node import Shapes, Sizes
 from ditron_inductor.task.nodes import NODES, Policy
 
@@ -148,7 +148,7 @@ def _calls(
     def call(strategy: str) -> Callable[[int], torch.Tensor]:
         policy = Policy(strategy, workspace_limit, timeout_s)
         node = replace(shape.node, group_name=group_name, site=f"measure/0:{shape.node.kind}", policy=policy)
-        op, arguments = ops.overload(node.kind), [ops.arguments(node, **one) for one in drawn]
+        op, arguments = schema.overload(node.kind), [schema.arguments(node, **one) for one in drawn]
         return lambda i: op(*arguments[i % copies])[0]
 
     return {strategy: call(strategy) for strategy in strategies}

@@ -14,16 +14,16 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ditron_inductor.errors import GraphVerificationError
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import TASK_KINDS, TaskNode
 from ditron_inductor.task.rules import Given, rules_of
 
 
 def task_calls(graph: fx.Graph) -> list[tuple[fx.Node, TaskNode]]:
     """The calls of our fused ops in graph order, each with the node that it stands for."""
-    targets = {ops.overload(kind) for kind in TASK_KINDS}
+    targets = {schema.overload(kind) for kind in TASK_KINDS}
     calls = [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
-    return [(call, ops.node_from_call(call.target, call.args)) for call in calls]
+    return [(call, schema.node_from_call(call.target, call.args)) for call in calls]
 
 
 def verify_graph(graph: fx.Graph) -> None:
@@ -32,7 +32,7 @@ def verify_graph(graph: fx.Graph) -> None:
     for call, task in calls:
         task.verify()
         _require(not call.kwargs, call, "has keyword arguments")
-        given = len(ops.operands_of(call))
+        given = len(schema.operands_of(call))
         _require(given == task.num_tensors, call, f"has {given} operands, and its node has {task.num_tensors}")
         _require(bool(task.site), call, "has no site name")
         _verify_operands(call, task)
@@ -48,7 +48,7 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
     """Shapes, dtypes and devices of the tensors, as far as they are known: unknown sizes are not an error."""
     given: Given = {
         name: [_value(call, one) for one in value] if isinstance(value, list) else _value(call, value)
-        for name, value in task.named(ops.operands_of(call)).items()
+        for name, value in task.named(schema.operands_of(call)).items()
     }
     for condition, problem in rules_of(task, given):
         alternatives = condition if isinstance(condition, tuple) else (condition,)
@@ -57,7 +57,7 @@ def _verify_operands(call: fx.Node, task: TaskNode) -> None:
 
 def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
     """The call is taken apart by getitem only, and its fake outputs are as many as the schema says."""
-    shapes = ops.shapes_of({name: _of(value) for name, value in ops.operands_from_call(call).items()})
+    shapes = schema.shapes_of({name: _of(value) for name, value in schema.operands_from_call(call).items()})
     count = len(task.outputs(shapes)) + 1
     values = call.meta.get("val")
     _require(isinstance(values, (list, tuple)) and len(values) == count, call, f"does not return {count} tensors")
@@ -68,9 +68,9 @@ def _verify_outputs(call: fx.Node, task: TaskNode) -> None:
 
 def _verify_tokens(calls: list[tuple[fx.Node, TaskNode]]) -> None:
     """Every call but the first waits for the token of what stands before it; no token orders two things."""
-    token_of = ops.overload("token_of")
+    token_of = schema.overload("token_of")
     for index, (call, _) in enumerate(calls):
-        token = call.args[ops.TOKEN]
+        token = call.args[schema.TOKEN]
         if token is None:
             _require(index == 0, call, "has no token, though another site comes before it")
             continue

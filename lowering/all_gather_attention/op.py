@@ -15,7 +15,7 @@ from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.planning import plan_request, requirement
 from ditron_inductor.lowering.host.prepare import prepare
 from ditron_inductor.lowering.host.prepared import PreparedCalls
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.all_gather_attention import (
     ALIGNED,
     GIVEN,
@@ -69,7 +69,7 @@ def prepare_forward(
         in_chunks = requirement(launch, chunks.nbytes, reason)
         return plan_request(launch, node, problem, tile=in_tiles, chunked=in_chunks), runners
 
-    sizes = node.sizes(ops.shapes_of(node.named(operands)))
+    sizes = node.sizes(schema.shapes_of(node.named(operands)))
     return prepare(calls, key, node, k, library.make(node, q, k, v), sizes, possible, rows_decide=True)
 
 
@@ -106,7 +106,7 @@ def prepare_backward(
         )
         return plan_request(launch, node, problem), {}
 
-    sizes = node.sizes(ops.shapes_of(node.named(operands)))
+    sizes = node.sizes(schema.shapes_of(node.named(operands)))
     return prepare(calls, key, node, k, backward_library.make(node, given), sizes, possible, rows_decide=True)
 
 

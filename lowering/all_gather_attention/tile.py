@@ -47,7 +47,7 @@ from ditron_inductor.lowering.host.launch import Launch, ceil_div, dot_precision
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.all_gather_attention import GIVEN, MAX_HEAD_DIM, AllGatherAttention, Mask
 from ditron_inductor.task.node import Output
-from ditron_inductor.task.ops import memory
+from ditron_inductor.task.schema import memory
 
 SEND_BLOCK = 8192
 """Elements that a program copies in one step; SEND_STEPS of them are one piece of the send queue."""

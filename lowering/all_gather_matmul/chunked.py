@@ -34,7 +34,7 @@ from ditron_inductor.lowering.schedules import Gathering, Piece
 from ditron_inductor.lowering.transfers import PIECE_ROWS
 from ditron_inductor.task.epilogue import products
 from ditron_inductor.task.nodes import AllGatherMatmul
-from ditron_inductor.task.ops import norm_output
+from ditron_inductor.task.schema import norm_output
 
 MAX_OUTER = 8
 RUN_ELEMENTS = 4 << 20

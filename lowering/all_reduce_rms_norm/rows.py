@@ -22,7 +22,7 @@ import triton.language as tl
 
 from ditron_inductor.task import nodes
 from ditron_inductor.task.nodes import EXTRAS, SAVED, SHARD_EXTRAS, Norm, NormNode, ShardNorm, norm_returns
-from ditron_inductor.task.ops import norm_output
+from ditron_inductor.task.schema import norm_output
 
 HAS_BIAS = tl.constexpr(1)
 HAS_RESIDUAL = tl.constexpr(2)

@@ -26,7 +26,7 @@ from ditron_inductor.lowering.host.kind import Lowering, Runner
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.host.planning import plan_request, requirement
 from ditron_inductor.lowering.host.prepared import Chosen, Prepared, PreparedCalls, choose_both
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.node import Sizes
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulAllReduceRmsNorm, NormNode, TaskNode
 from ditron_inductor.task.plan import Choice, PlanRequest
@@ -44,7 +44,7 @@ def prepare_matmul(
     lowering: Lowering, calls: PreparedCalls, key: Hashable, node: TaskNode, operands: Sequence[torch.Tensor]
 ) -> Callable[..., Any]:
     """What runs a call of a kind with matmuls, or with a norm; see `prepare`."""
-    sizes = node.sizes(ops.shapes_of(node.named(operands)))
+    sizes = node.sizes(schema.shapes_of(node.named(operands)))
     possible = functools.partial(_possible_as_agreed, lowering)
     return prepare(calls, key, node, operands[0], lowering.library(node, operands), sizes, possible)
 

@@ -27,7 +27,7 @@ from ditron_inductor.lowering.host.prepared import Prepared
 from ditron_inductor.lowering.host.recording import Recorder, Scout, recording
 from ditron_inductor.lowering.host.repeat import Repeated, record_of
 from ditron_inductor.lowering.host.tracing import tracing
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.watch import watch
 
 MOST_ATTEMPTS = 4
@@ -45,7 +45,7 @@ class SiteCall:
     """
 
     def __init__(self, kind: str, static: bool, text: str, implementation: Callable[..., Any]) -> None:
-        self.op = ops.overload(kind)
+        self.op = schema.overload(kind)
         self.implementation = implementation
         self.text = text
         self.static = static

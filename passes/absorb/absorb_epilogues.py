@@ -44,7 +44,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import expressions, proofs, rewriting
 from ditron_inductor.passes.graph.launches import launches_collective
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.epilogue import (
     MAX_TOGETHER,
     Binary,
@@ -210,7 +210,7 @@ def _launches(node: object) -> bool:
     """Whether a node runs a kernel that is not Inductor's."""
     if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    waits = node.target.namespace in ("_c10d_functional", ops.NAMESPACE)
+    waits = node.target.namespace in ("_c10d_functional", schema.NAMESPACE)
     attends = node.target._opname.startswith(ATTENTION)
     return waits or attends or launches_collective(node) or node.target in proofs.MATMULS
 
@@ -275,7 +275,7 @@ def rewrite(graph: fx.Graph, match: Match, task: WithEpilogue) -> fx.Node:
     call = match.call
     for extra in match.extras:
         rewriting.hoist(extra, call)
-    operands, known = ops.operands_from_call(call), task.parsed
+    operands, known = schema.operands_from_call(call), task.parsed
     # What is computed before the reduction stays.
     extras = [*operands.get("extras", ()), *match.extras]
     epilogue = Epilogue(tuple(match.outputs.values()), None if known is None else known.pre)
@@ -288,7 +288,7 @@ def rewrite(graph: fx.Graph, match: Match, task: WithEpilogue) -> fx.Node:
     values += old[task.num_operands :]
     with graph.inserting_before(call):
         with_epilogue: Any = replace(cast(Any, task), num_extras=len(extras), epilogue=epilogue.text())
-        given, token = {**operands, "extras": extras}, call.args[ops.TOKEN]
+        given, token = {**operands, "extras": extras}, call.args[schema.TOKEN]
         new = rewriting.call_task(graph, with_epilogue, given, rewriting.copied_meta(call), values, token)
         outputs = [
             rewriting.output(graph, new, index, rewriting.copied_meta(node)) for index, node in enumerate(match.outputs)
@@ -343,5 +343,5 @@ def absorb_epilogues(graph: fx.Graph, *, options: Options) -> int:
 def _calls(graph: fx.Graph) -> list[tuple[fx.Node, WithEpilogue]]:
     """Everything that may have an epilogue."""
     sites = [(call, task) for call, task in task_calls(graph) if isinstance(task, WithEpilogue)]
-    local = graph.find_nodes(op="call_function", target=ops.overload(Projections.kind))
-    return [*sites, *((call, ops.node_from_call(call.target, call.args)) for call in local)]
+    local = graph.find_nodes(op="call_function", target=schema.overload(Projections.kind))
+    return [*sites, *((call, schema.node_from_call(call.target, call.args)) for call in local)]

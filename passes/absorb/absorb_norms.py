@@ -43,7 +43,7 @@ from ditron_inductor.passes.absorb.absorb_epilogues import is_stored
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm, rsqrt_before
 from ditron_inductor.passes.graph.reasons import ReasonCode
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, SHARD_SAVED, AllGatherMatmul, ShardNorm
 from ditron_inductor.task.verify import task_calls
 
@@ -81,7 +81,7 @@ def find_prologue(call: fx.Node, task: AllGatherMatmul, options: Options) -> Mat
     """The norm that can be absorbed with a gain, as drawn above; why it cannot, a `ReasonCode` or one of those here;
     or None if there is no norm.
     """
-    operands = ops.operands_from_call(call)
+    operands = schema.operands_from_call(call)
     shard = operands["shard"]
     assert isinstance(shard, fx.Node)
     *views, result = proofs.views_up(shard)
@@ -162,7 +162,7 @@ def _is_kept(node: fx.Node, call: fx.Node) -> bool:
 def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
     """Replaces the call by one with the prologue, and returns that."""
     call, norm, prologue = match.call, match.norm, match.prologue
-    operands = ops.operands_from_call(call)
+    operands = schema.operands_from_call(call)
     shape = tuple(operands["shard"].meta["val"].shape)
     old = call.meta["val"]
     without = len(old) - 1
@@ -172,9 +172,9 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
     with graph.inserting_before(call):
         operands["shard"] = _shaped(graph, match.x, shape)
         operands |= {"residual": match.residual, "weight": norm.weight, "shift": norm.shift}
-        task = replace(ops.node_from_call(call.target, call.args), prologue=prologue)
+        task = replace(schema.node_from_call(call.target, call.args), prologue=prologue)
         everything = [*old[:without], *values, old[without]]
-        token = call.args[ops.TOKEN]
+        token = call.args[schema.TOKEN]
         new = rewriting.call_task(graph, task, operands, rewriting.copied_meta(call), everything, token)
         for user in list(call.users):
             index = user.args[1]

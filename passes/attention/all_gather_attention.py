@@ -63,7 +63,7 @@ from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import ALL_GATHER, Collective, collectives, read_collective
 from ditron_inductor.passes.graph.gathered import Gathered, gathered_tensor
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_alone, refused
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.all_gather_attention import AllGatherAttention
 from ditron_inductor.task.nodes import ATTENTION_KINDS
 
@@ -201,7 +201,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             for one in (keys, values)
         ]
         operands = {"q": attention.q, "k": locals_[0], "v": locals_[1], "bias": attention.bias}
-        fakes = ops.call(task, **rewriting.values_of(operands))
+        fakes = schema.call(task, **rewriting.values_of(operands))
         call = rewriting.call_task(graph, task, operands, rewriting.copied_meta(node), fakes)
         if attention.written is not None:
             _replace_written(graph, call, attention)
@@ -353,9 +353,9 @@ def _fed_by(node: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathered]]) 
 
 def _adopt(graph: fx.Graph, options: Options) -> None:
     """Calls that the user's own function left in the graph run as the options say."""
-    targets = {ops.overload(kind) for kind in ATTENTION_KINDS}
+    targets = {schema.overload(kind) for kind in ATTENTION_KINDS}
     policy = rewriting.policy(options)
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target in targets]:
-        task = ops.node_from_call(node.target, node.args)
+        task = schema.node_from_call(node.target, node.args)
         if task.site == rewriting.UNNAMED_SITE and task.policy.strategy == "auto":
             rewriting.change_task(node, replace(task, policy=policy))

@@ -46,7 +46,7 @@ from ditron_inductor.passes.attention.attention_calls import (
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.collectives import REDUCE_SCATTER, Collective, collectives, read_collective
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refused, leave_alone, refused
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.all_gather_attention import AttentionReduceScatter
 
 PATTERN = AttentionReduceScatter.kind
@@ -172,7 +172,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             "lse": lse,
             "bias": attention.bias,
         }
-        values = ops.call(task, **rewriting.values_of(operands))
+        values = schema.call(task, **rewriting.values_of(operands))
         call = rewriting.call_task(graph, task, operands, rewriting.copied_meta(node), values)
         for user in [user for user in node.users if user.args[1] == 0]:
             user.replace_all_uses_with(rewriting.output(graph, call, 0, rewriting.copied_meta(user)))

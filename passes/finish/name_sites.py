@@ -25,8 +25,8 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.wire_facts import launches_of
 from ditron_inductor.passes.graph import rewriting
 from ditron_inductor.passes.graph.launches import is_task
-from ditron_inductor.task.ops import node_from_call
 from ditron_inductor.task.policy import KEY_MARK, shared_site
+from ditron_inductor.task.schema import node_from_call
 
 
 def find_sites(graph: fx.Graph) -> tuple[str, list[fx.Node]]:

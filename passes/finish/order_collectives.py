@@ -37,7 +37,7 @@ from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph.launches import group_of, is_task, launches_collective
 from ditron_inductor.passes.normalize.vllm_collectives import is_vllm_collective
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 
 # Inductor runs these in place, the first two on their input where nobody uses it afterwards, else on a copy.
 REDUCED_IN_PLACE = ("all_reduce", "all_reduce_coalesced")
@@ -84,7 +84,7 @@ def rewrite(graph: fx.Graph, chain: Sequence[Match]) -> None:
     for previous, current in zip(chain, chain[1:], strict=False):
         token = _token_after(graph, previous)
         if current.is_task:
-            current.node.update_arg(ops.TOKEN, token)
+            current.node.update_arg(schema.TOKEN, token)
         else:
             _put_after(graph, current.node, token)
 
@@ -104,7 +104,7 @@ def _token_after(graph: fx.Graph, match: Match) -> fx.Node:
     if match.is_task:
         return _getitem(graph, match.node, len(value) - 1)
     launched = _getitem(graph, match.node, 0) if isinstance(value, (list, tuple)) else match.node
-    return _call_behind(graph, launched, ops.overload("token_of"), (launched,))
+    return _call_behind(graph, launched, schema.overload("token_of"), (launched,))
 
 
 def _put_after(graph: fx.Graph, node: fx.Node, token: fx.Node) -> None:
@@ -127,13 +127,13 @@ def _ordered_input(graph: fx.Graph, node: fx.Node, x: fx.Node, token: fx.Node) -
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     if target._opname in REDUCED_IN_PLACE and _dies_at(graph, x, node):
-        _call(graph, ops.overload("after_"), (x, token), node)
+        _call(graph, schema.overload("after_"), (x, token), node)
         return x
     if target._opname in COPIED and x.meta["val"].dtype in SELECTABLE:
         scalar = _call(graph, torch.ops.aten.squeeze.default, (token,), node)  # x may be a scalar itself
         condition = _call(graph, torch.ops.aten.ne.Scalar, (scalar, 0), node)
         return _call(graph, torch.ops.aten.where.self, (condition, x, x), node)
-    return _call(graph, ops.overload("after"), (x, token), node)
+    return _call(graph, schema.overload("after"), (x, token), node)
 
 
 def _dies_at(graph: fx.Graph, x: fx.Node, node: fx.Node) -> bool:
@@ -155,7 +155,7 @@ def _is_chained(match: Match) -> bool:
         getitems = [user for user in match.node.users if user.target is operator.getitem]
         return any(user.args[1] == len(value) - 1 and user.users for user in getitems)
     outputs = list(match.node.users) if isinstance(value, (list, tuple)) else [match.node]
-    return any(user.target is ops.overload("token_of") for output in outputs for user in output.users)
+    return any(user.target is schema.overload("token_of") for output in outputs for user in output.users)
 
 
 def _getitem(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:

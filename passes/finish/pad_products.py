@@ -52,7 +52,7 @@ from torch import fx
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.launches import is_task
-from ditron_inductor.task import alignment, ops
+from ditron_inductor.task import alignment, schema
 from ditron_inductor.task.alignment import ALIGNED_BYTES, RULE, ProductWork, Rule
 from ditron_inductor.task.torch_dtypes import OPERAND_DTYPES
 
@@ -153,7 +153,7 @@ def find_site_products(node: fx.Node, devices: tuple[str, ...] = GPUS) -> list[S
     """For each product that a site makes before it communicates, what padding K would align; None for the others."""
     if not is_task(node):
         return []
-    given = ops.operands_from_call(node)
+    given = schema.operands_from_call(node)
     return [_site_product(node, a, b, devices) for a, b in zip(given.get("a", ()), given.get("b", ()), strict=True)]
 
 
@@ -306,14 +306,14 @@ def rewrite_site(
     graph: fx.Graph, node: fx.Node, found: Sequence[SiteProduct | None], padded: dict[Any, fx.Node]
 ) -> None:
     """Pads K of these products of a site; the others stay. padded: as for `rewrite`."""
-    operands = ops.operands_from_call(node)
+    operands = schema.operands_from_call(node)
     a, b = operands["a"], operands["b"]
     with graph.inserting_before(node):
         for index, one in enumerate(found):
             if one is not None:
                 a[index] = _padded(graph, one.a, 0, one.k, padded)
                 b[index] = _padded(graph, one.b, one.k, 0, padded)
-    rewriting.change_task(node, ops.node_from_call(node.target, node.args), a=a, b=b)
+    rewriting.change_task(node, schema.node_from_call(node.target, node.args), a=a, b=b)
     node.meta.pop("eager_input_vals", None)
 
 

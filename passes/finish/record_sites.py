@@ -14,8 +14,8 @@ from ditron_inductor.passes.graph.culprits import describe
 from ditron_inductor.passes.graph.launches import GROUP_ARGUMENT, is_task, launches_collective
 from ditron_inductor.passes.graph.proofs import arguments
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE
-from ditron_inductor.task.ops import node_from_call, operands_from_call
 from ditron_inductor.task.problem import Problem
+from ditron_inductor.task.schema import node_from_call, operands_from_call
 from ditron_inductor.task.site_records import GraphRecord, SiteRecord
 from ditron_inductor.task.torch_dtypes import precision_of
 

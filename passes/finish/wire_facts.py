@@ -28,7 +28,7 @@ from ditron_inductor.passes.graph.proofs import arguments
 from ditron_inductor.passes.graph.rewriting import TRANSPOSED
 from ditron_inductor.passes.normalize.vllm_collectives import group_names, is_vllm_collective
 from ditron_inductor.task.nodes import AllGatherMatmul, AttentionNode, FlashDecode, TaskNode
-from ditron_inductor.task.ops import node_from_call, operand
+from ditron_inductor.task.schema import node_from_call, operand
 
 FRAME = re.compile(r'File "([^"]*)", line (\d+)')
 WIRES: Mapping[str, str] = {

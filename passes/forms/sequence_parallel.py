@@ -52,7 +52,7 @@ from ditron_inductor.passes.graph.culprits import user_line
 from ditron_inductor.passes.graph.norm_forms import normalised
 from ditron_inductor.passes.graph.reasons import ReasonCode, refused
 from ditron_inductor.passes.graph.row_regions import Region, find_regions
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import AllGatherMatmul, AllReduceRmsNorm, MatmulAllReduce, MatmulReduceScatter
 from ditron_inductor.task.sequence_cost import GatheredRows, Reduced, RegionWork, pays
 from ditron_inductor.task.torch_dtypes import precision_of
@@ -190,7 +190,7 @@ def _own_chunk(graph: fx.Graph, match: Match, source: fx.Node) -> fx.Node:
     args = (source, match.dim, match.world_size, match.group_name)
     first = next(node for node in match.region.members if source in node.all_input_nodes)
     with graph.inserting_before(first):
-        return rewriting.call(graph, ops.overload("own_chunk"), args, source, tuple(shape))
+        return rewriting.call(graph, schema.overload("own_chunk"), args, source, tuple(shape))
 
 
 def _compare(graph: fx.Graph, match: Match, texts: tuple[str, str], index: int) -> None:
@@ -205,7 +205,7 @@ def _compare(graph: fx.Graph, match: Match, texts: tuple[str, str], index: int) 
         return
     args = (one, roots, match.group_name, _site(match, index), *texts)
     with graph.inserting_before(placeholders[-1].next):
-        compared = rewriting.call(graph, ops.overload("replicated"), args, one, tuple(one.meta["val"].shape))
+        compared = rewriting.call(graph, schema.overload("replicated"), args, one, tuple(one.meta["val"].shape))
     compared.meta["val"] = one.meta["val"]
     for user in users[one]:
         user.replace_input_with(one, compared)

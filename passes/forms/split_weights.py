@@ -46,7 +46,7 @@ from ditron_inductor.passes.fuse.projections import projections
 from ditron_inductor.passes.graph import proofs, rewriting
 from ditron_inductor.passes.graph.biases import Matmul, read_matmul
 from ditron_inductor.passes.graph.launches import is_task
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import MOST_PROJECTED_ROWS, AllGatherMatmul, Projections
 
 aten = torch.ops.aten
@@ -130,8 +130,8 @@ def _operands(product: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
         return (matmul.weight, matmul.bias) if few else (None, None)
     if product.target is getitem and isinstance(product.args[0], fx.Node):
         call, index = product.args[0], product.args[1]
-        if call.target is ops.overload(AllGatherMatmul.kind):
-            weights = ops.operand(call, "weights")
+        if call.target is schema.overload(AllGatherMatmul.kind):
+            weights = schema.operand(call, "weights")
             weight = weights[index] if index in range(len(weights)) else None
     return weight if isinstance(weight, fx.Node) else None, None
 
@@ -226,14 +226,14 @@ def _outputs(
     """A call like `call` with `views` in the place of the product's weight: its products with them. The other outputs
     are replaced.
     """
-    operands = ops.operands_from_call(call)
+    operands = schema.operands_from_call(call)
     weights, split = operands["weights"], product.args[1]
     assert isinstance(split, int)
     operands["weights"] = [*weights[:split], *views, *weights[split + 1 :]]
     values = list(call.meta["val"])
     values[split : split + 1] = [_product(product, width) for _ in views]
-    task = replace(ops.node_from_call(call.target, call.args), num_weights=len(operands["weights"]))
-    new = rewriting.call_task(graph, task, operands, rewriting.copied_meta(call), values, call.args[ops.TOKEN])
+    task = replace(schema.node_from_call(call.target, call.args), num_weights=len(operands["weights"]))
+    new = rewriting.call_task(graph, task, operands, rewriting.copied_meta(call), values, call.args[schema.TOKEN])
     for user in list(call.users):
         index = user.args[1]
         assert isinstance(index, int)
@@ -259,9 +259,9 @@ def _shaped(graph: fx.Graph, half: fx.Node, view: fx.Node, part: fx.Node) -> fx.
 def _combines(views: tuple[fx.Node, ...]) -> bool:
     """Whether one epilogue makes something of the products with all of these weights."""
     for call in views[0].users:
-        if call.target not in (ops.overload(AllGatherMatmul.kind), ops.overload(Projections.kind)):
+        if call.target not in (schema.overload(AllGatherMatmul.kind), schema.overload(Projections.kind)):
             continue
-        weights, parsed = ops.operand(call, "weights"), ops.node_from_call(call.target, call.args).parsed
+        weights, parsed = schema.operand(call, "weights"), schema.node_from_call(call.target, call.args).parsed
         if parsed is not None and all(view in weights for view in views):
             indices = {weights.index(view) for view in views}
             return any(indices <= set(group.products) for group in parsed.groups())

@@ -50,7 +50,7 @@ from ditron_inductor.passes.graph.collectives import ALL_REDUCE, WAIT, is_collec
 from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm, find_two_norms, normalised, rsqrt_before
 from ditron_inductor.passes.graph.reasons import ReasonCode, leave_alone
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import (
     MOST_NORM_COLUMNS,
     NO_NORM,
@@ -408,7 +408,7 @@ def _is_reduced(node: fx.Node) -> bool:
         return False
     if node.target is WAIT:
         return source.target is ALL_REDUCE
-    return source.target is ops.overload(MatmulAllReduce.kind) and node.target is getitem and node.args[1:] == (0,)
+    return source.target is schema.overload(MatmulAllReduce.kind) and node.target is getitem and node.args[1:] == (0,)
 
 
 def _norm_up(result: fx.Node) -> FoundNorm | None:
@@ -463,7 +463,7 @@ def _task(match: Match, options: Options) -> tuple[NormNode, dict[str, Any]]:
         group = collective.world_size, collective.group_name
         task = AllReduceRmsNorm(collective.reduce_op, last, extras, *group, site, policy, *behind)
         return task, {"x": collective.operand}
-    reduction = ops.node_from_call(found.launch.target, found.launch.args)
+    reduction = schema.node_from_call(found.launch.target, found.launch.args)
     assert isinstance(reduction, MatmulAllReduce)
     group = reduction.world_size, reduction.group_name
     fused = MatmulAllReduceRmsNorm(
@@ -479,7 +479,7 @@ def _task(match: Match, options: Options) -> tuple[NormNode, dict[str, Any]]:
         num_extras=reduction.num_extras,
         epilogue=reduction.epilogue,
     )
-    operands = ops.operands_from_call(found.launch)
+    operands = schema.operands_from_call(found.launch)
     return fused, {**operands, "product_bias": operands.pop("bias", None)}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.passes.graph.proofs import arguments
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import TASK_KINDS
 
 GROUP_ARGUMENT = "group_name"
@@ -19,13 +19,13 @@ def is_task(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return target.namespace == ops.NAMESPACE and target._opname in TASK_KINDS
+    return target.namespace == schema.NAMESPACE and target._opname in TASK_KINDS
 
 
 def launches_collective(node: fx.Node) -> bool:
     """Whether the node launches a collective: any op of others that names a process group."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace == ops.NAMESPACE:
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace == schema.NAMESPACE:
         return False
     return any(argument.name == GROUP_ARGUMENT for argument in target._schema.arguments)
 
@@ -33,5 +33,5 @@ def launches_collective(node: fx.Node) -> bool:
 def group_of(node: fx.Node) -> Any:
     """The name of the group of a Task node or of a collective; a node of the graph where that is not a constant."""
     if is_task(node):
-        return ops.node_from_call(node.target, node.args).group_name
+        return schema.node_from_call(node.target, node.args).group_name
     return arguments(node)[GROUP_ARGUMENT]

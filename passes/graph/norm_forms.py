@@ -21,7 +21,7 @@ from torch import fx
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.collectives import WAIT
 from ditron_inductor.passes.graph.reasons import ReasonCode
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import Norm
 from ditron_inductor.task.torch_dtypes import ACTIVATION_DTYPES
 
@@ -270,7 +270,7 @@ class _Tail:
         if value is None or value.dtype not in ACTIVATION_DTYPES:
             return None
         # Anything else would be a kernel of its own.
-        in_memory = top.op in ("placeholder", "get_attr") or top.target in (WAIT, ops.overload("replicated"))
+        in_memory = top.op in ("placeholder", "get_attr") or top.target in (WAIT, schema.overload("replicated"))
         return node if in_memory and proofs.is_row(value, self._columns) else None
 
 

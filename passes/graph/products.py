@@ -23,7 +23,7 @@ from torch import fx
 
 from ditron_inductor.passes.graph import proofs
 from ditron_inductor.passes.graph.reasons import ReasonCode, Refusal, Refused
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.epilogue import Binary, Cast, Epilogue, Expression, Extra, Function, ProductTerm, extras_of
 from ditron_inductor.task.nodes import MAX_PRODUCTS, TASK_KINDS
 
@@ -244,4 +244,4 @@ def _is_product(node: object) -> bool:
 def _is_task_output(node: fx.Node) -> bool:
     if node.target is not getitem or not isinstance(node.args[0], fx.Node):
         return False
-    return any(node.args[0].target is ops.overload(kind) for kind in TASK_KINDS)
+    return any(node.args[0].target is schema.overload(kind) for kind in TASK_KINDS)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ditron_inductor.options import Options
 from ditron_inductor.passes.graph import proofs
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.node import Node
 from ditron_inductor.task.policy import Policy
 
@@ -24,7 +24,7 @@ UNNAMED_SITE = ""
 
 aten = torch.ops.aten
 
-COMMUNICATING = ("_c10d_functional", "_c10d_functional_autograd", "symm_mem", "vllm", ops.NAMESPACE)
+COMMUNICATING = ("_c10d_functional", "_c10d_functional_autograd", "symm_mem", "vllm", schema.NAMESPACE)
 VIEWS: frozenset[object] = frozenset({aten.view.default, aten._unsafe_view.default})
 MOVES: frozenset[object] = proofs.MAY_KEEP_ORDER | proofs.SLICES
 ANY_STRIDES: frozenset[object] = frozenset(
@@ -65,7 +65,7 @@ def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 def new_token(like: torch.Tensor) -> torch.Tensor:
     """The fake token of a site whose tensors are on the device of `like`, a fake tensor."""
     with _mode_of(like):
-        return ops.new_token(like)
+        return schema.new_token(like)
 
 
 def fake_like(
@@ -135,8 +135,8 @@ def call_task(
     that the call returns. token: None until a later pass orders the sites.
     """
     task.verify()
-    args = ops.arguments(task, token, **operands)
-    call = graph.create_node("call_function", ops.overload(task.kind), args, {}, name=task.kind)
+    args = schema.arguments(task, token, **operands)
+    call = graph.create_node("call_function", schema.overload(task.kind), args, {}, name=task.kind)
     call.meta.update(meta)
     call.meta["val"] = values
     return call
@@ -149,8 +149,8 @@ def values_of(operands: Mapping[str, fx.Node | None]) -> dict[str, Any]:
 
 def change_task(call: fx.Node, task: Node, **operands: Any) -> None:
     """Gives the op call of a node another node of its kind, and other operands for those of these names."""
-    given = {**ops.operands_from_call(call), **operands}
-    call.args = ops.arguments(task, call.args[ops.TOKEN], **given)
+    given = {**schema.operands_from_call(call), **operands}
+    call.args = schema.arguments(task, call.args[schema.TOKEN], **given)
 
 
 def output(graph: fx.Graph, call: fx.Node, index: int, meta: dict[str, Any]) -> fx.Node:
@@ -296,7 +296,7 @@ def _takes_any_strides(user: fx.Node) -> bool:
     if user.op == "output" or target in ANY_STRIDES:
         return True
     return isinstance(target, torch._ops.OpOverload) and (
-        torch.Tag.pointwise in target.tags or target.namespace == ops.NAMESPACE
+        torch.Tag.pointwise in target.tags or target.namespace == schema.NAMESPACE
     )
 
 

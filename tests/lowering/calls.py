@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ditron_inductor.lowering.register import register
-from ditron_inductor.task import ops, reference
+from ditron_inductor.task import reference, schema
 from ditron_inductor.task.node import Node
 from ditron_inductor.task.nodes import (
     EXTRAS,
@@ -54,7 +54,7 @@ class Site:
     ) -> list[torch.Tensor]:
         """What the op of this site's node returns, the token excepted."""
         register()
-        return ops.call(self.node(ctx, kind, **fields), **operands)[:-1]
+        return schema.call(self.node(ctx, kind, **fields), **operands)[:-1]
 
     def group(self, ctx: RankContext) -> dict[str, Any]:
         """The keyword arguments of the reference functions."""
@@ -104,7 +104,7 @@ def all_gather_matmul(
     """[out_0, .., (gathered,) token] of the op."""
     register()
     fields = {"gather_dim": gather_dim, "return_gathered": return_gathered, "num_weights": len(weights)}
-    return ops.call(site.node(ctx, AllGatherMatmul, **fields), token, shard=shard, weights=list(weights))
+    return schema.call(site.node(ctx, AllGatherMatmul, **fields), token, shard=shard, weights=list(weights))
 
 
 Operands = torch.Tensor | Sequence[torch.Tensor]

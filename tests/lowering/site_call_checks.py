@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.host import stand_in_for_kernels
 from ditron_inductor.core.signals import Pointers
 from ditron_inductor.errors import DitronError
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import NORM_KINDS, AllGatherMatmul, MatmulReduceScatter, ShardNorm
 from ditron_inductor.task.plan import decisions
 from ditron_inductor.task.watch import watch
@@ -57,9 +57,9 @@ class Called:
         from ditron_inductor.runtime import site_call
 
         self.op, self.arguments = op, arguments
-        self.tensors: list[torch.Tensor] = list(arguments[ops.OPERANDS])
+        self.tensors: list[torch.Tensor] = list(arguments[schema.OPERANDS])
         self.kind = op._schema.name.removeprefix("ditron::")
-        self.site = site_call(self.kind, static, arguments[ops.NODE])
+        self.site = site_call(self.kind, static, arguments[schema.NODE])
 
     @staticmethod
     def of(call: Callable[[], object], static: bool = True) -> Called:
@@ -174,7 +174,7 @@ def repeated(called: Called, times: int = 3) -> Called:
 
 def problems(ctx: Any) -> dict[str, Callable[[], Any]]:
     """A call of every kind that has a kernel for one launch, and of forms that its operands come in."""
-    from ditron_inductor.task import ops
+    from ditron_inductor.task import schema
 
     found: dict[str, Callable[[], Any]] = {}
     for index, kind in enumerate(KINDS):
@@ -192,11 +192,11 @@ def problems(ctx: Any) -> dict[str, Callable[[], Any]]:
         fields = {"gather_dim": 0, "return_gathered": False, "num_weights": len(weights)}
         extras = {name: others.pop(name) for name in ("residual", "weight") if name in others}
         node = site.node(ctx, AllGatherMatmul, **{**fields, **others})
-        return ops.call(node, shard=x, weights=[weight.t() for weight in weights], **extras)
+        return schema.call(node, shard=x, weights=[weight.t() for weight in weights], **extras)
 
     def scattered(a: list[torch.Tensor], b: list[torch.Tensor], dim: int, bias: torch.Tensor | None = None) -> Any:
         fields = {"scatter_dim": dim, "reduce_op": "sum", "num_products": len(a), "has_bias": bias is not None}
-        return ops.call(site.node(ctx, MatmulReduceScatter, **fields), a=a, b=b, bias=bias)
+        return schema.call(site.node(ctx, MatmulReduceScatter, **fields), a=a, b=b, bias=bias)
 
     found["parts of one weight"] = lambda: gathered(parts, return_gathered=True)
     found["an epilogue"] = lambda: gathered(parts[:2], epilogue=EPILOGUE)
@@ -300,7 +300,7 @@ def other_results(ctx: Any, called: Called) -> None:
     first = called.by_site()
     second = called.by_site()
     assert not {x.data_ptr() for x in first} & {x.data_ptr() for x in second}
-    request = decisions.last(ctx.group_name, ops.parsed(called.kind, called.site.text).site)
+    request = decisions.last(ctx.group_name, schema.parsed(called.kind, called.site.text).site)
     assert request is not None and request[1].strategy == "tile"
 
 

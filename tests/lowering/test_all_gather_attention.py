@@ -30,10 +30,10 @@ from ditron_inductor.task.all_gather_attention import (
 )
 from ditron_inductor.task.dtypes import PRECISIONS
 from ditron_inductor.task.nodes import AttentionReduceScatter
-from ditron_inductor.task.ops import overload
 from ditron_inductor.task.plan import PlanRequest, decisions
 from ditron_inductor.task.policy import Policy
 from ditron_inductor.task.problem import Problem
+from ditron_inductor.task.schema import overload
 from tests.lowering.attention_biases import BIASES, as_seen
 from tests.lowering.calls import Site
 from tests.rank_process import RankContext

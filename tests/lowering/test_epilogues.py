@@ -10,7 +10,7 @@ import torch
 from benchmarks.tolerances import TOLERANCES
 from ditron_inductor.lowering.epilogues import Finisher
 from ditron_inductor.lowering.register import register
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.epilogue import FUNCTIONS, KINDS, parse, products, walk
 from ditron_inductor.task.epilogue_torch import evaluate, extra_shape
 from ditron_inductor.task.nodes import AllGatherMatmul
@@ -87,7 +87,7 @@ def _check(ctx: RankContext, case: Case, strategy: str) -> None:
             num_extras=len(extras),
             epilogue=case.epilogue,
         )
-        *outputs, token = ops.call(node, shard=shard, weights=weights, extras=extras)
+        *outputs, token = schema.call(node, shard=shard, weights=weights, extras=extras)
         assert token.dtype == torch.uint8 and len(outputs) == len(epilogue.outputs) + case.return_gathered
         *mm, gathered = calls.reference_all_gather_matmul(ctx, site, shard, weights, case.gather_dim)
         expected = evaluate(epilogue, mm, extras)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from benchmarks.tolerances import assert_near
 from ditron_inductor.lowering.register import register
 from ditron_inductor.ops import all_gather_attention
-from ditron_inductor.task import ops, reference
+from ditron_inductor.task import reference, schema
 from ditron_inductor.task.nodes import AllReduceRmsNorm, MatmulAllGather, Norm, Policy
 from ditron_inductor.task.plan import Choice, decisions
 from tests.rank_process import RankContext
@@ -29,11 +29,11 @@ def _products_and_norms(ctx: RankContext) -> list[Choice]:
     world, group = ctx.world_size, ctx.group_name
     a, b = torch.randn(6, 16), torch.randn(16, 8) / 4
     node = MatmulAllGather(1, world, group, "missing/0:matmul_all_gather", POLICY)
-    out, _ = ops.call(node, a=[a], b=[b])
+    out, _ = schema.call(node, a=[a], b=[b])
     wanted = reference.matmul_all_gather([a], [b], gather_dim=1, world_size=world, group_name=group)
     assert_near(out, wanted.double())
     norm = AllReduceRmsNorm("sum", Norm(), ("weight",), world, group, "missing/1:all_reduce_rms_norm", POLICY)
-    normed, total, _ = ops.call(norm, x=a, weight=torch.full([16], 0.5))
+    normed, total, _ = schema.call(norm, x=a, weight=torch.full([16], 0.5))
     dist.all_reduce(a)
     assert_near(total, a.double(), num_partials=world)
     assert normed.shape == total.shape

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.tolerances import TOLERANCES
 from ditron_inductor.lowering.register import register
-from ditron_inductor.task import ops, reference
+from ditron_inductor.task import reference, schema
 from ditron_inductor.task.epilogue import KINDS, Epilogue, extras_of, parse
 from ditron_inductor.task.epilogue_torch import evaluate, extra_shape
 from ditron_inductor.task.nodes import MatmulAllReduce, MatmulReduceScatter
@@ -105,7 +105,7 @@ def _check(ctx: RankContext, case: Case, strategy: str) -> None:
         sizes: dict[str, Any] = {"scatter_dim": case.scatter_dim, "reduce_op": case.reduce_op}
         node = site.node(ctx, MatmulReduceScatter, **sizes, **fields)
         total = reference.reduce_scatter(sent(), **sizes, **site.group(ctx))
-    *outputs, token = ops.call(node, a=a, b=b, bias=bias, extras=extras)
+    *outputs, token = schema.call(node, a=a, b=b, bias=bias, extras=extras)
     assert token.dtype == torch.uint8 and len(outputs) == len(epilogue.outputs)
     expected = evaluate(epilogue, [total.flatten(0, -2)], extras)
     for output, want, dtype in zip(outputs, expected, epilogue.dtypes(), strict=True):

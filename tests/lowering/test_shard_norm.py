@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.tolerances import assert_near
 from ditron_inductor.lowering.register import register
-from ditron_inductor.task import ops, reference
+from ditron_inductor.task import reference, schema
 from ditron_inductor.task.codec import encode
 from ditron_inductor.task.nodes import AllGatherMatmul, Norm, ShardNorm
 from tests.lowering import calls
@@ -79,7 +79,7 @@ def _check(ctx: RankContext, case: Case, strategy: str) -> None:
     )
     # The last of three calls has the slot that the first one had.
     kept = node, node, replace(node, return_gathered=case.return_gathered)
-    first, _, last = [ops.call(one, shard=x, weights=weights, **normed) for one in kept]
+    first, _, last = [schema.call(one, shard=x, weights=weights, **normed) for one in kept]
     *outputs, token = last
     assert token.dtype == torch.uint8
     shard, returned = reference.norm_shard(x, given, prologue)

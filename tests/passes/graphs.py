@@ -40,7 +40,7 @@ from ditron_inductor.passes.graph.proofs import arguments
 from ditron_inductor.passes.graph.reasons import LEFT_ALONE
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.normalize.share_gathers import share_gathers
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import NODES
 from ditron_inductor.task.verify import task_calls
 from tests.passes.node_values import evaluate_nodes, reduced
@@ -203,7 +203,7 @@ def _line(node: fx.Node) -> str:
 def only_task(module: fx.GraphModule, kind: str = "") -> tuple[Any, dict[str, Any]]:
     """The node of the only call of a kind, or of all kinds, and its operands by name: their names in the graph."""
     ((call, task),) = [(call, task) for call, task in task_calls(module.graph) if kind in ("", task.kind)]
-    return task, tree_map(str, ops.operands_from_call(call))
+    return task, tree_map(str, schema.operands_from_call(call))
 
 
 def run_ranks(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ditron_inductor.task import flash_decode as attention
-from ditron_inductor.task import ops, reference, reference_attention
+from ditron_inductor.task import reference, reference_attention, schema
 from ditron_inductor.task.epilogue import Epilogue
 from ditron_inductor.task.epilogue_torch import evaluate
 from ditron_inductor.task.nodes import EXTRAS, NODES, SHARD_EXTRAS, Projections
@@ -19,8 +19,8 @@ class Call:
     """The call of a node on one rank: the node, and its operands by name as attributes."""
 
     def __init__(self, kind: str, arguments: Sequence[Any]) -> None:
-        self.node: Any = ops.parsed(kind, arguments[ops.NODE])
-        self.given: dict[str, Any] = self.node.named(arguments[ops.OPERANDS])
+        self.node: Any = schema.parsed(kind, arguments[schema.NODE])
+        self.given: dict[str, Any] = self.node.named(arguments[schema.OPERANDS])
 
     def __getattr__(self, name: str) -> Any:
         return self.given[name]

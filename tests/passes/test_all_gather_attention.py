@@ -22,7 +22,7 @@ from ditron_inductor.passes.attention.all_gather_attention import all_gather_att
 from ditron_inductor.passes.attention.attention_reduce_scatter import attention_reduce_scatter
 from ditron_inductor.passes.normalize.normalize_collectives import normalize_collectives
 from ditron_inductor.passes.normalize.share_gathers import share_gathers
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.all_gather_attention import Mask
 from tests.passes.graphs import (
     WORLD_SIZE,
@@ -359,4 +359,4 @@ def test_logarithms_that_the_memory_efficient_kernel_has_padded() -> None:
     module.graph.eliminate_dead_code()
     assert fuse_attention(module) == 1, text(module.graph)
     (call,) = [node for node in module.graph.nodes if "attention" in str(node.target)]
-    assert ops.operand(call, "lse").meta["val"].shape == (2, 4, 8)
+    assert schema.operand(call, "lse").meta["val"].shape == (2, 4, 8)

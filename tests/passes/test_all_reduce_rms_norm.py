@@ -18,7 +18,7 @@ from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm,
 from ditron_inductor.passes.graph.norm_forms import FoundNorm, find_norm, normalised
 from ditron_inductor.passes.graph.reasons import ReasonCode
 from ditron_inductor.task.nodes import Norm
-from ditron_inductor.task.ops import node_from_call
+from ditron_inductor.task.schema import node_from_call
 from ditron_inductor.task.verify import verify_graph
 from tests.passes.graphs import (
     WORLD_SIZE,

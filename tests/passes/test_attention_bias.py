@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.name_sites import name_sites
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.all_gather_attention import Mask
 from ditron_inductor.task.verify import verify_graph
 from tests.passes.graphs import (
@@ -128,7 +128,7 @@ def call_of(module: fx.GraphModule) -> fx.Node:
 
 
 def bias_of(module: fx.GraphModule) -> fx.Node:
-    bias = ops.operand(call_of(module), "bias")
+    bias = schema.operand(call_of(module), "bias")
     assert isinstance(bias, fx.Node)
     return bias
 
@@ -341,11 +341,11 @@ def test_a_call_without_its_bias_is_not_legal() -> None:
         return lambda call, bias: bias.meta.update(val=bias.meta["val"].new_empty(shape, dtype=dtype))
 
     def without_bias(call: fx.Node, bias: fx.Node) -> None:
-        call.update_arg(ops.OPERANDS, [one for one in ops.operands_of(call) if one is not bias])
+        call.update_arg(schema.OPERANDS, [one for one in schema.operands_of(call) if one is not bias])
 
     def with_another_mask(call: fx.Node, bias: fx.Node) -> None:
-        task = ops.node_from_call(call.target, call.args)
-        call.update_arg(ops.NODE, replace(task, mask=Mask("full")).text())
+        task = schema.node_from_call(call.target, call.args)
+        call.update_arg(schema.NODE, replace(task, mask=Mask("full")).text())
 
     assert "has 3 operands, and its node has 4" in broken(without_bias)
     assert "has 4 operands, and its node has 3" in broken(with_another_mask)

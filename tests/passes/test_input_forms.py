@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ditron_inductor.passes.graph.collectives import is_collective
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.verify import task_calls
 from tests.passes.graphs import (
     WORLD_SIZE,
@@ -269,7 +269,7 @@ return (getitem_2,)
         forward, _ = compiled_graphs(module, torch.randn(2, 8, 16, requires_grad=True))
         assert sites(forward) == ["ditron.matmul_all_reduce"]
         (call,) = [node for node in forward.graph.nodes if "matmul_all_reduce" in str(node.target)]
-        divided = ops.operand(call, "bias")
+        divided = schema.operand(call, "bias")
         assert divided.target is torch.ops.aten.div.Tensor and divided.args[1] == WORLD_SIZE
 
     def test_one_gather_for_gate_and_up(self) -> None:

@@ -15,7 +15,7 @@ from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.name_sites import find_sites, name_sites
 from ditron_inductor.passes.finish.order_collectives import order_collectives
 from ditron_inductor.passes.finish.verify_tasks import verify_tasks
-from ditron_inductor.task.ops import node_from_call
+from ditron_inductor.task.schema import node_from_call
 from tests.passes import graphs
 
 pytestmark = pytest.mark.usefixtures("group")

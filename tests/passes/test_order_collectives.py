@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ditron_inductor.errors import GraphVerificationError
 from ditron_inductor.options import Options
 from ditron_inductor.passes.finish.order_collectives import find_chain, order_collectives
-from ditron_inductor.task import ops, reference
+from ditron_inductor.task import reference, schema
 from ditron_inductor.task.nodes import MatmulAllReduce, Policy
 
 WORLD_SIZE = 4
@@ -39,19 +39,19 @@ def fake_group() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def implementations() -> Iterator[None]:
     """The ops run as plain collectives here: a fake group has no peers to agree with on a workspace."""
-    ops.define()
+    schema.define()
     library: Any = torch.library.Library("ditron", "IMPL")
 
     def matmul_all_reduce(operands, text, token):  # type: ignore[no-untyped-def]
-        node = ops.parsed(MatmulAllReduce.kind, text)
+        node = schema.parsed(MatmulAllReduce.kind, text)
         a, b, bias, _ = node.split(operands)
         where = {"world_size": node.world_size, "group_name": node.group_name}
-        return [reference.matmul_all_reduce(a, b, bias, reduce_op=node.reduce_op, **where), ops.new_token(a[0])]
+        return [reference.matmul_all_reduce(a, b, bias, reduce_op=node.reduce_op, **where), schema.new_token(a[0])]
 
     library.impl("matmul_all_reduce", matmul_all_reduce, "CPU")
     library.impl("after", lambda x, token: torch.ops.aten.alias(x), "CPU")
-    library.impl("after_", ops.do_nothing, "CPU")
-    library.impl("token_of", ops.new_token, "CPU")
+    library.impl("after_", schema.do_nothing, "CPU")
+    library.impl("token_of", schema.new_token, "CPU")
     yield
     library._destroy()
 
@@ -256,7 +256,7 @@ def test_other_groups_are_untouched(xw: tuple[torch.Tensor, ...]) -> None:
         assert order(graph) == 1
         apart, chained = (node for node in graph.nodes if "all_gather_into_tensor" in str(node.target))
         assert apart.args[0].op == "placeholder"
-        assert chained.args[0].target is ops.overload("after")
+        assert chained.args[0].target is schema.overload("after")
 
     trace(fn, check, *xw)
 
@@ -269,7 +269,7 @@ def test_one_chain_across_groups_with_tasks(xw: tuple[torch.Tensor, ...]) -> Non
 
     def check(graph: fx.Graph) -> None:
         assert order(graph) == 2
-        tokens = [node.args[ops.TOKEN] for node in graph.nodes if node.target is ops.overload("matmul_all_reduce")]
+        tokens = [node.args[schema.TOKEN] for node in graph.nodes if node.target is schema.overload("matmul_all_reduce")]
         assert tokens[0] is None and all(token is not None for token in tokens[1:])
 
     trace(fn, check, *xw)
@@ -339,7 +339,7 @@ def test_collective_without_tensor_input_is_an_error() -> None:
     x = graph.placeholder("x")
     x.meta["val"] = torch.ones(8, 16)
     args = ([x, x], node_text("0", ""), None)
-    node = graph.call_function(ops.overload("matmul_all_reduce"), args)
+    node = graph.call_function(schema.overload("matmul_all_reduce"), args)
     node.meta["val"] = (torch.ones(8, 16), torch.ones(1))
     gathered = graph.call_function(torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default, ([], 4, "0"))
     gathered.meta["val"] = []

@@ -23,7 +23,7 @@ from ditron_inductor.passes.finish.pad_products import find_unaligned, form, pad
 from ditron_inductor.passes.graph.launches import is_task
 from ditron_inductor.pipeline import PASSES, DitronPipeline
 from ditron_inductor.report.explain import without_caches
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.alignment import Rule
 from tests.passes.graphs import (
     all_gather,
@@ -336,10 +336,10 @@ def test_sites(name: str) -> None:
     """K grows, and neither what the site returns nor any other argument of it."""
     fn, shapes, found = SITES[name]
     module, node = site(fn, *shapes)
-    before, others = ops.operands_from_call(node), node.args[ops.NODE :]
+    before, others = schema.operands_from_call(node), node.args[schema.NODE :]
     assert padded(module) == found
-    after = ops.operands_from_call(node)
-    assert after.keys() == before.keys() and node.args[ops.NODE :] == others
+    after = schema.operands_from_call(node)
+    assert after.keys() == before.keys() and node.args[schema.NODE :] == others
     for key, value in after.items():
         assert key in ("a", "b") or value == before[key]
     for a, b in zip(after.get("a", ()), after.get("b", ()), strict=True):

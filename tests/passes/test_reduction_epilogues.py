@@ -16,7 +16,7 @@ from ditron_inductor.passes.finish.name_sites import name_sites
 from ditron_inductor.passes.finish.order_collectives import order_collectives
 from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.passes.fuse.all_reduce_rms_norm import all_reduce_rms_norm
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.verify import task_calls
 from tests.passes.graphs import all_gather, all_reduce, assert_no_new_guards, fuse, reduce_scatter, text, traced
 from tests.passes.graphs import scatter_dim as scatter
@@ -124,7 +124,7 @@ def test_the_graph_stays_legal_and_ordered() -> None:
     for each in (absorb_epilogues, order_collectives, name_sites, verify_tasks):
         each(module.graph, options=Options())
     (first, task), (second, _) = task_calls(module.graph)
-    token: Any = second.args[ops.TOKEN]
+    token: Any = second.args[schema.TOKEN]
     assert task.epilogue == "full(x0) + mm0" and token.args == (first, 1)
 
 

@@ -18,7 +18,7 @@ from ditron_inductor.passes.finish.order_collectives import order_collectives
 from ditron_inductor.passes.finish.verify_tasks import verify_tasks
 from ditron_inductor.passes.forms.split_weights import split_weights
 from ditron_inductor.passes.fuse.projections import projections
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from tests.passes.graphs import (
     WORLD_SIZE,
     all_reduce,
@@ -139,7 +139,7 @@ def test_a_biased_decode_step() -> None:
     module, before = traced(fn, *args), traced(fn, *args)
     assert split(module) == 1
     (call,) = module.graph.find_nodes(op="call_function", target=torch.ops.ditron.projections.default)
-    assert ops.node_from_call(call.target, call.args).epilogue == "silu(mm0 + row(x0)) * (mm1 + row(x1))"
+    assert schema.node_from_call(call.target, call.args).epilogue == "silu(mm0 + row(x0)) * (mm1 + row(x1))"
     inputs = [list(args)] * WORLD_SIZE
     torch.testing.assert_close(run_ranks(module, inputs), run_ranks(before, inputs))
 

@@ -25,7 +25,7 @@ from ditron_inductor.task.nodes import (
     Policy,
     TaskNode,
 )
-from ditron_inductor.task.ops import arguments, node_from_call, overload
+from ditron_inductor.task.schema import arguments, node_from_call, overload
 
 POLICY = Policy("tile", 1 << 20, 1.5)
 GATHER = AllGatherMatmul(1, 4, "0", True, "r/0", POLICY, 2)

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.all_gather_attention import AllGatherAttention, AttentionReduceScatter, Mask
 from ditron_inductor.task.nodes import (
     NODES,
@@ -35,7 +35,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @pytest.fixture(autouse=True)
 def fake_mode() -> Iterator[FakeTensorMode]:
-    ops.define()
+    schema.define()
     with FakeTensorMode() as mode:
         yield mode
 
@@ -50,7 +50,7 @@ def is_token(x: torch.Tensor) -> bool:
 
 
 def test_golden_schemas() -> None:
-    schemas = [str(ops.overload(name)._schema) for name in ops.SCHEMAS]
+    schemas = [str(schema.overload(name)._schema) for name in schema.SCHEMAS]
     lines = "\n".join(textwrap.fill(schema, 100, subsequent_indent="  ") for schema in schemas) + "\n"
     expecttest.assert_expected_inline(
         lines,
@@ -79,18 +79,18 @@ ditron::replicated(Tensor(a) x, Tensor[] same, str group_name, str site, str nam
 
 
 def test_all_nodes_have_one_schema() -> None:
-    assert {ops.SCHEMAS[kind] for kind in NODES} == {"(Tensor[] operands, str node, Tensor? token) -> Tensor[]"}
-    names = [argument.name for argument in ops.overload(Projections.kind)._schema.arguments]
-    assert (names[ops.OPERANDS], names[ops.NODE], names[ops.TOKEN]) == ("operands", "node", "token")
+    assert {schema.SCHEMAS[kind] for kind in NODES} == {"(Tensor[] operands, str node, Tensor? token) -> Tensor[]"}
+    names = [argument.name for argument in schema.overload(Projections.kind)._schema.arguments]
+    assert (names[schema.OPERANDS], names[schema.NODE], names[schema.TOKEN]) == ("operands", "node", "token")
 
 
 def test_define_twice_is_once() -> None:
-    assert ops.define() is ops.define()
+    assert schema.define() is schema.define()
 
 
-@pytest.mark.parametrize("name", list(ops.SCHEMAS))
+@pytest.mark.parametrize("name", list(schema.SCHEMAS))
 def test_inputs_keep_their_strides(name: str) -> None:
-    assert torch.Tag.needs_fixed_stride_order in ops.overload(name).tags
+    assert torch.Tag.needs_fixed_stride_order in schema.overload(name).tags
 
 
 @pytest.mark.parametrize("return_gathered", [False, True])
@@ -101,7 +101,7 @@ def test_all_gather_matmul(shape: tuple[int, ...], dim: int, return_gathered: bo
     gathered[dim] *= 4
     rows = torch.Size(gathered[:-1]).numel()
     node = AllGatherMatmul(dim, 4, "0", return_gathered, "r/0", Policy(), 2)
-    outputs = ops.call(node, shard=shard, weights=weights)
+    outputs = schema.call(node, shard=shard, weights=weights)
     assert shapes(outputs) == [[rows, 24], [rows, 40], *([gathered] if return_gathered else []), [1]]
     assert all(output.is_contiguous() for output in outputs)
     assert is_token(outputs[-1])
@@ -111,7 +111,7 @@ def test_all_gather_matmul_with_an_epilogue() -> None:
     x, weights = torch.empty(2, 8, 16, dtype=BF16), [torch.empty(16, 24, dtype=BF16)] * 2
     text = "mm0 * mm1; cast(mm1, fp32); mm0 + row(x0)"
     node = AllGatherMatmul(1, 4, "0", True, "r/0", Policy(), 2, num_extras=1, epilogue=text)
-    outputs = ops.call(node, shard=x, weights=weights, extras=[torch.empty(24)])
+    outputs = schema.call(node, shard=x, weights=weights, extras=[torch.empty(24)])
     assert shapes(outputs) == [[64, 24], [64, 24], [64, 24], [2, 32, 16], [1]]
     assert [one.dtype for one in outputs[:3]] == [BF16, FP32, BF16]
 
@@ -120,7 +120,7 @@ def test_all_gather_matmul_with_an_epilogue() -> None:
 def test_matmul_reduce_scatter(shape: tuple[int, ...], dim: int) -> None:
     expected = [*shape[:-1], 24]
     expected[dim] //= 4
-    outputs = ops.call(
+    outputs = schema.call(
         MatmulReduceScatter(dim, "sum", *SITE, num_products=2, has_bias=True),
         a=[torch.empty(shape, dtype=BF16), torch.empty((*shape[:-1], 5), dtype=BF16)],
         b=[torch.empty(16, 24, dtype=BF16), torch.empty(5, 24, dtype=BF16)],
@@ -133,18 +133,18 @@ def test_matmul_reduce_scatter(shape: tuple[int, ...], dim: int) -> None:
 @pytest.mark.parametrize("shape", [(32, 16), (2, 32, 16)])
 def test_matmul_all_reduce(shape: tuple[int, ...]) -> None:
     node = MatmulAllReduce("avg", *SITE, has_bias=True)
-    outputs = ops.call(node, a=[torch.empty(shape)], b=[torch.empty(16, 24)], bias=torch.empty(24))
+    outputs = schema.call(node, a=[torch.empty(shape)], b=[torch.empty(16, 24)], bias=torch.empty(24))
     assert shapes(outputs) == [[*shape[:-1], 24], [1]]
 
 
 def test_reductions_with_a_norm() -> None:
     norm = Norm("rms", 1e-6, round_first=True)
     x, row = torch.empty(2, 3, 24, dtype=BF16), torch.empty(24, dtype=BF16)
-    outputs = ops.call(
+    outputs = schema.call(
         AllReduceRmsNorm("sum", norm, ("residual", "weight"), *SITE), x=x, residual=x.view(6, 24), weight=row
     )
     assert shapes(outputs) == [[2, 3, 24], [2, 3, 24], [1]] and outputs[1].dtype == BF16
-    outputs = ops.call(
+    outputs = schema.call(
         MatmulAllReduceRmsNorm("sum", norm, ("bias", "second_bias", "weight", "shift"), *SITE),
         a=[torch.empty(2, 3, 16)],
         b=[torch.empty(16, 24)],
@@ -154,7 +154,7 @@ def test_reductions_with_a_norm() -> None:
     extras = ("post_weight", "post_shift", "residual", "other_weight", "other_shift")
     saved = ("reduced", "post_mean", "rstd", "scaled", "other")
     node = AllReduceRmsNorm("sum", norm, extras, *SITE, post=Norm("layer"), saved=saved)
-    outputs = ops.call(node, x=x, **{**dict.fromkeys(extras, row), "residual": x})
+    outputs = schema.call(node, x=x, **{**dict.fromkeys(extras, row), "residual": x})
     assert shapes(outputs) == [[2, 3, 24], [2, 3, 24], [2, 3, 24], [2, 3, 1], [2, 3, 1], [2, 3, 24], [2, 3, 24], [1]]
     assert [one.dtype for one in outputs[2:-1]] == [BF16, FP32, FP32, FP32, BF16]
     assert is_token(outputs[-1])
@@ -165,7 +165,7 @@ def test_a_product_of_whose_norm_nothing_is_kept_but_the_total() -> None:
         "avg", Norm("none", 0.0), ("residual",), *SITE, post=Norm(), num_products=2, has_bias=True
     )
     a, b = [torch.empty(2, 3, 16)] * 2, [torch.empty(16, 24)] * 2
-    outputs = ops.call(node, a=a, b=b, product_bias=torch.empty(24), residual=torch.empty(6, 24))
+    outputs = schema.call(node, a=a, b=b, product_bias=torch.empty(24), residual=torch.empty(6, 24))
     assert shapes(outputs) == [[2, 3, 24], [1]]
 
 
@@ -175,27 +175,27 @@ def test_matmul_all_gather(shape: tuple[int, ...], dim: int) -> None:
     expected[dim] *= 4
     for bias in (None, torch.empty(24)):
         node = MatmulAllGather(dim, *SITE, has_bias=bias is not None)
-        outputs = ops.call(node, a=[torch.empty(shape)], b=[torch.empty(16, 24)], bias=bias)
+        outputs = schema.call(node, a=[torch.empty(shape)], b=[torch.empty(16, 24)], bias=bias)
         assert shapes(outputs) == [expected, [1]] and outputs[0].is_contiguous()
 
 
 def test_projections() -> None:
     x, weights = torch.empty(2, 16, dtype=BF16), [torch.empty(16, 24, dtype=BF16), torch.empty(8, 16, dtype=BF16).t()]
-    outputs = ops.call(Projections(2), x=x, weights=weights)
+    outputs = schema.call(Projections(2), x=x, weights=weights)
     assert shapes(outputs) == [[2, 24], [2, 8]] and all(one.is_contiguous() for one in outputs)
     node = Projections(2, num_extras=1, epilogue="cast(mm0 + row(x0), fp32); mm1")
-    outputs = ops.call(node, x=x, weights=weights, extras=[torch.empty(24)])
+    outputs = schema.call(node, x=x, weights=weights, extras=[torch.empty(24)])
     assert shapes(outputs) == [[2, 24], [2, 8]] and [one.dtype for one in outputs] == [FP32, BF16]
 
 
 def test_products_around_an_all_to_all() -> None:
     a, b = [torch.empty(2, 3, 16)] * 2, [torch.empty(16, 24)] * 2
     node = MatmulAllToAll(1, 3, *SITE, num_products=2, has_bias=True)
-    outputs = ops.call(node, a=a, b=b, bias=torch.empty(24))
+    outputs = schema.call(node, a=a, b=b, bias=torch.empty(24))
     assert shapes(outputs) == [[2, 12, 6], [1]] and outputs[0].is_contiguous()
     for returned in (False, True):
         node = AllToAllMatmul(1, 3, returned, *SITE)
-        outputs = ops.call(node, x=torch.empty(2, 12, 6), weight=torch.empty(24, 16))
+        outputs = schema.call(node, x=torch.empty(2, 12, 6), weight=torch.empty(24, 16))
         assert shapes(outputs) == [[6, 16], *([[2, 3, 24]] if returned else []), [1]]
         assert all(one.is_contiguous() for one in outputs)
 
@@ -206,7 +206,7 @@ def test_flash_decode() -> None:
     for given in (None, table):
         node = FlashDecode(0.25, 0.0, *SITE, paged=given is not None)
         operands = {} if given is None else {"block_table": given}
-        outputs = ops.call(node, q=q, k=cache, v=cache, lengths=lengths, **operands)
+        outputs = schema.call(node, q=q, k=cache, v=cache, lengths=lengths, **operands)
         assert shapes(outputs) == [[2, 6, 16], [1]]
         assert outputs[0].dtype == BF16 and outputs[0].is_contiguous()
 
@@ -217,7 +217,7 @@ def test_all_gather_attention(mask: str, returned: bool) -> None:
     q, k = torch.empty(1, 4, 8, 16, dtype=BF16), torch.empty(1, 2, 6, 16, dtype=BF16)
     bias = {"bias": torch.empty(1, 1, 8, 24)} if mask == "given" else {}
     node = AllGatherAttention(Mask(mask), 0.25, 0.0, *SITE, return_gathered=returned)
-    out, lse, *gathered, token = ops.call(node, q=q, k=k, v=k, **bias)
+    out, lse, *gathered, token = schema.call(node, q=q, k=k, v=k, **bias)
     assert shapes([out, lse]) == [[1, 4, 8, 16], [1, 4, 8]] and (out.dtype, lse.dtype) == (BF16, FP32)
     assert shapes(gathered) == [[1, 2, 24, 16]] * (2 * returned)
     # The sequence stands before the heads in memory, as the rest of a layer reads it.
@@ -230,7 +230,7 @@ def test_attention_reduce_scatter(mask: str) -> None:
     q, k = torch.empty(1, 4, 6, 16, dtype=BF16), torch.empty(1, 2, 24, 16, dtype=BF16)
     bias = {"bias": torch.empty(1, 1, 6, 24)} if mask == "given" else {}
     node = AttentionReduceScatter(Mask(mask), 0.25, 0.0, *SITE)
-    *gradients, token = ops.call(node, grad_out=q, q=q, k=k, v=k, out=q, lse=torch.empty(1, 4, 6), **bias)
+    *gradients, token = schema.call(node, grad_out=q, q=q, k=k, v=k, out=q, lse=torch.empty(1, 4, 6), **bias)
     assert shapes(gradients) == [[1, 4, 6, 16], [1, 2, 6, 16], [1, 2, 6, 16]]
     assert all(one.dtype == BF16 and one.transpose(1, 2).is_contiguous() for one in gradients)
     assert is_token(token)
@@ -239,23 +239,23 @@ def test_attention_reduce_scatter(mask: str) -> None:
 def test_operands_have_to_fit_the_node() -> None:
     node = MatmulAllReduce("sum", *SITE, has_bias=True)
     x, w, row = torch.empty(8, 16), torch.empty(16, 24), torch.empty(24)
-    operands, text, token = ops.arguments(node, a=[x], b=[w], bias=row)
-    assert operands == [x, w, row] and token is None and ops.parsed(node.kind, text) == node
+    operands, text, token = schema.arguments(node, a=[x], b=[w], bias=row)
+    assert operands == [x, w, row] and token is None and schema.parsed(node.kind, text) == node
     with pytest.raises(AssertionError, match="matmul_all_reduce has no bias"):
-        ops.arguments(node, a=[x], b=[w])
+        schema.arguments(node, a=[x], b=[w])
     with pytest.raises(AssertionError, match="matmul_all_reduce has 2 a, not 1"):
-        ops.arguments(node, a=[x, x], b=[w], bias=row)
+        schema.arguments(node, a=[x, x], b=[w], bias=row)
     with pytest.raises(AssertionError, match="matmul_all_reduce has no operand residual"):
-        ops.arguments(node, a=[x], b=[w], bias=row, residual=x)
+        schema.arguments(node, a=[x], b=[w], bias=row, residual=x)
     with pytest.raises(AssertionError, match="has 3 operands, not 2"):
-        ops.overload(node.kind)([x, w], text, None)
+        schema.overload(node.kind)([x, w], text, None)
 
 
 def test_a_token_orders_without_changing_anything() -> None:
     x, w = torch.empty(8, 16), torch.empty(16, 24)
     node = MatmulAllReduce("sum", *SITE)
-    _, token = ops.call(node, a=[x], b=[w])
-    ops.call(node, token, a=[x], b=[w])
+    _, token = schema.call(node, a=[x], b=[w])
+    schema.call(node, token, a=[x], b=[w])
     assert torch.ops.ditron.after(x, token).shape == x.shape
     assert torch.ops.ditron.token_of(x).shape == (1,)
 
@@ -268,10 +268,10 @@ def test_dynamic_shapes_add_no_guard() -> None:
     with mode:
         weight = x.new_empty(x.shape[2], 24)
         before = len(shape_env.guards)
-        outputs = ops.call(AllGatherMatmul(1, 4, "0", True, "r/0", Policy(), 1), shard=x, weights=[weight])
+        outputs = schema.call(AllGatherMatmul(1, 4, "0", True, "r/0", Policy(), 1), shard=x, weights=[weight])
         reduce = MatmulAllReduce("sum", *SITE, num_products=2, has_bias=True)
-        ops.call(reduce, a=[x, x], b=[weight, weight], bias=weight[0])
-        ops.call(MatmulReduceScatter(1, "sum", *SITE), a=[x], b=[weight])
-        ops.call(MatmulAllGather(2, *SITE), a=[x], b=[weight])
+        schema.call(reduce, a=[x, x], b=[weight, weight], bias=weight[0])
+        schema.call(MatmulReduceScatter(1, "sum", *SITE), a=[x], b=[weight])
+        schema.call(MatmulAllGather(2, *SITE), a=[x], b=[weight])
     assert len(shape_env.guards) == before
     assert outputs[1].shape[1] == 4 * x.shape[1]

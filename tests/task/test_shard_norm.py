@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.errors import GraphVerificationError, InvalidTaskNode
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import AllGatherMatmul, Norm, Policy, ShardNorm
 from ditron_inductor.task.verify import task_calls, verify_graph
 from tests.passes.graphs import traced
@@ -21,12 +21,12 @@ X, W, G = torch.empty(2, 8, 16), torch.empty(16, 24), torch.empty(16)
 
 
 def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, w: torch.Tensor) -> Any:
-    return ops.call(NODE, shard=x, weights=[w], residual=residual, weight=weight)[:-1]
+    return schema.call(NODE, shard=x, weights=[w], residual=residual, weight=weight)[:-1]
 
 
 @pytest.fixture
 def module() -> fx.GraphModule:
-    ops.define()
+    schema.define()
     return traced(block, X, X, G, W)
 
 
@@ -50,16 +50,16 @@ def test_a_call_stands_for_its_node(module: fx.GraphModule) -> None:
 @pytest.mark.parametrize("round_first", [False, True])
 def test_fields_at_their_defaults_are_in_no_text(round_first: bool) -> None:
     """What is left out is read back as it was."""
-    ops.define()
+    schema.define()
     prologue = ShardNorm(Norm("rms", 1e-5, round_first=round_first), ("weight",))
     node = replace(NODE, return_gathered=False, prologue=prologue)
 
     def call(x: torch.Tensor, weight: torch.Tensor, w: torch.Tensor) -> Any:
-        return ops.call(node, shard=x, weights=[w], weight=weight)[:-1]
+        return schema.call(node, shard=x, weights=[w], weight=weight)[:-1]
 
     ((call_of_it, found),) = task_calls(traced(call, X, G, W).graph)
     assert found == node
-    text = call_of_it.args[ops.NODE]
+    text = call_of_it.args[schema.NODE]
     assert "plus_one" not in text and "saved" not in text and ("round_first" in text) is round_first
 
 
@@ -86,16 +86,16 @@ SHARD, WEIGHTS, RESIDUAL, WEIGHT = range(4)
 def test_a_wrong_operand(module: fx.GraphModule, place: int, other: int, problem: str) -> None:
     ((call, node),) = task_calls(module.graph)
     assert [name for name, _ in node.slots()] == ["shard", "weights", "residual", "weight"]
-    operands = list(ops.operands_of(call))
+    operands = list(schema.operands_of(call))
     operands[place] = operands[other]
-    call.update_arg(ops.OPERANDS, operands)
+    call.update_arg(schema.OPERANDS, operands)
     with pytest.raises(GraphVerificationError, match=problem):
         verify_graph(module.graph)
 
 
 def test_tensors_of_a_norm_and_no_norm(module: fx.GraphModule) -> None:
     ((call, node),) = task_calls(module.graph)
-    call.update_arg(ops.NODE, replace(node, prologue=None).text())
+    call.update_arg(schema.NODE, replace(node, prologue=None).text())
     call.meta["val"] = [*call.meta["val"][:2], call.meta["val"][-1]]
     with pytest.raises(GraphVerificationError, match="has 4 operands, and its node has 2"):
         verify_graph(module.graph)
@@ -103,6 +103,6 @@ def test_tensors_of_a_norm_and_no_norm(module: fx.GraphModule) -> None:
 
 def test_a_norm_and_not_all_of_its_tensors(module: fx.GraphModule) -> None:
     ((call, _),) = task_calls(module.graph)
-    call.update_arg(ops.OPERANDS, ops.operands_of(call)[:-1])
+    call.update_arg(schema.OPERANDS, schema.operands_of(call)[:-1])
     with pytest.raises(GraphVerificationError, match="has 3 operands, and its node has 4"):
         verify_graph(module.graph)

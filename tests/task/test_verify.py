@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ditron_inductor.errors import GraphVerificationError, InvalidTaskNode
-from ditron_inductor.task import ops
+from ditron_inductor.task import schema
 from ditron_inductor.task.nodes import AllGatherMatmul, MatmulReduceScatter, Policy
 from ditron_inductor.task.verify import task_calls, verify_graph
 from tests.passes.graphs import traced
@@ -26,16 +26,16 @@ SCATTER = MatmulReduceScatter(0, "sum", 4, "0", "r/1", Policy(), num_products=2,
 
 def chain(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Two sites and a collective that is not fused, in one chain."""
-    hidden, token = ops.call(GATHER, shard=x, weights=[w])
+    hidden, token = schema.call(GATHER, shard=x, weights=[w])
     other = torch.ops.ditron.token_of(torch.ops.ditron.after(x, token).sin())
     bias = v.sum(0)
-    out, _ = ops.call(SCATTER, other, a=[hidden, hidden], b=[v, v], bias=bias)
+    out, _ = schema.call(SCATTER, other, a=[hidden, hidden], b=[v, v], bias=bias)
     return out
 
 
 @pytest.fixture
 def module() -> fx.GraphModule:
-    ops.define()
+    schema.define()
     return traced(chain, X, W, V)
 
 
@@ -49,7 +49,7 @@ def set_field(index: int = 0, **fields: Any) -> Callable[[fx.Graph], None]:
 
     def change(graph: fx.Graph) -> None:
         call, task = task_calls(graph)[index]
-        call.update_arg(ops.NODE, replace(task, **fields).text())
+        call.update_arg(schema.NODE, replace(task, **fields).text())
 
     return change
 
@@ -59,13 +59,13 @@ def set_operand(index: int, name: str, value: Callable[[fx.Graph], Any]) -> Call
 
     def change(graph: fx.Graph) -> None:
         call, task = task_calls(graph)[index]
-        call.update_arg(ops.OPERANDS, task.flat({**ops.operands_from_call(call), name: value(graph)}))
+        call.update_arg(schema.OPERANDS, task.flat({**schema.operands_from_call(call), name: value(graph)}))
 
     return change
 
 
 def operand(graph: fx.Graph, index: int, name: str) -> Any:
-    return ops.operand(task_calls(graph)[index][0], name)
+    return schema.operand(task_calls(graph)[index][0], name)
 
 
 wrong_weight = set_operand(0, "weights", lambda graph: [operand(graph, 0, "shard")])
@@ -76,26 +76,26 @@ bias_that_is_no_row = set_operand(1, "bias", lambda graph: operand(graph, 1, "b"
 
 def operand_that_is_no_node(graph: fx.Graph) -> None:
     call = task_calls(graph)[0][0]
-    call.update_arg(ops.OPERANDS, [ops.operands_of(call)[0], None])
+    call.update_arg(schema.OPERANDS, [schema.operands_of(call)[0], None])
 
 
 def lost_operand(graph: fx.Graph) -> None:
     call = task_calls(graph)[1][0]
-    call.update_arg(ops.OPERANDS, ops.operands_of(call)[:-1])
+    call.update_arg(schema.OPERANDS, schema.operands_of(call)[:-1])
 
 
 def lost_token(graph: fx.Graph) -> None:
-    task_calls(graph)[1][0].update_arg(ops.TOKEN, None)
+    task_calls(graph)[1][0].update_arg(schema.TOKEN, None)
 
 
 def shared_token(graph: fx.Graph) -> None:
-    token = task_calls(graph)[1][0].args[ops.TOKEN]
+    token = task_calls(graph)[1][0].args[schema.TOKEN]
     (output,) = graph.find_nodes(op="output")
     output.args = ((output.args[0], token),)
 
 
 def token_that_is_none(graph: fx.Graph) -> None:
-    task_calls(graph)[1][0].update_arg(ops.TOKEN, next(iter(graph.nodes)))
+    task_calls(graph)[1][0].update_arg(schema.TOKEN, next(iter(graph.nodes)))
 
 
 def whole_list_used(graph: fx.Graph) -> None:
@@ -135,10 +135,10 @@ def test_extra_tensors_of_a_reduction_fit_its_output(epilogue: str, legal: bool)
     node = MatmulReduceScatter(0, "sum", 4, "0", "r/0", Policy(), num_extras=1, epilogue=epilogue)
 
     def fn(x: torch.Tensor, w: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        out, _ = ops.call(node, a=[x], b=[w], extras=[row])
+        out, _ = schema.call(node, a=[x], b=[w], extras=[row])
         return out
 
-    ops.define()
+    schema.define()
     module = traced(fn, X, W, torch.empty(24))
     with contextlib.nullcontext() if legal else pytest.raises(GraphVerificationError, match="no full: x0"):
         verify_graph(module.graph)
