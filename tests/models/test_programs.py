@@ -287,7 +287,7 @@ def run_case(ctx: RankContext, case: Case) -> None:
             compare(ctx, case.program, compiled, case.shapes, case.grad)
     fused = [site.kind for graph in sink.graphs if not graph.is_backward for site in graph.sites if site.fused]
     assert Counter(fused) == Counter(case.fused), fused
-    assert {site.epilogue for graph in sink.graphs for site in graph.sites} >= case.epilogues
+    assert {getattr(site.task, "epilogue", "") for graph in sink.graphs for site in graph.sites} >= case.epilogues
 
 
 @pytest.mark.timeout(100)
