@@ -29,12 +29,12 @@ KINDS = {
     "matmul_all_to_all.tile": "matmul_all_to_all",
     "matmul_reduce_scatter.tile": "matmul_reduce_scatter",
     "all_reduce_rms_norm.slices": "in_slices",
-    "all_reduce_rms_norm.in_band": "in_band",
-    "flash_decode.in_band": "in_band",
+    "all_reduce_rms_norm.norm_in_band": "in_band",
+    "flash_decode.decode_in_band": "in_band",
 }
 """The model's kind by the module of the kernel."""
 
-SHOTS = ("matmul_all_reduce.all_reduce_kernel", "all_reduce_rms_norm.kernel")
+SHOTS = ("matmul_all_reduce.all_reduce_kernel", "all_reduce_rms_norm.norm_kernel")
 """Kernels that run in one shot or in two."""
 
 PULLING = {

@@ -50,9 +50,9 @@ EXPECTED = {
     },
     "chunked": {"transfers"},
     "two shots": {"matmul_all_reduce.two_shot", "matmul_all_reduce.all_reduce_kernel", "transfers"},
-    "norms": {"all_reduce_rms_norm.kernel", "all_reduce_rms_norm.in_band"},
+    "norms": {"all_reduce_rms_norm.norm_kernel", "all_reduce_rms_norm.norm_in_band"},
     "attention": {"all_gather_attention.tile", "transfers"},
-    "decode": {"flash_decode.tile", "flash_decode.in_band"},
+    "decode": {"flash_decode.tile", "flash_decode.decode_in_band"},
 }
 """The kernels of the protocol that each program launches, at least."""
 
