@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 KNOWN_TRITON = ((3, 6), (3, 8))
 """Oldest and newest version whose compiled kernels are known to be launched as below."""
 
+LAUNCH_OPTIONS = ("num_warps", "num_stages")
+"""What a launch is given besides the arguments of its kernel."""
 SIGNED_32 = 1 << 31
 
 _interpreter = threading.Lock()
@@ -239,6 +241,9 @@ class Launcher:
         pointers = {**tensors, **dict(zip(self._words, words, strict=True))}
         launch = functools.partial(self.kernel[(chosen.programs,)], **pointers, **values)
         if not isinstance(self.kernel, JITFunction):
+            # The interpreter drops arguments that the kernel does not have; on a GPU they are an error.
+            unknown = {*pointers, *values} - {*self.kernel.arg_names, *LAUNCH_OPTIONS}
+            assert not unknown, f"{self.kernel} has no argument {', '.join(sorted(unknown))}"
             with interpreting(self.kernel):
                 launch()
             return
