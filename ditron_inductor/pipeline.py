@@ -343,7 +343,7 @@ def with_user_passes(user_passes: Any, pipeline: DitronPipeline) -> Any:
 
 
 def takes_several_passes() -> bool:
-    """Whether this Inductor takes a list of passes (with a `uuid` each) as one option."""
+    """Returns whether this Inductor takes a list of passes (with a `uuid` each) as one option."""
     from torch._inductor import custom_graph_pass
 
     return "get_custom_graph_passes" in vars(custom_graph_pass)

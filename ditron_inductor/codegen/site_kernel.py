@@ -69,7 +69,7 @@ class SiteKernel(ir.FallbackKernel):
 
 
 def is_static(x: Any) -> bool:
-    """Whether sizes and strides of a buffer are numbers."""
+    """Returns whether sizes and strides of a buffer are numbers."""
     return all(getattr(number, "is_Integer", isinstance(number, int)) for number in (*x.get_size(), *x.get_stride()))
 
 

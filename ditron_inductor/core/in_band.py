@@ -222,7 +222,7 @@ def clear_before(heap, known, first, step, CHUNK: tl.constexpr):
 
 @triton.jit
 def any_zero(words):
-    """Whether one of the words [R, C] is zero."""
+    """Returns whether one of the words [R, C] is zero."""
     return tl.min(tl.min(words, axis=1), axis=0) == 0
 
 

@@ -129,7 +129,7 @@ def with_epoch(words, epoch):
 
 @triton.jit
 def behind(seen, epoch):
-    """Whether the epoch in the word `seen` is before `epoch`, modulo 2**EPOCH_BITS."""
+    """Returns whether the epoch in the word `seen` is before `epoch`, modulo 2**EPOCH_BITS."""
     return ((seen - epoch) << WRAP_SHIFT) < 0
 
 

@@ -30,7 +30,8 @@ class Group:
     process_group: weakref.ref[dist.ProcessGroup]
 
     def is_current(self) -> bool:
-        """Whether the group's name still resolves to this group. Raises RuntimeError when it resolves to none."""
+        """Returns whether the group's name still resolves to this group. Raises RuntimeError when it resolves to none.
+        """
         return distributed_c10d._resolve_process_group(self.name) is self.process_group()  # type: ignore[arg-type]
 
 

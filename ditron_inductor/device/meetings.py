@@ -364,7 +364,7 @@ def _members(group: groups.Group) -> str:
 
 
 def _fit(said: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether all who met in a group saw the same entries there."""
+    """Returns whether all who met in a group saw the same entries there."""
     seen: dict[str, list[str]] = {}
     for register in said.values():
         for members, uids in register["seen"].items():

@@ -122,7 +122,7 @@ def samples(x: torch.Tensor) -> list[float]:
 
 
 def near(own: Sequence[float], other: Sequence[float], dtype: torch.dtype) -> bool:
-    """Whether two lists of samples are those of one tensor."""
+    """Returns whether two lists of samples are those of one tensor."""
     if len(own) != len(other):
         return False
     largest = max((abs(one) for one in (*own, *other) if math.isfinite(one)), default=0.0)

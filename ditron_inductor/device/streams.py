@@ -153,7 +153,7 @@ def handle_for(x: torch.Tensor) -> int:
 
 
 def is_foreign(stream: torch.cuda.Stream) -> bool:
-    """Whether torch only borrows `stream`: it numbers its own ones, and knows others by their handle."""
+    """Returns whether torch only borrows `stream`: it numbers its own ones, and knows others by their handle."""
     return stream.cuda_stream != 0 and stream.stream_id == stream.cuda_stream
 
 

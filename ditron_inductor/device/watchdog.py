@@ -61,7 +61,7 @@ class Health:
         return self.timeout_s if self._begun_at is None else max(self.timeout_s, time.monotonic() - self._begun_at)
 
     def failed(self) -> bool:
-        """Whether the workspace may not be used until it is reset. Costs well under a microsecond."""
+        """Returns whether the workspace may not be used until it is reset. Costs well under a microsecond."""
         return self._state.value != 0 or bool(self._cause)
 
     def check(self) -> None:

@@ -107,7 +107,7 @@ class SharedWorkspace:
             self.health.check()
 
     def is_first(self, text: str) -> bool:
-        """Whether this is asked for the first time about a site with certain sizes, since the last reset.
+        """Returns whether this is asked for the first time about a site with certain sizes, since the last reset.
 
         All ranks ask at the same calls, if `text` holds nothing that they do not share.
         """
@@ -310,7 +310,7 @@ class Workspace:
         return self._shared.largest.get(what)
 
     def is_current(self) -> bool:
-        """Whether `workspaces.get` would still return it: neither was it released, nor its group replaced.
+        """Returns whether `workspaces.get` would still return it: neither was it released, nor its group replaced.
 
         Raises RuntimeError when there is no group of its name any more.
         """

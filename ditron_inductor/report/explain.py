@@ -220,7 +220,7 @@ def _timings(
 
 
 def uses_graphs(mode: str | None) -> bool:
-    """Whether a mode of ``torch.compile`` runs the model inside CUDA graphs."""
+    """Returns whether a mode of ``torch.compile`` runs the model inside CUDA graphs."""
     import torch._inductor
 
     modes: dict[str, dict[str, Any]] = torch._inductor.list_mode_options()

@@ -26,7 +26,7 @@ class MatmulShape:
 
 
 def divides(op: str, m: int, world_size: int) -> bool:
-    """Whether what the ranks have parts of divides over them."""
+    """Returns whether what the ranks have parts of divides over them."""
     return op in WHOLE_ROWS or m % world_size == 0
 
 

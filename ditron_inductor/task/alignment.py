@@ -89,7 +89,7 @@ class Rule:
         return max(compute / as_it_is, read), max(compute / padded, read) + copies
 
     def pays(self, work: ProductWork) -> bool:
-        """Whether the product is faster with padding, by the margin."""
+        """Returns whether the product is faster with padding, by the margin."""
         as_it_is, padded = self.seconds(work)
         return as_it_is > padded * self.margin
 

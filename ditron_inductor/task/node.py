@@ -147,7 +147,7 @@ class Node:
 
 
 def _is_nothing(value: Any) -> bool:
-    """Whether this is no operand: None, or no tensor in a list."""
+    """Returns whether this is no operand: None, or no tensor in a list."""
     return value is None or (isinstance(value, (list, tuple)) and not value)
 
 

@@ -300,5 +300,5 @@ def _reduce_op(name: str, native: bool) -> Any:
 
 
 def _averages(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's backend averages by itself; gloo does not, and gets a sum and a division."""
+    """Returns whether the group's backend averages by itself; gloo does not, and gets a sum and a division."""
     return bool(group._get_backend(device).name() == "nccl")

@@ -75,7 +75,8 @@ def predict(work: RegionWork, on: cost.Hardware) -> tuple[float, float]:
 
 
 def pays(work: RegionWork) -> bool:
-    """Whether the sharded form is predicted to gain on every GPU that is known: all ranks come to one answer."""
+    """Returns whether the sharded form is predicted to gain on every GPU that is known: all ranks come to one answer.
+    """
     return all(sharded <= GAIN * replicated for replicated, sharded in (predict(work, on) for on in cost.KNOWN))
 
 

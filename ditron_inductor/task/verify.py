@@ -98,7 +98,7 @@ def _value(call: fx.Node, argument: object) -> torch.Tensor:
 
 
 def _possible(condition: Any) -> bool:
-    """Whether a (symbolic) condition may hold: False only if it is certain not to."""
+    """Returns whether a (symbolic) condition may hold: False only if it is certain not to."""
     negated: Any = (not condition) if isinstance(condition, bool) else torch.sym_not(condition)
     return not statically_known_true(negated)
 

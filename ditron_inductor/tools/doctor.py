@@ -117,7 +117,7 @@ def check_compiler() -> Finding:
 
 
 def check_interpreter(software: Sequence[Finding]) -> Finding:
-    """Whether Triton's interpreter runs Ditron's kernels, tried in a process with TRITON_INTERPRET=1."""
+    """Returns whether Triton's interpreter runs Ditron's kernels, tried in a process with TRITON_INTERPRET=1."""
     name = "interpreter"
     found = _by_name(software)
     missing = [package for package in ("torch", "triton", "numpy") if not found[package].ok]

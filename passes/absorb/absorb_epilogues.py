@@ -197,7 +197,7 @@ def _read_extra(node: fx.Node, value: torch.Tensor, width: Any, chain: EpilogueC
 
 
 def is_stored(node: fx.Node) -> bool:
-    """Whether a tensor is in memory whatever Inductor fuses."""
+    """Returns whether a tensor is in memory whatever Inductor fuses."""
     source = proofs.views_up(node)[-1]
     if source.target is aten.slice.Tensor and is_stored(source.all_input_nodes[0]):
         return True
@@ -207,7 +207,7 @@ def is_stored(node: fx.Node) -> bool:
 
 
 def _launches(node: object) -> bool:
-    """Whether a node runs a kernel that is not Inductor's."""
+    """Returns whether a node runs a kernel that is not Inductor's."""
     if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
     waits = node.target.namespace in ("_c10d_functional", schema.NAMESPACE)
@@ -230,7 +230,7 @@ def _closed(chain: EpilogueChain) -> set[fx.Node]:
 
 
 def _ends(user: fx.Node) -> bool:
-    """Whether Inductor computes nothing of `user` in the kernel that makes its operand."""
+    """Returns whether Inductor computes nothing of `user` in the kernel that makes its operand."""
     if user.op == "output" or _launches(user):
         return True
     return user.target in RESHAPING and all(_ends(one) for one in user.users)
@@ -241,7 +241,7 @@ def _is_view(node: fx.Node, chain: EpilogueChain) -> bool:
 
 
 def _is_needed(node: fx.Node, kept: set[fx.Node], chain: EpilogueChain) -> bool:
-    """Whether something outside of the chain uses a value, or a view of it."""
+    """Returns whether something outside of the chain uses a value, or a view of it."""
     return any(user not in kept or (_is_view(user, chain) and _is_needed(user, kept, chain)) for user in node.users)
 
 

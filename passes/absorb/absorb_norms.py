@@ -116,7 +116,7 @@ def find_prologue(call: fx.Node, task: AllGatherMatmul, options: Options) -> Mat
 
 
 def pays(shape: Any, task: AllGatherMatmul, options: Options) -> bool:
-    """Whether a shard of this shape is likely to be staged by `chunked`; equal on all ranks."""
+    """Returns whether a shard of this shape is likely to be staged by `chunked`; equal on all ranks."""
     if options.strategy != "auto":
         return options.strategy == "chunked"
     static = all(isinstance(size, int) for size in shape[:-1])
@@ -152,8 +152,8 @@ def _fused(norm: FoundNorm) -> set[fx.Node]:
 
 
 def _is_kept(node: fx.Node, call: fx.Node) -> bool:
-    """Whether a tensor is in memory when the node runs, whatever Inductor fuses: by itself, or as something needs it
-    that waits for the node.
+    """Returns whether a tensor is in memory when the node runs, whatever Inductor fuses: by itself, or as something
+    needs it that waits for the node.
     """
     source = proofs.views_up(node)[-1]
     return is_stored(source) or any(proofs.depends_on(user, {call}) for user in source.users)

@@ -109,7 +109,7 @@ class _Reading:
         return self._leaves[node]
 
     def _reaches(self, node: fx.Node) -> bool:
-        """Whether a node is made of a product that serves nothing else."""
+        """Returns whether a node is made of a product that serves nothing else."""
         if node not in self._private:
             return False
         if self._leaf(node) is not None:

@@ -75,7 +75,7 @@ class Affine:
         return Affine(self.const, self.coefs[dropped:], steps)
 
     def depends_on(self, dims: Iterable[int]) -> bool:
-        """Whether it differs along any of these dimensions."""
+        """Returns whether it differs along any of these dimensions."""
         return any(self.coefs[dim] or any(step.dim == dim for step in self.steps) for dim in dims)
 
     def steps_of(self, dim: int) -> dict[int, int]:

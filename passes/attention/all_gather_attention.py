@@ -251,7 +251,7 @@ def _output(graph: fx.Graph, call: fx.Node, attention: AttentionCall, old: fx.No
 
 
 def sees_everywhere(attention: AttentionCall) -> bool:
-    """Whether every row sees a key. This rank's alone: what follows is no collective."""
+    """Returns whether every row sees a key. This rank's alone: what follows is no collective."""
     return all_see(attention.mask, attention.q.meta["val"].shape[2], attention.k.meta["val"].shape[2])
 
 
@@ -329,7 +329,7 @@ def _fuse_written(
 
 
 def usable(attention: AttentionCall) -> bool:
-    """Whether whatever is used of the kernel's outputs can be replaced."""
+    """Returns whether whatever is used of the kernel's outputs can be replaced."""
     q = attention.q.meta["val"]
     for user in attention.node.users:
         if user.target is not getitem:

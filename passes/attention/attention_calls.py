@@ -329,7 +329,7 @@ def replay(graph: fx.Graph, chain: Sequence[fx.Node], dim: int, world_size: int,
 
 
 def replayable(chain: Sequence[fx.Node], dim: int, world_size: int) -> bool:
-    """Whether `replay` can: it takes sizes that are known, but for the gathered one."""
+    """Returns whether `replay` can: it takes sizes that are known, but for the gathered one."""
     place: int | None = dim
     for view in chain[1:]:
         place = None if place is None else _next_dim(view, place, world_size)

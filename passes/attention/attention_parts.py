@@ -326,7 +326,7 @@ def _is_minus_infinity(node: object) -> bool:
 
 
 def _counts_up(node: fx.Node) -> bool:
-    """Whether a node is arange(n)."""
+    """Returns whether a node is arange(n)."""
     if node.target is not prims.iota.default:
         return False
     bound = proofs.arguments(node)

@@ -109,7 +109,7 @@ def read_flex(node: fx.Node) -> tuple[Shown, float, float] | Refused:
 
 
 def _outputs_are_known(node: fx.Node, call: FlexCall) -> bool:
-    """Whether what is used of a call's outputs, and given to a backward, is what our ops have."""
+    """Returns whether what is used of a call's outputs, and given to a backward, is what our ops have."""
     used = {user.args[1] if user.target is getitem else None for user in node.users if user.users}
     # Its logarithms are natural ones.
     flash = isinstance(call.options, dict) and call.options.get("BACKEND") == "FLASH"

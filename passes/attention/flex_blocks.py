@@ -30,7 +30,7 @@ EXCHANGED = [0, 1, 3, 2]
 
 
 def are_counted(block_mask: Sequence[Any], masked: Truth, shape: tuple[Any, Any]) -> bool:
-    """Whether the blocks are those in which `masked` holds somewhere, full ones apart. Raises Unknown."""
+    """Returns whether the blocks are those in which `masked` holds somewhere, full ones apart. Raises Unknown."""
     numbers, indices, full_numbers, full_indices = block_mask[FIRST : FIRST + 4]
     rows, columns = block_mask[-3:-1]
     if full_numbers is None and full_indices is None and _is_full(numbers, 1) and _is_full(indices, 0):
@@ -57,7 +57,7 @@ def are_counted(block_mask: Sequence[Any], masked: Truth, shape: tuple[Any, Any]
 
 
 def are_transposed(block_mask: Sequence[Any]) -> bool:
-    """Whether the blocks of keys are those of queries, exchanged. Raises Unknown."""
+    """Returns whether the blocks of keys are those of queries, exchanged. Raises Unknown."""
     given = block_mask[FIRST : FIRST + 8]
     pairs = [tuple(given[place : place + 2]) for place in range(0, 8, 2)]
     for blocks, exchanged in zip(pairs[:2], pairs[2:], strict=True):
@@ -92,7 +92,7 @@ def _is_transposed(numbers: object, indices: object, exchanged_numbers: object, 
 
 
 def _is_index(node: object, dim: int, shape: tuple[Any, ...]) -> bool:
-    """Whether a tensor holds the index of a dimension, as broadcast to this shape. Raises Unknown."""
+    """Returns whether a tensor holds the index of a dimension, as broadcast to this shape. Raises Unknown."""
     value = proofs.tensor(node)
     if not isinstance(node, fx.Node) or value is None:
         return False
@@ -102,7 +102,9 @@ def _is_index(node: object, dim: int, shape: tuple[Any, ...]) -> bool:
 
 
 def _is_wanted(node: object, numbers: object, indices: object, count: Any) -> bool:
-    """Whether a tensor holds the indices where their place is below the number of them, and else what is behind all."""
+    """Returns whether a tensor holds the indices where their place is below the number of them, and else what is behind
+    all.
+    """
     if not isinstance(node, fx.Node) or node.target is not aten.where.self:
         return False
     below, chosen, behind = node.args

@@ -57,7 +57,7 @@ Value = Affine | Truth | Selection
 
 
 def fits(term: Affine, shape: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Whether a dtype holds a term everywhere."""
+    """Returns whether a dtype holds a term everywhere."""
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         return term.is_constant
     lowest, highest = term.bounds(shape)
@@ -65,7 +65,7 @@ def fits(term: Affine, shape: Sequence[Any], dtype: torch.dtype) -> bool:
 
 
 def hides(number: float, dtype: torch.dtype) -> bool:
-    """Whether a score that this number is added to, or replaces, counts for nothing beside one as it is."""
+    """Returns whether a score that this number is added to, or replaces, counts for nothing beside one as it is."""
     return number <= max(LEAST, torch.finfo(dtype).min)
 
 

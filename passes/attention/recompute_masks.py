@@ -66,7 +66,7 @@ def recompute_masks(graph: fx.Graph, *, options: Options) -> int:
 
 
 def _is_gathered(keys: fx.Node, gathers: set[fx.Node]) -> bool:
-    """Whether keys are views, or parts put together, of what a collective gathers."""
+    """Returns whether keys are views, or parts put together, of what a collective gathers."""
     seen: set[fx.Node] = set()
     left = [keys]
     while left:

@@ -53,7 +53,7 @@ def ring_attention(collective: fx.Node) -> fx.Node | None:
 
 
 def _is_passed_on(exchange: fx.Node) -> bool:
-    """Whether an all-to-all sends everything to one rank, and gets everything from one."""
+    """Returns whether an all-to-all sends everything to one rank, and gets everything from one."""
     bound = proofs.arguments(exchange)
     both = bound["output_split_sizes"], bound["input_split_sizes"]
     return all(
@@ -63,7 +63,7 @@ def _is_passed_on(exchange: fx.Node) -> bool:
 
 
 def _is_part(operand: fx.Node, waits: list[fx.Node]) -> bool:
-    """Whether keys are views of a part of what came."""
+    """Returns whether keys are views of a part of what came."""
     chain = views_above(operand, waits)
     return chain is not None and any(view.target in proofs.SLICES for view in chain)
 

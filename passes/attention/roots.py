@@ -82,7 +82,7 @@ def viewed(atoms: Atoms, view: fx.Node, axes: Axes) -> Axes:
 
 
 def widens(node: fx.Node) -> bool:
-    """Whether a node is a cast that keeps every value."""
+    """Returns whether a node is a cast that keeps every value."""
     if node.target not in proofs.CASTS or node.target is aten.view.dtype:
         return False
     source, result = proofs.tensor(node.args[0]), proofs.tensor(node)

@@ -95,7 +95,7 @@ def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = 
 
 
 def all_see(mask: Mask, queries: Any, keys: Any) -> bool:
-    """Whether every row of such a mask sees one of the keys of all ranks. This rank's alone."""
+    """Returns whether every row of such a mask sees one of the keys of all ranks. This rank's alone."""
     if mask.kind == GIVEN:
         return False
     if not mask.jumps:
@@ -106,8 +106,8 @@ def all_see(mask: Mask, queries: Any, keys: Any) -> bool:
 
 
 def _in_chunks(mask: Mask, queries: int) -> bool:
-    """Whether rows stand where they do by halves of a rank's. Then they stand in front of the first key on no rank, if
-    they are as many keys farther on each; one position less, and on rank 0 alone one of them does.
+    """Returns whether rows stand where they do by halves of a rank's. Then they stand in front of the first key on no
+    rank, if they are as many keys farther on each; one position less, and on rank 0 alone one of them does.
     """
     chunk = queries // 2 if queries % 2 == 0 else queries
     return not any(edge % chunk for run in mask.positions(0, 1, queries) for edge in (run.first, run.start))

@@ -145,7 +145,7 @@ class Value:
     is_log: bool
 
     def is_opaque(self) -> bool:
-        """Whether it depends on the axis through maxima only."""
+        """Returns whether it depends on the axis through maxima only."""
         return self.is_log and all(symbol[0] == "m" for symbol in self.power)
 
 

@@ -137,7 +137,7 @@ def _ordered_input(graph: fx.Graph, node: fx.Node, x: fx.Node, token: fx.Node) -
 
 
 def _dies_at(graph: fx.Graph, x: fx.Node, node: fx.Node) -> bool:
-    """Whether nothing reads the memory of x after `node`, and the caller does not own it."""
+    """Returns whether nothing reads the memory of x after `node`, and the caller does not own it."""
     storage = x.meta["val"].untyped_storage()._cdata
     for other in graph.nodes:
         value = other.meta.get("val")
@@ -149,7 +149,7 @@ def _dies_at(graph: fx.Graph, x: fx.Node, node: fx.Node) -> bool:
 
 
 def _is_chained(match: Match) -> bool:
-    """Whether something waits for the token of the launch."""
+    """Returns whether something waits for the token of the launch."""
     value = match.node.meta["val"]
     if match.is_task:
         getitems = [user for user in match.node.users if user.target is operator.getitem]

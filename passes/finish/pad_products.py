@@ -188,7 +188,7 @@ def _site_product(node: fx.Node, a: fx.Node, b: fx.Node, devices: tuple[str, ...
 
 
 def _paddable(values: list[torch.Tensor | None], devices: tuple[str, ...]) -> bool:
-    """Whether these are tensors of one dtype that is known here, of known sizes above 1, on a GPU."""
+    """Returns whether these are tensors of one dtype that is known here, of known sizes above 1, on a GPU."""
     if any(value is None for value in values):
         return False
     found = [value for value in values if value is not None]
@@ -232,7 +232,7 @@ def _copied_bytes(operand: fx.Node, product: fx.Node) -> int:
 
 
 def _generated(node: fx.Node) -> bool:
-    """Whether Inductor generates the kernel that computes a node, and could write its result anywhere."""
+    """Returns whether Inductor generates the kernel that computes a node, and could write its result anywhere."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target is CONVERT or torch.Tag.pointwise in node.target.tags
     return False

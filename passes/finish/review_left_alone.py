@@ -86,7 +86,7 @@ def find_other_matmul(collective: fx.Node) -> Refusal | None:
 
 
 def _reduces(collective: fx.Node) -> bool:
-    """Whether a collective reduces what it sends: then its result is as good as any other tensor."""
+    """Returns whether a collective reduces what it sends: then its result is as good as any other tensor."""
     target = collective.target
     assert isinstance(target, torch._ops.OpOverload)
     return target._opname.startswith(("all_reduce", "reduce_scatter"))
@@ -122,7 +122,7 @@ def _passes(node: fx.Node) -> bool:
 
 
 def _widens_bytes(node: fx.Node) -> bool:
-    """Whether a node converts elements of one byte, which are quantised numbers, to larger ones."""
+    """Returns whether a node converts elements of one byte, which are quantised numbers, to larger ones."""
     if node.target not in proofs.CASTS or node.target is aten.view.dtype:
         return False
     source, result = proofs.tensor(node.args[0]), proofs.tensor(node)
@@ -132,8 +132,8 @@ def _widens_bytes(node: fx.Node) -> bool:
 
 
 def is_beside_matmul(collective: fx.Node) -> bool:
-    """Whether a matmul of any kind makes what a collective sends, or uses what it brings, with nothing between but
-    moves and casts.
+    """Returns whether a matmul of any kind makes what a collective sends, or uses what it brings, with nothing between
+    but moves and casts.
     """
     quiet = MOVES | proofs.CASTS
     near = _upwards(collective, quiet)

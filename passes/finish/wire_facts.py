@@ -186,7 +186,9 @@ def _task_numel(node: fx.Node, task: TaskNode) -> int | None:
 
 
 def _is_transposed(node: fx.Node) -> bool:
-    """Whether a Task node solves the transposed problem, and sends the transposes of what its collective had sent."""
+    """Returns whether a Task node solves the transposed problem, and sends the transposes of what its collective had
+    sent.
+    """
     return bool(node.meta.get(TRANSPOSED))
 
 

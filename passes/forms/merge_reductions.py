@@ -87,7 +87,7 @@ def find_merged(root: fx.Node) -> Match | None:
 
 
 def _adds(node: fx.Node) -> bool:
-    """Whether a node adds two tensors of one dtype, unscaled."""
+    """Returns whether a node adds two tensors of one dtype, unscaled."""
     if node.op != "call_function" or node.target is not aten.add.Tensor:
         return False
     bound = proofs.arguments(node)
@@ -187,7 +187,7 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
 
 
 def loses_fusion(graph: fx.Graph, match: Match) -> bool:
-    """Whether fusions would take every reduction of the match, but not the one that they are merged into."""
+    """Returns whether fusions would take every reduction of the match, but not the one that they are merged into."""
     if not all(_is_fused(one.collective.node) for one in match.reductions):
         return False
     copy, twins = rewriting.copied(graph)

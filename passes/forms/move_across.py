@@ -97,7 +97,7 @@ def _chain_up(node: fx.Node, *, transposes: bool) -> tuple[list[fx.Node], fx.Nod
 
 
 def is_factor(node: fx.Node) -> bool:
-    """Whether a node multiplies a tensor with a number, and nothing else."""
+    """Returns whether a node multiplies a tensor with a number, and nothing else."""
     source, result = proofs.tensor(node.args[0]) if node.args else None, proofs.tensor(node)
     if source is None or result is None or result.dtype not in FACTOR_DTYPES or source.dtype != result.dtype:
         return False

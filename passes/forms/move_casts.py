@@ -71,7 +71,7 @@ def find_narrowed(node: fx.Node) -> Match | None:
 
 
 def _narrows(cast: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a node makes fewer bytes of each floating-point element, and changes nothing else."""
+    """Returns whether a node makes fewer bytes of each floating-point element, and changes nothing else."""
     source, result = proofs.tensor(cast.args[0]), proofs.tensor(cast)
     if source is None or result is None or source.device != result.device or set(cast.kwargs) - {"dtype"}:
         return False

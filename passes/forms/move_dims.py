@@ -73,7 +73,7 @@ def _divides(length: object, world_size: int) -> bool:
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether a matmul or a sum stands behind views and factors: else no fusion takes the scatter."""
+    """Returns whether a matmul or a sum stands behind views and factors: else no fusion takes the scatter."""
     while proofs.keeps_order(node) or is_factor(node):
         source = node.args[0]
         assert isinstance(source, fx.Node)

@@ -257,7 +257,7 @@ def _shaped(graph: fx.Graph, half: fx.Node, view: fx.Node, part: fx.Node) -> fx.
 
 
 def _combines(views: tuple[fx.Node, ...]) -> bool:
-    """Whether one epilogue makes something of the products with all of these weights."""
+    """Returns whether one epilogue makes something of the products with all of these weights."""
     for call in views[0].users:
         if call.target not in (schema.overload(AllGatherMatmul.kind), schema.overload(Projections.kind)):
             continue

@@ -213,7 +213,8 @@ def _proved(match: Match, rows: fx.Node) -> Match | ReasonCode:
 
 
 def _is_shared(norm: FoundNorm) -> bool:
-    """Whether more norms are made of the same scaled rows: what one does with its weight is none of the others'.
+    """Returns whether more norms are made of the same scaled rows: what one does with its weight is none of the
+    others'.
 
     The compiler finds the common part of them in training, where it removes equal subexpressions.
     """
@@ -428,7 +429,7 @@ def _others(found: Sum, node: fx.Node) -> list[fx.Node]:
 
 
 def _is_kept(user: fx.Node) -> bool:
-    """Whether what uses the reduced tensor too takes it from memory, or is a view."""
+    """Returns whether what uses the reduced tensor too takes it from memory, or is a view."""
     return all(map(_is_kept, user.users)) if proofs.keeps_order(user) else _is_final(user)
 
 
@@ -437,12 +438,12 @@ PICKS = frozenset({aten.index.Tensor, aten.index_select.default})
 
 
 def _is_foreign(user: fx.Node) -> bool:
-    """Whether nobody but its author knows what an op does: the compiler gives it tensors."""
+    """Returns whether nobody but its author knows what an op does: the compiler gives it tensors."""
     return isinstance(user.target, torch._ops.OpOverload) and user.target.namespace not in ("aten", "prims")
 
 
 def _is_final(user: fx.Node) -> bool:
-    """Whether the compiler computes `user` apart from what it reads."""
+    """Returns whether the compiler computes `user` apart from what it reads."""
     if user.op == "output" or user.target in proofs.MATMULS or is_task(user) or _is_foreign(user):
         return True
     if user.target in proofs.TRANSPOSES:

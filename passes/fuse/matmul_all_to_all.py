@@ -159,7 +159,7 @@ def _result(
 
 
 def _takes_any_strides(node: fx.Node) -> bool:
-    """Whether whatever reads the elements of a node, or of views of it, takes them however they lie."""
+    """Returns whether whatever reads the elements of a node, or of views of it, takes them however they lie."""
     views, takes_any = rewriting.views_and_strides(node)
     if takes_any:
         return True

@@ -93,7 +93,7 @@ def reshaped(layout: Layout, shape: Sequence[Any]) -> Layout | None:
 
 
 def _divides(part: Any, whole: Any) -> bool:
-    """Whether a size, other than 0, is certain to divide another one."""
+    """Returns whether a size, other than 0, is certain to divide another one."""
     if isinstance(part, int) and isinstance(whole, int):
         return part > 0 and whole % part == 0
     return proofs.known(part > 0) and known_equal(whole % part, 0)
@@ -111,7 +111,7 @@ def without_lead(dim: Dim, size: Any) -> tuple[Axis, Dim] | None:
 
 
 def moves(node: fx.Node) -> bool:
-    """Whether a node holds the elements of its first argument, all of them, perhaps in another order."""
+    """Returns whether a node holds the elements of its first argument, all of them, perhaps in another order."""
     if node.op != "call_function":
         return False
     if node.target in proofs.TRANSPOSES:

@@ -47,7 +47,7 @@ class Collective:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node starts a collective, of any kind (waiting for one is no collective)."""
+    """Returns whether a node starts a collective, of any kind (waiting for one is no collective)."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target is WAIT:
         return False

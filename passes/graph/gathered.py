@@ -132,8 +132,8 @@ class GatheredUse:
 
 
 def contracts(use: GatheredUse, last_dim: bool) -> bool:
-    """Whether a matmul on rows (the last dimension, and all others as one) contracts the gathered dimension, given
-    whether that is the last one.
+    """Returns whether a matmul on rows (the last dimension, and all others as one) contracts the gathered dimension,
+    given whether that is the last one.
     """
     return use.first == (use.transposed != last_dim)
 
@@ -196,8 +196,8 @@ def _uses(gathered: fx.Node) -> tuple[list[fx.Node], list[GatheredUse]]:
 
 
 def _transposes_matrix(node: fx.Node) -> bool:
-    """Whether a node transposes the matrix that its source is with all dimensions but the last one as rows. Dimensions
-    of size 1 may stand anywhere.
+    """Returns whether a node transposes the matrix that its source is with all dimensions but the last one as rows.
+    Dimensions of size 1 may stand anywhere.
     """
     value = proofs.tensor(node)
     if node.target not in proofs.TRANSPOSES or value is None:

@@ -195,7 +195,7 @@ def _saved(
 
 
 def _of_rows(node: fx.Node) -> bool:
-    """Whether a node has one element for each row."""
+    """Returns whether a node has one element for each row."""
     value = proofs.tensor(node)
     return value is not None and value.ndim > 0 and proofs.known_equal(value.shape[-1], 1)
 
@@ -331,7 +331,7 @@ def _narrow(node: fx.Node) -> fx.Node:
 
 
 def _converts(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a conversion is one of the values, not of the bits, to `dtype`."""
+    """Returns whether a conversion is one of the values, not of the bits, to `dtype`."""
     source, result = proofs.tensor(node.args[0]), proofs.tensor(node)
     if node.target is aten.view.dtype or source is None or result is None:
         return False

@@ -34,13 +34,13 @@ def other_matmul(node: fx.Node) -> ReasonCode | None:
 
 
 def quantizes(node: fx.Node) -> bool:
-    """Whether a node makes integers out of a tensor, by an op of its own."""
+    """Returns whether a node makes integers out of a tensor, by an op of its own."""
     namespace, _, name = _name(node).partition("::")
     return namespace in QUANTIZERS and name.startswith("quantize")
 
 
 def dequantizes(node: fx.Node) -> bool:
-    """Whether a node makes a tensor out of integers and scales, by an op of its own."""
+    """Returns whether a node makes a tensor out of integers and scales, by an op of its own."""
     namespace, _, name = _name(node).partition("::")
     return namespace in QUANTIZERS and name.startswith("dequantize")
 

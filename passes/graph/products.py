@@ -194,7 +194,7 @@ def _same_shape(one: object, node: fx.Node) -> bool:
 
 
 def _is_row(one: object, node: fx.Node) -> bool:
-    """Whether `one` is added to every row of `node` alike: as long as a row, and 1 in all other dimensions."""
+    """Returns whether `one` is added to every row of `node` alike: as long as a row, and 1 in all other dimensions."""
     value, result = proofs.tensor(one), proofs.tensor(node)
     if value is None or result is None or value.ndim > result.ndim:
         return False
@@ -232,7 +232,8 @@ def _has_padded_part(node: fx.Node) -> bool:
 
 
 def _is_product(node: object) -> bool:
-    """Whether a node is a matmul of any kind, a sum that holds one, or a matmul that was fused, behind views."""
+    """Returns whether a node is a matmul of any kind, a sum that holds one, or a matmul that was fused, behind views.
+    """
     if not isinstance(node, fx.Node):
         return False
     top = proofs.views_up(node)[-1]

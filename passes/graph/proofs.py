@@ -66,12 +66,12 @@ MATMULS: frozenset[object] = BATCHED | {aten.mm.default, aten.mm.dtype, aten.add
 
 
 def known(condition: Any) -> bool:
-    """Whether a (symbolic) condition is certain to hold; adds no guard."""
+    """Returns whether a (symbolic) condition is certain to hold; adds no guard."""
     return bool(statically_known_true(condition))
 
 
 def known_equal(left: Any, right: Any) -> bool:
-    """Whether two (symbolic) sizes are certain to be equal; adds no guard."""
+    """Returns whether two (symbolic) sizes are certain to be equal; adds no guard."""
     return left == right if isinstance(left, int) and isinstance(right, int) else known(left == right)
 
 
@@ -105,7 +105,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def keeps_order(node: fx.Node) -> bool:
-    """Whether a node holds the elements of its first argument, in row-major order, at the same dtype."""
+    """Returns whether a node holds the elements of its first argument, in row-major order, at the same dtype."""
     if node.op != "call_function" or node.target not in MAY_KEEP_ORDER:
         return False
     source, result = tensor(node.args[0]), tensor(node)
@@ -264,7 +264,7 @@ def _splits(parts: list[fx.Node]) -> list[fx.Node]:
 
 
 def padded(node: fx.Node) -> bool:
-    """Whether a node was padded, as a shard is that is smaller than the others."""
+    """Returns whether a node was padded, as a shard is that is smaller than the others."""
     return any(view.target is aten.constant_pad_nd.default for view in views_up(node))
 
 
@@ -290,18 +290,18 @@ def rejected_dtypes(values: Collection[torch.Tensor | None]) -> ReasonCode | Non
 
 
 def is_matmul(node: fx.Node) -> bool:
-    """Whether a node is a matmul of any kind, also of one that no fusion takes."""
+    """Returns whether a node is a matmul of any kind, also of one that no fusion takes."""
     return node.target in MATMULS or other_matmul(node) is not None
 
 
 def feeds_matmul(node: fx.Node) -> bool:
-    """Whether a matmul of any kind uses `node`, or an order-keeping or transposed view of it."""
+    """Returns whether a matmul of any kind uses `node`, or an order-keeping or transposed view of it."""
     users = [user for view in views_down(node) for user in view.users]
     return any(is_matmul(user) or (user.target in TRANSPOSES and feeds_matmul(user)) for user in users)
 
 
 def depends_on(node: fx.Node, sources: set[fx.Node]) -> bool:
-    """Whether `node` is, or is computed from, one of `sources`."""
+    """Returns whether `node` is, or is computed from, one of `sources`."""
     return any(ancestor in sources for ancestor in ancestors(node))
 
 
@@ -319,7 +319,9 @@ def ancestors(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def wanted_in(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a tensor is of this dtype, or is rounded to it at once, behind views and transposes, by all its users."""
+    """Returns whether a tensor is of this dtype, or is rounded to it at once, behind views and transposes, by all its
+    users.
+    """
     value = tensor(node)
     assert value is not None
     if value.dtype == dtype:
@@ -338,14 +340,14 @@ def wanted_in(node: fx.Node, dtype: torch.dtype) -> bool:
 
 
 def is_row(value: torch.Tensor, columns: Any) -> bool:
-    """Whether a tensor is certain to hold one row of so many `columns`: 1 in all dimensions but the last."""
+    """Returns whether a tensor is certain to hold one row of so many `columns`: 1 in all dimensions but the last."""
     if value.ndim == 0 or not known_equal(value.shape[-1], columns):
         return False
     return all(known_equal(size, 1) for size in value.shape[:-1])
 
 
 def row_major(value: torch.Tensor) -> bool:
-    """Whether a tensor is certain to be contiguous."""
+    """Returns whether a tensor is certain to be contiguous."""
     expected: Any = 1
     for length, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
         if not known_equal(length, 1) and not known_equal(stride, expected):

@@ -188,7 +188,7 @@ Refused = ReasonCode | Refusal
 
 
 def refused(found: object) -> TypeIs[Refused]:
-    """Whether a search came back with a reason, and not with a match."""
+    """Returns whether a search came back with a reason, and not with a match."""
     return isinstance(found, (ReasonCode, Refusal))
 
 

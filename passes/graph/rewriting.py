@@ -291,7 +291,9 @@ def views_and_strides(node: fx.Node) -> tuple[list[fx.Node], bool]:
 
 
 def _takes_any_strides(user: fx.Node) -> bool:
-    """Whether the compiler generates, or lays out, what the op reads; the output of a graph gets the strides it had."""
+    """Returns whether the compiler generates, or lays out, what the op reads; the output of a graph gets the strides it
+    had.
+    """
     target = user.target
     if user.op == "output" or target in ANY_STRIDES:
         return True
@@ -318,7 +320,9 @@ def hoist(node: fx.Node, before: fx.Node) -> None:
 
 
 def can_hoist(node: fx.Node, before: fx.Node) -> bool:
-    """Whether `node` can be computed before `before`: nothing that it needs from there on has to stay where it is."""
+    """Returns whether `node` can be computed before `before`: nothing that it needs from there on has to stay where it
+    is.
+    """
     return pinned(node, before) is None
 
 
@@ -342,7 +346,7 @@ def _late(node: fx.Node, before: fx.Node) -> list[fx.Node]:
 
 
 def _pinned(node: fx.Node) -> bool:
-    """Whether a node has to stay where it is: side effects, randomness, or communication."""
+    """Returns whether a node has to stay where it is: side effects, randomness, or communication."""
     target = node.target
     if node.op != "call_function" or node.is_impure():
         return True

@@ -91,7 +91,7 @@ class _Growing:
     replicated: dict[fx.Node, frozenset[fx.Node] | None] = field(default_factory=dict)
 
     def starts_at(self, one: Collective) -> bool:
-        """Whether the result of an all-reduce is a member."""
+        """Returns whether the result of an all-reduce is a member."""
         value = one.wait.meta["val"]
         return one.group_name == self.group_name and value.dtype in ACTIVATION_DTYPES and self.has_rows(value)
 
@@ -124,12 +124,12 @@ class _Growing:
         return is_pointwise(target)
 
     def has_rows(self, value: torch.Tensor) -> bool:
-        """Whether a tensor has all rows and a last dimension of known size."""
+        """Returns whether a tensor has all rows and a last dimension of known size."""
         known = all(isinstance(length, int) for length in value.shape)
         return known and tuple(value.shape[:-1]) == self.rows
 
     def _fits(self, source: fx.Node, node: fx.Node) -> bool:
-        """Whether an operand from outside has all rows, or none of its own."""
+        """Returns whether an operand from outside has all rows, or none of its own."""
         value = proofs.tensor(source)
         if value is None:
             return False
@@ -169,7 +169,7 @@ class _Growing:
 
 
 def is_pointwise(target: object) -> bool:
-    """Whether an op computes each element from the elements in its place, and nothing else."""
+    """Returns whether an op computes each element from the elements in its place, and nothing else."""
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
     return torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags

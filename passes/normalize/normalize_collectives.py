@@ -82,7 +82,9 @@ def find_other_form(node: fx.Node) -> Match | None:
 
 
 def _owned(buffer: fx.Node, node: fx.Node) -> bool:
-    """Whether `buffer` is fresh memory that only `node` knows, with the layout that the functional form returns."""
+    """Returns whether `buffer` is fresh memory that only `node` knows, with the layout that the functional form
+    returns.
+    """
     value = proofs.tensor(buffer)
     return buffer.target in EMPTIES and set(buffer.users) == {node} and value is not None and proofs.row_major(value)
 

@@ -60,7 +60,7 @@ def find_whole_gather(node: fx.Node) -> Match | None:
 
 
 def _is_piece(node: fx.Node) -> bool:
-    """Whether a node takes a part of a tensor, as far as is known."""
+    """Returns whether a node takes a part of a tensor, as far as is known."""
     return node.target in proofs.SLICES and not proofs.keeps_order(node)
 
 
@@ -86,7 +86,7 @@ def aliases(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def can_replace(match: Match, first: Match) -> bool:
-    """Whether the result of the equal gather `first` may stand for that of `match`."""
+    """Returns whether the result of the equal gather `first` may stand for that of `match`."""
     if _is_returned(match) and _is_returned(first):
         return False
     return not _written_between(first.collective, match.collective)
@@ -97,7 +97,7 @@ def _is_returned(match: Match) -> bool:
 
 
 def _written_between(first: Collective, second: Collective) -> bool:
-    """Whether an op between the two gathers writes into the memory of their operand."""
+    """Returns whether an op between the two gathers writes into the memory of their operand."""
     storage = first.operand.meta["val"].untyped_storage()._cdata
     node = min(first.node, second.node).next
     while node not in (first.node, second.node):

@@ -54,7 +54,7 @@ class Match:
 
 
 def is_vllm_collective(node: fx.Node) -> bool:
-    """Whether a node calls one of the ops that are read here."""
+    """Returns whether a node calls one of the ops that are read here."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE and target._opname in SCHEMAS
 
