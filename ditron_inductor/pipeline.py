@@ -221,7 +221,7 @@ class DitronPipeline(CustomGraphPass):
         What acts at run time only, a user's tuned table above all, stays out: it may differ between a run that fills
         the cache and one that reads it.
         """
-        parts = [source_digest(self.root), self.options.text(), *(one.__name__ for one in self.passes)]
+        parts = [source_digest(self.root), self.options.text(), *(name_pass.__name__ for name_pass in self.passes)]
         parts += [f"{name}={known}" for name, known in group_names().items()]
         parts += [f"{name}: {size} ranks" for name, size in sorted(group_sizes().items())]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()

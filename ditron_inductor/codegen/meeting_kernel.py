@@ -51,7 +51,7 @@ class MeetingKernel(ir.ExternKernel):
             return
         top.add_import_once(IMPORT)
         top.header.writeline(f"meeting_{name} = graph_meeting({', '.join(map(repr, self.arguments))})")
-        strides = ", ".join(_strides(top, one) for one in V.graph.graph_outputs)
+        strides = ", ".join(_strides(top, graph_output) for graph_output in V.graph.graph_outputs)
         with top.prefix.indent(top.get_wrapper_call_indent()):
             top.prefix.writeline(f"other = meeting_{name}()")
             top.prefix.writeline("if other is not None:")
@@ -80,7 +80,8 @@ def _strides(wrapper: PythonWrapperCodegen, output: Any) -> str:
 
 def _symbols(value: Any) -> set[Any]:
     if isinstance(value, ir.TensorBox):
-        return {one for size in (*value.get_size(), *value.get_stride()) for one in getattr(size, "free_symbols", ())}
+        sizes = (*value.get_size(), *value.get_stride())
+        return {symbol for size in sizes for symbol in getattr(size, "free_symbols", ())}
     return set(getattr(value, "free_symbols", ()))
 
 
@@ -90,7 +91,7 @@ def declare_meeting() -> None:
     has_side_effect(op)
 
     def lower(key: str) -> None:
-        tensors = [one for one in V.graph.graph_inputs.values() if isinstance(one, ir.TensorBox)]
+        tensors = [given for given in V.graph.graph_inputs.values() if isinstance(given, ir.TensorBox)]
         device = (tensors[0].get_device() if tensors else None) or torch.device("cpu")
         kernel = MeetingKernel(device, V.current_node.meta[MEETING])
         V.graph.register_buffer(kernel, set_name=True)

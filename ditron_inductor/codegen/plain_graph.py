@@ -72,7 +72,7 @@ class PlainGraph:
 
     def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """The graph's outputs, compiled by Inductor for inputs of this form."""
-        form = tuple(_form(one) for one in inputs)
+        form = tuple(_form(example) for example in inputs)
         run = self._compiled.get(form)
         if run is None:
             if len(self._compiled) >= MOST_COMPILED and self._rewrite is None:
@@ -112,7 +112,10 @@ class _Numbers(FakeTensorProp):
 
 def _note_numbers(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(one, static_shapes=True) if isinstance(one, torch.Tensor) else one for one in inputs]
+    fakes = [
+        mode.from_tensor(example, static_shapes=True) if isinstance(example, torch.Tensor) else example
+        for example in inputs
+    ]
     _Numbers(module, mode).propagate_dont_convert_inputs(*fakes)
     for node in module.graph.nodes:
         if not isinstance(node.meta.get("val"), (int, float, bool)):

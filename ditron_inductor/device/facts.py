@@ -64,15 +64,15 @@ class GroupFacts:
         """Whether the passes left the group's collectives as they were: then this rank does the same whatever its peers
         decide, and waits for nobody.
         """
-        same = [one.wire for one in self.before] == [one.wire for one in self.after]
-        return same and not self.moved and not any(one.kind for one in self.after)
+        same = [launch.wire for launch in self.before] == [launch.wire for launch in self.after]
+        return same and not self.moved and not any(launch.kind for launch in self.after)
 
     @property
     def form(self) -> tuple[tuple[str, ...], ...]:
         """What the passes made of the group's collectives: wire facts and kinds, and of which graph, if they moved
         anything across them.
         """
-        launches = tuple((one.wire, one.kind) for one in self.after)
+        launches = tuple((launch.wire, launch.kind) for launch in self.after)
         return (*launches, (self.moved, self.structure)) if self.moved else launches
 
 
@@ -94,7 +94,10 @@ class GraphFacts:
         sizes: equal for two graphs of one piece of the program, compiled for other sizes or with something else beside
         the collectives.
         """
-        groups = [[one.name, one.world_size, [[two.wire, two.place] for two in one.before]] for one in self.groups]
+        groups = [
+            [group.name, group.world_size, [[before.wire, before.place] for before in group.before]]
+            for group in self.groups
+        ]
         return digest(json.dumps([groups, sorted(self.options.items())]))
 
     @property
@@ -166,7 +169,7 @@ def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) 
         if len(set(counts)) > 1:
             return Verdict(plain=f"the graphs of the ranks have {by_rank(counts)} {name} of the group")
     orders = [[launch.order for launch in group.after] for group in groups]
-    if any(one != orders[0] for one in orders):
+    if any(order != orders[0] for order in orders):
         # A rank that waits in one group would keep another one waiting in the other.
         return Verdict(plain=f"launches of other groups stand elsewhere between those of the group: {by_rank(orders)}")
     moved = [(group.moved, group.structure) for group in groups]
@@ -195,7 +198,7 @@ def differing(settings: Sequence[Mapping[str, str]]) -> str:
     names = dict.fromkeys(name for values in settings for name in values)
     found = []
     for name in names:
-        values = [str(one.get(name)) for one in settings]
+        values = [str(setting.get(name)) for setting in settings]
         if len(set(values)) > 1:
             found.append(f"{name} is {by_rank(values)}")
     return "; ".join(found)

@@ -230,15 +230,15 @@ class _Meeting:
                 break
         else:
             for log, own, seen in zip(self.logs, self.own, found, strict=True) if believe_bare else ():
-                seen |= {rank: one for rank in self._absent(log, seen) if (one := log.bare(own, rank)) is not None}
+                seen |= {rank: entry for rank in self._absent(log, seen) if (entry := log.bare(own, rank)) is not None}
             if self._missing(found):
                 return self._close(Elsewhere(self._missing(found), False))
         entries = [[seen[rank] for rank in sorted(seen)] for seen in found]
-        verdicts = [compare([one.facts for one in ranks], [one.options for one in ranks]) for ranks in entries]
+        verdicts = [compare([entry.facts for entry in ranks], [entry.options for entry in ranks]) for ranks in entries]
         names = [_members(log.group) for log in self.logs]
         errors = [_error(log, verdict) for log, verdict in zip(self.logs, verdicts, strict=True)]
         said = {
-            "seen": {name: [one.uid for one in ranks] for name, ranks in zip(names, entries, strict=True)},
+            "seen": {name: [entry.uid for entry in ranks] for name, ranks in zip(names, entries, strict=True)},
             "plain": next((verdict.plain for verdict in verdicts if verdict.plain), ""),
             "error": next((error for error in errors if error is not None), None),
         }

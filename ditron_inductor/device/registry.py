@@ -56,7 +56,7 @@ class Registry:
         if callable(table):
             return
         with self._lock:
-            for shared in [one for one, offer in self._offers.items() if offer != table]:
+            for shared in [known for known, offer in self._offers.items() if offer != table]:
                 del self._offers[shared]
                 logger.warning(
                     "group '%s' keeps the table of measured choices that it took at its first use",

@@ -57,7 +57,7 @@ class Replicas:
         """
         if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             calls = self._calls.setdefault(groups.find(group_name), {})
-            key = (site, *[one.shape for one in same])
+            key = (site, *[tensor.shape for tensor in same])
             count = calls.get(key, 0) + 1
             if count & (count - 1) == 0:
                 places = names.split("\n") if names else [""] * len(same)
@@ -84,14 +84,14 @@ def _compare(
     group = groups.resolve(group_name)
     purpose, limit_s = f"compare the inputs of {site}", _limit_s(group)
     session = meet(group, "replicas", purpose, limit_s)
-    mine = [[samples(one), extremes(one)] for one in same]
+    mine = [[samples(tensor), extremes(tensor)] for tensor in same]
     answers = session.all_gather(purpose, [list(constants), mine], limit_s)
     first_constants, first = answers[0]
     for rank, (its_constants, its) in enumerate(answers):
         differing = [
-            _described(one, name)
-            for one, name, own, other in zip(same, names, first, its, strict=True)
-            if not all(near(left, right, one.dtype) for left, right in zip(own, other, strict=True))
+            _described(tensor, name)
+            for tensor, name, own, other in zip(same, names, first, its, strict=True)
+            if not all(near(left, right, tensor.dtype) for left, right in zip(own, other, strict=True))
         ]
         if its_constants != first_constants:
             pairs = itertools.zip_longest(its_constants[1:], first_constants[1:], fillvalue="nothing")
@@ -110,7 +110,7 @@ def extremes(x: torch.Tensor) -> list[float]:
     """What a few samples may miss: the smallest and the largest value, of integers the sum."""
     if not x.numel() or x.is_complex() or (x.is_floating_point() and x.dtype.itemsize < 2):
         return []
-    return [float(one) for one in (torch.aminmax(x) if x.is_floating_point() else (x.sum(),))]
+    return [float(value) for value in (torch.aminmax(x) if x.is_floating_point() else (x.sum(),))]
 
 
 def samples(x: torch.Tensor) -> list[float]:
@@ -125,7 +125,7 @@ def near(own: Sequence[float], other: Sequence[float], dtype: torch.dtype) -> bo
     """Returns whether two lists of samples are those of one tensor."""
     if len(own) != len(other):
         return False
-    largest = max((abs(one) for one in (*own, *other) if math.isfinite(one)), default=0.0)
+    largest = max((abs(value) for value in (*own, *other) if math.isfinite(value)), default=0.0)
     bound = ROUNDINGS * torch.finfo(dtype).eps * largest if dtype.is_floating_point else 0.0
     return all(_equal(one, two, bound) for one, two in zip(own, other, strict=True))
 

@@ -114,7 +114,7 @@ class Report:
         missing = "".join(f"\nno time: {note}" for note in notes)
         summary = f"{len(self.fused)} of {len(self.sites)} collectives fused, in {graphs}{_changed(self.options)}"
         records = [site.record for site in self.left_alone]
-        stopped = [stopped_text(one.node, one.line, one.reason_code, one.culprit) for one in records]
+        stopped = [stopped_text(record.node, record.line, record.reason_code, record.culprit) for record in records]
         alone = "\n".join(["\nleft alone:", *stopped]) if stopped else ""
         return f"{table}{missing}{alone}\n{summary}"
 

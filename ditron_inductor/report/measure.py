@@ -148,7 +148,7 @@ def _calls(
     def call(strategy: str) -> Callable[[int], torch.Tensor]:
         policy = Policy(strategy, workspace_limit, timeout_s)
         node = replace(shape.node, group_name=group_name, site=f"measure/0:{shape.node.kind}", policy=policy)
-        op, arguments = schema.overload(node.kind), [schema.arguments(node, **one) for one in drawn]
+        op, arguments = schema.overload(node.kind), [schema.arguments(node, **operands) for operands in drawn]
         return lambda i: op(*arguments[i % copies])[0]
 
     return {strategy: call(strategy) for strategy in strategies}

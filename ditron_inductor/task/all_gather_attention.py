@@ -137,12 +137,12 @@ def _zigzag(rank: int, world_size: int, length: int) -> list[Segment]:
 def _joined(segments: list[Segment]) -> list[Segment]:
     """Without edges where nothing jumps."""
     found = segments[:1]
-    for one in segments[1:]:
+    for segment in segments[1:]:
         last = found[-1]
-        if one.start == last.start + last.count:
-            found[-1] = replace(last, count=last.count + one.count)
+        if segment.start == last.start + last.count:
+            found[-1] = replace(last, count=last.count + segment.count)
         else:
-            found.append(one)
+            found.append(segment)
     return found
 
 
@@ -369,7 +369,7 @@ def visible_part(mask: Mask, world_size: int, queries: int, keys: int) -> float:
         if queries != keys:
             return 1.0
         mask = Mask("zigzag", mask.window)
-    pairs = [sum(one.pairs for one in blocks(mask, rank, world_size, queries, keys)) for rank in range(world_size)]
+    pairs = [sum(block.pairs for block in blocks(mask, rank, world_size, queries, keys)) for rank in range(world_size)]
     return max(pairs) / everything
 
 

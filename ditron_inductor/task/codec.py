@@ -85,7 +85,7 @@ def _declared(cls: Any) -> dict[str, _Field]:
         options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         (kind,) = (option for option in options if option is not types.NoneType)
         if field.metadata == INLINED:
-            own = {name: one._replace(inside=(field.name, kind)) for name, one in _declared(kind).items()}
+            own = {name: declared._replace(inside=(field.name, kind)) for name, declared in _declared(kind).items()}
         else:
             # A flag that is not set is not written either, whatever its default.
             default = False if kind is bool else field.default
@@ -115,7 +115,7 @@ def _written(kind: Any, item: Any) -> str:
     if kind is str:
         return item if BARE.fullmatch(item) and item.isprintable() else repr(item)
     if kind is tuple:
-        return "+".join(_written(str, one) for one in item) or "()"
+        return "+".join(_written(str, element) for element in item) or "()"
     assert type(item) is kind, f"{item!r} is no {kind.__name__}"
     return f"({encode(item)})"
 

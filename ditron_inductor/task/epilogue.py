@@ -128,20 +128,20 @@ class Epilogue:
         sets: list[set[int]] = []
         for output in self.outputs:
             used = set(products(output))
-            together = [one for one in sets if one & used]
-            sets = [one for one in sets if one not in together] + [used.union(*together)]
+            together = [group for group in sets if group & used]
+            sets = [group for group in sets if group not in together] + [used.union(*together)]
         return tuple(
             OutputGroup(
-                tuple(sorted(one)),
-                tuple(i for i, output in enumerate(self.outputs) if one & set(products(output))),
+                tuple(sorted(group)),
+                tuple(i for i, output in enumerate(self.outputs) if group & set(products(output))),
             )
-            for one in sorted(sets, key=min)
+            for group in sorted(sets, key=min)
         )
 
     def extras(self) -> tuple[Extra, ...]:
         """The extra tensors, by index."""
         found = {*extras_of(self.outputs), *extras_of(() if self.pre is None else (self.pre,))}
-        return tuple(sorted(found, key=lambda one: (one.index, one.kind)))
+        return tuple(sorted(found, key=lambda extra: (extra.index, extra.kind)))
 
     def dtypes(self) -> tuple[str, ...]:
         """The dtype of every output; "" for the node's own."""
@@ -156,16 +156,16 @@ class Epilogue:
 
     def _passes(self, group: OutputGroup) -> int:
         made = [self.outputs[i] for i in group.outputs if not isinstance(self.outputs[i], ProductTerm)]
-        read = {one for output in made for one in walk(output) if isinstance(one, ProductTerm)}
-        full = {one for output in made for one in walk(output) if isinstance(one, Extra) and one.kind == "full"}
+        read = {term for output in made for term in walk(output) if isinstance(term, ProductTerm)}
+        full = {term for output in made for term in walk(output) if isinstance(term, Extra) and term.kind == "full"}
         return len(read) + len(full) + len(made)
 
     def folded(self, dtype: str) -> tuple[Epilogue, dict[int, int]]:
         """The epilogue of products that have their biases already, in a node of `dtype`, and the extra tensors that are
         biases, by product: rows that are added wherever the product is used, to be rounded to `dtype` at once.
         """
-        uses = Counter(one.index for output in self.outputs for one in walk(output) if isinstance(one, ProductTerm))
-        sums = Counter(one for output in self.outputs for one in _biased(output, dtype, rounded=True))
+        uses = Counter(term.index for output in self.outputs for term in walk(output) if isinstance(term, ProductTerm))
+        sums = Counter(term for output in self.outputs for term in _biased(output, dtype, rounded=True))
         biases = {product: row for (product, row), count in sums.items() if count == uses[product]}
         return Epilogue(tuple(_unbiased(output, biases, dtype) for output in self.outputs)), biases
 
@@ -178,7 +178,7 @@ class Epilogue:
             _check(bool(products(output)), self.text(), f"has an output without a product: {text(output)}")
         used = {index for output in self.outputs for index in products(output)}
         _check(used == set(range(num_weights)), self.text(), f"uses the products {sorted(used)} of {num_weights}")
-        indices = [one.index for one in self.extras()]
+        indices = [extra.index for extra in self.extras()]
         _check(indices == list(range(num_extras)), self.text(), f"uses the extra tensors {indices} of {num_extras}")
         most = max(len(group.products) for group in self.groups())
         _check(most <= MAX_TOGETHER, self.text(), f"combines {most} products, more than {MAX_TOGETHER}")
@@ -188,7 +188,7 @@ class Epilogue:
         _check(reduces, self.text(), "has a part before the reduction, but nothing is reduced")
         _check(products(self.pre) == {0}, self.text(), f"reduces something else than a product: {text(self.pre)}")
         # Rows of the product are others than rows of a scattered sum.
-        both = {one.index for one in extras_of(self.outputs)} & {one.index for one in extras_of((self.pre,))}
+        both = {extra.index for extra in extras_of(self.outputs)} & {extra.index for extra in extras_of((self.pre,))}
         _check(not both, self.text(), f"uses the extra tensors {sorted(both)} before and behind the reduction")
 
 
@@ -235,7 +235,7 @@ def walk(expression: Expression) -> Iterator[Expression]:
 
 def extras_of(expressions: Iterable[Expression]) -> Iterator[Extra]:
     """The extra tensors in expressions."""
-    return (one for expression in expressions for one in walk(expression) if isinstance(one, Extra))
+    return (term for expression in expressions for term in walk(expression) if isinstance(term, Extra))
 
 
 def _biased(expression: Expression, dtype: str, *, rounded: bool) -> Iterator[tuple[int, int]]:
@@ -269,7 +269,7 @@ def _unbiased(expression: Expression, biases: dict[int, int], dtype: str) -> Exp
 
 def products(expression: Expression) -> frozenset[int]:
     """The indices of the products in an expression."""
-    return frozenset(one.index for one in walk(expression) if isinstance(one, ProductTerm))
+    return frozenset(term.index for term in walk(expression) if isinstance(term, ProductTerm))
 
 
 def _level(expression: Expression) -> int:

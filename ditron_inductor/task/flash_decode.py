@@ -121,6 +121,6 @@ def flash_decode(
     parts = part.new_empty(world_size, part.numel())
     group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
     communicate(dist.all_gather_into_tensor, parts.view(-1), part, group=group)
-    os = [one[: o.numel()].view(o.shape) for one in parts]
-    lses = [one[o.numel() :].view(lse.shape) for one in parts]
+    os = [buffer[: o.numel()].view(o.shape) for buffer in parts]
+    lses = [buffer[o.numel() :].view(lse.shape) for buffer in parts]
     return merge(os, lses).to(q.dtype)

@@ -51,7 +51,7 @@ class ReductionWithNorm(Node):
             check(not behind, self.kind, "norm", self.norm.form, f"a norm, as there are {', '.join(sorted(behind))}")
         for name, names, known in (("extras", self.extras, EXTRAS), ("saved", self.saved, SAVED)):
             verify_names(self.kind, name, names, known)
-            no_post = self.post is not None or not any(one.startswith("post_") for one in names)
+            no_post = self.post is not None or not any(operand.startswith("post_") for operand in names)
             check(no_post, self.kind, name, names, "without names of a norm before the residual, as there is none")
         given = {"other_weight", "other_shift"} & {*self.extras}
         no_other = not given or "other" in self.saved

@@ -92,7 +92,7 @@ def sum_of_products(
     """
     if bias is None and len(a) == 1:
         return torch.matmul(a[0], b[0])
-    rows = [one.flatten(0, -2) for one in a]
+    rows = [tensor.flatten(0, -2) for tensor in a]
     total = rows[0] @ b[0] if bias is None else torch.addmm(bias, rows[0], b[0])
     for left, right in zip(rows[1:], b[1:], strict=True):
         total.addmm_(left, right)

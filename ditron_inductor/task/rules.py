@@ -47,7 +47,7 @@ def rules_of(node: Node, given: Given) -> Rules:
 
 
 def _every_operand(node: Node, given: Given) -> Rules:
-    tensors = [one for value in given.values() for one in (value if isinstance(value, list) else [value])]
+    tensors = [tensor for value in given.values() for tensor in (value if isinstance(value, list) else [value])]
     for value in tensors:
         yield value.device == tensors[0].device, f"mixes {tensors[0].device} and {value.device}"
 

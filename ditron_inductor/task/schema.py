@@ -190,7 +190,7 @@ def meet_nobody(key: str) -> None:
 def shapes_of(operands: Mapping[str, Any]) -> dict[str, Any]:
     """The shapes of operands by name, as the declarations take them."""
     return {
-        name: [one.shape for one in value] if isinstance(value, list) else value.shape
+        name: [tensor.shape for tensor in value] if isinstance(value, list) else value.shape
         for name, value in operands.items()
     }
 

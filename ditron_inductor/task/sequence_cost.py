@@ -62,14 +62,16 @@ class RegionWork:
 def predict(work: RegionWork, on: cost.Hardware) -> tuple[float, float]:
     """Microseconds of the replicated and of the sharded form."""
     replicated = sharded = 0.0
-    for one in work.reduced:
-        replicated += _best_us(work, MatmulAllReduce.kind, one.n, one.k, one.k > 0, on) - _norm_gain_us(work, one, on)
-        sharded += _best_us(work, MatmulReduceScatter.kind, one.n, one.k, one.k > 0, on)
+    for reduced in work.reduced:
+        replicated += _best_us(work, MatmulAllReduce.kind, reduced.n, reduced.k, reduced.k > 0, on)
+        replicated -= _norm_gain_us(work, reduced, on)
+        sharded += _best_us(work, MatmulReduceScatter.kind, reduced.n, reduced.k, reduced.k > 0, on)
     for each in work.gathered:
         if each.n:
             replicated += cost.product_us(_problem(work, AllGatherMatmul.kind, each.n, each.k), on)
         sharded += _best_us(work, AllGatherMatmul.kind, each.n, each.k, each.n > 0, on)
-    elements = sum(PASSES * work.m * one.n for one in work.reduced) + sum(work.m * each.k for each in work.gathered)
+    elements = sum(PASSES * work.m * reduced.n for reduced in work.reduced)
+    elements += sum(work.m * each.k for each in work.gathered)
     row_wise = elements * work.precision.result.itemsize / on.memory_bytes_per_s * cost.MICRO
     return replicated + row_wise, sharded + row_wise / work.world_size
 
@@ -80,10 +82,10 @@ def pays(work: RegionWork) -> bool:
     return all(sharded <= GAIN * replicated for replicated, sharded in (predict(work, on) for on in cost.KNOWN))
 
 
-def _norm_gain_us(work: RegionWork, one: Reduced, on: cost.Hardware) -> float:
+def _norm_gain_us(work: RegionWork, reduced: Reduced, on: cost.Hardware) -> float:
     """What one node for a reduction and its norm takes less than two kernels."""
-    nbytes = work.m * one.n * work.precision.result.itemsize
-    if not one.has_norm or nbytes > cost.SMALL_BYTES:
+    nbytes = work.m * reduced.n * work.precision.result.itemsize
+    if not reduced.has_norm or nbytes > cost.SMALL_BYTES:
         return 0.0
     return NORM_LAUNCH * on.launch_us + 2 * nbytes / on.memory_bytes_per_s * cost.MICRO
 

@@ -244,8 +244,8 @@ def _curves(entries: list[Entry], asked: int) -> dict[str, float]:
 def _at(curve: Mapping[int, float], asked: int) -> float | None:
     if asked in curve:
         return curve[asked]
-    below = max((one for one in curve if one < asked), default=None)
-    above = min((one for one in curve if one > asked), default=None)
+    below = max((size for size in curve if size < asked), default=None)
+    above = min((size for size in curve if size > asked), default=None)
     if below is None or above is None:
         end = above if below is None else below
         return curve[end] if end is not None and abs(asked - end) <= OUTER_BUCKETS else None

@@ -47,7 +47,7 @@ def verify_graph(graph: fx.Graph) -> None:
 def _verify_operands(call: fx.Node, task: TaskNode) -> None:
     """Shapes, dtypes and devices of the tensors, as far as they are known: unknown sizes are not an error."""
     given: Given = {
-        name: [_value(call, one) for one in value] if isinstance(value, list) else _value(call, value)
+        name: [_value(call, element) for element in value] if isinstance(value, list) else _value(call, value)
         for name, value in task.named(schema.operands_of(call)).items()
     }
     for condition, problem in rules_of(task, given):
@@ -87,7 +87,7 @@ def _verify_tokens(calls: list[tuple[fx.Node, TaskNode]]) -> None:
 
 def _of(operand: Any) -> Any:
     """The fake tensor of an operand, or those of a list."""
-    return [one.meta["val"] for one in operand] if isinstance(operand, list) else operand.meta["val"]
+    return [tensor.meta["val"] for tensor in operand] if isinstance(operand, list) else operand.meta["val"]
 
 
 def _value(call: fx.Node, argument: object) -> torch.Tensor:

@@ -129,14 +129,19 @@ def mark_us(device: torch.device) -> float:
     for event in events:
         event.record()
     torch.cuda.synchronize(device)
-    return statistics.median(one.elapsed_time(next_) * 1e3 for one, next_ in itertools.pairwise(events))
+    return statistics.median(start.elapsed_time(next_) * 1e3 for start, next_ in itertools.pairwise(events))
 
 
 def largest(ranks: Sequence[dict[Key, Spent]]) -> dict[Key, Spent]:
     """Of every site the largest times on any rank; the rest is that of the first rank that has it."""
     found: dict[Key, Spent] = {}
     for spent in ranks:
-        for key, one in spent.items():
-            other = found.get(key, one)
-            found[key] = Spent(other.strategy, other.calls, max(one.us, other.us), max(one.waited_us, other.waited_us))
+        for key, site_spent in spent.items():
+            other = found.get(key, site_spent)
+            found[key] = Spent(
+                other.strategy,
+                other.calls,
+                max(site_spent.us, other.us),
+                max(site_spent.waited_us, other.waited_us),
+            )
     return found

@@ -145,7 +145,7 @@ class _Profile:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         return TaxReport(
             sites=tuple(sites),
-            left_alone=tuple(one.record for one in compiled.left_alone),
+            left_alone=tuple(site.record for site in compiled.left_alone),
             steps=steps,
             device=name,
             world_size=dist.get_world_size(),
@@ -351,7 +351,8 @@ def _medians(samples: Sequence[dict[Key, Spent]]) -> dict[Key, Spent]:
     for key in dict.fromkeys(key for sample in samples for key in sample):
         taken = [sample[key] for sample in samples if key in sample]
         us, waited = (
-            statistics.median(values) for values in ([one.us for one in taken], [one.waited_us for one in taken])
+            statistics.median(values)
+            for values in ([sample.us for sample in taken], [sample.waited_us for sample in taken])
         )
         found[key] = Spent(taken[-1].strategy, taken[-1].calls, us, waited)
     return found
@@ -381,10 +382,10 @@ def _with_launches(report: Report, sites: Sequence[SiteTaxes], rounds: int) -> l
     eager, graph = (measured_report(report, graph=graph, rounds=rounds, chosen=True) for graph in (False, True))
     priced = []
     for site, slow, fast in zip(sites, eager.fused, graph.fused, strict=True):
-        times = [{} if one.measured is None else one.measured.us for one in (slow, fast)]
+        times = [{} if timed.measured is None else timed.measured.us for timed in (slow, fast)]
 
         def launch(strategy: str, times: Sequence[Mapping[str, float]] = times) -> float | None:
-            us, replayed = (one.get(strategy, math.nan) for one in times)
+            us, replayed = (by_strategy.get(strategy, math.nan) for by_strategy in times)
             return None if math.isnan(us - replayed) else max(0.0, us - replayed)
 
         priced.append(site.with_launches(launch("library"), launch(slow.strategy)))

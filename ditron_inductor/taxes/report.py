@@ -60,7 +60,7 @@ class TaxReport:
     def total(self, form: str, field: str) -> float:
         """The sum over the sites of a field of their accounts; form: `unfused` or `fused`."""
         accounts: list[Account | None] = [getattr(site, form) for site in self.sites]
-        return float(sum(getattr(one, field) or 0.0 for one in accounts if one is not None))
+        return float(sum(getattr(account, field) or 0.0 for account in accounts if account is not None))
 
     def text(self) -> str:
         """The sites, the steps, how much of the gain the accounts explain, and the notes."""
@@ -131,7 +131,7 @@ class TaxReport:
                 "other": _pair(*both, "other_us"),
                 "launch": _pair(*both, "launch_us"),
             }
-            if any(one.fused is not None and one.fused.in_kernel_us is not None for one in self.sites):
+            if any(row.fused is not None and row.fused.in_kernel_us is not None for row in self.sites):
                 row["waits in kernel"] = _time(None if site.fused is None else site.fused.in_kernel_us)
             rows.append(row)
         return rows

@@ -127,7 +127,7 @@ class Trace:
 def take_trace(clock: Clock, step: Callable[[int], Any], capacity: int = CAPACITY) -> tuple[Trace | None, str]:
     """A trace of one step, or None and why there is none. Collective; equal on all ranks."""
     arch, number = _clock(clock.device)
-    unable = [one for one in clock.agree("" if number is not None else arch) if one]
+    unable = [reason for reason in clock.agree("" if number is not None else arch) if reason]
     if unable or number is None:
         return None, f"no trace: kernels on {unable[0]} have no clock that is known here"
     buffer = TraceBuffer(clock.device, capacity)

@@ -139,7 +139,7 @@ def _read_chain(call: fx.Node, task: WithEpilogue) -> EpilogueChain:
     }
     chain = EpilogueChain(call, plain, {node: ProductTerm(index) for node, index in plain.items()}, [])
     for node in call.graph.nodes:
-        if node.op != "call_function" or node in chain.values or not any(one in chain.values for one in node.args):
+        if node.op != "call_function" or node in chain.values or not any(arg in chain.values for arg in node.args):
             continue
         value, source = proofs.tensor(node), node.args[0]
         if value is None or not proofs.row_major(value):
@@ -155,14 +155,14 @@ def _read_chain(call: fx.Node, task: WithEpilogue) -> EpilogueChain:
 
 def _read_pointwise(node: fx.Node, value: torch.Tensor, chain: EpilogueChain) -> None:
     """Adds the value of a pointwise op to the chain if an epilogue can compute it."""
-    inputs = [one for one in node.all_input_nodes if one in chain.values]
-    together = frozenset(index for one in inputs for index in products(chain.values[one]))
+    inputs = [operand for operand in node.all_input_nodes if operand in chain.values]
+    together = frozenset(index for operand in inputs for index in products(chain.values[operand]))
     for group in chain.groups:
         together |= group if group & together else frozenset()
     widths = [_width(chain, index) for index in together]
     if len(together) > MAX_TOGETHER or not all(proofs.known_equal(width, widths[0]) for width in widths):
         return
-    if not all(proofs.same_shape(one.meta["val"].shape, value.shape) for one in inputs):
+    if not all(proofs.same_shape(operand.meta["val"].shape, value.shape) for operand in inputs):
         return
     before = dict(chain.extras)
 
@@ -188,7 +188,7 @@ def _read_extra(node: fx.Node, value: torch.Tensor, width: Any, chain: EpilogueC
     if not is_stored(node):
         if node.target not in expressions.POINTWISE:
             return None
-        return expressions.read_pointwise(node, lambda one: _read_extra(one, value, width, chain))
+        return expressions.read_pointwise(node, lambda operand: _read_extra(operand, value, width, chain))
     kind = expressions.spread(operand, value, width)
     late = proofs.depends_on(node, {chain.call}) or rewriting.pinned(node, chain.call) is not None
     if not kind or late or not proofs.row_major(operand):
@@ -233,7 +233,7 @@ def _ends(user: fx.Node) -> bool:
     """Returns whether Inductor computes nothing of `user` in the kernel that makes its operand."""
     if user.op == "output" or _launches(user):
         return True
-    return user.target in RESHAPING and all(_ends(one) for one in user.users)
+    return user.target in RESHAPING and all(_ends(reader) for reader in user.users)
 
 
 def _is_view(node: fx.Node, chain: EpilogueChain) -> bool:
@@ -256,7 +256,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def _extras(expression: Expression) -> list[int]:
-    return [one.index for one in walk(expression) if isinstance(one, Extra)]
+    return [term.index for term in walk(expression) if isinstance(term, Extra)]
 
 
 def _renumbered(expression: Expression, numbers: dict[int, int]) -> Expression:
@@ -316,7 +316,7 @@ def _viewed(graph: fx.Graph, node: fx.Node, output: fx.Node, match: Match) -> fx
     while current.args[0] is not match.call:
         if proofs.keeps_order(current):
             views.append(current)
-        current = next(one for one in current.all_input_nodes if one in match.covered)
+        current = next(operand for operand in current.all_input_nodes if operand in match.covered)
     for view in reversed(views):
         shape, strides = tuple(view.meta["val"].shape), tuple(view.meta["val"].stride())
         if proofs.same_shape(tuple(output.meta["val"].shape), shape):

@@ -73,7 +73,7 @@ class Match:
     @property
     def prologue(self) -> ShardNorm:
         given = {"residual": self.residual, "weight": self.norm.weight, "shift": self.norm.shift}
-        extras = tuple(name for name, one in given.items() if one is not None)
+        extras = tuple(name for name, operand in given.items() if operand is not None)
         return ShardNorm(self.norm.norm, extras, tuple(name for name in SHARD_SAVED if name in self.norm.saved))
 
 
@@ -109,7 +109,7 @@ def find_prologue(call: fx.Node, task: AllGatherMatmul, options: Options) -> Mat
     order = {node: index for index, node in enumerate(call.graph.nodes)}
     inner = set(norm.inner)
     # The node returns what is saved, so whatever uses that has to come later.
-    if any(order[user] < order[call] for one in norm.saved.values() for user in one.users if user not in inner):
+    if any(order[user] < order[call] for saved in norm.saved.values() for user in saved.users if user not in inner):
         return ReasonCode.NORM_USED
     terms = _terms(norm, call, order) or ((norm.x, None) if _is_kept(norm.x, call) else None)
     return COMPUTED if terms is None else Match(call, norm, tuple(views), *terms)
@@ -133,9 +133,9 @@ def _terms(norm: FoundNorm, call: fx.Node, order: dict[fx.Node, int]) -> tuple[f
     if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return None
     for term in (left, right):
-        one = proofs.tensor(term)
-        fits = one is not None and one.dtype == value.dtype and proofs.same_shape(one.shape, value.shape)
-        if one is None or not fits or not proofs.row_major(one) or not _is_kept(term, call):
+        addend = proofs.tensor(term)
+        fits = addend is not None and addend.dtype == value.dtype and proofs.same_shape(addend.shape, value.shape)
+        if addend is None or not fits or not proofs.row_major(addend) or not _is_kept(term, call):
             return None
     # What uses the sum gets it from the node, so it has to come later.
     fused = _fused(norm)

@@ -85,9 +85,9 @@ class _Reading:
         if value.dtype != dtype:
             return ReasonCode.CAST_BETWEEN.at(self._node)
         path = self._path(leaf)
-        views = (*(one for one in path if proofs.keeps_order(one)), *product.views)
-        between = [one for one in self._values if one is not leaf]
-        extras = tuple(one for one, _ in self._extras)
+        views = (*(step for step in path if proofs.keeps_order(step)), *product.views)
+        between = [step for step in self._values if step is not leaf]
+        extras = tuple(extra for extra, _ in self._extras)
         pre = Pre(expressions.as_output(expression, dtype, dtype), extras)
         return replace(product, views=views, steps=(*between, *product.steps), pre=pre)
 
@@ -95,10 +95,10 @@ class _Reading:
         """Nodes whose value serves what is reduced alone."""
         private: set[fx.Node] = set()
         order = {node: index for index, node in enumerate(self._node.graph.nodes)}
-        for one in sorted(self._inside, key=lambda node: order[node], reverse=True):
-            allowed = users if one is self._node else private
-            if all(user in allowed for user in one.users):
-                private.add(one)
+        for step in sorted(self._inside, key=lambda node: order[node], reverse=True):
+            allowed = users if step is self._node else private
+            if all(user in allowed for user in step.users):
+                private.add(step)
         return private
 
     def _leaf(self, node: fx.Node) -> Product | None:
@@ -130,7 +130,7 @@ class _Reading:
             return ProductTerm(0)
         if proofs.keeps_order(node):
             return self._read(node.all_input_nodes[0])
-        expression = expressions.read_pointwise(node, lambda one: self._operand(one, node))
+        expression = expressions.read_pointwise(node, lambda given: self._operand(given, node))
         return expression if expression is None or sum(1 for _ in walk(expression)) <= MAX_PARTS else None
 
     def _operand(self, operand: fx.Node, node: fx.Node) -> Expression | None:
@@ -143,7 +143,7 @@ class _Reading:
         """An operand that comes from elsewhere; a conversion of what is in memory as part of the text."""
         source = operand.args[0] if operand.target in expressions.CASTS else None
         if isinstance(source, fx.Node) and is_stored(source):
-            converted = expressions.read_pointwise(operand, lambda one: self._extra(one, node))
+            converted = expressions.read_pointwise(operand, lambda given: self._extra(given, node))
             if converted is not None:
                 return converted
         given, value = proofs.tensor(operand), proofs.tensor(node)
@@ -156,7 +156,7 @@ class _Reading:
     def _width(self, node: fx.Node) -> Any:
         """Columns of the product that a node is made of."""
         while (product := self._leaf(node)) is None:
-            node = next(one for one in node.all_input_nodes if self._reaches(one))
+            node = next(source for source in node.all_input_nodes if self._reaches(source))
         return product.mm.meta["val"].shape[-1]
 
     def _path(self, leaf: fx.Node) -> list[fx.Node]:
@@ -164,7 +164,7 @@ class _Reading:
         path, node = list[fx.Node](), self._node
         while node is not leaf:
             path.append(node)
-            node = next(one for one in node.all_input_nodes if one in self._values)
+            node = next(source for source in node.all_input_nodes if source in self._values)
         return path
 
     def _used_elsewhere(self) -> Refusal:

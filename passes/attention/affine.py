@@ -85,7 +85,7 @@ class Affine:
     def cleaned(self, shape: Sequence[Any]) -> Affine:
         """Without what makes no difference in a tensor of this shape."""
         ones = [proofs.known_equal(size, 1) for size in shape]
-        coefs = tuple(0 if one else coef for coef, one in zip(self.coefs, ones, strict=True))
+        coefs = tuple(0 if is_one else coef for coef, is_one in zip(self.coefs, ones, strict=True))
         steps = (step for step in self.steps if not ones[step.dim] and not _behind(step.at, shape[step.dim]))
         return replace(self, coefs=coefs, steps=tuple(steps))
 

@@ -91,7 +91,7 @@ class Source:
     @property
     def steps(self) -> tuple[fx.Node, ...]:
         splits = [node.args[0] for node in self.chain if node.target is getitem]
-        return *self.gathered.steps, *(one for one in splits if isinstance(one, fx.Node)), *self.chain, *self.repeats
+        return *self.gathered.steps, *(part for part in splits if isinstance(part, fx.Node)), *self.chain, *self.repeats
 
     @property
     def may_be_used(self) -> tuple[fx.Node, ...]:
@@ -140,7 +140,7 @@ def find_match(attention: AttentionCall, gathers: dict[fx.Node, tuple[Collective
         other = proofs.other_user(written.between, known)
         if other is not None:
             return ReasonCode.ATTENTION_WEIGHTS_USED.at(other)
-    order = {one: index for index, one in enumerate(node.graph.nodes)}
+    order = {each: index for index, each in enumerate(node.graph.nodes)}
     may_be_used = (*keys.may_be_used, *values.may_be_used)
     used = []
     for step in steps:
@@ -197,8 +197,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     )
     with graph.inserting_before(node):
         locals_ = [
-            replay(graph, one.chain, one.gathered.dim, collective.world_size, one.collective.operand)
-            for one in (keys, values)
+            replay(graph, tensor.chain, tensor.gathered.dim, collective.world_size, tensor.collective.operand)
+            for tensor in (keys, values)
         ]
         operands = {"q": attention.q, "k": locals_[0], "v": locals_[1], "bias": attention.bias}
         fakes = schema.call(task, **rewriting.values_of(operands))
@@ -267,7 +267,7 @@ def _hand_on(graph: fx.Graph, call: fx.Node, index: int, source: Source, attenti
     """Gives what else uses the gathered keys or values those that the call returns."""
     operand, first = source.operand, source.chain[0]
     known = (attention, call, *source.steps)
-    of_operand, of_first = ([user for user in one.users if user not in known] for one in (operand, first))
+    of_operand, of_first = ([user for user in tensor.users if user not in known] for tensor in (operand, first))
     if not of_operand and not of_first:
         return
     whole = rewriting.output(graph, call, index, rewriting.copied_meta(operand))
@@ -347,7 +347,7 @@ def usable(attention: AttentionCall) -> bool:
 
 def _fed_by(node: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathered]]) -> list[Collective]:
     """The gathers that the keys and values of an attention are views of."""
-    chains = [views_above(unrepeated(one)[0], list(gathers)) for one in operands(node)[1:]]
+    chains = [views_above(unrepeated(operand)[0], list(gathers)) for operand in operands(node)[1:]]
     return [gathers[chain[0]][0] for chain in chains if chain is not None]
 
 

@@ -162,7 +162,8 @@ def backward_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
 def mask_tensors(node: fx.Node) -> list[fx.Node]:
     """The tensors that say what the rows of a call see."""
     if node.target in FLEX:
-        return [one for one in flex_call(node).block_mask if isinstance(one, fx.Node) and one.op == "call_function"]
+        given = flex_call(node).block_mask
+        return [tensor for tensor in given if isinstance(tensor, fx.Node) and tensor.op == "call_function"]
     bound = proofs.arguments(node)
     mask = bound.get("attn_mask", bound.get("attn_bias"))
     return [mask] if isinstance(mask, fx.Node) else []
@@ -174,7 +175,7 @@ def read_attention(node: fx.Node) -> AttentionCall | Refused:
     """
     kernel = (FORWARD | BACKWARD)[node.target]
     q, k, v = operands(node)
-    values = [proofs.tensor(one) for one in (q, k, v)]
+    values = [proofs.tensor(operand) for operand in (q, k, v)]
     rejected = proofs.rejected_dtypes(values)
     if rejected is not None:
         return rejected
@@ -251,7 +252,7 @@ def unrepeated(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
         steps.append(above)
         shapes.append(() if value is None else tuple(value.shape))
         above = source
-        inner, expanded = proofs.tensor(above), [one.target is aten.expand.default for one in steps]
+        inner, expanded = proofs.tensor(above), [step.target is aten.expand.default for step in steps]
         if inner is None or inner.ndim != 4 or sum(expanded) != 1:
             continue
         (B, heads, S, D), place = inner.shape, expanded.index(True)

@@ -90,14 +90,14 @@ def calls_of_parts(node: fx.Node) -> list[tuple[fx.Node, int]]:
     """(call, index) of the outputs of torch's attention ops that `node` is made of by views, cuts, casts and cats."""
     pending, found = [node], list[tuple[fx.Node, int]]()
     while pending:
-        one = pending.pop()
-        source = one.args[0] if one.args else None
-        if one.target is getitem and isinstance(source, fx.Node) and source.target in SDPA:
-            index = one.args[1]
+        part = pending.pop()
+        source = part.args[0] if part.args else None
+        if part.target is getitem and isinstance(source, fx.Node) and source.target in SDPA:
+            index = part.args[1]
             assert isinstance(index, int)
             found.append((source, index))
-        elif one.target in MOVES:
-            pending += one.all_input_nodes
+        elif part.target in MOVES:
+            pending += part.all_input_nodes
     return found
 
 

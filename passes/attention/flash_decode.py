@@ -149,7 +149,7 @@ def prove(attention: PartAlgebra, parts: GatheredParts) -> Match | Refused:
     if operands is None:
         return ReasonCode.DECODE_FORM
     q, k, v, lengths, scale = operands
-    dtypes = {proofs.tensor(one.node).dtype for one in (q, k, v)}  # type: ignore[union-attr]
+    dtypes = {proofs.tensor(root.node).dtype for root in (q, k, v)}  # type: ignore[union-attr]
     if len(dtypes) > 1:
         return ReasonCode.MIXED_DTYPES
     (dtype,) = dtypes
@@ -158,8 +158,8 @@ def prove(attention: PartAlgebra, parts: GatheredParts) -> Match | Refused:
     if not proofs.wanted_in(merged, dtype):
         return ReasonCode.CAST_BETWEEN.at(merged)
     launch = _first(parts.gathers)
-    needed = [one.node for one in (q, k, v)] + ([lengths[0]] if lengths else [])
-    if not all(rewriting.can_hoist(one, launch) for one in needed):
+    needed = [root.node for root in (q, k, v)] + ([lengths[0]] if lengths else [])
+    if not all(rewriting.can_hoist(operand, launch) for operand in needed):
         return ReasonCode.OPERAND_LATE
     return Match(parts.gathers, merged, q, k, v, lengths, scale)
 
@@ -249,15 +249,15 @@ def _first(gathers: Sequence[Collective]) -> fx.Node:
 def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
     group, launch = match.gathers[0], _first(match.gathers)
-    for one in (match.q.node, match.k.node, match.v.node, *((match.lengths[0],) if match.lengths else ())):
-        rewriting.hoist(one, launch)
+    for operand in (match.q.node, match.k.node, match.v.node, *((match.lengths[0],) if match.lengths else ())):
+        rewriting.hoist(operand, launch)
     B = match.q.shape[0]
     site, policy = rewriting.UNNAMED_SITE, rewriting.policy(options)
     task = FlashDecode(match.scale, 0.0, group.world_size, group.group_name, site, policy)
     like: torch.Tensor = match.q.node.meta["val"]
     out = rewriting.fake_like(like, match.q.shape, rewriting.contiguous_strides(match.q.shape))
     with graph.inserting_before(launch):
-        operands = {name: _inserted(graph, one) for name, one in zip("qkv", (match.q, match.k, match.v), strict=True)}
+        operands = {name: _inserted(graph, root) for name, root in zip("qkv", (match.q, match.k, match.v), strict=True)}
         operands["lengths"] = _inserted_lengths(graph, match, B)
         meta = rewriting.copied_meta(match.merged)
         values = (out, rewriting.new_token(like))

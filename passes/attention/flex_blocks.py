@@ -42,7 +42,7 @@ def are_counted(block_mask: Sequence[Any], masked: Truth, shape: tuple[Any, Any]
     if some.target is not aten.bitwise_and.Tensor or every.target is not aten.eq.Scalar:
         return False
     counts = every.args[0]
-    bounds = {one.target: one.args for one in some.all_input_nodes}
+    bounds = {node.target: node.args for node in some.all_input_nodes}
     size = rows * columns
     if bounds != {aten.gt.Scalar: (counts, 0), aten.lt.Scalar: (counts, size)} or every.args[1] != size:
         return False

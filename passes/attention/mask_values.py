@@ -36,7 +36,7 @@ class Truth:
         for one, another in ((self, other), (other, self)):
             if not one.terms:
                 return another if one.every else one
-        if all(one.every or len(one.terms) == 1 for one in (self, other)):
+        if all(truth.every or len(truth.terms) == 1 for truth in (self, other)):
             return Truth(self.terms | other.terms)
         return None
 

@@ -112,9 +112,9 @@ class Masks:
     def compared(self, node: fx.Node) -> tuple[Value, Value]:
         """Both operands of a comparison, in the dtype in which they are compared."""
         both = node.args[:2]
-        given: Any = [proofs.tensor(one) if isinstance(one, fx.Node) else one for one in both]
+        given: Any = [proofs.tensor(operand) if isinstance(operand, fx.Node) else operand for operand in both]
         dtype = torch.result_type(*given)
-        left, right = (self.converted(node, self.operand(node, one), dtype) for one in both)
+        left, right = (self.converted(node, self.operand(node, operand), dtype) for operand in both)
         return left, right
 
 
@@ -159,13 +159,13 @@ def _full(masks: Masks, node: fx.Node) -> Value | None:
 
 def _sum(sign: int) -> Callable[[Masks, fx.Node], Value | None]:
     def read(masks: Masks, node: fx.Node) -> Value | None:
-        left, right = (masks.operand(node, one) for one in node.args[:2])
+        left, right = (masks.operand(node, operand) for operand in node.args[:2])
         if proofs.arguments(node).get("alpha", 1) != 1:
             return None
         one, other = (_as_affine(value, masks.shape(node)) for value in (left, right))
         if one is not None and other is not None:
             return one.plus(other.scaled(sign))
-        shows = [hiding(node, one) for one in (left, right)]
+        shows = [hiding(node, term) for term in (left, right)]
         if sign < 0 or shows[0] is None or shows[1] is None:
             return None
         both = shows[0][0].both(shows[1][0])
@@ -176,7 +176,7 @@ def _sum(sign: int) -> Callable[[Masks, fx.Node], Value | None]:
 
 
 def _product(masks: Masks, node: fx.Node) -> Value | None:
-    left, right = (masks.operand(node, one) for one in node.args[:2])
+    left, right = (masks.operand(node, operand) for operand in node.args[:2])
     if isinstance(left, Truth) and isinstance(right, Truth):
         return left.both(right)
     for one, other in ((left, right), (right, left)):
@@ -206,14 +206,14 @@ def _quotient(masks: Masks, node: fx.Node) -> Value | None:
 
 def _floored(masks: Masks, node: fx.Node) -> Affine | None:
     """One operand divided by the other, which is a number, rounded down."""
-    left, right = (masks.operand(node, one) for one in node.args[:2])
+    left, right = (masks.operand(node, operand) for operand in node.args[:2])
     if not isinstance(left, Affine) or not isinstance(right, Affine) or not right.is_constant:
         return None
     return affine.floored(left, right.const, masks.shape(node))
 
 
 def _remainder(masks: Masks, node: fx.Node) -> Value | None:
-    quotient, (left, right) = _floored(masks, node), (masks.operand(node, one) for one in node.args[:2])
+    quotient, (left, right) = _floored(masks, node), (masks.operand(node, operand) for operand in node.args[:2])
     if quotient is None or not isinstance(left, Affine) or not isinstance(right, Affine):
         return None
     return left.plus(quotient.scaled(-right.const))
@@ -260,10 +260,10 @@ def _unequal(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def _truths(masks: Masks, node: fx.Node) -> list[Truth]:
-    found = [masks.operand(node, one) for one in node.args[:2]]
-    if not all(isinstance(one, Truth) for one in found):
+    found = [masks.operand(node, operand) for operand in node.args[:2]]
+    if not all(isinstance(value, Truth) for value in found):
         raise UnknownMask(node)
-    return [one for one in found if isinstance(one, Truth)]
+    return [value for value in found if isinstance(value, Truth)]
 
 
 def _and(masks: Masks, node: fx.Node) -> Value | None:
@@ -283,7 +283,7 @@ def _not(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def _where(masks: Masks, node: fx.Node) -> Value | None:
-    truth, *branches = (masks.operand(node, one) for one in node.args)
+    truth, *branches = (masks.operand(node, arg) for arg in node.args)
     yes, no = map(mask_values.as_choice, branches)
     if isinstance(truth, Truth) and (yes is None or no is None):
         shape = masks.shape(node)
@@ -431,13 +431,13 @@ def _index(masks: Masks, node: fx.Node) -> Value | None:
     source, given = node.args
     if not isinstance(source, fx.Node) or not isinstance(given, (list, tuple)) or len(given) != len(shape_of(source)):
         return None
-    found = [masks.operand(node, one) if isinstance(one, fx.Node) else None for one in given]
-    indices = [one for one in found if isinstance(one, Affine)]
+    found = [masks.operand(node, index) if isinstance(index, fx.Node) else None for index in given]
+    indices = [value for value in found if isinstance(value, Affine)]
     if len(indices) != len(found):
         return None
     shape = shape_of(node)
     # Counted from the end is something else.
-    inside = all(one.bounds(shape)[0] >= 0 for one in indices)
+    inside = all(index.bounds(shape)[0] >= 0 for index in indices)
     return mask_values.mapped(masks.value(source), lambda term: term.at(indices, shape)) if inside else None
 
 
@@ -446,7 +446,7 @@ def _cat(masks: Masks, node: fx.Node) -> Value | None:
     bound = proofs.arguments(node)
     dim, parts = bound["dim"] % len(shape_of(node)), bound["tensors"]
     found, sizes = [masks.value(part) for part in parts], [shape_of(part)[dim] for part in parts]
-    values = [one for one in found if isinstance(one, Affine)]
+    values = [value for value in found if isinstance(value, Affine)]
     if len(values) != len(found) or not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
     # One element has no slope: of such alone it is that of positions, or none.

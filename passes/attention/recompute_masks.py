@@ -59,9 +59,9 @@ def recompute_masks(graph: fx.Graph, *, options: Options) -> int:
         if refused(attention) or attention.bias is not None:
             continue
         known.add(tuple(masks))
-        for one in _made_of(masks):
+        for source in _made_of(masks):
             # What a user's own checkpointing says of a node stays.
-            one.meta.setdefault(MARK, CheckpointPolicy.MUST_RECOMPUTE)
+            source.meta.setdefault(MARK, CheckpointPolicy.MUST_RECOMPUTE)
     return len(known)
 
 

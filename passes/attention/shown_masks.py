@@ -76,11 +76,11 @@ def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = 
             # Nor one that holds here: of the place of a rank's rows alone it may not hold on another.
             raise UnknownMask(node)
     # All by the same positions.
-    places = {one.steps for one in uppers} | {one.scaled(-1).steps for one in lowers}
+    places = {upper.steps for upper in uppers} | {lower.scaled(-1).steps for lower in lowers}
     if not uppers or len(places) != 1:
         raise UnknownMask(node)
-    offset = min(one.const for one in uppers)
-    window = min(offset + min(one.const for one in lowers) + 1, LONGEST_WINDOW) if lowers else 0
+    offset = min(upper.const for upper in uppers)
+    window = min(offset + min(lower.const for lower in lowers) + 1, LONGEST_WINDOW) if lowers else 0
     if lowers and window <= 0:
         raise UnknownMask(node)
     jumps = " ".join(f"{at}{jump:+}" for at, jump in uppers[0].steps_of(row).items())

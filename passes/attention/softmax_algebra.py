@@ -288,7 +288,7 @@ class Algebra:
         source, dim = found[0].source, found[0].dim
         length, cat_dim = shapes[0][0][dim], proofs.arguments(node)["dim"]
         value = self.value(source)
-        places = [(one.source, one.dim, one.start) for one in found]
+        places = [(piece.source, piece.dim, piece.start) for piece in found]
         if places != [(source, dim, index * length) for index in range(len(parts))]:
             raise Unknown(node)
         step = self.atoms.take(value.axes[dim], len(parts))
@@ -347,7 +347,7 @@ class Algebra:
     def _chosen(self, node: fx.Node) -> Value | None:
         """`where` between values that differ by maxima only; None for any other."""
         condition, left, right = (self.value(given) for given in node.args)
-        rest = [{one: count for one, count in value.power.items() if one[0] != "m"} for value in (left, right)]
+        rest = [{symbol: count for symbol, count in value.power.items() if symbol[0] != "m"} for value in (left, right)]
         if not condition.is_opaque() or left.is_log is not right.is_log or rest[0] != rest[1]:
             return None
         axes = self.broadcast(node, condition.axes, self.broadcast(node, left.axes, right.axes))

@@ -85,10 +85,10 @@ def find_written(graph: fx.Graph, gathered: Collection[fx.Node]) -> list[Written
         weights, values = node.args
         assert isinstance(weights, fx.Node) and isinstance(values, fx.Node)
         above = _above(weights)
-        if not any(one.target in EXPONENTIALS for one in above):
+        if not any(node_above.target in EXPONENTIALS for node_above in above):
             continue
-        products = [one for one in above if one.target is aten.bmm.default]
-        operands = [values, *(one for product in products for one in product.all_input_nodes)]
+        products = [node_above for node_above in above if node_above.target is aten.bmm.default]
+        operands = [values, *(operand for product in products for operand in product.all_input_nodes)]
         read = tuple(end for end in map(_end, operands) if end in gathered)
         if read:
             found.append(Written(node, tuple(above), read))
@@ -170,10 +170,10 @@ class Proof:
         self.algebra = Algebra(self.atoms, self._seed)
         self._gathered = gathered
         # What is computed from the scores.
-        self.scored = {one for one in written.above if one.target is aten.bmm.default}
-        for one in sorted(written.above):
-            if self.scored.intersection(one.all_input_nodes):
-                self.scored.add(one)
+        self.scored = {node for node in written.above if node.target is aten.bmm.default}
+        for node in sorted(written.above):
+            if self.scored.intersection(node.all_input_nodes):
+                self.scored.add(node)
 
     def _seed(self, node: fx.Node) -> Value | None:
         if node is self.written.node:
@@ -306,19 +306,19 @@ class Proof:
 
     def code(self) -> ReasonCode:
         """What is said where the algebra knows no more."""
-        if any(one.target in RANDOM for one in self.written.above):
+        if any(node.target in RANDOM for node in self.written.above):
             return ReasonCode.ATTENTION_DROPOUT
         try:
-            for one in self.written.above:
-                if one.target is aten.tanh.default:
-                    self.algebra.value(one)
+            for node in self.written.above:
+                if node.target is aten.tanh.default:
+                    self.algebra.value(node)
         except (Unknown, _Refused):
             return ReasonCode.ATTENTION_SOFTCAP
         return ReasonCode.ATTENTION_WRITTEN_OUT
 
     def between(self, result: fx.Node) -> tuple[fx.Node, ...]:
         """The nodes from the scores to the result, without it."""
-        found = {one for one in self.scored if one.target is aten.bmm.default}
+        found = {scores for scores in self.scored if scores.target is aten.bmm.default}
         node = min(found)
         while node is not result:
             node = node.next
@@ -326,10 +326,10 @@ class Proof:
                 found.add(node)
         needed, left = set[fx.Node](), [result]
         while left:
-            for one in left.pop().all_input_nodes:
-                if one in found and one not in needed:
-                    needed.add(one)
-                    left.append(one)
+            for source in left.pop().all_input_nodes:
+                if source in found and source not in needed:
+                    needed.add(source)
+                    left.append(source)
         return tuple(sorted(needed))
 
 
@@ -373,7 +373,7 @@ def _read(graph: fx.Graph, proof: Proof, node: fx.Node, value: Value) -> Attenti
         q = _placed(graph, atoms, queries, (*whole, dim))
         k = _placed(graph, atoms, keys, (of_batch, of_heads, tokens, dim))
         v = _placed(graph, atoms, values, (of_batch, of_heads, tokens, wide))
-    found = [proofs.tensor(one) for one in (q, k, v)]
+    found = [proofs.tensor(operand) for operand in (q, k, v)]
     rejected = proofs.rejected_dtypes(found)
     if rejected is not None:
         raise _Refused(rejected.at(node))
@@ -384,7 +384,7 @@ def _read(graph: fx.Graph, proof: Proof, node: fx.Node, value: Value) -> Attenti
     result = moved(atoms, (*whole, wide), value.axes)
     if result is None:
         raise Unknown(node)
-    views = tuple(one.node for chain in (keys, values) for one in chain[1:] if one.node not in (k, v))
+    views = tuple(root.node for chain in (keys, values) for root in chain[1:] if root.node not in (k, v))
     softcap = _rounded(count) if origin.inside else 0.0
     attention = AttentionCall(
         node,

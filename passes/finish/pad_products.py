@@ -103,7 +103,7 @@ def find_unaligned(node: fx.Node, devices: tuple[str, ...] = GPUS) -> Match | No
     bound = proofs.arguments(node)
     lhs, rhs = (bound[name] for name in OPERANDS[node.target])
     bias = bound["self"] if node.target in BIASED else None
-    values = [proofs.tensor(one) for one in (lhs, rhs, node, *([bias] if node.target in BIASED else []))]
+    values = [proofs.tensor(each) for each in (lhs, rhs, node, *([bias] if node.target in BIASED else []))]
     if not _paddable(values, devices):
         return None
     a, b, out = values[0], values[1], values[2]
@@ -114,17 +114,17 @@ def find_unaligned(node: fx.Node, devices: tuple[str, ...] = GPUS) -> Match | No
     M, K, N = a.shape[-2], a.shape[-1], b.shape[-1]
     missing = {name: alignment.missing(size, a.dtype) for name, size in (("m", M), ("k", K), ("n", N))}
     needed: set[str] = set()
-    for one, (along_rows, along_columns) in ((of_lhs, "km"), (of_rhs, "nk"), (of_out, "nm")):
-        along = along_rows if one.by_rows else along_columns
-        if one.aligned < ALIGNED_BYTES:
-            if not one.whole or not missing[along]:
+    for operand, (along_rows, along_columns) in ((of_lhs, "km"), (of_rhs, "nk"), (of_out, "nm")):
+        along = along_rows if operand.by_rows else along_columns
+        if operand.aligned < ALIGNED_BYTES:
+            if not operand.whole or not missing[along]:
                 return None
             needed.add(along)
     if not needed:
         return None
     m, k, n = (missing[name] if name in needed else 0 for name in "mkn")
     operands = ([lhs] if m + k else []) + ([rhs] if k + n else [])
-    copied = [_copied_bytes(one, node) for one in operands]
+    copied = [_copied_bytes(operand, node) for operand in operands]
     if n and not rewriting.views_and_strides(node)[1]:
         copied.append(2 * _nbytes(out))
     work = ProductWork(
@@ -167,9 +167,10 @@ def _site_product(node: fx.Node, a: fx.Node, b: fx.Node, devices: tuple[str, ...
     k = alignment.missing(K, rhs.dtype)
     if of_lhs is None or of_rhs is None or not k:
         return None
-    unaligned = [(one, along) for one, along in ((of_lhs, True), (of_rhs, False)) if one.aligned < ALIGNED_BYTES]
+    operands = ((of_lhs, True), (of_rhs, False))
+    unaligned = [(operand, along) for operand, along in operands if operand.aligned < ALIGNED_BYTES]
     # K lies together in a by rows, in b by columns.
-    if not unaligned or any(not one.whole or one.by_rows != along for one, along in unaligned):
+    if not unaligned or any(not operand.whole or operand.by_rows != along for operand, along in unaligned):
         return None
     copied = [_copied_bytes(a, node), _copied_bytes(b, node)]
     out_bytes = lhs.numel() // K * N * lhs.dtype.itemsize
@@ -309,10 +310,10 @@ def rewrite_site(
     operands = schema.operands_from_call(node)
     a, b = operands["a"], operands["b"]
     with graph.inserting_before(node):
-        for index, one in enumerate(found):
-            if one is not None:
-                a[index] = _padded(graph, one.a, 0, one.k, padded)
-                b[index] = _padded(graph, one.b, one.k, 0, padded)
+        for index, product in enumerate(found):
+            if product is not None:
+                a[index] = _padded(graph, product.a, 0, product.k, padded)
+                b[index] = _padded(graph, product.b, product.k, 0, padded)
     rewriting.change_task(node, schema.node_from_call(node.target, node.args), a=a, b=b)
     node.meta.pop("eager_input_vals", None)
 
@@ -322,7 +323,8 @@ def pad_by(graph: fx.Graph, rule: Rule, devices: tuple[str, ...] = GPUS) -> int:
     padded: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.nodes):
-        factors = [one if one and rule.pays(one.work) else None for one in find_site_products(node, devices)]
+        found = find_site_products(node, devices)
+        factors = [product if product and rule.pays(product.work) else None for product in found]
         if any(factors):
             rewrite_site(graph, node, factors, padded)
             count += sum(map(bool, factors))

@@ -75,13 +75,13 @@ def _task_record(node: fx.Node) -> SiteRecord:
 
 def _values(given: Any) -> Any:
     """The fake tensor of an operand, or those of a list."""
-    return [_value(one) for one in given] if isinstance(given, list) else _value(given)
+    return [_value(operand) for operand in given] if isinstance(given, list) else _value(given)
 
 
 def _hints(value: Any) -> Any:
     """The shape of a tensor whose sizes are known, or those of a list."""
     if isinstance(value, list):
-        return [_hints(one) for one in value]
+        return [_hints(each) for each in value]
     return tuple(_hint(size) for size in value.shape)
 
 

@@ -119,7 +119,7 @@ def _structure(graph: fx.Graph) -> str:
     for number, node in enumerate(graph.nodes):
         numbers[node] = number
         inputs = [numbers[given] for given in node.all_input_nodes]
-        fractions = [one for one in (*node.args, *node.kwargs.values()) if isinstance(one, float)]
+        fractions = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, float)]
         lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {inputs} {fractions}")
     return digest("\n".join(lines))
 

@@ -75,12 +75,12 @@ def find_merged(root: fx.Node) -> Match | None:
     if not _adds(root):
         return None
     leaves, additions = _summands(root)
-    found = [one for leaf in leaves if (one := _read(leaf, root)) is not None]
+    found = [reduction for leaf in leaves if (reduction := _read(leaf, root)) is not None]
     for first in found:
-        equal = [one for one in found if _same_form(one, first)]
+        equal = [reduction for reduction in found if _same_form(reduction, first)]
         if len(equal) > 1:
-            equal.sort(key=lambda one: one.collective.node)
-            merged = {one.leaf for one in equal}
+            equal.sort(key=lambda reduction: reduction.collective.node)
+            merged = {reduction.leaf for reduction in equal}
             others = tuple(leaf for leaf in leaves if leaf not in merged)
             return Match(root, tuple(equal), others, tuple(additions))
     return None
@@ -91,7 +91,7 @@ def _adds(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target is not aten.add.Tensor:
         return False
     bound = proofs.arguments(node)
-    values = [proofs.tensor(one) for one in (node, bound["self"], bound["other"])]
+    values = [proofs.tensor(tensor_node) for tensor_node in (node, bound["self"], bound["other"])]
     dtypes = {None if value is None else value.dtype for value in values}
     return None not in dtypes and len(dtypes) == 1 and bound["alpha"] == 1
 
@@ -116,7 +116,7 @@ def _read(leaf: fx.Node, root: fx.Node) -> SummedReduction | None:
     """The reduction whose result `leaf` is a view of, if only the sum uses it."""
     chain = proofs.views_up(leaf)
     wait = chain[-1]
-    if wait.target is not WAIT or any(proofs.sole_user(one) is None for one in chain):
+    if wait.target is not WAIT or any(proofs.sole_user(step) is None for step in chain):
         return None
     node, value = wait.args[0], proofs.tensor(leaf)
     if not isinstance(node, fx.Node) or node.target not in (ALL_REDUCE, REDUCE_SCATTER) or value is None:
@@ -171,7 +171,7 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
     for node in last.between:
         start.prepend(node)
     with graph.inserting_before(last.between[0] if last.between else start):
-        total = _sum(graph, [one.source for one in match.reductions], last.source)
+        total = _sum(graph, [reduction.source for reduction in match.reductions], last.source)
     for node in (*last.between, start):
         if last.source in node.all_input_nodes:
             node.replace_input_with(last.source, total)
@@ -180,15 +180,15 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
         result = _sum(graph, [last.leaf, *match.others], match.root)
     match.root.replace_all_uses_with(result)
     gone = [*match.additions]
-    for one in match.reductions[:-1]:
-        gone += [*proofs.views_up(one.leaf), one.collective.node, *one.between]
+    for reduction in match.reductions[:-1]:
+        gone += [*proofs.views_up(reduction.leaf), reduction.collective.node, *reduction.between]
     rewriting.erase_unused(graph, gone)
     return result
 
 
 def loses_fusion(graph: fx.Graph, match: Match) -> bool:
     """Returns whether fusions would take every reduction of the match, but not the one that they are merged into."""
-    if not all(_is_fused(one.collective.node) for one in match.reductions):
+    if not all(_is_fused(reduction.collective.node) for reduction in match.reductions):
         return False
     copy, twins = rewriting.copied(graph)
     twin = find_merged(twins[match.root])

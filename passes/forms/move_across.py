@@ -77,8 +77,8 @@ def find_moved(node: fx.Node) -> Match | None:
             return None
         source, users = chunks.source, set(chunks.between)
     chain, innermost = _chain_up(source, transposes=node.target is ALL_REDUCE)
-    needed = [one for one in chain if not proofs.keeps_order(one)]
-    alone = all(proofs.sole_user(one) is not None for one in (*chain[1:], innermost)) and set(source.users) <= users
+    needed = [step for step in chain if not proofs.keeps_order(step)]
+    alone = all(proofs.sole_user(step) is not None for step in (*chain[1:], innermost)) and set(source.users) <= users
     if not needed or not alone or not (innermost.target in proofs.MATMULS or innermost.target is aten.add.Tensor):
         return None
     # A scatter cuts what the views make, so these stay in front of it.
@@ -122,15 +122,15 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
     node.update_arg(0, source)
     wait.replace_all_uses_with(last)
     first.update_arg(0, wait)
-    for one in (node, wait):
+    for changed in (node, wait):
         shape = tuple(value.shape)
-        one.meta["val"] = rewriting.fake_like(value, shape, rewriting.contiguous_strides(shape))
-        one.meta.pop("eager_input_vals", None)
+        changed.meta["val"] = rewriting.fake_like(value, shape, rewriting.contiguous_strides(shape))
+        changed.meta.pop("eager_input_vals", None)
     behind = wait
-    for one in match.moved:
-        behind.append(one)
-        behind = one
-    if any(one.target in proofs.TRANSPOSES and not proofs.keeps_order(one) for one in match.moved):
+    for step in match.moved:
+        behind.append(step)
+        behind = step
+    if any(step.target in proofs.TRANSPOSES and not proofs.keeps_order(step) for step in match.moved):
         _copy_row_major(graph, last)
 
 

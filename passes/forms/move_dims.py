@@ -64,7 +64,7 @@ def find_moved(node: fx.Node) -> Match | None:
         return None
     source = permute.args[0]
     assert isinstance(source, fx.Node)
-    alone = all(proofs.sole_user(one) is not None for one in (*between, source))
+    alone = all(proofs.sole_user(step) is not None for step in (*between, source))
     return Match(collective, source, tuple(between), dim) if alone and _is_computed(source) else None
 
 
@@ -92,9 +92,9 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
         operand = rewriting.regrouped(graph, match.source, dim, 0, world_size, match.source)
     node.update_arg(0, operand)
     users, old = list(wait.users), wait.meta["val"]
-    for one in (node, wait):
-        one.meta["val"] = rewriting.fake_like(old, tuple(shape), rewriting.contiguous_strides(shape))
-        one.meta.pop("eager_input_vals", None)
+    for moved in (node, wait):
+        moved.meta["val"] = rewriting.fake_like(old, tuple(shape), rewriting.contiguous_strides(shape))
+        moved.meta.pop("eager_input_vals", None)
     _hand_out(graph, match, users, old, views if takes_any else None)
     rewriting.erase_unused(graph, match.between)
 

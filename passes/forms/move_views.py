@@ -107,7 +107,7 @@ def _merged(last: fx.Node, value: torch.Tensor, dim: int) -> int | None:
     width = 1
     for first in range(value.ndim - 1, dim, -1):
         width = width * value.shape[first]
-        if widths and all(proofs.known_equal(one, width) for one in widths):
+        if widths and all(proofs.known_equal(other_width, width) for other_width in widths):
             return first
     return None
 
@@ -121,7 +121,7 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
         for view in match.moved:
             shard = _viewed(graph, view, shard)
         # The whole's sizes as arguments.
-        sizes = [_size(graph, shard, one) for one in range(len(whole))]
+        sizes = [_size(graph, shard, place) for place in range(len(whole))]
         sizes[dim] = whole[dim] if isinstance(whole[dim], int) else -1
         shard = _merged_shard(graph, match, shard, sizes)
         chunk = _size(graph, shard, 0)
@@ -164,7 +164,7 @@ def _viewed(graph: fx.Graph, view: fx.Node, shard: fx.Node) -> fx.Node:
         shape.insert(dim, 1)
     else:
         order = proofs.permutation(view)
-        shape, strides = [shape[one] for one in order], [strides[one] for one in order]
+        shape, strides = [shape[place] for place in order], [strides[place] for place in order]
     node.meta["val"] = rewriting.fake_like(value, tuple(shape), tuple(strides))
     return node
 

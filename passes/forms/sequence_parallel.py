@@ -98,7 +98,8 @@ def work(region: Region, options: Options) -> RegionWork:
     return RegionWork(
         m=rows,
         reduced=tuple(
-            Reduced(n=_columns(one.wait), k=_contracted(one), has_norm=one.node in normed) for one in region.reductions
+            Reduced(n=_columns(reduction.wait), k=_contracted(reduction), has_norm=reduction.node in normed)
+            for reduction in region.reductions
         ),
         gathered=tuple(GatheredRows(n=_columns_behind(node, region), k=_columns(node)) for node in region.exits),
         precision=precision_of(first.wait.meta["val"].dtype),
@@ -148,7 +149,7 @@ def rewrite(graph: fx.Graph, match: Match, index: int) -> None:
     inside = set(region.members)
     outside_users = {node: [user for user in node.users if user not in inside] for node in region.exits}
     chunks = {source: _own_chunk(graph, match, source) for source in region.entering}
-    starts = {one.wait: one for one in region.reductions}
+    starts = {reduction.wait: reduction for reduction in region.reductions}
     for node in region.members:
         part = node
         if node in starts:
@@ -199,16 +200,17 @@ def _compare(graph: fx.Graph, match: Match, texts: tuple[str, str], index: int) 
     """
     roots = list(match.region.roots)
     placeholders = list(graph.find_nodes(op="placeholder"))
-    users = {one: _readers(one) for one in roots or placeholders if proofs.tensor(one) is not None}
-    one = min((one for one in users if users[one]), key=_num_elements, default=None)
-    if one is None:
+    users = {source: _readers(source) for source in roots or placeholders if proofs.tensor(source) is not None}
+    smallest = min((source for source in users if users[source]), key=_num_elements, default=None)
+    if smallest is None:
         return
-    args = (one, roots, match.group_name, _site(match, index), *texts)
+    args = (smallest, roots, match.group_name, _site(match, index), *texts)
     with graph.inserting_before(placeholders[-1].next):
-        compared = rewriting.call(graph, schema.overload("replicated"), args, one, tuple(one.meta["val"].shape))
-    compared.meta["val"] = one.meta["val"]
-    for user in users[one]:
-        user.replace_input_with(one, compared)
+        shape = tuple(smallest.meta["val"].shape)
+        compared = rewriting.call(graph, schema.overload("replicated"), args, smallest, shape)
+    compared.meta["val"] = smallest.meta["val"]
+    for user in users[smallest]:
+        user.replace_input_with(smallest, compared)
 
 
 def _num_elements(node: fx.Node) -> float:
@@ -230,7 +232,7 @@ def _place(root: fx.Node) -> str:
 
 def _constants(region: Region) -> list[str]:
     """A hash of all numbers in the region, and in what enters it, and each of them with its op once; none of none."""
-    reduced = {one.wait for one in region.reductions}
+    reduced = {reduction.wait for reduction in region.reductions}
     found = {node for node in region.members if node not in reduced}
     pending = [source for node in found for source in node.all_input_nodes if source not in region.members]
     while pending:

@@ -108,7 +108,7 @@ def _added_row(node: fx.Node, product: fx.Node) -> fx.Node | None:
     """The row of its own dtype that `node` adds to a product; None if it does something else."""
     if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1 or len(node.all_input_nodes) != 2:
         return None
-    (other,) = (one for one in node.all_input_nodes if one is not product)
+    (other,) = (operand for operand in node.all_input_nodes if operand is not product)
     row, value = proofs.tensor(other), proofs.tensor(node)
     if row is None or value is None or not row.dtype == value.dtype == product.meta["val"].dtype:
         return None

@@ -104,7 +104,7 @@ class Match:
     @property
     def behind(self) -> tuple[FoundNorm, ...]:
         """The norms of the sum."""
-        return tuple(one for one in (self.norm, self.other) if one is not None)
+        return tuple(norm for norm in (self.norm, self.other) if norm is not None)
 
     @property
     def norms(self) -> tuple[FoundNorm, ...]:
@@ -222,8 +222,8 @@ def _is_shared(norm: FoundNorm) -> bool:
         return False
     columns = norm.result.meta["val"].shape[-1]
     scaled = [user for user in norm.result.users if user.target is aten.mul.Tensor]
-    rows = {one for user in scaled for one in user.all_input_nodes if one is not norm.result}
-    return sum((value := proofs.tensor(one)) is not None and proofs.is_row(value, columns) for one in rows) > 1
+    rows = {node for user in scaled for node in user.all_input_nodes if node is not norm.result}
+    return sum((value := proofs.tensor(row)) is not None and proofs.is_row(value, columns) for row in rows) > 1
 
 
 def _find_post_norm(rsqrt: fx.Node) -> Found | None:
@@ -252,29 +252,29 @@ def _rejected(match: Match, rows: fx.Node) -> ReasonCode | None:
     reduced, total = proofs.tensor(found.reduced), proofs.tensor(rows)
     assert reduced is not None and total is not None
     normed = [total] if found.post is None else [total, found.post.x.meta["val"]]
-    if reduced.ndim == 0 or not all(proofs.known_equal(reduced.shape[-1], one.shape[-1]) for one in normed):
+    if reduced.ndim == 0 or not all(proofs.known_equal(reduced.shape[-1], value.shape[-1]) for value in normed):
         return ReasonCode.LAYOUT
     if reduced.dtype != total.dtype:
         return ReasonCode.CAST_BETWEEN
     if not proofs.known(total.shape[-1] <= MOST_NORM_COLUMNS):
         return ReasonCode.NORM_WIDTH
-    needed = [one for one in match.extras.values() if one is not None]
-    if any(found.launch < one and proofs.depends_on(one, {found.launch}) for one in needed):
+    needed = [extra for extra in match.extras.values() if extra is not None]
+    if any(found.launch < extra and proofs.depends_on(extra, {found.launch}) for extra in needed):
         return ReasonCode.OPERAND_DEPENDS
     for index, node in enumerate(found.between):
         others = _others(found, node)
         if others and (index >= found.kept or not all(map(_is_kept, others))):
             return ReasonCode.INTERMEDIATE_USED
     as_sum = [found.reduced, *(norm.result for norm in match.behind)]
-    if any(one not in as_sum and _rows_shape(found, one) is None for one in match.saved.values()):
+    if any(saved not in as_sum and _rows_shape(found, saved) is None for saved in match.saved.values()):
         return ReasonCode.SHAPE_UNPROVEN
     return None
 
 
 def _hoisted(match: Match) -> Match | ReasonCode:
     """The match, if what it needs can be computed before the reduction."""
-    needed = [one for one in match.extras.values() if one is not None]
-    late = not all(rewriting.can_hoist(one, match.sum.launch) for one in needed)
+    needed = [extra for extra in match.extras.values() if extra is not None]
+    late = not all(rewriting.can_hoist(extra, match.sum.launch) for extra in needed)
     return ReasonCode.OPERAND_LATE if late else match
 
 
@@ -282,10 +282,10 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
     """Replaces the match by one op call and returns that call."""
     found, saved = match.sum, match.saved
     launch = found.launch
-    results = {name: one.result for name, one in zip(("normed", "other"), match.behind, strict=False)}
-    for one in match.extras.values():
-        if one is not None:
-            rewriting.hoist(one, launch)
+    results = {name: norm.result for name, norm in zip(("normed", "other"), match.behind, strict=False)}
+    for extra in match.extras.values():
+        if extra is not None:
+            rewriting.hoist(extra, launch)
     task, operands = _task(match, options)
     like: torch.Tensor = found.reduced.meta["val"]
     outputs = [_contiguous(like, name) for name in task.returned]
@@ -312,7 +312,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         found.total.replace_all_uses_with(_replayed(graph, made["total"], found.views))
     if "reduced" in saved:
         found.reduced.replace_all_uses_with(made["reduced"])
-    inner = {one for each in match.norms for one in each.inner}
+    inner = {inside for each in match.norms for inside in each.inner}
     for name, node in of_rows.items():
         with graph.inserting_before(node):
             rows = _as_rows(graph, made[name], node, shapes[name])
@@ -455,7 +455,7 @@ def _task(match: Match, options: Options) -> tuple[NormNode, dict[str, Any]]:
     """The node, and its operands but for those of the norm."""
     found, norm = match.sum, match.norm
     last = Norm(NO_NORM, 0.0) if norm is None else norm.norm
-    extras = tuple(name for name, one in match.extras.items() if one is not None)
+    extras = tuple(name for name, extra in match.extras.items() if extra is not None)
     behind = None if found.post is None else found.post.norm, tuple(match.saved)
     policy, site = rewriting.policy(options), rewriting.UNNAMED_SITE
     if found.launch.target is ALL_REDUCE:
@@ -527,7 +527,7 @@ def _as_rows(graph: fx.Graph, source: fx.Node, like: fx.Node, sizes: list[Any] |
 def _replaced(match: Match) -> list[fx.Node]:
     """All nodes of the match, which go where nobody else uses them."""
     found = match.sum
-    norms = [one for norm in match.norms for one in (*norm.inner, norm.wide)]
+    norms = [node for norm in match.norms for node in (*norm.inner, norm.wide)]
     return [*norms, *found.views_behind, found.total, *found.between, found.reduced, found.launch]
 
 

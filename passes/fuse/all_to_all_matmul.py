@@ -106,7 +106,7 @@ def find_all_to_all_matmul(node: fx.Node) -> Match | Refused:
         return ReasonCode.SHAPE_UNPROVEN.at(collective.operand)
     ranks, came, _ = exchange
     rows, columns = (list(axes.leaves(dim)) for dim in use.layout)
-    if not any(one is came for one in columns):
+    if not any(axis is came for axis in columns):
         turned = matmul.rows.target in proofs.TRANSPOSES
         return (ReasonCode.ROWS_CONTRACTED if turned else ReasonCode.ROWS_EXCHANGED).at(use.mm)
     outer, inner = all_to_all.split_at(columns, came)
@@ -120,8 +120,8 @@ def find_all_to_all_matmul(node: fx.Node) -> Match | Refused:
     sizes = all_to_all.rows_and_columns(first, collective.world_size * second, kept)
     if parts is None or sizes is None or all_to_all.sizes_of(down.nodes[-1]) is None:
         return ReasonCode.SHAPE_UNPROVEN.at(collective.operand)
-    order = {one: index for index, one in enumerate(node.graph.nodes)}
-    first_use = min(uses, key=lambda one: order[one])
+    order = {each: index for index, each in enumerate(node.graph.nodes)}
+    first_use = min(uses, key=lambda use: order[use])
     others = [user for user in uses if user is not use.mm]
     code = _unfit(collective, use, first_use, others, down.nodes[-1])
     if code is not None:

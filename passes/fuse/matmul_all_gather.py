@@ -138,11 +138,11 @@ def _find_moved(collective: Collective, move: fx.Node) -> GatheredProducts | Non
     value = source.meta["val"]
     order = proofs.permutation(move)
     dim = order.index(0)
-    moved = [0] + [one for one in order if one != 0]
+    moved = [0] + [dim for dim in order if dim != 0]
     if moved != list(range(value.ndim)) or dim >= value.ndim - 1 or collective.wait not in chain:
         return None
     between = chain[: chain.index(collective.wait)]
-    only = all(proofs.sole_user(one) is not None for one in (*between, collective.wait))
+    only = all(proofs.sole_user(step) is not None for step in (*between, collective.wait))
     # Whoever reads it as it lies would see that it lies in another way: only copies of it in row-major order do not.
     copies = [user for user in move.users if user.target in proofs.ORDER_KEEPING and proofs.row_major(user.meta["val"])]
     sizes = _sizes_in_graph(source, move.meta["val"].shape)
@@ -155,7 +155,7 @@ def _find_moved(collective: Collective, move: fx.Node) -> GatheredProducts | Non
 def _sizes_in_graph(view: fx.Node, shape: tuple[Any, ...]) -> tuple[Any, ...]:
     """`shape` as arguments of a reshape: ints, what the arguments of `view` hold, and -1 for what they do not."""
     bound = proofs.arguments(view) if isinstance(view.target, torch._ops.OpOverload) else {}
-    named = [one for one in bound.get("shape") or bound.get("size") or () if isinstance(one, fx.Node)]
+    named = [size for size in bound.get("shape") or bound.get("size") or () if isinstance(size, fx.Node)]
     sizes: list[Any] = []
     for length in shape:
         holders = [node for node in named if proofs.known_equal(proofs.size(node), length)]

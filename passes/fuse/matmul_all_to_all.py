@@ -86,7 +86,7 @@ def find_matmul_all_to_all(node: fx.Node) -> Match | Refused:
     other = proofs.other_user((*up.nodes, *up.between), {node, *up.nodes, *up.between})
     if other is not None:
         return ReasonCode.INTERMEDIATE_USED.at(other)
-    writes = all_to_all.written(one for factors in product.factors for one in (factors.lhs, factors.rhs))
+    writes = all_to_all.written(factor for factors in product.factors for factor in (factors.lhs, factors.rhs))
     if writes is not None:
         return ReasonCode.INTERMEDIATE_USED.at(writes)
     value, whole = proofs.tensor(product.mm), proofs.tensor(top)
@@ -101,7 +101,7 @@ def find_matmul_all_to_all(node: fx.Node) -> Match | Refused:
     down = all_to_all.below(collective)
     behind = list(down.layouts(layout))
     of_rows, of_columns = list(axes.leaves([rows])), list(axes.leaves([columns]))
-    if not any(one is ranks for one in of_columns):
+    if not any(axis is ranks for axis in of_columns):
         return ReasonCode.ROWS_EXCHANGED.at(product.mm)
     outer, inner = all_to_all.split_at(of_columns, ranks)
     parts = all_to_all.concrete(axes.size_of(outer))
@@ -111,10 +111,10 @@ def find_matmul_all_to_all(node: fx.Node) -> Match | Refused:
     result, sizes, place, order = found
     first, second = axes.size_of(of_rows[:place]), axes.size_of(of_rows[place:])
     lhs_columns = [factors.lhs.meta["val"].shape[1] for factors in product.factors]
-    if any(all_to_all.rows_and_columns(first, second, one) is None for one in lhs_columns):
+    if any(all_to_all.rows_and_columns(first, second, columns) is None for columns in lhs_columns):
         return ReasonCode.SHAPE_UNPROVEN.at(collective.operand)
     given = [*of_rows[:place], came, *of_rows[place:], *outer, *inner]
-    nodes = [one for one, _ in behind]
+    nodes = [step for step, _ in behind]
     steps = (*product.steps, *up.nodes, *up.between, node, *nodes[: nodes.index(result) + 1], *down.between)
     return Match(
         collective,
@@ -155,7 +155,8 @@ def _result(
     given, sizes = [came, *rows, *columns], all_to_all.sizes_of(node)
     if sizes is None or sum(not isinstance(axis.size, int) for axis in given) > 1:
         return None
-    return node, sizes, 0, tuple(next(i for i, one in enumerate(given) if one is axis) for axis in axes.flat(layout))
+    places = tuple(next(i for i, found in enumerate(given) if found is axis) for axis in axes.flat(layout))
+    return node, sizes, 0, places
 
 
 def _takes_any_strides(node: fx.Node) -> bool:

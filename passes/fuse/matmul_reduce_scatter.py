@@ -120,7 +120,7 @@ def _scattered_chunks(chain: list[fx.Node], collective: Collective) -> proofs.Re
         return _classify_cat(chain[-1]) if chunks is ReasonCode.NO_MATMUL else chunks
     operand, cat = proofs.tensor(chain[0]), proofs.tensor(chain[-1])
     assert operand is not None and cat is not None
-    if any(proofs.sole_user(one) is None for one in chain):
+    if any(proofs.sole_user(step) is None for step in chain):
         return ReasonCode.INTERMEDIATE_USED.at(proofs.other_user(chain, {collective.node, *chain}) or chain[-1])
     return chunks if chunks.cat_dim == 0 and proofs.same_shape(operand.shape, cat.shape) else ReasonCode.LAYOUT
 
@@ -213,8 +213,8 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             scattered = _rows_of_columns(graph, match.column_sizes, scattered, wait)
     wait.replace_all_uses_with(scattered)
     views = [view for factors in product.factors for view in proofs.views_up(factors.lhs)[:-1]]
-    operands = [one for factors in product.factors for one in (factors.lhs, factors.rhs)]
-    turned = [one for one in operands if one.target in proofs.TRANSPOSES]
+    operands = [factor for factors in product.factors for factor in (factors.lhs, factors.rhs)]
+    turned = [operand for operand in operands if operand.target in proofs.TRANSPOSES]
     rewriting.erase_unused(graph, [*match.steps, *views, *turned])
     return call
 

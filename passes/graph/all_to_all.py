@@ -83,7 +83,7 @@ def read_all_to_all(node: fx.Node) -> AllToAll | ReasonCode:
             return ReasonCode.LAYOUT
         return AllToAll(node, node, operand, world_size, group_name)
     for splits in (bound["output_split_sizes"], bound["input_split_sizes"]):
-        equal = all(proofs.known_equal(proofs.size(one) * world_size, value.shape[0]) for one in splits)
+        equal = all(proofs.known_equal(proofs.size(split) * world_size, value.shape[0]) for split in splits)
         if len(splits) != world_size or not equal:
             return ReasonCode.UNEQUAL_SPLITS
     wait = proofs.sole_user(node)
@@ -160,7 +160,7 @@ def written(nodes: Iterable[fx.Node]) -> fx.Node | None:
 
 def split_at(order: Sequence[Axis], axis: Axis) -> tuple[list[Axis], list[Axis]]:
     """What stands before an axis, and behind it."""
-    place = next(index for index, one in enumerate(order) if one is axis)
+    place = next(index for index, candidate in enumerate(order) if candidate is axis)
     return list(order[:place]), list(order[place + 1 :])
 
 
@@ -202,10 +202,10 @@ def shape_of(first: Any, second: Any, columns: Any) -> tuple[Any, ...]:
 
 def reshape(graph: fx.Graph, source: fx.Node, sizes: Sequence[Any], shape: Sequence[Any]) -> fx.Node:
     """Inserts a reshape; or what the source is a view of, or itself, where that has this shape."""
-    for one in proofs.views_up(source):
-        value = proofs.tensor(one)
+    for view in proofs.views_up(source):
+        value = proofs.tensor(view)
         if value is not None and proofs.same_shape(tuple(value.shape), tuple(shape)):
-            return one
+            return view
     return rewriting.call(graph, aten.reshape.default, (source, list(sizes)), source, tuple(shape))
 
 

@@ -134,7 +134,7 @@ def regrouped(chunks: proofs.Regrouped, world_size: int, layout: Layout) -> Layo
     if lead is None:
         return None
     ranks, rest = lead
-    dims = [rest if dim == chunks.split_dim else one for dim, one in enumerate(layout)]
+    dims = [rest if dim == chunks.split_dim else axes for dim, axes in enumerate(layout)]
     dims[chunks.cat_dim] = (ranks, *dims[chunks.cat_dim])
     return tuple(dims)
 

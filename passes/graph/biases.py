@@ -29,7 +29,7 @@ def read_matmul(node: fx.Node) -> Matmul | ReasonCode:
         code = proofs.proved_mm(node)
         return Matmul(node.args[0], node.args[1], None) if code is None else code
     bound = proofs.arguments(node)
-    values = [proofs.tensor(one) for one in (node, bound["self"], bound["mat1"], bound["mat2"])]
+    values = [proofs.tensor(tensor_node) for tensor_node in (node, bound["self"], bound["mat1"], bound["mat2"])]
     code = proofs.rejected_dtypes(values)
     if code is not None:
         return code

@@ -76,7 +76,7 @@ def read_pointwise(node: fx.Node, read: Read) -> Expression | None:
     if node.target in CASTS:
         named = ("self", "a", "dtype", "layout", "device")
         source: Any = bound.get("self", bound.get("a"))
-        given = {name for name, one in bound.items() if name not in named and one not in (None, False)}
+        given = {name for name, argument in bound.items() if name not in named and argument not in (None, False)}
         if given or not _same_place(value, source):
             return None
         argument = _operand(source, read)

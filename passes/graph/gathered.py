@@ -159,9 +159,9 @@ def collect(
             refusals.append(found.at(use.user))
     if not candidates:
         return _strongest(refusals)
-    first_use = min((use.user for use in uses), key=lambda one: order[one])
+    first_use = min((use.user for use in uses), key=lambda user: order[user])
     matmuls: list[OrientedMatmul] = []
-    for mm in sorted(candidates, key=lambda one: order[one]):
+    for mm in sorted(candidates, key=lambda mm: order[mm]):
         candidate = candidates[mm]
         if proofs.depends_on(candidate.operand, {collective.wait}):
             refusals.append(ReasonCode.OPERAND_DEPENDS.at(candidate.operand))
@@ -171,7 +171,7 @@ def collect(
             matmuls.append(candidate)
     if not matmuls:
         return _strongest(refusals)
-    fused = {one.mm for one in matmuls}
+    fused = {matmul.mm for matmul in matmuls}
     return_gathered = any(use.user not in fused for use in uses)
     if return_gathered and not proofs.row_major(value):
         return ReasonCode.INTERMEDIATE_USED.at(next(use.user for use in uses if use.user not in fused))
@@ -191,7 +191,7 @@ def _uses(gathered: fx.Node) -> tuple[list[fx.Node], list[GatheredUse]]:
                 continue
             turned = list(proofs.views_down(user))
             views += turned
-            uses += [GatheredUse(one, last, True) for one in turned for last in one.users if last not in turned]
+            uses += [GatheredUse(view, last, True) for view in turned for last in view.users if last not in turned]
     return views, uses
 
 
@@ -256,8 +256,8 @@ def _rejected_slice(part: fx.Node) -> ReasonCode:
 
 def _strongest(refusals: list[Refusal]) -> Refused:
     """The reason to report when every use was rejected: the first one that names a matmul, if any does."""
-    named = [one for one in refusals if one.code is not ReasonCode.NO_MATMUL]
-    actionable = [one for one in named if one.code is not ReasonCode.NO_GAIN]
+    named = [refusal for refusal in refusals if refusal.code is not ReasonCode.NO_MATMUL]
+    actionable = [refusal for refusal in named if refusal.code is not ReasonCode.NO_GAIN]
     return next(iter(actionable or named), ReasonCode.NO_MATMUL)
 
 
@@ -275,23 +275,24 @@ def replace(
     shard: what the node takes. swapped: the node's gathered tensor is the transpose of `gathered`.
     """
     first_use = feeds.first_use
-    for one in feeds.matmuls:
-        rewriting.hoist(one.operand, first_use)
+    for matmul in feeds.matmuls:
+        rewriting.hoist(matmul.operand, first_use)
     value = gathered.meta["val"]
     with graph.inserting_before(first_use):
         shard = rewriting.transposed(graph, shard) if swapped else shard
         operands = [
-            rewriting.transposed(graph, one.operand) if one.transposed else one.operand for one in feeds.matmuls
+            rewriting.transposed(graph, matmul.operand) if matmul.transposed else matmul.operand
+            for matmul in feeds.matmuls
         ]
-        values = [_in_order(one.mm, one.transposed) for one in feeds.matmuls]
+        values = [_in_order(matmul.mm, matmul.transposed) for matmul in feeds.matmuls]
         values += [_in_order(gathered, swapped)] if feeds.return_gathered else []
         values.append(rewriting.new_token(value))
         meta = rewriting.copied_meta(feeds.matmuls[0].mm)
         call = rewriting.call_task(graph, task, {"shard": shard, "weights": operands}, meta, values)
         call.meta[rewriting.TRANSPOSED] = swapped
         products = [
-            rewriting.output(graph, call, index, rewriting.copied_meta(one.mm))
-            for index, one in enumerate(feeds.matmuls)
+            rewriting.output(graph, call, index, rewriting.copied_meta(matmul.mm))
+            for index, matmul in enumerate(feeds.matmuls)
         ]
         if feeds.return_gathered:
             returned = rewriting.output(graph, call, len(operands), rewriting.copied_meta(gathered))
@@ -302,16 +303,16 @@ def replace(
             for view in feeds.steps:
                 if view < call and view is not gathered and proofs.depends_on(view, {returned}):
                     first_use.prepend(view)
-    for one, product in zip(feeds.matmuls, products, strict=True):
-        if one.transposed:
-            product = with_bias_column(product, one.mm)
-            with graph.inserting_before(one.mm):
-                product = rewriting.transposed_back(graph, product, one.mm)
+    for matmul, product in zip(feeds.matmuls, products, strict=True):
+        if matmul.transposed:
+            product = with_bias_column(product, matmul.mm)
+            with graph.inserting_before(matmul.mm):
+                product = rewriting.transposed_back(graph, product, matmul.mm)
         else:
-            product = with_bias(product, one.mm)
-        one.mm.replace_all_uses_with(product)
-    turned = [one.operand for one in feeds.matmuls if one.operand.target in proofs.TRANSPOSES]
-    rewriting.erase_unused(graph, [*feeds.steps, *(one.mm for one in feeds.matmuls), *turned])
+            product = with_bias(product, matmul.mm)
+        matmul.mm.replace_all_uses_with(product)
+    turned = [matmul.operand for matmul in feeds.matmuls if matmul.operand.target in proofs.TRANSPOSES]
+    rewriting.erase_unused(graph, [*feeds.steps, *(matmul.mm for matmul in feeds.matmuls), *turned])
     return call
 
 

@@ -142,10 +142,10 @@ def rsqrt_before(result: fx.Node) -> fx.Node | None:
     """
     node, steps = result, 0
     while node.target in LAST_OF_NORMS and steps < len(LAST_OF_NORMS):
-        rsqrt = next((one for one in node.all_input_nodes if one.target is aten.rsqrt.default), None)
+        rsqrt = next((source for source in node.all_input_nodes if source.target is aten.rsqrt.default), None)
         if rsqrt is not None:
             return rsqrt
-        sources = [one for one in node.all_input_nodes if one.op == "call_function" and _same_rows(one, node)]
+        sources = [each for each in node.all_input_nodes if each.op == "call_function" and _same_rows(each, node)]
         if len(sources) != 1:
             return None
         node, steps = sources[0], steps + 1
@@ -253,8 +253,8 @@ class _Tail:
     def _weight(self, factor: fx.Node | None) -> tuple[fx.Node | None, bool]:
         """(the weight, whether one is added to it) of a factor."""
         if factor is not None and factor.target in ADDS:
-            source, one = factor.args[0], factor.args[1]
-            added = isinstance(source, fx.Node) and one == 1.0 and factor.kwargs.get("alpha", 1) == 1
+            source, addend = factor.args[0], factor.args[1]
+            added = isinstance(source, fx.Node) and addend == 1.0 and factor.kwargs.get("alpha", 1) == 1
             # In 16 bits the sum would be rounded.
             if added and _has_dtype(factor, torch.float32):
                 return self._row(source), True
@@ -358,5 +358,5 @@ def _other_term(node: fx.Node, term: fx.Node) -> fx.Node | None:
 
 
 def _other(node: fx.Node, operand: fx.Node) -> fx.Node | None:
-    others = [one for one in node.args if one is not operand]
+    others = [arg for arg in node.args if arg is not operand]
     return others[0] if len(others) == 1 and isinstance(others[0], fx.Node) else None

@@ -49,7 +49,7 @@ class Pre:
 
     def transposed(self) -> Pre | None:
         """The same of the product's transpose; None where a tensor of its shape would have to be copied."""
-        if any(one.kind == "full" for one in extras_of([self.expression])):
+        if any(extra.kind == "full" for extra in extras_of([self.expression])):
             return None
         return Pre(_transposed(self.expression), self.extras)
 
@@ -101,10 +101,10 @@ def find_product(node: fx.Node, users: Collection[fx.Node]) -> Product | Refused
     product = _read(node)
     if isinstance(product, Refusal):
         return product
-    inner = [one for one in product.steps if one is not node]
+    inner = [step for step in product.steps if step is not node]
     # A tensor that is added to itself is used twice by one node.
     twice = len(set(product.steps)) < len(product.steps)
-    if twice or any(proofs.sole_user(one) is None for one in inner) or any(user not in users for user in node.users):
+    if twice or any(proofs.sole_user(step) is None for step in inner) or any(user not in users for user in node.users):
         return ReasonCode.INTERMEDIATE_USED.at(proofs.other_user(product.steps, {*users, *product.steps}) or node)
     return product if len(product.factors) <= MAX_PRODUCTS else ReasonCode.SUM_OF_MATMULS.at(node)
 
@@ -138,10 +138,10 @@ def _read_addmm(node: fx.Node) -> Product | Refusal:
 def _read_add(node: fx.Node) -> Product | Refusal:
     bound = proofs.arguments(node)
     left, right = bound["self"], bound["other"]
-    terms = [_read(one) if _same_shape(one, node) else ReasonCode.NO_MATMUL.at(node) for one in (left, right)]
-    products = [one for one in terms if isinstance(one, Product)]
+    terms = [_read(term) if _same_shape(term, node) else ReasonCode.NO_MATMUL.at(node) for term in (left, right)]
+    products = [term for term in terms if isinstance(term, Product)]
     if not products:
-        named = [one for one in terms if isinstance(one, Refusal) and one.code is not ReasonCode.NO_MATMUL]
+        named = [term for term in terms if isinstance(term, Refusal) and term.code is not ReasonCode.NO_MATMUL]
         return named[0] if named else classify(node).at(node)
     if bound["alpha"] != 1:
         return ReasonCode.POINTWISE_BETWEEN.at(node)
@@ -188,14 +188,14 @@ def _factors(mm: fx.Node) -> Factors:
     return Factors(lhs, rhs)
 
 
-def _same_shape(one: object, node: fx.Node) -> bool:
-    value, result = proofs.tensor(one), proofs.tensor(node)
+def _same_shape(operand: object, node: fx.Node) -> bool:
+    value, result = proofs.tensor(operand), proofs.tensor(node)
     return value is not None and result is not None and proofs.same_shape(value.shape, result.shape)
 
 
-def _is_row(one: object, node: fx.Node) -> bool:
+def _is_row(operand: object, node: fx.Node) -> bool:
     """Returns whether `one` is added to every row of `node` alike: as long as a row, and 1 in all other dimensions."""
-    value, result = proofs.tensor(one), proofs.tensor(node)
+    value, result = proofs.tensor(operand), proofs.tensor(node)
     if value is None or result is None or value.ndim > result.ndim:
         return False
     return proofs.is_row(value, result.shape[-1])

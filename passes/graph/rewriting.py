@@ -89,7 +89,7 @@ def contiguous_strides(shape: Sequence[Any]) -> tuple[Any, ...]:
 
 def recompute(node: fx.Node) -> None:
     """Brings the fake value of an op call up to date with those of its arguments, whose sizes are all known."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda given: given.meta["val"])
     target: Any = node.target
     old = node.meta["val"]
     with _mode_of(old[0] if isinstance(old, (list, tuple)) else old):
@@ -196,13 +196,13 @@ def bias_row(graph: fx.Graph, biases: Sequence[fx.Node]) -> fx.Node | None:
     """The sum of biases [1, .., 1, N] as [N]: None of none, one itself, or what is inserted."""
     total: fx.Node | None = None
     for bias in biases:
-        one = row(graph, bias)
+        bias_row = row(graph, bias)
         if total is None:
-            total = one
+            total = bias_row
             continue
-        summed = graph.create_node("call_function", aten.add.Tensor, (total, one), name="biases")
-        summed.meta.update(copied_meta(one))
-        value: torch.Tensor = one.meta["val"]
+        summed = graph.create_node("call_function", aten.add.Tensor, (total, bias_row), name="biases")
+        summed.meta.update(copied_meta(bias_row))
+        value: torch.Tensor = bias_row.meta["val"]
         summed.meta["val"] = fake_like(value, tuple(value.shape), (1,))
         total = summed
     return total
@@ -305,7 +305,7 @@ def _takes_any_strides(user: fx.Node) -> bool:
 def erase_unused(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     """Erases those of the nodes that nothing uses any more, users before what they use."""
     order = {node: index for index, node in enumerate(graph.nodes)}
-    for node in sorted(set(nodes), key=lambda one: order[one], reverse=True):
+    for node in sorted(set(nodes), key=lambda node: order[node], reverse=True):
         if not node.users:
             graph.erase_node(node)
 
@@ -333,7 +333,7 @@ def pinned(node: fx.Node, before: fx.Node) -> fx.Node | None:
 
 def _late(node: fx.Node, before: fx.Node) -> list[fx.Node]:
     """What `node` needs, itself included, that stands at or after `before`; in graph order."""
-    order = {one: index for index, one in enumerate(node.graph.nodes)}
+    order = {each: index for index, each in enumerate(node.graph.nodes)}
     limit = order[before]
     found: set[fx.Node] = set()
     pending = [node]
@@ -342,7 +342,7 @@ def _late(node: fx.Node, before: fx.Node) -> list[fx.Node]:
         if current not in found and order[current] >= limit:
             found.add(current)
             pending.extend(current.all_input_nodes)
-    return sorted(found, key=lambda one: order[one])
+    return sorted(found, key=lambda each: order[each])
 
 
 def _pinned(node: fx.Node) -> bool:

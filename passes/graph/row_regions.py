@@ -90,10 +90,10 @@ class _Growing:
     members: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     replicated: dict[fx.Node, frozenset[fx.Node] | None] = field(default_factory=dict)
 
-    def starts_at(self, one: Collective) -> bool:
+    def starts_at(self, reduction: Collective) -> bool:
         """Returns whether the result of an all-reduce is a member."""
-        value = one.wait.meta["val"]
-        return one.group_name == self.group_name and value.dtype in ACTIVATION_DTYPES and self.has_rows(value)
+        value = reduction.wait.meta["val"]
+        return reduction.group_name == self.group_name and value.dtype in ACTIVATION_DTYPES and self.has_rows(value)
 
     def takes(self, node: fx.Node) -> list[fx.Node] | None:
         """The operands from outside of a row-wise op on members; None if the node is none."""
@@ -112,7 +112,7 @@ class _Growing:
         assert isinstance(target, torch._ops.OpOverload)
         values = node.meta.get("val")
         results = values if isinstance(values, (list, tuple)) else [values]
-        if not all(isinstance(one, torch.Tensor) and self.has_rows(one) for one in results):
+        if not all(isinstance(result, torch.Tensor) and self.has_rows(result) for result in results):
             return False
         if target in REDUCTIONS:
             bound, source = proofs.arguments(node), proofs.tensor(node.args[0])
@@ -177,14 +177,14 @@ def is_pointwise(target: object) -> bool:
 
 def find_regions(graph: fx.Graph) -> list[Region]:
     """All regions of a graph whose sizes are known, in graph order."""
-    starts = [one for node in collectives(graph, ALL_REDUCE) if isinstance(one := read_collective(node), Collective)]
-    waits = {one.wait: one for one in starts}
+    starts = [read for node in collectives(graph, ALL_REDUCE) if isinstance(read := read_collective(node), Collective)]
+    waits = {start.wait: start for start in starts}
     growing: dict[tuple[str, tuple[int, ...]], _Growing] = {}
-    for one in starts:
-        value = one.wait.meta["val"]
+    for start in starts:
+        value = start.wait.meta["val"]
         shape, known = tuple(value.shape), all(isinstance(length, int) for length in value.shape)
         if len(shape) > 1 and known and value.dtype in ACTIVATION_DTYPES:
-            growing.setdefault((one.group_name, shape[:-1]), _Growing(one.group_name, shape[:-1]))
+            growing.setdefault((start.group_name, shape[:-1]), _Growing(start.group_name, shape[:-1]))
     for node in graph.nodes:
         for each in growing.values():
             if node in waits and each.starts_at(waits[node]):
@@ -193,7 +193,7 @@ def find_regions(graph: fx.Graph) -> list[Region]:
                 each.members[node] = outside
     order = {node: index for index, node in enumerate(graph.nodes)}
     regions = [_region(each, part, waits) for each in growing.values() for part in _connected(each.members)]
-    return sorted(regions, key=lambda one: order[one.members[0]])
+    return sorted(regions, key=lambda region: order[region.members[0]])
 
 
 def _connected(members: Iterable[fx.Node]) -> list[list[fx.Node]]:

@@ -80,7 +80,7 @@ def _size(graph: fx.Graph, reader: fx.Node, source: fx.Node, dim: int, asked: Ca
         return _size(graph, reader, source.args[1 + dim], dim, asked)  # type: ignore[arg-type]
     if source.target is aten.add.Tensor:
         # One that is not grown to the result's shape.
-        alike = [one for one in source.all_input_nodes if _has_shape(one, value.shape)]
+        alike = [node for node in source.all_input_nodes if _has_shape(node, value.shape)]
         return _size(graph, reader, alike[0], dim, asked) if alike else None
     if source.target is aten.bmm.default:
         return _size(graph, reader, source.args[dim // 2], dim, asked)  # type: ignore[arg-type]
@@ -126,8 +126,8 @@ def _size_of_cat(graph: fx.Graph, reader: fx.Node, cat: fx.Node, dim: int, asked
 def _multiple(
     graph: fx.Graph, reader: fx.Node, source: Any, dim: int, times: Any, length: Any, asked: Callable[[fx.Node], bool]
 ) -> Any:
-    one = _size(graph, reader, source, dim, asked)
-    return None if one is None else _made(graph, operator.mul, (one, times), length)
+    size = _size(graph, reader, source, dim, asked)
+    return None if size is None else _made(graph, operator.mul, (size, times), length)
 
 
 def in_graph(graph: fx.Graph, before: fx.Node, length: Any) -> Any:

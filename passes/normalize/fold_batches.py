@@ -134,7 +134,7 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
     chain = proofs.views_up(bmm.args[1])  # type: ignore[arg-type]
     if match.transposed:
         chain += proofs.views_up(chain[0].args[0])  # type: ignore[arg-type]
-    rewriting.erase_unused(graph, [bmm, *(one for one in chain if one.op == "call_function")])
+    rewriting.erase_unused(graph, [bmm, *(view for view in chain if view.op == "call_function")])
     return mm
 
 
@@ -152,8 +152,8 @@ def _matrix(graph: fx.Graph, match: Match) -> fx.Node:
 def _folded(left: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Shape and strides of `left [B, M, K]` as `[B*M, K]`: of a view where there is one, else of a copy."""
     shape = (left.shape[0] * left.shape[1], left.shape[2])
-    one = proofs.known_equal(left.shape[0], 1)
-    is_view = one or proofs.known_equal(left.stride(0), left.shape[1] * left.stride(1))
+    single = proofs.known_equal(left.shape[0], 1)
+    is_view = single or proofs.known_equal(left.stride(0), left.shape[1] * left.stride(1))
     return shape, (left.stride(1), left.stride(2)) if is_view else (left.shape[2], 1)
 
 

@@ -185,7 +185,7 @@ def _merge_equal(graph: fx.Graph, chain: set[fx.Node]) -> int:
 def _key(node: fx.Node) -> Hashable:
     def frozen(item: Any) -> Hashable:
         if isinstance(item, (list, tuple)):
-            return tuple(frozen(one) for one in item)
+            return tuple(frozen(element) for element in item)
         if isinstance(item, dict):
             return tuple((key, frozen(value)) for key, value in item.items())
         # An int equals the bool and the float of its value.

@@ -103,7 +103,7 @@ def _written_between(first: Collective, second: Collective) -> bool:
     while node not in (first.node, second.node):
         target = node.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-            values = [proofs.tensor(one) for one in node.all_input_nodes]
+            values = [proofs.tensor(source) for source in node.all_input_nodes]
             if any(value is not None and value.untyped_storage()._cdata == storage for value in values):
                 return True
         node = node.next
@@ -117,12 +117,12 @@ def share_gathers(graph: fx.Graph, *, options: Options) -> int:
     count = 0
     kept: dict[tuple[fx.Node, int, str], list[Match]] = {}
     matches = [match for node in collectives(graph, ALL_GATHER) if (match := find_whole_gather(node)) is not None]
-    for match in sorted(matches, key=lambda one: one.gathered):
+    for match in sorted(matches, key=lambda found: found.gathered):
         # What the gather reads now: a gather of a gather may have been found before the inner ones became one.
         operand = match.collective.node.args[0]
         assert isinstance(operand, fx.Node)
         firsts = kept.setdefault((operand, match.dim, match.collective.group_name), [])
-        first = next((one for one in firsts if can_replace(match, one)), None)
+        first = next((earlier for earlier in firsts if can_replace(match, earlier)), None)
         if first is None:
             firsts.append(match)
             continue

@@ -53,7 +53,7 @@ def find_coalesced(node: fx.Node) -> Match | None:
     if node.op != "call_function" or node.target not in SINGLE or node.kwargs:
         return None
     operands = node.args[0]
-    if not isinstance(operands, (list, tuple)) or any(proofs.tensor(one) is None for one in operands):
+    if not isinstance(operands, (list, tuple)) or any(proofs.tensor(operand) is None for operand in operands):
         return None
     results: list[fx.Node | None] = [None] * len(operands)
     for user in node.users:
@@ -61,7 +61,7 @@ def find_coalesced(node: fx.Node) -> Match | None:
         if not isinstance(index, int) or not 0 <= index < len(results) or results[index] is not None:
             return None
         results[index] = user
-    return Match(node, tuple(one for one in operands if isinstance(one, fx.Node)), tuple(results))
+    return Match(node, tuple(operand for operand in operands if isinstance(operand, fx.Node)), tuple(results))
 
 
 def rewrite(graph: fx.Graph, match: Match, taken: Collection[int]) -> dict[int, fx.Node]:
