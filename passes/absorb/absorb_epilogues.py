@@ -63,7 +63,7 @@ from ditron_inductor.task.verify import task_calls
 aten = torch.ops.aten
 
 MAX_PARTS = 64
-"""Of one expression: a value that is used twice is written twice."""
+"""The most terms that one expression may have. A value that is used twice is written twice."""
 MAX_EXTRAS = 8
 MAX_OUTPUTS = 8
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention")
@@ -72,8 +72,8 @@ RESHAPING: frozenset[object] = proofs.MAY_KEEP_ORDER - {aten.clone.default} | pr
 
 @dataclass
 class EpilogueChain:
-    """What was read behind one call. plain: products and their views; values: every node that can be computed in the
-    epilogue, views included; extras: the tensors that it takes, with their kinds, by number.
+    """The pointwise ops behind one call. plain: products and their views; values: every node that can be computed in
+    the epilogue, views included; extras: the tensors that it takes, with their kinds, by number.
     """
 
     call: fx.Node
@@ -96,7 +96,7 @@ class Match:
 
 
 def find_epilogue(call: fx.Node, task: WithEpilogue) -> Match | None:
-    """What can be absorbed into `call` with a gain, as drawn above; None if there is nothing."""
+    """Returns what can be absorbed into `call` with a gain, as drawn above; None if there is nothing."""
     known = task.parsed
     if known is not None and (known.pre is None or known.behind is not None):
         return None

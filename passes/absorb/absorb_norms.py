@@ -54,7 +54,9 @@ aten = torch.ops.aten
 FEW_ROWS = "few_rows"
 COMPUTED = "computed_with_the_norm"
 LEAST_ROWS = 2048
-"""Of all ranks together. With these the plan begins to choose `chunked`, for wide weights first."""
+"""The least number of rows of all ranks together. From this number on the plan begins to choose `chunked`, for wide
+weights first.
+"""
 
 
 @dataclass(frozen=True)

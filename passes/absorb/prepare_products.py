@@ -46,11 +46,14 @@ from ditron_inductor.task.epilogue import Expression, Extra, ProductTerm, walk
 BETWEEN: frozenset[ReasonCode] = frozenset(
     {ReasonCode.POINTWISE_BETWEEN, ReasonCode.CAST_BETWEEN, ReasonCode.BIAS, ReasonCode.NO_MATMUL}
 )
-"""What the passes in front say of an op that this one may take; of several ops in a row that no matmul is there."""
+"""The reasons that earlier passes give for an op that this pass may take. With several such ops in a row the reason is
+that there is no matmul.
+"""
 
 
 def find_prepared(node: fx.Node, users: Collection[fx.Node]) -> Product | Refused:
-    """As `find_product`, or a product with what is computed of it before it is reduced."""
+    """Like `find_product`, but also finds a product with the pointwise ops that are applied to it before it is reduced.
+    """
     found = find_product(node, users)
     if not refused(found):
         return found
@@ -59,7 +62,7 @@ def find_prepared(node: fx.Node, users: Collection[fx.Node]) -> Product | Refuse
 
 
 class _Reading:
-    """One search, from the tensor that is reduced up to the product. why: what to say where there is none."""
+    """A search from the tensor that is reduced up to the product. why: the reason to return if there is none."""
 
     def __init__(self, node: fx.Node, users: Collection[fx.Node], why: Refusal) -> None:
         self._node = node
@@ -160,7 +163,7 @@ class _Reading:
         return product.mm.meta["val"].shape[-1]
 
     def _path(self, leaf: fx.Node) -> list[fx.Node]:
-        """From what is reduced to the product, without that."""
+        """Returns the nodes from the reduced tensor to the product, without the product."""
         path, node = list[fx.Node](), self._node
         while node is not leaf:
             path.append(node)
@@ -180,7 +183,9 @@ def _passes(node: fx.Node) -> bool:
 
 
 def _upwards(node: fx.Node) -> set[fx.Node]:
-    """What a node is made of by views and pointwise ops, the first others included; some of it, if it is much."""
+    """Returns nodes from which `node` is computed by views and pointwise ops, including the first nodes that are
+    neither. If there are many, it returns only some of them.
+    """
     found: set[fx.Node] = set()
     pending = [node]
     while pending and len(found) < MAX_PARTS:

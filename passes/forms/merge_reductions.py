@@ -50,7 +50,7 @@ aten = torch.ops.aten
 class SummedReduction:
     """One reduction in a sum: `leaf` is the summand, a view of the result that only the sum uses.
 
-    `source` is what is reduced, before `between` (splits, pieces, cat) moves the chunks of `scatter_dim`.
+    `source` is the tensor that is reduced, before `between` (splits, pieces, cat) moves the chunks of `scatter_dim`.
     """
 
     collective: Collective
@@ -97,7 +97,9 @@ def _adds(node: fx.Node) -> bool:
 
 
 def _summands(root: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What is added up at `root`, and the additions: each but the root used by the next one only, and of its shape."""
+    """Returns the terms that are added up at `root`, and the additions. Each addition but the root has the shape of the
+    root and is used only by the next one.
+    """
     leaves, additions, pending = list[fx.Node](), list[fx.Node](), [root]
     whole = root.meta["val"].shape
     while pending:

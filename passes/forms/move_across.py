@@ -1,6 +1,6 @@
-"""What stands beside a collective moves to its other side, where that sends fewer bytes or lets a fusion take it.
+"""Ops beside a collective move to its other side, if fewer bytes are then sent or a fusion can take the collective.
 
-A widening cast moves behind a gather, which copies elements: the same bits, half the bytes. This is the pass:
+A widening cast moves behind a gather, which copies elements: the same bits, half the bytes. The pass does this:
 
     x bf16 -> to fp32 -> all_gather -> wait -> split .. cat      x -> all_gather -> wait -> split .. cat -> to fp32
 
@@ -10,16 +10,17 @@ this, for a reduction that a fusion takes then:
     mm -> * 0.5 -> reduce_scatter -> wait                        mm -> reduce_scatter -> wait -> * 0.5
     mm -> * 0.5 -> transpose -> all_reduce -> wait               mm -> all_reduce -> wait -> * 0.5 -> transpose -> clone
 
-A factor that is a power of two gives the same bits, as long as nothing leaves the range of the dtype. Any other one
-rounds once, behind the sum, and not once on each rank. In float16, whose range a sum of products may leave, factors
-stay. Views change nothing.
+A factor that is a power of two gives the same bits, as long as nothing leaves the range of the dtype. With any other
+factor the result is rounded once, behind the sum, in place of once on each rank. A sum of products may leave the range
+of float16, so in float16 factors stay in front. Views change no value.
 
 It must not fire when
 * the cast narrows (see `move_casts`), a part of the gathered tensor is taken (then one rank may have padded its shard,
   behind the cast), or a fusion takes the gather as it is;
-* it is a reduction that stands next to a cast: it would add up other numbers, a narrow sum being less exact;
-* the factor is a tensor, which may differ between ranks, or no finite number;
-* anything that moves is used otherwise.
+* the collective is a reduction and the op is a cast: the reduction would add up other numbers, and a narrow sum is less
+  exact;
+* the factor is a tensor, which may differ between ranks, or is not a finite number;
+* anything that moves is used elsewhere too.
 """
 
 from __future__ import annotations

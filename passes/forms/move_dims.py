@@ -1,19 +1,19 @@
-"""A dimension that moves to the front, is scattered there, and moves back, is scattered where it stands.
+"""A dimension that moves to the front, is scattered there, and moves back, is scattered in its own place.
 
     x [B, S, N] -> permute [S, B, N] -> clone -> reduce_scatter -> wait [S/W, B, N] -> permute [B, S/W, N]
 
-becomes what DTensor writes, which the fusions read:
+becomes the form that DTensor writes and the fusions read:
 
     x [B, S, N] -> split .. cat [W*B, S/W, N] -> reduce_scatter -> wait [B, S/W, N]
 
-Whoever uses the result without moving it back gets a permute of it: a view, where any strides are taken, else with a
-copy behind. The same numbers are added up, in the same order. `try_forms` does this, for a scatter that a fusion takes
-then.
+Readers that use the result without moving it back get a permute of it. This is a view if they accept any strides;
+otherwise a copy follows. The same numbers are added up, in the same order. `try_forms` applies this to a scatter that a
+fusion then takes.
 
 It must not fire when
-* the other dimensions change their order, too;
-* the dimension is of a dynamic size, or does not divide by W;
-* anything between the matmul and the collective is used otherwise.
+* the other dimensions change their order too;
+* the dimension has a dynamic size, or does not divide by W;
+* anything between the matmul and the collective is used elsewhere too.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def find_sequence_parallel(region: Region, options: Options) -> Match | None:
 
 
 def work(region: Region, options: Options) -> RegionWork:
-    """What the cost model has to know of a region."""
+    """Returns what the cost model has to know about a region."""
     rows = 1
     for length in region.rows:
         rows *= length
@@ -224,7 +224,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _place(root: fx.Node) -> str:
-    """Where the program reads an input of the graph, without the folders; empty if that is not known."""
+    """Returns the line of the program that reads an input of the graph, without the folders; "" if it is not known."""
     lines = (user_line(user.meta.get("stack_trace") or "") for user in root.users)
     file, _, rest = next(filter(None, lines), "").partition(":")
     return f"{Path(file).name}:{rest}" if rest else ""

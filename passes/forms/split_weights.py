@@ -72,7 +72,7 @@ class Match:
 
     @property
     def width(self) -> int:
-        """Of a half."""
+        """The number of columns of each half."""
         return int(self.product.meta["val"].shape[-1]) // HALVES
 
 
@@ -146,7 +146,7 @@ def _parts(view: fx.Node) -> Iterator[fx.Node]:
 
 
 def _half(part: fx.Node, view: fx.Node, width: int) -> int | None:
-    """Which half of the columns of `view` a node is; None if it is something else."""
+    """Returns which half of the columns of `view` a node is, 0 or 1; None if it is something else."""
     found = proofs.piece(part)
     value = proofs.tensor(part)
     whole = proofs.tensor(view)

@@ -87,7 +87,8 @@ class Sum:
 
     @property
     def kept(self) -> int:
-        """How many of `between` may be used elsewhere too: the reduced tensor and views of it."""
+        """The number of leading nodes of `between` that may be used elsewhere too: the reduced tensor and views of it.
+        """
         return next((i for i, node in enumerate(self.between) if i and node not in self.views), len(self.between))
 
 
@@ -108,12 +109,12 @@ class Match:
 
     @property
     def norms(self) -> tuple[FoundNorm, ...]:
-        """All of them."""
+        """The norms of the match, one or two."""
         return (*self.behind, *(() if self.sum.post is None else (self.sum.post,)))
 
     @property
     def extras(self) -> dict[str, fx.Node | None]:
-        """By their names in `nodes.EXTRAS`."""
+        """The operands of the node besides the reduced tensor, by their names in `nodes.EXTRAS`."""
         post, (bias, second_bias) = self.sum.post, (*self.sum.biases, None, None)[:2]
         return {
             "bias": bias,
@@ -129,7 +130,7 @@ class Match:
 
     @property
     def saved(self) -> dict[str, fx.Node]:
-        """What others use too, by the names in `nodes.SAVED`, in their order."""
+        """The values of the match that other nodes use too, by the names in `nodes.SAVED` and in their order."""
         found, post = self.sum, self.sum.post
         nodes = {} if self.norm is None else dict(self.norm.saved)
         nodes |= {} if self.other is None else {"other": self.other.result}
@@ -140,7 +141,7 @@ class Match:
 
 
 def find_sum(rows: fx.Node) -> Sum | None:
-    """What the rows are, if an all-reduce is what they come from."""
+    """Returns the sum that the rows are, if they come from an all-reduce, and otherwise None."""
     *views_behind, total = _views(rows)
     for way in _ways(total):
         *between, reduced = way.nodes
@@ -334,7 +335,7 @@ def _rsqrts(graph: fx.Graph) -> list[fx.Node]:
 
 
 Found = tuple[fx.Node, Match | ReasonCode]
-"""What reduces, and a match, or why there is none."""
+"""The node that reduces, and a match or the reason why there is none."""
 
 
 def _find_norm_behind(rsqrt: fx.Node) -> Found | None:
@@ -364,8 +365,8 @@ def _fuse(graph: fx.Graph, rsqrt: fx.Node, find: Callable[[fx.Node], Found | Non
 
 @dataclass(frozen=True)
 class _Way:
-    """From a total up to `nodes[-1]`, the total first: steps are its (sum, other term), in this order. post: a norm on
-    it, of which only the result is among the nodes.
+    """The nodes from a total up to the reduced tensor `nodes[-1]`, the total first. steps: its sums, each with its
+    other term, in this order. post: a norm on the way, of which only the result is among the nodes.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -374,7 +375,9 @@ class _Way:
 
 
 def _ways(total: fx.Node) -> list[_Way]:
-    """All ways to a reduced tensor, through at most three sums and a norm; to the latest reduction first."""
+    """Returns all ways from a total to a reduced tensor, through at most three sums and a norm. The way to the latest
+    reduction is the first one.
+    """
     found, pending = [], [_Way((total,))]
     while pending:
         way = pending.pop()
@@ -394,7 +397,7 @@ def _ways(total: fx.Node) -> list[_Way]:
 
 
 def _views(node: fx.Node) -> list[fx.Node]:
-    """As `proofs.views_up`, but not beyond a reduced tensor."""
+    """Like `proofs.views_up`, but does not go beyond a reduced tensor."""
     chain = [node]
     while not _is_reduced(chain[-1]) and proofs.keeps_order(chain[-1]):
         source = chain[-1].args[0]
@@ -420,7 +423,7 @@ def _norm_up(result: fx.Node) -> FoundNorm | None:
 
 
 def _others(found: Sum, node: fx.Node) -> list[fx.Node]:
-    """Who uses one of `between` besides what is fused."""
+    """Returns the nodes that use one of `between` and are not fused."""
     fused = {*found.between, found.total}
     if found.post is not None:
         fused |= {*found.post.inner}
@@ -512,7 +515,7 @@ def _rows_shape(found: Sum, node: fx.Node) -> list[Any] | None:
 
 
 def _as_rows(graph: fx.Graph, source: fx.Node, like: fx.Node, sizes: list[Any] | None) -> fx.Node:
-    """What is saved, in the shape that it had."""
+    """Returns a saved value in the shape that it had."""
     assert sizes is not None
     value, wanted = source.meta["val"], like.meta["val"]
     if not sizes or proofs.same_shape(value.shape, wanted.shape):
@@ -525,14 +528,14 @@ def _as_rows(graph: fx.Graph, source: fx.Node, like: fx.Node, sizes: list[Any] |
 
 
 def _replaced(match: Match) -> list[fx.Node]:
-    """All nodes of the match, which go where nobody else uses them."""
+    """Returns all nodes of the match. Each of them is removed if nothing else uses it."""
     found = match.sum
     norms = [node for norm in match.norms for node in (*norm.inner, norm.wide)]
     return [*norms, *found.views_behind, found.total, *found.between, found.reduced, found.launch]
 
 
 def _replayed(graph: fx.Graph, node: fx.Node, views: tuple[fx.Node, ...]) -> fx.Node:
-    """The same views of `node`, at the graph's insertion point."""
+    """Inserts the same views of `node` at the insertion point of the graph, and returns the last one."""
     for view in views:
         assert isinstance(view.target, torch._ops.OpOverload)
         copy = graph.create_node("call_function", view.target, (node, *view.args[1:]), dict(view.kwargs), name="rows")

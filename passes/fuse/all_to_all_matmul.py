@@ -185,7 +185,7 @@ def _operand(
 def _unfit(
     collective: AllToAll, use: _Use, first_use: fx.Node, others: list[fx.Node], received: fx.Node
 ) -> Refused | None:
-    """What keeps a matmul whose order is proved from being fused; None if nothing does."""
+    """Returns the reason why a matmul whose order is proved cannot be fused; None if it can."""
     weight, value = use.matmul.weight, proofs.tensor(received)
     assert value is not None
     if proofs.depends_on(weight, {collective.wait}):

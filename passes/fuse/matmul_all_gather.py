@@ -164,7 +164,9 @@ def _sizes_in_graph(view: fx.Node, shape: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _cut_behind(gathered: GatheredProducts, world_size: int) -> fx.Node | None:
-    """What cuts off, or leaves out, what may be the padding of uneven shards; None if nothing does."""
+    """Returns the node that cuts off, or leaves out, elements which may be the padding of uneven shards; None if there
+    is no such node.
+    """
     whole = gathered.result.meta["val"]
     for view in proofs.views_down(gathered.result):
         value = view.meta["val"]

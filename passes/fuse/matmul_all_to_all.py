@@ -46,7 +46,7 @@ aten = torch.ops.aten
 
 PATTERN = MatmulAllToAll.kind
 ATTENTION = "_scaled_dot_product"
-"""How the names of torch's attentions begin, which take any strides."""
+"""The prefix of the names of torch's attention ops, which accept any strides."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
-"""One reading of the all-to-alls of a graph, shared by both fusions: what is sent, what comes, and the views around.
+"""This module reads the all-to-alls of a graph for both fusions: what is sent, what is received, and the views around.
 
-Two forms, of which only equal splits are read:
+There are two forms. Of the first one only equal splits are read:
 
     all_to_all_single(x [W*c, ..], [c] * W, [c] * W, group) -> wait     the chunks of dimension 0
-    shard_dim_alltoall(x, gather_dim, shard_dim, group)                 chunks of one dimension, put together along
+    shard_dim_alltoall(x, gather_dim, shard_dim, group)                 chunks of one dimension, concatenated along
     another
 
-In front and behind stand views, permutes, copies, and cats of equal chunks. What they do to the order of elements is
-followed by axes, see `axes`: the axis of the ranks leaves the dimension that is scattered (`sent`), and another one
-comes in front of the dimension that is gathered (`came`).
+Views, permutes, copies, and cats of equal chunks stand in front of the collective and behind it. Their effect on the
+order of elements is followed by axes (see `axes`). The axis of the ranks leaves the dimension that is scattered
+(`sent`), and another axis of the ranks comes in front of the dimension that is gathered (`came`).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def exchanged(collective: AllToAll, sent: Layout) -> tuple[Axis, Axis, Layout] |
 
 
 def above(collective: AllToAll) -> Chain:
-    """What is sent, upwards through all that moves elements, the source first."""
+    """Returns the chain of nodes that move the elements that are sent, from their source to the collective."""
     nodes, between = [collective.operand], list[fx.Node]()
     while True:
         chunks = axes.chunks_of(nodes[-1], collective.world_size)
@@ -125,7 +125,9 @@ def above(collective: AllToAll) -> Chain:
 
 
 def below(collective: AllToAll) -> Chain:
-    """What comes, downwards as long as it is used once, and by what moves elements."""
+    """Returns the chain of nodes that move the elements that are received, as far as each is the only user of the one
+    before.
+    """
     nodes, between = [collective.wait], list[fx.Node]()
     while True:
         user = proofs.sole_user(nodes[-1])
@@ -159,7 +161,7 @@ def written(nodes: Iterable[fx.Node]) -> fx.Node | None:
 
 
 def split_at(order: Sequence[Axis], axis: Axis) -> tuple[list[Axis], list[Axis]]:
-    """What stands before an axis, and behind it."""
+    """Returns the axes in front of `axis`, and those behind it."""
     place = next(index for index, candidate in enumerate(order) if candidate is axis)
     return list(order[:place]), list(order[place + 1 :])
 
@@ -196,7 +198,7 @@ def rows_and_columns(first: Any, second: Any, columns: Any) -> list[Any] | None:
 
 
 def shape_of(first: Any, second: Any, columns: Any) -> tuple[Any, ...]:
-    """What `rows_and_columns` makes."""
+    """The shape of what `rows_and_columns` makes."""
     return (second, columns) if proofs.known_equal(first, 1) else (first, second, columns)
 
 

@@ -1,4 +1,4 @@
-"""Where the elements of a tensor are after views, permutes and an all-to-all: dimensions as products of axes.
+"""Dimensions as products of axes: where the elements of a tensor are after views, permutes and an all-to-all.
 
 A tensor's dimension is a list of axes, outer ones first; a view that divides a dimension divides an axis, for every
 tensor that has it:
@@ -8,7 +8,7 @@ tensor that has it:
     permute to [W, B, S, 3, C]     (w), (b), (s), (q), (c)
 
 Two tensors with the same axes in the same order hold the same elements in the same order. That is a proof, for every
-value of symbolic sizes: an axis is only divided where it is certain that it can be.
+value of symbolic sizes, because an axis is divided only where this is certain to be possible.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def leaves(axes: Iterable[Axis]) -> Iterator[Axis]:
 
 
 def flat(layout: Layout) -> list[Axis]:
-    """All axes in row-major order."""
+    """Returns all axes in row-major order."""
     return [axis for dim in layout for axis in leaves(dim)]
 
 
@@ -140,7 +140,9 @@ def regrouped(chunks: proofs.Regrouped, world_size: int, layout: Layout) -> Layo
 
 
 def chunks_of(cat: fx.Node, world_size: int) -> proofs.Regrouped | None:
-    """What a cat puts together, if it is all equal chunks of one tensor in order, of as many dimensions."""
+    """Returns the chunks that a cat puts together. None unless they are all equal chunks of one tensor, in order, and
+    the result has as many dimensions as that tensor.
+    """
     if cat.op != "call_function" or cat.target is not proofs.aten.cat.default:
         return None
     found = proofs.regrouped(cat, world_size)

@@ -1,4 +1,4 @@
-"""One reading of the functional collectives of a graph, shared by all passes."""
+"""All passes read the functional collectives of a graph by the functions of this module."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ EXACT = ("neg", "relu")
 HALF, ROOT_HALF, ROOT_2_PI, CUBIC = 0.5, 0.7071067811865476, 0.7978845608028654, 0.044715
 
 def spread(operand: torch.Tensor, value: torch.Tensor, width: Any) -> str:
-    """How an operand is spread over a value [.., width], as a kind of extra tensor; "" for a way that none stands for.
+    """Returns the kind of extra tensor that describes how an operand is broadcast over a value [.., width], or "" if no
+    kind describes it.
     """
     ones = [proofs.known_equal(size, 1) for size in operand.shape]
     if all(ones):

@@ -1,9 +1,9 @@
-"""A gathered tensor, what uses it, and how a Task node takes its place.
+"""This module finds a gathered tensor and its uses, and puts a Task node in their place.
 
-The tensor is what the collective brings, gathered along dimension 0, or what split and cat make of it, gathered along
-an inner one. Its matmuls read order-keeping views of it, or transposes of those. The fusion says of each use what it
-is (`OrientedMatmul`, or a reason); `collect` finds those that can go into one node in front of the first use of the
-tensor, and `replace` writes that node.
+The gathered tensor is the result of the collective, gathered along dimension 0, or what split and cat make of this
+result, gathered along an inner dimension. Its matmuls read order-keeping views of it, or transposes of such views. The
+fusion decides for each use what it is (an `OrientedMatmul`, or a reason). `collect` finds the matmuls that can go into
+one node in front of the first use of the tensor, and `replace` writes that node.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Gathered:
 
 
 def find_feeding(collective: Collective, match: Callable[[Gathered], Found | Refused]) -> Found | Refused:
-    """What `match` finds of the waited-for tensor, or else of what split and cat make of it."""
+    """Returns what `match` finds for the result of the wait, or, if that is a refusal, for what split and cat make of
+    it.
+    """
     # Dimension 0 first: its matmuls use the waited-for tensor itself. If there are none, look behind split and cat.
     direct = match(Gathered(collective.wait, 0, (collective.node, collective.wait)))
     if not refused(direct):
@@ -119,12 +121,12 @@ class GatheredUse:
 
     @property
     def first(self) -> bool:
-        """Of a matmul: whether the view is its first operand."""
+        """Whether the view is the first operand of `user`, which is a matmul."""
         return self.user.args[-2] is self.view
 
     @property
     def operand(self) -> fx.Node:
-        """Of a matmul: the other operand."""
+        """The other operand of `user`, which is a matmul."""
         # addmm begins with what it adds.
         operand = self.user.args[-1 if self.first else -2]
         assert isinstance(operand, fx.Node)

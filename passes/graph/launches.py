@@ -1,4 +1,6 @@
-"""What a node of a graph launches: a Task node, or a collective that no pass has fused; and for which group."""
+"""These functions tell what a node of a graph launches (a Task node, or a collective that no pass fused), and for which
+group.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 ADDS: frozenset[object] = frozenset({aten.add.Tensor, aten.add.Scalar})
 LAST_OF_NORMS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.mul.Tensor, aten.add.Tensor)
-"""What may follow the inverse deviation, each at most once."""
+"""Ops that may follow the inverse deviation, each of them at most once."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,9 @@ class FoundNorm:
 
 @dataclass(frozen=True)
 class _Statistics:
-    """What an rsqrt is of: wide is x in fp32; mean is what a layer norm subtracts from it. eps: a number if fixed."""
+    """The input of an rsqrt. `wide` is x in fp32, `mean` is what a layer norm subtracts from x, and `eps` is a number
+    if it is fixed.
+    """
 
     form: str
     eps: object
@@ -63,7 +65,9 @@ class _Statistics:
 
 
 def normalised(rsqrt: fx.Node) -> fx.Node | None:
-    """What is normalised if `rsqrt` belongs to a norm over the last dimension, whether all of that is proved or not."""
+    """Returns the tensor that is normalised if `rsqrt` belongs to a norm over the last dimension. The norm need not be
+    proved as a whole.
+    """
     statistics = _statistics(rsqrt)
     return None if statistics is None else _narrow(statistics.wide)
 
@@ -77,9 +81,9 @@ def find_norm(rsqrt: fx.Node) -> FoundNorm | ReasonCode:
 
 
 def find_two_norms(rsqrt: fx.Node) -> tuple[FoundNorm, FoundNorm] | None:
-    """As `find_norm`, two norms of one form that part behind the scaled rows: each has a weight or a shift of its own.
+    """Finds two norms of one form that share their scaled rows; each has a weight or a shift of its own.
 
-    The compiler leaves them so where it removes what is computed twice, as in training.
+    The compiler leaves two norms in this form where it removes what is computed twice, as in training.
     """
     found = _read_norms(rsqrt, (0, 1))
     if isinstance(found, ReasonCode):
@@ -158,7 +162,9 @@ def _same_rows(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _centred(scaled: fx.Node, rsqrt: fx.Node, statistics: _Statistics) -> fx.Node | None:
-    """What `rsqrt` scales: x, or for a layer norm what lies between x and its mean; None if it is neither."""
+    """Returns the tensor that `rsqrt` scales: x, or for a layer norm x minus its mean. None if it scales something
+    else.
+    """
     centred = _other_factor(scaled, rsqrt)
     if centred is None:
         return None
@@ -171,10 +177,11 @@ def _centred(scaled: fx.Node, rsqrt: fx.Node, statistics: _Statistics) -> fx.Nod
 def _saved(
     names: Mapping[str, fx.Node], inside: Collection[fx.Node], results: Collection[fx.Node]
 ) -> dict[str, fx.Node] | None:
-    """Of the inner nodes but the results, those that others use too, if a node can return them all.
+    """Returns the inner nodes except the results that others use too, by name, if a Task node can return all of them.
 
-    That are the mean and the inverse deviation of each row, for others with one element in a row; and scaled rows, for
-    the backward: anything else of whole rows would be computed from these anew, by a kernel of its own.
+    A node can return the mean and the inverse deviation of each row, to users that take one element for each row, and
+    it can return scaled rows to the backward. Any other value of whole rows would have to be computed again from these,
+    by a kernel of its own.
     """
     saved = dict[str, fx.Node]()
     known = {node: name for name, node in names.items()}
@@ -201,9 +208,10 @@ def _of_rows(node: fx.Node) -> bool:
 
 
 class _Tail:
-    """What follows the scaled rows [.., N], node by node: conversion, weight, shift.
+    """The ops that follow the scaled rows [.., N], node by node: conversion, weight, shift.
 
-    branch: which way to go, 0 or 1, where two nodes read what has no weight and no shift yet; None: no further there.
+    branch: which of two readers to follow, 0 or 1, where two nodes read a value that has no weight and no shift yet.
+    None: the walk ends there.
     """
 
     def __init__(self, scaled: fx.Node, dtype: torch.dtype, columns: Any, branch: int | None = None) -> None:
@@ -321,7 +329,7 @@ def _over_last(dims: Any, keepdim: Any, node: fx.Node) -> bool:
 
 
 def _narrow(node: fx.Node) -> fx.Node:
-    """What `node` is a conversion to fp32 of, or itself."""
+    """Returns the source of `node` if it is a conversion to fp32, and otherwise `node`."""
     source = node.args[0] if node.args else None
     if node.target in proofs.CASTS and _converts(node, torch.float32) and isinstance(source, fx.Node):
         value = proofs.tensor(source)

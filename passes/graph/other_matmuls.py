@@ -29,7 +29,7 @@ QUANTIZERS = ("quantized_decomposed", "torchao")
 
 
 def other_matmul(node: fx.Node) -> ReasonCode | None:
-    """What kind of matmul a node is, if it is one that no fusion takes yet."""
+    """Returns the kind of a matmul that no fusion takes yet, as a reason. None for any other node."""
     return MATMULS.get(_name(node))
 
 

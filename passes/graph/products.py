@@ -1,15 +1,15 @@
-"""The matmuls that a reduction reduces: read upwards from the collective's operand, proved, or named as what they are
-instead.
+"""This module finds the matmuls that a reduction reduces. It reads upwards from the operand of the collective, and
+returns the proved products or the reason why there is no proof.
 
     mm(a, b)                                      a product
     add(p, q), addmm(p, a, b)                     the sum of what p and q are, in this order
     add(p, row), add(row, p), addmm(row, a, b)    p plus a bias: a row [N] of the product, or [1, .., 1, N]
 
-All of it behind views that keep the order of elements, at one dtype, with products of one shape and each tensor in
-between used once. Of several biases, as of parallel attention and MLP blocks, the sum is taken first: it rounds once
-more or once less.
+All of this may stand behind views that keep the order of elements. The products have one dtype and one shape, and each
+tensor in between is used once. If there are several biases, as with parallel attention and MLP blocks, their sum is
+computed first; this rounds once more or once less.
 
-Which nodes these are is the same on all ranks, and so is the order of the products.
+The nodes that are found, and the order of the products, are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ class Factors:
 
 @dataclass(frozen=True)
 class Pre:
-    """What is computed of a product before it is reduced: an expression of `mm0` and of these extra tensors."""
+    """What is computed from a product before it is reduced: an expression of `mm0` and of these extra tensors."""
 
     expression: Expression
     extras: tuple[fx.Node, ...]
 
     def transposed(self) -> Pre | None:
-        """The same of the product's transpose; None where a tensor of its shape would have to be copied."""
+        """Returns the same expression for the transpose of the product. None if a tensor of its shape would have to be
+        copied.
+        """
         if any(extra.kind == "full" for extra in extras_of([self.expression])):
             return None
         return Pre(_transposed(self.expression), self.extras)
@@ -151,7 +153,7 @@ def _read_add(node: fx.Node) -> Product | Refusal:
 
 
 def _sum(node: fx.Node, other: object, product: Product) -> Product | Refusal:
-    """What `node` is, which adds `other`, a row or products before it, to `product`."""
+    """Returns the product that `node` is: `product` plus `other`, which is a row or products in front of it."""
     if _same_shape(other, node):
         before = _read(other)  # type: ignore[arg-type]
         if isinstance(before, Product):
@@ -168,7 +170,7 @@ def _sum(node: fx.Node, other: object, product: Product) -> Product | Refusal:
 
 
 def _added(node: fx.Node, left: Product, right: Product) -> Product | Refusal:
-    """What `node` is, left + right; of one of them there may be the bias alone."""
+    """Returns the product that `node` is, left + right. One of them may be a bias alone."""
     one, other = proofs.tensor(left.mm), proofs.tensor(right.mm)
     assert one is not None and other is not None
     biases = (*left.biases, *right.biases)

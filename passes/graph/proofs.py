@@ -1,19 +1,19 @@
-"""What the passes prove about a graph: sizes, dtypes, views, chunks, users. Nothing here changes a graph or
-adds a guard.
+"""What the passes prove about a graph: sizes, dtypes, views, chunks, users. Nothing here changes a graph or adds a
+guard.
 
-Sizes may be symbolic. `known_equal` answers True only where equality holds for every value that the symbols can
-take, and never specialises one: what cannot be proved is not equal.
+Sizes may be symbolic. `known_equal` answers True only if equality holds for every value that the symbols can take. It
+never specialises a symbol. What cannot be proved is treated as not equal.
 
-Which facts are equal on all ranks: the full-size side of a collective (the gathered tensor, the operand of a
-reduce-scatter or of an all-reduce) has the same shape on every rank, and in SPMD programs the same ops. The
-shard side may differ: where a dimension does not divide, DTensor pads the last rank's shard before a gather and
-slices its result after a scatter, on that rank alone. But on the full-size side it then cuts the padding off,
-or adds it, on every rank. So the proofs look at the full-size side only, and all ranks come to one answer.
+These facts are equal on all ranks: the full-size side of a collective (the gathered tensor, the operand of a
+reduce-scatter or of an all-reduce) has the same shape on every rank, and in SPMD programs the same ops. The shard side
+may differ. If a dimension does not divide, DTensor pads the last rank's shard before a gather and slices its result
+after a scatter, on that rank alone. But on the full-size side it then cuts the padding off, or adds it, on every rank.
+So the proofs look at the full-size side only, and all ranks reach one answer.
 
-What cannot be seen: the weight's own sharded dimension, one rank's alone, may be uneven (DTensor with
-`use_local_output=False`). The fusions do not care, and the ranks compare it when they first run a site. But a
-rank whose part of it is 1 may have had its matmul replaced by a product of vectors before any pass of ours
-runs; then that rank is missing when the others meet, which is an error with names.
+One thing cannot be seen. The sharded dimension of a weight belongs to one rank alone and may be uneven (DTensor with
+`use_local_output=False`). The fusions do not depend on it, and the ranks compare it when they first run a site. But on
+a rank whose part of the dimension is 1, torch may have replaced the matmul by a product of vectors before any pass of
+ours runs. Then that rank is missing when the others meet, which raises an error with the names of the ranks.
 """
 
 from __future__ import annotations
@@ -269,7 +269,9 @@ def padded(node: fx.Node) -> bool:
 
 
 def proved_mm(node: fx.Node) -> ReasonCode | None:
-    """None if `node` is a 2-D matmul with one dtype that kernels exist for; else the reason that it is not."""
+    """Returns None if `node` is a 2-D matmul with one dtype that kernels exist for, and otherwise the reason why it is
+    not.
+    """
     if node.target is aten.mm.dtype:
         return ReasonCode.MIXED_DTYPES
     if node.target is aten.addmm.default:
@@ -282,7 +284,7 @@ def proved_mm(node: fx.Node) -> ReasonCode | None:
 
 
 def rejected_dtypes(values: Collection[torch.Tensor | None]) -> ReasonCode | None:
-    """None if all of these are tensors of one dtype that kernels exist for; else the reason that they are not."""
+    """Returns None if all of these are tensors of one dtype that kernels exist for, and otherwise the reason."""
     dtypes = {None if value is None else value.dtype for value in values}
     if len(dtypes) != 1:
         return ReasonCode.MIXED_DTYPES

@@ -32,7 +32,7 @@ class ReasonCode(enum.StrEnum):
     ALREADY_FUSED = "already_fused"
     """The matmul beside the collective was fused with another collective."""
     DECODE_FORM = "decode_form"
-    """It gathers a part of an attention, whose operands or mask the kernel does not take."""
+    """It gathers a part of an attention whose operands or mask the kernel does not take."""
     DECODE_MERGE = "decode_merge"
     """It gathers a part of an attention, and what follows is not proved to merge the parts of all ranks."""
     ATTENTION_BIAS_GRADIENT = "attention_bias_gradient"
@@ -100,7 +100,7 @@ class ReasonCode(enum.StrEnum):
     NORM_CONSUMER = "norm_consumer"
     """The result of the norm is used by an op on elements, which the compiler computes together with the norm."""
     NORM_FORM = "norm_form"
-    """What follows the reduction is close to a norm of its rows, and none that is known."""
+    """The ops behind the reduction are close to a norm of its rows, but are no form of a norm that is known."""
     NORM_SHARED = "norm_shared"
     """More norms share the scaled rows than a node has, or norms of different forms do."""
     NORM_USED = "norm_used"
@@ -122,7 +122,9 @@ class ReasonCode(enum.StrEnum):
     REDUCE_OP = "reduce_op"
     """The reduction is neither sum nor avg."""
     ROWS_CONTRACTED = "rows_contracted"
-    """What an all-to-all brings is only the second operand of matmuls, or transposed, as for a weight's gradient."""
+    """The result of an all-to-all is read only as the second operand of matmuls, or transposed, as for a weight's
+    gradient.
+    """
     ROWS_EXCHANGED = "rows_exchanged"
     """An all-to-all exchanges rows of the matmul, and not columns for rows."""
     SHAPE_UNPROVEN = "shape_unproven"
@@ -144,7 +146,9 @@ class ReasonCode(enum.StrEnum):
 
     @property
     def changeable(self) -> bool:
-        """Whether the user could have the collective fused by a change: what the option `ditron.strict` raises for."""
+        """Whether the user could have the collective fused by a change. The option `ditron.strict` raises for these
+        reasons.
+        """
         return self not in _NOTHING_TO_CHANGE
 
     def at(self, node: fx.Node) -> Refusal:
@@ -180,7 +184,7 @@ class Refusal:
     node: fx.Node
 
     def at(self, node: fx.Node) -> Refusal:
-        """Itself: the node that was named first is nearer to the cause."""
+        """Returns the refusal itself: it names a node already, which is nearer to the cause than `node`."""
         return self
 
 

@@ -1,5 +1,5 @@
-"""How a pass writes a Task node into a graph: the op call, its outputs, its metadata, and the removal of what
-it replaces.
+"""Helpers that write a Task node into a graph: the op call, its outputs, its metadata, and the removal of what the call
+replaces.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ANY_STRIDES: frozenset[object] = frozenset(
 
 
 def policy(options: Options) -> Policy:
-    """What the options say about how a site runs."""
+    """Returns what the options say about how a site runs."""
     return Policy(options.strategy, options.workspace_limit, options.timeout_arg)
 
 
@@ -250,8 +250,8 @@ def transposed_back(graph: fx.Graph, source: fx.Node, replaced: fx.Node) -> fx.N
 
 
 def with_strides_of(graph: fx.Graph, node: fx.Node, replaced: fx.Node) -> fx.Node:
-    """What stands for the row-major tensor `replaced`, of which `node` holds the elements with other strides: `node`
-    itself, if whatever uses `replaced` takes any strides; else a row-major copy.
+    """Returns what replaces the row-major tensor `replaced`, whose elements `node` holds with other strides. This is
+    `node` if all users of `replaced` accept any strides, and otherwise a row-major copy.
     """
     views, takes_any = views_and_strides(replaced)
     if takes_any:
@@ -332,7 +332,7 @@ def pinned(node: fx.Node, before: fx.Node) -> fx.Node | None:
 
 
 def _late(node: fx.Node, before: fx.Node) -> list[fx.Node]:
-    """What `node` needs, itself included, that stands at or after `before`; in graph order."""
+    """Returns the nodes at or behind `before` that `node` needs, including `node`, in graph order."""
     order = {each: index for index, each in enumerate(node.graph.nodes)}
     limit = order[before]
     found: set[fx.Node] = set()

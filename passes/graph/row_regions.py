@@ -1,19 +1,20 @@
-"""Where a rank could compute its own rows only: from the all-reduces of a graph through all that works row by row.
+"""Regions of a graph, from its all-reduces through all row-wise ops, in which a rank could compute only its own rows.
 
-A region is made of all-reduces of one group whose results, of one shape but for the last dimension, meet in row-wise
-ops. In it each row of a result depends on the same row of what goes in, and on operands that all rows share:
+A region starts at all-reduces of one group whose results meet in row-wise ops; their shapes may differ in the last
+dimension only. Each row of a result depends on the same row of the inputs, and on operands that all rows share:
 
     all_reduce -> wait -> + residual -> mean over the last dimension, rsqrt, * -> * weight -> matmul
                             '-> the residual of the next all_reduce
 
-Members are the results of the all-reduces and the row-wise ops behind them: pointwise ops with operands that are
-members, whole (`entering`, of which a rank takes its rows) or shared by all rows; reductions of the last dimension that
-keep it; copies. Members that something else reads are `exits`.
+The members of a region are the results of the all-reduces and the row-wise ops behind them. Row-wise ops are pointwise
+ops whose operands are members, whole tensors (`entering`, of which a rank takes its rows) or shared by all rows;
+reductions of the last dimension that keep it; and copies. Members that something else reads are `exits`.
 
-What is not a member may differ between ranks, unless it is replicated: the result of an all-reduce or an all-gather of
-the group, or made of such results by ops that give the same on all ranks. A graph does not show whether its inputs are
-replicated. Those that a region takes for replicated, norm weights and the first residual, are its `roots`, which the
-ranks compare when they run; what comes from a matmul or another collective is not replicated and ends the region.
+What is not a member may differ between ranks unless it is replicated. The result of an all-reduce or an all-gather of
+the group is replicated, and so is what deterministic ops make of such results. A graph does not show whether its inputs
+are replicated. The inputs that a region assumes to be replicated, norm weights and the first residual, are its `roots`,
+which the ranks compare when they run. The result of a matmul or of another collective is not replicated and ends the
+region.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def is_pointwise(target: object) -> bool:
 
 
 def find_regions(graph: fx.Graph) -> list[Region]:
-    """All regions of a graph whose sizes are known, in graph order."""
+    """Returns all regions of a graph whose sizes are known, in graph order."""
     starts = [read for node in collectives(graph, ALL_REDUCE) if isinstance(read := read_collective(node), Collective)]
     waits = {start.wait: start for start in starts}
     growing: dict[tuple[str, tuple[int, ...]], _Growing] = {}

@@ -99,7 +99,7 @@ def _shared_matrix(node: Any) -> fx.Node | None:
 
 
 def _in_two_dimensions(node: fx.Node, matrix: tuple[Any, ...]) -> fx.Node | None:
-    """What `node` is a view of, if that is the matrix itself."""
+    """Returns the source of `node`, if `node` is a view of the matrix itself; otherwise None."""
     for view in proofs.views_up(node):
         value = proofs.tensor(view)
         if value is not None and proofs.same_shape(value.shape, matrix):

@@ -12,11 +12,12 @@ After, if the first tensor is fused and the others are not:
     x, y -> all_reduce_coalesced([x, y]) -> getitem 0 -> wait
                                          -> getitem 1 -> wait
 
-The singles stand where the coalesced one stood, in the order of its list, before what is left of it: one launch is
-better than several, so the tensors that no fusion takes stay together. Which ones are taken is decided by `try_forms`.
+The single collectives take the place of the coalesced one, in the order of its list and in front of the rest of it. The
+tensors that no fusion takes stay together, because one launch is better than several. `try_forms` decides which tensors
+are taken.
 
-The in-place form means the same for a tensor that is taken: a fusion proves that the product is used by nothing but
-the collective. What is left of it stays in place.
+The in-place form means the same for a tensor that is taken, because a fusion proves that only the collective uses the
+product. The rest of the list stays in place.
 
 It must not fire when
 * the list of tensors is itself the result of an op (`_foreach_div`): then there is no operand to read;

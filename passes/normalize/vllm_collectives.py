@@ -98,7 +98,9 @@ def find_vllm_collective(node: fx.Node, names: Mapping[str, str]) -> Match | Rea
 
 
 def _rejected_sizes(match: Match, value: torch.Tensor, result: torch.Tensor) -> ReasonCode | None:
-    """None if the result has the sizes of the functional form's, which can be written down; else the reason."""
+    """Returns None if the result has the sizes of the functional form, and these can be written as arguments; otherwise
+    the reason.
+    """
     dim, world_size = match.dim, match.world_size
     sizes = list(value.shape)
     if match.name == "all_gather":
