@@ -169,7 +169,7 @@ def find_source(operand: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathe
 
 
 def find_gathers(graph: fx.Graph) -> dict[fx.Node, tuple[Collective, Gathered]]:
-    """What is gathered along any dimension, by the node that holds it."""
+    """Returns the gathers along any dimension, by the node that holds the gathered tensor."""
     found = {}
     for node in collectives(graph, ALL_GATHER):
         collective = read_collective(node)
@@ -232,7 +232,7 @@ def _replace_written(graph: fx.Graph, call: fx.Node, attention: AttentionCall) -
 
 
 def _output(graph: fx.Graph, call: fx.Node, attention: AttentionCall, old: fx.Node) -> fx.Node:
-    """What stands for one of the kernel's outputs."""
+    """Returns what replaces one of the outputs of the kernel."""
     index = old.args[1]
     assert isinstance(index, int)
     if index > 1:

@@ -1,9 +1,9 @@
-"""What the passes read of attention: aten's calls of it, and the views between them and what is gathered or scattered.
+"""This module reads attention: aten's calls of it, and the views between them and the gathers or scatters beside them.
 
 Inductor shows scaled dot-product attention as one call of a kernel's own op, `_scaled_dot_product_*_attention`, and its
-backward as another. A few views stand between its keys [B, H, S, D] and the tensor that was gathered along the sequence
-(heads are split off, dimensions moved, keys and values taken apart): `follow` finds where the gathered dimension goes
-through them, and `replay` applies them to one rank's part.
+backward as another call. A few views stand between the keys [B, H, S, D] and the tensor that was gathered along the
+sequence: heads are split off, dimensions are moved, keys and values are taken apart. `follow` finds the gathered
+dimension behind these views, and `replay` applies the views to one rank's part.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ SEQUENCE = 2
 
 @dataclass(frozen=True)
 class Kernel:
-    """What is known of one op. square: its causal mask is known for as many queries as keys only. lse: the
-    dimensions that its logarithms have behind [B, H, S]. multiple: S is filled up to one of it, with infinity. base:
-    theirs. unseen: what they are of a row that sees nothing.
+    """Properties of one attention op. square: its causal mask is known only if there are as many queries as keys. lse:
+    the number of dimensions that its logarithms of sums have behind [B, H, S]. multiple: S is padded to a multiple of
+    this, with infinity. base: the base of the logarithms. unseen: the logarithm for a row that sees nothing.
     """
 
     square: bool
@@ -67,14 +67,14 @@ BACKWARD: dict[object, Kernel] = {
 }
 FLEX = (FLEX_ATTENTION, FLEX_BACKWARD)
 LONGEST_REPEAT = 6
-"""Nodes: a dimension comes, is expanded, copied, and goes again."""
+"""The most nodes that repeat heads: a dimension is added, expanded, copied, and merged again."""
 FOLLOWED: frozenset[object] = proofs.ORDER_KEEPING | proofs.TRANSPOSES | proofs.SLICES | {aten.select.int}
 
 
 @dataclass(frozen=True)
 class WrittenOut:
-    """The nodes of attention that is written out. between: from the scores to the result; views: those of keys and
-    values in front of them. moved: from [B, H, S, D] to the result's dimensions.
+    """The nodes of attention that is written out. between: from the scores to the result; views: those in front of keys
+    and values. moved: from [B, H, S, D] to the dimensions of the result.
     """
 
     between: tuple[fx.Node, ...]
@@ -84,8 +84,9 @@ class WrittenOut:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Attention without dropout: a call of one of these ops, or written out. shown: by its mask. softcap: 0, or that of
-    the scores. tensor: None, or what says what is shown; of all pairs of a query and a key, or repeated for some.
+    """Attention without dropout: a call of one of these ops, or attention that is written out. shown: what its mask
+    shows. softcap: the soft cap of the scores, or 0. tensor: the mask or bias, or None. It has an element for each pair
+    of a query and a key, or is repeated along some dimensions.
     """
 
     node: fx.Node
@@ -105,17 +106,20 @@ class AttentionCall:
 
     @property
     def bias(self) -> fx.Node | None:
-        """What our op gets as its bias."""
+        """The tensor that our op gets as its bias, or None."""
         return self.tensor if self.mask.kind == GIVEN else None
 
     def of_ranks(self, world_size: int) -> AttentionCall | Refused:
-        """Itself, if the keys of so many ranks stand as the mask has it; else with the mask as a bias."""
+        """Returns the call itself if its mask holds for the keys of this many ranks, and otherwise the call with the
+        mask as a bias.
+        """
         return self if self.shown.ranks in (0, world_size) else self.with_bias()
 
     def with_bias(self) -> AttentionCall | Refused:
-        """The same, with nothing known of its mask but the tensor, if our op takes that.
+        """Returns the call with its mask as a bias of which nothing is known, if our op accepts that.
 
-        That is so on every rank, or on none: dtype and sizes are those of one program, whatever its constants are.
+        The answer is the same on all ranks, because the dtype and the sizes of the bias are those of one program,
+        whatever its constants are.
         """
         if self.tensor is None:
             return ReasonCode.FLEX_BLOCK_MASK if self.node.target in FLEX else ReasonCode.ATTENTION_MASK
@@ -131,7 +135,7 @@ class AttentionCall:
 
     @property
     def lse_shape(self) -> tuple[Any, ...]:
-        """Of the logarithms that the op returns."""
+        """The shape of the logarithms of sums that the op returns."""
         B, heads, queries = self.q.meta["val"].shape[:3]
         filled = -(-queries // self.kernel.multiple) * self.kernel.multiple
         return B, heads, filled, *[1] * self.kernel.lse
@@ -170,8 +174,8 @@ def mask_tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def read_attention(node: fx.Node) -> AttentionCall | Refused:
-    """Proves that a call of a forward or backward op of attention is one that our ops compute. A mask of which nothing
-    is proved is their bias.
+    """Proves that a call of a forward or backward op of attention is one that our ops compute. If nothing is proved of
+    the mask, it becomes their bias.
     """
     kernel = (FORWARD | BACKWARD)[node.target]
     q, k, v = operands(node)
@@ -222,7 +226,9 @@ def read_attention(node: fx.Node) -> AttentionCall | Refused:
 
 
 def unexpanded(node: fx.Node) -> fx.Node:
-    """What a node repeats along dimensions: a compiler that has to hand on a tensor may make a copy of all of it."""
+    """Returns the tensor that `node` repeats along dimensions. The compiler may copy all of an expanded tensor that it
+    has to pass on.
+    """
     while node.target is aten.expand.default:
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -231,7 +237,7 @@ def unexpanded(node: fx.Node) -> fx.Node:
 
 
 def source_of(node: fx.Node) -> fx.Node:
-    """What a node of FOLLOWED is a view of."""
+    """Returns the tensor that a node of FOLLOWED is a view of."""
     part = proofs.piece(node)
     source = node.args[0] if part is None else part.source
     assert isinstance(source, fx.Node)
@@ -239,8 +245,9 @@ def source_of(node: fx.Node) -> fx.Node:
 
 
 def unrepeated(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """(keys [B, Hkv, S, D], the nodes from there to `node`) of keys [B, Hq, S, D] in which every head stands Hq / Hkv
-    times in a row, as models write it whose attention has as many heads of keys as of queries; else itself and nothing.
+    """Undoes the repetition of heads. Returns (keys [B, Hkv, S, D], the nodes from there to `node`) for keys [B, Hq, S,
+    D] in which every head stands Hq / Hkv times in a row. Models write this for attention with as many heads of keys as
+    of queries. For other keys returns `node` and no nodes.
     """
     steps: list[fx.Node] = []
     shapes = []
@@ -279,8 +286,8 @@ def views_above(node: fx.Node, ends: Sequence[fx.Node]) -> list[fx.Node] | None:
 
 
 def follow(chain: Sequence[fx.Node], dim: int, world_size: int) -> int | None:
-    """Where dimension `dim` of the first node of a chain of views is in the last one, with all of its elements, each
-    rank's part of it still together and in rank order; None if that cannot be proved.
+    """Returns the place of dimension `dim` of the first node of a chain of views in the last node. All of its elements
+    must be there, with each rank's part together and in rank order. None if that cannot be proved.
     """
     found: int | None = dim
     for view in chain[1:]:
@@ -317,7 +324,8 @@ def _next_dim(view: fx.Node, dim: int, world_size: int) -> int | None:
 
 
 def replay(graph: fx.Graph, chain: Sequence[fx.Node], dim: int, world_size: int, local: fx.Node) -> fx.Node:
-    """Inserts the views of `chain` for one rank's part, `local`, of its first node along `dim`; their last one."""
+    """Inserts the views of `chain` for `local`, one rank's part of its first node along `dim`. Returns the last view.
+    """
     place: int | None = dim
     for view in chain[1:]:
         assert place is not None
@@ -330,7 +338,7 @@ def replay(graph: fx.Graph, chain: Sequence[fx.Node], dim: int, world_size: int,
 
 
 def replayable(chain: Sequence[fx.Node], dim: int, world_size: int) -> bool:
-    """Returns whether `replay` can: it takes sizes that are known, but for the gathered one."""
+    """Returns whether `replay` is possible: all sizes have to be known, except that of the gathered dimension."""
     place: int | None = dim
     for view in chain[1:]:
         place = None if place is None else _next_dim(view, place, world_size)

@@ -44,9 +44,9 @@ MUST_BE_NONE = ("attn_bias", "attn_mask")
 
 @dataclass(frozen=True)
 class Scores:
-    """What x of an attention is: products of query and keys over `dim`, indexed by the tokens `atom`.
+    """The scores x of an attention: products of query and keys over `dim`, indexed by the tokens `atom`.
 
-    lengths: None, or (a tensor, its atoms, what to add to it): only tokens below are there.
+    lengths: None, or (a tensor, its atoms, a number to add to it); then only tokens below this length exist.
     """
 
     node: fx.Node
@@ -59,15 +59,15 @@ class Scores:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What x and v of the merging are: the gathered parts, indexed by the rank."""
+    """The variables x and v of the merging: the gathered parts, indexed by the rank."""
 
     atom: int
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What outputs and log-sum-exps were gathered as, side by side: the atoms of that dimension, `both`, and those that
-    the outputs have of it.
+    """Outputs and log-sum-exps that were gathered side by side: the atoms `both` of the dimension that they share, and
+    the atoms `wide` of the outputs' part of it.
     """
 
     ranks: Ranks
@@ -130,7 +130,8 @@ class PartAlgebra:
         return ranks
 
     def _taken_apart(self, node: fx.Node) -> Value | None:
-        """One of the two that were gathered side by side; None if that is not what `node` is."""
+        """Returns the value of `node` if it is one of the two tensors that were gathered side by side; otherwise None.
+        """
         cut = _cut(node)
         if cut is None:
             return None

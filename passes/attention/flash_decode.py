@@ -83,7 +83,7 @@ class _Operand:
 
 
 def find_parts(attention: PartAlgebra, gathers: Sequence[Collective]) -> list[GatheredParts]:
-    """What gathers o and lse of the same attention."""
+    """Finds the gathers of o and lse of the same attention."""
     outputs: list[tuple[Symbol, fx.Node, Collective]] = []
     sums: dict[Symbol, tuple[fx.Node, Collective]] = {}
     found: list[GatheredParts] = []
@@ -306,7 +306,7 @@ def _inserted_lengths(graph: fx.Graph, match: Match, batch: int) -> fx.Node:
 
 
 def _leave_others_alone(gathers: Sequence[Collective]) -> None:
-    """Those of the output and the log-sum-exp of one call of torch's, in a form that is not proved."""
+    """Gives a reason to the gathers of the output and the log-sum-exp of a call of torch's whose form is not proved."""
     calls = {gather.node: calls_of_parts(gather.operand) for gather in gathers}
     summed = {call for outputs in calls.values() for call, index in outputs if index == 1}
     for gather in gathers:
@@ -316,7 +316,9 @@ def _leave_others_alone(gathers: Sequence[Collective]) -> None:
 
 
 def _prove_again(parts: GatheredParts) -> Match | Refused:
-    """As `prove`, of a graph in which others were rewritten meanwhile: the queries may be the result of one."""
+    """Like `prove`, for a graph in which other matches have been rewritten: the queries may be the result of one of
+    them.
+    """
     attention = PartAlgebra()
     gathers = [read_collective(gather.node) for gather in parts.gathers]
     found = find_parts(attention, [gather for gather in gathers if isinstance(gather, Collective)])

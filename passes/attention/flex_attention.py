@@ -49,7 +49,7 @@ SUMS, MOST = 1, 2
 
 @dataclass(frozen=True)
 class Gradient:
-    """What a backward has besides the arguments of the forward. of_sums: the gradient of the logarithms."""
+    """The arguments of a backward that the forward does not have. of_sums: the gradient of the logarithms of sums."""
 
     out: fx.Node
     sums: fx.Node
@@ -139,11 +139,11 @@ def _inner(node: fx.Node, attribute: object) -> Inner:
 
 
 Score = tuple[Truth, float, float]
-"""Where a score is kept, elsewhere it is hidden; a factor on it, and its soft cap or 0."""
+"""(the truth where a score is kept, and hidden elsewhere; a factor of the score; its soft cap or 0)."""
 
 
 def _read_score(node: fx.Node, call: FlexCall, shape: tuple[Any, Any]) -> Score | None:
-    """What `score_mod` does; in a backward, whose derivative has to be 1 where the score is kept."""
+    """Returns what `score_mod` does. In a backward its derivative has to be 1 where the score is kept."""
     given, result, others = _inner(node, call.score_mod)
     found = _kept(given, result, given[0], -math.inf, shape) if len(given) == 5 and not others else None
     if call.gradient is None or found is None:
@@ -159,7 +159,7 @@ def _read_score(node: fx.Node, call: FlexCall, shape: tuple[Any, Any]) -> Score 
 def _kept(
     given: list[fx.Node], result: fx.Node, score: fx.Node, hidden: float, shape: tuple[Any, Any]
 ) -> Score | None:
-    """What is done to a score, or to its gradient, which is `hidden` elsewhere."""
+    """Returns what is done to a score, or to its gradient. Elsewhere the score is `hidden`."""
     if result.target is not aten.where.self:
         kept = _softcap(result, score)
         return None if kept is None else (TRUE, *kept)

@@ -16,12 +16,14 @@ import torch
 from ditron_inductor.passes.attention.affine import Affine
 
 LEAST = -1e30
-"""No score comes near: programs hide by -inf, by the least number of a dtype, or by one of this magnitude."""
+"""A number that no score comes near. Programs hide keys by -inf, by the least number of a dtype, or by a number of this
+magnitude.
+"""
 
 
 @dataclass(frozen=True)
 class Truth:
-    """Whether every one of the terms is at least 0, or any of them."""
+    """A condition: all of the terms are at least 0, or, if not `every`, at least one of them is."""
 
     terms: frozenset[Affine]
     every: bool = True
@@ -46,7 +48,7 @@ TRUE, FALSE = Truth(frozenset()), Truth(frozenset(), every=False)
 
 @dataclass(frozen=True)
 class Selection:
-    """`yes` where it is true, else `no`."""
+    """A choice between two numbers: `yes` where the truth holds, and otherwise `no`."""
 
     truth: Truth
     yes: float
@@ -70,7 +72,7 @@ def hides(number: float, dtype: torch.dtype) -> bool:
 
 
 def rounded(number: float, dtype: torch.dtype) -> float | None:
-    """As a dtype holds it; None if it does not."""
+    """Returns the number as a dtype holds it; None if the dtype cannot hold it."""
     if dtype.is_floating_point:
         return torch.tensor(number, dtype=torch.float64).to(dtype).item()
     if dtype == torch.bool or dtype.is_complex or not math.isfinite(number) or number != int(number):

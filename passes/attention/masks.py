@@ -1,11 +1,12 @@
-"""What a mask that a graph computes shows of the keys: proved from `arange`, comparisons and choices between numbers.
+"""The masks that a graph computes from `arange`, comparisons and choices between numbers, with a proof of their values.
 
-Every tensor on the way is an integer that is affine in its own indices (`Affine`), a conjunction or a disjunction of
-such integers being at least 0 (`Truth`), or one of two numbers by such a truth (`Selection`). Views, slices, and
-indexing by affine tensors replace indices; nothing is ever computed element by element. What is none of these raises
-`UnknownMask` with the node: an input of the graph, or an op that is not known here.
+Every tensor on the way has one of three kinds of values: an integer that is affine in the indices of the tensor
+(`Affine`), a condition that all, or any, of such integers are at least 0 (`Truth`), or a choice between two numbers by
+such a condition (`Selection`). Views, slices, and indexing by affine tensors substitute indices; nothing is ever
+computed element by element. Any other node raises `UnknownMask` with the node: an input of the graph, or an op that is
+not known here.
 
-`shown_masks` says what such a mask shows.
+`shown_masks` says which keys such a mask shows.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ prims = torch.ops.prims
 
 INTEGERS = (torch.int32, torch.int64)
 DEEPEST = 64
-"""Nodes between a mask and the ranges it is made of: many times what programs have."""
+"""The most nodes between a mask and the ranges from which it is computed. Programs have far fewer."""
 
 
 class UnknownMask(Exception):
-    """A node that is none of what this module knows."""
+    """Raised for a node whose value this module does not know."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node.name)
@@ -40,10 +41,11 @@ class UnknownMask(Exception):
 
 
 class Masks:
-    """The values of a graph's nodes, each found once.
+    """The values of the nodes of a graph, each of them found once.
 
-    known: those of placeholders, in a graph of numbers alone (what FlexAttention does to one score): affine in numbers
-    that stand for dimensions of these `sizes`, which every node has.
+    known: the values of placeholders in a graph that works on single numbers, as FlexAttention's functions of one score
+    do. They are affine in numbers that stand for the indices of dimensions of these `sizes`, and every node has these
+    sizes.
     """
 
     def __init__(self, known: dict[fx.Node, Value] | None = None, sizes: tuple[Any, ...] = ()) -> None:
@@ -52,7 +54,7 @@ class Masks:
         self._depth = 0
 
     def value(self, node: fx.Node) -> Value:
-        """Raises Unknown."""
+        """Returns the value of a node. Raises UnknownMask."""
         if node not in self._values:
             # No network is followed up to its inputs.
             if self._depth == DEEPEST:
@@ -79,7 +81,9 @@ class Masks:
         return self.converted(node, found, tensor.dtype)
 
     def converted(self, node: fx.Node, value: Value, dtype: torch.dtype) -> Value:
-        """A value with the dimensions of `node` in a dtype. Raises Unknown where an integer wraps, or is cut off."""
+        """Returns a value with the dimensions of `node` in a dtype. Raises UnknownMask if an integer wraps or is cut
+        off.
+        """
         shape = self.shape(node)
         value = mask_values.mapped(value, lambda term: term.cleaned(shape))
         found: Value | None = value
@@ -93,14 +97,14 @@ class Masks:
         return found
 
     def shape(self, node: fx.Node) -> tuple[Any, ...]:
-        """Of a node's value."""
+        """Returns the shape of a node's value."""
         shape = shape_of(node)
         if self._sizes and shape:
             raise UnknownMask(node)
         return self._sizes or shape
 
     def operand(self, node: fx.Node, argument: object) -> Value:
-        """A tensor as broadcast to the dimensions of `node`, or a number."""
+        """Returns the value of a tensor, broadcast to the dimensions of `node`, or of a number."""
         ndim = len(self.shape(node))
         if not isinstance(argument, fx.Node):
             if not isinstance(argument, (bool, int, float)):
@@ -110,7 +114,7 @@ class Masks:
         return mask_values.mapped(self.value(argument), lambda term: term.widened(added))
 
     def compared(self, node: fx.Node) -> tuple[Value, Value]:
-        """Both operands of a comparison, in the dtype in which they are compared."""
+        """Returns both operands of a comparison in the dtype in which they are compared."""
         both = node.args[:2]
         given: Any = [proofs.tensor(operand) if isinstance(operand, fx.Node) else operand for operand in both]
         dtype = torch.result_type(*given)
@@ -135,7 +139,9 @@ def _iota(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def hiding(node: fx.Node, value: Value) -> tuple[Truth, float] | None:
-    """(where a float is 0, what it is elsewhere), if that hides whatever it is added to."""
+    """Returns (the truth where a float is 0, its number elsewhere), if adding that number hides whatever it is added
+    to.
+    """
     tensor = proofs.tensor(node)
     if not isinstance(value, Selection) or tensor is None or not tensor.dtype.is_floating_point:
         return None
@@ -205,7 +211,7 @@ def _quotient(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def _floored(masks: Masks, node: fx.Node) -> Affine | None:
-    """One operand divided by the other, which is a number, rounded down."""
+    """Returns one operand divided by the other and rounded down. The other operand has to be a number."""
     left, right = (masks.operand(node, operand) for operand in node.args[:2])
     if not isinstance(left, Affine) or not isinstance(right, Affine) or not right.is_constant:
         return None
@@ -225,7 +231,7 @@ def _negative(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def _comparison(sign: int, least: int) -> Callable[[Masks, fx.Node], Value | None]:
-    """sign * (left - right) >= least."""
+    """Makes the reader of the comparison sign * (left - right) >= least."""
 
     def read(masks: Masks, node: fx.Node) -> Value | None:
         left, right = (_as_affine(value, masks.shape(node)) for value in masks.compared(node))
@@ -313,7 +319,7 @@ def _where(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def _one_of(truth: Truth, yes: Affine, no: Affine, shape: Sequence[Any]) -> Affine | None:
-    """`yes` where the truth holds, else `no`."""
+    """Returns the integer that is `yes` where the truth holds, and otherwise `no`."""
     if len(truth.terms) != 1:
         return None
     (term,) = truth.terms
@@ -321,7 +327,7 @@ def _one_of(truth: Truth, yes: Affine, no: Affine, shape: Sequence[Any]) -> Affi
 
 
 def _as_affine(value: Value, shape: Sequence[Any]) -> Affine | None:
-    """A value of this shape as an integer; if it is one of two, then as one that jumps."""
+    """Returns a value of this shape as an integer. A choice between two integers becomes an integer that jumps."""
     if not isinstance(value, Selection) or not isinstance(value.yes, int) or not isinstance(value.no, int):
         return value if isinstance(value, Affine) else None
     yes, no = (Affine(number, (0,) * len(shape)) for number in (value.yes, value.no))
@@ -350,7 +356,7 @@ def _cast(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def _view(masks: Masks, node: fx.Node) -> Value | None:
-    """The elements of another tensor at other indices."""
+    """Reads an op that takes elements of another tensor at other indices."""
     part = proofs.piece(node) if node.target in proofs.SLICES else None
     source = node.args[0] if part is None else part.source
     if node.target in proofs.ORDER_KEEPING:
@@ -379,14 +385,15 @@ def _view(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def _padded(masks: Masks, node: fx.Node) -> Value | None:
-    """By nothing: as `create_block_mask` pads a mask whose sizes are multiples of its blocks."""
+    """Reads a padding by nothing. `create_block_mask` writes this for a mask whose sizes are multiples of its blocks.
+    """
     source, pads = node.args[:2]
     unchanged = isinstance(pads, (list, tuple)) and all(proofs.known_equal(pad, 0) for pad in pads)
     return masks.value(source) if unchanged and isinstance(source, fx.Node) else None
 
 
 def _indices(node: fx.Node, source: tuple[Any, ...], result: tuple[Any, ...]) -> list[Affine] | None:
-    """Of each dimension of the source, by the indices of the result."""
+    """Returns the index of each dimension of the source in terms of the indices of the result."""
     ndim = len(result)
 
     def along(dim: int, start: int = 0) -> Affine:
@@ -427,7 +434,7 @@ def _indices(node: fx.Node, source: tuple[Any, ...], result: tuple[Any, ...]) ->
 
 
 def _index(masks: Masks, node: fx.Node) -> Value | None:
-    """By one affine tensor for each dimension."""
+    """Reads indexing by one affine tensor for each dimension."""
     source, given = node.args
     if not isinstance(source, fx.Node) or not isinstance(given, (list, tuple)) or len(given) != len(shape_of(source)):
         return None
@@ -442,7 +449,9 @@ def _index(masks: Masks, node: fx.Node) -> Value | None:
 
 
 def _cat(masks: Masks, node: fx.Node) -> Value | None:
-    """Parts with one slope, each from where it stands: a jump behind the part in front of it."""
+    """Reads a concatenation of parts with one slope. There is a jump where a part begins, unless it continues the one
+    before.
+    """
     bound = proofs.arguments(node)
     dim, parts = bound["dim"] % len(shape_of(node)), bound["tensors"]
     found, sizes = [masks.value(part) for part in parts], [shape_of(part)[dim] for part in parts]
@@ -475,7 +484,7 @@ def _elsewhere(value: Affine, dim: int) -> tuple[Threshold, ...]:
 
 
 def _running_sum(masks: Masks, node: fx.Node) -> Value | None:
-    """Of nothing."""
+    """Reads a running sum of zeros."""
     value = masks.operand(node, node.args[0])
     zero = value == FALSE or (isinstance(value, Affine) and value.const == 0 and value.is_constant)
     return Affine(0, (0,) * len(shape_of(node))) if zero else None

@@ -42,7 +42,7 @@ aten = torch.ops.aten
 
 BETWEEN = FOLLOWED | {WAIT, aten.expand.default, aten.cat.default, aten.split.Tensor, aten.split_with_sizes.default}
 MARK = "recompute"
-"""What the partitioner of AOTAutograd reads of a node."""
+"""The key of a node's meta that the partitioner of AOTAutograd reads."""
 
 
 def recompute_masks(graph: fx.Graph, *, options: Options) -> int:
@@ -80,7 +80,7 @@ def _is_gathered(keys: fx.Node, gathers: set[fx.Node]) -> bool:
 
 
 def _made_of(masks: list[fx.Node]) -> set[fx.Node]:
-    """The masks, and what they are computed from."""
+    """Returns the masks, and the nodes from which they are computed."""
     found: set[fx.Node] = set()
     left = list(masks)
     while left:

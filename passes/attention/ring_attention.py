@@ -35,7 +35,9 @@ MOVES: frozenset[object] = (
 
 
 def ring_attention(collective: fx.Node) -> fx.Node | None:
-    """The attention that a collective passes keys and values around for, or their gradients; None if for none."""
+    """Returns the attention whose keys and values, or their gradients, a collective passes around; None if there is
+    none.
+    """
     kernels = [node for node in collective.graph.nodes if node.target in FORWARD or node.target in BACKWARD]
     passed_on = collective.target is ALL_TO_ALL and _is_passed_on(collective)
     if not kernels or not (passed_on or collective.target is ALL_GATHER):
@@ -69,12 +71,12 @@ def _is_part(operand: fx.Node, waits: list[fx.Node]) -> bool:
 
 
 def _gradients(backward: fx.Node) -> set[fx.Node]:
-    """Of keys and values."""
+    """Returns the gradients of keys and values."""
     return {user for user in backward.users if user.target is getitem and user.args[1] in (1, 2)}
 
 
 def _made_of(collective: fx.Node) -> Iterator[fx.Node]:
-    """What is sent, and what that is made of by moves and sums."""
+    """Yields what is sent, and the nodes from which moves and sums make it."""
     seen: set[fx.Node] = set()
     left = collective.all_input_nodes
     while left:
@@ -86,7 +88,7 @@ def _made_of(collective: fx.Node) -> Iterator[fx.Node]:
 
 
 def _parts(collective: fx.Node) -> list[fx.Node]:
-    """What is sent, or what that is put together from."""
+    """Returns what is sent, or the parts from which it is concatenated."""
     (operand, *_) = collective.all_input_nodes
     whole = proofs.views_up(operand)[-1]
     return whole.all_input_nodes if whole.target is aten.cat.default else [whole]

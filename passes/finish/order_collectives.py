@@ -80,7 +80,7 @@ def find_chain(graph: fx.Graph) -> list[Match]:
 
 
 def rewrite(graph: fx.Graph, chain: Sequence[Match]) -> None:
-    """Put each launch of `chain` behind the one before it."""
+    """Puts each launch of `chain` behind the one before it."""
     for previous, current in zip(chain, chain[1:], strict=False):
         token = _token_after(graph, previous)
         if current.is_task:

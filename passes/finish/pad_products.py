@@ -71,10 +71,11 @@ GPUS = ("cuda",)
 
 @dataclass(frozen=True)
 class MatrixForm:
-    """How a matrix, or a batch of them, lies in memory.
+    """The layout in memory of a matrix, or of a batch of matrices.
 
-    by_rows: whether elements lie together along the rows; else along the columns. aligned: bytes to which all of these
-    begin. whole: whether they are as far apart as they are long, so that longer ones are further apart.
+    by_rows: whether the elements of a row are adjacent; otherwise those of a column are. aligned: the largest number of
+    bytes of which every row (or column) begins at a multiple. whole: whether rows (or columns) lie without gaps, so
+    that longer ones would lie further apart.
     """
 
     by_rows: bool
@@ -150,7 +151,9 @@ class SiteProduct:
 
 
 def find_site_products(node: fx.Node, devices: tuple[str, ...] = GPUS) -> list[SiteProduct | None]:
-    """For each product that a site makes before it communicates, what padding K would align; None for the others."""
+    """Returns, for each product that a site computes before it communicates, the product if padding K would align it,
+    and otherwise None.
+    """
     if not is_task(node):
         return []
     given = schema.operands_from_call(node)
@@ -202,12 +205,12 @@ def _paddable(values: list[torch.Tensor | None], devices: tuple[str, ...]) -> bo
 
 
 def _steps(value: torch.Tensor) -> tuple[Any, ...]:
-    """Where the tensor begins in its memory, and its strides."""
+    """Returns the offset of the tensor in its memory, and its strides."""
     return (value.storage_offset(), *value.stride())
 
 
 def form(value: torch.Tensor) -> MatrixForm | None:
-    """How a tensor [.., R, C] of known sizes lies; None where neither rows nor columns do."""
+    """Returns the layout of a tensor [.., R, C] of known sizes; None if neither rows nor columns are contiguous."""
     rows, columns = value.stride()[-2:]
     if columns == 1:
         apart, length = rows, value.shape[-1]
@@ -225,7 +228,9 @@ def _nbytes(value: torch.Tensor) -> int:
 
 
 def _copied_bytes(operand: fx.Node, product: fx.Node) -> int:
-    """What a padded operand costs beside the operand: nothing where one kernel writes it in its place."""
+    """Returns the bytes that have to be copied for a padded operand: 0 if one kernel writes the operand with its
+    padding.
+    """
     value = proofs.tensor(operand)
     assert value is not None
     written_here = operand.op == "call_function" and list(operand.users) == [product] and _generated(operand)

@@ -21,7 +21,7 @@ from ditron_inductor.task.torch_dtypes import precision_of
 
 
 def record_graph(graph: fx.Graph, *, graph_before: str, graph_after: str) -> GraphRecord:
-    """What the passes did with the collectives of `graph`, read from the rewritten graph."""
+    """Returns a record of what the passes did with the collectives of `graph`, read from the rewritten graph."""
     region, _ = find_sites(graph)
     sites = [_task_record(node) for node in graph.nodes if is_task(node)]
     alone = [_collective_record(node) for node in graph.nodes if launches_collective(node)]

@@ -93,7 +93,8 @@ def _reduces(collective: fx.Node) -> bool:
 
 
 def _below(gather: fx.Node) -> Refusal | None:
-    """What a gather feeds, at most one scaling away."""
+    """Returns the matmul that a gather feeds, with at most one scaling in between, as a refusal; None if there is none.
+    """
     pending: list[tuple[fx.Node, int, fx.Node | None]] = [(gather, 0, None)]
     seen: set[tuple[fx.Node, int]] = set()
     while pending:
@@ -141,7 +142,7 @@ def is_beside_matmul(collective: fx.Node) -> bool:
 
 
 def _upwards(node: fx.Node, through: frozenset[object]) -> Iterator[fx.Node]:
-    """What `node` is made from through ops of `through`, their first sources that are none included."""
+    """Yields the sources of `node` through ops of `through`, including the first sources that are no such op."""
     pending, seen = list(node.all_input_nodes), set[fx.Node]()
     while pending:
         current = pending.pop()
@@ -152,7 +153,7 @@ def _upwards(node: fx.Node, through: frozenset[object]) -> Iterator[fx.Node]:
 
 
 def _downwards(node: fx.Node, through: frozenset[object]) -> Iterator[fx.Node]:
-    """What uses `node` through ops of `through`, their first users that are none included."""
+    """Yields the users of `node` through ops of `through`, including the first users that are no such op."""
     pending, seen = list(node.users), set[fx.Node]()
     while pending:
         current = pending.pop()

@@ -1,12 +1,12 @@
-"""What the collectives of a graph look like to the other ranks, and what only this rank has beside them.
+"""Facts about the collectives of a graph: what the other ranks have to share, and what only this rank has beside them.
 
 *Wire facts* are what two ranks must share for a collective to be right: its kind, the reduction, the dtype, and how
-many elements a rank contributes. *Local facts* are what a rank may have for itself: a bias, an epilogue, how many
-products are added up. `facts_of(graph)` lists both, group by group, in graph order. `device/meetings.py` compares the
-lists of all ranks when a graph first runs.
+many elements a rank contributes. *Local facts* may differ from rank to rank: a bias, an epilogue, how many products are
+added up. `facts_of(graph)` lists both, group by group, in graph order. `device/meetings.py` compares the lists of all
+ranks when a graph first runs.
 
-A Task node has the wire facts of the collective that it stands for, where it stands for exactly one, so that a rank
-which has fused a collective and a rank which has not describe it alike.
+A Task node that stands for exactly one collective has the wire facts of this collective. So a rank that has fused a
+collective and a rank that has not describe it in the same way.
 """
 
 from __future__ import annotations
@@ -80,14 +80,16 @@ def facts_of(graph: fx.Graph) -> dict[str, list[LaunchFacts]]:
 
 @dataclass(frozen=True)
 class Before:
-    """What is noted of a graph before the passes: its launches by group, and the hash of its ops."""
+    """Facts about a graph before the passes: its launches by group, and the hash of its ops."""
 
     launches: Mapping[str, Sequence[LaunchFacts]]
     structure: str
 
 
 def before_passes(graph: fx.Graph) -> Before | None:
-    """What has to be known of a graph that the passes are going to change; None for one without collectives."""
+    """Returns the facts of a graph that have to be known before the passes change it; None for a graph without
+    collectives.
+    """
     launches = facts_of(graph)
     return Before(launches, _structure(graph)) if launches else None
 
