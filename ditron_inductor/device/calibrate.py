@@ -1,4 +1,4 @@
-"""How many polls a bounded wait makes per second on a device, so that a time limit becomes a count of polls.
+"""The number of polls that a bounded wait makes per second on a device, which turns a time limit into a count of polls.
 
 A kernel has no portable clock, so its waits count polls. One wait that can never succeed, on memory of this rank (as
 all waits are), is timed once per device and process.

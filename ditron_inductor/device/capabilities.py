@@ -1,4 +1,4 @@
-"""What a group of ranks can run: each rank states facts about itself, and one pure function joins them."""
+"""The capabilities of a group of ranks: each rank states facts about itself, and one pure function joins them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SYMM_MEM_BACKEND = "CUDA"
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What all ranks of a group can do; equal on every rank, the weakest rank counts.
+    """What all ranks of a group can do. It is equal on every rank, and the weakest rank decides.
 
     `arch` is "sm_90", "gfx942", "interpreter" or "cpu". `num_sms` is the smallest of the ranks' devices. `peer_access`:
     every rank can load and store the memory of every other. `tile_available`: the `tile` kernels can run, which needs
-    peer access. A reason is a sentence without a full stop, empty where the flag beside it is True. `in_band`: kernels
-    may send in band. `launch_us`: of the slowest rank's host, see host_speed.py.
+    peer access. A reason is a sentence without a full stop, empty if the flag beside it is True. `in_band`: kernels may
+    send in band. `launch_us`: the microseconds of a launch on the slowest rank's host (see host_speed.py).
     """
 
     device_type: str
@@ -49,7 +49,8 @@ class Capabilities:
     launch_us: float = 0.0
 
     def without_peer_access(self, reason: str) -> Capabilities:
-        """The same devices when mapping each other's memory failed for `reason`."""
+        """Returns the same capabilities without peer access, because mapping each other's memory failed for `reason`.
+        """
         return replace(self, peer_access=False, peer_reason=reason, tile_available=False, tile_reason=reason)
 
 
@@ -58,9 +59,9 @@ class RankFacts:
     """One rank's view of itself and of the devices it sees.
 
     `host` is equal for processes that can hand each other memory: one machine, one container. `device_id` is the UUID
-    of a GPU, else "cpu". `peers` maps the other devices that this process sees to whether it can access their memory.
-    `tile_problem` says why this rank alone could not run a `tile` kernel, or is empty. `in_band`: it may send so.
-    `launch_us`: microseconds of the host for a launch, 0 where nobody has measured.
+    of a GPU, or "cpu". `peers` maps the other devices that this process sees to whether it can access their memory.
+    `tile_problem` says why this rank alone could not run a `tile` kernel, or is empty. `in_band`: kernels of this rank
+    may send in band. `launch_us`: microseconds of the host for a launch, 0 if nobody has measured.
     """
 
     host: str

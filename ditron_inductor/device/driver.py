@@ -18,7 +18,9 @@ Copy = Callable[[int, int, int, int], None]
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The driver's library. Of HIP the one that torch has loaded: its wheels bring their own."""
+    """Returns the library of the driver. For HIP this is the one that torch has loaded, because its wheels bring their
+    own.
+    """
     if torch.version.hip is None:
         return ctypes.CDLL("libcuda.so.1")
     with open("/proc/self/maps") as maps:
@@ -56,5 +58,5 @@ def device_copy() -> Copy:
 
 
 def host_copy(target: int, source: int, nbytes: int, stream: int) -> None:
-    """The same on the CPU, at once."""
+    """Copies on the CPU, at once; the arguments are those of a copy on a GPU."""
     ctypes.memmove(target, source, nbytes)

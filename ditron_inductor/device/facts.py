@@ -1,8 +1,8 @@
-"""What a compiled graph tells the other ranks of its collectives, and what follows when their lists are compared.
+"""The facts that a compiled graph tells the other ranks about its collectives, and the comparison of all ranks' lists.
 
 `GraphFacts` travels as text: in the code of the compiled graph, so that a graph from a cache has it too, and through
 the store when the ranks meet (see meetings.py). `compare` is a pure function of what all ranks have said, so all of
-them come to the same answer.
+them reach the same answer.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ EQUAL_SIZES = "all_reduce", "reduce_scatter", "all_gather"
 class LaunchFacts:
     """One launch of a group: a collective, or a Task node.
 
-    wire: the collective, its reduction and its dtype, as "all_reduce sum bfloat16": equal on all ranks, or the program
-    is wrong. numel: elements that this rank contributes, None where the size is a symbol. device_type: "cpu" or "cuda".
-    kind: what Task node it became, empty where it was left alone. local: what only this rank need have (bias, epilogue,
-    number of products), as JSON. site: the node's name. place: a hash of the lines of the program that launch it, as
-    this rank knows them. order: how many launches of all groups stand in front of it.
+    wire: the collective, its reduction and its dtype, as "all_reduce sum bfloat16"; if it is not equal on all ranks,
+    the program is wrong. numel: elements that this rank contributes, None if the size is a symbol. device_type: "cpu"
+    or "cuda". kind: the Task node that the collective became, empty if it was left alone. local: facts that may be this
+    rank's alone (bias, epilogue, number of products), as JSON. site: the node's name. place: a hash of the lines of the
+    program that launch it, as this rank knows them. order: how many launches of all groups stand in front of it.
     """
 
     wire: str
@@ -61,7 +61,7 @@ class GroupFacts:
 
     @property
     def is_bare(self) -> bool:
-        """Whether the passes left the group's collectives as they were: then this rank does the same whatever its peers
+        """Whether the passes left the group's collectives as they were. Then this rank does the same whatever its peers
         decide, and waits for nobody.
         """
         same = [launch.wire for launch in self.before] == [launch.wire for launch in self.after]
@@ -69,8 +69,8 @@ class GroupFacts:
 
     @property
     def form(self) -> tuple[tuple[str, ...], ...]:
-        """What the passes made of the group's collectives: wire facts and kinds, and of which graph, if they moved
-        anything across them.
+        """What the passes made of the group's collectives: wire facts and kinds, and the hash of the graph if they
+        moved anything across its collectives.
         """
         launches = tuple((launch.wire, launch.kind) for launch in self.after)
         return (*launches, (self.moved, self.structure)) if self.moved else launches
@@ -85,7 +85,7 @@ class GraphFacts:
 
     @property
     def is_bare(self) -> bool:
-        """Whether all of its groups are."""
+        """Whether all groups of the graph are bare."""
         return all(group.is_bare for group in self.groups)
 
     @property
@@ -107,7 +107,7 @@ class GraphFacts:
 
     @property
     def form(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
-        """What the passes made of its collectives, by group."""
+        """What the passes made of the graph's collectives, by group."""
         return tuple(group.form for group in self.groups)
 
     @property
@@ -126,12 +126,12 @@ class GraphFacts:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the lists of one group say together.
+    """The result of comparing the lists of all ranks of one group.
 
-    plain: why the graph has to run as Inductor alone would run it, empty where it need not. library: by the number of
-    the launch, why its node has to run by the library. leader: what rank 0 has of its own, by the number of the launch:
-    all ranks plan with that. options: names of options that differ, with the ranks that hold each value. diverged: (the
-    number of the launch, rank, its collective, another rank, its collective) of the first collective that differs.
+    plain: why the graph has to run as Inductor alone would run it; empty if it need not. library: by the number of the
+    launch, why its node has to run by the library. leader: by the number of the launch, the local facts of rank 0, with
+    which all ranks plan. options: names of options that differ, with the ranks that hold each value. diverged: the
+    first collective that differs, as (the number of the launch, rank, its collective, another rank, its collective).
     """
 
     plain: str = ""
@@ -154,7 +154,7 @@ def group_of(value: Mapping[str, Any]) -> GroupFacts:
 
 
 def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) -> Verdict:
-    """What follows from the facts of all ranks of a group, and from their options, by rank."""
+    """Returns what follows from the facts of all ranks of a group and from their options, both by rank."""
     different = differing(options)
     if different and any(group.is_bare for group in groups):
         # A rank with nothing to agree on does not wait, and would not hear of an error.

@@ -1,7 +1,7 @@
-"""What the ranks of a group tell each other before they run together, and what has to be equal.
+"""The handshake: what the ranks of a group tell each other before they run together, and what has to be equal.
 
-At a group's first use, and at the first use of new options in it. Options or versions that differ are an error that
-names them; capabilities are joined, the weakest rank counts; of differing tables rank 0's is taken.
+It takes place at a group's first use, and at the first use of new options in it. Options or versions that differ are an
+error that names them. Capabilities are joined, and the weakest rank decides. If tables differ, rank 0's is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class AgreedOptions:
 
 @dataclass(frozen=True)
 class HandshakeResult:
-    """What a group settled on: its capabilities, and the table of measured choices that the plan uses on all ranks."""
+    """The result of a handshake: the group's capabilities, and the table of measured choices that the plan uses on all
+    ranks.
+    """
 
     capabilities: Capabilities
     table: str

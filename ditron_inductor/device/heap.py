@@ -29,14 +29,15 @@ class Heap(Protocol):
     """This rank's bytes: uint8 [nbytes], zero when made."""
 
     addresses: tuple[int, ...]
-    """Where this process sees the heap of each rank; empty before `join`."""
+    """The address of each rank's heap in this process; empty before `join`."""
 
     def offer(self) -> dict[str, Any]:
-        """What the other ranks need to map this heap, as JSON."""
+        """Returns what the other ranks need to map this heap, as JSON."""
         ...
 
     def prepare(self, offers: Sequence[dict[str, Any]]) -> None:
-        """What has to succeed on every rank before any of them joins. Raises OSError or RuntimeError."""
+        """Does everything that has to succeed on every rank before any of them joins. Raises OSError or RuntimeError.
+        """
         ...
 
     def join(self, group: Group, offers: Sequence[dict[str, Any]]) -> None:
@@ -44,7 +45,7 @@ class Heap(Protocol):
         ...
 
     def joined(self) -> None:
-        """All ranks have mapped this heap: give up what only the mapping needed."""
+        """Releases what only the mapping needed; all ranks have mapped this heap."""
         ...
 
     def view(self, rank: int) -> torch.Tensor:
@@ -58,10 +59,11 @@ def make_heap(device: torch.device, nbytes: int) -> Heap:
 
 
 class RendezvousCount:
-    """How many rendezvous for our heaps this process has taken part in.
+    """The number of rendezvous for our heaps in which this process has taken part.
 
-    torch numbers the store keys of its rendezvous by process, not by group. Ranks with different histories (one is in a
-    further group, say) would wait for keys that the other never writes, so those with fewer catch up alone.
+    torch numbers the store keys of its rendezvous by process, not by group. Ranks with different histories (for
+    example, one is in a further group) would wait for keys that the other never writes. So ranks with fewer rendezvous
+    catch up alone.
     """
 
     def __init__(self) -> None:
@@ -133,10 +135,10 @@ def private_cuda_bytes(device: torch.device, nbytes: int) -> torch.Tensor:
 
 
 def outside_pools(device: torch.device, act: Callable[[], Any]) -> Any:
-    """What `act` returns, run by a thread of its own with `device` as its current one.
+    """Runs `act` on a thread of its own, with `device` as its current device, and returns the result.
 
-    What a thread allocates while it warms up a CUDA graph goes into the graph's pool, where nothing may stay; and
-    torch's rendezvous keeps two small tables for good.
+    Memory that a thread allocates while it warms up a CUDA graph goes into the graph's pool, where nothing may stay.
+    But torch's rendezvous keeps two small tables for good.
     """
 
     def run() -> Any:

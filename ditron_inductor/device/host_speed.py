@@ -1,6 +1,7 @@
-"""How long this host takes to launch a kernel, by which the plan knows what an eager call of many launches costs here.
+"""The time that this host takes to launch a kernel, from which the plan knows what an eager call of many launches
+costs.
 
-Hosts that carry the same GPU differ by several times: their cores are older, shared, or kept busy by others.
+The times of hosts with the same GPU differ several times, because their cores are older, shared, or busy.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ Transfer = tuple[int, int, int]
 """A copy on the side: how many bytes behind the start of a tensor it goes, the address in a peer's slot, bytes."""
 
 HERE: AbstractContextManager[object] = nullcontext()
-"""Where there is nothing to switch."""
+"""The context to use if there is nothing to switch."""
 
 
 class Lane(Protocol):
@@ -55,7 +55,7 @@ class Lane(Protocol):
     ) -> None: ...
 
     def beside(self) -> AbstractContextManager[object]:
-        """What is launched inside goes to the second main stream: `here` and `wait` are about it there."""
+        """Returns a context in which launches go to the second main stream, and `here` and `wait` refer to it."""
         ...
 
     def copy(self, transfers: Iterable[Transfer], tensor: int) -> None:

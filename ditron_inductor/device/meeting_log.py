@@ -18,8 +18,8 @@ NOBODY = ""
 
 @dataclass(frozen=True)
 class LogEntry:
-    """One line of a rank's log. uid: names its register, empty for a bare graph. attempt: how often the rank has posted
-    these facts, this time included. facts, options: see facts.py.
+    """One line of a rank's log. uid: the name of its register, empty for a bare graph. attempt: how often the rank has
+    posted these facts, this time included. facts, options: see facts.py.
     """
 
     uid: str
@@ -38,7 +38,7 @@ class Elsewhere:
 
 
 class GroupLog:
-    """What one process has written and read in the logs of one group."""
+    """The entries that one process has written and read in the logs of one group."""
 
     def __init__(self, group: groups.Group, life: str) -> None:
         self.group = group
@@ -85,7 +85,7 @@ class GroupLog:
             self.runs_plain(peer, found.position + len(found.facts.before))
 
     def bare(self, own: LogEntry, peer: int) -> LogEntry | None:
-        """What the peer posted for a bare graph with the same collectives, if it ever did."""
+        """Returns the entry that the peer posted for a bare graph with the same collectives; None if it never did."""
         return self._bare.get((peer, program_of(own.facts)))
 
     def runs_plain(self, peer: int, position: int) -> None:

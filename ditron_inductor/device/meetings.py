@@ -1,23 +1,24 @@
-"""Where the ranks compare their compiled graphs, before the first collective of each: the meeting.
+"""The meeting: the ranks compare their compiled graphs before the first collective of each.
 
 Graphs of two ranks may legally differ beside a collective: one rank adds a bias, logs a statistic, breaks its graph, or
-has nothing to multiply. What its peers fused is then not what it runs, and a kernel that waits for signals would wait
+has nothing to multiply. Then a rank may not run what its peers fused, and a kernel that waits for signals would wait
 for a rank that is in the library's collective. So every graph that holds collectives meets its peers once, on the host,
-when it runs for the first time, through the store of the process group. What comes of it is a `Decision`.
+when it runs for the first time, through the store of the process group. The result is a `Decision`.
 
 Who meets whom. Every rank keeps a log of its meetings in each group. An entry says at which *position* the graph
 begins: the number of collectives that the group's library has launched so far, eager ones included. A fused launch does
-not count on any rank, since all have agreed on it, so equal positions are the same point of the program on all ranks.
-A rank pairs its entry with the entry of the same position in each peer's log. A peer whose newest entry is further on
-has passed this point outside of any compiled graph, and will not come.
+not count on any rank, since all have agreed on it, so equal positions are the same point of the program on all ranks. A
+rank pairs its entry with the entry of the same position in each peer's log. A peer whose newest entry is further on has
+passed this point outside of any compiled graph, and will not come.
 
 How they agree. Every entry has a register in the store, which is written once, by compare-and-set. Its own rank writes
-into it what it has seen: the entries of all peers, and what follows from them. Anybody may write "closed" instead, and
-does so when somebody has not come in time. The ranks are agreed when all registers, of all ranks that are connected by
-the groups of these graphs, hold entries that fit together. Everybody reads the same registers, so everybody comes to
-the same answer; and an entry that a former life of the group left in the store cannot have seen the present ones.
+into it what it has seen: the entries of all peers, and what follows from them. Any rank may write "closed" instead, and
+does so if a rank has not come in time. The ranks are agreed when all registers, of all ranks that are connected by the
+groups of these graphs, hold entries that fit together. All ranks read the same registers, so all reach the same answer.
+An entry that an earlier group of the same name left in the store cannot have seen the present entries.
 
-A graph that the passes left as it was ("bare") only posts its entry: it runs alike whatever the others decide.
+A graph that the passes left as it was ("bare") only posts its entry, because it runs in the same way whatever the
+others decide.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Holder:
 
 
 class Meetings:
-    """All meetings of a process, and what has been decided in them."""
+    """All meetings of a process, and the decisions made in them."""
 
     def __init__(self) -> None:
         self._logs: WeakKeyDictionary[dist.ProcessGroup, GroupLog] = WeakKeyDictionary()
@@ -92,20 +93,21 @@ class Meetings:
         return self._site(group_name, site)[0]
 
     def leader(self, group_name: str, site: str) -> str:
-        """What rank 0 has of its own at a site that all ranks have, as JSON; empty where the ranks have not met."""
+        """Returns the local facts of rank 0 at a site that all ranks have, as JSON; empty if the ranks have not met."""
         return self._site(group_name, site)[1]
 
     def _site(self, group_name: str, site: str) -> tuple[str, str]:
         return self._sites.get(groups.find(group_name), {}).get(site, ("", ""))
 
     def holder(self, process_group: dist.ProcessGroup) -> Holder:
-        """What a call depends on that was decided here."""
+        """Returns what a call depends on that was decided here."""
         return Holder(self, process_group)
 
     def known(self, facts: GraphFacts) -> Decision | None:
-        """What follows for a graph from what was agreed for this piece of the program, if anything was.
+        """Returns the decision for a graph that follows from what was agreed for this piece of the program; None if
+        nothing was.
 
-        Raises DitronDiverged, see `agreements.decide`.
+        Raises DitronDiverged (see `agreements.decide`).
         """
         agreement = self._agreements.find(facts)
         if agreement is None:
@@ -114,7 +116,7 @@ class Meetings:
         return self._noted(decide(facts, agreement))
 
     def _note_places(self, facts: GraphFacts, agreement: Agreement) -> None:
-        """Where the peers are while this rank runs the graph."""
+        """Notes where the peers are in the program while this rank runs the graph."""
         for group in facts.groups if agreement.plain else ():
             log = self._log(group.name)
             for peer, count in agreement.counts.get(group.name, {}).items():
@@ -221,7 +223,7 @@ class _Meeting:
         return replace(decision, counts=counts)
 
     def _held(self, found: list[dict[int, LogEntry]], believe_bare: bool) -> Agreement | Decision:
-        """What is decided; fills in the entries of the peers, by group and rank."""
+        """Returns what is decided, and fills in the entries of the peers, by group and rank."""
         for _ in self._polls():
             problem = self._collect(found)
             if problem is not None:
@@ -304,7 +306,7 @@ class _Meeting:
         return [rank for rank in range(log.group.world_size) if rank not in seen]
 
     def _missing(self, found: Sequence[Mapping[int, LogEntry]]) -> str:
-        """Who has not come, as a sentence; empty if all have."""
+        """Returns a sentence that names the ranks that have not come; empty if all have."""
         missing = [
             f"{ranks_text(absent)} of group '{log.group.name}'"
             for log, seen in zip(self.logs, found, strict=True)
@@ -317,7 +319,9 @@ class _Meeting:
         return Decision(plain=why.reason, final=why.for_good)
 
     def _wait_for(self, uid: str) -> str:
-        """What the register holds in the end: closed, if its owner does not write into it in time."""
+        """Waits for a register and returns what it holds in the end: "closed" if its owner does not write into it in
+        time.
+        """
         for _ in self._polls():
             text = self._read(uid)
             if text is not None:
@@ -325,7 +329,7 @@ class _Meeting:
         return self._write(uid, CLOSED)
 
     def _polls(self) -> Iterator[None]:
-        """Until the time is up, with growing pauses; at least once."""
+        """Yields with growing pauses until the time is up, at least once."""
         pause_s = FIRST_PAUSE_S
         while True:
             yield
@@ -338,13 +342,13 @@ class _Meeting:
         return self.store.get(uid).decode() if self.store.check([uid]) else None
 
     def _write(self, uid: str, text: str) -> str:
-        """What the register holds after an attempt to write `text` into it."""
+        """Tries to write `text` into a register, and returns what the register holds then."""
         held: str = self.store.compare_set(uid, "", text).decode()
         return held
 
 
 def check_world_sizes(facts: GraphFacts) -> None:
-    """Raises DitronStaleGraph where a group has another size than the graph was compiled for."""
+    """Checks that all groups have the sizes for which the graph was compiled. Raises DitronStaleGraph."""
     for group in facts.groups:
         size = groups.find(group.name).size()
         if size != group.world_size:
@@ -390,4 +394,4 @@ def _raised(error: Sequence[Any]) -> DitronOptionsMismatch | DitronDiverged:
 
 
 meetings = Meetings()
-"""Those of this process."""
+"""The meetings of this process."""

@@ -29,11 +29,11 @@ FIRST_TIMEOUT_S = 120.0
 
 
 class Registry:
-    """All workspaces of a process. A workspace belongs to a process group object: when the group's name comes to mean
-    another group, that one gets a workspace of its own.
+    """All workspaces of a process. A workspace belongs to a process group object. If the group's name comes to mean
+    another group, that group gets a workspace of its own.
 
-    first_timeout_s: the least that ranks wait for each other on the host, and in the first call of a site, whatever the
-    limit of a call is: a peer may still be compiling.
+    first_timeout_s: the least time that ranks wait for each other on the host, and in the first call of a site,
+    whatever the limit of a call is, because a peer may still be compiling.
     """
 
     def __init__(self, first_timeout_s: float = FIRST_TIMEOUT_S) -> None:
@@ -154,7 +154,9 @@ def _exact(device: torch.device) -> torch.device:
 
 
 def _retire(registry_ref: weakref.ref[Registry], shared_ref: weakref.ref[SharedWorkspace]) -> None:
-    """The process group is gone. Its memory goes too, at once unless a graph is being captured, which forbids it."""
+    """Frees the memory of a process group that no longer exists. It is freed at once, unless a graph is being captured,
+    which forbids it.
+    """
     registry, shared = registry_ref(), shared_ref()
     if registry is None or shared is None:
         return

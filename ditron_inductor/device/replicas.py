@@ -1,7 +1,7 @@
-"""What every rank of a group has alike: taking one's own part of it, and comparing that it is so.
+"""Tensors that are replicated on all ranks of a group: a rank takes its part, and the ranks compare samples.
 
-A pass that divides work among the ranks takes some inputs for replicated, which no graph can prove. So the ranks
-compare samples of them when a site first runs: a mistake becomes an error with names, and not a wrong result.
+A pass that divides work among the ranks assumes that some inputs are replicated, which no graph can prove. So the ranks
+compare samples of them when a site first runs. A mistake becomes an error with names, and not a wrong result.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Replicas:
 
 
 def _limit_s(group: groups.Group) -> float:
-    """How long a rank waits for the others: as long as the calls of the group's workspaces do, once there are any."""
+    """Returns how long a rank waits for the others: as long as the calls of the group's workspaces, if it has any."""
     process_group = group.process_group()
     found = [] if process_group is None else workspaces.of_group(process_group)
     limits = [max(limit, workspaces.first_timeout_s) for shared in found for limit in shared.timeouts]
@@ -107,7 +107,7 @@ def _described(tensor: torch.Tensor, name: str) -> str:
 
 
 def extremes(x: torch.Tensor) -> list[float]:
-    """What a few samples may miss: the smallest and the largest value, of integers the sum."""
+    """Returns values that a few samples may miss: the smallest and the largest value; for integers, the sum."""
     if not x.numel() or x.is_complex() or (x.is_floating_point() and x.dtype.itemsize < 2):
         return []
     return [float(value) for value in (torch.aminmax(x) if x.is_floating_point() else (x.sum(),))]
@@ -137,4 +137,4 @@ def _equal(one: float, two: float, bound: float) -> bool:
 
 
 replicas = Replicas()
-"""Those of this process."""
+"""The comparisons of this process."""

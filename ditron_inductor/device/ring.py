@@ -25,7 +25,9 @@ FIRST_SLOT_BYTES = 1 << 19
 PAGE = 4096
 
 MOST_KEPT = 8192
-"""Of what callers keep with a ring; beyond that all is forgotten. Only dynamic shapes make so much."""
+"""The most objects that callers keep with a ring. If there are more, all are forgotten. Only dynamic shapes make so
+many.
+"""
 
 
 @dataclass(eq=False)
@@ -33,9 +35,9 @@ class Generation:
     """One ring of NUM_SLOTS slots of `slot_bytes` each. Its `name` is the same on all ranks and used only once.
 
     table: int64 [world_size], the address in this process of every rank's heap. ctl: int64 [CTL_WORDS]. counters: int32
-    [COUNTERS]. `captured`: a CUDA graph holds these addresses. `timeout_s`: what the poll limit in `ctl` stands for, as
-    far as the host knows. `views`: what `data` has made so far. `kept`: what callers have worked out from its
-    addresses, which must not outlive it.
+    [COUNTERS]. `captured`: a CUDA graph holds these addresses. `timeout_s`: the time limit for which `ctl` has a poll
+    limit, as far as the host knows. `views`: the tensors that `data` has made so far. `kept`: what callers have
+    computed from its addresses, which must not outlive it.
     """
 
     name: str

@@ -12,7 +12,7 @@ from ditron_inductor.device.heap import private_cuda_bytes
 
 FIRST_BYTES = 1 << 20
 ALIGNMENT = 256
-"""Of every allocation of the driver and of torch; no tensor descriptor wants more than 128."""
+"""The alignment in bytes of every allocation of the driver and of torch. Tensor descriptors need at most 128."""
 
 
 class Scratch:

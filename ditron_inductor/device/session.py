@@ -88,7 +88,7 @@ class _Store:
 
 
 class Session:
-    """All ranks of `group`, met under `name`. Every rank makes the same `all_gather` calls in the same order."""
+    """All ranks of `group`, which met under `name`. Every rank makes the same `all_gather` calls in the same order."""
 
     def __init__(self, group: Group, name: str) -> None:
         self.group = group
@@ -96,7 +96,7 @@ class Session:
         self._sequence = 0
 
     def next_place(self) -> str:
-        """Where the next `all_gather` happens: equal on all ranks, never the same twice."""
+        """Returns the name of the next `all_gather`, which is equal on all ranks and used only once."""
         return f"{self.name}/{self._sequence}"
 
     def all_gather(self, purpose: str, value: Any, timeout_s: float) -> list[Any]:

@@ -1,20 +1,21 @@
-"""Order of a workspace's calls across CUDA streams (protocol rule 7: the host's call order is the order of execution).
+"""The order of a workspace's calls across CUDA streams (protocol rule 7: the host's call order is the order of
+execution).
 
-A call on another stream than the last one's waits for an event recorded behind that call. Inside a CUDA graph only
-events of the same capture may be waited for, and outside, only events recorded outside: the rest is fixed by where the
-user replays the graph, which has to be ordered after eager calls on other streams like any use of shared memory.
+If a call is on another stream than the last call, it waits for an event recorded behind that call. Inside a CUDA graph
+only events of the same capture may be waited for, and outside, only events recorded outside. The rest is fixed by where
+the user replays the graph, which has to be ordered after eager calls on other streams like any use of shared memory.
 
-Outside captures nothing is recorded while the calls stay on one stream, which costs a comparison. The event is recorded
-when the stream changes, on the old stream: streams run in order, so it covers the last call, and whatever the user put
-there since, for which the new call then waits too. Two cases need more:
+Outside captures nothing is recorded while the calls stay on one stream; this costs one comparison. The event is
+recorded when the stream changes, on the old stream. Streams run in order, so the event covers the last call, and
+whatever the user has put on the stream since, for which the new call then waits too. Two cases need more:
 
 * A stream that torch did not make may be destroyed by its owner before the next call comes. Its event is recorded after
   every call.
 * The old stream may be part of a capture by now. An event recorded there would belong to the capture, and waiting for
-  it would draw the new stream into the graph, silently. That is an error (the last call was made before the capture
-  began, so a call on that stream in between, or none on the other, is the way out).
+  it would draw the new stream into the graph, silently. That is an error. (The last call was made before the capture
+  began. The user avoids the error by a call on that stream in between, or by no call on the other stream.)
 
-A stream counts as the last one's as soon as a call has entered on it, also if the call fails: it has waited for all
+A stream is the last stream as soon as a call has entered on it, even if the call fails, because it has waited for all
 calls before.
 """
 
@@ -41,7 +42,7 @@ class CallOrder(Protocol):
     stream: int
     """Handle of the stream that the present call runs on, as the driver takes it; 0 on the CPU."""
     capturing: bool
-    """Whether that stream is being captured."""
+    """Whether the stream is being captured."""
 
     def enter(self) -> bool:
         """Order what follows on the current stream after the last call; whether the stream is being captured."""

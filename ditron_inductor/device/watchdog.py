@@ -28,9 +28,9 @@ PERIOD_S = 0.1
 
 
 class Health:
-    """What is wrong with one workspace, if anything: its failure record and the error that came of it.
+    """The health of one workspace: its failure record and the error that was made from it, if any.
 
-    `record` is int64 [RECORD_WORDS], pinned for a CUDA workspace; `timeout_s` the limit that its kernels wait.
+    `record` is int64 [RECORD_WORDS], pinned for a CUDA workspace. `timeout_s` is the time limit of its kernels' waits.
     """
 
     def __init__(self, group: Group, sites: SiteNames, device: torch.device) -> None:
@@ -55,8 +55,8 @@ class Health:
             self._begun_at = time.monotonic()
 
     def _waited_s(self) -> float:
-        """How long the present call's kernel has waited, if the host knows: in the interpreter, where a limit counts
-        looks and a look takes longer on a busy machine; else the limit.
+        """Returns how long the present call's kernel has waited, if the host knows, and otherwise the limit. The host
+        knows it in the interpreter, where a limit counts polls, and a poll takes longer on a busy machine.
         """
         return self.timeout_s if self._begun_at is None else max(self.timeout_s, time.monotonic() - self._begun_at)
 
@@ -80,7 +80,9 @@ class Health:
             self._cause = f"{type(cause).__name__}: {cause}"
 
     def error(self) -> DitronError | None:
-        """What a kernel found, as an error, or None. The record is read once; names come from the group's store."""
+        """Returns what a kernel found, as an error, or None. The record is read once; names come from the group's
+        store.
+        """
         with self._lock:
             if self._error is None and self._state.value != 0:
                 self._error = self._describe(self.record.tolist())

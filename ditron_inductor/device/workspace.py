@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 
 class SharedWorkspace:
-    """What all options of one (group, device) share: memory, sites, health, call order and call count.
+    """The state that all options of one (group, device) share: memory, sites, health, call order and call count.
 
-    `name` is the same on all ranks and used only once. `timeouts`: the limits, in seconds, that calls come with.
-    `largest`: what the ranks told each other, (own size, largest size) by what it is of. `at_release`: called once,
-    with the workspace, when it is released.
+    `name` is the same on all ranks and used only once. `timeouts`: the limits, in seconds, that calls have. `largest`:
+    the sizes that the ranks told each other, as (own size, largest size) by subject. `at_release`: called once, with
+    the workspace, when it is released.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Workspace:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What all ranks of the group can do."""
+        """The capabilities of the group."""
         return self._shared.capabilities
 
     @property
@@ -323,7 +323,7 @@ class Workspace:
 
     @property
     def shared(self) -> SharedWorkspace:
-        """What it has in common with the group's workspaces for other options."""
+        """The state that this workspace shares with the group's workspaces for other options."""
         return self._shared
 
     def call(self, site: str, nbytes: int) -> Call:
@@ -339,7 +339,7 @@ class Workspace:
 class Call:
     """One use of one slot, valid inside its `with` block.
 
-    slot: which one to use. site: the site's number in flag words. generation: the ring that has the slot, and the words
+    slot: the slot to use. site: the site's number in flag words. generation: the ring that has the slot, and the words
     of the protocol. stream: handle of the current stream.
     """
 
@@ -383,8 +383,8 @@ class Call:
         return self.generation.data(self.slot, rank, dtype)
 
     def kept(self, owner: Hashable, make: Callable[[Call], T]) -> T:
-        """What `make` works out from this call's slot and site, and nothing else of it; `owner` gets it again in later
-        calls with the same ones, as long as the ring is there.
+        """Returns what `make` computes from this call's slot and site alone. `owner` gets the same object again in
+        later calls with the same slot and site, as long as the ring exists.
         """
         key = owner, self.slot, self.site
         found: T | None = self.generation.kept.get(key)

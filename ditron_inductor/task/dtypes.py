@@ -24,7 +24,7 @@ FLOAT32 = Dtype("float32", "fp32", 4)
 
 @dataclass(frozen=True)
 class Precision:
-    """How a product is computed: the dtypes of its operands, of its result, and of the sum in registers.
+    """The dtypes of a product: those of its operands, of its result, and of the sum in registers.
 
     flops: the field of `cost.Hardware` that holds the rate of such a product.
     """

@@ -1,26 +1,28 @@
-"""Epilogues: what is computed from the products of a node, element by element, kept as text in the op's arguments.
+"""Epilogues are pointwise expressions of the products of a node, kept as text in the op's arguments.
 
     "cast(silu(mm0), bf16) * mm1; mm0; mm1"
 
-Each part between semicolons is one output of the node, [rows, N], in the node's dtype, or in `T` where the whole part
-is `cast(.., T)`. Of a reduction the first part may be what each rank makes of its own product before it is reduced:
+Each part between semicolons is one output of the node, [rows, N]. Its dtype is the node's, or `T` if the whole part is
+`cast(.., T)`. In the epilogue of a reduction the first part may say what each rank computes from its own product before
+it is reduced:
 
     "pre: mm0 * column(x0); full(x1) + mm0"
 
-There mm0 is that product, all rows of it, and the result has the node's dtype. Operands:
+In this part mm0 is the rank's product, with all its rows, and the result has the node's dtype. The operands are:
 
-    mm0, mm1, ..                          the product with weight 0, 1, .., rounded to the node's dtype; of a reduction
-                                          mm0, the reduced sum (before the reduction: the sum of this rank's products)
-    full(x0)                              extra tensor 0, an element for each element of the output
-    row(x0), column(x0), scalar(x0)       N elements, the same in every row; one for each row; one
+    mm0, mm1, ..                          the product with weight 0, 1, .., rounded to the node's dtype; in a reduction
+                                          mm0 is the reduced sum (before the reduction: the sum of this rank's products)
+    full(x0)                              extra tensor 0, with an element for each element of the output
+    row(x0), column(x0), scalar(x0)       extra tensor 0, with N elements, the same in every row; with one element for
+                                          each row; with one element
     0.5                                   a number
 
 Everything is computed in fp32 and rounded to the output's dtype at its end; `cast(e, bf16)` rounds in between, where
-eager rounds. Products of several weights in one part, or in parts that share a product, need equal widths: they are
-computed together, see `groups`.
+eager rounds. Products of several weights in one part, or in parts that share a product, need equal widths, because they
+are computed together (see `groups`).
 
-The text is parsed through a whitelist of Python's own syntax tree, never evaluated. `text()` is the only form of an
-epilogue: `parse(e.text()) == e`.
+The text is parsed through a whitelist of Python's own syntax tree, and is never evaluated. `text()` is the only form of
+an epilogue: `parse(e.text()) == e`.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult
 PRE = "pre:"
 MAX_TEXT = 8192
 MAX_DEPTH = 128
-"""Of an expression: what works on it calls itself for each part of a part."""
+"""The deepest nesting of an expression. Functions that work on expressions are recursive."""
 MAX_DIGITS = 6
-"""Of the index of a product or an extra tensor."""
+"""The most digits of the index of a product or an extra tensor."""
 SHOWN = 200
 """Characters of a refused text that an error shows."""
 MAX_TOGETHER = 2
@@ -109,7 +111,9 @@ class OutputGroup:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """One expression for each output of a node. pre: of what is reduced, None where that is the product."""
+    """One expression for each output of a node. pre: the expression that is reduced, None if the product itself is
+    reduced.
+    """
 
     outputs: tuple[Expression, ...]
     pre: Expression | None = None
@@ -120,7 +124,7 @@ class Epilogue:
 
     @property
     def behind(self) -> Epilogue | None:
-        """What is made of a reduced sum; None where that is the output."""
+        """The part that is computed from a reduced sum; None if the sum is the output."""
         return None if self.outputs == (ProductTerm(0),) else Epilogue(self.outputs)
 
     def groups(self) -> tuple[OutputGroup, ...]:
@@ -148,8 +152,8 @@ class Epilogue:
         return tuple(output.dtype if isinstance(output, Cast) else "" for output in self.outputs)
 
     def passes(self, dtype: str, *, biases: bool = True) -> int:
-        """How many tensors [rows, N] are read and written where the products of a node of `dtype` are made first, with
-        their `biases`, and the outputs of them by another kernel.
+        """Returns how many tensors [rows, N] are read and written if a node of `dtype` first computes its products with
+        their `biases`, and another kernel computes the outputs from them.
         """
         folded = self.folded(dtype)[0] if biases else self
         return sum(folded._passes(group) for group in folded.groups())
@@ -170,7 +174,9 @@ class Epilogue:
         return Epilogue(tuple(_unbiased(output, biases, dtype) for output in self.outputs)), biases
 
     def verify(self, num_weights: int, num_extras: int, *, reduces: bool = False) -> None:
-        """Raises `InvalidEpilogue` unless it fits a node with so many weights and extra tensors; reduces: it does."""
+        """Raises `InvalidEpilogue` unless the epilogue fits a node with so many weights and extra tensors. reduces: the
+        node is a reduction.
+        """
         if self.pre is not None:
             self._verify_pre(reduces)
         _check(bool(self.outputs), self.text(), "has no output")
@@ -273,7 +279,7 @@ def products(expression: Expression) -> frozenset[int]:
 
 
 def _level(expression: Expression) -> int:
-    """How tightly an expression binds."""
+    """Returns how tightly an expression binds."""
     if not isinstance(expression, Binary):
         return 3
     return 1 if expression.operator in "+-" else 2

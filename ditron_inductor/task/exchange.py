@@ -16,10 +16,10 @@ from ditron_inductor.task.problem import Problem
 class Exchange:
     """What a node sends between the ranks.
 
-    wire: the collective of the library that sends as much. of: what travels: the `operand` [m, k], the `product`
-    [m, n], or the `parts` of an attention. is_whole: whether [m, n] is what each rank contributes; else it is what all
-    ranks contribute, and a rank receives the parts of its peers. rate: the field of `cost.Hardware` that holds the rate
-    of the links. rounds: how often every element travels.
+    wire: the collective of the library that sends as much. of: what is sent: the `operand` [m, k], the `product` [m,
+    n], or the `parts` of an attention. is_whole: each rank contributes all of [m, n]; otherwise all ranks together
+    contribute it, and a rank receives the parts of its peers. rate: the field of `cost.Hardware` that holds the rate of
+    the links. rounds: how often every element is sent.
     """
 
     wire: str
@@ -29,7 +29,9 @@ class Exchange:
     is_whole: bool = False
 
     def received_bytes(self, problem: Problem) -> int:
-        """What one rank receives from its peers in one call. Parts are fp32, with a log-sum-exp for each row."""
+        """Returns the bytes that one rank receives from its peers in one call. Parts are fp32, with a log-sum-exp for
+        each row.
+        """
         m, n, k = problem.m, problem.n, problem.k
         if self.of == "operand":
             nbytes = m * k * problem.operand_bytes

@@ -46,7 +46,7 @@ class WithEpilogue(Node):
 
     @property
     def num_operands(self) -> int:
-        """How many products an epilogue can name: of a reduction one, the reduced sum."""
+        """The number of products that an epilogue can name. In a reduction this is one, the reduced sum."""
         return 1
 
     @property
@@ -63,12 +63,12 @@ class WithEpilogue(Node):
 
     @property
     def num_outputs(self) -> int:
-        """Without the gathered tensor and the token."""
+        """The number of outputs, without the gathered tensor and the token."""
         parsed = self.parsed
         return self.num_operands if parsed is None else len(parsed.outputs)
 
     def verify_epilogue(self) -> None:
-        """Raises `InvalidTaskNode`."""
+        """Checks the epilogue. Raises `InvalidTaskNode`."""
         check(self.num_operands >= 1, self.kind, "num_weights", self.num_operands, "at least one weight")
         unused = 0 if self.parsed is not None else self.num_extras
         check(unused == 0, self.kind, "num_extras", self.num_extras, "0, as there is no epilogue")
@@ -78,7 +78,7 @@ class WithEpilogue(Node):
         return (("extras", self.num_extras),) if self.num_extras else ()
 
     def made(self, products: Sequence[Shape]) -> list[Output]:
-        """What the epilogue makes of products of these shapes, or the products without one."""
+        """Returns what the epilogue computes from products of these shapes; without an epilogue, the products."""
         parsed = self.parsed
         if parsed is None:
             return [Output(tuple(shape)) for shape in products]
@@ -87,7 +87,7 @@ class WithEpilogue(Node):
 
     @property
     def behind_pattern(self) -> str:
-        """What is made of the products, or of their sum."""
+        """What is computed from the products, or from their sum, as text."""
         behind = None if self.parsed is None else self.parsed.behind
         outputs = () if behind is None else behind.outputs
         text = "; ".join(expression_text(output) for output in outputs if not isinstance(output, ProductTerm))
@@ -101,7 +101,7 @@ class SummedMatmul(Node):
     """
 
     plain_fields: ClassVar[Mapping[str, Any]]
-    """Those of the simplest node that have no default, but for the fields that all kinds have."""
+    """The values that the simplest node has in fields without a default, except the fields that all kinds have."""
     num_products: int
     has_bias: bool
     world_size: int
@@ -116,7 +116,7 @@ class SummedMatmul(Node):
         return (*product_slots(self.num_products, self.has_bias), *self.extra_slots())
 
     def verify_sum(self) -> None:
-        """Raises `InvalidTaskNode`."""
+        """Checks the fields of the sum. Raises `InvalidTaskNode`."""
         within = 1 <= self.num_products <= MAX_PRODUCTS
         expected = f"at least one matmul, and at most {MAX_PRODUCTS}"
         check(within, self.kind, "num_products", self.num_products, expected)
@@ -150,7 +150,7 @@ class SummedMatmul(Node):
         raise NotImplementedError
 
     def made(self, products: Sequence[Shape]) -> list[Output]:
-        """What the node makes of products of these shapes."""
+        """Returns what the node computes from products of these shapes."""
         return [Output(tuple(shape)) for shape in products]
 
     def sizes(self, shapes: Shapes) -> Sizes:
@@ -530,5 +530,5 @@ def split_products(
 
 
 def verify_reduce_op(kind: str, reduce_op: str) -> None:
-    """Raises `InvalidTaskNode`."""
+    """Checks that the op is sum or avg. Raises `InvalidTaskNode`."""
     check(reduce_op in REDUCE_OPS, kind, "reduce_op", reduce_op, f"one of {', '.join(REDUCE_OPS)}")

@@ -1,7 +1,7 @@
-"""What the declarations of all node kinds have in common: their text, and the operands of their calls.
+"""The base class of the declarations of all node kinds: their text, and the operands of their calls.
 
 Every kind is called by one schema, `ditron.<kind>(Tensor[] operands, str node, Tensor? token) -> Tensor[]`. The text of
-the node says which of the operands is which: `slots()` names them in their order.
+the node says which operand is which: `slots()` names them in their order.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class Node:
     host_us: ClassVar[Mapping[str, float]] = {}
     planned_as: ClassVar[str] = ""
     strategies: ClassVar[tuple[str, ...]] = ("library", "chunked", "tile")
-    """Those that the kind has. Where one is forced that it lacks, the last of them runs."""
+    """The strategies that the kind has. If another one is forced, the last of these runs."""
 
     def verify(self) -> None:
-        """Raises `InvalidTaskNode` for a wrong field, naming it."""
+        """Checks the fields. Raises `InvalidTaskNode`, which names the wrong field."""
         raise NotImplementedError
 
     def slots(self) -> Slots:
@@ -81,7 +81,7 @@ class Node:
         raise NotImplementedError
 
     def outputs(self, shapes: Shapes) -> list[Output]:
-        """What a call returns, the token excepted, from the shapes of its operands."""
+        """Returns the shapes and dtypes of what a call returns, without the token, from the shapes of its operands."""
         raise NotImplementedError
 
     @classmethod
@@ -99,16 +99,16 @@ class Node:
 
     @property
     def pattern(self) -> str:
-        """What of the user's program the node stands for, in one line for a reader."""
+        """The part of the user's program that the node replaces, in one line for a reader."""
         raise NotImplementedError
 
     @property
     def num_tensors(self) -> int:
-        """How many operands a call has, those in lists counted one by one."""
+        """The number of operands of a call, counting each tensor of a list."""
         return sum(1 if count is None else count for _, count in self.slots())
 
     def text(self) -> str:
-        """One line, the same for equal nodes, see codec.py."""
+        """Returns the node as one line of text, which is the same for equal nodes (see codec.py)."""
         return encode(self)
 
     def flat(self, given: Mapping[str, Any]) -> list[Any]:

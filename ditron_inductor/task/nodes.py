@@ -57,9 +57,9 @@ NORM_KINDS: tuple[str, ...] = (AllReduceRmsNorm.kind, MatmulAllReduceRmsNorm.kin
 ULYSSES_KINDS: tuple[str, ...] = (MatmulAllToAll.kind, AllToAllMatmul.kind)
 ATTENTION_KINDS: tuple[str, ...] = (AllGatherAttention.kind, AttentionReduceScatter.kind)
 PLANNED_KINDS: tuple[str, ...] = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS, *ATTENTION_KINDS)
-"""Those with times of their own in tables. With a matmul, a norm costs all strategies the same."""
+"""The kinds that have times of their own in tables. A norm behind a matmul costs all strategies the same."""
 TASK_KINDS: tuple[str, ...] = (*KINDS, *NORM_KINDS, *ULYSSES_KINDS, FlashDecode.kind, *ATTENTION_KINDS)
-"""All of them."""
+"""All kinds of Task nodes."""
 DELETED_KINDS: dict[str, str] = {
     "all_gather_contract": "deleted, as it was no faster than the library: 0.995 of its speed, the mean of 12 rows",
 }

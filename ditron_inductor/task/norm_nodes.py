@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ReductionWithNorm(Node):
-    """What the two nodes with a norm have in common.
+    """The fields that the two nodes with a norm share.
 
-    extras: which of `EXTRAS` there are. post: a norm of the reduced rows alone, before the residual is added;
-    then there may be none behind (`NO_NORM`), nor an output of it. saved: which of `SAVED` are outputs too; `other` is
-    the same norm of the same rows, with a weight and a shift of its own.
+    extras: the operands that are present, of `EXTRAS`. post: a norm of the reduced rows alone, before the residual is
+    added. With it there may be no norm behind (`NO_NORM`), and then no output of such a norm. saved: further outputs,
+    of `SAVED`. The output `other` is the same norm of the same rows, with another weight and shift.
     """
 
     kind: ClassVar[str]
@@ -112,9 +112,10 @@ class AllReduceRmsNorm(ReductionWithNorm):
 
 @dataclass(frozen=True)
 class MatmulAllReduceRmsNorm(ReductionWithNorm):
-    """As `AllReduceRmsNorm` with x = sum_i a_i @ b_i + product_bias: what `MatmulAllReduce` reduces. has_bias: whether
-    there is that row, which every rank adds before the reduction. num_extras, epilogue: of an epilogue that has a part
-    before the reduction only.
+    """Like `AllReduceRmsNorm` with x = sum_i a_i @ b_i + product_bias, the sum that `MatmulAllReduce` reduces.
+
+    has_bias: whether there is a product_bias, a row that every rank adds before the reduction. num_extras, epilogue:
+    those of an epilogue that has only a part before the reduction.
     """
 
     kind: ClassVar[str] = "matmul_all_reduce_rms_norm"

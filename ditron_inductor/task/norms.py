@@ -36,27 +36,29 @@ class Norm:
 NO_NORM = "none"
 NORMS: tuple[str, ...] = ("rms", "layer", NO_NORM)
 MOST_NORM_COLUMNS = 16384
-"""Of rows that are normalised in the registers of one program."""
+"""The most elements of a row that is normalised in the registers of one program."""
 EXTRAS: tuple[str, ...] = (
     *("bias", "second_bias", "post_weight", "post_shift", "residual", "weight", "shift", "other_weight", "other_shift"),
 )
 """The tensors that a reduction with a norm may have besides its operands, in the order of its arguments."""
 SAVED: tuple[str, ...] = ("reduced", "post_mean", "post_rstd", "mean", "rstd", "scaled", "other")
-"""What it may return too, for a backward, or as the norm with the other weight and shift; in the order of its outputs.
+"""Further outputs that a node with a norm may have, in their order: what a backward saves, and the norm with the other
+weight and shift.
 """
 AS_SUM: tuple[str, ...] = ("normed", "total", "reduced", "other")
-"""Of its outputs, those with the shape and the dtype of the sum."""
+"""The outputs that have the shape and the dtype of the sum."""
 SHARD_EXTRAS: tuple[str, ...] = ("residual", "weight", "shift")
 SHARD_SAVED: tuple[str, ...] = ("mean", "rstd", "scaled")
-"""Those of `EXTRAS` and of `SAVED` that the norm in front of a gather may have."""
+"""The outputs of `SAVED` that the norm in front of a gather may have."""
 
 
 @dataclass(frozen=True)
 class ShardNorm:
-    """What makes the shard of a gather of x: total = x + residual, rounded to the dtype of x, and shard = norm(total).
+    """The norm that computes the shard of a gather from x: total = x + residual, rounded to the dtype of x, and shard =
+    norm(total).
 
-    extras: which of `SHARD_EXTRAS` there are; with a residual the total is an output too. saved: which of `SHARD_SAVED`
-    are outputs, as of a reduction with a norm.
+    extras: the operands that are present, of `SHARD_EXTRAS`. With a residual the total is an output too. saved: the
+    outputs of `SHARD_SAVED`, as for a reduction with a norm.
     """
 
     norm: Norm

@@ -284,7 +284,7 @@ def all_to_all_matmul(
 
 
 def _all_to_all(runs: torch.Tensor, group_name: str) -> torch.Tensor:
-    """What all ranks have for this one, in rank order: runs [W, ..], one for each rank, as [W, ..]."""
+    """Returns what all ranks have for this rank, in rank order: runs [W, ..], one for each rank, becomes [W, ..]."""
     sent = runs.contiguous()
     received = torch.empty_like(sent)
     communicate(dist.all_to_all_single, received, sent, group=_group(group_name))

@@ -81,7 +81,7 @@ def attend_backward(
 
 
 def added(bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a bias adds to the scores, in this dtype: of bool, -inf where it is False."""
+    """Returns what a bias adds to the scores, in this dtype. A bias of bool adds -inf where it is False."""
     if bias.dtype != torch.bool:
         return bias.to(dtype)
     return torch.zeros(bias.shape, dtype=dtype, device=bias.device).masked_fill_(~bias, -math.inf)

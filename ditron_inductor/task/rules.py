@@ -1,7 +1,8 @@
-"""What is legal of the operands of each node kind: rules as data, in the order in which they are asked.
+"""The rules for the operands of each node kind, as data, in the order in which they are checked.
 
-A rule is a condition, perhaps a symbolic one, and what is wrong where it does not hold. `RULES` has them
-by class of declaration: a call obeys those of all classes that its node is an instance of, the most general ones first.
+A rule is a condition, which may be symbolic, and the text of the error if it does not hold. `RULES` has the rules by
+class of declaration. A call obeys the rules of all classes that its node is an instance of, the most general class
+first.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Rules = Iterator[tuple[Any, str]]
 
 
 def rules_of(node: Node, given: Given) -> Rules:
-    """All rules for a call of a node with these operands."""
+    """Returns all rules for a call of a node with these operands."""
     for declared in reversed(type(node).__mro__):
         if declared in RULES:
             yield from RULES[declared](node, given)
@@ -74,7 +75,7 @@ def _fit(rows: list[torch.Tensor], weights: list[torch.Tensor], factor: int = 1)
 
 
 def _summed(node: SummedMatmul, given: Given) -> Rules:
-    """What is added together has one shape, but for a bias, which is a row of it."""
+    """Yields the rules of a sum: all terms have one shape, except a bias, which is a row of it."""
     rows, weights = given["a"], given["b"]
     yield from _matmul(rows, weights)
     yield from _sum(rows, weights, given.get("bias"), takes_column=isinstance(node, MatmulReduceScatter))

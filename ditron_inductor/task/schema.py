@@ -136,7 +136,7 @@ def arguments(node: Node, token: Any = None, **given: Any) -> tuple[list[Any], s
 
 
 def call(node: Node, token: torch.Tensor | None = None, **given: Any) -> list[torch.Tensor]:
-    """What the op of a node returns for operands by name."""
+    """Calls the op of a node with operands given by name, and returns its results."""
     results: list[torch.Tensor] = overload(node.kind)(*arguments(node, token, **given))
     return results
 

@@ -45,7 +45,7 @@ FOLDER = Path(__file__).parent / "tables"
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """One line of a table, see the module. Raises ValueError naming the field that is out of range."""
+    """One line of a table (see the module). Raises ValueError, which names the field that is out of range."""
 
     gpu: str
     world: int
@@ -88,12 +88,12 @@ class Entry:
 
     @property
     def family(self) -> tuple[str, int, str, str]:
-        """What has to be equal for this entry to say anything about a call."""
+        """The values that have to be equal for this entry to say anything about a call."""
         return self.gpu, self.world, self.dtype, self.op
 
     @property
     def key(self) -> tuple[str, int, str, str, int, int, int, int]:
-        """What makes a newer entry replace an older one."""
+        """The values by which a newer entry replaces an older one."""
         return *self.family, self.m, self.n, self.k, self.graph
 
 
@@ -106,8 +106,8 @@ _TIMES = tuple(f"{name}_us" for name in MEASURED)
 class Measured:
     """What a table says about a shape.
 
-    ratio: time of each strategy in that of `library`. library_us: that time, if this shape, and no neighbour, was
-    measured (`exact`); else None. text: what was measured, for people.
+    ratio: the time of each strategy divided by that of `library`. library_us: the time of `library` if this shape
+    itself was measured (`exact`), and None if only a neighbour was. text: what was measured, for people.
     """
 
     ratio: Mapping[str, float]
@@ -183,9 +183,9 @@ class Table:
     def lookup(
         self, *, gpu: str, world: int, dtype: str, op: str, m: int, n: int, k: int, graph: bool
     ) -> Measured | None:
-        """What is known about a matmul of these sizes (all at least 1), None where nothing close was measured.
+        """Returns what is known about a matmul of these sizes (all at least 1); None if nothing close was measured.
 
-        graph: inside CUDA graphs. What was measured in the other mode counts only where nothing was in this one.
+        graph: inside CUDA graphs. Times of the other mode count only if there are none of this mode.
         """
         weights = self._families.get((gpu, world, dtype, op), {})
         for entry in _of_mode([entry for entry in weights.get((n, k), []) if entry.m == m], graph):
@@ -206,7 +206,7 @@ def bucket(m: int) -> int:
 
 @functools.cache
 def shipped() -> Table:
-    """All tables that ship with the package."""
+    """Returns all tables that ship with the package."""
     return Table(
         entry for path in sorted(FOLDER.glob("*.csv")) for entry in Table.parse(path.read_text(), path.name).entries
     )

@@ -27,7 +27,9 @@ def task_calls(graph: fx.Graph) -> list[tuple[fx.Node, TaskNode]]:
 
 
 def verify_graph(graph: fx.Graph) -> None:
-    """Raises `InvalidTaskNode` for a wrong field, `GraphVerificationError` for a wrong call or a wrong chain."""
+    """Checks all Task nodes of a graph. Raises `InvalidTaskNode` for a wrong field, and `GraphVerificationError` for a
+    wrong call or a wrong chain.
+    """
     calls = task_calls(graph)
     for call, task in calls:
         task.verify()
