@@ -74,7 +74,7 @@ def passes_for_inductor(options: Mapping[str, Any] | None = None) -> dict[str, A
 
 
 def _decided_for_all(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """What no rank may decide alone, with a word, once, to a user who has asked for something else."""
+    """Returns the settings that no rank may decide alone. Warns a user who has asked for others, once."""
     for option, value in DECIDED_FOR_ALL.items():
         if entries.get(option, value) != value:
             warning_once(log, REPLACED, option, entries[option], value)

@@ -25,7 +25,7 @@ __all__ = ["all_gather_attention", "flash_decode"]
 register()
 _FLASH_DECODE = overload(task.OP)
 DEFAULTS = Options.from_environment()
-"""When this module is imported: a function that is being compiled cannot look."""
+"""The options when this module is imported. A function that is being compiled cannot read the environment."""
 
 
 def flash_decode(

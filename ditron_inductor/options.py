@@ -100,7 +100,7 @@ class Options:
         return 0.0 if self.timeout_s is None else self.timeout_s
 
     def text(self) -> str:
-        """One stable line with every field that a compiled graph depends on: part of cache keys."""
+        """Returns one stable line with every field on which a compiled graph depends. It is a part of cache keys."""
         names = [field.name for field in fields(self) if field.name not in NOT_COMPILED]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 

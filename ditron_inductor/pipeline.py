@@ -159,7 +159,7 @@ def run(graph: fx.Graph, options: Options, passes: Sequence[Pass] = PASSES) -> d
 
 
 def count_calls(graph: fx.Graph) -> Counter[str]:
-    """How many times the graph calls each op."""
+    """Returns how many times the graph calls each op."""
     return Counter(str(node.target) for node in graph.nodes if node.op == "call_function")
 
 
@@ -195,7 +195,7 @@ class DitronPipeline(CustomGraphPass):
         self.sink: SiteSink | None = current_sink()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In another process the passes bring the Task ops, their kernels and a table with them."""
+        """Restores the pipeline in another process. The passes import the Task ops, their kernels and a table there."""
         vars(self).update(state)
         runtime.use_table(self.options)
 
@@ -228,9 +228,10 @@ class DitronPipeline(CustomGraphPass):
 
 
 class ConformPipeline(CustomGraphPass):
-    """What gives a graph as it was before the passes the forms that the ranks agreed on.
+    """The passes for a graph that has to take the forms that the ranks agreed on. They start from the graph before the
+    passes.
 
-    key: of the graph whose place it takes, by which its sites find what was agreed for them.
+    key: the key of the graph that it replaces, by which its sites find what was agreed for them.
     """
 
     def __init__(self, forms: Mapping[str, Sequence[Form]], options: Options, key: str) -> None:
@@ -248,7 +249,7 @@ class ConformPipeline(CustomGraphPass):
         graph.lint()
 
     def uuid(self) -> None:
-        """None: such a graph is compiled where it is needed, and not kept."""
+        """Returns None: such a graph is compiled when it is needed, and is not cached."""
         return None
 
 
@@ -328,7 +329,7 @@ class UserPassThen(CustomGraphPass):
         self.pipeline(graph)
 
     def uuid(self) -> tuple[Any, str] | None:
-        """Both, or None, which turns Inductor's caches off, when the user's pass has none."""
+        """Returns the ids of both passes, or None if the user's pass has none, which turns Inductor's caches off."""
         user = self.user_pass.uuid() if isinstance(self.user_pass, CustomGraphPass) else None
         return None if user is None else (user, self.pipeline.uuid())
 

@@ -1,6 +1,6 @@
 """What a process needs before a graph of ours runs in it: the Task ops, their kernels, and a table of strategies.
 
-The code that Inductor writes imports its calls of sites from here. A process that found that code in a cache may have
+The code that Inductor writes imports its calls of sites from here. A process that found this code in a cache may have
 imported nothing else of ours.
 """
 
@@ -34,6 +34,6 @@ def use_table(options: Options) -> None:
 
 
 def site_call(kind: str, static: bool, text: str) -> SiteCall:
-    """What the code of a compiled graph calls for one site, see lowering/host/site_call.py."""
+    """Returns the object that the code of a compiled graph calls for one site (see lowering/host/site_call.py)."""
     prepare()
     return SiteCall(kind, static, text, implementations()[kind])

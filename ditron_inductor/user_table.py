@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def default_path() -> Path:
-    """Where a table lies unless the option says otherwise: in the user's folder for caches."""
+    """Returns the path of the user's table if the option does not give one: in the user's folder for caches."""
     return cache_folder() / "table.csv"
 
 

@@ -1,8 +1,9 @@
-"""How Inductor writes down a graph's meeting (ditron_inductor/graph_meeting.py), in front of all that the graph does.
+"""Inductor writes the meeting of a graph (ditron_inductor/graph_meeting.py) in front of everything that the graph does.
 
-The pass pipeline puts one call of `ditron.meet` into each graph that holds collectives. It computes nothing; where
-Inductor comes to it, it adds its lines to the head of the graph's function. Code that is not Python (`cpp_wrapper`,
-AOTInductor, FX) and subgraphs have no such head: they do not meet, and their sites run as if all ranks had agreed.
+The pass pipeline puts one call of `ditron.meet` into each graph that holds collectives. The call computes nothing. When
+Inductor generates its code, it adds its lines to the head of the graph's function. Code that is not Python
+(`cpp_wrapper`, AOTInductor, FX) and subgraphs have no such head: they do not meet, and their sites run as if all ranks
+had agreed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ditron_inductor.task.schema import overload
 
 IMPORT = "from ditron_inductor.graph_meeting import graph_meeting"
 MEETING = "ditron_meeting"
-"""In the metadata of the node: the arguments of `graph_meeting`."""
+"""The key in the metadata of the node that holds the arguments of `graph_meeting`."""
 
 
 class MeetingKernel(ir.ExternKernel):
@@ -61,7 +62,7 @@ class MeetingKernel(ir.ExternKernel):
 
 
 def outermost(wrapper: Any) -> PythonWrapperCodegen | None:
-    """What writes the function of the whole graph in Python; None where there is no such function."""
+    """Returns the object that writes the function of the whole graph in Python; None if there is no such function."""
     while isinstance(wrapper, SubgraphPythonWrapperCodegen) and wrapper.partition_signatures is not None:
         wrapper = wrapper.parent_wrapper
     return wrapper if type(wrapper) is PythonWrapperCodegen else None

@@ -1,8 +1,8 @@
-"""How Inductor writes down the call of a site: by its `SiteCall` (see site_call.py) instead of the op.
+"""Inductor writes the call of a site through its `SiteCall` (see site_call.py) instead of the op.
 
-To everything but the text it is the fallback kernel that Inductor makes for any op that is not its own: the same
-buffers, layouts, dependencies, checks of sizes. Where the text is not Python (`cpp_wrapper`, AOTInductor, FX), it
-stays the op.
+Except for this text it is the fallback kernel that Inductor makes for any op that is not its own: the same buffers,
+layouts, dependencies, checks of sizes. Where the generated code is not Python (`cpp_wrapper`, AOTInductor, FX), it
+calls the op.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ditron_inductor.task.schema import NODE, SCHEMAS, TOKEN, overload
 
 IMPORT = "from ditron_inductor.runtime import site_call"
 WRAPPERS = (PythonWrapperCodegen, SubgraphPythonWrapperCodegen)
-"""What writes Python; others that do not are derived from these."""
+"""The classes that write Python. Classes that write something else are derived from these."""
 
 
 class SiteKernel(ir.FallbackKernel):
@@ -43,12 +43,14 @@ class SiteKernel(ir.FallbackKernel):
         super().codegen(wrapper)
 
     def get_kernel_name(self) -> str:
-        """What is called."""
+        """Returns the name of the function that is called."""
         name: str = self.call_name or super().get_kernel_name()
         return name
 
     def codegen_args(self) -> list[str]:
-        """What it is called with: all tensors but the token, which orders calls in the graph and has done so."""
+        """Returns the arguments of the call: all tensors but the token. The token orders calls in the graph, and is not
+        needed any more.
+        """
         if not self.call_name:
             arguments: list[str] = super().codegen_args()
             return arguments
@@ -56,7 +58,7 @@ class SiteKernel(ir.FallbackKernel):
         return [x.codegen_reference() for index, x in enumerate(self.inputs) if index != token]
 
     def _token(self) -> int | None:
-        """Which input is the token."""
+        """Returns the index of the input that is the token."""
         given, _ = self.unflatten_args(list(range(len(self.inputs))), [None] * len(self.constant_args))
         token: int | None = given[TOKEN]
         return token

@@ -18,7 +18,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class State(NamedTuple):
-    """Of a tile, see the module."""
+    """The running sums of a tile of queries (see the module)."""
 
     acc: Any
     most: Any
@@ -41,8 +41,8 @@ class Seen(NamedTuple):
 
 
 class How(NamedTuple):
-    """What is known at compile time: elements of a head, and of a tile's rows, keys of a step, 0 or what caps the
-    scores, the precision of `tl.dot`, and UPCAST.
+    """Values that are known at compile time: D elements of a head, the sizes of a block in D and of a step in keys, the
+    soft cap of the scores or 0, the precision of `tl.dot`, and UPCAST.
     """
 
     D: Any

@@ -71,7 +71,7 @@ MOST_RANKS = 8
 
 
 class Asked(NamedTuple):
-    """What `ask` begins to load, for `answer`."""
+    """The values that `ask` begins to load, for `answer`."""
 
     ended: Any
     epochs: Any
@@ -82,9 +82,9 @@ class Asked(NamedTuple):
 
 
 class InBand(NamedTuple):
-    """What a program in band knows: the number of this use in band, the epoch of its slot, the last use for `settle`,
+    """What a program knows in band: the number of this use in band, the epoch of its slot, the last use for `settle`,
     how many lines of the area of the use before may not be zero, 1 unless an earlier launch poisoned this workspace,
-    and the polls of a wait.
+    and the number of polls of a wait.
     """
 
     number: Any
@@ -132,7 +132,7 @@ def heap_of(words, rank):
 
 @triton.jit
 def heaps_of_peers(words, WORLD: tl.constexpr):
-    """Those of rank + 1, rank + 2, .., as by `heap_of`."""
+    """Returns the heaps of rank + 1, rank + 2, .., as `heap_of` does for one rank."""
     heaps = ()
     for i in tl.static_range(1, WORLD):
         heaps = heaps + (heap_of(words, (words.rank + i) % WORLD),)  # type: ignore[assignment]
@@ -141,7 +141,9 @@ def heaps_of_peers(words, WORLD: tl.constexpr):
 
 @triton.jit
 def encode(words):
-    """uint32 that are not zero, for `decode`. Of the NaNs one becomes another: of two halves, or of a whole."""
+    """Returns the words as uint32 that are not zero, for `decode`. One NaN becomes another NaN, of two halves or of a
+    whole word.
+    """
     flipped = words ^ 0xFFFFFFFF
     return tl.where(flipped == 0, 0x80000000, flipped)
 
@@ -191,8 +193,8 @@ def announce(asked, use, WORLD: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def begin(asked, words, WORLD: tl.constexpr, THREADS: tl.constexpr):
-    """What one program of a launch does for all: sign what the others send, and give the credits that are due; and
-    `leave`. asked: of `ask`.
+    """Does what one program of a launch does for all: it signs for the others' sends, gives the credits that are due,
+    and calls `leave`. asked: the result of `ask`.
     """
     known = answer(asked)
     use = with_epoch(words, known.epoch)
@@ -208,9 +210,9 @@ def begin(asked, words, WORLD: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def clear_before(heap, known, first, step, CHUNK: tl.constexpr):
-    """Put chunks first, first + step, .. of the area of the use before this one back to zero.
+    """Sets chunks first, first + step, .. of the area of the use before this one back to zero.
 
-    heap: the own one. known: by `answer`. CHUNK: of words.
+    heap: the rank's own heap. known: the result of `answer`. CHUNK: the number of words of a chunk.
     """
     stale = area(heap, known.number + (IN_BAND_AREAS - 1))
     nothing = tl.zeros((CHUNK,), dtype=tl.uint32)
@@ -228,19 +230,20 @@ def any_zero(words):
 
 @triton.jit
 def is_strange(seen, others, expected, epoch):
-    """Which of the words `seen`, where `others` is true, are not behind `epoch` and even so not `expected`."""
+    """Returns which of the words `seen`, where `others` is true, are not behind `epoch` and yet are not `expected`."""
     return others & (behind(seen, epoch) == 0) & (seen != expected)
 
 
 @triton.jit
 def wait_in_band(use, known, mine, at, inside, stride, heap, piece, WORLD: tl.constexpr, THREADS: tl.constexpr):
-    """The encoded words [R, C] of all ranks, a tuple, and 1; or anything and 0 after a failure.
+    """Returns (the encoded words [R, C] of all ranks as a tuple, 1), or (anything, 0) after a failure.
 
-    mine: the own ones, of which none is zero. Those of source s lie at `at` + s * stride of the area; inside: which of
-    them there are; for the others stand the own ones. heap: the own one. known: by `answer`. piece: for what a failure
-    is said to have waited.
-    Bounded, as `wait`; on an H200 a poll of 8192 elements takes 2.4 times as long as one of a flag. Now and then it
-    looks whether a peer is at another site, in flag row 0 if in another kernel.
+    mine: this rank's words, none of which is zero. The words of source s lie at `at` + s * stride of the area. inside:
+    which of them exist; where they do not, the result has this rank's words. heap: the rank's own heap. known: the
+    result of `answer`. piece: the piece that a failure record names.
+
+    The wait is bounded, like `wait`. On an H200 a poll of 8192 elements takes 2.4 times as long as a poll of a flag.
+    Now and then the wait checks whether a peer is at another site; flag row 0 tells whether it is in another kernel.
     """
     # See the module on blocks of as many places as threads.
     lanes = tl.arange(0, THREADS)

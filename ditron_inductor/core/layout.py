@@ -1,10 +1,10 @@
-"""Where each word of the signal protocol lies: offsets shared by the kernels (as `tl.constexpr`) and the host.
+"""The place of each word of the signal protocol: offsets shared by the kernels (as `tl.constexpr`) and the host.
 
 Two memories hold protocol words:
 
-* the *header* of the symmetric heap, one per rank, mapped by all ranks: for every slot a table of flags, and one row
-  of credits. Row `chunk`, column `source rank`; a word has one writer, the source, and lies in the waiter's memory.
-  Then the areas for data that is sent in band, which come in turn and have no slot: see core/in_band.py.
+* the *header* of the symmetric heap, one per rank, mapped by all ranks: for every slot a table of flags, and one row of
+  credits. A word is in row `chunk`, column `source rank`; it has one writer, the source, and lies in the waiter's
+  memory. The areas for data that is sent in band follow. They are used in turn and have no slot: see core/in_band.py.
 * the *control words* `ctl`, an int64 tensor that only its own rank reads and writes: epoch, tickets and the count of
   finished programs of each slot, the use whose credits are due, the poison word, the poll limit and the address of the
   failure record.
@@ -40,16 +40,18 @@ SLOT_WORDS = tl.constexpr(16 * 1025)
 """64-bit words of header for each slot: (MAX_CHUNKS flag rows + 1 credit row) * MAX_WORLD."""
 
 IN_BAND_AREAS = tl.constexpr(4)
-"""Of one use in band, the one before, and the next; and a power of two, as a remainder by 3 takes many instructions."""
+"""The number of areas: for one use in band, the one before, and the next. It is a power of two, because a remainder by
+3 takes many instructions.
+"""
 
 IN_BAND_SITES = tl.constexpr(2 * 16 * 1025)
-"""In 64-bit words: where the sites of uses in band stand, for each area a word of every source."""
+"""The place of the sites of uses in band, in 64-bit words: for each area one word of every source."""
 
 IN_BAND_DATA = tl.constexpr(266240)
 """Bytes of the heap before the first area: what comes before it, rounded up to 4096."""
 
 IN_BAND_BYTES = tl.constexpr(1 << 20)
-"""Of an area."""
+"""The bytes of an area."""
 
 HEADER_BYTES = tl.constexpr(266240 + 4 * (1 << 20))
 """Bytes of the heap before the first data slot."""

@@ -1,12 +1,13 @@
-"""One output tile of a matrix product, fp32 accumulation; the K loop stays software-pipelined.
+"""One output tile of a matrix product, with fp32 accumulation; the K loop stays software-pipelined.
 
-Two ways to load, one result. *Descriptors*: the copy unit (TMA) fetches whole blocks, and what lies outside of the
-operand comes as zeros. *Pointers*: for GPUs without it, and operands whose address or strides are no multiples of 16
-bytes. Every wait stands before the call: one inside the K loop would end pipelining, or be passed by prefetched loads.
+There are two ways to load, with one result. With *descriptors* the copy unit (TMA) fetches whole blocks, and elements
+outside of the operand are zeros. *Pointers* are for GPUs without this unit, and for operands whose address or strides
+are not multiples of 16 bytes. Every wait stands before the call. A wait inside the K loop would end pipelining, or
+prefetched loads would pass it.
 
 While the tensor cores work, the loop *carries* finished data to peers: in each step one piece goes from a buffer of
-this GPU to `targets`, 16 bytes for each thread, loaded one step ahead. Stored all at once, by all programs at the same
-time, it would wait for the links; so it costs next to nothing. The caller publishes it after the call.
+this GPU to `targets`, 16 bytes for each thread, loaded one step ahead. If all programs stored their data at once, they
+would wait for the links; carried, it costs next to nothing. The caller publishes the data after the call.
 
 UPCAST: multiply in fp32, for the interpreter, whose dot takes bf16 for integers.
 """
@@ -21,9 +22,9 @@ import triton.language as tl
 
 class Tiles(NamedTuple):
     """How a kernel computes tiles of products, known at compile time: the tile's sizes, GROUP_M of `order.grouped`,
-    DESCRIPTORS or pointers, K_MAJOR: one bit for each second operand that has contiguous K, EVEN_K: K is a multiple of
-    BLOCK_K, so that the K loop needs no mask for it, PRECISION of `tl.dot`, UPCAST, threads of a program, and PIECE:
-    32-bit words that are carried in one step.
+    DESCRIPTORS or pointers, K_MAJOR (one bit for each second operand that has contiguous K), EVEN_K (K is a multiple of
+    BLOCK_K, so the K loop needs no mask for it), PRECISION of `tl.dot`, UPCAST, THREADS of a program, and PIECE (32-bit
+    words that are carried in one step).
     """
 
     BLOCK_M: Any
@@ -69,8 +70,8 @@ class Widths(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What a K loop carries meanwhile: 32-bit words 0, .., words - 1 of `source`, to the first `num_targets` of a tuple
-    of pointers. Nothing, where that is empty.
+    """The data that a K loop carries: 32-bit words 0, .., words - 1 of `source`, to the first `num_targets` of a tuple
+    of pointers. Nothing is carried if the tuple is empty.
     """
 
     source: Any
@@ -162,9 +163,9 @@ def begin_carrying(carried, steps, PIECE: tl.constexpr):
 
 @triton.jit
 def carry_piece(carried, every, piece, first, left, PIECE: tl.constexpr):
-    """One step of a loop that carries, a piece in every `every`-th step.
+    """Does one step of a loop that carries a piece in every `every`-th step.
 
-    Returns the state for the next step. Where steps are too few, the rest, from word `first` on, is left to `carry`.
+    Returns the state for the next step. If there are too few steps, the rest, from word `first` on, is left to `carry`.
     """
     now = tl.where(left == 0, carried.words, 0)
     store_piece(carried, piece, first, now, PIECE)

@@ -1,6 +1,7 @@
 """One tile of two matrix products with the same rows: every block of A is loaded once for both. See core/matmul.py.
 
-Two accumulators of half the columns take the registers of one, and a step loads as much for as many products.
+Two accumulators of half the columns need the registers of one whole accumulator, and a step loads as many bytes for as
+many products.
 """
 
 from __future__ import annotations

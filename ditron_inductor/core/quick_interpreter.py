@@ -22,11 +22,13 @@ from typing import Any
 NEEDED = ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "interpreter_builder")
 PAUSE_S = 1.0e-3
 pause_s = 0.0
-"""How long a wait of this process sleeps between two looks."""
+"""The time that a wait of this process sleeps between two polls, in seconds."""
 
 
 def make_quick() -> None:
-    """In this process, once, before the first launch, if it has the interpreter at all and one of a known form."""
+    """Makes the interpreter of this process quicker. It is called once, before the first launch, and does nothing if
+    there is no interpreter of a known form.
+    """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     from triton.runtime import interpreter

@@ -56,7 +56,7 @@ FIRST_LOOK = tl.constexpr(4)
 
 
 class Pointers(NamedTuple):
-    """What a kernel is given of a workspace: pointers to the heaps of all ranks, to the control words, and to local
+    """What a kernel gets of a workspace: pointers to the heaps of all ranks, to the control words, and to local
     counters.
     """
 
@@ -66,8 +66,8 @@ class Pointers(NamedTuple):
 
 
 class Words(NamedTuple):
-    """What a launch is given of the protocol: pointers to the heaps of all ranks and to the control words, and the
-    numbers of this rank, of the slot and of the site.
+    """What a launch gets of the protocol: pointers to the heaps of all ranks and to the control words, and the numbers
+    of this rank, of the slot and of the site.
     """
 
     table: Any
@@ -116,7 +116,9 @@ def word(site, epoch):
 
 @triton.jit
 def use_of(words):
-    """The Use of a launch that has these Words. Its epoch is one more than the uses of the slot that have ended."""
+    """Returns the Use of a launch that has these Words. Its epoch is one more than the uses of the slot that have
+    ended.
+    """
     epoch = tl.load(slot_ctl(words) + EPOCH) + 1
     return with_epoch(words, epoch & EPOCH_MASK)
 
@@ -190,7 +192,7 @@ def wait(use, row, source):
 
 @triton.jit
 def count_late(seen, others, epoch):
-    """How many of the words `seen`, where `others` is true, are behind `epoch`."""
+    """Returns how many of the words `seen`, where `others` is true, are behind `epoch`."""
     return tl.sum((others & behind(seen, epoch)).to(tl.int32), axis=0)
 
 

@@ -54,7 +54,7 @@ END = tl.constexpr(7)
 
 @triton.jit
 def host_clock():
-    """Of the interpreter only: in compiled code nobody asks it."""
+    """The host's clock, in the interpreter only: compiled code does not call it."""
     return 0
 
 

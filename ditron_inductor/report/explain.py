@@ -34,14 +34,15 @@ UNASKED = {"ditron.strict": False, "ditron.summary": False}
 class ExplainedSite:
     """One collective of one compiled graph.
 
-    direction: ``forward``, ``backward`` or ``graph`` where the compiler does not say.
+    direction: ``forward``, ``backward``, or ``graph`` if the compiler does not say.
     record: what the passes saw and did, see ``SiteRecord``.
-    strategy: what runs here, or ``-`` for a collective that was left alone.
-    predicted_us: the cost model's microseconds for one call by this strategy, None where it has none.
-    reason: why this strategy, or why the collective was left alone.
+    strategy: the strategy that runs here, or ``-`` for a collective that was left alone.
+    predicted_us: the cost model's microseconds for one call by this strategy, None if it has none.
+    reason: why this strategy was chosen, or why the collective was left alone.
     source: what decided, see ``task.plan.Choice``; empty for a collective that was left alone.
-    predictions: the cost model's microseconds by strategy. measured: those that were timed on request, by strategy, the
-    maximum over ranks; None where nothing was timed. request: what the plan was asked, None where nothing ran.
+    predictions: the cost model's microseconds by strategy.
+    measured: the measured microseconds by strategy, the maximum over ranks; None if nothing was timed.
+    request: the question that the plan was asked, None if nothing ran.
     """
 
     direction: str
@@ -75,7 +76,7 @@ class ExplainedSite:
 
 @dataclass(frozen=True)
 class Report:
-    """All collective sites of a function's graphs, in graph order; ``text()``, or ``str()``, prints them as a table,
+    """All collective sites of a function's graphs, in graph order. ``text()``, or ``str()``, prints them as a table,
     and below it what stopped those that were left alone.
     """
 
@@ -303,7 +304,7 @@ def _explained(graph: GraphRecord, record: SiteRecord) -> ExplainedSite:
 
 
 def cut_from_graph(inputs: Any) -> Any:
-    """The same inputs as leaves, so that the backward run ends at them and leaves the caller's graph alone."""
+    """Returns the same inputs as leaves, so that a backward run ends at them and does not touch the caller's graph."""
     import torch
     from torch.utils import _pytree
 

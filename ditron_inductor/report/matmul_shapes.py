@@ -62,7 +62,7 @@ MODELS: dict[str, LayerWidths] = {
     "qwen3-32b": LayerWidths(5120, 8192, 1024, 25600, 151936),
     "llama-405b": LayerWidths(16384, 16384, 1024, 53248, 128256),
 }
-"""By name, in the order in which benchmarks measure them."""
+"""The layers of models by name, in the order in which benchmarks measure them."""
 
 
 def model_shapes(model: str, ops: Sequence[str], tokens: Sequence[int], world_size: int) -> list[MatmulShape]:

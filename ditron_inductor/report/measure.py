@@ -123,7 +123,7 @@ def _calls(
     workspace_limit: int,
     timeout_s: float,
 ) -> dict[str, Callable[[int], torch.Tensor]]:
-    """One function per strategy that calls the op on the i-th operands and returns its first output."""
+    """Returns one function per strategy, which calls the op on the i-th operands and returns its first output."""
     sizes = [size for given in shape.shapes.values() for size in (given if isinstance(given, list) else [given])]
     nbytes = sum(math.prod(size) for size in sizes) * shape.dtype.itemsize
     copies = max(1, min(MAX_ROTATED, math.ceil(ROTATED_BYTES / max(nbytes, 1))))
@@ -181,7 +181,7 @@ def _settle(clock: Clock, name: str, problem: str, notes: list[str], group_name:
 
 
 def _difference(got: torch.Tensor, wanted: torch.Tensor) -> str:
-    """What is wrong with a result, or nothing."""
+    """Returns what is wrong with a result; empty if nothing is."""
     scale = float(wanted.float().abs().max())
     error = float((got.float() - wanted.float()).abs().max()) / max(scale, 1e-30)
     # A NaN compares as small with everything; it has to lose.

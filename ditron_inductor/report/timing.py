@@ -52,7 +52,7 @@ class Clock:
         return start.elapsed_time(end) * 1e3 / calls
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """Of each value the largest on any rank; collective."""
+        """Returns for each value the largest on any rank. Collective."""
         packed = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=self.group)
         return [float(value) for value in packed.tolist()]

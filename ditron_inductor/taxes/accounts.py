@@ -54,8 +54,8 @@ class Account:
 
 @dataclass(frozen=True)
 class SiteTaxes:
-    """One fused site. direction: as in `explain`. locality: whether its kind has an estimate of it; else it is 0, and
-    its time is in the others. unfused: None where the unfused graph has no such site.
+    """One fused site. direction: as in `explain`. locality: whether its kind has an estimate of the locality tax;
+    otherwise this tax is 0, and its time is in the others. unfused: None if the unfused graph has no such site.
     """
 
     direction: str
@@ -65,7 +65,7 @@ class SiteTaxes:
     fused: Account | None
 
     def with_launches(self, unfused_us: float | None, fused_us: float | None) -> SiteTaxes:
-        """With the launch tax of one call of each; the site has several."""
+        """Returns the site with the launch tax, given that of one call of each form; the site has several calls."""
 
         def priced(account: Account | None, us: float | None) -> Account | None:
             return account if account is None or us is None else replace(account, launch_us=us * account.calls)
@@ -73,7 +73,7 @@ class SiteTaxes:
         return replace(self, unfused=priced(self.unfused, unfused_us), fused=priced(self.fused, fused_us))
 
     def with_waits(self, us: float | None) -> SiteTaxes:
-        """With what a program of the fused kernels waited in a step, where that was traced."""
+        """Returns the site with the time that a program of the fused kernels waited in a step, if that was traced."""
         fused = self.fused
         return self if fused is None or us is None else replace(self, fused=replace(fused, in_kernel_us=us))
 
@@ -87,7 +87,7 @@ class StepTimes:
 
     @property
     def device_us(self) -> float:
-        """Without what the host takes, as far as that is known."""
+        """The time of a step without the host's part, as far as that is known, in microseconds."""
         return self.eager_us if self.graph_us is None else min(self.eager_us, self.graph_us)
 
     @property
@@ -98,8 +98,8 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Explained:
-    """By how much the fused step is shorter than the unfused one, and what the accounts say of it: saved taxes, and
-    what else the sites save.
+    """By how much the fused step is shorter than the unfused one, and how the accounts explain it: by saved taxes, and
+    by other savings of the sites.
     """
 
     measured_us: float
@@ -108,12 +108,12 @@ class Explained:
 
     @property
     def part(self) -> float | None:
-        """Of the measured gain; None where nothing was gained."""
+        """The explained part of the measured gain; None if nothing was gained."""
         return self.taxes_us / self.measured_us if self.measured_us > 0 else None
 
 
 def unfused_account(spent: Spent, bytes_: Intermediates | None, bytes_per_us: float) -> Account:
-    """Of calls by `library`, or of calls that have collectives to be timed."""
+    """Returns the account of calls by `library`, or of calls whose collectives can be timed."""
     inside, beside = (0.0, 0.0) if bytes_ is None else (bytes_.inside / bytes_per_us, bytes_.beside / bytes_per_us)
     # No estimate takes more than there is.
     inside = min(inside * spent.calls, spent.waited_us)
@@ -131,7 +131,7 @@ def unfused_account(spent: Spent, bytes_: Intermediates | None, bytes_per_us: fl
 
 
 def fused_account(spent: Spent, bytes_: Intermediates | None, bytes_per_us: float, unfused: Account | None) -> Account:
-    """Of calls by any strategy; see the module."""
+    """Returns the account of calls by any strategy (see the module)."""
     if spent.strategy == "library" or unfused is None:
         return unfused_account(spent, bytes_, bytes_per_us)
     compute = unfused.compute_us / unfused.calls * spent.calls

@@ -36,7 +36,9 @@ NEEDED_FOR = "the tax report"
 
 @dataclass(frozen=True)
 class TaxRequest:
-    """What the ranks run, and where rank 0 writes; empty paths for nothing. rounds: 0 for the default."""
+    """The model that the ranks run, and the files that rank 0 writes; an empty path means no file. rounds: 0 for the
+    default.
+    """
 
     model: str
     layers: int
@@ -125,7 +127,7 @@ def request_of(arguments: argparse.Namespace, device_type: str) -> TaxRequest:
 
 
 def problem_of(arguments: argparse.Namespace, ranks: int, device_type: str) -> str:
-    """What is wrong with the command line, or nothing."""
+    """Returns what is wrong with the command line; empty if nothing is."""
     request = request_of(arguments, device_type)
     if device_type == "cpu" and request.model != TINY:
         return f"the interpreter is too slow for {request.model}; with --device cpu the model is {TINY}"
@@ -143,7 +145,7 @@ def problem_of(arguments: argparse.Namespace, ranks: int, device_type: str) -> s
 
 
 def rank_main(rank: Rank, request: TaxRequest) -> bool:
-    """One rank of the command: rank 0 prints and writes."""
+    """Runs one rank of the command; rank 0 prints and writes."""
     import torch
 
     from ditron_inductor.taxes import profile_taxes

@@ -34,7 +34,7 @@ class Intermediates:
 
 
 def intermediates(record: SiteRecord) -> Intermediates | None:
-    """Of a fused site; None where its sizes are not known, or its kind has no estimate."""
+    """Returns the intermediates of a fused site; None if its sizes are not known, or its kind has no estimate."""
     if None in (record.m, record.n, record.k, record.itemsize, record.world_size, record.bytes_moved):
         return None
     assert record.m is not None and record.n is not None and record.itemsize is not None

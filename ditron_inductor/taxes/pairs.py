@@ -1,4 +1,6 @@
-"""Which site of the unfused graph is which of the fused one: the passes may give them other neighbours and names."""
+"""Pairs the sites of the unfused graph with those of the fused graph. The passes may give them other neighbours and
+names.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ NORMED = "_rms_norm"
 
 
 def distinct(sites: Iterable[ExplainedSite]) -> list[ExplainedSite]:
-    """One of all that have the same calls: graphs with the same launches have sites of the same names."""
+    """Returns one site of all that have the same calls: graphs with the same launches have sites of the same names."""
     found = {(site.record.group_name, site.record.site, site.record.m): site for site in sites}
     return list(found.values())
 

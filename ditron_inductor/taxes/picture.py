@@ -16,12 +16,12 @@ PARTS = {
 }
 LAUNCH, REST = ("launch", "#1b9e77"), ("rest of the step", "#e6e6e6")
 WIDTH, MOST_SITES = 0.38, 24
-"""Of a bar; and how many sites are drawn: those that take longest without fusion."""
+"""The width of a bar, and the number of sites that are drawn: those that take longest without fusion."""
 
 
 
 class Drawable(Protocol):
-    """What a picture shows of a tax report."""
+    """The parts of a tax report that a picture shows."""
 
     @property
     def sites(self) -> Sequence[SiteTaxes]: ...

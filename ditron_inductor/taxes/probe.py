@@ -26,7 +26,9 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Spent:
-    """What the calls of one site took in one step. waited_us: from the own arrival at a collective to its exit."""
+    """The time that the calls of one site took in one step. waited_us: from the rank's own arrival at a collective to
+    its exit.
+    """
 
     strategy: str
     calls: int
@@ -34,12 +36,12 @@ class Spent:
     waited_us: float
 
     def plus(self, other: Spent) -> Spent:
-        """Both together; the strategy is that of the later one."""
+        """Returns the sum of both; the strategy is that of the later one."""
         calls, us = self.calls + other.calls, self.us + other.us
         return Spent(other.strategy, calls, us, self.waited_us + other.waited_us)
 
     def scaled(self, factor: float) -> Spent:
-        """At another clock rate."""
+        """Returns the times at another clock rate."""
         return Spent(self.strategy, self.calls, self.us * factor, self.waited_us * factor)
 
 
@@ -94,7 +96,8 @@ class Probe:
             self._open.collectives.append((begin, self._mark()))
 
     def take(self) -> tuple[float, dict[Key, Spent]]:
-        """What was seen since the last time, the step and by site; the device is idle."""
+        """Returns what was seen since the last call: the time of the step, and the times by site. The device is idle.
+        """
         found: dict[Key, Spent] = {}
         marks_inside = sum(2 + 2 * len(call.collectives) for call in self._calls)
         whole = 0.0 if self._step is None else self._us(*self._step) - marks_inside * self._mark_us
@@ -121,7 +124,7 @@ class Probe:
 
 
 def mark_us(device: torch.device) -> float:
-    """What a mark takes the stream: the median between marks with nothing between them."""
+    """Returns the time that a mark takes on the stream: the median between marks with nothing between them."""
     if device.type != "cuda":
         return 0.0
     events = [torch.cuda.Event(enable_timing=True) for _ in range(MARKS)]
@@ -133,7 +136,9 @@ def mark_us(device: torch.device) -> float:
 
 
 def largest(ranks: Sequence[dict[Key, Spent]]) -> dict[Key, Spent]:
-    """Of every site the largest times on any rank; the rest is that of the first rank that has it."""
+    """Returns for every site the largest times on any rank. The other values are those of the first rank that has the
+    site.
+    """
     found: dict[Key, Spent] = {}
     for spent in ranks:
         for key, site_spent in spent.items():

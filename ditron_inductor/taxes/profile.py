@@ -58,7 +58,7 @@ CYCLES_PER_US = 2000.0
 """No GPU's clock is faster, so a delay of so many cycles is never too short."""
 LONGEST_DELAY_US = 200e3
 FEWEST_STEPS, MOST_STEPS = 3, 8
-"""In front of one that is looked at."""
+"""The fewest and the most steps that run in front of a step that is looked at."""
 
 
 def profile_taxes(
@@ -247,7 +247,7 @@ def _captured(
 
 
 def _device_of(fn: Callable[..., Any], inputs: Any) -> torch.device:
-    """Of the first tensor among the arguments, or of the first parameter."""
+    """Returns the device of the first tensor among the arguments, or of the first parameter."""
     import torch
     from torch.utils import _pytree
 
@@ -274,10 +274,11 @@ def _bandwidth(clock: Clock, rounds: int) -> float:
 def _probed(
     clock: Clock, calls: Mapping[str, Callable[[int], None]], steps: Mapping[str, StepTimes], rounds: int
 ) -> dict[str, tuple[dict[Key, Spent], dict[tuple[str, str], Spent]]]:
-    """By contestant what the calls of every site took: medians over the rounds, the largest of any rank.
+    """Returns for each contestant the times of the calls of every site: medians over the rounds, the largest of any
+    rank.
 
-    By key, and by group and site for requests of other sizes than the compiler's hints. On a GPU in the time of the
-    step as it is without marks, which may run at another clock rate.
+    They are given by key, and also by group and site, for requests of other sizes than the compiler's hints. On a GPU
+    they are scaled to the time of the step without marks, which may run at another clock rate.
     """
     import torch
     import torch.distributed as dist
@@ -318,7 +319,9 @@ def _probed(
 
 @dataclass(frozen=True)
 class Lead:
-    """What keeps the GPU busy while the host issues a step: a delay, or `steps` in front that are not looked at."""
+    """The work that keeps the GPU busy while the host issues a step: a delay, or `steps` in front that are not looked
+    at.
+    """
 
     steps: int
     delay_us: float

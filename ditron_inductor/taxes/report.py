@@ -24,8 +24,10 @@ COLUMNS = (
     "row,form,direction,site,kind,pattern,strategy,calls,us,compute_us,bulk_synchronous_us,locality_us,other_us,"
     "launch_us,in_kernel_us,graph_us"
 ).split(",")
-"""Of the CSV. `row` is `site` or `step`; `form` is one of `CONTESTANTS`. A site's us is that of a step in eager mode
-with the host ahead, a step's as it is; graph_us is the step's in a CUDA graph. Empty where there is none."""
+"""The columns of the CSV. `row` is `site` or `step`; `form` is one of `CONTESTANTS`. The us of a site is that of a step
+in eager mode with the host ahead, and the us of a step is that of the step as it is. graph_us is that of the step in a
+CUDA graph. A value that does not exist is empty.
+"""
 CONTESTANTS = (INDUCTOR, UNFUSED, FUSED)
 TAXES = {
     "bulk synchronous": "bulk_synchronous_us",
@@ -37,11 +39,11 @@ TAXES = {
 
 @dataclass(frozen=True)
 class TaxReport:
-    """What the taxes cost: `sites` that were fused, in graph order, and whole `steps` by contestant.
+    """The costs of the taxes: `sites` that were fused, in graph order, and whole `steps` by contestant.
 
-    left_alone: collectives that are the same in all contestants, in no account. bytes_per_us: of the copy that the
-    locality tax is priced by. rounds: samples of each time. notes: what is missing and why. trace: of one step, where
-    it was asked for. Equal on all ranks.
+    left_alone: collectives that are the same in all contestants and are in no account. bytes_per_us: the speed of the
+    copy by which the locality tax is priced. rounds: samples of each time. notes: what is missing and why. trace: the
+    trace of one step, if it was asked for. Equal on all ranks.
     """
 
     sites: tuple[SiteTaxes, ...]

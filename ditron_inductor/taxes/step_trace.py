@@ -42,7 +42,7 @@ DETAILS = {
     "sum": "tile",
     "end": "program",
 }
-"""What an event's detail counts."""
+"""What the detail of an event counts, by the kind of the event."""
 LANES = 16
 """Rows of one SM: more programs than that share them."""
 PROGRAM_MASK = (1 << layout.EVENT_PROGRAM_BITS.value) - 1
@@ -62,7 +62,7 @@ class Alignment:
 @dataclass(frozen=True)
 class Event:
     """What one program did from `begin_ns` to `end_ns` of the host's clock. use: the site's number and the epoch.
-    programs: how many its launch has.
+    programs: the number of programs of its launch.
     """
 
     kind: int
@@ -78,7 +78,7 @@ class Event:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One rank's part. sites: texts by number. dropped: events that the buffer had no place for."""
+    """The part of one rank in a trace. sites: texts by number. dropped: events for which the buffer had no place."""
 
     rank: int
     events: tuple[Event, ...]
@@ -93,7 +93,7 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """One step on all ranks."""
+    """The trace of one step on all ranks."""
 
     ranks: tuple[RankTrace, ...]
 
@@ -102,7 +102,9 @@ class Trace:
         return sum(rank.dropped for rank in self.ranks)
 
     def waited_us(self) -> dict[str, float]:
-        """By site: what a program waited on average, all calls together; the largest of any rank."""
+        """Returns for each site the time that a program waited on average, in all calls together; the largest of any
+        rank.
+        """
         found: dict[str, float] = {}
         for rank in self.ranks:
             for site, us in _waited(rank).items():
@@ -110,7 +112,7 @@ class Trace:
         return found
 
     def json(self) -> dict[str, Any]:
-        """As Chrome's trace format has it; times in microseconds since the first event of any rank."""
+        """Returns the trace in Chrome's format; times are in microseconds since the first event of any rank."""
         begins = [event.begin_ns for rank in self.ranks for event in rank.events]
         first = min(begins, default=0.0)
         rows = [row for rank in self.ranks for row in _rows(rank, first)]
@@ -162,7 +164,9 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _align(device: torch.device, number: int) -> Alignment:
-    """From the quickest of some reads: the device's clock was read between two looks at the host's."""
+    """Returns the alignment of the clocks by the quickest of several reads: the device's clock is read between two
+    reads of the host's clock.
+    """
     if device.type != "cuda":
         return Alignment()
     out = torch.zeros(1, dtype=torch.int64, device=device)
@@ -207,7 +211,7 @@ def _events(rows: Sequence[Sequence[int]], alignment: Alignment) -> Iterator[Eve
 
 
 def _waited(rank: RankTrace) -> dict[str, float]:
-    """By site, microseconds of waiting of a program of each launch, on average, all launches together."""
+    """Returns by site the microseconds that a program of each launch waited, on average, all launches together."""
     found: dict[str, float] = {}
     for event in rank.events:
         site = rank.site(event).partition(" ")[0]
@@ -261,7 +265,7 @@ def _place(event: Event) -> Place:
 
 
 def _lanes(events: Sequence[Event]) -> dict[Place, int]:
-    """For each place the row among those of its SM: programs on one SM run side by side."""
+    """Returns for each place its row among those of its SM: programs on one SM run side by side."""
     programs: dict[tuple[int, int], set[tuple[int, int, bool]]] = {}
     for event in events:
         use, sm, program = _place(event)

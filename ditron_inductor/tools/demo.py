@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FORMS = {"sp": "tensor and sequence parallel", "ar": "tensor parallel with all-reduce"}
 MARK = ">> "
 DELETIONS = re.compile(r";  (\w+ = )+None$")
-"""What torch.fx writes behind the last use of values. A semicolon may stand in the text of a node too."""
+"""The text that torch.fx writes behind the last use of values. The text of a node may contain a semicolon too."""
 GRAPHS = ("all", "forward", "none")
 # Largest error relative to the largest value of the tensor. fp32: sums in another order. bf16: eight bits of mantissa.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
@@ -33,7 +33,7 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
 
 @dataclass(frozen=True)
 class DemoSetup:
-    """What the demo runs. ``forms`` are keys of ``FORMS``; ``start`` is the parent's clock."""
+    """The programs that the demo runs. ``forms`` are keys of ``FORMS``; ``start`` is the parent's clock."""
 
     strategy: str
     forms: tuple[str, ...]
@@ -79,7 +79,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _run_rank(rank: Rank, setup: DemoSetup) -> bool:
-    """One rank: True if all its comparisons held."""
+    """Runs one rank. Returns True if all its comparisons held."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from ditron_inductor.tools.demo_model import LlamaConfig
@@ -171,7 +171,7 @@ def _compare(
 
 
 class _Progress:
-    """What rank 0 prints, with the seconds since it began; other ranks print nothing."""
+    """Prints the progress of rank 0, with the seconds since it began; other ranks print nothing."""
 
     def __init__(self, rank: int, start: float) -> None:
         self.quiet = rank != 0

@@ -29,7 +29,7 @@ INTERPRETER_CHECK = "from ditron_inductor.device.capabilities import interpreter
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ``remedy`` is empty where nothing has to be done."""
+    """One line of the report. ``remedy`` is empty if nothing has to be done."""
 
     name: str
     ok: bool
@@ -173,7 +173,9 @@ def check_gpus() -> Gpus:
 
 
 def judge(software: Sequence[Finding], gpus: Gpus, interpreter: Finding) -> list[Finding]:
-    """What the findings add up to: each way of running Ditron, possible or not, and the first thing to do if not."""
+    """Returns the conclusions from the findings: each way of running Ditron, possible or not, and the first thing to do
+    if not.
+    """
     found = _by_name(software)
     base = [found[name] for name in ("python", "torch", "triton", "tabulate")]
     on_cpu = [*base, found["C++ compiler"]]

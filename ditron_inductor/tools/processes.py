@@ -89,7 +89,7 @@ def run_ranks(
 
 
 def rank_environment(device_type: str) -> dict[str, str]:
-    """What a rank's environment has to hold before its first import."""
+    """Returns the environment variables that a rank needs before its first import."""
     # Ranks end without cleaning up (see _rank_main); what Inductor's compile workers leave is no news.
     environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore:resource_tracker"}
     if device_type == "cpu":

@@ -41,7 +41,7 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """What the ranks measure, and where rank 0 writes it after every shape."""
+    """The measurements that the ranks make. Rank 0 writes the table to `path` after every shape."""
 
     shapes: tuple[MatmulShape, ...]
     dtype: str
@@ -97,7 +97,9 @@ def report_entries(report: Report, *, graph: bool) -> list[Entry]:
 
 
 def entry_of(shape: MatmulShape, timings: Timings, gpu: str, world_size: int, dtype: str, graph: bool) -> list[Entry]:
-    """One line of a table, none where `library` failed, to which all others are compared."""
+    """Returns one line of a table. There is none if `library` failed, because all other strategies are compared with
+    it.
+    """
     from ditron_inductor.task.table import Entry
 
     us = timings.us
@@ -133,7 +135,7 @@ def writable(option: str | None) -> Path:
 
 
 def add_entries(path: Path, entries: Iterable[Entry]) -> Table:
-    """Put entries into the table at `path`, in place of older ones of the same shapes; returns it as it is now.
+    """Puts entries into the table at `path`, in place of older entries of the same shapes, and returns the new table.
 
     The file is replaced as a whole: a run that reads it meanwhile sees the old one. Raises InvalidTable.
     """
@@ -249,7 +251,7 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def rank_main(rank: Rank, request: TuneRequest) -> bool:
-    """One rank of the command: measures everything, rank 0 writes and prints."""
+    """Runs one rank of the command: it measures everything, and rank 0 writes and prints."""
     import torch
     import torch.distributed as dist
     from tqdm import tqdm
@@ -293,7 +295,9 @@ def rank_main(rank: Rank, request: TuneRequest) -> bool:
 
 
 def summary(entries: Sequence[Entry], notes: Sequence[str]) -> str:
-    """What was measured, as a table for people: the fastest strategy of each line, and its gain over the library."""
+    """Returns the measured times as a table for people: the fastest strategy of each line, and its gain over the
+    library.
+    """
     from tabulate import tabulate
 
     lines = []
