@@ -13,12 +13,14 @@ and likewise, of the sum after its reduction:
     a, b -> ditron.matmul_reduce_scatter -> getitem 0 -> add(residual, that)
     a, b -> ditron.matmul_reduce_scatter(.., extras=[residual], epilogue="full(x0) + mm0") -> getitem 0
 
-What `prepare_products` has put in front of the reduction stays there: "pre: mm0 * column(x0); full(x1) + mm0".
+An epilogue that `prepare_products` has put in front of the reduction stays there: "pre: mm0 * column(x0); full(x1) +
+mm0".
 
-A value between that something else uses too, such as a product that the backward wants, becomes one more output.
+A value in between that is used elsewhere too, such as a product that the backward needs, becomes one more output.
 
-An absorbed op leaves Inductor's kernels, so it may only go where Inductor's kernel would have read the products from
-memory and ended: then `tile` saves that kernel and `library` runs one like it. It must not fire when
+An absorbed op is removed from Inductor's kernels. So an op may be absorbed only if Inductor's kernel would read the
+products from memory, compute these ops and end. Then `tile` saves that kernel, and `library` runs a similar one. It
+must not fire when
 * the result, or a product, feeds anything that Inductor fuses with it (another pointwise op, a reduction, a copy): only
   matmuls, attention, collectives, our ops and the graph's outputs end a chain;
 * another operand is not stored anyhow (a placeholder, a matmul's result, ..): Inductor computes it on the way;
@@ -26,10 +28,11 @@ memory and ended: then `tile` saves that kernel and `library` runs one like it. 
 * an op is not in `expressions.POINTWISE`, changes the shape by broadcasting, or its result is not contiguous;
 * products of more than two weights, or of different widths, would be combined.
 
-It runs behind all_reduce_rms_norm: a residual sum that a norm reads is that node's, or Inductor's with the norm.
+It runs behind all_reduce_rms_norm: a residual sum that a norm reads belongs to that node, or is left to Inductor with
+the norm.
 
-Only the ops and shapes on the gathered side are looked at, which are equal on all ranks. The width of a weight is not,
-but whether two are equal is.
+The pass looks only at ops and shapes on the gathered side, which are equal on all ranks. The widths of weights may
+differ between ranks, but whether two of them are equal does not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The norm in front of an `all_gather_matmul` becomes its prologue, with the sum of the residual in front of that.
+"""The norm in front of an `all_gather_matmul` becomes its prologue, together with the residual sum in front of the
+norm.
 
 Before:
 
@@ -11,21 +12,21 @@ After:
     x, weights, residual, weight -> ditron.all_gather_matmul(.., norm="rms") -> getitem 0 ..
                                                                              -> getitem -2, the sum
 
-So the norm is written where peers read it, and not to memory first. In a layer that is sequence parallel x is what a
-reduce-scatter left, and the sum is the residual of the next layer.
+So the result of the norm is written directly where peers read it. In a sequence-parallel layer x is the result of a
+reduce-scatter, and the sum is the residual of the next layer.
 
-A norm that is absorbed leaves Inductor's kernels. It must not fire when
-* the result, or a value inside the norm, is used by anything else, but for means and inverse deviations of the rows and
-  the scaled rows, where a backward saves them: the node returns those;
-* what is normalised is not stored anyhow, and is no sum of two tensors of one shape that are: Inductor computes it in
-  the kernel of the norm, and would have to write it for the node;
+A norm that is absorbed is removed from Inductor's kernels. It must not fire when
+* the result, or a value inside the norm, is used by anything else. Exceptions are the means and inverse deviations of
+  the rows, and the scaled rows, if a backward saves them: the node returns those;
+* the tensor that is normalised is not in memory anyhow, and is not the sum of two tensors of one shape that are. Then
+  Inductor computes it in the kernel of the norm, and would have to write it for the node;
 * a view between the norm and the gather changes rows, or the sizes of one are dynamic;
 * rows are longer than `nodes.MOST_NORM_COLUMNS`, or of a dynamic length;
-* there are fewer than LEAST_ROWS rows in all, or a dynamic number of them, or another strategy is forced: only
-  `chunked` saves the copy, to `tile` and `library` a norm is a launch in front, as it was. Forced, `chunked` has it for
-  any number of rows.
+* there are fewer than LEAST_ROWS rows in all, or a dynamic number of them, or another strategy than `chunked` is
+  forced. Only `chunked` saves the copy; for `tile` and `library` the norm is a launch in front, as it was. If `chunked`
+  is forced, any number of rows will do.
 
-Only the shard's side is looked at, which is equal on all ranks; not the columns of the weights.
+The pass looks only at the side of the shard, which is equal on all ranks, and not at the columns of the weights.
 """
 
 from __future__ import annotations

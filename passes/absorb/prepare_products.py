@@ -8,13 +8,13 @@ After:
 
     [a], [b] -> ditron.matmul_reduce_scatter(.., extras=[scale], epilogue="pre: mm0 * column(x0); mm0") -> getitem 0
 
-and likewise for an all-reduce, and for sums of matmuls as one product. What a rank reduces is computed in registers
-before a tile is sent (`tile`), or of each product where it lies (`chunked`, `library`). So the reduction is fused with
-the matmul, and the ops lose their kernel in `tile`. Every rank computes what its own graph says: scales need not be
-replicated.
+An all-reduce, and a sum of matmuls as one product, are handled in the same way. The ops are computed in registers
+before a tile is sent (`tile`), or in place on each product (`chunked`, `library`). So the reduction is fused with the
+matmul, and by `tile` the ops need no kernel of their own. Every rank computes what its own graph says: scales need not
+be replicated.
 
-It runs behind the passes that fuse reductions of plain products, on what they left alone because of such an op; a
-scalar factor has been moved behind the reduction by then, in bfloat16 and float32 (see `move_across`).
+It runs behind the passes that fuse reductions of plain products, on reductions that they left alone because of such an
+op. In bfloat16 and float32 a scalar factor has been moved behind the reduction before (see `move_across`).
 
 It must not fire when
 * an op is not in `expressions.POINTWISE`, or changes the shape by broadcasting;
@@ -23,7 +23,7 @@ It must not fire when
 * what is reduced has another dtype than the product;
 * columns are scattered, and an operand has the product's shape: the transposed problem would have to copy it.
 
-Which ops these are is the same on all ranks.
+These ops are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _upwards(node: fx.Node) -> set[fx.Node]:
 
 
 def prepare_products(graph: fx.Graph, *, options: Options) -> int:
-    """Fuses every reduction of what is computed of a provable product; returns how many. Others may get a reason."""
+    """Fuses every reduction of pointwise ops on a provable product, and returns how many. Others may get a reason."""
     count = 0
     for target, fusion in ((REDUCE_SCATTER, matmul_reduce_scatter), (ALL_REDUCE, matmul_all_reduce)):
         find: Callable[..., Any] = FINDERS[target]

@@ -1,7 +1,7 @@
 """all_gather of keys and values -> attention becomes one `ditron::all_gather_attention`.
 
-Before: both gathered along the sequence, in any order of dimensions that views bring to [B, H, S, D], in one gather
-(keys and values stacked) or two; here as [B, S, H, D], through split, getitem and cat:
+Before: keys and values are gathered along the sequence, in one gather (stacked) or two. Their dimensions may be in any
+order that views bring to [B, H, S, D]; here they are [B, S, H, D], and go through split, getitem and cat:
 
     k [B, S, H, D] -> all_gather_into_tensor -> wait -> split -> getitem x W -> cat [B, W*S, H, D] -> permute -> keys
     v [B, S, H, D] -> all_gather_into_tensor -> wait -> split -> getitem x W -> cat [B, W*S, H, D] -> permute -> values
@@ -11,14 +11,14 @@ After:
 
     q, k -> permute, v -> permute -> ditron.all_gather_attention -> getitem 0: out [B, H, S, D]
 
-Where the backward, or anything behind the attention, wants the gathered keys and values, the node returns them. The
-call stands where the attention stood. Ops: those of `attention.FORWARD`, and in inference graphs matmul, softmax,
-matmul, with a soft cap on the scores or without (`written_attention`). Masks: none; `is_causal`, which aligns
-the first query of every rank with the first key of all; and those that are proved to be causal, with a window or
-without, whose keys stand in order or in zig-zag order (`shown_masks`). Where the queries of a rank stand are constants
-of its graph alone: every rank fuses, whatever its constants, and the call has them as `offset` and `jumps`. What is not
-proved so, on any rank, is handed on as a tensor, the call's `bias`, and its mask is `given`: so is a bias of floats.
-`ditron_inductor.ops.all_gather_attention` takes masks that move with the rank by name.
+If the backward, or anything behind the attention, needs the gathered keys and values, the node returns them. The call
+takes the place of the attention. The attention may be an op of `attention_calls.FORWARD`, or in inference graphs
+matmul, softmax, matmul, with or without a soft cap on the scores (`written_attention`). There may be no mask;
+`is_causal`, which aligns the first query of every rank with the first key of all; or a mask that is proved to be
+causal, with or without a window, whose keys stand in order or in zig-zag order (`shown_masks`). The positions of a
+rank's queries are constants of its graph alone. Every rank fuses, whatever its constants, and the call has them as
+`offset` and `jumps`. Any other mask is passed on as a tensor, the `bias` of the call, whose mask is then `given`. The
+same holds for a bias of floats. `ditron_inductor.ops.all_gather_attention` takes masks that move with the rank by name.
 
 Calls of that function are in the graph already: they get the options of the compilation here.
 
@@ -28,7 +28,7 @@ It must not fire when
 * the chunks are not all of the W equal chunks, once, in order; or a part of the gathered sequence is taken;
 * the gathered tensor, or a view on the way, is used before the attention, or by what its queries or its bias are
   computed from;
-* attention is written out, and its scores or probabilities are used otherwise, as by a backward that is written out;
+* attention is written out, and its scores or probabilities are used elsewhere, as by a backward that is written out;
 * keys and values come from different groups, or only one of them is gathered;
 * the dtype is none of bfloat16, float16 and float32.
 """
@@ -75,8 +75,8 @@ SWAPPED = [0, 2, 1, 3]
 
 @dataclass(frozen=True)
 class Source:
-    """Keys or values: views from what a collective gathered. chain: [the gathered tensor, .., the attention's
-    operand]; repeats: the nodes from there to the attention, if it gets every head several times.
+    """Keys or values: views of a gathered tensor. chain: [the gathered tensor, .., the attention's operand]; repeats:
+    the nodes from there to the attention, if every head is repeated.
     """
 
     collective: Collective
@@ -95,7 +95,7 @@ class Source:
 
     @property
     def may_be_used(self) -> tuple[fx.Node, ...]:
-        """The nodes whose value the node's outputs hold as well."""
+        """The nodes whose values the outputs of the Task node hold too."""
         first, *views = self.chain
         swaps = len(views) == 1 and views[0].target in proofs.TRANSPOSES and proofs.permutation(views[0]) == SWAPPED
         return (first, self.operand) if swaps else (self.operand,)
@@ -103,7 +103,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Match:
-    """Attention and its gathered keys and values; return_gathered: they are used otherwise too."""
+    """Attention and its gathered keys and values; return_gathered: they are used elsewhere too."""
 
     attention: AttentionCall
     keys: Source
@@ -219,7 +219,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
 
 
 def _replace_written(graph: fx.Graph, call: fx.Node, attention: AttentionCall) -> None:
-    """Gives what used the result of attention that is written out that of the call."""
+    """Replaces the result of attention that is written out by the result of the call."""
     node, written = attention.node, attention.written
     assert written is not None
     meta = rewriting.copied_meta(node)
@@ -256,15 +256,15 @@ def sees_everywhere(attention: AttentionCall) -> bool:
 
 
 def _finite(graph: fx.Graph, lse: fx.Node) -> fx.Node:
-    """Inserts logarithms that are 0 for a row that sees nothing, as the library has them: of -inf its backward, which
-    may be left alone, would make a gradient of NaN for all.
+    """Inserts logarithms that are 0 for a row that sees nothing, as the library has them. With -inf the library's
+    backward, which may be left alone, would give NaN gradients everywhere.
     """
     hidden = rewriting.computed(graph, aten.eq.Scalar, (lse, -math.inf), lse)
     return rewriting.computed(graph, aten.where.self, (hidden, unread(graph, lse), lse), lse)
 
 
 def _hand_on(graph: fx.Graph, call: fx.Node, index: int, source: Source, attention: fx.Node) -> None:
-    """Gives what else uses the gathered keys or values those that the call returns."""
+    """Replaces other uses of the gathered keys or values by those that the call returns."""
     operand, first = source.operand, source.chain[0]
     known = (attention, call, *source.steps)
     of_operand, of_first = ([user for user in tensor.users if user not in known] for tensor in (operand, first))
@@ -352,7 +352,7 @@ def _fed_by(node: fx.Node, gathers: dict[fx.Node, tuple[Collective, Gathered]]) 
 
 
 def _adopt(graph: fx.Graph, options: Options) -> None:
-    """Calls that the user's own function left in the graph run as the options say."""
+    """Gives the options of the compilation to the calls that the user's program makes by our function."""
     targets = {schema.overload(kind) for kind in ATTENTION_KINDS}
     policy = rewriting.policy(options)
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target in targets]:

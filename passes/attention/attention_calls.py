@@ -142,7 +142,7 @@ class AttentionCall:
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Queries, keys and values of such a call."""
+    """Returns the queries, keys and values of an attention call."""
     if node.target in FLEX:
         q, k, v = node.args[:3]
     else:
@@ -164,7 +164,7 @@ def backward_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
 
 
 def mask_tensors(node: fx.Node) -> list[fx.Node]:
-    """The tensors that say what the rows of a call see."""
+    """Returns the tensors of a call that determine what its rows see."""
     if node.target in FLEX:
         given = flex_call(node).block_mask
         return [tensor for tensor in given if isinstance(tensor, fx.Node) and tensor.op == "call_function"]
@@ -356,7 +356,7 @@ def replayable(chain: Sequence[fx.Node], dim: int, world_size: int) -> bool:
 
 
 def _local_args(view: fx.Node, local: fx.Node, place: int) -> tuple[Any, tuple[Any, ...]] | None:
-    """(op, arguments) of a view of `local`; None for a copy, which it need not be."""
+    """Returns (op, arguments) of a view of `local`; None for a copy, which is not needed."""
     if view.target in proofs.TRANSPOSES:
         return aten.permute.default, (local, proofs.permutation(view))
     if view.target is aten.select.int:
@@ -372,12 +372,14 @@ def _local_args(view: fx.Node, local: fx.Node, place: int) -> tuple[Any, tuple[A
 
 
 def scaled(graph: fx.Graph, source: fx.Node, factor: float) -> fx.Node:
-    """Inserts a tensor times a number: logarithms of another base."""
+    """Inserts a tensor times a number, which turns logarithms of one base into those of another."""
     return rewriting.computed(graph, aten.mul.Tensor, (source, factor), source)
 
 
 def unread(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    """Inserts zeros in the place of what a kernel keeps for a dropout that there is not: nobody reads them."""
+    """Inserts zeros in the place of the outputs that a kernel has for dropout. There is no dropout, so nothing reads
+    them.
+    """
     value = like.meta["val"]
     node = graph.call_function(
         aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device, "pin_memory": False}

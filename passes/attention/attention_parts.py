@@ -1,9 +1,10 @@
-"""Attention in a graph as the algebra of softmaxes sees it: what a rank's part is, and what merges the parts.
+"""The algebra of softmaxes applied to attention in a graph: the part of a rank, and the merging of the parts.
 
-Seeds, where chains of `softmax_algebra` begin: a batched product of queries and keys is scores x, indexed by the
-tokens; one of exponentials and values multiplies by v and sums; `where` with -inf takes tokens away, if its condition
-is arange(tokens) < lengths; and torch's attention ops give a weighted sum and the logarithm of its weights. Dimensions
-of operands are followed from the tensors in the graph through views, with roles by where they come out.
+The chains of `softmax_algebra` begin at seeds. A batched product of queries and keys gives the scores x, indexed by the
+tokens. A batched product of exponentials and values multiplies by v and sums. `where` with -inf removes tokens, if its
+condition is arange(tokens) < lengths. Torch's attention ops give a weighted sum and the logarithm of its weights.
+Dimensions of operands are followed from the tensors in the graph through views, and where they come out determines
+their roles.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class PartAlgebra:
         self._calls: dict[fx.Node, Axes] = {}
 
     def gather(self, parts: GatheredParts) -> Ranks:
-        """Let the gathered outputs and log-sum-exps be v and x."""
+        """Defines the gathered outputs and log-sum-exps as v and x."""
         ranks = Ranks(self.atoms.atom(parts.gathers[0].world_size))
         places = [self.algebra.value(part).axes for part in (parts.output, parts.logsum)]
         if not all(places):
@@ -165,7 +166,7 @@ class PartAlgebra:
         return self._taken_apart(node) if self._gathered else None
 
     def _product(self, node: fx.Node) -> Value:
-        """Scores, or their exponentials times values."""
+        """Returns the value of a batched product: scores, or their exponentials times values."""
         left, right = node.args
         assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
         try:
@@ -189,12 +190,12 @@ class PartAlgebra:
         return Value((batch, rows, tokens), {("x", origin): 1.0}, is_log=True)
 
     def _root(self, node: fx.Node) -> tuple[Root, Axes]:
-        """(what `node` is a view of, the axes of `node`)."""
+        """Returns (the tensor that `node` is a view of, the axes of `node`)."""
         chain = chain_to(self.atoms, node)
         return chain[0], chain[-1].axes
 
     def _masked(self, node: fx.Node) -> Value | None:
-        """Scores, and -inf where there is no token; None if that is not what `node` is."""
+        """Returns the value of scores that are -inf where there is no token; None if `node` is something else."""
         condition, chosen, other = node.args
         kept = not _is_minus_infinity(chosen)
         if not kept or not _is_minus_infinity(other):
@@ -210,7 +211,9 @@ class PartAlgebra:
         return replace(scores, power={("x", replace(symbol[1], lengths=lengths)): count})
 
     def _lengths(self, condition: fx.Node, kept: bool, scores: Axes, tokens: int) -> tuple[fx.Node, Axes, int]:
-        """The lengths of a mask over scores: where it is true the score is `kept`, or not. Raises Unknown."""
+        """Returns the lengths of a mask over scores. Where the mask is true, the score is kept if `kept`, and otherwise
+        hidden. Raises Unknown.
+        """
         views = []
         while condition.target in NEGATIONS or condition.target in VIEWS:
             views.append(condition)
@@ -249,7 +252,7 @@ class PartAlgebra:
         return length_root.node, length_root.axes, int(including)
 
     def _sdpa(self, node: fx.Node, call: fx.Node) -> Value:
-        """Output and log-sum-exp of torch's own ops."""
+        """Returns the values of the output and the log-sum-exp of torch's own ops."""
         bound = proofs.arguments(call)
         off = not any(bound.get(name) for name in MUST_BE_OFF) and all(bound.get(name) is None for name in MUST_BE_NONE)
         query, key, value = (bound[name] for name in ("query", "key", "value"))

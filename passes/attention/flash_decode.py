@@ -1,29 +1,31 @@
 """Decode attention, the gathers of its parts, and their merging become one `ditron::flash_decode`.
 
-Before, for one query per sequence and a cache that is sharded along the tokens, in any of the forms that amount to it
-(see `softmax_algebra`):
+Before, for one query per sequence and a cache that is sharded along the tokens, in any equivalent form (see
+`softmax_algebra`):
 
     q [B, Hq, D], k [B, S, Hkv, D] -> scores * scale -> (where arange(S) < lengths) -> softmax -> @ v = o [B, Hq, D]
                                                                                     -> logsumexp = lse [B, Hq]
     o -> all_gather_into_tensor, lse -> all_gather_into_tensor
       -> softmax of all ranks' lse, * all ranks' o -> sum over the ranks = out [B, Hq, D]
 
-or with one gather of cat([o, lse], -1), or with o and lse from one of torch's attention ops (flash, cuDNN, flash for
-the CPU), heads that share keys included. The query's dimension of size 1 may stay, or be indexed away anywhere. After:
+There may also be one gather of cat([o, lse], -1), or o and lse may come from one of torch's attention ops (flash,
+cuDNN, flash for the CPU), also with heads that share keys. The query's dimension of size 1 may stay, or be indexed away
+anywhere. After:
 
     q, k, v, lengths -> ditron.flash_decode -> getitem 0 = out
 
-The proof has three steps. o is exactly sum(exp(c x) v) / sum(exp(c x)), and lse the logarithm of the same sum, over
-scores x of the same product; the same holds for what is computed of the two gathered tensors; and the query's, the
-keys' and the values' dimensions play the roles that the node gives them. The call stands where the first of the two
-gathers stood. Where the program has NaN, since a rank has no tokens of a sequence, the node has the right result.
+The proof has three steps. First, o is exactly sum(exp(c x) v) / sum(exp(c x)), and lse is the logarithm of the same
+sum, over scores x of the same product. Second, the same holds for what is computed from the two gathered tensors.
+Third, the dimensions of query, keys and values have the roles that the node gives them. The call takes the place of the
+first of the two gathers. If the program gives NaN because a rank has no tokens of a sequence, the node gives the right
+result.
 
 It must not fire when
-* the parts of other ranks, or anything computed of them, are used otherwise;
+* the parts of other ranks, or anything computed from them, are used elsewhere;
 * a size is dynamic, or the result is wanted in another dtype than that of the query, before it is rounded;
 * there is another mask than that of lengths, dropout, or causal order among several queries.
 
-What ranks must have alike are the sizes but S, the mask's form and the ops: those of one program.
+All sizes except S, the form of the mask, and the ops have to be the same on all ranks; those of one program are.
 """
 
 from __future__ import annotations
@@ -59,9 +61,9 @@ PATTERN = FlashDecode.kind
 
 @dataclass(frozen=True)
 class Match:
-    """Operands as [B, Hq, D] and [B, S, Hkv, D], see `_Operand`. merged: the result, of which the call takes the place.
+    """The operands as [B, Hq, D] and [B, S, Hkv, D] (see `_Operand`). merged: the result, which the call replaces.
 
-    gathers: of o and of lse, or of both.
+    gathers: those of o and of lse, or one gather of both.
     """
 
     gathers: tuple[Collective, ...]
@@ -165,7 +167,7 @@ def prove(attention: PartAlgebra, parts: GatheredParts) -> Match | Refused:
 
 
 def _find_merged(attention: PartAlgebra, ranks: Ranks, parts: GatheredParts) -> fx.Node | Refused:
-    """The node that is the merging of all parts, which nothing but it uses."""
+    """Returns the node that merges all parts. Nothing else uses the parts."""
     total: Symbol = ("Z", 1.0, ranks)
     wanted = {("N", 1.0, ranks, ranks): 1.0, total: -1.0}
     reached = {gather.wait for gather in parts.gathers}
@@ -192,7 +194,7 @@ def _find_merged(attention: PartAlgebra, ranks: Ranks, parts: GatheredParts) -> 
 def _operands(
     attention: PartAlgebra, parts: GatheredParts, merged: fx.Node
 ) -> tuple[_Operand, _Operand, _Operand, tuple[fx.Node, int] | None, float] | None:
-    """q, k, v, lengths and scale, if every dimension has its role."""
+    """Returns q, k, v, lengths and scale if every dimension has its role."""
     atoms = attention.atoms
     part = attention.algebra.value(parts.output)
     _, scale, origin, values = next(symbol for symbol in part.power if symbol[0] == "N")

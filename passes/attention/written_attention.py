@@ -465,7 +465,7 @@ def _all_hidden(node: object) -> tuple[object, int] | None:
 
 
 def _last_view(node: fx.Node) -> fx.Node:
-    """The last of a chain of views from `node` on, none of which is used otherwise; copies are what a program wants."""
+    """The last of a chain of views from `node` on, none of which is used elsewhere; copies are what a program wants."""
     user = proofs.sole_user(node)
     while user is not None and user.target in MOVES:
         node, user = user, proofs.sole_user(user)

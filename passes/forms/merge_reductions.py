@@ -11,19 +11,20 @@ After, where the last of the two reductions stood:
     a, b -> add [M, N] -> all_reduce -> wait -> add [M, N]
     x ------------------------------------------'
 
-Half the bytes and half the launches. Parallel attention and MLP blocks (GPT-NeoX, Phi) hold such a sum, and mixtures of
-experts with an expert that all tokens take; all-reduces may be of different views then. Reduce-scatters along one
-dimension are merged alike; where `split` and `cat` move chunks first, the sum stands in front of these.
+This halves the bytes and the launches. Parallel attention and MLP blocks (GPT-NeoX, Phi) contain such a sum. So do
+mixtures of experts with an expert that all tokens use; there the all-reduces may have different views. Reduce-scatters
+along one dimension are merged in the same way. If `split` and `cat` move chunks first, the sum stands in front of
+these.
 
 The result is that of eager mode up to rounding: the same numbers are added in another order.
 
 It must not fire when
-* a reduction is used otherwise than by the sum, a partial sum otherwise than by the next one, or a summand is scaled
-  (`alpha`) or of another dtype;
+* a reduction is used by something other than the sum, a partial sum by something other than the next one, or a summand
+  is scaled (`alpha`) or has another dtype;
 * groups, reduce ops, shapes or scattered dimensions differ, or the op is neither sum nor avg;
 * the operand of a reduce-scatter is padded: only the last rank cuts its result then, and would not see the sum. An
-  unpadded operand, which all ranks have alike, is cut on none;
-* fusions take the reductions one by one, but not the merged one (tried on a copy of the graph).
+  unpadded operand is the same on all ranks and is cut on none;
+* each reduction would be fused alone, but the merged one would not (tried on a copy of the graph).
 """
 
 from __future__ import annotations

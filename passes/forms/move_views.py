@@ -15,7 +15,7 @@ bits; what had to be copied for the new order is the shard and no longer the who
 dimension too (batch and sequence change places). Done by `try_forms`, for a gather that a fusion takes then.
 
 It must not fire when
-* the gathered tensor, or a view before the last permute, is used otherwise;
+* the gathered tensor, or a view before the last permute, is used elsewhere;
 * the contracted dimensions are not the last ones, or the gathered one is among them.
 """
 

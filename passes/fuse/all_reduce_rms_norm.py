@@ -11,26 +11,26 @@ After, with the same views behind the call:
     a, b, bias, residual, weight, shift -> ditron.matmul_all_reduce_rms_norm -> getitem 0 -> mm, ..
                                                                                 getitem 1 -> ..
 
-Two norms of one sum, as of parallel attention and MLP blocks (GPT-NeoX), are both the node's: the `other` one has the
-same form and a weight and shift of its own. In training they share their scaled rows, since the compiler has removed
-what both compute, and are fused together or not at all; in inference they share nothing but the sum.
+If one sum has two norms, as with parallel attention and MLP blocks (GPT-NeoX), the node computes both: the `other` norm
+has the same form, and a weight and shift of its own. In training they share their scaled rows, because the compiler has
+removed what both compute; then they are fused together or not at all. In inference they share nothing but the sum.
 
-A norm in front of the residual alone, with none behind (OLMo 2), gives the node without the last norm, and without its
-output. There may be a second bias, as parallel attention and MLP blocks have (see `merge_reductions`), and a norm
-in front of the residual (Gemma 2 and 3): `post`. What the backward saves of all this is returned too: the reduced
-tensor, means and inverse deviations of the rows, and scaled rows. What `prepare_products` has put in front of the
-reduction stays there.
+If there is a norm in front of the residual and none behind (OLMo 2), the node has no last norm and no output of it.
+There may be a second bias, as parallel attention and MLP blocks have (see `merge_reductions`), and a norm in front of
+the residual (Gemma 2 and 3): `post`. The node also returns what the backward saves: the reduced tensor, means and
+inverse deviations of the rows, and scaled rows. An epilogue that `prepare_products` has put in front of the reduction
+stays there.
 
-Runs behind `matmul_all_reduce`, so what has become of the all-reduce is known: one that is still there gives the node
-without a matmul. The call stands where that stood, and what it needs in addition is moved in front of it; the
-order of collectives does not change. The norm may be of the RMS or the layer kind: see `norms`.
+The pass runs behind `matmul_all_reduce`. An all-reduce that is still in the graph then becomes the node without a
+matmul. The call takes the place of the all-reduce or of its node, and what it needs in addition is moved in front of
+it, so the order of collectives does not change. The norm may be an RMS norm or a layer norm (see `norms`).
 
 It must not fire when
 * something that the call needs is computed from the sum, or cannot be moved in front of it;
-* the reduced tensor is used before bias and residual are added, by an op on elements; a sum before the last, or a
-  value of whole rows inside the norm, is used elsewhere: the compiler would compute it once more;
-* the norm feeds an op on elements: the compiler computes the two together, and the node would make them two; so do more
-  than two norms of one sum that share its scaled rows, which the compiler makes in one kernel;
+* an elementwise op uses the reduced tensor before bias and residual are added; or a sum before the last one, or a value
+  of whole rows inside the norm, is used elsewhere: the compiler would compute it once more;
+* the norm feeds an elementwise op, which the compiler computes in the kernel of the norm, or more than two norms of one
+  sum share its scaled rows, which the compiler computes in one kernel: with the node there would be another kernel;
 * the rows of the norm are not those of the reduced tensor, or are longer than one program takes.
 """
 
@@ -71,8 +71,8 @@ PATTERN = AllReduceRmsNorm.kind
 
 @dataclass(frozen=True)
 class Sum:
-    """`total` = post(reduced + bias + second_bias) + residual. launch: what reduces. between: from `reduced` to the
-    total, without it. views: those among them, and behind the total up to `rows`.
+    """`total` = post(reduced + bias + second_bias) + residual. launch: the node that reduces. between: the nodes from
+    `reduced` to the total, without the total. views: the views among them, and those behind the total up to `rows`.
     """
 
     launch: fx.Node
@@ -94,8 +94,8 @@ class Sum:
 
 @dataclass(frozen=True)
 class Match:
-    """A sum and the norm of it; None where the one in front of the residual is the only one. other: a second norm of
-    it, of the same form.
+    """A sum and the norm of it. norm: None if the norm in front of the residual is the only one. other: a second norm
+    of the sum, of the same form.
     """
 
     sum: Sum
@@ -246,7 +246,7 @@ def _find_post_norm(rsqrt: fx.Node) -> Found | None:
 
 
 def _rejected(match: Match, rows: fx.Node) -> ReasonCode | None:
-    """Proves all but what stands behind the node, of which `rows` is the sum; None if it is."""
+    """Proves everything except what stands behind the node, whose sum is `rows`. Returns None if it is proved."""
     found = match.sum
     if found.launch.target is ALL_REDUCE and isinstance(collective := read_collective(found.launch), ReasonCode):
         return collective
@@ -346,7 +346,7 @@ def _find_norm_behind(rsqrt: fx.Node) -> Found | None:
 
 
 def _fuse(graph: fx.Graph, rsqrt: fx.Node, find: Callable[[fx.Node], Found | None], options: Options) -> bool:
-    """Fuses what is found at `rsqrt`; whether it did."""
+    """Fuses what is found at `rsqrt`, and returns whether it did."""
     found = find(rsqrt)
     if found is None:
         return False
@@ -437,7 +437,9 @@ def _is_kept(user: fx.Node) -> bool:
 
 
 PICKS = frozenset({aten.index.Tensor, aten.index_select.default})
-"""Rows in another number and order, as for the experts that they are sent to: a kernel of its own."""
+"""Ops that pick rows in another number and order, as for the experts that rows are sent to. They run in a kernel of
+their own.
+"""
 
 
 def _is_foreign(user: fx.Node) -> bool:
@@ -455,7 +457,7 @@ def _is_final(user: fx.Node) -> bool:
 
 
 def _task(match: Match, options: Options) -> tuple[NormNode, dict[str, Any]]:
-    """The node, and its operands but for those of the norm."""
+    """The node, and its operands except those of the norm."""
     found, norm = match.sum, match.norm
     last = Norm(NO_NORM, 0.0) if norm is None else norm.norm
     extras = tuple(name for name, extra in match.extras.items() if extra is not None)
@@ -496,7 +498,7 @@ def _contiguous(like: torch.Tensor, name: str) -> torch.Tensor:
 def _rows_shape(found: Sum, node: fx.Node) -> list[Any] | None:
     """The shape of what is saved as arguments of a reshape of the node's output; None if that is not known.
 
-    Dynamic sizes are taken from the last view on the way, which has the same but for the last dimension.
+    Dynamic sizes are taken from the last view on the way, whose sizes are the same except for the last dimension.
     """
     value, reduced = proofs.tensor(node), proofs.tensor(found.reduced)
     assert value is not None and reduced is not None

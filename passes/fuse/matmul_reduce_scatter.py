@@ -10,14 +10,14 @@ After:
 
     [a [B, W*S, K]], [b [K, N]] -> ditron.matmul_reduce_scatter -> getitem 0 [B, S, N]
 
-Of a sum of products all of them are operands, and so is a bias, a row:
+All products of a sum are operands of the node, and so is a bias, which is a row:
 
     reshape(mm(dq, wq)) + reshape(mm(dk, wk)) -> split, cat -> reduce_scatter_tensor -> wait
     [dq, dk], [wq, wk] -> ditron.matmul_reduce_scatter -> getitem 0
 
-`a` is the tensor that the graph already has in the shape of the product; where there is none, one new reshape
-makes it from sizes that stand in the graph. The call stands where the collective stood, so the order of
-collectives does not change.
+`a` is the tensor that the graph already has in the shape of the product; where there is none, one new reshape makes it
+from sizes that stand in the graph. The call stands where the collective stood, so the order of collectives does not
+change.
 
 A scatter along the last dimension is fused as the transposed problem, in two dimensions:
 
@@ -27,15 +27,15 @@ A scatter along the last dimension is fused as the transposed problem, in two di
 and a bias is a column [N, 1] there.
 
 It must not fire when
-* the chunks are not all of the W equal chunks of the scattered dimension, once, in order (a permuted `cat` sends
-  every chunk to another rank);
+* the chunks are not all of the W equal chunks of the scattered dimension, once, in order (a permuted `cat` sends every
+  chunk to another rank);
 * a view changes the last dimension in between;
-* the product, or anything between it and the collective, is used otherwise: it has to be computed as a whole anyway;
+* the product, or anything between it and the collective, is used elsewhere, so it has to be computed as a whole;
 * something is added that is neither a product nor a row, see `products`;
-* there is a cast, a batched matmul, an op on the elements, another reduction than sum and avg, or a dtype other than
+* there is a cast, a batched matmul, an elementwise op, another reduction than sum and avg, or a dtype other than
   bfloat16, float16 and float32;
-* the chunks are padded (DTensor, where the dimension does not divide): only the last rank cuts its result, but the
-  pad stands on every rank. Nothing here looks at what follows the collective, so all ranks leave such a site alone
+* the chunks are padded (DTensor, where the dimension does not divide): only the last rank cuts its result, but the pad
+  stands on every rank. Nothing here looks at what follows the collective, so all ranks leave such a site alone
   together.
 """
 

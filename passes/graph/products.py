@@ -96,7 +96,7 @@ FindProduct = Callable[[fx.Node, Collection[fx.Node]], Product | Refused]
 
 
 def find_product(node: fx.Node, users: Collection[fx.Node]) -> Product | Refused:
-    """Proves that `node` is a sum of products as above, of which nothing is used otherwise; or says what it is.
+    """Proves that `node` is a sum of products as above, of which nothing is used elsewhere; or says what it is.
 
     `users` are the nodes that may use `node` itself.
     """

@@ -217,7 +217,7 @@ class Regrouped:
     """`cat(chunks of source along split_dim, cat_dim)` with W equal chunks that cover the source in order.
 
     `between` are the nodes from the source to the result, without both: splits and pieces. None of them is used
-    otherwise.
+    elsewhere.
     """
 
     source: fx.Node
@@ -239,18 +239,18 @@ def regrouped(cat: fx.Node, world_size: int) -> Regrouped | Refused:
     if result is None or not pieces:
         return ReasonCode.NO_MATMUL
     first = pieces[0]
-    found = [piece for piece in pieces if piece is not None]
-    if first is None or len(found) != len(pieces) or any(piece.source is not first.source for piece in found):
+    found = [chunk for chunk in pieces if chunk is not None]
+    if first is None or len(found) != len(pieces) or any(chunk.source is not first.source for chunk in found):
         return ReasonCode.NO_MATMUL
-    if len(found) != world_size or any(piece.dim != first.dim for piece in found):
+    if len(found) != world_size or any(chunk.dim != first.dim for chunk in found):
         return ReasonCode.CHUNKS_PARTIAL
     source = tensor(first.source)
     assert source is not None
     total = source.shape[first.dim]
     # W chunks of one length that fill the dimension: this length is the dimension divided by W, on every rank.
-    if not all(known_equal(piece.length * world_size, total) for piece in found):
+    if not all(known_equal(chunk.length * world_size, total) for chunk in found):
         return ReasonCode.CHUNKS_PARTIAL
-    if not all(known_equal(piece.start, index * piece.length) for index, piece in enumerate(found)):
+    if not all(known_equal(chunk.start, index * chunk.length) for index, chunk in enumerate(found)):
         return ReasonCode.CHUNKS_PERMUTED
     between = list(dict.fromkeys([*_splits(parts), *parts]))
     other = other_user(between, {cat, *between})
