@@ -57,9 +57,9 @@ def _frozen(values: dict[object, float]) -> Mapping[object, float]:
 class Rule:
     """The constants of the rule, for a GPU of the class of an H200.
 
-    flops_per_s: by dtype, what a large aligned product reaches. operand: the part of it that is reached with operands
-    whose rows are aligned to so many bytes; result: the same for the result alone. fp32 without TensorFloat-32 has no
-    kernels that need alignment: `plain` is its part.
+    flops_per_s: by dtype, the rate of a large aligned product. operand: by the bytes to which the rows of the operands
+    are aligned, the part of this rate that is reached; result: the same for the result alone. fp32 without
+    TensorFloat-32 has no kernels that need alignment: `plain` is its part.
     """
 
     flops_per_s: Mapping[object, float] = field(
@@ -82,7 +82,7 @@ class Rule:
         return as_it_is, self.result[work.padded_result_bytes]
 
     def seconds(self, work: ProductWork) -> tuple[float, float]:
-        """(as it is, with padding), as above."""
+        """The predicted seconds of a product: (as it is, with padding)."""
         read, compute = work.moved_bytes / self.bytes_per_s, work.flops / self.flops_per_s[work.speed]
         copies = work.copied_bytes / self.bytes_per_s + work.launches * self.launch_s
         as_it_is, padded = self.reached(work)
@@ -106,12 +106,12 @@ def speed_of(dtype: torch.dtype) -> Speed:
 
 
 def multiple(dtype: torch.dtype) -> int:
-    """Elements of `ALIGNED_BYTES`."""
+    """Returns how many elements of a dtype `ALIGNED_BYTES` holds."""
     return ALIGNED_BYTES // dtype.itemsize
 
 
 def missing(size: int, dtype: torch.dtype) -> int:
-    """Elements up to the next aligned size."""
+    """Returns how many elements are missing up to the next aligned size."""
     return -size % multiple(dtype)
 
 

@@ -87,7 +87,7 @@ class Mask:
         return f"{self.kind}, window={self.window}" if self.window else self.kind
 
     def row_jumps(self) -> list[tuple[int, int]]:
-        """(from which row on, by how much)."""
+        """The jumps of the rows' positions, as (from which row on, by how much)."""
         return [(int(row), int(jump)) for row, jump in JUMP.findall(self.jumps)]
 
     def positions(self, rank: int, world_size: int, queries: int) -> list[Segment]:
@@ -109,7 +109,7 @@ class Mask:
         return [Segment(0, keys, source * keys)]
 
     def place(self, rank: int, world_size: int, queries: int, keys: int) -> int | None:
-        """The rank whose keys of the zig-zag order stand where the queries of this one do."""
+        """Returns the rank whose keys, in the zig-zag order, are at the positions of this rank's queries."""
         if self.kind == "zigzag":
             return rank
         if self.kind != "zigzag_keys" or queries != keys or queries == 0:
@@ -179,7 +179,8 @@ class _AttentionNode(Node):
         return f"{self.mask.name}, softcap={self.softcap:g}" if self.softcap else self.mask.name
 
     def attention_sizes(self, q: Shape, k: Shape) -> Sizes:
-        """The sizes of a matmul with as many operations; q [B, Hq, Sq, D], k [B, Hkv, S, D] of one rank."""
+        """Returns the sizes of a matmul with as many operations, for q [B, Hq, Sq, D] and k [B, Hkv, S, D] of one rank.
+        """
         B, heads, queries, D = q
         m, n, depth = attention_sizes(self.mask, self.world_size, B, heads, queries, D, k[1], k[2])
         return Sizes(m, n, depth, "n", tuple(k))
@@ -190,11 +191,12 @@ class _AttentionNode(Node):
 
 @dataclass(frozen=True)
 class AllGatherAttention(_AttentionNode):
-    """out = softmax(cap(scale * q @ all_gather(k)^T), masked) @ all_gather(v), and lse, the logarithms of its sums.
+    """out = softmax(cap(scale * q @ all_gather(k)^T), masked) @ all_gather(v), and lse, the logarithms of the softmax's
+    sums.
 
     q, out are [B, Hq, Sq, D], k and v [B, Hkv, S, D] of every rank, gathered along the sequence; Hkv divides Hq, and
-    head h attends to head h * Hkv // Hq. lse is [B, Hq, Sq] in fp32. A row that sees nothing has 0 and -inf. With the
-    mask `given` a bias is added behind the cap: see the module.
+    head h attends to head h * Hkv // Hq. lse is [B, Hq, Sq] in fp32. For a row that sees nothing, out is 0 and lse is
+    -inf. With the mask `given` a bias is added behind the cap (see the module).
     """
 
     kind: ClassVar[str] = "all_gather_attention"
@@ -260,10 +262,10 @@ class AttentionReduceScatter(_AttentionNode):
 
 @dataclass(frozen=True)
 class Block:
-    """Rows first_row .. last_row of the queries and the keys first_key .. last_key of rank `source`, ends excluded:
-    all of them see each other, or (causal) row i sees keys up to i, counted from the block's corner. Causal blocks
-    are square. lower: None, or row i sees keys from i + lower on, counted from there, every row at least one; there
-    are no more rows than keys then, as windows of FlashAttention want it.
+    """Rows first_row .. last_row of the queries, and keys first_key .. last_key of rank `source`, ends excluded. All
+    rows see all keys, or (causal) row i sees keys up to i, counted from the block's corner. Causal blocks are square.
+    If lower is not None, row i sees only keys from i + lower on, counted from the corner, and every row sees at least
+    one key. There are then no more rows than keys, as windows of FlashAttention require.
     """
 
     source: int
@@ -291,7 +293,7 @@ class Block:
 
 
 def mask_problem(mask: Mask, queries: int, keys: int) -> str:
-    """Why `queries` rows and `keys` keys of a rank cannot have this mask, or an empty string."""
+    """Returns why `queries` rows and `keys` keys of a rank cannot have this mask; empty if they can."""
     if mask.kind in ALIGNED and queries != keys:
         return f"the mask '{mask.kind}' needs as many queries as keys on a rank, not {queries} and {keys}"
     if mask.kind in ("zigzag", "zigzag_keys") and keys % 2:
@@ -328,7 +330,7 @@ def _of_source(mask: Mask, rank: int, source: int, world_size: int, queries: int
 
 
 def _between(source: int, rows: Segment, keys: Segment, window: int) -> Iterator[Block]:
-    """Causal blocks of these rows and keys."""
+    """Yields the causal blocks of these rows and keys."""
     # Row i stands as many keys behind the first one.
     ahead = rows.start - keys.start
     begin, end = (min(max(edge - ahead, 0), rows.count) for edge in (0, keys.count))
@@ -344,7 +346,9 @@ def _between(source: int, rows: Segment, keys: Segment, window: int) -> Iterator
 def _behind(
     source: int, rows: Segment, keys: Segment, begin: int, end: int, count: int, window: int
 ) -> Iterator[Block]:
-    """Rows begin .. end and the first `count` keys, all in front of them, as far as the window reaches."""
+    """Yields the blocks of rows begin .. end and the first `count` keys, which are all in front of them, as far as the
+    window reaches.
+    """
     # The first key that row 0 sees.
     edge = rows.start - keys.start + 1 - window
     first = max(edge + begin, 0)
@@ -381,8 +385,9 @@ def visible_part(mask: Mask, world_size: int, queries: int, keys: int) -> float:
 def attention_sizes(
     mask: Mask, world_size: int, batch: int, heads: int, queries: int, head_dim: int, key_heads: int, keys: int
 ) -> tuple[int, int, int]:
-    """(m, n, k) of the matmul that has as many operations, and gathers as much: `keys` of W ranks, m, with so many
-    columns of keys and values, k, each of which n rows of queries see: those of all heads of one key head.
+    """Returns (m, n, k) of a matmul with as many operations and as much to gather. m counts the keys of all W ranks, k
+    the columns of their keys and values, and n the rows of queries that see each key: those of all heads that share a
+    key head.
     """
     seen = visible_part(mask, world_size, queries, keys)
     return world_size * batch * keys, math.ceil(seen * queries * heads / max(key_heads, 1)), 2 * key_heads * head_dim

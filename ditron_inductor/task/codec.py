@@ -4,10 +4,10 @@ A field is written as `name=value`, and fields are separated by one blank each, 
 
     gather_dim=1 world_size=4 group_name=tp site=be5e4ea9/0:all_gather_matmul num_weights=2 epilogue='silu(mm0) * mm1'
 
-A value that equals the field's default is left out. A flag (`bool`) is its name alone where it is set, and is left out
-where it is not. Strings are bare where that is unambiguous and quoted as in Python otherwise; a tuple of names is
-joined by `+`, and `()` if it is empty; a structure is its own text in parentheses. The fields of a structure that is
-marked by `inlined` stand among those of the node.
+A value that equals the field's default is left out. A flag (`bool`) is written as its name alone if it is set, and left
+out if it is not. Strings are bare where that is unambiguous and quoted as in Python otherwise; a tuple of names is
+joined by `+`, and `()` if it is empty; a structure is its own text in parentheses. If a field is marked by `inlined`,
+the fields of its structure are written among those of the node.
 
 Equal nodes have equal texts, `decode(type(node), encode(node)) == node`, and no other text stands for that node:
 `encode(decode(kind, text)) == text`, or `decode` raises.
@@ -38,9 +38,9 @@ INLINED: Mapping[str, bool] = {"inlined": True}
 class _Field(NamedTuple):
     """A field that a text may name.
 
-    kind: its type where it is not None: bool, int, float, str, tuple, or a frozen dataclass. default: what it is where
-    the text does not name it, MISSING if the text has to. inside: (the field, the class) of the inlined structure that
-    declares it, or None.
+    kind: its type if it is not None: bool, int, float, str, tuple, or a frozen dataclass. default: its value if the
+    text does not name it; MISSING if the text has to name it. inside: (the field, the class) of the inlined structure
+    that declares it, or None.
     """
 
     kind: Any
@@ -55,8 +55,8 @@ def encode(value: Any) -> str:
 
 
 def decode(cls: type[T], text: str) -> T:
-    """The dataclass of this text, the same object every time. Raises ValueError where the text is not one of `encode`,
-    naming the class, and the field if it is one that is wrong.
+    """Returns the dataclass of this text, the same object every time. Raises ValueError if `encode` would not write
+    this text; the error names the class, and the field if a field is wrong.
     """
     # mypy takes classes for unhashable: they have an `__hash__` of their instances.
     made: Any = cls

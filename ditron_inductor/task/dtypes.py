@@ -46,7 +46,9 @@ ACTIVATIONS: tuple[Dtype, ...] = tuple(dict.fromkeys(row.result for row in PRECI
 
 
 def precision(operand: str) -> Precision | None:
-    """The row for operands of a dtype whose product has the same dtype, by its name in torch; None if there is none."""
+    """Returns the row of the table for operands whose product has the same dtype, given the dtype's name in torch; None
+    if there is no such row.
+    """
     for row in PRECISIONS:
         if row.operand.name == row.result.name == operand:
             return row

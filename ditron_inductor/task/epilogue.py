@@ -48,9 +48,9 @@ MAX_DEPTH = 128
 MAX_DIGITS = 6
 """The most digits of the index of a product or an extra tensor."""
 SHOWN = 200
-"""Characters of a refused text that an error shows."""
+"""The most characters of a refused text that an error shows."""
 MAX_TOGETHER = 2
-"""Products that are computed in one tile: more accumulators have no room in a program's registers."""
+"""The most products that are computed in one tile. More accumulators do not fit into a program's registers."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,9 @@ class Epilogue:
         return len(read) + len(full) + len(made)
 
     def folded(self, dtype: str) -> tuple[Epilogue, dict[int, int]]:
-        """The epilogue of products that have their biases already, in a node of `dtype`, and the extra tensors that are
-        biases, by product: rows that are added wherever the product is used, to be rounded to `dtype` at once.
+        """Separates the biases: returns the epilogue of products that have their biases already, in a node of `dtype`,
+        and the extra tensors that are biases, by product. A bias is a row that is added wherever the product is used,
+        with the sum rounded to `dtype` at once.
         """
         uses = Counter(term.index for output in self.outputs for term in walk(output) if isinstance(term, ProductTerm))
         sums = Counter(term for output in self.outputs for term in _biased(output, dtype, rounded=True))
@@ -245,7 +246,9 @@ def extras_of(expressions: Iterable[Expression]) -> Iterator[Extra]:
 
 
 def _biased(expression: Expression, dtype: str, *, rounded: bool) -> Iterator[tuple[int, int]]:
-    """(product, row) of the sums of both in an expression that are rounded to `dtype` at once; `rounded`: it is."""
+    """Yields (product, row) for each sum of the two in an expression that is rounded to `dtype` at once. rounded: the
+    expression itself is.
+    """
     match expression:
         case Binary("+", ProductTerm(product), Extra("row", row)):
             if rounded or dtype == "fp32":
@@ -341,5 +344,5 @@ class _Reader:
 
 
 def _short(text: str) -> str:
-    """A text as it is, or how it begins if nobody would read all of it."""
+    """Returns a text, cut to its beginning if it is long."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}.."

@@ -1,4 +1,4 @@
-"""The collectives of node kinds: what travels, how much of it a rank receives, and how fast.
+"""The collectives of node kinds: what is sent, how much of it a rank receives, and at which rate.
 
 A kind declares one `Exchange`. Wire facts, records, the cost model and the tax report read it; none of them knows the
 names of kinds.

@@ -29,7 +29,7 @@ OP = "flash_decode"
 def check_operands(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor | None
 ) -> None:
-    """Raises InvalidOperands naming the tensor that does not fit."""
+    """Checks the operands. Raises InvalidOperands, which names the tensor that does not fit."""
     _check(q.dim() == 3, "q", q, "[B, Hq, D]")
     B, Hq, D = q.shape
     expected = f"{'[B' if block_table is None else '[blocks'}, tokens, Hkv, D] with D = {D}"
@@ -65,9 +65,10 @@ def local_attention(
     scale: float,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part: (o [B, Hq, D], lse [B, Hq], natural), in fp32 or the wider dtype of q; without tokens 0, -inf.
+    """Returns this rank's part: o [B, Hq, D] and the natural log-sum-exp lse [B, Hq], in fp32 or the wider dtype of q.
+    Without tokens they are 0 and -inf.
 
-    By torch alone: it copies the cache.
+    It uses torch alone, and copies the cache.
     """
     B, Hq, D = q.shape
     if block_table is not None:
@@ -91,7 +92,9 @@ def local_attention(
 
 
 def merge(os: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The attention [B, Hq, D] over the tokens of all parts, added up in their order; 0 where none has any."""
+    """Returns the attention [B, Hq, D] over the tokens of all parts, added up in their order; 0 where no part has
+    tokens.
+    """
     most = torch.stack(list(lses)).amax(0)
     known = torch.where(most == -math.inf, 0.0, most)
     total = torch.zeros_like(most)
@@ -115,7 +118,7 @@ def flash_decode(
     world_size: int,
     group_name: str,
 ) -> torch.Tensor:
-    """[B, Hq, D] in plain collectives; see the module."""
+    """Returns the attention [B, Hq, D], computed by plain collectives (see the module)."""
     o, lse = local_attention(q, k, v, lengths, block_table, scale=scale, softcap=softcap)
     part = torch.cat([o.reshape(-1), lse.reshape(-1)])
     parts = part.new_empty(world_size, part.numel())

@@ -16,8 +16,8 @@ from ditron_inductor.task.table import MEASURED, Entry
 class ModelError:
     """The error of one op by one strategy over `count` measurements, relative to the measured time.
 
-    mean, median, worst: of its absolute value; bias: the median with its sign, above 0 where the model is too slow.
-    worst_at: the sizes of the worst one.
+    mean, median, worst: those of its absolute value. bias: the median with its sign, above 0 if the model predicts too
+    long times. worst_at: the sizes at which the error is worst.
     """
 
     op: str
@@ -38,7 +38,7 @@ def problem_of(entry: Entry) -> Problem:
 
 
 def relative_error(entry: Entry, strategy: str, on: cost.Hardware) -> float:
-    """(predicted - measured) / measured."""
+    """Returns (predicted - measured) / measured."""
     return cost.predict(problem_of(entry), on)[strategy] / entry.us[strategy] - 1.0
 
 

@@ -15,8 +15,9 @@ from ditron_inductor.task.exchange import Exchange
 
 T = TypeVar("T")
 Slots = tuple[tuple[str, int | None], ...]
-"""Operands by name, in the order of a call: None says that there is one tensor, a number that there is a list of so
-many tensors."""
+"""The names of the operands, in the order of a call. None stands for a single tensor, and a number for a list of so
+many tensors.
+"""
 Shape = Sequence[Any]
 """Sizes, numbers or symbols."""
 Shapes = Mapping[str, Any]
@@ -25,11 +26,11 @@ Shapes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The product [m, k] @ [k, n] that one rank computes. Attention and norms have sizes that stand for one.
+    """The product [m, k] @ [k, n] that one rank computes. Attention and norms have the sizes of an equivalent product.
 
-    m counts the rows of the whole gathered or unscattered tensor, n the columns of all weights, and k is that of all
-    products which are added up. local: which of n and k only this rank need have; the other two are equal on all ranks.
-    wire: the sizes that all ranks must have alike, by which peers name the site.
+    m counts the rows of the whole gathered or unscattered tensor, n the columns of all weights, and k the contracted
+    widths of all products that are added up. local: the one of n and k that may differ between ranks; the other sizes
+    are equal on all ranks. wire: the sizes that all ranks must share, by which peers name the site.
     """
 
     m: Any
@@ -41,10 +42,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor that a call returns, contiguous but for `sequence_first`.
+    """A tensor that a call returns. It is contiguous unless `sequence_first`.
 
-    dtype: a short name of dtypes.py; another name, or none, stands for the dtype of the first operand. sequence_first:
-    whether [B, heads, sequence, D] has the memory of a contiguous [B, sequence, heads, D].
+    dtype: a short name of dtypes.py; any other text means the dtype of the first operand. sequence_first: whether [B,
+    heads, sequence, D] has the memory of a contiguous [B, sequence, heads, D].
     """
 
     shape: tuple[Any, ...]
@@ -86,14 +87,14 @@ class Node:
 
     @classmethod
     def plain(cls, m: int, n: int, k: int, world_size: int) -> tuple[Node, Shapes]:
-        """The simplest call whose product on one rank is [m, k] @ [k, n]: its node, in the group "", and the shapes of
-        its operands. Raises ValueError where m rows do not divide over the ranks.
+        """Returns the simplest call whose product on one rank is [m, k] @ [k, n]: its node, in the group "", and the
+        shapes of its operands. Raises ValueError if m rows do not divide among the ranks.
         """
         raise NotImplementedError
 
     def timed(self, shapes: Shapes) -> tuple[Node, Shapes] | None:
-        """The call that is timed for this one, without what costs all strategies the same; None for a kind that is not
-        timed alone.
+        """Returns the call that is timed in place of this one, without the parts that cost all strategies the same;
+        None for a kind that is not timed alone.
         """
         return None
 
@@ -112,9 +113,10 @@ class Node:
         return encode(self)
 
     def flat(self, given: Mapping[str, Any]) -> list[Any]:
-        """The operands of a call, in its order. given: by name, None or missing where a slot does not exist.
+        """Returns the operands of a call in its order. given: the operands by name; None or missing if a slot does not
+        exist.
 
-        Raises AssertionError where the node and the operands do not fit.
+        Raises AssertionError if the node and the operands do not fit.
         """
         names = [name for name, _ in self.slots()]
         left = [name for name, value in given.items() if name not in names and not _is_nothing(value)]

@@ -79,9 +79,10 @@ class AllReduceRmsNorm(ReductionWithNorm):
     """reduced = all_reduce(x, reduce_op), total = post(reduced + bias + second_bias) + residual, normed = norm(total);
     all bit-identical on every rank.
 
-    x and these outputs are [.., N], the residual has as many elements, biases, weights and shifts have N. Every sum,
-    and the result of `post`, is rounded to the dtype of x. What else is saved is fp32: mean and rstd, 1 / sqrt(variance
-    + eps), [.., 1], and scaled, [.., N], see `Norm`; with `post_` in front those of `post`.
+    x and these outputs are [.., N]. The residual has as many elements; biases, weights and shifts have N. Every sum,
+    and the result of `post`, is rounded to the dtype of x. The other saved outputs are fp32: mean and rstd = 1 /
+    sqrt(variance + eps) are [.., 1], and scaled is [.., N] (see `Norm`). Names that begin with `post_` are those of
+    `post`.
     """
 
     kind: ClassVar[str] = "all_reduce_rms_norm"
@@ -106,7 +107,7 @@ class AllReduceRmsNorm(ReductionWithNorm):
         return norm_outputs(self.returned, shapes["x"])
 
     def split(self, operands: Sequence[T]) -> tuple[T, Sequence[T | None]]:
-        """(x, the other tensors: see `EXTRAS`)."""
+        """Returns (x, the other tensors, see `EXTRAS`)."""
         return operands[0], by_names(EXTRAS, self.extras, operands[1:])
 
 
@@ -149,7 +150,7 @@ class MatmulAllReduceRmsNorm(ReductionWithNorm):
     def split(
         self, operands: Sequence[T]
     ) -> tuple[Sequence[T], Sequence[T], T | None, Sequence[T | None], Sequence[T]]:
-        """(first operands, second ones, their bias, those of the norm: see `EXTRAS`, extra tensors)."""
+        """Returns (first operands, second operands, their bias, tensors of the norm, see `EXTRAS`, extra tensors)."""
         a, b, bias, behind = split_products(self.num_products, self.has_bias, operands)
         count = len(self.extras)
         return a, b, bias, by_names(EXTRAS, self.extras, behind[:count]), behind[count:]

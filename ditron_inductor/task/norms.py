@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Norm:
-    """A normalisation of rows [.., N], computed in fp32: scaled = (x - mean) / sqrt(variance + eps), as a `layer` norm
-    does, or x / sqrt(mean of x * x + eps) (`rms`); then scaled * weight + shift.
+    """A normalisation of rows [.., N], computed in fp32. In a `layer` norm scaled = (x - mean) / sqrt(variance + eps),
+    and in an `rms` norm scaled = x / sqrt(mean of x * x + eps). The result is scaled * weight + shift.
 
     plus_one: the weight counts as 1 + weight. round_first: scaled is rounded to the dtype of x first, as in Llama. The
-    form `none` stands for no norm at all, behind a reduction whose rows have one of their own, `post`.
+    form `none` means that there is no norm behind a reduction, but only `post`, the norm of the reduced rows.
     """
 
     form: str = "rms"
@@ -68,7 +68,7 @@ class ShardNorm:
 
     @property
     def returned(self) -> tuple[str, ...]:
-        """The names of the node's outputs that are not made of the gathered tensor."""
+        """The names of the node's outputs that are not computed from the gathered tensor."""
         return (*("total",) * ("residual" in self.extras), *self.saved)
 
     def verify(self, kind: str) -> None:
@@ -84,14 +84,14 @@ def norm_returns(norm: Norm, saved: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def norm_form(name: str, shape: Shape) -> tuple[tuple[Any, ...], str]:
-    """The shape and the dtype of the output of this name, of a sum of this shape [.., N]; see `Output`."""
+    """Returns the shape and the dtype of the output of this name, for a sum of this shape [.., N] (see `Output`)."""
     if name in AS_SUM:
         return tuple(shape), ""
     return tuple(shape) if name == "scaled" else (*shape[:-1], 1), FLOAT32.short
 
 
 def norm_outputs(names: Sequence[str], shape: Shape) -> list[Output]:
-    """The outputs of these names, of a sum of this shape [.., N]."""
+    """Returns the outputs of these names, for a sum of this shape [.., N]."""
     return [Output(*norm_form(name, shape)) for name in names]
 
 

@@ -12,7 +12,7 @@ STRATEGIES: tuple[str, ...] = ("auto", "library", "chunked", "tile")
 
 
 def shared_site(site: str) -> str:
-    """The part of a site's name that all ranks have alike."""
+    """Returns the part of a site's name that is the same on all ranks."""
     return site.partition(KEY_MARK)[0]
 
 

@@ -46,7 +46,7 @@ class Problem:
     expected_m: int | None = None
 
     def as_expected(self) -> Problem:
-        """The problem with as many rows as are expected."""
+        """Returns the problem with the expected number of rows."""
         return self if self.expected_m is None else replace(self, m=self.expected_m, expected_m=None)
 
     @property
@@ -56,12 +56,12 @@ class Problem:
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes of an element of what is multiplied."""
+        """The bytes of an element of the operands."""
         return self.precision.operand.itemsize
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of an element of the product."""
+        """The bytes of an element of the product."""
         return self.precision.result.itemsize
 
 

@@ -1,8 +1,8 @@
-"""The fusions in plain collectives and library matmuls, out of place: the strategy `library`, and what
-tests compare with.
+"""The fusions in plain collectives and library matmuls, out of place. This is the strategy `library`, and tests compare
+the kernels with it.
 
-Each function launches its collective and its matmul one after the other on the current stream, with no
-workspace of ours. They work for tensors with any number of dimensions, any process group and any backend.
+Each function launches its collective and its matmul one after the other on the current stream, without a workspace. It
+works for tensors with any number of dimensions, any process group and any backend.
 
 The collectives are the synchronous ones of `torch.distributed`: on NCCL they run on the current stream itself, while
 functional collectives go to a stream of their own, which costs two events for the host and, inside a CUDA graph, 4 us.
