@@ -39,10 +39,10 @@ logger = logging.getLogger(__name__)
 runtime.prepare()
 
 MOST_ATTEMPTS = 2
-"""Meetings to which somebody did not come; after so many a graph runs as Inductor alone would run it."""
+"""The most meetings to which a rank may fail to come. After these a graph runs as Inductor alone would run it."""
 
 Other = Callable[[list[Any], Sequence[Any]], tuple[Any, ...]]
-"""A function of the graph's inputs and of the strides that its outputs are expected with."""
+"""A function of the graph's inputs and of the strides that its outputs have to have."""
 
 
 class GraphMeeting:

@@ -1,13 +1,13 @@
 """The ordered list of passes, and the runner that knows none of them.
 
 A pass is `name_pass(graph, *, options) -> int`, the number of sites that it rewrote. `PASSES` is the whole compiler
-from graph to graph. `DitronPipeline` is what Inductor calls, once per forward, backward or inference graph, after a
-pass that the user has set there himself. `JOINT_PASSES` see forward and backward in one graph, before it is parted.
+from graph to graph. Inductor calls `DitronPipeline` once per forward, backward or inference graph, after a pass that
+the user has set in the same place. `JOINT_PASSES` see forward and backward in one graph, before it is partitioned.
 
-What can be read from outside: `TORCH_LOGS="+ditron_inductor"` prints what each pass did to the number of calls of
-each op; `torch._logging.trace_structured` gets the graph before the first pass and after each one (tlparse shows them);
-`torch._dynamo.utils.counters["ditron"]` counts what each pass rewrote, and `summary` logs a line on it; an
-open `collect_sites` block gets the sites.
+Its work can be observed in four ways. `TORCH_LOGS="+ditron_inductor"` prints how each pass changed the number of calls
+of each op; `torch._logging.trace_structured` gets the graph before the first pass and after each one (tlparse shows
+them); `torch._dynamo.utils.counters["ditron"]` counts what each pass rewrote, and `summary` logs a line on it; an open
+`collect_sites` block gets the sites.
 """
 
 from __future__ import annotations
@@ -138,12 +138,12 @@ PASSES: tuple[Pass, ...] = (
 )
 """The compiler from graph to graph. A comment says why the pass, or the passes, below it stand at this place."""
 MOVING = ("share_gathers", "merge_reductions", "move_across", "sequence_parallel", "try_forms")
-"""Passes behind which other numbers travel than before, or in another order: right only if all ranks do the same."""
+"""The passes that change which numbers are sent, or in which order. They are right only if all ranks do the same."""
 JOINT_PASSES: tuple[Pass, ...] = (recompute_masks,)
 
 
 def run(graph: fx.Graph, options: Options, passes: Sequence[Pass] = PASSES) -> dict[str, int]:
-    """Run the passes in order on `graph`; returns how many sites each rewrote, by name."""
+    """Runs the passes in order on `graph`, and returns how many sites each of them rewrote, by name."""
     rewritten: dict[str, int] = {}
     trace("input", graph)
     calls = count_calls(graph)
@@ -164,7 +164,7 @@ def count_calls(graph: fx.Graph) -> Counter[str]:
 
 
 def describe_change(before: Counter[str], after: Counter[str]) -> str:
-    """The ops whose number of calls changed, as `aten.mm.default -1, ditron.all_gather_matmul.default +1`."""
+    """Returns the ops whose number of calls changed, as `aten.mm.default -1, ditron.all_gather_matmul.default +1`."""
     changes = {name: after[name] - before[name] for name in sorted({*before, *after})}
     return ", ".join(f"{name} {change:+d}" for name, change in changes.items() if change) or "unchanged"
 
@@ -176,7 +176,7 @@ def graph_text(graph: fx.Graph) -> str:
 
 
 def trace(name: str, graph: fx.Graph) -> None:
-    """Hand the graph to tlparse, if a structured trace is being written."""
+    """Writes the graph for tlparse, if a structured trace is being written."""
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"ditron_{name}", "encoding": "string"},
@@ -185,7 +185,7 @@ def trace(name: str, graph: fx.Graph) -> None:
 
 
 class DitronPipeline(CustomGraphPass):
-    """The passes as Inductor wants them: callable on a graph, and with a `uuid` for its caches."""
+    """The passes in the form that Inductor requires: callable on a graph, and with a `uuid` for its caches."""
 
     def __init__(self, options: Options, *, passes: Sequence[Pass] = PASSES, root: Path = PACKAGE) -> None:
         self.options = options
@@ -215,11 +215,11 @@ class DitronPipeline(CustomGraphPass):
             self.sink.add(record_graph(graph, graph_before=text, graph_after=graph_text(graph)))
 
     def uuid(self) -> str:
-        """A hash of everything that decides what the passes do: sources, shipped tables, options, order, the groups
-        that stand behind names which are in the graph but are not torch's, and the size of each group.
+        """Returns a hash of everything that decides what the passes do: sources, shipped tables, options, order, the
+        groups behind names in the graph that are not torch's, and the size of each group.
 
-        What acts at run time only, a user's tuned table above all, stays out: it may differ between a run that fills
-        the cache and one that reads it.
+        What acts only at run time, such as a user's tuned table, is not a part of it: it may differ between a run that
+        fills the cache and a run that reads it.
         """
         parts = [source_digest(self.root), self.options.text(), *(name_pass.__name__ for name_pass in self.passes)]
         parts += [f"{name}={known}" for name, known in group_names().items()]
@@ -254,7 +254,7 @@ class ConformPipeline(CustomGraphPass):
 
 
 class JointPipeline(DitronPipeline):
-    """The passes for a joint graph, from which no site follows yet."""
+    """The passes for a joint graph, which make no site yet."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options, passes=JOINT_PASSES)
@@ -268,27 +268,29 @@ class JointPipeline(DitronPipeline):
 
 @functools.cache
 def declare_calls() -> None:
-    """Tell Inductor that its graphs call our ops as they are, and how sites are called; once.
+    """Declares to Inductor, once, that its graphs call our ops as they are, and how sites are called.
 
-    That they are called it would find out by itself, and up to torch 2.12 write down for a log, wanted or not, all that
-    the first call of each op is computed from: of a few layers that took a minute.
+    Inductor would find out by itself that the ops are called. But up to torch 2.12 it would then write, for a log that
+    nobody asked for, everything from which the first call of each op is computed. For a few layers this took a minute.
     """
     declare_meeting()
     declare((*TASK_KINDS, Projections.kind))
 
 
 def mark_calls(graph: fx.Graph) -> None:
-    """Let our ops in a graph be called by site: its code is cached under a key that knows our sources."""
+    """Marks our ops in a graph as calls by site: the code of the graph is cached under a key that depends on our
+    sources.
+    """
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "namespace", "") == NAMESPACE:
             node.meta[COMPILED_BY_US] = True
 
 
 def add_meeting(graph: fx.Graph, before: Before, moved: str, plain: str, options: Options) -> None:
-    """Have the ranks compare the graph when it first runs; its sites carry the key by which they find what came of it.
+    """Makes the ranks compare the graph when it first runs. Its sites carry the key by which they find the result.
 
-    before: of the graph as Inductor alone would run it. moved: what the passes changed of its collectives. plain: that
-    graph, see codegen/plain_graph.py.
+    before: the facts of the graph as Inductor alone would run it. plain: that graph as text (see
+    codegen/plain_graph.py). moved: what the passes changed of its collectives.
     """
     key = graph_facts(before, facts_of(graph), moved, options.shared()).key
     add_key(graph, key)
@@ -318,7 +320,7 @@ def _hashed_files(root: Path) -> Iterable[Path]:
 
 
 class UserPassThen(CustomGraphPass):
-    """A user's own pass and then ours, for the versions of Inductor that take one pass only."""
+    """A pass of the user and then ours, for the versions of Inductor that take only one pass."""
 
     def __init__(self, user_pass: Callable[[fx.Graph], Any], pipeline: DitronPipeline) -> None:
         self.user_pass = user_pass
@@ -335,7 +337,7 @@ class UserPassThen(CustomGraphPass):
 
 
 def with_user_passes(user_passes: Any, pipeline: DitronPipeline) -> Any:
-    """The value of Inductor's option: what the user has there, whatever its form, and then `pipeline`."""
+    """Returns the value of Inductor's option: the user's passes, in whatever form, and then `pipeline`."""
     if user_passes is None or user_passes == [] or user_passes == ():
         return pipeline
     if isinstance(user_passes, (list, tuple)):  # only where Inductor takes several

@@ -17,15 +17,15 @@ from ditron_inductor.options import Options
 
 @functools.cache
 def prepare() -> None:
-    """Declare the ops and bind their kernels, once. Groups take their strategies from the table that the environment
-    names, until `use_table` is called: in a process that runs graphs from a cache alone, nothing else names one.
+    """Declares the ops and binds their kernels, once. Groups take their strategies from the table that the environment
+    names, until `use_table` is called. In a process that runs only graphs from a cache, nothing else names a table.
     """
     register()
     workspaces.use_table(lambda: user_table.read(Options.from_environment().table))
 
 
 def use_table(options: Options) -> None:
-    """Have groups that are first used from now on take their strategies from the table of these options.
+    """Groups that are first used from now on take their strategies from the table of these options.
 
     Raises InvalidOptionValue and InvalidTable, as `user_table.read` does.
     """

@@ -26,7 +26,7 @@ MEETING = "ditron_meeting"
 
 
 class MeetingKernel(ir.ExternKernel):
-    """The meeting of the graph that is being compiled. arguments: of `graph_meeting`."""
+    """The meeting of the graph that is being compiled. arguments: those of `graph_meeting`."""
 
     def __init__(self, device: torch.device, arguments: tuple[Any, ...]) -> None:
         super().__init__(None, ir.NoneLayout(device=device), [])
@@ -69,7 +69,7 @@ def outermost(wrapper: Any) -> PythonWrapperCodegen | None:
 
 
 def _strides(wrapper: PythonWrapperCodegen, output: Any) -> str:
-    """An output's strides as they are written in the graph's function; None for what is no tensor."""
+    """Returns an output's strides as they are written in the graph's function; None if the output is not a tensor."""
     if not isinstance(output, (ir.TensorBox, ir.StorageBox, ir.BaseView, ir.Buffer)):
         return "None"
     known = {symbol for value in V.graph.graph_inputs.values() for symbol in _symbols(value)}
@@ -87,7 +87,7 @@ def _symbols(value: Any) -> set[Any]:
 
 
 def declare_meeting() -> None:
-    """Tell Inductor and FX of the op."""
+    """Declares the op to Inductor and FX."""
     op = overload("meet")
     has_side_effect(op)
 

@@ -1,7 +1,7 @@
 """A graph as Inductor alone would run it: kept as text beside the rewritten one, compiled when the ranks ask for it.
 
 Passes that change the collectives themselves (sums of reductions merged, gathers shared, work divided among the ranks)
-are right only if all ranks agree on them. Where they do not, a graph runs as it was before the passes.
+are right only if all ranks agree on them. If they do not agree, a graph runs as it was before the passes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ logger = logging.getLogger(__name__)
 Run = Callable[[list[Any]], Sequence[Any]]
 
 MOST_COMPILED = 8
-"""Forms of inputs that a graph is compiled for; beyond that it is interpreted, one op after the other."""
+"""The most forms of inputs for which a graph is compiled. For further forms it is interpreted, one op after the other.
+"""
 
 
 def dump(graph: fx.Graph) -> str:
-    """The graph's module as text, without its nodes' metadata; empty, with a warning, where it cannot be written."""
+    """Returns the graph's module as text, without its nodes' metadata; empty, with a warning, if it cannot be written.
+    """
     module = graph.owning_module
     if module is None:
         return ""
@@ -57,7 +59,9 @@ def load(text: str) -> fx.GraphModule:
 
 
 class PlainGraph:
-    """Runs a dumped graph. text: by `dump`, not empty. rewrite: what Inductor calls on the graph first."""
+    """Runs a dumped graph. text: the result of `dump`, not empty. rewrite: a function that Inductor calls on the graph
+    first.
+    """
 
     def __init__(self, text: str, rewrite: CustomGraphPass | None = None) -> None:
         self._text = text
@@ -101,7 +105,7 @@ class PlainGraph:
 
 
 class _Numbers(FakeTensorProp):
-    """Notes the numbers that a graph computes, of which FakeTensorProp notes symbols only."""
+    """Notes the numbers that a graph computes. FakeTensorProp notes only their symbols."""
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -123,7 +127,7 @@ def _note_numbers(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def restrided(outputs: Sequence[Any], strides: Sequence[tuple[int, ...] | None]) -> tuple[Any, ...]:
-    """The outputs with the strides that their reader was compiled for; None where any will do."""
+    """Returns the outputs with the strides that their reader was compiled for; None stands for any strides."""
     return tuple(
         x
         if wanted is None or not isinstance(x, torch.Tensor) or x.stride() == tuple(wanted)

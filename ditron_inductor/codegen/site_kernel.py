@@ -26,7 +26,8 @@ WRAPPERS = (PythonWrapperCodegen, SubgraphPythonWrapperCodegen)
 
 
 class SiteKernel(ir.FallbackKernel):
-    """The call of one site. call_name: of its SiteCall in the text, empty where it stays the op."""
+    """The call of one site. call_name: the name of its SiteCall in the generated code, empty if the code calls the op.
+    """
 
     call_name: str = ""
     inputs: Sequence[Any]
@@ -76,7 +77,7 @@ def is_static(x: Any) -> bool:
 
 
 def declare(kinds: Sequence[str]) -> None:
-    """Tell Inductor that its graphs call our ops as they are, and those of `kinds` past the dispatcher."""
+    """Declares to Inductor that its graphs call our ops as they are, and those of `kinds` without the dispatcher."""
     from torch._inductor.lowering import lowerings
 
     for name in SCHEMAS:

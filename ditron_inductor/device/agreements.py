@@ -68,7 +68,7 @@ class Decision:
 
 
 def forms_of(facts: GroupFacts, verdict: Verdict) -> tuple[Form, ...]:
-    """The forms of a group from its facts on any rank and from what all ranks said."""
+    """Returns the forms of a group, from its facts on any rank and from the verdict on all ranks."""
     return tuple(
         Form(launch.wire, launch.kind, "", verdict.leader[number])
         if number in verdict.leader
@@ -147,10 +147,10 @@ class Agreements:
         return [(other, agreed) for other, agreed in known if _may_be(other.sizes, facts.sizes)]
 
     def keep(self, facts: GraphFacts, agreement: Agreement) -> None:
-        """Remember what was agreed for a graph."""
+        """Remembers what was agreed for a graph."""
         known = self._known.setdefault(groups.find(facts.groups[0].name), {})
         known.setdefault(facts.program, []).append((facts, agreement))
 
     def forget(self) -> None:
-        """Agree on everything anew."""
+        """Forgets all agreements, so that the ranks agree anew."""
         self._known = WeakKeyDictionary()

@@ -28,7 +28,9 @@ def _wait_in_vain(table, ctl, rank, slot, row, source, site):  # type: ignore[no
 
 
 class PollRates:
-    """Polls per second of each device, measured at first use (tens of milliseconds and one small compilation)."""
+    """The polls per second of each device, measured at first use (this takes tens of milliseconds and one small
+    compilation).
+    """
 
     def __init__(self) -> None:
         self._rates: dict[torch.device, float] = {}
@@ -41,7 +43,9 @@ class PollRates:
 
 
 def measure(device: torch.device) -> float:
-    """Polls per second of a waiting program on `device`. Synchronises the device; never inside a capture."""
+    """Measures the polls per second of a waiting program on `device`. It synchronises the device, and must not be
+    called inside a capture.
+    """
     if device.type != "cuda":
         return _measure(device)
     with torch.cuda.device(device):

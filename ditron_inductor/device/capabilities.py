@@ -17,13 +17,17 @@ import torch
 from ditron_inductor.device import slot_layout
 
 OLDEST_CUDA = (8, 0)
-"""bf16 tensor cores and system-scope acquire loads as Triton emits them."""
+"""The oldest compute capability with bf16 tensor cores and the system-scope acquire loads that Triton emits."""
 
 IN_BAND = "DITRON_IN_BAND"
-"""Set to 0 on any rank, kernels of its group send nothing in band (core/in_band.py)."""
+"""The environment variable that turns off sending in band (core/in_band.py): if it is 0 on any rank, kernels of its
+group send nothing in band.
+"""
 
 SYMM_MEM_BACKEND = "CUDA"
-"""torch's own backend, ROCm included: in the others each allocation is a collective call of all ranks there are."""
+"""torch's own backend of symmetric memory, also for ROCm. With other backends each allocation is a collective call of
+all ranks of the program.
+"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,9 @@ class RankFacts:
 
 
 def probe(device: torch.device) -> RankFacts:
-    """The facts of this process about `device`. No collective; for CUDA, initialises the device."""
+    """Returns the facts of this process about `device`. It makes no collective call. For CUDA it initialises the
+    device.
+    """
     return _probe_cuda(device) if device.type == "cuda" else _probe_cpu(device)
 
 
@@ -133,7 +139,7 @@ def _probe_cpu(device: torch.device) -> RankFacts:
 
 
 def interpreter_problem() -> str:
-    """Why Triton's interpreter cannot run our kernels in this process, or an empty string."""
+    """Returns why Triton's interpreter cannot run our kernels in this process; empty if it can."""
     if not _interpreted():
         return "TRITON_INTERPRET=1 was not set before Triton was imported"
     # Without numpy the kernels could not even have been decorated.
@@ -166,7 +172,9 @@ def _host() -> str:
 
 
 def combine(ranks: Sequence[RankFacts]) -> Capabilities:
-    """The capabilities of a group from the facts of its ranks, by group rank. Pure, so that all ranks agree."""
+    """Returns the capabilities of a group from the facts of its ranks, by group rank. It is a pure function, so all
+    ranks agree.
+    """
     peer_reason = _peer_problem(ranks)
     tile_reason = next((f"{_on(rank, ranks)}{f.tile_problem}" for rank, f in enumerate(ranks) if f.tile_problem), "")
     names = sorted({facts.device_name for facts in ranks})

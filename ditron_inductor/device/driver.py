@@ -1,7 +1,7 @@
-"""The few functions of the GPU driver that torch does not hand on, or only at several times their price.
+"""The few functions of the GPU driver that torch does not offer, or offers at several times their cost.
 
-They are called by ctypes in the library that torch and Triton use themselves, so its context is the current one.
-Streams are passed by handle.
+They are called by ctypes in the library that torch and Triton use themselves, so the current context is theirs. Streams
+are passed by handle.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 Copy = Callable[[int, int, int, int], None]
-"""(target address, source address, bytes, stream): queue a copy on the stream."""
+"""A function of (target address, source address, bytes, stream) that queues a copy on the stream."""
 
 
 @functools.cache
@@ -30,7 +30,9 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def capture_info() -> Callable[..., int]:
-    """A function of (stream, status*, id*): the capture that the stream takes part in; returns the driver's error."""
+    """Returns the driver's function of (stream, status*, id*) that reads the capture in which the stream takes part; it
+    returns the driver's error.
+    """
     # Both signatures are frozen; the second version of CUDA's is followed by outputs that may be null.
     if torch.version.hip is not None:
         return library().hipStreamGetCaptureInfo  # type: ignore[no-any-return]
@@ -40,9 +42,9 @@ def capture_info() -> Callable[..., int]:
 
 @functools.cache
 def device_copy() -> Copy:
-    """Copies within a device, or from a peer's memory that is mapped here: what `Tensor.copy_` comes down to for
-    contiguous tensors of one dtype, without a view of either end, and on any stream of the current device. Raises
-    RuntimeError if the driver refuses.
+    """Returns a function that copies within a device, or from a peer's memory that is mapped here, on any stream of the
+    current device. `Tensor.copy_` does the same for contiguous tensors of one dtype; here neither end needs a view. The
+    function raises RuntimeError if the driver refuses.
     """
     # Both take (target, source, bytes, stream), and both may be captured.
     function = library().cuMemcpyDtoDAsync_v2 if torch.version.hip is None else library().hipMemcpyDtoDAsync

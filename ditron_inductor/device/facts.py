@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SERVED_BY_LIBRARY = "all_reduce", "reduce_scatter", "all_gather"
-"""Collectives whose Task nodes, when they run by `library`, issue just the collective that a rank without the node
-issues itself. The nodes of all-to-alls send the same elements in another order.
+"""Collectives whose Task nodes, when they run by `library`, issue exactly the collective that a rank without the node
+issues. The nodes of all-to-alls are not among them, because they send the same elements in another order.
 """
 
 EQUAL_SIZES = "all_reduce", "reduce_scatter", "all_gather"
-"""Collectives to which every rank contributes as many elements."""
+"""Collectives to which every rank contributes the same number of elements."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class GroupFacts:
     """The launches of one group in one graph. before: as Inductor alone would run them; after: as the passes left them.
 
     world_size: the number of ranks that the graph was compiled for. moved: what the passes moved from one side of a
-    collective to the other, or made one of, so that other numbers travel, or in another order; empty if nothing.
+    collective to the other, or merged, so that other numbers are sent, or in another order; empty if nothing.
     structure: a hash of all ops of the graph before the passes.
     """
 
@@ -90,9 +90,9 @@ class GraphFacts:
 
     @property
     def program(self) -> str:
-        """A hash of the collectives as the program has them, by the lines that launch them, and of the options, without
-        sizes: equal for two graphs of one piece of the program, compiled for other sizes or with something else beside
-        the collectives.
+        """A hash of the program's collectives, by the lines that launch them, and of the options. Sizes are not a part
+        of it: it is equal for two graphs of one piece of the program that were compiled for different sizes, or with
+        different ops beside the collectives.
         """
         groups = [
             [group.name, group.world_size, [[before.wire, before.place] for before in group.before]]
@@ -102,7 +102,7 @@ class GraphFacts:
 
     @property
     def sizes(self) -> tuple[int | None, ...]:
-        """Elements of all collectives of the program."""
+        """The numbers of elements of all collectives of the program."""
         return tuple(launch.numel for group in self.groups for launch in group.before)
 
     @property
@@ -112,7 +112,7 @@ class GraphFacts:
 
     @property
     def key(self) -> str:
-        """A hash of the program, its sizes and its form: sites find by it what was agreed."""
+        """A hash of the program, its sizes and its form, by which sites find what was agreed."""
         return digest(json.dumps([self.program, self.sizes, self.form]))
 
     def text(self) -> str:
@@ -142,12 +142,12 @@ class Verdict:
 
 
 def digest(text: str) -> str:
-    """Twelve hex digits."""
+    """Returns twelve hex digits of a hash of the text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def group_of(value: Mapping[str, Any]) -> GroupFacts:
-    """The facts of a group from what JSON makes of them."""
+    """Returns the facts of a group from parsed JSON."""
     before, after = ([LaunchFacts(**launch) for launch in value[part]] for part in ("before", "after"))
     others = value["moved"], value["structure"]
     return GroupFacts(value["name"], value["world_size"], tuple(before), tuple(after), *others)
@@ -194,7 +194,9 @@ def compare(groups: Sequence[GroupFacts], options: Sequence[Mapping[str, str]]) 
 
 
 def differing(settings: Sequence[Mapping[str, str]]) -> str:
-    """The names that do not have the same value on all ranks, as "x is a on rank 0, b on ranks 1, 2"; empty if none."""
+    """Returns the names that do not have the same value on all ranks, as "x is a on rank 0, b on ranks 1, 2"; empty if
+    there are none.
+    """
     names = dict.fromkeys(name for values in settings for name in values)
     found = []
     for name in names:
@@ -218,7 +220,9 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _diverged(lists: Sequence[Sequence[LaunchFacts]]) -> tuple[int, int, str, int, str] | None:
-    """The first collective that two ranks do not have alike, as far as both have one: a graph may break on one rank."""
+    """Returns the first collective that differs between two ranks. Only collectives that both have are compared,
+    because a graph may break on one rank.
+    """
     for rank, launches in enumerate(lists[1:], 1):
         for number, (first, other) in enumerate(zip(lists[0], launches, strict=False)):
             sizes = {first.numel, other.numel} - {None} if first.wire.startswith(EQUAL_SIZES) else set()

@@ -1,4 +1,6 @@
-"""Process groups by name: rank, size, store and timeout, and whether the group is still the one it was."""
+"""Process groups by name: rank, size, store and timeout, and whether a group has been replaced by another of the same
+name.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Group:
 
 
 def find(group: str | dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A process group from itself, its name, or None for the default group. Raises RuntimeError or ValueError."""
+    """Returns a process group, given the group, its name, or None for the default group. Raises RuntimeError or
+    ValueError.
+    """
     if group is None:
         return distributed_c10d._get_default_group()
     if isinstance(group, str):
@@ -45,9 +49,9 @@ def find(group: str | dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def resolve(group: str | dist.ProcessGroup | None, device: torch.device | None = None) -> Group:
-    """The `Group` of what `find` takes.
+    """Returns the `Group` of a process group, which is given as to `find`.
 
-    The timeout is that of the backend which serves tensors on `device`, by default the group's first one.
+    The timeout is that of the backend for tensors on `device`, by default that of the group's first backend.
     """
     process_group = find(group)
     global_ranks = tuple(distributed_c10d.get_process_group_ranks(process_group))

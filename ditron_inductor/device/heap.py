@@ -1,9 +1,9 @@
 """Symmetric heaps: one allocation per rank, of equal size, each mapped into every rank's address space.
 
-Two steps, so that an allocation that fails on one rank leaves no other waiting inside the second: a rank makes its
-heap, the ranks tell each other that they could, and then map each other's. The CPU heap is anonymous memory handed over
-by file descriptor: it has no name in any file system, is not bound by the size of /dev/shm, and ends with the last
-process that maps it, however that process ends.
+There are two steps, so that an allocation that fails on one rank leaves no other rank waiting inside the second step.
+First each rank makes its heap, and the ranks tell each other that this succeeded. Then they map each other's heaps. The
+CPU heap is anonymous memory, which is passed on by file descriptor. It has no name in any file system, is not limited
+by the size of /dev/shm, and ends with the last process that maps it, however that process ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Heap(Protocol):
     """One rank's part of a symmetric heap, and after `join` its view of all parts."""
 
     local: torch.Tensor
-    """This rank's bytes: uint8 [nbytes], zero when made."""
+    """This rank's bytes: uint8 [nbytes], which are zero at first."""
 
     addresses: tuple[int, ...]
     """The address of each rank's heap in this process; empty before `join`."""
@@ -41,7 +41,8 @@ class Heap(Protocol):
         ...
 
     def join(self, group: Group, offers: Sequence[dict[str, Any]]) -> None:
-        """Map the heaps of all ranks from their `offers`, by group rank. Collective. Raises OSError or RuntimeError."""
+        """Maps the heaps of all ranks from their `offers`, by group rank. Collective. Raises OSError or RuntimeError.
+        """
         ...
 
     def joined(self) -> None:
@@ -54,7 +55,7 @@ class Heap(Protocol):
 
 
 def make_heap(device: torch.device, nbytes: int) -> Heap:
-    """Allocate this rank's heap of `nbytes` on `device`. Raises OSError or RuntimeError when there is no memory."""
+    """Allocates this rank's heap of `nbytes` on `device`. Raises OSError or RuntimeError if there is no memory."""
     return CudaHeap(device, nbytes) if device.type == "cuda" else CpuHeap(nbytes)
 
 
@@ -71,7 +72,7 @@ class RendezvousCount:
         self.alone: dist.ProcessGroup | None = None
 
     def catch_up(self, target: int, device: torch.device) -> None:
-        """Take part in rendezvous of a group of this rank alone, until `target` of them are done."""
+        """Takes part in rendezvous of a group of this rank alone, until the count is `target`."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
         if self.done < target and self.alone is None:
@@ -88,8 +89,9 @@ RENDEZVOUS = RendezvousCount()
 
 
 class CudaHeap:
-    """Symmetric memory of torch, allocated on its own rather than from a pool: a heap may be made while a CUDA graph's
-    private pool is active, must not lie in it, and starts at offset 0 of its allocation on every rank."""
+    """Symmetric memory of torch, allocated separately rather than from a pool. A heap may be made while a CUDA graph's
+    private pool is active, and must not lie in this pool. It starts at offset 0 of its allocation on every rank.
+    """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.local = private_cuda_bytes(device, nbytes)
@@ -184,9 +186,10 @@ class CpuHeap:
         return self._maps[rank]
 
     def _map_peer(self, offer: dict[str, Any]) -> torch.Tensor:
-        """Maps what a rank offered, which came through a store that others may write to: a heap like ours or OSError.
+        """Maps what a rank offered. The offer came through a store to which others may write, so anything but a heap
+        like ours raises OSError.
 
-        The device is that of all memory without a name, so no file of any file system passes for a heap.
+        Memory without a name has a device number of its own, so no file of any file system is accepted as a heap.
         """
         pid, number, device, inode = (_whole_number(offer, name) for name in ("pid", "fd", "device", "inode"))
         # O_NONBLOCK: a pipe or a device must not stop us before it is refused.
@@ -206,7 +209,7 @@ class CpuHeap:
 
 
 def _whole_number(offer: dict[str, Any], name: str) -> int:
-    """A number of an offer. Raises OSError for anything else, which must not become part of a path."""
+    """Returns a number of an offer. Raises OSError for anything else, because the number becomes a part of a path."""
     value = offer.get(name) if isinstance(offer, dict) else None
     if type(value) is not int or not 0 <= value < 1 << 64:
         raise OSError(f"a rank offered its heap with {name} {value!r}, which is not a whole number")

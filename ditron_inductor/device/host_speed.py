@@ -19,10 +19,11 @@ SIZE = 64
 
 @functools.cache
 def launch_us(device: torch.device) -> float:
-    """Microseconds of the host for one eager `torch.mm` of a small size, back to back; 0 for what is no GPU.
+    """Returns the microseconds of the host for one eager `torch.mm` of a small size, back to back; 0 if the device is
+    not a GPU.
 
-    The median of a few rounds, some milliseconds in all, once for each device and process, whatever groups there are.
-    Synchronises the device; never inside a capture.
+    It is the median of a few rounds, and is measured once for each device and process, in a few milliseconds. It
+    synchronises the device, and must not be called inside a capture.
     """
     if device.type != "cuda":
         return 0.0

@@ -13,7 +13,7 @@ from ditron_inductor.device import groups
 from ditron_inductor.device.facts import GraphFacts, GroupFacts, group_of, ranks_text
 
 NOBODY = ""
-"""Stands for the entry of a bare graph, which has no register."""
+"""The uid of the entry of a bare graph, which has no register."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class GroupLog:
         self._posted: Counter[str] = Counter()
 
     def post(self, uid: str, position: int, facts: GroupFacts, options: Mapping[str, str]) -> LogEntry:
-        """Append an entry to the own log."""
+        """Appends an entry to this rank's log."""
         value = {"uid": uid, "position": position, "facts": json.loads(GraphFacts((facts,)).text()), "options": options}
         key = GraphFacts((facts,), options).key
         self._posted[key] += 1
@@ -61,9 +61,9 @@ class GroupLog:
         return LogEntry(uid, position, attempt, facts, options)
 
     def find(self, own: LogEntry, peer: int) -> LogEntry | Elsewhere | None:
-        """The peer's entry at the position of `own`, or why there will be none, or None: not yet.
+        """Returns the peer's entry at the position of `own`, or why there will be none, or None if it is not there yet.
 
-        An entry of an earlier position is passed over. A bare one is remembered, since its rank posts it only once.
+        An entry of an earlier position is skipped. A bare entry is remembered, because its rank posts it only once.
         """
         while True:
             found = self._look(peer)
@@ -89,7 +89,7 @@ class GroupLog:
         return self._bare.get((peer, program_of(own.facts)))
 
     def runs_plain(self, peer: int, position: int) -> None:
-        """Note that the peer is in a graph whose collectives are all the library's, up to a position."""
+        """Notes that up to a position the peer is in a graph whose collectives are all the library's."""
         self._inside[peer] = max(self._inside[peer], position)
 
     def _look(self, peer: int) -> LogEntry | None:
@@ -105,13 +105,15 @@ class GroupLog:
 
 
 def program_of(facts: GroupFacts) -> str:
-    """The group's collectives and the lines that launch them, in the graph of any rank that runs the same program."""
+    """Returns the group's collectives and the lines that launch them, which are equal in the graphs of all ranks that
+    run the same program.
+    """
     return json.dumps([[launch.wire, launch.place] for launch in facts.before])
 
 
 def position_of(group: groups.Group, facts: GroupFacts) -> int:
-    """Collectives that the group's library has launched so far for the device of the graph, counted alike on all ranks;
-    0 where the library does not count.
+    """Returns the number of collectives that the group's library has launched so far for the device of the graph, which
+    all ranks count in the same way; 0 if the library does not count.
     """
     process_group = group.process_group()
     launches = facts.before or facts.after

@@ -48,7 +48,8 @@ GAVE_UP = "a peer gave up waiting"
 
 
 class Holder:
-    """Stands for the workspace of a call that has none: it holds as long as what the ranks of the group decided."""
+    """Replaces the workspace of a call that has none. It is valid as long as the decisions of the ranks of the group.
+    """
 
     def __init__(self, meetings: Meetings, process_group: dist.ProcessGroup) -> None:
         self._meetings = meetings
@@ -73,22 +74,22 @@ class Meetings:
         self._sites: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[str, str]]] = WeakKeyDictionary()
         self._plain: dict[tuple[str, str], str] = {}
         self.version = 0
-        """Grows when something was agreed on, and when that is forgotten."""
+        """A counter that grows when something is agreed on, and when agreements are forgotten."""
         self.life = 0
-        """Grows when all is forgotten."""
+        """A counter that grows when everything is forgotten."""
 
     def note_plain(self, facts: GraphFacts, reason: str) -> None:
-        """Remember, for reports, why the sites of a graph do not run."""
+        """Remembers, for reports, why the sites of a graph do not run."""
         for group in facts.groups:
             self._plain.update({(group.name, launch.site): reason for launch in group.after if launch.site})
 
     def plain_reason(self, group_name: str, site: str) -> str:
-        """Why a site's graph runs as Inductor alone would run it; empty where it does not."""
+        """Returns why a site's graph runs as Inductor alone would run it; empty if it does not."""
         return self._plain.get((group_name, site), "")
 
     def library_reason(self, group_name: str, site: str) -> str:
-        """Why a node runs by the library whatever the plan says; empty where the ranks have agreed on the node, or have
-        not met because it is no part of a compiled graph.
+        """Returns why a node runs by the library whatever the plan says; empty if the ranks have agreed on the node, or
+        have not met because it is not a part of a compiled graph.
         """
         return self._site(group_name, site)[0]
 
@@ -123,7 +124,9 @@ class Meetings:
                 log.runs_plain(peer, position_of(log.group, group) + count)
 
     def forget(self, process_group: dist.ProcessGroup, life: str) -> None:
-        """Meet anew for all graphs of a group, whose ranks have come together in a session of this name."""
+        """Forgets what was decided in a group, so that its ranks meet anew for all graphs. They have come together in a
+        session of this name.
+        """
         self._lives[process_group] = life
         self._logs.pop(process_group, None)
         # A graph of several groups may be kept with any of them.
@@ -134,7 +137,7 @@ class Meetings:
         self.life += 1
 
     def meet(self, facts: GraphFacts, limit_s: float) -> Decision:
-        """Agree with the peers of a graph that is about to run. All ranks of its groups come here, or will not.
+        """Reaches an agreement with the peers of a graph that is about to run. Peers that will not come are detected.
 
         Raises DitronStaleGraph, DitronOptionsMismatch and DitronDiverged, the latter two on all ranks alike, and
         DitronHandshakeError when a store cannot be reached.
@@ -204,9 +207,10 @@ class _Meeting:
         ]
 
     def hold(self, believe_bare: bool) -> Agreement | Decision:
-        """Wait for the peers, compare, agree; a decision without an agreement where somebody does not come.
+        """Waits for the peers, compares the graphs, and returns the agreement. If a rank does not come, it returns a
+        decision without an agreement.
 
-        believe_bare: whether a peer that does not come is taken to run the bare graph that it once posted.
+        believe_bare: whether to assume that a peer that does not come runs the bare graph that it once posted.
         """
         found: list[dict[int, LogEntry]] = [{log.group.rank: own} for log, own in zip(self.logs, self.own, strict=True)]
         decision = self._held(found, believe_bare)
@@ -250,7 +254,7 @@ class _Meeting:
         return self._conclude(said, verdicts)
 
     def _collect(self, found: list[dict[int, LogEntry]]) -> Elsewhere | None:
-        """Look into the logs of those who are missing; why one of them will not come, if so."""
+        """Reads the logs of the ranks that are missing. Returns the reason if one of them will not come."""
         if self._read(self.uid) is not None:
             return Elsewhere(GAVE_UP, False)
         for log, own, seen in zip(self.logs, self.own, found, strict=True):
@@ -270,7 +274,7 @@ class _Meeting:
         return None
 
     def _conclude(self, own: Mapping[str, Any], verdicts: Sequence[Verdict]) -> Agreement | Decision:
-        """Read the registers of everybody who is connected with this rank, and decide by all of them."""
+        """Reads the registers of all ranks that are connected with this one, and decides by all of them."""
         said = {self.uid: own}
         open_ones = [uid for uids in own["seen"].values() for uid in uids if uid not in (self.uid, NOBODY)]
         while open_ones:
@@ -356,7 +360,7 @@ def check_world_sizes(facts: GraphFacts) -> None:
 
 
 def registers(group: groups.Group) -> dist.Store:
-    """The store that all groups of a process share, or the group's own where there is no default group."""
+    """Returns the store that all groups of a process share, or the group's own store if there is no default group."""
     if dist.is_initialized():
         return dist.PrefixStore("ditron/registers", distributed_c10d._get_default_store())
     return dist.PrefixStore("registers", group.store)
@@ -378,7 +382,7 @@ def _fit(said: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def _error(log: GroupLog, verdict: Verdict) -> list[Any] | None:
-    """The error of a verdict, as the ranks tell each other."""
+    """Returns the error of a verdict in the form in which the ranks exchange it."""
     if verdict.options:
         return ["options", {"group_name": log.group.name, "differences": verdict.options}]
     if verdict.diverged is not None:

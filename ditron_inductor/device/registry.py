@@ -48,9 +48,10 @@ class Registry:
         self._lock = threading.RLock()
 
     def use_table(self, table: str | Callable[[], str]) -> None:
-        """The text of the table of measured choices that this rank offers to groups which shake hands from now on.
+        """Sets the text of the table of measured choices that this rank offers to groups that shake hands from now on.
 
-        A function is called when a group does. A group that has shaken hands keeps what it took; a warning says so.
+        If it is a function, it is called when a group shakes hands. A group that has shaken hands keeps its table; a
+        warning says so.
         """
         self._table = table
         if callable(table):
@@ -64,7 +65,8 @@ class Registry:
                 )
 
     def get(self, group_name: str, device: torch.device, options: AgreedOptions) -> Workspace:
-        """The workspace of a group. Collective at the group's first use and at the first use of `options` in it.
+        """Returns the workspace of a group. Collective at the group's first use and at the first use of `options` in
+        it.
 
         device: where the tensors of the call live. Raises DitronHandshakeError naming ranks that do not come in time,
         DitronOptionsMismatch, DitronCaptureError, and RuntimeError when there is no such group.
@@ -82,7 +84,7 @@ class Registry:
             return sorted(found, key=lambda shared: str(shared.device))
 
     def release(self, shared: SharedWorkspace) -> None:
-        """Forget a workspace and free its memory. The next use of its group makes a new one."""
+        """Forgets a workspace and frees its memory. The next use of its group makes a new one."""
         with self._lock:
             self._bound = {key: ws for key, ws in self._bound.items() if ws._shared is not shared}
             self._shared = {key: other for key, other in self._shared.items() if other is not shared}
@@ -147,7 +149,7 @@ class Registry:
 
 
 def _exact(device: torch.device) -> torch.device:
-    """The device as tensors on it name it: "cuda" alone may mean another GPU tomorrow."""
+    """Returns the device with its index, as tensors on it name it: "cuda" alone may mean another GPU later."""
     if device.type != "cuda":
         return torch.device(device.type)
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())

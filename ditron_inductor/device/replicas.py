@@ -21,21 +21,21 @@ from ditron_inductor.errors import DitronNotReplicated
 
 SAMPLES = 16
 ROUNDINGS = 16
-"""Values differ if they are further apart than so many roundings of the largest one: ranks may compute them in
-different orders.
+"""Values count as different if they are further apart than this many roundings of the largest value. Ranks may compute
+them in different orders.
 """
 
 
 def own_chunk(x: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
-    """This rank's of the `world_size` equal chunks of x along `dim`, a contiguous copy."""
+    """Returns this rank's chunk of the `world_size` equal chunks of x along `dim`, as a contiguous copy."""
     length = x.shape[dim] // world_size
     own = x.narrow(dim, groups.find(group_name).rank() * length, length)
     return own.clone(memory_format=torch.contiguous_format)
 
 
 class Replicas:
-    """The comparisons that were made: of each site of each group at its first call, and whenever the number of its
-    calls has doubled, since another program may have a site of the same name.
+    """The comparisons of replicated tensors. A site of a group is compared at its first call, and whenever the number
+    of its calls has doubled, because another program may have a site of the same name.
     """
 
     def __init__(self) -> None:
@@ -50,10 +50,11 @@ class Replicas:
         names: str = "",
         constants: str = "",
     ) -> torch.Tensor:
-        """An alias of x. Collective at calls 1, 2, 4, 8, .. of a site, those in a CUDA graph's capture not counted.
+        """Returns an alias of x. Collective at calls 1, 2, 4, 8, .. of a site; calls in the capture of a CUDA graph do
+        not count.
 
-        Raises DitronNotReplicated on all ranks where a tensor of `same` differs, or a line of `constants`, and
-        DitronHandshakeError where a rank does not come. names: a line for each tensor.
+        Raises DitronNotReplicated on all ranks if a tensor of `same` or a line of `constants` differs, and
+        DitronHandshakeError if a rank does not come. names: a line for each tensor.
         """
         if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             calls = self._calls.setdefault(groups.find(group_name), {})
@@ -66,7 +67,9 @@ class Replicas:
         return x.view_as(x)
 
     def forget(self, process_group: dist.ProcessGroup) -> None:
-        """Compare everything of a group anew: after a failure its ranks may have made different numbers of calls."""
+        """Makes the ranks compare everything of a group anew. After a failure they may have made different numbers of
+        calls.
+        """
         self._calls.pop(process_group, None)
 
 
@@ -114,7 +117,7 @@ def extremes(x: torch.Tensor) -> list[float]:
 
 
 def samples(x: torch.Tensor) -> list[float]:
-    """Values of x at places that follow from its shape."""
+    """Returns values of x at places that follow from its shape."""
     count = x.numel()
     places = torch.arange(min(SAMPLES, count), device=x.device) * max(1, count // SAMPLES)
     values: list[float] = x[torch.unravel_index(places, x.shape)].double().reshape(-1).tolist() if count else []

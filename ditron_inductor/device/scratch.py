@@ -16,14 +16,16 @@ ALIGNMENT = 256
 
 
 class Scratch:
-    """The scratch memory of one workspace, as Triton's allocators are called; keeps what a captured graph may hold."""
+    """The scratch memory of one workspace, with the signature of Triton's allocators. It keeps memory that a captured
+    graph may hold.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: list[torch.Tensor] = []
 
     def __call__(self, size: int, alignment: int, stream: int | None) -> torch.Tensor:
-        """uint8 [at least size], for a launch that is ordered after the workspace's last one."""
+        """Returns uint8 [at least size], for a launch that is ordered after the workspace's last launch."""
         assert alignment <= ALIGNMENT, f"a kernel asks for scratch memory aligned to {alignment} bytes"
         if self._kept and self._kept[-1].numel() >= size:
             return self._kept[-1]
@@ -39,5 +41,5 @@ class Scratch:
         return self._kept[-1]
 
     def release(self) -> None:
-        """Free the memory."""
+        """Frees the memory."""
         self._kept = []

@@ -45,18 +45,19 @@ class CallOrder(Protocol):
     """Whether the stream is being captured."""
 
     def enter(self) -> bool:
-        """Order what follows on the current stream after the last call; whether the stream is being captured."""
+        """Orders what follows on the current stream after the last call. Returns whether the stream is being captured.
+        """
         ...
 
     def leave(self) -> None:
-        """The call's work is on the stream that was current in `enter`."""
+        """Ends a call, whose work is on the stream that was current in `enter`."""
         ...
 
     def is_capturing(self) -> bool: ...
 
 
 class HostOrder:
-    """The CPU device: a call has ended when it returns."""
+    """The order on the CPU device: a call has ended when it returns."""
 
     stream = 0
     capturing = False
@@ -81,7 +82,7 @@ class _Mark:
 
 
 class StreamOrder:
-    """The CUDA device. `device` is the current one in all calls."""
+    """The order on a CUDA device. `device` is the current device in all calls."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = NO_STREAM
@@ -143,7 +144,9 @@ class StreamOrder:
 
 
 def current_handle(device_index: int) -> int:
-    """The driver's handle of torch's current stream on a device; costs a tenth of what the stream object costs."""
+    """Returns the driver's handle of torch's current stream on a device. It costs a tenth of what the stream object
+    costs.
+    """
     handle: int = torch._C._cuda_getCurrentRawStream(device_index)
     return handle
 
@@ -172,15 +175,17 @@ def capture_id(stream: torch.cuda.Stream) -> int:
 
 
 def on_stream(handle: int, device: torch.device) -> AbstractContextManager[object]:
-    """The stream of a handle as the current one of `device`, for what cannot be told its stream."""
+    """Returns a context in which the stream of a handle is the current one of `device`, for calls that do not take a
+    stream.
+    """
     if device.type != "cuda" or handle == current_handle(device.index):
         return nullcontext()
     return torch.cuda.stream(torch.cuda.ExternalStream(handle, device))
 
 
 def switch_to(stream: torch.cuda.Stream) -> Callable[[], object]:
-    """A function that makes `stream` the current one of the current device, its own: what torch.cuda.set_stream comes
-    down to.
+    """Returns a function that makes `stream` the current stream of its device, which has to be the current device. It
+    does what torch.cuda.set_stream does in the end.
     """
     return functools.partial(
         torch._C._cuda_setStream,

@@ -1,8 +1,10 @@
-"""Failures that a kernel found: the record it wrote becomes an error with names, at the next call and in the log.
+"""Failures that kernels find: the record that a kernel wrote becomes an error with names, at the next call and in the
+log.
 
 A kernel whose wait expired, or that met another site's flag, writes one record to memory that the host reads without
-asking the device (protocol rules 8 and 10). The next call of the workspace raises what it says. A process whose main
-thread sits in a long synchronisation would hear of it late, so a daemon thread logs it as soon as it is there.
+asking the device (protocol rules 8 and 10). The next call of the workspace raises the error. If the main thread of the
+process is in a long synchronisation, this may be late, so a daemon thread logs the failure as soon as the record
+exists.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Health:
         self._lock = threading.Lock()
 
     def begin(self, timeout_s: float) -> None:
-        """A call begins whose waits end after so many seconds."""
+        """Notes that a call begins whose waits end after so many seconds."""
         self.timeout_s = timeout_s
         if self._on_host:
             self._begun_at = time.monotonic()
@@ -65,7 +67,7 @@ class Health:
         return self._state.value != 0 or bool(self._cause)
 
     def check(self) -> None:
-        """Raise the failure, if any: at first as DitronTimeout or DitronDiverged, later as DitronPoisoned."""
+        """Raises the failure, if there is one: at first as DitronTimeout or DitronDiverged, later as DitronPoisoned."""
         error = self.error()
         if self._cause:
             raise DitronPoisoned(group_name=self._group.name, cause=self._cause)
@@ -75,7 +77,9 @@ class Health:
             raise type(error)(**error.fields)
 
     def fail(self, cause: BaseException) -> None:
-        """Note an exception, raised elsewhere, that left this rank's calls out of step with the other ranks'."""
+        """Notes an exception, raised elsewhere, after which this rank's calls are out of step with those of the other
+        ranks.
+        """
         if not self._cause:
             self._cause = f"{type(cause).__name__}: {cause}"
 
@@ -89,7 +93,7 @@ class Health:
             return self._error
 
     def clear(self) -> None:
-        """Forget the failure; no kernel of the workspace is running."""
+        """Forgets the failure. No kernel of the workspace may be running."""
         with self._lock:
             self.record.zero_()
             self._error = None
@@ -141,7 +145,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def watch(self, health: Health) -> None:
-        """Report `health` from now on, for as long as something else keeps it alive."""
+        """Reports on `health` from now on, as long as something else keeps it alive."""
         with self._lock:
             self._watched.add(health)
             if self._thread is None:
@@ -150,7 +154,7 @@ class Watchdog:
                 atexit.register(self.close)
 
     def close(self) -> None:
-        """End the thread, before the memory that it reads goes."""
+        """Ends the thread, before the memory that it reads is freed."""
         thread = self._thread
         self._stop.set()
         if thread is not None:

@@ -1,8 +1,10 @@
-"""The workspace of a process group on a device: what a call of a Task node gets, and in which order calls run.
+"""The workspace of a process group on a device: the memory and words that a call of a Task node gets, and the order of
+calls.
 
-One workspace serves all sites of its group. Calls take its slots in turn; which slot a call takes follows from the
-number of calls before it, equal on all ranks, and the slot's epoch lives on the device. The host adds what a kernel
-cannot do: it makes the slots large enough, orders calls of different streams, and raises what an earlier kernel found.
+One workspace serves all sites of its group. Calls take its slots in turn. The slot of a call follows from the number of
+calls before it, which is equal on all ranks, and the slot's epoch is in device memory. The host does what a kernel
+cannot do: it makes the slots large enough, orders calls on different streams, and raises errors that an earlier kernel
+found.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class SharedWorkspace:
     def begin(
         self, site: str, nbytes: int, limit: int, timeout_s: float, first_timeout_s: float
     ) -> tuple[Generation, int, int]:
-        """Take the next slot for one use; see Workspace.call. (its ring, the slot, the number of `site`)."""
+        """Takes the next slot for one use (see Workspace.call). Returns (its ring, the slot, the number of `site`)."""
         if self._in_call:
             # An exception, such as an interrupt, came where nobody could note it: the peers are a call ahead or behind.
             self.health.fail(RuntimeError("a call before this one neither ended nor failed"))
@@ -95,12 +97,14 @@ class SharedWorkspace:
         return generation, slot, number
 
     def fail(self, cause: BaseException) -> None:
-        """Note an exception in the use that began last, which left this rank's calls out of step with the others'."""
+        """Notes an exception in the use that began last, after which this rank's calls are out of step with those of
+        the others.
+        """
         self._in_call = False
         self.health.fail(cause)
 
     def end(self) -> None:
-        """The use that began last is on its stream."""
+        """Ends the use that began last, whose work is on its stream."""
         self._in_call = False
         self.order.leave()
         if self.health.failed():
@@ -116,7 +120,8 @@ class SharedWorkspace:
         return first
 
     def make_first_ring(self, limit: int, timeout_s: float) -> None:
-        """Find out whether the ranks can map each other's memory; where not, the capabilities say so from now on."""
+        """Finds out whether the ranks can map each other's memory. If they cannot, the capabilities say so from now on.
+        """
         if slot_layout.heap_bytes(FIRST_SLOT_BYTES) > limit:
             return
         try:
@@ -125,9 +130,9 @@ class SharedWorkspace:
             self.capabilities = self.capabilities.without_peer_access(f"the workspace {exc.fields['problem']}")
 
     def grow(self, site: str, nbytes: int, limit: int, timeout_s: float) -> Generation:
-        """Make slots of at least `nbytes`. Collective.
+        """Makes slots of at least `nbytes`. Collective.
 
-        Raises DitronCaptureError, WorkspaceError (on all ranks alike), DitronHandshakeError and DitronDiverged.
+        Raises DitronCaptureError, WorkspaceError (on all ranks), DitronHandshakeError and DitronDiverged.
         """
         assert not self.released, "a workspace is got anew for every call, not kept"
         if not self.capabilities.tile_available:
@@ -174,15 +179,15 @@ class SharedWorkspace:
         return generation
 
     def held(self) -> int:
-        """Bytes of the rings that calls may use: equal on all ranks."""
+        """The bytes of the rings that calls may use, which are equal on all ranks."""
         return sum(slot_layout.heap_bytes(generation.slot_bytes) for generation in self.generations)
 
     def footprint(self, nbytes: int, limit: int) -> int:
-        """Bytes that the group takes while it has slots for calls of `nbytes`, to be compared with `limit`: equal on
-        all ranks.
+        """Returns the bytes that the group takes while it has slots for calls of `nbytes`, to be compared with `limit`.
+        They are equal on all ranks.
 
-        Where the slots have to grow for it, the rings that are there count too: they are, until the new one is made,
-        and those that a captured graph holds stay.
+        If the slots have to grow, the existing rings count too: they exist until the new ring is made, and rings that a
+        captured graph holds stay.
         """
         fits = bool(self.generations) and nbytes <= self.generations[-1].slot_bytes
         found = ring_bytes(nbytes) + (0 if fits else self.held())
@@ -190,8 +195,8 @@ class SharedWorkspace:
         return found
 
     def _choose_anew(self) -> None:
-        """Forget what calls have chosen, on all ranks at the same growth, if another answer of `footprint` would now be
-        another choice: one rank may come to ask it again alone.
+        """Forgets what calls have chosen, on all ranks at the same growth, if `footprint` would now lead to another
+        choice. Otherwise one rank might ask again alone.
         """
         before = dict(self._exceeds)
         for nbytes, limit in before:
@@ -202,7 +207,9 @@ class SharedWorkspace:
             self._sites_seen = set()
 
     def restart(self, session: Session, rings: set[str]) -> None:
-        """Back to zero, with the `rings` that all ranks have; no kernel of any rank is running."""
+        """Sets everything back to zero, and keeps the `rings` that all ranks have. No kernel of any rank may be
+        running.
+        """
         kept = [generation for generation in self.generations if generation.name in rings]
         # A graph may still hold a ring that other ranks do not have: its memory stays, no call takes it.
         self.lost += [generation for generation in self.generations if generation.captured and generation not in kept]
@@ -223,7 +230,7 @@ class SharedWorkspace:
         self.health.clear()
 
     def release(self) -> None:
-        """Free the memory. Peers that still map this rank's heap keep theirs."""
+        """Frees the memory. Peers that still map this rank's heap keep their mappings."""
         self.released = True
         self.generations = []
         self.lost = []
@@ -233,12 +240,12 @@ class SharedWorkspace:
             callback(self)
 
     def synchronize(self) -> None:
-        """Wait until no kernel of this rank runs any more: bounded, since their waits are."""
+        """Waits until no kernel of this rank runs any more. This is bounded, because the waits of kernels are."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def nbytes(self) -> int:
-        """Bytes of symmetric memory that this rank holds."""
+        """The bytes of symmetric memory that this rank holds."""
         return self.held() + sum(slot_layout.heap_bytes(generation.slot_bytes) for generation in self.lost)
 
 
@@ -277,22 +284,26 @@ class Workspace:
 
     @property
     def table(self) -> str:
-        """The text of the table of measured choices that all ranks use: rank 0's."""
+        """The text of the table of measured choices that all ranks use, which is rank 0's."""
         return self._shared.table
 
     @property
     def nbytes(self) -> int:
-        """Bytes of symmetric memory that this rank holds for the group, kept rings of captured graphs included."""
+        """The bytes of symmetric memory that this rank holds for the group, including rings that are kept for captured
+        graphs.
+        """
         return self._shared.nbytes()
 
     def footprint(self, nbytes: int) -> int:
-        """Bytes that calls of `nbytes` need of the option 'ditron.workspace_limit', with what the group holds."""
+        """Returns the bytes that count against the option 'ditron.workspace_limit' for calls of `nbytes`, including
+        what the group holds.
+        """
         return self._shared.footprint(nbytes, self.options.workspace_limit)
 
     def largest(self, what: str, size: int) -> int:
-        """The largest `size` on any rank, for sizes that only this rank's weights have, such as uneven shards, when the
-        ranks agreed on it: at the first use of `what`, a text equal on all ranks, which is collective. A size that has
-        changed since changes nothing: it may have changed on this rank alone.
+        """Returns the largest `size` on any rank, for sizes that may differ between ranks, such as uneven shards. The
+        ranks agree on it at the first use of `what`, a text that is equal on all ranks; this use is collective. A later
+        change of the size has no effect, because it may have changed on this rank alone.
         """
         known = self.agreed(what)
         if known is None:
@@ -306,7 +317,9 @@ class Workspace:
         return known[1]
 
     def agreed(self, what: str) -> tuple[int, int] | None:
-        """(own size, largest size) of `what`, as the ranks agreed last; another object after every agreement."""
+        """Returns (own size, largest size) of `what`, as the ranks last agreed. It is a new object after every
+        agreement.
+        """
         return self._shared.largest.get(what)
 
     def is_current(self) -> bool:
@@ -317,7 +330,7 @@ class Workspace:
         return not self._shared.released and self._shared.group.is_current()
 
     def check(self) -> None:
-        """Raise what an earlier kernel found wrong, as the next call would."""
+        """Raises the error that an earlier kernel found, as the next call would."""
         if self._shared.health.failed():
             self._shared.health.check()
 
@@ -329,9 +342,9 @@ class Workspace:
     def call(self, site: str, nbytes: int) -> Call:
         """One use of a slot with at least `nbytes` of data, for one kernel launch: `with ws.call(...) as call: launch`.
 
-        All ranks make the same calls in the same order. Entering raises DitronTimeout or DitronDiverged when an earlier
-        kernel failed, DitronPoisoned until the reset after that, DitronCaptureError and WorkspaceError when the slots
-        are too small and cannot grow. An exception inside the block leaves the workspace in need of a reset.
+        All ranks make the same calls in the same order. Entering raises DitronTimeout or DitronDiverged if an earlier
+        kernel failed, and then DitronPoisoned until the reset. It raises DitronCaptureError and WorkspaceError if the
+        slots are too small and cannot grow. After an exception inside the block the workspace needs a reset.
         """
         return Call(self._shared, (site, nbytes, self.options.workspace_limit, self.timeout_s, self.first_timeout_s))
 
@@ -379,7 +392,9 @@ class Call:
         return self.generation.slot_bytes
 
     def data(self, rank: int, dtype: torch.dtype) -> torch.Tensor:
-        """The data of the slot in the heap of `rank`, flat. Others' may be read, under the protocol, never written."""
+        """Returns the data of the slot in the heap of `rank`, flat. Data of other ranks may be read, under the
+        protocol, but never written.
+        """
         return self.generation.data(self.slot, rank, dtype)
 
     def kept(self, owner: Hashable, make: Callable[[Call], T]) -> T:
@@ -395,7 +410,8 @@ class Call:
         return found
 
     def fork(self) -> Lane:
-        """The workspace's second stream, for transfers beside the work on the current one; see device/lanes.py."""
+        """Returns a lane: further streams, for transfers beside the work on the current stream (see device/lanes.py).
+        """
         return self._shared.lane
 
     def __exit__(

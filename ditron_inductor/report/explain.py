@@ -131,11 +131,11 @@ def explain(
     """``explain(fn)(*args, **kwargs)`` compiles and runs ``fn`` once with Ditron and reports on its collectives.
 
     It is collective: all ranks of the groups in ``fn`` have to call it. ``mode`` and ``options`` are those of
-    ``torch.compile``, but ``ditron.strict`` is off. The compiler's caches are off too, since a hit has no reasons to
-    show. Where the outputs need gradients and ``backward`` is true, the backward pass runs too, without touching any
-    ``.grad``. The state of the random generators is restored; other side effects of ``fn`` are those of one run.
-    ``measure`` times the strategies that can run at each site, one call alone on random data of the site's shapes,
-    inside a CUDA graph if ``mode`` uses them.
+    ``torch.compile``, but ``ditron.strict`` is off. The compiler's caches are off too, because a graph from a cache has
+    no reasons to show. If the outputs need gradients and ``backward`` is true, the backward pass runs too, without
+    changing any ``.grad``. The state of the random generators is restored; other side effects of ``fn`` are those of
+    one run. With ``measure`` the strategies that can run at each site are timed: one call at a time, on random data of
+    the site's shapes, inside a CUDA graph if ``mode`` uses them.
     """
     parsed, _ = Options.parse(options)
 
@@ -155,7 +155,7 @@ def explain(
 
 
 def fresh_backend(mode: str | None, options: Mapping[str, Any] | None) -> Callable[..., Any]:
-    """Ditron as a backend of its own: Dynamo would answer from an earlier compilation with an equal one."""
+    """Returns Ditron as a new backend object. With an equal backend Dynamo would reuse an earlier compilation."""
 
     def fresh(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
         from ditron_inductor.backend import ditron
@@ -166,9 +166,9 @@ def fresh_backend(mode: str | None, options: Mapping[str, Any] | None) -> Callab
 
 
 def measured_report(report: Report, *, graph: bool, rounds: int | None = None, chosen: bool = False) -> Report:
-    """The report with every site timed that has run; sites of one shape share a measurement. Collective.
+    """Returns the report with times for every site that has run; sites of one shape share a measurement. Collective.
 
-    chosen: only `library` and the strategy that runs, not all that could.
+    chosen: time only `library` and the strategy that runs, not all strategies that could run.
     """
     import torch
 
@@ -236,7 +236,7 @@ def build_report(graphs: Sequence[GraphRecord], options: Options) -> Report:
 
 @contextlib.contextmanager
 def without_caches() -> Iterator[None]:
-    """Compile anew inside the block: a cache hit runs no pass, and so has nothing to tell."""
+    """Turns caches off inside the block. A cache hit runs no pass, so it has nothing to report."""
     import torch._dynamo.config
     import torch._functorch.config
     import torch._inductor.config
@@ -317,7 +317,7 @@ def cut_from_graph(inputs: Any) -> Any:
 
 
 def run_backward(outputs: Any) -> None:
-    """Gradients of all outputs that have them, to every leaf below; they are computed and dropped."""
+    """Computes the gradients of all outputs that have them, for every leaf, and drops them."""
     import torch
     from torch.utils import _pytree
 

@@ -1,7 +1,7 @@
 """Times the strategies of one site on all ranks of its group: what `tune` writes down and `explain` shows on request.
 
-Collective. The operands are random, several sets of them in turns so that no weight stays in a cache; the first result
-of each strategy is compared with that of `library`, since a wrong result must not win.
+It is collective. The operands are random, with several sets in turns, so that no weight stays in a cache. The first
+result of each strategy is compared with that of `library`, because a wrong result must not win.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class SiteShape:
 
     @staticmethod
     def of_matmul(op: str, m: int, n: int, k: int, dtype: torch.dtype, world_size: int) -> SiteShape:
-        """The simplest call whose matmul is [m, k] @ [k, n]. ValueError where m rows do not divide over the ranks."""
+        """Returns the simplest call whose matmul is [m, k] @ [k, n]. Raises ValueError if m rows do not divide among
+        the ranks.
+        """
         return SiteShape(*NODES[op].plain(m, n, k, world_size), dtype)
 
     @property
@@ -79,8 +81,8 @@ def measure(
     workspace_limit: int,
     timeout_s: float,
 ) -> Timings:
-    """Time `strategies`, all that there are without any, at `shape`, inside a CUDA graph if `graph`. All ranks of the
-    group give the same arguments.
+    """Times `strategies` (all of the kind's, if none are given) at `shape`, inside a CUDA graph if `graph`. All ranks
+    of the group give the same arguments.
     """
     strategies = strategies or shape.node.strategies
     clock = Clock(device, groups.find(group_name))
@@ -155,7 +157,9 @@ def _calls(
 
 
 def attempt(act: Callable[[], Result], device: torch.device) -> tuple[Result | None, str]:
-    """The result and no problem, or None and what went wrong: whatever it is, the ranks have to talk about it."""
+    """Returns the result and no problem, or None and what went wrong. Errors of any kind are caught, because the ranks
+    have to tell each other.
+    """
     try:
         result = act()
         if device.type == "cuda":

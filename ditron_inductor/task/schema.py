@@ -180,11 +180,13 @@ def new_token(x: torch.Tensor) -> torch.Tensor:
 
 
 def do_nothing(x: torch.Tensor, token: torch.Tensor) -> None:
-    """`after_`: only its place among the ops that use x matters."""
+    """Implements `after_`, which matters only by its place among the ops that use x."""
 
 
 def meet_nobody(key: str) -> None:
-    """`meet`: the meeting of a graph is in the code that Inductor writes, see codegen/meeting_kernel.py."""
+    """Implements `meet`, which does nothing: the meeting of a graph is in the code that Inductor writes (see
+    codegen/meeting_kernel.py).
+    """
 
 
 def shapes_of(operands: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,12 +198,14 @@ def shapes_of(operands: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def memory(like: torch.Tensor, outputs: Sequence[Output]) -> list[torch.Tensor]:
-    """New tensors for these outputs, on the device of the first operand, and of its dtype where they name none."""
+    """Returns new tensors for these outputs, on the device of the first operand. An output that names no dtype gets
+    that of the first operand.
+    """
     return [_empty(like, output, TORCH_DTYPES.get(output.dtype, like.dtype)) for output in outputs]
 
 
 def norm_output(x: torch.Tensor, shape: Sequence[Any], name: str) -> torch.Tensor:
-    """Memory for the output of this name of a norm, of a sum of this shape [.., N], beside x."""
+    """Returns memory on the device of x for the output of a norm with this name, for a sum of this shape [.., N]."""
     sizes, dtype = norm_form(name, shape)
     return x.new_empty(sizes, dtype=TORCH_DTYPES.get(dtype))
 
