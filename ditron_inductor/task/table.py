@@ -1,14 +1,15 @@
 """Measured times of the strategies, as a table that people can read and ranks can exchange as text.
 
 A table is a CSV with one line per matmul and mode, columns `COLUMNS`; lines that begin with `#` are comments. `gpu`:
-the driver's name of the GPU. `m`, `n`, `k`: one rank's matmul [m, k] @ [k, n] as in a `PlanRequest`; k is 1 where
-nothing is multiplied. `graph`: 1 where it was timed inside a CUDA graph. Times are microseconds of one call, the
-maximum over ranks of each rank's median, empty where a strategy could not run. All times of a line come from one
-interleaved run; only their ratios are used.
+the driver's name of the GPU. `m`, `n`, `k`: one rank's matmul [m, k] @ [k, n] as in a `PlanRequest`; k is 1 if nothing
+is multiplied. `graph`: 1 if it was timed inside a CUDA graph. Times are microseconds of one call, the maximum over
+ranks of each rank's median; they are empty if a strategy could not run. All times of a line come from one interleaved
+run, and only their ratios are used.
 
 `Table.lookup` finds a shape that was measured, else one from its bucket or close to it:
 
-* rows: half-octaves. m is in bucket round(2 log2 m); the last one, 16384 rows, is open. A bucket's m are served alike.
+* rows: half-octaves. m is in bucket round(2 log2 m). The last bucket, 16384 rows, is open. All m of a bucket get the
+  same answer.
 * weights: the measured n and k nearest to those asked for, each within a factor of sqrt(2).
 * between two measured buckets of one weight the ratio to `library` is interpolated if they are at most two octaves
   apart; up to four octaves apart the worse of the two counts; outside of all, the nearest one within an octave.
@@ -35,10 +36,12 @@ INTERPOLATED_BUCKETS = 4
 BRIDGED_BUCKETS = 8
 OUTER_BUCKETS = 2
 LEAST_US, MOST_US = 0.01, 1e12
-"""Times that a table can hold: those that are written with two decimals, and whose ratios are numbers."""
+"""The smallest and the largest time that a table can hold. Times are written with two decimals, and their ratios have
+to be finite.
+"""
 MOST_WHOLE = 1 << 62
 SHOWN = 80
-"""Characters of a cell that an error shows."""
+"""The most characters of a cell that an error shows."""
 FOLDER = Path(__file__).parent / "tables"
 """The tables that ship with the package: one file per GPU."""
 
@@ -82,7 +85,7 @@ class Entry:
 
     @property
     def us(self) -> dict[str, float]:
-        """Microseconds by strategy, of those that ran."""
+        """The microseconds by strategy, for those that ran."""
         times = {"library": self.library_us, "chunked": self.chunked_us, "tile": self.tile_us}
         return {name: us for name, us in times.items() if us is not None}
 
@@ -120,8 +123,8 @@ class Measured:
 
 
 class Table:
-    """Entries with distinct keys, in a fixed order. unused: what the text that it was read from holds of kinds and of
-    strategies that there are not, and on how many lines.
+    """Entries with distinct keys, in a fixed order. unused: the kinds and strategies in its text that do not exist,
+    with the number of lines.
     """
 
     def __init__(self, entries: Iterable[Entry] = (), unused: Mapping[str, int] | None = None) -> None:
@@ -134,10 +137,10 @@ class Table:
 
     @staticmethod
     def parse(text: str, source: str = "the table") -> Table:
-        """The table that `text` holds; of two lines with one key the later counts. Lines of kinds that were deleted are
-        left out, and so are times of strategies that a kind lacks.
+        """Returns the table that `text` holds. Of two lines with one key the later one counts. Lines of deleted kinds
+        are left out, and so are times of strategies that a kind does not have.
 
-        Raises InvalidTable naming `source`, the line and what is wrong there.
+        Raises InvalidTable, which names `source`, the line and what is wrong there.
         """
         entries = []
         unused: Counter[str] = Counter()

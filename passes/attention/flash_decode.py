@@ -121,7 +121,9 @@ def _joined(node: fx.Node) -> list[fx.Node] | None:
 
 
 def _read_part(attention: PartAlgebra, node: fx.Node) -> tuple[bool, Symbol | None]:
-    """(whether a tensor is the output of an attention, not its log-sum-exp; the sum of its weights, if it is any)."""
+    """Returns (whether a tensor is the output of an attention and not its log-sum-exp; the sum of its weights, or None
+    if it is neither).
+    """
     try:
         value = attention.algebra.value(node)
     except Unknown:
@@ -236,7 +238,9 @@ def _operands(
 
 
 def _placed(axes: Axes, wanted: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The dimensions with these axes in this order; those of size 1 behind them, where they change no stride."""
+    """Returns the dimensions with these axes in this order. Dimensions of size 1 stand behind them, where they change
+    no stride.
+    """
     present = [axis for axis in wanted if axis]
     ones = [dim for dim, axis in enumerate(axes) if not axis]
     if len(present) + len(ones) != len(axes) or any(axes.count(axis) != 1 for axis in present):
@@ -276,7 +280,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
 
 
 def _inserted(graph: fx.Graph, operand: _Operand) -> fx.Node:
-    """The views that give an operand its dimensions."""
+    """Inserts the views that give an operand its dimensions, and returns the last one."""
     node = operand.node
     value = proofs.tensor(node)
     assert value is not None
@@ -288,7 +292,7 @@ def _inserted(graph: fx.Graph, operand: _Operand) -> fx.Node:
 
 
 def _inserted_lengths(graph: fx.Graph, match: Match, batch: int) -> fx.Node:
-    """int32 [B]: what the mask compares with, or the size of the cache."""
+    """Inserts the lengths, int32 [B]: those that the mask compares with, or the size of the cache."""
     origin = match.q.node
     if match.lengths is None:
         device = origin.meta["val"].device

@@ -123,7 +123,7 @@ def _is_wanted(node: object, numbers: object, indices: object, count: Any) -> bo
 
 
 def _ordered(numbers: object, indices: object) -> fx.Node | None:
-    """The truths of the blocks, whose sum is `numbers`, and whose order, those that hold first, is `indices`."""
+    """Returns the truths of the blocks: `numbers` is their sum, and `indices` their order with the true ones first."""
     truths = _uncast(_sorted(numbers, indices))
     value = proofs.tensor(truths)
     return truths if value is not None and value.dtype == torch.bool else None
@@ -147,7 +147,7 @@ def _sorted(numbers: object, indices: object) -> fx.Node | None:
 
 
 def _in_blocks(counts: object, rows: int, columns: int) -> fx.Node | None:
-    """The mask [.., Sq, Skv] whose true elements `counts` counts, block by block."""
+    """Returns the mask [.., Sq, Skv] whose true elements `counts` counts, block by block."""
     if not isinstance(counts, fx.Node) or counts.target is not aten.sum.dim_IntList:
         return None
     permuted, dims, *kept = counts.args

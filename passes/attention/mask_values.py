@@ -1,7 +1,7 @@
 """The values that `masks` knows of tensors: affine integers, truths about them, and choices between two numbers.
 
-Integers are those of mathematics here. `fits` and `rounded` say what a dtype holds of them: nothing is proved of one
-that wraps.
+Integers are mathematical integers here. `fits` and `rounded` say whether a dtype can hold them; nothing is proved of an
+integer that wraps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Truth:
         return Truth(frozenset(replace(term, const=term.const - 1) for term in terms), not self.every)
 
     def both(self, other: Truth) -> Truth | None:
-        """`self and other`; None if that is neither a conjunction nor a disjunction."""
+        """Returns `self and other`; None if that is neither a conjunction nor a disjunction of terms."""
         for one, another in ((self, other), (other, self)):
             if not one.terms:
                 return another if one.every else one

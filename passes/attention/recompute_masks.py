@@ -1,4 +1,4 @@
-"""A mask that the graph computes is computed again for the backward of its attention, not kept for it.
+"""A mask that the graph computes is computed again in the backward of its attention, and is not saved for it.
 
 Before, in the joint graph of forward and backward:
 
@@ -9,15 +9,15 @@ After, the nodes of the mask are marked, so that the backward graph begins with
 
     arange .. -> where = mask -> _scaled_dot_product_flash_attention_backward(grad, .., mask) -> ..
 
-The partitioner would hand the mask from the forward to the backward, as it hands on whatever an op that is not
-pointwise reads. There it would be an input of the graph, of which nothing is known; and a tensor of all pairs of a
-query and a key would be kept. The marks are those of activation checkpointing.
+The partitioner would save the mask in the forward for the backward, as it saves every tensor that an op reads which is
+not pointwise. In the backward graph the mask would be an input, of which nothing is known. And a tensor with an element
+for each pair of a query and a key would be kept. The marks are those of activation checkpointing.
 
 It must not fire when
-* the mask is not one that is proved to be causal, or a causal window: what is handed on as a bias is as good kept;
+* the mask is not proved to be causal, or a causal window: a tensor that is passed on as a bias may as well be saved;
 * the keys are not gathered, or the backward of attention is not to be fused.
 
-The numbers and indices of FlexAttention's blocks are computed again likewise.
+The numbers and indices of FlexAttention's blocks are also computed again.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def chain_to(atoms: Atoms, node: fx.Node, ends: Collection[fx.Node] = (), *, sca
 
 
 def _factor(node: fx.Node) -> float | None:
-    """The positive number that a tensor is multiplied with, or that it is divided by."""
+    """Returns the positive factor by which a node multiplies a tensor; None for other nodes."""
     if node.target not in (*MULTIPLICATIONS, *DIVISIONS):
         return None
     number = node.args[1]

@@ -43,7 +43,7 @@ aten = torch.ops.aten
 
 Symbol = tuple[Any, ...]
 """("x", origin), ("v", origin), ("m", node), ("j", origin of x, node), ("Z", c, origin of x), ("N", c, origin of x,
-origin of v); ("b", ..) is of nobody's axis here: what a seed cuts x and v out of.
+origin of v); ("b", ..) depends on no axis here; a seed cuts x and v out of it.
 """
 Axes = tuple[tuple[int, ...], ...]
 """For every dimension the atoms that it runs over, the slowest first. A dimension of size 1 has none."""

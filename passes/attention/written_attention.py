@@ -448,7 +448,7 @@ def _number(node: fx.Node, argument: object) -> float | None:
 
 
 def _all_hidden(node: object) -> tuple[object, int] | None:
-    """(scores, dimension) of a node that says, with the dimension kept, where all of them are -inf."""
+    """Returns (scores, dimension) for a node that says, with the dimension kept, where all scores are -inf."""
     if not isinstance(node, fx.Node) or node.target not in NEGATIONS:
         return None
     found = node.args[0]
@@ -477,7 +477,7 @@ def _flat(atoms: Atoms, root: Root) -> list[int]:
 
 
 def _shared(atoms: Atoms, chain: Sequence[Root]) -> tuple[int, ...]:
-    """Batch and heads of keys or values, without those that only repeat them. Raises Unknown."""
+    """Returns the atoms of batch and heads of keys or values, without those that only repeat them. Raises Unknown."""
     batch, *others = atoms.of(chain[-1].axes)
     own = _flat(atoms, chain[0])
     found = tuple(atom for atom in batch if atom in own)

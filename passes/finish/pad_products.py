@@ -1,4 +1,5 @@
-"""Matmuls whose rows do not begin on 16 bytes get padded operands, where a rule of their sizes says that it pays.
+"""Matmuls whose rows do not begin at multiples of 16 bytes get padded operands, if a rule of their sizes says that it
+pays.
 
     x [M, 4097], w [4097, N] -> mm [M, N]
 
@@ -11,31 +12,31 @@ and, where the width of the result is not aligned either (N = 1023),
 
     w -> constant_pad_nd [4104, 1024] -> mm [M, 1024] -> slice [M, 1023]
 
-The same for addmm, whose bias is padded too, bmm and baddbmm. Inductor does this by `shape_padding`, in front of all
-passes, and decides it by a benchmark on each rank: two ranks may compile two graphs, of which one has a site that the
-other has not. So that is off (see `backend`), and this pass stands behind all fusions, where nothing depends on what it
-does: it sees the products that no site took, it looks at sizes, dtypes and strides only, and the constants of its rule
-(`task.alignment`) are the same on all machines.
+The same is done for bmm, baddbmm, and addmm, whose bias is padded too. Inductor does this by `shape_padding`, in front
+of all passes, and decides by a benchmark on each rank. So two ranks may compile two graphs, of which only one has a
+certain site. Therefore `shape_padding` is off (see `backend`), and this pass runs behind all fusions, where no other
+pass depends on it. It sees the products that no site took, it looks at sizes, dtypes and strides only, and the
+constants of its rule (`task.alignment`) are the same on all machines.
 
 A padded operand is computed by the kernel that computes the operand itself, if only the product reads it and Inductor
-generates it; otherwise it is a copy. The result is a view, whose rows are further apart than they are long, also where
-it leaves the graph, as with Inductor's padding. What needs them together, a collective say, gets a copy. A matrix that
-lies column by column is padded as the rows that it lies in. A size is only padded where elements lie together along it:
-M never, for a plain `x @ w`.
+generates it; otherwise it is a copy. The result is a view with gaps between its rows, also where it leaves the graph,
+as with Inductor's padding. What needs contiguous rows, such as a collective, gets a copy. In a matrix that lies column
+by column the columns are padded. A size is padded only if elements are contiguous along it, so M is never padded for a
+plain `x @ w`.
 
-The products of a site grow along K too, which each rank contracts alone: what is reduced, scattered or gathered behind
-them stays as it is, and so do all facts that ranks compare.
+The products of a site are padded along K too, which each rank contracts alone. What is reduced, scattered or gathered
+behind them stays the same, and so do all facts that ranks compare.
 
     matmul_all_reduce([a [M, 4097]], [b [4097, N]])  ->  matmul_all_reduce([pad(a)], [pad(b)])
 
-What a site gathers is sent as it is: another rank may have a collective there that no pass has fused.
+What a site gathers is not padded, because another rank may have a collective there that no pass has fused.
 
 It must not fire when
 * the product is not on a GPU, or of another dtype than bf16, fp16 and fp32, or its operands differ in it;
 * a size is dynamic, 0 or 1;
-* it is a site's, and padding K would leave an operand unaligned;
-* an operand lies neither by rows nor by columns, or the rows of a view are not as long as what lies between them;
-* all rows begin on 16 bytes already;
+* the product belongs to a site, and padding K would leave an operand unaligned;
+* an operand is contiguous neither along rows nor along columns, or there are gaps between the rows of a view;
+* all rows begin at multiples of 16 bytes already;
 * the rule finds that the copies cost more than the faster kernel saves.
 """
 
@@ -98,7 +99,7 @@ class Match:
 
 
 def find_unaligned(node: fx.Node, devices: tuple[str, ...] = GPUS) -> Match | None:
-    """Proves that a node is a product of which padding would align what is not; None if it is not one."""
+    """Proves that a node is a product that padding would align; None if it is not."""
     if node.target not in OPERANDS:
         return None
     bound = proofs.arguments(node)
@@ -268,7 +269,7 @@ def rewrite(graph: fx.Graph, match: Match, padded: dict[Any, fx.Node]) -> None:
 
 
 def _padded(graph: fx.Graph, source: fx.Node, rows: int, columns: int, padded: dict[Any, fx.Node]) -> fx.Node:
-    """Inserts a matrix, or each of a batch, with zeros below and to the right; in the layout that it has."""
+    """Inserts a matrix, or a batch of matrices, with zeros below and to the right, in the same layout."""
     if not rows + columns:
         return source
     key = (source, rows, columns)
@@ -293,7 +294,9 @@ def _swapped(graph: fx.Graph, source: fx.Node) -> fx.Node:
 
 
 def _padded_bias(graph: fx.Graph, match: Match, padded: dict[Any, fx.Node]) -> fx.Node:
-    """Inserts what is added to the padded product: as long as that where it was as long as the product."""
+    """Inserts the bias of the padded product, which is padded along each dimension in which it is as long as the
+    product.
+    """
     bias = match.bias
     assert bias is not None
     shape = bias.meta["val"].shape
@@ -324,7 +327,7 @@ def rewrite_site(
 
 
 def pad_by(graph: fx.Graph, rule: Rule, devices: tuple[str, ...] = GPUS) -> int:
-    """Pads every product for which it pays by a rule; returns how many."""
+    """Pads every product for which this pays by the rule, and returns how many."""
     padded: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.nodes):

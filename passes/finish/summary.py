@@ -37,7 +37,7 @@ class Summary:
         self._left: Counter[str] = Counter()
 
     def add(self, graph: fx.Graph) -> None:
-        """Count the sites of a rewritten graph, and log the sum: the first time for everybody to see."""
+        """Counts the sites of a rewritten graph, and logs the totals: the first time as a warning."""
         fused = Counter(_name(node) for node in graph.nodes if is_task(node))
         left = Counter(_reason(node) for node in graph.nodes if launches_collective(node))
         if not fused and not left:
@@ -52,7 +52,7 @@ class Summary:
             log.log(level, "%s", text)
 
     def text(self) -> str:
-        """The line."""
+        """Returns the line that is logged."""
         fused, left = self._fused.total(), self._left.total()
         graphs = "the first graph" if self._graphs == 1 else f"{self._graphs} graphs"
         text = f"ditron: {fused} of {fused + left} collectives of {graphs} fused"

@@ -41,19 +41,19 @@ WIRES: Mapping[str, str] = {
     "reduce_scatter": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
-"""The collective that an op of torch launches, by the op's name; others are compared by their own names."""
+"""The collective that an op of torch launches, by the op's name. Other ops are compared by their own names."""
 LOCAL_FIELDS = (
     "num_weights", "num_products", "has_bias", "num_extras", "epilogue", "return_gathered",
     "gather_dim", "scatter_dim",
 )  # fmt: skip
-"""Fields of a Task node that a rank may have for itself."""
+"""Fields of a Task node that may differ between ranks."""
 
 
 def launches_of(graph: fx.Graph) -> dict[str, list[tuple[fx.Node, LaunchFacts]]]:
     """The launches of every group with more than one rank, by the group's name, in graph order: nodes and their facts.
 
-    Groups that the graph holds as objects are left out, and so are groups that this process does not know: nobody can
-    say by which store their ranks would meet.
+    Groups that the graph holds as objects are left out, and so are groups that this process does not know, because it
+    is not known by which store their ranks would meet.
     """
     aliases = group_names()
     found: dict[str, list[tuple[fx.Node, LaunchFacts]]] = {}
@@ -113,8 +113,8 @@ def graph_facts(
 
 
 def _structure(graph: fx.Graph) -> str:
-    """A hash of the ops and of what they read, and of the numbers with a fraction among their arguments. Whole numbers
-    are left out: sizes and offsets, which may be one rank's own.
+    """Returns a hash of the ops, of what they read, and of the numbers with a fraction among their arguments. Whole
+    numbers are left out, because they are sizes and offsets, which may differ between ranks.
     """
     numbers: dict[fx.Node, int] = {}
     lines = []
@@ -166,7 +166,9 @@ def _wire(collective: str, reduce_op: object, dtype: torch.dtype | None) -> str:
 
 
 def wire_of(task: TaskNode) -> str:
-    """The collective of a node; where a node stands for several, its kind, and what decides how its parts travel."""
+    """Returns the collective of a node. If a node replaces several, it returns the kind of the node, and what decides
+    how its parts are sent.
+    """
     if isinstance(task, AttentionNode):
         return f"{task.kind} {task.mask.name} {task.scale:g} {task.softcap:g} {getattr(task, 'return_gathered', '')}"
     if isinstance(task, FlashDecode):
@@ -176,7 +178,9 @@ def wire_of(task: TaskNode) -> str:
 
 
 def _task_numel(node: fx.Node, task: TaskNode) -> int | None:
-    """Elements that this rank contributes: of its operand, or of its product where that is what travels."""
+    """Returns the number of elements that this rank contributes: those of its operand, or of its product if the product
+    is sent.
+    """
     first = _first_tensor(node)
     if isinstance(task, AttentionNode | FlashDecode):
         return None
@@ -202,7 +206,7 @@ def _first_tensor(node: fx.Node) -> torch.Tensor:
 
 
 def _known(shape: Sequence[Any]) -> int | None:
-    """The number of elements, where every size is a number."""
+    """Returns the number of elements if every size is a number, and otherwise None."""
     return math.prod(shape) if all(isinstance(size, int) for size in shape) else None
 
 

@@ -63,8 +63,8 @@ class Match:
 
 
 def find_moved(node: fx.Node) -> Match | None:
-    """Proves that what keeps a matmul from its reduction could stand behind it; None if it could not, or there is
-    nothing of the kind.
+    """Proves that the ops between a matmul and its reduction could stand behind the reduction; None if they could not,
+    or if there are none.
     """
     if node.op != "call_function" or node.target not in (ALL_REDUCE, REDUCE_SCATTER):
         return None
@@ -136,7 +136,7 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
 
 
 def _copy_row_major(graph: fx.Graph, node: fx.Node) -> None:
-    """A collective returns a row-major tensor, and so does what now stands in its place."""
+    """Inserts a row-major copy. A collective returns a row-major tensor, so what replaces it has to do the same."""
     users = list(node.users)
     with graph.inserting_before(node.next):
         shape = tuple(node.meta["val"].shape)
@@ -177,7 +177,7 @@ def find_widened(node: fx.Node) -> Gather | None:
 
 
 def rewrite_widened(graph: fx.Graph, match: Gather) -> None:
-    """Gathers what is cast, and casts what is gathered; a cast back to the first dtype goes."""
+    """Gathers the operand of the cast, and casts the gathered tensor. A cast back to the first dtype is removed."""
     gathered, cast = match.gathered, match.collective.operand
     source = cast.args[0]
     assert isinstance(source, fx.Node)

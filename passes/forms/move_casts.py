@@ -6,13 +6,13 @@ becomes
 
     x fp32 -> to bf16 -> all_gather_into_tensor -> wait -> split .. cat -> mm
 
-A gather, and all that moves its chunks, copies elements, so casting them before gives the same bits; half as many bytes
-are sent. Done by `try_forms`, for a gather that a fusion takes then.
+A gather, and the ops that move its chunks, copy elements, so a cast in front gives the same bits, and half as many
+bytes are sent. `try_forms` does this for a gather that a fusion then takes.
 
 It must not fire when
 * the gathered tensor is used in its own dtype too, or cast to two dtypes;
 * the cast widens: before the gather it would double what is sent;
-* it is a reduction that is next to the cast: it would add up other numbers.
+* the collective is a reduction, which would add up other numbers.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Match:
-    """`source` is what stands in front of the permute; `between` are the nodes from there to the collective, without
-    both, the innermost last; `dim` moves to the front.
+    """`source` is the operand of the permute. `between` are the nodes from there to the collective, without both, the
+    innermost last. `dim` is the dimension that moves to the front.
     """
 
     collective: Collective
@@ -44,8 +44,8 @@ class Match:
 
 
 def find_moved(node: fx.Node) -> Match | None:
-    """Proves that a scatter of dimension 0 is one of another dimension of what a matmul or a sum gives; None if it is
-    not.
+    """Proves that a scatter of dimension 0 scatters another dimension of the result of a matmul or a sum; None if it
+    does not.
     """
     if node.op != "call_function" or node.target is not REDUCE_SCATTER:
         return None
@@ -82,7 +82,7 @@ def _is_computed(node: fx.Node) -> bool:
 
 
 def rewrite(graph: fx.Graph, match: Match) -> None:
-    """Scatters the dimension where it stands."""
+    """Scatters the dimension in its own place."""
     collective, dim = match.collective, match.dim
     node, wait, world_size = collective.node, collective.wait, collective.world_size
     views, takes_any = rewriting.views_and_strides(wait)
@@ -102,7 +102,9 @@ def rewrite(graph: fx.Graph, match: Match) -> None:
 def _hand_out(
     graph: fx.Graph, match: Match, users: list[fx.Node], old: torch.Tensor, views: list[fx.Node] | None
 ) -> None:
-    """Gives its users the result with the dimension in front; as `views` of it, or row-major as it was (None)."""
+    """Gives the users the result with the dimension in front: as `views` of it, or, if `views` is None, row-major as
+    before.
+    """
     wait, ndim = match.collective.wait, old.ndim
     order = [match.dim, *(dim for dim in range(ndim) if dim != match.dim)]
     back = [order.index(dim) for dim in range(ndim)]

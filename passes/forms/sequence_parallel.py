@@ -12,21 +12,21 @@ After, for a dimension that divides, S here:
 
     .. -> split .. cat [B, S, N] -> mm, mm
 
-so that both collectives are fused with the matmuls beside them (`matmul_reduce_scatter`, `all_gather_matmul`), and the
-row-wise work shrinks to 1/W. The residual stays in parts from one all-reduce to the next. What leaves the region
-otherwise is gathered: every rank has the same bits of it.
+Then both collectives are fused with the matmuls beside them (`matmul_reduce_scatter`, `all_gather_matmul`), and the
+row-wise work shrinks to 1/W. The residual stays in parts from one all-reduce to the next. Other values that leave the
+region are gathered, so every rank has the same bits of them.
 
-`own_chunk` cuts a replicated tensor where it enters; the rank is found at run time and is no part of the graph. Whether
-the graph's inputs that enter are replicated cannot be seen in it, nor whether a number in it is another one on another
-rank (`x * rank`, `mask[rank:]`): `replicated` compares samples of the inputs, and the numbers, over the ranks while the
-program runs, and raises where they differ.
+`own_chunk` cuts a replicated tensor where it enters. The rank is found at run time and is not a part of the graph. The
+graph does not show whether its inputs that enter are replicated, nor whether a number in it differs on another rank (`x
+* rank`, `mask[rank:]`). So `replicated` compares samples of the inputs, and the numbers, over the ranks while the
+program runs, and raises if they differ.
 
 The result is that of eager mode up to rounding: a reduction may add in another order.
 
-Decided by sizes, shipped numbers (`task/sequence_cost.py`) and the option `ditron.sequence_parallel`. It must not fire
+Sizes, shipped numbers (`task/sequence_cost.py`) and the option `ditron.sequence_parallel` decide. It must not fire
 * with dynamic sizes, or if no dimension of the rows divides by the number of ranks;
-* in a backward graph, or where what has to be gathered for others costs more than is saved: training graphs save
-  what is replicated for the backward;
+* in a backward graph, or if gathering values for other readers costs more than is saved: training graphs save
+  replicated values for the backward;
 * across ops that are not row-wise, random ones, and operands that are not replicated (see `row_regions`).
 """
 
@@ -108,7 +108,7 @@ def work(region: Region, options: Options) -> RegionWork:
 
 
 def _with_norm(region: Region) -> set[fx.Node]:
-    """The all-reduces that would be one node with a norm behind them, if nothing were divided."""
+    """Returns the all-reduces that would be one node with the norm behind them, if nothing were divided."""
     found = set()
     for rsqrt in region.members:
         rows = normalised(rsqrt) if rsqrt.target is aten.rsqrt.default else None
@@ -125,7 +125,7 @@ def _columns(node: fx.Node) -> int:
 
 
 def _contracted(start: Collective) -> int:
-    """K of the matmuls that are reduced, of all together; 0 if no fusion takes them, or a size is dynamic."""
+    """Returns the sum of K over the matmuls that are reduced; 0 if no fusion takes them, or a size is dynamic."""
     product = find_prepared(start.operand, (start.node,))
     if refused(product):
         return 0
@@ -143,7 +143,7 @@ def _columns_behind(node: fx.Node, region: Region) -> int:
 
 
 def rewrite(graph: fx.Graph, match: Match, index: int) -> None:
-    """Cuts the rows of the region, which is the graph's `index`th that is cut."""
+    """Cuts the rows of the region. It is the `index`th region of the graph that is cut."""
     region = match.region
     places, constants = [_place(root) for root in region.roots], _constants(region)
     inside = set(region.members)
@@ -169,7 +169,9 @@ def rewrite(graph: fx.Graph, match: Match, index: int) -> None:
 
 
 def _scatter(graph: fx.Graph, start: Collective, dim: int) -> fx.Node:
-    """A reduce-scatter of what the all-reduce reads now: where that was a member, it has been gathered meanwhile."""
+    """Inserts a reduce-scatter of the present operand of the all-reduce. An operand that was a member has been gathered
+    before.
+    """
     operand = start.node.args[0]
     assert isinstance(operand, fx.Node) and start.reduce_op is not None
     with graph.inserting_before(start.node):
@@ -195,8 +197,8 @@ def _own_chunk(graph: fx.Graph, match: Match, source: fx.Node) -> fx.Node:
 
 
 def _compare(graph: fx.Graph, match: Match, texts: tuple[str, str], index: int) -> None:
-    """Has the ranks compare what is taken for replicated: the smallest root is read behind the comparison, or where
-    there is none the smallest input. texts: where the roots are read, and the constants, a line for each.
+    """Makes the ranks compare what is assumed to be replicated. The smallest root is read behind the comparison; if
+    there is no root, the smallest input. texts: where the roots are read, and the constants, a line for each.
     """
     roots = list(match.region.roots)
     placeholders = list(graph.find_nodes(op="placeholder"))
@@ -214,7 +216,7 @@ def _compare(graph: fx.Graph, match: Match, texts: tuple[str, str], index: int) 
 
 
 def _num_elements(node: fx.Node) -> float:
-    """Infinite where a size is dynamic: comparing it would fix it."""
+    """Returns the number of elements; infinity if a size is dynamic, because comparing the size would specialise it."""
     shape = node.meta["val"].shape
     return math.prod(shape) if all(isinstance(length, int) for length in shape) else math.inf
 
@@ -231,7 +233,9 @@ def _place(root: fx.Node) -> str:
 
 
 def _constants(region: Region) -> list[str]:
-    """A hash of all numbers in the region, and in what enters it, and each of them with its op once; none of none."""
+    """Returns a hash of all numbers in the region and in what enters it, and then each of them once, with its op;
+    nothing if there are no numbers.
+    """
     reduced = {reduction.wait for reduction in region.reductions}
     found = {node for node in region.members if node not in reduced}
     pending = [source for node in found for source in node.all_input_nodes if source not in region.members]
@@ -247,7 +251,9 @@ def _constants(region: Region) -> list[str]:
 
 
 def _constant(node: fx.Node) -> str:
-    """An op with its arguments, `_` for tensors, devices left out; empty if it has no others."""
+    """Returns an op with its arguments as text, with `_` for tensors and without devices; empty if it has no other
+    arguments.
+    """
     given = [value for value in (*node.args, *node.kwargs.values()) if not isinstance(value, torch.device)]
     text = ", ".join(map(_argument, given))
     name = str(getattr(node.target, "__name__", node.target))

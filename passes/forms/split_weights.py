@@ -1,4 +1,4 @@
-"""A weight that holds gate and up side by side becomes two views of it, where one epilogue combines their products.
+"""A weight that holds gate and up side by side becomes two views of it, if one epilogue combines their products.
 
 Before:
 
@@ -12,22 +12,24 @@ After:
     shard, [slice, slice] -> ditron.all_gather_matmul -> getitem 0 [M, F] -> reshape [B, S, F] -> silu ..
                                                       -> getitem 1 [M, F] -> reshape [B, S, F] -> mul by that
 
-and then, by absorb_epilogues, `cast(silu(mm0), bf16) * mm1`: the two halves of the product are in one program's
-registers, while a tile of the one product has columns of one half only. A view costs nothing; nothing is copied.
+Then absorb_epilogues makes the epilogue `cast(silu(mm0), bf16) * mm1`: one program has both halves of the product in
+its registers, while a tile of the undivided product has columns of one half only. A view costs nothing, and nothing is
+copied.
 
 A bias of the whole product becomes two views of it likewise: `silu(mm0 + row(x0)) * (mm1 + row(x1))`.
 
-The same for a plain `mm` or `addmm` of a few rows, which `projections` takes then. It is tried on a copy of the graph:
-what no epilogue combines stays one product, such as Q, K and V in one weight.
+The same is done for a plain `mm` or `addmm` of a few rows, which `projections` then takes. It is tried on a copy of the
+graph. A product whose parts no epilogue combines stays one product, such as Q, K and V in one weight.
 
 It must not fire when
-* the product is not cut into two halves of its columns, at once and completely, or is used as a whole too, as by a
+* the product is not cut directly and completely into two halves of its columns, or is used as a whole too, as by a
   backward that splits it again: there two products were measured as no faster, see docs/deleted.md;
 * the width of the product is dynamic;
 * the result feeds something that Inductor fuses with it, see absorb_epilogues;
-* the strategy is `library`, to which one wide matmul is better than two.
+* the strategy is `library`, for which one wide matmul is faster than two.
 
-Only whether the halves are equally wide counts: wherever one rank combines them element by element, all do.
+Only one fact counts, namely that the halves are equally wide: if one rank combines them element by element, all ranks
+do.
 """
 
 from __future__ import annotations
@@ -184,7 +186,7 @@ def rewrite(graph: fx.Graph, product: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _columns(graph: fx.Graph, weight: fx.Node, start: int, width: int) -> fx.Node:
-    """Inserts a view of columns of a matrix, or of a row."""
+    """Inserts a view of some columns of a matrix, or of some elements of a row."""
     value: torch.Tensor = weight.meta["val"]
     args = (weight, value.ndim - 1, start, start + width)
     node = graph.create_node("call_function", aten.slice.Tensor, args, name="columns")
@@ -269,7 +271,7 @@ def _combines(views: tuple[fx.Node, ...]) -> bool:
 
 
 def split_weights(graph: fx.Graph, *, options: Options) -> int:
-    """Splits every weight of which an epilogue combines the halves of the product then; returns how many."""
+    """Splits every weight if an epilogue then combines the halves of its product, and returns how many."""
     if options.strategy == "library" or not any(is_task(node) for node in graph.nodes):
         return 0
     found: dict[object, Match] = {}

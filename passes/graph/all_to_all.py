@@ -30,8 +30,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class AllToAll:
-    """An all-to-all of a known group with equal splits. wait: the node that holds the result; the op itself where it
-    waits.
+    """An all-to-all of a known group with equal splits. wait: the node that holds the result, which is the op itself if
+    the op waits.
     """
 
     node: fx.Node
@@ -53,7 +53,9 @@ class Chain:
     world_size: int
 
     def layouts(self, first: Layout) -> Iterator[tuple[fx.Node, Layout]]:
-        """Each node and its layout, `first` that of the first one; ends where a layout is not certain."""
+        """Yields each node with its layout, given the layout `first` of the first node. It ends where a layout is not
+        certain.
+        """
         layout: Layout | None = first
         for place, node in enumerate(self.nodes):
             if place > 0 and layout is not None:
@@ -93,7 +95,9 @@ def read_all_to_all(node: fx.Node) -> AllToAll | ReasonCode:
 
 
 def exchanged(collective: AllToAll, sent: Layout) -> tuple[Axis, Axis, Layout] | None:
-    """(the axis of the ranks in what is sent, that in what comes, the layout of what comes); None if not certain."""
+    """Returns (the axis of the ranks in what is sent, the axis of the ranks in what is received, the layout of what is
+    received); None if not certain.
+    """
     came = Axis(collective.world_size)
     dims = list(sent)
     scattered = gathered = 0
@@ -155,7 +159,9 @@ def _cat_below(node: fx.Node, world_size: int) -> proofs.Regrouped | None:
 
 
 def written(nodes: Iterable[fx.Node]) -> fx.Node | None:
-    """The first op that writes into one of these nodes: what a fusion reads it would read at another time."""
+    """Returns the first op that writes into one of these nodes. With such an op a fusion would read the node at another
+    time than the program does.
+    """
     users = (user for node in nodes for user in node.users if isinstance(user.target, torch._ops.OpOverload))
     return next((user for user in users if user.target._schema.is_mutable), None)  # type: ignore[union-attr]
 
@@ -171,7 +177,7 @@ def same_axes(left: Sequence[Axis], right: Sequence[Axis]) -> bool:
 
 
 def concrete(size: Any) -> int | None:
-    """A size that is a number, as one; None for a symbol."""
+    """Returns a size as an int; None for a symbol."""
     return size if isinstance(size, int) else None
 
 
@@ -186,7 +192,9 @@ def sizes_of(node: fx.Node) -> list[Any] | None:
 
 
 def rows_and_columns(first: Any, second: Any, columns: Any) -> list[Any] | None:
-    """Sizes of a reshape to [first * second, columns], or where `first` is not 1 to [first, second, columns]."""
+    """Returns the sizes of a reshape to [first * second, columns], or, if `first` is not 1, to [first, second,
+    columns].
+    """
     sizes = [columns] if isinstance(columns, int) else []
     if not sizes:
         return None
@@ -203,7 +211,7 @@ def shape_of(first: Any, second: Any, columns: Any) -> tuple[Any, ...]:
 
 
 def reshape(graph: fx.Graph, source: fx.Node, sizes: Sequence[Any], shape: Sequence[Any]) -> fx.Node:
-    """Inserts a reshape; or what the source is a view of, or itself, where that has this shape."""
+    """Inserts and returns a reshape; if the source, or what it is a view of, has this shape already, returns that."""
     for view in proofs.views_up(source):
         value = proofs.tensor(view)
         if value is not None and proofs.same_shape(tuple(value.shape), tuple(shape)):

@@ -33,7 +33,9 @@ class Axis:
         self.parts: tuple[Axis, Axis] | None = None
 
     def divide(self, outer: Any) -> tuple[Axis, Axis]:
-        """The parts, the first of which has the size `outer`, which divides that of the axis."""
+        """Divides the axis into two parts and returns them. The first part has the size `outer`, which has to divide
+        the size of the axis.
+        """
         assert self.parts is None
         self.parts = Axis(outer), Axis(self.size // outer)
         return self.parts
@@ -67,7 +69,9 @@ def of_shape(shape: Sequence[Any]) -> Layout:
 
 
 def reshaped(layout: Layout, shape: Sequence[Any]) -> Layout | None:
-    """The layout of an order-keeping view of this shape; None where it is not certain how it divides the axes."""
+    """Returns the layout of an order-keeping view of this shape; None if it is not certain how the view divides the
+    axes.
+    """
     pending = deque(flat(layout))
     result: list[Dim] = []
     for size in shape:
@@ -120,7 +124,7 @@ def moves(node: fx.Node) -> bool:
 
 
 def moved(node: fx.Node, layout: Layout) -> Layout | None:
-    """The layout of a node that `moves` what has this layout."""
+    """Returns the layout of a node that moves the elements of a tensor with this layout."""
     if node.target in proofs.TRANSPOSES:
         return tuple(layout[dim] for dim in proofs.permutation(node))
     value = proofs.tensor(node)

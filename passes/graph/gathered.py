@@ -26,7 +26,9 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class OrientedMatmul:
-    """`mm` as the node computes it, with `operand`; if `transposed`, it computes the transpose, with the operand's."""
+    """A matmul `mm` as the node computes it, with its other `operand`. If `transposed`, the node computes the transpose
+    of the product, with the transpose of the operand.
+    """
 
     mm: fx.Node
     operand: fx.Node
@@ -73,7 +75,9 @@ def find_feeding(collective: Collective, match: Callable[[Gathered], Found | Ref
 
 
 def gathered_tensor(collective: Collective) -> Gathered | Refused:
-    """The tensor gathered along an inner dimension if pieces of the waited-for tensor are put together, else that."""
+    """Returns the tensor gathered along an inner dimension if pieces of the result of the wait are put together, and
+    otherwise the result of the wait.
+    """
     cats = _cats_of_pieces(collective.wait)
     if cats:
         return _inner_gathered(collective, cats)
@@ -145,7 +149,7 @@ def collect(
 ) -> Feeds | Refused:
     """Collects the matmuls on views of the gathered tensor that can be proved.
 
-    read: what a use is that `read_use` lets through, given the tensor's value.
+    read: returns what a use is, given the tensor's value. It is called for uses that `_read_use` accepts.
     """
     value = proofs.tensor(gathered.node)
     assert value is not None
@@ -245,7 +249,9 @@ def _read_use(
 
 
 def _rejected_slice(part: fx.Node) -> ReasonCode:
-    """A part of the gathered tensor: the padding of uneven shards is cut off at the end of a dimension but the last."""
+    """Returns the reason why a part of the gathered tensor is not fused. The padding of uneven shards is cut off at the
+    end of a dimension that is not the last.
+    """
     if part.target is not torch.ops.aten.slice.Tensor or not proofs.feeds_matmul(part):
         return ReasonCode.NO_MATMUL
     bound = proofs.arguments(part)
@@ -319,7 +325,7 @@ def replace(
 
 
 def _in_order(node: fx.Node, transposed: bool) -> torch.Tensor:
-    """The fake value of what the op returns for a matmul or for the gathered tensor."""
+    """Returns the fake value of the op's output for a matmul or for the gathered tensor."""
     value: torch.Tensor = node.meta["val"]
     if not transposed:
         return value

@@ -1,11 +1,11 @@
-"""Reads an RMS norm or a layer norm off a graph, as Inductor's decompositions leave it, from its `rsqrt`; proved.
+"""Proves that an `rsqrt` belongs to an RMS norm or a layer norm, in the form of Inductor's decompositions.
 
     x -> convert fp32 -> pow 2 -> mean last dim -> + eps -> rsqrt -> * (converted x)                          RMS norm
     x -> convert fp32 -> var_mean last dim -> variance + eps -> rsqrt -> * (converted x - mean)              layer norm
 
-and then, each at most once, in eager's order: a conversion back to the dtype of x, `* weight`, `+ shift`. In fp32 there
-are no conversions. `nn.RMSNorm`, `nn.LayerNorm` and the norms of Llama, Gemma and their relatives arrive like this, in
-torch 2.11 and 2.13. Weights are rows [N] that lie in memory; `1 + weight` in fp32 is understood.
+Then follow, each at most once and in eager's order, a conversion back to the dtype of x, `* weight`, and `+ shift`. In
+fp32 there are no conversions. `nn.RMSNorm`, `nn.LayerNorm` and the norms of Llama, Gemma and similar models have this
+form in torch 2.11 and 2.13. Weights are rows [N] in memory; `1 + weight` in fp32 is understood.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ LAST_OF_NORMS = (torch.ops.prims.convert_element_type.default, aten._to_copy.def
 
 @dataclass(frozen=True)
 class FoundNorm:
-    """`result` = norm(x), of one shape and dtype. wide: x in fp32, which others may use too. inner: the nodes from
-    there to the result, which is the last. saved: those of them that others use too, by their names in `nodes.SAVED`.
+    """`result` = norm(x), of one shape and dtype. wide: x in fp32, which other nodes may use too. inner: the nodes from
+    there to the result, which is the last of them. saved: the inner nodes that other nodes use too, by their names in
+    `nodes.SAVED`.
     """
 
     norm: Norm
@@ -73,8 +74,8 @@ def normalised(rsqrt: fx.Node) -> fx.Node | None:
 
 
 def find_norm(rsqrt: fx.Node) -> FoundNorm | ReasonCode:
-    """Proves that `rsqrt` is part of a norm as drawn above, whose inner values nobody else uses, but for those that a
-    node can return (see `_saved`); or says why not.
+    """Proves that `rsqrt` is a part of a norm as drawn above, or says why not. Nothing else may use its inner values,
+    except those that a node can return (see `_saved`).
     """
     found = _read_norms(rsqrt, (None,))
     return found if isinstance(found, ReasonCode) else found[0]
@@ -94,7 +95,7 @@ def find_two_norms(rsqrt: fx.Node) -> tuple[FoundNorm, FoundNorm] | None:
 
 
 def _read_norms(rsqrt: fx.Node, branches: Sequence[int | None]) -> tuple[FoundNorm, ...] | ReasonCode:
-    """The norms along these branches, see `_Tail`; or why one of them is none."""
+    """Returns the norms along these branches (see `_Tail`), or the reason why one of them is no norm."""
     statistics = _statistics(rsqrt)
     if statistics is None:
         return ReasonCode.NORM_FORM
@@ -141,8 +142,8 @@ def _read_norms(rsqrt: fx.Node, branches: Sequence[int | None]) -> tuple[FoundNo
 
 
 def rsqrt_before(result: fx.Node) -> fx.Node | None:
-    """The inverse deviation of the norm that a node may be the result of: behind it are a conversion, a product and a
-    sum with a row, each at most once.
+    """Returns the inverse deviation of the norm whose result a node may be. Between the two are a conversion, a product
+    and a sum with a row, each at most once.
     """
     node, steps = result, 0
     while node.target in LAST_OF_NORMS and steps < len(LAST_OF_NORMS):
@@ -226,7 +227,7 @@ class _Tail:
         self._columns = columns
 
     def follow(self) -> None:
-        """Take nodes as long as they belong to the norm."""
+        """Takes nodes as long as they belong to the norm."""
         while (user := self._next()) is not None and self._takes(user):
             self.nodes.append(user)
 
@@ -270,7 +271,7 @@ class _Tail:
         return self._row(factor), False
 
     def _row(self, node: object) -> fx.Node | None:
-        """A row of N elements that lies in memory: `node`, or what it is a widening conversion of."""
+        """Returns a row of N elements in memory: `node`, or the source of `node` if it is a widening conversion."""
         if not isinstance(node, fx.Node):
             return None
         node = _narrow(node)
@@ -311,7 +312,7 @@ def _statistics(rsqrt: fx.Node) -> _Statistics | None:
 
 
 def _squared(node: object) -> fx.Node | None:
-    """x, in fp32, of x * x."""
+    """Returns x, in fp32, if a node is x * x."""
     if not isinstance(node, fx.Node) or not _has_dtype(node, torch.float32):
         return None
     x = node.args[0] if node.args else None

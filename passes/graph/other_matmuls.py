@@ -46,5 +46,5 @@ def dequantizes(node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    """`aten::mm`, whichever overload it is; empty for what is no op."""
+    """Returns the name of an op without its overload, such as `aten::mm`; empty if the node is not a call of an op."""
     return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""

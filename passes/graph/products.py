@@ -69,11 +69,11 @@ def _transposed(expression: Expression) -> Expression:
 
 @dataclass(frozen=True)
 class Product:
-    """Views of the sum of one product or several, and perhaps of biases.
+    """A sum of one or several products, and perhaps of biases, behind views.
 
-    mm: the node that computes the first one, [M, N]. views: what lies between it and the result but for the adds,
-    [outermost, .., innermost]. steps: all nodes that compute the result, views and adds included; without the biases.
-    pre: what is computed of it before it is reduced (see `prepare_products`).
+    mm: the node that computes the first product, [M, N]. views: the views between it and the result, [outermost, ..,
+    innermost]. steps: all nodes that compute the result, including views and adds, without the biases. pre: the
+    pointwise ops before the reduction (see `prepare_products`).
     """
 
     factors: tuple[Factors, ...]
@@ -85,18 +85,19 @@ class Product:
 
     @property
     def epilogue(self) -> tuple[tuple[fx.Node, ...], str]:
-        """The extra tensors and the text that a node with this product has; none and "" without a `pre`."""
+        """The extra tensors and the epilogue of a node with this product; none and "" without a `pre`."""
         if self.pre is None:
             return (), ""
         return self.pre.extras, Epilogue((ProductTerm(0),), self.pre.expression).text()
 
 
 FindProduct = Callable[[fx.Node, Collection[fx.Node]], Product | Refused]
-"""`find_product`, or what finds more."""
+"""`find_product`, or a function that finds more products."""
 
 
 def find_product(node: fx.Node, users: Collection[fx.Node]) -> Product | Refused:
-    """Proves that `node` is a sum of products as above, of which nothing is used elsewhere; or says what it is.
+    """Proves that `node` is a sum of products as above, of which nothing is used elsewhere; otherwise returns the
+    reason.
 
     `users` are the nodes that may use `node` itself.
     """
@@ -204,7 +205,9 @@ def _is_row(operand: object, node: fx.Node) -> bool:
 
 
 def classify(node: fx.Node) -> ReasonCode:
-    """Why `node`, which is no order-keeping view, is not a matmul that a reduction can be fused with."""
+    """Returns the reason why `node`, which is not an order-keeping view, is not a matmul that can be fused with a
+    reduction.
+    """
     code = proofs.proved_mm(node)
     if code is ReasonCode.BIAS:
         return ReasonCode.SUM_OF_MATMULS if _is_product(node.args[0]) else ReasonCode.BIAS

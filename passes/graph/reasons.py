@@ -1,8 +1,9 @@
 """Why a collective was left alone: one code per reason, each with a sentence that says what the user could change.
 
-A function that is asked about one node returns the bare `ReasonCode`: that node is what it speaks of. One that looks
-further returns `code.at(node)`, a `Refusal`, which names the node that stopped the fusion. `refused` tells both from a
-match. A pass records the reason on the collective's node, `node.meta["ditron_left_alone"]`, where `explain` reads it.
+A function that is asked about one node returns the bare `ReasonCode`, which is about that node. A function that looks
+further returns `code.at(node)`, a `Refusal`, which names the node that stopped the fusion. `refused` distinguishes both
+from a match. A pass records the reason on the collective's node, `node.meta["ditron_left_alone"]`, where `explain`
+reads it.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ _NOTHING_TO_CHANGE = frozenset(
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason, and the node that gave it: what stands in the way, or uses what it should not."""
+    """A reason, and the node that prevents the fusion."""
 
     code: ReasonCode
     node: fx.Node
@@ -382,7 +383,7 @@ class Reason:
 
 
 def leave_alone(collective: fx.Node, pattern: str, why: Refused) -> None:
-    """Records on the collective's node why it was not fused; a bare code speaks of the collective itself."""
+    """Records on the collective's node why it was not fused. A bare code is about the collective itself."""
     refusal = why.at(collective)
     known = collective.meta.get(LEFT_ALONE)
     if refusal.code is ReasonCode.NO_MATMUL and known is not None and known.pattern in ATTENTION_KINDS:

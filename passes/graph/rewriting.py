@@ -51,7 +51,9 @@ def policy(options: Options) -> Policy:
 
 
 def copied_meta(node: fx.Node) -> dict[str, Any]:
-    """The metadata of a node for its replacement: all but the values of its eager inputs, which are other ones now."""
+    """Returns the metadata of a node for its replacement: all except the values of its eager inputs, which are
+    different now.
+    """
     return {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
 
 
@@ -193,7 +195,7 @@ def reshaped_rows(graph: fx.Graph, source: fx.Node, sizes: tuple[Any, ...], shap
 
 
 def bias_row(graph: fx.Graph, biases: Sequence[fx.Node]) -> fx.Node | None:
-    """The sum of biases [1, .., 1, N] as [N]: None of none, one itself, or what is inserted."""
+    """Returns the sum of biases [1, .., 1, N] as [N]; None if there are none. Inserts nodes if necessary."""
     total: fx.Node | None = None
     for bias in biases:
         bias_row = row(graph, bias)
@@ -209,7 +211,9 @@ def bias_row(graph: fx.Graph, biases: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def row(graph: fx.Graph, bias: fx.Node) -> fx.Node:
-    """A bias [1, .., 1, N] as [N]: itself, or a reshape that is inserted; a view where it is contiguous."""
+    """Returns a bias [1, .., 1, N] as [N]: the bias itself, or a reshape that is inserted, which is a view if the bias
+    is contiguous.
+    """
     if bias.meta["val"].ndim == 1:
         return bias
     value: torch.Tensor = bias.meta["val"]
@@ -242,15 +246,16 @@ def transposed(graph: fx.Graph, source: fx.Node) -> fx.Node:
 
 
 def transposed_back(graph: fx.Graph, source: fx.Node, replaced: fx.Node) -> fx.Node:
-    """Inserts the transpose of what a transposed problem gave, in the place of the matrix `replaced`.
+    """Inserts the transpose of the result of a transposed problem, in the place of the matrix `replaced`.
 
-    A view, where whatever uses `replaced` takes any strides; else a copy with the strides that it had.
+    It is a view if all users of `replaced` accept any strides, and otherwise a copy with the strides that `replaced`
+    had.
     """
     return with_strides_of(graph, transposed(graph, source), replaced)
 
 
 def with_strides_of(graph: fx.Graph, node: fx.Node, replaced: fx.Node) -> fx.Node:
-    """Returns what replaces the row-major tensor `replaced`, whose elements `node` holds with other strides. This is
+    """Returns the replacement of the row-major tensor `replaced`, whose elements `node` holds with other strides:
     `node` if all users of `replaced` accept any strides, and otherwise a row-major copy.
     """
     views, takes_any = views_and_strides(replaced)
@@ -272,10 +277,11 @@ def with_strides_of(graph: fx.Graph, node: fx.Node, replaced: fx.Node) -> fx.Nod
 
 
 def views_and_strides(node: fx.Node) -> tuple[list[fx.Node], bool]:
-    """(a node and all that views or moves its elements, whether whatever uses these takes any strides).
+    """Returns (a node and all nodes that view or move its elements, whether all users of these accept any strides).
 
-    What is kept for the backward has the strides that it had while the graph was traced, or, where it has others, those
-    of the first call as numbers: with sizes that change from call to call it has to keep its own.
+    A tensor that is saved for the backward has the strides of the traced graph. If its strides differ, the backward
+    would take those of the first call as numbers. So with sizes that change from call to call it has to keep its
+    strides.
     """
     has_symbols = any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
     views: dict[fx.Node, None] = {node: None}
@@ -327,7 +333,7 @@ def can_hoist(node: fx.Node, before: fx.Node) -> bool:
 
 
 def pinned(node: fx.Node, before: fx.Node) -> fx.Node | None:
-    """The first op that has to stay behind `before`, and that `node` needs; None if there is none."""
+    """Returns the first op that `node` needs and that has to stay behind `before`; None if there is none."""
     return next((late for late in _late(node, before) if _pinned(late)), None)
 
 

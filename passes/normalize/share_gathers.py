@@ -4,12 +4,13 @@
     x -> all_gather -> wait -> split .. cat -> b                                                    -> b
 
 Inference graphs hold one gather for each consumer. Gathers are equal if they gather the same node over the same group
-along the same dimension. Exact: the same bits, sent once. The matmuls behind it are fused with the one that remains.
+along the same dimension. The result is exact: the same bits are sent once. The matmuls behind the gathers are fused
+with the one that remains.
 
-Whether two gathers read the same node is seen on the shard's side, which may differ between ranks: where a dimension
-does not divide, DTensor pads the last rank's shard, for each gather anew, so that this rank alone would gather two
-tensors and the others one. But such a gather is cut afterwards on every rank. So a gather is shared only if all that is
-made of it by views and chunks takes the whole of it: then no rank pads.
+Whether two gathers read the same node depends on the side of the shard, which may differ between ranks. If a dimension
+does not divide, DTensor pads the last rank's shard separately for each gather. Then this rank alone would gather two
+tensors, and the others one. But such a gather is cut afterwards on every rank. So a gather is shared only if all its
+views and chunks together take the whole of it, which means that no rank pads.
 
 It must not fire when
 * a part of the gathered tensor is taken: chunks that are not all put together again, or a slice;
@@ -44,7 +45,9 @@ class Match:
 
 
 def find_whole_gather(node: fx.Node) -> Match | None:
-    """Proves that nobody takes a part of what `node` gathers, which means that no rank padded its shard; or None."""
+    """Proves that nothing takes only a part of what `node` gathers, which means that no rank padded its shard; None if
+    it is not proved.
+    """
     collective = read_collective(node)
     if refused(collective):
         return None
@@ -111,7 +114,7 @@ def _written_between(first: Collective, second: Collective) -> bool:
 
 
 def share_gathers(graph: fx.Graph, *, options: Options) -> int:
-    """Makes one gather of several equal ones; returns how many went."""
+    """Replaces several equal gathers by one, and returns how many were removed."""
     if not options.fusions:
         return 0
     count = 0

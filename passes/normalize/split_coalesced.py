@@ -42,7 +42,7 @@ IN_PLACE: object = c10d.all_reduce_coalesced_.default
 
 @dataclass(frozen=True)
 class Match:
-    """A coalesced collective: `operands[i]` gives `results[i]`, or None where nobody takes that result."""
+    """A coalesced collective: `operands[i]` gives `results[i]`, which is None if nothing uses that result."""
 
     node: fx.Node
     operands: tuple[fx.Node, ...]
@@ -50,7 +50,7 @@ class Match:
 
 
 def find_coalesced(node: fx.Node) -> Match | None:
-    """Reads a coalesced collective member by member; None if it is none, or cannot be read."""
+    """Reads a coalesced collective member by member; None if the node is not one, or cannot be read."""
     if node.op != "call_function" or node.target not in SINGLE or node.kwargs:
         return None
     operands = node.args[0]
@@ -66,7 +66,7 @@ def find_coalesced(node: fx.Node) -> Match | None:
 
 
 def rewrite(graph: fx.Graph, match: Match, taken: Collection[int]) -> dict[int, fx.Node]:
-    """Makes single collectives of the members `taken`, and of the last one if only one is left; returns them."""
+    """Makes single collectives of the members `taken`, and of the last member if only one is left. Returns them."""
     node, singles = match.node, dict[int, fx.Node]()
     left = [index for index in range(len(match.operands)) if index not in taken]
     if len(left) == 1 and node.target is not IN_PLACE and match.results[left[0]] is not None:
