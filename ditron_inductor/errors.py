@@ -24,7 +24,7 @@ class DitronError(Exception):
         return functools.partial(type(self), **self.fields), ()
 
 
-# What the user wrote.
+# Errors about what the user wrote.
 
 
 class UnknownOption(DitronError, ValueError):
@@ -71,7 +71,7 @@ class MissingDependency(DitronError, RuntimeError):
     message = "{name} is needed for {needed_for}: {found}. To do: {remedy}"
 
 
-# What the compiler finds wrong with a graph: an error of Ditron itself or of a pass that ran before it.
+# Errors that the compiler finds in a graph: mistakes of Ditron itself or of a pass that ran before it.
 
 
 class InvalidTaskNode(DitronError, ValueError):
@@ -86,7 +86,7 @@ class GraphVerificationError(DitronError, RuntimeError):
     message = "the graph is not valid after {where}: {problem}"
 
 
-# What goes wrong while running.
+# Errors of a run.
 
 
 class DitronTimeout(DitronError, RuntimeError):

@@ -118,7 +118,7 @@ class GraphMeeting:
         if not decision.plain and decision.conform is None:
             return None
         if self._plain is None:
-            # Without the graph as it was there is nothing that would be right.
+            # Without the graph as it was before the passes there is no right way to run.
             name = self.facts.groups[0].name
             rank = groups.resolve(name).rank
             raise DitronDiverged(

@@ -45,7 +45,7 @@ PREFIX = "ditron."
 SEQUENCE_PARALLEL = ("auto", "on", "off")
 SHIPPED = "shipped"
 FUSIONS = (*KINDS, AllReduceRmsNorm.kind, *ULYSSES_KINDS, FlashDecode.kind, Projections.kind, *ATTENTION_KINDS)
-# They act when the model runs, or on what is printed: a graph from a cache serves all their values.
+# These options act when the model runs, or on what is printed, so a graph from a cache is right for all their values.
 NOT_COMPILED = ("table", "summary")
 SHARED = ("strategy", "workspace_limit", "timeout_s", "fusions", "sequence_parallel")
 SWITCHES = {"1": True, "0": False, "true": True, "false": False, "on": True, "off": False}

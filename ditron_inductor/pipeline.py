@@ -73,7 +73,8 @@ from ditron_inductor.task.site_records import SiteSink, current_sink
 log = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).parent
-# What a pass may depend on and the cache must therefore know: sources, and tables that ship with them.
+# The files on which a pass may depend, and which the cache must therefore know: sources, and tables that ship with
+# them.
 HASHED_SUFFIXES = (".py", ".csv", ".json")
 
 
@@ -86,28 +87,29 @@ class Pass(Protocol):
 
 
 PASSES: tuple[Pass, ...] = (
-    # One spelling for each collective, before anything looks for one.
+    # Each collective gets one spelling, before any pass looks for collectives.
     normalize_collectives,
     # Equal gathers become one, so that each fusion sees all users of what is gathered.
     share_gathers,
-    # Attention takes its gathers first: the passes that move things would take its views and casts for their own.
+    # Attention takes its gathers first, because the passes that move ops would move its views and casts.
     all_gather_attention,
     attention_reduce_scatter,
-    # Fewer collectives, before anything is moved across those that remain.
+    # Reductions are merged, before anything is moved across those that remain.
     merge_reductions,
-    # What only delays a collective goes to its other side, so that the matmul stands beside it.
+    # Ops that only delay a collective move to its other side, so that the matmul stands beside it.
     move_across,
     # An all-reduce becomes a reduce-scatter and a gather, which the fusions behind then take.
     sequence_parallel,
     # Other forms are tried with all the fusions that follow, and kept where one of these fires.
     try_forms,
-    # Gathers before reductions: a matmul between both goes with its gather, and its result is reduced afterwards.
+    # Gathers come before reductions: a matmul between the two is fused with its gather, and its result is reduced
+    # afterwards.
     all_gather_matmul,
     matmul_reduce_scatter,
     matmul_all_reduce,
-    # Reductions whose product was changed in between: those that the passes above could not take as they stand.
+    # Reductions whose product is changed in between, which the passes above could not take.
     prepare_products,
-    # The norm behind a reduction, fused by then or not.
+    # The norm behind a reduction, whether or not the reduction has been fused.
     all_reduce_rms_norm,
     # Gathers of results: those that no matmul behind them has taken.
     matmul_all_gather,
@@ -116,24 +118,24 @@ PASSES: tuple[Pass, ...] = (
     # All-to-alls, which share no matmul with the gathers above.
     matmul_all_to_all,
     all_to_all_matmul,
-    # The reasons of what was left alone, once no fusion can follow.
+    # The reasons of collectives that were left alone are reviewed once no fusion can follow.
     review_left_alone,
-    # An error, where `ditron.strict` is set, before any time goes into the rest.
+    # With `ditron.strict` the error is raised before any time is spent on the rest.
     require_fusions,
-    # Gate and up apart, as the epilogues read them.
+    # Gate and up are separated, as the epilogues read them.
     split_weights,
-    # Matmuls that are left and that no fusion can take any more.
+    # Matmuls that no fusion can take any more are put together.
     projections,
-    # Epilogues and prologues, once all nodes that may have them stand.
+    # Epilogues and prologues are absorbed once all nodes that may have them exist.
     absorb_epilogues,
     absorb_norms,
-    # Products that remain torch's, once the fused ones are gone.
+    # Products that remain torch's are padded once the fused products are gone.
     pad_products,
-    # The order of what is launched, once nothing that is launched changes.
+    # Launches are ordered once no launch changes any more.
     order_collectives,
-    # Names by place in that order.
+    # Sites are named by their places in that order.
     name_sites,
-    # The last word.
+    # The result is checked at the end.
     verify_tasks,
 )
 """The compiler from graph to graph. A comment says why the pass, or the passes, below it stand at this place."""
@@ -191,7 +193,7 @@ class DitronPipeline(CustomGraphPass):
         self.options = options
         self.passes = tuple(passes)
         self.root = root
-        # Taken now: the backward graph may be compiled by another thread, after the block has closed.
+        # The sink is taken now, because another thread may compile the backward graph after the block has closed.
         self.sink: SiteSink | None = current_sink()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ class MeetingKernel(ir.ExternKernel):
         """Writes the lines of the meeting into the head of the graph's function."""
         name = self.get_name()
         if isinstance(wrapper, PythonWrapperCodegen) and not V.graph.cpp_wrapper:
-            # Where the wrapper frees what nobody reads any more.
+            # At this place the wrapper frees buffers that are not read any more.
             wrapper.writeline(f"{name} = None")
         top = outermost(wrapper)
         if top is None or V.graph.aot_mode:

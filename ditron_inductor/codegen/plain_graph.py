@@ -52,7 +52,7 @@ def load(text: str) -> fx.GraphModule:
     """The module that `dump` wrote."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    # Without metadata there is no fake tensor in it, but the unpickler wants to know a mode.
+    # Without metadata the module has no fake tensor, but the unpickler needs a mode.
     loaded: Any = GraphPickler.loads(zlib.decompress(base64.b85decode(text)), FakeTensorMode(shape_env=ShapeEnv()))
     assert isinstance(loaded, fx.GraphModule)
     return loaded

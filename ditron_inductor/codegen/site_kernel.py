@@ -83,7 +83,7 @@ def declare(kinds: Sequence[str]) -> None:
     for name in SCHEMAS:
         op = overload(name)
         if op not in lowerings:
-            # What it wants of strides, the op's tags say.
+            # The op's tags say what strides it requires.
             make_fallback(op, warn=False)
         if name in kinds:
             register_lowering(op, type_promotion_kind=None)(_handler(op))

@@ -104,7 +104,7 @@ def attend(
             if WINDOWED:
                 s = tl.where(offs_n[None, :] >= seen.first[:, None], s, float("-inf"))
         highest = tl.maximum(most, tl.max(s, axis=1) * unit)
-        # Nothing seen so far: any finite number will do.
+        # No key has been seen so far, so any finite number will do.
         base = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
         p = tl.exp2(s * unit - base[:, None])
         factor = tl.exp2(most - base)

@@ -246,7 +246,7 @@ def wait_in_band(use, known, mine, at, inside, stride, heap, piece, WORLD: tl.co
     The wait is bounded, like `wait`. On an H200 a poll of 8192 elements takes 2.4 times as long as a poll of a flag.
     Now and then the wait checks whether a peer is at another site; flag row 0 tells whether it is in another kernel.
     """
-    # See the module on blocks of as many places as threads.
+    # The module says why the block has one place for each thread.
     lanes = tl.arange(0, THREADS)
     others = (lanes < WORLD) & (lanes != use.rank)
     signs = heap + IN_BAND_SITES + (known.number & (IN_BAND_AREAS - 1)) * MAX_WORLD + lanes
@@ -263,10 +263,10 @@ def wait_in_band(use, known, mine, at, inside, stride, heap, piece, WORLD: tl.co
         found = ()
         least = mine
         for source in tl.static_range(WORLD):
-            # Volatile: read anew each time, where the stores of all ranks meet.
-            one = tl.load(own + (source * stride + at), mask=inside & (source != use.rank), other=mine, volatile=True)
-            least = tl.minimum(least, one)
-            found = found + (one,)  # type: ignore[assignment]
+            # Volatile: the words are read anew each time, at the point where the stores of all ranks become visible.
+            sent = tl.load(own + (source * stride + at), mask=inside & (source != use.rank), other=mine, volatile=True)
+            least = tl.minimum(least, sent)
+            found = found + (sent,)  # type: ignore[assignment]
         words = found
         signed = tl.load(signs, mask=others, other=0, volatile=True)
         unsigned = (others & (signed != expected)).to(tl.int32)

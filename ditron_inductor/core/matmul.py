@@ -349,7 +349,7 @@ def matmul_steps_of_few_rows(acc, a, stride_am, M, weight, column, N, K, TILES: 
     offs_m = tl.arange(0, TILES.BLOCK_M)
     offs_n = column + tl.arange(0, TILES.BLOCK_N)
     offs_k = tl.arange(0, TILES.BLOCK_K)
-    # Not clamped: else all programs read the same few lines at once.
+    # Do not clamp: otherwise all programs would read the same few lines at once.
     in_m = (offs_m < M)[None, :]
     in_n = (offs_n < N)[:, None]
     a_ptrs = a + offs_m.to(tl.int64)[None, :] * stride_am + offs_k[:, None]

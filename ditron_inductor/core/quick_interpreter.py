@@ -102,7 +102,7 @@ def patched_once(patch: Callable[[Any], Any], make_scope: Callable[[], Any], tl:
     """Wraps `patch`: it does nothing if an open scope holds everything that it would replace, and searches only once.
     """
     done: set[str] = set()
-    # By the modules that a function sees and those that were replaced before: what `patch` replaced, and by what.
+    # What `patch` replaced, and by what, for the modules that a function sees and those that were replaced before.
     known: dict[tuple[frozenset[str], frozenset[str]], list[tuple[Any, str, Any]]] = {}
 
     @functools.cache
@@ -126,7 +126,7 @@ def patched_once(patch: Callable[[Any], Any], make_scope: Callable[[], Any], tl:
         restore = scope.restore
 
         def restore_all() -> None:
-            # The launch has ended: what its device functions replaced without a scope is to be replaced again.
+            # The launch has ended, so what its device functions replaced without a scope has to be replaced again.
             done.clear()
             restore()
 

@@ -230,7 +230,7 @@ def wait_for_words(
     lanes = tl.arange(0, ROWS * MAX_WORLD)
     sources = lanes % MAX_WORLD
     others = (sources < WORLD) & ((sources != use.rank) | OWN)
-    # Addressed once: an acquire empties the cache, so a look at the table takes as long as one at the words.
+    # Compute the addresses once: an acquire empties the cache, so reading the table takes as long as reading the words.
     addresses = flag(use, use.rank, row, 0) + lanes
     nothing = tl.zeros((ROWS * MAX_WORLD,), dtype=tl.int64)
     seen = tl.atomic_add(addresses, nothing, mask=others, sem="acquire", scope="sys")

@@ -59,7 +59,7 @@ def host_clock():
 
 
 if not isinstance(host_clock, JITFunction):
-    # The interpreter calls any function as it comes by.
+    # The interpreter calls every function that it reaches.
     host_clock = time.perf_counter_ns
 
 

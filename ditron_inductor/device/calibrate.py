@@ -59,7 +59,8 @@ def _measure(device: torch.device) -> float:
     ctl = torch.zeros(slot_layout.CTL_WORDS, dtype=torch.int64, device=device)
     record = torch.zeros(slot_layout.RECORD_WORDS, dtype=torch.int64, device=device)
     _timed_wait(ctl, table, record, 1)  # compiles
-    # The fastest round counts: one that was interrupted would make every limit too short, and waits fail for nothing.
+    # The fastest round counts. A round that was interrupted would make every limit too short, and waits would fail
+    # without cause.
     seconds = min(_timed_wait(ctl, table, record, polls) for _ in range(ROUNDS))
     assert int(record[words.STATE.value]) == words.TIMEOUT.value
     return polls / seconds
@@ -70,7 +71,7 @@ def _timed_wait(ctl: torch.Tensor, table: torch.Tensor, record: torch.Tensor, po
     ctl[words.POLL_LIMIT.value] = polls
     ctl[words.RECORD.value] = record.data_ptr()
     _synchronize(ctl.device)
-    # On a busy machine the interpreter waits for its turn too, which is no polling; its pauses are.
+    # On a busy machine the interpreter also waits for its turn. This is not polling, but its pauses are.
     clock = time.perf_counter if ctl.device.type == "cuda" else time.thread_time
     start = clock()
     _wait_in_vain[(1,)](table, ctl, 0, 0, 0, 0, 1, num_warps=1)

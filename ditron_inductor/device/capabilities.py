@@ -118,7 +118,7 @@ def _probe_cuda(device: torch.device) -> RankFacts:
         num_sms=properties.multi_processor_count,
         peers=peers,
         tile_problem=problem,
-        # Elsewhere it is not known when a peer sees a store without a release.
+        # On other devices it is not known when a peer sees a store without a release.
         in_band=torch.version.hip is None and os.environ.get(IN_BAND) != "0",
     )
 
@@ -154,7 +154,7 @@ def _interpreted() -> bool:
 
     from ditron_inductor.core import signals
 
-    # What counts is the value of TRITON_INTERPRET when the kernels were decorated, and this is what came of it.
+    # The value of TRITON_INTERPRET when the kernels were decorated counts, and this shows which value that was.
     return not isinstance(signals.wait, JITFunction)
 
 

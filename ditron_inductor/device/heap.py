@@ -76,7 +76,7 @@ class RendezvousCount:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         if self.done < target and self.alone is None:
-            # Synchronised locally: no other rank has to know of it.
+            # The device is synchronised locally, which no other rank has to know.
             self.alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         while self.done < target:
             assert self.alone is not None
@@ -192,7 +192,7 @@ class CpuHeap:
         Memory without a name has a device number of its own, so no file of any file system is accepted as a heap.
         """
         pid, number, device, inode = (_whole_number(offer, name) for name in ("pid", "fd", "device", "inode"))
-        # O_NONBLOCK: a pipe or a device must not stop us before it is refused.
+        # With O_NONBLOCK, a pipe or a device cannot block this process before it is refused.
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             found, own = os.fstat(fd), self._status

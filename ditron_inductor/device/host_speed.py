@@ -29,7 +29,7 @@ def launch_us(device: torch.device) -> float:
         return 0.0
     x = torch.zeros(SIZE, SIZE, dtype=torch.bfloat16, device=device)
     rounds = []
-    # The first one loads libraries.
+    # The first call loads libraries.
     with torch.autocast(device.type, enabled=False):
         for _ in range(ROUNDS + 1):
             torch.cuda.synchronize(device)

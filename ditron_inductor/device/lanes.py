@@ -129,7 +129,7 @@ class StreamLane:
         self.main = self.side = NO_STREAM
         self._device = device
         self._order = order
-        # The stream of the present call, and that of the main work now: it, or the second one.
+        # The stream of the present call, and the stream of the main work now, which is the same or the second one.
         self._caller: torch.cuda.Stream | None = None
         self._caller_handle = NO_STREAM
         self._current: torch.cuda.Stream | None = None
@@ -202,7 +202,7 @@ class StreamLane:
         mark.wait(self._current)
 
     def _record(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event:
-        # Without a stream it would be recorded on the current one.
+        # Pass the stream, because otherwise the event would be recorded on the current one.
         assert stream is not None
         if self._capturing:
             event = torch.cuda.Event()

@@ -78,7 +78,7 @@ class GroupLog:
             if found.uid == NOBODY:
                 self._bare[peer, program_of(found.facts)] = found
             if found.position == own.position:
-                # Positions that do not count alike on all ranks must not pair two calls of one graph.
+                # If ranks count differently, two different calls of one graph must not be paired.
                 if found.uid == NOBODY or found.attempt == own.attempt:
                     return found
                 return Elsewhere(f"{ranks_text([peer])} has come {found.attempt} times, not {own.attempt}", False)

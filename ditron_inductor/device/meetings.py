@@ -144,7 +144,7 @@ class Meetings:
         """
         check_world_sizes(facts)
         other = self._agreements.find_other(facts)
-        # Where the peers may run another form of this graph, and wait for it, a bare one waits too.
+        # If the peers may run another form of this graph, and wait for it, a bare graph waits too.
         touched = [group for group in facts.groups if other is not None or not group.is_bare]
         try:
             if not touched:
@@ -170,7 +170,7 @@ class Meetings:
             return found
         self._agreements.keep(facts, found)
         self._note_places(facts, found)
-        # Graphs that posted their facts and went on have something to keep to from now on.
+        # Graphs that posted their facts and went on have to follow the agreement from now on.
         self.version += 1
         return self._noted(decide(facts, found))
 
@@ -215,7 +215,7 @@ class _Meeting:
         found: list[dict[int, LogEntry]] = [{log.group.rank: own} for log, own in zip(self.logs, self.own, strict=True)]
         decision = self._held(found, believe_bare)
         if isinstance(decision, Decision):
-            # Of an agreement the same is noted whenever its graph runs.
+            # For an agreement the same is noted whenever its graph runs.
             for log, seen in zip(self.logs, found, strict=True):
                 for peer, entry in seen.items():
                     log.runs_plain(peer, entry.position + len(entry.facts.before))
@@ -266,7 +266,7 @@ class _Meeting:
                     continue
                 closed = entry.uid != NOBODY and self._read(entry.uid) == CLOSED
                 if closed and program_of(entry.facts) != program_of(own.facts):
-                    # Left from an earlier graph, behind which fused calls alone have run.
+                    # The entry is that of an earlier graph, behind which only fused calls have run.
                     continue
                 seen[peer] = entry
                 if closed:

@@ -132,7 +132,7 @@ class Registry:
             self._offers[shared] = table
             if agreement.capabilities.tile_available:
                 shared.make_first_ring(options.workspace_limit, first_s)
-        # Before the workspace is found: one that nobody watches must not be used.
+        # Do this before the workspace can be found, because a workspace that is not watched must not be used.
         self._watchdog.watch(shared.health)
         self._shared[group.name, device] = shared
         process_group = group.process_group()

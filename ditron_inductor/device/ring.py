@@ -55,7 +55,7 @@ class Generation:
         """The data of `slot` in the heap of `rank`, flat, as elements of `dtype`."""
         found = self.views.get((slot, rank, dtype))
         if found is None:
-            # Made once and used in any mode, as the ring itself.
+            # The tensor is made once and used in any mode, like the ring itself.
             with torch.inference_mode(False), torch.no_grad():
                 first = slot_layout.data_offset(slot, self.slot_bytes)
                 found = self.heap.view(rank)[first : first + self.slot_bytes].view(dtype)

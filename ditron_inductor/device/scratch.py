@@ -30,7 +30,7 @@ class Scratch:
         if self._kept and self._kept[-1].numel() >= size:
             return self._kept[-1]
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # A buffer of the graph itself: its pool hands it out again only to what comes later in the graph.
+            # Use a buffer of the graph itself. Its pool reuses the memory only for what comes later in the graph.
             return torch.empty(size, dtype=torch.uint8, device=self._device)
         nbytes = max(FIRST_BYTES, 1 << (size - 1).bit_length())
         with torch.inference_mode(False), torch.no_grad():

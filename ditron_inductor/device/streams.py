@@ -88,7 +88,8 @@ class StreamOrder:
         self.stream = NO_STREAM
         self._device = device
         self._index: int = device.index
-        # Of the last call outside captures: its stream, by handle and as an object, and what was recorded behind it.
+        # The stream of the last call outside captures, by handle and as an object, and the event recorded behind the
+        # call.
         self._last_handle = NO_STREAM
         self._last: torch.cuda.Stream | None = None
         self._last_is_foreign = False
@@ -108,7 +109,7 @@ class StreamOrder:
     def leave(self) -> None:
         if self.capturing:
             stream = torch.cuda.current_stream(self._device)
-            # An event of its own: one that a finished capture recorded must not be waited for again.
+            # Use a new event: one that a finished capture recorded must not be waited for again.
             mark = _Mark(stream, torch.cuda.Event(), capture_id(stream))
             mark.event.record(stream)
             self._last_captured = mark

@@ -73,7 +73,8 @@ class Health:
             raise DitronPoisoned(group_name=self._group.name, cause=self._cause)
         if error is not None:
             self._cause = str(error)
-            # A copy: the traceback of a raised one would keep its callers' tensors for as long as we keep the error.
+            # Raise a copy: the traceback of a raised error would keep its callers' tensors as long as we keep the
+            # error.
             raise type(error)(**error.fields)
 
     def fail(self, cause: BaseException) -> None:
@@ -112,7 +113,7 @@ class Health:
         seen = f"use {seen_epoch}, by '{peer_site}'"
         if chunk == words.CREDIT_ROW.value:
             chunk = f"credit of slot {slot}"
-            # Given by the next call, whose site the word names.
+            # The next call would have given it, and the word names the site of that call.
             expected = f"its next call after use {expected_epoch} of the slot"
             seen = f"the one after use {seen_epoch}, '{peer_site}'"
         elif chunk == words.REVOKED_ROW.value:

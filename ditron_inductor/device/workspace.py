@@ -72,7 +72,8 @@ class SharedWorkspace:
     ) -> tuple[Generation, int, int]:
         """Takes the next slot for one use (see Workspace.call). Returns (its ring, the slot, the number of `site`)."""
         if self._in_call:
-            # An exception, such as an interrupt, came where nobody could note it: the peers are a call ahead or behind.
+            # An exception, such as an interrupt, came where it could not be noted, so the peers are a call ahead or
+            # behind.
             self.health.fail(RuntimeError("a call before this one neither ended nor failed"))
         if self.health.failed():
             self.health.check()
@@ -160,10 +161,10 @@ class SharedWorkspace:
 
     def _add_generation(self, slot_bytes: int, timeout_s: float, why: str) -> Generation:
         self.synchronize()
-        # What a kernel found just now: the next ring must not hide it.
+        # Raise an error that a kernel found just now, because the next ring must not hide it.
         if self.health.failed():
             self.health.check()
-        # Made once and used in any mode: an inference tensor could not be reset outside inference mode.
+        # The ring is made once and used in any mode. An inference tensor could not be reset outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
             generation = make_generation(self.session, self.device, slot_bytes, timeout_s, why)
             generation.zero(self.health.record)
@@ -172,7 +173,7 @@ class SharedWorkspace:
         # A peer may write into the new heap as soon as it goes on: only after every rank has zeroed its own.
         captured = [old.name for old in self.generations if old.captured]
         by_rank = self.session.all_gather(f"begin to use the memory for {why}", captured, timeout_s)
-        # All keep what a graph of any of them holds, so that all count the same for the next growth.
+        # All ranks keep a ring that a graph of any rank holds, so that all count the same for the next growth.
         names = {name for names in by_rank for name in names}
         self.generations = [old for old in self.generations if old.name in names] + [generation]
         self._choose_anew()
@@ -202,7 +203,7 @@ class SharedWorkspace:
         for nbytes, limit in before:
             self.footprint(nbytes, limit)
         if self._exceeds != before:
-            # Other objects with the same sizes: nobody has to agree again, but nothing that was prepared holds.
+            # Make new objects with the same sizes: the ranks need not agree again, but prepared calls become invalid.
             self.largest = {what: (own, most) for what, (own, most) in self.largest.items()}
             self._sites_seen = set()
 
@@ -211,7 +212,7 @@ class SharedWorkspace:
         running.
         """
         kept = [generation for generation in self.generations if generation.name in rings]
-        # A graph may still hold a ring that other ranks do not have: its memory stays, no call takes it.
+        # A graph may still hold a ring that other ranks do not have. Its memory stays, but no call takes it.
         self.lost += [generation for generation in self.generations if generation.captured and generation not in kept]
         self.generations = kept
         self.session = session
@@ -404,7 +405,7 @@ class Call:
         key = owner, self.slot, self.site
         found: T | None = self.generation.kept.get(key)
         if found is None:
-            # Made once and used in any mode, as the ring itself.
+            # The tensor is made once and used in any mode, like the ring itself.
             with torch.inference_mode(False), torch.no_grad():
                 found = self.generation.keep(key, make(self))
         return found

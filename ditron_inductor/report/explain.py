@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ditron_inductor.task.plan import PlanRequest
 
 LEFT_ALONE = "-"
-# A report is neither an error nor in need of a summary line.
+# A report must not raise, and needs no summary line.
 UNASKED = {"ditron.strict": False, "ditron.summary": False}
 
 
@@ -189,7 +189,7 @@ def measured_report(report: Report, *, graph: bool, rounds: int | None = None, c
             continue
         node = replace(call[0], site="", policy=Policy())  # type: ignore[type-var]
         strategies = tuple(dict.fromkeys(("library", site.strategy))) if chosen else ("library", *possible(request))
-        # Equal on all ranks even where their weights are not.
+        # The name is equal on all ranks, even if their weights are not.
         key = (record.group_name, replace(request, site=""), node, strategies)
         if key not in known:
             shape = SiteShape(node, call[1], getattr(torch, record.dtype))

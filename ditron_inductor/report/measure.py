@@ -134,7 +134,7 @@ def _calls(
     def draw(name: str, size: tuple[int, ...]) -> torch.Tensor:
         if name not in WEIGHTS:
             return torch.randn(size, generator=generator, device=device).to(shape.dtype)
-        # With contiguous K, as nn.Linear holds it.
+        # Make the weight with contiguous K, as nn.Linear holds it.
         deep, wide = size
         weight = torch.randn(wide, deep, generator=generator, device=device).to(shape.dtype)
         return weight.div_(math.sqrt(max(shape.sizes.k, 1))).t()
@@ -188,6 +188,6 @@ def _difference(got: torch.Tensor, wanted: torch.Tensor) -> str:
     """Returns what is wrong with a result; empty if nothing is."""
     scale = float(wanted.float().abs().max())
     error = float((got.float() - wanted.float()).abs().max()) / max(scale, 1e-30)
-    # A NaN compares as small with everything; it has to lose.
+    # Comparisons with NaN are false, so a NaN has to be counted as a failure.
     right = error <= TOLERANCE.get(wanted.dtype, 0.0)
     return "" if right else f"its result differs from library's by {error:.1e} of the largest value"

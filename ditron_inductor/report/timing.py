@@ -78,7 +78,7 @@ def captured(call: Call, calls: int = GRAPH_CALLS) -> Call:
     graph = torch.cuda.CUDAGraph()
     # The threads of NCCL query events meanwhile; only this thread's calls must be legal in a capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        # Downwards, so that nothing that comes later in the graph uses this result's memory.
+        # Count downwards, so that nothing later in the graph uses the memory of the 0-th result.
         for index in reversed(range(calls)):
             result = call(index)
 

@@ -238,7 +238,7 @@ class AttentionReduceScatter(_AttentionNode):
     exchange: ClassVar[Exchange | None] = SCATTERED_GRADIENTS
     computes: ClassVar[str] = "attention_backward"
     host_us: ClassVar[Mapping[str, float]] = {"library": 300.0}
-    # By `chunked` it was slower, and there is no kernel of ours that does all of it: docs/deleted.md.
+    # `chunked` was slower (docs/deleted.md), and no kernel of ours computes all of it.
     strategies: ClassVar[tuple[str, ...]] = ("library",)
 
     @property
@@ -315,7 +315,7 @@ def _of_source(mask: Mask, rank: int, source: int, world_size: int, queries: int
     if mask.kind in UNPLACED:
         yield Block(source, 0, queries, 0, keys)
     elif place is not None and not 0 < mask.window < world_size * keys:
-        # As few as there can be.
+        # These cases need the fewest blocks.
         if source == place:
             # The second chunk sees all of the first.
             yield Block(source, 0, queries, 0, keys, causal=True)
@@ -331,7 +331,7 @@ def _of_source(mask: Mask, rank: int, source: int, world_size: int, queries: int
 
 def _between(source: int, rows: Segment, keys: Segment, window: int) -> Iterator[Block]:
     """Yields the causal blocks of these rows and keys."""
-    # Row i stands as many keys behind the first one.
+    # Row i is this many keys behind the first key.
     ahead = rows.start - keys.start
     begin, end = (min(max(edge - ahead, 0), rows.count) for edge in (0, keys.count))
     own = ahead + begin
@@ -372,7 +372,7 @@ def visible_part(mask: Mask, world_size: int, queries: int, keys: int) -> float:
     if everything == 0:
         return 1.0
     if mask.kind == "causal":
-        # The ranks have to agree: as for one whose last row stands at the last key.
+        # The ranks have to agree, so count as for a rank whose last row is at the last key.
         mask = replace(mask, offset=max(world_size * keys - queries, 0), jumps="")
     elif mask.kind == "zigzag_keys":
         if queries != keys:

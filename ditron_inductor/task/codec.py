@@ -107,7 +107,7 @@ def _parts(value: Any) -> Iterator[str]:
 
 
 def _written(kind: Any, item: Any) -> str:
-    # By the declared type: a 1 in a field of floats is a 1.0, which it equals, and so is a -0.0 a 0.0.
+    # Write by the declared type: in a field of floats 1 is written as 1.0, which it equals, and -0.0 as 0.0.
     if kind is int:
         return repr(operator.index(item))
     if kind is float:

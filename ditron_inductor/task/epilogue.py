@@ -194,7 +194,7 @@ class Epilogue:
         assert self.pre is not None
         _check(reduces, self.text(), "has a part before the reduction, but nothing is reduced")
         _check(products(self.pre) == {0}, self.text(), f"reduces something else than a product: {text(self.pre)}")
-        # Rows of the product are others than rows of a scattered sum.
+        # The rows of the product are not those of a scattered sum.
         both = {extra.index for extra in extras_of(self.outputs)} & {extra.index for extra in extras_of((self.pre,))}
         _check(not both, self.text(), f"uses the extra tensors {sorted(both)} before and behind the reduction")
 

@@ -48,7 +48,7 @@ GATHERED_OPERAND = Exchange("all_gather", "operand", "gather_bytes_per_s")
 EXCHANGED_OPERAND = Exchange("all_to_all", "operand", "scatter_bytes_per_s")
 SCATTERED_PRODUCT = Exchange("reduce_scatter", "product", "scatter_bytes_per_s")
 REDUCED_PRODUCT = Exchange("all_reduce", "product", "all_reduce_bytes_per_s", rounds=2)
-# Whole products arrive as fast as those of an all-reduce.
+# Whole products arrive at the rate of an all-reduce.
 GATHERED_PRODUCT = Exchange("all_gather", "product", "all_reduce_bytes_per_s", is_whole=True)
 EXCHANGED_PRODUCT = Exchange("all_to_all", "product", "scatter_bytes_per_s")
 SCATTERED_GRADIENTS = Exchange("reduce_scatter", "operand", "scatter_bytes_per_s")

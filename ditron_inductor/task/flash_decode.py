@@ -74,7 +74,7 @@ def local_attention(
     if block_table is not None:
         tokens = k.shape[1] * block_table.shape[1]
         used = torch.arange(tokens, device=q.device).view(1, -1, k.shape[1])[..., 0] < lengths[:, None]
-        # What a table holds behind a sequence's blocks is anything.
+        # Behind a sequence's blocks a table may hold any numbers.
         blocks = torch.where(used, block_table, 0).long()
         k, v = (cache[blocks].reshape(B, tokens, *cache.shape[2:]) for cache in (k, v))
     dtype = torch.promote_types(q.dtype, torch.float32)

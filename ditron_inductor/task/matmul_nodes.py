@@ -125,7 +125,7 @@ class SummedMatmul(Node):
 
     @classmethod
     def plain(cls, m: int, n: int, k: int, world_size: int) -> tuple[Node, Shapes]:
-        # A dataclass as every kind is: what mypy knows of this base are its annotations.
+        # Every kind is a dataclass, but mypy knows only the annotations of this base.
         made: Any = cls
         node: SummedMatmul = made(**cls.plain_fields, world_size=world_size, group_name="", site="", policy=Policy())
         shapes = {"a": [(m, k)], "b": [(k, n)]}
@@ -399,7 +399,7 @@ class MatmulAllGather(SummedMatmul):
     plain_fields: ClassVar[Mapping[str, Any]] = {"gather_dim": 1}
     exchange: ClassVar[Exchange | None] = GATHERED_PRODUCT
     host_us: ClassVar[Mapping[str, float]] = {"library": 80.0, "tile": 42.0}
-    # By `chunked` it was never the fastest: docs/deleted.md.
+    # `chunked` was never the fastest (docs/deleted.md).
     strategies: ClassVar[tuple[str, ...]] = ("library", "tile")
     gather_dim: int
     world_size: int

@@ -89,7 +89,7 @@ class AllReduceRmsNorm(ReductionWithNorm):
     exchange: ClassVar[Exchange | None] = REDUCED_PRODUCT
     computes: ClassVar[str] = "norm"
     host_us: ClassVar[Mapping[str, float]] = {"library": 60.0, "tile": 36.0}
-    # What is reduced as it is has no product to be cut.
+    # A reduction without a matmul has no product that could be cut.
     strategies: ClassVar[tuple[str, ...]] = ("library", "tile")
 
     @property

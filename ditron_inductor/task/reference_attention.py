@@ -109,7 +109,7 @@ def _probabilities(
         scores = capped * softcap
     if bias is not None:
         whole = added(bias, wide).expand(B, heads, queries, k.shape[2]).unflatten(1, grouped.shape[1:3])
-        # Filled once more, as autograd makes NaN of a sum of -inf, and of what is filled 0.
+        # Fill once more: autograd makes NaN of a sum of -inf, and 0 of what is filled.
         scores = (scores + whole).masked_fill(whole == -math.inf, -math.inf)
     if seen is not None:
         scores = scores.masked_fill(~seen, -math.inf)
@@ -117,7 +117,7 @@ def _probabilities(
         # A row that sees nothing has no weights.
         base = torch.where(lse == -math.inf, 0.0, lse)
         return torch.exp(scores - base.to(wide).reshape(*scores.shape[:-1], 1)), capped, lse, q.shape
-    # Not by the logarithm of the sum: beside a large bias nothing is left of it.
+    # Do not subtract the logarithm of the sum, which has no digits left beside a large bias.
     most = scores.detach().amax(-1, keepdim=True) if k.shape[2] else scores.new_zeros(*scores.shape[:-1], 1)
     most = torch.where(most == -math.inf, 0.0, most)
     weights = torch.exp(scores - most)

@@ -67,7 +67,7 @@ def _entries(shapes: Iterable[Mapping[str, tuple[int, Mapping[str, str]]]], sour
             }
             sizes = dict(part.split("=", 1) for part in library["shape"].split(";"))
             if library["op"] == AllReduceRmsNorm.kind:
-                # Of rows [M, N] that nobody multiplies.
+                # Kinds of rows [M, N] that are not multiplied.
                 sizes.setdefault("K", "1")
             if len(times) < 2 or set(sizes) != _SIZES:
                 continue

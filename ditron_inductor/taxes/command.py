@@ -91,7 +91,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.png:
         from ditron_inductor.taxes.picture import pyplot
 
-        # Found missing before anything is measured.
+        # A missing package is found before anything is measured.
         pyplot()
     request = request_of(arguments, device_type)
     codes = run_ranks(rank_main, request, world_size=ranks, device_type=device_type, limit_s=arguments.limit)

@@ -68,7 +68,7 @@ def intermediates(record: SiteRecord) -> Intermediates | None:
     if exchange == GATHERED_PRODUCT:
         return Intermediates(product + copies * product * world, product, 0)
     assert exchange == EXCHANGED_PRODUCT, record.kind
-    # It is brought into the order of the ranks, which is a write and a read more.
+    # The tensor is brought into the order of the ranks, which costs another write and read.
     return Intermediates(3 * product, product, 0)
 
 

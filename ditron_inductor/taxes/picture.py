@@ -82,7 +82,7 @@ def save(report: Drawable, path: str | Path) -> None:
 def _site_parts(account: Account) -> list[tuple[float, str]]:
     """(us, colour) from below."""
     parts = [(getattr(account, field), colour) for field, colour in PARTS.values()]
-    # What the fused kernel computes faster: the stack is as high as the time.
+    # The kernel computes faster by this time. It is subtracted, so that the stack is as high as the time.
     parts[0] = max(0.0, parts[0][0] + account.other_us), parts[0][1]
     return parts
 

@@ -103,7 +103,7 @@ class Probe:
         whole = 0.0 if self._step is None else self._us(*self._step) - marks_inside * self._mark_us
         for call in self._calls:
             waited = sum(self._us(*marks) for marks in call.collectives)
-            # The marks around the collectives lie inside the call, which without fusion has more of them.
+            # The marks around the collectives are inside the call. Without fusion a call has more of them.
             us = max(0.0, self._us(call.begin, call.end) - 2 * len(call.collectives) * self._mark_us)
             spent = Spent(call.strategy, 1, us, waited)
             found[call.key] = found[call.key].plus(spent) if call.key in found else spent

@@ -190,7 +190,7 @@ class _Profile:
                 call(0)
             call(0)
             calls[name] = call
-            # Now: what runs at a site of the same name in another contestant is noted in the same place.
+            # Read this now, because a site of the same name in another contestant is noted in the same place.
             reports[name] = build_report(sink.graphs, self.parsed)
         fused = reports[FUSED]
         return calls, reports[UNFUSED], replace(fused, sites=(*distinct(fused.fused), *fused.left_alone))
@@ -294,7 +294,7 @@ def _probed(
         for name, call in calls.items():
             dist.all_reduce(torch.zeros(1, device=clock.device), group=clock.group)
             if on_gpu:
-                # Meanwhile the host issues the step: what is timed is the device, not its waiting for the host.
+                # The host issues the step in this time, so the device is timed, and not its waiting for the host.
                 torch.cuda._sleep(int(leads[name].delay_us * CYCLES_PER_US))
             for _ in range(leads[name].steps):
                 call(0)

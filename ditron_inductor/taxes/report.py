@@ -163,7 +163,7 @@ class TaxReport:
                 f"by the accounts, {found.taxes_us:.0f} us of taxes are saved{part}, "
                 f"and {found.other_us:.0f} us of other times"
             )
-        # What moved or merged collectives, and left others out: no tax of any site.
+        # The passes moved or merged collectives, and removed others. This is not a tax of any site.
         gain = self.steps[INDUCTOR].eager_us - self.steps[UNFUSED].eager_us
         graphs = [self.steps[form].graph_us for form in (INDUCTOR, UNFUSED)]
         if graphs[0] is not None and graphs[1] is not None:

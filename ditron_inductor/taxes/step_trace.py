@@ -134,11 +134,11 @@ def take_trace(clock: Clock, step: Callable[[int], Any], capacity: int = CAPACIT
         return None, f"no trace: kernels on {unable[0]} have no clock that is known here"
     buffer = TraceBuffer(clock.device, capacity)
     with tracing.into(buffer):
-        # Compiles what takes part.
+        # This step compiles the traced kernels.
         step(0)
         _synchronize(clock.device)
         buffer.clear()
-        # Together, so that the wait for a rank that is behind is not taken for one of the step.
+        # The ranks begin together, so that waiting for a rank that is behind does not count as a wait of the step.
         clock.agree(None)
         alignment = _align(clock.device, number)
         clock.largest([0.0])

@@ -154,7 +154,7 @@ def _compare(
     for name, expected in want.items():
         scale = expected.abs().max().item() or 1.0
         error = (got[name].float() - expected.float()).abs().max().item() / scale
-        # A NaN compares as small with everything; it has to lose.
+        # Comparisons with NaN are false, so a NaN has to be counted as a failure.
         errors[name] = error if error == error else float("inf")
     worst = max(errors, key=lambda name: errors[name])
     wrong = [name for name, error in errors.items() if error > tolerance]

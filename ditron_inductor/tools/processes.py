@@ -90,7 +90,7 @@ def run_ranks(
 
 def rank_environment(device_type: str) -> dict[str, str]:
     """Returns the environment variables that a rank needs before its first import."""
-    # Ranks end without cleaning up (see _rank_main); what Inductor's compile workers leave is no news.
+    # Ranks end without cleaning up (see _rank_main), so warnings about Inductor's compile workers are expected.
     environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore:resource_tracker"}
     if device_type == "cpu":
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_COMPILE_THREADS": "1"}

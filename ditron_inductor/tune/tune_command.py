@@ -200,7 +200,7 @@ def convert(arguments: argparse.Namespace) -> int:
     if arguments.model_error:
         print(report_text(table.entries, "github" if arguments.markdown else "simple"))
     elif arguments.table:
-        # The whole file: it holds what the results hold, and nothing older.
+        # Replace the whole file, so that it holds only what the results hold.
         Path(arguments.table).write_text(table.text())
         print(f"tune: {len(table.entries)} lines in {arguments.table}")
     else:
@@ -231,7 +231,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     options = Options.from_environment()
     path = writable(arguments.table or options.table)
     request = TuneRequest(
-        # The largest first: the workspace grows once, and graphs that hold an older one are not in its way.
+        # Measure the largest shape first, so that the workspace grows only once, before any graph holds it.
         shapes=tuple(sorted(dict.fromkeys(shapes), key=lambda shape: -shape.m * max(shape.n, shape.k))),
         dtype=arguments.dtype or ("float32" if device_type == "cpu" else "bfloat16"),
         graphs=GRAPHS[arguments.graph] if device_type == "cuda" else (False,),

@@ -279,7 +279,7 @@ def rewrite(graph: fx.Graph, match: Match, task: WithEpilogue) -> fx.Node:
     for extra in match.extras:
         rewriting.hoist(extra, call)
     operands, known = schema.operands_from_call(call), task.parsed
-    # What is computed before the reduction stays.
+    # The part that is computed before the reduction stays.
     extras = [*operands.get("extras", ()), *match.extras]
     epilogue = Epilogue(tuple(match.outputs.values()), None if known is None else known.pre)
     epilogue.verify(task.num_operands, len(extras), reduces=task.reduces)
@@ -302,12 +302,12 @@ def rewrite(graph: fx.Graph, match: Match, task: WithEpilogue) -> fx.Node:
                 assert isinstance(user.args[1], int)
                 index = user.args[1] - task.num_operands + len(outputs)
                 user.replace_all_uses_with(rewriting.output(graph, new, index, rewriting.copied_meta(user)))
-    # All of them before any is used: the ways to them lead through each other.
+    # All outputs are made before any is used, because the chains to them lead through each other.
     viewed = [_viewed(graph, node, output, match) for node, output in zip(match.outputs, outputs, strict=True)]
     for node, output in zip(match.outputs, viewed, strict=True):
         node.replace_all_uses_with(output)
     rewriting.erase_unused(graph, [*match.covered, *call.users])
-    # And what was computed on the way to an operand.
+    # Erase also what was computed on the way to an operand.
     rewriting.erase_unused(graph, [call, *(node for node in graph.nodes if node.target in expressions.POINTWISE)])
     return new
 

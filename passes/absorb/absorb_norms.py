@@ -111,7 +111,7 @@ def find_prologue(call: fx.Node, task: AllGatherMatmul, options: Options) -> Mat
         return FEW_ROWS
     order = {node: index for index, node in enumerate(call.graph.nodes)}
     inner = set(norm.inner)
-    # The node returns what is saved, so whatever uses that has to come later.
+    # The node returns the saved values, so their users have to come later.
     if any(order[user] < order[call] for saved in norm.saved.values() for user in saved.users if user not in inner):
         return ReasonCode.NORM_USED
     terms = _terms(norm, call, order) or ((norm.x, None) if _is_kept(norm.x, call) else None)
@@ -140,7 +140,7 @@ def _terms(norm: FoundNorm, call: fx.Node, order: dict[fx.Node, int]) -> tuple[f
         fits = addend is not None and addend.dtype == value.dtype and proofs.same_shape(addend.shape, value.shape)
         if addend is None or not fits or not proofs.row_major(addend) or not _is_kept(term, call):
             return None
-    # What uses the sum gets it from the node, so it has to come later.
+    # Users of the sum get it from the node, so they have to come later.
     fused = _fused(norm)
     is_late = all(user in fused or order[user] > order[call] for user in total.users)
     return (left, right) if is_late and proofs.row_major(value) else None

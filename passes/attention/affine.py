@@ -296,7 +296,7 @@ def _merged(left: Sequence[Any], dim: int, result: Sequence[Any]) -> Taken | Non
         places = range(rest, result[dim], rest)
         if len(places) > MOST_STEPS:
             return None
-        # From 0 on again with each of the dimension outside.
+        # The index starts from 0 again with each index of the outer dimension.
         steps = (Threshold(dim, place, 1 - size if place % (rest * size) == 0 else 1) for place in places)
         found.append(affine(0, (0,) * len(result), steps))
         index = index.plus(found[-1].scaled(-rest))

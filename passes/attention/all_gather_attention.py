@@ -212,7 +212,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
         if match.return_gathered:
             for index, source in enumerate((keys, values), 2):
                 _hand_on(graph, call, index, source, node)
-    # What follows stands where it does: only now.
+    # Erase these nodes only now, because nodes were inserted beside them.
     written = () if attention.written is None else (*attention.written.between, *attention.written.views)
     rewriting.erase_unused(graph, [*keys.steps, *values.steps, *written, node])
     return call

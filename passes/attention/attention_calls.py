@@ -184,7 +184,7 @@ def read_attention(node: fx.Node) -> AttentionCall | Refused:
     if rejected is not None:
         return rejected
     flex = node.target in FLEX
-    # What the other ops have by name.
+    # The arguments that the other ops have by name.
     bound: dict[str, Any] = {"dropout_p": 0.0, "scale": None, "is_causal": False} if flex else proofs.arguments(node)
     if bound["dropout_p"] != 0.0:
         return ReasonCode.ATTENTION_DROPOUT
@@ -206,7 +206,7 @@ def read_attention(node: fx.Node) -> AttentionCall | Refused:
         return ReasonCode.ATTENTION_FORM
     if flex:
         scale = flex_call(node).scale
-    # By another one the kernels' largest score is the smallest.
+    # With a negative scale the score that the kernels take for the largest would be the smallest.
     if isinstance(scale, (int, float)) and scale <= 0:
         return ReasonCode.ATTENTION_FORM
     if flex:
@@ -316,7 +316,7 @@ def _next_dim(view: fx.Node, dim: int, world_size: int) -> int | None:
         same = proofs.known_equal(math.prod(result.shape[:place]), before)
         if same and proofs.known_equal(length, source.shape[dim]):
             return place
-        # Nothing stands outside of it: each rank's part is one run of the memory, however that is divided.
+        # No dimension is outside of it, so each rank's part is one run of the memory, however that is divided.
         leading = same and before == 1 and isinstance(length, int) and length > 1
         if leading and length % world_size == 0:
             return place

@@ -227,7 +227,7 @@ class PartAlgebra:
         left, right = condition.args
         assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
         below, including = form
-        # As `index < length` or `index <= length`, of what is kept.
+        # Brought to `index < length` or `index <= length` for the tokens that are kept.
         index, length = (left, right) if below else (right, left)
         if not kept:
             index, length, including = length, index, not including
@@ -260,7 +260,7 @@ class PartAlgebra:
         alike = static_shape(value) == static_shape(key) == (B, heads, S, D) and heads > 0 and H % heads == 0
         if not off or not alike or S == 1:
             raise Unknown(call)
-        # One for both results. Query heads that share a key head follow one another.
+        # One origin for both results. Query heads that share a key head follow one another.
         if call not in self._calls:
             self._calls[call] = self.atoms.new((B, heads, H // heads, L, S, D, D))
         batch, head, group, rows, tokens, dim, wide = self._calls[call]

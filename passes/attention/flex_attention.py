@@ -113,7 +113,7 @@ def read_flex(node: fx.Node) -> tuple[Shown, float, float] | Refused:
 def _outputs_are_known(node: fx.Node, call: FlexCall) -> bool:
     """Returns whether what is used of a call's outputs, and given to a backward, is what our ops have."""
     used = {user.args[1] if user.target is getitem else None for user in node.users if user.users}
-    # Its logarithms are natural ones.
+    # The logarithms of this backend are natural ones.
     flash = isinstance(call.options, dict) and call.options.get("BACKEND") == "FLASH"
     gradient = call.gradient
     if gradient is None:
@@ -154,7 +154,7 @@ def _read_score(node: fx.Node, call: FlexCall, shape: tuple[Any, Any]) -> Score 
     if len(given) != 6 or any(other is not None for other in others) or found[2] != 0.0:
         return None
     gradient = given[5]
-    # That of a hidden score is 0 already.
+    # The gradient of a hidden score is 0 already.
     return found if result is gradient or _kept(given, result, gradient, 0.0, shape) == found else None
 
 

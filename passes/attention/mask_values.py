@@ -29,7 +29,7 @@ class Truth:
     every: bool = True
 
     def negated(self) -> Truth:
-        # Of an integer: not t >= 0 is -t - 1 >= 0.
+        # For an integer t, not (t >= 0) is -t - 1 >= 0.
         terms = (term.scaled(-1) for term in self.terms)
         return Truth(frozenset(replace(term, const=term.const - 1) for term in terms), not self.every)
 

@@ -175,7 +175,7 @@ def _sum(sign: int) -> Callable[[Masks, fx.Node], Value | None]:
         if sign < 0 or shows[0] is None or shows[1] is None:
             return None
         both = shows[0][0].both(shows[1][0])
-        # Hidden twice is hidden, by a number that is no larger.
+        # A key that is hidden twice is hidden, by a number that is no larger.
         return None if both is None else Selection(both, 0.0, max(shows[0][1], shows[1][1]))
 
     return read
@@ -298,14 +298,15 @@ def _where(masks: Masks, node: fx.Node) -> Value | None:
     if not isinstance(truth, Truth) or yes is None or no is None:
         return None
     if yes.truth != TRUE:
-        # The other way round, for one case less.
+        # Exchange the branches, so that one case less has to be handled.
         truth, yes, no = truth.negated(), no, yes
     if yes.truth != TRUE:
         return None
     if no.truth == TRUE:
         chosen: Selection | None = Selection(truth, yes.yes, no.yes)
     elif yes.yes in (no.yes, no.no):
-        # yes where the truth or the other's own one (or its opposite) holds: the negation of neither.
+        # The result is `yes` where the truth or the other choice's own truth (or its opposite) holds: the negation of
+        # neither.
         own = no.truth if yes.yes == no.yes else no.truth.negated()
         other = no.no if yes.yes == no.yes else no.yes
         neither = truth.negated().both(own.negated())
@@ -351,7 +352,7 @@ def _cast(masks: Masks, node: fx.Node) -> Value | None:
         return None
     if tensor.dtype == torch.bool:
         return value if isinstance(value, Truth) else _as_truth(value)
-    # What is no integer is not cut off: see `converted`.
+    # A number that is not an integer is not cut off (see `converted`).
     return mask_values.as_choice(value)
 
 
@@ -360,7 +361,7 @@ def _view(masks: Masks, node: fx.Node) -> Value | None:
     part = proofs.piece(node) if node.target in proofs.SLICES else None
     source = node.args[0] if part is None else part.source
     if node.target in proofs.ORDER_KEEPING:
-        # Between two views an integer may have an index for its every jump.
+        # Skip the views in between, where an integer may jump at every index.
         while isinstance(source, fx.Node) and source.target in proofs.ORDER_KEEPING:
             source = source.args[0]
     if not isinstance(source, fx.Node) or len(masks.shape(node)) != len(shape_of(node)):
@@ -443,7 +444,7 @@ def _index(masks: Masks, node: fx.Node) -> Value | None:
     if len(indices) != len(found):
         return None
     shape = shape_of(node)
-    # Counted from the end is something else.
+    # Negative indices count from the end, which is not handled.
     inside = all(index.bounds(shape)[0] >= 0 for index in indices)
     return mask_values.mapped(masks.value(source), lambda term: term.at(indices, shape)) if inside else None
 
@@ -458,7 +459,8 @@ def _cat(masks: Masks, node: fx.Node) -> Value | None:
     values = [value for value in found if isinstance(value, Affine)]
     if len(values) != len(found) or not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
-    # One element has no slope: of such alone it is that of positions, or none.
+    # A part of one element has no slope. If all parts have one element, the slope is 1 if their values differ, and
+    # otherwise 0.
     slopes = {value.coefs[dim] for value, size in zip(values, sizes, strict=True) if size > 1}
     slope = slopes.pop() if slopes else int(len({value.const for value in values}) > 1)
     others = {

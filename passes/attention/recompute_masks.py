@@ -60,7 +60,7 @@ def recompute_masks(graph: fx.Graph, *, options: Options) -> int:
             continue
         known.add(tuple(masks))
         for source in _made_of(masks):
-            # What a user's own checkpointing says of a node stays.
+            # A mark that the user's own checkpointing has put on a node stays.
             source.meta.setdefault(MARK, CheckpointPolicy.MUST_RECOMPUTE)
     return len(known)
 

@@ -124,7 +124,7 @@ def moved(atoms: Atoms, have: Axes, wanted: Axes) -> Moved | None:
     if len(given) != len(places) or set(given) != set(places) or sum(map(len, wanted)) != len(places):
         return None
     if sorted(have) == sorted(wanted):
-        # Dimensions of one element among themselves keep their order.
+        # Dimensions of one element keep their order among each other.
         left = list(range(len(have)))
         order = [left.pop(next(place for place, dim in enumerate(left) if have[dim] == axis)) for axis in wanted]
         return Moved(_sizes(atoms, have), tuple(order), _sizes(atoms, wanted))

@@ -61,10 +61,11 @@ def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = 
     queries, keys = shape[-2:]
     if truth == TRUE:
         return Shown(Mask("full"))
-    # With a dynamic length `rank * S` is a number on rank 0 alone: there it would be known, on other ranks not.
+    # With a dynamic length `rank * S` is a number on rank 0 alone, so the mask would be known there and not on other
+    # ranks.
     if not isinstance(queries, int) or not isinstance(keys, int):
         raise UnknownMask(node)
-    # Of one row nothing tells a bound that moves with the rows from one that does not.
+    # With one row a bound that moves with the rows looks like one that does not.
     if not truth.every and len(truth.terms) != 1 or queries <= 1 or keys <= 1:
         raise UnknownMask(node)
     uppers, lowers = [], []
@@ -77,9 +78,10 @@ def shown_by(truth: Truth, shape: Sequence[Any], node: fx.Node, lowest: float = 
         elif term.coefs[-2:] == (-1, 1):
             lowers.append(term)
         else:
-            # Nor one that holds here: of the place of a rank's rows alone it may not hold on another.
+            # A bound on rows alone, or on keys alone, is not understood even if it holds here: it may not hold on
+            # another rank.
             raise UnknownMask(node)
-    # All by the same positions.
+    # All bounds have to use the same positions.
     places = {upper.steps for upper in uppers} | {lower.scaled(-1).steps for lower in lowers}
     if not uppers or len(places) != 1:
         raise UnknownMask(node)

@@ -172,7 +172,7 @@ class Proof:
         self.atoms = Atoms()
         self.algebra = Algebra(self.atoms, self._seed)
         self._gathered = gathered
-        # What is computed from the scores.
+        # The nodes that are computed from the scores.
         self.scored = {node for node in written.above if node.target is aten.bmm.default}
         for node in sorted(written.above):
             if self.scored.intersection(node.all_input_nodes):
@@ -238,7 +238,7 @@ class Proof:
         tensor = proofs.tensor(bias)
         if bias in self.scored or tensor is None or proofs.arguments(node)["alpha"] != 1:
             return None
-        # A truth would be added as 0 or 1.
+        # A tensor of bool would be added as 0 or 1.
         return self._masked(node, scores, bias) if tensor.is_floating_point() else None
 
     def _hidden(self, node: fx.Node) -> Value | None:
@@ -288,7 +288,7 @@ class Proof:
             mask = read_mask(given, *shape[-2:], hides=hides, lowest=lowest)
         except masks.UnknownMask as unknown:
             if lowest not in (None, -math.inf):
-                # Beside it scores count for little, and not for nothing, in a row that sees nothing.
+                # In a row that sees nothing, scores beside such a number count for little, but not for nothing.
                 raise _Refused(ReasonCode.ATTENTION_MASK.at(unknown.node)) from None
             mask = BY_TENSOR
         if mask == ALL:
@@ -425,7 +425,7 @@ def _operand(graph: fx.Graph, atoms: Atoms, given: Given, wanted: Axes, node: fx
     """
     tensor = unexpanded(given.tensor)
     shape = static_shape(tensor)
-    # The same for all batches and heads, in whatever order they stand.
+    # A mask that is the same for all batches and heads fits, whatever their order.
     alike = len(shape) <= len(wanted) and all(size == 1 for size in shape[:-2])
     axes = [atoms.flat(axis) for axis in given.axes]
     if axes[-2:] != [atoms.flat(axis) for axis in wanted[2:]]:

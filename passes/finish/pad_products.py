@@ -173,7 +173,7 @@ def _site_product(node: fx.Node, a: fx.Node, b: fx.Node, devices: tuple[str, ...
         return None
     operands = ((of_lhs, True), (of_rhs, False))
     unaligned = [(operand, along) for operand, along in operands if operand.aligned < ALIGNED_BYTES]
-    # K lies together in a by rows, in b by columns.
+    # K is contiguous in `a` if it lies by rows, and in `b` if it lies by columns.
     if not unaligned or any(not operand.whole or operand.by_rows != along for operand, along in unaligned):
         return None
     copied = [_copied_bytes(a, node), _copied_bytes(b, node)]

@@ -152,7 +152,8 @@ def _same_form(one: SummedReduction, other: SummedReduction) -> bool:
     if kinds[0] != kinds[1] or dims[0] != dims[1]:
         return False
     if left.node.target is ALL_REDUCE and all(_is_static(each.source) for each in (one, other)):
-        # Both results are seen as the sum's shape: views of them keep the order, so views of the operands do.
+        # Both results are viewed in the sum's shape by order-keeping views, so the operands can be viewed in the same
+        # way.
         return True
     return proofs.same_shape(_shape(one.source), _shape(other.source)) and proofs.same_shape(
         _shape(left.wait), _shape(right.wait)
@@ -227,7 +228,7 @@ def merge_reductions(graph: fx.Graph, *, options: Options) -> int:
     count = 0
     if not options.fusions:
         return count
-    # The last addition of a sum first: it sees all of it.
+    # Begin with the last addition of a sum, because it covers the whole sum.
     pending = list(graph.find_nodes(op="call_function", target=aten.add.Tensor))
     while pending:
         root: fx.Node | None = pending.pop()

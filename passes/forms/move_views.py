@@ -120,7 +120,7 @@ def rewrite(graph: fx.Graph, match: Match) -> fx.Node:
         shard = old.operand
         for view in match.moved:
             shard = _viewed(graph, view, shard)
-        # The whole's sizes as arguments.
+        # The sizes of the whole tensor, as arguments.
         sizes = [_size(graph, shard, place) for place in range(len(whole))]
         sizes[dim] = whole[dim] if isinstance(whole[dim], int) else -1
         shard = _merged_shard(graph, match, shard, sizes)

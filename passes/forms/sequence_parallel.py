@@ -284,7 +284,7 @@ def sequence_parallel(graph: fx.Graph, *, options: Options) -> int:
     if any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")):
         return 0
     count = index = 0
-    # Read anew after each: what a region reads may have been a member of another one.
+    # Read the region again after each rewrite: what it reads may have been a member of another region.
     while (match := _first_match(graph, options)) is not None:
         count += len(match.region.reductions)
         rewrite(graph, match, index)

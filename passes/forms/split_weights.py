@@ -161,7 +161,7 @@ def _half(part: fx.Node, view: fx.Node, width: int) -> int | None:
 
 def rewrite(graph: fx.Graph, product: fx.Node) -> tuple[fx.Node, ...]:
     """Replaces a product that `find_split` accepts by two; returns the views of its weight."""
-    # Not a match of before: a product may have halves of another one for operands, which are others since that was cut.
+    # Match again: a product may have halves of another product as operands, which were replaced when that one was cut.
     match = find_split(product)
     assert match is not None, product
     width = match.width
@@ -278,7 +278,7 @@ def split_weights(graph: fx.Graph, *, options: Options) -> int:
     for node in graph.nodes:
         match = find_split(node)
         if match is not None:
-            # One product of a call: the others are made anew with it.
+            # One product of a call at a time: the others are made anew with it.
             found.setdefault(node.args[0] if node.target is getitem else node, match)
     if not found:
         return 0

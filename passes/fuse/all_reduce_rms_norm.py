@@ -325,7 +325,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
 
 def all_reduce_rms_norm(graph: fx.Graph, *, options: Options) -> int:
     """Fuses every all-reduce with the norm behind it, if proved; returns how many were. Others may get a reason."""
-    # What has a norm behind goes with that: it is looked for first.
+    # A sum with a norm behind it is fused with that norm, so such norms are looked for first.
     count = sum(_fuse(graph, rsqrt, _find_norm_behind, options) for rsqrt in _rsqrts(graph))
     return count + sum(_fuse(graph, rsqrt, _find_post_norm, options) for rsqrt in _rsqrts(graph))
 

@@ -238,7 +238,7 @@ def rewrite(graph: fx.Graph, match: Match, options: Options) -> fx.Node:
             assert sizes is not None
             received = all_to_all.reshape(graph, received, sizes, tuple(match.received.meta["val"].shape))
             match.received.replace_all_uses_with(received)
-            # Views of it may stand before the call: all uses stand behind it.
+            # Views of what is received may stand before the call, but all uses stand behind it.
             for view in match.steps:
                 if view < call and view is not match.received and proofs.depends_on(view, {received}):
                     first_use.prepend(view)

@@ -143,7 +143,7 @@ def _find_moved(collective: Collective, move: fx.Node) -> GatheredProducts | Non
         return None
     between = chain[: chain.index(collective.wait)]
     only = all(proofs.sole_user(step) is not None for step in (*between, collective.wait))
-    # Whoever reads it as it lies would see that it lies in another way: only copies of it in row-major order do not.
+    # A user that depends on the strides would see others. Only copies in row-major order would not.
     copies = [user for user in move.users if user.target in proofs.ORDER_KEEPING and proofs.row_major(user.meta["val"])]
     sizes = _sizes_in_graph(source, move.meta["val"].shape)
     apart = proofs.known_equal(value.shape[0], collective.world_size)

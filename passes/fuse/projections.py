@@ -134,7 +134,7 @@ def projections(graph: fx.Graph, *, options: Options) -> int:
         return 0
     count = 0
     for match in find_projections(graph):
-        # A weight may be computed from the products of another match, which stay where that one's call is.
+        # A weight may be computed from the products of another match, which stay at the place of that match's call.
         if all(rewriting.can_hoist(weight, match.matmuls[0]) for weight in match.weights):
             rewrite(graph, match, options)
             count += 1

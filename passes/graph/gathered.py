@@ -307,7 +307,7 @@ def replace(
             if swapped:
                 returned = rewriting.transposed_back(graph, returned, gathered)
             gathered.replace_all_uses_with(returned)
-            # Views of it may stand before the call: all uses stand behind it.
+            # Views of the gathered tensor may stand before the call, but all uses stand behind it.
             for view in feeds.steps:
                 if view < call and view is not gathered and proofs.depends_on(view, {returned}):
                     first_use.prepend(view)

@@ -387,7 +387,7 @@ def leave_alone(collective: fx.Node, pattern: str, why: Refused) -> None:
     refusal = why.at(collective)
     known = collective.meta.get(LEFT_ALONE)
     if refusal.code is ReasonCode.NO_MATMUL and known is not None and known.pattern in ATTENTION_KINDS:
-        # That says more than that no matmul is there.
+        # The earlier reason says more than that no matmul is there.
         return
     reason = Reason(pattern, refusal.code.value, _TEXTS[refusal.code], describe(refusal.node))
     tried = collective.meta.get(TRIED) if refusal.code is ReasonCode.BATCHED_MATMUL else None

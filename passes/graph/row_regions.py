@@ -49,7 +49,7 @@ REDUCTIONS: frozenset[object] = frozenset(
         aten.var_mean.correction,
     }
 )
-# What gives the same on all ranks if its operands do, beside pointwise ops, views and pieces.
+# Ops that give the same result on all ranks if their operands are the same, beside pointwise ops, views and pieces.
 DETERMINISTIC: frozenset[object] = REDUCTIONS | {
     aten.embedding.default,
     aten.cat.default,

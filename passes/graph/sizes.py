@@ -78,7 +78,7 @@ def _size(graph: fx.Graph, reader: fx.Node, source: fx.Node, dim: int, asked: Ca
     if source.target is aten.addmm.default:
         return _size(graph, reader, source.args[1 + dim], dim, asked)  # type: ignore[arg-type]
     if source.target is aten.add.Tensor:
-        # One that is not grown to the result's shape.
+        # An operand that is not broadcast to the result's shape.
         alike = [node for node in source.all_input_nodes if _has_shape(node, value.shape)]
         return _size(graph, reader, alike[0], dim, asked) if alike else None
     if source.target is aten.bmm.default:

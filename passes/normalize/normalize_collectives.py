@@ -173,7 +173,7 @@ def _merge_equal(graph: fx.Graph, chain: set[fx.Node]) -> int:
     first: dict[Hashable, fx.Node] = {}
     merged = 0
     for node in [node for node in graph.nodes if node in chain]:
-        # A clone is asked for because somebody wants memory of his own.
+        # A program clones a tensor because it needs memory of its own.
         if node.target is aten.clone.default:
             continue
         kept = first.setdefault(_key(node), node)

@@ -121,7 +121,7 @@ def share_gathers(graph: fx.Graph, *, options: Options) -> int:
     kept: dict[tuple[fx.Node, int, str], list[Match]] = {}
     matches = [match for node in collectives(graph, ALL_GATHER) if (match := find_whole_gather(node)) is not None]
     for match in sorted(matches, key=lambda found: found.gathered):
-        # What the gather reads now: a gather of a gather may have been found before the inner ones became one.
+        # Read the operand again: a gather of a gather may have been found before the inner gathers became one.
         operand = match.collective.node.args[0]
         assert isinstance(operand, fx.Node)
         firsts = kept.setdefault((operand, match.dim, match.collective.group_name), [])

@@ -62,7 +62,7 @@ def is_vllm_collective(node: fx.Node) -> bool:
 
 def group_names() -> dict[str, str]:
     """Returns torch's names of vLLM's groups, by vLLM's names. A rewrite depends on these beside the graph."""
-    # Only what this process has loaded itself. The table is vLLM's own: another version may have none.
+    # Use only modules that this process has loaded itself. The table is vLLM's own, and another version may have none.
     table: Mapping[str, Callable[[], Any]] = getattr(sys.modules.get(PARALLEL_STATE), "_groups", {})
     names: dict[str, str] = {}
     for name, coordinator in sorted(table.items()):
