@@ -1,15 +1,15 @@
-"""The accounts of a site and of a step: which part of their time each of the taxes takes.
+"""The accounts of a site and of a step, which say which part of their time each of the taxes takes.
 
 The parts of a site's time add up to it:
 
     us = compute + bulk synchronous + locality + other
 
-Without fusion, `bulk synchronous` is the wait from the own arrival at a collective to its exit, less the time of the
-bytes that the collective itself writes for a kernel, or reads of one; those, and what the kernels beside it write and
-read again, are `locality`; `compute` is all that is left. With fusion there is no collective to be timed: `compute` is
-what it is without, `locality` that of the kernel's own intermediates, and `bulk synchronous` what is left. Where that
-is less than nothing, the kernel computes faster than the library (or its intermediates stay in a cache), and `other` is
-by how much.
+Without fusion, `bulk synchronous` is the wait from the rank's own arrival at a collective to its exit, minus the time
+of the bytes that the collective itself writes for a kernel or reads from one. These bytes, and those that the kernels
+beside it write and read again, are `locality`. `compute` is the rest. With fusion there is no collective that could be
+timed. `compute` is then the same as without fusion, `locality` is that of the kernel's own intermediates, and `bulk
+synchronous` is the rest. If the rest is negative, the kernel computes faster than the library (or its intermediates
+stay in a cache), and `other` is this negative time.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ UNFUSED, FUSED, INDUCTOR = "unfused", "fused", "inductor"
 class Account:
     """Microseconds of one site in one step, all its calls together, the largest of any rank.
 
-    launch_us: what its calls cost more alone and in eager mode than in a CUDA graph; None where there are none. It is
-    not a part of `us`. in_kernel_us: what a program of its kernels waited, by its own time stamps, where they were
-    asked for.
+    launch_us: how much more its calls cost in eager mode than in a CUDA graph, each call alone; None without CUDA
+    graphs. It is not a part of `us`. in_kernel_us: the time that a program of its kernels waited, by its own time
+    stamps, if these were asked for.
     """
 
     strategy: str
@@ -48,7 +48,7 @@ class Account:
 
     @property
     def taxes_us(self) -> float:
-        """Bulk synchronous and locality."""
+        """The sum of the taxes bulk synchronous and locality."""
         return self.bulk_synchronous_us + self.locality_us
 
 
@@ -80,7 +80,7 @@ class SiteTaxes:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Microseconds of a whole step, the largest of any rank. graph_us: in a CUDA graph, None where there is none."""
+    """Microseconds of a whole step, the largest of any rank. graph_us: the time in a CUDA graph, None without one."""
 
     eager_us: float
     graph_us: float | None = None
@@ -152,7 +152,9 @@ def fused_account(spent: Spent, bytes_: Intermediates | None, bytes_per_us: floa
 def explained(
     sites: list[SiteTaxes] | tuple[SiteTaxes, ...], steps: Mapping[str, StepTimes], graph: bool
 ) -> Explained | None:
-    """The gain of the fused step over the unfused one; graph: both in CUDA graphs. None where one has no time."""
+    """Returns the gain of the fused step over the unfused one; None if one of them has no time. graph: compare both in
+    CUDA graphs.
+    """
     times = {name: step.graph_us if graph else step.eager_us for name, step in steps.items()}
     before, after = times.get(UNFUSED), times.get(FUSED)
     if before is None or after is None:

@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """The command; its exit code. Raises MissingDependency."""
+    """Runs the command and returns its exit code. Raises MissingDependency."""
     require("python", "torch", "triton", "tabulate", "C++ compiler", needed_for=NEEDED_FOR)
     import torch
 
@@ -106,7 +106,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def request_of(arguments: argparse.Namespace, device_type: str) -> TaxRequest:
-    """The command line as the ranks get it."""
+    """Returns the command line in the form in which the ranks get it."""
     decode = arguments.phase == "decode"
     tokens = TINY_TOKENS if arguments.model == TINY and not decode else TOKENS[arguments.phase]
     return TaxRequest(
@@ -185,7 +185,7 @@ def rank_main(rank: Rank, request: TaxRequest) -> bool:
 
 
 def _model(rank: Rank, request: TaxRequest, device: torch.device) -> Llama:
-    """Equal weights on all ranks, cut over them."""
+    """Returns a model with equal weights on all ranks, which is then sharded over the ranks."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -209,7 +209,7 @@ def _config(request: TaxRequest, ranks: int) -> LlamaConfig:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`main`, with its errors as messages."""
+    """Runs `main` and prints its errors as messages."""
     try:
         return main(arguments)
     except (MissingDependency, DitronError) as error:

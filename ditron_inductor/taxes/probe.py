@@ -1,6 +1,6 @@
 """Times every call of a Task node in a step that runs, and every collective inside such a call.
 
-A mark is an event on the current stream, so nothing waits for it; on the CPU device it is the time.
+A mark is an event on the current stream, so nothing waits for it. On the CPU device a mark is the time.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ditron_inductor.task.plan import Choice, PlanRequest
 
 MARKS = 64
 MARKS_DELAY_CYCLES = 4_000_000
-"""Two milliseconds: the host has issued all of them before the first one passes."""
+"""A delay of two milliseconds, in which the host issues all marks before the first one passes."""
 
 Key = tuple[str, str, int]
-"""Group, site, and m of its matmul: graphs with the same launches have sites of the same names."""
+"""(group, site, m of its matmul). Graphs with the same launches have sites of the same names."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Call:
 
 
 class Probe:
-    """An observer (see task/watch.py) of the calls on one device. mark_us: what a mark takes the stream."""
+    """An observer (see task/watch.py) of the calls on one device. mark_us: the time that a mark takes on the stream."""
 
     def __init__(self, device: torch.device, mark_us: float = 0.0) -> None:
         self._device = device
@@ -65,7 +65,7 @@ class Probe:
         self._step: tuple[Any, Any] | None = None
 
     def step(self, run: Callable[[], Any]) -> None:
-        """`run`, a whole step, between two marks."""
+        """Wraps `run`, a whole step, in two marks."""
         begin = self._mark()
         run()
         self._step = begin, self._mark()
@@ -73,7 +73,7 @@ class Probe:
     def call(
         self, run: Callable[..., Any], group_name: str, request: PlanRequest, choice: Choice
     ) -> Callable[..., Any]:
-        """`run` between two marks."""
+        """Wraps `run` in two marks."""
         key = group_name, request.site, request.problem.m
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ class Probe:
         return timed
 
     def collective(self, launch: Callable[[], Any]) -> None:
-        """`launch` between two marks, as part of the call that is open."""
+        """Wraps `launch` in two marks, as a part of the open call."""
         begin = self._mark()
         launch()
         if self._open is not None:

@@ -1,4 +1,4 @@
-"""The tax report: a table for people, and the same as CSV for programs."""
+"""The tax report: a table for people, and the same data as CSV for programs."""
 
 from __future__ import annotations
 
@@ -60,12 +60,13 @@ class TaxReport:
         return self.text()
 
     def total(self, form: str, field: str) -> float:
-        """The sum over the sites of a field of their accounts; form: `unfused` or `fused`."""
+        """Returns the sum of a field over the accounts of the sites. form: `unfused` or `fused`."""
         accounts: list[Account | None] = [getattr(site, form) for site in self.sites]
         return float(sum(getattr(account, field) or 0.0 for account in accounts if account is not None))
 
     def text(self) -> str:
-        """The sites, the steps, how much of the gain the accounts explain, and the notes."""
+        """Returns the report as text: the sites, the steps, how much of the gain the accounts explain, and the notes.
+        """
         from tabulate import tabulate
 
         head = [ON_CPU] if self.device == "cpu" else []
@@ -83,7 +84,7 @@ class TaxReport:
         return "\n".join([*head, "", *body, "", "by step:", steps, "", *self._conclusions(), *self.notes])
 
     def csv_text(self) -> str:
-        """Long form, see `COLUMNS`."""
+        """Returns the report as CSV in long form (see `COLUMNS`)."""
         out = io.StringIO()
         writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -101,17 +102,17 @@ class TaxReport:
         return out.getvalue()
 
     def save_csv(self, path: str | Path) -> None:
-        """Write `csv_text`."""
+        """Writes `csv_text` to a file."""
         Path(path).write_text(self.csv_text())
 
     def save_png(self, path: str | Path) -> None:
-        """Write the picture: for every site and for the step two stacked bars. Raises MissingDependency."""
+        """Writes the picture, which has two stacked bars for every site and for the step. Raises MissingDependency."""
         from ditron_inductor.taxes.picture import save
 
         save(self, path)
 
     def save_trace(self, path: str | Path) -> None:
-        """Write the trace as JSON for Perfetto. Raises ValueError where none was taken."""
+        """Writes the trace as JSON for Perfetto. Raises ValueError if no trace was taken."""
         if self.trace is None:
             raise ValueError("this report has no trace: ask for it with profile_taxes(.., trace=True)")
         self.trace.save(path)
@@ -177,7 +178,7 @@ class TaxReport:
 
 
 def _cells(values: Mapping[str, Any]) -> dict[str, str]:
-    """The values that have a column, numbers as text."""
+    """Returns the values that have a column, with numbers as text."""
     texts = {name: f"{value:.3f}" if isinstance(value, float) else str(value) for name, value in values.items()}
     return {name: text for name, text in texts.items() if name in COLUMNS and values[name] is not None}
 

@@ -1,7 +1,7 @@
-"""A trace of one step: what every program of the traced kernels did when, on all ranks by one clock.
+"""A trace of one step: what every program of the traced kernels did and when, on all ranks by one clock.
 
-Written as JSON for https://ui.perfetto.dev or chrome://tracing: a process for each rank, in it a row for the sites and
-one for each program of each SM, whose tiles hold their waits.
+It is written as JSON for https://ui.perfetto.dev or chrome://tracing. Each rank is a process, with one row for the
+sites and one row for each program of each SM. Waits are nested in their tiles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ditron_inductor.report.timing import Clock
 
 CAPACITY = 1 << 17
-"""Events of one rank: 8 MiB."""
+"""The most events of one rank, which take 8 MiB."""
 NAMES = {
     int(trace.TILE.value): "tile",
     int(trace.WAIT.value): "wait",
@@ -44,7 +44,7 @@ DETAILS = {
 }
 """What the detail of an event counts, by the kind of the event."""
 LANES = 16
-"""Rows of one SM: more programs than that share them."""
+"""The most rows of one SM. If there are more programs, they share rows."""
 PROGRAM_MASK = (1 << layout.EVENT_PROGRAM_BITS.value) - 1
 READS = 20
 APART_S = 0.05
@@ -52,7 +52,9 @@ APART_S = 0.05
 
 @dataclass(frozen=True)
 class Alignment:
-    """The clock of a rank's device by the host's: host ns = offset_ns + ticks * ns_per_tick, to within error_ns."""
+    """The relation of the clocks of a rank's device and of the host: host ns = offset_ns + ticks * ns_per_tick, to
+    within error_ns.
+    """
 
     offset_ns: float = 0.0
     ns_per_tick: float = 1.0
@@ -122,12 +124,12 @@ class Trace:
         return {"traceEvents": rows, "displayTimeUnit": "ns", "otherData": other}
 
     def save(self, path: str | Path) -> None:
-        """Write `json`."""
+        """Writes `json` to a file."""
         Path(path).write_text(json.dumps(self.json()))
 
 
 def take_trace(clock: Clock, step: Callable[[int], Any], capacity: int = CAPACITY) -> tuple[Trace | None, str]:
-    """A trace of one step, or None and why there is none. Collective; equal on all ranks."""
+    """Returns a trace of one step, or None and why there is none. Collective; the result is equal on all ranks."""
     arch, number = _clock(clock.device)
     unable = [reason for reason in clock.agree("" if number is not None else arch) if reason]
     if unable or number is None:
@@ -151,7 +153,7 @@ def take_trace(clock: Clock, step: Callable[[int], Any], capacity: int = CAPACIT
 
 
 def _clock(device: torch.device) -> tuple[str, int | None]:
-    """(what the device is, the clock of its kernels)."""
+    """Returns (the kind of the device, the clock of its kernels)."""
     from ditron_inductor.device.capabilities import probe
 
     arch = "interpreter" if device.type == "cpu" else probe(device).arch
@@ -221,7 +223,7 @@ def _waited(rank: RankTrace) -> dict[str, float]:
 
 
 def _rows(rank: RankTrace, first_ns: float) -> Iterator[dict[str, Any]]:
-    """The rank's entries in Chrome's format."""
+    """Yields the rank's entries in Chrome's format."""
     yield _named("process_name", rank.rank, 0, f"rank {rank.rank}")
     yield _named("thread_name", rank.rank, 0, "sites")
     spans: dict[int, tuple[float, float]] = {}
@@ -257,8 +259,8 @@ Place = tuple[int, int, tuple[int, int, bool]]
 
 
 def _place(event: Event) -> Place:
-    """(use, SM, what on it has a row to itself): a program of a launch, as far as launches of one use can be told from
-    each other. One that does nothing but wait runs beside those that tell the peers something.
+    """Returns (use, SM, what has a row of its own on the SM). The last is a program of a launch, as far as launches of
+    one use can be distinguished. A program that only waits runs beside those that tell the peers something.
     """
     waits = event.programs == 1 and event.kind in WAITS
     return event.use, event.sm, (event.program, event.programs, waits)

@@ -53,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the demo; the exit code: 0 if every comparison held on every rank. Raises MissingDependency."""
+    """Runs the demo and returns the exit code, which is 0 if every comparison held on every rank. Raises
+    MissingDependency.
+    """
     require("python", "torch", "triton", "tabulate", "C++ compiler", needed_for="the demo")
     device_type, problem = device_for(arguments.ranks, arguments.device)
     if problem:
@@ -97,7 +99,9 @@ def _run_rank(rank: Rank, setup: DemoSetup) -> bool:
 
 
 def _run_form(rank: Rank, setup: DemoSetup, form: str, config: LlamaConfig, device: torch.device, mesh: Any) -> bool:
-    """Eager and compiled, forward and backward, on the same weights and tokens; True if they match on this rank."""
+    """Runs forward and backward, eagerly and compiled, on the same weights and tokens. Returns True if they match on
+    this rank.
+    """
     import torch
 
     import ditron_inductor.backend  # noqa: F401  (the name "ditron", in a checkout that is not installed)
@@ -129,7 +133,9 @@ def _run_form(rank: Rank, setup: DemoSetup, form: str, config: LlamaConfig, devi
 
 
 def _step(model: Llama, call: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The output and every parameter's gradient of one step with the loss mean(logits^2); local parts of DTensors."""
+    """Returns the output and every parameter's gradient of one step with the loss mean(logits^2), as local parts of
+    DTensors.
+    """
     model.zero_grad(set_to_none=True)
     logits = call(tokens)
     logits.float().square().mean().backward()
@@ -199,7 +205,7 @@ class _Progress:
 
 
 def graph_lines(graph: str) -> list[str]:
-    """The statements of a readable graph, without source comments and deletions, Task nodes marked."""
+    """Returns the statements of a readable graph, without source comments and deletions, and with Task nodes marked."""
     lines = []
     for line in graph.splitlines():
         statement = DELETIONS.sub("", line).strip()

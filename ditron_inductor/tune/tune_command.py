@@ -1,4 +1,4 @@
-"""Measures the strategies at a user's own shapes and writes the table that later runs choose by.
+"""Measures the strategies at a user's own shapes, and writes the table by which later runs choose.
 
     python -m ditron_inductor tune --model llama-8b --ranks 4         # one process per GPU of this machine
     ditron_inductor.tune(model)(tokens)                               # on all ranks: the sites of a function that ran
@@ -62,9 +62,9 @@ def tune(
     """``tune(fn)(*args, **kwargs)`` runs ``fn`` once with Ditron, times the strategies at every fused site, and adds
     the times to a table. Returns the report of ``explain(fn, measure=True)``.
 
-    It is collective: all ranks of the groups in ``fn`` call it. Rank 0 of the default group writes the table to
-    ``path``, by default what the option ``ditron.table`` names. Groups that are first used later take it; those of
-    this process keep theirs. Sites are timed inside CUDA graphs if ``mode`` uses them.
+    It is collective: all ranks of the groups in ``fn`` have to call it. Rank 0 of the default group writes the table to
+    ``path``; the default is the file that the option ``ditron.table`` names. Groups that are first used later take the
+    new table; groups that this process has used keep theirs. Sites are timed inside CUDA graphs if ``mode`` uses them.
     """
     parsed, _ = Options.parse(options)
     target = writable(path or parsed.table)
@@ -83,7 +83,7 @@ def tune(
 
 
 def report_entries(report: Report, *, graph: bool) -> list[Entry]:
-    """The measured sites of a report as lines of a table."""
+    """Returns the measured sites of a report as lines of a table."""
     entries = []
     for site in report.sites:
         if site.request is not None and site.measured is not None:
@@ -125,7 +125,7 @@ def entry_of(shape: MatmulShape, timings: Timings, gpu: str, world_size: int, dt
 
 
 def writable(option: str | None) -> Path:
-    """The file behind a value of the option `ditron.table`. Raises InvalidOptionValue where it is none."""
+    """Returns the file for a value of the option `ditron.table`. Raises InvalidOptionValue if there is none."""
     from ditron_inductor import user_table
 
     path = user_table.path_of(option)
@@ -176,7 +176,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """The command; its exit code. Raises MissingDependency."""
+    """Runs the command and returns its exit code. Raises MissingDependency."""
     try:
         if arguments.from_results or arguments.model_error:
             return convert(arguments)
@@ -187,7 +187,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """`--from-results` and `--model-error`: no process is started, nothing is measured."""
+    """Runs `--from-results` and `--model-error`, which start no process and measure nothing."""
     from ditron_inductor.task.model_error import report_text
     from ditron_inductor.task.results import read_results
     from ditron_inductor.task.table import Table, shipped
