@@ -1,4 +1,4 @@
-"""flash_decode: its operands, its meaning in plain collectives, and what is said of its cost.
+"""flash_decode: its operands, and what it computes, in plain collectives.
 
 `flash_decode: q, k, v, lengths, (block_table) -> out, token`
     q [B, Hq, D], the same on all ranks; out [B, Hq, D] contiguous, of its dtype, bit-identical on every rank.

@@ -71,8 +71,8 @@ def all_gather_matmul(
     return_gathered: bool,
     multiply: Multiply | None = None,
 ) -> list[torch.Tensor]:
-    """[gathered @ w for w in weights], each 2-D, followed by the gathered tensor if asked for. See `ops` for the
-    shapes. multiply: computes the outputs from the rows, if they are not the products.
+    """Returns [gathered @ w for w in weights], each 2-D, followed by the gathered tensor if asked for. See `ops` for
+    the shapes. multiply: computes the outputs from the rows, if they are not the products.
     """
     gathered = all_gather(shard, gather_dim=gather_dim, world_size=world_size, group_name=group_name)
     rows = gathered.flatten(0, -2)
@@ -279,7 +279,7 @@ def all_to_all_matmul(
     group_name: str,
     return_received: bool,
 ) -> list[torch.Tensor]:
-    """[received @ weight], followed by what was received if asked for. See `ops` for the shapes."""
+    """Returns [received @ weight], followed by what was received if asked for. See `ops` for the shapes."""
     received = exchange_rows(x, scatter_dim=scatter_dim, parts=parts, world_size=world_size, group_name=group_name)
     outputs = [received.flatten(0, -2) @ weight]
     return [*outputs, received] if return_received else outputs

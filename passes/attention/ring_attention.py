@@ -1,14 +1,15 @@
-"""Ring attention: attention to one rank's keys after the other, as torch's `context_parallel` has it. Seen, and left
-alone.
+"""Recognises ring attention, which attends to the keys of one rank after the other, as torch's `context_parallel` does.
+It is left alone.
 
     cat(k, v) -> all_gather -> part of rank r - 1, of r - 2, .. -> attention -> merged by logarithms of sums
     cat(k, v) -> all_to_all: all to rank r + 1 -> attention, and again all_to_all -> ..
     its backward -> gradients of keys and values + those of the rank in front -> all_to_all: all to rank r + 1 -> ..
 
-What a rank attends to depends on the rank: which parts, how many, all rows or the second half, all keys of a part or
-the first half. So the graphs differ in their ops, not in constants alone, and no rank can prove of its own graph what
-the others will find in theirs. A rank whose causal rows see nothing but its own keys has a gather that it never reads.
-And a gradient that comes from a neighbour is what that rank's program makes of it: here it is any tensor.
+What a rank attends to depends on the rank: which parts and how many, all rows or the second half, all keys of a part or
+the first half. So the graphs differ in their ops, not only in constants, and no rank can prove from its own graph what
+the others will find in theirs. If the causal rows of a rank see only its own keys, the rank has a gather that it never
+reads. And a gradient that comes from a neighbour is whatever that rank's program computes; on this rank it is any
+tensor.
 """
 
 from __future__ import annotations

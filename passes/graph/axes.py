@@ -104,7 +104,9 @@ def _divides(part: Any, whole: Any) -> bool:
 
 
 def without_lead(dim: Dim, size: Any) -> tuple[Axis, Dim] | None:
-    """(the outermost axis of a dimension, of this size, what is left of the dimension); None if there is none."""
+    """Returns (the outermost axis of a dimension, which has this size; the rest of the dimension); None if there is no
+    such axis.
+    """
     first, *rest = leaves(dim) if any(True for _ in leaves(dim)) else [Axis(1)]
     if known_equal(first.size, size):
         return first, tuple(rest)

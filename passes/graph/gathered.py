@@ -280,7 +280,7 @@ def replace(
 ) -> fx.Node:
     """Replaces the matmuls, and all other uses of the gathered tensor, by one op call; returns that call.
 
-    shard: what the node takes. swapped: the node's gathered tensor is the transpose of `gathered`.
+    shard: the operand of the node. swapped: the node's gathered tensor is the transpose of `gathered`.
     """
     first_use = feeds.first_use
     for matmul in feeds.matmuls:

@@ -232,7 +232,7 @@ class _Tail:
             self.nodes.append(user)
 
     def _next(self) -> fx.Node | None:
-        """The user of the last node; what is scaled may be saved for the backward too."""
+        """Returns the user of the last node. The scaled rows may also be saved for the backward."""
         last = self.nodes[-1]
         users = [user for user in last.users if len(self.nodes) > 1 or user.op != "output"]
         if len(users) == 2 and self._branch is not None and self.weight is None and self.shift is None:
