@@ -120,7 +120,7 @@ def _unlike(group: GroupFacts, forms: Sequence[Form]) -> DitronDiverged:
 
 
 def _may_be(sizes: Sequence[int | None], others: Sequence[int | None]) -> bool:
-    return all(None in (one, other) or one == other for one, other in zip(sizes, others, strict=True))
+    return all(None in (first, other) or first == other for first, other in zip(sizes, others, strict=True))
 
 
 class Agreements:

@@ -130,13 +130,13 @@ def near(own: Sequence[float], other: Sequence[float], dtype: torch.dtype) -> bo
         return False
     largest = max((abs(value) for value in (*own, *other) if math.isfinite(value)), default=0.0)
     bound = ROUNDINGS * torch.finfo(dtype).eps * largest if dtype.is_floating_point else 0.0
-    return all(_equal(one, two, bound) for one, two in zip(own, other, strict=True))
+    return all(_equal(first, second, bound) for first, second in zip(own, other, strict=True))
 
 
-def _equal(one: float, two: float, bound: float) -> bool:
-    if not (math.isfinite(one) and math.isfinite(two)):
-        return one == two or (math.isnan(one) and math.isnan(two))
-    return abs(one - two) <= bound
+def _equal(first: float, second: float, bound: float) -> bool:
+    if not (math.isfinite(first) and math.isfinite(second)):
+        return first == second or (math.isnan(first) and math.isnan(second))
+    return abs(first - second) <= bound
 
 
 replicas = Replicas()

@@ -183,25 +183,25 @@ def _leading(index: Affine, at: int, shape: Sequence[Any], dims: Sequence[int]) 
     return affine(0, (0,) * len(shape), [Threshold(first, begin, 1)]).cleaned(shape)
 
 
-def product(one: Affine, other: Affine) -> Affine:
+def product(first: Affine, other: Affine) -> Affine:
     """Returns the product of two integers. One of them has to be constant, or both have to jump only, along one
     dimension. Raises NotAffine.
     """
-    for factor, value in ((one, other), (other, one)):
+    for factor, value in ((first, other), (other, first)):
         if factor.is_constant:
             return value.scaled(factor.const)
-    dims = {step.dim for step in (*one.steps, *other.steps)}
-    if any(one.coefs) or any(other.coefs) or len(dims) != 1:
+    dims = {step.dim for step in (*first.steps, *other.steps)}
+    if any(first.coefs) or any(other.coefs) or len(dims) != 1:
         raise NotAffine
     (dim,) = dims
-    edges = sorted({step.at for step in (*one.steps, *other.steps)})
-    before = one.const * other.const
+    edges = sorted({step.at for step in (*first.steps, *other.steps)})
+    before = first.const * other.const
     steps = []
     for edge in edges:
-        values = [value.const + sum(step.jump for step in value.steps if step.at <= edge) for value in (one, other)]
+        values = [value.const + sum(step.jump for step in value.steps if step.at <= edge) for value in (first, other)]
         steps.append(Threshold(dim, edge, values[0] * values[1] - before))
         before = values[0] * values[1]
-    return affine(one.const * other.const, one.coefs, steps)
+    return affine(first.const * other.const, first.coefs, steps)
 
 
 def floored(value: Affine, divisor: int, shape: Sequence[Any]) -> Affine:

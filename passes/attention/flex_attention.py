@@ -169,9 +169,9 @@ def _kept(
     truth = Masks({given[3]: QUERY, given[4]: KEY}, shape).operand(result, condition)
     if not isinstance(truth, Truth):
         return None
-    for one, other, seen in ((yes, no, truth), (no, yes, truth.negated())):
+    for first, other, seen in ((yes, no, truth), (no, yes, truth.negated())):
         number = other.args[1] if isinstance(other, fx.Node) and other.target is aten.full.default else other
-        kept = _softcap(one, score) if number == hidden else None
+        kept = _softcap(first, score) if number == hidden else None
         if kept is not None:
             return seen, *kept
     return None

@@ -35,9 +35,9 @@ class Truth:
 
     def both(self, other: Truth) -> Truth | None:
         """Returns `self and other`; None if that is neither a conjunction nor a disjunction of terms."""
-        for one, another in ((self, other), (other, self)):
-            if not one.terms:
-                return another if one.every else one
+        for first, second in ((self, other), (other, self)):
+            if not first.terms:
+                return second if first.every else first
         if all(truth.every or len(truth.terms) == 1 for truth in (self, other)):
             return Truth(self.terms | other.terms)
         return None

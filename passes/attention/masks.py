@@ -168,9 +168,9 @@ def _sum(sign: int) -> Callable[[Masks, fx.Node], Value | None]:
         left, right = (masks.operand(node, operand) for operand in node.args[:2])
         if proofs.arguments(node).get("alpha", 1) != 1:
             return None
-        one, other = (_as_affine(value, masks.shape(node)) for value in (left, right))
-        if one is not None and other is not None:
-            return one.plus(other.scaled(sign))
+        first, other = (_as_affine(value, masks.shape(node)) for value in (left, right))
+        if first is not None and other is not None:
+            return first.plus(other.scaled(sign))
         shows = [hiding(node, term) for term in (left, right)]
         if sign < 0 or shows[0] is None or shows[1] is None:
             return None
@@ -185,11 +185,11 @@ def _product(masks: Masks, node: fx.Node) -> Value | None:
     left, right = (masks.operand(node, operand) for operand in node.args[:2])
     if isinstance(left, Truth) and isinstance(right, Truth):
         return left.both(right)
-    for one, other in ((left, right), (right, left)):
-        integer = _as_affine(one, masks.shape(node)) if isinstance(other, Affine) and other.is_constant else None
+    for first, other in ((left, right), (right, left)):
+        integer = _as_affine(first, masks.shape(node)) if isinstance(other, Affine) and other.is_constant else None
         if integer is not None and isinstance(other, Affine):
             return integer.scaled(other.const)
-        choice, kept = mask_values.as_choice(one), mask_values.as_choice(other)
+        choice, kept = mask_values.as_choice(first), mask_values.as_choice(other)
         if choice is None or kept is None or (kept.yes, kept.no) != (1.0, 0.0):
             continue
         # Infinity times 0 is no number.

@@ -129,11 +129,11 @@ class Atoms:
         """
         left, right = list(self.flat(fresh)), list(self.flat(known))
         while left and right:
-            one, other = left[0], right[0]
-            if self.size(one) == self.size(other):
+            first, other = left[0], right[0]
+            if self.size(first) == self.size(other):
                 self._parts[left.pop(0)] = (right.pop(0),)
                 continue
-            larger, smaller = (left, right) if self.size(one) > self.size(other) else (right, left)
+            larger, smaller = (left, right) if self.size(first) > self.size(other) else (right, left)
             step = self.take(larger[:1], self.size(smaller[0]))
             if step is None:
                 return False
@@ -329,11 +329,11 @@ class Algebra:
                 factor = float(right) if target is aten.mul.Tensor else 1.0 / right
                 return Value(value.axes, {symbol: count * factor for symbol, count in value.power.items()}, True)
         if (multiplies or adds) and isinstance(left, fx.Node) and isinstance(right, fx.Node):
-            one, other = self.value(left), self.value(right)
-            if one.is_log is other.is_log is adds:
+            first, other = self.value(left), self.value(right)
+            if first.is_log is other.is_log is adds:
                 sign = 1.0 if target in (aten.mul.Tensor, aten.add.Tensor) else -1.0
-                axes = self.broadcast(node, one.axes, other.axes)
-                return Value(axes, combined(one.power, other.power, sign), adds)
+                axes = self.broadcast(node, first.axes, other.axes)
+                return Value(axes, combined(first.power, other.power, sign), adds)
         if target is aten.scalar_tensor.default or (target is aten.full.default and not bound["size"]):
             return Value((), {("m", node): 1.0}, True)
         if target is aten.where.self:
@@ -365,7 +365,7 @@ class Algebra:
     def broadcast(self, node: fx.Node, left: Axes, right: Axes) -> Axes:
         """Returns the axes of an elementwise op. Raises Unknown if they differ in a dimension that is not of size 1."""
         count = max(len(left), len(right))
-        one, other = (self.atoms.of(((),) * (count - len(axes)) + axes) for axes in (left, right))
-        if any(a and b and a != b for a, b in zip(one, other, strict=True)):
+        first, other = (self.atoms.of(((),) * (count - len(axes)) + axes) for axes in (left, right))
+        if any(a and b and a != b for a, b in zip(first, other, strict=True)):
             raise Unknown(node)
-        return tuple(a or b for a, b in zip(one, other, strict=True))
+        return tuple(a or b for a, b in zip(first, other, strict=True))

@@ -145,17 +145,17 @@ def _read_scatter(collective: Collective, leaf: fx.Node) -> SummedReduction | No
     return SummedReduction(collective, leaf, chunks.source, chunks.split_dim, (*chunks.between, cat))
 
 
-def _same_form(one: SummedReduction, other: SummedReduction) -> bool:
-    left, right = one.collective, other.collective
+def _same_form(first: SummedReduction, other: SummedReduction) -> bool:
+    left, right = first.collective, other.collective
     kinds = [(at.node.target, at.group_name, at.reduce_op) for at in (left, right)]
-    dims = [(each.scatter_dim, bool(each.between)) for each in (one, other)]
+    dims = [(each.scatter_dim, bool(each.between)) for each in (first, other)]
     if kinds[0] != kinds[1] or dims[0] != dims[1]:
         return False
-    if left.node.target is ALL_REDUCE and all(_is_static(each.source) for each in (one, other)):
+    if left.node.target is ALL_REDUCE and all(_is_static(each.source) for each in (first, other)):
         # Both results are viewed in the sum's shape by order-keeping views, so the operands can be viewed in the same
         # way.
         return True
-    return proofs.same_shape(_shape(one.source), _shape(other.source)) and proofs.same_shape(
+    return proofs.same_shape(_shape(first.source), _shape(other.source)) and proofs.same_shape(
         _shape(left.wait), _shape(right.wait)
     )
 

@@ -157,8 +157,8 @@ def rsqrt_before(result: fx.Node) -> fx.Node | None:
     return None
 
 
-def _same_rows(one: fx.Node, other: fx.Node) -> bool:
-    left, right = proofs.tensor(one), proofs.tensor(other)
+def _same_rows(first: fx.Node, other: fx.Node) -> bool:
+    left, right = proofs.tensor(first), proofs.tensor(other)
     return left is not None and right is not None and proofs.same_shape(left.shape, right.shape)
 
 

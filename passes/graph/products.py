@@ -172,13 +172,13 @@ def _sum(node: fx.Node, other: object, product: Product) -> Product | Refusal:
 
 def _added(node: fx.Node, left: Product, right: Product) -> Product | Refusal:
     """Returns the product that `node` is, left + right. One of them may be a bias alone."""
-    one, other = proofs.tensor(left.mm), proofs.tensor(right.mm)
-    assert one is not None and other is not None
+    first, other = proofs.tensor(left.mm), proofs.tensor(right.mm)
+    assert first is not None and other is not None
     biases = (*left.biases, *right.biases)
-    dtypes = {value.dtype for value in (one, other, *map(proofs.tensor, biases)) if value is not None}
+    dtypes = {value.dtype for value in (first, other, *map(proofs.tensor, biases)) if value is not None}
     if len(dtypes) > 1:
         return ReasonCode.MIXED_DTYPES.at(node)
-    if not proofs.same_shape(one.shape, other.shape):
+    if not proofs.same_shape(first.shape, other.shape):
         return ReasonCode.LAYOUT.at(node)
     path = left if left.factors else right
     factors, steps = (*left.factors, *right.factors), (*left.steps, *right.steps)
