@@ -322,8 +322,8 @@ class _Reader:
                 return Binary(OPERATORS[type(operator)], *operands)
             case ast.Call(func=ast.Name(id=kind), args=[ast.Name(id=name)], keywords=[]) if kind in KINDS:
                 return Extra(kind, self.index(name, "x"))
-            case ast.Call(func=ast.Name(id="cast"), args=[one, ast.Name(id=dtype)], keywords=[]) if dtype in DTYPES:
-                return Cast(self.read(one, depth + 1), dtype)
+            case ast.Call(func=ast.Name(id="cast"), args=[value, ast.Name(id=dtype)], keywords=[]) if dtype in DTYPES:
+                return Cast(self.read(value, depth + 1), dtype)
             case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
                 return Function(name, self.read(argument, depth + 1))
         raise self.refused(ast.get_source_segment(self.part, node) or self.part)
