@@ -66,8 +66,8 @@ def predict(work: RegionWork, on: cost.Hardware) -> tuple[float, float]:
     """Returns the predicted microseconds of the replicated and of the sharded form."""
     replicated = sharded = 0.0
     for reduced in work.reduced:
-        replicated += _best_us(work, MatmulAllReduce.kind, reduced.n, reduced.k, reduced.k > 0, on)
-        replicated -= _norm_gain_us(work, reduced, on)
+        whole = _best_us(work, MatmulAllReduce.kind, reduced.n, reduced.k, reduced.k > 0, on)
+        replicated += whole - _norm_gain_us(work, reduced, on)
         sharded += _best_us(work, MatmulReduceScatter.kind, reduced.n, reduced.k, reduced.k > 0, on)
     for each in work.gathered:
         if each.n:
