@@ -51,10 +51,10 @@ from ditron_inductor.core.signals import (
     take_send,
     take_tile,
     use_of,
-    wait,
     wait_credits,
 )
-from ditron_inductor.core.trace import COPY, CREDITS, SEND, TILE, WAIT, event, now
+from ditron_inductor.core.timed import timed_credits, timed_wait
+from ditron_inductor.core.trace import COPY, SEND, TILE, event, now
 from ditron_inductor.lowering.all_gather_matmul.shard_norm import MakeShard, make_shard
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_at, store_outputs, unpacked
@@ -149,8 +149,7 @@ def copy_gathered(
     ok = alive
     if source != use.rank:
         chunk = block_row * TILES.BLOCK_M // (TILES.GROUP_M * TILES.BLOCK_M)
-        ok = alive & wait(use, chunk, source)
-        event(use, began, chunk, source, WAIT, TRACE)
+        ok = alive & timed_wait(use, chunk, source, TRACE)
     offs_m = block_row * TILES.BLOCK_M + tl.arange(0, TILES.BLOCK_M)
     offs_k = ticket % num_k * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)
     inside = (offs_m < sizes.rows)[:, None] & (offs_k < sizes.K)[None, :]
@@ -235,10 +234,7 @@ def all_gather_matmul_kernel(
                     carries = (step == 0) & (send_ticket < num_sends)
                     send_request = request_ticket(use, SEND_TICKET, TILES.THREADS, carries)
                     if carries & (credited < 0):
-                        # Credits: nobody reads any more what the slot's previous use left there. Without, none is sent.
-                        waited = now(TRACE)
-                        credited = wait_credits(use, WORLD)
-                        event(use, waited, ticket, rank, CREDITS, TRACE)
+                        credited = timed_credits(use, ticket, WORLD, TRACE)
                     carries = carries & (credited > 0)
                     # In 32-bit words. K is a multiple of 16 bytes, and so is every piece.
                     carried = tl.multiple_of(tl.where(carries, carried, 0) * BITS // 32, 4)
@@ -246,9 +242,7 @@ def all_gather_matmul_kernel(
                 chunk = block_row // TILES.GROUP_M
                 if (source != rank) & (chunk != ready):
                     # Acquire: the whole chunk, which its source pushed before it published this flag.
-                    waited = now(TRACE)
-                    ok = alive & wait(use, chunk, source)
-                    event(use, waited, chunk, source, WAIT, TRACE)
+                    ok = alive & timed_wait(use, chunk, source, TRACE)
                     if TILES.DESCRIPTORS and not TILES.UPCAST:
                         ok = proxy_fence(ok)
                     ready = chunk

@@ -50,10 +50,10 @@ from ditron_inductor.core.signals import (
     take_send,
     take_tile,
     use_of,
-    wait,
     wait_credits,
 )
-from ditron_inductor.core.trace import COPY, SEND, TILE, WAIT, event, now
+from ditron_inductor.core.timed import timed_wait
+from ditron_inductor.core.trace import COPY, SEND, TILE, event, now
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.gathers import INTERPRETED_SEND_BLOCK, SEND_BLOCK, SEND_STEPS, SENDERS, sent_piece
 from ditron_inductor.lowering.host.launch import Launch, ceil_div
@@ -129,8 +129,7 @@ def copy_received(
     part = ticket // blocks % pieces.parts
     ok = alive
     if source != use.rank:
-        ok = alive & wait(use, block_row * TILES.BLOCK_M // pieces.chunk_rows, source)
-        event(use, began, block_row * TILES.BLOCK_M // pieces.chunk_rows, source, WAIT, TRACE)
+        ok = alive & timed_wait(use, block_row * TILES.BLOCK_M // pieces.chunk_rows, source, TRACE)
     offs_m = block_row * TILES.BLOCK_M + tl.arange(0, TILES.BLOCK_M)
     offs_c = ticket % blocks * TILES.BLOCK_N + tl.arange(0, TILES.BLOCK_N)
     inside = (offs_m < pieces.rows)[:, None] & (offs_c < pieces.C)[None, :]
@@ -232,9 +231,7 @@ def all_to_all_matmul_kernel(
             source = (rank + step) % HOW.WORLD
             if chunk != ready:
                 # Acquire: the whole chunk, which its source pushed before it published this flag.
-                waited = now(TRACE)
-                ok = ok & wait(use, chunk, source)
-                event(use, waited, chunk, source, WAIT, TRACE)
+                ok = ok & timed_wait(use, chunk, source, TRACE)
                 if TILES.DESCRIPTORS and not TILES.UPCAST:
                     ok = proxy_fence(ok)
             for part in range(parts):

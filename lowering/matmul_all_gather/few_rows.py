@@ -35,14 +35,13 @@ from ditron_inductor.core.signals import (
     granted,
     last_use,
     leave,
-    may_send,
     publish_all,
     request_ticket,
     settle,
     use_of,
-    wait_all,
 )
-from ditron_inductor.core.trace import COPY, CREDITS, TILE, WAIT, event, now
+from ditron_inductor.core.timed import timed_may_send, timed_wait_all
+from ditron_inductor.core.trace import COPY, TILE, event, now
 from ditron_inductor.lowering.config import Config, select_few_rows_config
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
 from ditron_inductor.lowering.host.launcher import Arguments
@@ -143,10 +142,7 @@ def matmul_all_gather_kernel(
         acc = matmul_tile_of_few_rows(lefts, M, rights, sizes.terms, tile * BLOCK_N, sizes.N, TILES)
         offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if ok < 0:
-            # Credits: nobody reads any more what the slot's previous use left there.
-            waited = now(TRACE)
-            ok = may_send(asked, tl.where(run == 0, due, 0), use, HOW.WORLD, TILES.THREADS)
-            event(use, waited, tile, rank, CREDITS, TRACE)
+            ok = timed_may_send(asked, due, use, run, HOW.WORLD, TILES.THREADS, TRACE)
         acc = plus_bias(acc, ends.bias, tile * BLOCK_N, sizes.N, BLOCK_N, HOW.HAS_BIAS)
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if ok != 0:
@@ -164,8 +160,7 @@ def matmul_all_gather_kernel(
     left = leave(use, run, due, TILES.THREADS, True)
     # Acquire: the same run of all peers.
     copying = now(TRACE)
-    whole = ok & wait_all(use, run, HOW.WORLD)
-    event(use, copying, run, rank, WAIT, TRACE)
+    whole = ok & timed_wait_all(use, run, HOW.WORLD, TRACE)
     for first in range(run * run_tiles * BLOCK_N, last_tile * BLOCK_N, HOW.COPY_COLUMNS):
         columns = first + tl.arange(0, HOW.COPY_COLUMNS)
         for i in tl.static_range(BLOCK_M // COPY_ROWS):

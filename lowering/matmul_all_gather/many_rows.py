@@ -46,10 +46,9 @@ from ditron_inductor.core.signals import (
     settle,
     take_tile,
     use_of,
-    wait,
-    wait_credits,
 )
-from ditron_inductor.core.trace import COPY, CREDITS, SEND, TILE, WAIT, event, now
+from ditron_inductor.core.timed import first_credits, timed_wait
+from ditron_inductor.core.trace import COPY, SEND, TILE, event, now
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
 from ditron_inductor.lowering.host.launcher import Arguments
@@ -125,9 +124,8 @@ def matmul_all_gather_kernel(
     BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
     own = data(use, rank, dtype)
     outbox = own + ((WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
-    # Whether the credits have come, and the tile that waits in the outbox, -1 if there is none.
-    credited = tl.full((), 0, tl.int32)
-    ok = alive
+    # Whether this program may send, -1 before it has asked, and the tile that waits in the outbox, -1 if there is none.
+    ok = tl.full((), -1, tl.int32)
     sent = tl.full((), -1, tl.int32)
     ticket = take_tile(use)
     if ticket == 0:
@@ -159,12 +157,7 @@ def matmul_all_gather_kernel(
         if sent >= 0:
             publish_to_all(use, pointers.counters, 0, sent, tiles, chunk_tiles, WORLD, HOW.COUNTED)
         sent = tl.full((), -1, tl.int32)
-        if credited == 0:
-            # Credits: nobody reads any more what the slot's previous use left there.
-            waited = now(TRACE)
-            ok = alive & wait_credits(use, WORLD)
-            event(use, waited, ticket, rank, CREDITS, TRACE)
-            credited += 1
+        ok = first_credits(ok, alive, use, ticket, WORLD, TRACE)
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if ok != 0:
             put_in_outbox(outbox, result, BLOCK_M, BLOCK_N)
@@ -187,9 +180,7 @@ def matmul_all_gather_kernel(
         tile = (ticket - tiles) // (WORLD - 1)
         source = (rank + 1 + (ticket - tiles) % (WORLD - 1)) % WORLD
         # Acquire: all tiles of the chunk, which the source pushed before it published this flag.
-        awaited = now(TRACE)
-        whole = alive & wait(use, tile // chunk_tiles, source)
-        event(use, awaited, tile // chunk_tiles, source, WAIT, TRACE)
+        whole = alive & timed_wait(use, tile // chunk_tiles, source, TRACE)
         offsets = block_offsets(place_of(source, rank, WORLD) * tiles + tile, BLOCK_M, BLOCK_N)
         result = tl.load(own + offsets, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
         store_part(result, out, tile, source, num_m, num_n, sizes.M, sizes.N, sizes.block, WORLD, TILES)

@@ -36,16 +36,15 @@ from ditron_inductor.core.signals import (
     granted,
     last_use,
     leave,
-    may_send,
     peer,
     publish_all,
     request_ticket,
     settle,
     slot_ctl,
     use_of,
-    wait_all,
 )
-from ditron_inductor.core.trace import CREDITS, TILE, WAIT, event, now
+from ditron_inductor.core.timed import timed_may_send, timed_wait_all
+from ditron_inductor.core.trace import TILE, event, now
 from ditron_inductor.lowering.chunked_exchange import Operands
 from ditron_inductor.lowering.epilogues import Arrangement, Preparer, arrange, preparer_of, store_flat_sum
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, rows_of
@@ -141,10 +140,7 @@ def one_shot(
     lanes = tl.arange(0, PIECE)
     place = ticket * PIECE + lanes
     mine = tl.load(x + place, mask=place < sizes.numel, other=0.0)
-    # Credits: nobody reads any more what the slot's previous use left there.
-    waited = now(TRACE)
-    ok = may_send(begun.asked, tl.where(ticket == 0, begun.due, 0), use, HOW.WORLD, HOW.THREADS)
-    event(use, waited, ticket, use.rank, CREDITS, TRACE)
+    ok = timed_may_send(begun.asked, begun.due, use, ticket, HOW.WORLD, HOW.THREADS, TRACE)
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
             tl.store(begun.slots[i] + (use.rank * pieces + ticket) * PIECE + lanes, mine)
@@ -153,9 +149,7 @@ def one_shot(
         settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
     left = leave(use, ticket, begun.due, HOW.THREADS, True)
     # Acquire: the piece of all peers.
-    waited = now(TRACE)
-    whole = ok & wait_all(use, ticket, HOW.WORLD)
-    event(use, waited, ticket, use.rank, WAIT, TRACE)
+    whole = ok & timed_wait_all(use, ticket, HOW.WORLD, TRACE)
     at, stride = ticket * PIECE + lanes, pieces * PIECE
     total = add_up(mine, begun.own, at, stride, lanes >= 0, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
     store_flat_sum(total, whole, extras, outs, place, place < sizes.numel, sizes.N, x.dtype.element_ty, EPILOGUE)
@@ -182,10 +176,7 @@ def two_shots(
         theirs = theirs + (tl.load(x + place, mask=place < sizes.numel, other=0.0),)  # type: ignore[assignment]
     mine_at = (use.rank * pieces + ticket) * PIECE + lanes
     mine = tl.load(x + mine_at, mask=mine_at < sizes.numel, other=0.0)
-    # Credits: nobody reads any more what the slot's previous use left there.
-    waited = now(TRACE)
-    ok = may_send(begun.asked, tl.where(ticket == 0, begun.due, 0), use, HOW.WORLD, HOW.THREADS)
-    event(use, waited, ticket, use.rank, CREDITS, TRACE)
+    ok = timed_may_send(begun.asked, begun.due, use, ticket, HOW.WORLD, HOW.THREADS, TRACE)
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
             tl.store(begun.slots[i] + mine_at, theirs[i])
@@ -194,9 +185,7 @@ def two_shots(
         settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
     left = leave(use, ticket, begun.due, HOW.THREADS, True)
     # Acquire: the own piece of all peers.
-    waited = now(TRACE)
-    whole = ok & wait_all(use, ticket, HOW.WORLD)
-    event(use, waited, ticket, use.rank, WAIT, TRACE)
+    whole = ok & timed_wait_all(use, ticket, HOW.WORLD, TRACE)
     at, stride = ticket * PIECE + lanes, pieces * PIECE
     total = add_up(mine, begun.own, at, stride, lanes >= 0, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
     result = total.to(x.dtype.element_ty)
@@ -207,9 +196,7 @@ def two_shots(
         publish_all(use, RESULT_ROW + ticket, HOW.WORLD)
     tl.store(x + mine_at, result, mask=mine_at < sizes.numel)
     # Acquire: the sums of all peers.
-    waited = now(TRACE)
-    known = ok & wait_all(use, RESULT_ROW + ticket, HOW.WORLD)
-    event(use, waited, ticket, use.rank, WAIT, TRACE)
+    known = ok & timed_wait_all(use, RESULT_ROW + ticket, HOW.WORLD, TRACE)
     results = ()
     for i in tl.static_range(1, WORLD):
         place = ((use.rank + i) % HOW.WORLD * pieces + ticket) * PIECE + lanes

@@ -38,14 +38,13 @@ from ditron_inductor.core.signals import (
     granted,
     last_use,
     leave,
-    may_send,
     publish_all,
     request_ticket,
     settle,
     use_of,
-    wait_all,
 )
-from ditron_inductor.core.trace import CREDITS, SUM, TILE, WAIT, event, now
+from ditron_inductor.core.timed import timed_may_send, timed_wait_all
+from ditron_inductor.core.trace import SUM, TILE, event, now
 from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     all_outputs,
     block_of,
@@ -135,10 +134,7 @@ def matmul_all_reduce_kernel(
                 elements = elements_at(offs_m, whole_n, (offs_m < M)[:, None], (whole_n < N)[None, :], N)
                 acc = prepared(acc, extras, elements, dtype, PRE)
             if ok < 0:
-                # Credits: nobody reads any more what the slot's previous use left there.
-                waited = now(TRACE)
-                ok = may_send(asked, tl.where(ticket == 0, due, 0), use, WORLD, TILES.THREADS)
-                event(use, waited, ticket, rank, CREDITS, TRACE)
+                ok = timed_may_send(asked, due, use, ticket, WORLD, TILES.THREADS, TRACE)
             if ok != 0:
                 block = (rank * tiles + ticket).to(tl.int64) * (BLOCK_M * BLOCK_N)
                 partial = acc.to(dtype)
@@ -153,9 +149,8 @@ def matmul_all_reduce_kernel(
             ticket = granted(request, TILES.THREADS)
         if previous >= 0:
             # Acquire: the tile's partials of all peers. The own one was stored by this program, before a barrier.
-            waited = now(TRACE)
-            whole = ok & wait_all(use, previous, WORLD)
-            event(use, waited, previous, rank, WAIT, TRACE)
+            adding = now(TRACE)
+            whole = ok & timed_wait_all(use, previous, WORLD, TRACE)
             total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             for source in tl.static_range(WORLD):
                 block = (source * tiles + previous).to(tl.int64) * (BLOCK_M * BLOCK_N)
@@ -169,7 +164,7 @@ def matmul_all_reduce_kernel(
                 # For the last one all tiles are stored, and their stores are seen.
                 if arrive(pointers.counters, tiles):
                     finish_all(outs[0], given, norm_outs, M, N, ROW, NORMS)
-            event(use, waited, previous, rank, SUM, TRACE)
+            event(use, adding, previous, rank, SUM, TRACE)
         previous = current
     close(granted(left, TILES.THREADS), use)
 

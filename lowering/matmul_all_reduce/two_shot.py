@@ -49,11 +49,9 @@ from ditron_inductor.core.signals import (
     settle,
     take_tile,
     use_of,
-    wait,
-    wait_all,
-    wait_credits,
 )
-from ditron_inductor.core.trace import COPY, CREDITS, TILE, WAIT, event, now
+from ditron_inductor.core.timed import first_credits, timed_wait, timed_wait_all
+from ditron_inductor.core.trace import COPY, TILE, event, now
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_of, store_sum
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
@@ -165,9 +163,8 @@ def matmul_all_reduce_kernel(
     outbox += (2 * WORLD * tiles_per_owner + 2 * tl.program_id(0)).to(tl.int64) * BLOCK
     # A second block: a partial is read while the result takes shape.
     results = outbox + BLOCK
-    # Whether the credits have come, and the tile that waits in the outbox, see `destinations`.
-    credited = tl.full((), 0, tl.int32)
-    ok = alive
+    # Whether this program may send, -1 before it has asked, and the tile that waits in the outbox, see `destinations`.
+    ok = tl.full((), -1, tl.int32)
     sent_owner = tl.full((), -1, tl.int32)
     sent_tile = tl.full((), 0, tl.int32)
     ticket = take_tile(use)
@@ -193,9 +190,7 @@ def matmul_all_reduce_kernel(
                 )  # fmt: skip
                 sent_owner = tl.full((), -1, tl.int32)
                 # Acquire: the owner's results of the chunk, which it pushed before it published this flag.
-                waited = now(TRACE)
-                whole = alive & wait(use, RESULT_ROW + tile // chunk_tiles, owner)
-                event(use, waited, tile // chunk_tiles, owner, WAIT, TRACE)
+                whole = alive & timed_wait(use, RESULT_ROW + tile // chunk_tiles, owner, TRACE)
                 if EPILOGUE is None:
                     offsets = block_offsets((WORLD + owner) * tiles_per_owner + tile, BLOCK_M, BLOCK_N)
                     source = data(use, rank, dtype) + offsets
@@ -226,12 +221,7 @@ def matmul_all_reduce_kernel(
                 sent_owner = tl.full((), -1, tl.int32)
                 place = Owned(block_row * BLOCK_M, block_column * BLOCK_N, 0, M, M, N)
                 if owner != rank:
-                    if credited == 0:
-                        # Credits: nobody reads any more what the slot's previous use left there.
-                        waited = now(TRACE)
-                        ok = alive & wait_credits(use, WORLD)
-                        event(use, waited, tile, owner, CREDITS, TRACE)
-                        credited += 1
+                    ok = first_credits(ok, alive, use, ticket, WORLD, TRACE)
                     if ok != 0:
                         put_prepared(outbox, acc, extras, place, PRE, PRE_SLICE, TILES, WORLD, False)
                         sent_owner = owner
@@ -239,9 +229,7 @@ def matmul_all_reduce_kernel(
                 else:
                     put_prepared(outbox, acc, extras, place, PRE, PRE_SLICE, TILES, WORLD, False)
                     # Acquire: the tile's partials of all peers, published after they were stored.
-                    waited = now(TRACE)
-                    whole = alive & wait_all(use, tile // chunk_tiles, WORLD)
-                    event(use, waited, tile // chunk_tiles, rank, WAIT, TRACE)
+                    whole = alive & timed_wait_all(use, tile // chunk_tiles, WORLD, TRACE)
                     offs_n = block_column * BLOCK_N + tl.arange(0, BLOCK_N)
                     for i in tl.static_range(BLOCK_M // SLICE):
                         total = reduced_slice(

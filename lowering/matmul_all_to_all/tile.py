@@ -49,10 +49,9 @@ from ditron_inductor.core.signals import (
     settle,
     take_tile,
     use_of,
-    wait,
-    wait_credits,
 )
-from ditron_inductor.core.trace import COPY, CREDITS, SEND, TILE, WAIT, event, now
+from ditron_inductor.core.timed import first_credits, timed_wait
+from ditron_inductor.core.trace import COPY, SEND, TILE, event, now
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
 from ditron_inductor.lowering.host.launcher import Arguments
@@ -131,9 +130,8 @@ def matmul_all_to_all_kernel(
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * ends.out.dtype.element_ty.primitive_bitwidth // 32
     outbox = data(use, rank, dtype) + ((HOW.WORLD - 1) * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
-    # Whether the credits have come, and the tile that waits in the outbox: for nobody if it is the rank.
-    credited = tl.full((), 0, tl.int32)
-    ok = alive
+    # Whether it may send, -1 before it has asked; the tile that waits in the outbox, for nobody if it is the rank.
+    ok = tl.full((), -1, tl.int32)
     sent_owner = rank + 0
     sent_tile = tl.full((), 0, tl.int32)
     ticket = take_tile(use)
@@ -169,12 +167,7 @@ def matmul_all_to_all_kernel(
         if sent_owner != rank:
             publish_partial(use, pointers.counters, sent_owner, sent_tile, tiles, chunk_tiles, HOW.COUNTED)
             sent_owner = rank + 0
-        if credited == 0:
-            # Credits: nobody reads any more what the slot's previous use left there.
-            waited = now(TRACE)
-            ok = alive & wait_credits(use, HOW.WORLD)
-            event(use, waited, tile, rank, CREDITS, TRACE)
-            credited += 1
+        ok = first_credits(ok, alive, use, ticket, HOW.WORLD, TRACE)
         result = tl.where(ok != 0, acc, float("nan")).to(dtype)
         if owner == rank:
             store_tile(result, ends.out, tile, rank, num_m, sizes.M, sizes.C, parts, sizes.block, HOW.WORLD, TILES)
@@ -200,9 +193,7 @@ def matmul_all_to_all_kernel(
         # Rank - 1 sends to this one first.
         source = (rank + 2 * HOW.WORLD - 1 - ticket // tiles) % HOW.WORLD
         # Acquire: all tiles of the chunk, which the source pushed before it published this flag.
-        awaited = now(TRACE)
-        whole = alive & wait(use, tile // chunk_tiles, source)
-        event(use, awaited, tile // chunk_tiles, source, WAIT, TRACE)
+        whole = alive & timed_wait(use, tile // chunk_tiles, source, TRACE)
         offsets = block_offsets(place_of(source, rank, HOW.WORLD) * tiles + tile, BLOCK_M, BLOCK_N)
         result = tl.load(own + offsets, mask=(offsets >= 0) & (whole != 0), other=float("nan"))
         store_tile(result, ends.out, tile, source, num_m, sizes.M, sizes.C, parts, sizes.block, HOW.WORLD, TILES)

@@ -50,10 +50,9 @@ from ditron_inductor.core.signals import (
     settle,
     take_tile,
     use_of,
-    wait_all,
-    wait_credits,
 )
-from ditron_inductor.core.trace import CREDITS, TILE, WAIT, event, now
+from ditron_inductor.core.timed import first_credits, timed_wait_all
+from ditron_inductor.core.trace import TILE, event, now
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_of, store_sum
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
@@ -93,9 +92,8 @@ def matmul_reduce_scatter_kernel(
     SLICE: tl.constexpr = min(BLOCK_M, REGISTERS * TILES.THREADS // BLOCK_N)
     PRE_SLICE: tl.constexpr = SLICE if PRE_IN_SLICES else 0
     outbox = data(use, rank, dtype) + (WORLD * tiles + tl.program_id(0)).to(tl.int64) * BLOCK
-    # Whether the credits have come, and the tile that waits in the outbox: of no owner if it is the rank.
-    credited = tl.full((), 0, tl.int32)
-    ok = alive
+    # Whether it may send, -1 before it has asked; the tile that waits in the outbox, of no owner if it is the rank.
+    ok = tl.full((), -1, tl.int32)
     sent_owner = rank + 0
     sent_tile = tl.full((), 0, tl.int32)
     ticket = take_tile(use)
@@ -147,21 +145,14 @@ def matmul_reduce_scatter_kernel(
         if owner == rank:
             put_prepared(outbox, acc, extras, place, PRE, PRE_SLICE, TILES, WORLD, INTERLEAVED)
             # Acquire: the tile's partials of all peers, published after they were stored.
-            waited = now(TRACE)
-            whole = alive & wait_all(use, tile // chunk_tiles, WORLD)
-            event(use, waited, tile // chunk_tiles, rank, WAIT, TRACE)
+            whole = alive & timed_wait_all(use, tile // chunk_tiles, WORLD, TRACE)
             offs_n = column + tl.arange(0, BLOCK_N)
             for i in tl.static_range(BLOCK_M // SLICE):
                 total = reduced_slice(use, outbox, tile, tiles, i, whole, WORLD, AVERAGE, SLICE, TILES)
                 slice_m = block_row * BLOCK_M + i * SLICE + tl.arange(0, SLICE)
                 store_sum(total, whole, extras, outs, elements_of(slice_m, offs_n, rows, N), dtype, EPILOGUE)
         else:
-            if credited == 0:
-                # Credits: nobody reads any more what the slot's previous use left there.
-                waited = now(TRACE)
-                ok = alive & wait_credits(use, WORLD)
-                event(use, waited, tile, owner, CREDITS, TRACE)
-                credited += 1
+            ok = first_credits(ok, alive, use, ticket, WORLD, TRACE)
             if ok != 0:
                 put_prepared(outbox, acc, extras, place, PRE, PRE_SLICE, TILES, WORLD, INTERLEAVED)
                 sent_owner = owner
