@@ -58,6 +58,20 @@ class Terms(NamedTuple):
     strides_bn: Any
 
 
+class Factors(NamedTuple):
+    """The factors of a sum of products: pointers to the a_i [M, K_i] and b_i [K_i, N], descriptors of them, both tuples
+    empty without DESCRIPTORS, and sizes.
+    """
+
+    lefts: Any
+    rights: Any
+    a_descriptors: Any
+    b_descriptors: Any
+    M: Any
+    N: Any
+    terms: Any
+
+
 class Widths(NamedTuple):
     """Sizes of weights b_i [K, N_i] whose products stand side by side, tuples with one number for each: N_i, and the
     strides of rows and columns.
@@ -97,11 +111,11 @@ def weight_descriptor(
 
 
 @triton.jit
-def descriptors_of(lefts, rights, M, N, terms, TILES: tl.constexpr):
-    """Descriptors of the a_i [M, K_i] and of the b_i [K_i, N] of these Terms, two tuples."""
+def factors_of(lefts, rights, M, N, terms, TILES: tl.constexpr):
+    """The Factors a_i [M, K_i] and b_i [K_i, N] of a sum of products, of these Terms."""
     a_descriptors = ()
     b_descriptors = ()
-    NUM: tl.constexpr = len(lefts)
+    NUM: tl.constexpr = len(lefts) if TILES.DESCRIPTORS else 0
     for i in tl.static_range(NUM):
         K = terms.depths[i]
         a_descriptor = rows_descriptor(lefts[i], M, K, terms.strides_am[i], TILES.BLOCK_M, TILES.BLOCK_K)
@@ -111,7 +125,7 @@ def descriptors_of(lefts, rights, M, N, terms, TILES: tl.constexpr):
             TILES.BLOCK_N, TILES.BLOCK_K, (TILES.K_MAJOR >> i) & 1,
         )  # fmt: skip
         b_descriptors = b_descriptors + (b_descriptor,)  # type: ignore[assignment]
-    return a_descriptors, b_descriptors
+    return Factors(lefts, rights, a_descriptors, b_descriptors, M, N, terms)
 
 
 @triton.jit
@@ -284,25 +298,46 @@ def matmul_steps(acc, a_rows, weight, column, N, K, carried, TILES: tl.constexpr
 
 
 @triton.jit
-def further_products_by_descriptors(acc, a, b, row, column, depths, TILES: tl.constexpr):
-    """acc plus all products but the first of tuples of descriptors, of K = depths[i]."""
-    NUM: tl.constexpr = len(depths)
+def sum_tile(acc, factors, row, column, carried, TILES: tl.constexpr):
+    """acc plus the tile at (row, column) of a sum of products. The first product carries what is `carried`."""
+    if TILES.DESCRIPTORS:
+        steps = tl.cdiv(factors.terms.depths[0], TILES.BLOCK_K)
+        acc = sum_steps_by_descriptors(acc, 0, steps, factors, row, column, carried, TILES)
+        return further_products_by_descriptors(acc, factors, row, column, TILES)
+    else:
+        rows = tl.minimum(row + tl.arange(0, TILES.BLOCK_M), factors.M - 1).to(tl.int64)
+        return sum_of_rows(acc, factors, rows, column, carried, TILES)
+
+
+@triton.jit
+def sum_steps_by_descriptors(acc, begin, end, factors, row, column, carried, TILES: tl.constexpr):
+    """acc plus the steps begin, .., end - 1 of the first product of `sum_tile`."""
+    a, b = factors.a_descriptors[0], factors.b_descriptors[0]
+    return matmul_steps_by_descriptors(acc, begin, end, a, b, row, column, carried, TILES, TILES.K_MAJOR & 1)
+
+
+@triton.jit
+def further_products_by_descriptors(acc, factors, row, column, TILES: tl.constexpr):
+    """acc plus all products of `sum_tile` but the first."""
+    NUM: tl.constexpr = len(factors.a_descriptors)
     for i in tl.static_range(1, NUM):
-        steps = tl.cdiv(depths[i], TILES.BLOCK_K)
+        steps = tl.cdiv(factors.terms.depths[i], TILES.BLOCK_K)
         acc = matmul_steps_by_descriptors(
-            acc, 0, steps, a[i], b[i], row, column, Carried(None, (), 0, 0), TILES, (TILES.K_MAJOR >> i) & 1
-        )
+            acc, 0, steps, factors.a_descriptors[i], factors.b_descriptors[i], row, column,
+            Carried(None, (), 0, 0), TILES, (TILES.K_MAJOR >> i) & 1,
+        )  # fmt: skip
     return acc
 
 
 @triton.jit
-def further_products(acc, a, rows, b, terms, column, N, TILES: tl.constexpr):
-    """acc plus all products but the first of tuples of pointers, of these Terms. rows: [BLOCK_M], each valid."""
-    NUM: tl.constexpr = len(terms.depths)
-    for i in tl.static_range(1, NUM):
-        weight = Weight(b[i], terms.strides_bk[i], terms.strides_bn[i])
-        a_rows = a[i] + rows * terms.strides_am[i]
-        acc = matmul_steps(acc, a_rows, weight, column, N, terms.depths[i], Carried(None, (), 0, 0), TILES)
+def sum_of_rows(acc, factors, rows, column, carried, TILES: tl.constexpr):
+    """`sum_tile` by pointers, of any rows [BLOCK_M] of the a_i, each valid."""
+    NUM: tl.constexpr = len(factors.lefts)
+    for i in tl.static_range(NUM):
+        a_rows = factors.lefts[i] + rows * factors.terms.strides_am[i]
+        weight = weight_of(factors.rights, factors.terms, i)
+        first = carried if i == 0 else Carried(None, (), 0, 0)
+        acc = matmul_steps(acc, a_rows, weight, column, factors.N, factors.terms.depths[i], first, TILES)
     return acc
 
 

@@ -26,13 +26,9 @@ from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import (
     Carried,
     carry,
-    descriptors_of,
-    further_products,
-    further_products_by_descriptors,
-    matmul_steps,
-    matmul_steps_by_descriptors,
+    factors_of,
     plus_bias,
-    weight_of,
+    sum_tile,
 )
 from ditron_inductor.core.order import grouped, interleaved_row
 from ditron_inductor.core.signals import (
@@ -117,8 +113,7 @@ def matmul_all_gather_kernel(
     num_n = tl.cdiv(sizes.N, BLOCK_N)
     tiles = num_m * num_n
     dtype: tl.constexpr = out.dtype.element_ty
-    if TILES.DESCRIPTORS:
-        a_descriptors, b_descriptors = descriptors_of(lefts, rights, sizes.M, sizes.N, sizes.terms, TILES)
+    factors = factors_of(lefts, rights, sizes.M, sizes.N, sizes.terms, TILES)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * out.dtype.element_ty.primitive_bitwidth // 32
@@ -139,21 +134,7 @@ def matmul_all_gather_kernel(
         row, column = block_row * BLOCK_M, block_column * BLOCK_N
         # The bias first: behind the product there are no registers left for it.
         acc = plus_bias(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), bias, column, sizes.N, BLOCK_N, HOW.HAS_BIAS)
-        if TILES.DESCRIPTORS:
-            acc = matmul_steps_by_descriptors(
-                acc, 0, tl.cdiv(sizes.terms.depths[0], TILES.BLOCK_K), a_descriptors[0], b_descriptors[0], row, column,
-                Carried(outbox, targets, carried, WORLD - 1), TILES, TILES.K_MAJOR & 1,
-            )  # fmt: skip
-            acc = further_products_by_descriptors(
-                acc, a_descriptors, b_descriptors, row, column, sizes.terms.depths, TILES
-            )
-        else:
-            rows_m = tl.minimum(row + tl.arange(0, BLOCK_M), sizes.M - 1).to(tl.int64)
-            acc = matmul_steps(
-                acc, lefts[0] + rows_m * sizes.terms.strides_am[0], weight_of(rights, sizes.terms, 0),
-                column, sizes.N, sizes.terms.depths[0], Carried(outbox, targets, carried, WORLD - 1), TILES,
-            )  # fmt: skip
-            acc = further_products(acc, lefts, rows_m, rights, sizes.terms, column, sizes.N, TILES)
+        acc = sum_tile(acc, factors, row, column, Carried(outbox, targets, carried, WORLD - 1), TILES)
         if sent >= 0:
             publish_to_all(use, pointers.counters, 0, sent, tiles, chunk_tiles, WORLD, HOW.COUNTED)
         sent = tl.full((), -1, tl.int32)

@@ -29,13 +29,9 @@ from ditron_inductor.core.layout import RESULT_ROW, TILE_TICKET
 from ditron_inductor.core.matmul import (
     Carried,
     carry,
-    descriptors_of,
-    further_products,
-    further_products_by_descriptors,
-    matmul_tile,
-    matmul_tile_by_descriptors,
+    factors_of,
     plus_bias,
-    weight_of,
+    sum_tile,
 )
 from ditron_inductor.core.order import grouped, scatter_order
 from ditron_inductor.core.signals import (
@@ -152,8 +148,7 @@ def matmul_all_reduce_kernel(
     tiles = num_m * num_n
     tiles_per_owner = tl.cdiv(tiles, WORLD)
     dtype: tl.constexpr = lefts[0].dtype.element_ty
-    if TILES.DESCRIPTORS:
-        a_descriptors, b_descriptors = descriptors_of(lefts, rights, M, N, terms, TILES)
+    factors = factors_of(lefts, rights, M, N, terms, TILES)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * lefts[0].dtype.element_ty.primitive_bitwidth // 32
@@ -198,22 +193,11 @@ def matmul_all_reduce_kernel(
                     store_tile(result, outs[0], first + tile, num_m, num_n, M, N, TILES)
             else:
                 block_row, block_column = grouped(first + tile, num_m, num_n, TILES.GROUP_M)
-                if TILES.DESCRIPTORS:
-                    acc = matmul_tile_by_descriptors(
-                        a_descriptors[0], b_descriptors[0], block_row * BLOCK_M, block_column * BLOCK_N,
-                        terms.depths[0], Carried(box, targets, carried, num_targets), TILES, TILES.K_MAJOR & 1,
-                    )  # fmt: skip
-                    acc = further_products_by_descriptors(
-                        acc, a_descriptors, b_descriptors, block_row * BLOCK_M, block_column * BLOCK_N, terms.depths,
-                        TILES,
-                    )  # fmt: skip
-                else:
-                    offs_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
-                    acc = matmul_tile(
-                        lefts[0] + offs_m * terms.strides_am[0], weight_of(rights, terms, 0),
-                        block_column * BLOCK_N, N, terms.depths[0], Carried(box, targets, carried, num_targets), TILES,
-                    )  # fmt: skip
-                    acc = further_products(acc, lefts, offs_m, rights, terms, block_column * BLOCK_N, N, TILES)
+                row, column = block_row * BLOCK_M, block_column * BLOCK_N
+                acc = sum_tile(
+                    tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), factors, row, column,
+                    Carried(box, targets, carried, num_targets), TILES,
+                )  # fmt: skip
                 acc = plus_bias(acc, bias, block_column * BLOCK_N, N, BLOCK_N, HAS_BIAS)
                 publish_carried(
                     use, pointers.counters, sent_owner, sent_tile, tiles, tiles_per_owner, chunk_tiles, WORLD, COUNTED,

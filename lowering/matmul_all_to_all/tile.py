@@ -29,13 +29,9 @@ from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import (
     Carried,
     carry,
-    descriptors_of,
-    further_products,
-    further_products_by_descriptors,
-    matmul_steps,
-    matmul_steps_by_descriptors,
+    factors_of,
     plus_bias,
-    weight_of,
+    sum_tile,
 )
 from ditron_inductor.core.order import grouped, interleaved_row, scatter_order
 from ditron_inductor.core.signals import (
@@ -124,8 +120,7 @@ def matmul_all_to_all_kernel(
     tiles = num_m * parts * tl.cdiv(sizes.C, BLOCK_N)
     N = parts * HOW.WORLD * sizes.C
     dtype: tl.constexpr = ends.out.dtype.element_ty
-    if TILES.DESCRIPTORS:
-        a_descriptors, b_descriptors = descriptors_of(lefts, rights, sizes.M, N, sizes.terms, TILES)
+    factors = factors_of(lefts, rights, sizes.M, N, sizes.terms, TILES)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * ends.out.dtype.element_ty.primitive_bitwidth // 32
@@ -149,21 +144,7 @@ def matmul_all_to_all_kernel(
         carried = tl.where(sent_owner != rank, BLOCK_WORDS, 0)
         # The bias first: behind the product there are no registers left for it.
         acc = plus_bias(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), ends.bias, column, N, BLOCK_N, HOW.HAS_BIAS)
-        if TILES.DESCRIPTORS:
-            acc = matmul_steps_by_descriptors(
-                acc, 0, tl.cdiv(sizes.terms.depths[0], TILES.BLOCK_K), a_descriptors[0], b_descriptors[0], row, column,
-                Carried(outbox, (target,), carried, 1), TILES, TILES.K_MAJOR & 1,
-            )  # fmt: skip
-            acc = further_products_by_descriptors(
-                acc, a_descriptors, b_descriptors, row, column, sizes.terms.depths, TILES
-            )
-        else:
-            rows_m = tl.minimum(row + tl.arange(0, BLOCK_M), sizes.M - 1).to(tl.int64)
-            acc = matmul_steps(
-                acc, lefts[0] + rows_m * sizes.terms.strides_am[0], weight_of(rights, sizes.terms, 0),
-                column, N, sizes.terms.depths[0], Carried(outbox, (target,), carried, 1), TILES,
-            )  # fmt: skip
-            acc = further_products(acc, lefts, rows_m, rights, sizes.terms, column, N, TILES)
+        acc = sum_tile(acc, factors, row, column, Carried(outbox, (target,), carried, 1), TILES)
         if sent_owner != rank:
             publish_partial(use, pointers.counters, sent_owner, sent_tile, tiles, chunk_tiles, HOW.COUNTED)
             sent_owner = rank + 0

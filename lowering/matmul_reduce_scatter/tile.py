@@ -29,14 +29,12 @@ from ditron_inductor.core.layout import MAX_CHUNKS, TILE_TICKET
 from ditron_inductor.core.matmul import (
     Carried,
     carry,
-    descriptors_of,
-    further_products,
+    factors_of,
     further_products_by_descriptors,
-    matmul_steps_by_descriptors,
-    matmul_tile,
     plus_bias,
     plus_column,
-    weight_of,
+    sum_of_rows,
+    sum_steps_by_descriptors,
 )
 from ditron_inductor.core.order import grouped, interleaved_row, scatter_order
 from ditron_inductor.core.signals import (
@@ -82,8 +80,7 @@ def matmul_reduce_scatter_kernel(
     num_n = tl.cdiv(N, BLOCK_N)
     tiles = num_m * num_n
     dtype: tl.constexpr = lefts[0].dtype.element_ty
-    if TILES.DESCRIPTORS:
-        a_descriptors, b_descriptors = descriptors_of(lefts, rights, WORLD * rows, N, terms, TILES)
+    factors = factors_of(lefts, rights, WORLD * rows, N, terms, TILES)
     BLOCK: tl.constexpr = BLOCK_M * BLOCK_N
     # In 32-bit words, as it is carried.
     BLOCK_WORDS: tl.constexpr = BLOCK * lefts[0].dtype.element_ty.primitive_bitwidth // 32
@@ -108,6 +105,8 @@ def matmul_reduce_scatter_kernel(
         target = data(use, sent_owner, dtype) + (rank * tiles + sent_tile).to(tl.int64) * BLOCK
         carried = tl.where(sent_owner != rank, BLOCK_WORDS, 0)
         column = block_column * BLOCK_N
+        tile_carried = Carried(outbox, (target,), carried, 1)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         if TILES.DESCRIPTORS:
             row = interleaved_row(block_row * BLOCK_M, owner, rows, block, WORLD, INTERLEAVED)
             steps = tl.cdiv(terms.depths[0], TILES.BLOCK_K)
@@ -115,27 +114,19 @@ def matmul_reduce_scatter_kernel(
             if EARLY:
                 # At the end of their own tiles peers wait for what is carried: twice the fewest steps, and publish.
                 head = tl.where(owner == rank, tl.minimum(steps, 2 * BLOCK_WORDS // TILES.PIECE), steps)
-            acc = matmul_steps_by_descriptors(
-                tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), 0, head, a_descriptors[0], b_descriptors[0], row,
-                column, Carried(outbox, (target,), carried, 1), TILES, TILES.K_MAJOR & 1,
-            )  # fmt: skip
+            acc = sum_steps_by_descriptors(acc, 0, head, factors, row, column, tile_carried, TILES)
             if EARLY:
                 if sent_owner != rank:
                     publish_partial(use, pointers.counters, sent_owner, sent_tile, tiles, chunk_tiles, COUNTED)
                     sent_owner = rank + 0
-                acc = matmul_steps_by_descriptors(
-                    acc, head, steps, a_descriptors[0], b_descriptors[0], row, column, Carried(outbox, (), 0, 0), TILES,
-                    TILES.K_MAJOR & 1,
-                )  # fmt: skip
-            acc = further_products_by_descriptors(acc, a_descriptors, b_descriptors, row, column, terms.depths, TILES)
+                acc = sum_steps_by_descriptors(
+                    acc, head, steps, factors, row, column, Carried(outbox, (), 0, 0), TILES
+                )
+            acc = further_products_by_descriptors(acc, factors, row, column, TILES)
         else:
             inner_m = tl.minimum(block_row * BLOCK_M + tl.arange(0, BLOCK_M), rows - 1)
             rows_m = interleaved_row(inner_m, owner, rows, block, WORLD, INTERLEAVED).to(tl.int64)
-            acc = matmul_tile(
-                lefts[0] + rows_m * terms.strides_am[0], weight_of(rights, terms, 0), column, N, terms.depths[0],
-                Carried(outbox, (target,), carried, 1), TILES,
-            )  # fmt: skip
-            acc = further_products(acc, lefts, rows_m, rights, terms, column, N, TILES)
+            acc = sum_of_rows(acc, factors, rows_m, column, tile_carried, TILES)
         acc = plus_bias(acc, bias, column, N, BLOCK_N, HAS_BIAS)
         acc = plus_column(acc, bias, owner * rows + block_row * BLOCK_M, (owner + 1) * rows - 1, BLOCK_M, HAS_BIAS)
         if sent_owner != rank:
