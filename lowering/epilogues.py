@@ -173,9 +173,9 @@ class Arrangement:
         """Those of a kernel with one product, a reduced sum."""
         return {"EPILOGUE": self.function}
 
-    def constants_of_products(self) -> dict[str, Any]:
+    def functions_of_sum(self) -> dict[str, Any]:
         """Those of a kernel that makes what it reduces too."""
-        return {"PRE": self.pre, "PRE_IN_SLICES": self.pre_in_slices, **self.constants_of_sum()}
+        return {"PRE": self.pre, **self.constants_of_sum()}
 
     def new_outputs_of_sum(self, like: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
         """Memory for the outputs, of `shape` each, of a node with the dtype of `like`."""

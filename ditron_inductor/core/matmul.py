@@ -135,6 +135,14 @@ def weight_of(weights, widths, i: tl.constexpr):
 
 
 @triton.jit
+def zeros_of(TILES: tl.constexpr):
+    """What a tile of a product begins with."""
+    BLOCK_M: tl.constexpr = TILES.BLOCK_M
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
+    return tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+
+
+@triton.jit
 def as_words(pointer):
     """The pointer to 32-bit words: what is carried is never unpacked, and so a step does not wait for its load."""
     return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -201,11 +209,8 @@ def matmul_tile_by_descriptors(a, b, row, column, K, carried, TILES: tl.constexp
 
     Carries what is `carried` meanwhile.
     """
-    BLOCK_M: tl.constexpr = TILES.BLOCK_M
-    BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     steps = tl.cdiv(K, TILES.BLOCK_K)
-    return matmul_steps_by_descriptors(acc, 0, steps, a, b, row, column, carried, TILES, K_MAJOR)
+    return matmul_steps_by_descriptors(zeros_of(TILES), 0, steps, a, b, row, column, carried, TILES, K_MAJOR)
 
 
 @triton.jit
@@ -256,10 +261,7 @@ def matmul_tile(a_rows, weight, column, N, K, carried, TILES: tl.constexpr):
     a_rows: pointers [BLOCK_M] to the rows of A with contiguous K, each valid (clamp them). weight: B, a Weight.
     Columns beyond N come out as 0.
     """
-    BLOCK_M: tl.constexpr = TILES.BLOCK_M
-    BLOCK_N: tl.constexpr = TILES.BLOCK_N
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    return matmul_steps(acc, a_rows, weight, column, N, K, carried, TILES)
+    return matmul_steps(zeros_of(TILES), a_rows, weight, column, N, K, carried, TILES)
 
 
 @triton.jit

@@ -9,9 +9,8 @@ import torch
 
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.matmul_all_gather import few_rows, many_rows
+from ditron_inductor.lowering.sums import Geometry
 from ditron_inductor.task.nodes import MatmulAllGather
-
-Geometry = few_rows.Geometry | many_rows.Geometry
 
 
 def geometry(node: MatmulAllGather, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
@@ -30,6 +29,6 @@ def matmul_all_gather(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a_i [.., K_i], b_i [K_i, N], bias [N]; returns what all ranks compute along the node's dimension."""
-    if isinstance(sizes, few_rows.Geometry):
+    if few_rows.fits(launch, sizes.M):
         return few_rows.matmul_all_gather(node, launch, sizes, a, b, bias)
     return many_rows.matmul_all_gather(node, launch, sizes, a, b, bias)

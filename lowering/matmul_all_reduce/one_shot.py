@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,10 +52,11 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
     pointers,
     reduced_outputs,
 )
-from ditron_inductor.lowering.config import Config, select_few_rows_config
-from ditron_inductor.lowering.epilogues import Arrangement, arrange, elements_at, prepared, store_sum
-from ditron_inductor.lowering.host.launch import Launch, ceil_div, longest_first, terms_of
+from ditron_inductor.lowering.config import select_few_rows_config
+from ditron_inductor.lowering.epilogues import arrange, elements_at, prepared, store_sum
+from ditron_inductor.lowering.host.launch import Launch, ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments
+from ditron_inductor.lowering.sums import Geometry, SumCall, carrying
 from ditron_inductor.task.nodes import MatmulAllReduce, MatmulAllReduceRmsNorm
 
 MOST_ROWS = 64
@@ -67,9 +67,6 @@ MOST_NORM_ROWS = 1
 MOST_NORM_ELEMENTS = 64
 """Of a row, in each thread of that program."""
 
-UNUSED = ("PRE_IN_SLICES",)
-"""What other kernels take that make what they reduce: here tiles are small."""
-
 
 def fits(rows: int, columns: int) -> bool:
     """Whether [rows, columns] is reduced in one shot: a few rows, and a flag for each of the narrowest tiles."""
@@ -78,14 +75,14 @@ def fits(rows: int, columns: int) -> bool:
 
 def takes_norm(sizes: Geometry) -> bool:
     """Whether a norm is done in the same launch."""
-    return sizes.M <= MOST_NORM_ROWS and block_of(sizes.N) <= MOST_NORM_ELEMENTS * 32 * sizes.config.num_warps
+    few = fits(sizes.M, sizes.N) and sizes.M <= MOST_NORM_ROWS
+    return few and block_of(sizes.N) <= MOST_NORM_ELEMENTS * 32 * sizes.config.num_warps
 
 
 @triton.jit(do_not_specialize=["M", "rank", "slot", "site"])
 def matmul_all_reduce_kernel(
-    lefts, rights, bias, extras, outs, given, norm_outs, pointers, M, N, terms, rank, slot, site,
-    WORLD: tl.constexpr, AVERAGE: tl.constexpr, HAS_BIAS: tl.constexpr, EPILOGUE: tl.constexpr, PRE: tl.constexpr,
-    NORMS: tl.constexpr, ROW: tl.constexpr, TILES: tl.constexpr, TRACE: tl.constexpr = 0,
+    lefts, rights, bias, extras, outs, given, norm_outs, pointers, M, N, terms, rank, slot, site, HOW: tl.constexpr,
+    EPILOGUE: tl.constexpr, PRE: tl.constexpr, NORMS: tl.constexpr, ROW: tl.constexpr, TRACE: tl.constexpr = 0,
 ):  # fmt: skip
     """See the module. lefts, rights: tuples of [M, K_i] with contiguous K, M <= BLOCK_M, and of [K_i, N], see Terms;
     bias [N], or anything; extras, outs: tuples, of what PRE and EPILOGUE take, and EPILOGUE makes of the sum; outs
@@ -93,6 +90,8 @@ def matmul_all_reduce_kernel(
 
     given, norm_outs, where there is a norm (NORMS): as by `rows.finish_all`, with ROW >= N; no EPILOGUE then.
     """
+    WORLD: tl.constexpr = HOW.WORLD
+    TILES: tl.constexpr = HOW.TILES
     BLOCK_M: tl.constexpr = TILES.BLOCK_M
     BLOCK_N: tl.constexpr = TILES.BLOCK_N
     # Asked for now, and looked at when the first tile is done: all this takes as long as a tenth of the product.
@@ -128,7 +127,7 @@ def matmul_all_reduce_kernel(
             began = now(TRACE)
             request = request_ticket(use, TILE_TICKET, TILES.THREADS, True)
             acc = matmul_tile_of_few_rows(lefts, M, rights, terms, ticket * BLOCK_N, N, TILES)
-            acc = plus_bias(acc, bias, ticket * BLOCK_N, N, BLOCK_N, HAS_BIAS)
+            acc = plus_bias(acc, bias, ticket * BLOCK_N, N, BLOCK_N, HOW.HAS_BIAS)
             if PRE is not None:
                 whole_n = ticket * BLOCK_N + tl.arange(0, BLOCK_N)
                 elements = elements_at(offs_m, whole_n, (offs_m < M)[:, None], (whole_n < N)[None, :], N)
@@ -155,7 +154,7 @@ def matmul_all_reduce_kernel(
             for source in tl.static_range(WORLD):
                 block = (source * tiles + previous).to(tl.int64) * (BLOCK_M * BLOCK_N)
                 total += tl.load(own + block + in_block, mask=in_m & (whole != 0), other=float("nan")).to(tl.float32)
-            if AVERAGE:
+            if HOW.AVERAGE:
                 total = total / WORLD
             offs_n = previous * BLOCK_N + tl.arange(0, BLOCK_N)
             elements = elements_at(offs_m, offs_n, (offs_m < M)[:, None], (offs_n < N)[None, :], N)
@@ -169,32 +168,16 @@ def matmul_all_reduce_kernel(
     close(granted(left, TILES.THREADS), use)
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes that all ranks share: the output [M, N], the tile shape, programs, the slot's bytes; the epilogue."""
-
-    M: int
-    N: int
-    config: Config
-    programs: int
-    nbytes: int
-    arrangement: Arrangement = field(repr=False)
-
-
 def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
-    """a [.., K]; columns: N. See Geometry."""
+    """a [.., K]; columns: N. M and N are those of the output, which has so many tiles. See Geometry."""
     M = math.prod(a.shape[:-1])
     config = select_few_rows_config(rows=M, dtype=a.dtype, interpreted=launch.interpreted)
     config = config.for_arch(launch.workspace.capabilities.arch)
     tiles = ceil_div(columns, config.block_n)
-    return Geometry(
-        M=M,
-        N=columns,
-        config=config,
-        programs=launch.programs(tiles, config),
-        nbytes=node.world_size * tiles * config.block_m * config.block_n * a.element_size(),
+    return carrying(
+        launch, a.dtype, config, (M, columns), tiles=tiles, computed=tiles, places=node.world_size * tiles, boxes=0,
         arrangement=arrange(node.parsed, 1),
-    )
+    )  # fmt: skip
 
 
 def matmul_all_reduce(
@@ -249,33 +232,10 @@ def _run(
     behind: Mapping[str, Any],
     others: Mapping[str, Any],
 ) -> None:
-    lefts, rights = longest_first(a, b)
+    call = SumCall(node, launch, sizes, a, b, bias)
 
     def arguments() -> Arguments:
-        constants = sizes.arrangement.constants_of_products()
-        return Arguments(
-            programs=sizes.programs,
-            values=dict(
-                M=sizes.M,
-                N=sizes.N,
-                terms=terms_of(lefts, rights),
-                rank=launch.rank,
-                WORLD=node.world_size,
-                AVERAGE=node.reduce_op == "avg",
-                **behind,
-                HAS_BIAS=0 if bias is None else bias.dim(),
-                TILES=launch.tile_of_few_rows(sizes.config, lefts, rights),
-                **{name: value for name, value in constants.items() if name not in UNUSED},
-                **sizes.config.options,
-            ),
-        )
+        how, functions = call.how(few_rows=True), sizes.arrangement.functions_of_sum()
+        return call.arguments(M=sizes.M, N=sizes.N, terms=call.terms, HOW=how, **functions, **behind)
 
-    tensors: dict[str, Any] = {
-        "lefts": lefts,
-        "rights": rights,
-        "bias": outs[0] if bias is None else bias.contiguous(),
-        # Never empty: without any it gets what it does not look at.
-        "extras": tuple(extra.contiguous() for extra in extras) or (outs[0],),
-        "outs": tuple(outs),
-    }
-    launch.run(matmul_all_reduce_kernel, sizes.nbytes, arguments, tensors | dict(others))
+    call.reduce(matmul_all_reduce_kernel, arguments, extras, outs, **others)

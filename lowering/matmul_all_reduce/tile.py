@@ -9,9 +9,8 @@ import torch
 
 from ditron_inductor.lowering.host.launch import Launch
 from ditron_inductor.lowering.matmul_all_reduce import one_shot, two_shot
+from ditron_inductor.lowering.sums import Geometry
 from ditron_inductor.task.nodes import MatmulAllReduce
-
-Geometry = one_shot.Geometry | two_shot.Geometry
 
 
 def geometry(node: MatmulAllReduce, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
@@ -34,6 +33,6 @@ def matmul_all_reduce(
     """a_i [.., K_i], b_i [K_i, N], bias [N], extras as the node's epilogue reads them; returns the outputs [.., N], the
     same bits on every rank that has the same extras.
     """
-    if isinstance(sizes, one_shot.Geometry):
+    if one_shot.fits(sizes.M, sizes.N):
         return one_shot.matmul_all_reduce(node, launch, sizes, a, b, bias, extras)
     return two_shot.matmul_all_reduce(node, launch, sizes, a, b, bias, extras)
