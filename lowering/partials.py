@@ -61,7 +61,8 @@ class Owned(NamedTuple):
 @triton.jit
 def owned_elements(tile, offs_m, HOW: tl.constexpr):
     """The Elements of rows `offs_m`, among those of the owner, of an Owned tile, in the product."""
-    offs_n = tile.column + tl.arange(0, HOW.TILES.BLOCK_N)
+    TILES: tl.constexpr = HOW.TILES
+    offs_n = tile.column + tl.arange(0, TILES.BLOCK_N)
     inner_m = tl.minimum(offs_m, tile.rows - 1)
     rows = interleaved_row(inner_m, tile.owner, tile.rows, tile.block, HOW.WORLD, HOW.INTERLEAVED).to(tl.int64)
     return elements_at(rows, offs_n, (offs_m < tile.rows)[:, None], (offs_n < tile.N)[None, :], tile.N)
@@ -146,12 +147,13 @@ def reduced_slice(use, own, tile, tiles_per_owner, slice_, ok, ROWS: tl.constexp
     every peer's flag of the tile.
     """
     WORLD: tl.constexpr = HOW.WORLD
-    BLOCK_N: tl.constexpr = HOW.TILES.BLOCK_N
+    TILES: tl.constexpr = HOW.TILES
+    BLOCK_N: tl.constexpr = TILES.BLOCK_N
     base = data(use, use.rank, own.dtype.element_ty)
-    inside = slice_offsets(slice_, ROWS, HOW.TILES)
+    inside = slice_offsets(slice_, ROWS, TILES)
     total = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     for source in tl.static_range(WORLD):
-        block = (source * tiles_per_owner + tile).to(tl.int64) * (HOW.TILES.BLOCK_M * BLOCK_N)
+        block = (source * tiles_per_owner + tile).to(tl.int64) * (TILES.BLOCK_M * BLOCK_N)
         partial = tl.where(source == use.rank, own, base + block)
         total += tl.load(tl.multiple_of(partial, 16) + inside).to(tl.float32)
     if HOW.AVERAGE:
