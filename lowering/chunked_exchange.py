@@ -160,7 +160,7 @@ class ChunkedExchange:
                 "sizes": transfers.Partials(numel, columns, stride, result or 0),
                 "rank": self._rank,
                 "HOW": transfers.How(self._world, average, result is not None, block),
-                **arrangement.constants_of_sum(),
+                "EPILOGUE": arrangement.function,
                 "num_warps": COPY_WARPS,
             }
             return Arguments(self._programs(numel, block), values)

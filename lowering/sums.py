@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +137,7 @@ class SumCall:
         values |= {"rank": self.launch.rank, **self.sizes.config.options}
         return Arguments(self.sizes.programs, values)
 
-    def run(self, kernel: Any, arguments: Any, out: torch.Tensor) -> torch.Tensor:
+    def run(self, kernel: Any, arguments: Callable[[], Arguments], out: torch.Tensor) -> torch.Tensor:
         """Launch a kernel with Ends; returns out."""
         ends = Ends(out if self.bias is None else self.bias.contiguous(), out)
         tensors = {"lefts": self.lefts, "rights": self.rights, "ends": ends}
@@ -147,12 +147,20 @@ class SumCall:
     def reduce(
         self,
         kernel: Any,
-        arguments: Any,
+        arguments: Callable[[], Arguments],
         extras: Sequence[torch.Tensor],
         outs: Sequence[torch.Tensor],
         **others: Any,
     ) -> None:
-        """Launch a kernel of a reduction. extras: as the node's epilogue reads them; others: more tensors."""
+        """Launch a kernel of a reduction, with the functions of its epilogue. extras: as that reads them; others: more
+        tensors.
+        """
+        arrangement = self.sizes.arrangement
+
+        def with_functions() -> Arguments:
+            chosen = arguments()
+            return replace(chosen, values=chosen.values | {"PRE": arrangement.pre, "EPILOGUE": arrangement.function})
+
         tensors = {
             "lefts": self.lefts,
             "rights": self.rights,
@@ -162,4 +170,4 @@ class SumCall:
             "outs": tuple(outs),
             **others,
         }
-        self.launch.run(kernel, self.sizes.nbytes, arguments, tensors)
+        self.launch.run(kernel, self.sizes.nbytes, with_functions, tensors)

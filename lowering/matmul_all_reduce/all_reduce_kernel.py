@@ -342,7 +342,7 @@ def matmul_all_reduce(
                     THREADS=launch.threads(sizes.num_warps),
                 ),
                 num_warps=sizes.num_warps,
-                **arrangement.constants_of_sum(),
+                EPILOGUE=arrangement.function,
             ),
         )
 

@@ -235,7 +235,6 @@ def _run(
     call = SumCall(node, launch, sizes, a, b, bias)
 
     def arguments() -> Arguments:
-        how, functions = call.how(few_rows=True), sizes.arrangement.functions_of_sum()
-        return call.arguments(M=sizes.M, N=sizes.N, terms=call.terms, HOW=how, **functions, **behind)
+        return call.arguments(M=sizes.M, N=sizes.N, terms=call.terms, HOW=call.how(few_rows=True), **behind)
 
     call.reduce(matmul_all_reduce_kernel, arguments, extras, outs, **others)

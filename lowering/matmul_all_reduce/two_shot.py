@@ -287,7 +287,6 @@ def matmul_all_reduce(
             part_tiles=part_tiles,
             num_parts=ceil_div(sizes.tiles, part_tiles),
             HOW=call.how(),
-            **sizes.arrangement.functions_of_sum(),
         )
 
     call.reduce(matmul_all_reduce_kernel, arguments, extras, outs)

@@ -195,8 +195,7 @@ def matmul_reduce_scatter(
             # With few tiles of its own a program has no other one to publish after.
             EARLY=sizes.tiles <= 2 * sizes.programs,
         )
-        functions = sizes.arrangement.functions_of_sum()
-        return call.arguments(sizes=call.sizes_with(block), chunk_tiles=sizes.chunk_tiles, HOW=how, **functions)
+        return call.arguments(sizes=call.sizes_with(block), chunk_tiles=sizes.chunk_tiles, HOW=how)
 
     call.reduce(matmul_reduce_scatter_kernel, arguments, extras, outs)
     return outs

@@ -277,9 +277,9 @@ LOWERING: tuple[Mutation, ...] = (
     ),
     Mutation(
         "no credits before the first push of a gather",
-        "lowering/all_gather_matmul/tile.py",
-        "        if wait_credits(use, WORLD) != 0:\n            for i",
-        "        if use.epoch != 0:\n            for i",
+        "lowering/gathers.py",
+        "    if wait_credits(use, HOW.WORLD) != 0:\n        for i",
+        "    if use.epoch != 0:\n        for i",
         f"{UNCREDITED}[cpu2-a gather whose tiles carry nothing]",
     ),
     Mutation(
