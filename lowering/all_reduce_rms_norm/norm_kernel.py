@@ -30,10 +30,8 @@ from ditron_inductor.core.signals import (
     Words,
     close,
     granted,
-    leave,
     publish_all,
     request_ticket,
-    settle,
     use_of,
 )
 from ditron_inductor.core.timed import timed_may_send, timed_wait_all
@@ -56,7 +54,7 @@ from ditron_inductor.lowering.all_reduce_rms_norm.rows import (
 from ditron_inductor.lowering.all_reduce_rms_norm.slices import How, SliceRuns, two_shots_in_slices
 from ditron_inductor.lowering.host.launch import Launch, ceil_div, round_up
 from ditron_inductor.lowering.host.launcher import Arguments
-from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up, begin
+from ditron_inductor.lowering.matmul_all_reduce.all_reduce_kernel import add_up, begin, swap
 from ditron_inductor.task.nodes import MOST_NORM_COLUMNS, NormNode
 
 ROUND_BYTES = 800 << 10
@@ -110,12 +108,8 @@ def one_shot(use, x, given, outputs, begun, sizes, ticket, HOW: tl.constexpr, NO
             more = tl.load(x + rows * sizes.N + cols, mask=there, other=0.0)
             for i in tl.static_range(WORLD - 1):
                 tl.store(begun.slots[i] + use.rank * area + rows * sizes.pitch + cols, more, mask=there)
-        publish_all(use, ticket, HOW.WORLD)
-    if ticket == 0:
-        settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
-    left = leave(use, ticket, begun.due, HOW.THREADS, True)
     # Acquire: the rows of all peers.
-    whole = ok & timed_wait_all(use, ticket, HOW.WORLD, TRACE)
+    left, whole = swap(use, ticket, begun, ok, HOW, TRACE)
     dtype: tl.constexpr = x.dtype.element_ty
     places = first * sizes.pitch + cols
     total = add_up(mine, begun.own, places, area, inside, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
@@ -167,12 +161,8 @@ def two_shots(
                 theirs = (use.rank + 1 + i) % HOW.WORLD * sizes.run + rows
                 there = (theirs < sizes.M) & (cols < sizes.N)
                 tl.store(begun.slots[i] + use.rank * area + rows * sizes.pitch + cols, sent[i], mask=there)
-        publish_all(use, ticket, HOW.WORLD)
-    if ticket == 0:
-        settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
-    left = leave(use, ticket, begun.due, HOW.THREADS, True)
     # Acquire: the own rows of all peers.
-    whole = ok & timed_wait_all(use, ticket, HOW.WORLD, TRACE)
+    left, whole = swap(use, ticket, begun, ok, HOW, TRACE)
     for tile in range(HOW.TILES):
         rows = rows_of(ticket, tile, sizes.pieces, sizes.run, sizes.M, HOW.ROWS)
         ours = use.rank * sizes.run + rows

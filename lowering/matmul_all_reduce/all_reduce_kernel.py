@@ -129,6 +129,19 @@ def begin(use, dtype: tl.constexpr, WORLD: tl.constexpr, THREADS: tl.constexpr):
 
 
 @triton.jit
+def swap(use, ticket, begun, ok, HOW: tl.constexpr, TRACE: tl.constexpr):
+    """Behind the stores of piece `ticket`: tell all peers, unless `ok` is 0, give the credits that are due, `leave`, and
+    wait for what they send under the same ticket. Returns (what `leave` asks for, whether all of it is there).
+    """
+    if ok != 0:
+        publish_all(use, ticket, HOW.WORLD)
+    if ticket == 0:
+        settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
+    left = leave(use, ticket, begun.due, HOW.THREADS, True)
+    return left, ok & timed_wait_all(use, ticket, HOW.WORLD, TRACE)
+
+
+@triton.jit
 def one_shot(
     use, x, extras, outs, begun, sizes, pieces, ticket, HOW: tl.constexpr, EPILOGUE: tl.constexpr,
     TRACE: tl.constexpr,
@@ -144,12 +157,8 @@ def one_shot(
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
             tl.store(begun.slots[i] + (use.rank * pieces + ticket) * PIECE + lanes, mine)
-        publish_all(use, ticket, HOW.WORLD)
-    if ticket == 0:
-        settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
-    left = leave(use, ticket, begun.due, HOW.THREADS, True)
     # Acquire: the piece of all peers.
-    whole = ok & timed_wait_all(use, ticket, HOW.WORLD, TRACE)
+    left, whole = swap(use, ticket, begun, ok, HOW, TRACE)
     at, stride = ticket * PIECE + lanes, pieces * PIECE
     total = add_up(mine, begun.own, at, stride, lanes >= 0, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
     store_flat_sum(total, whole, extras, outs, place, place < sizes.numel, sizes.N, x.dtype.element_ty, EPILOGUE)
@@ -180,12 +189,8 @@ def two_shots(
     if ok != 0:
         for i in tl.static_range(WORLD - 1):
             tl.store(begun.slots[i] + mine_at, theirs[i])
-        publish_all(use, ticket, HOW.WORLD)
-    if ticket == 0:
-        settle(tl.where(ok != 0, begun.due, 0), use, HOW.WORLD)
-    left = leave(use, ticket, begun.due, HOW.THREADS, True)
     # Acquire: the own piece of all peers.
-    whole = ok & timed_wait_all(use, ticket, HOW.WORLD, TRACE)
+    left, whole = swap(use, ticket, begun, ok, HOW, TRACE)
     at, stride = ticket * PIECE + lanes, pieces * PIECE
     total = add_up(mine, begun.own, at, stride, lanes >= 0, whole, use.rank, HOW.WORLD, HOW.AVERAGE)
     result = total.to(x.dtype.element_ty)
