@@ -29,7 +29,7 @@ def send_queue(launch: Launch) -> dict[str, int]:
     return {"SEND_BLOCK": SEND_BLOCK, "SEND_STEPS": SEND_STEPS}
 
 
-class Piece(NamedTuple):
+class QueuedPiece(NamedTuple):
     """Of the send queue: the peer that gets it, its chunk, and pointers to its `count` elements, here and in the peer's
     slot.
     """
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 @triton.jit
 def push_piece(use, counters, piece, pieces, HOW: tl.constexpr, TRACE: tl.constexpr):
-    """Push a Piece, one of `pieces` of its chunk, when the credits of all peers have come; returns the next ticket of
+    """Push a QueuedPiece, one of `pieces` of its chunk, when the credits of all peers have come; returns the next ticket of
     the send queue.
     """
     began = now(TRACE)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from ditron_inductor.core.layout import MAX_CHUNKS
 from ditron_inductor.core.matmul import Terms
 from ditron_inductor.lowering.config import Config
 from ditron_inductor.lowering.epilogues import PLAIN_SUM, Arrangement
+from ditron_inductor.lowering.host.kind import Tile
 from ditron_inductor.lowering.host.launch import Launch, longest_first, terms_of
 from ditron_inductor.lowering.host.launcher import Arguments
 
@@ -95,6 +97,21 @@ def carrying(
         nbytes=(places + boxes * programs) * config.block_m * config.block_n * dtype.itemsize,
         arrangement=arrangement,
     )
+
+
+def few_or_many(fits: Callable[[Launch, int, int], bool], few: Tile, many: Tile) -> Tile:
+    """The strategy `few` for products [M, N] of so few rows that they fit, `many` for others; equal on all ranks."""
+
+    def geometry(node: Any, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
+        chosen = few if fits(launch, math.prod(a.shape[:-1]), columns) else many
+        found: Geometry = chosen.geometry(node, launch, a, columns)
+        return found
+
+    def run(node: Any, launch: Launch, sizes: Geometry, *operands: Any) -> Any:
+        chosen = few if fits(launch, sizes.M, sizes.N) else many
+        return chosen.run(node, launch, sizes, *operands)
+
+    return Tile(geometry, run)
 
 
 class SumCall:

@@ -58,7 +58,7 @@ class Terms(NamedTuple):
     strides_bn: Any
 
 
-class Factors(NamedTuple):
+class SumFactors(NamedTuple):
     """The factors of a sum of products: pointers to the a_i [M, K_i] and b_i [K_i, N], descriptors of them, both tuples
     empty without DESCRIPTORS, and sizes.
     """
@@ -112,7 +112,7 @@ def weight_descriptor(
 
 @triton.jit
 def factors_of(lefts, rights, M, N, terms, TILES: tl.constexpr):
-    """The Factors a_i [M, K_i] and b_i [K_i, N] of a sum of products, of these Terms."""
+    """The SumFactors a_i [M, K_i] and b_i [K_i, N] of a sum of products, of these Terms."""
     a_descriptors = ()
     b_descriptors = ()
     NUM: tl.constexpr = len(lefts) if TILES.DESCRIPTORS else 0
@@ -125,7 +125,7 @@ def factors_of(lefts, rights, M, N, terms, TILES: tl.constexpr):
             TILES.BLOCK_N, TILES.BLOCK_K, (TILES.K_MAJOR >> i) & 1,
         )  # fmt: skip
         b_descriptors = b_descriptors + (b_descriptor,)  # type: ignore[assignment]
-    return Factors(lefts, rights, a_descriptors, b_descriptors, M, N, terms)
+    return SumFactors(lefts, rights, a_descriptors, b_descriptors, M, N, terms)
 
 
 @triton.jit

@@ -61,7 +61,7 @@ from ditron_inductor.lowering.gathers import (
     SEND_BLOCK,
     SEND_STEPS,
     SENDERS,
-    Piece,
+    QueuedPiece,
     push_piece,
     send_queue,
     sent_piece,
@@ -115,7 +115,7 @@ class Sends(NamedTuple):
 
 @triton.jit
 def piece_of(use, ticket, shard, numel, sends, HOW: tl.constexpr):
-    """The Piece of ticket `ticket`, and how many a chunk has."""
+    """The QueuedPiece of ticket `ticket`, and how many a chunk has."""
     WORLD: tl.constexpr = HOW.WORLD
     PIECE_NUMEL: tl.constexpr = HOW.SEND_BLOCK * HOW.SEND_STEPS
     pieces = tl.cdiv(sends.chunk_numel, PIECE_NUMEL)
@@ -128,7 +128,7 @@ def piece_of(use, ticket, shard, numel, sends, HOW: tl.constexpr):
     first = chunk.to(tl.int64) * sends.chunk_numel + inside
     count = tl.minimum(tl.minimum(sends.chunk_numel - inside, PIECE_NUMEL), numel - first).to(tl.int32)
     place = data(use, target, shard.dtype.element_ty) + use.rank.to(tl.int64) * sends.slot_stride + first
-    return Piece(target, chunk, shard + first, place, tl.maximum(count, 0)), pieces
+    return QueuedPiece(target, chunk, shard + first, place, tl.maximum(count, 0)), pieces
 
 
 @triton.jit

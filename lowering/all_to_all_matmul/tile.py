@@ -54,7 +54,7 @@ from ditron_inductor.core.signals import (
 from ditron_inductor.core.timed import timed_wait
 from ditron_inductor.core.trace import COPY, TILE, event, now
 from ditron_inductor.lowering.config import Config
-from ditron_inductor.lowering.gathers import SENDERS, Piece, push_piece, send_queue
+from ditron_inductor.lowering.gathers import SENDERS, QueuedPiece, push_piece, send_queue
 from ditron_inductor.lowering.host.launch import Launch, ceil_div
 from ditron_inductor.lowering.host.launcher import Arguments
 from ditron_inductor.task.nodes import AllToAllMatmul
@@ -93,7 +93,7 @@ def drain_sends(use, ticket, x, counters, numel, chunk_numel, num_sends, HOW: tl
         # The last chunk is shorter.
         count = tl.minimum(tl.minimum(chunk_numel - inside, PIECE_NUMEL), numel - first).to(tl.int32)
         place = data(use, target, x.dtype.element_ty) + use.rank * numel + first
-        piece = Piece(target, chunk, x + target * numel + first, place, count)
+        piece = QueuedPiece(target, chunk, x + target * numel + first, place, count)
         ticket = push_piece(use, counters, piece, pieces, HOW, TRACE)
 
 

@@ -62,8 +62,8 @@ COPY_BYTES = 256
 """Of a run, to one thread at a time, from all peers together: all of it is under way at once."""
 
 
-def fits(launch: Launch, rows: int) -> bool:
-    """Whether a product of so many rows is a few."""
+def fits(launch: Launch, rows: int, columns: int) -> bool:
+    """Whether so many rows are a few."""
     return 0 < rows <= (INTERPRETED_MOST_ROWS if launch.interpreted else MOST_ROWS)
 
 

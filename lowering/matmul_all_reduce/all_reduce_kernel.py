@@ -130,7 +130,7 @@ def begin(use, dtype: tl.constexpr, WORLD: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def swap(use, ticket, begun, ok, HOW: tl.constexpr, TRACE: tl.constexpr):
-    """Behind the stores of piece `ticket`: tell all peers, unless `ok` is 0, give the credits that are due, `leave`, and
+    """Behind the stores of piece `ticket`: tell all peers, unless ok is 0, give the credits that are due, `leave`, and
     wait for what they send under the same ticket. Returns (what `leave` asks for, whether all of it is there).
     """
     if ok != 0:

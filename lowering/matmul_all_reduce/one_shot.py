@@ -68,14 +68,14 @@ MOST_NORM_ELEMENTS = 64
 """Of a row, in each thread of that program."""
 
 
-def fits(rows: int, columns: int) -> bool:
+def fits(launch: Launch, rows: int, columns: int) -> bool:
     """Whether [rows, columns] is reduced in one shot: a few rows, and a flag for each of the narrowest tiles."""
     return 0 < rows <= MOST_ROWS and columns <= 16 * MAX_CHUNKS.value
 
 
-def takes_norm(sizes: Geometry) -> bool:
+def takes_norm(launch: Launch, sizes: Geometry) -> bool:
     """Whether a norm is done in the same launch."""
-    few = fits(sizes.M, sizes.N) and sizes.M <= MOST_NORM_ROWS
+    few = fits(launch, sizes.M, sizes.N) and sizes.M <= MOST_NORM_ROWS
     return few and block_of(sizes.N) <= MOST_NORM_ELEMENTS * 32 * sizes.config.num_warps
 
 
@@ -194,7 +194,8 @@ def matmul_all_reduce(
     """
     outs = sizes.arrangement.new_outputs_of_sum(a[0], [*a[0].shape[:-1], sizes.N])
     behind = {"NORMS": None, "ROW": 16, "given": None, "norm_outs": None}
-    _run(node, launch, sizes, a, b, bias, extras, outs, behind, {})
+    call = SumCall(node, launch, sizes, a, b, bias)
+    call.reduce(matmul_all_reduce_kernel, lambda: _arguments(call, behind), extras, outs)
     return outs
 
 
@@ -216,25 +217,11 @@ def matmul_all_reduce_rms_norm(
     outputs = reduced_outputs(node, out)
     behind = {"ROW": block_of(sizes.N), **constants_of(node, stores_reduced=False)}
     tensors = {"given": pointers(given, out), "norm_outs": all_outputs(node, outputs)}
-    _run(node, launch, sizes, a, b, bias, extras, [out], behind, tensors)
+    call = SumCall(node, launch, sizes, a, b, bias)
+    call.reduce(matmul_all_reduce_kernel, lambda: _arguments(call, behind), extras, [out], **tensors)
     return outputs
 
 
-def _run(
-    node: MatmulAllReduce | MatmulAllReduceRmsNorm,
-    launch: Launch,
-    sizes: Geometry,
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    bias: torch.Tensor | None,
-    extras: Sequence[torch.Tensor],
-    outs: Sequence[torch.Tensor],
-    behind: Mapping[str, Any],
-    others: Mapping[str, Any],
-) -> None:
-    call = SumCall(node, launch, sizes, a, b, bias)
-
-    def arguments() -> Arguments:
-        return call.arguments(M=sizes.M, N=sizes.N, terms=call.terms, HOW=call.how(few_rows=True), **behind)
-
-    call.reduce(matmul_all_reduce_kernel, arguments, extras, outs, **others)
+def _arguments(call: SumCall, behind: Mapping[str, Any]) -> Arguments:
+    sizes = call.sizes
+    return call.arguments(M=sizes.M, N=sizes.N, terms=call.terms, HOW=call.how(few_rows=True), **behind)

@@ -13,7 +13,8 @@ import torch
 from ditron_inductor.lowering import sums
 from ditron_inductor.lowering.all_reduce_rms_norm.add_norm import AddNorm, Outputs, make_add_norm
 from ditron_inductor.lowering.host.launch import Launch
-from ditron_inductor.lowering.matmul_all_reduce import one_shot, tile
+from ditron_inductor.lowering.matmul_all_reduce import one_shot
+from ditron_inductor.lowering.matmul_all_reduce.op import TILE
 from ditron_inductor.task.nodes import MatmulAllReduceRmsNorm
 
 
@@ -31,8 +32,8 @@ class Geometry:
 
 def geometry(node: MatmulAllReduceRmsNorm, launch: Launch, a: torch.Tensor, columns: int) -> Geometry:
     """a [.., K]; columns: N. Equal on all ranks."""
-    product = tile.geometry(node.reduction, launch, a, columns)
-    if one_shot.takes_norm(product):
+    product = TILE.geometry(node.reduction, launch, a, columns)
+    if one_shot.takes_norm(launch, product):
         return Geometry(product, None)
     return Geometry(product, make_add_norm(node, [*a.shape[:-1], columns], a.device))
 
@@ -52,5 +53,5 @@ def matmul_all_reduce_rms_norm(
     """
     if sizes.add_norm is None:
         return one_shot.matmul_all_reduce_rms_norm(node, launch, sizes.product, a, b, bias, given, extras)
-    (reduced,) = tile.matmul_all_reduce(node.reduction, launch, sizes.product, a, b, bias, extras)
+    (reduced,) = TILE.run(node.reduction, launch, sizes.product, a, b, bias, extras)
     return sizes.add_norm(reduced, given)
