@@ -43,8 +43,9 @@ class QueuedPiece(NamedTuple):
 
 @triton.jit
 def push_piece(use, counters, piece, pieces, HOW: tl.constexpr, TRACE: tl.constexpr):
-    """Push a QueuedPiece, one of `pieces` of its chunk, when the credits of all peers have come; returns the next ticket of
-    the send queue.
+    """Push a QueuedPiece, one of `pieces` of its chunk, when the credits of all peers have come.
+
+    Returns the next ticket of the send queue.
     """
     began = now(TRACE)
     if wait_credits(use, HOW.WORLD) != 0:
